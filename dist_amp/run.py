@@ -208,12 +208,12 @@ def lay_out(
     blocks: list[nn.Module] = []
     units: list[nn.Module] = []
     uses_blocks = sharded or config.parallel.bit_exact
+    compiled = replace(config.compile, blocks=False)
     if config.compile.blocks or config.compile.mode != "default":
-        from dist_amp.scaling.compile import check_compile
+        from dist_amp.scaling.compile import pick_compile
 
-        micro_batches = accumulation_steps(config.train, world.world_size)
-        check_compile(config.compile, strategy, micro_batches, world)
-        uses_blocks = uses_blocks or bool(config.compile.blocks)
+        compiled = pick_compile(config, strategy, task, module, world)
+        uses_blocks = uses_blocks or bool(compiled.blocks)
     if config.parallel.activation_checkpointing != "none":
         uses_blocks = True
     if uses_blocks:
@@ -226,10 +226,10 @@ def lay_out(
         from dist_amp.scaling.activation_checkpointing import checkpoint_activations
 
         checkpoint_activations(config.parallel.activation_checkpointing, blocks)
-    if config.compile.blocks or hasattr(task.loss_sum, "as_written"):
+    if compiled.blocks or hasattr(task.loss_sum, "as_written"):
         from dist_amp.scaling.compile import compile_blocks
 
-        compile_blocks(config.compile, module, blocks, world, task)
+        compile_blocks(compiled, module, blocks, world, task)
     parallel = build_parallel(config.parallel, strategy, module, units, precision, world)
     if sharded:
         from dist_amp.scaling.hooks import hook_units

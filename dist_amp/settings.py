@@ -212,11 +212,11 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class CompileConfig:
-    blocks: bool | Literal["dynamic"] = False
+    blocks: bool | Literal["auto", "dynamic"] = "auto"
     """Compile each block with torch.compile, identical blocks once, and the task's loss; the first
-    step and evaluation take seconds to minutes longer. A model without blocks is compiled as a
-    whole. true: code per input shape, at most 8; dynamic: one for all shapes, for batches that are
-    padded to their longest sample.
+    step and evaluation take seconds to minutes longer. true: code per input shape, at most 8, and a
+    model without blocks as a whole; dynamic: one code for all shapes, for batches that are padded
+    to their longest sample; auto: true on GPUs with a compiler, for models with blocks.
     """
     mode: Literal[
         "default",

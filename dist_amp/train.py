@@ -52,6 +52,10 @@ def observers_of(run: Run, stop: Stop) -> list[Observer]:
         nonfinite = NonfiniteReplay(run)
         limits.first_nonfinite = nonfinite.where
         observers.append(nonfinite)
+    if run.config.compile.blocks:
+        from dist_amp.scaling.compile import CompileCost
+
+        observers.append(CompileCost(run.world))
     observers += [limits, FirstSteps(run)]
     if run.config.debug.numerics or run.config.parallel.param_dtype == "bf16":
         from dist_amp.diagnostics.numerics import Numerics
@@ -202,6 +206,10 @@ def run_job(config: Config, job: Job, contexts: ExitStack) -> int:
         contexts.enter_context(memory_history(folder, world))
     # From here on a signal stops the run after a step; one that comes earlier, before the first.
     stop = contexts.enter_context(AgreedStop(world))
+    if config.compile.blocks:
+        from dist_amp.scaling.compile import keep_code
+
+        keep_code(folder)
     checkpoint = checkpoint_to_resume(config, folder, world)
     run = build_run(config, world, resumes=checkpoint is not None)
     if checkpoint is not None:

@@ -327,7 +327,7 @@ RECOMPUTE = "--parallel.activation_checkpointing"
         (
             Tiny(),
             ["--compile.blocks", "maybe"],
-            "=maybe on the command line must be true or false or dynamic",
+            "=maybe on the command line must be true or false or one of auto, dynamic",
         ),
     ],
 )
@@ -392,7 +392,7 @@ def test_settings_without_effect_get_a_warning(capsys):
     check_compile(CompileConfig(blocks=True, mode="reduce-overhead"), "single", 1, World())
     make_run(World(), NoBlocks(), *COMPILED)
     out, err = capsys.readouterr()
-    assert "the settings of [compile] have no effect: compile.blocks=false compiles nothing" in err
+    assert "compile.mode=max-autotune has no effect, since nothing is compiled: set comp" in err
     assert "compile.mode=reduce-overhead has no effect on a CPU" in err
     assert "compile.blocks: the whole model, which has no blocks, will be compiled" in out
 

@@ -35,6 +35,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.engine, needs_fake_gpus]
 EXPECTED = FOLDER / "expected.json"
 IMAGES = ["--task.target", "dist_amp.tasks.image_classification:ImageClassification"]
 HF = ["--task.target", "dist_amp.tasks.hf_causal_lm:HFCausalLM", "--task.args.length", 64]
+COMPILED = ["--compile.blocks", "auto"]
 MASKED = ["--task.args.packed_attention", "mask"]
 GPT2_SMALL = "--task.args.context 1024 --task.args.width 768 --task.args.layers 12"
 GPT2_SMALL += " --task.args.heads 12 --task.args.vocabulary 50304"
@@ -53,6 +54,8 @@ CASES = {  # name: (ranks, settings)
     "ddp": (2, ["--parallel.strategy", "ddp"]),
     "fsdp": (8, ["--parallel.strategy", "fsdp"]),
     "hsdp": (8, ["--parallel.strategy", "hsdp"]),
+    "gpt_compiled": (1, [*GPT2_SMALL.split(), *COMPILED]),
+    "fsdp_compiled": (8, ["--parallel.strategy", "fsdp", *COMPILED]),
 }
 
 PREFETCH = "dist_amp/loading/nested.py CopyStream.__call__"

@@ -54,7 +54,7 @@ from dist_amp.loading.loader import Fetch
 from dist_amp.loading.plan import Shard
 from dist_amp.precision import Precision, build_precision
 from dist_amp.scaling.blocks import blocks_of, parameters_in, pick_blocks, units_of
-from dist_amp.scaling.compile import check_compile
+from dist_amp.scaling.compile import pick_compile
 from dist_amp.scaling.float32 import to_float32
 from dist_amp.scaling.meta import built_on_meta, parameters_on_meta
 from dist_amp.settings import Config, ParallelConfig, Strategy
@@ -559,11 +559,10 @@ def checked(
     if world.device.type == "cuda" and not torch.cuda.is_available():
         # As rank 1, so that what this CPU can compute is not measured.
         computes_on = replace(world, rank=1, device=torch.device("cpu"))
-    if computes_on is world or not config.compile.blocks:
-        micro_batches = accumulation_steps(config.train, world.world_size)
-        check_compile(config.compile, strategy, micro_batches, world)
-    else:
-        world.say("[compile] is not checked: there is no GPU here")
+    if computes_on is world:
+        pick_compile(config, strategy, task, module, world)
+    if config.compile.blocks and world.device.type == "cuda":
+        world.say("blocks are planned as they are without compile.blocks")
     sharded = strategy in SHARDED
     precision = build_precision(cast, sharded, computes_on)
     if sharded:

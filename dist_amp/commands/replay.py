@@ -177,7 +177,8 @@ def run_at(
         why.append(f"{ranks} ranks added in another order")
         if batch_statistics(run.parallel.module):
             why.append("batch norm saw other batches")
-    if given.compile.blocks:
+    compiled = given.compile.blocks
+    if compiled and (compiled != "auto" or device == "cuda"):
         why.append("the run was compiled, and its replay is not")
     cast = pick_cast(given.precision, strategy, run.parallel.module, world)
     if strategy in SHARDED and cast.use_amp and cast.cast_by != "autocast" and not exact:
@@ -225,7 +226,7 @@ def on_one_process(config: Config, ranks: int) -> Config:
         train=replace(config.train, global_batch_size=batch, accumulation_steps="auto"),
         parallel=replace(config.parallel, strategy="single", cpu_offload=False),
         precision=replace(config.precision, cast_by=cast_by),
-        compile=CompileConfig(),
+        compile=CompileConfig(blocks=False),
         data=replace(config.data, workers=0 if config.parallel.bit_exact else config.data.workers),
         eval=replace(config.eval, every="off"),
     )

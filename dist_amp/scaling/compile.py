@@ -6,6 +6,7 @@ compiled code. A deepcopy of the model would run the original's blocks.
 
 import importlib
 import importlib.util
+import inspect
 import logging
 import os
 import shutil
@@ -13,6 +14,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from dist_amp.config.auto import accumulation_steps
 from dist_amp.errors import ConfigError, first_line
-from dist_amp.settings import CompileConfig
+from dist_amp.scaling.blocks import blocks_of
+from dist_amp.settings import CompileConfig, Config
+from dist_amp.telemetry.step_report import Observer, StepReport
 from dist_amp.world import World
 
 Forward = Callable[..., Any]
@@ -42,12 +47,55 @@ def private(path: str, fallback: Any) -> Any:
     return fallback
 
 
+def pick_compile(
+    config: Config, strategy: str, task: Any, module: nn.Module, world: World
+) -> CompileConfig:
+    """The settings of [compile], where blocks=auto is false if nothing is to be compiled; on a GPU
+    it says why. Errors: as for `check_compile`.
+    """
+    picked = config.compile
+    if picked.blocks == "auto":
+        reason = _not_compiled(config, task, module, world)
+        if reason and world.device.type != "cpu":
+            world.say(f"compile.blocks=auto: nothing is compiled, because {reason}")
+        if reason:
+            picked = replace(picked, blocks=False)
+    check_compile(picked, strategy, accumulation_steps(config.train, world.world_size), world)
+    return picked
+
+
+def _not_compiled(config: Config, task: Any, module: nn.Module, world: World) -> str:
+    """Why compile.blocks=auto compiles nothing; "" if it does."""
+    if world.device.type == "cpu":
+        return "a CPU gains little from it"
+    missing = _missing_compiler(world.device)
+    if missing and config.compile.mode not in GENERATE_NO_CODE:
+        return f"it needs {missing}"
+    if config.parallel.bit_exact:
+        return "parallel.bit_exact=true, and what another machine compiles may round otherwise"
+    if config.debug.detect_anomaly:
+        return "debug.detect_anomaly=true names operations, not compiled code"
+    if _differentiates_twice(task):
+        return "the task differentiates twice (create_graph), which compiled code can't"
+    if not blocks_of(task, module):
+        return "the model has no blocks"
+    return ""
+
+
+def _differentiates_twice(task: Any) -> bool:
+    """Whether the source of the task's class says so."""
+    with suppress(OSError, TypeError):  # made by exec
+        return "create_graph" in inspect.getsource(type(task))
+    return False
+
+
 def check_compile(config: CompileConfig, strategy: str, micro_batches: int, world: World) -> None:
     """Check that these settings can compile. Errors: ConfigError that says what would."""
     if not config.blocks:
-        if config != CompileConfig():
+        if config.mode != "default":
             world.warn(
-                "the settings of [compile] have no effect: compile.blocks=false compiles nothing"
+                f"compile.mode={config.mode} has no effect, since nothing is compiled: set "
+                "compile.blocks=true"
             )
         return
     if config.mode in GENERATE_NO_CODE:
@@ -151,6 +199,7 @@ class Compiler:
         # A dispatch mode, such as a FLOP counter, sees no operations of compiled code.
         name = "torch.utils._python_dispatch.is_in_any_mode_without_ignore_compile_internals"
         self._is_observed = private(name, lambda: False)
+        self._not_compiled: set[str] = set()  # what compile.blocks=auto gave up
 
     def wrap(self, forward: Forward, name: str, breaks: bool = False) -> Forward:
         """The forward, compiled; breaks: not as one graph. Its calls may raise ConfigError."""
@@ -164,18 +213,21 @@ class Compiler:
 
         @wraps(forward)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self._is_observed():
+            if self._is_observed() or name in self._not_compiled:
                 return forward(*args, **kwargs)
             try:
                 if self._one_graph and not breaks:
                     return one_graph(*args, **kwargs)
                 return in_parts(*args, **kwargs)
             except self._backend_failed as error:
-                cause = getattr(error, "inner_exception", error)
-                raise ConfigError(
-                    f"compile.mode={config.mode} can't compile {name}: {first_line(cause)}; use "
-                    "another, or compile.blocks=false"
-                ) from error
+                cause = first_line(getattr(error, "inner_exception", error))
+                if config.blocks != "auto":
+                    raise ConfigError(
+                        f"compile.mode={config.mode} can't compile {name}: {cause}; use another, "
+                        "or compile.blocks=false"
+                    ) from error
+                self._not_compiled.add(name)
+                self._world.warn(f"compile.blocks=auto: {name} is not compiled: {cause}")
             except self._block_failed:
                 raise
             except self._not_one_graph as error:  # raised before any of the block has run
@@ -187,6 +239,41 @@ class Compiler:
             return call(*args, **kwargs)
 
         return call
+
+
+def keep_code(folder: Path) -> None:
+    """Keep compiled code beside the runs, so that one resumed on another machine finds it.
+
+    folder: the run's. It comes before anything is compiled; a folder that the user set is kept.
+    """
+    cache = folder.absolute().parent / "compile_cache"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+
+
+class CompileCost(Observer):
+    """Says after the first step how long compiling took in it."""
+
+    def __init__(self, world: World):
+        self._world = world
+        self._before = compile_seconds()
+        self._is_first = True
+
+    def after_step(self, report: StepReport, micro_batches: Sequence[Any]) -> None:
+        seconds = compile_seconds() - self._before
+        if self._is_first and seconds:
+            cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
+            self._world.say(
+                f"compile.blocks: compiling took {seconds:.1f} s of the first step; the code is "
+                f"kept in {cache}"
+            )
+        self._is_first = False
+
+
+def compile_seconds() -> float:
+    """What this process has spent compiling; 0 where torch does not tell."""
+    if "torch._dynamo" not in sys.modules:
+        return 0.0
+    return private("torch._dynamo.utils.calculate_time_spent", dict)().get("total_wall_time", 0.0)
 
 
 class CompiledLoss:

@@ -52,6 +52,8 @@ def run(argv: Sequence[str]) -> int:
         from dist_amp.verify.replay import replay_file
 
         return replay_file(options.replay, rest)
+    if load_config(rest).compile.blocks == "auto":  # compiled code is compared if it is asked for
+        rest = [*rest, "--compile.blocks", "false"]
     if options.dtypes:
         from dist_amp.verify.dtypes import dtype_report
 

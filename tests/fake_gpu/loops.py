@@ -29,6 +29,8 @@ from fake_gpu.records import Syncs, counted, launches_of, traced
 WARM_UP = 20  # the run's own checks of its first steps read the device until then
 STEPS = 50
 QUIET = ["--checkpoint.every", "off", "--eval.every", "off", "--run.resume", "never"]
+# Settings that are given come later and win; compiling takes this CPU minutes.
+QUIET += ["--compile.blocks", "false"]
 
 
 @dataclass(frozen=True)

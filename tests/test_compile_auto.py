@@ -1,0 +1,208 @@
+"""Compiled by default on GPUs: what auto decides, graph breaks, and where the code is kept."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import tiny_hf
+import torch
+import torch._dynamo
+from torch._dynamo.utils import counters
+from tiny import Tiny, make_run, take_steps
+
+from dist_amp.config.load import load_config
+from dist_amp.errors import ConfigError
+from dist_amp.scaling import compile as compiling
+from dist_amp.scaling.compile import compile_blocks, pick_compile
+from dist_amp.world import World
+
+GPU = World(device=torch.device("cuda", 0))
+EAGER = ["--compile.blocks", "true", "--compile.mode", "eager"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_yet():
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=8):
+        yield
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """As if Triton and a C compiler were installed."""
+    monkeypatch.setattr(compiling, "_missing_compiler", lambda device: "")
+
+
+def picked(*words, task=None, world=GPU):
+    task = task or Tiny()
+    config = load_config([str(word) for word in words], environ={})
+    return pick_compile(config, "single", task, task.build_model(), world).blocks
+
+
+class Penalty(Tiny):
+    def loss_sum(self, model, batch):
+        x = batch["x"].requires_grad_()
+        y = model(x)
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return super().loss_sum(model, batch) + slope.square().sum()
+
+
+class OneLayer(Tiny):
+    def build_model(self):
+        return torch.nn.Linear(8, 1)
+
+
+def test_blocks_are_compiled_on_a_gpu_with_a_compiler_and_not_on_a_cpu(compiler):
+    assert picked() == "auto"
+    assert picked("--compile.blocks", "dynamic") == "dynamic"
+    assert picked("--compile.blocks", "false") is False
+    assert picked(world=World()) is False
+
+
+@pytest.mark.parametrize(
+    ("task", "words", "said"),
+    [
+        (Tiny(), ["--parallel.bit_exact", "true"], "what another machine compiles may round"),
+        (Tiny(), ["--debug.detect_anomaly", "true"], "names operations, not compiled code"),
+        (Penalty(), [], r"the task differentiates twice \(create_graph\)"),
+        (OneLayer(), [], "the model has no blocks"),
+    ],
+)
+def test_auto_says_why_it_compiles_nothing_on_a_gpu(task, words, said, compiler, capsys):
+    assert picked(*words, task=task) is False
+    out = capsys.readouterr().out
+    assert out.startswith("compile.blocks=auto: nothing is compiled, because ")
+    assert re.search(said, out)
+
+
+@pytest.mark.bad_input("`compile.blocks=auto` on a GPU without a compiler")
+def test_auto_compiles_nothing_without_a_compiler_and_names_what_is_missing(monkeypatch, capsys):
+    monkeypatch.setattr(compiling, "_missing_compiler", lambda device: "a C compiler")
+    assert picked() is False
+    said = "compile.blocks=auto: nothing is compiled, because it needs a C compiler"
+    assert said in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="needs a C compiler"):
+        picked("--compile.blocks", "true")
+
+
+@pytest.mark.bad_input("a block that the backend fails on, under `compile.blocks=auto`")
+def test_a_block_that_the_backend_fails_on_runs_as_written_under_auto(monkeypatch, capsys):
+    def fails(graph, inputs):
+        raise ValueError("no kernel")
+
+    run = make_run(World(), Tiny())
+    plain = [float(loss) for report in take_steps(run, 2) for loss in report.losses]
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **more: real(f, **more | {"backend": fails}))
+    monkeypatch.setattr(compiling, "_not_compiled", lambda *_: "")
+    run = make_run(World(), Tiny(), "--compile.mode", "aot_eager")
+    losses = [float(loss) for report in take_steps(run, 2) for loss in report.losses]
+    assert losses == plain
+    assert "compile.blocks=auto: 0 is not compiled: " in capsys.readouterr().err
+
+
+def breaks(task, *words):
+    """Reasons of graph breaks in two steps, but for the loss's call of the model."""
+    counters.clear()
+    take_steps(make_run(World(), task, *EAGER, *words), 2)
+    return [why for why in counters["graph_break"] if "torch.compiler.disable" not in why]
+
+
+FAMILIES = {
+    "llama": {},
+    "qwen3": {"head_dim": 8},
+    "gemma": {"head_dim": 8},
+    "mistral": {},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4},
+}
+TEXT = ["--data.path", "rows.jsonl", "--task.args.length", 32]
+
+
+@pytest.mark.parametrize("pack", ["off", "best_fit"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_language_models_have_no_graph_break(family, pack, tmp_path, monkeypatch, capsys):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    monkeypatch.chdir(tmp_path)
+    config = AutoConfig.for_model(family, **{**tiny_hf.LLAMA, **FAMILIES[family]})
+    AutoModelForCausalLM.from_config(config).save_pretrained("model")
+    tiny_hf.make_tokenizer("model")
+    tiny_hf.write_rows(tmp_path / "rows.jsonl", [{"text": "ab" * (1 + n % 9)} for n in range(64)])
+    words = ["--task.target", "dist_amp.tasks.hf_causal_lm:HFCausalLM", "--task.args.model", "model"]
+    assert breaks(None, *words, *TEXT, "--data.pack", pack) == []
+    assert "is not one graph" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "dist_amp.tasks.sinusoid:Sinusoid",
+        "dist_amp.tasks.image_classification:ImageClassification",
+        "dist_amp.tasks.causal_lm:CausalLM",
+    ],
+)
+def test_the_shipped_tasks_have_no_graph_break(target, capsys):
+    assert breaks(None, "--task.target", target) == []
+    assert "is not one graph" not in capsys.readouterr().err
+
+
+def classifier(folder):
+    tiny_hf.make_model(folder, "bert")
+    tiny_hf.make_tokenizer(folder)
+    rows = [{"text": "ab" * (1 + n % 9), "label": n % 2} for n in range(64)]
+    return ["dist_amp.tasks.hf_classification:HFClassification", "--task.args.classes", 2], rows
+
+
+def preference(folder):
+    tiny_hf.make_model(folder, "llama")
+    tiny_hf.make_tokenizer(folder)
+    row = {"prompt": "say", "chosen": "abab", "rejected": "ba"}
+    return ["dist_amp.tasks.preference:DPO"], [row] * 64
+
+
+@pytest.mark.parametrize("make", [classifier, preference])
+def test_the_tasks_of_transformers_have_no_graph_break(make, tmp_path, capsys):
+    target, rows = make(tmp_path / "model")
+    path = tiny_hf.write_rows(tmp_path / "rows.jsonl", rows)
+    words = ["--task.target", *target, "--task.args.model", tmp_path / "model"]
+    words += ["--data.path", path]
+    assert breaks(None, *words, "--task.args.length", 32) == []
+    assert "is not one graph" not in capsys.readouterr().err
+
+
+def trained(folder, *words):
+    """What a process prints that trains with inductor's code, whose cache is empty at first."""
+    environ = {name: value for name, value in os.environ.items() if "CACHE_DIR" not in name}
+    words = ["--run.dir", str(folder), "--compile.blocks", "true", "--use_amp", "false", *words]
+    command = [sys.executable, "-c", SCRIPT, *words]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    return done.stdout, json.loads(done.stdout.splitlines()[-1])
+
+
+SCRIPT = """
+import json, sys
+from dist_amp.train import main
+code = main(sys.argv[1:])
+from torch._dynamo.utils import counters
+print(json.dumps(counters["inductor"]))
+sys.exit(code)
+"""
+
+
+@pytest.mark.slow
+def test_a_resumed_run_finds_its_compiled_code_beside_the_runs(tmp_path):
+    words = ["--task.target", "dist_amp.tasks.sinusoid:Sinusoid", "--eval.every", "off"]
+    out, counted = trained(tmp_path / "run", *words, "--train.steps", "2")
+    assert counted["fxgraph_cache_miss"]
+    assert not counted.get("fxgraph_cache_hit")
+    cache = tmp_path / "compile_cache"
+    (line,) = (line for line in out.splitlines() if "compiling took" in line)
+    assert line.endswith(f" s of the first step; the code is kept in {cache}")
+    assert any(cache.rglob("*.py"))
+    out, counted = trained(tmp_path / "run", *words, "--train.steps", "4")
+    assert "resumed from step 2" in out
+    assert counted["fxgraph_cache_hit"]
+    assert not counted.get("fxgraph_cache_miss")
