@@ -161,6 +161,10 @@ class PrecisionConfig:
     """What casts to dtype: autocast (any strategy) or FSDP2's mixed-precision policy (fsdp, hsdp);
     auto: the policy if sharded, unless the model has batch norm.
     """
+    matmul: Literal["auto", "fp8"] = "auto"
+    """fp8: matrix products of the blocks' linear layers in float8, by torchao, on GPUs from compute
+    capability 8.9 on; auto: in dtype.
+    """
     tf32: bool = False
     """Allow TF32 tensor cores (10 bits of mantissa) in float32 matrix products on CUDA."""
     scaler: ScalerConfig = field(default_factory=ScalerConfig)

@@ -10,13 +10,13 @@ import pytest
 import tiny_hf
 import torch
 import torch._dynamo
-from torch._dynamo.utils import counters
 from tiny import Tiny, make_run, take_steps
+from torch._dynamo.utils import counters
 
 from dist_amp.config.load import load_config
 from dist_amp.errors import ConfigError
 from dist_amp.scaling import compile as compiling
-from dist_amp.scaling.compile import compile_blocks, pick_compile
+from dist_amp.scaling.compile import pick_compile
 from dist_amp.world import World
 
 GPU = World(device=torch.device("cuda", 0))
@@ -118,7 +118,8 @@ FAMILIES = {
     "mistral": {},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4},
 }
-TEXT = ["--data.path", "rows.jsonl", "--task.args.length", 32]
+TEXT = "--task.target dist_amp.tasks.hf_causal_lm:HFCausalLM --task.args.model model".split()
+TEXT += "--data.path rows.jsonl --task.args.length 32".split()
 
 
 @pytest.mark.parametrize("pack", ["off", "best_fit"])
@@ -131,7 +132,12 @@ def test_language_models_have_no_graph_break(family, pack, tmp_path, monkeypatch
     AutoModelForCausalLM.from_config(config).save_pretrained("model")
     tiny_hf.make_tokenizer("model")
     tiny_hf.write_rows(tmp_path / "rows.jsonl", [{"text": "ab" * (1 + n % 9)} for n in range(64)])
-    words = ["--task.target", "dist_amp.tasks.hf_causal_lm:HFCausalLM", "--task.args.model", "model"]
+    words = [
+        "--task.target",
+        "dist_amp.tasks.hf_causal_lm:HFCausalLM",
+        "--task.args.model",
+        "model",
+    ]
     assert breaks(None, *words, *TEXT, "--data.pack", pack) == []
     assert "is not one graph" not in capsys.readouterr().err
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -14,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.utils._pytree import tree_map_only
 
 from dist_amp.checkpoint.compatibility import check_fit, continue_data, fingerprint
 from dist_amp.checkpoint.format import (
@@ -165,7 +167,7 @@ def state_of(run: Run, with_moments: bool = False) -> State:
         "random": random_state(run.world.device),
         "statistics": {name: value.clone() for name, value in statistics.items()},
     }
-    return {
+    state = {
         "model": get_model_state_dict(run.parallel.module),
         "optimizer": optimizer,  # without the groups' hyperparameters, which come from the config
         "counters": run.schedule.counters,
@@ -173,6 +175,11 @@ def state_of(run: Run, with_moments: bool = False) -> State:
         "ranks": {str(run.world.rank): of_rank},
         **{name: extra.tensors for name, extra in run.extra_states.items()},
     }
+    if run.config.precision.matmul == "fp8":
+        from dist_amp.scaling.float8 import as_plain
+
+        state = tree_map_only(Tensor, as_plain, state)
+    return state
 
 
 def group_sizes(run: Run) -> dict[str, int]:

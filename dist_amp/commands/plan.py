@@ -563,6 +563,8 @@ def checked(
         pick_compile(config, strategy, task, module, world)
     if config.compile.blocks and world.device.type == "cuda":
         world.say("blocks are planned as they are without compile.blocks")
+    if config.precision.matmul == "fp8":
+        world.say("precision.matmul=fp8 is planned as bf16: products take less time")
     sharded = strategy in SHARDED
     precision = build_precision(cast, sharded, computes_on)
     if sharded:

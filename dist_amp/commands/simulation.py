@@ -351,6 +351,7 @@ def simulate(
         size = 1
     parallel = replace(config.parallel, strategy="single" if size == 1 else strategy)
     config = replace(config, parallel=parallel, compile=replace(config.compile, blocks=False))
+    config = replace(config, precision=replace(config.precision, matmul="auto"))
     # Not as the first, which would measure what this CPU computes in half precision.
     ranks = ImaginedWorld(
         rank=1, world_size=size, local_world_size=min(size, world.local_world_size)
