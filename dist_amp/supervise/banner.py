@@ -7,12 +7,14 @@ import json
 import math
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import quote, urlencode
@@ -32,36 +34,17 @@ PACKAGES = ("numpy", "datasets", "tensorboard", "transformers", "peft", "torchao
 
 GIT_SECONDS = 5.0  # assumed: a status takes far less, but a network disk may hang
 
-# Whole names: of others it is unknown whether they hold a secret.
-VARIABLES = """
-    CUBLAS_WORKSPACE_CONFIG CUDA_DEVICE_MAX_CONNECTIONS CUDA_DEVICE_ORDER CUDA_HOME
-    CUDA_LAUNCH_BLOCKING CUDA_MODULE_LOADING CUDA_VISIBLE_DEVICES NVIDIA_TF32_OVERRIDE
-    NVIDIA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES HSA_OVERRIDE_GFX_VERSION ROCR_VISIBLE_DEVICES
-    NCCL_ALGO NCCL_BUFFSIZE NCCL_CROSS_NIC NCCL_CUMEM_ENABLE NCCL_DEBUG NCCL_DEBUG_SUBSYS
-    NCCL_IB_DISABLE NCCL_IB_GID_INDEX NCCL_IB_HCA NCCL_IB_QPS_PER_CONNECTION NCCL_IB_RETRY_CNT
-    NCCL_IB_TC NCCL_IB_TIMEOUT NCCL_MAX_CTAS NCCL_MAX_NCHANNELS NCCL_MIN_CTAS NCCL_MIN_NCHANNELS
-    NCCL_NET NCCL_NET_GDR_LEVEL NCCL_NET_PLUGIN NCCL_NVLS_ENABLE NCCL_P2P_DISABLE NCCL_P2P_LEVEL
-    NCCL_PROTO NCCL_SHM_DISABLE NCCL_SOCKET_FAMILY NCCL_SOCKET_IFNAME NCCL_TOPO_FILE
-    PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF PYTORCH_HIP_ALLOC_CONF TORCHINDUCTOR_CACHE_DIR
-    TORCHINDUCTOR_MAX_AUTOTUNE TORCH_ALLOW_TF32_CUBLAS_OVERRIDE TORCH_BLAS_PREFER_CUBLASLT
-    TORCH_COMPILE_DISABLE TORCH_CPP_LOG_LEVEL TORCH_DISABLE_SHARE_RDZV_TCP_STORE
-    TORCH_DISTRIBUTED_DEBUG TORCH_ELASTIC_SHUTDOWN_TIMEOUT TORCH_FR_BUFFER_SIZE TORCH_HOME
-    TORCH_LOGS TORCH_NCCL_ASYNC_ERROR_HANDLING TORCH_NCCL_AVOID_RECORD_STREAMS
-    TORCH_NCCL_BLOCKING_WAIT TORCH_NCCL_ENABLE_MONITORING TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC
-    TORCH_NCCL_TRACE_BUFFER_SIZE TORCH_USE_CUDA_DSA TRITON_CACHE_DIR
-    TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_RESTART_COUNT TORCHELASTIC_RUN_ID
-    TORCHELASTIC_USE_AGENT_STORE PET_MASTER_ADDR PET_MASTER_PORT PET_NNODES PET_NODE_RANK
-    PET_NPROC_PER_NODE PET_RDZV_BACKEND PET_RDZV_ENDPOINT
-    GROUP_RANK GROUP_WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT RANK ROLE_NAME
-    ROLE_RANK ROLE_WORLD_SIZE WORLD_SIZE DIST_AMP_LAUNCHER DIST_AMP_PYTHON
-    GLOO_SOCKET_IFNAME KMP_AFFINITY KMP_BLOCKTIME LD_PRELOAD MALLOC_ARENA_MAX MALLOC_CONF
-    MKL_NUM_THREADS OMP_NUM_THREADS OMP_PLACES OMP_PROC_BIND PYTHONHASHSEED
-    HF_DATASETS_CACHE HF_DATASETS_DISABLE_PROGRESS_BARS HF_DATASETS_OFFLINE HF_ENDPOINT HF_HOME
-    HF_HUB_CACHE HF_HUB_OFFLINE
-    SLURM_CPUS_PER_TASK SLURM_GPUS_ON_NODE SLURM_JOB_ID SLURM_JOB_NODELIST SLURM_JOB_NUM_NODES
-    SLURM_JOB_PARTITION SLURM_LOCALID SLURM_NNODES SLURM_NODEID SLURM_NTASKS SLURM_PROCID
-    SLURM_RESTART_COUNT
-""".split()
+# No secret has such a name. HF_TOKEN, NVIDIA_API_KEY and SLURM_JWT do not match.
+VARIABLES = re.compile(
+    r"(CUDA|NCCL|TORCH|PYTORCH|TORCHINDUCTOR|HIP|HSA|ROCR|GLOO|KMP|MALLOC|MKL|OMP)_\w+"
+    r"|NVIDIA_(TF32_OVERRIDE|VISIBLE_DEVICES)|TRITON_CACHE_DIR|LD_PRELOAD|PYTHONHASHSEED"
+    r"|TORCHELASTIC_(MAX_RESTARTS|RESTART_COUNT|RUN_ID|USE_AGENT_STORE)"
+    r"|(PET_)?MASTER_(ADDR|PORT)|PET_(NNODES|NODE_RANK|NPROC_PER_NODE|RDZV_(BACKEND|ENDPOINT))"
+    r"|((GROUP_|LOCAL_|ROLE_)?(RANK|WORLD_SIZE))|ROLE_NAME|DIST_AMP_(LAUNCHER|PYTHON)"
+    r"|HF_(DATASETS_(CACHE|DISABLE_PROGRESS_BARS|OFFLINE)|ENDPOINT|HOME|HUB_(CACHE|OFFLINE))"
+    r"|SLURM_(CPUS_PER_TASK|GPUS_ON_NODE|JOB_(ID|NODELIST|NUM_NODES|PARTITION)|LOCALID|NNODES)"
+    r"|SLURM_(NODEID|NTASKS|PROCID|RESTART_COUNT)"
+)
 
 PORT = 6006  # TensorBoard's own default
 
@@ -75,31 +58,26 @@ def print_banner(run: Run) -> None:
     plan = run.data.plan
     total = sum(p.numel() for p in run.parallel.module.parameters())
     trained = sum(p.numel() for p in run.parallel.parameters)
-    parameters = f"{total:,} parameters"
+    world.say(f"run    {run.folder}, {first_step_of(run)}")
+    model = f"{total:,} parameters"
     if trained < total:
-        parameters += f" ({trained:,} trained)"
-    precision = run.precision.name
-    if run.precision.cast_by != "nothing":
-        precision += f" cast by {run.precision.cast_by}"
+        model += f" ({trained:,} trained)"
     device = "CPU" if world.device.type == "cpu" else torch.cuda.get_device_name(world.device)
-    layout = f"{run.parallel.strategy} on {world.world_size} x {device}"
+    model += f", {run.parallel.strategy} on {world.world_size} x {device}, {run.precision.name}"
+    if run.precision.cast_by != "nothing":
+        model += f" cast by {run.precision.cast_by}"
+    world.say(f"model  {model}")
     accumulation = plan.global_batch_size // (plan.micro_batch_size * plan.world_size)
     batch = f"{plan.micro_batch_size} x {plan.world_size} ranks x {accumulation} micro-batches"
+    world.say(f"batch  {plan.global_batch_size} samples = {batch}")
     held_out = "none evaluated (eval.every=off)"
     if run.config.eval.every != "off":
         held_out = f"{run.validation.plan.length if run.validation else 0:,} held out"
-    world.say(f"run    {run.folder}, {first_step_of(run)}")
-    world.say(f"model  {parameters}, {layout}, {precision}")
-    world.say(f"batch  {plan.global_batch_size} samples = {batch}")
     world.say(f"data   {plan.length:,} samples to train on, {held_out}")
-    watch = f"dist_amp board {run.folder}"
-    if run.folder.parent.name:
-        watch += f"; beside other runs: dist_amp board {run.folder.parent}"
-    world.say(f"watch  {watch}")
+    world.say(f"watch  dist_amp board {run.folder}")
 
 
 def first_step_of(run: Run) -> str:
-    """Where a run starts, in words."""
     source = run.resumed_from
     if source is None:
         return "from step 0: it holds no checkpoint"
@@ -113,7 +91,6 @@ def first_step_of(run: Run) -> str:
 
 
 def closing_table(summary: Mapping[str, Any], folder: Path) -> str:
-    """Each rank's throughput and memory, the result, and the run's folder."""
     shows_tokens = any(rank["tokens_per_second"] for rank in summary["ranks"])
     header = f"{'rank':>4}  {'host':<20} {'peak memory':>12} {'local s/step':>13} {'items/s':>10}"
     if shows_tokens:
@@ -158,7 +135,7 @@ def report_environment(run: Run) -> None:
     hosts = run.world.gather_texts(json.dumps(this_rank(run.world.device)))
     if not run.world.is_main:
         return
-    text = json.dumps(environment(run, [json.loads(host) for host in hosts]), indent=2)
+    text = json.dumps(environment(run, hosts), indent=2)
     path = run.folder / "environment.json"
     try:
         write_durably(path, text + "\n")
@@ -170,17 +147,17 @@ def report_environment(run: Run) -> None:
     run.metrics.write_text("start/environment", text, run.step)
 
 
-def environment(run: Run, ranks: list[dict[str, str]]) -> dict[str, Any]:
-    """What rank 0 sees, and each host's row of what its ranks see."""
-    hosts: dict[tuple[tuple[str, str], ...], list[str]] = {}
-    for rank, row in enumerate(ranks):
-        hosts.setdefault(tuple(row.items()), []).append(str(rank))
+def environment(run: Run, ranks: list[str]) -> dict[str, Any]:
+    """What rank 0 sees, and what each host's ranks see: JSON of `this_rank`."""
+    hosts: dict[str, list[str]] = {}
+    for rank, host in enumerate(ranks):
+        hosts.setdefault(host, []).append(str(rank))
     source = source_of(run.task)
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "first_step": run.step + 1,
         "versions": versions(),
-        "hosts": [dict(row) | {"ranks": ", ".join(members)} for row, members in hosts.items()],
+        "hosts": [json.loads(host) | {"ranks": ", ".join(on)} for host, on in hosts.items()],
         "git": git_state(code_folder(source)),
         "task": source,
         "variables": variables(os.environ),
@@ -220,8 +197,8 @@ def versions() -> dict[str, str]:
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Those of torch, NCCL, Slurm or a run that are listed above, without passwords."""
-    return {name: masked(environ[name]) for name in sorted(VARIABLES) if name in environ}
+    """Those of torch, NCCL, Slurm or a run, without passwords."""
+    return {name: masked(environ[name]) for name in sorted(environ) if VARIABLES.fullmatch(name)}
 
 
 def source_of(task: object) -> dict[str, str]:
@@ -250,21 +227,13 @@ def code_folder(source: Mapping[str, str]) -> Path:
 
 def git_state(folder: Path) -> dict[str, Any]:
     """{commit, branch, changed files, new Python files too}; empty without git or a commit."""
-
-    def git(*words: str) -> str:
-        """What a git command prints. It takes no lock, so a commit at this moment succeeds."""
-        return subprocess.run(
-            ["git", "--no-optional-locks", "-C", str(folder), *words],
-            check=True,
-            capture_output=True,
-            errors="replace",
-            timeout=GIT_SECONDS,
-            stdin=subprocess.DEVNULL,
-        ).stdout
-
+    quiet = {"stderr": subprocess.DEVNULL, "stdin": subprocess.DEVNULL, "errors": "replace"}
+    git = partial(subprocess.check_output, cwd=folder, timeout=GIT_SECONDS, **quiet)
+    # Without locks, so that a commit at this moment succeeds.
+    status = ["git", "--no-optional-locks", "status", "--porcelain", "--branch"]
     try:
-        commit = git("rev-parse", "HEAD").strip()
-        branch, *lines = git("status", "--porcelain", "--branch").splitlines()
+        commit = git(["git", "rev-parse", "HEAD"]).strip()
+        branch, *lines = git(status).splitlines()
     except (OSError, subprocess.SubprocessError):
         return {}
     files = [line[3:] for line in lines if line[:2] != "??" or line.endswith(".py")]
@@ -307,10 +276,8 @@ def board(words: Sequence[str]) -> NoReturn:
     """
     folder = Path("".join(words[:1]))
     logs = folder / "tensorboard"
-    has_tokens = False
-    for path in (folder / "metrics.jsonl", *folder.glob("*/metrics.jsonl")):
-        if path.exists():
-            has_tokens = has_tokens or "throughput/tokens_per_second" in path.read_text()
+    logged = [*folder.glob("metrics.jsonl"), *folder.glob("*/metrics.jsonl")]
+    has_tokens = any("throughput/tokens_per_second" in path.read_text() for path in logged)
     if not logs.is_dir():
         logs = folder
         if not words or not any(folder.glob("*/tensorboard")):
