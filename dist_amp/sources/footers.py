@@ -27,15 +27,8 @@ LIKELY_BYTES = 2**16  # of a footer: what is fetched first
 MOST_ROWS = 2**40  # of a row group: their sums fit into 64 bits
 MAGIC = b"PAR1"
 NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
-# Bytes of a value in memory, at least, by its type in the file.
-WIDTHS = {
-    "BOOLEAN": 1,
-    "INT32": 4,
-    "FLOAT": 4,
-    "INT64": 8,
-    "DOUBLE": 8,
-    "INT96": 8,
-}
+# Bytes of a value in memory, at least, by its type in the file; of others 4.
+WIDTHS = {"BOOLEAN": 1, "INT64": 8, "DOUBLE": 8, "INT96": 8}
 Version = tuple[int, str]  # a file's size and, if its store has one, the mark of its content
 Columns = dict[str, Any]  # by their names: types, values or Arrow arrays
 
@@ -60,12 +53,7 @@ class Source:
     large: dict[tuple[int, int], dict[str, int]] = field(default_factory=dict)
     fingerprint: str = ""
 
-    def check_memory(
-        self,
-        file: int,
-        group: int,
-        columns: Sequence[str],
-    ) -> None:
+    def check_memory(self, file: int, group: int, columns: Sequence[str]) -> None:
         """Errors: DataError for a row group whose columns would take too much memory."""
         size = sum(self.large.get((file, group), {}).get(name, 0) for name in columns)
         if size > host_memory() // 4:
@@ -108,11 +96,7 @@ def read_source(fs: Any, files: Sequence[str]) -> Source:
     return source
 
 
-def version_of(
-    fs: Any,
-    file: str,
-    refresh: bool = False,
-) -> Version:
+def version_of(fs: Any, file: str, refresh: bool = False) -> Version:
     """Errors: DataError if the file can't be reached."""
     if refresh:
         fs.invalidate_cache(file)
@@ -123,11 +107,7 @@ def version_of(
     return about["size"], str(about.get("ETag") or about.get("etag") or "")
 
 
-def read_tail(
-    fs: Any,
-    file: str,
-    version: Version,
-) -> bytes:
+def read_tail(fs: Any, file: str, version: Version) -> bytes:
     """The footer as it is, with the file's last 8 bytes. Errors: DataError if there is none."""
     size = version[0]
     tail = fetch(fs, file, max(0, size - LIKELY_BYTES), size)
@@ -139,11 +119,7 @@ def read_tail(
     return tail[-length:]
 
 
-def content_of(
-    fs: Any,
-    file: str,
-    tail: bytes,
-) -> tuple[Any, list[tuple[int, dict[str, int]]]]:
+def content_of(fs: Any, file: str, tail: bytes) -> tuple[Any, list[tuple[int, dict[str, int]]]]:
     """(Arrow schema; rows, and bytes of each column, of each row group), as a footer says."""
     try:
         metadata = pq.read_metadata(pa.BufferReader(MAGIC + tail))
@@ -156,11 +132,7 @@ def content_of(
         raise no_parquet(fs, file, f"{type(error).__name__}: {first_line(error)}") from error
 
 
-def no_parquet(
-    fs: Any,
-    file: str,
-    why: str,
-) -> DataError:
+def no_parquet(fs: Any, file: str, why: str) -> DataError:
     where = address_of(fs, file)
     return DataError(f"{where} can't be read as Parquet: {why}; download or write it again")
 
@@ -190,7 +162,7 @@ def kept(read_tails: Callable[[], Iterator[bytes]], name: str) -> Path:
 
 
 def open_kept(path: Path) -> Any:
-    """The footers in this file, which is mapped into memory: an Arrow column of bytes."""
+    """The footers in this file, mapped into memory: an Arrow column of bytes."""
     return pa.ipc.open_file(pa.memory_map(str(path))).read_all()["tail"]
 
 
@@ -227,14 +199,12 @@ def common_types(
     files: Sequence[str], schemas: Sequence[Any], partitions: Sequence[Columns]
 ) -> tuple[Columns, dict[str, str]]:
     """({column: its type in all files, the widest that loses nothing}, {other column: why})."""
-    distinct: dict[str, tuple[str, Columns]] = {}  # of thousands of files
+    types: Columns = {}
+    refused: dict[str, str] = {}
     for file, schema, partition in zip(files, schemas, partitions, strict=True):
         kinds = {key: pa.scalar(value).type for key, value in partition.items()}
         kinds |= {column.name: column.type for column in schema}
-        distinct.setdefault(repr(kinds), (file, kinds))
-    types: Columns = dict(next(iter(distinct.values()))[1])
-    refused: dict[str, str] = {}
-    for file, kinds in distinct.values():
+        types = types or dict(kinds)
         for name in (types | kinds).keys() - refused.keys():
             here = kinds.get(name)
             before = types.get(name)

@@ -35,11 +35,7 @@ GOLDEN = -0x61C8864680B583EB
 Row = dict[str, Any]  # or a row group's columns, by their names
 
 
-def open_parquet(
-    fs: Any,
-    files: Sequence[str],
-    data: DataConfig,
-) -> "ParquetView":
+def open_parquet(fs: Any, files: Sequence[str], data: DataConfig) -> "ParquetView":
     """The rows of these files of an fsspec file system; only their footers are read here."""
     source = read_source(fs, files)
     if not source.groups:
@@ -113,11 +109,7 @@ class ParquetView:
         view._reader = None
         return view
 
-    def train_test_split(
-        self,
-        test_size: float,
-        seed: int = 0,
-    ) -> dict[str, "ParquetView"]:
+    def train_test_split(self, test_size: float, seed: int = 0) -> dict[str, "ParquetView"]:
         """Hold out random row groups. Errors: DataError if none is left to train on."""
         groups = len(self._groups)
         held_out = math.ceil(groups * test_size)
@@ -127,8 +119,8 @@ class ParquetView:
                 "train on; name a split, write smaller row groups, or use data.view=map"
             )
         order = torch.randperm(groups, generator=torch.Generator().manual_seed(seed)).numpy()
-        train, test = order[held_out:], order[:held_out]
-        return {"train": self._part(np.sort(train)), "test": self._part(test)}
+        train = np.sort(order[held_out:])
+        return {"train": self._part(train), "test": self._part(order[:held_out])}
 
     def _part(self, chosen: NDArray[np.int64]) -> "ParquetView":
         view = copy.copy(self)
@@ -137,11 +129,7 @@ class ParquetView:
         view.fingerprint = short_hash(self.fingerprint.encode() + view._groups.tobytes())
         return view
 
-    def shuffled(
-        self,
-        global_batch_size: int,
-        world_size: int,
-    ) -> tuple[str, OrderOf]:
+    def shuffled(self, global_batch_size: int, world_size: int) -> tuple[str, OrderOf]:
         """The order's name, and its function of seed and epoch; the same at every world size."""
         groups = len(self._groups)
         streams = self._streams
@@ -197,12 +185,7 @@ class Reader:
             page_checksum_verification=True,
         )
 
-    def row(
-        self,
-        file: int,
-        group: int,
-        number: int,
-    ) -> Row:
+    def row(self, file: int, group: int, number: int) -> Row:
         """The row of this number within the group."""
         key = (file, group)
         if key not in self.groups:
@@ -215,11 +198,7 @@ class Reader:
         # Each value by itself: `take` is three times slower for rows of many groups (measured).
         return {name: column[number].as_py() for name, column in columns.items()}
 
-    def _read(
-        self,
-        number: int,
-        group: int,
-    ) -> tuple[Row, int]:
+    def _read(self, number: int, group: int) -> tuple[Row, int]:
         """(Arrow columns, rows) of a row group. Errors: DataError if it is damaged."""
         source = self.source
         source.check_memory(number, group, self.columns)
@@ -233,8 +212,7 @@ class Reader:
             for name in self.columns:
                 kind = source.types[name]
                 if name in inside:
-                    column = table[name]
-                    columns[name] = column if column.type == kind else column.cast(kind)
+                    columns[name] = table[name].cast(kind)
                 else:
                     columns[name] = pa.repeat(pa.scalar(partition[name], kind), table.num_rows)
         except DataError:

@@ -58,7 +58,10 @@ def print_banner(run: Run) -> None:
     plan = run.data.plan
     total = sum(p.numel() for p in run.parallel.module.parameters())
     trained = sum(p.numel() for p in run.parallel.parameters)
-    world.say(f"run    {run.folder}, {first_step_of(run)}")
+    first = "from step 0: it holds no checkpoint"
+    if run.resumed_from is not None:
+        first = resumed_text(run, run.resumed_from)
+    world.say(f"run    {run.folder}, {first}")
     model = f"{total:,} parameters"
     if trained < total:
         model += f" ({trained:,} trained)"
@@ -77,10 +80,7 @@ def print_banner(run: Run) -> None:
     world.say(f"watch  dist_amp board {run.folder}")
 
 
-def first_step_of(run: Run) -> str:
-    source = run.resumed_from
-    if source is None:
-        return "from step 0: it holds no checkpoint"
+def resumed_text(run: Run, source: Path) -> str:
     text = f"resumed from step {run.step}"
     if not source.resolve().is_relative_to(run.folder.resolve()):
         return f"{text} ({source})"
