@@ -41,15 +41,13 @@ class Process(NamedTuple):
 
     @classmethod
     def this(cls) -> "Process":
-        table = ""
-        with suppress(OSError):  # not Linux
-            table = os.readlink("/proc/self/ns/pid")
+        table = os.readlink("/proc/self/ns/pid")
         return cls(platform.node(), os.getpid(), f"{platform.node()} {table}")
 
     @property
     def state_and_parent(self) -> tuple[str, str]:
         """As proc(5) has them: T is stopped, Z and X are dead; ("", "") on another machine."""
-        if self.machine != Process.this().machine or not Path("/proc/self").exists():
+        if self.machine != Process.this().machine:
             return "", ""
         try:
             fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()

@@ -39,7 +39,6 @@ class Goodput:
 
     @property
     def wall_seconds(self) -> float:
-        """Since the folder's life began."""
         return max(time.time() - self._started, 1e-9)
 
     def tags(self, row: LogRow) -> dict[str, Any]:
@@ -82,10 +81,8 @@ def by_kind(seconds: np.ndarray) -> dict[str, float]:
 
 
 def process_started() -> float:
-    """When this process was started, in Unix time; now, where /proc does not say."""
-    with suppress(OSError, ValueError, IndexError):
-        # Its 22nd field, in clock ticks since the boot. Source: proc(5).
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-        return time.time() - max(age, 0.0)
-    return time.time()
+    """When this process was started, in Unix time."""
+    # Its 22nd field, in clock ticks since the boot. Source: proc(5).
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - max(age, 0.0)

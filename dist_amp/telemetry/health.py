@@ -171,10 +171,8 @@ class Gpu:
 
 
 def host_tags(of_machine: bool, root: str = "/") -> dict[str, float]:
-    """{tag: GiB} of this process and, of_machine, of its machine or container; none off Linux."""
-    tags: dict[str, float] = {}
-    if resident := resident_bytes():
-        tags["memory/host_rss_GiB"] = resident / GIB
+    """{tag: GiB} of this process and, of_machine, of its machine or container."""
+    tags = {"memory/host_rss_GiB": resident_bytes() / GIB}
     if not of_machine:
         return tags
     with suppress(OSError, LookupError, ValueError):
@@ -195,5 +193,5 @@ def host_tags(of_machine: bool, root: str = "/") -> dict[str, float]:
 
 def numbers(path: Path) -> dict[str, int]:
     """{name: number}: the first two words of each line of a file."""
-    rows = [line.split() for line in path.read_text().splitlines()]
+    rows = map(str.split, path.read_text().splitlines())
     return {row[0]: int(row[1]) for row in rows}

@@ -7,11 +7,9 @@ there and gathers every rank's row. Nothing waits for the device.
 import math
 import platform
 import resource
-import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -100,7 +98,6 @@ class Metrics:
         self.interval = Interval(self._max_norm, mine)
 
     def record(self, report: StepReport) -> None:
-        """Record one step's results without reading them."""
         if self.combine is not None:
             report = self.combine(report)
         self.interval.add(report)
@@ -160,7 +157,6 @@ class Metrics:
         return self.last
 
     def write(self, row: LogRow) -> None:
-        """Write a row to TensorBoard and metrics.jsonl."""
         more: dict[str, Any] = dict(row.of_task)
         for more_of in self.more_tags:
             more |= more_of(row)
@@ -204,7 +200,6 @@ class Metrics:
             self._tensorboard.write(add)
 
     def write_text(self, tag: str, text: str, step: int) -> None:
-        """This rank's preformatted text, to TensorBoard."""
         self.write_to_tensorboard(lambda writer: writer.add_text(tag, f"```\n{text}\n```", step))
 
     @property
@@ -237,14 +232,10 @@ def memory_use(device: torch.device) -> tuple[int, ...]:
         names = ["allocated_bytes.all.peak", "allocated_bytes.all.current"]
         names += ["reserved_bytes.all.current", "num_alloc_retries"]
         return tuple(int(stats.get(name, 0)) for name in names)
-    unit = 1 if sys.platform == "darwin" else 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    now = resident_bytes() or peak
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    now = resident_bytes()
     return max(peak, now), now, 0, 0
 
 
 def resident_bytes() -> int:
-    """Of this process's memory; 0 outside of Linux."""
-    with suppress(OSError):
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    return 0
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
