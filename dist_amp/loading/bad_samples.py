@@ -95,7 +95,6 @@ class SkippingFetch(Fetch):
 
 
 def skip_bad_samples(run: Any) -> None:
-    """Skip those of a run's training and validation data."""
     skipped = BadSamples(run)
     run.metrics.more_tags.append(skipped.tags)
     for data in (run.data, run.validation):

@@ -60,7 +60,6 @@ class Fetch:
             )
 
     def _augment(self, samples: list[Any], shard: Shard) -> DataError | None:
-        """Augment the samples in place; returns the error of the first that can't be."""
         for place, index in enumerate(shard.indices):
             rng = self._generator.manual_seed(hash((shard.augmentation, index)))
             try:

@@ -31,7 +31,6 @@ def tensors(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
 
 
 def _parts(value: Any) -> dict[Any, Any]:
-    """What a container or object holds, by name or number."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, list | tuple | deque | set | frozenset):

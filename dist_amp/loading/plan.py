@@ -72,7 +72,6 @@ class Plan:
     def _steps(
         self, epoch: int, order: EpochOrder, starts: range
     ) -> Iterator[tuple[int, list[Shard]]]:
-        """The steps that start at these positions of an epoch."""
         windows = [range(i, min(i + self.global_batch_size, self.length)) for i in starts]
         deal = self.deal or shard_step
         steps = [
@@ -92,7 +91,6 @@ class Plan:
             yield consumed, step
 
     def micro_batches(self, position: int, limit: int | None) -> Iterator[Shard]:
-        """Each micro-batch of the next `limit` steps."""
         for _, shards in islice(self.steps(position), limit):
             yield from shards
 
@@ -138,7 +136,6 @@ def epoch_order(order: str, length: int, seed: int, epoch: int) -> EpochOrder:
 
 
 def epoch_keys(seed: int, epoch: int) -> tuple[int, ...]:
-    """The keys of an epoch's permutation."""
     digest = hashlib.shake_128(struct.pack("<2Q", seed, epoch)).digest(8 * ROUNDS)
     return struct.unpack(f"<{ROUNDS}q", digest)
 

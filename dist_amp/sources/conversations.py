@@ -61,7 +61,6 @@ def layout(columns: Sequence[str], text_column: str) -> str:
 
 
 def columns_read(columns: Sequence[str], text_column: str) -> list[str]:
-    """Those of a row's columns that its tokens are made of."""
     form = layout(columns, text_column)
     return [name for name in columns if name in (form, *LAYOUTS.get(form, ()))]
 
@@ -127,7 +126,6 @@ def warn_of_template(rows: list[Any], text_column: str, tokenizer: Any) -> None:
 
 
 def are_chats(rows: Any, text_column: str) -> bool:
-    """Whether rows have messages, not texts."""
     form = layout(rows.column_names, text_column)
     if form == "prompt":
         return len(rows) > 0 and isinstance(rows[0]["prompt"], list)
@@ -207,7 +205,6 @@ def encode_text(prompt: str, text: str, tokenizer: Tokenizer) -> Encoded:
 
 
 def text_of(row: Row, column: str) -> str:
-    """Errors: DataError for what is no text."""
     text = row[column]
     if not isinstance(text, str):
         raise DataError(
@@ -461,11 +458,9 @@ def prompt_of(messages: list[Message], number: int, apply: Apply) -> str:
 
 
 def ids_of(text: str, tokenizer: Any) -> list[int]:
-    """The token ids of a rendered chat, as apply_chat_template makes them."""
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # type: ignore[no-any-return]
 
 
 def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """How many of the first elements are equal."""
     same = takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
     return sum(1 for _ in same)

@@ -268,7 +268,6 @@ def read_table(files: Files, table: str, paths: set[str], rows: dict[str, dict[s
 
 
 def columns_of_table(address: str, names: list[str]) -> tuple[str, str]:
-    """(the column of files, that of labels; "" if it is not known)."""
     key = next((name for name in ("file_name", "file") if name in names), "")
     others = set(names) - {key}
     if not key or not others or "image" in others or len(others) + 1 < len(names):

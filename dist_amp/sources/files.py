@@ -50,8 +50,6 @@ Sizes = dict[str, int | None]  # of files by their paths; None where a server do
 
 @dataclass(frozen=True)
 class Files:
-    """Files of one format, as paths of a file system."""
-
     fs: Any
     root: str  # what `data.path` names there
     format: str
@@ -65,7 +63,6 @@ class Files:
         return is_local(self.fs)
 
     def address(self, path: str) -> str:
-        """The path with its protocol, unless it is local."""
         return path if self.is_local else address_of(self.fs, path) + self.rest
 
 
@@ -107,7 +104,6 @@ def find_files(config: SourceConfig) -> Files:
 
 
 def file_system(path: str) -> tuple[Any, str]:
-    """(the fsspec file system of an address, the path there)."""
     from fsspec.core import url_to_fs
 
     if f"//{MASK}@" in path or f"={MASK}" in path:
@@ -199,7 +195,6 @@ def contradiction(config: SourceConfig, what: str) -> ConfigError:
 
 
 def format_of(path: str) -> str:
-    """The format by the file's ending; "" if it is unknown."""
     name = PurePosixPath(path)
     if name.suffix.lower() in COMPRESSED:
         name = name.with_suffix("")

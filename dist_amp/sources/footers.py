@@ -97,7 +97,6 @@ def read_source(fs: Any, files: Sequence[str]) -> Source:
 
 
 def version_of(fs: Any, file: str, refresh: bool = False) -> Version:
-    """Errors: DataError if the file can't be reached."""
     if refresh:
         fs.invalidate_cache(file)
     try:
@@ -162,7 +161,6 @@ def kept(read_tails: Callable[[], Iterator[bytes]], name: str) -> Path:
 
 
 def open_kept(path: Path) -> Any:
-    """The footers in this file, mapped into memory: an Arrow column of bytes."""
     return pa.ipc.open_file(pa.memory_map(str(path))).read_all()["tail"]
 
 

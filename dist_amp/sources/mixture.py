@@ -255,7 +255,6 @@ def mixed(data: DataConfig, split: str, build: Callable[[DataConfig], Any]) -> A
 
 
 def describe(mixture: Mixture, max_repeats: int) -> None:
-    """Log shares and repeats; warn of a source that an epoch repeats too often."""
     times = mixture.blocks * mixture.counts / mixture.sizes
     longest = mixture.names[times.argmin()]
     for index, name in enumerate(mixture.names):
@@ -292,7 +291,6 @@ def tables_of(data: DataConfig) -> dict[str, MixedSourceConfig]:
 
 
 def source_configs(data: DataConfig) -> dict[str, DataConfig]:
-    """The data section of each source. Errors: ConfigError for a table that names no data."""
     configs = {}
     for name, table in tables_of(data).items():
         if table.name == "auto" and table.path == "off":

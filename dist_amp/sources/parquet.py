@@ -95,7 +95,6 @@ class ParquetView:
         return rows
 
     def select_columns(self, names: str | Sequence[str]) -> "ParquetView":
-        """The same rows with these columns alone; the others are not read."""
         names = [names] if isinstance(names, str) else list(names)
         for name in names:
             if name not in self.column_names:
@@ -186,7 +185,6 @@ class Reader:
         )
 
     def row(self, file: int, group: int, number: int) -> Row:
-        """The row of this number within the group."""
         key = (file, group)
         if key not in self.groups:
             self.groups[key] = self._read(file, group)

@@ -192,7 +192,6 @@ class TokenShards:
         return {"input_ids": ids, "labels": labels}
 
     def check_hashes(self) -> None:
-        """Errors: DataError for a file whose content is not what was written."""
         with (self._inside / INDEX).open("rb") as index:
             for shard in self.of.shards:
                 parts = [(INDEX, index.read(INDEX_BYTES * shard.documents), shard.index_xxh3)]

@@ -247,7 +247,6 @@ def git_state(folder: Path) -> dict[str, Any]:
 
 
 def main_tags(has_tokens: bool) -> list[str]:
-    """The charts to look at first, which are pinned."""
     what = "tokens" if has_tokens else "items"
     return [
         "train/loss",

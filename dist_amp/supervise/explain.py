@@ -56,7 +56,6 @@ def explain_error(error: BaseException, job: Job) -> BaseException:
 
 
 def explain_disk(error: BaseException, folder: Path) -> BaseException:
-    """A Failure for a full or read-only disk."""
     if not isinstance(error, OSError):
         return error
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
@@ -120,7 +119,6 @@ def locals_of(error: BaseException) -> dict[str, Any]:
 
 
 def _samples_of(batch: object, splits: Sequence[Batches]) -> str:
-    """Which samples a micro-batch has, and of which split; "" if of none."""
     for split in splits:
         for other, indices in split.last_step:
             if other is batch:

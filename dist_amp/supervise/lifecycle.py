@@ -94,7 +94,6 @@ def is_finished(run: Run) -> bool:
 
 
 def open_run(run: Run) -> None:
-    """Print what is about to run, and open its files."""
     metrics = run.metrics
     print_banner(run)
     if run.validation is not None and run.config.eval.batches == "auto":

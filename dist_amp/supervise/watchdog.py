@@ -152,7 +152,6 @@ class Heartbeat:
             self._named_since = 0.0
 
     def _silent_seconds(self, rank: int, text: str, now: float) -> float:
-        """For how long a rank's report has not changed."""
         before, since = self._beats.get(rank, ("", now))
         if text != before:
             since = now
@@ -211,7 +210,6 @@ class Heartbeat:
         return f"{where_they_wait(reports, self._processes)}{stacks}; {ends}"
 
     def _write_stacks(self, line: str) -> None:
-        """Once for each line that names a missing rank."""
         if self._job.folder is None or line == self._written:
             return
         self._written = line
@@ -355,7 +353,6 @@ class Watchdog(AbstractContextManager["Watchdog"]):
             os._exit(status)
 
     def _ends_within(self, seconds: float) -> bool:
-        """Whether the main thread has failed, or left the run, within this time."""
         return is_true_within(seconds, lambda: self._failed.is_set() or self._closed.is_set())
 
     # --- the main thread

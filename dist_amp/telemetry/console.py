@@ -108,7 +108,6 @@ class Console(Observer):
 
 
 def columns(row: LogRow, loss_scale_before: float) -> list[str]:
-    """One log interval, the most important first."""
     parts = []
     if row["applied_in_interval"]:
         parts.append(f"loss {row.loss:.4f}")
@@ -131,7 +130,6 @@ def columns(row: LogRow, loss_scale_before: float) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """Such as 1:05 or 2:30:00."""
     return str(tqdm.format_interval(seconds)).removeprefix("0")
 
 

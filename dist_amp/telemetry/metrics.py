@@ -172,7 +172,6 @@ class Metrics:
                 self.write_rank_scalars(row.step, ranks[0] | numbers)
 
     def write_scalars(self, step: int, tags: Mapping[str, float]) -> None:
-        """Global metrics, written by rank 0 to metrics.jsonl and TensorBoard."""
         if self._jsonl is not None:
             self._jsonl.append({"step": step, **tags})
             self.write_rank_scalars(step, tags)

@@ -93,7 +93,6 @@ class LogRow:
         return float(self.table[0, INDEX[name]])
 
     def column(self, name: str) -> np.ndarray:
-        """A metric of every rank: [ranks]."""
         return self.table[:, INDEX[name]]
 
     def columns(self, names: Sequence[str]) -> np.ndarray:
@@ -113,11 +112,9 @@ class LogRow:
         return self.columns(STEP_PHASES).sum(axis=1)
 
     def per_step(self, values: np.ndarray) -> np.ndarray:
-        """[ranks] -> [ranks]."""
         return values / np.maximum(self.column("steps"), 1)
 
     def per_second(self, name: str) -> np.ndarray:
-        """Of every rank: [ranks]."""
         return self.column(name) / np.maximum(self.seconds, 1e-9)
 
     @cached_property
@@ -140,7 +137,6 @@ class LogRow:
         return tags | {tag: values(self) for tag, values in self.more_rank_tags.items()}
 
     def rank_tags(self, rank: int) -> dict[str, float]:
-        """The TensorBoard tags that a rank writes."""
         return {tag: float(values[rank]) for tag, values in self.rank_columns.items()}
 
     def tags_of_ranks(self, max_ranks: int | None = None) -> list[dict[str, float]]:

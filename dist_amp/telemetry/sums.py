@@ -41,7 +41,6 @@ class Interval:
         self._copies: list[tuple[Tensor, Any, list[int], list[str]]] = []
 
     def add(self, report: StepReport) -> None:
-        """Record a step's results without reading them."""
         self._reports.append(report)
         if len(self._reports) == MAX_STEPS_ON_DEVICE:
             self.start_copy({})
