@@ -38,8 +38,8 @@ class SkippingFetch(Fetch):
         batch = super().__getitem__(shard)
         if not isinstance(batch, DataError):
             return batch
-        good: list[int] = []
-        errors: dict[int, str] = {}
+        good = []
+        errors = {}
         for index in shard.indices:
             alone = self._batch_of(shard, index)
             if isinstance(alone, DataError):

@@ -94,7 +94,7 @@ def find_files(config: SourceConfig) -> Files:
             f"data.path={config.path} holds tokens without their tokens.json, such as {tokens[0]}; "
             "give the folder that has this file, or copy it too"
         )
-    tables: list[str] = []
+    tables = []
     if config.format in ("auto", "images") and any(format_of(path) == "images" for path in sizes):
         tables = [path for path in sizes if posixpath.basename(path).lower() in LABEL_TABLES]
     format_, paths = of_one_format(config, sorted(sizes.keys() - set(tables)), is_folder)

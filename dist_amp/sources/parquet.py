@@ -201,7 +201,7 @@ class Reader:
         source = self.source
         source.check_memory(number, group, self.columns)
         partition = source.partitions[number]
-        columns: Row = {}
+        columns = {}
         try:
             opened = self.open(number)
             inside = [name for name in self.columns if name in opened.schema_arrow.names]

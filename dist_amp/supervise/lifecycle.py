@@ -29,6 +29,7 @@ from dist_amp.supervise.preflight import (
 )
 from dist_amp.telemetry.goodput import Goodput
 from dist_amp.telemetry.metrics import Metrics
+from dist_amp.telemetry.step_report import Tags
 from dist_amp.world import World
 
 FEWEST_EVALUATED = 16  # micro-batches per rank: fewer would be too noisy a loss
@@ -249,7 +250,7 @@ def summary_of(run: Run, failed: bool) -> dict[str, Any]:
     return summary
 
 
-def rank_entry(run: Run, rank: int, tags: dict[str, float]) -> dict[str, Any]:
+def rank_entry(run: Run, rank: int, tags: Tags) -> dict[str, Any]:
     entry = {
         "rank": rank,
         # Before a resume there may have been more ranks.

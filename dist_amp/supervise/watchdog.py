@@ -172,7 +172,7 @@ class Heartbeat:
             self.close()
             store.compare_set("stall", stall, "")
             return []
-        reports: dict[int, Report | None] = {}
+        reports = {}
         for other, text in enumerate(self._board.beats()):
             is_silent = self._silent_seconds(other, text, now) > 3 * self._period
             reports[other] = None if is_silent else Report.from_text(text.partition(" ")[2])

@@ -29,6 +29,7 @@ from dist_amp.telemetry.step_report import (
     SUMMED_METRICS,
     LogRow,
     StepReport,
+    Tags,
 )
 from dist_amp.telemetry.sums import SAVED, Interval
 from dist_amp.world import World
@@ -43,9 +44,9 @@ class Metrics:
     def __init__(self, world: World, clip: Clip):
         self.world = world
         self.last: LogRow | None = None
-        self.evaluation: dict[str, float] = {}  # the latest
+        self.evaluation: Tags = {}  # the latest
         self.evaluated_step = 0
-        self.best: dict[str, float] = {}  # the lowest validation loss, with its step
+        self.best: Tags = {}  # the lowest validation loss, with its step
         self.sample = ""  # the latest, if it is a text
         self.hosts = world.gather_texts(platform.node())
         self.save: Future[None] | None = None  # a checkpoint's, while it is written
@@ -171,17 +172,17 @@ class Metrics:
                 numbers = {tag: value for tag, value in tags.items() if not isinstance(value, dict)}
                 self.write_rank_scalars(row.step, ranks[0] | numbers)
 
-    def write_scalars(self, step: int, tags: Mapping[str, float]) -> None:
+    def write_scalars(self, step: int, tags: Tags) -> None:
         if self._jsonl is not None:
             self._jsonl.append({"step": step, **tags})
             self.write_rank_scalars(step, tags)
 
-    def write_rank_scalars(self, step: int, tags: Mapping[str, float]) -> None:
+    def write_rank_scalars(self, step: int, tags: Tags) -> None:
         """This rank's metrics, to TensorBoard alone."""
         if self._tensorboard is not None and tags:
             self._tensorboard.write_scalars(tags, step)
 
-    def write_evaluation(self, step: int, values: dict[str, float]) -> None:
+    def write_evaluation(self, step: int, values: Tags) -> None:
         """The metrics of an evaluation, equal on all ranks, written by rank 0."""
         if not values:
             return
@@ -208,7 +209,7 @@ class Metrics:
             return {"step": self.last.step, **self.last.global_tags()}
         return self._jsonl.last if self._jsonl is not None else {}
 
-    def rank_table(self) -> list[dict[str, float]]:
+    def rank_table(self) -> list[Tags]:
         """Each rank's tags, with the throughput since the start; after a resume the last line's."""
         if self.last is None:
             return self.last_logged.get("ranks", [])  # type: ignore[no-any-return]

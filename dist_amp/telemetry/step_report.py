@@ -54,6 +54,9 @@ INTERRUPTIONS = {
 }
 
 
+Tags = dict[str, float]  # what TensorBoard and metrics.jsonl get
+
+
 @dataclass(frozen=True)
 class StepReport:
     """One step's results: scalar tensors on the device, not read before the next log step."""
@@ -79,7 +82,7 @@ class LogRow:
 
     step: int
     table: np.ndarray
-    of_task: Mapping[str, float] = field(default_factory=dict)
+    of_task: Tags = field(default_factory=dict)
     more_rank_tags: Mapping[str, Callable[["LogRow"], np.ndarray]] = field(default_factory=dict)
 
     @property
@@ -136,16 +139,16 @@ class LogRow:
             tags["memory/allocator_retries"] = self.column("allocator_retries")
         return tags | {tag: values(self) for tag, values in self.more_rank_tags.items()}
 
-    def rank_tags(self, rank: int) -> dict[str, float]:
+    def rank_tags(self, rank: int) -> Tags:
         return {tag: float(values[rank]) for tag, values in self.rank_columns.items()}
 
-    def tags_of_ranks(self, max_ranks: int | None = None) -> list[dict[str, float]]:
+    def tags_of_ranks(self, max_ranks: int | None = None) -> list[Tags]:
         """The TensorBoard tags that the first ranks, or all, write."""
         columns = [values[:max_ranks] for values in self.rank_columns.values()]
         rows = np.stack(columns, axis=1).tolist()
         return [dict(zip(self.rank_columns, row, strict=True)) for row in rows]
 
-    def global_tags(self) -> dict[str, float]:
+    def global_tags(self) -> Tags:
         """The TensorBoard tags that only rank 0 writes."""
         steps = max(self["applied_in_interval"] + self["skipped_in_interval"], 1)
         tags = {
@@ -166,11 +169,11 @@ class LogRow:
             tags |= self._spread_tags()
         return tags
 
-    def _spread_tags(self) -> dict[str, float]:
+    def _spread_tags(self) -> Tags:
         """How ranks differ: min, median and max; of all times where ranks have no folders."""
         sources = ["throughput/items_per_second", "memory/peak_bytes"]
         sources += ["time/data_wait_seconds", "time/local_seconds"]
-        tags: dict[str, float] = {}
+        tags: Tags = {}
         if len(self.table) > MAX_RANK_FOLDERS:
             sources = [*sources[:2], *(f"time/{tag}" for tag in (*TIMES, *INTERRUPTIONS))]
             tags["ranks/slowest_rank"] = int(self.rank_columns["time/local_seconds"].argmax())

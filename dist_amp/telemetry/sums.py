@@ -74,7 +74,7 @@ class Interval:
         """Add the copied steps to the sums, waiting for them; return the last copy's `more`."""
         copies = self._copies
         self._copies = []
-        rest: dict[str, float] = {}
+        rest = {}
         for copied, arrived, losses_per_step, names in copies:
             if arrived is not None:
                 arrived.synchronize()
