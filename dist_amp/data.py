@@ -126,7 +126,7 @@ class Batches:
 
     def at(self, position: int) -> Indexed:
         """The micro-batches of the step that begins at `position`, fetched here again."""
-        _, shards = next(self.plan.steps(position, looked_up=1))
+        _, shards = next(self.plan.steps(position))
         return self.fetched(shards)
 
     def fetched(self, shards: list[Shard]) -> Indexed:

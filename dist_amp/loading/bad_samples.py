@@ -122,16 +122,14 @@ class BadSamples:
         """Those without bad samples, which are listed if new. Errors: DataError above the limit."""
         if is_new and data is self.training and not self._is_continued:
             self._continue()
-        good_batches = []
-        good_shards = []
-        for batch, shard in zip(batches, shards, strict=True):
+        good_batches = list(batches)
+        good_shards = list(shards)
+        for place, batch in enumerate(batches):
             if isinstance(batch, Rest):
-                if is_new and shard.counts:  # else another rank has these samples
+                if is_new and shards[place].counts:  # else another rank has these samples
                     self._list(data, batch.errors)
-                shard = batch.shard
-                batch = batch.batch
-            good_batches.append(batch)
-            good_shards.append(shard)
+                good_batches[place] = batch.batch
+                good_shards[place] = batch.shard
         return good_batches, good_shards
 
     def _list(self, data: Any, errors: Mapping[int, str]) -> None:

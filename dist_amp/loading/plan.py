@@ -49,17 +49,14 @@ class Plan:
     dataset_order: OrderOf | None = None
     deal: Deal | None = None  # in place of shard_step
 
-    def steps(self, position: int, looked_up: int = LOOKED_UP) -> Iterator[tuple[int, list[Shard]]]:
-        """(samples consumed after the step, micro-batches) from `position` on, without end.
-
-        looked_up: positions at a time; fewer make the first step quicker.
-        """
+    def steps(self, position: int) -> Iterator[tuple[int, list[Shard]]]:
+        """(samples consumed after the step, micro-batches) from `position` on, without end."""
         order_of = self.dataset_order or partial(epoch_order, self.order, self.length)
         size = self.global_batch_size
         end = self.length
         if self.drop_last:
             end = self.length - size + 1
-        at_once = max(1, looked_up * self.world_size // size)
+        at_once = max(1, LOOKED_UP * self.world_size // size)
         epoch, offset = divmod(position, self.length)
         while True:
             order = order_of(self.seed, epoch)

@@ -7,11 +7,12 @@ of which is learned; or else it is a chat of ShareGPT ("conversations") or Alpac
 
 import json
 import logging
+import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import accumulate, pairwise, takewhile
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -461,6 +462,5 @@ def ids_of(text: str, tokenizer: Any) -> list[int]:
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # type: ignore[no-any-return]
 
 
-def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
-    same = takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
-    return sum(1 for _ in same)
+def common_prefix(a: Any, b: Any) -> int:
+    return len(os.path.commonprefix([a, b]))  # noqa: RUF071 (of any sequences)

@@ -71,9 +71,7 @@ def find_files(config: SourceConfig) -> Files:
     fs, root = file_system(config.path)
     rest = "".join(config.path.partition("::")[1:])
     try:
-        kind = patiently(fs, root, partial(kind_of, fs, root))
-        is_folder = kind == "directory"
-        sizes = patiently(fs, root, partial(list_files, fs, root, kind))
+        is_folder, sizes = patiently(fs, root, partial(list_files, fs, root))
     except FileNotFoundError as error:
         raise unreachable(fs, root, error) from error
     if not sizes:
@@ -120,19 +118,14 @@ def file_system(path: str) -> tuple[Any, str]:
         ) from error
 
 
-def kind_of(fs: Any, root: str) -> str:
-    """ "file", "directory", or "" for a glob or nothing: a name may hold [ or *."""
-    try:
-        return str(fs.info(root)["type"])  # unlike isfile, it does not hide errors
-    except FileNotFoundError:
-        return ""
-
-
-def list_files(fs: Any, root: str, kind: str) -> Sizes:
-    """The files of a folder or glob, without hidden ones; or a single file."""
-    if kind == "file":
-        return {root: fs.info(root).get("size")}
-    is_folder = kind == "directory"
+def list_files(fs: Any, root: str) -> tuple[bool, Sizes]:
+    """(whether it is a folder, the files of a folder or glob, without hidden ones; or one file)."""
+    about = {}  # of a glob: a file's name may hold [ or *, too
+    with suppress(FileNotFoundError):
+        about = fs.info(root)  # unlike isfile, it does not hide errors
+    if about.get("type") == "file":
+        return False, {root: about.get("size")}
+    is_folder = about.get("type") == "directory"
     if is_folder and is_local(fs):
         sizes: Sizes = {path: os.path.getsize(path) for path in local_files(root)}
     else:
@@ -146,7 +139,7 @@ def list_files(fs: Any, root: str, kind: str) -> Sizes:
         name = path[len(root) :] if is_folder else posixpath.basename(path)
         if not HIDDEN.search(name):
             visible[path] = size
-    return visible
+    return is_folder, visible
 
 
 def local_files(root: str) -> Iterator[str]:

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,15 +43,15 @@ class Source:
 
     fs: Any
     files: Sequence[str]
-    schema: Any = None  # the first file's, Arrow
-    groups: list[tuple[int, int, int]] = field(default_factory=list)  # file, number in it, rows
-    types: Columns = field(default_factory=dict)  # of each column that all files have
-    refused: dict[str, str] = field(default_factory=dict)  # the other columns, and why
-    partitions: list[Columns] = field(default_factory=list)  # {key: value} of each file
-    versions: list[Version] = field(default_factory=list)
-    footers: Path | None = None  # None: the files are local
-    large: dict[tuple[int, int], dict[str, int]] = field(default_factory=dict)
-    fingerprint: str = ""
+    schema: Any  # the first file's, Arrow
+    groups: list[tuple[int, int, int]]  # file, number in it, rows
+    types: Columns  # of each column that all files have
+    refused: dict[str, str]  # the other columns, and why
+    partitions: list[Columns]  # {key: value} of each file
+    versions: list[Version]
+    footers: Path | None  # None: the files are local
+    large: dict[tuple[int, int], dict[str, int]]
+    fingerprint: str
 
     def check_memory(self, file: int, group: int, columns: Sequence[str]) -> None:
         """Errors: DataError for a row group whose columns would take too much memory."""
@@ -65,35 +65,50 @@ class Source:
 
 
 def read_source(fs: Any, files: Sequence[str]) -> Source:
-    source = Source(fs, files, partitions=partitions_of(files))
+    partitions = partitions_of(files)
+    footers = None
+    groups = []
+    large = {}
     schemas = []
     identities: list[Any] = []
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        source.versions = list(pool.map(partial(version_of, fs), files))
-        read_tails = partial(pool.map, partial(read_tail, fs), files, source.versions)
+        versions = list(pool.map(partial(version_of, fs), files))
+        read_tails = partial(pool.map, partial(read_tail, fs), files, versions)
         if is_local(fs):
             tails = read_tails()
         else:
-            facts = [address_of(fs, files[0]), *files, *source.versions]
-            source.footers = kept(read_tails, short_hash(repr(facts).encode()))
-            tails = (tail.as_py() for tail in open_kept(source.footers))
+            facts = [address_of(fs, files[0]), *files, *versions]
+            footers = kept(read_tails, short_hash(repr(facts).encode()))
+            tails = (tail.as_py() for tail in open_kept(footers))
         for number, tail in enumerate(tails):
-            schema, groups = content_of(fs, files[number], tail)
-            for group, (rows, columns) in enumerate(groups):
+            schema, content = content_of(fs, files[number], tail)
+            for group, (rows, columns) in enumerate(content):
                 if rows:
-                    source.groups.append((number, group, rows))
+                    groups.append((number, group, rows))
                 if sum(columns.values()) > host_memory() // 4:
-                    source.large[number, group] = columns
+                    large[number, group] = columns
             schemas.append(schema)
             name = os.path.basename(files[number])
-            identity = (name, source.versions[number][0], hashlib.sha256(tail).hexdigest())
+            identity = (name, versions[number][0], hashlib.sha256(tail).hexdigest())
             # Without partitions as before there were any, for the checkpoints of that time.
-            identities.append(identity + tuple(source.partitions[number].items()))
-    source.schema = schemas[0]
-    first = {column.name: str(column.type) for column in schemas[0]}
-    source.fingerprint = short_hash(repr([first, *identities]).encode())
-    source.types, source.refused = common_types(files, schemas, source.partitions)
-    return source
+            identities.append(identity + tuple(partitions[number].items()))
+    schema = schemas[0]
+    first = {column.name: str(column.type) for column in schema}
+    fingerprint = short_hash(repr([first, *identities]).encode())
+    types, refused = common_types(files, schemas, partitions)
+    return Source(
+        fs,
+        files,
+        schema,
+        groups,
+        types,
+        refused,
+        partitions,
+        versions,
+        footers,
+        large,
+        fingerprint,
+    )
 
 
 def version_of(fs: Any, file: str, refresh: bool = False) -> Version:
@@ -220,13 +235,9 @@ def widest(one: Any, other: Any) -> Any:
     """The Arrow type of the values of both; None if there is none, as of a missing column."""
     if one is None or other is None or one == other:
         return one if one == other else None
-    if pa.types.is_dictionary(one):
-        one = one.value_type
-    if pa.types.is_dictionary(other):
-        other = other.value_type
-    kinds = (one, other)
-    texts = [pa.types.is_string(kind) or pa.types.is_large_string(kind) for kind in kinds]
-    if texts[0] != texts[1] and pa.null() not in kinds:
+    kinds = [kind.value_type if pa.types.is_dictionary(kind) else kind for kind in (one, other)]
+    texts = [kind for kind in kinds if kind in (pa.string(), pa.large_string())]
+    if len(texts) == 1 and pa.null() not in kinds:
         return None  # Arrow would make bytes of a text
     schemas = [pa.schema({"column": kind}) for kind in kinds]
     try:

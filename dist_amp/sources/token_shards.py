@@ -224,12 +224,13 @@ def write_shard(
     """Write a split's next shard, of documents (ids [n], learned [n] bool); the new manifest."""
     split = manifest.splits[name]
     number = len(split.shards)
-    lengths = np.array([len(ids) for ids, _ in documents])
+    ids, masks = zip(*documents, strict=True)
+    lengths = np.array([*map(len, ids)])
     starts = split.total("tokens") + lengths.cumsum() - lengths
-    firsts = [learned.argmax() for _, learned in documents]
+    firsts = [mask.argmax() for mask in masks]
     index = np.stack((starts, lengths, firsts), axis=1).astype("<i8").tobytes()
-    tokens = np.concatenate([ids for ids, _ in documents])
-    learned = np.concatenate([learned for _, learned in documents])
+    tokens = np.concatenate(ids)
+    learned = np.concatenate(masks)
     counted = int(learned.sum())
     contents = {f"tokens_{number:05d}.bin": tokens.tobytes()}
     if counted != len(tokens) - len(documents):  # not all but each document's first

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from dist_amp.checkpoint.format import MANIFEST, all_checkpoints
 from dist_amp.config.load import flat
@@ -163,14 +164,11 @@ def check_free_space(run: Run) -> None:
     """Errors: Failure if the checkpoints of this run will not fit on the disk."""
     if run.config.checkpoint.every == "off":
         return
-    values = list(run.parallel.module.state_dict().values())
-    for state in run.optimizer.state.values():
-        values += state.values()
+    states: list[Any] = [run.parallel.module.state_dict(), *run.optimizer.state.values()]
     if not run.optimizer.state:  # made in the first step: assumed to be two moments, as AdamW's
-        values += 2 * run.parallel.parameters
-    for extra in run.extra_states.values():
-        values += extra.tensors.values()
-    size = tensor_bytes(value for value in values if isinstance(value, Tensor))
+        states += 2 * run.parallel.parameters
+    states += [extra.tensors for extra in run.extra_states.values()]
+    size = tensor_bytes(leaf for leaf in tree_leaves(states) if isinstance(leaf, Tensor))
     most = run.config.checkpoint.keep + BESIDES_KEPT
     existing = len(all_checkpoints(run.folder))
     to_come = math.ceil((run.config.train.steps - run.step) / run.config.checkpoint.every)

@@ -44,7 +44,7 @@ class Goodput:
     def tags(self, row: LogRow) -> dict[str, Any]:
         """Count an interval; on rank 0, what metrics.jsonl says of it."""
         rank = self._metrics.world.rank
-        seconds = dict(zip(PHASES, row.columns(PHASES)[rank].tolist(), strict=True))
+        seconds = {phase: float(row.column(phase)[rank]) for phase in PHASES}
         self.seconds += spent(seconds, row["applied_in_interval"], row["skipped_in_interval"])
         if rank:
             return {}
@@ -77,7 +77,7 @@ def spent(phases: Mapping[str, float], applied: float, skipped: float) -> np.nda
 
 
 def by_kind(seconds: np.ndarray) -> dict[str, float]:
-    return {kind: round(value, 6) for kind, value in zip(KINDS, seconds.tolist(), strict=True)}
+    return dict(zip(KINDS, seconds.round(6).tolist(), strict=True))
 
 
 def process_started() -> float:

@@ -33,7 +33,7 @@ class Interval:
     """
 
     def __init__(self, max_norm: float, saved: Sequence[float] = tuple(SAVED.values())):
-        self.sums = {**dict(zip(SAVED, saved, strict=True)), "steps": 0.0, "grad_norm": 0.0}
+        self.sums = dict(zip(SAVED, saved, strict=True), steps=0.0, grad_norm=0.0)
         self._max_norm = max_norm  # above it, gradients are clipped
         self._reports: list[StepReport] = []
         # On their way to the host: (values, when they have arrived, losses of each step, names of
