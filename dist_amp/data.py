@@ -69,7 +69,7 @@ class Batches:
             self._count_tokens = task.tokens
         self._workers = workers
         self._pin_memory = device.type == "cuda"
-        self.to_device: Callable[[list[Any]], list[Any]] = list  # on a CPU they are there
+        self.to_device: Callable[[Any], Any] = lambda batches: batches  # on a CPU already
         if device.type == "cuda":
             self.to_device = CopyStream(device)
         self._batches: Iterator[Any] | None = None

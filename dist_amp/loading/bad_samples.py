@@ -61,14 +61,10 @@ class SkippingFetch(Fetch):
 
     def _odd_ones(self, shard: Shard, indices: Sequence[int]) -> dict[int, str]:
         """{sample: error} of those that do not make a batch with most others of the dataset."""
-        voters = list(indices)
         last = len(self.dataset) - 1
-        for number in range(WITNESSES):
-            witness = number * last // (WITNESSES - 1)
-            if witness not in voters:
-                voters.append(witness)
+        witnesses = [number * last // (WITNESSES - 1) for number in range(WITNESSES)]
         groups: list[list[int]] = []
-        for index in voters:
+        for index in dict.fromkeys([*indices, *witnesses]):
             for group in groups:
                 if not isinstance(self._batch_of(shard, group[0], index), DataError):
                     group.append(index)
@@ -76,11 +72,8 @@ class SkippingFetch(Fetch):
             else:
                 groups.append([index])
         most = max(groups, key=len)
-        errors = {}
-        for index in indices:
-            if index not in most:
-                errors[index] = str(self._batch_of(shard, most[0], index))
-        return errors
+        odd = [index for index in indices if index not in most]
+        return {index: str(self._batch_of(shard, most[0], index)) for index in odd}
 
     def _padding(self, shard: Shard, errors: Mapping[int, str]) -> Any:
         """Some other sample, to run the same steps on. Ever further away: files may be damaged."""

@@ -84,10 +84,10 @@ class ParquetView:
             self._reader = Reader(self._source, self._columns, self._kept_groups)
         groups = np.searchsorted(self._ends, wanted, side="right")
         file, number, count = self._groups[groups].T
-        inside = wanted - (self._ends[groups] - count)
+        keys = np.stack((file, number, wanted - self._ends[groups] + count), axis=1).tolist()
         rows: list[Any] = [None] * len(wanted)
         for place in np.argsort(groups, kind="stable"):
-            row = self._reader.row(int(file[place]), int(number[place]), int(inside[place]))
+            row = self._reader.row(*keys[place])
             if self.features:
                 stored = {name: row[name] for name in row if name in self.features}
                 row |= self.features.decode_example(stored)

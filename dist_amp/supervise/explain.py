@@ -80,9 +80,11 @@ def explain_data(error: BaseException, rank: int, splits: Sequence[Batches] = ()
     seen = locals_of(error)
     if seen.keys() & {"weights_of", "loss_of", "evaluate"}:
         batch = seen.get("batch")
-    if _OUT_OF_RANGE.match(str(error)) and (samples := _samples_of(batch, splits)):
+    last = ((split, *step) for split in splits for step in split.last_step)
+    named = [f"{samples_text(i)} of the {split.split} split" for split, b, i in last if b is batch]
+    if _OUT_OF_RANGE.match(str(error)) and named:
         return DataError(
-            f"rank {rank}: a token id or label is out of range in {samples}: {first_line(error)}; "
+            f"rank {rank}: a token id or label is out of range in {named[0]}: {first_line(error)}; "
             "fix the data, or give the model that many embeddings or classes"
         )
     is_key = isinstance(error, KeyError) and error.args
@@ -116,14 +118,6 @@ def locals_of(error: BaseException) -> dict[str, Any]:
         if frame.f_globals.get("__name__") in ("dist_amp.run", "dist_amp.step"):
             seen |= {**frame.f_locals, frame.f_code.co_name: True}
     return seen
-
-
-def _samples_of(batch: object, splits: Sequence[Batches]) -> str:
-    for split in splits:
-        for other, indices in split.last_step:
-            if other is batch:
-                return f"{samples_text(indices)} of the {split.split} split"
-    return ""
 
 
 # --- out of memory
