@@ -141,7 +141,12 @@ def samples_text(indices: Sequence[int]) -> str:
 
 
 def load(
-    fetch: Any, requests: Callable[[], Iterable[Any]], *, workers: int, pin_memory: bool, rank: int
+    fetch: Any,
+    requests: Callable[[], Iterable[Any]],
+    *,
+    workers: int,
+    pin_memory: bool,
+    rank: int,
 ) -> tuple[Iterator[Any], Callable[[], None]]:
     """(fetch[request] for each of requests(), in order; what ends the workers); or DataError."""
     if workers:
@@ -150,7 +155,11 @@ def load(
 
 
 def load_by_workers(
-    fetch: Any, requests: Callable[[], Iterable[Any]], workers: int, pin_memory: bool, rank: int
+    fetch: Any,
+    requests: Callable[[], Iterable[Any]],
+    workers: int,
+    pin_memory: bool,
+    rank: int,
 ) -> tuple[Iterator[Any], Callable[[], None]]:
     for _ in range(START_ATTEMPTS):
         started = multiprocessing.Semaphore(0)

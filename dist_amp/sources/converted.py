@@ -236,7 +236,12 @@ def columns_of_tables(files: Files, paths: list[str]) -> dict[str, list[Any]]:
     return {name: typed([rows[path][name] for path in paths]) for name in rows[paths[0]]}
 
 
-def read_table(files: Files, table: str, paths: set[str], rows: dict[str, dict[str, str]]) -> None:
+def read_table(
+    files: Files,
+    table: str,
+    paths: set[str],
+    rows: dict[str, dict[str, str]],
+) -> None:
     """Add {image: {column: text}} of a CSV table to `rows`; DataError for what does not fit."""
     address = files.address(table)
     with files.fs.open(table, "r", encoding="utf-8-sig", newline="") as file:

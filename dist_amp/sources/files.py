@@ -120,7 +120,7 @@ def file_system(path: str) -> tuple[Any, str]:
 
 def list_files(fs: Any, root: str) -> tuple[bool, Sizes]:
     """(whether it is a folder, the files of a folder or glob, without hidden ones; or one file)."""
-    about = {}  # of a glob: a file's name may hold [ or *, too
+    about = {}  # of a glob; a file's name may hold [ or *, too
     with suppress(FileNotFoundError):
         about = fs.info(root)  # unlike isfile, it does not hide errors
     if about.get("type") == "file":

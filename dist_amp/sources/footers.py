@@ -133,7 +133,11 @@ def read_tail(fs: Any, file: str, version: Version) -> bytes:
     return tail[-length:]
 
 
-def content_of(fs: Any, file: str, tail: bytes) -> tuple[Any, list[tuple[int, dict[str, int]]]]:
+def content_of(
+    fs: Any,
+    file: str,
+    tail: bytes,
+) -> tuple[Any, list[tuple[int, dict[str, int]]]]:
     """(Arrow schema; rows, and bytes of each column, of each row group), as a footer says."""
     try:
         metadata = pq.read_metadata(pa.BufferReader(MAGIC + tail))

@@ -233,8 +233,8 @@ def mixed(data: DataConfig, split: str, build: Callable[[DataConfig], Any]) -> A
             sources[name] = build(config)
         except Failure as error:
             raise type(error)(f"data.sources.{name}: {error}") from error
+    sizes = {name: len(rows or ()) for name, rows in sources.items()}
     if split != "train":
-        sizes = {name: len(rows or ()) for name, rows in sources.items()}
         if missing := ", ".join(name for name, size in sizes.items() if size == 0):
             log.info(f"data: nothing is held out of {missing}, so no evaluation has a loss of it")
         if not any(sizes.values()):
@@ -242,7 +242,7 @@ def mixed(data: DataConfig, split: str, build: Callable[[DataConfig], Any]) -> A
         return Mixture(sources, list(sizes.values()))
     weights = {name: table.weight for name, table in tables.items()}
     # An empty source is refused by its name, as one that is drawn.
-    drawn = [max(1, len(rows or ())) for rows in sources.values()]
+    drawn = [max(1, size) for size in sizes.values()]
     mixture = Mixture(sources, counts_of(weights, drawn))
     describe(mixture, data.max_repeats)
     return mixture

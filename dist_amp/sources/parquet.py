@@ -281,4 +281,4 @@ def digits_reversed(count: int) -> Tensor:
             rest //= factor
     # The number as an array of its digits; transposed, it is read from the other end.
     numbers = torch.arange(count).reshape(factors[::-1] or [1])
-    return numbers.permute(tuple(reversed(range(numbers.dim())))).flatten().argsort()
+    return numbers.permute(*range(numbers.dim())[::-1]).flatten().argsort()

@@ -219,7 +219,11 @@ def mapped(path: Path, size: int) -> Array:
 
 
 def write_shard(
-    folder: Path, name: str, manifest: Manifest, documents: list[tuple[Array, Array]], end_row: int
+    folder: Path,
+    name: str,
+    manifest: Manifest,
+    documents: list[tuple[Array, Array]],
+    end_row: int,
 ) -> Manifest:
     """Write a split's next shard, of documents (ids [n], learned [n] bool); the new manifest."""
     split = manifest.splits[name]

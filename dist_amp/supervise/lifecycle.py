@@ -1,6 +1,7 @@
 """How a run starts and ends: whether it has steps left, its files, and RUN/summary.json."""
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -199,11 +200,11 @@ def close_run(run: Run, stop: Stop) -> int:
 
 def completed_summary(folder: Path) -> dict[str, Any]:
     """A completed run's summary; empty for others, as one killed after its last checkpoint."""
-    try:
+    with suppress(Exception):  # of many types, for a damaged one
         summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-        return summary if summary["stopped_by"] == "completed" else {}
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return {}
+        if summary["stopped_by"] == "completed":
+            return summary
+    return {}
 
 
 def write_summary(

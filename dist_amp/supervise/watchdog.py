@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
+from typing import Any
 
 import torch.distributed as dist
 
@@ -240,7 +241,7 @@ class Watchdog(AbstractContextManager["Watchdog"]):
         self._failed = threading.Event()
         self._closed = threading.Event()
         self.has_ended = threading.Event()
-        self._unfinished: dict[str, tuple[str, float]] = {}  # see _blocked_on_gpu
+        self._unfinished: dict[Any, float] = {}  # since when: see _blocked_on_gpu
         prefix = f"dist_amp/watchdog/{world.from_main(str(time.time_ns()))}"  # unique to this run
         store = dist.PrefixStore(prefix, job.store)  # type: ignore[attr-defined, arg-type]
         self._board = Board(store, world.rank, world.world_size)
@@ -301,12 +302,9 @@ class Watchdog(AbstractContextManager["Watchdog"]):
     def _blocked_on_gpu(self) -> bool:
         """Whether an NCCL group has an unfinished collective, and finished none for the timeout."""
         now = time.monotonic()
-        unfinished = {}
-        for group, last in flight_recorder.unfinished_on_gpu().items():
-            before, since = self._unfinished.get(group, (last, now))
-            unfinished[group] = (last, since if before == last else now)
-        self._unfinished = unfinished
-        return any(now - since > self._timeout for _, since in unfinished.values())
+        unfinished = flight_recorder.unfinished_on_gpu().items()
+        self._unfinished = {last: self._unfinished.get(last, now) for last in unfinished}
+        return any(now - since > self._timeout for since in self._unfinished.values())
 
     def _respond(self, event: str) -> None:
         """Report how far this rank is, and end the process unless its main thread ends in time."""

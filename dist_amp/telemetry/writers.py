@@ -55,7 +55,7 @@ class JsonlWriter:
                 kept += line + b"\n"
                 if row.keys() >= OF_LOG_STEP:
                     self.last = row
-            except (ValueError, LookupError, TypeError, RecursionError):
+            except Exception:  # of many types, for a damaged one
                 unreadable += 1
         if unreadable:
             self._warn(f"{path} had unreadable lines, which are removed: {unreadable}")
