@@ -145,9 +145,6 @@ def closing_table(summary: Mapping[str, Any], folder: Path) -> str:
     return "\n".join([*rows, f"done: {result}", f"all of it is in {folder}"])
 
 
-# --- the environment: versions, hosts, the commit of the user's code, variables; no secrets
-
-
 def report_environment(run: Run) -> None:
     """Write RUN/environment.json and TensorBoard's text on rank 0; every rank calls it."""
     hosts = run.world.gather_texts(json.dumps(this_rank(run.world.device)))

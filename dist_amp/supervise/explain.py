@@ -120,9 +120,6 @@ def locals_of(error: BaseException) -> dict[str, Any]:
     return seen
 
 
-# --- out of memory
-
-
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether the error or a cause is a lack of memory: compilers wrap the errors that they get."""
     while error is not None:

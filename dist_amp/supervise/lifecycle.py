@@ -72,9 +72,6 @@ class Stop:
         return self.agreed
 
 
-# --- the start
-
-
 def is_finished(run: Run) -> bool:
     """Whether the run has no steps left, or its task ended it; says so."""
     steps = run.config.train.steps
@@ -167,9 +164,6 @@ def log_group_rates(metrics: Metrics, optimizer: torch.optim.Optimizer) -> None:
         for number, group in enumerate(groups)
     }
     metrics.more_tags.append(lambda row: {tag: row["lr"] * scale for tag, scale in scales.items()})
-
-
-# --- the end
 
 
 def close_run(run: Run, stop: Stop) -> int:
