@@ -35,12 +35,10 @@ LAYOUTS = {
 }
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 SAME_ROLE = {"human": "user", "gpt": "assistant", "model": "assistant"}  # ShareGPT's, Gemma's
-# Keys of messages in which others say what is learned.
 OTHER_WEIGHTS = {"train", "training", "trainable", "loss", "loss_mask", "mask"}
 THOUGHTS = re.compile(r"(?:<think>)?(.*?)</think>", re.DOTALL)
 # The tag with which a template may end a prompt, such as <think> or [THINK].
 FORCED = re.compile(r"[<\[][\w:|]*(think|thought|reason)\w*[|>\]]+\s*$", re.IGNORECASE)
-# A chat template that says what the assistant generates.
 MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\b")
 ROWS_TO_TRY = 32
 Encoded = tuple[list[int], list[int]]  # token ids, labels

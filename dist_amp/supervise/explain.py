@@ -41,7 +41,6 @@ _OUT_OF_MEMORY = re.compile(
     r"can't allocate memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
 )
 
-# torch's and numpy's words.
 _REQUESTED = re.compile(r"(?:[Tt]ried to|Unable to) allocate ([\d.]+) ?(bytes|KiB|MiB|GiB)")
 
 

@@ -41,7 +41,6 @@ BESIDES_KEPT = 2
 
 LOCK_SECONDS = 10.0  # how long a run that was just killed may take to release its folder
 
-# Of the data section, what only a task that takes the section reads.
 READ_BY_TASKS = (
     *(field.name for field in fields(SourceConfig)),
     "tokenizer",
@@ -97,7 +96,10 @@ def code_hashes(target: str) -> dict[str, str]:
     package = Path(__file__).parent.parent
     module = sys.modules[find_task(target).__module__]
     hashes = {}
-    for path in (Path(getattr(module, "__file__", None) or __file__), *package.rglob("*.py")):
+    for path in (
+        Path(getattr(module, "__file__", None) or __file__),
+        *sorted(package.rglob("*.py")),
+    ):
         name = path.name
         if path.is_relative_to(package):
             name = f"dist_amp/{path.relative_to(package).as_posix()}"

@@ -275,8 +275,6 @@ class Watchdog(AbstractContextManager["Watchdog"]):
 
         threading.Thread(target=wait, daemon=True).start()
 
-    # --- the thread
-
     def _watch(self) -> None:
         event = ""
         with suppress(Exception):  # the store is dead: torchrun has ended, and so will this process
@@ -353,8 +351,6 @@ class Watchdog(AbstractContextManager["Watchdog"]):
     def _ends_within(self, seconds: float) -> bool:
         return is_true_within(seconds, lambda: self._failed.is_set() or self._closed.is_set())
 
-    # --- the main thread
-
     def explain(self, error: BaseException) -> BaseException:
         """A Failure that names the ranks that are dead or hang; any other error as it is."""
         self._failed.set()
@@ -409,8 +405,6 @@ class Watchdog(AbstractContextManager["Watchdog"]):
             if process.state_and_parent[1] == str(os.getppid()):
                 with suppress(OSError):
                     os.kill(process.pid, signal.SIGKILL)
-
-    # --- both
 
     def _common_verdict(self, event: str) -> Verdict:
         is_timeout = event == TIMED_OUT

@@ -22,7 +22,6 @@ GLOBAL_METRICS = (
     *("weight_sum", "min_weight", "grad_norm"),
     *("applied_in_interval", "skipped_in_interval", "clipped_in_interval"),
 )
-# What adds up over a run.
 SUMMED_METRICS = (*PHASES, "steps", "items", "tokens")
 MEMORY = ("peak_bytes", "allocated_bytes", "reserved_bytes", "allocator_retries")
 # A rank's row of metrics, in this order: slices of a table cost less than chosen columns.
