@@ -96,10 +96,8 @@ def code_hashes(target: str) -> dict[str, str]:
     package = Path(__file__).parent.parent
     module = sys.modules[find_task(target).__module__]
     hashes = {}
-    for path in (
-        Path(getattr(module, "__file__", None) or __file__),
-        *sorted(package.rglob("*.py")),
-    ):
+    task = Path(getattr(module, "__file__", None) or __file__)
+    for path in (task, *sorted(package.rglob("*.py"))):
         name = path.name
         if path.is_relative_to(package):
             name = f"dist_amp/{path.relative_to(package).as_posix()}"
