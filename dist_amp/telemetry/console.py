@@ -40,14 +40,7 @@ class Console(Observer):
         self._restore = ExitStack()
         if self._world.is_main and sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
             self._patience = SECONDS_ON_A_TERMINAL
-            self._bar = tqdm(
-                total=last_step,
-                initial=first_step,
-                bar_format=BAR,
-                file=sys.stdout,
-                dynamic_ncols=True,
-                disable=False,  # whatever TQDM_DISABLE says
-            )
+            self._bar = bar(first_step, last_step)
 
     def __enter__(self) -> Self:
         if self._bar is not None:
@@ -105,6 +98,17 @@ class Console(Observer):
     def after_evaluation(self) -> None:
         if self._bar is not None:
             self._bar.set_postfix_str(self._text)
+
+
+def bar(first_step: int, last_step: int) -> Any:
+    return tqdm(
+        total=last_step,
+        initial=first_step,
+        bar_format=BAR,
+        file=sys.stdout,
+        dynamic_ncols=True,
+        disable=False,  # whatever TQDM_DISABLE says
+    )
 
 
 def columns(row: LogRow, loss_scale_before: float) -> list[str]:
