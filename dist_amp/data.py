@@ -19,7 +19,7 @@ from dist_amp.config.validate import check_coupled, check_length
 from dist_amp.distributed.process import seed_all
 from dist_amp.errors import DataError
 from dist_amp.loading.loader import Fetch, load
-from dist_amp.loading.nested import CopyStream, to_device
+from dist_amp.loading.nested import CopyStream
 from dist_amp.loading.plan import Plan, Shard, shuffled_order
 from dist_amp.settings import DataConfig
 from dist_amp.task import Task
@@ -69,7 +69,7 @@ class Batches:
             self._count_tokens = task.tokens
         self._workers = workers
         self._pin_memory = device.type == "cuda"
-        self.to_device: Callable[[Any], Any] = partial(to_device, device=device)
+        self.to_device: Callable[[Any], Any] = lambda batches: batches  # on a CPU already
         if device.type == "cuda":
             self.to_device = CopyStream(device)
         self._batches: Iterator[Any] | None = None
@@ -126,7 +126,7 @@ class Batches:
 
     def at(self, position: int) -> Indexed:
         """The micro-batches of the step that begins at `position`, fetched here again."""
-        _, shards = next(self.plan.steps(position, looked_up=1))
+        _, shards = next(self.plan.steps(position))
         return self.fetched(shards)
 
     def fetched(self, shards: list[Shard]) -> Indexed:

@@ -215,7 +215,7 @@ def run_job(config: Config, job: Job, contexts: ExitStack) -> int:
     if checkpoint is not None:
         load(run, checkpoint)
     job.run = run
-    if is_finished(run):
+    if run.step and is_finished(run):
         return 0
     open_run(run)
     train(run, stop)

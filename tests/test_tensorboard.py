@@ -244,8 +244,9 @@ def test_the_code_of_a_task_is_in_its_files_folder_or_the_current_one_if_ours_or
 
 
 def test_hosts_are_grouped_by_what_their_ranks_see():
-    one = this_rank(torch.device("cpu")) | {"host": "a"}
-    other = one | {"host": "b"}
+    seen = this_rank(torch.device("cpu"))
+    one = json.dumps(seen | {"host": "a"})
+    other = json.dumps(seen | {"host": "b"})
     found = environment(make_run(World(), Tiny()), [one, one, other, one])
     hosts = [(host["host"], host["ranks"]) for host in found["hosts"]]
     assert hosts == [("a", "0, 1, 3"), ("b", "2")]

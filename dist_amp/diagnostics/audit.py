@@ -101,7 +101,7 @@ class Audit(Observer):
         for p in parallel.parameters:
             p.grad = None
         plan = replace(run.data.plan, rank=rank)
-        _, shards = next(plan.steps(self._position, looked_up=1))
+        _, shards = next(plan.steps(self._position))
         seed = run.config.run.seed
         with parallel.no_side_effects(), unreduced(parallel):
             [(batch, _)] = run.data.fetched([shards[self._number]])

@@ -38,8 +38,8 @@ class SkippingFetch(Fetch):
         batch = super().__getitem__(shard)
         if not isinstance(batch, DataError):
             return batch
-        good: list[int] = []
-        errors: dict[int, str] = {}
+        good = []
+        errors = {}
         for index in shard.indices:
             alone = self._batch_of(shard, index)
             if isinstance(alone, DataError):
@@ -61,14 +61,10 @@ class SkippingFetch(Fetch):
 
     def _odd_ones(self, shard: Shard, indices: Sequence[int]) -> dict[int, str]:
         """{sample: error} of those that do not make a batch with most others of the dataset."""
-        voters = list(indices)
         last = len(self.dataset) - 1
-        for number in range(WITNESSES):
-            witness = number * last // (WITNESSES - 1)
-            if witness not in voters:
-                voters.append(witness)
+        witnesses = [number * last // (WITNESSES - 1) for number in range(WITNESSES)]
         groups: list[list[int]] = []
-        for index in voters:
+        for index in dict.fromkeys([*indices, *witnesses]):
             for group in groups:
                 if not isinstance(self._batch_of(shard, group[0], index), DataError):
                     group.append(index)
@@ -76,11 +72,8 @@ class SkippingFetch(Fetch):
             else:
                 groups.append([index])
         most = max(groups, key=len)
-        errors = {}
-        for index in indices:
-            if index not in most:
-                errors[index] = str(self._batch_of(shard, most[0], index))
-        return errors
+        odd = [index for index in indices if index not in most]
+        return {index: str(self._batch_of(shard, most[0], index)) for index in odd}
 
     def _padding(self, shard: Shard, errors: Mapping[int, str]) -> Any:
         """Some other sample, to run the same steps on. Ever further away: files may be damaged."""
@@ -95,7 +88,6 @@ class SkippingFetch(Fetch):
 
 
 def skip_bad_samples(run: Any) -> None:
-    """Skip those of a run's training and validation data."""
     skipped = BadSamples(run)
     run.metrics.more_tags.append(skipped.tags)
     for data in (run.data, run.validation):
@@ -123,16 +115,14 @@ class BadSamples:
         """Those without bad samples, which are listed if new. Errors: DataError above the limit."""
         if is_new and data is self.training and not self._is_continued:
             self._continue()
-        good_batches = []
-        good_shards = []
-        for batch, shard in zip(batches, shards, strict=True):
+        good_batches = list(batches)
+        good_shards = list(shards)
+        for place, batch in enumerate(batches):
             if isinstance(batch, Rest):
-                if is_new and shard.counts:  # else another rank has these samples
+                if is_new and shards[place].counts:  # else another rank has these samples
                     self._list(data, batch.errors)
-                shard = batch.shard
-                batch = batch.batch
-            good_batches.append(batch)
-            good_shards.append(shard)
+                good_batches[place] = batch.batch
+                good_shards[place] = batch.shard
         return good_batches, good_shards
 
     def _list(self, data: Any, errors: Mapping[int, str]) -> None:

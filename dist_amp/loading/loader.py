@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils.data import DataLoader, default_collate, get_worker_info
 
 from dist_amp.distributed.process import die_with_parent, seed_host
-from dist_amp.errors import DataError, in_one_line
+from dist_amp.errors import DataError, in_one_line, some_of
 from dist_amp.loading.plan import Shard
 
 # A fork can leave a worker stuck before its first line, once in some thousand forks: Python 3.11
@@ -60,7 +60,6 @@ class Fetch:
             )
 
     def _augment(self, samples: list[Any], shard: Shard) -> DataError | None:
-        """Augment the samples in place; returns the error of the first that can't be."""
         for place, index in enumerate(shard.indices):
             rng = self._generator.manual_seed(hash((shard.augmentation, index)))
             try:
@@ -76,10 +75,11 @@ class Fetch:
             return ""
         for index, sample in zip(indices, samples, strict=True):
             for key in {**samples[0], **sample}:
-                kinds = kind_of(sample, key), kind_of(samples[0], key)
-                if kinds[0] != kinds[1] or "None" in kinds[0]:
-                    found = f"{key} is {kinds[0]} in {self.row_of(index)}"
-                    return f"{found}, {kinds[1]} in {self.row_of(indices[0])}: "
+                kind = kind_of(sample, key)
+                first = kind_of(samples[0], key)
+                if kind != first or "None" in kind:
+                    found = f"{key} is {kind} in {self.row_of(index)}"
+                    return f"{found}, {first} in {self.row_of(indices[0])}: "
         return ""
 
     def row_of(self, index: int) -> str:
@@ -106,7 +106,6 @@ class Fetch:
 
 
 def kind_of(sample: Mapping[Any, Any], key: Any) -> str:
-    """A value's type, and its shape or length."""
     if key not in sample:
         return "missing"
     value = sample[key]
@@ -136,12 +135,9 @@ def read(dataset: Any, indices: Sequence[int]) -> list[Any]:
 
 def samples_text(indices: Sequence[int]) -> str:
     """As "sample 3" or "samples 3, 7", with at most 64 of them."""
-    text = ", ".join(map(str, indices[:64]))
     if len(indices) == 1:
-        return f"sample {text}"
-    if len(indices) > 64:
-        text += ", ..."
-    return f"samples {text}"
+        return f"sample {indices[0]}"
+    return f"samples {some_of([*map(str, indices)], 64)}"
 
 
 def load(
@@ -153,8 +149,18 @@ def load(
     rank: int,
 ) -> tuple[Iterator[Any], Callable[[], None]]:
     """(fetch[request] for each of requests(), in order; what ends the workers); or DataError."""
-    if not workers:
-        return map(fetch.__getitem__, requests()), lambda: None
+    if workers:
+        return load_by_workers(fetch, requests, workers, pin_memory, rank)
+    return map(fetch.__getitem__, requests()), lambda: None
+
+
+def load_by_workers(
+    fetch: Any,
+    requests: Callable[[], Iterable[Any]],
+    workers: int,
+    pin_memory: bool,
+    rank: int,
+) -> tuple[Iterator[Any], Callable[[], None]]:
     for _ in range(START_ATTEMPTS):
         started = multiprocessing.Semaphore(0)
         loader: DataLoader[Any] = DataLoader(

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from dist_amp.errors import DataError, in_one_line
 
-NO_TENSORS = (str, bytes, int, float, bool, complex, type(None), type, torch.dtype, torch.device)
+NO_TENSORS = (str, bytes, int, float, type)  # the common ones; a class has many attributes
 
 
 def tensors(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
@@ -31,7 +31,6 @@ def tensors(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
 
 
 def _parts(value: Any) -> dict[Any, Any]:
-    """What a container or object holds, by name or number."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, list | tuple | deque | set | frozenset):

@@ -49,17 +49,14 @@ class Plan:
     dataset_order: OrderOf | None = None
     deal: Deal | None = None  # in place of shard_step
 
-    def steps(self, position: int, looked_up: int = LOOKED_UP) -> Iterator[tuple[int, list[Shard]]]:
-        """(samples consumed after the step, micro-batches) from `position` on, without end.
-
-        looked_up: positions at a time; fewer make the first step quicker.
-        """
+    def steps(self, position: int) -> Iterator[tuple[int, list[Shard]]]:
+        """(samples consumed after the step, micro-batches) from `position` on, without end."""
         order_of = self.dataset_order or partial(epoch_order, self.order, self.length)
         size = self.global_batch_size
         end = self.length
         if self.drop_last:
             end = self.length - size + 1
-        at_once = max(1, looked_up * self.world_size // size)
+        at_once = max(1, LOOKED_UP * self.world_size // size)
         epoch, offset = divmod(position, self.length)
         while True:
             order = order_of(self.seed, epoch)
@@ -72,7 +69,6 @@ class Plan:
     def _steps(
         self, epoch: int, order: EpochOrder, starts: range
     ) -> Iterator[tuple[int, list[Shard]]]:
-        """The steps that start at these positions of an epoch."""
         windows = [range(i, min(i + self.global_batch_size, self.length)) for i in starts]
         deal = self.deal or shard_step
         steps = [
@@ -92,7 +88,6 @@ class Plan:
             yield consumed, step
 
     def micro_batches(self, position: int, limit: int | None) -> Iterator[Shard]:
-        """Each micro-batch of the next `limit` steps."""
         for _, shards in islice(self.steps(position), limit):
             yield from shards
 
@@ -138,7 +133,6 @@ def epoch_order(order: str, length: int, seed: int, epoch: int) -> EpochOrder:
 
 
 def epoch_keys(seed: int, epoch: int) -> tuple[int, ...]:
-    """The keys of an epoch's permutation."""
     digest = hashlib.shake_128(struct.pack("<2Q", seed, epoch)).digest(8 * ROUNDS)
     return struct.unpack(f"<{ROUNDS}q", digest)
 

@@ -7,11 +7,12 @@ of which is learned; or else it is a chat of ShareGPT ("conversations") or Alpac
 
 import json
 import logging
+import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import accumulate, pairwise, takewhile
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,10 @@ LAYOUTS = {
 }
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 SAME_ROLE = {"human": "user", "gpt": "assistant", "model": "assistant"}  # ShareGPT's, Gemma's
-# Keys of messages in which others say what is learned.
 OTHER_WEIGHTS = {"train", "training", "trainable", "loss", "loss_mask", "mask"}
 THOUGHTS = re.compile(r"(?:<think>)?(.*?)</think>", re.DOTALL)
 # The tag with which a template may end a prompt, such as <think> or [THINK].
 FORCED = re.compile(r"[<\[][\w:|]*(think|thought|reason)\w*[|>\]]+\s*$", re.IGNORECASE)
-# A chat template that says what the assistant generates.
 MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\b")
 ROWS_TO_TRY = 32
 Encoded = tuple[list[int], list[int]]  # token ids, labels
@@ -61,7 +60,6 @@ def layout(columns: Sequence[str], text_column: str) -> str:
 
 
 def columns_read(columns: Sequence[str], text_column: str) -> list[str]:
-    """Those of a row's columns that its tokens are made of."""
     form = layout(columns, text_column)
     return [name for name in columns if name in (form, *LAYOUTS.get(form, ()))]
 
@@ -127,7 +125,6 @@ def warn_of_template(rows: list[Any], text_column: str, tokenizer: Any) -> None:
 
 
 def are_chats(rows: Any, text_column: str) -> bool:
-    """Whether rows have messages, not texts."""
     form = layout(rows.column_names, text_column)
     if form == "prompt":
         return len(rows) > 0 and isinstance(rows[0]["prompt"], list)
@@ -207,7 +204,6 @@ def encode_text(prompt: str, text: str, tokenizer: Tokenizer) -> Encoded:
 
 
 def text_of(row: Row, column: str) -> str:
-    """Errors: DataError for what is no text."""
     text = row[column]
     if not isinstance(text, str):
         raise DataError(
@@ -461,11 +457,8 @@ def prompt_of(messages: list[Message], number: int, apply: Apply) -> str:
 
 
 def ids_of(text: str, tokenizer: Any) -> list[int]:
-    """The token ids of a rendered chat, as apply_chat_template makes them."""
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # type: ignore[no-any-return]
 
 
-def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """How many of the first elements are equal."""
-    same = takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
-    return sum(1 for _ in same)
+def common_prefix(a: Any, b: Any) -> int:
+    return len(os.path.commonprefix([a, b]))  # noqa: RUF071 (of any sequences)

@@ -181,38 +181,44 @@ class NamedImage(datasets.Image):
 
 def image_rows(files: Files) -> Any:
     """A row per image, in the order of their names: image and, by folders of classes or a table,
-    label. Nothing is copied, nor read before it is needed.
+    label. Texts in the only column, or label, are classes. Nothing is copied, nor read before it
+    is needed.
     """
     paths = [path for inside in files.splits.values() for path in inside]
-    if files.tables:
-        return rows_of_tables(files, paths)
-    top = posixpath.commonpath([posixpath.dirname(path) for path in paths])
-    below = int(len(files.splits) > 1)  # the folders train, test ... are no classes
-    class_of = {}
-    for path in paths:
-        folders = posixpath.relpath(path, top or ".").split("/")[below:-1]
-        class_of[path] = "/".join(folders)
-    classes = sorted(set(class_of.values()))
-    if len(classes) > 1 and "" in classes:
-        stray = next(path for path in paths if not class_of[path])
-        raise DataError(
-            f"the image {files.address(stray)} lies in no class's folder, as others do; move or "
-            "remove it"
-        )
-    features = datasets.Features(image=NamedImage())
-    if "" not in classes:
-        features["label"] = datasets.ClassLabel(names=classes)
+    columns = columns_of_tables(files, paths) if files.tables else folders_of(files, paths)
+    images = [files.address(path) for path in paths]
+    everything = datasets.Dataset.from_dict({"image": images, **columns})
+    everything = everything.cast_column("image", NamedImage())
+    for name, values in columns.items():
+        label = name == "label" or len(columns) == 1
+        if label and isinstance(values[0], str):
+            classes = datasets.ClassLabel(names=sorted(set(values)))
+            everything = everything.cast_column(name, classes)
     splits = datasets.DatasetDict()
+    first = 0
     for split, inside in files.splits.items():
-        columns: dict[str, list[Any]] = {"image": [files.address(path) for path in inside]}
-        if "label" in features:
-            columns["label"] = [classes.index(class_of[path]) for path in inside]
-        splits[split] = datasets.Dataset.from_dict(columns, features=features)
+        splits[split] = everything.select(range(first, first + len(inside)))
+        first += len(inside)
     return splits
 
 
-def rows_of_tables(files: Files, paths: list[str]) -> Any:
-    """A row per image with the columns of tables; texts in the only one, or label, are classes."""
+def folders_of(files: Files, paths: list[str]) -> dict[str, list[Any]]:
+    """{"label": the folder of each image}; nothing if they lie in one."""
+    top = posixpath.commonpath([posixpath.dirname(path) for path in paths])
+    below = int(len(files.splits) > 1)  # the folders train, test ... are no classes
+    folders = [posixpath.relpath(path, top or ".").split("/")[below:-1] for path in paths]
+    if not any(folders):
+        return {}
+    if [] in folders:
+        stray = files.address(paths[folders.index([])])
+        raise DataError(
+            f"the image {stray} lies in no class's folder, as others do; move or remove it"
+        )
+    return {"label": ["/".join(folder) for folder in folders]}
+
+
+def columns_of_tables(files: Files, paths: list[str]) -> dict[str, list[Any]]:
+    """{column: its value for each image}."""
     rows: dict[str, dict[str, str]] = {}
     for table in files.tables:
         log.info("data: labels are those of %s", files.address(table))
@@ -227,27 +233,15 @@ def rows_of_tables(files: Files, paths: list[str]) -> Any:
             f"the image {files.address(without[0])} has no row in {files.address(files.tables[0])} "
             f"({len(without):,} have none); add one, or remove the image"
         )
-    names = list(rows[paths[0]])
-    columns: dict[str, list[Any]] = {}
-    for name in names:
-        columns[name] = typed([rows[path][name] for path in paths])
-    images = [files.address(path) for path in paths]
-    everything = datasets.Dataset.from_dict({"image": images, **columns})
-    everything = everything.cast_column("image", NamedImage())
-    for name in names:
-        label = name == "label" or len(names) == 1
-        if label and isinstance(columns[name][0], str):
-            classes = sorted(set(columns[name]))
-            everything = everything.cast_column(name, datasets.ClassLabel(names=classes))
-    splits = datasets.DatasetDict()
-    first = 0
-    for split, inside in files.splits.items():
-        splits[split] = everything.select(range(first, first + len(inside)))
-        first += len(inside)
-    return splits
+    return {name: typed([rows[path][name] for path in paths]) for name in rows[paths[0]]}
 
 
-def read_table(files: Files, table: str, paths: set[str], rows: dict[str, dict[str, str]]) -> None:
+def read_table(
+    files: Files,
+    table: str,
+    paths: set[str],
+    rows: dict[str, dict[str, str]],
+) -> None:
     """Add {image: {column: text}} of a CSV table to `rows`; DataError for what does not fit."""
     address = files.address(table)
     with files.fs.open(table, "r", encoding="utf-8-sig", newline="") as file:
@@ -279,7 +273,6 @@ def read_table(files: Files, table: str, paths: set[str], rows: dict[str, dict[s
 
 
 def columns_of_table(address: str, names: list[str]) -> tuple[str, str]:
-    """(the column of files, that of labels; "" if it is not known)."""
     key = next((name for name in ("file_name", "file") if name in names), "")
     others = set(names) - {key}
     if not key or not others or "image" in others or len(others) + 1 < len(names):
@@ -301,7 +294,6 @@ def typed(texts: list[str]) -> list[Any]:
 
 
 def not_loaded(source: str, error: Exception, fix: str) -> Failure:
-    """The error in place of one of the library's."""
     if is_full(error):
         cache = datasets.config.HF_DATASETS_CACHE
         return Failure(
@@ -317,7 +309,6 @@ def not_loaded(source: str, error: Exception, fix: str) -> Failure:
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether a disk without room is the cause."""
     return any(
         getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
         or "Not enough disk space" in str(cause)

@@ -50,8 +50,6 @@ Sizes = dict[str, int | None]  # of files by their paths; None where a server do
 
 @dataclass(frozen=True)
 class Files:
-    """Files of one format, as paths of a file system."""
-
     fs: Any
     root: str  # what `data.path` names there
     format: str
@@ -65,7 +63,6 @@ class Files:
         return is_local(self.fs)
 
     def address(self, path: str) -> str:
-        """The path with its protocol, unless it is local."""
         return path if self.is_local else address_of(self.fs, path) + self.rest
 
 
@@ -74,9 +71,7 @@ def find_files(config: SourceConfig) -> Files:
     fs, root = file_system(config.path)
     rest = "".join(config.path.partition("::")[1:])
     try:
-        kind = patiently(fs, root, partial(kind_of, fs, root))
-        is_folder = kind == "directory"
-        sizes = patiently(fs, root, partial(list_files, fs, root, kind))
+        is_folder, sizes = patiently(fs, root, partial(list_files, fs, root))
     except FileNotFoundError as error:
         raise unreachable(fs, root, error) from error
     if not sizes:
@@ -97,7 +92,7 @@ def find_files(config: SourceConfig) -> Files:
             f"data.path={config.path} holds tokens without their tokens.json, such as {tokens[0]}; "
             "give the folder that has this file, or copy it too"
         )
-    tables: list[str] = []
+    tables = []
     if config.format in ("auto", "images") and any(format_of(path) == "images" for path in sizes):
         tables = [path for path in sizes if posixpath.basename(path).lower() in LABEL_TABLES]
     format_, paths = of_one_format(config, sorted(sizes.keys() - set(tables)), is_folder)
@@ -107,7 +102,6 @@ def find_files(config: SourceConfig) -> Files:
 
 
 def file_system(path: str) -> tuple[Any, str]:
-    """(the fsspec file system of an address, the path there)."""
     from fsspec.core import url_to_fs
 
     if f"//{MASK}@" in path or f"={MASK}" in path:
@@ -124,19 +118,14 @@ def file_system(path: str) -> tuple[Any, str]:
         ) from error
 
 
-def kind_of(fs: Any, root: str) -> str:
-    """ "file", "directory", or "" for a glob or nothing: a name may hold [ or *."""
-    try:
-        return str(fs.info(root)["type"])  # unlike isfile, it does not hide errors
-    except FileNotFoundError:
-        return ""
-
-
-def list_files(fs: Any, root: str, kind: str) -> Sizes:
-    """The files of a folder or glob, without hidden ones; or a single file."""
-    if kind == "file":
-        return {root: fs.info(root).get("size")}
-    is_folder = kind == "directory"
+def list_files(fs: Any, root: str) -> tuple[bool, Sizes]:
+    """(whether it is a folder, the files of a folder or glob, without hidden ones; or one file)."""
+    about = {}  # of a glob; a file's name may hold [ or *, too
+    with suppress(FileNotFoundError):
+        about = fs.info(root)  # unlike isfile, it does not hide errors
+    if about.get("type") == "file":
+        return False, {root: about.get("size")}
+    is_folder = about.get("type") == "directory"
     if is_folder and is_local(fs):
         sizes: Sizes = {path: os.path.getsize(path) for path in local_files(root)}
     else:
@@ -150,7 +139,7 @@ def list_files(fs: Any, root: str, kind: str) -> Sizes:
         name = path[len(root) :] if is_folder else posixpath.basename(path)
         if not HIDDEN.search(name):
             visible[path] = size
-    return visible
+    return is_folder, visible
 
 
 def local_files(root: str) -> Iterator[str]:
@@ -199,7 +188,6 @@ def contradiction(config: SourceConfig, what: str) -> ConfigError:
 
 
 def format_of(path: str) -> str:
-    """The format by the file's ending; "" if it is unknown."""
     name = PurePosixPath(path)
     if name.suffix.lower() in COMPRESSED:
         name = name.with_suffix("")

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,15 +27,8 @@ LIKELY_BYTES = 2**16  # of a footer: what is fetched first
 MOST_ROWS = 2**40  # of a row group: their sums fit into 64 bits
 MAGIC = b"PAR1"
 NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
-# Bytes of a value in memory, at least, by its type in the file.
-WIDTHS = {
-    "BOOLEAN": 1,
-    "INT32": 4,
-    "FLOAT": 4,
-    "INT64": 8,
-    "DOUBLE": 8,
-    "INT96": 8,
-}
+# Bytes of a value in memory, at least, by its type in the file; of others 4.
+WIDTHS = {"BOOLEAN": 1, "INT64": 8, "DOUBLE": 8, "INT96": 8}
 Version = tuple[int, str]  # a file's size and, if its store has one, the mark of its content
 Columns = dict[str, Any]  # by their names: types, values or Arrow arrays
 
@@ -50,22 +43,17 @@ class Source:
 
     fs: Any
     files: Sequence[str]
-    schema: Any = None  # the first file's, Arrow
-    groups: list[tuple[int, int, int]] = field(default_factory=list)  # file, number in it, rows
-    types: Columns = field(default_factory=dict)  # of each column that all files have
-    refused: dict[str, str] = field(default_factory=dict)  # the other columns, and why
-    partitions: list[Columns] = field(default_factory=list)  # {key: value} of each file
-    versions: list[Version] = field(default_factory=list)
-    footers: Path | None = None  # None: the files are local
-    large: dict[tuple[int, int], dict[str, int]] = field(default_factory=dict)
-    fingerprint: str = ""
+    schema: Any  # the first file's, Arrow
+    groups: list[tuple[int, int, int]]  # file, number in it, rows
+    types: Columns  # of each column that all files have
+    refused: dict[str, str]  # the other columns, and why
+    partitions: list[Columns]  # {key: value} of each file
+    versions: list[Version]
+    footers: Path | None  # None: the files are local
+    large: dict[tuple[int, int], dict[str, int]]
+    fingerprint: str
 
-    def check_memory(
-        self,
-        file: int,
-        group: int,
-        columns: Sequence[str],
-    ) -> None:
+    def check_memory(self, file: int, group: int, columns: Sequence[str]) -> None:
         """Errors: DataError for a row group whose columns would take too much memory."""
         size = sum(self.large.get((file, group), {}).get(name, 0) for name in columns)
         if size > host_memory() // 4:
@@ -77,43 +65,53 @@ class Source:
 
 
 def read_source(fs: Any, files: Sequence[str]) -> Source:
-    source = Source(fs, files, partitions=partitions_of(files))
+    partitions = partitions_of(files)
+    footers = None
+    groups = []
+    large = {}
     schemas = []
     identities: list[Any] = []
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        source.versions = list(pool.map(partial(version_of, fs), files))
-        read_tails = partial(pool.map, partial(read_tail, fs), files, source.versions)
+        versions = list(pool.map(partial(version_of, fs), files))
+        read_tails = partial(pool.map, partial(read_tail, fs), files, versions)
         if is_local(fs):
             tails = read_tails()
         else:
-            facts = [address_of(fs, files[0]), *files, *source.versions]
-            source.footers = kept(read_tails, short_hash(repr(facts).encode()))
-            tails = (tail.as_py() for tail in open_kept(source.footers))
+            facts = [address_of(fs, files[0]), *files, *versions]
+            footers = kept(read_tails, short_hash(repr(facts).encode()))
+            tails = (tail.as_py() for tail in open_kept(footers))
         for number, tail in enumerate(tails):
-            schema, groups = content_of(fs, files[number], tail)
-            for group, (rows, columns) in enumerate(groups):
+            schema, content = content_of(fs, files[number], tail)
+            for group, (rows, columns) in enumerate(content):
                 if rows:
-                    source.groups.append((number, group, rows))
+                    groups.append((number, group, rows))
                 if sum(columns.values()) > host_memory() // 4:
-                    source.large[number, group] = columns
+                    large[number, group] = columns
             schemas.append(schema)
             name = os.path.basename(files[number])
-            identity = (name, source.versions[number][0], hashlib.sha256(tail).hexdigest())
+            identity = (name, versions[number][0], hashlib.sha256(tail).hexdigest())
             # Without partitions as before there were any, for the checkpoints of that time.
-            identities.append(identity + tuple(source.partitions[number].items()))
-    source.schema = schemas[0]
-    first = {column.name: str(column.type) for column in schemas[0]}
-    source.fingerprint = short_hash(repr([first, *identities]).encode())
-    source.types, source.refused = common_types(files, schemas, source.partitions)
-    return source
+            identities.append(identity + tuple(partitions[number].items()))
+    schema = schemas[0]
+    first = {column.name: str(column.type) for column in schema}
+    fingerprint = short_hash(repr([first, *identities]).encode())
+    types, refused = common_types(files, schemas, partitions)
+    return Source(
+        fs,
+        files,
+        schema,
+        groups,
+        types,
+        refused,
+        partitions,
+        versions,
+        footers,
+        large,
+        fingerprint,
+    )
 
 
-def version_of(
-    fs: Any,
-    file: str,
-    refresh: bool = False,
-) -> Version:
-    """Errors: DataError if the file can't be reached."""
+def version_of(fs: Any, file: str, refresh: bool = False) -> Version:
     if refresh:
         fs.invalidate_cache(file)
     try:
@@ -123,11 +121,7 @@ def version_of(
     return about["size"], str(about.get("ETag") or about.get("etag") or "")
 
 
-def read_tail(
-    fs: Any,
-    file: str,
-    version: Version,
-) -> bytes:
+def read_tail(fs: Any, file: str, version: Version) -> bytes:
     """The footer as it is, with the file's last 8 bytes. Errors: DataError if there is none."""
     size = version[0]
     tail = fetch(fs, file, max(0, size - LIKELY_BYTES), size)
@@ -156,11 +150,7 @@ def content_of(
         raise no_parquet(fs, file, f"{type(error).__name__}: {first_line(error)}") from error
 
 
-def no_parquet(
-    fs: Any,
-    file: str,
-    why: str,
-) -> DataError:
+def no_parquet(fs: Any, file: str, why: str) -> DataError:
     where = address_of(fs, file)
     return DataError(f"{where} can't be read as Parquet: {why}; download or write it again")
 
@@ -190,7 +180,6 @@ def kept(read_tails: Callable[[], Iterator[bytes]], name: str) -> Path:
 
 
 def open_kept(path: Path) -> Any:
-    """The footers in this file, which is mapped into memory: an Arrow column of bytes."""
     return pa.ipc.open_file(pa.memory_map(str(path))).read_all()["tail"]
 
 
@@ -227,14 +216,12 @@ def common_types(
     files: Sequence[str], schemas: Sequence[Any], partitions: Sequence[Columns]
 ) -> tuple[Columns, dict[str, str]]:
     """({column: its type in all files, the widest that loses nothing}, {other column: why})."""
-    distinct: dict[str, tuple[str, Columns]] = {}  # of thousands of files
+    types: Columns = {}
+    refused: dict[str, str] = {}
     for file, schema, partition in zip(files, schemas, partitions, strict=True):
         kinds = {key: pa.scalar(value).type for key, value in partition.items()}
         kinds |= {column.name: column.type for column in schema}
-        distinct.setdefault(repr(kinds), (file, kinds))
-    types: Columns = dict(next(iter(distinct.values()))[1])
-    refused: dict[str, str] = {}
-    for file, kinds in distinct.values():
+        types = types or dict(kinds)
         for name in (types | kinds).keys() - refused.keys():
             here = kinds.get(name)
             before = types.get(name)
@@ -252,13 +239,9 @@ def widest(one: Any, other: Any) -> Any:
     """The Arrow type of the values of both; None if there is none, as of a missing column."""
     if one is None or other is None or one == other:
         return one if one == other else None
-    if pa.types.is_dictionary(one):
-        one = one.value_type
-    if pa.types.is_dictionary(other):
-        other = other.value_type
-    kinds = (one, other)
-    texts = [pa.types.is_string(kind) or pa.types.is_large_string(kind) for kind in kinds]
-    if texts[0] != texts[1] and pa.null() not in kinds:
+    kinds = [kind.value_type if pa.types.is_dictionary(kind) else kind for kind in (one, other)]
+    texts = [kind for kind in kinds if kind in (pa.string(), pa.large_string())]
+    if len(texts) == 1 and pa.null() not in kinds:
         return None  # Arrow would make bytes of a text
     schemas = [pa.schema({"column": kind}) for kind in kinds]
     try:

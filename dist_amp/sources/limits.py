@@ -53,7 +53,6 @@ class Nesting:
         self.rest = b""  # a backslash at a block's end
 
     def add(self, block: bytes) -> int:
-        """The deepest level in this block."""
         block = self.rest + block
         self.rest = b""
         if (len(block) - len(block.rstrip(b"\\"))) % 2:

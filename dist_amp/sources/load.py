@@ -19,8 +19,6 @@ HELD_OUT = 0.05  # of the rows, with data.validation_split=auto
 
 
 class Converted:
-    """A map-style dataset of `convert(row)`, called when a row is read."""
-
     def __init__(self, rows: Any, convert: Callable[[dict[str, Any]], Any]):
         self.rows = rows
         self.convert = convert

@@ -42,26 +42,20 @@ class Mixture:
         self.counts = numpy.array(counts, numpy.int64)
         self.sizes = numpy.zeros(len(counts), numpy.int64)
         self.block = int(self.counts.sum())
-        self.blocks = 0
-        facts = []
-        prints = []
-        for index, (name, source) in enumerate(sources.items()):
-            count = int(counts[index])
-            if count:
-                if hasattr(source, "shuffled"):
-                    raise ConfigError(
-                        f"data.sources.{name} is read by row group, and a mixture reads in any "
-                        "order; name its tokens, made by python -m dist_amp.tokenize, or use "
-                        "data.view=map"
-                    )
-                if source is None or len(source) == 0:
-                    raise DataError(
-                        f"data.sources.{name} has no samples; check its path, split and columns"
-                    )
-                self.sizes[index] = len(source)
-                self.blocks = max(self.blocks, -(-len(source) // count))
-                prints.append(getattr(source, "fingerprint", None))
-            facts.append((name, int(self.sizes[index]), count))
+        drawn = numpy.flatnonzero(self.counts).tolist()
+        for index in drawn:
+            name = self.names[index]
+            if hasattr(self.sources[index], "shuffled"):
+                raise ConfigError(
+                    f"data.sources.{name} is read by row group, and a mixture reads in any order; "
+                    "name its tokens, made by python -m dist_amp.tokenize, or use data.view=map"
+                )
+            self.sizes[index] = len(self.sources[index] or ())
+            if not self.sizes[index]:
+                raise DataError(
+                    f"data.sources.{name} has no samples; check its path, split and columns"
+                )
+        self.blocks = int(max(-(-self.sizes[drawn] // self.counts[drawn])))
         if self.block <= LONGEST_BLOCK:
             # Of each place in a block, its source and how often that came before.
             source = numpy.repeat(numpy.arange(len(counts)), self.counts)
@@ -69,8 +63,10 @@ class Mixture:
             order = numpy.argsort((draw + 0.5) / self.counts[source], kind="stable")
             self._source = source[order]
             self._draw = draw[order]
+        prints = [getattr(self.sources[index], "fingerprint", None) for index in drawn]
         if all(isinstance(one, str) for one in prints):
-            content = json.dumps([facts, prints])
+            facts = zip(self.names, self.sizes.tolist(), self.counts.tolist(), strict=True)
+            content = json.dumps([[*facts], prints])
             self.fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def __len__(self) -> int:
@@ -169,10 +165,8 @@ def spread(places: Array, counts: Sequence[int]) -> tuple[Array, Array]:
 
 
 def portion(places: Array, count: int, whole: int) -> Array:
-    """places * count // whole, exactly, for places up to `whole`, and that at most 2^52."""
-    about = (places * (count / whole)).astype(numpy.int64)
-    # Products wrap around, but the remainder of a quotient that is off by a few is small.
-    return about + (places * count - about * whole) // whole
+    """places * count // whole, exactly: Python's integers do not wrap around."""
+    return (places.astype(object) * count // whole).astype(numpy.int64)
 
 
 def counts_of(weights: Mapping[str, float], sizes: Sequence[int]) -> list[int]:
@@ -239,8 +233,8 @@ def mixed(data: DataConfig, split: str, build: Callable[[DataConfig], Any]) -> A
             sources[name] = build(config)
         except Failure as error:
             raise type(error)(f"data.sources.{name}: {error}") from error
+    sizes = {name: len(rows or ()) for name, rows in sources.items()}
     if split != "train":
-        sizes = {name: len(rows or ()) for name, rows in sources.items()}
         if missing := ", ".join(name for name, size in sizes.items() if size == 0):
             log.info(f"data: nothing is held out of {missing}, so no evaluation has a loss of it")
         if not any(sizes.values()):
@@ -248,14 +242,13 @@ def mixed(data: DataConfig, split: str, build: Callable[[DataConfig], Any]) -> A
         return Mixture(sources, list(sizes.values()))
     weights = {name: table.weight for name, table in tables.items()}
     # An empty source is refused by its name, as one that is drawn.
-    drawn = [max(1, len(rows or ())) for rows in sources.values()]
+    drawn = [max(1, size) for size in sizes.values()]
     mixture = Mixture(sources, counts_of(weights, drawn))
     describe(mixture, data.max_repeats)
     return mixture
 
 
 def describe(mixture: Mixture, max_repeats: int) -> None:
-    """Log shares and repeats; warn of a source that an epoch repeats too often."""
     times = mixture.blocks * mixture.counts / mixture.sizes
     longest = mixture.names[times.argmin()]
     for index, name in enumerate(mixture.names):
@@ -292,7 +285,6 @@ def tables_of(data: DataConfig) -> dict[str, MixedSourceConfig]:
 
 
 def source_configs(data: DataConfig) -> dict[str, DataConfig]:
-    """The data section of each source. Errors: ConfigError for a table that names no data."""
     configs = {}
     for name, table in tables_of(data).items():
         if table.name == "auto" and table.path == "off":

@@ -95,7 +95,7 @@ class Packing:
         if self.pack == "off":
             width = min(width, -(-max(lengths) // self.multiple) * self.multiple)
         fills = {"input_ids": pad_id, "labels": IGNORE_INDEX}
-        batch: dict[str, Any] = {}
+        batch = {}
         for name in samples[0]:
             padding = torch.full((width,), fills.get(name, 0))
             if name == "position_ids":
@@ -290,7 +290,7 @@ def best_fit(sizes: Ints, length: int) -> Ints:
     takes as many as it has room for. Source: Ding et al. 2024, arXiv:2404.10830.
     """
     order = numpy.argsort(-sizes, kind="stable")
-    row_of: list[int] = []  # of the pieces in this order
+    row_of = []  # of the pieces in this order
     free: list[list[int]] = [[] for _ in range(length + 1)]  # rows by their room in tokens
     room = 0  # bit n: free[n] has rows
     rows = 0

@@ -35,11 +35,7 @@ GOLDEN = -0x61C8864680B583EB
 Row = dict[str, Any]  # or a row group's columns, by their names
 
 
-def open_parquet(
-    fs: Any,
-    files: Sequence[str],
-    data: DataConfig,
-) -> "ParquetView":
+def open_parquet(fs: Any, files: Sequence[str], data: DataConfig) -> "ParquetView":
     """The rows of these files of an fsspec file system; only their footers are read here."""
     source = read_source(fs, files)
     if not source.groups:
@@ -88,10 +84,10 @@ class ParquetView:
             self._reader = Reader(self._source, self._columns, self._kept_groups)
         groups = np.searchsorted(self._ends, wanted, side="right")
         file, number, count = self._groups[groups].T
-        inside = wanted - (self._ends[groups] - count)
+        keys = np.stack((file, number, wanted - self._ends[groups] + count), axis=1).tolist()
         rows: list[Any] = [None] * len(wanted)
         for place in np.argsort(groups, kind="stable"):
-            row = self._reader.row(int(file[place]), int(number[place]), int(inside[place]))
+            row = self._reader.row(*keys[place])
             if self.features:
                 stored = {name: row[name] for name in row if name in self.features}
                 row |= self.features.decode_example(stored)
@@ -99,7 +95,6 @@ class ParquetView:
         return rows
 
     def select_columns(self, names: str | Sequence[str]) -> "ParquetView":
-        """The same rows with these columns alone; the others are not read."""
         names = [names] if isinstance(names, str) else list(names)
         for name in names:
             if name not in self.column_names:
@@ -113,11 +108,7 @@ class ParquetView:
         view._reader = None
         return view
 
-    def train_test_split(
-        self,
-        test_size: float,
-        seed: int = 0,
-    ) -> dict[str, "ParquetView"]:
+    def train_test_split(self, test_size: float, seed: int = 0) -> dict[str, "ParquetView"]:
         """Hold out random row groups. Errors: DataError if none is left to train on."""
         groups = len(self._groups)
         held_out = math.ceil(groups * test_size)
@@ -127,8 +118,8 @@ class ParquetView:
                 "train on; name a split, write smaller row groups, or use data.view=map"
             )
         order = torch.randperm(groups, generator=torch.Generator().manual_seed(seed)).numpy()
-        train, test = order[held_out:], order[:held_out]
-        return {"train": self._part(np.sort(train)), "test": self._part(test)}
+        train = np.sort(order[held_out:])
+        return {"train": self._part(train), "test": self._part(order[:held_out])}
 
     def _part(self, chosen: NDArray[np.int64]) -> "ParquetView":
         view = copy.copy(self)
@@ -137,11 +128,7 @@ class ParquetView:
         view.fingerprint = short_hash(self.fingerprint.encode() + view._groups.tobytes())
         return view
 
-    def shuffled(
-        self,
-        global_batch_size: int,
-        world_size: int,
-    ) -> tuple[str, OrderOf]:
+    def shuffled(self, global_batch_size: int, world_size: int) -> tuple[str, OrderOf]:
         """The order's name, and its function of seed and epoch; the same at every world size."""
         groups = len(self._groups)
         streams = self._streams
@@ -197,13 +184,7 @@ class Reader:
             page_checksum_verification=True,
         )
 
-    def row(
-        self,
-        file: int,
-        group: int,
-        number: int,
-    ) -> Row:
-        """The row of this number within the group."""
+    def row(self, file: int, group: int, number: int) -> Row:
         key = (file, group)
         if key not in self.groups:
             self.groups[key] = self._read(file, group)
@@ -215,16 +196,12 @@ class Reader:
         # Each value by itself: `take` is three times slower for rows of many groups (measured).
         return {name: column[number].as_py() for name, column in columns.items()}
 
-    def _read(
-        self,
-        number: int,
-        group: int,
-    ) -> tuple[Row, int]:
+    def _read(self, number: int, group: int) -> tuple[Row, int]:
         """(Arrow columns, rows) of a row group. Errors: DataError if it is damaged."""
         source = self.source
         source.check_memory(number, group, self.columns)
         partition = source.partitions[number]
-        columns: Row = {}
+        columns = {}
         try:
             opened = self.open(number)
             inside = [name for name in self.columns if name in opened.schema_arrow.names]
@@ -233,8 +210,7 @@ class Reader:
             for name in self.columns:
                 kind = source.types[name]
                 if name in inside:
-                    column = table[name]
-                    columns[name] = column if column.type == kind else column.cast(kind)
+                    columns[name] = table[name].cast(kind)
                 else:
                     columns[name] = pa.repeat(pa.scalar(partition[name], kind), table.num_rows)
         except DataError:
@@ -305,4 +281,4 @@ def digits_reversed(count: int) -> Tensor:
             rest //= factor
     # The number as an array of its digits; transposed, it is read from the other end.
     numbers = torch.arange(count).reshape(factors[::-1] or [1])
-    return numbers.permute(tuple(reversed(range(numbers.dim())))).flatten().argsort()
+    return numbers.permute(*range(numbers.dim())[::-1]).flatten().argsort()

@@ -4,7 +4,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 from fsspec.spec import AbstractBufferedFile
@@ -17,32 +16,20 @@ FIRST_PAUSE = 0.5
 LONGEST_PAUSE = 8.0
 CHECK = "check the network and the address, then start again"
 # Errors that another try does not change.
-LASTING = (
-    FileNotFoundError,
-    FileExistsError,
-    IsADirectoryError,
-    NotADirectoryError,
-    PermissionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    NotImplementedError,
-    TypeError,
-    ValueError,
-)
+LASTING = (PermissionError, AttributeError, ImportError, LookupError, TypeError, ValueError)
 
 
-def fetch(fs: Any, path: str, start: int, end: int) -> bytes:
+def fetch(fs: Any, path: str, start: int, end: int) -> Any:
     """Bytes [start, end) of a file, all of them. Errors: as for `patiently`."""
-    return patiently(fs, path, partial(fetch_once, fs, path, start, end))
 
+    def once() -> bytes:
+        # By name: a file system may have other arguments between, such as S3's version_id.
+        content: bytes = fs.cat_file(path, start=start, end=end)
+        if len(content) != end - start:
+            raise OSError(f"{len(content)} bytes came in place of {end - start}")
+        return content
 
-def fetch_once(fs: Any, path: str, start: int, end: int) -> bytes:
-    # By name: a file system may have other arguments between, such as S3's version_id.
-    content = fs.cat_file(path, start=start, end=end)
-    if len(content) != end - start:
-        raise OSError(f"{len(content)} bytes came in place of {end - start}")
-    return content
+    return patiently(fs, path, once)
 
 
 def patiently(fs: Any, path: str, call: Callable[[], Any]) -> Any:
@@ -85,7 +72,6 @@ def address_of(fs: Any, path: str) -> str:
 
 
 def causes_of(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and those that led to it."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

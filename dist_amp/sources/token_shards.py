@@ -30,14 +30,6 @@ FORMAT = 1  # newer ones are refused
 MANIFEST = "tokens.json"
 INDEX = "documents.bin"
 INDEX_BYTES = 24  # per document
-MALFORMED = (
-    OSError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    RecursionError,
-)
 IGNORE_INDEX = -100  # the label that cross-entropy ignores
 Array = np.ndarray[Any, Any]
 Sample = dict[str, Tensor]
@@ -57,8 +49,6 @@ class TokenShard:
 
 @dataclass(frozen=True)
 class Split:
-    """One split's source and shards."""
-
     source: str  # fingerprint of its rows
     rows: int
     chats: bool
@@ -80,8 +70,6 @@ class Split:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a folder of tokens holds."""
-
     tokenizer: str  # its name when they were made
     identity: str  # of the tokenizer
     vocabulary: int
@@ -116,7 +104,9 @@ def read_manifest(folder: Path) -> Manifest:
             shards = tuple(TokenShard(**shard) for shard in split["shards"])
             content["splits"][name] = Split(**{**split, "shards": shards})
         return Manifest(**content)
-    except MALFORMED as error:
+    except DataError:
+        raise
+    except Exception as error:  # of many types, in a forged one
         raise DataError(
             f"{folder / MANIFEST} can't be read ({type(error).__name__}: {error}); give the folder "
             "that dist_amp.tokenize wrote, copy it again, or make the tokens again"
@@ -160,7 +150,7 @@ class TokenShards:
             files = shard.files.items()
             tokens, *counted = [mapped(self._inside / file, of["bytes"]) for file, of in files]
             self._tokens.append(tokens.view(manifest.dtype))
-            self._counted.append(next(iter(counted), None))
+            self._counted.append(counted[0] if counted else None)
         # The identity of the tokens: the same wherever and however they were made.
         parts = [[shard.index_xxh3, shard.files] for shard in self.of.shards]
         content = json.dumps([manifest.dtype.name, parts], sort_keys=True)
@@ -202,7 +192,6 @@ class TokenShards:
         return {"input_ids": ids, "labels": labels}
 
     def check_hashes(self) -> None:
-        """Errors: DataError for a file whose content is not what was written."""
         with (self._inside / INDEX).open("rb") as index:
             for shard in self.of.shards:
                 parts = [(INDEX, index.read(INDEX_BYTES * shard.documents), shard.index_xxh3)]
@@ -230,17 +219,22 @@ def mapped(path: Path, size: int) -> Array:
 
 
 def write_shard(
-    folder: Path, name: str, manifest: Manifest, documents: list[tuple[Array, Array]], end_row: int
+    folder: Path,
+    name: str,
+    manifest: Manifest,
+    documents: list[tuple[Array, Array]],
+    end_row: int,
 ) -> Manifest:
     """Write a split's next shard, of documents (ids [n], learned [n] bool); the new manifest."""
     split = manifest.splits[name]
     number = len(split.shards)
-    lengths = np.array([len(ids) for ids, _ in documents])
+    ids, masks = zip(*documents, strict=True)
+    lengths = np.array([*map(len, ids)])
     starts = split.total("tokens") + lengths.cumsum() - lengths
-    firsts = [learned.argmax() for _, learned in documents]
+    firsts = [mask.argmax() for mask in masks]
     index = np.stack((starts, lengths, firsts), axis=1).astype("<i8").tobytes()
-    tokens = np.concatenate([ids for ids, _ in documents])
-    learned = np.concatenate([learned for _, learned in documents])
+    tokens = np.concatenate(ids)
+    learned = np.concatenate(masks)
     counted = int(learned.sum())
     contents = {f"tokens_{number:05d}.bin": tokens.tobytes()}
     if counted != len(tokens) - len(documents):  # not all but each document's first

@@ -259,7 +259,7 @@ def tokenize_split(
     ranges = [range(row, min(row + CHUNK_ROWS, end)) for row in range(begin, end, CHUNK_ROWS)]
     documents: list[tuple[Array, Array]] = []  # of the shard in progress
     tokens = 0
-    start = reported = time.monotonic()
+    reported = time.monotonic()
     with closing(encoded_chunks(chunks, ranges, workers)) as encoded:
         for chunk, batch in zip(ranges, encoded, strict=True):
             for row, ids, learned in batch:
@@ -269,12 +269,9 @@ def tokenize_split(
                     tokens = 0
                 documents.append((ids.astype(manifest.dtype), learned))
                 tokens += len(ids)
-            now = time.monotonic()
-            if now - reported >= SECONDS:
-                reported = now
-                rate = (chunk.stop - begin) / (now - start)
-                done = f"{chunk.stop:,} of {end:,} rows, {rate:,.0f} rows/s"
-                log.info(f"data: {name}: tokenized {done}")
+            if time.monotonic() - reported >= SECONDS:
+                reported = time.monotonic()
+                log.info(f"data: {name}: tokenized {chunk.stop:,} of {end:,} rows")
     if not documents:  # a shard ends before a document, so there was none
         raise DataError(
             f"none of the {end:,} rows of the {name} split has anything to learn; check that their "

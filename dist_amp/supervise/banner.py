@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import quote, urlencode
@@ -75,34 +76,29 @@ def print_banner(run: Run) -> None:
     plan = run.data.plan
     total = sum(p.numel() for p in run.parallel.module.parameters())
     trained = sum(p.numel() for p in run.parallel.parameters)
-    parameters = f"{total:,} parameters"
+    first = "from step 0: it holds no checkpoint"
+    if run.resumed_from is not None:
+        first = resumed_text(run, run.resumed_from)
+    world.say(f"run    {run.folder}, {first}")
+    model = f"{total:,} parameters"
     if trained < total:
-        parameters += f" ({trained:,} trained)"
-    precision = run.precision.name
-    if run.precision.cast_by != "nothing":
-        precision += f" cast by {run.precision.cast_by}"
+        model += f" ({trained:,} trained)"
     device = "CPU" if world.device.type == "cpu" else torch.cuda.get_device_name(world.device)
-    layout = f"{run.parallel.strategy} on {world.world_size} x {device}"
+    model += f", {run.parallel.strategy} on {world.world_size} x {device}, {run.precision.name}"
+    if run.precision.cast_by != "nothing":
+        model += f" cast by {run.precision.cast_by}"
+    world.say(f"model  {model}")
     accumulation = plan.global_batch_size // (plan.micro_batch_size * plan.world_size)
     batch = f"{plan.micro_batch_size} x {plan.world_size} ranks x {accumulation} micro-batches"
+    world.say(f"batch  {plan.global_batch_size} samples = {batch}")
     held_out = "none evaluated (eval.every=off)"
     if run.config.eval.every != "off":
         held_out = f"{run.validation.plan.length if run.validation else 0:,} held out"
-    world.say(f"run    {run.folder}, {first_step_of(run)}")
-    world.say(f"model  {parameters}, {layout}, {precision}")
-    world.say(f"batch  {plan.global_batch_size} samples = {batch}")
     world.say(f"data   {plan.length:,} samples to train on, {held_out}")
-    watch = f"dist_amp board {run.folder}"
-    if run.folder.parent.name:
-        watch += f"; beside other runs: dist_amp board {run.folder.parent}"
-    world.say(f"watch  {watch}")
+    world.say(f"watch  dist_amp board {run.folder}")
 
 
-def first_step_of(run: Run) -> str:
-    """Where a run starts, in words."""
-    source = run.resumed_from
-    if source is None:
-        return "from step 0: it holds no checkpoint"
+def resumed_text(run: Run, source: Path) -> str:
     text = f"resumed from step {run.step}"
     if not source.resolve().is_relative_to(run.folder.resolve()):
         return f"{text} ({source})"
@@ -113,7 +109,6 @@ def first_step_of(run: Run) -> str:
 
 
 def closing_table(summary: Mapping[str, Any], folder: Path) -> str:
-    """Each rank's throughput and memory, the result, and the run's folder."""
     shows_tokens = any(rank["tokens_per_second"] for rank in summary["ranks"])
     header = f"{'rank':>4}  {'host':<20} {'peak memory':>12} {'local s/step':>13} {'items/s':>10}"
     if shows_tokens:
@@ -150,15 +145,12 @@ def closing_table(summary: Mapping[str, Any], folder: Path) -> str:
     return "\n".join([*rows, f"done: {result}", f"all of it is in {folder}"])
 
 
-# --- the environment: versions, hosts, the commit of the user's code, variables; no secrets
-
-
 def report_environment(run: Run) -> None:
     """Write RUN/environment.json and TensorBoard's text on rank 0; every rank calls it."""
     hosts = run.world.gather_texts(json.dumps(this_rank(run.world.device)))
     if not run.world.is_main:
         return
-    text = json.dumps(environment(run, [json.loads(host) for host in hosts]), indent=2)
+    text = json.dumps(environment(run, hosts), indent=2)
     path = run.folder / "environment.json"
     try:
         write_durably(path, text + "\n")
@@ -170,17 +162,17 @@ def report_environment(run: Run) -> None:
     run.metrics.write_text("start/environment", text, run.step)
 
 
-def environment(run: Run, ranks: list[dict[str, str]]) -> dict[str, Any]:
-    """What rank 0 sees, and each host's row of what its ranks see."""
-    hosts: dict[tuple[tuple[str, str], ...], list[str]] = {}
-    for rank, row in enumerate(ranks):
-        hosts.setdefault(tuple(row.items()), []).append(str(rank))
+def environment(run: Run, ranks: list[str]) -> dict[str, Any]:
+    """What rank 0 sees, and what each host's ranks see: JSON of `this_rank`."""
+    hosts: dict[str, list[str]] = {}
+    for rank, host in enumerate(ranks):
+        hosts.setdefault(host, []).append(str(rank))
     source = source_of(run.task)
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "first_step": run.step + 1,
         "versions": versions(),
-        "hosts": [dict(row) | {"ranks": ", ".join(members)} for row, members in hosts.items()],
+        "hosts": [json.loads(host) | {"ranks": ", ".join(on)} for host, on in hosts.items()],
         "git": git_state(code_folder(source)),
         "task": source,
         "variables": variables(os.environ),
@@ -235,7 +227,7 @@ def source_of(task: object) -> dict[str, str]:
 def warn_if_edited(folder: Path, task: object) -> None:
     """Warn if the task's source file is not what it was at the latest start of a run."""
     now = source_of(task)
-    with suppress(OSError, ValueError, LookupError, TypeError):
+    with suppress(Exception):  # there is none, or it is damaged
         before = json.loads((folder / "environment.json").read_bytes())["task"]
         if now["hash"] != before["hash"]:
             warn(f"{now['file']} was edited since {folder} was started: its steps may be others")
@@ -250,21 +242,13 @@ def code_folder(source: Mapping[str, str]) -> Path:
 
 def git_state(folder: Path) -> dict[str, Any]:
     """{commit, branch, changed files, new Python files too}; empty without git or a commit."""
-
-    def git(*words: str) -> str:
-        """What a git command prints. It takes no lock, so a commit at this moment succeeds."""
-        return subprocess.run(
-            ["git", "--no-optional-locks", "-C", str(folder), *words],
-            check=True,
-            capture_output=True,
-            errors="replace",
-            timeout=GIT_SECONDS,
-            stdin=subprocess.DEVNULL,
-        ).stdout
-
+    quiet = {"stderr": subprocess.DEVNULL, "stdin": subprocess.DEVNULL, "errors": "replace"}
+    git = partial(subprocess.check_output, cwd=folder, timeout=GIT_SECONDS, **quiet)
+    # Without locks, so that a commit at this moment succeeds.
+    status = ["git", "--no-optional-locks", "status", "--porcelain", "--branch"]
     try:
-        commit = git("rev-parse", "HEAD").strip()
-        branch, *lines = git("status", "--porcelain", "--branch").splitlines()
+        commit = git(["git", "rev-parse", "HEAD"]).strip()
+        branch, *lines = git(status).splitlines()
     except (OSError, subprocess.SubprocessError):
         return {}
     files = [line[3:] for line in lines if line[:2] != "??" or line.endswith(".py")]
@@ -278,7 +262,6 @@ def git_state(folder: Path) -> dict[str, Any]:
 
 
 def main_tags(has_tokens: bool) -> list[str]:
-    """The charts to look at first, which are pinned."""
     what = "tokens" if has_tokens else "items"
     return [
         "train/loss",
@@ -307,10 +290,8 @@ def board(words: Sequence[str]) -> NoReturn:
     """
     folder = Path("".join(words[:1]))
     logs = folder / "tensorboard"
-    has_tokens = False
-    for path in (folder / "metrics.jsonl", *folder.glob("*/metrics.jsonl")):
-        if path.exists():
-            has_tokens = has_tokens or "throughput/tokens_per_second" in path.read_text()
+    logged = [*folder.glob("metrics.jsonl"), *folder.glob("*/metrics.jsonl")]
+    has_tokens = any("throughput/tokens_per_second" in path.read_text() for path in logged)
     if not logs.is_dir():
         logs = folder
         if not words or not any(folder.glob("*/tensorboard")):

@@ -41,7 +41,6 @@ _OUT_OF_MEMORY = re.compile(
     r"can't allocate memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
 )
 
-# torch's and numpy's words.
 _REQUESTED = re.compile(r"(?:[Tt]ried to|Unable to) allocate ([\d.]+) ?(bytes|KiB|MiB|GiB)")
 
 
@@ -56,7 +55,6 @@ def explain_error(error: BaseException, job: Job) -> BaseException:
 
 
 def explain_disk(error: BaseException, folder: Path) -> BaseException:
-    """A Failure for a full or read-only disk."""
     if not isinstance(error, OSError):
         return error
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
@@ -81,9 +79,11 @@ def explain_data(error: BaseException, rank: int, splits: Sequence[Batches] = ()
     seen = locals_of(error)
     if seen.keys() & {"weights_of", "loss_of", "evaluate"}:
         batch = seen.get("batch")
-    if _OUT_OF_RANGE.match(str(error)) and (samples := _samples_of(batch, splits)):
+    last = ((split, *step) for split in splits for step in split.last_step)
+    named = [f"{samples_text(i)} of the {split.split} split" for split, b, i in last if b is batch]
+    if _OUT_OF_RANGE.match(str(error)) and named:
         return DataError(
-            f"rank {rank}: a token id or label is out of range in {samples}: {first_line(error)}; "
+            f"rank {rank}: a token id or label is out of range in {named[0]}: {first_line(error)}; "
             "fix the data, or give the model that many embeddings or classes"
         )
     is_key = isinstance(error, KeyError) and error.args
@@ -117,18 +117,6 @@ def locals_of(error: BaseException) -> dict[str, Any]:
         if frame.f_globals.get("__name__") in ("dist_amp.run", "dist_amp.step"):
             seen |= {**frame.f_locals, frame.f_code.co_name: True}
     return seen
-
-
-def _samples_of(batch: object, splits: Sequence[Batches]) -> str:
-    """Which samples a micro-batch has, and of which split; "" if of none."""
-    for split in splits:
-        for other, indices in split.last_step:
-            if other is batch:
-                return f"{samples_text(indices)} of the {split.split} split"
-    return ""
-
-
-# --- out of memory
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

@@ -1,6 +1,7 @@
 """How a run starts and ends: whether it has steps left, its files, and RUN/summary.json."""
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from dist_amp.supervise.preflight import (
 )
 from dist_amp.telemetry.goodput import Goodput
 from dist_amp.telemetry.metrics import Metrics
+from dist_amp.telemetry.step_report import Tags
 from dist_amp.world import World
 
 FEWEST_EVALUATED = 16  # micro-batches per rank: fewer would be too noisy a loss
@@ -70,9 +72,6 @@ class Stop:
         return self.agreed
 
 
-# --- the start
-
-
 def is_finished(run: Run) -> bool:
     """Whether the run has no steps left, or its task ended it; says so."""
     steps = run.config.train.steps
@@ -94,7 +93,6 @@ def is_finished(run: Run) -> bool:
 
 
 def open_run(run: Run) -> None:
-    """Print what is about to run, and open its files."""
     metrics = run.metrics
     print_banner(run)
     if run.validation is not None and run.config.eval.batches == "auto":
@@ -168,9 +166,6 @@ def log_group_rates(metrics: Metrics, optimizer: torch.optim.Optimizer) -> None:
     metrics.more_tags.append(lambda row: {tag: row["lr"] * scale for tag, scale in scales.items()})
 
 
-# --- the end
-
-
 def close_run(run: Run, stop: Stop) -> int:
     """Write summary and sample; return the status. Errors: NumericsError if the end was skipped."""
     in_a_row = int(run.schedule.skips_in_a_row)
@@ -199,11 +194,11 @@ def close_run(run: Run, stop: Stop) -> int:
 
 def completed_summary(folder: Path) -> dict[str, Any]:
     """A completed run's summary; empty for others, as one killed after its last checkpoint."""
-    try:
+    with suppress(Exception):  # of many types, for a damaged one
         summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-        return summary if summary["stopped_by"] == "completed" else {}
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return {}
+        if summary["stopped_by"] == "completed":
+            return summary
+    return {}
 
 
 def write_summary(
@@ -250,7 +245,7 @@ def summary_of(run: Run, failed: bool) -> dict[str, Any]:
     return summary
 
 
-def rank_entry(run: Run, rank: int, tags: dict[str, float]) -> dict[str, Any]:
+def rank_entry(run: Run, rank: int, tags: Tags) -> dict[str, Any]:
     entry = {
         "rank": rank,
         # Before a resume there may have been more ranks.

@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from dist_amp.checkpoint.format import MANIFEST, all_checkpoints
 from dist_amp.config.load import flat
 from dist_amp.config.memory import size_text, tensor_bytes
 from dist_amp.config.task_class import INJECTED, find_task
 from dist_amp.distributed.process import LAUNCHER, attempt, die_with_parent, environment_number
-from dist_amp.errors import ConfigError, Failure
+from dist_amp.errors import ConfigError, Failure, some_of
 from dist_amp.files import InUse, appears, only_process
 from dist_amp.loading.plan import shard_step
 from dist_amp.run import Run
@@ -40,7 +41,6 @@ BESIDES_KEPT = 2
 
 LOCK_SECONDS = 10.0  # how long a run that was just killed may take to release its folder
 
-# Of the data section, what only a task that takes the section reads.
 READ_BY_TASKS = (
     *(field.name for field in fields(SourceConfig)),
     "tokenizer",
@@ -69,10 +69,7 @@ def check_launch() -> None:
 
 
 def check_ranks_agree(target: str, config_text: str, world: World) -> None:
-    """Errors: ConfigError with what differs from rank 0: code, versions and settings.
-
-    target: the task's class, whose file is compared too; config_text: the config as TOML.
-    """
+    """Errors: ConfigError with what differs from rank 0: code, versions and settings."""
     if world.world_size == 1:
         return
     settings = flat(config_text)
@@ -84,14 +81,12 @@ def check_ranks_agree(target: str, config_text: str, world: World) -> None:
         for name in expected | mine
         if mine.get(name) != expected.get(name)
     ]
-    text = "; ".join(differences[:8])
-    if text:
-        text = f"rank {world.rank} ({platform.node()}): {text}"
-    different = list(filter(None, world.gather_texts(text)))
-    if different:
-        more = f" (and {len(different) - 1} more ranks)" if len(different) > 1 else ""
+    text = ""
+    if differences:
+        text = f"rank {world.rank} ({platform.node()}): {'; '.join(differences[:8])}"
+    if different := [text for text in world.gather_texts(text) if text]:
         raise ConfigError(
-            f"the ranks differ: on {different[0]}{more}; start all of them with the same code, "
+            f"the ranks differ: on {some_of(different, 1)}; start all of them with the same code, "
             "versions and settings (environment, config files)"
         )
 
@@ -99,20 +94,19 @@ def check_ranks_agree(target: str, config_text: str, world: World) -> None:
 def code_hashes(target: str) -> dict[str, str]:
     """A hash of the task's file, and of the package's but hidden ones, of editors and notebooks."""
     package = Path(__file__).parent.parent
-    paths = {}
-    for path in sorted(package.rglob("*.py")):
-        name = path.relative_to(package).as_posix()
-        if "/." not in f"/{name}":
-            paths[f"dist_amp/{name}"] = path
     module = sys.modules[find_task(target).__module__]
+    hashes = {}
     task = Path(getattr(module, "__file__", None) or __file__)
-    if not task.is_relative_to(package):
-        paths[task.name] = task
-    return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:8] for name, path in paths.items()}
+    for path in (task, *sorted(package.rglob("*.py"))):
+        name = path.name
+        if path.is_relative_to(package):
+            name = f"dist_amp/{path.relative_to(package).as_posix()}"
+        if "/." not in name:
+            hashes[name] = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
+    return hashes
 
 
 def versions() -> dict[str, str]:
-    """The versions that affect results and the order of data."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     return {"python": python, "torch": torch.__version__, "datasets": version("datasets")}
 
@@ -131,8 +125,7 @@ def make_folder(folder: Path, config: Config, world: World) -> None:
                     "run.resume"
                 )
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / ".writable").touch()
-            (folder / ".writable").unlink()
+            (folder / ".lock").touch()  # on a read-only disk it fails
         except OSError as error:
             raise Failure(
                 f"run.dir={folder} can't be written ({error.strerror}); choose another with "
@@ -171,14 +164,11 @@ def check_free_space(run: Run) -> None:
     """Errors: Failure if the checkpoints of this run will not fit on the disk."""
     if run.config.checkpoint.every == "off":
         return
-    values = list(run.parallel.module.state_dict().values())
-    for state in run.optimizer.state.values():
-        values += state.values()
+    states: list[Any] = [run.parallel.module.state_dict(), *run.optimizer.state.values()]
     if not run.optimizer.state:  # made in the first step: assumed to be two moments, as AdamW's
-        values += 2 * run.parallel.parameters
-    for extra in run.extra_states.values():
-        values += extra.tensors.values()
-    size = tensor_bytes(value for value in values if isinstance(value, Tensor))
+        states += 2 * run.parallel.parameters
+    states += [extra.tensors for extra in run.extra_states.values()]
+    size = tensor_bytes(leaf for leaf in tree_leaves(states) if isinstance(leaf, Tensor))
     most = run.config.checkpoint.keep + BESIDES_KEPT
     existing = len(all_checkpoints(run.folder))
     to_come = math.ceil((run.config.train.steps - run.step) / run.config.checkpoint.every)
@@ -205,9 +195,8 @@ def warn_about_small_batches(run: Run) -> None:
     epoch_ends = run.config.train.steps > plan.length // plan.global_batch_size
     if plan.drop_last or not (norms and rest and epoch_ends):
         return
-    ranks = range(plan.world_size)
-    shards = [shard for rank in ranks for shard in shard_step(range(rest), len(ranks), size, rank)]
-    smallest = min(len(shard.indices) for shard in shards)
+    shards = [shard_step(range(rest), plan.world_size, size, n) for n in range(plan.world_size)]
+    smallest = min(len(shard.indices) for of_rank in shards for shard in of_rank)
     if smallest < size:
         run.world.warn(
             f"the last step of an epoch has {rest} of {plan.global_batch_size} samples, so batch "
@@ -220,12 +209,9 @@ def warn_about_unread_settings(run: Run) -> None:
     """Warn of settings without effect, as the task's constructor does not take the data section."""
     if INJECTED in inspect.signature(type(run.task)).parameters:
         return
-    default = DataConfig()
     given = run.config.data
-    unread = []
-    for name in READ_BY_TASKS:
-        if getattr(given, name) != getattr(default, name):
-            unread.append(f"data.{name}={getattr(given, name)}")
+    settings = {name: getattr(given, name) for name in READ_BY_TASKS}
+    unread = [f"data.{k}={v}" for k, v in settings.items() if v != getattr(DataConfig, k)]
     if is_dataclass(given.sources):
         unread += [f"data.sources.{item.name}" for item in fields(given.sources)]
     if unread:

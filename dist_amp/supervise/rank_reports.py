@@ -41,15 +41,13 @@ class Process(NamedTuple):
 
     @classmethod
     def this(cls) -> "Process":
-        table = ""
-        with suppress(OSError):  # not Linux
-            table = os.readlink("/proc/self/ns/pid")
+        table = os.readlink("/proc/self/ns/pid")
         return cls(platform.node(), os.getpid(), f"{platform.node()} {table}")
 
     @property
     def state_and_parent(self) -> tuple[str, str]:
         """As proc(5) has them: T is stopped, Z and X are dead; ("", "") on another machine."""
-        if self.machine != Process.this().machine or not Path("/proc/self").exists():
+        if self.machine != Process.this().machine:
             return "", ""
         try:
             fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
@@ -176,9 +174,6 @@ class Board:
         return {rank: Report.from_text(text.decode()) for rank, text in enumerate(texts)}
 
 
-# --- who is at fault
-
-
 class Verdict(NamedTuple):
     """silent: ranks without an answer; hanging: that keep others waiting; [] if one failed."""
 
@@ -249,9 +244,6 @@ def is_true_within(seconds: float, condition: Callable[[], bool]) -> bool:
     return True
 
 
-# --- who waits for whom
-
-
 def ranks_behind(answered: Mapping[int, Report]) -> set[int]:
     """The ranks that have not entered a collective of a common group that another one has."""
     furthest: Counter[str] = Counter()
@@ -281,9 +273,6 @@ def have_parted(reports: Reports) -> bool:
                 if operations.setdefault((name, number), operation) != operation:
                     return True
     return False
-
-
-# --- in one line
 
 
 def where_they_wait(reports: Reports, processes: Sequence[Process] = ()) -> str:
@@ -360,9 +349,6 @@ def ranks_text(ranks: Sequence[int]) -> str:
             ranges.append([rank, rank])
     texts = [str(first) if first == last else f"{first}-{last}" for first, last in ranges]
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(texts)}"
-
-
-# --- this rank's threads
 
 
 def busy_seconds() -> float:

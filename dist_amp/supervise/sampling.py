@@ -34,7 +34,6 @@ class Sampling(Observer):
 
 
 def show_sample(run: Run) -> None:
-    """Print the last sample, if it is a text; make it first, if no evaluation did."""
     if run.metrics.evaluated_step < run.step and (warning := write_sample(run)):
         run.world.warn(warning)
     if run.metrics.sample:

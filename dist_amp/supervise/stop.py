@@ -33,8 +33,7 @@ class AgreedStop(Stop):
     def __init__(self, world: World):
         self._requested_at = 0.0
         self._world = world
-        self._flags = torch.zeros(2)  # what is asked for, and seconds per poll
-        self._is_pending = False  # the result of an exchange is still to be read
+        self._flags: torch.Tensor | None = None  # of an exchange that is still to be read
         self._exchange: dist.Work | None = None
         self._interval = 1
         self._polls = 0
@@ -82,23 +81,23 @@ class AgreedStop(Stop):
             wish = _SIGNAL
         elif self.ended_by:
             wish = _TASK
+        # What is asked for, and seconds per poll.
         self._flags = torch.tensor([wish, (time_now - self._since) / max(self._polls, 1)])
         self._polls = 0
         self._since = time_now
-        self._is_pending = True
         if self._world.control is not None:
             self._exchange = dist.all_reduce(
                 self._flags, dist.ReduceOp.MAX, group=self._world.control, async_op=True
             )
 
     def _finish_exchange(self) -> None:
-        if not self._is_pending:
+        if self._flags is None:
             return
-        self._is_pending = False
         if self._exchange is not None:
             with self._world.clock.phase("communication"):
                 self._exchange.wait()
         flag, seconds = self._flags.tolist()
+        self._flags = None
         self.agreed = flag > 0
         self.by_task = flag == _TASK
         # At most twice as many polls as before, because the first ones may be the fastest.

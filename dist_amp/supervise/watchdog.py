@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
+from typing import Any
 
 import torch.distributed as dist
 
@@ -152,7 +153,6 @@ class Heartbeat:
             self._named_since = 0.0
 
     def _silent_seconds(self, rank: int, text: str, now: float) -> float:
-        """For how long a rank's report has not changed."""
         before, since = self._beats.get(rank, ("", now))
         if text != before:
             since = now
@@ -173,7 +173,7 @@ class Heartbeat:
             self.close()
             store.compare_set("stall", stall, "")
             return []
-        reports: dict[int, Report | None] = {}
+        reports = {}
         for other, text in enumerate(self._board.beats()):
             is_silent = self._silent_seconds(other, text, now) > 3 * self._period
             reports[other] = None if is_silent else Report.from_text(text.partition(" ")[2])
@@ -211,7 +211,6 @@ class Heartbeat:
         return f"{where_they_wait(reports, self._processes)}{stacks}; {ends}"
 
     def _write_stacks(self, line: str) -> None:
-        """Once for each line that names a missing rank."""
         if self._job.folder is None or line == self._written:
             return
         self._written = line
@@ -242,7 +241,7 @@ class Watchdog(AbstractContextManager["Watchdog"]):
         self._failed = threading.Event()
         self._closed = threading.Event()
         self.has_ended = threading.Event()
-        self._unfinished: dict[str, tuple[str, float]] = {}  # see _blocked_on_gpu
+        self._unfinished: dict[Any, float] = {}  # since when: see _blocked_on_gpu
         prefix = f"dist_amp/watchdog/{world.from_main(str(time.time_ns()))}"  # unique to this run
         store = dist.PrefixStore(prefix, job.store)  # type: ignore[attr-defined, arg-type]
         self._board = Board(store, world.rank, world.world_size)
@@ -276,8 +275,6 @@ class Watchdog(AbstractContextManager["Watchdog"]):
 
         threading.Thread(target=wait, daemon=True).start()
 
-    # --- the thread
-
     def _watch(self) -> None:
         event = ""
         with suppress(Exception):  # the store is dead: torchrun has ended, and so will this process
@@ -303,12 +300,9 @@ class Watchdog(AbstractContextManager["Watchdog"]):
     def _blocked_on_gpu(self) -> bool:
         """Whether an NCCL group has an unfinished collective, and finished none for the timeout."""
         now = time.monotonic()
-        unfinished = {}
-        for group, last in flight_recorder.unfinished_on_gpu().items():
-            before, since = self._unfinished.get(group, (last, now))
-            unfinished[group] = (last, since if before == last else now)
-        self._unfinished = unfinished
-        return any(now - since > self._timeout for _, since in unfinished.values())
+        unfinished = flight_recorder.unfinished_on_gpu().items()
+        self._unfinished = {last: self._unfinished.get(last, now) for last in unfinished}
+        return any(now - since > self._timeout for since in self._unfinished.values())
 
     def _respond(self, event: str) -> None:
         """Report how far this rank is, and end the process unless its main thread ends in time."""
@@ -355,10 +349,7 @@ class Watchdog(AbstractContextManager["Watchdog"]):
             os._exit(status)
 
     def _ends_within(self, seconds: float) -> bool:
-        """Whether the main thread has failed, or left the run, within this time."""
         return is_true_within(seconds, lambda: self._failed.is_set() or self._closed.is_set())
-
-    # --- the main thread
 
     def explain(self, error: BaseException) -> BaseException:
         """A Failure that names the ranks that are dead or hang; any other error as it is."""
@@ -414,8 +405,6 @@ class Watchdog(AbstractContextManager["Watchdog"]):
             if process.state_and_parent[1] == str(os.getppid()):
                 with suppress(OSError):
                     os.kill(process.pid, signal.SIGKILL)
-
-    # --- both
 
     def _common_verdict(self, event: str) -> Verdict:
         is_timeout = event == TIMED_OUT

@@ -40,14 +40,7 @@ class Console(Observer):
         self._restore = ExitStack()
         if self._world.is_main and sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
             self._patience = SECONDS_ON_A_TERMINAL
-            self._bar = tqdm(
-                total=last_step,
-                initial=first_step,
-                bar_format=BAR,
-                file=sys.stdout,
-                dynamic_ncols=True,
-                disable=False,  # whatever TQDM_DISABLE says
-            )
+            self._bar = bar(first_step, last_step)
 
     def __enter__(self) -> Self:
         if self._bar is not None:
@@ -107,8 +100,18 @@ class Console(Observer):
             self._bar.set_postfix_str(self._text)
 
 
+def bar(first_step: int, last_step: int) -> Any:
+    return tqdm(
+        total=last_step,
+        initial=first_step,
+        bar_format=BAR,
+        file=sys.stdout,
+        dynamic_ncols=True,
+        disable=False,  # whatever TQDM_DISABLE says
+    )
+
+
 def columns(row: LogRow, loss_scale_before: float) -> list[str]:
-    """One log interval, the most important first."""
     parts = []
     if row["applied_in_interval"]:
         parts.append(f"loss {row.loss:.4f}")
@@ -131,7 +134,6 @@ def columns(row: LogRow, loss_scale_before: float) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """Such as 1:05 or 2:30:00."""
     return str(tqdm.format_interval(seconds)).removeprefix("0")
 
 

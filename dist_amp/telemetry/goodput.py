@@ -39,13 +39,12 @@ class Goodput:
 
     @property
     def wall_seconds(self) -> float:
-        """Since the folder's life began."""
         return max(time.time() - self._started, 1e-9)
 
     def tags(self, row: LogRow) -> dict[str, Any]:
         """Count an interval; on rank 0, what metrics.jsonl says of it."""
         rank = self._metrics.world.rank
-        seconds = dict(zip(PHASES, row.columns(PHASES)[rank].tolist(), strict=True))
+        seconds = {phase: float(row.column(phase)[rank]) for phase in PHASES}
         self.seconds += spent(seconds, row["applied_in_interval"], row["skipped_in_interval"])
         if rank:
             return {}
@@ -78,14 +77,12 @@ def spent(phases: Mapping[str, float], applied: float, skipped: float) -> np.nda
 
 
 def by_kind(seconds: np.ndarray) -> dict[str, float]:
-    return {kind: round(value, 6) for kind, value in zip(KINDS, seconds.tolist(), strict=True)}
+    return dict(zip(KINDS, seconds.round(6).tolist(), strict=True))
 
 
 def process_started() -> float:
-    """When this process was started, in Unix time; now, where /proc does not say."""
-    with suppress(OSError, ValueError, IndexError):
-        # Its 22nd field, in clock ticks since the boot. Source: proc(5).
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-        return time.time() - max(age, 0.0)
-    return time.time()
+    """When this process was started, in Unix time."""
+    # Its 22nd field, in clock ticks since the boot. Source: proc(5).
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - max(age, 0.0)

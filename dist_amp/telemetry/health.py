@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dist_amp.telemetry.metrics import Metrics, resident_bytes
-from dist_amp.telemetry.step_report import LogRow, Observer
+from dist_amp.telemetry.step_report import LogRow, Observer, Tags
 
 GIB = 2**30
 # Why clocks are lower than they could be. Source: NVML API reference, nvmlClocksEventReasons. Left
@@ -60,10 +60,10 @@ class Health(Observer):
         self._warned: set[str] = set()
         self._thread = threading.Thread()
         # Made by the thread, taken by this one: step, tags, warnings.
-        self._reading: tuple[int, dict[str, float], list[str]] = (0, {}, [])
+        self._reading: tuple[int, Tags, list[str]] = (0, {}, [])
         metrics.more_tags.append(self.tags)
 
-    def tags(self, row: LogRow) -> dict[str, float]:
+    def tags(self, row: LogRow) -> Tags:
         """What was read at the last log step; starts reading for the next one."""
         _, tags = self._take_reading()
         if not self._thread.is_alive():  # else it still waits for the driver
@@ -77,14 +77,14 @@ class Health(Observer):
         self._metrics.write_rank_scalars(*self._take_reading())
 
     def _read(self, step: int) -> None:
-        tags: dict[str, float] = {}
+        tags: Tags = {}
         warnings: list[str] = []
         if self._gpu is not None:
             tags, warnings = self._gpu.tags()
         tags |= host_tags(of_machine=self._world.local_rank == 0)
         self._reading = (step, tags, warnings)
 
-    def _take_reading(self) -> tuple[int, dict[str, float]]:
+    def _take_reading(self) -> tuple[int, Tags]:
         """(step, tags); prints what is warned of for the first time."""
         step, tags, warnings = self._reading
         self._reading = (0, {}, [])
@@ -130,7 +130,7 @@ class Gpu:
         self._nvml = nvml
         self._handle = handle
         self._calls: dict[str, str] = {}
-        self._at_start: dict[str, float] = {}
+        self._at_start: Tags = {}
         for tag, call in READINGS.items():
             with suppress(AttributeError, nvml.NVMLError):
                 self._at_start[tag] = self._value(call)
@@ -143,10 +143,10 @@ class Gpu:
         value = getattr(self._nvml, f"nvmlDeviceGet{name}")(self._handle, *values)
         return float(getattr(value, "gpu", value))  # utilisation has another one, the memory's
 
-    def tags(self) -> tuple[dict[str, float], list[str]]:
+    def tags(self) -> tuple[Tags, list[str]]:
         """(tags, warnings); no more tags after a call that fails: others may hang."""
-        tags: dict[str, float] = {}
-        warnings: list[str] = []
+        tags = {}
+        warnings = []
         for tag, call in self._calls.items():
             try:
                 tags[tag] = self._value(call)
@@ -170,11 +170,9 @@ class Gpu:
         return tags, warnings
 
 
-def host_tags(of_machine: bool, root: str = "/") -> dict[str, float]:
-    """{tag: GiB} of this process and, of_machine, of its machine or container; none off Linux."""
-    tags: dict[str, float] = {}
-    if resident := resident_bytes():
-        tags["memory/host_rss_GiB"] = resident / GIB
+def host_tags(of_machine: bool, root: str = "/") -> Tags:
+    """{tag: GiB} of this process and, of_machine, of its machine or container."""
+    tags = {"memory/host_rss_GiB": resident_bytes() / GIB}
     if not of_machine:
         return tags
     with suppress(OSError, LookupError, ValueError):
@@ -195,5 +193,5 @@ def host_tags(of_machine: bool, root: str = "/") -> dict[str, float]:
 
 def numbers(path: Path) -> dict[str, int]:
     """{name: number}: the first two words of each line of a file."""
-    rows = [line.split() for line in path.read_text().splitlines()]
+    rows = map(str.split, path.read_text().splitlines())
     return {row[0]: int(row[1]) for row in rows}

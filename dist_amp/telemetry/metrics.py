@@ -7,11 +7,9 @@ there and gathers every rank's row. Nothing waits for the device.
 import math
 import platform
 import resource
-import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -31,6 +29,7 @@ from dist_amp.telemetry.step_report import (
     SUMMED_METRICS,
     LogRow,
     StepReport,
+    Tags,
 )
 from dist_amp.telemetry.sums import SAVED, Interval
 from dist_amp.world import World
@@ -45,9 +44,9 @@ class Metrics:
     def __init__(self, world: World, clip: Clip):
         self.world = world
         self.last: LogRow | None = None
-        self.evaluation: dict[str, float] = {}  # the latest
+        self.evaluation: Tags = {}  # the latest
         self.evaluated_step = 0
-        self.best: dict[str, float] = {}  # the lowest validation loss, with its step
+        self.best: Tags = {}  # the lowest validation loss, with its step
         self.sample = ""  # the latest, if it is a text
         self.hosts = world.gather_texts(platform.node())
         self.save: Future[None] | None = None  # a checkpoint's, while it is written
@@ -100,7 +99,6 @@ class Metrics:
         self.interval = Interval(self._max_norm, mine)
 
     def record(self, report: StepReport) -> None:
-        """Record one step's results without reading them."""
         if self.combine is not None:
             report = self.combine(report)
         self.interval.add(report)
@@ -160,7 +158,6 @@ class Metrics:
         return self.last
 
     def write(self, row: LogRow) -> None:
-        """Write a row to TensorBoard and metrics.jsonl."""
         more: dict[str, Any] = dict(row.of_task)
         for more_of in self.more_tags:
             more |= more_of(row)
@@ -175,18 +172,17 @@ class Metrics:
                 numbers = {tag: value for tag, value in tags.items() if not isinstance(value, dict)}
                 self.write_rank_scalars(row.step, ranks[0] | numbers)
 
-    def write_scalars(self, step: int, tags: Mapping[str, float]) -> None:
-        """Global metrics, written by rank 0 to metrics.jsonl and TensorBoard."""
+    def write_scalars(self, step: int, tags: Tags) -> None:
         if self._jsonl is not None:
             self._jsonl.append({"step": step, **tags})
             self.write_rank_scalars(step, tags)
 
-    def write_rank_scalars(self, step: int, tags: Mapping[str, float]) -> None:
+    def write_rank_scalars(self, step: int, tags: Tags) -> None:
         """This rank's metrics, to TensorBoard alone."""
         if self._tensorboard is not None and tags:
             self._tensorboard.write_scalars(tags, step)
 
-    def write_evaluation(self, step: int, values: dict[str, float]) -> None:
+    def write_evaluation(self, step: int, values: Tags) -> None:
         """The metrics of an evaluation, equal on all ranks, written by rank 0."""
         if not values:
             return
@@ -204,7 +200,6 @@ class Metrics:
             self._tensorboard.write(add)
 
     def write_text(self, tag: str, text: str, step: int) -> None:
-        """This rank's preformatted text, to TensorBoard."""
         self.write_to_tensorboard(lambda writer: writer.add_text(tag, f"```\n{text}\n```", step))
 
     @property
@@ -214,7 +209,7 @@ class Metrics:
             return {"step": self.last.step, **self.last.global_tags()}
         return self._jsonl.last if self._jsonl is not None else {}
 
-    def rank_table(self) -> list[dict[str, float]]:
+    def rank_table(self) -> list[Tags]:
         """Each rank's tags, with the throughput since the start; after a resume the last line's."""
         if self.last is None:
             return self.last_logged.get("ranks", [])  # type: ignore[no-any-return]
@@ -237,14 +232,10 @@ def memory_use(device: torch.device) -> tuple[int, ...]:
         names = ["allocated_bytes.all.peak", "allocated_bytes.all.current"]
         names += ["reserved_bytes.all.current", "num_alloc_retries"]
         return tuple(int(stats.get(name, 0)) for name in names)
-    unit = 1 if sys.platform == "darwin" else 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    now = resident_bytes() or peak
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    now = resident_bytes()
     return max(peak, now), now, 0, 0
 
 
 def resident_bytes() -> int:
-    """Of this process's memory; 0 outside of Linux."""
-    with suppress(OSError):
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    return 0
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

@@ -22,7 +22,6 @@ GLOBAL_METRICS = (
     *("weight_sum", "min_weight", "grad_norm"),
     *("applied_in_interval", "skipped_in_interval", "clipped_in_interval"),
 )
-# What adds up over a run.
 SUMMED_METRICS = (*PHASES, "steps", "items", "tokens")
 MEMORY = ("peak_bytes", "allocated_bytes", "reserved_bytes", "allocator_retries")
 # A rank's row of metrics, in this order: slices of a table cost less than chosen columns.
@@ -54,6 +53,9 @@ INTERRUPTIONS = {
 }
 
 
+Tags = dict[str, float]  # what TensorBoard and metrics.jsonl get
+
+
 @dataclass(frozen=True)
 class StepReport:
     """One step's results: scalar tensors on the device, not read before the next log step."""
@@ -79,7 +81,7 @@ class LogRow:
 
     step: int
     table: np.ndarray
-    of_task: Mapping[str, float] = field(default_factory=dict)
+    of_task: Tags = field(default_factory=dict)
     more_rank_tags: Mapping[str, Callable[["LogRow"], np.ndarray]] = field(default_factory=dict)
 
     @property
@@ -93,7 +95,6 @@ class LogRow:
         return float(self.table[0, INDEX[name]])
 
     def column(self, name: str) -> np.ndarray:
-        """A metric of every rank: [ranks]."""
         return self.table[:, INDEX[name]]
 
     def columns(self, names: Sequence[str]) -> np.ndarray:
@@ -113,11 +114,9 @@ class LogRow:
         return self.columns(STEP_PHASES).sum(axis=1)
 
     def per_step(self, values: np.ndarray) -> np.ndarray:
-        """[ranks] -> [ranks]."""
         return values / np.maximum(self.column("steps"), 1)
 
     def per_second(self, name: str) -> np.ndarray:
-        """Of every rank: [ranks]."""
         return self.column(name) / np.maximum(self.seconds, 1e-9)
 
     @cached_property
@@ -139,17 +138,16 @@ class LogRow:
             tags["memory/allocator_retries"] = self.column("allocator_retries")
         return tags | {tag: values(self) for tag, values in self.more_rank_tags.items()}
 
-    def rank_tags(self, rank: int) -> dict[str, float]:
-        """The TensorBoard tags that a rank writes."""
+    def rank_tags(self, rank: int) -> Tags:
         return {tag: float(values[rank]) for tag, values in self.rank_columns.items()}
 
-    def tags_of_ranks(self, max_ranks: int | None = None) -> list[dict[str, float]]:
+    def tags_of_ranks(self, max_ranks: int | None = None) -> list[Tags]:
         """The TensorBoard tags that the first ranks, or all, write."""
         columns = [values[:max_ranks] for values in self.rank_columns.values()]
         rows = np.stack(columns, axis=1).tolist()
         return [dict(zip(self.rank_columns, row, strict=True)) for row in rows]
 
-    def global_tags(self) -> dict[str, float]:
+    def global_tags(self) -> Tags:
         """The TensorBoard tags that only rank 0 writes."""
         steps = max(self["applied_in_interval"] + self["skipped_in_interval"], 1)
         tags = {
@@ -170,11 +168,11 @@ class LogRow:
             tags |= self._spread_tags()
         return tags
 
-    def _spread_tags(self) -> dict[str, float]:
+    def _spread_tags(self) -> Tags:
         """How ranks differ: min, median and max; of all times where ranks have no folders."""
         sources = ["throughput/items_per_second", "memory/peak_bytes"]
         sources += ["time/data_wait_seconds", "time/local_seconds"]
-        tags: dict[str, float] = {}
+        tags: Tags = {}
         if len(self.table) > MAX_RANK_FOLDERS:
             sources = [*sources[:2], *(f"time/{tag}" for tag in (*TIMES, *INTERRUPTIONS))]
             tags["ranks/slowest_rank"] = int(self.rank_columns["time/local_seconds"].argmax())

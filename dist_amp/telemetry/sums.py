@@ -33,7 +33,7 @@ class Interval:
     """
 
     def __init__(self, max_norm: float, saved: Sequence[float] = tuple(SAVED.values())):
-        self.sums = {**dict(zip(SAVED, saved, strict=True)), "steps": 0.0, "grad_norm": 0.0}
+        self.sums = dict(zip(SAVED, saved, strict=True), steps=0.0, grad_norm=0.0)
         self._max_norm = max_norm  # above it, gradients are clipped
         self._reports: list[StepReport] = []
         # On their way to the host: (values, when they have arrived, losses of each step, names of
@@ -41,7 +41,6 @@ class Interval:
         self._copies: list[tuple[Tensor, Any, list[int], list[str]]] = []
 
     def add(self, report: StepReport) -> None:
-        """Record a step's results without reading them."""
         self._reports.append(report)
         if len(self._reports) == MAX_STEPS_ON_DEVICE:
             self.start_copy({})
@@ -75,7 +74,7 @@ class Interval:
         """Add the copied steps to the sums, waiting for them; return the last copy's `more`."""
         copies = self._copies
         self._copies = []
-        rest: dict[str, float] = {}
+        rest = {}
         for copied, arrived, losses_per_step, names in copies:
             if arrived is not None:
                 arrived.synchronize()

@@ -6,7 +6,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard.writer import SummaryWriter
 
 from dist_amp.files import plain_json, write_durably
+from dist_amp.telemetry.step_report import Tags
 
 Warn = Callable[[str], object]
 
@@ -28,35 +29,37 @@ class JsonlWriter:
     """metrics.jsonl: a line per logged step; what can't be written is kept and written later."""
 
     def __init__(self, path: Path, step: int, warn: Warn = warnings.warn):
-        """Drop the lines of steps after `step`, and unreadable ones; at step 0 keep all of them in
-        metrics_before.jsonl.
-        """
         self.path = path
         self.last: dict[str, Any] = {}  # the latest line of a log step
         self._warn = warn
         self._unwritten = b""
-        if not path.exists():
-            return
+        if path.exists():
+            self._continue(step)
+
+    def _continue(self, step: int) -> None:
+        """Drop the lines of steps after `step`, and unreadable ones; at step 0 keep all of them in
+        metrics_before.jsonl.
+        """
+        path = self.path
         if step == 0 and path.stat().st_size:
             before = path.replace(path.with_name("metrics_before.jsonl"))
-            warn(f"{path.parent} had metrics but no checkpoint: they are kept in {before}")
+            self._warn(f"{path.parent} had metrics but no checkpoint: they are kept in {before}")
             return
-        kept = []
+        kept = bytearray()
         unreadable = 0
         for line in path.read_bytes().splitlines():
             try:
                 row = json.loads(line)
-                is_kept = row["step"] <= step
-            except (ValueError, LookupError, TypeError, RecursionError):
-                unreadable += 1
-                continue
-            if is_kept:
-                kept.append(line + b"\n")
+                if row["step"] > step:
+                    continue
+                kept += line + b"\n"
                 if row.keys() >= OF_LOG_STEP:
                     self.last = row
+            except Exception:  # of many types, for a damaged one
+                unreadable += 1
         if unreadable:
-            warn(f"{path} had unreadable lines, which are removed: {unreadable}")
-        write_durably(path, b"".join(kept))  # a kill in between must not lose the log
+            self._warn(f"{path} had unreadable lines, which are removed: {unreadable}")
+        write_durably(path, bytes(kept))  # a kill in between must not lose the log
 
     def append(self, row: dict[str, Any]) -> None:
         """Add a line, after what could not be written before; warns at the first failure."""
@@ -109,10 +112,9 @@ class TensorBoardWriter:
             )
             self._warn = lambda text: None  # once
 
-    def write_scalars(self, values: Mapping[str, float], step: int) -> None:
+    def write_scalars(self, values: Tags, step: int) -> None:
         """All values in one event: twelve values cost 13 us, twelve add_scalar calls 60."""
-        values = dict(values)
-        values |= in_readable_units(values)
+        values = {**values, **in_readable_units(values)}
         entries = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         self.write(lambda writer: writer.file_writer.add_summary(Summary(value=entries), step))
 
@@ -122,7 +124,7 @@ class TensorBoardWriter:
                 self._writer.close()
 
 
-def in_readable_units(values: Mapping[str, float]) -> dict[str, float]:
+def in_readable_units(values: Tags) -> Tags:
     """Tags that TensorBoard gets besides `values`, and metrics.jsonl not: percent, GiB, 2^n."""
     tags = {}
     if "throughput/mfu" in values:
