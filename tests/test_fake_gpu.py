@@ -36,6 +36,7 @@ EXPECTED = FOLDER / "expected.json"
 IMAGES = ["--task.target", "dist_amp.tasks.image_classification:ImageClassification"]
 HF = ["--task.target", "dist_amp.tasks.hf_causal_lm:HFCausalLM", "--task.args.length", 64]
 COMPILED = ["--compile.blocks", "auto"]
+FP8 = ["--precision.matmul", "fp8", *COMPILED]
 MASKED = ["--task.args.packed_attention", "mask"]
 GPT2_SMALL = "--task.args.context 1024 --task.args.width 768 --task.args.layers 12"
 GPT2_SMALL += " --task.args.heads 12 --task.args.vocabulary 50304"
@@ -55,7 +56,9 @@ CASES = {  # name: (ranks, settings)
     "fsdp": (8, ["--parallel.strategy", "fsdp"]),
     "hsdp": (8, ["--parallel.strategy", "hsdp"]),
     "gpt_compiled": (1, [*GPT2_SMALL.split(), *COMPILED]),
+    "gpt_fp8": (1, [*GPT2_SMALL.split(), *FP8]),
     "fsdp_compiled": (8, ["--parallel.strategy", "fsdp", *COMPILED]),
+    "fsdp_fp8": (8, ["--parallel.strategy", "fsdp", "--task.args.width", 64, *FP8]),
 }
 
 PREFETCH = "dist_amp/loading/nested.py CopyStream.__call__"
@@ -166,6 +169,14 @@ PLANNED = [
     ("dinov2", "hsdp", 64, "none"),
     ("resnet", "ddp", 2, "none"),
 ]
+
+
+def test_casts_to_float8_are_fused_with_what_computes_their_operands(tmp_path):
+    ranks, words = prepared("gpt_fp8", tmp_path)
+    names = on_fake_gpus(ranks, kernels_of, words)
+    fused = [name for name in names if name.startswith("triton_") and "scaled_mm" in name]
+    assert any("native_layer_norm" in name for name in fused)
+    assert any("gelu" in name for name in fused)
 
 
 @pytest.mark.parametrize(("model", "strategy", "ranks", "recomputed"), PLANNED)
