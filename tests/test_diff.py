@@ -55,7 +55,7 @@ def trained(tmp_path_factory):
 
 
 def report_of(a, b):
-    return diff.compare(diff.read_run(a), diff.read_run(b))
+    return diff.compare(diff.RunFiles(a), diff.RunFiles(b))
 
 
 class Fault(NamedTuple):
@@ -256,8 +256,8 @@ def test_steps_that_are_taken_again_forget_the_settings_of_before(trained, tmp_p
     assert [path.name for path in folder.glob("config_until*")] == [
         "config_until_step_00000004.toml"
     ]
-    assert diff.read_run(folder).settings_at(4)["optim.lr"] == 1e-2
-    assert diff.read_run(folder).settings_at(5)["optim.lr"] == 0.25
+    assert diff.RunFiles(folder).settings_at(4)["optim.lr"] == 1e-2
+    assert diff.RunFiles(folder).settings_at(5)["optim.lr"] == 0.25
     with pytest.raises(DataError, match="replays the steps 4 to 6 with one config"):
         diff_deep.where_they_part([folder, folder], 3, 6)
 

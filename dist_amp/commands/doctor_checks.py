@@ -110,7 +110,7 @@ def machine_checks(ranks: int) -> list[Check]:
 def judged(name: str, text: str, problem: str, fix: str) -> Check:
     """A warning if there is a problem, whose words follow the text."""
     if problem:
-        return warn(name, text + problem, fix)
+        return warn(name, f"{text}: {problem}", fix)
     return ok(name, text)
 
 
@@ -118,7 +118,6 @@ def judged(name: str, text: str, problem: str, fix: str) -> Check:
 
 
 def packages() -> Iterator[Check]:
-    """The packages that the project needs, with the releases that it asks for."""
     texts = requires("dist_amp") or []
     for requirement in [Requirement(text) for text in texts if "extra ==" not in text]:
         found = installed(requirement.name)
@@ -198,7 +197,6 @@ def gpus() -> Iterator[Check]:
 
 
 def communication() -> Iterator[Check]:
-    """The library by which GPUs exchange data."""
     if not torch.cuda.is_available():
         yield ok("nccl", "not needed without a GPU")
     elif not dist.is_nccl_available():
@@ -270,7 +268,6 @@ def ports() -> Iterator[Check]:
 
 
 def memory() -> Iterator[Check]:
-    """Cores and memory that this process may use."""
     cores = os.cpu_count()
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
@@ -288,7 +285,7 @@ def shared_memory(path: Path = Path("/dev/shm")) -> Iterator[Check]:
     total, _, free = shutil.disk_usage(path)
     problem = ""
     if free < LITTLE_SHARED_MEMORY:
-        problem = ": loader workers may die with `Bus error`"
+        problem = "loader workers may die with `Bus error`"
     fix = "docker run --shm-size=16g, shm_size in Compose"
     fix += ", an emptyDir with medium: Memory in Kubernetes"
     text = f"{free / GIB:.2f} of {total / GIB:.2f} GiB free"
@@ -332,7 +329,7 @@ def folders() -> Iterator[Check]:
             continue
         problem = ""
         if free < LITTLE_DISK:
-            problem = ", which is little for checkpoints and data"
+            problem = "which is little for checkpoints and data"
         yield judged(name, f"{path} is writable, {free / GIB:.1f} GiB free", problem, fix)
 
 
@@ -414,7 +411,7 @@ def judge_links(rates: Sequence[float], hosts: Sequence[str]) -> Check:
             texts.append(f"{statistics.median(links.values()):.3g} GB/s {kind}")
             slow += slow_ones(links, SLOW_LINK)
     text = f"{', '.join(texts)} from each rank to the next (medians)"
-    return judged("links", text, listed(slow), "check that host's network, and other traffic")
+    return judged("links", text, some_of(slow, 4), "check that host's network, and other traffic")
 
 
 def slow_ones(rates: Mapping[str, float], factor: float) -> list[str]:
@@ -423,13 +420,6 @@ def slow_ones(rates: Mapping[str, float], factor: float) -> list[str]:
     slow = [name for name, rate in rates.items() if rate * factor < median]
     slow.sort(key=rates.__getitem__)
     return [f"{name} is {median / rates[name]:.1f}x slower" for name in slow]
-
-
-def listed(texts: Sequence[str]) -> str:
-    """What follows a check's text; "" if there is nothing to list."""
-    if not texts:
-        return ""
-    return f": {some_of(texts, 4)}"
 
 
 def matmul(world: World) -> Iterator[Check]:
@@ -450,7 +440,7 @@ def judge_rates(rates: Sequence[float], hosts: Sequence[str], dtype: str) -> Che
     text = f"{statistics.median(rates):.3g} TFLOP/s in {dtype} per rank ({spread})"
     ranks = {f"rank {rank} on {hosts[rank]}": rate for rank, rate in enumerate(rates)}
     fix = "look there for other processes, throttled clocks, fewer cores or a GPU in other use"
-    return judged("matmul", text, listed(slow_ones(ranks, SLOW)), fix)
+    return judged("matmul", text, some_of(slow_ones(ranks, SLOW), 4), fix)
 
 
 def of_ranks(world: World, value: float) -> list[float]:

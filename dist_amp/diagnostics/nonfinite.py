@@ -24,6 +24,8 @@ from dist_amp.step import loss_of
 from dist_amp.task import Task
 from dist_amp.world import local
 
+# The number that autograd will give to the next node of the graph; it has no public name.
+sequence_number = torch._C._autograd._get_sequence_nr
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 TASK = "the task's loss_sum"
 
@@ -79,7 +81,6 @@ class NonFinite:
 
     @property
     def where(self) -> str:
-        """Rank, micro-batch, samples, phase and module."""
         samples = ", ".join(map(str, self.samples[:8]))
         if len(self.samples) > 8:
             samples += ", ..."
@@ -239,11 +240,6 @@ def nodes_of(loss: Tensor) -> set[Any]:
 def is_leaf(node: Any) -> bool:
     """Whether a node accumulates into a parameter's gradient."""
     return node.name() == "torch::autograd::AccumulateGrad"
-
-
-def sequence_number() -> int:
-    """The number that autograd will give to the next node of the graph; it has no public name."""
-    return torch._C._autograd._get_sequence_nr()
 
 
 def clean_name(name: str) -> str:

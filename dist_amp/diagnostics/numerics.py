@@ -65,7 +65,6 @@ class Numerics(Observer):
             self._warn_of_lost_updates(group, share, lr)
 
     def before_step(self, micro_batches: Sequence[Any]) -> None:
-        """Before a log step: count gradients that underflow, and hook the optimizer."""
         run = self.run
         step = run.step + 1
         is_log_step = step % run.config.metrics.log_every == 0 or step == run.config.train.steps
@@ -87,7 +86,6 @@ class Numerics(Observer):
         report: StepReport,
         micro_batches: Sequence[Any],
     ) -> None:
-        """After a log step: write the shares, and warn if they are large."""
         if not self._hooks:
             return
         run = self.run
@@ -155,7 +153,6 @@ class Numerics(Observer):
             self._before = {p: local(p).detach().clone() for p in parameters if p.grad is not None}
 
     def _count_lost_updates(self, *_: Any) -> None:
-        """Right after the update."""
         with self.run.world.clock.hold("diagnostics"):
             for row, parameters in zip(self._lost_updates, self._groups.values(), strict=True):
                 for p in parameters:

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import torch
 from torch._C._autograd import DeviceType  # has no public name; diagnostics only
-from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerAction, profile, record_function
 
 from dist_amp.clock import STEP_PHASES, PhaseClock
 from dist_amp.errors import in_one_line
@@ -66,11 +66,8 @@ class Profile(Observer):
         self._profiler: profile | None = None
         if self.first > self.last:
             return
-        activities = [ProfilerActivity.CPU]
-        if run.world.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
         # Without acc_events it warns that it will clear them.
-        self._profiler = profile(activities=activities, schedule=self._action, acc_events=True)
+        self._profiler = profile(schedule=self._action, acc_events=True)
         self._profiler.step_num = run.step + 1  # its step numbers are the run's
 
     def _action(self, step: int) -> ProfilerAction:

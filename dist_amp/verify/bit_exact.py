@@ -15,15 +15,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from dist_amp.bit_exact import check_ranks
 from dist_amp.config.load import load_config
 from dist_amp.data import Padding
+from dist_amp.diagnostics import consistency
 from dist_amp.diagnostics.nonfinite import class_name, clean_name
 from dist_amp.errors import ConfigError
+from dist_amp.loading.nested import tensors
 from dist_amp.run import Run, build_run
 from dist_amp.settings import Config
 from dist_amp.step import train_step
@@ -57,7 +57,8 @@ def verify_bits(argv: Sequence[str], rows: list[Row]) -> int:
             bits = "-"
             text = str(result)
             if isinstance(result, list):
-                bits = hash_of(json.dumps(result).encode())
+                text = json.dumps(result)
+                bits = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
                 if precision in expected:
                     uncompared.discard(precision)
                 text = first_difference(expected.setdefault(precision, result), result)
@@ -188,12 +189,11 @@ def hash_output(
     _: Any,
     output: Any,
 ) -> None:
-    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     of_call = hashes[-1]
     call = f"the output of {what}"
     if call in of_call:
         call = f"{call}, call {len(of_call)},"
-    of_call[call] = " ".join(map(hash_tensor, tensors))
+    of_call[call] = " ".join(map(hash_tensor, tensors(output)))
 
 
 def hash_gradients(
@@ -208,13 +208,7 @@ def hash_gradients(
 
 
 def hash_tensor(tensor: Tensor) -> str:
-    flat = tensor.detach().contiguous().cpu().flatten()
-    return hash_of(flat.view(torch.uint8).numpy())
-
-
-def hash_of(content: Any) -> str:
-    """64 bits, as hexadecimal digits."""
-    return hashlib.blake2b(content, digest_size=8).hexdigest()
+    return str(consistency.hash_tensor(tensor).item())
 
 
 def first_difference(expected: Sequence[Hashes], hashes: Sequence[Hashes]) -> str:

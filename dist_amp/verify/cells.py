@@ -17,7 +17,7 @@ from functools import partial
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
 from queue import Empty
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -383,9 +383,7 @@ def compare_row(world: World, reference: Reference, row: Any) -> list[Verdict]:
     config = reference.config
     verdicts = []
     _, strategy, precision = row
-    reduction: Literal["last", "every"] = "last"
-    if config.parallel.accumulate_reduce == "every":
-        reduction = "every"
+    every = config.parallel.accumulate_reduce == "every"
     for optimizer in ("sgd", "adamw"):
         cell = Cell(
             strategy,
@@ -393,7 +391,7 @@ def compare_row(world: World, reference: Reference, row: Any) -> list[Verdict]:
             optimizer,
             clip_by=config.train.clip_by,
             fused=config.optim.fused,
-            accumulate_reduce=reduction,
+            accumulate_reduce="every" if every else "last",
         )
         try:
             verdicts.append(check_cell(world, reference, cell))
