@@ -2,10 +2,11 @@
 
 import json
 import shutil
+from collections import defaultdict
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -273,8 +274,14 @@ def test_what_a_launcher_sets_is_no_difference_of_environments():
 
 
 def test_parts_of_the_model_itself_are_named_so():
-    part = diff_deep.Part(3, "forward", "", "aten.mul")
-    assert str(part) == "step 3: the forward of the model, aten.mul"
+    a, b = (
+        SimpleNamespace(
+            values=defaultdict(list, forward=[diff_deep.Value("", [bits], [])]),
+            operations=defaultdict(list, {"": [("aten.mul", [bits])]}),
+        )
+        for bits in (1, 2)
+    )
+    assert diff_deep.first_part(a, b) == "the forward of the model, aten.mul"
 
 
 # --- wrong inputs

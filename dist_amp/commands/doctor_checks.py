@@ -28,7 +28,7 @@ from dist_amp.distributed.gpu_checks import (
     driver_branch,
     why_unused,
 )
-from dist_amp.distributed.process import in_time
+from dist_amp.distributed.process import cpu_cores, in_time
 from dist_amp.distributed.rendezvous import OTHER_FILES
 from dist_amp.errors import ConfigError, first_line, some_of
 from dist_amp.supervise.preflight import check_ranks_agree
@@ -268,13 +268,10 @@ def ports() -> Iterator[Check]:
 
 
 def memory() -> Iterator[Check]:
-    cores = os.cpu_count()
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
     lines = Path("/proc/meminfo").read_text().splitlines()
     sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 / GIB for line in lines}
     available = f"{sizes['MemAvailable']:.0f} of {sizes['MemTotal']:.0f} GiB available"
-    yield ok("memory", f"{available}; {cores} cores")
+    yield ok("memory", f"{available}; {cpu_cores()} cores")
 
 
 def shared_memory(path: Path = Path("/dev/shm")) -> Iterator[Check]:

@@ -89,7 +89,6 @@ def check_command(argv: Sequence[str], rows: list[Row]) -> None:
             "--bit_exact has nothing to compare: it needs two ways of running; use --world_sizes "
             "1,2 with all --strategies"
         )
-    load_config(argv)
     # A file, such as a run's config.toml, may say false.
     if not load_config(["--parallel.bit_exact", "true", *argv]).parallel.bit_exact:
         raise ConfigError(
