@@ -71,12 +71,13 @@ class Recorder(TorchDispatchMode):
         with ExitStack() as hooks:
             for name, module in self._module.named_modules():
                 name = clean_name(name)
-                before = module.register_forward_pre_hook(partial(self._enter, name))
-                hooks.callback(before.remove)
-                hooks.callback(module.register_forward_hook(partial(self._leave, name)).remove)
-            hooks.callback(self._optimizer.register_step_pre_hook(self._keep_gradients).remove)
-            with self:
-                yield
+                enter = partial(self._enter, name)
+                leave = partial(self._leave, name)
+                hooks.enter_context(module.register_forward_pre_hook(enter))
+                hooks.enter_context(module.register_forward_hook(leave))
+            hooks.enter_context(self._optimizer.register_step_pre_hook(self._keep_gradients))
+            hooks.enter_context(self)
+            yield
 
     def _enter(
         self,

@@ -16,11 +16,12 @@ import math
 import pdb  # noqa: T100 (what --pdb is for)
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from PIL import Image
@@ -270,11 +271,6 @@ class Layer:
 @contextmanager
 def watched(run: ScriptRun, layers: dict[str, Layer]) -> Iterator[None]:
     """Inside, a step's outputs and gradients are measured into `layers`, by the module's name."""
-    handles = []
-    for name, module in run.parallel.module.named_modules():
-        if next(module.parameters(recurse=False), None) is not None or name == "":
-            layer = layers[clean_name(name) or "the model"] = Layer(class_name(module))
-            handles.append(module.register_forward_hook(partial(measure_output, layer)))
     norm_of = run.parallel.global_grad_norm
 
     def measured_norm() -> Tensor:
@@ -286,13 +282,14 @@ def watched(run: ScriptRun, layers: dict[str, Layer]) -> Iterator[None]:
                 layer.square += float(scaled.square().sum())
         return norm
 
-    run.parallel.global_grad_norm = measured_norm  # type: ignore[method-assign]
-    try:
+    with ExitStack() as hooks:
+        for name, module in run.parallel.module.named_modules():
+            if next(module.parameters(recurse=False), None) is not None or name == "":
+                layer = layers[clean_name(name) or "the model"] = Layer(class_name(module))
+                measure = partial(measure_output, layer)
+                hooks.enter_context(module.register_forward_hook(measure))
+        hooks.enter_context(patch.object(run.parallel, "global_grad_norm", measured_norm))
         yield
-    finally:
-        run.parallel.global_grad_norm = norm_of  # type: ignore[method-assign]
-        for handle in handles:
-            handle.remove()
 
 
 def measure_output(

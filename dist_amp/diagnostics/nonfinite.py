@@ -7,7 +7,7 @@ operation of the graph that gets a finite gradient and returns one that is not, 
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -175,16 +175,12 @@ def recorded_calls(model: nn.Module) -> Iterator[list[ModuleCall]]:
         call.outputs = stats_of("output", output)
         returned.append(call)
 
-    handles: list[Any] = []
-    for name, module in model.named_modules():
-        before = partial(begin, clean_name(name))
-        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        handles.append(module.register_forward_hook(end))
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            before = partial(begin, clean_name(name))
+            hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(end))
         yield returned
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class BackwardHooks:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
+from unittest.mock import patch
 
 import torch
 from torch._C._autograd import DeviceType  # has no public name; diagnostics only
@@ -40,11 +41,8 @@ def phases_as_ranges(clock: PhaseClock) -> Iterator[None]:
             ranges.enter_context(record_function(phase))
             return enter(clock, phase)
 
-        clock.enter = enter_with_range  # type: ignore[method-assign]
-        try:
+        with patch.object(clock, "enter", enter_with_range):
             yield
-        finally:
-            del clock.enter  # the class's is visible again
 
 
 class Profile(Observer):

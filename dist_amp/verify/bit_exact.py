@@ -10,10 +10,11 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 from torch import Tensor, nn
 
@@ -143,16 +144,16 @@ def hashes_of_step(run: Run, position: int) -> Hashes:
     micro_batches = [batch for batch, _ in run.data.at(position)]
     outputs: list[Hashes] = []  # of each of this rank's micro-batches
     gradients: Hashes = {}
-    handles = [run.optimizer.register_step_pre_hook(partial(hash_gradients, run, gradients))]
-    for name, module in run.parallel.module.named_modules():
-        what = f"{clean_name(name) or 'the model'} ({class_name(module)})"
-        handles.append(module.register_forward_hook(partial(hash_output, outputs, what)))
-    synchronised = run.parallel.gradient_sync
-    run.parallel.gradient_sync = partial(micro_batch, synchronised, outputs)
-    report = train_step(run, micro_batches)
-    run.parallel.gradient_sync = synchronised
-    for handle in handles:
-        handle.remove()
+    in_order = partial(micro_batch, run.parallel.gradient_sync, outputs)
+    with ExitStack() as hooks:
+        at_update = partial(hash_gradients, run, gradients)
+        hooks.enter_context(run.optimizer.register_step_pre_hook(at_update))
+        for name, module in run.parallel.module.named_modules():
+            what = f"{clean_name(name) or 'the model'} ({class_name(module)})"
+            at_output = partial(hash_output, outputs, what)
+            hooks.enter_context(module.register_forward_hook(at_output))
+        hooks.enter_context(patch.object(run.parallel, "gradient_sync", in_order))
+        report = train_step(run, micro_batches)
     for number, batch in enumerate(micro_batches):
         outputs[number]["the loss"] = hash_tensor(report.losses[number])
         if isinstance(batch, Padding):

@@ -293,9 +293,18 @@ def rows_on_ranks(
     """
     first = 0
     while first < len(rows):
-        results: Queue[Result] = multiprocessing.get_context("spawn").Queue()
-        shared = (list(argv), rows, first, prepare, results)
-        ranks = start_ranks(size, shared)
+        context = multiprocessing.get_context("spawn")
+        results: Queue[Result] = context.Queue()
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        group = {"WORLD_SIZE": f"{size}", "LOCAL_WORLD_SIZE": f"{size}"}
+        group |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
+        ranks: list[BaseProcess] = []
+        for rank in range(size):
+            environment = {**group, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
+            of_rank = (environment, list(argv), rows, first, prepare, results)
+            ranks.append(context.Process(target=run_rows, args=of_rank))
+            ranks[-1].start()
         try:
             while first < len(rows):
                 result = next_result(results, ranks, first)
@@ -310,21 +319,6 @@ def rows_on_ranks(
         finally:
             for process in ranks:
                 process.kill()
-
-
-def start_ranks(size: int, shared: tuple[Any, ...]) -> list[BaseProcess]:
-    """New processes, each of which calls run_rows(its environment, *shared)."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    environment = {"WORLD_SIZE": f"{size}", "LOCAL_WORLD_SIZE": f"{size}"}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
-    ranks: list[BaseProcess] = []
-    for rank in range(size):
-        of_rank = {**environment, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
-        spawn = multiprocessing.get_context("spawn").Process
-        ranks.append(spawn(target=run_rows, args=(of_rank, *shared)))
-        ranks[-1].start()
-    return ranks
 
 
 def next_result(results: "Queue[Result]", ranks: Sequence[BaseProcess], row: int) -> Any:

@@ -218,8 +218,6 @@ def _state(reference: Reference, batch: Any) -> list[Finding]:
 
 
 def _random(reference: Reference, batch: Any) -> list[Finding]:
-    """What draws random numbers."""
-
     def drawing() -> str:
         tolerance = reference.rounding_error
         traces = trace(reference, batch), trace(reference, batch, seed=1)
@@ -306,15 +304,12 @@ def _in_evaluation_mode(
     findings: list[Finding] = []
     while where := find():
         kind = where.rpartition(" ")[2].strip("()")
-        cant = ""
-        if where == LOSS:
-            cant = f"{where}: {why}"
-        elif where.startswith(LOSS):
+        if where.startswith(f"{LOSS} "):
             return [*findings, Finding(where, fails=True)]
-        elif kind in reference.task.eval_classes:
-            cant = f"{where}: {why}, in evaluation mode too"
-        if cant:
-            return [Finding(f"{cant}, so it can't be compared; {fix}", fails=True)]
+        if kind in reference.task.eval_classes:
+            why += ", in evaluation mode too"
+        if where == LOSS or kind in reference.task.eval_classes:
+            return [Finding(f"{where}: {why}, so it can't be compared; {fix}", fails=True)]
         reference.task.eval_classes |= {kind}
         findings.append(Finding(f"{where}: {why}; every {kind} is compared in evaluation mode"))
     return findings
