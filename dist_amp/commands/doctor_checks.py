@@ -140,7 +140,6 @@ def installed(name: str) -> str:
 
 
 def pins() -> Iterator[Check]:
-    """Whether the installed packages are the releases that the project was tested with."""
     file = ROOT / "launch" / "constraints.txt"
     if not file.exists():
         yield ok("pins", "none: the package is installed without its launch/constraints.txt")
@@ -170,7 +169,6 @@ def kinds_of_gpus() -> dict[str, list[int]]:
 
 
 def gpus() -> Iterator[Check]:
-    """The GPUs, and whether driver and build of torch go together."""
     kinds = kinds_of_gpus()
     if not kinds:
         if reason := why_unused():
@@ -326,7 +324,7 @@ def folders() -> Iterator[Check]:
             continue
         problem = ""
         if free < LITTLE_DISK:
-            problem = "which is little for checkpoints and data"
+            problem = "little for checkpoints and data"
         yield judged(name, f"{path} is writable, {free / GIB:.1f} GiB free", problem, fix)
 
 
@@ -420,7 +418,6 @@ def slow_ones(rates: Mapping[str, float], factor: float) -> list[str]:
 
 
 def matmul(world: World) -> Iterator[Check]:
-    """Each rank's rate in a matrix product, all at once."""
     size = MATRIX[world.device.type]
     dtype = torch.float32
     if world.device.type == "cuda" and torch.cuda.is_bf16_supported():

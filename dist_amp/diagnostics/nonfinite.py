@@ -209,7 +209,6 @@ class BackwardHooks:
                 self.origins.append((node, faults + before))
 
     def cause(self, calls: Sequence[ModuleCall]) -> NonFinite | None:
-        """The first operation to return a gradient that is not finite."""
         if not (self.origins and self.reached_a_parameter):
             return None
         node, gradients = self.origins[0]
@@ -234,7 +233,6 @@ def nodes_of(loss: Tensor) -> set[Any]:
 
 
 def is_leaf(node: Any) -> bool:
-    """Whether a node accumulates into a parameter's gradient."""
     return node.name() == "torch::autograd::AccumulateGrad"
 
 

@@ -38,9 +38,6 @@ class Numerics(Observer):
         self._groups: dict[str, list[Tensor]] = {}
         for number, group in enumerate(run.optimizer.param_groups):
             self._groups[group.get("name", f"group {number}")] = group["params"]
-        # [groups, 2]: elements that were lost, elements that could have been.
-        self._underflow = self._zeros()
-        self._lost_updates = self._zeros()
         self._before: dict[Tensor, Tensor] = {}  # this rank's parameters before the update
         self._hooks: list[Any] = []  # in a log step
         self._scale = 1.0  # before the step
@@ -70,8 +67,8 @@ class Numerics(Observer):
         is_log_step = step % run.config.metrics.log_every == 0 or step == run.config.train.steps
         if not (run.config.debug.numerics and is_log_step):
             return
-        self._underflow.zero_()
-        self._lost_updates.zero_()
+        self._underflow = self._zeros()
+        self._lost_updates = self._zeros()
         if run.scaler.scales:
             with run.world.clock.hold("diagnostics"):
                 self._count_underflow(micro_batches)
@@ -161,6 +158,7 @@ class Numerics(Observer):
                         _add(row, nonzero & (local(p).detach() == self._before.pop(p)), nonzero)
 
     def _zeros(self) -> Tensor:
+        """[groups, 2]: elements that were lost, elements that could have been."""
         shape = (len(self._groups), 2)
         return torch.zeros(shape, dtype=torch.float64, device=self.run.world.device)
 

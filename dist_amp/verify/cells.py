@@ -91,7 +91,6 @@ def check_cell(world: World, reference: Reference, cell: Cell, step: Step = trai
 
 
 def config_of(reference: Reference, cell: Cell, world: World) -> Config:
-    """The user's config, with the settings of the cell and of the reference."""
     user = reference.config
     scaled = reference.hyperparameters
     replicas = user.parallel.replicas
@@ -193,7 +192,6 @@ def micro_batches_at(
 
 
 def sums_over_ranks(function: Any, out: Any) -> bool:
-    """Whether an operation is a collective that sums gradients over ranks."""
     name = str(function)
     return "c10d" in name and ("reduce_scatter" in name or "allreduce" in name)
 

@@ -251,7 +251,6 @@ def _sums(reference: Reference) -> list[Finding]:
 
 
 def _halved(reference: Reference, samples: list[int]) -> list[Any]:
-    """The batch of the samples, and those of its halves."""
     middle = len(samples) // 2
     return [reference.batch(part) for part in (samples, samples[:middle], samples[middle:])]
 
@@ -336,7 +335,6 @@ def _half_loss(reference: Reference, batch: Any) -> list[Finding]:
 
 
 def _to_float32(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """The output with its floating-point tensors in float32."""
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.float() if tensor.is_floating_point() else tensor
