@@ -86,12 +86,13 @@ def appears(folder: Path, seconds: float = 60.0) -> bool:
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
-    """The lines of a JSON file with a step each, but not a last one that a kill has torn.
+    """The lines of a JSON file with a step each, but not a last one that a kill has torn; none
+    without the file.
 
     Errors: DataError for another line that is not one; OSError.
     """
     rows = []
-    lines = path.read_bytes().splitlines(keepends=True)
+    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
     for number, line in enumerate(lines, 1):
         row: Any = None
         with suppress(ValueError, RecursionError):

@@ -26,6 +26,10 @@ from dist_amp.settings import PrecisionConfig, ScalerConfig
 from dist_amp.world import World, local
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Relative difference of losses and norms that another order of sums explains, and that grows with
+# each step. The demo at 1 and 2 ranks parted by 2e-6 and 7e-5 in 100 steps of float32; the others
+# are assumed.
+TOLERANCE = {"fp32": 1e-3, "bf16": 0.05, "fp16": 0.05}
 
 
 class Precision:

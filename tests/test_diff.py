@@ -2,10 +2,11 @@
 
 import json
 import shutil
+from collections import defaultdict
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -55,7 +56,7 @@ def trained(tmp_path_factory):
 
 
 def report_of(a, b):
-    return diff.compare(diff.read_run(a), diff.read_run(b))
+    return diff.compare(diff.RunFiles(a), diff.RunFiles(b))
 
 
 class Fault(NamedTuple):
@@ -256,8 +257,8 @@ def test_steps_that_are_taken_again_forget_the_settings_of_before(trained, tmp_p
     assert [path.name for path in folder.glob("config_until*")] == [
         "config_until_step_00000004.toml"
     ]
-    assert diff.read_run(folder).settings_at(4)["optim.lr"] == 1e-2
-    assert diff.read_run(folder).settings_at(5)["optim.lr"] == 0.25
+    assert diff.RunFiles(folder).settings_at(4)["optim.lr"] == 1e-2
+    assert diff.RunFiles(folder).settings_at(5)["optim.lr"] == 0.25
     with pytest.raises(DataError, match="replays the steps 4 to 6 with one config"):
         diff_deep.where_they_part([folder, folder], 3, 6)
 
@@ -273,8 +274,14 @@ def test_what_a_launcher_sets_is_no_difference_of_environments():
 
 
 def test_parts_of_the_model_itself_are_named_so():
-    part = diff_deep.Part(3, "forward", "", "aten.mul")
-    assert str(part) == "step 3: the forward of the model, aten.mul"
+    a, b = (
+        SimpleNamespace(
+            values=defaultdict(list, forward=[diff_deep.Value("", [bits], [])]),
+            operations=defaultdict(list, {"": [("aten.mul", [bits])]}),
+        )
+        for bits in (1, 2)
+    )
+    assert diff_deep.first_part(a, b) == "the forward of the model, aten.mul"
 
 
 # --- wrong inputs

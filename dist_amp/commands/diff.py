@@ -12,10 +12,11 @@ run's folder, a damaged one, or no logged step in common.
 
 import json
 import math
+import re
 import sys
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from dist_amp.checkpoint.format import (
 from dist_amp.config.load import leaves, read_flat
 from dist_amp.errors import CheckpointRejected, ConfigError, DataError
 from dist_amp.files import read_steps
+from dist_amp.precision import TOLERANCE
 from dist_amp.supervise.command_line import Parser, columns, exit_status
 from dist_amp.telemetry.step_report import MAX_RANK_FOLDERS
 
@@ -49,61 +51,46 @@ NOT_ENVIRONMENT = (
 # Settings by which ranks share the work: sums are taken in another order.
 LAYOUT = ("parallel.", "train.micro_batch_size", "train.accumulation_steps", "train.global_batch")
 METRICS = ("train/", "eval/", "amp/")  # tags that the computation alone decides
-READ = (*METRICS, "ranks")
 # Of all ranks, and so comparable between layouts; evaluations may take other samples there.
 ROUNDED = ("train/loss", "train/grad_norm")
 COUNTED = ("train/lr", "train/epoch", "train/samples_seen", "train/tokens_seen", "amp/")
 OF_INTERVAL = ("train/loss", "train/clipped_share", "amp/skipped_in_interval")
-# Relative difference of losses and norms that another order of sums explains. The demo at 1 and 2
-# ranks parted by 2e-6 and 7e-5 in 100 steps of float32; the others are assumed.
-TOLERANCE = {"fp32": 1e-3, "bf16": 0.05, "fp16": 0.05}
 SHOWN = 8  # rows of each kind; --json has all
 
 
-@dataclass(frozen=True)
 class RunFiles:
-    """What a run's folder says. rows: the metrics by step; fingerprints: by step, see there."""
+    """What a run's folder says. rows: the metrics by step; fingerprints: by step, see there.
 
-    folder: Path
-    settings: dict[str, Any]  # the latest
-    earlier: dict[int, dict[str, Any]]  # those until a step, where others were in force
-    environment: dict[str, Any]
-    data: str
-    rows: dict[int, dict[str, Any]]
-    fingerprints: dict[int, dict[str, dict[str, str]]]
+    Errors: DataError if it holds no run, or one that has logged nothing.
+    """
 
-    @property
-    def ranks(self) -> int:
-        hosts = [key for key in self.environment if key.startswith("hosts.")]
-        members = [self.environment[key] for key in hosts if key.endswith(".ranks")]
-        return sum(len(text.split(",")) for text in members)
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.settings = read_flat(folder / CONFIG)
+        earlier = sorted(folder.glob("config_until_step_*.toml"))
+        self._earlier = {step_of(path): read_flat(path) for path in earlier}
+        lines = read_steps(folder / "metrics.jsonl")
+        if not lines:
+            raise DataError(
+                f"{folder / 'metrics.jsonl'} has no complete line; wait for the step "
+                f"metrics.log_every={self.settings.get('metrics.log_every')}, or give another "
+                "run's folder"
+            )
+        self.rows: dict[int, dict[str, Any]] = defaultdict(dict)
+        self.fingerprints: dict[int, dict[str, dict[str, str]]] = {}
+        for row in lines:
+            self.rows[row["step"]] |= row
+            for step, hashes in row.get("fingerprints", {}).items():
+                self.fingerprints[int(step)] = hashes
+        self.environment = environment_of(folder)
+        self.data = ""  # fingerprint and length, of the newest checkpoint
+        for path in all_checkpoints(folder):
+            with suppress(CheckpointRejected):
+                manifest = read_manifest(path)
+                self.data = f"{manifest.data_fingerprint}, {manifest.data_length:,} samples"
 
     def settings_at(self, step: int) -> dict[str, Any]:
-        until = min((last for last in self.earlier if last >= step), default=0)
-        return self.earlier.get(until, self.settings)
-
-
-def read_run(folder: Path) -> RunFiles:
-    """Errors: DataError if the folder holds no run, or one that has logged nothing."""
-    settings = read_flat(folder / CONFIG)
-    earlier = {step_of(path): read_flat(path) for path in folder.glob("config_until_step_*.toml")}
-    path = folder / "metrics.jsonl"
-    lines = read_steps(path) if path.is_file() else []
-    if not lines:
-        raise DataError(
-            f"{path} has no complete line; wait for the step metrics.log_every="
-            f"{settings.get('metrics.log_every')}, or give another run's folder"
-        )
-    rows: dict[int, dict[str, Any]] = {}
-    fingerprints: dict[int, dict[str, dict[str, str]]] = {}
-    for row in lines:
-        metrics = {tag: value for tag, value in row.items() if tag.startswith(READ)}
-        rows.setdefault(row["step"], {}).update(metrics)
-        written = row.get("fingerprints", {})
-        fingerprints |= {int(step): hashes for step, hashes in written.items()}
-    environment = environment_of(folder)
-    data = data_of(folder)
-    return RunFiles(folder, settings, earlier, environment, data, rows, fingerprints)
+        return next((of for last, of in self._earlier.items() if last >= step), self.settings)
 
 
 def environment_of(folder: Path) -> dict[str, Any]:
@@ -114,15 +101,6 @@ def environment_of(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return {}
     return dict(leaves(table))
-
-
-def data_of(folder: Path) -> str:
-    """The data's fingerprint and length, of the newest checkpoint; "" without one."""
-    for path in reversed(all_checkpoints(folder)):
-        with suppress(CheckpointRejected):
-            manifest = read_manifest(path)
-            return f"{manifest.data_fingerprint}, {manifest.data_length:,} samples"
-    return ""
 
 
 def differences(
@@ -138,7 +116,8 @@ def layout_of(run: RunFiles, step: int) -> dict[str, Any]:
     layout = {key: value for key, value in settings.items() if key.startswith(LAYOUT)}
     ranks = len(run.rows[step].get("ranks", ()))
     if ranks in (0, MAX_RANK_FOLDERS):  # an evaluation's line has none, another no more
-        ranks = run.ranks
+        keys = [key for key in run.environment if re.fullmatch(r"hosts\..*\.ranks", key)]
+        ranks = sum(len(run.environment[key].split(",")) for key in keys)
     return layout | {"ranks": ranks}
 
 
@@ -299,7 +278,6 @@ def parted(report: Mapping[str, Any]) -> bool:
 
 
 def text_of(report: Mapping[str, Any]) -> str:
-    """The report for people."""
     a, b = report["runs"]
     lines = [f"A  {a}", f"B  {b}"]
     lines += table_of("settings that differ:", report["settings"])
@@ -321,7 +299,7 @@ def text_of(report: Mapping[str, Any]) -> str:
     if report["last_steps"][0] != report["last_steps"][1]:
         lines.append("A ends at step {}, B at step {}".format(*report["last_steps"]))
     if "step" in metrics:
-        lines.append(f"metrics part at step {metrics['step']}{until(metrics)}")
+        lines.append(parting("metrics", metrics))
         for tag, (of_a, of_b) in list(metrics["metrics"].items())[:SHOWN]:
             apart = relative_difference(of_a, of_b)
             lines.append(f"  {tag}: {of_a} | {of_b}, {apart:.2g} of the larger")
@@ -338,8 +316,9 @@ def text_of(report: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def until(part: Mapping[str, Any]) -> str:
-    return f", equal up to step {part['equal_until']}" if part["equal_until"] else ""
+def parting(what: str, part: Mapping[str, Any]) -> str:
+    until = f", equal up to step {part['equal_until']}" if part["equal_until"] else ""
+    return f"{what} part at step {part['step']}{until}"
 
 
 def lines_of_fingerprints(report: Mapping[str, Any]) -> list[str]:
@@ -349,7 +328,7 @@ def lines_of_fingerprints(report: Mapping[str, Any]) -> list[str]:
         return ["fingerprints: the models have no module in common"]
     if "step" not in report:
         return [f"fingerprints are equal up to step {report['equal_until']}"]
-    lines = [f"fingerprints part at step {report['step']}{until(report)}: {report['because']}"]
+    lines = [f"{parting('fingerprints', report)}: {report['because']}"]
     for kind in ("parameters", "gradients"):
         modules = report[kind]
         text = f"  {kind} differ in {len(modules)} of {report['modules']} modules"
@@ -391,7 +370,7 @@ def run(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if options.run_a.resolve() == options.run_b.resolve():
         raise ConfigError(f"{options.run_a} and {options.run_b} are the same folder; give two runs")
-    report = compare(read_run(options.run_a), read_run(options.run_b))
+    report = compare(RunFiles(options.run_a), RunFiles(options.run_b))
     parts = [part for part in (report["metrics"], report["fingerprints"]) if "step" in part]
     if options.deep and parts:
         from dist_amp.commands.diff_deep import where_they_part

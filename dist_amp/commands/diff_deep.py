@@ -36,47 +36,6 @@ KINDS = {
 }
 
 
-class Part(NamedTuple):
-    """Where two runs part. phase: parameters, data, one of KINDS, or nowhere.
-
-    apart, largest: of a sample of the elements, the difference and the element.
-    """
-
-    step: int
-    phase: str
-    module: str = ""
-    operation: str = ""
-    apart: float = 0.0
-    largest: float = 0.0
-    after_update: bool = False
-
-    def __str__(self) -> str:
-        if self.phase == "nowhere":
-            return (
-                f"the replays are equal up to step {self.step}: what differed is not in the steps, "
-                "but in a callback, the layout, the environment or the hardware"
-            )
-        where = f"step {self.step}"
-        what = f"{KINDS.get(self.phase, self.phase)} {self.module or 'the model'}"
-        if self.phase == "parameters":
-            what = f"the first other parameters are in {self.module}"
-            where = (
-                f"the update of step {self.step - 1}"
-                if self.after_update
-                else f"the start of {where}"
-            )
-        elif self.phase == "data":
-            what = "other samples"
-        elif self.phase == "backward" and not self.module:
-            what = "the gradient of the model's output, by the loss or what divides it"
-        text = f"{where}: {what}"
-        if self.operation:
-            text += f", {self.operation}"
-        if self.apart:
-            text += f"; differs by {self.apart:.2g}, elements up to {self.largest:.2g}"
-        return text
-
-
 class Value(NamedTuple):
     """What a module returned or got, or a gradient."""
 
@@ -112,12 +71,13 @@ class Recorder(TorchDispatchMode):
         with ExitStack() as hooks:
             for name, module in self._module.named_modules():
                 name = clean_name(name)
-                before = module.register_forward_pre_hook(partial(self._enter, name))
-                hooks.callback(before.remove)
-                hooks.callback(module.register_forward_hook(partial(self._leave, name)).remove)
-            hooks.callback(self._optimizer.register_step_pre_hook(self._keep_gradients).remove)
-            with self:
-                yield
+                enter = partial(self._enter, name)
+                leave = partial(self._leave, name)
+                hooks.enter_context(module.register_forward_pre_hook(enter))
+                hooks.enter_context(module.register_forward_hook(leave))
+            hooks.enter_context(self._optimizer.register_step_pre_hook(self._keep_gradients))
+            hooks.enter_context(self)
+            yield
 
     def _enter(
         self,
@@ -197,10 +157,10 @@ def where_they_part(
     folders: Sequence[Path],
     equal_until: int,
     until: int,
-) -> Part:
+) -> str:
     """Take the steps of both runs again, from where they are known to be equal to `until`.
 
-    Errors: DataError for a run that changed its settings there.
+    Returns where they part, in words. Errors: DataError for a run that changed its settings there.
     """
     for folder in folders:
         if config_at(folder, equal_until + 1) != config_at(folder, until):
@@ -224,41 +184,52 @@ def first_of_steps(
     runs: Sequence[Replayed],
     first: int,
     until: int,
-) -> Part:
+) -> str:
     a, _ = runs
     for step in range(first, until + 2):
         before = [run.parameters() for run in runs]
         for name in before[0]:
             if before[0][name] != before[1].get(name):
-                module = name.rpartition(".")[0]
-                return Part(step, "parameters", module, after_update=step > first)
+                where = f"the update of step {step - 1}"
+                if step == first:
+                    where = f"the start of step {step}"
+                return f"{where}: the first other parameters are in {name.rpartition('.')[0]}"
         if step > until:
             break
         batches = [run.batches() for run in runs]
         hashes = [hash_samples(each, a.run.world.device) for each in batches]
         if hashes[0] != hashes[1]:
-            return Part(step, "data")
+            return f"step {step}: other samples"
         steps = [run.take_step(each) for run, each in zip(runs, batches, strict=True)]
-        if part := first_part(step, *steps):
-            return part
-    return Part(until, "nowhere")
+        if part := first_part(*steps):
+            return f"step {step}: {part}"
+    return (
+        f"the replays are equal up to step {until}: what differed is not in the steps, but in a "
+        "callback, the layout, the environment or the hardware"
+    )
 
 
 def first_part(
-    step: int,
     a: Recorder,
     b: Recorder,
-) -> Part | None:
-    """Where one step's values part; None if they are equal."""
+) -> str:
+    """Where one step's values part, in words; "" if they are equal."""
     for kind in KINDS:
         for pair in zip_longest(a.values[kind], b.values[kind]):
             if pair[0] and pair[1] and pair[0][:2] == pair[1][:2]:
                 continue
             module = (pair[0] or pair[1]).module
             place = module if kind == "forward" else ""
-            name = first_operation(a.operations[place], b.operations[place])
-            return Part(step, kind, module, name, *distance(*pair))
-    return None
+            text = f"{KINDS[kind]} {module or 'the model'}"
+            if kind == "backward" and not module:
+                text = "the gradient of the model's output, by the loss or what divides it"
+            if name := first_operation(a.operations[place], b.operations[place]):
+                text += f", {name}"
+            apart, largest = distance(*pair)
+            if apart:
+                text += f"; differs by {apart:.2g}, elements up to {largest:.2g}"
+            return text
+    return ""
 
 
 def first_operation(a: Sequence[tuple[str, Any]], b: Sequence[tuple[str, Any]]) -> str:

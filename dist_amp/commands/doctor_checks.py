@@ -28,7 +28,7 @@ from dist_amp.distributed.gpu_checks import (
     driver_branch,
     why_unused,
 )
-from dist_amp.distributed.process import in_time
+from dist_amp.distributed.process import cpu_cores, in_time
 from dist_amp.distributed.rendezvous import OTHER_FILES
 from dist_amp.errors import ConfigError, first_line, some_of
 from dist_amp.supervise.preflight import check_ranks_agree
@@ -110,7 +110,7 @@ def machine_checks(ranks: int) -> list[Check]:
 def judged(name: str, text: str, problem: str, fix: str) -> Check:
     """A warning if there is a problem, whose words follow the text."""
     if problem:
-        return warn(name, text + problem, fix)
+        return warn(name, f"{text}: {problem}", fix)
     return ok(name, text)
 
 
@@ -118,7 +118,6 @@ def judged(name: str, text: str, problem: str, fix: str) -> Check:
 
 
 def packages() -> Iterator[Check]:
-    """The packages that the project needs, with the releases that it asks for."""
     texts = requires("dist_amp") or []
     for requirement in [Requirement(text) for text in texts if "extra ==" not in text]:
         found = installed(requirement.name)
@@ -141,7 +140,6 @@ def installed(name: str) -> str:
 
 
 def pins() -> Iterator[Check]:
-    """Whether the installed packages are the releases that the project was tested with."""
     file = ROOT / "launch" / "constraints.txt"
     if not file.exists():
         yield ok("pins", "none: the package is installed without its launch/constraints.txt")
@@ -171,7 +169,6 @@ def kinds_of_gpus() -> dict[str, list[int]]:
 
 
 def gpus() -> Iterator[Check]:
-    """The GPUs, and whether driver and build of torch go together."""
     kinds = kinds_of_gpus()
     if not kinds:
         if reason := why_unused():
@@ -198,7 +195,6 @@ def gpus() -> Iterator[Check]:
 
 
 def communication() -> Iterator[Check]:
-    """The library by which GPUs exchange data."""
     if not torch.cuda.is_available():
         yield ok("nccl", "not needed without a GPU")
     elif not dist.is_nccl_available():
@@ -270,14 +266,10 @@ def ports() -> Iterator[Check]:
 
 
 def memory() -> Iterator[Check]:
-    """Cores and memory that this process may use."""
-    cores = os.cpu_count()
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
     lines = Path("/proc/meminfo").read_text().splitlines()
     sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 / GIB for line in lines}
     available = f"{sizes['MemAvailable']:.0f} of {sizes['MemTotal']:.0f} GiB available"
-    yield ok("memory", f"{available}; {cores} cores")
+    yield ok("memory", f"{available}; {cpu_cores()} cores")
 
 
 def shared_memory(path: Path = Path("/dev/shm")) -> Iterator[Check]:
@@ -288,7 +280,7 @@ def shared_memory(path: Path = Path("/dev/shm")) -> Iterator[Check]:
     total, _, free = shutil.disk_usage(path)
     problem = ""
     if free < LITTLE_SHARED_MEMORY:
-        problem = ": loader workers may die with `Bus error`"
+        problem = "loader workers may die with `Bus error`"
     fix = "docker run --shm-size=16g, shm_size in Compose"
     fix += ", an emptyDir with medium: Memory in Kubernetes"
     text = f"{free / GIB:.2f} of {total / GIB:.2f} GiB free"
@@ -332,7 +324,7 @@ def folders() -> Iterator[Check]:
             continue
         problem = ""
         if free < LITTLE_DISK:
-            problem = ", which is little for checkpoints and data"
+            problem = "little for checkpoints and data"
         yield judged(name, f"{path} is writable, {free / GIB:.1f} GiB free", problem, fix)
 
 
@@ -414,7 +406,7 @@ def judge_links(rates: Sequence[float], hosts: Sequence[str]) -> Check:
             texts.append(f"{statistics.median(links.values()):.3g} GB/s {kind}")
             slow += slow_ones(links, SLOW_LINK)
     text = f"{', '.join(texts)} from each rank to the next (medians)"
-    return judged("links", text, listed(slow), "check that host's network, and other traffic")
+    return judged("links", text, some_of(slow, 4), "check that host's network, and other traffic")
 
 
 def slow_ones(rates: Mapping[str, float], factor: float) -> list[str]:
@@ -425,15 +417,7 @@ def slow_ones(rates: Mapping[str, float], factor: float) -> list[str]:
     return [f"{name} is {median / rates[name]:.1f}x slower" for name in slow]
 
 
-def listed(texts: Sequence[str]) -> str:
-    """What follows a check's text; "" if there is nothing to list."""
-    if not texts:
-        return ""
-    return f": {some_of(texts, 4)}"
-
-
 def matmul(world: World) -> Iterator[Check]:
-    """Each rank's rate in a matrix product, all at once."""
     size = MATRIX[world.device.type]
     dtype = torch.float32
     if world.device.type == "cuda" and torch.cuda.is_bf16_supported():
@@ -450,7 +434,7 @@ def judge_rates(rates: Sequence[float], hosts: Sequence[str], dtype: str) -> Che
     text = f"{statistics.median(rates):.3g} TFLOP/s in {dtype} per rank ({spread})"
     ranks = {f"rank {rank} on {hosts[rank]}": rate for rank, rate in enumerate(rates)}
     fix = "look there for other processes, throttled clocks, fewer cores or a GPU in other use"
-    return judged("matmul", text, listed(slow_ones(ranks, SLOW)), fix)
+    return judged("matmul", text, some_of(slow_ones(ranks, SLOW), 4), fix)
 
 
 def of_ranks(world: World, value: float) -> list[float]:

@@ -114,8 +114,6 @@ class Position:
 
 
 class Follower:
-    """Sends one run's folder to one tracker."""
-
     def __init__(self, folder: Path, tracker: str, project: str):
         self.folder = folder
         self.name = tracker
@@ -207,7 +205,6 @@ class Follower:
         return tracker
 
     def end(self, summary: dict[str, Any] | None) -> None:
-        """Send the summary and the sample, and close."""
         if self.tracker is not None and summary and hash_of(summary) != self.position.summary:
             path = self.folder / "sample.txt"
             sample = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""

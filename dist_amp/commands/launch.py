@@ -61,6 +61,7 @@ from dist_amp.config.load import collect, load_config, target_in
 from dist_amp.config.parse import Setting
 from dist_amp.config.suggestions import check_unknown
 from dist_amp.distributed.gpu_checks import check_gpus_are_used
+from dist_amp.distributed.process import cpu_cores
 from dist_amp.errors import ConfigError, Failure, first_line, in_one_line
 from dist_amp.supervise.command_line import exit_status
 
@@ -238,11 +239,8 @@ def complete(options: Namespace, words: Sequence[str]) -> None:
         )
     if options.numa_binding is None:
         options.numa_binding = binding(ranks, gpus)
-    cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
     environ = {
-        "OMP_NUM_THREADS": str(max(1, cores // ranks)),
+        "OMP_NUM_THREADS": str(max(1, cpu_cores() // ranks)),
         # Otherwise restarted ranks read the addresses of dead ones.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "120",  # torch 2.11: always 30

@@ -16,16 +16,17 @@ import math
 import pdb  # noqa: T100 (what --pdb is for)
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 from torch.utils._pytree import tree_leaves
 
 from dist_amp.checkpoint.format import all_checkpoints, config_at, read_manifest, step_of
@@ -39,6 +40,7 @@ from dist_amp.diagnostics.nonfinite_replay import find_in_micro_batches
 from dist_amp.distributed.process import random_state, set_random_state
 from dist_amp.errors import CheckpointRejected, ConfigError, DataError
 from dist_amp.files import read_steps
+from dist_amp.precision import TOLERANCE
 from dist_amp.run import ScriptRun, build_run
 from dist_amp.settings import CompileConfig, Config
 from dist_amp.step import train_step
@@ -50,9 +52,6 @@ from dist_amp.telemetry.step_report import StepReport
 from dist_amp.world import World, locate
 
 COMPARED = ("train/loss", "train/grad_norm", "train/lr", "amp/loss_scale", "amp/skipped_steps")
-# Relative difference of losses and norms that other sums explain, and that grows with each step.
-# Measured with the demo in float32: 7e-5 after 100 steps at 1 and 2 ranks; the others are assumed.
-TOLERANCE = {"fp32": 1e-3, "bf16": 0.05, "fp16": 0.05}
 # Settings by which a step computes the same; what data they name is checked by its fingerprint.
 FREE = (
     *("run.dir", "run.device", "run.resume", "task.target", "parallel.strategy", "compile."),
@@ -115,7 +114,6 @@ class Replay:
         print(f"step {run.step:>6}  loss {now['train/loss']:.6f}  {same}", flush=True)
 
     def outcome(self) -> str:
-        """What the comparison says, in words."""
         if self.differences:
             return f"differs from what was logged, first at {self.differences[0]}"
         if not self.compared:
@@ -140,7 +138,8 @@ def run_at(
     argv: settings that override the run's. Errors: ConfigError, DataError.
     """
     saved = read_flat(config_at(folder, step))
-    rows = logged_rows(folder)
+    lines = read_steps(folder / "metrics.jsonl")
+    rows = {row["step"]: row for row in lines if "train/loss" in row}
     checkpoints = all_checkpoints(folder)
     last = max([0, *rows, *map(step_of, checkpoints)])
     if not last:
@@ -250,13 +249,6 @@ def layout_at(
     return len(logged.get("ranks", "1")), "unknown", world.device.type
 
 
-def logged_rows(folder: Path) -> dict[int, dict[str, Any]]:
-    """Lines of metrics.jsonl with a loss, by step. Errors: DataError for a damaged line."""
-    path = folder / "metrics.jsonl"
-    rows = read_steps(path) if path.is_file() else []
-    return {row["step"]: row for row in rows if "train/loss" in row}
-
-
 # ---- one step
 
 
@@ -273,18 +265,13 @@ class Layer:
 
     def row(self, name: str) -> list[str]:
         zeros = 100 * self.zeros / max(1, self.elements)
-        norm = f"{math.sqrt(self.square):.3e}" if self.square == self.square else "nan"
-        return [name, self.kind, f"{self.largest:.3e}", f"{zeros:.1f}", f"{self.nonfinite}", norm]
+        numbers = [f"{self.largest:.3e}", f"{zeros:.1f}", f"{self.nonfinite}"]
+        return [name, self.kind, *numbers, f"{math.sqrt(self.square):.3e}"]
 
 
 @contextmanager
 def watched(run: ScriptRun, layers: dict[str, Layer]) -> Iterator[None]:
     """Inside, a step's outputs and gradients are measured into `layers`, by the module's name."""
-    handles = []
-    for name, module in run.parallel.module.named_modules():
-        if next(module.parameters(recurse=False), None) is not None or name == "":
-            layer = layers[clean_name(name) or "the model"] = Layer(class_name(module))
-            handles.append(module.register_forward_hook(partial(measure_output, layer)))
     norm_of = run.parallel.global_grad_norm
 
     def measured_norm() -> Tensor:
@@ -296,13 +283,14 @@ def watched(run: ScriptRun, layers: dict[str, Layer]) -> Iterator[None]:
                 layer.square += float(scaled.square().sum())
         return norm
 
-    run.parallel.global_grad_norm = measured_norm  # type: ignore[method-assign]
-    try:
+    with ExitStack() as hooks:
+        for name, module in run.parallel.module.named_modules():
+            if next(module.parameters(recurse=False), None) is not None or name == "":
+                layer = layers[clean_name(name) or "the model"] = Layer(class_name(module))
+                measure = partial(measure_output, layer)
+                hooks.enter_context(module.register_forward_hook(measure))
+        hooks.enter_context(patch.object(run.parallel, "global_grad_norm", measured_norm))
         yield
-    finally:
-        run.parallel.global_grad_norm = norm_of  # type: ignore[method-assign]
-        for handle in handles:
-            handle.remove()
 
 
 def measure_output(
@@ -364,8 +352,8 @@ def show_step(replay: Replay, options: Any) -> None:
             set_random_state(random, run.world.device)
             fault, _ = find_in_micro_batches(run, run.step, indexed)
         print(f"  {fault or 'every micro-batch is finite at a loss scale of 1: the norm is not'}")
-    elif (reports := replay.folder / "nonfinite/reports.jsonl").is_file():
-        for report_of_run in read_steps(reports):
+    else:
+        for report_of_run in read_steps(replay.folder / "nonfinite/reports.jsonl"):
             if report_of_run["step"] == run.step:
                 print(
                     "  the run skipped this step, and the replay did not reproduce it: all is "
@@ -424,10 +412,7 @@ def stop_before_backward(run: ScriptRun, indexed: Indexed) -> None:
 
 def profiled_step(replay: Replay, micro_batches: Sequence[Any]) -> StepReport:
     """The step under torch.profiler: its trace in this folder, its longest operations printed."""
-    activities = [ProfilerActivity.CPU]
-    if replay.run.world.device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as profiler:
+    with profile() as profiler:
         report = replay.step(micro_batches)
     path = Path(f"replay_step_{replay.run.step}.json")
     profiler.export_chrome_trace(str(path))

@@ -14,14 +14,13 @@ continues after its last complete shard.
 Exit status: 0 done, 64 bad setting, 65 bad data or files, 1 FOLDER can't be written.
 """
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
 from dist_amp.config.load import load_config
-from dist_amp.distributed.process import configure_logging
+from dist_amp.distributed.process import configure_logging, cpu_cores
 from dist_amp.distributed.signals import raise_on_signals
 from dist_amp.errors import ConfigError
 from dist_amp.sources.conversations import LAYOUTS, check_rows
@@ -39,9 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(argv: Sequence[str]) -> None:
-    cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
+    cores = cpu_cores()
     parser = Parser("python -m dist_amp.tokenize", __doc__)
     parser.add_argument("--out", metavar="FOLDER", help="where to write, or to continue")
     parser.add_argument(

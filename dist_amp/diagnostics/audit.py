@@ -9,7 +9,7 @@ import platform
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -223,12 +223,10 @@ class Recorded:
             return self.task.loss_sum(model, batch)
         # FSDP2 gathers a unit's parameters right before its forward.
         units = {self._module, *(m for m in self._module.modules() if isinstance(m, FSDPModule))}
-        hooks = [unit.register_forward_pre_hook(self._hook_parameters) for unit in units]
-        try:
+        with ExitStack() as hooks:
+            for unit in units:
+                hooks.enter_context(unit.register_forward_pre_hook(self._hook_parameters))
             loss = self.task.loss_sum(model, batch)
-        finally:
-            for hook in hooks:
-                hook.remove()
         self._hashes["samples"] = hash_samples([batch], loss.device)
         self._hashes["loss"] = hash_tensor(loss)
         return loss

@@ -86,17 +86,14 @@ class Fingerprint(Observer):
         """The hashes up to this log step, for rank 0's line of metrics.jsonl."""
         written = {}
         for step in [step for step in self._copies if step <= row.step]:
-            hashes = self._copies.pop(step).tolist()
+            # As text: JSON's readers may round larger numbers than 2^53.
+            rows = self._copies.pop(step).tolist()
+            hashes = [[f"{value % 2**64:016x}" for value in row] for row in rows]
             written[str(step)] = {
-                kind: dict(zip(self._names, map(as_text, values), strict=True))
+                kind: dict(zip(self._names, values, strict=True))
                 for kind, values in zip(KINDS, hashes, strict=False)
             }
         return {"fingerprints": written} if written and self._run.world.is_main else {}
-
-
-def as_text(number: int) -> str:
-    """Of 64 bits: JSON's readers may round larger numbers than 2^53."""
-    return f"{number % 2**64:016x}"
 
 
 def group_names(names: Sequence[str]) -> list[str]:

@@ -94,7 +94,6 @@ class FirstSteps(Observer):
 
     @torch.no_grad()
     def _add_gradients(self, *_: Any) -> None:
-        """Before the optimizer's step."""
         gradients = [p.grad for p in self._run.parallel.parameters]
         norms = norms_of([local(gradient) for gradient in gradients if gradient is not None])
         has_gradient = torch.tensor([gradient is not None for gradient in gradients])

@@ -7,7 +7,7 @@ operation of the graph that gets a finite gradient and returns one that is not, 
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -24,6 +24,8 @@ from dist_amp.step import loss_of
 from dist_amp.task import Task
 from dist_amp.world import local
 
+# The number that autograd will give to the next node of the graph; it has no public name.
+sequence_number = torch._C._autograd._get_sequence_nr
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 TASK = "the task's loss_sum"
 
@@ -79,7 +81,6 @@ class NonFinite:
 
     @property
     def where(self) -> str:
-        """Rank, micro-batch, samples, phase and module."""
         samples = ", ".join(map(str, self.samples[:8]))
         if len(self.samples) > 8:
             samples += ", ..."
@@ -174,16 +175,12 @@ def recorded_calls(model: nn.Module) -> Iterator[list[ModuleCall]]:
         call.outputs = stats_of("output", output)
         returned.append(call)
 
-    handles: list[Any] = []
-    for name, module in model.named_modules():
-        before = partial(begin, clean_name(name))
-        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        handles.append(module.register_forward_hook(end))
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            before = partial(begin, clean_name(name))
+            hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(end))
         yield returned
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class BackwardHooks:
@@ -212,7 +209,6 @@ class BackwardHooks:
                 self.origins.append((node, faults + before))
 
     def cause(self, calls: Sequence[ModuleCall]) -> NonFinite | None:
-        """The first operation to return a gradient that is not finite."""
         if not (self.origins and self.reached_a_parameter):
             return None
         node, gradients = self.origins[0]
@@ -237,13 +233,7 @@ def nodes_of(loss: Tensor) -> set[Any]:
 
 
 def is_leaf(node: Any) -> bool:
-    """Whether a node accumulates into a parameter's gradient."""
     return node.name() == "torch::autograd::AccumulateGrad"
-
-
-def sequence_number() -> int:
-    """The number that autograd will give to the next node of the graph; it has no public name."""
-    return torch._C._autograd._get_sequence_nr()
 
 
 def clean_name(name: str) -> str:

@@ -38,9 +38,6 @@ class Numerics(Observer):
         self._groups: dict[str, list[Tensor]] = {}
         for number, group in enumerate(run.optimizer.param_groups):
             self._groups[group.get("name", f"group {number}")] = group["params"]
-        # [groups, 2]: elements that were lost, elements that could have been.
-        self._underflow = self._zeros()
-        self._lost_updates = self._zeros()
         self._before: dict[Tensor, Tensor] = {}  # this rank's parameters before the update
         self._hooks: list[Any] = []  # in a log step
         self._scale = 1.0  # before the step
@@ -65,14 +62,13 @@ class Numerics(Observer):
             self._warn_of_lost_updates(group, share, lr)
 
     def before_step(self, micro_batches: Sequence[Any]) -> None:
-        """Before a log step: count gradients that underflow, and hook the optimizer."""
         run = self.run
         step = run.step + 1
         is_log_step = step % run.config.metrics.log_every == 0 or step == run.config.train.steps
         if not (run.config.debug.numerics and is_log_step):
             return
-        self._underflow.zero_()
-        self._lost_updates.zero_()
+        self._underflow = self._zeros()
+        self._lost_updates = self._zeros()
         if run.scaler.scales:
             with run.world.clock.hold("diagnostics"):
                 self._count_underflow(micro_batches)
@@ -87,7 +83,6 @@ class Numerics(Observer):
         report: StepReport,
         micro_batches: Sequence[Any],
     ) -> None:
-        """After a log step: write the shares, and warn if they are large."""
         if not self._hooks:
             return
         run = self.run
@@ -155,7 +150,6 @@ class Numerics(Observer):
             self._before = {p: local(p).detach().clone() for p in parameters if p.grad is not None}
 
     def _count_lost_updates(self, *_: Any) -> None:
-        """Right after the update."""
         with self.run.world.clock.hold("diagnostics"):
             for row, parameters in zip(self._lost_updates, self._groups.values(), strict=True):
                 for p in parameters:
@@ -164,6 +158,7 @@ class Numerics(Observer):
                         _add(row, nonzero & (local(p).detach() == self._before.pop(p)), nonzero)
 
     def _zeros(self) -> Tensor:
+        """[groups, 2]: elements that were lost, elements that could have been."""
         shape = (len(self._groups), 2)
         return torch.zeros(shape, dtype=torch.float64, device=self.run.world.device)
 

@@ -10,10 +10,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
+from unittest.mock import patch
 
 import torch
 from torch._C._autograd import DeviceType  # has no public name; diagnostics only
-from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerAction, profile, record_function
 
 from dist_amp.clock import STEP_PHASES, PhaseClock
 from dist_amp.errors import in_one_line
@@ -40,11 +41,8 @@ def phases_as_ranges(clock: PhaseClock) -> Iterator[None]:
             ranges.enter_context(record_function(phase))
             return enter(clock, phase)
 
-        clock.enter = enter_with_range  # type: ignore[method-assign]
-        try:
+        with patch.object(clock, "enter", enter_with_range):
             yield
-        finally:
-            del clock.enter  # the class's is visible again
 
 
 class Profile(Observer):
@@ -66,11 +64,8 @@ class Profile(Observer):
         self._profiler: profile | None = None
         if self.first > self.last:
             return
-        activities = [ProfilerActivity.CPU]
-        if run.world.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
         # Without acc_events it warns that it will clear them.
-        self._profiler = profile(activities=activities, schedule=self._action, acc_events=True)
+        self._profiler = profile(schedule=self._action, acc_events=True)
         self._profiler.step_num = run.step + 1  # its step numbers are the run's
 
     def _action(self, step: int) -> ProfilerAction:

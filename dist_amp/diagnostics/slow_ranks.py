@@ -1,7 +1,7 @@
 """Names a rank whose time without waiting is longer than the others', and a slowdown of all."""
 
 from collections import deque
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,14 +20,12 @@ QUIET = 10  # log steps without a finding before the same warning is repeated
 NAMES = {"data": "data wait", "other": "callbacks and checks"}  # for the rest the phase's own name
 
 
-@dataclass(frozen=True)
-class Slowdown:
+class Slowdown(NamedTuple):
     """Of a rank, or of all if it is None."""
 
     rank: int | None
     factor: float  # of the ranks' median, or of the past
-    phase: str  # in which most is lost
-    extra_seconds: float  # per step, in this phase
+    extra: np.ndarray  # [phases] seconds per step
 
 
 def find_slow_ranks(phases: np.ndarray, step_seconds: np.ndarray) -> list[Slowdown]:
@@ -44,7 +42,7 @@ def find_slow_ranks(phases: np.ndarray, step_seconds: np.ndarray) -> list[Slowdo
     is_slow = (mean > CERTAIN * error) & (mean > SHARE * step_seconds.mean())
     extra = (phases - np.sort(phases, axis=1)[:, [middle]]).mean(axis=0)  # [ranks, phases]
     factors = seconds.mean(axis=0) / max(typical.mean(), 1e-9)
-    return [slowdown(rank, factors[rank], extra[rank]) for rank in np.flatnonzero(is_slow).tolist()]
+    return [Slowdown(rank, factors[rank], extra[rank]) for rank in np.flatnonzero(is_slow).tolist()]
 
 
 def find_slowdown(phases: np.ndarray) -> list[Slowdown]:
@@ -58,13 +56,7 @@ def find_slowdown(phases: np.ndarray) -> list[Slowdown]:
     if now.min() <= max(FACTOR * typical, before.max()):
         return []
     extra = medians[PAST:].mean(axis=0) - np.median(medians[:PAST], axis=0)
-    return [slowdown(None, now.mean() / typical, extra)]
-
-
-def slowdown(rank: int | None, factor: float, extra: np.ndarray) -> Slowdown:
-    """extra: [phases] seconds per step."""
-    phase = int(extra.argmax())
-    return Slowdown(rank, float(factor), OWN_PHASES[phase], float(extra[phase]))
+    return [Slowdown(None, now.mean() / typical, extra)]
 
 
 class SlowRanks(Observer):
@@ -114,8 +106,9 @@ class SlowRanks(Observer):
         else:
             who = f"rank {slow.rank} on {self._run.metrics.hosts[slow.rank]} spends"
             compared = "the median rank" if ranks > 2 else "the other rank"
+        phase = OWN_PHASES[slow.extra.argmax()]
         return (
             f"{who} {slow.factor:.1f} times as long as {compared}, without waiting for other "
-            f"ranks: {1000 * slow.extra_seconds:.3g} ms per step more in "
-            f"{NAMES.get(slow.phase, slow.phase)} (up to step {row.step})"
+            f"ranks: {1000 * slow.extra.max():.3g} ms per step more in "
+            f"{NAMES.get(phase, phase)} (up to step {row.step})"
         )

@@ -36,6 +36,13 @@ def environment_number(name: str, default: int) -> int:
     return int(text)
 
 
+def cpu_cores() -> int:
+    """Those that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def attempt() -> int:
     """How many times torchrun has restarted these processes."""
     return environment_number("TORCHELASTIC_RESTART_COUNT", 0)

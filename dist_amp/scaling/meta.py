@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dist_amp.distributed.process import random_state, set_random_state
-from dist_amp.errors import DataError, in_one_line
+from dist_amp.errors import DataError, in_one_line, some_of
 from dist_amp.scaling.float32 import to_float32
 from dist_amp.task import Task, built_model, kept_by
 from dist_amp.world import World, local
@@ -96,16 +96,8 @@ def load_parameters(task: Any, module: nn.Module, world: World, resumes: bool = 
     if unset:
         raise DataError(
             f"the task's load(model) leaves {len(unset)} of {len(parts)} parameters unset or nan: "
-            f"{some(unset)}; fill each from the files, or initialise it in load"
+            f"{some_of(unset, SHOWN)}; fill each from the files, or initialise it in load"
         )
-
-
-def some(names: list[str]) -> str:
-    """The first names of a list, and how many more there are."""
-    text = ", ".join(names[:SHOWN])
-    if len(names) > SHOWN:
-        text += f" and {len(names) - SHOWN} more"
-    return text
 
 
 def _register_on_meta(

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from dist_amp.errors import DataError
-from dist_amp.scaling.meta import some
+from dist_amp.errors import DataError, some_of
+from dist_amp.scaling.meta import SHOWN
 from dist_amp.sources.files import stay_local_without_network
 from dist_amp.world import local
 
@@ -67,13 +67,14 @@ def load_pretrained(model: nn.Module, folder: str | Path, fresh_head: bool = Fal
     if fresh_head:
         fresh, missing = split_head(base, missing, targets)
         left_out, unexpected = split_head(base, unexpected, slices)
-        log.info(f"weights of {folder}: new: {some(fresh)}; left out: {some(left_out)}")
+        new = some_of(fresh, SHOWN)
+        log.info(f"weights of {folder}: new: {new}; left out: {some_of(left_out, SHOWN)}")
     if missing or unexpected:
         raise DataError(
             f"the weights in {folder} are not those of {type(base).__name__.removeprefix('FSDP')}: "
-            f"missing from the files: {some(missing) or 'none'}; only in the files: "
-            f"{some(unexpected) or 'none'}; build the model that they were saved from, or use "
-            "load_pretrained(..., fresh_head=True) for a new head"
+            f"missing from the files: {some_of(missing, SHOWN) or 'none'}; only in the files: "
+            f"{some_of(unexpected, SHOWN) or 'none'}; build the model that they were saved from, "
+            "or use load_pretrained(..., fresh_head=True) for a new head"
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(torch.initial_seed())

@@ -42,7 +42,6 @@ Exit status: 0 nothing fails, 1 something fails, 64 a wrong setting, 65 wrong da
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the exit status: 0 if all pass, 1 if something fails."""
     return exit_status(run, argv)
 
 

@@ -10,20 +10,21 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
-import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from dist_amp.bit_exact import check_ranks
 from dist_amp.config.load import load_config
 from dist_amp.data import Padding
+from dist_amp.diagnostics import consistency
 from dist_amp.diagnostics.nonfinite import class_name, clean_name
 from dist_amp.errors import ConfigError
+from dist_amp.loading.nested import tensors
 from dist_amp.run import Run, build_run
 from dist_amp.settings import Config
 from dist_amp.step import train_step
@@ -57,7 +58,8 @@ def verify_bits(argv: Sequence[str], rows: list[Row]) -> int:
             bits = "-"
             text = str(result)
             if isinstance(result, list):
-                bits = hash_of(json.dumps(result).encode())
+                text = json.dumps(result)
+                bits = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
                 if precision in expected:
                     uncompared.discard(precision)
                 text = first_difference(expected.setdefault(precision, result), result)
@@ -88,7 +90,6 @@ def check_command(argv: Sequence[str], rows: list[Row]) -> None:
             "--bit_exact has nothing to compare: it needs two ways of running; use --world_sizes "
             "1,2 with all --strategies"
         )
-    load_config(argv)
     # A file, such as a run's config.toml, may say false.
     if not load_config(["--parallel.bit_exact", "true", *argv]).parallel.bit_exact:
         raise ConfigError(
@@ -143,16 +144,16 @@ def hashes_of_step(run: Run, position: int) -> Hashes:
     micro_batches = [batch for batch, _ in run.data.at(position)]
     outputs: list[Hashes] = []  # of each of this rank's micro-batches
     gradients: Hashes = {}
-    handles = [run.optimizer.register_step_pre_hook(partial(hash_gradients, run, gradients))]
-    for name, module in run.parallel.module.named_modules():
-        what = f"{clean_name(name) or 'the model'} ({class_name(module)})"
-        handles.append(module.register_forward_hook(partial(hash_output, outputs, what)))
-    synchronised = run.parallel.gradient_sync
-    run.parallel.gradient_sync = partial(micro_batch, synchronised, outputs)
-    report = train_step(run, micro_batches)
-    run.parallel.gradient_sync = synchronised
-    for handle in handles:
-        handle.remove()
+    in_order = partial(micro_batch, run.parallel.gradient_sync, outputs)
+    with ExitStack() as hooks:
+        at_update = partial(hash_gradients, run, gradients)
+        hooks.enter_context(run.optimizer.register_step_pre_hook(at_update))
+        for name, module in run.parallel.module.named_modules():
+            what = f"{clean_name(name) or 'the model'} ({class_name(module)})"
+            at_output = partial(hash_output, outputs, what)
+            hooks.enter_context(module.register_forward_hook(at_output))
+        hooks.enter_context(patch.object(run.parallel, "gradient_sync", in_order))
+        report = train_step(run, micro_batches)
     for number, batch in enumerate(micro_batches):
         outputs[number]["the loss"] = hash_tensor(report.losses[number])
         if isinstance(batch, Padding):
@@ -188,12 +189,11 @@ def hash_output(
     _: Any,
     output: Any,
 ) -> None:
-    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     of_call = hashes[-1]
     call = f"the output of {what}"
     if call in of_call:
         call = f"{call}, call {len(of_call)},"
-    of_call[call] = " ".join(map(hash_tensor, tensors))
+    of_call[call] = " ".join(map(hash_tensor, tensors(output)))
 
 
 def hash_gradients(
@@ -208,13 +208,7 @@ def hash_gradients(
 
 
 def hash_tensor(tensor: Tensor) -> str:
-    flat = tensor.detach().contiguous().cpu().flatten()
-    return hash_of(flat.view(torch.uint8).numpy())
-
-
-def hash_of(content: Any) -> str:
-    """64 bits, as hexadecimal digits."""
-    return hashlib.blake2b(content, digest_size=8).hexdigest()
+    return str(consistency.hash_tensor(tensor).item())
 
 
 def first_difference(expected: Sequence[Hashes], hashes: Sequence[Hashes]) -> str:

@@ -17,7 +17,7 @@ from functools import partial
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
 from queue import Empty
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,7 +91,6 @@ def check_cell(world: World, reference: Reference, cell: Cell, step: Step = trai
 
 
 def config_of(reference: Reference, cell: Cell, world: World) -> Config:
-    """The user's config, with the settings of the cell and of the reference."""
     user = reference.config
     scaled = reference.hyperparameters
     replicas = user.parallel.replicas
@@ -193,7 +192,6 @@ def micro_batches_at(
 
 
 def sums_over_ranks(function: Any, out: Any) -> bool:
-    """Whether an operation is a collective that sums gradients over ranks."""
     name = str(function)
     return "c10d" in name and ("reduce_scatter" in name or "allreduce" in name)
 
@@ -293,9 +291,18 @@ def rows_on_ranks(
     """
     first = 0
     while first < len(rows):
-        results: Queue[Result] = multiprocessing.get_context("spawn").Queue()
-        shared = (list(argv), rows, first, prepare, results)
-        ranks = start_ranks(size, shared)
+        context = multiprocessing.get_context("spawn")
+        results: Queue[Result] = context.Queue()
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        group = {"WORLD_SIZE": f"{size}", "LOCAL_WORLD_SIZE": f"{size}"}
+        group |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
+        ranks: list[BaseProcess] = []
+        for rank in range(size):
+            environment = {**group, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
+            of_rank = (environment, list(argv), rows, first, prepare, results)
+            ranks.append(context.Process(target=run_rows, args=of_rank))
+            ranks[-1].start()
         try:
             while first < len(rows):
                 result = next_result(results, ranks, first)
@@ -310,21 +317,6 @@ def rows_on_ranks(
         finally:
             for process in ranks:
                 process.kill()
-
-
-def start_ranks(size: int, shared: tuple[Any, ...]) -> list[BaseProcess]:
-    """New processes, each of which calls run_rows(its environment, *shared)."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    environment = {"WORLD_SIZE": f"{size}", "LOCAL_WORLD_SIZE": f"{size}"}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
-    ranks: list[BaseProcess] = []
-    for rank in range(size):
-        of_rank = {**environment, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
-        spawn = multiprocessing.get_context("spawn").Process
-        ranks.append(spawn(target=run_rows, args=(of_rank, *shared)))
-        ranks[-1].start()
-    return ranks
 
 
 def next_result(results: "Queue[Result]", ranks: Sequence[BaseProcess], row: int) -> Any:
@@ -383,9 +375,7 @@ def compare_row(world: World, reference: Reference, row: Any) -> list[Verdict]:
     config = reference.config
     verdicts = []
     _, strategy, precision = row
-    reduction: Literal["last", "every"] = "last"
-    if config.parallel.accumulate_reduce == "every":
-        reduction = "every"
+    every = config.parallel.accumulate_reduce == "every"
     for optimizer in ("sgd", "adamw"):
         cell = Cell(
             strategy,
@@ -393,7 +383,7 @@ def compare_row(world: World, reference: Reference, row: Any) -> list[Verdict]:
             optimizer,
             clip_by=config.train.clip_by,
             fused=config.optim.fused,
-            accumulate_reduce=reduction,
+            accumulate_reduce="every" if every else "last",
         )
         try:
             verdicts.append(check_cell(world, reference, cell))

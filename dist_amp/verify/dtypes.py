@@ -76,8 +76,6 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True)
 class DtypeReport:
-    """The dtypes of one forward and loss."""
-
     dtype: str  # bf16, fp16, or fp32 where precision.use_amp=false
     device: torch.device
     by_policy: bool  # whether a run would cast by FSDP's policy
@@ -93,7 +91,6 @@ class DtypeReport:
 
     @property
     def text(self) -> str:
-        """The table, then whatever needs attention."""
         header = ("module", "class", "inputs", "weights", "computed in", "outputs")
         # Equal rows of numbered blocks are shown once, as blocks.*.up.
         rows = dict.fromkeys((re.sub(r"\b\d+\b", "*", path), *row) for path, *row in self.rows)
@@ -163,7 +160,6 @@ class DtypeRecorder(TorchDispatchMode):
         self.add(path, "outputs", output)
 
     def add(self, path: str, column: str, value: Any) -> None:
-        """Record the dtypes of the tensors in `value`, which may be nested."""
         self._columns[path, column] |= dict.fromkeys(dtypes_in(value))
 
     def __torch_dispatch__(
@@ -213,6 +209,5 @@ class DtypeRecorder(TorchDispatchMode):
 
 
 def dtypes_in(value: Any) -> list[str]:
-    """Of the tensors in nested containers."""
     dtypes = [tensor.dtype for tensor in tensors(value)]
     return [SHORT.get(dtype, str(dtype).removeprefix("torch.")) for dtype in dtypes]

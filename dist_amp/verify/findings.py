@@ -218,8 +218,6 @@ def _state(reference: Reference, batch: Any) -> list[Finding]:
 
 
 def _random(reference: Reference, batch: Any) -> list[Finding]:
-    """What draws random numbers."""
-
     def drawing() -> str:
         tolerance = reference.rounding_error
         traces = trace(reference, batch), trace(reference, batch, seed=1)
@@ -253,7 +251,6 @@ def _sums(reference: Reference) -> list[Finding]:
 
 
 def _halved(reference: Reference, samples: list[int]) -> list[Any]:
-    """The batch of the samples, and those of its halves."""
     middle = len(samples) // 2
     return [reference.batch(part) for part in (samples, samples[:middle], samples[middle:])]
 
@@ -306,15 +303,12 @@ def _in_evaluation_mode(
     findings: list[Finding] = []
     while where := find():
         kind = where.rpartition(" ")[2].strip("()")
-        cant = ""
-        if where == LOSS:
-            cant = f"{where}: {why}"
-        elif where.startswith(LOSS):
+        if where.startswith(f"{LOSS} "):
             return [*findings, Finding(where, fails=True)]
-        elif kind in reference.task.eval_classes:
-            cant = f"{where}: {why}, in evaluation mode too"
-        if cant:
-            return [Finding(f"{cant}, so it can't be compared; {fix}", fails=True)]
+        if kind in reference.task.eval_classes:
+            why += ", in evaluation mode too"
+        if where == LOSS or kind in reference.task.eval_classes:
+            return [Finding(f"{where}: {why}, so it can't be compared; {fix}", fails=True)]
         reference.task.eval_classes |= {kind}
         findings.append(Finding(f"{where}: {why}; every {kind} is compared in evaluation mode"))
     return findings
@@ -341,7 +335,6 @@ def _half_loss(reference: Reference, batch: Any) -> list[Finding]:
 
 
 def _to_float32(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """The output with its floating-point tensors in float32."""
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.float() if tensor.is_floating_point() else tensor

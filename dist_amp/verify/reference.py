@@ -172,7 +172,6 @@ class Reference:
 
     @cached_property
     def initial(self) -> Values:
-        """The initial parameters that train."""
         return {name: p.detach() for name, p in self.model().named_parameters() if p.requires_grad}
 
     def batch(self, indices: Sequence[int]) -> Any:
@@ -189,7 +188,6 @@ class Reference:
 
     @cached_property
     def step_samples(self) -> list[list[int]]:
-        """The sample indices of each step, in order."""
         length = self.epoch_length
         steps: list[list[int]] = []
         for epoch in range(2):
