@@ -1,6 +1,7 @@
 """The errors that end a run, their exit statuses, and text without secrets."""
 
 import difflib
+import os
 import re
 import traceback
 from collections.abc import Iterable, Sequence
@@ -70,11 +71,22 @@ def first_line(error: BaseException) -> str:
 def in_one_line(error: BaseException) -> str:
     """The error's type, its first line, and where it was raised, outside of packages if at all."""
     places = list(traceback.extract_tb(error.__traceback__))
-    outside = [place for place in places if "-packages" not in place.filename]
+    outside = outside_packages(error)
     # A dispatch mode is on the way of every operation, not its cause.
     places = [place for place in outside if place.name != "__torch_dispatch__"] or places
     where = f" ({Path(places[-1].filename).name}, line {places[-1].lineno})" if places else ""
     return masked(f"{type(error).__name__}: {first_line(error)}{where}")
+
+
+def outside_packages(error: BaseException) -> list[traceback.FrameSummary]:
+    """Where the error passed, but for installed packages and the code that torch.compile wrote."""
+    compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "-packages")
+    places = traceback.extract_tb(error.__traceback__)
+    return [
+        place
+        for place in places
+        if "-packages" not in place.filename and compiled not in place.filename
+    ]
 
 
 def some_of(texts: Sequence[str], most: int = 3) -> str:

@@ -19,7 +19,7 @@ from dist_amp.config.memory import (
     tensor_bytes,
 )
 from dist_amp.data import Batches
-from dist_amp.errors import DataError, Failure, first_line, in_one_line
+from dist_amp.errors import DataError, Failure, first_line, in_one_line, outside_packages
 from dist_amp.loading.loader import samples_text
 from dist_amp.run import Run
 from dist_amp.settings import Config
@@ -171,9 +171,7 @@ def explain_memory(
 def _users_line(error: BaseException) -> str:
     """Such as " (my_task.py, line 12)"; "" where neither the task nor its model was called."""
     ours = str(Path(dist_amp.__file__).parent)
-    places = traceback.extract_tb(error.__traceback__)
-    outside = [each for each in places if "-packages" not in each.filename]
-    theirs = [each for each in outside if not each.filename.startswith(ours)]
+    theirs = [each for each in outside_packages(error) if not each.filename.startswith(ours)]
     if not theirs:
         return ""
     return f" ({Path(theirs[-1].filename).name}, line {theirs[-1].lineno})"
@@ -194,6 +192,8 @@ def _model_text(error: BaseException, config: Config, world: World, run: Run | N
         gradients = on_device(trained)
         states = run.optimizer.state.values()
         moments = on_device(value for state in states for value in state.values())
+        if not states:  # the first update makes them
+            moments = moments_per_parameter(config.optim) * gradients
         count = ""
     else:
         seen = locals_of(error)
