@@ -228,6 +228,8 @@ def _replicate(config: ParallelConfig, module: nn.Module, world: World) -> Paral
             return finish
         return model.no_sync()  # around the forward too: DDP reads its flag there
 
+    for parameter in module.parameters():  # so that Muon shares its work
+        parameter.is_replicated = True  # type: ignore[attr-defined]
     return Parallel("ddp", module, model, world, gradient_sync, world.device, world.world_size)
 
 

@@ -56,8 +56,8 @@ from dist_amp.errors import Failure, in_one_line
 from dist_amp.world import World
 
 PLAIN = (str, bytes, int, float, bool, type(None))
-# What a checkpoint has of an optimizer, and what the scaler sets for its step.
-SAVED_OF_OPTIMIZER = ("state", "param_groups", "grad_scale", "found_inf")
+# What a checkpoint has of an optimizer, what the scaler sets for its step, and Muon's plan of it.
+SAVED_OF_OPTIMIZER = ("state", "param_groups", "grad_scale", "found_inf", "_exchanges")
 
 
 class Task(Protocol):

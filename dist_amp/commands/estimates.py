@@ -202,7 +202,21 @@ def of_a_step(setup: Setup) -> Step:
     if setup.config.parallel.bit_exact:
         add_exact(counted, setup)
     counted[Collective("all_reduce", setup.world.world_size, STEP_SUM, STEP_SUM)] += scalars
-    return counted
+    if setup.config.optim.name == "muon" and not hasattr(setup.task, "optimizer"):
+        add_muon(counted, setup)
+    return Counter({one: times for one, times in counted.items() if one.bytes_in and one.ranks > 1})
+
+
+def add_muon(counted: Step, setup: Setup) -> None:
+    """Count the exchanges of matrices' updates, in two bytes per element."""
+    from dist_amp.optimizers.muon import deal
+
+    shards = max(1, setup.shards)
+    matrices = [p for group in filter(takes_muon, setup.groups()) for p in group["params"]]
+    for places in deal(matrices, shards, setup.replicas):
+        size = 2 * shards * max(place.stop for place in places)
+        counted[Collective("all_to_all", shards, size, size)] += 2
+        counted[Collective("all_gather", setup.replicas, size, setup.replicas * size)] += 1
 
 
 def add_exact(counted: Step, setup: Setup) -> None:
@@ -261,9 +275,4 @@ def of_sharded(setup: Setup) -> Step:
         counted[Collective("all_gather", shards, gathered, shards * gathered)] += gathers
         counted[Collective("reduce_scatter", shards, shards * reduced, reduced)] += reductions
         counted[Collective("all_reduce", setup.replicas, reduced, reduced)] += 1
-    if setup.config.optim.name == "muon" and not hasattr(setup.task, "optimizer"):
-        for group in filter(takes_muon, setup.groups()):
-            for matrix in group["params"]:
-                gathered = tensor_bytes([matrix], shards, torch.bfloat16)  # of its update
-                counted[Collective("all_gather", shards, gathered, shards * gathered)] += 1
-    return Counter({one: times for one, times in counted.items() if one.bytes_in and one.ranks > 1})
+    return counted

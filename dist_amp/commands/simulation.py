@@ -314,6 +314,7 @@ def hold_buckets(run: Run) -> list[Tensor]:
 
     parallel.gradient_sync = gradient_sync
     for parameter in parallel.parameters:
+        parameter.is_replicated = True  # type: ignore[attr-defined]
         parameter.register_post_accumulate_grad_hook(copy_to_bucket)
     return [torch.empty_like(p) for p in parallel.parameters]
 
@@ -358,7 +359,7 @@ def simulate(
     )
     fake = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
     rank0 = ImaginedDevice(device)
-    with imagined_ranks(size), warnings.catch_warnings():
+    with imagined_ranks(world.world_size), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those that training prints
         beside_model = [
             on_device(leaf.detach(), fake, rank0)

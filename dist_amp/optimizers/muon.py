@@ -1,25 +1,36 @@
 """Muon: momentum, orthogonalised, for hidden matrices; AdamW for the other parameters.
 
 Source: Keller Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; scaled as in Liu et
-al. 2025, arXiv:2502.16982. One process computes what torch.optim.Muon does. Under FSDP2 each step
-gathers each matrix's update once, in bfloat16; every rank orthogonalises it and keeps its part.
+al. 2025, arXiv:2502.16982. One process computes what torch.optim.Muon does. Of several, one
+orthogonalises each matrix, in bfloat16, and sends the others what they hold of it.
 """
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from dist_amp.world import local
+from dist_amp.world import all_gather_single, local
 
 # Of the quintic iteration; Keller Jordan's, as in torch.optim.Muon.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
+# Elements that a rank gathers at a time, or one matrix of each: 128 MiB. Assumed.
+AT_ONCE = 2**26
 
 Group = dict[str, Any]
+
+
+# Who orthogonalises a matrix, and where its shard lies in what each rank sends there.
+class Place(NamedTuple):
+    matrix: Tensor
+    owner: int  # the ranks with the first replica's shards come first
+    start: int
+    stop: int
 
 
 class Muon(torch.optim.Optimizer):
@@ -33,6 +44,7 @@ class Muon(torch.optim.Optimizer):
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
     takes_device_lr = True
+    matrices_at_once = 2**10  # of a shape; another number may round otherwise
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -64,6 +76,8 @@ class Muon(torch.optim.Optimizer):
             copies.append(copy)
         super().__init__(copies, {**self._adamw.defaults, "momentum": momentum})
         self._step_supports_amp_scaling = fused
+        self._dealt: Any = set()  # the matrices whose owners are known
+        self._exchanges: Any = []
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -73,36 +87,94 @@ class Muon(torch.optim.Optimizer):
         adamw.grad_scale = self.grad_scale
         adamw.found_inf = self.found_inf
         adamw.step()
-        for group in self.param_groups:
-            if group["use_muon"]:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        self._update(parameter, group)
+        chosen = [group for group in self.param_groups if group["use_muon"]]
+        groups = {p: group for group in chosen for p in group["params"] if p.grad is not None}
+        if groups.keys() != self._dealt:
+            self._dealt = set(groups)
+            layouts: Any = {}
+            for matrix in groups:
+                layouts.setdefault(layout_of(matrix), []).append(matrix)
+            self._exchanges = []
+            for layout, some in layouts.items():
+                _, shards, replicas = layout
+                for places in deal(some, shards[1], replicas[1]):
+                    self._exchanges.append((layout, places))
+        for layout, places in self._exchanges:
+            self._update(layout, places, groups)
 
-    def _update(self, parameter: Tensor, group: Group) -> None:
+    def _update(
+        self,
+        layout: Any,
+        places: Any,
+        groups: Any,
+    ) -> None:
+        """Update matrices: what is to be orthogonalised goes to its owner, and comes back."""
+        device, (shard_group, shards, shard), (replica_group, replicas, replica) = layout
+        size = max(place.stop for place in places)
+        sent = torch.empty(shards, size, dtype=torch.bfloat16, device=device)
+        for matrix, owner, start, _ in places:
+            update = self._with_momentum(matrix, groups[matrix])
+            if owner // shards == replica:
+                end = start + update.numel()
+                sent[owner % shards, start:end] = update.flatten()
+        gathered = sent
+        if shards > 1:
+            gathered = torch.empty_like(sent)
+            dist.all_to_all_single(gathered, sent, group=shard_group)
+        mine: Any = {}
+        for matrix, owner, start, stop in places:
+            if owner == replica * shards + shard:
+                part = gathered[:, start:stop]
+                mine.setdefault(matrix.shape, []).append(part)
+        for shape, parts in mine.items():
+            self._orthogonalise(shape, parts)
+        if shards > 1:
+            dist.all_to_all_single(sent, gathered, group=shard_group)
+        updates = sent
+        if replicas > 1:
+            updates = sent.new_empty(replicas * shards, size)
+            all_gather_single(updates, sent, group=replica_group)
+        for matrix, owner, start, _ in places:
+            end = start + local(matrix).numel()
+            update = updates[owner, start:end]
+            self._apply(update, matrix, groups[matrix])
+
+    def _orthogonalise(self, shape: Any, parts: list[Tensor]) -> None:
+        """Orthogonalise matrices of one shape in place: [shards, elements of a shard] each."""
+        rows, columns = shape
+        padded = torch.stack(parts).view(len(parts), -1, columns)  # the last shards are shorter
+        for some in padded[:, :rows].split(self.matrices_at_once):
+            some.copy_(orthogonalised(some))
+        for part, update in zip(parts, padded, strict=True):
+            part.copy_(update.view_as(part))
+
+    def _with_momentum(self, parameter: Tensor, group: Group) -> Tensor:
+        """This rank's part of a matrix's update, before it is orthogonalised."""
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         buffer = local(state["momentum_buffer"])
-        part = local(parameter)
         assert parameter.grad is not None
         gradient = local(parameter.grad)
-        lr = group["lr"]
         weight: Any = 1 - group["momentum"]
         if self.grad_scale is not None:
             gradient = gradient / self.grad_scale
         if self.found_inf is not None:
             # A skipped step moves by 0 times a finite update: zeros replace the gradients.
-            applied = 1 - self.found_inf
             gradient = torch.where(self.found_inf > 0, 0.0, gradient)
-            lr = lr * applied
-            weight = (weight * applied).to(buffer.dtype)
+            weight = (weight * (1 - self.found_inf)).to(buffer.dtype)
         buffer.lerp_(gradient, weight)
-        update = gradient.lerp(buffer, group["momentum"])
-        update = orthogonalised_part(update.bfloat16(), parameter)
+        return gradient.lerp(buffer, group["momentum"])
+
+    def _apply(self, update: Tensor, parameter: Tensor, group: Group) -> None:
+        """Move this rank's part of a matrix by its orthogonalised update."""
+        part = local(parameter)
+        lr = group["lr"]
+        if self.found_inf is not None:
+            lr = lr * (1 - self.found_inf)
         ratio = 0.2 * math.sqrt(max(parameter.shape))  # the RMS of AdamW's updates
         part.mul_(1 - lr * group["weight_decay"])
-        part.sub_(update.to(part) * (lr * ratio))
+        part.sub_(update.view_as(part).to(part) * (lr * ratio))
 
 
 def muon_groups(model: nn.Module, weight_decay: float) -> list[Group]:
@@ -125,33 +197,67 @@ def muon_groups(model: nn.Module, weight_decay: float) -> list[Group]:
     return [group for group in groups if group["params"]]
 
 
-def orthogonalised(matrix: Tensor) -> Tensor:
-    """Roughly the nearest semi-orthogonal matrix: singular values end between 0.7 and 1.2.
+def orthogonalised(matrices: Tensor) -> Tensor:
+    """Roughly the nearest semi-orthogonal matrices: singular values end between 0.7 and 1.2.
 
-    [rows, columns] bfloat16. Newton-Schulz iteration with the coefficients of Keller Jordan 2024.
+    [count, rows, columns] bfloat16. Newton-Schulz iteration with Keller Jordan's coefficients.
     """
     a, b, c = COEFFICIENTS
-    is_tall = len(matrix) > matrix.shape[1]
-    x = matrix
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices
     if is_tall:
-        x = x.T
-    x = x / x.norm().clamp(min=1e-7)
+        x = x.mT
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(STEPS):
-        gram = x @ x.T
-        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.addmm(x, polynomial, x, beta=a)
+        gram = x @ x.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
     if is_tall:
-        return x.T
+        return x.mT
     return x
 
 
-def orthogonalised_part(part: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of an orthogonalised matrix, sharded as `like` is: one all-gather."""
-    if not isinstance(like, DTensor):
-        return orthogonalised(part)
-    mesh = like.device_mesh
-    size: Group = {"shape": like.shape, "stride": like.stride()}
-    sharded = DTensor.from_local(part, mesh, like.placements, run_check=False, **size)
-    full = orthogonalised(sharded.full_tensor())
-    whole = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return whole.redistribute(placements=like.placements).to_local()
+def layout_of(matrix: Tensor) -> Any:
+    """(device, shards, replicas) of a matrix; the last two: a group, its size, and its rank."""
+    device: Any = matrix.device
+    alone = None, 1, 0
+    ranks: Any = {Shard(0): alone, Replicate(): alone}
+    if isinstance(matrix, DTensor):
+        mesh = matrix.device_mesh
+        device = mesh.device_type  # also under CPU offload
+        for dimension, placement in enumerate(matrix.placements):
+            if ranks.get(placement) != alone:
+                raise ValueError(
+                    f"Muon takes matrices that are sharded by rows, once, not {matrix.placements}: "
+                    "use_muon=False"
+                )
+            group = mesh.get_group(dimension)
+            ranks[placement] = group, group.size(), group.rank()
+    elif hasattr(matrix, "is_replicated") and dist.is_initialized():
+        ranks[Replicate()] = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    return device, *ranks.values()
+
+
+def deal(matrices: Iterable[Tensor], shards: int, replicas: int) -> list[Any]:
+    """Each to the rank with the least work so far, the largest first: Graham 1969; by exchange."""
+
+    def work(matrix: Tensor) -> int:
+        short, long = sorted(matrix.shape)
+        return short * short * (2 * long + short)
+
+    ranks = shards * replicas
+    loads = [0] * ranks
+    ends = [AT_ONCE + 1] * ranks  # of what is sent for each owner in the last exchange
+    exchanges: Any = []
+    for matrix in sorted(matrices, key=lambda matrix: (-work(matrix), matrix.shape)):
+        owner = loads.index(min(loads))
+        loads[owner] += work(matrix)
+        rows, columns = matrix.shape
+        length = math.ceil(rows / shards) * columns
+        if ends[owner] and (ends[owner] + length) * ranks > AT_ONCE:
+            ends = [0] * ranks
+            exchanges.append([])
+        start = ends[owner]
+        ends[owner] += length
+        exchanges[-1].append(Place(matrix, owner, start, ends[owner]))
+    return exchanges
