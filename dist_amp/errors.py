@@ -81,12 +81,11 @@ def in_one_line(error: BaseException) -> str:
 def outside_packages(error: BaseException) -> list[traceback.FrameSummary]:
     """Where the error passed, but for installed packages and the code that torch.compile wrote."""
     compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "-packages")
-    places = traceback.extract_tb(error.__traceback__)
-    return [
-        place
-        for place in places
-        if "-packages" not in place.filename and compiled not in place.filename
-    ]
+    outside = []
+    for place in traceback.extract_tb(error.__traceback__):
+        if "-packages" not in place.filename and compiled not in place.filename:
+            outside.append(place)
+    return outside
 
 
 def some_of(texts: Sequence[str], most: int = 3) -> str:

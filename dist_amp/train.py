@@ -52,10 +52,6 @@ def observers_of(run: Run, stop: Stop) -> list[Observer]:
         nonfinite = NonfiniteReplay(run)
         limits.first_nonfinite = nonfinite.where
         observers.append(nonfinite)
-    if run.config.compile.blocks:
-        from dist_amp.scaling.compile import CompileCost
-
-        observers.append(CompileCost(run.world))
     observers += [limits, FirstSteps(run)]
     if run.config.debug.numerics or run.config.parallel.param_dtype == "bf16":
         from dist_amp.diagnostics.numerics import Numerics

@@ -206,7 +206,7 @@ def test_a_resumed_run_finds_its_compiled_code_beside_the_runs(tmp_path):
     assert not counted.get("fxgraph_cache_hit")
     cache = tmp_path / "compile_cache"
     (line,) = (line for line in out.splitlines() if "compiling took" in line)
-    assert line.endswith(f" s of the first step; the code is kept in {cache}")
+    assert line.endswith(f" s up to the end of the first step; the code is kept in {cache}")
     assert any(cache.rglob("*.py"))
     out, counted = trained(tmp_path / "run", *words, "--train.steps", "4")
     assert "resumed from step 2" in out

@@ -292,7 +292,7 @@ def test_memory_that_runs_out_is_reported_with_what_was_asked_for(
     done = subprocess.run(command, env=environ(1), capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
-    # 12 blocks of 12 x 768^2, the tied embedding, and norms; two moments, which the first update would make.
+    # 12 blocks of 12 x 768^2, the tied embedding, and norms; the first update makes two moments.
     bytes_of_model = 4 * (12 * (12 * 768**2 + 2 * 768) + 50304 * 768 + 768)
     assert "rank 0 ran out of GPU memory in step 1: asked for " in last
     assert " GiB in use, of 78.60 GiB available; " in last

@@ -164,7 +164,7 @@ def test_a_model_without_convertible_layers_is_refused(task):
     ("words", "said"),
     [
         (["--use_amp", "false"], "use_amp=false computes in float32: use --use_amp true"),
-        (["--precision.dtype", "fp16"], "fp16 has no float8: use precision.dtype=bf16"),
+        (["--precision.dtype", "fp16"], "float8 goes with bf16 alone: use precision.dtype=bf16"),
         (
             ["--parallel.bit_exact", "true", "--train.global_batch_size", 8],
             "bit_exact=true does not allow precision.matmul=fp8: a scale depends on all values",

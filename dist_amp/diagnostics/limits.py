@@ -63,6 +63,7 @@ class FirstSteps(Observer):
 
     def __init__(self, run: Run):
         self._run = run
+        self._first_step = run.step + 1
         self._last_step = run.step + WATCHED_STEPS
         self._before: list[Tensor] = []
         self._moved = False
@@ -79,6 +80,10 @@ class FirstSteps(Observer):
             self._before = [part.clone() for part in self._sampled()]
 
     def after_step(self, report: StepReport, micro_batches: Sequence[Any]) -> None:
+        if self._run.step == self._first_step and self._run.config.compile.blocks:
+            from dist_amp.scaling.compile import say_cost
+
+            say_cost(self._run.world)
         if self._run.step == 1:
             warn_of_mean(self._run)
         if not self._moved:

@@ -26,7 +26,6 @@ from dist_amp.config.auto import accumulation_steps
 from dist_amp.errors import ConfigError, first_line
 from dist_amp.scaling.blocks import blocks_of
 from dist_amp.settings import CompileConfig, Config
-from dist_amp.telemetry.step_report import Observer, StepReport
 from dist_amp.world import World
 
 Forward = Callable[..., Any]
@@ -250,30 +249,18 @@ def keep_code(folder: Path) -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
 
 
-class CompileCost(Observer):
-    """Says after the first step how long compiling took in it."""
-
-    def __init__(self, world: World):
-        self._world = world
-        self._before = compile_seconds()
-        self._is_first = True
-
-    def after_step(self, report: StepReport, micro_batches: Sequence[Any]) -> None:
-        seconds = compile_seconds() - self._before
-        if self._is_first and seconds:
-            cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
-            self._world.say(
-                f"compile.blocks: compiling took {seconds:.1f} s of the first step; the code is "
-                f"kept in {cache}"
-            )
-        self._is_first = False
-
-
-def compile_seconds() -> float:
-    """What this process has spent compiling; 0 where torch does not tell."""
-    if "torch._dynamo" not in sys.modules:
-        return 0.0
-    return private("torch._dynamo.utils.calculate_time_spent", dict)().get("total_wall_time", 0.0)
+def say_cost(world: World) -> None:
+    """Say how long this process has compiled, if it has, and torch tells."""
+    seconds = 0.0
+    if "torch._dynamo" in sys.modules:
+        spent = private("torch._dynamo.utils.calculate_time_spent", dict)()
+        seconds = spent.get("total_wall_time", 0.0)
+    if seconds:
+        cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
+        world.say(
+            f"compile.blocks: compiling took {seconds:.1f} s up to the end of the first step; the "
+            f"code is kept in {cache}"
+        )
 
 
 class CompiledLoss:

@@ -6,7 +6,6 @@ float8, too. Source: Micikevicius et al. 2022, arXiv:2209.05433.
 """
 
 import logging
-import warnings
 from collections import Counter
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from dist_amp.errors import ConfigError
 from dist_amp.scaling.blocks import blocks_of, shared_parameters
-from dist_amp.scaling.meta import like
 from dist_amp.settings import Config
 from dist_amp.world import World
 
@@ -27,10 +25,10 @@ CAPABILITY = (8, 9)  # of the first GPUs with float8 tensor cores
 def check_float8(config: Config, world: World) -> None:
     """Errors: ConfigError for settings or a device that rule out float8."""
     problem = ""
-    if config.precision.name != "bf16":
-        problem = f"precision.{config.precision.name} has no float8: use precision.dtype=bf16"
-        if config.precision.name == "fp32":
-            problem = "use_amp=false computes in float32: use --use_amp true"
+    if config.precision.name == "fp32":
+        problem = "use_amp=false computes in float32: use --use_amp true"
+    elif config.precision.name == "fp16":
+        problem = "float8 goes with bf16 alone: use precision.dtype=bf16"
     elif world.device.type == "cuda":
         capability = torch.cuda.get_device_capability(world.device)
         if capability < CAPABILITY:
@@ -52,7 +50,6 @@ def to_float8(config: Config, task: Any, module: nn.Module, world: World) -> Non
     """
     check_float8(config, world)
     try:
-        warnings.filterwarnings("ignore", module="torchao")
         # It warns of each of its kernels that this machine can't load.
         logging.getLogger("torchao").setLevel(logging.ERROR)
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -84,16 +81,21 @@ def to_float8(config: Config, task: Any, module: nn.Module, world: World) -> Non
 def linears_in_blocks(task: Any, module: nn.Module) -> list[nn.Linear]:
     """Each once, without those that share their weight or stand in several places."""
     places = Counter(id(part) for _, part in module.named_modules(remove_duplicate=False))
-    parts = dict.fromkeys(part for block in blocks_of(task, module) for part in block.modules())
-    linears = [part for part in parts if type(part) is nn.Linear and part is not module]
+    linears = []
+    for block in blocks_of(task, module):
+        for part in block.modules():
+            if type(part) is nn.Linear and places[id(part)] == 1 and part is not module:
+                linears.append(part)
     shared = shared_parameters(module, linears)
-    return [part for part in linears if part not in shared and places[id(part)] == 1]
+    return [part for part in linears if part not in shared]
 
 
 def takes_float8(linear: nn.Linear) -> bool:
-    has_hooks = linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks
-    fits = linear.in_features % MULTIPLE == linear.out_features % MULTIPLE == 0
-    return fits and linear.weight.requires_grad and not has_hooks
+    if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks:
+        return False
+    if not linear.weight.requires_grad:
+        return False
+    return linear.in_features % MULTIPLE == 0 and linear.out_features % MULTIPLE == 0
 
 
 def gather_in_float8(unit: nn.Module) -> None:
@@ -110,7 +112,9 @@ def gather_in_float8(unit: nn.Module) -> None:
             weight = WeightWithDynamicFloat8CastTensor(
                 part.weight.detach(), part.linear_mm_config, dtype
             )
-            part.weight = like(part.weight, weight)
+            parameter = nn.Parameter(weight, part.weight.requires_grad)
+            parameter.__dict__.update(part.weight.__dict__)  # the user's, such as no_decay
+            part.weight = parameter
 
 
 def scale_before_forwards(model: Any) -> None:
