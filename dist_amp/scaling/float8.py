@@ -30,13 +30,12 @@ def check_float8(config: Config, world: World) -> None:
     elif config.precision.name == "fp16":
         problem = "float8 goes with bf16 alone: use precision.dtype=bf16"
     elif world.device.type == "cuda":
-        capability = torch.cuda.get_device_capability(world.device)
-        if capability < CAPABILITY:
+        major, minor = torch.cuda.get_device_capability(world.device)
+        if (major, minor) < CAPABILITY:
             name = torch.cuda.get_device_name(world.device)
-            found = ".".join(map(str, capability))
             problem = (
                 f"it needs compute capability 8.9 (L4, L40S, RTX 4090, H100 and later), and {name} "
-                f"has {found}"
+                f"has {major}.{minor}"
             )
     if problem:
         raise ConfigError(f"precision.matmul=fp8: {problem}; or use precision.matmul=auto")
