@@ -67,8 +67,7 @@ def _not_compiled(config: Config, task: Any, module: nn.Module, world: World) ->
     """Why compile.blocks=auto compiles nothing; "" if it does."""
     if world.device.type == "cpu":
         return "a CPU gains little from it"
-    missing = _missing_compiler(world.device)
-    if missing and config.compile.mode not in GENERATE_NO_CODE:
+    if missing := _missing_compiler(world.device):
         return f"it needs {missing}"
     if config.parallel.bit_exact:
         return "parallel.bit_exact=true, and what another machine compiles may round otherwise"
