@@ -94,7 +94,9 @@ def takes_float8(linear: nn.Linear) -> bool:
         return False
     if not linear.weight.requires_grad:
         return False
-    return linear.in_features % MULTIPLE == 0 and linear.out_features % MULTIPLE == 0
+    if linear.in_features % MULTIPLE:
+        return False
+    return linear.out_features % MULTIPLE == 0
 
 
 def gather_in_float8(unit: nn.Module) -> None:
