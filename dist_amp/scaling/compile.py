@@ -55,11 +55,12 @@ def pick_compile(
     picked = config.compile
     if picked.blocks == "auto":
         reason = _not_compiled(config, task, module, world)
-        if reason and world.device.type != "cpu":
-            world.say(f"compile.blocks=auto: nothing is compiled, because {reason}")
         if reason:
             picked = replace(picked, blocks=False)
-    check_compile(picked, strategy, accumulation_steps(config.train, world.world_size), world)
+            if world.device.type != "cpu":
+                world.say(f"compile.blocks=auto: nothing is compiled, because {reason}")
+    micro_batches = accumulation_steps(config.train, world.world_size)
+    check_compile(picked, strategy, micro_batches, world)
     return picked
 
 
@@ -255,10 +256,9 @@ def say_cost(world: World) -> None:
         spent = private("torch._dynamo.utils.calculate_time_spent", dict)()
         seconds = spent.get("total_wall_time", 0.0)
     if seconds:
-        cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
         world.say(
             f"compile.blocks: compiling took {seconds:.1f} s up to the end of the first step; the "
-            f"code is kept in {cache}"
+            f"code is kept in {os.environ['TORCHINDUCTOR_CACHE_DIR']}"
         )
 
 

@@ -52,6 +52,7 @@ def to_float8(config: Config, task: Any, module: nn.Module, world: World) -> Non
         # It warns of each of its kernels that this machine can't load.
         logging.getLogger("torchao").setLevel(logging.ERROR)
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+        from torchao.float8.float8_linear import Float8Linear
     except ImportError as error:
         raise ConfigError(
             f"precision.matmul=fp8 needs torchao ({error}): pip install 'dist_amp[float8]', or use "
@@ -66,10 +67,14 @@ def to_float8(config: Config, task: Any, module: nn.Module, world: World) -> Non
             "trained, not shared and without hooks; use precision.matmul=auto"
         )
     on_gpu = world.device.type == "cuda"
-    options = Float8LinearConfig(emulate=not on_gpu)
+    # A weight's gradient sums over rows, whose number may be no multiple of 16.
+    options = Float8LinearConfig(emulate=not on_gpu, pad_inner_dim=True)
     convert_to_float8_training(
         module, module_filter_fn=lambda part, name: part in chosen, config=options
     )
+    for part in module.modules():
+        if isinstance(part, Float8Linear):
+            take_no_rows(part)
     world.say(f"precision.matmul=fp8: {len(chosen)} of {len(linears)} linear layers in blocks")
     if not on_gpu:
         world.warn("precision.matmul=fp8 is emulated on a CPU: slower, and rounded as on a GPU")
@@ -83,7 +88,9 @@ def linears_in_blocks(task: Any, module: nn.Module) -> list[nn.Linear]:
     linears = []
     for block in blocks_of(task, module):
         for part in block.modules():
-            if type(part) is nn.Linear and places[id(part)] == 1 and part is not module:
+            if type(part) is not nn.Linear or part is module:
+                continue
+            if places[id(part)] == 1:
                 linears.append(part)
     shared = shared_parameters(module, linears)
     return [part for part in linears if part not in shared]
@@ -99,23 +106,43 @@ def takes_float8(linear: nn.Linear) -> bool:
     return linear.out_features % MULTIPLE == 0
 
 
+def take_no_rows(linear: nn.Linear) -> None:
+    """Let a layer take an idle expert's input, which has no largest value."""
+    in_float8 = linear.forward
+
+    def forward(rows: Tensor) -> Tensor:
+        if rows.numel():
+            return in_float8(rows)
+        one = in_float8(rows.new_zeros(1, linear.in_features))
+        return one[:0].view(*rows.shape[:-1], linear.out_features)
+
+    vars(linear)["forward"] = forward
+
+
 def gather_in_float8(unit: nn.Module) -> None:
     """Let FSDP2 cast the weights of a unit's float8 layers before it gathers them.
 
     It comes right before fully_shard, when they have memory and their final dtype.
     """
     from torchao.float8.float8_linear import Float8Linear
+    from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
+    FLOAT8_OPS_TABLE.setdefault(torch.ops.aten.zeros_like.default, zero_gradient)
     for part in unit.modules():
         if isinstance(part, Float8Linear) and not isinstance(part.weight, DTensor):
             dtype = part.config.cast_config_weight.target_dtype
-            weight = WeightWithDynamicFloat8CastTensor(
-                part.weight.detach(), part.linear_mm_config, dtype
+            weight = part.weight
+            part.weight = nn.Parameter(
+                WeightWithDynamicFloat8CastTensor(weight.detach(), part.linear_mm_config, dtype)
             )
-            parameter = nn.Parameter(weight, part.weight.requires_grad)
-            parameter.__dict__.update(part.weight.__dict__)  # the user's, such as no_decay
-            part.weight = parameter
+            vars(part.weight).update(vars(weight))  # the user's, such as no_decay
+
+
+def zero_gradient(op: Any, args: Any, kwargs: Any) -> Tensor:
+    """What FSDP2 takes as the gradient of a gathered weight that got none, such as an expert's."""
+    weight = args[0]
+    return weight._data.new_zeros(weight.shape, dtype=weight._orig_dtype)
 
 
 def scale_before_forwards(model: Any) -> None:
