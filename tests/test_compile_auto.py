@@ -11,6 +11,7 @@ import tiny_hf
 import torch
 import torch._dynamo
 from tiny import Tiny, make_run, take_steps
+from torch import nn
 from torch._dynamo.utils import counters
 
 from dist_amp.config.load import load_config
@@ -52,7 +53,7 @@ class Penalty(Tiny):
 
 class OneLayer(Tiny):
     def build_model(self):
-        return torch.nn.Linear(8, 1)
+        return nn.Linear(8, 1)
 
 
 def test_blocks_are_compiled_on_a_gpu_with_a_compiler_and_not_on_a_cpu(compiler):
@@ -88,20 +89,79 @@ def test_auto_compiles_nothing_without_a_compiler_and_names_what_is_missing(monk
         picked("--compile.blocks", "true")
 
 
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """compile.blocks=auto compiles on this CPU, too."""
+    monkeypatch.setattr(compiling, "_not_compiled", lambda *_: "")
+
+
+def losses(task, *words):
+    run = make_run(World(), task, *words)
+    return [float(report.loss_sum) for report in take_steps(run, 3)]
+
+
 @pytest.mark.bad_input("a block that the backend fails on, under `compile.blocks=auto`")
-def test_a_block_that_the_backend_fails_on_runs_as_written_under_auto(monkeypatch, capsys):
+def test_a_block_that_the_backend_fails_on_runs_as_written_under_auto(
+    as_on_a_gpu, monkeypatch, capsys
+):
     def fails(graph, inputs):
         raise ValueError("no kernel")
 
-    run = make_run(World(), Tiny())
-    plain = [float(loss) for report in take_steps(run, 2) for loss in report.losses]
+    plain = losses(Tiny(), "--compile.blocks", "false")
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **more: real(f, **more | {"backend": fails}))
-    monkeypatch.setattr(compiling, "_not_compiled", lambda *_: "")
-    run = make_run(World(), Tiny(), "--compile.mode", "aot_eager")
-    losses = [float(loss) for report in take_steps(run, 2) for loss in report.losses]
-    assert losses == plain
-    assert "compile.blocks=auto: 0 is not compiled: " in capsys.readouterr().err
+    assert losses(Tiny(), "--compile.mode", "aot_eager") == plain
+    assert "compile.blocks=auto leaves a block as it is: 0 is not one graph: " in (
+        capsys.readouterr().err
+    )
+
+
+class Chosen(nn.Module):
+    """Experts that read which of them are chosen, as a mixture does."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        chosen = (x[:, 0] > 0).long()
+        result = torch.zeros_like(x)
+        for number in chosen.unique().tolist():
+            rows = chosen == number
+            result[rows] = self.experts[number](x[rows]).to(x.dtype)
+        return result
+
+
+class Mixture(Tiny):
+    def build_model(self):
+        return nn.Sequential(Chosen(), nn.Linear(8, 8), nn.Linear(8, 1))
+
+    def blocks(self, model):
+        return list(model[:2])
+
+
+@pytest.mark.bad_input("a block whose graph depends on values, under `compile.blocks=auto`")
+def test_a_block_that_depends_on_values_runs_as_written_under_auto(as_on_a_gpu, capsys):
+    plain = losses(Mixture(), "--compile.blocks", "false")
+    assert losses(Mixture(), "--compile.mode", "eager") == plain
+    said = capsys.readouterr().err
+    assert said.count("compile.blocks=auto leaves a block as it is: 0 is not one graph: ") == 1
+    assert "1 is not one graph" not in said
+
+
+def test_an_error_of_the_model_is_its_own_under_auto(as_on_a_gpu):
+    class Misfit(Tiny):
+        def loss_sum(self, model, batch):
+            return model(batch["x"][:, :3]).sum()
+
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied|same reduction dim"):
+        losses(Misfit(), "--compile.mode", "eager")
+
+
+def test_auto_leaves_the_tasks_loss_as_it_is(as_on_a_gpu):
+    task = Tiny()
+    losses(task, "--compile.mode", "eager")
+    assert task.loss_sum.__self__ is task
 
 
 def breaks(task, *words):

@@ -27,7 +27,11 @@ NEEDS_EXTRA = {
     "images": ["sources/labelled_images"],
 }
 # Where an extra's package is imported by a function that says what to install.
-ASKS_FOR_EXTRA = {"hf": ["sources/tokenizer", "tasks/pretrained"], "gpu": ["telemetry/health"]}
+ASKS_FOR_EXTRA = {
+    "hf": ["sources/tokenizer", "tasks/pretrained"],
+    "gpu": ["telemetry/health"],
+    "float8": ["scaling/float8"],
+}
 
 
 def declared(extra=None):

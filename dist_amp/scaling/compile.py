@@ -35,6 +35,9 @@ CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 # Values of compile.mode that are backends of torch.compile.
 GENERATE_NO_CODE = ("eager", "aot_eager")
 
+# Modules of its errors.
+OF_THE_COMPILER = ("torch._dynamo", "torch._inductor", "torch.fx")
+
 NOT_ONE_GRAPH = ("TorchDynamoException", "FailOnRecompileLimitHit")
 
 
@@ -166,14 +169,19 @@ def compile_blocks(
     kinds = len({str(block) for block in blocks})
     torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, 8 * kinds)
     compiler = Compiler(config, world)
+    wrap: Callable[..., Forward] = compiler.wrap
+    if config.blocks == "auto":
+        wrap = compiler.wrap_if_possible
     names = {id(part): name for name, part in module.named_modules()}
     for block in blocks:
-        block.forward = compiler.wrap(block.forward, names[id(block)] or "the model")
+        block.forward = wrap(block.forward, names[id(block)] or "the model")
     # CUDA graphs' results are overwritten by the next step, and losses are kept for a while.
-    if config.mode not in CUDA_GRAPHS:
-        for part in module.modules():
-            if getattr(part, "computes_loss", False):
-                part.forward = compiler.wrap(part.forward, names[id(part)])
+    if config.mode in CUDA_GRAPHS:
+        return
+    for part in module.modules():
+        if getattr(part, "computes_loss", False):
+            part.forward = wrap(part.forward, names[id(part)])
+    if config.blocks != "auto":
         loss = CompiledLoss(task.loss_sum, compiler)
         with suppress(AttributeError):  # a class with __slots__
             object.__setattr__(task, "loss_sum", loss)  # or a frozen dataclass
@@ -198,35 +206,32 @@ class Compiler:
         # A dispatch mode, such as a FLOP counter, sees no operations of compiled code.
         name = "torch.utils._python_dispatch.is_in_any_mode_without_ignore_compile_internals"
         self._is_observed = private(name, lambda: False)
-        self._not_compiled: set[str] = set()  # what compile.blocks=auto gave up
+        self._as_written: set[str] = set()  # what compile.blocks=auto leaves as it is
+        self._options: Any = {"backend": "inductor", "mode": config.mode}
+        if config.mode in GENERATE_NO_CODE:
+            self._options = {"backend": config.mode}
+        self._options["dynamic"] = config.blocks == "dynamic"
 
     def wrap(self, forward: Forward, name: str, breaks: bool = False) -> Forward:
         """The forward, compiled; breaks: not as one graph. Its calls may raise ConfigError."""
         config = self._config
-        options: Any = {"backend": "inductor", "mode": config.mode}
-        if config.mode in GENERATE_NO_CODE:
-            options = {"backend": config.mode}
-        options["dynamic"] = config.blocks == "dynamic"
-        one_graph = torch.compile(forward, fullgraph=True, **options)
-        in_parts = torch.compile(forward, fullgraph=False, **options)
+        one_graph = torch.compile(forward, fullgraph=True, **self._options)
+        in_parts = torch.compile(forward, fullgraph=False, **self._options)
 
         @wraps(forward)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self._is_observed() or name in self._not_compiled:
+            if self._is_observed():
                 return forward(*args, **kwargs)
             try:
                 if self._one_graph and not breaks:
                     return one_graph(*args, **kwargs)
                 return in_parts(*args, **kwargs)
             except self._backend_failed as error:
-                cause = first_line(getattr(error, "inner_exception", error))
-                if config.blocks != "auto":
-                    raise ConfigError(
-                        f"compile.mode={config.mode} can't compile {name}: {cause}; use another, "
-                        "or compile.blocks=false"
-                    ) from error
-                self._not_compiled.add(name)
-                self._world.warn(f"compile.blocks=auto: {name} is not compiled: {cause}")
+                cause = getattr(error, "inner_exception", error)
+                raise ConfigError(
+                    f"compile.mode={config.mode} can't compile {name}: {first_line(cause)}; use "
+                    "another, or compile.blocks=false"
+                ) from error
             except self._block_failed:
                 raise
             except self._not_one_graph as error:  # raised before any of the block has run
@@ -236,6 +241,29 @@ class Compiler:
                 self._world.warn(f"{why}; from now on blocks are compiled in parts")
                 self._one_graph = False
             return call(*args, **kwargs)
+
+        return call
+
+    def wrap_if_possible(self, forward: Forward, name: str) -> Forward:
+        """The forward, compiled as one graph; as written from the compiler's first error on.
+
+        Nothing of a graph has run then. What is no error of the compiler is raised.
+        """
+        compiled = torch.compile(forward, fullgraph=True, **self._options)
+
+        @wraps(forward)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if name in self._as_written or self._is_observed():
+                return forward(*args, **kwargs)
+            try:
+                return compiled(*args, **kwargs)
+            except Exception as error:
+                if not type(error).__module__.startswith(OF_THE_COMPILER):
+                    raise
+                why = _graph_break(error, name)
+            self._as_written.add(name)
+            self._world.warn(f"compile.blocks=auto leaves a block as it is: {why}")
+            return forward(*args, **kwargs)
 
         return call
 
@@ -302,7 +330,7 @@ class OpaqueModel:
 def _graph_break(error: Exception, name: str) -> str:
     """Why a block is not one graph, and at which of its lines."""
     stack = getattr(error, "real_stack", None)
-    if stack is None:  # a FailOnRecompileLimitHit, whose message does not say why
+    if type(error).__name__ == "FailOnRecompileLimitHit":  # whose message does not say why
         limit = torch.compiler.config.recompile_limit
         return (
             f"{name} got more than {limit} shapes, or values that it depends on: try "

@@ -344,7 +344,7 @@ class ReduceEveryBlock(BlockCalls):
 def is_written(whole: Tensor, sharded: Any) -> bool:
     """Whether a gathered parameter has other values than the shard that this rank gave."""
     shard = sharded.to_local()
-    if type(shard) is not Tensor:  # one that is gathered in other values, such as float8's
+    if hasattr(shard, "fsdp_pre_all_gather"):  # gathered in other values, such as float8's
         return False
     mesh = sharded.device_mesh
     rows = math.ceil(len(whole) / mesh.size(-1))
