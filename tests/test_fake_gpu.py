@@ -213,6 +213,8 @@ def test_the_main_job_evaluates_saves_stops_at_a_signal_and_resumes(tmp_path, st
     words = ["--run.dir", run, "--parallel.strategy", strategy]
     words += ["--data.path", written_text(tmp_path), "--data.workers", int(strategy == "ddp")]
     words += "--checkpoint.every 10 --eval.every 10 --eval.batches 2 --metrics.log_every 5".split()
+    if strategy != "ddp":  # each rank takes a CPU minutes to compile
+        words += ["--compile.blocks", "false"]
     torchrun = "-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc_per_node"
     command = [PYTHON, *torchrun.split(), ranks, "-m", "fake_gpu.main_job", *words, "--train.steps"]
     environment = environ(ranks, values=strategy == "ddp")
