@@ -302,7 +302,7 @@ def test_memory_that_runs_out_is_reported_with_what_was_asked_for(
     assert "rank 0 ran out of GPU memory in step 1: asked for " in last
     assert " GiB in use, of 78.60 GiB available; " in last
     assert f"gradients {bytes_of_model / 2**20:.2f} MiB, " in last
-    assert f"optimizer state {2 * bytes_of_model / 2**30:.2f} GiB; " in last
+    assert f"optimizer state {2 * bytes_of_model / 2**20:.2f} MiB; " in last
     assert "a train.micro_batch_size below 300 (with more train.accumulation_steps), or " in last
 
 
