@@ -124,7 +124,8 @@ def make_exact(run: Run) -> None:
                 unit.set_gradient_divide_factor(1.0)
                 unit.set_force_sum_reduction_for_comms(True)
                 unit.set_custom_reduce_scatter(reduce_scatter)
-    run.optimizer.matrices_at_once = 1  # type: ignore[attr-defined]  # of Muon's
+    if hasattr(run.optimizer, "matrices_at_once"):  # Muon: another number may round otherwise
+        run.optimizer.matrices_at_once = 1
     run.parallel = ExactParallel(run)
     run.metrics.combine = run.parallel.with_losses_of_all_ranks
     for data in (run.data, run.validation):

@@ -72,8 +72,11 @@ class SkippingFetch(Fetch):
             else:
                 groups.append([index])
         most = max(groups, key=len)
-        odd = [index for index in indices if index not in most]
-        return {index: str(self._batch_of(shard, most[0], index)) for index in odd}
+        errors = {}
+        for index in indices:
+            if index not in most:
+                errors[index] = str(self._batch_of(shard, most[0], index))
+        return errors
 
     def _padding(self, shard: Shard, errors: Mapping[int, str]) -> Any:
         """Some other sample, to run the same steps on. Ever further away: files may be damaged."""

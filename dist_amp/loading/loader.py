@@ -149,18 +149,8 @@ def load(
     rank: int,
 ) -> tuple[Iterator[Any], Callable[[], None]]:
     """(fetch[request] for each of requests(), in order; what ends the workers); or DataError."""
-    if workers:
-        return load_by_workers(fetch, requests, workers, pin_memory, rank)
-    return map(fetch.__getitem__, requests()), lambda: None
-
-
-def load_by_workers(
-    fetch: Any,
-    requests: Callable[[], Iterable[Any]],
-    workers: int,
-    pin_memory: bool,
-    rank: int,
-) -> tuple[Iterator[Any], Callable[[], None]]:
+    if not workers:
+        return map(fetch.__getitem__, requests()), lambda: None
     for _ in range(START_ATTEMPTS):
         started = multiprocessing.Semaphore(0)
         loader: DataLoader[Any] = DataLoader(

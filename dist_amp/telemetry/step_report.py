@@ -95,6 +95,7 @@ class LogRow:
         return float(self.table[0, INDEX[name]])
 
     def column(self, name: str) -> np.ndarray:
+        """A metric of every rank: [ranks]."""
         return self.table[:, INDEX[name]]
 
     def columns(self, names: Sequence[str]) -> np.ndarray:
@@ -114,9 +115,11 @@ class LogRow:
         return self.columns(STEP_PHASES).sum(axis=1)
 
     def per_step(self, values: np.ndarray) -> np.ndarray:
+        """[ranks] -> [ranks]."""
         return values / np.maximum(self.column("steps"), 1)
 
     def per_second(self, name: str) -> np.ndarray:
+        """Of every rank: [ranks]."""
         return self.column(name) / np.maximum(self.seconds, 1e-9)
 
     @cached_property
