@@ -156,6 +156,6 @@ def test_memory_that_really_runs_out_on_one_of_two_ranks_names_it_and_the_other_
     done = launch.each(2, "--task.target", "wide:Wide", "--run.dir", "run")
     assert [rank.returncode for rank in done] == [1, 1]
     (line,) = [text for rank in done for text in rank.stderr.splitlines() if "error: " in text[:7]]
-    said = "error: rank 1 ran out of memory in step 1 (wide.py, line 7): asked for 512.00 MiB more "
+    said = "error: rank 1 ran out of memory in step 1 (wide.py, line 8): asked for 512.00 MiB more "
     assert line.startswith(said)
     assert ", of 8.00 GiB available; " in line
