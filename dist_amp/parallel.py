@@ -261,6 +261,7 @@ def _shard(
         for parameter in module.parameters():
             parameter.data = parameter.data.bfloat16()
 
+    from dist_amp.scaling.blocks import is_embedding
     from dist_amp.scaling.meta import placement
 
     place = placement(module, world)
@@ -272,7 +273,11 @@ def _shard(
             from dist_amp.scaling.float8 import gather_in_float8
 
             gather_in_float8(unit)
-        fully_shard(unit, reshard_after_forward=reshards[unit], mp_policy=policy, **options)
+        sharded_unit = fully_shard(
+            unit, reshard_after_forward=reshards[unit], mp_policy=policy, **options
+        )
+        if is_embedding(unit):
+            sharded_unit.set_unshard_in_backward(False)
     place(module)
     # Only the model's output is float32 again: the loss is summed in it.
     if not config.bit_exact:  # other strategies leave it as it is

@@ -55,6 +55,11 @@ def chunked(model, x):
     )
 
 
+def embedded_again(model, x):
+    """The embedding is called twice, and lies twice in the graph of one backward."""
+    return model.head(x + model.embedding(x.argmax(-1)))
+
+
 def by_the_embedding(model, x):
     """Tied in the forward: the embedding is called, and its weight is used again."""
     return F.linear(x, model.embedding.weight) + model.head.bias + 0 * model.head.weight.sum()
@@ -104,7 +109,14 @@ def trained(world, task, strategy, *words):
     return parameters_of(run)
 
 
-USES = [(called, BOTH), (chunked, BOTH), (direct, ()), (by_the_embedding, ()), (only_on_rank_0, ())]
+USES = [
+    (called, BOTH),
+    (chunked, BOTH),
+    (embedded_again, BOTH),
+    (direct, ()),
+    (by_the_embedding, ()),
+    (only_on_rank_0, ()),
+]
 
 
 @pytest.mark.parametrize(("ends", "units"), USES)
@@ -116,18 +128,19 @@ def test_a_head_trains_as_in_one_process_however_it_is_used(ends, units):
             torch.testing.assert_close(own[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
-class Reductions(Counting):
-    """The bytes of each reduce-scatter, in their order."""
+class Sizes(Counting):
+    """The bytes that go into each collective of a kind, in their order."""
 
-    def __init__(self):
+    def __init__(self, kind):
         super().__init__()
+        self.kind = kind
         self.sizes: list[int] = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         before = self.collectives.copy()
         result = super().__torch_dispatch__(function, types, args, kwargs)
         self.sizes += [
-            one.bytes_in for one in self.collectives - before if one.kind == "reduce_scatter"
+            one.bytes_in for one in self.collectives - before if one.kind == self.kind
         ]
         return result
 
@@ -136,7 +149,7 @@ def reductions(world, task):
     """The bytes of each reduce-scatter of the second step, in order; the names of the units."""
     run = make_run(world, task, "--parallel.strategy", "fsdp", *FEW, "--train.micro_batch_size", 8)
     take_steps(run, 1)
-    with Reductions() as counting:
+    with Sizes("reduce_scatter") as counting:
         take_steps(run, 1)
     names = [
         name for name, part in run.parallel.module.named_modules() if isinstance(part, FSDPModule)
@@ -152,6 +165,22 @@ def test_a_head_that_is_a_unit_is_reduced_before_the_blocks_and_else_after_them(
     sizes, names = on_ranks(2, reductions, Task(called))[0]
     assert sizes[-1] > head
     assert names == ["", "layers.0", "layers.1", "layers.2"]
+
+
+def gathers(world):
+    run = make_run(world, Task(called, BOTH), "--parallel.strategy", "fsdp", *FEW)
+    take_steps(run, 1)
+    with Sizes("all_gather") as counting:
+        take_steps(run, 1)
+    return counting.sizes
+
+
+def test_an_embedding_that_is_a_unit_is_not_gathered_again_for_backward():
+    sizes = on_ranks(2, gathers)[0]
+    shard_of_embedding = 4 * VOCABULARY * WIDTH // 2
+    shard_of_block = 4 * (WIDTH * WIDTH + WIDTH) // 2
+    assert sizes.count(shard_of_embedding) == 2, "the forwards of two micro-batches"
+    assert sizes.count(shard_of_block) == 3 * 2 * 2, "three blocks, forward and backward"
 
 
 @pytest.mark.bad_input(

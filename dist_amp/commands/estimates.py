@@ -17,7 +17,7 @@ from dist_amp.config.memory import moments_per_parameter, tensor_bytes
 from dist_amp.optim import parameter_groups
 from dist_amp.optimizers.groups import task_groups
 from dist_amp.precision import DTYPES, Precision
-from dist_amp.scaling.blocks import blocks_of, units_of
+from dist_amp.scaling.blocks import blocks_of, is_embedding, units_of
 from dist_amp.settings import Config, Strategy
 from dist_amp.task import Task
 from dist_amp.world import World
@@ -81,11 +81,11 @@ class Setup:
             return DTYPES[self.config.parallel.reduce_dtype]
         return None
 
-    def units_and_root(self) -> tuple[list[list[nn.Parameter]], list[nn.Parameter]]:
-        """(parameters of each FSDP2 unit, in the model's order; those of the root: all others)."""
+    def units_and_root(self) -> tuple[list[nn.Module], list[nn.Parameter]]:
+        """(FSDP2's units, in the model's order; the parameters of the root: all others)."""
         blocks = blocks_of(self.task, self.module)
-        units = [list(unit.parameters()) for unit in units_of(self.task, self.module, blocks)]
-        inside = {p for unit in units for p in unit}
+        units = units_of(self.task, self.module, blocks)
+        inside = {p for unit in units for p in unit.parameters()}
         return units, [p for p in self.module.parameters() if p not in inside]
 
     def groups(self) -> list[dict[str, Any]]:
@@ -260,13 +260,14 @@ def of_sharded(setup: Setup) -> Step:
         reductions = micro_batches
     units, root = setup.units_and_root()
     counted: Step = Counter()
-    for number, parameters in enumerate([*units, root]):
+    for number, parameters in enumerate([*(list(unit.parameters()) for unit in units), root]):
         trained = [p for p in parameters if p.requires_grad]
         # FSDP2 pads each first dimension to a multiple of the shards.
         gathered = tensor_bytes(parameters, shards, setup.gathered)
         reduced = tensor_bytes(trained, shards, setup.reduced)
         gathers = 2 * micro_batches
-        if number >= len(units) - 1:  # the last unit and the root stay gathered until backward
+        # The last unit and the root stay gathered until backward.
+        if number >= len(units) - 1 or is_embedding(units[number]):
             gathers = micro_batches
         # In backward FSDP2 prefetches in the order of all forwards since the last step; without a
         # root, the last prefetch of a step is of the last unit, and is not used.

@@ -77,6 +77,11 @@ def units_of(task: Task, module: nn.Module, blocks: Iterable[nn.Module]) -> list
     return [part for part in module.modules() if part in {*blocks, *units}]
 
 
+def is_embedding(unit: nn.Module) -> bool:
+    """Whether its gradient does not depend on its weights, which backward then need not gather."""
+    return type(unit).forward is nn.Embedding.forward
+
+
 def find_blocks(module: nn.Module) -> list[nn.Module]:
     """The repeated layers, in the model's order, none inside another; layers are members of lists.
 
