@@ -152,7 +152,8 @@ def _wait_for_listener(host: str, port: int, deadline: float, within: str) -> No
 def raise_open_files(world_size: int) -> None:
     """Let this process open as many files as it may. Errors: ConfigError if the ranks need more.
 
-    Each of the three gloo groups connects every rank to every other one: 3 x (ranks - 1) sockets.
+    Each of three gloo groups connects every rank to every other one; hsdp's mesh has two more,
+    which together have at most half as many.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = hard == resource.RLIM_INFINITY
@@ -160,7 +161,7 @@ def raise_open_files(world_size: int) -> None:
         with suppress(ValueError, OSError):  # macOS refuses more than its kernel's own limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             soft = hard
-    sockets = 3 * (world_size - 1)
+    sockets = 3 * (world_size - 1) + world_size // 2
     if not unlimited and soft < sockets + OTHER_FILES:
         raise ConfigError(
             f"{world_size} ranks need {sockets} sockets and {OTHER_FILES} other open files per "
