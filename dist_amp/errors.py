@@ -15,10 +15,10 @@ QUERY = re.compile(
     r"(?i)(?<=[?&;])([\w.-]*(?:sig|signature|credential|token|secret|passw\w*|pwd|key|keyid|auth|"
     r"policy))=[^&\s\"'#]+"
 )
-# Of storage options, such as 'secret': 'abc' and password="abc".
+# Of storage options and code, such as 'secret': 'abc' and password = "abc".
 QUOTED = re.compile(
     r"(?i)(\w*(?:secret|passwd|password|pwd|token|api_?key|account_?key|access_?key)"
-    r"(?:['\"]\s*:|=)\s*)(['\"])[^'\"]+\2"
+    r"(?:['\"]\s*:|\s*=)\s*)(['\"])[^'\"]+\2"
 )
 
 SAVED_AND_STOPPED = 75  # exit status: stopped by a signal, saved, may be restarted (EX_TEMPFAIL)

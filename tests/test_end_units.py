@@ -139,9 +139,7 @@ class Sizes(Counting):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         before = self.collectives.copy()
         result = super().__torch_dispatch__(function, types, args, kwargs)
-        self.sizes += [
-            one.bytes_in for one in self.collectives - before if one.kind == self.kind
-        ]
+        self.sizes += [one.bytes_in for one in self.collectives - before if one.kind == self.kind]
         return result
 
 

@@ -78,8 +78,28 @@ def test_help_of_a_section_shows_its_keys_alone_also_of_the_task_that_is_given(s
 @pytest.mark.bad_input("`--help` with a section that is not there")
 def test_a_section_that_is_not_there_is_named_with_the_nearest(capsys):
     assert train(["--help", "optin"]) == 64
-    said = "error: --help optin: there is no such section; did you mean optim?\n"
+    said = "error: --help optin: no section or setting has this word; did you mean optim?\n"
     assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    ("word", "first", "also"),
+    [
+        ("lr", "--optim.lr FLOAT", "--optim.warmup_steps"),
+        ("warmup", "--optim.warmup_steps INT", None),
+        ("clip", "--train.clip_by", None),
+        ("hidden", "--task.args.hidden", None),
+    ],
+)
+def test_help_of_a_word_shows_the_settings_whose_name_or_meaning_has_it(word, first, also, capsys):
+    task = ["--task.target", "dist_amp.tasks.sinusoid:Sinusoid"]
+    assert train([*task, "--help", word]) == 0
+    out = capsys.readouterr().out
+    assert out.strip().startswith(first)
+    assert (also or "") in out
+    settings = re.split(r"(?m)^  (?=--)", out)[1:]
+    assert all(re.search(rf"(?i){word}", setting) for setting in settings)
+    assert "--checkpoint.keep" not in out
 
 
 def test_help_in_a_pipe_that_is_closed_early_prints_no_traceback():

@@ -128,7 +128,7 @@ def test_torchruns_options_stand_anywhere_before_the_module_and_no_setting_is_ta
         ("--gpus 2", "unknown option --gpus; did you mean --nproc-per-node?"),
         ("-m nosuch.module", "-m nosuch.module: there is no such module to start in"),
         ("-m dist_amp/train.py", "-m dist_amp/train.py: there is no such module to start in"),
-        ("--help optin", "--help optin: there is no such section; did you mean optim?"),
+        ("--help optin", "--help optin: no section or setting has this word; did you mean optim?"),
     ],
 )
 def test_a_mistake_is_one_line_before_any_rank_starts(words, said, capfd, nothing_starts):

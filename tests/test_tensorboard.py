@@ -24,6 +24,7 @@ from dist_amp.step import evaluate
 from dist_amp.supervise.banner import (
     board,
     code_folder,
+    command_line,
     environment,
     git_state,
     main_tags,
@@ -212,6 +213,16 @@ def test_variables_that_matter_are_reported_and_none_that_holds_a_secret():
     assert variables(environ) == kept | {"HF_ENDPOINT": "https://***@hub.example/a"}
 
 
+def test_the_command_line_is_reported_without_the_values_of_secret_settings():
+    words = ["python", "-m", "dist_amp.train", "--task.args.api_key", "abc", "--run.dir=a b"]
+    words += ["--data.path=https://me:pw@host/x", "--task.args.token=xyz"]
+    line = command_line(words)
+    assert line == (
+        "python -m dist_amp.train --task.args.api_key '***' '--run.dir=a b' "
+        "'--data.path=https://***@host/x' '--task.args.token=***'"
+    )
+
+
 def test_the_commit_and_the_changed_files_are_those_of_the_tasks_repository(tmp_path, monkeypatch):
     def git(*words):
         who = ["-c", "user.name=me", "-c", "user.email=me@example.org"]
@@ -230,6 +241,14 @@ def test_the_commit_and_the_changed_files_are_those_of_the_tasks_repository(tmp_
     (tmp_path / "output.txt").write_text("not tracked")
     changed = git_state(tmp_path)
     assert (changed["dirty"], changed["changed_files"]) == (True, ["task.py"])
+    assert "\n-1\n" in changed["diff"], "of the line without an end"
+    assert changed["diff"].endswith("\n+2\n\\ No newline at end of file\n")
+    assert not changed["diff_is_cut"]
+    (tmp_path / "task.py").write_text("API_KEY = 'abc'\n" + "x = 1\n" * 40_000)
+    large = git_state(tmp_path)
+    assert large["diff_is_cut"]
+    assert len(large["diff"]) == 100_000
+    assert "abc" not in large["diff"]
     monkeypatch.setenv("PATH", "")
     assert git_state(tmp_path) == {}, "no git"
 

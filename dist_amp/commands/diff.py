@@ -41,7 +41,8 @@ from dist_amp.telemetry.step_report import MAX_RANK_FOLDERS
 # What a run's numbers don't depend on, or what differs between any two runs.
 NOT_SETTINGS = ("run.dir",)
 NOT_ENVIRONMENT = (
-    *("started", "first_step", "git.changed_files", "variables.MASTER_", "variables.TORCHELASTIC_"),
+    *("started", "first_step", "command", "git.changed_files", "git.diff"),
+    *("variables.MASTER_", "variables.TORCHELASTIC_"),
     *("variables.PET_", "variables.SLURM_", "variables.DIST_AMP_", "variables.TORCH_NCCL_"),
     *("variables.TORCH_ELASTIC_", "variables.TORCH_DISABLE_SHARE_", "variables.TORCH_FR_"),
     # The layout is compared by the hosts' ranks.

@@ -20,7 +20,7 @@ EXAMPLES = """\
 examples:
   dist_amp train --config configs/sinusoid.toml                     one process
   dist_amp launch --task.target my_file:MyTask --run.dir runs/mine  all GPUs, or two CPU processes
-  dist_amp train --help optim                                       a section of the settings below
+  dist_amp train --help optim                   a section of the settings below, or those on a word
 """
 
 TYRO = (tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands)
@@ -42,7 +42,7 @@ class Options:
 
 
 def show_if_asked(argv: Sequence[str], prog: str, description: str) -> bool:
-    """Print what --help [SECTION] or --print_config asks for, if given. Errors: ConfigError."""
+    """Print what --help [SECTION or word] or --print_config asks for. Errors: ConfigError."""
     words, asked, section = _without_questions(argv)
     if not asked:
         return False
@@ -56,12 +56,41 @@ def show_if_asked(argv: Sequence[str], prog: str, description: str) -> bool:
         settings = collect(words)
         sources = source_names(settings) or ("NAME",)  # a table to show the keys of a source
         full = schema(find_task(target_in(settings)), sources)
-        print(show_help(full, prog, about, section))
+        sections = sections_of(full)
+        if not section or section in sections:
+            print(show_help(full, prog, about, section))
+        else:
+            print(settings_about(section, show_help(full, prog, ""), sections), end="")
     return True
 
 
+def sections_of(schema: type, prefix: str = "") -> list[str]:
+    """Such as optim and precision.scaler."""
+    names = []
+    for name, hint in get_type_hints(schema).items():
+        if is_dataclass(hint):
+            names += [f"{prefix}{name}", *sections_of(hint, f"{prefix}{name}.")]  # type: ignore[arg-type]
+    return names
+
+
+def settings_about(word: str, text: str, sections: Sequence[str]) -> str:
+    """The settings in --help's text whose name or meaning has the word, names first.
+
+    Errors: ConfigError if there are none.
+    """
+    whole_word = re.compile(rf"(?i)(?<![a-z0-9]){re.escape(word)}(?![a-z0-9])")
+    settings = re.findall(r"(?m)^  --.*\n(?: {4,}.*\n)*", f"{text}\n")
+    found = [setting for setting in settings if whole_word.search(setting)]
+    if not found:
+        hint = f"the sections are {', '.join(sections)}"
+        if near := nearest_name(word, sections):
+            hint = f"did you mean {near}?"
+        raise ConfigError(f"--help {word}: no section or setting has this word; {hint}")
+    return "".join(sorted(found, key=lambda setting: not whole_word.search(setting.split()[0])))
+
+
 def _without_questions(argv: Sequence[str]) -> tuple[list[str], set[str], str]:
-    """(the other words, which of help and print_config are given, --help's section or "")."""
+    """(the other words, which of help and print_config are given, what follows --help or "")."""
     names = {"_h": "help", "__help": "help", "__print_config": "print_config"}
     words = []
     asked: set[str] = set()
@@ -79,7 +108,7 @@ def _without_questions(argv: Sequence[str]) -> tuple[list[str], set[str], str]:
 
 
 def show_help(schema: type, prog: str, description: str, section: str = "") -> str:
-    """The text of `--help`: every key with type, default and meaning. Errors: ConfigError."""
+    """The text of `--help`: every key with type, default and meaning."""
     shown = _fields_of(schema, section)
     if not section:
         shown = [*_fields_of(Options), *shown]
@@ -133,7 +162,7 @@ def mended(script: str) -> str:
 
 
 def _fields_of(schema: type, section: str = "") -> list[tuple[str, Any, Any]]:
-    """(name, type, field) of a dataclass, or of a section of it. Errors: ConfigError."""
+    """(name, type, field) of a dataclass, or of a section of it."""
     name, _, inner = section.partition(".")
     hints = get_type_hints(schema, include_extras=True)
     shown = []
@@ -141,13 +170,6 @@ def _fields_of(schema: type, section: str = "") -> list[tuple[str, Any, Any]]:
         if name in ("", item.name):
             copied = field(default=item.default, default_factory=item.default_factory)  # type: ignore[call-overload]
             shown.append((item.name, hints[item.name], copied))
-    sections = [key for key, hint in hints.items() if is_dataclass(hint)]
-    if name and name not in sections:
-        near = nearest_name(name, sections)
-        hint = f"there are {', '.join(sections)}"
-        if near:
-            hint = f"did you mean {near}?"
-        raise ConfigError(f"--help {section}: there is no such section; {hint}")
     if inner:
         only = make_dataclass("Section", _fields_of(hints[name], inner))
         return [(name, only, field(default_factory=only))]

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import quote, urlencode
@@ -22,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 import dist_amp
+from dist_amp.config.load import hidden
 from dist_amp.distributed.gpu_checks import driver_branch
 from dist_amp.distributed.process import warn
 from dist_amp.errors import ConfigError, masked
@@ -31,6 +34,7 @@ from dist_amp.run import Run
 # What results may depend on.
 PACKAGES = ("numpy", "datasets", "tensorboard", "transformers", "peft", "torchao")
 
+DIFF_LETTERS = 100_000  # kept of a diff; more is data rather than code
 GIT_SECONDS = 5.0  # assumed: a status takes far less, but a network disk may hang
 
 # Whole names: of others it is unknown whether they hold a secret.
@@ -142,7 +146,10 @@ def closing_table(summary: Mapping[str, Any], folder: Path) -> str:
         most = "mostly " + max(rest, key=lambda kind: rest[kind]).replace("_", " ")
         most = most.replace("elsewhere", "starting, ending and pauses")
         rows.append(f"goodput {share}: {applied} of {wall} in applied steps; the rest: {most}")
-    return "\n".join([*rows, f"done: {result}", f"all of it is in {folder}"])
+    rows += [f"done: {result}", f"all of it is in {folder}"]
+    if find_spec("dist_amp.export"):
+        rows.append(f"next: dist_amp export {folder} --out model")
+    return "\n".join(rows)
 
 
 def report_environment(run: Run) -> None:
@@ -171,6 +178,7 @@ def environment(run: Run, ranks: list[str]) -> dict[str, Any]:
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "first_step": run.step + 1,
+        "command": command_line(sys.orig_argv),
         "versions": versions(),
         "hosts": [json.loads(host) | {"ranks": ", ".join(on)} for host, on in hosts.items()],
         "git": git_state(code_folder(source)),
@@ -211,6 +219,20 @@ def versions() -> dict[str, str]:
     return rows
 
 
+def command_line(words: Sequence[str]) -> str:
+    """As for a shell, without the values of secret settings."""
+    shown = []
+    key = ""
+    for word in words:
+        name, equals, value = word.partition("=")
+        if word.startswith("-"):
+            key = name.replace("-", "_").strip("_").rpartition(".")[2]
+            shown.append(name + equals + hidden(value, key))
+        else:
+            shown.append(hidden(word, key))
+    return shlex.join(shown)
+
+
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Those of torch, NCCL, Slurm or a run that are listed above, without passwords."""
     return {name: masked(environ[name]) for name in sorted(VARIABLES) if name in environ}
@@ -241,7 +263,10 @@ def code_folder(source: Mapping[str, str]) -> Path:
 
 
 def git_state(folder: Path) -> dict[str, Any]:
-    """{commit, branch, changed files, new Python files too}; empty without git or a commit."""
+    """{commit, branch, changed files, new Python files too, the diff of files that git knows}.
+
+    Empty without git or a commit.
+    """
     quiet = {"stderr": subprocess.DEVNULL, "stdin": subprocess.DEVNULL, "errors": "replace"}
     git = partial(subprocess.check_output, cwd=folder, timeout=GIT_SECONDS, **quiet)
     # Without locks, so that a commit at this moment succeeds.
@@ -249,6 +274,7 @@ def git_state(folder: Path) -> dict[str, Any]:
     try:
         commit = git(["git", "rev-parse", "HEAD"]).strip()
         branch, *lines = git(status).splitlines()
+        diff = masked(git(["git", "diff", "HEAD"]))
     except (OSError, subprocess.SubprocessError):
         return {}
     files = [line[3:] for line in lines if line[:2] != "??" or line.endswith(".py")]
@@ -258,6 +284,8 @@ def git_state(folder: Path) -> dict[str, Any]:
         "branch": branch[3:].partition("...")[0],
         "dirty": bool(files),
         "changed_files": files[:50],
+        "diff": diff[:DIFF_LETTERS],
+        "diff_is_cut": len(diff) > DIFF_LETTERS,
     }
 
 
