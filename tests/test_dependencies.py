@@ -31,6 +31,7 @@ ASKS_FOR_EXTRA = {
     "hf": ["sources/tokenizer", "tasks/pretrained"],
     "gpu": ["telemetry/health"],
     "float8": ["scaling/float8"],
+    "plot": ["commands/plot"],
 }
 
 

@@ -1,0 +1,107 @@
+"""python -m dist_amp.plot RUN ...: draw a metric of one or several runs in the terminal.
+
+--out writes a picture instead, in the format of its ending: png, svg or pdf. The metrics are those
+of metrics.jsonl, under their names in TensorBoard; values that are not finite are left out.
+Exit status: 0, 64 bad arguments or no package, 65 not a run's folder, or none has the metric.
+"""
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dist_amp.errors import ConfigError, DataError, nearest_name
+from dist_amp.files import read_steps
+from dist_amp.supervise.command_line import Parser, exit_status
+
+Series = tuple[list[int], list[float]]  # steps, values
+MARKERS = "*o+x#%"  # of each curve, where there are no colours
+INSTALL = "pip install 'dist_amp[plot]'"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return exit_status(run, argv)
+
+
+def run(argv: Sequence[str]) -> None:
+    parser = Parser("python -m dist_amp.plot", __doc__)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
+    parser.add_argument("--metric", default="train/loss", help="such as eval/loss (train/loss)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write a picture")
+    options = parser.parse_args(argv)
+    curves = {}
+    for folder in dict.fromkeys(options.runs):
+        curves[str(folder)] = series_of(folder, options.metric)
+    if options.out is None:
+        draw_in_terminal(curves, options.metric)
+    else:
+        draw_picture(curves, options.metric, options.out)
+
+
+def series_of(folder: Path, metric: str) -> Series:
+    """Errors: DataError for a folder without metrics, or without this one."""
+    rows = read_steps(folder / "metrics.jsonl")
+    if not rows:
+        raise DataError(f"{folder} has logged nothing; give the folder of a run that has")
+    series = finite_series(rows, metric)
+    if not series[0]:
+        names = sorted({name for row in rows for name in row if "/" in name})
+        hint = f"it has {', '.join(names)}"
+        if near := nearest_name(metric, names):
+            hint = f"did you mean {near}?"
+        raise DataError(f"--metric {metric}: {folder} has no finite value of it; {hint}")
+    return series
+
+
+def finite_series(rows: Sequence[Mapping[str, Any]], metric: str) -> Series:
+    """A metric of the lines of metrics.jsonl, without nan and inf."""
+    steps, values = [], []
+    for row in rows:
+        value = float(row.get(metric, math.nan))
+        if math.isfinite(value):
+            steps.append(row["step"])
+            values.append(value)
+    return steps, values
+
+
+def draw_in_terminal(curves: dict[str, Series], metric: str) -> None:
+    try:
+        import plotext
+    except ImportError as error:
+        raise ConfigError(f"drawing in the terminal needs plotext: {INSTALL}") from error
+    in_colour = sys.stdout.isatty()
+    for number, (name, (steps, values)) in enumerate(curves.items()):
+        marker = "hd" if in_colour else MARKERS[number % len(MARKERS)]
+        plotext.plot(steps, values, label=name, marker=marker)
+    plotext.title(metric)
+    plotext.xlabel("step")
+    plotext.theme("clear")
+    picture = plotext.build()
+    if not in_colour:
+        picture = plotext.uncolorize(picture)
+    print(picture)
+
+
+def draw_picture(curves: dict[str, Series], metric: str, path: Path) -> None:
+    """Errors: ConfigError without matplotlib, or for an ending that it does not know."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(f"--out needs matplotlib: {INSTALL}") from error
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes: Any = figure.subplots()
+    for name, (steps, values) in curves.items():
+        axes.plot(steps, values, label=name)
+    axes.set(xlabel="step", ylabel=metric)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    try:
+        figure.savefig(path, dpi=150)
+    except ValueError as error:  # an unknown format
+        raise ConfigError(f"--out {path}: use an ending such as .png, .svg or .pdf") from error
+    print(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

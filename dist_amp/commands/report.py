@@ -1,0 +1,179 @@
+"""python -m dist_amp.report RUN: write a run's report.html, a page that needs no server.
+
+It has the curves of the main metrics, the settings that differ from the defaults, the ranks, and
+the sample. --out names another file.
+Exit status: 0, 64 bad arguments, 65 not a run's folder, 1 the file can't be written.
+"""
+
+import sys
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from dist_amp.commands.plot import Series, finite_series
+from dist_amp.commands.runs import RunRow, number, read_summary, rows_of
+from dist_amp.errors import DataError
+from dist_amp.files import read_steps, write_durably
+from dist_amp.supervise.command_line import Parser, exit_status
+
+CURVES = {  # heading: (metric, unit that it is divided by)
+    "training loss": ("train/loss", 1),
+    "held-out loss": ("eval/loss", 1),
+    "learning rate": ("train/lr", 1),
+    "gradient norm": ("train/grad_norm", 1),
+    "loss scale": ("amp/loss_scale", 1),
+    "items per second of the slowest rank": ("ranks/items_per_second_min", 1),
+    "peak memory of the fullest rank, MiB": ("ranks/peak_bytes_max", 2**20),
+}
+WIDTH, HEIGHT = 640, 240  # of a curve, in the units of its own picture
+LEFT, BOTTOM = 100, 30  # for the labels of the axes
+POINTS = 1000  # of a curve at most
+
+PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+  body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 80rem; margin: auto; padding: 1rem; }}
+  .curves {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(20rem, 1fr)); }}
+  figure {{ margin: 0 1rem 1rem 0; }}
+  svg {{ width: 100%; }}
+  svg text {{ font-size: 14px; fill: #555; }}
+  .scrolls {{ overflow-x: auto; }}
+  td, th {{ padding: 0 1rem 0 0; text-align: left; white-space: nowrap; }}
+  pre {{ background: #f4f4f4; padding: 1rem; overflow-x: auto; }}
+</style>
+<h1>{title}</h1>
+<p>{summary}</p>
+<div class="curves">
+{curves}
+</div>
+<h2>Settings that differ from the defaults</h2>
+{settings}
+<h2>Ranks</h2>
+{ranks}
+{sample}
+</html>
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return exit_status(run, argv)
+
+
+def run(argv: Sequence[str]) -> None:
+    parser = Parser("python -m dist_amp.report", __doc__)
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="(RUN/report.html)")
+    options = parser.parse_args(argv)
+    path = options.out or options.run / "report.html"
+    write_durably(path, report(options.run))
+    print(path)
+
+
+def report(folder: Path) -> str:
+    """The page's HTML. Errors: DataError if the folder holds no run."""
+    if not (folder / "config.toml").exists():
+        raise DataError(f"{folder} is not a run's folder: it has no config.toml")
+    (row,) = rows_of(folder)
+    steps = read_steps(folder / "metrics.jsonl")
+    for step in steps:
+        add_extremes(step)
+    pictures = []
+    for heading, (metric, unit) in CURVES.items():
+        numbers, values = finite_series(steps, metric)
+        if numbers:
+            pictures.append(picture(heading, (numbers, [value / unit for value in values])))
+    sample = ""
+    if (folder / "sample.txt").exists():
+        text = (folder / "sample.txt").read_text(encoding="utf-8", errors="replace")
+        sample = f"<h2>Sample</h2>\n<pre>{escape(text)}</pre>"
+    return PAGE.format(
+        title=escape(f"{row.task}: {row.run}"),
+        summary=escape(summary_text(row)),
+        curves="\n".join(pictures) or "<p>Nothing is logged yet.</p>",
+        settings=html_table([("setting", "value"), *row.settings.items()]),
+        ranks=html_table(ranks_of(read_summary(folder))),
+        sample=sample,
+    )
+
+
+def add_extremes(step: dict[str, Any]) -> None:
+    """Add the extremes over ranks, which a step of one rank does not have."""
+    if ranks := step.get("ranks"):
+        slowest = min(rank.get("throughput/items_per_second", 0.0) for rank in ranks)
+        fullest = max(rank.get("memory/peak_bytes", 0.0) for rank in ranks)
+        step.setdefault("ranks/items_per_second_min", slowest)
+        step.setdefault("ranks/peak_bytes_max", fullest)
+
+
+def summary_text(row: RunRow) -> str:
+    ranks = "1 rank" if row.ranks == 1 else f"{row.ranks} ranks"
+    parts = [row.state, f"step {row.step:,} of {row.steps:,} on {ranks}"]
+    if row.cause:
+        parts[0] = f"{row.state} ({row.cause})"
+    if row.started:
+        parts.append(f"started {row.started}")
+    for name, text in (
+        ("loss", number(row.loss, ".4f")),
+        ("best held-out loss", number(row.best, ".4f")),
+        ("goodput", number(row.goodput, ".0%")),
+    ):
+        if text:
+            parts.append(f"{name} {text}")
+    return ", ".join(parts)
+
+
+def ranks_of(summary: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """A head and a row per rank, of summary.json."""
+    rows: list[tuple[Any, ...]] = [("rank", "host", "peak memory", "items per second")]
+    for rank in summary.get("ranks", ()):
+        peak = f"{rank['peak_memory_bytes'] / 2**20:,.0f} MiB"
+        rows.append((rank["rank"], rank["host"], peak, f"{rank['items_per_second']:,.1f}"))
+    return rows
+
+
+def html_table(rows: Iterable[Sequence[Any]]) -> str:
+    """The first row is the head."""
+    lines = []
+    cell = "th"
+    for row in rows:
+        cells = "".join(f"<{cell}>{escape(str(value))}</{cell}>" for value in row)
+        lines.append(f"<tr>{cells}</tr>")
+        cell = "td"
+    return '<div class="scrolls"><table>\n' + "\n".join(lines) + "\n</table></div>"
+
+
+def picture(heading: str, series: Series) -> str:
+    """The curve as SVG, with the first and last step and the extremes of the values."""
+    steps, values = series
+    low, high = min(values), max(values)
+    if low == high:
+        low -= 0.5
+        high += 0.5
+    across = (WIDTH - LEFT) / max(1, steps[-1] - steps[0])
+    down = (HEIGHT - BOTTOM) / (high - low)
+    places = []
+    for step, value in zip(steps, values, strict=True):
+        places.append((LEFT + (step - steps[0]) * across, (high - value) * down + 5))
+    every = 1 + len(places) // POINTS
+    x, y = places[-1]
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in [*places[:-1:every], places[-1]])
+    right = f'text-anchor="end" x="{LEFT - 5}"'
+    return f"""<figure>
+<figcaption>{escape(heading)}: {values[-1]:.4g} at the end</figcaption>
+<svg viewBox="0 0 {WIDTH + 5} {HEIGHT}">
+<polyline points="{points}" fill="none" stroke="#0b62d0" stroke-width="2"/>
+<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="#0b62d0"/>
+<text {right} y="15">{high:.4g}</text>
+<text {right} y="{HEIGHT - BOTTOM + 5}">{low:.4g}</text>
+<text x="{LEFT}" y="{HEIGHT - 5}">step {steps[0]:,}</text>
+<text text-anchor="end" x="{WIDTH}" y="{HEIGHT - 5}">{steps[-1]:,}</text>
+</svg>
+</figure>"""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,223 @@
+"""python -m dist_amp.runs [DIR]: a table of the runs in a folder, in the order of their starts.
+
+State: running, if a process of this machine has locked the run's folder; done, preempted or failed
+with its cause, by the run's summary; killed, if it logged steps that no summary has. best is the
+lowest held-out loss. settings are those that differ from the defaults; of the arguments of a task
+of your own, those in which its runs differ.
+
+Exit status: 0, 64 bad arguments, 65 no run in the folder.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from dist_amp.config.load import flat, load_config, read_flat, to_toml
+from dist_amp.errors import DataError, first_line
+from dist_amp.files import InUse, only_process, plain_json
+from dist_amp.supervise.command_line import Parser, columns, exit_status
+
+NOT_COMPARED = ("run.dir", "run.resume", "task.target")
+LETTERS = 60  # of a state with its cause in the table; --json has all
+
+
+@dataclass
+class RunRow:
+    """What a run's folder says; nan, inf and 0 for what it does not."""
+
+    run: str
+    started: str
+    task: str
+    state: str
+    cause: str
+    ranks: int
+    step: int
+    steps: int  # to train
+    loss: float  # the last that was logged
+    best: float
+    goodput: float
+    settings: dict[str, Any]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return exit_status(run, argv)
+
+
+def run(argv: Sequence[str]) -> None:
+    parser = Parser("python -m dist_amp.runs", __doc__)
+    names = [name for name in RunRow.__dataclass_fields__ if name != "settings"]
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("runs"), metavar="DIR")
+    parser.add_argument("--sort", choices=names, default="started", help="the column to sort by")
+    parser.add_argument("--json", action="store_true", help="print JSON, with full causes")
+    options = parser.parse_args(argv)
+    rows = rows_of(options.folder)
+    rows.sort(key=lambda row: sort_key(getattr(row, options.sort)))
+    if options.json:
+        print(json.dumps(plain_json([asdict(row) for row in rows]), indent=2))
+        return
+    print("\n".join(table(rows)))
+
+
+def sort_key(value: Any) -> tuple[bool, Any]:
+    """nan, the value of a run without one, comes last."""
+    return value != value, value
+
+
+def rows_of(folder: Path) -> list[RunRow]:
+    """The runs in a folder, or the run that it is. Errors: DataError if there are none."""
+    configs = sorted([*folder.glob("config.toml"), *folder.glob("*/config.toml")])
+    readable = {}
+    for path in configs:
+        with suppress(DataError):
+            settings = read_flat(path)
+            if "task.target" in settings:
+                readable[path.parent] = settings
+    if not readable:
+        raise DataError(f"{folder} holds no run; give the folder in which run.dir names are")
+    arguments: dict[tuple[str, str], set[str]] = {}
+    for settings in readable.values():
+        for key, value in settings.items():
+            place = (settings["task.target"], key)
+            arguments.setdefault(place, set()).add(str(value))
+    defaults = flat(to_toml(load_config([], environ={})))
+    rows = []
+    for path, settings in readable.items():
+        differing = {}
+        for key, value in settings.items():
+            differs = value != defaults.get(key)
+            if key.startswith("task.args.") and settings["task.target"] != defaults["task.target"]:
+                differs = len(arguments[settings["task.target"], key]) > 1
+            if differs and key not in NOT_COMPARED:
+                differing[key] = value
+        rows.append(row_of(path, settings, differing))
+    return rows
+
+
+def row_of(folder: Path, settings: Mapping[str, Any], differing: dict[str, Any]) -> RunRow:
+    summary = read_summary(folder)
+    state = str(summary.get("stopped_by", "killed")).replace("completed", "done")
+    cause = str(summary.get("cause", ""))
+    logged: dict[str, Any] = {}
+    best = math.inf
+    try:
+        logged, best = skim(folder / "metrics.jsonl")
+    except DataError as error:
+        cause = first_line(error)
+    step = max(logged.get("step", 0), summary.get("steps", 0))
+    if step > summary.get("steps", step):
+        state, cause = "killed", ""
+    if is_locked(folder):
+        state, cause = "running", ""
+    elif not step and not summary:
+        state = "not started"
+    return RunRow(
+        run=folder.name,
+        started=started(folder),
+        task=str(settings["task.target"]).rpartition(":")[2],
+        state=state,
+        cause=cause,
+        ranks=summary.get("world_size", len(logged.get("ranks", ()))),
+        step=step,
+        steps=settings.get("train.steps", 0),
+        loss=float(logged.get("train/loss", summary.get("final_loss", math.nan))),
+        best=best,
+        goodput=float(logged.get("perf/goodput_pct", math.nan)) / 100,
+        settings=differing,
+    )
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """summary.json; empty if there is none, or a damaged one."""
+    with suppress(OSError, ValueError):
+        summary = json.loads((folder / "summary.json").read_bytes())
+        if isinstance(summary, dict):
+            return summary
+    return {}
+
+
+def skim(path: Path) -> tuple[dict[str, Any], float]:
+    """(the last step's line, the lowest held-out loss) of metrics.jsonl, which may be large.
+
+    A line that a kill has torn is left out. Errors: DataError for a damaged one.
+    """
+    last = b"{}"
+    best = math.inf
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                if b'"eval/loss"' in line:
+                    best = min(best, float(json.loads(line)["eval/loss"]))
+                else:
+                    last = line
+        return json.loads(last), best
+    except FileNotFoundError:
+        return {}, math.inf
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise DataError(f"{path} can't be read: {first_line(error)}") from error
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a process of this machine trains there."""
+    lock = folder / ".lock"
+    if not lock.exists():
+        return False
+    try:
+        with only_process(lock):
+            return False
+    except InUse:
+        return True
+    except OSError:  # a disk that can't be written to
+        return False
+
+
+def started(folder: Path) -> str:
+    """When the run's first process started, in this machine's time; "" if it is not known."""
+    with suppress(OSError, ValueError):
+        text = (folder / "started.txt").read_text().strip()
+        return datetime.fromisoformat(text).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    return ""
+
+
+def table(rows: Sequence[RunRow]) -> list[str]:
+    head = ["run", "started", "task", "state", "ranks", "step", "loss", "best", "goodput"]
+    lines = columns([head, *(as_text(row) for row in rows)], left=4)
+    width = max(map(len, lines))
+    settings = ["settings"]
+    for row in rows:
+        settings.append(" ".join(f"{key}={value}" for key, value in row.settings.items()))
+    return [f"{line:<{width}}  {text}".rstrip() for line, text in zip(lines, settings, strict=True)]
+
+
+def as_text(row: RunRow) -> list[str]:
+    state = row.state
+    if row.cause:
+        state = f"{state}: {row.cause}"
+    if len(state) > LETTERS:
+        state = f"{state[: LETTERS - 3]}..."
+    return [
+        row.run,
+        row.started,
+        row.task,
+        state,
+        str(row.ranks),
+        f"{row.step:,}/{row.steps:,}",
+        number(row.loss, ".4f"),
+        number(row.best, ".4f"),
+        number(row.goodput, ".0%"),
+    ]
+
+
+def number(value: float, form: str) -> str:
+    return f"{value:{form}}" if math.isfinite(value) else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,232 @@
+"""dist_amp runs, plot and report: what a folder of runs says at a glance."""
+
+import io
+import json
+import subprocess
+import sys
+from contextlib import redirect_stdout
+from html.parser import HTMLParser
+
+import pytest
+from tiny import Tiny, make_run, take_steps
+
+from dist_amp.commands import plot, report, runs
+from dist_amp.errors import DataError
+from dist_amp.files import only_process
+from dist_amp.supervise.lifecycle import open_run, write_summary
+from dist_amp.world import World
+
+
+def write_run(folder, *words, stopped_by="", cause="", steps=4):
+    """A run that has logged each of its steps."""
+    task = ["--task.target", "tiny:Tiny", "--train.steps", "4", "--metrics.log_every", "1"]
+    with redirect_stdout(io.StringIO()):
+        run = make_run(World(), Tiny(), "--run.dir", folder, *task, *words)
+        (folder / "checkpoints").mkdir(parents=True)
+        (folder / "config.toml").write_text(run.config_text)
+        open_run(run)
+    for taken in take_steps(run, steps):
+        run.metrics.record(taken)
+        run.metrics.begin(run.step, run.schedule, run.scaler, run.data)
+        run.metrics.write(run.metrics.read())
+    if stopped_by:
+        write_summary(folder, run, stopped_by, int(stopped_by == "failed"), cause)
+    run.close()
+    return folder
+
+
+def listed(folder, *words, capsys):
+    assert runs.main([str(folder), "--json", *words]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_runs_shows_how_each_run_ended_with_its_cause(tmp_path, capsys):
+    write_run(tmp_path / "a", stopped_by="completed")
+    write_run(tmp_path / "b", stopped_by="preempted", steps=2)
+    write_run(tmp_path / "c", stopped_by="failed", cause="rank 1: no more memory", steps=1)
+    write_run(tmp_path / "d", steps=3)
+    rows = {row["run"]: row for row in listed(tmp_path, capsys=capsys)}
+    states = {name: (row["state"], row["cause"], row["step"]) for name, row in rows.items()}
+    assert states == {
+        "a": ("done", "", 4),
+        "b": ("preempted", "", 2),
+        "c": ("failed", "rank 1: no more memory", 1),
+        "d": ("killed", "", 3),
+    }
+    assert runs.main([str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "failed: rank 1: no more memory" in text
+    lines = (tmp_path / "a/metrics.jsonl").read_text().splitlines()
+    assert f"{json.loads(lines[-1])['train/loss']:.4f}" in text
+
+
+def test_a_run_that_was_killed_after_its_last_summary_is_not_shown_by_it(tmp_path, capsys):
+    folder = write_run(tmp_path / "a", stopped_by="preempted", steps=2)
+    line = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(line | {"step": 3}) + "\n" + '{"step": 4, "train/lo')
+    (row,) = listed(folder, capsys=capsys)
+    assert (row["state"], row["step"]) == ("killed", 3), "the torn line does not count"
+
+
+def test_a_run_whose_folder_a_process_has_locked_is_running(tmp_path, capsys):
+    folder = write_run(tmp_path / "a", steps=1)
+    code = "import sys; from pathlib import Path; from dist_amp.files import only_process\n"
+    code += "with only_process(Path(sys.argv[1])): print(flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", code, str(folder / ".lock")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as holder:
+        holder.stdout.readline()
+        (row,) = listed(tmp_path, capsys=capsys)
+        assert row["state"] == "running"
+        holder.stdin.close()
+    (row,) = listed(tmp_path, capsys=capsys)
+    assert row["state"] == "killed"
+    with only_process(folder / ".lock"):
+        pass
+
+
+def test_the_settings_that_differ_and_the_lowest_held_out_loss_are_shown(tmp_path, capsys):
+    for name, depth in (("a", 2), ("b", 3)):
+        folder = write_run(tmp_path / name, "--optim.lr", "0.5", "--task.args.depth", str(depth))
+        with (folder / "metrics.jsonl").open("a") as file:
+            for step, loss in ((1, 3.0), (2, 1.5), (3, "nan"), (4, 2.0)):
+                file.write(json.dumps({"step": step, "eval/loss": loss}) + "\n")
+    first, second = listed(tmp_path, "--sort", "run", capsys=capsys)
+    assert first["best"] == 1.5
+    assert first["settings"]["optim.lr"] == 0.5
+    assert [row["settings"]["task.args.depth"] for row in (first, second)] == [2, 3]
+    assert "run.dir" not in first["settings"]
+    (alone,) = listed(tmp_path / "a", capsys=capsys)
+    assert "task.args.depth" not in alone["settings"], "no other run of the task has another value"
+
+
+def test_runs_are_sorted_by_a_column_and_those_without_a_value_come_last(tmp_path, capsys):
+    write_run(tmp_path / "a", "--optim.lr", "0.1")
+    write_run(tmp_path / "b", "--optim.lr", "1e-9")
+    write_run(tmp_path / "c", steps=0)
+    names = [row["run"] for row in listed(tmp_path, "--sort", "loss", capsys=capsys)]
+    assert names == ["b", "a", "c"]
+    assert listed(tmp_path / "c", capsys=capsys)[0]["state"] == "not started"
+
+
+@pytest.mark.bad_input("`dist_amp runs` of a folder without runs, or with a damaged one")
+def test_a_folder_without_runs_is_refused_and_a_damaged_one_is_named_in_its_row(tmp_path, capsys):
+    assert runs.main([str(tmp_path)]) == 65
+    said = f"error: {tmp_path} holds no run; give the folder in which run.dir names are\n"
+    assert capsys.readouterr().err == said
+    folder = write_run(tmp_path / "a", stopped_by="completed")
+    (folder / "metrics.jsonl").write_text("[1, 2\n")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b/config.toml").write_text("not = [TOML")
+    (row,) = listed(tmp_path, capsys=capsys)
+    assert f"{folder / 'metrics.jsonl'} can't be read" in row["cause"]
+
+
+# ---- plot
+
+
+def test_several_runs_are_drawn_on_one_chart_in_the_terminal(tmp_path, capsys):
+    folders = [str(write_run(tmp_path / name)) for name in "ab"]
+    assert plot.main([*folders, "--metric", "train/grad_norm"]) == 0
+    text = capsys.readouterr().out
+    assert "train/grad_norm" in text
+    assert "\x1b" not in text, "no colours in a pipe"
+    for folder, marker in zip(folders, "*o", strict=True):
+        (line,) = [line for line in text.splitlines() if folder in line]
+        assert f"{marker}{marker} {folder}" in line
+
+
+@pytest.mark.parametrize(("ending", "begins"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
+def test_a_chart_is_written_as_a_picture(tmp_path, ending, begins, capsys):
+    folder = write_run(tmp_path / "a")
+    out = tmp_path / f"loss.{ending}"
+    assert plot.main([str(folder), "--out", str(out)]) == 0
+    assert out.read_bytes().startswith(begins)
+    assert capsys.readouterr().out == f"{out}\n"
+
+
+def test_values_that_are_not_finite_are_left_out_of_a_curve():
+    rows = [{"step": 1, "x": "nan"}, {"step": 2, "x": 1.0}, {"step": 3}, {"step": 4, "x": "inf"}]
+    assert plot.finite_series(rows, "x") == ([2], [1.0])
+
+
+@pytest.mark.bad_input("`dist_amp plot` of an unknown metric, a picture's ending, or no run")
+def test_plot_names_the_nearest_metric_and_what_it_can_write(tmp_path, capsys):
+    folder = str(write_run(tmp_path / "a"))
+    assert plot.main([folder, "--metric", "train/los"]) == 65
+    assert "has no finite value of it; did you mean train/loss?" in capsys.readouterr().err
+    assert plot.main([folder, "--out", str(tmp_path / "a.foo")]) == 64
+    assert "use an ending such as .png, .svg or .pdf" in capsys.readouterr().err
+    assert plot.main([str(tmp_path)]) == 65
+    assert "has logged nothing; give the folder of a run that has" in capsys.readouterr().err
+
+
+@pytest.mark.bad_input("`dist_amp plot` without its packages")
+@pytest.mark.parametrize(
+    ("module", "words"), [("plotext", ()), ("matplotlib.figure", ("--out", "a.png"))]
+)
+def test_plot_says_what_to_install(tmp_path, module, words, capsys, monkeypatch):
+    folder = str(write_run(tmp_path / "a"))
+    monkeypatch.setitem(sys.modules, module, None)
+    assert plot.main([folder, *words]) == 64
+    package = module.partition(".")[0]
+    assert capsys.readouterr().err.endswith(f"{package}: pip install 'dist_amp[plot]'\n")
+
+
+# ---- report
+
+
+class Page(HTMLParser):
+    """The tags that are open at its end, what it loads, and its text."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.loads, self.text = [], [], ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.loads += [value for name, value in attributes if name in ("src", "href")]
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def test_a_report_has_curves_settings_ranks_and_the_sample_and_loads_nothing(tmp_path, capsys):
+    folder = write_run(tmp_path / "a", "--optim.lr", "0.25", stopped_by="completed")
+    (folder / "sample.txt").write_text("<script>alert(1)</script>")
+    assert report.main([str(folder)]) == 0
+    assert capsys.readouterr().out == f"{folder / 'report.html'}\n"
+    text = (folder / "report.html").read_text()
+    page = Page(text)
+    assert (page.open, page.loads) == ([], [])
+    assert text.count("<polyline") == text.count("<figcaption") == 6
+    assert "training loss" in page.text
+    assert "optim.lr0.25" in page.text
+    assert "done, step 4 of 4 on 1 rank" in page.text
+    assert "<script>" not in text
+    assert "<script>alert(1)</script>" in page.text
+
+
+def test_a_long_curve_keeps_its_ends_and_at_most_a_thousand_points():
+    steps = list(range(10_001))
+    drawn = report.picture("loss", (steps, [1.0 / (1 + step) for step in steps]))
+    points = drawn.partition('points="')[2].partition('"')[0].split()
+    assert 900 <= len(points) <= 1001
+    assert points[-1].startswith(f"{report.WIDTH:.1f},")
+    assert "step 0" in drawn
+    assert "10,000" in drawn
+
+
+@pytest.mark.bad_input("`dist_amp report` of what is not a run's folder")
+def test_a_report_of_no_run_is_refused(tmp_path):
+    with pytest.raises(DataError, match="is not a run's folder: it has no config.toml"):
+        report.report(tmp_path)
