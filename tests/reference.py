@@ -12,6 +12,7 @@ from dist_amp.config.load import load_config
 
 REFERENCE = Path(__file__).parent.parent / "configs/reference.toml"
 HEAD = """\
+#:schema schema.json
 # All settings with their defaults. Put only what differs into your own file: any value can also be
 # set by DIST_AMP_SECTION__KEY=VALUE in the environment or --section.key VALUE on the command line.
 # The last one wins: defaults, files in order, environment, command line.
