@@ -26,7 +26,7 @@ QUICK = ("debug", "demo", "fsdp_bf16")
 
 
 def stated_ranks(path):
-    """The ranks in the line after the schema's: torchrun --nproc_per_node=N, python -m (0), or 2."""
+    """The ranks in the second line: torchrun --nproc_per_node=N, python -m (0), or 2."""
     first = path.read_text().splitlines()[1]
     if match := re.search(r"--nproc_per_node=(\d+)", first):
         return int(match[1])
