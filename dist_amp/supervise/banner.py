@@ -146,10 +146,14 @@ def closing_table(summary: Mapping[str, Any], folder: Path) -> str:
         most = "mostly " + max(rest, key=lambda kind: rest[kind]).replace("_", " ")
         most = most.replace("elsewhere", "starting, ending and pauses")
         rows.append(f"goodput {share}: {applied} of {wall} in applied steps; the rest: {most}")
-    rows += [f"done: {result}", f"all of it is in {folder}"]
-    if find_spec("dist_amp.export"):
-        rows.append(f"next: dist_amp export {folder} --out model")
-    return "\n".join(rows)
+    return "\n".join([*rows, f"done: {result}", f"all of it is in {folder}"])
+
+
+def print_next_command(run: Run) -> None:
+    """What exports the trained model, if the config names its task."""
+    named = run.config.task.target.rpartition(":")[2]
+    if type(run.task).__name__ == named and find_spec("dist_amp.export"):
+        run.world.say(f"next: dist_amp export {run.folder} --out model")
 
 
 def report_environment(run: Run) -> None:

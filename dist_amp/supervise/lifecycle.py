@@ -22,7 +22,12 @@ from dist_amp.files import plain_json, write_durably
 from dist_amp.loading.plan import shuffled_order
 from dist_amp.run import Run
 from dist_amp.settings import Config
-from dist_amp.supervise.banner import closing_table, print_banner, report_environment
+from dist_amp.supervise.banner import (
+    closing_table,
+    print_banner,
+    print_next_command,
+    report_environment,
+)
 from dist_amp.supervise.preflight import (
     check_free_space,
     warn_about_small_batches,
@@ -189,6 +194,7 @@ def close_run(run: Run, stop: Stop) -> int:
     if run.world.is_main:
         summary = write_summary(run.folder, run, "completed", 0, early)
         print(closing_table(summary, run.folder), flush=True)
+        print_next_command(run)
     return 0
 
 
