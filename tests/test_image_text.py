@@ -28,7 +28,9 @@ from dist_amp.settings import DataConfig
 from dist_amp.sources.conversations import IGNORE_INDEX
 from dist_amp.step import evaluate
 from dist_amp.tasks.image_text import ImageText
+from dist_amp.tasks.loss_head import LossHead
 from dist_amp.verify import __main__ as verify
+from dist_amp.verify.cells import capture
 
 CPU = torch.device("cpu")
 TARGET = "dist_amp.tasks.image_text:ImageText"
@@ -147,12 +149,24 @@ PARTS = [{"type": "text", "text": "which?"}, {"type": "image", "text": None}]
 def test_answers_are_learned_and_the_image_is_where_the_text_says_or_first(
     row, text, parts, folder
 ):
-    task = task_of(folder, [{"image": "red.png", **row}] * 4)
+    task = task_of(folder, [{"image": "red.png", **row}] * 4, pad_to_multiple_of=1)
     assert learned(task, {"image": "red.png", **row}) == (text, parts)
 
 
-def test_the_loss_is_that_of_transformers_and_padding_changes_no_samples(folder):
-    task = task_of(folder, questions())
+@pytest.mark.parametrize("length", [2048, 50])
+def test_rows_are_padded_to_a_multiple_of_tokens_but_not_beyond_the_length(length, folder):
+    task = task_of(folder, questions(), length=length)
+    dataset = task.build_dataset("train")
+    batch = task.collate([dataset[0], dataset[1]])
+    for name in ("input_ids", "attention_mask", "labels"):
+        assert batch[name].shape == (2, min(128, length))
+    assert batch["tokens"] == batch["attention_mask"].sum() < 60  # padding does not count
+    assert batch["counted"] == (batch["labels"] != IGNORE_INDEX).sum()
+
+
+@pytest.mark.parametrize("chunk", ["auto", 5, "off"])
+def test_the_loss_is_that_of_transformers_and_padding_changes_no_samples(chunk, folder):
+    task = task_of(folder, questions(), loss_chunk=chunk)
     dataset = task.build_dataset("train")
     samples = [dataset[number] for number in range(4)]
     model = build_whole(task, CPU).eval()
@@ -194,6 +208,34 @@ def test_two_ranks_learn_what_one_does_and_resume_bit_for_bit(options, strategy,
         # Three steps of 0.05 times gradients of some units, in another order: 2^-24 of each.
         torch.testing.assert_close(parameters, alone, rtol=0, atol=2e-6)
         assert others == pytest.approx(values, rel=1e-5)
+
+
+def gradients(world, folder, chunk, options, strategy):
+    """Of a step; and the evaluation."""
+    task = task_of(folder, questions(), loss_chunk=chunk, **options)
+    run = make_run(world, task, *QUICK, "--parallel.strategy", strategy, "--eval.batches", 1)
+    head = run.parallel.module.get_output_embeddings()
+    assert isinstance(head, LossHead) == (chunk != "off")
+    states = capture(run)
+    take_steps(run, 1)
+    return [state.gradients for state in states], evaluate(run)  # on rank 0 alone
+
+
+@pytest.mark.parametrize(
+    ("options", "strategy"), [({}, "single"), ({}, "fsdp"), ({"lora_rank": 2}, "ddp")]
+)
+def test_the_loss_in_chunks_has_the_gradients_of_all_logits_at_once(options, strategy, folder):
+    ranks = 1 if strategy == "single" else 2
+    plain, chunked = (
+        on_ranks(ranks, gradients, folder, chunk, options, strategy)[0] for chunk in ("off", 37)
+    )
+    largest = max(gradient.abs().max() for gradient in plain[0][-1].values())
+    for key, true in plain[0][-1].items():
+        # Sums in another order: some tens of roundings of 2^-24 of the largest. By a key's bias it
+        # is 0 but for roundings of others.
+        size = max(true.abs().max(), 1e-3 * largest)
+        torch.testing.assert_close(chunked[0][-1][key], true, rtol=0, atol=4e-6 * size)
+    assert chunked[1] == pytest.approx(plain[1], rel=1e-4)
 
 
 def test_it_learns_to_name_what_only_the_image_shows(folder):

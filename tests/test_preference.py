@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from ranks import on_ranks
 from tiny import make_run, parameters_of, take_steps
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers")
 from peft import AutoPeftModelForCausalLM
-from tiny_hf import LLAMA, chats, make_model, make_tokenizer, write_rows
+from tiny_hf import LLAMA, VOCABULARY, chats, make_model, make_tokenizer, write_rows
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from dist_amp.checkpoint.saver import save
@@ -20,10 +21,28 @@ from dist_amp.errors import ConfigError, DataError
 from dist_amp.scaling.meta import build_whole
 from dist_amp.settings import DataConfig
 from dist_amp.step import evaluate
+from dist_amp.tasks.loss_head import LossHead
 from dist_amp.tasks.preference import DPO
 from dist_amp.verify import __main__ as verify
+from dist_amp.verify.cells import capture
 
 CPU = torch.device("cpu")
+
+
+class Products(TorchDispatchMode):
+    """rows: of each matrix product with the vocabulary's width."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.mm.default and out.shape[1] == VOCABULARY:
+            self.rows.append(len(out))
+        return out
+
+
 TARGET = "dist_amp.tasks.preference:DPO"
 QUICK = "--train.micro_batch_size 2 --use_amp false --optim.warmup_steps 0 --eval.every 1".split()
 
@@ -151,6 +170,57 @@ def test_two_ranks_learn_what_one_does_and_resume_bit_for_bit(options, strategy,
         # Eight steps of 0.02 times gradients of some units, in another order: 2^-24 of each.
         torch.testing.assert_close(parameters, alone, rtol=0, atol=2e-6)
         assert others == pytest.approx(values, rel=1e-4, abs=1e-6)
+
+
+def second_gradients(world, folder, chunk, options, words):
+    """Of the second step, when the policy is no longer the reference; and the evaluation."""
+    task = dpo(folder, pairs(), beta=0.5, loss_chunk=chunk, **options)
+    words = ["--optim.lr", 0.05, "--optim.name", "sgd", "--train.accumulation_steps", 2, *words]
+    run = make_run(world, task, *QUICK, "--eval.batches", 1, *words)
+    heads = [part for part in run.parallel.module.modules() if isinstance(part, LossHead)]
+    assert bool(heads) == (chunk != "off")
+    states = capture(run)
+    take_steps(run, 2)
+    return [state.gradients for state in states], evaluate(run)  # on rank 0 alone
+
+
+ALL_AT_ONCE = "--parallel.activation_checkpointing full --compile.blocks true --compile.mode "
+ALL_AT_ONCE += "aot_eager --parallel.strategy fsdp"
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "words"),
+    [
+        ({}, "llama", "--parallel.strategy single --compile.blocks true --compile.mode aot_eager"),
+        ({}, "llama", "--parallel.strategy ddp"),
+        ({}, "llama_tied", "--parallel.strategy fsdp"),  # the head is in the root's unit
+        ({}, "llama", ALL_AT_ONCE),
+        ({"lora_rank": 2}, "llama", "--parallel.strategy fsdp"),  # a frozen head
+    ],
+)
+def test_the_loss_in_chunks_has_the_gradients_of_all_logits_at_once(options, name, words, tmp_path):
+    make_tokenizer(make_model(tmp_path, name))
+    ranks = 1 if "single" in words else 2
+    plain, chunked = (
+        on_ranks(ranks, second_gradients, tmp_path, chunk, options, words.split())[0]
+        for chunk in ("off", 37)
+    )
+    for key, true in plain[0][-1].items():
+        # Sums in another order, of two steps: some roundings of 2^-24 of the largest.
+        torch.testing.assert_close(chunked[0][-1][key], true, rtol=0, atol=4e-6 * true.abs().max())
+    assert chunked[1] == pytest.approx(plain[1], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_no_more_logits_exist_than_a_chunks_and_the_reference_makes_them_once(rank, folder):
+    task = dpo(folder, pairs(), loss_chunk=50, lora_rank=rank)
+    run = make_run(None, task, *QUICK)
+    with Products() as products:
+        take_steps(run, 1)
+    tokens = run.data.last_step[0][0]["labels"].numel()
+    assert max(products.rows) == 50
+    # The reference's, the policy's, and those again for the policy's gradient.
+    assert sum(products.rows) == 3 * tokens
 
 
 @pytest.mark.parametrize("rank", [0, 2])

@@ -240,7 +240,7 @@ class CausalLM:
         values: Batch = {}
         if self.source_names:
             targets = batch["labels"][:, 1:]
-            losses = self.losses(model, batch, "none")[0].view_as(targets)
+            losses = self.losses(model, batch, "hits")[0].view_as(targets)
             source_ids = batch["source_ids"][:, 1:]
             values |= losses_by_source(losses, targets, source_ids, self.source_names)
             values["loss"] = losses.sum()

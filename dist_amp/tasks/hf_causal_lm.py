@@ -8,22 +8,19 @@ from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from dist_amp.errors import ConfigError
 from dist_amp.settings import Count, DataConfig
 from dist_amp.sources.conversations import asks_in_turns
 from dist_amp.sources.mixture import losses_by_source, mixed, tables_of
 from dist_amp.sources.packing import Packing, TokenShares
-from dist_amp.sources.token_shards import IGNORE_INDEX
 from dist_amp.sources.tokenizer import of_transformers
 from dist_amp.sources.tokens import token_documents
 from dist_amp.tasks import huggingface
-from dist_amp.tasks.huggingface import inputs_of, takes_documents
-from dist_amp.tasks.loss_head import LossHead, Reduction, losses_of
+from dist_amp.tasks.huggingface import inputs_of, next_token_losses, takes_documents
+from dist_amp.tasks.loss_head import Reduction
 from dist_amp.tasks.packed_attention import PackedAttention, document_bounds
 
 # A second document's change by other tokens in the first, over the first's own: 0 in Llama, Qwen3,
@@ -70,8 +67,7 @@ class HFCausalLM(huggingface.FineTuning):
                 f"task.args.length={self.packing.length} is more than the model's {most} positions "
                 f"(max_position_embeddings); use at most {most}"
             )
-        if self.loss_chunk != "off":
-            make_loss_head(model, self.loss_chunk)
+        huggingface.make_loss_head(model, self.loss_chunk)
         self.balance = getattr(model, "router_aux_loss_coef", 0.0)
         fits = takes_documents(model.config, self.packing.length)
         if self.packed_attention == "varlen" and not fits:
@@ -117,24 +113,16 @@ class HFCausalLM(huggingface.FineTuning):
         reduction: Reduction,
         **options: Any,
     ) -> tuple[Tensor, Any]:
-        """(the losses that LossHead returns, the model's output)."""
-        targets = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
+        """See `next_token_losses`."""
         inputs = inputs_of(model, batch, self.packed_attention)
-        inner: Any = getattr(model, "module", model)  # of DDP
-        head = inner.get_output_embeddings()
-        if not isinstance(head, LossHead):
-            output = model(**inputs, **options)
-            return losses_of(output.logits, targets, reduction), output
-        with head.losses_of(targets, reduction):
-            output = model(**inputs, **options)
-        return output.logits, output
+        return next_token_losses(model, {**inputs, **options}, batch["labels"], reduction)
 
     def metrics(
         self,
         model: nn.Module,
         batch: Batch,
     ) -> Batch:
-        (losses, hits), _ = self.losses(model, batch, "none")
+        (losses, hits), _ = self.losses(model, batch, "hits")
         values = {"loss": losses.sum(), "accuracy": hits.sum()}
         if not self.source_names:
             return values
@@ -156,44 +144,6 @@ class HFCausalLM(huggingface.FineTuning):
     def sample(self, model: nn.Module) -> str:
         chat = asks_in_turns(self.data, self.tokenizer)
         return huggingface.continued(model, self.tokenizer, self.prompt, self.sample_tokens, chat)
-
-
-def make_loss_head(model: Any, chunk: int | Literal["auto"]) -> None:
-    """Make the model's head one that computes the loss, unless the model changes its logits.
-
-    Errors: ConfigError for such a model if a number of tokens is asked for.
-    """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    head = model.get_output_embeddings()
-    if type(head) is nn.Linear and head.bias is None and returns_the_heads_logits(base):
-        head.__class__ = LossHead
-        head.chunk = chunk
-    elif chunk != "auto":
-        raise ConfigError(
-            f"task.args.loss_chunk={chunk} needs a model whose logits are those of a linear head "
-            f"without bias, and {type(base).__name__} is none; use auto or off"
-        )
-
-
-@torch.no_grad()
-def returns_the_heads_logits(model: Any) -> bool:
-    """Whether the model returns what its head does: some cap or scale it. Tried on one token."""
-    made: list[Any] = []
-    head = model.get_output_embeddings()
-    body = model.base_model
-    hidden = MoeModelOutputWithPast(last_hidden_state=head.weight[None, :1])
-    hidden.cross_attentions = None  # GPT-2 passes them on
-    body.forward = lambda *args, **kwargs: hidden
-    hook = head.register_forward_hook(lambda module, inputs, output: made.append(output))
-    try:
-        ids = torch.zeros(1, 1, dtype=torch.int64, device=head.weight.device)
-        output = model(input_ids=ids, use_cache=False)
-        return len(made) == 1 and output.logits is made[0]
-    except Exception:  # of any model's code
-        return False
-    finally:
-        hook.remove()
-        del body.forward
 
 
 def check_documents_are_apart(run: Any, how: PackedAttention) -> None:

@@ -22,10 +22,13 @@ from transformers import (
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.modeling_outputs import BaseModelOutput
 
 from dist_amp.errors import ConfigError, DataError, first_line
 from dist_amp.settings import DataConfig, Range
 from dist_amp.sources.files import stay_local_without_network
+from dist_amp.sources.token_shards import IGNORE_INDEX
+from dist_amp.tasks.loss_head import Chunk, LossHead, Reduction, losses_of
 from dist_amp.tasks.packed_attention import Documents, PackedAttention, attend
 from dist_amp.tasks.pretrained import load_pretrained
 
@@ -248,10 +251,70 @@ class FineTuning:
         self.processor.save_pretrained(folder)
 
 
-def next_tokens(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
-    """(logits [B (T - 1), vocabulary] float32, labels [B (T - 1)]) of all tokens but each first."""
-    logits = output.logits[:, :-1].float().flatten(0, 1)
-    return logits, batch["labels"][:, 1:].flatten()
+def make_loss_head(model: Any, chunk: Chunk) -> None:
+    """Make the model's head one that computes the loss, unless the model changes its logits.
+
+    Errors: ConfigError for such a model if a number of tokens is asked for.
+    """
+    if chunk == "off":
+        return
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    head = model.get_output_embeddings()
+    if type(head) is nn.Linear and head.bias is None and returns_the_heads_logits(base):
+        head.__class__ = LossHead
+        head.chunk = chunk
+    elif chunk != "auto":
+        raise ConfigError(
+            f"task.args.loss_chunk={chunk} needs a model whose logits are those of a linear head "
+            f"without bias, and {type(base).__name__} is none; use auto or off"
+        )
+
+
+@torch.no_grad()
+def returns_the_heads_logits(model: Any) -> bool:
+    """Whether the model returns what its head does: some cap or scale it. Tried on one token."""
+    made: list[Any] = []
+    head = model.get_output_embeddings()
+    body = model.base_model
+    hidden = Hidden(last_hidden_state=head.weight[None, :1])
+    body.forward = lambda *args, **kwargs: hidden
+    hook = head.register_forward_hook(lambda module, inputs, output: made.append(output))
+    try:
+        ids = torch.zeros(1, 1, dtype=torch.int64, device=head.weight.device)
+        output = model(input_ids=ids, use_cache=False)
+        return len(made) == 1 and output.logits is made[0]
+    except Exception:  # of any model's code
+        return False
+    finally:
+        hook.remove()
+        del body.forward
+
+
+class Hidden(BaseModelOutput):
+    """What any model's body returns, so far as its head reads it; the rest is passed on."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def next_token_losses(
+    model: Any,
+    inputs: dict[str, Any],
+    labels: Tensor,
+    reduction: Reduction,
+) -> tuple[Tensor, Any]:
+    """(the losses that LossHead returns of labels [B, T], the model's output).
+
+    The last losses of each row are 0, of no label.
+    """
+    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+    head = getattr(model, "module", model).get_output_embeddings()  # of DDP
+    if not isinstance(head, LossHead):
+        output = model(**inputs)
+        return losses_of(output.logits, targets, reduction), output
+    with head.losses_of(targets, reduction):
+        output = model(**inputs)
+    return output.logits, output
 
 
 def continued(model: Any, tokenizer: Any, prompt: str, tokens: int, chat: bool) -> str:

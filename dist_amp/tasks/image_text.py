@@ -7,14 +7,14 @@ place for it.
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from dist_amp.errors import ConfigError, DataError
-from dist_amp.settings import DataConfig
+from dist_amp.settings import Count, DataConfig
 from dist_amp.sources.conversations import (
     LAYOUTS,
     Row,
@@ -31,6 +31,7 @@ from dist_amp.sources.load import Converted, load_split
 from dist_amp.sources.token_shards import IGNORE_INDEX
 from dist_amp.sources.tokenizer import of_transformers
 from dist_amp.tasks import huggingface
+from dist_amp.tasks.loss_head import Reduction
 
 Batch = Row
 
@@ -43,12 +44,16 @@ class ImageText(huggingface.FineTuning):
         data: DataConfig,
         model: str,
         length: huggingface.Length = 2048,
+        pad_to_multiple_of: Count = 128,
         image_column: str = "image",
         lora_rank: huggingface.Rank = 0,
         lora_targets: str = "all-linear",
+        loss_chunk: Count | Literal["auto", "off"] = "auto",
     ):
         super().__init__(data, model, huggingface.Lora(lora_rank, lora_targets))
         self.length = length
+        self.multiple = pad_to_multiple_of
+        self.loss_chunk = loss_chunk
         self.image_column = image_column
         self.processor = huggingface.opened(AutoProcessor, self.folder)
         if not hasattr(self.processor, "image_token"):
@@ -60,7 +65,9 @@ class ImageText(huggingface.FineTuning):
 
     def build_model(self) -> nn.Module:
         kind = AutoModelForImageTextToText
-        return huggingface.build(kind, self.folder, self.lora, self.processor.tokenizer)
+        model = huggingface.build(kind, self.folder, self.lora, self.processor.tokenizer)
+        huggingface.make_loss_head(model, self.loss_chunk)
+        return model
 
     def build_dataset(self, split: str) -> Any:
         rows = load_split(self.data, split, *LAYOUTS)
@@ -136,7 +143,7 @@ class ImageText(huggingface.FineTuning):
         return prompt + answer, ids, [IGNORE_INDEX] * start + ids[start:]
 
     def collate(self, samples: list[tuple[Any, str, list[int]]]) -> Batch:
-        batch = self.processed([sample[:2] for sample in samples])
+        batch = self.processed([sample[:2] for sample in samples], self.multiple)
         labels = torch.full_like(batch["input_ids"], IGNORE_INDEX)
         for row, (_, _, learned) in enumerate(samples):
             labels[row, : len(learned)] = torch.tensor(learned)
@@ -151,11 +158,14 @@ class ImageText(huggingface.FineTuning):
             "counted": counted,
         }
 
-    def processed(self, pairs: list[Any]) -> Batch:
-        """Of (image, text) pairs, padded on the right. A beginning of a chat may have no image."""
+    def processed(self, pairs: list[Any], multiple: int = 1) -> Batch:
+        """Of (image, text) pairs, padded on the right to a multiple of so many tokens.
+
+        A beginning of a chat may have no image.
+        """
         images = [[image] for image, text in pairs if self.processor.image_token in text]
         texts = [text for _, text in pairs]
-        options: Row = {"padding": True, "return_tensors": "pt"}
+        options: Row = {"padding": True, "pad_to_multiple_of": multiple, "return_tensors": "pt"}
         if (start := self.processor.tokenizer.bos_token) and texts[0].startswith(start):
             options["add_special_tokens"] = False  # the chat template writes them
         return dict(self.processor(images=images or None, text=texts, **options))
@@ -163,10 +173,19 @@ class ImageText(huggingface.FineTuning):
     def tokens(self, batch: Batch) -> int:
         return batch["tokens"]  # type: ignore[no-any-return]
 
-    def predictions(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
+        return self.losses(model, batch, "sum")
+
+    def metrics(self, model: nn.Module, batch: Batch) -> Batch:
+        losses, hits = self.losses(model, batch, "hits")
+        return {"loss": losses.sum(), "accuracy": hits.sum()}
+
+    def losses(self, model: nn.Module, batch: Batch, reduction: Reduction) -> Tensor:
+        """See LossHead."""
         others = ("labels", "tokens", "counted")
         inputs = {name: value for name, value in batch.items() if name not in others}
-        return huggingface.next_tokens(model(**inputs, use_cache=False), batch)
+        inputs["use_cache"] = False
+        return huggingface.next_token_losses(model, inputs, batch["labels"], reduction)[0]
 
 
 class ChatWithImage:

@@ -6,7 +6,7 @@ copy of the model; with LoRA, the base weights without the adapters.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -44,12 +44,14 @@ class DPO(huggingface.FineTuning):
         pad_to_multiple_of: Count = 128,
         lora_rank: huggingface.Rank = 0,
         lora_targets: str = "all-linear",
+        loss_chunk: Count | Literal["auto", "off"] = "auto",
         reference: str = "auto",
     ):
         super().__init__(data, model, huggingface.Lora(lora_rank, lora_targets))
         self.beta = beta
         self.length = length
         self.multiple = pad_to_multiple_of
+        self.loss_chunk = loss_chunk
         self.tokenizer = self.processor = huggingface.open_tokenizer(self.folder)
         self.reference = self.folder
         if reference != "auto":
@@ -59,6 +61,7 @@ class DPO(huggingface.FineTuning):
     def build_model(self) -> nn.Module:
         kind = AutoModelForCausalLM
         policy: Any = huggingface.build(kind, self.folder, self.lora, self.tokenizer)
+        huggingface.make_loss_head(policy, self.loss_chunk)
         if not self.has_copy:
             return WithReference(policy, None)
         reference: Any = huggingface.build(kind, self.reference, NO_LORA, self.tokenizer)
@@ -68,6 +71,7 @@ class DPO(huggingface.FineTuning):
                 f"task.args.reference: {self.reference} has a vocabulary of {sizes[1]} tokens and "
                 f"the model {sizes[0]}; use a reference with the model's own tokenizer"
             )
+        huggingface.make_loss_head(reference, self.loss_chunk)
         return WithReference(policy, reference.requires_grad_(False))
 
     def load(self, model: Any) -> None:
@@ -196,9 +200,9 @@ class WithReference(nn.Module):
 
 def log_probabilities(model: nn.Module, batch: Batch) -> Tensor:
     """Of each row's answer, the sum over its tokens: [rows] float32."""
-    predictions = huggingface.next_tokens(model(**huggingface.inputs_of(model, batch)), batch)
-    losses = F.cross_entropy(*predictions, reduction="none")
-    return -losses.view(len(batch["labels"]), -1).sum(1)
+    inputs = huggingface.inputs_of(model, batch)
+    losses, _ = huggingface.next_token_losses(model, inputs, batch["labels"], "none")
+    return -losses.view_as(batch["labels"]).sum(1)
 
 
 @contextmanager
