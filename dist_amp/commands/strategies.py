@@ -168,7 +168,7 @@ def checked(
     if computes_on is world:
         pick_compile(config, strategy, task, module, world)
     if config.compile.blocks and world.device.type == "cuda":
-        world.say("blocks are planned as they are without compile.blocks")
+        world.say("planned without compile.blocks, which takes as much memory or less")
     if config.precision.matmul == "fp8":
         world.say("precision.matmul=fp8 is planned as bf16: products take less time")
     sharded = strategy in SHARDED
