@@ -2,7 +2,7 @@
 # Install what the slow tests run the files of launch/ on: Debian's packages, and the extra `engines` into .venv.
 # On another system, or without root, it says what it leaves out; the tests that need it are skipped then, and say so.
 #   bash tests/engines.sh
-# Only if asked, a CUDA build of torch (5 GB) in .venv-cuda, and the stand-in for a GPU that it runs on (tests/fake_gpu):
+# Only if asked, a CUDA build of torch (5 GB) in .venv-cuda, for the stand-in for a GPU (dist_amp/commands/stand_in.py):
 #   DIST_AMP_FAKE_GPU=1 bash tests/engines.sh
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/setup.sh"
@@ -39,5 +39,4 @@ if [ -n "${DIST_AMP_FAKE_GPU:-}" ]; then
     [ -x "$root/.venv-cuda/bin/python" ] || python3 -m venv "$root/.venv-cuda"
     "$root/.venv-cuda/bin/python" -m pip install --quiet --disable-pip-version-check \
         -c <(grep -v '^torch==' "$root/launch/constraints.txt") -e "${root}[test]" "${cuda[@]}"
-    bash "$root/tests/fake_gpu/build.sh" "$root/.venv-cuda"
 fi

@@ -37,7 +37,8 @@ COMMANDS = {
 # What they take beside settings; a test compares. Those of launch are torchrun's.
 OPTIONS = {
     "verify": "--world_sizes --strategies --precisions --dtypes --bit_exact --replay",
-    "plan": "--world_size --device --device_memory_GiB --largest_micro_batch --over_ranks --json",
+    "plan": "--world_size --device --device_memory_GiB --largest_micro_batch --over_ranks "
+    "--simulate --json",
     "tokenize": "--out --check --workers --shard_tokens",
     "export": "--out --dtype --format --merge --weights",
     "sample": "--weights",

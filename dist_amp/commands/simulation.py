@@ -127,7 +127,6 @@ class ImaginedDevice(TorchDispatchMode):
         super().__init__()
         self.phase = "other"
         self.peaks: Counter[str] = Counter()  # bytes, by the phase of a step
-        self.flops: Counter[str] = Counter()
         self.seconds: Any = Counter()  # by phase and limit: compute, memory
         self._device = device
         self._bytes = 0
@@ -160,7 +159,6 @@ class ImaginedDevice(TorchDispatchMode):
         flops = 0
         if formula := FLOPS.get(function.overloadpacket):
             flops = formula(*args, **kwargs, out_val=result)
-        self.flops[self.phase] += flops
         if self._device is None:
             return
         memory = sum(tensor.nbytes for tensor in moved) / self._device.bytes_per_second
@@ -190,7 +188,6 @@ class ImaginedDevice(TorchDispatchMode):
     def forget(self) -> None:
         """Begin again to measure; what is allocated remains."""
         self.peaks.clear()
-        self.flops.clear()
         self.seconds.clear()
 
     @contextmanager
@@ -292,12 +289,8 @@ def on_device(tensor: Tensor, fake: FakeTensorMode, device: ImaginedDevice) -> T
     return made
 
 
-def hold_buckets(run: Run) -> list[Tensor]:
-    """Keep gradients as DDP does: they exist from the start, and a backward's are copied there.
-
-    Returns a second set: DDP makes its buckets again after the first step, and frees the old ones
-    later.
-    """
+def hold_buckets(run: Run) -> None:
+    """Keep gradients as DDP does: they exist from the start, and a backward's are copied there."""
     parallel = run.parallel
     buckets = {p: torch.empty_like(p) for p in parallel.parameters}
     no_sync = parallel.gradient_sync(False)
@@ -316,7 +309,6 @@ def hold_buckets(run: Run) -> list[Tensor]:
     for parameter in parallel.parameters:
         parameter.is_replicated = True  # type: ignore[attr-defined]
         parameter.register_post_accumulate_grad_hook(copy_to_bucket)
-    return [torch.empty_like(p) for p in parallel.parameters]
 
 
 @dataclass(frozen=True)
@@ -324,7 +316,6 @@ class Simulation:
     """A step of rank 0, by phase: forward, backward, optimizer, other."""
 
     peaks: dict[str, int]  # bytes
-    flops: dict[str, int]
     seconds: dict[tuple[str, str], float]  # of phase and limit: compute, memory
 
 
@@ -378,23 +369,15 @@ def simulate(
             if on_gpu:
                 modes.enter_context(as_on_gpu())
             run = assemble(config, ranks, task, Path(), lay_out(config, task, module, ranks))
-            beside = hold_buckets(run) if strategy == "ddp" else []
+            if strategy == "ddp":
+                hold_buckets(run)
             for _ in range(STEPS):
                 rank0.forget()
                 train_step(run, batches)
-            del beside, beside_model
+            del beside_model
     workspaces = WORKSPACES if on_gpu else 0
-    return Simulation(
-        {phase: peak + workspaces for phase, peak in rank0.peaks.items()},
-        scaled(rank0.flops, micro_batches / simulated),
-        scaled(rank0.seconds, micro_batches / simulated),
-    )
-
-
-def scaled(counted: Counter[Any], times: float) -> dict[Any, Any]:
-    """What forward and backward take, in all micro-batches."""
-    result = {}
-    for key, value in counted.items():
-        in_micro_batch = {"forward", "backward"} & {key, key[0]}
-        result[key] = value * times if in_micro_batch else value
-    return result
+    for phase, limit in rank0.seconds:
+        if phase in ("forward", "backward"):
+            rank0.seconds[phase, limit] *= micro_batches / simulated
+    peaks = {phase: peak + workspaces for phase, peak in rank0.peaks.items()}
+    return Simulation(peaks, dict(rank0.seconds))

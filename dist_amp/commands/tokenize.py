@@ -52,7 +52,6 @@ def run(argv: Sequence[str]) -> None:
     )
     parser.add_argument(
         "--shard_tokens",
-        "--shard-tokens",
         type=int,
         default=SHARD_TOKENS,
         help=f"tokens per file; default {SHARD_TOKENS:,}",

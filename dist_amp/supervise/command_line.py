@@ -20,6 +20,11 @@ class Parser(argparse.ArgumentParser):
             prog, description=description, epilog=epilog, formatter_class=raw, allow_abbrev=False
         )
 
+    def add_argument(self, *names: str, **options: Any) -> Any:
+        """An option's name may have hyphens in place of underscores."""
+        hyphened = [name.replace("_", "-") for name in names if name.startswith("--")]
+        return super().add_argument(*dict.fromkeys([*names, *hyphened]), **options)
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see {self.prog} --help")
 

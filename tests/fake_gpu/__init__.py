@@ -1,48 +1,51 @@
-"""Run code on GPUs that are not there: fake_gpu.c says what that shows, and what it can't.
+"""Run code on GPUs that are not there: dist_amp/commands/fake_gpu.c says what that shows, and what
+it can't.
 
     result = on_fake_gpus(8, my_function, argument)    # my_function(argument), in a fresh process
 
-The function must be importable. Build it first: DIST_AMP_FAKE_GPU=1 bash tests/engines.sh
+The function must be importable. DIST_AMP_FAKE_GPU=1 bash tests/engines.sh installs what it takes.
 """
 
-import os
-import pickle
+import atexit
 import subprocess
 import tempfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dist_amp.commands.stand_in import StandIn, environment, find_stand_in
+from dist_amp.errors import ConfigError
+
 FOLDER = Path(__file__).parent
 TESTS = FOLDER.parent
 ROOT = TESTS.parent
-LIBRARY = FOLDER / "build/libcuda.so.1"
-PYTHON = ROOT / ".venv-cuda/bin/python"
+STAND_IN = StandIn("", Path(), "")
+missing = ""
+try:
+    STAND_IN = find_stand_in()
+except ConfigError as error:
+    missing = str(error)
+PYTHON = STAND_IN.python
 
-needs_fake_gpus = pytest.mark.skipif(
-    not (LIBRARY.exists() and PYTHON.exists()),
-    reason="the stand-in for GPUs is not built: DIST_AMP_FAKE_GPU=1 bash tests/engines.sh",
-)
+needs_fake_gpus = pytest.mark.skipif(bool(missing), reason=missing)
+
+
+@cache
+def library() -> Path:
+    """The library, compiled once in this process."""
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    return STAND_IN.build(Path(folder.name))
 
 
 def environ(gpus: int, values: bool = False, **more: str) -> dict[str, str]:
     """The variables of a process that sees so many GPUs. values: copied values can be read back."""
-    variables = {
-        "LD_PRELOAD": str(LIBRARY),
-        "FAKE_GPU_COUNT": str(gpus),
-        "PYTHONPATH": f"{ROOT}:{TESTS}",
-        "OMP_NUM_THREADS": "1",
-        "TRITON_LIBCUDA_PATH": str(LIBRARY.parent),
-        # It is chosen for attention where it is allowed, and there is none.
-        "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",
-        # Models come from folders; the hub is not asked for more.
-        "HF_HUB_OFFLINE": "1",
-    }
-    if values:
-        variables["FAKE_GPU_VALUES"] = "1"
-    return {**os.environ, **variables, **more}
+    # Models come from folders; the hub is not asked for more.
+    more = {"PYTHONPATH": f"{ROOT}:{TESTS}", "HF_HUB_OFFLINE": "1", **more}
+    return environment(library(), gpus, values) | more
 
 
 def on_fake_gpus(
@@ -54,29 +57,10 @@ def on_fake_gpus(
     **more: str,
 ) -> Any:
     """What function(*args) returns there; AssertionError with its output if it raises."""
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "answer"
-        (Path(folder) / "call").write_bytes(pickle.dumps((function, args)))
-        done = subprocess.run(
-            [PYTHON, "-m", "fake_gpu", folder],
-            cwd=folder,
-            env=environ(gpus, values, **more),
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
-        if done.returncode or not answer.exists():
-            said = f"{done.stdout}\n{done.stderr}"
-            raise AssertionError(f"{function.__name__}: exit status {done.returncode}\n{said}")
-        return pickle.loads(answer.read_bytes())
-
-
-def main(folder: Path) -> None:
-    """In the fresh process: the pickled call, and what it returned."""
-    import torch
-
-    torch.set_num_threads(1)
-    # There is no cuDNN: convolutions and batch norms take torch's own kernels.
-    torch.backends.cudnn.enabled = False
-    function, args = pickle.loads((folder / "call").read_bytes())
-    (folder / "answer").write_bytes(pickle.dumps(function(*args)))
+    try:
+        return STAND_IN.call(environ(gpus, values, **more), function, *args, timeout=timeout)
+    except subprocess.CalledProcessError as error:
+        said = f"{error.stdout}\n{error.stderr}"
+        raise AssertionError(
+            f"{function.__name__}: exit status {error.returncode}\n{said}"
+        ) from None

@@ -10,20 +10,18 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 
+from dist_amp.commands.stand_in import imagined
 from dist_amp.config.load import load_config
 from dist_amp.diagnostics import consistency
 from dist_amp.diagnostics.limits import FirstSteps
 from dist_amp.optim import learning_rate
 from dist_amp.run import Run, ScriptRun, build_run
 from dist_amp.scaling import hooks
-from dist_amp.settings import RunConfig
 from dist_amp.step import train_step
 from dist_amp.supervise.lifecycle import Stop, open_run
 from dist_amp.telemetry.sums import Interval
 from dist_amp.train import train
-from dist_amp.world import World, locate
 from fake_gpu.records import Syncs, counted, launches_of, traced
 
 WARM_UP = 20  # the run's own checks of its first steps read the device until then
@@ -61,17 +59,6 @@ class Window(Stop):
             self.syncs.stop()
             self._counting.__exit__(None, None, None)
         return False
-
-
-def imagined(ranks: int) -> World:
-    """Rank 0 of so many on one machine, of which the others are only imagined."""
-    if ranks == 1:
-        return locate(RunConfig(device="cuda"))
-    device = torch.device("cuda", 0)
-    torch.cuda.set_device(device)
-    store = dist.HashStore()
-    dist.init_process_group("nccl", rank=0, world_size=ranks, store=store, device_id=device)
-    return World(world_size=ranks, local_world_size=ranks, device=device)
 
 
 @contextmanager
@@ -191,25 +178,3 @@ def unordered_accesses(words: Sequence[object], planted: bool, ranks: int = 1) -
     except sanitizer.CUDASanitizerErrors as found:
         return [str(error) for error in found.errors]
     return []
-
-
-def peaks_of(words: Sequence[object], ranks: int = 1) -> dict[str, int]:
-    """The allocator's peak in each phase of the second to the sixth step, in bytes."""
-    run = started(words, ranks)
-    peaks: dict[str, int] = {}
-    enter = run.world.clock.enter
-
-    def note(phase: str) -> str:
-        before = enter(phase)
-        peaks[before] = max(peaks.get(before, 0), torch.cuda.max_memory_allocated())
-        torch.cuda.reset_peak_memory_stats()
-        return before
-
-    with patch.object(hooks, "is_written", lambda whole, sharded: False):
-        for number in range(6):
-            micro_batches = next(run.data)
-            if number == 1:
-                torch.cuda.reset_peak_memory_stats()
-                run.world.clock.enter = note
-            train_step(run, micro_batches)
-    return peaks

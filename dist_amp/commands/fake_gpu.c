@@ -9,7 +9,7 @@
  * of the target is 0xff (nan, -1), so that reading too early shows.
  *
  * Not there: time, numerics, cuDNN, cuSOLVER, CUPTI (kernels in traces), graphs, expandable segments, other ranks.
- * Needs torch with CUDA 13. FAKE_GPU_COUNT: devices, 1 to 16.
+ * Needs torch with CUDA 13. FAKE_GPU_COUNT: devices, 1 to 16. FAKE_GPU_MEMORY: bytes of each, below 1 TiB.
  */
 #define _GNU_SOURCE
 #include <cuda_runtime_api.h>
@@ -56,8 +56,8 @@ API void fake_gpu_trace(const char *path) {
 
 /* ---- devices ---- */
 
-#define MEMORY 85028896768ull /* of an H100 80GB */
-#define CONTEXT 629145600ull  /* of it, what a CUDA context takes; assumed */
+#define CONTEXT 629145600ull                 /* of its memory, what a CUDA context takes; assumed */
+static size_t total_memory = 85028896768ull; /* of an H100 80GB */
 #define DEVICES 16
 static __thread int current;
 
@@ -106,7 +106,7 @@ API cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr number, i
 API cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int device) {
     *p = (struct cudaDeviceProp){
         .name = "NVIDIA H100 80GB HBM3",
-        .totalGlobalMem = MEMORY,
+        .totalGlobalMem = total_memory,
         .sharedMemPerBlock = attribute(8),
         .regsPerBlock = attribute(12),
         .warpSize = attribute(10),
@@ -163,6 +163,9 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 __attribute__((constructor)) static void start(void) {
     keeps_values = getenv("FAKE_GPU_VALUES") != NULL;
+    const char *size = getenv("FAKE_GPU_MEMORY");
+    if (size)
+        total_memory = strtoull(size, NULL, 10);
     int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     arena = mmap(0, SHARE * (DEVICES + 1), PROT_READ | PROT_WRITE, flags, -1, 0);
     if (arena == MAP_FAILED) {
@@ -182,7 +185,7 @@ static int on_device(const void *p) {
 }
 
 static cudaError_t allocate(void **p, size_t size, int owner) {
-    size_t room = owner == PINNED ? SHARE : MEMORY - CONTEXT;
+    size_t room = owner == PINNED ? SHARE : total_memory - CONTEXT;
     size_t taken = (size + PAGE - 1) / PAGE * PAGE;
     cudaError_t error = cudaErrorMemoryAllocation;
     pthread_mutex_lock(&lock);
@@ -224,8 +227,8 @@ API cudaError_t cudaFree(void *p) {
 API cudaError_t cudaMallocAsync(void **p, size_t size, cudaStream_t stream) { return cudaMalloc(p, size); }
 API cudaError_t cudaFreeAsync(void *p, cudaStream_t stream) { return count(FREE), release(p), 0; }
 API cudaError_t cudaMemGetInfo(size_t *free, size_t *total) {
-    *free = MEMORY - CONTEXT - owners[current].used;
-    *total = MEMORY;
+    *free = total_memory - CONTEXT - owners[current].used;
+    *total = total_memory;
     return 0;
 }
 API cudaError_t cudaHostAlloc(void **p, size_t size, unsigned flags) {
