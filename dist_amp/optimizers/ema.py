@@ -37,7 +37,7 @@ class Ema:
         Reads nothing, and allocates as much as the averages take.
         """
         moves = torch._foreach_sub(self._local_parameters(), self._averages)
-        torch._foreach_mul_(moves, self._weight * applied.to(self._weight.device))
+        torch._foreach_mul_(moves, self._weight * applied)
         torch._foreach_add_(self._averages, moves)
 
     def start(self, step: int) -> str:
