@@ -155,7 +155,6 @@ class Schedule:
         """Count a step, and look up the next one's learning rate: the same if this was skipped."""
         if_applied = torch.addcmul(self._if_applied, self.counters, self._kept_if_applied)
         if_skipped = self.counters + self._if_skipped
-        applied = applied.to(self.counters.device)
         torch.where(applied, if_applied, if_skipped, out=self.counters)
         self.last_lr.copy_(self.lr)
         self._look_up()

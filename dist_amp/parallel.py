@@ -78,7 +78,7 @@ class Parallel:
         return SumOverRanks(values.sum(), self.world)
 
     def global_grad_norm(self) -> Tensor:
-        """Global L2 norm of the scaled gradients: scalar float32 on the device, equal on all ranks.
+        """Global L2 norm of the scaled gradients: scalar float32 beside them, equal on all ranks.
 
         inf or nan if any gradient on any rank is not finite. One all-reduce where gradients are
         sharded; none under DDP, where all ranks hold the same ones. A missing gradient, such as an
@@ -93,9 +93,10 @@ class Parallel:
             return torch.linalg.vector_norm(norms_of(gradients))
         with torch.no_grad():  # in which to_local is not recorded
             norms = norms_of([gradient.to_local() for gradient in gradients])
-        square = norms.dot(norms).to(self.world.device)  # from the host, under CPU offload
+        square = norms.dot(norms).to(self.world.device, non_blocking=True)
         shards = self.world.world_size / self.replicas
-        return (SumOverRanks(square, self.world).mean() * shards).sqrt()
+        norm = (SumOverRanks(square, self.world).mean() * shards).sqrt()
+        return norm.to(self.state_device)  # under CPU offload the host waits for it
 
     def zero_grad(self) -> None:
         """Set the gradients to None. An optimizer's zero_grad costs 17 us more for its ranges."""

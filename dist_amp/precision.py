@@ -94,10 +94,8 @@ class Scaler(torch.amp.GradScaler):
     applied: whether the last step is applied, scalar bool; found_inf: its opposite, scalar float32.
     """
 
-    def __init__(
-        self, config: ScalerConfig, scales: bool, device: torch.device, state_device: torch.device
-    ):
-        """state_device: where parameters and optimizer state are: the host under CPU offload."""
+    def __init__(self, config: ScalerConfig, scales: bool, device: torch.device):
+        """device: where parameters and optimizer state are: the host under CPU offload."""
         init_scale = config.init_scale if scales else 1.0
         super().__init__(
             device.type,
@@ -113,7 +111,6 @@ class Scaler(torch.amp.GradScaler):
         self.applied = torch.ones((), dtype=torch.bool, device=device)
         self._is_decided = False  # whether this step's found_inf is known
         self._grad_scale: Tensor | None = None  # what gradients are still to be divided by
-        self._state_device = state_device
         # On the device, since a number from the host costs more than the comparison.
         self._infinity = torch.full((), math.inf, device=device)
 
@@ -166,9 +163,8 @@ class Scaler(torch.amp.GradScaler):
                 norm = norm.full_tensor()
             self._decide(norm)
         if self._grad_scale is not None:
-            grad_scale = self._grad_scale.to(self._state_device)
             for gradient in gradients:
-                local(gradient).div_(grad_scale)
+                local(gradient).div_(self._grad_scale)
         self._grad_scale = None
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -185,8 +181,8 @@ class Scaler(torch.amp.GradScaler):
             return None
         fused: Any = optimizer
         if self._grad_scale is not None:
-            fused.grad_scale = self._grad_scale.to(self._state_device)
-        fused.found_inf = self.found_inf.to(self._state_device)
+            fused.grad_scale = self._grad_scale
+        fused.found_inf = self.found_inf
         try:
             return optimizer.step(*args, **kwargs)
         finally:  # another step than the scaler's, such as a checkpoint's, is not to be skipped

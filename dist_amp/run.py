@@ -143,9 +143,7 @@ def assemble(
     """A run at step 0 that has no data yet. model: as from `lay_out`."""
     precision, parallel = model
     seed_all(config.run.seed)  # ranks that did not draw the weights are equal to rank 0 again
-    scaler = Scaler(
-        config.precision.scaler, precision.name == "fp16", world.device, parallel.state_device
-    )
+    scaler = Scaler(config.precision.scaler, precision.name == "fp16", parallel.state_device)
     optimizer = build_optimizer(parallel.module, config.optim, task, world.say)
     extra_states: dict[str, Any] = {}
     if config.optim.ema != "off":

@@ -209,8 +209,8 @@ class ParallelConfig:
     global_batch_size and micro_batch_size; costs a reduction per micro-batch: docs/bit_exact.md.
     """
     cpu_offload: bool = False
-    """fsdp, hsdp on GPUs: keep parameters, gradients and moments in host memory; costs a
-    host-device sync per step.
+    """fsdp, hsdp on GPUs: keep parameters, gradients and moments in host memory; in each step the
+    host waits for the gradients, then for their norm over all ranks.
     """
 
 

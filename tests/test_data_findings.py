@@ -339,6 +339,19 @@ def test_data_that_do_not_fill_one_row_are_refused_with_their_size(tmp_path):
     assert rows(token_documents(data, "validation", BYTES), "validation") is None
 
 
+def test_rows_that_another_process_converts_at_the_same_time_are_read(tmp_path, monkeypatch):
+    look = datasets.load_dataset_builder
+
+    def look_before_the_other_is_done(*args, **kwargs):
+        builder = look(*args, **kwargs)
+        look(*args, **kwargs).download_and_prepare()
+        return builder
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", look_before_the_other_is_done)
+    data = DataConfig(path=write_texts(tmp_path / "a.jsonl", ["a", "b", "c"]), validation_split=0.3)
+    assert len(load_rows(data, "train")) + len(load_rows(data, "validation")) == 3
+
+
 @pytest.mark.bad_input("a full disk under the cache of `datasets`")
 def test_a_full_disk_is_named_with_the_cache_and_not_with_a_file(tmp_path, monkeypatch):
     def full(*args, **kwargs):

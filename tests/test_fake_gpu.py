@@ -22,6 +22,8 @@ from fake_gpu.loops import (
     Steps,
     kernels_of,
     learning_rates_read,
+    overwritten_in_evaluation,
+    saved_too_early,
     steps_of,
     unordered_accesses,
 )
@@ -55,6 +57,7 @@ CASES = {  # name: (ranks, settings)
     "ddp": (2, ["--parallel.strategy", "ddp"]),
     "fsdp": (8, ["--parallel.strategy", "fsdp"]),
     "hsdp": (8, ["--parallel.strategy", "hsdp"]),
+    "fsdp_offload": (8, ["--parallel.strategy", "fsdp", "--parallel.cpu_offload", "true"]),
     "gpt_compiled": (1, [*GPT2_SMALL.split(), *COMPILED]),
     "gpt_fp8": (1, [*GPT2_SMALL.split(), *FP8]),
     "fsdp_compiled": (8, ["--parallel.strategy", "fsdp", *COMPILED]),
@@ -62,6 +65,7 @@ CASES = {  # name: (ranks, settings)
 }
 
 PREFETCH = "dist_amp/loading/nested.py CopyStream.__call__"
+NORM = "dist_amp/parallel.py Parallel.global_grad_norm"
 ALLOWED = {  # where the host waits: why it may
     PREFETCH: "once per step, for the step before the last",
     "dist_amp/telemetry/sums.py Interval.read": "a step after a log step, for its metrics",
@@ -69,6 +73,11 @@ ALLOWED = {  # where the host waits: why it may
 ALLOWED_IN = {
     "numerics": {
         "dist_amp/diagnostics/numerics.py Numerics._shares": "asked for, at log steps",
+    },
+    "fsdp_offload": {
+        "dist_amp/scaling/hooks.py _timed": "FSDP2, for each gradient's copy to the host",
+        NORM: "once per step, since the host computes the update; 4 bytes to the device, staged",
+        "dist_amp/telemetry/metrics.py Metrics.begin": "at log steps, when the device is idle",
     },
 }
 
@@ -112,10 +121,19 @@ def test_steps_and_log_steps_wait_for_the_device_only_where_it_is_meant(case):
     assert waits.syncs[f"{PREFETCH}: cudaEventSynchronize"] == STEPS
 
 
+def test_under_cpu_offload_the_host_waits_for_the_norm_once_per_step():
+    assert steps("fsdp_offload").syncs[f"{NORM}: cudaStreamSynchronize"] == STEPS
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_no_step_allocates_memory_of_the_device_or_frees_it(case):
     counts = steps(case).counts
     assert counts["mallocs"] == counts["frees"] == 0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_step_changes_pinned_memory_that_the_device_has_still_to_read(case):
+    assert steps(case).counts["overwritten"] == 0
 
 
 def measured(case: str) -> dict[str, float]:
@@ -317,18 +335,38 @@ def test_a_log_step_reads_what_it_copied_only_after_it_has_arrived(tmp_path):
     assert all(math.isnan(rate) for rate in planted), "a missing wait is found"
 
 
-@pytest.mark.parametrize("case", ["packed", "fp16_accumulated", "ema", "ddp", "fsdp", "hsdp"])
+ORDERED = ["packed", "fp16_accumulated", "ema", "ddp", "fsdp", "hsdp", "fsdp_offload"]
+
+
+@pytest.mark.parametrize("case", ORDERED)
 def test_no_tensor_is_used_on_two_streams_without_an_event_between(tmp_path, case):
     ranks, words = CASES[case]
-    arguments = ([*words, "--data.path", written_text(tmp_path)], False, ranks)
+    arguments = ([*words, "--data.path", written_text(tmp_path)], "", ranks)
     assert on_fake_gpus(ranks, unordered_accesses, *arguments, values=case == "ddp") == []
 
 
-def test_prefetching_without_an_event_for_the_copy_is_found(tmp_path):
+@pytest.mark.parametrize(
+    ("planted", "operation"),
+    [("prefetch", "aten::embedding"), ("staging", "aten::copy_")],
+    ids=["a micro-batch", "a parameter that is saved"],
+)
+def test_a_copy_that_no_event_orders_is_found(tmp_path, planted, operation):
     words = ["--data.path", written_text(tmp_path)]
-    found = on_fake_gpus(1, unordered_accesses, words, True)
+    found = on_fake_gpus(1, unordered_accesses, words, planted)
     assert "CSAN detected a possible data race" in found[0]
-    assert "aten::embedding" in found[0], "which reads the micro-batch"
+    assert operation in found[0], "which reads it"
+
+
+def test_a_background_save_writes_what_it_copied_only_after_it_has_arrived(tmp_path):
+    words = ["--data.path", written_text(tmp_path)]
+    assert on_fake_gpus(1, saved_too_early, words, False) == []
+    assert "head.weight" in on_fake_gpus(1, saved_too_early, words, True), "a missing wait is found"
+
+
+def test_under_cpu_offload_an_average_is_replaced_only_after_the_device_has_read_it(tmp_path):
+    ranks, words = CASES["fsdp_offload"]
+    words = [*words, "--data.path", written_text(tmp_path), "--optim.ema", 0.99]
+    assert on_fake_gpus(ranks, overwritten_in_evaluation, words, ranks) == 0
 
 
 if __name__ == "__main__":

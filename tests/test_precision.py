@@ -79,7 +79,7 @@ def test_a_cast_that_can_not_be_is_refused(settings, said):
 
 
 def scaler_of(config, scales=True):
-    return Scaler(config, scales, torch.device("cpu"), torch.device("cpu"))
+    return Scaler(config, scales, torch.device("cpu"))
 
 
 def update(scaler, found_inf):

@@ -24,7 +24,8 @@ from benchmarks import log_step as log_step_bench
 from benchmarks.collectives import Counting, check, measure
 from dist_amp.checkpoint.saver import Saver
 from dist_amp.commands.estimates import Collective
-from dist_amp.commands.plan import make_plan, table
+from dist_amp.commands.plan import make_plan
+from dist_amp.commands.plan_report import table
 from dist_amp.config.load import load_config
 from dist_amp.diagnostics import consistency
 from dist_amp.errors import Failure

@@ -6,7 +6,8 @@
  *
  * Counted and reported: launches, copies, collectives, cudaMalloc, cudaFree, and each wait of the host for the device.
  * A copy to pinned memory arrives when the host has waited for it, directly or through events; until then every byte
- * of the target is 0xff (nan, -1), so that reading too early shows.
+ * of the target is 0xff (nan, -1), so that reading too early shows. Pinned memory that the host has changed between a
+ * copy from it and waiting for that copy is counted as overwritten.
  *
  * Not there: time, numerics, cuDNN, cuSOLVER, CUPTI (kernels in traces), graphs, expandable segments, other ranks.
  * Needs torch with CUDA 13. FAKE_GPU_COUNT: devices, 1 to 16. FAKE_GPU_MEMORY: bytes of each, below 1 TiB.
@@ -32,8 +33,9 @@
 /* ---- records, read from Python by ctypes ---- */
 
 API const char fake_gpu_names[] = "launches gemms to_device to_host on_device memsets collectives mallocs frees "
-                                  "host_allocs syncs";
-enum { LAUNCH, GEMM, TO_DEVICE, TO_HOST, ON_DEVICE, MEMSET, COLLECTIVE, MALLOC, FREE, HOST_ALLOC, SYNC, KINDS };
+                                  "host_allocs syncs overwritten";
+enum { LAUNCH, GEMM, TO_DEVICE, TO_HOST, ON_DEVICE, MEMSET, COLLECTIVE, MALLOC, FREE, HOST_ALLOC, SYNC, OVERWRITTEN,
+       KINDS };
 API long fake_gpu_counts[KINDS];
 API void (*fake_gpu_on_sync)(const char *call); /* is called at each wait */
 static FILE *trace;
@@ -260,11 +262,12 @@ static int last_stream = 16; /* smaller numbers are CUDA's own: 0 is the default
 typedef struct Copy {
     struct Copy *next;
     void *target, *values;
+    const void *source; /* NULL unless it is pinned memory */
     size_t size;
     int stream;
     long time;
 } Copy;
-static Copy *under_way; /* to the host */
+static Copy *under_way; /* to the host, and from pinned memory */
 
 static int number_of(const void *stream) { return (int)((uintptr_t)stream % STREAMS); }
 
@@ -284,7 +287,10 @@ static void arrive(const Clock *clock) {
             place = &copy->next;
             continue;
         }
-        if (copy->values)
+        if (copy->source) {
+            if (memcmp(copy->source, copy->values, copy->size))
+                count(OVERWRITTEN);
+        } else if (copy->values)
             memcpy(copy->target, copy->values, copy->size);
         else
             memset(copy->target, 0, copy->size);
@@ -359,16 +365,29 @@ SUCCEEDS(cudaThreadExchangeStreamCaptureMode)
 
 /* ---- copies ---- */
 
-static void copy_to_host(void *target, const void *source, size_t size, cudaStream_t stream) {
+static void put_under_way(Copy values) {
     Copy *copy = malloc(sizeof *copy);
-    *copy = (Copy){.target = target, .size = size, .stream = number_of(stream), .time = tick(stream)};
-    if (keeps_values && size <= MAX_COPIED)
-        copy->values = memcpy(malloc(size), source, size);
-    memset(target, 0xff, size);
+    *copy = values;
     pthread_mutex_lock(&lock);
     copy->next = under_way;
     under_way = copy;
     pthread_mutex_unlock(&lock);
+}
+
+static void copy_to_host(void *target, const void *source, size_t size, cudaStream_t stream) {
+    Copy copy = {.target = target, .size = size, .stream = number_of(stream), .time = tick(stream)};
+    if (keeps_values && size <= MAX_COPIED)
+        copy.values = memcpy(malloc(size), source, size);
+    memset(target, 0xff, size);
+    put_under_way(copy);
+}
+
+static void copy_from_pinned(const void *source, size_t size, cudaStream_t stream) {
+    Copy copy = {.source = source, .size = size, .stream = number_of(stream), .time = tick(stream)};
+    if (size > MAX_COPIED)
+        copy.size = MAX_COPIED;
+    copy.values = memcpy(malloc(copy.size), source, copy.size);
+    put_under_way(copy);
 }
 
 API cudaError_t cudaMemcpyAsync(void *target, const void *source, size_t size, enum cudaMemcpyKind kind,
@@ -379,7 +398,10 @@ API cudaError_t cudaMemcpyAsync(void *target, const void *source, size_t size, e
         copy_to_host(target, source, size, stream);
     } else {
         count(from_device ? ON_DEVICE : TO_DEVICE);
-        tick(stream);
+        if (owner_of(source) == PINNED)
+            copy_from_pinned(source, size, stream);
+        else
+            tick(stream);
         if (keeps_values && size <= MAX_COPIED)
             memmove(target, source, size);
     }

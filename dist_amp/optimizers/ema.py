@@ -37,7 +37,7 @@ class Ema:
         Reads nothing, and allocates as much as the averages take.
         """
         moves = torch._foreach_sub(self._local_parameters(), self._averages)
-        torch._foreach_mul_(moves, self._weight * applied.to(self._weight.device))
+        torch._foreach_mul_(moves, self._weight * applied)
         torch._foreach_add_(self._averages, moves)
 
     def start(self, step: int) -> str:
@@ -58,6 +58,8 @@ class Ema:
 
     @torch.no_grad()
     def _write(self, targets: list[Tensor], values: list[Tensor]) -> None:
+        if targets[0].is_pinned():  # under CPU offload the device may have to read them yet
+            torch.cuda.synchronize()
         for target, value in zip(targets, values, strict=True):
             target.copy_(value)
         for unit in self._units:  # one that stayed gathered after its forward has the old values

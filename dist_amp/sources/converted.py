@@ -106,8 +106,8 @@ def convert(files: Files, splits: dict[str, list[str]]) -> Any:
     escape = glob.escape if files.is_local else files.address
     data_files = {split: [escape(path) for path in paths] for split, paths in splits.items()}
     builder = datasets.load_dataset_builder(loader, data_files=data_files, **options)
+    manager = None  # the library's, which knows addresses within others
     if not Path(builder.cache_dir, "dataset_info.json").exists():
-        manager = None  # the library's, which knows addresses within others
         if not files.rest:
             # By its ETag, a file that has changed in its store is fetched again.
             cache = str(Path(datasets.config.HF_DATASETS_CACHE) / "downloads")
@@ -116,7 +116,8 @@ def convert(files: Files, splits: dict[str, list[str]]) -> Any:
         for inside in splits.values():
             for path in inside:
                 check(files, path, manager)
-        builder.download_and_prepare(dl_manager=manager)
+    # Also of converted files: the builder may have looked before another process wrote them.
+    builder.download_and_prepare(dl_manager=manager)
     return builder.as_dataset()
 
 

@@ -119,7 +119,7 @@ class Metrics:
         # float32 is exact up to 2^24, more than train.steps is.
         applied, skipped, in_a_row = schedule.counters.to(device).unbind()
         of_device = {
-            "loss_scale": scaler.scale_tensor,
+            "loss_scale": scaler.scale_tensor.to(device),
             "applied_steps": applied,
             "skipped_steps": skipped,
             "skips_in_a_row": in_a_row,

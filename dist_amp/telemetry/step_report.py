@@ -62,8 +62,8 @@ class StepReport:
 
     losses: list[Tensor]  # this rank's loss sums, one per micro-batch
     weight: Tensor  # of all ranks: what the loss sum is divided by
-    norm: Tensor  # of the unscaled gradients, before clipping
-    applied: Tensor  # bool; False if the step was skipped because the norm was not finite
+    norm: Tensor  # of the unscaled gradients, before clipping; with CPU offload on the host
+    applied: Tensor  # bool, beside it; False if the step was skipped, since it was not finite
 
     @property
     def loss_sum(self) -> Tensor:

@@ -38,7 +38,7 @@ class Interval:
         self._reports: list[StepReport] = []
         # On their way to the host: (values, when they have arrived, losses of each step, names of
         # the rest).
-        self._copies: list[tuple[Tensor, Any, list[int], list[str]]] = []
+        self._copies: list[tuple[list[Tensor], Any, list[int], list[str]]] = []
 
     def add(self, report: StepReport) -> None:
         self._reports.append(report)
@@ -46,25 +46,26 @@ class Interval:
             self.start_copy({})
 
     def start_copy(self, more: Mapping[str, Tensor]) -> None:
-        """Start copying to the host what is still on the device, and more scalars.
+        """Start copying to the host what is still on the device, and more scalars of it.
 
-        In order: losses, weight and norm of each step, each step's `applied` flag, then `more`.
+        In order: losses and weight of each step, each one's norm, its `applied` flag, then `more`.
         """
         reports = self._reports
         self._reports = []
         parts = []
         if reports:
-            floats = [x for report in reports for x in (*report.losses, report.weight, report.norm)]
-            parts = [torch.stack(floats), torch.stack([report.applied for report in reports])]
+            parts.append([x for report in reports for x in (*report.losses, report.weight)])
+            # Under CPU offload they are on the host.
+            parts.append([report.norm for report in reports])
+            parts.append([report.applied for report in reports])
         if more:
-            parts.append(torch.stack([value.float() for value in more.values()]))
+            parts.append([value.float() for value in more.values()])
         if not parts:
             return
-        values = torch.cat([part.float() for part in parts])
+        stacked = [torch.stack(part).float() for part in parts]
+        values = [part.to("cpu", non_blocking=True) for part in stacked]  # into pinned memory
         arrived = None
-        if values.is_cuda:
-            pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            values = pinned.copy_(values, non_blocking=True)
+        if any(part.is_cuda for part in stacked):
             arrived = torch.cuda.Event()
             arrived.record()
         losses_per_step = [len(report.losses) for report in reports]
@@ -78,13 +79,14 @@ class Interval:
         for copied, arrived, losses_per_step, names in copies:
             if arrived is not None:
                 arrived.synchronize()
-            values = iter(copied.tolist())
+            values = iter(torch.cat(copied).tolist())
             steps = []
             for count in losses_per_step:
                 losses = [next(values) for _ in range(count)]
-                steps.append((sum(losses), next(values), next(values)))
-            for step in steps:
-                self._add(*step, applied=bool(next(values)))
+                steps.append((sum(losses), next(values)))
+            norms = [next(values) for _ in steps]
+            for step, norm in zip(steps, norms, strict=True):
+                self._add(*step, norm, applied=bool(next(values)))
             rest = dict(zip(names, values, strict=True))
         return rest
 

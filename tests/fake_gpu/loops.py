@@ -11,6 +11,8 @@ from unittest.mock import patch
 
 import torch
 
+from dist_amp.checkpoint.background import Background, Staging, without_replicas
+from dist_amp.checkpoint.state import Snapshot, take_snapshot
 from dist_amp.commands.stand_in import imagined
 from dist_amp.config.load import load_config
 from dist_amp.diagnostics import consistency
@@ -18,7 +20,7 @@ from dist_amp.diagnostics.limits import FirstSteps
 from dist_amp.optim import learning_rate
 from dist_amp.run import Run, ScriptRun, build_run
 from dist_amp.scaling import hooks
-from dist_amp.step import train_step
+from dist_amp.step import evaluate, train_step
 from dist_amp.supervise.lifecycle import Stop, open_run
 from dist_amp.telemetry.sums import Interval
 from dist_amp.train import train
@@ -157,24 +159,67 @@ def learning_rates_read(words: Sequence[object], planted: bool) -> list[float]:
     return rates
 
 
-def unordered_accesses(words: Sequence[object], planted: bool, ranks: int = 1) -> list[str]:
+def unordered_accesses(words: Sequence[object], planted: str, ranks: int = 1) -> list[str]:
     """By torch's sanitizer: a tensor used on two streams, one of them writing, unordered.
 
-    planted: the stream that computes does not wait for the one that copies micro-batches.
+    Each step is followed by the copy of a background save. planted: "prefetch": the stream that
+    computes does not wait for the one that copies micro-batches; "staging": the copy of a save is
+    made on a stream that does not wait for the one that computes.
     """
     from torch.cuda import _sanitizer as sanitizer
 
     sanitizer.enable_cuda_sanitizer()
-    fault: Any = nullcontext
-    if planted:
-        fault = partial(patch.object, torch.cuda.Stream, "wait_stream", nothing)
+    around_data: Any = nullcontext
+    around_save: Any = nullcontext
+    if planted == "prefetch":
+        around_data = partial(patch.object, torch.cuda.Stream, "wait_stream", nothing)
     run = started(words, ranks)
+    if planted == "staging":
+        around_save = partial(torch.cuda.stream, torch.cuda.Stream())
+    staging = Staging(run.world.device)
     try:
         with patch.object(hooks, "is_written", lambda whole, sharded: False):
             for _ in range(5):
-                with fault():
+                with around_data():
                     micro_batches = next(run.data)
                 train_step(run, micro_batches)
+                state = without_replicas(take_snapshot(run).state, run.world)
+                with around_save():
+                    staging.copy(state)
     except sanitizer.CUDASanitizerErrors as found:
         return [str(error) for error in found.errors]
     return []
+
+
+def saved_too_early(words: Sequence[object], planted: bool) -> list[str]:
+    """Parameters that the thread of a background save reads before their copy has arrived.
+
+    planted: the host does not wait for the copy.
+    """
+    run = started(words)
+    train_step(run, next(run.data))
+    early: list[str] = []
+
+    def write(copy: Snapshot) -> None:
+        model = copy.state["model"]
+        early.extend(name for name, value in model.items() if value.isnan().any())
+
+    snapshot = take_snapshot(run)
+    fault: Any = nullcontext()
+    if planted:
+        fault = patch.object(torch.cuda.Stream, "synchronize", nothing)
+    with fault:
+        Background(run.world).start(snapshot, write).result()
+    return early
+
+
+def overwritten_in_evaluation(words: Sequence[object], ranks: int) -> int:
+    """How many copies from pinned memory the host has changed meanwhile, in an evaluation."""
+    run = started([*words, "--eval.every", 1, "--eval.batches", 2], ranks)
+    with patch.object(hooks, "is_written", lambda whole, sharded: False), counted() as happened:
+        train_step(run, next(run.data))
+        for average in run.extra_states["ema"].tensors.values():
+            average.add_(1)
+        evaluate(run)
+        torch.cuda.synchronize()
+    return happened["overwritten"]
