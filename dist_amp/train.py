@@ -124,21 +124,6 @@ def train(run: Run, stop: Stop) -> Literal["completed", "preempted"]:
     return "preempted" if stop.agreed and not stop.by_task else "completed"
 
 
-def fit(run: Run) -> int:
-    """Train a run that a script or notebook has built, as the command line does; 0 at its end.
-
-    To continue an earlier one, call `run.resume()` first. Every rank calls it. Errors: Failure.
-    """
-    make_folder(run.folder, run.config, run.world)
-    with only_live_run(run.folder, run.world):
-        if run.step and is_finished(run):
-            return 0
-        stop = Stop()
-        open_run(run)
-        train(run, stop)
-        return close_run(run, stop)
-
-
 def is_due(every: int | Literal["off"], run: Run) -> bool:
     """Whether what happens every `every` steps, and at the last one, happens after this step."""
     return every != "off" and (run.step % every == 0 or run.step == run.config.train.steps)

@@ -107,6 +107,8 @@ def test_runs_are_sorted_by_a_column_and_those_without_a_value_come_last(tmp_pat
     write_run(tmp_path / "c", steps=0)
     names = [row["run"] for row in listed(tmp_path, "--sort", "loss", capsys=capsys)]
     assert names == ["b", "a", "c"]
+    assert listed(tmp_path / "c", capsys=capsys)[0]["state"] == "killed"
+    (tmp_path / "c/started.txt").unlink()
     assert listed(tmp_path / "c", capsys=capsys)[0]["state"] == "not started"
 
 
@@ -116,18 +118,25 @@ def test_a_folder_without_runs_is_refused_and_a_damaged_one_is_named_in_its_row(
     said = f"error: {tmp_path} holds no run; give the folder in which run.dir names are\n"
     assert capsys.readouterr().err == said
     folder = write_run(tmp_path / "a", stopped_by="completed")
-    (folder / "metrics.jsonl").write_text("[1, 2\n")
     (tmp_path / "b").mkdir()
     (tmp_path / "b/config.toml").write_text("not = [TOML")
-    (row,) = listed(tmp_path, capsys=capsys)
-    assert f"{folder / 'metrics.jsonl'} can't be read" in row["cause"]
+    for damaged in ("[1, 2", "5", '{"step": "x"}'):
+        (folder / "metrics.jsonl").write_text(f"{damaged}\n")
+        assert runs.main([str(tmp_path), "--json"]) == 0
+        out, err = capsys.readouterr()
+        (row,) = json.loads(out)
+        assert f"{folder / 'metrics.jsonl'} can't be read" in row["cause"]
+        assert f"warning: {tmp_path / 'b'} is not the folder of a run" in err
+    (folder / "summary.json").write_text('{"steps": "x"}')
+    assert listed(tmp_path, capsys=capsys)[0]["state"] == "killed"
 
 
 # ---- plot
 
 
-def test_several_runs_are_drawn_on_one_chart_in_the_terminal(tmp_path, capsys):
-    folders = [str(write_run(tmp_path / name)) for name in "ab"]
+def test_several_runs_are_drawn_on_one_chart_in_the_terminal(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # for short names
+    folders = [write_run(tmp_path / name).name for name in ("run_a", "run_b")]
     assert plot.main([*folders, "--metric", "train/grad_norm"]) == 0
     text = capsys.readouterr().out
     assert "train/grad_norm" in text
@@ -146,8 +155,19 @@ def test_a_chart_is_written_as_a_picture(tmp_path, ending, begins, capsys):
     assert capsys.readouterr().out == f"{out}\n"
 
 
+def test_a_run_without_the_metric_is_left_out_with_a_warning_if_another_has_it(tmp_path, capsys):
+    folder, other = write_run(tmp_path / "a"), write_run(tmp_path / "b")
+    rows = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()]
+    text = "".join(json.dumps(row | {"train/loss": "nan"}) + "\n" for row in rows)
+    (other / "metrics.jsonl").write_text(text)
+    assert plot.main([str(folder), str(other)]) == 0
+    out, err = capsys.readouterr()
+    assert "train/loss" in out
+    assert f"{other} has no finite value of it; all are nan or inf; left out" in err
+
+
 def test_values_that_are_not_finite_are_left_out_of_a_curve():
-    rows = [{"step": 1, "x": "nan"}, {"step": 2, "x": 1.0}, {"step": 3}, {"step": 4, "x": "inf"}]
+    rows = [{"step": 1, "x": "nan"}, {"step": 2, "x": 1.0}, {"step": 3}, {"step": 4, "x": "text"}]
     assert plot.finite_series(rows, "x") == ([2], [1.0])
 
 
@@ -157,7 +177,11 @@ def test_plot_names_the_nearest_metric_and_what_it_can_write(tmp_path, capsys):
     assert plot.main([folder, "--metric", "train/los"]) == 65
     assert "has no finite value of it; did you mean train/loss?" in capsys.readouterr().err
     assert plot.main([folder, "--out", str(tmp_path / "a.foo")]) == 64
-    assert "use an ending such as .png, .svg or .pdf" in capsys.readouterr().err
+    assert "use the ending .png, .svg, .pdf" in capsys.readouterr().err
+    assert plot.main([folder, "--out", str(tmp_path / "no_folder/a.png")]) == 1
+    assert "can't be written: No such file or directory" in capsys.readouterr().err
+    assert plot.main([f"{folder}x"]) == 65
+    assert f"there is no folder {folder}x" in capsys.readouterr().err
     assert plot.main([str(tmp_path)]) == 65
     assert "has logged nothing; give the folder of a run that has" in capsys.readouterr().err
 

@@ -244,7 +244,9 @@ def test_the_commit_and_the_changed_files_are_those_of_the_tasks_repository(tmp_
     assert "\n-1\n" in changed["diff"], "of the line without an end"
     assert changed["diff"].endswith("\n+2\n\\ No newline at end of file\n")
     assert not changed["diff_is_cut"]
-    (tmp_path / "task.py").write_text("API_KEY = 'abc'\n" + "x = 1\n" * 40_000)
+    secrets = "API_KEY = 'abc'\nDB_PASS = \"abc\"\nHF = 'hf_abc1'\nAWS = 'AKIAabc'\n"
+    secrets += "login(token='abc')\n{'MYKEYTWO': 'abc'}\n"
+    (tmp_path / "task.py").write_text(secrets + "x = 1\n" * 40_000)
     large = git_state(tmp_path)
     assert large["diff_is_cut"]
     assert len(large["diff"]) == 100_000

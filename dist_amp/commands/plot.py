@@ -11,11 +11,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dist_amp.errors import ConfigError, DataError, nearest_name
+from dist_amp.distributed.process import warn
+from dist_amp.errors import ConfigError, DataError, Failure, nearest_name
 from dist_amp.files import read_steps
 from dist_amp.supervise.command_line import Parser, exit_status
 
 Series = tuple[list[int], list[float]]  # steps, values
+PICTURES = (".png", ".svg", ".pdf")
 MARKERS = "*o+x#%"  # of each curve, where there are no colours
 INSTALL = "pip install 'dist_amp[plot]'"
 
@@ -30,9 +32,19 @@ def run(argv: Sequence[str]) -> None:
     parser.add_argument("--metric", default="train/loss", help="such as eval/loss (train/loss)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write a picture")
     options = parser.parse_args(argv)
+    if options.out is not None and options.out.suffix not in PICTURES:
+        raise ConfigError(f"--out {options.out}: use the ending {', '.join(PICTURES)}")
     curves = {}
+    problems = []
     for folder in dict.fromkeys(options.runs):
-        curves[str(folder)] = series_of(folder, options.metric)
+        try:
+            curves[str(folder)] = series_of(folder, options.metric)
+        except DataError as error:
+            problems.append(error)
+    if not curves:
+        raise problems[0]
+    for problem in problems:
+        warn(f"{problem}; left out")
     if options.out is None:
         draw_in_terminal(curves, options.metric)
     else:
@@ -41,6 +53,8 @@ def run(argv: Sequence[str]) -> None:
 
 def series_of(folder: Path, metric: str) -> Series:
     """Errors: DataError for a folder without metrics, or without this one."""
+    if not folder.is_dir():
+        raise DataError(f"there is no folder {folder}; give a run's")
     rows = read_steps(folder / "metrics.jsonl")
     if not rows:
         raise DataError(f"{folder} has logged nothing; give the folder of a run that has")
@@ -48,7 +62,9 @@ def series_of(folder: Path, metric: str) -> Series:
     if not series[0]:
         names = sorted({name for row in rows for name in row if "/" in name})
         hint = f"it has {', '.join(names)}"
-        if near := nearest_name(metric, names):
+        if metric in names:
+            hint = "all are nan or inf"
+        elif near := nearest_name(metric, names):
             hint = f"did you mean {near}?"
         raise DataError(f"--metric {metric}: {folder} has no finite value of it; {hint}")
     return series
@@ -58,8 +74,8 @@ def finite_series(rows: Sequence[Mapping[str, Any]], metric: str) -> Series:
     """A metric of the lines of metrics.jsonl, without nan and inf."""
     steps, values = [], []
     for row in rows:
-        value = float(row.get(metric, math.nan))
-        if math.isfinite(value):
+        value = row.get(metric)  # nan and inf are text there
+        if isinstance(value, int | float) and math.isfinite(value):
             steps.append(row["step"])
             values.append(value)
     return steps, values
@@ -84,7 +100,7 @@ def draw_in_terminal(curves: dict[str, Series], metric: str) -> None:
 
 
 def draw_picture(curves: dict[str, Series], metric: str, path: Path) -> None:
-    """Errors: ConfigError without matplotlib, or for an ending that it does not know."""
+    """Errors: ConfigError without matplotlib; Failure if the file can't be written."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -92,14 +108,14 @@ def draw_picture(curves: dict[str, Series], metric: str, path: Path) -> None:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes: Any = figure.subplots()
     for name, (steps, values) in curves.items():
-        axes.plot(steps, values, label=name)
+        axes.plot(steps, values, label=name, marker="." if len(steps) == 1 else "")
     axes.set(xlabel="step", ylabel=metric)
     axes.grid(alpha=0.3)
     axes.legend()
     try:
         figure.savefig(path, dpi=150)
-    except ValueError as error:  # an unknown format
-        raise ConfigError(f"--out {path}: use an ending such as .png, .svg or .pdf") from error
+    except OSError as error:
+        raise Failure(f"--out {path} can't be written: {error.strerror}") from error
     print(path)
 
 

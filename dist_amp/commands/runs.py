@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_amp.config.load import flat, load_config, read_flat, to_toml
+from dist_amp.distributed.process import warn
 from dist_amp.errors import DataError, first_line
 from dist_amp.files import InUse, only_process, plain_json
 from dist_amp.supervise.command_line import Parser, columns, exit_status
@@ -74,10 +75,13 @@ def rows_of(folder: Path) -> list[RunRow]:
     configs = sorted([*folder.glob("config.toml"), *folder.glob("*/config.toml")])
     readable = {}
     for path in configs:
-        with suppress(DataError):
+        try:
             settings = read_flat(path)
-            if "task.target" in settings:
-                readable[path.parent] = settings
+        except DataError as error:
+            warn(str(error))
+            continue
+        if "task.target" in settings:
+            readable[path.parent] = settings
     if not readable:
         raise DataError(f"{folder} holds no run; give the folder in which run.dir names are")
     arguments: dict[tuple[str, str], set[str]] = {}
@@ -109,13 +113,16 @@ def row_of(folder: Path, settings: Mapping[str, Any], differing: dict[str, Any])
         logged, best = skim(folder / "metrics.jsonl")
     except DataError as error:
         cause = first_line(error)
+    goodput = 100 * finite(summary.get("goodput"))
     step = max(logged.get("step", 0), summary.get("steps", 0))
     if step > summary.get("steps", step):
         state, cause = "killed", ""
     if is_locked(folder):
         state, cause = "running", ""
-    elif not step and not summary:
+    elif not started(folder) and not summary:
         state = "not started"
+    if state in ("running", "killed"):
+        goodput = finite(logged.get("perf/goodput_pct"))
     return RunRow(
         run=folder.name,
         started=started(folder),
@@ -125,9 +132,9 @@ def row_of(folder: Path, settings: Mapping[str, Any], differing: dict[str, Any])
         ranks=summary.get("world_size", len(logged.get("ranks", ()))),
         step=step,
         steps=settings.get("train.steps", 0),
-        loss=float(logged.get("train/loss", summary.get("final_loss", math.nan))),
+        loss=finite(logged.get("train/loss", summary.get("final_loss"))),
         best=best,
-        goodput=float(logged.get("perf/goodput_pct", math.nan)) / 100,
+        goodput=goodput / 100,
         settings=differing,
     )
 
@@ -136,9 +143,16 @@ def read_summary(folder: Path) -> dict[str, Any]:
     """summary.json; empty if there is none, or a damaged one."""
     with suppress(OSError, ValueError):
         summary = json.loads((folder / "summary.json").read_bytes())
-        if isinstance(summary, dict):
+        if isinstance(summary, dict) and isinstance(summary.get("steps", 0), int):
             return summary
     return {}
+
+
+def finite(value: Any) -> float:
+    """nan for what is no finite number, such as "nan" in these files."""
+    if isinstance(value, int | float) and math.isfinite(value):
+        return value
+    return math.nan
 
 
 def skim(path: Path) -> tuple[dict[str, Any], float]:
@@ -154,13 +168,16 @@ def skim(path: Path) -> tuple[dict[str, Any], float]:
                 if not line.endswith(b"\n"):
                     break
                 if b'"eval/loss"' in line:
-                    best = min(best, float(json.loads(line)["eval/loss"]))
+                    best = min(best, finite(json.loads(line)["eval/loss"]))
                 else:
                     last = line
-        return json.loads(last), best
+        row = json.loads(last)
+        if not isinstance(row.get("step", 0), int):
+            raise TypeError("its step is no number")
+        return row, best
     except FileNotFoundError:
         return {}, math.inf
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(f"{path} can't be read: {first_line(error)}") from error
 
 

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -34,6 +35,11 @@ from dist_amp.run import Run
 # What results may depend on.
 PACKAGES = ("numpy", "datasets", "tensorboard", "transformers", "peft", "torchao")
 
+# In a diff: texts with names like DB_PASS and MY_KEY, and tokens of known forms under any name.
+SECRETS_IN_CODE = re.compile(
+    r"((?i:\w*(?:pass|key|token|secret|cred|auth)\w*['\"]?\s*[:=]\s*['\"])|"
+    r"\b(?:hf_|sk-|gh[pousr]_|github_pat_|xox[abp]-|AKIA|ASIA))[^'\"\s]+"
+)
 DIFF_LETTERS = 100_000  # kept of a diff; more is data rather than code
 GIT_SECONDS = 5.0  # assumed: a status takes far less, but a network disk may hang
 
@@ -278,7 +284,7 @@ def git_state(folder: Path) -> dict[str, Any]:
     try:
         commit = git(["git", "rev-parse", "HEAD"]).strip()
         branch, *lines = git(status).splitlines()
-        diff = masked(git(["git", "diff", "HEAD"]))
+        diff = SECRETS_IN_CODE.sub(r"\1***", masked(git(["git", "diff", "HEAD"])))
     except (OSError, subprocess.SubprocessError):
         return {}
     files = [line[3:] for line in lines if line[:2] != "??" or line.endswith(".py")]
