@@ -17,7 +17,7 @@ from itertools import pairwise
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from dist_amp.config.load import collect, hidden, schema, target_in
+from dist_amp.config.load import collect, schema, target_in
 from dist_amp.config.task_class import find_task
 from dist_amp.settings import Config, MixedSourceConfig, Range
 from dist_amp.supervise.command_line import Parser, exit_status
@@ -61,7 +61,7 @@ def of_table(table: type) -> dict[str, Any]:
         if text := meanings.get(item.name):
             described["description"] = text
         if item.default is not MISSING:
-            described["default"] = hidden(item.default, item.name)
+            described["default"] = item.default
         properties[item.name] = described
     if "sources" in properties:  # of a mixture, under names of your choice
         source = of_table(MixedSourceConfig)
