@@ -232,6 +232,9 @@ def test_a_report_has_curves_settings_ranks_and_the_sample_and_loads_nothing(tmp
     text = (folder / "report.html").read_text()
     page = Page(text)
     assert (page.open, page.loads) == ([], [])
+    (folder / "exported").mkdir()
+    (folder / "exported/config.toml").write_text((folder / "config.toml").read_text())
+    assert report.report(folder) == text, "an export in the run's folder is no other run"
     assert text.count("<polyline") == text.count("<figcaption") == 6
     assert "training loss" in page.text
     assert "optim.lr0.25" in page.text

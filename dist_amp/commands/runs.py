@@ -30,7 +30,7 @@ LETTERS = 60  # of a state with its cause in the table; --json has all
 
 @dataclass
 class RunRow:
-    """What a run's folder says; nan, inf and 0 for what it does not."""
+    """What a run's folder says; nan and 0 for what it does not."""
 
     run: str
     started: str
@@ -72,7 +72,9 @@ def sort_key(value: Any) -> tuple[bool, Any]:
 
 def rows_of(folder: Path) -> list[RunRow]:
     """The runs in a folder, or the run that it is. Errors: DataError if there are none."""
-    configs = sorted([*folder.glob("config.toml"), *folder.glob("*/config.toml")])
+    configs = [folder / "config.toml"]
+    if not configs[0].exists():  # in a run's own folder an export may have another
+        configs = sorted(folder.glob("*/config.toml"))
     readable = {}
     for path in configs:
         try:
@@ -84,19 +86,16 @@ def rows_of(folder: Path) -> list[RunRow]:
             readable[path.parent] = settings
     if not readable:
         raise DataError(f"{folder} holds no run; give the folder in which run.dir names are")
-    arguments: dict[tuple[str, str], set[str]] = {}
-    for settings in readable.values():
-        for key, value in settings.items():
-            place = (settings["task.target"], key)
-            arguments.setdefault(place, set()).add(str(value))
     defaults = flat(to_toml(load_config([], environ={})))
     rows = []
     for path, settings in readable.items():
+        target = settings["task.target"]
+        of_task = [others for others in readable.values() if others["task.target"] == target]
         differing = {}
         for key, value in settings.items():
             differs = value != defaults.get(key)
-            if key.startswith("task.args.") and settings["task.target"] != defaults["task.target"]:
-                differs = len(arguments[settings["task.target"], key]) > 1
+            if key.startswith("task.args.") and target != defaults["task.target"]:
+                differs = any(others.get(key) != value for others in of_task)
             if differs and key not in NOT_COMPARED:
                 differing[key] = value
         rows.append(row_of(path, settings, differing))
@@ -133,7 +132,7 @@ def row_of(folder: Path, settings: Mapping[str, Any], differing: dict[str, Any])
         step=step,
         steps=settings.get("train.steps", 0),
         loss=finite(logged.get("train/loss", summary.get("final_loss"))),
-        best=best,
+        best=finite(best),
         goodput=goodput / 100,
         settings=differing,
     )

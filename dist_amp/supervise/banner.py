@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import quote, urlencode
@@ -158,7 +157,7 @@ def closing_table(summary: Mapping[str, Any], folder: Path) -> str:
 def print_next_command(run: Run) -> None:
     """What exports the trained model, if the config names its task."""
     named = run.config.task.target.rpartition(":")[2]
-    if type(run.task).__name__ == named and find_spec("dist_amp.export"):
+    if type(run.task).__name__ == named and importlib.util.find_spec("dist_amp.export"):
         run.world.say(f"next: dist_amp export {run.folder} --out model")
 
 
@@ -273,10 +272,7 @@ def code_folder(source: Mapping[str, str]) -> Path:
 
 
 def git_state(folder: Path) -> dict[str, Any]:
-    """{commit, branch, changed files, new Python files too, the diff of files that git knows}.
-
-    Empty without git or a commit.
-    """
+    """{commit, branch, changed files, new Python files, diff}; empty without git or a commit."""
     quiet = {"stderr": subprocess.DEVNULL, "stdin": subprocess.DEVNULL, "errors": "replace"}
     git = partial(subprocess.check_output, cwd=folder, timeout=GIT_SECONDS, **quiet)
     # Without locks, so that a commit at this moment succeeds.
@@ -284,9 +280,12 @@ def git_state(folder: Path) -> dict[str, Any]:
     try:
         commit = git(["git", "rev-parse", "HEAD"]).strip()
         branch, *lines = git(status).splitlines()
-        diff = SECRETS_IN_CODE.sub(r"\1***", masked(git(["git", "diff", "HEAD"])))
     except (OSError, subprocess.SubprocessError):
         return {}
+    diff = ""
+    with suppress(OSError, subprocess.SubprocessError):  # a large one takes long
+        text = git([*status[:2], "diff", "--no-color", "--no-ext-diff", "HEAD"])
+        diff = SECRETS_IN_CODE.sub(r"\1***", masked(text))
     files = [line[3:] for line in lines if line[:2] != "??" or line.endswith(".py")]
     return {
         "folder": str(folder),
