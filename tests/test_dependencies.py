@@ -84,8 +84,10 @@ def plain(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plain")
     source = folder / "source"
     source.mkdir()
-    shutil.copytree(ROOT / "dist_amp", source / "dist_amp")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    ignored = shutil.ignore_patterns("__pycache__", "fake_gpu", "old_checkpoints")
+    for name in ("dist_amp", "configs", "launch", "template", "tests"):
+        shutil.copytree(ROOT / name, source / name, ignore=ignored)
+    for name in ("pyproject.toml", "README.md", "LICENSE", "features.toml", "Dockerfile"):
         shutil.copy(ROOT / name, source)
     bin_folder = folder / "environment/bin"
     subprocess.run([sys.executable, "-m", "venv", bin_folder.parent], check=True)

@@ -16,6 +16,7 @@ from dist_amp.distributed.signals import exit_on_signals, quiet_on_closed_pipe
 from dist_amp.errors import ConfigError, nearest_name
 
 COMMANDS = {
+    "new": "make a project of your own: the package under its name, with the features you choose",
     "train": "train a task in this process, or as a rank under torchrun",
     "launch": "train on all GPUs of this machine, or on several machines; torchrun's options",
     "verify": "prove on your task and machine that every way of running computes the same step",
@@ -36,6 +37,7 @@ COMMANDS = {
 }
 # What they take beside settings; a test compares. Those of launch are torchrun's.
 OPTIONS = {
+    "new": "--with --without --task --yes",
     "verify": "--world_sizes --strategies --precisions --dtypes --bit_exact --replay",
     "plan": "--world_size --device --device_memory_GiB --largest_micro_batch --over_ranks "
     "--simulate --json",

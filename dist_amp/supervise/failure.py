@@ -5,7 +5,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from dist_amp.world import World, start
 @contextmanager
 def supervised(config: Config) -> Iterator[Job]:
     """Join the other ranks, report what ends the block, close the run. Errors: SystemExit."""
-    explanations = []
+    explanations: list[Callable[[BaseException], BaseException]] = []
     with ExitStack() as last, start(config.run) as world, ExitStack() as contexts:
         job = Job(config, world)
         if dist.is_initialized():

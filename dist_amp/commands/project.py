@@ -1,0 +1,251 @@
+"""Making a project: a copy of the repository without some features, under another name."""
+
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import tomllib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import dist_amp
+from dist_amp.commands.deletion import delete, read_table, tidy
+from dist_amp.commands.project_tests import PACKAGE, copy_tests
+from dist_amp.errors import ConfigError
+
+DEFAULT_TARGET = "dist_amp.tasks.causal_lm:CausalLM"
+# Imported names that differ from the distribution's.
+DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "pynvml": "nvidia-ml-py"}
+ALWAYS = {"torch", "tensorboard"}  # torch imports the second
+SUFFIXES = {".py", ".sh", ".sbatch", ".yaml", ".toml", ".md", ""}
+IGNORED = ".venv/\nruns/\n__pycache__/\n*.egg-info/\n.*_cache/\n"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to make. task: (file, class) of the user's."""
+
+    target: Path
+    features: tuple[str, ...]
+    task: tuple[Path, str] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.target.name
+
+
+def repository() -> Path:
+    """The clone, or where an installed package has its files that are no code."""
+    if (PACKAGE.parent / "features.toml").is_file():
+        return PACKAGE.parent
+    for file in metadata.files("dist_amp") or ():
+        if file.name == "features.toml":
+            return Path(file.locate()).resolve().parent
+    raise ConfigError("new: features.toml is not beside the package; install dist_amp by pip")
+
+
+def make(plan: Plan, root: Path) -> None:
+    """Make the project and say so; its folder appears when it is complete."""
+    parent = plan.target.resolve().parent
+    with tempfile.TemporaryDirectory(prefix=f".{plan.name}.", dir=parent) as temporary:
+        folder = Path(temporary, plan.name)
+        fill(folder, plan, root)
+        initialise(folder, plan)
+        os.replace(folder, plan.target)
+    lines = lines_of(plan.target / plan.name)
+    print(
+        f"{plan.target}: {sum(lines):,} lines in {len(lines)} files, with "
+        f"{', '.join(plan.features) or 'no optional feature'}; next: cd {plan.target} && "
+        "bash launch/demo.sh"
+    )
+
+
+def lines_of(package: Path) -> list[int]:
+    """The number of lines of each file."""
+    return [len(path.read_text().splitlines()) for path in package.rglob("*.py")]
+
+
+def fill(folder: Path, plan: Plan, root: Path) -> None:
+    shutil.copytree(PACKAGE, folder / "dist_amp", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("launch", "configs"):
+        shutil.copytree(root / name, folder / name)
+    for name in ("Dockerfile", "features.toml", "pyproject.toml"):
+        shutil.copy(root / name, folder)
+    table = read_table(root)
+    left_out = set(table) - set(plan.features)
+    delete(left_out, folder)
+    settings = {key for name in left_out for key in table[name].get("settings", ())}
+    copy_tests(root, folder, set(plan.features), settings)
+    rename(folder, plan.name)
+    for name in ("tests", plan.name):
+        tidy(folder / name)
+    remove_unused_helpers(folder / "tests")
+    target = place_task(folder, plan, root)
+    write_texts(folder, plan, root, target)
+    (folder / "features.toml").unlink()
+
+
+# --- what belongs to the project
+
+
+def place_task(folder: Path, plan: Plan, root: Path) -> str:
+    """Copy the task that is trained by default, as it is; returns its target."""
+    default = renamed(DEFAULT_TARGET, plan.name)
+    tasks = folder / plan.name / "tasks"
+    if plan.task is None and (tasks / "causal_lm.py").exists():
+        return default
+    file, name = plan.task or (root / "template/example.py", "Example")
+    if (tasks / file.name).exists():
+        raise ConfigError(f"--task {file}: the project has a tasks/{file.name}; rename yours")
+    tasks.mkdir(exist_ok=True)
+    for source in (PACKAGE / "tasks/__init__.py", file):
+        text = source.read_text(encoding="utf-8")
+        (tasks / source.name).write_text(renamed(text, plan.name), encoding="utf-8")
+    target = f"{plan.name}.tasks.{file.stem}:{name}"
+    settings = folder / plan.name / "settings.py"
+    settings.write_text(settings.read_text().replace(default, target))
+    return target
+
+
+def remove_unused_helpers(tests: Path) -> None:
+    """Remove what no file of tests imports any more."""
+    unused = [tests]
+    while unused:
+        used = {name for path in tests.glob("*.py") for name in imported([path])}
+        helpers = [path for path in tests.glob("*.py") if not path.stem.startswith("test_")]
+        unused = [path for path in helpers if path.stem not in {*used, "conftest"}]
+        for path in unused:
+            path.unlink()
+
+
+def rename(folder: Path, name: str) -> None:
+    (folder / "dist_amp").rename(folder / name)
+    for path in folder.rglob("*"):
+        if path.is_file() and path.suffix in SUFFIXES:
+            path.write_text(renamed(path.read_text(encoding="utf-8"), name), encoding="utf-8")
+
+
+def renamed(text: str, name: str) -> str:
+    return text.replace("dist_amp", name).replace("DIST_AMP", name.upper())
+
+
+# --- its pyproject.toml and README.md
+
+
+def write_texts(folder: Path, plan: Plan, root: Path, target: str) -> None:
+    ours = (folder / "pyproject.toml").read_text(encoding="utf-8")
+    requirements, extras = requirements_of(folder, plan.name, tomllib.loads(ours)["project"])
+    module, _, task = target.partition(":")
+    file = module.replace(".", "/") + ".py"
+    rows = read_table(root)
+    words = {
+        "NAME_": f"{plan.name.upper()}_",
+        "NAME": plan.name,
+        "VERSION": dist_amp.__version__,
+        "COMMIT": commit_of(root),
+        "REQUIREMENTS": toml_list(requirements),
+        "EXTRAS": "\n".join(f"{name} = {toml_list(lines)}" for name, lines in extras.items()),
+        "FEATURES": toml_list(plan.features),
+        "TARGET": f"`{task}` in {file}",
+        "MODEL_FILE": f"[{file}]({file})",
+        "LAYOUT": "\n".join(f"| {path}/ | {what} |" for path, what in layout(folder, plan.name)),
+        "CHOSEN": "\n".join(f"- {name}: {rows[name]['about']}" for name in plan.features),
+    }
+    pattern = re.compile("|".join(words))
+    tools = ours[ours.index("[tool.pytest.ini_options]") :]
+    for name, end in (("pyproject.toml", tools), ("README.md", "")):
+        text = (root / f"template/{name}.in").read_text(encoding="utf-8")
+        text = pattern.sub(lambda match: words[match.group()], text)
+        (folder / name).write_text(text + end, encoding="utf-8")
+    (folder / ".gitignore").write_text(IGNORED)
+
+
+def requirements_of(
+    folder: Path, name: str, project: dict[str, Any]
+) -> tuple[list[str], dict[str, list[str]]]:
+    """(dependencies, extras) of ours that the project's code imports."""
+    used = ALWAYS | {
+        DISTRIBUTIONS.get(module, module).replace("_", "-")
+        for module in imported([*(folder / name).rglob("*.py"), *(folder / "launch").rglob("*.py")])
+    }
+    requirements = [line for line in project["dependencies"] if distribution(line) in used]
+    optional = project["optional-dependencies"]
+    extras = {
+        extra: lines
+        for extra, lines in optional.items()
+        if extra not in ("test", "bench", "engines") and used & set(map(distribution, lines))
+    }
+    of_tests = [line for line in optional["test"] if not line.startswith(f"{name}[")]
+    listed = re.findall(r"\w+", " ".join(set(optional["test"]) - set(of_tests)))
+    if both := [extra for extra in extras if extra in listed]:
+        of_tests = [f"{name}[{','.join(both)}]", *of_tests]
+    return requirements, {**extras, "test": of_tests}
+
+
+def distribution(requirement: str) -> str:
+    return re.split(r"[<>=\[ ]", requirement)[0]
+
+
+def imported(paths: Iterable[Path]) -> Iterator[str]:
+    """The top-level modules that files import."""
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                yield from (alias.name.partition(".")[0] for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                yield (node.module or "").partition(".")[0]
+
+
+def toml_list(lines: Iterable[str]) -> str:
+    return "[\n" + "".join(f"    {json.dumps(line)},\n" for line in lines) + "]"
+
+
+def layout(folder: Path, name: str) -> Iterator[tuple[str, str]]:
+    """(folder of the package, its docstring)."""
+    for path in sorted((folder / name).glob("*/__init__.py")):
+        about = ast.get_docstring(ast.parse(path.read_text())) or ""
+        yield f"{name}/{path.parent.name}", about
+    yield "configs", "One file of settings per way of running."
+    yield "launch", "Scripts that start training."
+    yield "tests", "Tests of what is here."
+
+
+# --- git
+
+
+def commit_of(root: Path) -> str:
+    """The commit of the clone, or of what pip installed; "" if unknown."""
+    if (root / ".git").exists():
+        return git(root, "rev-parse", "HEAD").strip()
+    if PACKAGE.parent != root:
+        origin = metadata.distribution("dist_amp").read_text("direct_url.json") or "{}"
+        return str(json.loads(origin).get("vcs_info", {}).get("commit_id", ""))
+    return ""
+
+
+def initialise(folder: Path, plan: Plan) -> None:
+    """The first commit; by this name where git knows no user."""
+    git(folder, "init", "--quiet", "--initial-branch=main")
+    user = []
+    if not git(folder, "config", "--default=", "user.email").strip():
+        user = ["-c", f"user.name={plan.name}", "-c", f"user.email={plan.name}@localhost"]
+    git(folder, "add", "--all")
+    text = f"{plan.name}, made by dist_amp {dist_amp.__version__}"
+    git(folder, *user, "-c", "commit.gpgsign=false", "commit", "--quiet", "--no-verify", "-m", text)
+
+
+def git(folder: Path, *words: str) -> str:
+    # A git hook's variables name another repository.
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    done = subprocess.run(
+        ["git", *words], cwd=folder, env=environ, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise ConfigError(f"git {words[0]} failed: {done.stderr.strip()}; fix it, and repeat")
+    return done.stdout
