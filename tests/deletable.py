@@ -17,7 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dist_amp.commands.deletion import delete, names_of, read_table
+from dist_amp.commands.deletion import delete, names_of
+from dist_amp.commands.features import read_table
 
 ROOT = Path(__file__).parent.parent
 COPIED = ("dist_amp", "pyproject.toml", "configs", "features.toml")

@@ -15,7 +15,8 @@ from conftest import ROOT
 from deletable import TASK
 
 from dist_amp.commands import new, project
-from dist_amp.commands.deletion import definitions_without_users, names_in, read_table
+from dist_amp.commands.deletion import definitions_without_users, names_in
+from dist_amp.commands.features import choose, named, of_projects, read_table, with_dependents
 
 TABLE = read_table(ROOT)
 FEATURES = [name for name, row in TABLE.items() if not row.get("clone")]
@@ -139,16 +140,14 @@ def test_a_feature_that_needs_others_says_so_and_adds_them_with_yes(tmp_path, ca
     assert (tmp_path / "my_project/my_project/commands/diff.py").exists()
 
 
-def test_all_but_one_leaves_out_what_is_built_on_it(capsys):
-    options = new.parse(["x", "--with", "all", "--without", "sources"], TABLE)
-    chosen, said = new.choose({name: TABLE[name] for name in FEATURES}, options)
-    assert "hf_tasks" in said[0]
+def test_all_but_one_leaves_out_what_is_built_on_it():
+    chosen = choose(of_projects(ROOT), ["console"], ["all"], ["sources"], yes=False)
     assert not {"sources", "hf_tasks", "parquet_view"} & set(chosen)
     assert {"console", "ema"} < set(chosen)
 
 
 def test_features_have_other_names_that_people_look_for():
-    assert new.known(["hf,packing", " ema"], TABLE) == ["hf_tasks", "sources", "ema"]
+    assert named(["hf,packing", " ema"], TABLE) == ["hf_tasks", "sources", "ema"]
 
 
 def test_on_a_terminal_it_asks_for_what_was_not_given(tmp_path, monkeypatch, capsys):
@@ -157,7 +156,8 @@ def test_on_a_terminal_it_asks_for_what_was_not_given(tmp_path, monkeypatch, cap
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     options = new.parse([], TABLE)
-    assert new.choose(TABLE, options) == (["ema", "sgd", "console"], [])
+    assert named(options.wanted, TABLE) == ["ema", "sgd"]
+    assert options.yes
     assert all(row["about"] in capsys.readouterr().out for row in [TABLE["ema"]])
 
 
@@ -264,7 +264,7 @@ def test_a_project_with_one_feature_stands_by_itself(tmp_path, feature):
 @pytest.mark.parametrize("feature", FEATURES)
 def test_a_project_without_one_feature_stands_by_itself(tmp_path, feature):
     table = {name: TABLE[name] for name in FEATURES}
-    gone = new.with_dependents([feature], table)
+    gone = with_dependents([feature], table)
     stands_by_itself(tmp_path, [name for name in FEATURES if name not in gone])
 
 

@@ -17,6 +17,8 @@ from dist_amp.errors import ConfigError, nearest_name
 
 COMMANDS = {
     "new": "make a project of your own: the package under its name, with the features you choose",
+    "update": "bring a project to this version of dist_amp, by a git merge",
+    "adopt": "add optional features to a project, or remove them, by a git merge",
     "train": "train a task in this process, or as a rank under torchrun",
     "launch": "train on all GPUs of this machine, or on several machines; torchrun's options",
     "verify": "prove on your task and machine that every way of running computes the same step",
@@ -38,6 +40,8 @@ COMMANDS = {
 # What they take beside settings; a test compares. Those of launch are torchrun's.
 OPTIONS = {
     "new": "--with --without --task --yes",
+    "update": "--dry_run",
+    "adopt": "--remove --yes",
     "verify": "--world_sizes --strategies --precisions --dtypes --bit_exact --replay",
     "plan": "--world_size --device --device_memory_GiB --largest_micro_batch --over_ranks "
     "--simulate --json",

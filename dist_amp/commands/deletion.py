@@ -7,31 +7,15 @@ import ast
 import shutil
 import subprocess
 import sys
-import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-Table = dict[str, dict[str, Any]]  # {feature: its row}
+from dist_amp.commands.features import read_table, with_dependents
+
 Lines = set[int]  # of a file, from 1
-
-
-def read_table(root: Path) -> Table:
-    table = tomllib.loads((root / "features.toml").read_text(encoding="utf-8"))
-    del table["tests"]  # which features each test file of a project needs
-    return table
-
-
-def with_dependents(names: Iterable[str], table: Table) -> list[str]:
-    """The features and those that are built on them."""
-    chosen = set(names)
-    before: set[str] = set()
-    while chosen != before:
-        before = set(chosen)
-        chosen |= {name for name, row in table.items() if chosen & set(row.get("needs", ()))}
-    return sorted(chosen)
 
 
 def delete(names: Iterable[str], root: Path) -> None:
@@ -55,7 +39,10 @@ def delete(names: Iterable[str], root: Path) -> None:
     settings = root / "dist_amp/settings.py"
     settings.write_text(without_settings(settings.read_text(), keys))
     for path in (root / "configs").glob("*.toml"):
-        path.write_text(without_keys(path.read_text(), keys))
+        text = without_keys(path.read_text(), keys)
+        if not (root / "configs/schema.json").exists():
+            text = text.removeprefix("#:schema schema.json\n")
+        path.write_text(text)
     tidy(root / "dist_amp")
     while unused := definitions_without_users(root, used):
         for path, lines in unused.items():

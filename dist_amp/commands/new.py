@@ -15,14 +15,14 @@ import re
 import shutil
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from dist_amp.commands.deletion import Table, read_table, with_dependents
+from dist_amp.commands.features import Table, choose, list_of, named, of_projects
 from dist_amp.commands.project import Plan, imported, make, repository
 from dist_amp.distributed.signals import raise_on_signals
-from dist_amp.errors import ConfigError, Failure, nearest_name
+from dist_amp.errors import ConfigError, Failure
 from dist_amp.supervise.command_line import Parser, exit_status
 
 DEFAULT = ("console",)
@@ -36,16 +36,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(argv: Sequence[str]) -> None:
     root = repository()
-    table = {name: row for name, row in read_table(root).items() if not row.get("clone")}
+    table = of_projects(root)
     options = parse(argv, table)
     target = Path(options.name)
     check_name(target, root)
     task = parse_task(options.task)
-    chosen, said = choose(table, options)
-    for line in said:
-        print(line)
+    wanted = named(options.wanted, table)
+    left_out = named(options.without, table)
+    present = [name for name in DEFAULT if name not in left_out]
+    features = choose(table, present, wanted, left_out, options.yes)
     try:
-        make(Plan(target, tuple(chosen), task), root)
+        make(Plan(target.name, features, task), target, root)
     except OSError as error:
         raise Failure(f"new {target}: {error}; nothing was made") from error
 
@@ -53,11 +54,21 @@ def run(argv: Sequence[str]) -> None:
 def parse(argv: Sequence[str], table: Table) -> Namespace:
     parser = Parser("python -m dist_amp.new", __doc__, f"features:\n{list_of(table)}")
     parser.add_argument("name", nargs="?", default="", help="the new folder, named as the package")
-    for name, what in (("with", "to add, or all"), ("without", "to leave out")):
-        parser.add_argument(
-            f"--{name}", dest=name, action="append", default=[], metavar="FEATURE,...",
-            help=f"optional features {what}",
-        )  # fmt: skip
+    parser.add_argument(
+        "--with",
+        dest="wanted",
+        action="append",
+        default=[],
+        metavar="FEATURE,...",
+        help="optional features to add, or all",
+    )
+    parser.add_argument(
+        "--without",
+        action="append",
+        default=[],
+        metavar="FEATURE,...",
+        help="optional features to leave out",
+    )
     parser.add_argument("--task", default="", metavar="FILE.py:Class", help="your task: copied")
     parser.add_argument("--yes", action="store_true", help="ask nothing; add what features need")
     options = parser.parse_args(argv)
@@ -72,32 +83,27 @@ def ask(options: Namespace, table: Table) -> None:
     """Complete the options on the terminal."""
     options.name = input("name of the new package: ").strip()
     print(list_of(table))
-    vars(options)["with"] = [input("features besides the main job, such as ema,compile: ")]
+    options.wanted = [input("features besides the main job, such as ema,compile: ")]
     options.task = input("your task, as FILE.py:Class, or nothing for an example: ").strip()
     options.yes = True
-
-
-def list_of(table: Table) -> str:
-    """The features, one line each."""
-    width = max(map(len, table))
-    return "\n".join(f"  {name:<{width}}  {row['about']}" for name, row in table.items())
 
 
 def check_name(target: Path, root: Path) -> None:
     """Errors: ConfigError for a name or a folder that can't be the project's."""
     name = target.name
     if not re.fullmatch(r"[A-Za-z](\w*[A-Za-z0-9])?", name, re.ASCII) or keyword.iskeyword(name):
-        usable = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_0123456789") or "my_project"
+        usable = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_0123456789")
         raise ConfigError(
             f"new {target}: {name!r} can't be a package's name, which has letters, digits and _, "
-            f"and begins with a letter; use one such as {usable.lower()}"
+            f"and begins with a letter; use one such as {usable.lower() or 'my_project'}"
         )
+    spec = find_spec(name)
     taken = ""
     if name in FOLDERS:
         taken = "a folder of each project"
     elif (root / f"tests/{name}.py").is_file():
         taken = "a file of its tests"
-    elif (spec := find_spec(name)) and spec.origin:
+    elif spec and spec.origin:
         taken = f"already a package: {spec.origin}"
     if taken:
         raise ConfigError(f"new {target}: {name} is {taken}; use another name")
@@ -115,16 +121,12 @@ def parse_task(text: str) -> tuple[Path, str] | None:
         return None
     file, _, name = text.rpartition(":")
     path = Path(file)
-    if not path.is_file() or not path.name.endswith(".py") or not path.stem.isidentifier():
+    if not path.is_file() or path.suffix != ".py" or not path.stem.isidentifier():
         raise ConfigError(f"--task {text} must be FILE.py:Class, with a file that exists")
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (SyntaxError, ValueError) as error:
         raise ConfigError(f"--task {text}: {path} is not Python: {error}; fix it") from None
-    except SyntaxError as error:
-        raise ConfigError(
-            f"--task {text}: {path}, line {error.lineno}: {error.msg}; fix it"
-        ) from None
     classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
     if name not in classes:
         has = ", ".join(classes) or "none"
@@ -136,53 +138,6 @@ def parse_task(text: str) -> tuple[Path, str] | None:
                 "copied, so put both into one, or install it"
             )
     return path, name
-
-
-def choose(table: Table, options: Namespace) -> tuple[list[str], list[str]]:
-    """(the features of the project, what to say about it). Errors: ConfigError."""
-    wanted = known(vars(options)["with"], table)
-    left_out = known(options.without, table)
-    without = set(with_dependents(left_out, table))
-    said = []
-    if "all" in wanted:
-        wanted = [name for name in table if name not in without]
-        if more := sorted(without - set(left_out)):
-            said.append(f"without {', '.join(left_out)} there is no {', '.join(more)} either")
-    for name in wanted:
-        if name in without:
-            missing = [need for need in left_out if need in with_needs([name], table)]
-            raise ConfigError(f"--with {name} needs --without's {', '.join(missing)}; drop one")
-    chosen = with_needs([*DEFAULT, *wanted], table) - without
-    added = sorted(chosen - {*DEFAULT, *wanted})
-    if added:
-        needs = f"{', '.join(wanted)} needs {', '.join(added)}"
-        if not options.yes:
-            raise ConfigError(f"{needs}: add them to --with, or give --yes")
-        said.append(f"{needs}: added")
-    return [name for name in table if name in chosen], said
-
-
-def known(lists: Iterable[str], table: Table) -> list[str]:
-    """The features in comma-separated lists, by their names. Errors: ConfigError."""
-    aliases = {other: name for name, row in table.items() for other in row.get("also", ())}
-    names = [name.strip() for words in lists for name in words.split(",") if name.strip()]
-    for name in names:
-        if name not in (*table, *aliases, "all"):
-            hint = "dist_amp new --help lists them"
-            if near := nearest_name(name, [*table, *aliases], 0.3):
-                hint = f"did you mean {near}?"
-            raise ConfigError(f"there is no feature {name}; {hint}")
-    return list(dict.fromkeys(aliases.get(name, name) for name in names))
-
-
-def with_needs(names: Iterable[str], table: Table) -> set[str]:
-    """The features and those that they are built on."""
-    chosen = set(names)
-    before: set[str] = set()
-    while chosen != before:
-        before = set(chosen)
-        chosen |= {need for name in chosen for need in table[name].get("needs", ())}
-    return chosen
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Making a project: a copy of the repository without some features, under another name."""
+"""What a project is made of: a copy of the repository without some features, renamed."""
 
 import ast
 import json
@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 import tomllib
 from collections.abc import Iterable, Iterator
@@ -15,11 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import dist_amp
-from dist_amp.commands.deletion import delete, read_table, tidy
-from dist_amp.commands.project_tests import PACKAGE, copy_tests
+from dist_amp.commands.base import git, initialise
+from dist_amp.commands.deletion import delete, tidy
+from dist_amp.commands.features import package_of, read_table
+from dist_amp.commands.project_tests import copy_tests
 from dist_amp.errors import ConfigError
 
 DEFAULT_TARGET = "dist_amp.tasks.causal_lm:CausalLM"
+EXAMPLE = "template/example.py"
 # Imported names that differ from the distribution's.
 DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "pynvml": "nvidia-ml-py"}
 ALWAYS = {"torch", "tensorboard"}  # torch imports the second
@@ -29,39 +33,36 @@ IGNORED = ".venv/\nruns/\n__pycache__/\n*.egg-info/\n.*_cache/\n"
 
 @dataclass(frozen=True)
 class Plan:
-    """What to make. task: (file, class) of the user's."""
+    """What to make. name: the package's. task: (file, class) of the user's."""
 
-    target: Path
+    name: str
     features: tuple[str, ...]
     task: tuple[Path, str] | None = None
-
-    @property
-    def name(self) -> str:
-        return self.target.name
 
 
 def repository() -> Path:
     """The clone, or where an installed package has its files that are no code."""
-    if (PACKAGE.parent / "features.toml").is_file():
-        return PACKAGE.parent
+    clone = Path(dist_amp.__file__).parent.parent
+    if (clone / "features.toml").is_file():
+        return clone
     for file in metadata.files("dist_amp") or ():
         if file.name == "features.toml":
             return Path(file.locate()).resolve().parent
     raise ConfigError("new: features.toml is not beside the package; install dist_amp by pip")
 
 
-def make(plan: Plan, root: Path) -> None:
+def make(plan: Plan, target: Path, root: Path) -> None:
     """Make the project and say so; its folder appears when it is complete."""
-    parent = plan.target.resolve().parent
+    parent = target.resolve().parent
     with tempfile.TemporaryDirectory(prefix=f".{plan.name}.", dir=parent) as temporary:
         folder = Path(temporary, plan.name)
         fill(folder, plan, root)
-        initialise(folder, plan)
-        os.replace(folder, plan.target)
-    lines = lines_of(plan.target / plan.name)
+        initialise(folder, plan.features)
+        os.replace(folder, target)
+    lines = lines_of(target / plan.name)
     print(
-        f"{plan.target}: {sum(lines):,} lines in {len(lines)} files, with "
-        f"{', '.join(plan.features) or 'no optional feature'}; next: cd {plan.target} && "
+        f"{target}: {sum(lines):,} lines in {len(lines)} files, with "
+        f"{', '.join(plan.features) or 'no optional feature'}; next: cd {target} && "
         "bash launch/demo.sh"
     )
 
@@ -72,7 +73,9 @@ def lines_of(package: Path) -> list[int]:
 
 
 def fill(folder: Path, plan: Plan, root: Path) -> None:
-    shutil.copytree(PACKAGE, folder / "dist_amp", ignore=shutil.ignore_patterns("__pycache__"))
+    """Write all files of a project. root: the repository."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(package_of(root), folder / "dist_amp", ignore=ignored)
     for name in ("launch", "configs"):
         shutil.copytree(root / name, folder / name)
     for name in ("Dockerfile", "features.toml", "pyproject.toml"):
@@ -88,6 +91,7 @@ def fill(folder: Path, plan: Plan, root: Path) -> None:
     remove_unused_helpers(folder / "tests")
     target = place_task(folder, plan, root)
     write_texts(folder, plan, root, target)
+    write_schema(folder, plan.name)
     (folder / "features.toml").unlink()
 
 
@@ -100,11 +104,11 @@ def place_task(folder: Path, plan: Plan, root: Path) -> str:
     tasks = folder / plan.name / "tasks"
     if plan.task is None and (tasks / "causal_lm.py").exists():
         return default
-    file, name = plan.task or (root / "template/example.py", "Example")
+    file, name = plan.task or (root / EXAMPLE, "Example")
     if (tasks / file.name).exists():
         raise ConfigError(f"--task {file}: the project has a tasks/{file.name}; rename yours")
     tasks.mkdir(exist_ok=True)
-    for source in (PACKAGE / "tasks/__init__.py", file):
+    for source in (package_of(root) / "tasks/__init__.py", file):
         text = source.read_text(encoding="utf-8")
         (tasks / source.name).write_text(renamed(text, plan.name), encoding="utf-8")
     target = f"{plan.name}.tasks.{file.stem}:{name}"
@@ -149,6 +153,7 @@ def write_texts(folder: Path, plan: Plan, root: Path, target: str) -> None:
         "NAME": plan.name,
         "VERSION": dist_amp.__version__,
         "COMMIT": commit_of(root),
+        "TASK": target,
         "REQUIREMENTS": toml_list(requirements),
         "EXTRAS": "\n".join(f"{name} = {toml_list(lines)}" for name, lines in extras.items()),
         "FEATURES": toml_list(plan.features),
@@ -216,36 +221,20 @@ def layout(folder: Path, name: str) -> Iterator[tuple[str, str]]:
     yield "tests", "Tests of what is here."
 
 
-# --- git
+def write_schema(folder: Path, name: str) -> None:
+    """Of the settings that are left, where a project has the command for it."""
+    file = folder / "configs/schema.json"
+    if file.exists():
+        command = [sys.executable, "-m", f"{name}.schema"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+        file.write_text(done.stdout, encoding="utf-8")
 
 
 def commit_of(root: Path) -> str:
     """The commit of the clone, or of what pip installed; "" if unknown."""
     if (root / ".git").exists():
-        return git(root, "rev-parse", "HEAD").strip()
-    if PACKAGE.parent != root:
+        return git(root, "rev-parse", "HEAD")
+    if package_of(root).parent != root:
         origin = metadata.distribution("dist_amp").read_text("direct_url.json") or "{}"
         return str(json.loads(origin).get("vcs_info", {}).get("commit_id", ""))
     return ""
-
-
-def initialise(folder: Path, plan: Plan) -> None:
-    """The first commit; by this name where git knows no user."""
-    git(folder, "init", "--quiet", "--initial-branch=main")
-    user = []
-    if not git(folder, "config", "--default=", "user.email").strip():
-        user = ["-c", f"user.name={plan.name}", "-c", f"user.email={plan.name}@localhost"]
-    git(folder, "add", "--all")
-    text = f"{plan.name}, made by dist_amp {dist_amp.__version__}"
-    git(folder, *user, "-c", "commit.gpgsign=false", "commit", "--quiet", "--no-verify", "-m", text)
-
-
-def git(folder: Path, *words: str) -> str:
-    # A git hook's variables name another repository.
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    done = subprocess.run(
-        ["git", *words], cwd=folder, env=environ, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise ConfigError(f"git {words[0]} failed: {done.stderr.strip()}; fix it, and repeat")
-    return done.stdout

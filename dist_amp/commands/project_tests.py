@@ -14,10 +14,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import dist_amp
 from dist_amp.commands.deletion import names_in, names_of, span_with_comments, without_lines
+from dist_amp.commands.features import package_of
 
-PACKAGE = Path(dist_amp.__file__).parent
 # What a project's tests may import besides what its package does.
 ALWAYS = {"pytest", "torch", "tensorboard", "dist_amp", *sys.stdlib_module_names}
 Needs = Mapping[str, Mapping[str, Any]]  # {file: {test, or "file" for all: [features]}}
@@ -132,7 +131,7 @@ class Tests:
 
     @cached_property
     def ours(self) -> dict[str, Path]:
-        return modules_of(PACKAGE.parent)
+        return modules_of(package_of(self.root).parent)
 
     @cached_property
     def deleted(self) -> set[str]:
