@@ -24,7 +24,8 @@ Needs = Mapping[str, Mapping[str, Any]]  # {file: {test, or "file" for all: [fea
 
 def copy_tests(root: Path, folder: Path, features: set[str], settings: set[str]) -> None:
     """From the repository to a project that still has our package's name. settings: deleted."""
-    needs = tomllib.loads((root / "features.toml").read_text(encoding="utf-8"))["tests"]
+    table = tomllib.loads((root / "features.toml").read_text(encoding="utf-8"))
+    needs = table.get("tests", {})
     tests = Tests(root, folder, features, settings, needs)
     (folder / "tests").mkdir()
     for file in needs:

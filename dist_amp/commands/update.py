@@ -10,7 +10,6 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from packaging.version import Version
 
@@ -93,26 +92,25 @@ def check_not_newer(base: Base, root: Path) -> None:
 
 
 def changes(base: Base, features: Sequence[str], table: Table, root: Path) -> Iterator[str]:
-    """The changelog's new entries that concern these features, or none of the others."""
+    """The changelog's new entries, without those about features that the project lacks."""
     text = (root / "CHANGELOG.md").read_text(encoding="utf-8")
     before = ""
     if base.record["commit"] and (root / ".git").exists():
         before = run_git(root, "show", f"{base.record['commit']}:CHANGELOG.md").stdout
-    known = set(entries_of(before))
+    known = entries_of(before)
+    lacking = [
+        (name, *row.get("settings", ())) for name, row in table.items() if name not in features
+    ]
+    names = [[name, *row.get("settings", ())] for name, row in lacking.items()]
+    words = [f"{word}\\b" for group in names for word in group]
+    about_these = re.compile(f"[^`]*`(dist_amp )?({'|'.join(words)})")
     for entry in entries_of(text):
-        concerned = {name for name, row in table.items() if mentions(entry, name, row)}
-        if entry not in known and (not concerned or concerned & set(features)):
+        if entry not in known and not about_these.match(entry):
             yield entry
 
 
 def entries_of(changelog: str) -> list[str]:
     return [entry.strip() for entry in re.findall(r"^- .*(?:\n .*)*", changelog, re.MULTILINE)]
-
-
-def mentions(entry: str, name: str, row: dict[str, Any]) -> bool:
-    """Whether an entry of the changelog names a feature, a setting of it, or its command."""
-    words = [name, f"dist_amp {name}", *row.get("settings", ())]
-    return any(f"`{word}" in entry for word in words)
 
 
 if __name__ == "__main__":
