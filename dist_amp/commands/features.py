@@ -28,7 +28,8 @@ def read_table(root: Path) -> Table:
 
 def of_projects(root: Path) -> Table:
     """Without those that only the repository itself can have."""
-    return {name: row for name, row in read_table(root).items() if not row.get("clone")}
+    table = read_table(root)
+    return {name: row for name, row in table.items() if not row.get("clone")}
 
 
 def with_dependents(names: Iterable[str], table: Table) -> list[str]:
@@ -37,7 +38,9 @@ def with_dependents(names: Iterable[str], table: Table) -> list[str]:
     before: set[str] = set()
     while chosen != before:
         before = set(chosen)
-        chosen |= {name for name, row in table.items() if chosen & set(row.get("needs", ()))}
+        for name, row in table.items():
+            if not before.isdisjoint(row.get("needs", ())):
+                chosen.add(name)
     return sorted(chosen)
 
 
@@ -47,7 +50,8 @@ def with_needs(names: Iterable[str], table: Table) -> list[str]:
     before: set[str] = set()
     while chosen != before:
         before = set(chosen)
-        chosen |= {need for name in chosen for need in table[name].get("needs", ())}
+        for name in before:
+            chosen.update(table[name].get("needs", ()))
     return sorted(chosen)
 
 
@@ -59,15 +63,21 @@ def list_of(table: Table) -> str:
 
 def named(lists: Iterable[str], table: Table) -> list[str]:
     """The features in comma-separated lists. Errors: ConfigError for one that does not exist."""
-    aliases = {other: name for name, row in table.items() for other in row.get("also", ())}
-    names = [name.strip() for words in lists for name in words.split(",") if name.strip()]
-    for name in names:
-        if name not in (*table, *aliases, "all"):
+    names_of = {name: name for name in (*table, "all")}
+    for name, row in table.items():
+        for alias in row.get("also", ()):
+            names_of[alias] = name
+    found = []
+    for word in ",".join(lists).split(","):
+        word = word.strip()
+        if word and word not in names_of:
             hint = "dist_amp new --help lists them"
-            if near := nearest_name(name, [*table, *aliases], 0.3):
+            if near := nearest_name(word, names_of, 0.3):
                 hint = f"did you mean {near}?"
-            raise ConfigError(f"there is no feature {name}; {hint}")
-    return list(dict.fromkeys(aliases.get(name, name) for name in names))
+            raise ConfigError(f"there is no feature {word}; {hint}")
+        if word and names_of[word] not in found:
+            found.append(names_of[word])
+    return found
 
 
 def choose(
@@ -84,15 +94,19 @@ def choose(
         yes = True
     for name in wanted:
         needs = with_needs([name], table)
-        if missing := [other for other in left_out if other in needs]:
+        missing = [other for other in left_out if other in needs]
+        if missing:
             raise ConfigError(f"{name} needs {', '.join(missing)}, to be left out; drop one")
     before = [*present, *wanted]
     chosen = [name for name in with_needs(before, table) if name not in gone]
+    added = [name for name in chosen if name not in before]
+    removed = [name for name in gone if name in before and name not in left_out]
     said = []
-    if added := [name for name in chosen if name not in before]:
-        said.append(f"{', '.join(wanted or before)} needs {', '.join(added)}")
-    if also := [name for name in gone if name in before and name not in left_out]:
-        said.append(f"{', '.join(also)} needs {', '.join(left_out)}, and is left out too")
+    if added:
+        asking = ", ".join(wanted or before)
+        said.append(f"{asking} needs {', '.join(added)}")
+    if removed:
+        said.append(f"{', '.join(removed)} needs {', '.join(left_out)}, and is left out too")
     if said and not yes:
         raise ConfigError(f"{'; '.join(said)}: name them too, or give --yes")
     for line in said:

@@ -119,13 +119,15 @@ def place_task(folder: Path, plan: Plan, root: Path) -> str:
 
 def remove_unused_helpers(tests: Path) -> None:
     """Remove what no file of tests imports any more."""
-    unused = [tests]
-    while unused:
-        used = {name for path in tests.glob("*.py") for name in imported([path])}
-        helpers = [path for path in tests.glob("*.py") if not path.stem.startswith("test_")]
-        unused = [path for path in helpers if path.stem not in {*used, "conftest"}]
-        for path in unused:
-            path.unlink()
+    found = True
+    while found:
+        found = False
+        used = set(imported(tests.glob("*.py")))
+        for path in tests.glob("*.py"):
+            is_test = path.stem.startswith("test_") or path.stem == "conftest"
+            if not is_test and path.stem not in used:
+                path.unlink()
+                found = True
 
 
 def rename(folder: Path, name: str) -> None:
@@ -148,6 +150,13 @@ def write_texts(folder: Path, plan: Plan, root: Path, target: str) -> None:
     module, _, task = target.partition(":")
     file = module.replace(".", "/") + ".py"
     rows = read_table(root)
+    extra_lines = [f"{name} = {toml_list(lines)}" for name, lines in extras.items()]
+    folders = [f"| {path}/ | {what} |" for path, what in layout(folder, plan.name)]
+    chosen = []
+    for name in plan.features:
+        settings = ", ".join(f"`{key}`" for key in rows[name].get("settings", ()))
+        suffix = f" ({settings})" if settings else ""
+        chosen.append(f"- {name}: {rows[name]['about']}{suffix}")
     words = {
         "NAME_": f"{plan.name.upper()}_",
         "NAME": plan.name,
@@ -155,12 +164,12 @@ def write_texts(folder: Path, plan: Plan, root: Path, target: str) -> None:
         "COMMIT": commit_of(root),
         "TASK": target,
         "REQUIREMENTS": toml_list(requirements),
-        "EXTRAS": "\n".join(f"{name} = {toml_list(lines)}" for name, lines in extras.items()),
+        "EXTRAS": "\n".join(extra_lines),
         "FEATURES": toml_list(plan.features),
         "TARGET": f"`{task}` in {file}",
         "MODEL_FILE": f"[{file}]({file})",
-        "LAYOUT": "\n".join(f"| {path}/ | {what} |" for path, what in layout(folder, plan.name)),
-        "CHOSEN": "\n".join(f"- {name}: {rows[name]['about']}" for name in plan.features),
+        "LAYOUT": "\n".join(folders),
+        "CHOSEN": "\n".join(chosen),
     }
     pattern = re.compile("|".join(words))
     tools = ours[ours.index("[tool.pytest.ini_options]") :]
@@ -175,22 +184,25 @@ def requirements_of(
     folder: Path, name: str, project: dict[str, Any]
 ) -> tuple[list[str], dict[str, list[str]]]:
     """(dependencies, extras) of ours that the project's code imports."""
-    used = ALWAYS | {
-        DISTRIBUTIONS.get(module, module).replace("_", "-")
-        for module in imported([*(folder / name).rglob("*.py"), *(folder / "launch").rglob("*.py")])
-    }
+    used = set(ALWAYS)
+    for path in (folder / name, folder / "launch"):
+        for module in imported(path.rglob("*.py")):
+            used.add(DISTRIBUTIONS.get(module, module).replace("_", "-"))
     requirements = [line for line in project["dependencies"] if distribution(line) in used]
-    optional = project["optional-dependencies"]
-    extras = {
-        extra: lines
-        for extra, lines in optional.items()
-        if extra not in ("test", "bench", "engines") and used & set(map(distribution, lines))
-    }
-    of_tests = [line for line in optional["test"] if not line.startswith(f"{name}[")]
-    listed = re.findall(r"\w+", " ".join(set(optional["test"]) - set(of_tests)))
-    if both := [extra for extra in extras if extra in listed]:
-        of_tests = [f"{name}[{','.join(both)}]", *of_tests]
-    return requirements, {**extras, "test": of_tests}
+    extras = {}
+    of_tests = []
+    for extra, lines in project["optional-dependencies"].items():
+        if extra == "test":
+            of_tests = lines
+        elif extra not in ("bench", "engines") and used & set(map(distribution, lines)):
+            extras[extra] = lines
+    first, *others = of_tests  # dist_amp[hf,...], and what tests alone need
+    listed = re.findall(r"\w+", first)
+    shared = [extra for extra in extras if extra in listed]
+    if shared:
+        others.insert(0, f"{name}[{','.join(shared)}]")
+    extras["test"] = others
+    return requirements, extras
 
 
 def distribution(requirement: str) -> str:

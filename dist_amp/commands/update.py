@@ -98,11 +98,10 @@ def changes(base: Base, features: Sequence[str], table: Table, root: Path) -> It
     if base.record["commit"] and (root / ".git").exists():
         before = run_git(root, "show", f"{base.record['commit']}:CHANGELOG.md").stdout
     known = entries_of(before)
-    lacking = [
-        (name, *row.get("settings", ())) for name, row in table.items() if name not in features
-    ]
-    names = [[name, *row.get("settings", ())] for name, row in lacking.items()]
-    words = [f"{word}\\b" for group in names for word in group]
+    words = []
+    for name, row in table.items():
+        if name not in features:
+            words += [f"{word}\\b" for word in (name, *row.get("settings", ()))]
     about_these = re.compile(f"[^`]*`(dist_amp )?({'|'.join(words)})")
     for entry in entries_of(text):
         if entry not in known and not about_these.match(entry):
