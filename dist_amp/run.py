@@ -21,7 +21,7 @@ from dist_amp.checkpoint.format import all_checkpoints, checkpoint_folder
 from dist_amp.checkpoint.resume import resume
 from dist_amp.checkpoint.saver import Saver
 from dist_amp.config.auto import accumulation_steps, pick_cast, pick_reduction, pick_strategy
-from dist_amp.config.load import load_config
+from dist_amp.config.load import load_config, with_task
 from dist_amp.config.task_class import build_task
 from dist_amp.config.validate import check_parallel
 from dist_amp.data import Batches, build_batches, build_validation
@@ -156,6 +156,8 @@ def build_run(
     weights are neither drawn nor read from the task's files.
     """
     world = locate(config.run) if world is None else world
+    if task is not None:
+        config = with_task(config, task)
     given = config
     if config.parallel.bit_exact:
         from dist_amp.bit_exact import exact_config, make_exact

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import MISSING, field, fields, is_dataclass, make_dataclass
+from enum import Enum
 from functools import cache, partial
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -25,12 +26,20 @@ EXTRA_HF = ("transformers", "tokenizers", "peft")  # packages of the extra `hf`
 
 INJECTED = "data"  # this constructor parameter is not a setting: it gets the data section
 
+GIVEN = "given:"  # in place of a module: the task was an object that no config can build again
+
 
 def find_task(target: str) -> type:
     """The class that `target` names. Errors: ConfigError if it is missing or lacks a method."""
     module_name, _, class_name = target.partition(":")
     if not (module_name and class_name):
         raise ConfigError(f"task.target={target} must be module:Class or path/to/file.py:Class")
+    if target.startswith(GIVEN):
+        raise ConfigError(
+            f"task.target={target}: the run's task was an object that a script or notebook gave to "
+            "build_run; name its class and its arguments, as --task.target my_file:"
+            f"{class_name.rpartition('.')[2]} --task.args.NAME VALUE"
+        )
     module = _import(module_name, target)
     cls = getattr(module, class_name, None)
     if not inspect.isclass(cls):
@@ -163,6 +172,31 @@ def type_of(default: Any) -> Any:
     if isinstance(default, list) and default:
         return list[type(default[0])]  # type: ignore[misc]
     return type(default)
+
+
+def args_of(task: Any, data: Any) -> Any:
+    """What a config needs to build an object again: its `args_dataclass`, of its attributes of
+    these names; None if they are not there, or the class can't be imported. data: the section.
+    """
+    cls: Any = type(task)
+    kept = getattr(task, "__dict__", {})
+    is_found = getattr(sys.modules.get(cls.__module__), cls.__name__, None) is cls
+    if cls.__module__ == "__main__" or not is_found:
+        return None
+    if INJECTED in inspect.signature(cls).parameters and kept.get(INJECTED) != data:
+        return None
+    try:
+        kind = args_dataclass(cls)
+        args = {item.name: kept[item.name] for item in fields(kind)}
+    except (ConfigError, KeyError):
+        return None
+    return kind(**args) if all(map(is_plain, args.values())) else None
+
+
+def is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(is_plain, value))
+    return value is None or isinstance(value, str | int | float | Path | Enum)
 
 
 def build_task(config: Config) -> Any:
