@@ -30,16 +30,16 @@ class Stops(Noisy):
 
     def __init__(self, at: int = 2, number: int = signal.SIGINT, error: str = ""):
         super().__init__()
-        self.at = at
+        self.steps_left = at
         self.number = number
         self.error = error
 
     def loss_sum(self, model, batch):
         if model.training:
-            self.at -= 1
-            if self.at == 0 and self.error:
+            self.steps_left -= 1
+            if self.steps_left == 0 and self.error:
                 raise RuntimeError(self.error)
-            if self.at == 0:
+            if self.steps_left == 0:
                 os.kill(os.getpid(), self.number)
         return super().loss_sum(model, batch)
 

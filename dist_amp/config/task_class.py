@@ -34,12 +34,6 @@ def find_task(target: str) -> type:
     module_name, _, class_name = target.partition(":")
     if not (module_name and class_name):
         raise ConfigError(f"task.target={target} must be module:Class or path/to/file.py:Class")
-    if target.startswith(GIVEN):
-        raise ConfigError(
-            f"task.target={target}: the run's task was an object that a script or notebook gave to "
-            "build_run; name its class and its arguments, as --task.target my_file:"
-            f"{class_name.rpartition('.')[2]} --task.args.NAME VALUE"
-        )
     module = _import(module_name, target)
     cls = getattr(module, class_name, None)
     if not inspect.isclass(cls):
@@ -114,15 +108,7 @@ def _import(module_name: str, target: str) -> Any:
     try:
         module = importlib.import_module(name)
     except (Exception, SystemExit) as error:
-        fix = "fix it"
-        if isinstance(error, ModuleNotFoundError):
-            fix = f"install it, or check the path: {folder} was searched too"
-            if error.name in EXTRA_HF:
-                fix = "pip install -e '.[hf]' in the clone's folder"
-        raise ConfigError(
-            f"task.target={target}: importing it failed with {type(error).__name__}: "
-            f"{first_line(error)}; {fix}"
-        ) from error
+        raise ConfigError(import_problem(error, target, folder)) from error
     file = getattr(module, "__file__", None) or "built in"
     if module_name.endswith(".py") and Path(file).resolve() != path.resolve():
         raise ConfigError(
@@ -130,6 +116,24 @@ def _import(module_name: str, target: str) -> Any:
             f"{module_name}"
         )
     return module
+
+
+def import_problem(error: BaseException, target: str, folder: str) -> str:
+    """Why the task's module can't be imported, and the fix."""
+    if target.startswith(GIVEN):
+        name = target.rpartition(".")[2].removeprefix(GIVEN)
+        return (
+            f"task.target={target}: the run's task was an object that a script or notebook gave to "
+            f"build_run; name its class and its arguments, as --task.target my_file:{name} "
+            "--task.args.NAME VALUE"
+        )
+    fix = "fix it"
+    if isinstance(error, ModuleNotFoundError):
+        fix = f"install it, or check the path: {folder} was searched too"
+        if error.name in EXTRA_HF:
+            fix = "pip install -e '.[hf]' in the clone's folder"
+    why = f"importing it failed with {type(error).__name__}: {first_line(error)}"
+    return f"task.target={target}: {why}; {fix}"
 
 
 @cache

@@ -18,15 +18,12 @@ from dist_amp.settings import Config
 from dist_amp.supervise.lifecycle import Job, write_summary
 from dist_amp.world import World
 
+Ranks = AbstractContextManager[World]  # such as `world.start`
+
 
 @contextmanager
-def supervised(
-    config: Config, ranks: AbstractContextManager[World], raises: bool = False
-) -> Iterator[Job]:
-    """Enter `ranks`, report what ends the block, close the run. Errors: SystemExit.
-
-    raises: the error itself, in place of printing it.
-    """
+def supervised(config: Config, ranks: Ranks, raises: bool = False) -> Iterator[Job]:
+    """Report what ends the block, close the run. Errors: SystemExit, or it if `raises`."""
     explanations = []
     with ExitStack() as last, ranks as world, ExitStack() as contexts:
         job = Job(config, world, raises=raises)

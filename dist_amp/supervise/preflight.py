@@ -93,9 +93,7 @@ def check_ranks_agree(target: str, config_text: str, world: World) -> None:
 def code_hashes(target: str) -> dict[str, str]:
     """A hash of the task's file, and of the package's but hidden ones, of editors and notebooks."""
     package = Path(__file__).parent.parent
-    name = "__main__"  # of a task that it gives
-    if not target.startswith(GIVEN):
-        name = find_task(target).__module__
+    name = "__main__" if target.startswith(GIVEN) else find_task(target).__module__
     task = Path(getattr(sys.modules[name], "__file__", None) or __file__)
     hashes = {}
     for path in (task, *sorted(package.rglob("*.py"))):
