@@ -60,7 +60,7 @@ class Batches:
         self.fingerprint = ""  # of rank 0's dataset, once checkpoint/ has computed it
         self.fetch = Fetch(dataset, task, split)
         self.split = split
-        self.close: Callable[[], Any] = lambda: None  # ends the loader's workers
+        self._end_workers: Callable[[], Any] = lambda: None
         self.on_evaluate: Callable[[int, int], Any] = lambda done, steps: None
         self.bad_samples: Any = None  # a BadSamples, which leaves them out
         self._clock = clock or PhaseClock()
@@ -151,7 +151,12 @@ class Batches:
             rank=self.plan.rank,
         )
         # Also at exit: workers ignore the SIGTERM that Python sends.
-        self.close = weakref.finalize(self, close)
+        self._end_workers = weakref.finalize(self, close)
+
+    def close(self) -> None:
+        """End the loader's workers; the next step begins at `position` again."""
+        self._end_workers()
+        self._batches = None
 
 
 def indexed(batches: list[Any], shards: list[Shard]) -> Indexed:

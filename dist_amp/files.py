@@ -98,10 +98,24 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
         with suppress(ValueError, RecursionError):
             row = json.loads(line)
         if isinstance(row, dict) and isinstance(row.get("step"), int):
+            check_numbers(row, f"{path}, line {number}")
             rows.append(row)
         elif number < len(lines) or line.endswith(b"\n"):
             raise DataError(f"{path}, line {number}: not a JSON object with a step; remove it")
     return rows
+
+
+def check_numbers(row: dict[str, Any], where: str) -> None:
+    """Errors: DataError if a metric is no number, which nan and inf are as text. Metrics have a
+    slash in their name.
+    """
+    ranks = row.get("ranks", [])
+    if not isinstance(ranks, list) or not all(isinstance(rank, dict) for rank in ranks):
+        raise DataError(f"{where}: ranks is no list of objects; remove the line")
+    for name, value in [pair for part in (row, *ranks) for pair in part.items()]:
+        is_number = isinstance(value, int | float) or value in ("nan", "inf", "-inf")
+        if "/" in name and not is_number:
+            raise DataError(f"{where}: {name}={value!r:.60} is no number; remove the line")
 
 
 def plain_json(value: Any) -> Any:

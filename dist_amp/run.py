@@ -7,6 +7,8 @@ import hashlib
 import os
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,15 +17,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from dist_amp.checkpoint.format import checkpoint_folder
+from dist_amp.checkpoint.format import all_checkpoints, checkpoint_folder
 from dist_amp.checkpoint.resume import resume
 from dist_amp.checkpoint.saver import Saver
 from dist_amp.config.auto import accumulation_steps, pick_cast, pick_reduction, pick_strategy
-from dist_amp.config.load import load_config
+from dist_amp.config.load import load_config, with_task
 from dist_amp.config.task_class import build_task
 from dist_amp.config.validate import check_parallel
 from dist_amp.data import Batches, build_batches, build_validation
-from dist_amp.distributed.process import seed_all, set_determinism
+from dist_amp.distributed.process import (
+    random_state,
+    seed_all,
+    set_determinism,
+    set_random_state,
+)
 from dist_amp.errors import ConfigError
 from dist_amp.optim import Schedule, build_optimizer
 from dist_amp.parallel import Parallel, build_parallel
@@ -41,6 +48,8 @@ class ScriptRun(Run):
     """A run with what a loop of your own needs; every rank calls each method at the same step."""
 
     _saver: Saver | None = None
+    _is_fitting = False  # or was, when an error ended it
+    _left: Any = None  # at the end of `resume` or fit: step, position in the data, generators
 
     def resume(self) -> Path | None:
         """Restore the newest valid checkpoint that `run.resume` allows; None if there is none.
@@ -52,10 +61,57 @@ class ScriptRun(Run):
                 f"resume() after step {self.step}: it comes before the first step; build the run "
                 "again"
             )
+        self.data.close()
         path = resume(self)
         if path is not None:
             self.world.say(f"run    resumed from {path}")
+        self._keep_place()
         return path
+
+    def _keep_place(self) -> None:
+        self._left = (self.step, self.data.position, random_state(self.world.device))
+
+    @contextmanager
+    def fitting(self) -> Iterator[None]:
+        """For `train.fit`: resume at step 0; later, continue with the samples and random numbers
+        that come next, whatever a notebook has drawn meanwhile.
+
+        Errors: ConfigError for a run that an error ended, or beside checkpoints of another.
+        """
+        if self._is_fitting:
+            raise ConfigError(
+                f"fit(run): an error ended this run after step {self.step}, maybe within the next, "
+                "or another thread trains it; build it again, and fit(run) resumes it"
+            )
+        newest = self.world.from_main(str(next(reversed(all_checkpoints(self.folder)), "")))
+        is_new = self.saved_step is None and self.resumed_from_step is None
+        is_later = newest > str(checkpoint_folder(self.folder, self.step))
+        if self.step and newest and (is_new or is_later):
+            raise ConfigError(
+                f"fit(run) at step {self.step} would replace {newest}, which is not of this run's "
+                "steps; build it again, and fit(run) resumes that one, or choose another run.dir"
+            )
+        if not any(part.training for part in self.parallel.module.modules()):
+            raise ConfigError(
+                "fit(run): the model is in evaluation mode, without dropout; call run.model.train()"
+            )
+        self._is_fitting = True
+        self.data.close()
+        if not self.step:
+            self.data.position = 0
+            seed_all(self.config.run.seed + 1 + self.world.rank)
+            resume(self)
+        elif self._left is not None and self._left[0] == self.step:
+            _, self.data.position, random = self._left
+            set_random_state(random, self.world.device)
+        # The clock starts again, so that what it has counted so far has no throughput.
+        interval = self.world.gather(self.metrics.unfinished(self.data))
+        self.metrics.resume_unfinished(interval, same_world=True)
+        self.data.items = 0
+        self.data.tokens = 0
+        yield
+        self._keep_place()
+        self._is_fitting = False
 
     def evaluate(self) -> dict[str, float]:
         """The validation loss and the task's metrics, of `eval.batches`; see `step.evaluate`.
@@ -100,6 +156,8 @@ def build_run(
     weights are neither drawn nor read from the task's files.
     """
     world = locate(config.run) if world is None else world
+    if task is not None:
+        config = with_task(config, task)
     given = config
     if config.parallel.bit_exact:
         from dist_amp.bit_exact import exact_config, make_exact

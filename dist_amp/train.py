@@ -4,11 +4,13 @@ Train the task for train.steps steps; evaluate, save and report on the way; writ
 """
 
 import gc
+import json
 import sys
+import threading
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -20,17 +22,25 @@ from dist_amp.diagnostics.consistency import Consistency
 from dist_amp.diagnostics.limits import FirstSteps, Limits
 from dist_amp.diagnostics.slow_ranks import SlowRanks
 from dist_amp.errors import Failure
-from dist_amp.run import Run, build_run, run_folder
+from dist_amp.run import Run, ScriptRun, build_run, run_folder
 from dist_amp.settings import Config
 from dist_amp.step import evaluate, train_step
 from dist_amp.supervise.callbacks import Callbacks, train_metrics
 from dist_amp.supervise.failure import report_failure, supervised
-from dist_amp.supervise.lifecycle import Job, Stop, close_run, is_finished, open_run
+from dist_amp.supervise.lifecycle import (
+    Job,
+    Stop,
+    close_run,
+    is_finished,
+    open_run,
+    saved_summary,
+)
 from dist_amp.supervise.preflight import check_launch, check_ranks_agree, make_folder, only_live_run
 from dist_amp.supervise.stop import AgreedStop, close_preempted
 from dist_amp.telemetry.console import Console
 from dist_amp.telemetry.health import Health
 from dist_amp.telemetry.step_report import Observer, StepReport
+from dist_amp.world import start
 
 
 def observers_of(run: Run, stop: Stop) -> list[Observer]:
@@ -178,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         config = load_config(argv)
         check_launch()
-        with supervised(config) as job, ExitStack() as contexts:
+        with supervised(config, start(config.run)) as job, ExitStack() as contexts:
             return run_job(config, job, contexts)
     except Failure as error:  # before this process joined the others
         return report_failure(error, None)[0]
@@ -186,8 +196,37 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(reported.code or 0)
 
 
-def run_job(config: Config, job: Job, contexts: ExitStack) -> int:
-    """Build the run, train it and leave its summary; return the exit status."""
+def fit(run: ScriptRun) -> dict[str, Any]:
+    """Train a run that a script or notebook has built, as the command does; returns its summary.
+
+    Every rank calls it. At step 0 it resumes as `run.resume` says. Ctrl-C stops the run after a
+    step, saves it and raises KeyboardInterrupt; a further fit(run) continues. So does one of the
+    run built again, after any end. Errors: what ended it; ConfigError as for `ScriptRun.fitting`;
+    SystemExit with the exit status after another signal, and after any error of several ranks.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        run.world.warn(
+            "fit(run) runs in a thread, where no signal can stop it after a step: call it in the "
+            'main thread, or let the task\'s on_step return "stop"'
+        )
+    check_launch()
+    config = replace(run.config, run=replace(run.config.run, dir=str(run.folder)))
+    run.config = config
+    if run.step:  # its own checkpoints don't stop run.resume=never
+        config = replace(config, run=replace(config.run, resume="auto"))
+    raises = run.world.world_size == 1
+    with supervised(config, nullcontext(run.world), raises) as job, ExitStack() as contexts:
+        status = run_job(config, job, contexts, run)
+    summary: dict[str, Any] = json.loads(run.world.from_main(json.dumps(saved_summary(run.folder))))
+    if status and raises and summary["cause"] == "SIGINT":
+        raise KeyboardInterrupt(f"stopped after step {run.step}; fit(run) continues")
+    if status:
+        raise SystemExit(status)
+    return summary
+
+
+def run_job(config: Config, job: Job, contexts: ExitStack, run: ScriptRun | None = None) -> int:
+    """Build the run, unless it is given, train it and leave its summary; return the exit status."""
     world = job.world
     check_ranks_agree(config.task.target, to_toml(config), world)
     if config.debug.audit_every != "off":
@@ -208,10 +247,13 @@ def run_job(config: Config, job: Job, contexts: ExitStack) -> int:
         from dist_amp.scaling.compile import keep_code
 
         keep_code(folder)
-    checkpoint = checkpoint_to_resume(config, folder, world)
-    run = build_run(config, world, resumes=checkpoint is not None)
-    if checkpoint is not None:
-        load(run, checkpoint)
+    if run is not None:
+        contexts.enter_context(run.fitting())
+    else:
+        checkpoint = checkpoint_to_resume(config, folder, world)
+        run = build_run(config, world, resumes=checkpoint is not None)
+        if checkpoint is not None:
+            load(run, checkpoint)
     job.run = run
     if run.step and is_finished(run):
         return 0

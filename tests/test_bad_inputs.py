@@ -387,10 +387,10 @@ def test_a_loader_worker_that_is_killed_is_named_with_rank_and_signal():
     received.set()
     with pytest.raises(Exception) as caught:  # noqa: PT011 (raised wherever the signal arrives)
         take_steps(run, 1)
+    (worker,) = run.data._batches._workers
     run.data.close()
     error = explain(caught.value, 0)
     assert isinstance(error, DataError)
-    (worker,) = run.data._batches._workers
     # Which of torch's two messages comes first is random.
     how = "(was killed by signal: Killed|exited unexpectedly)"
     said = rf"rank 0: loader worker \(pid {worker.pid}\) {how}; .* lower data.workers"

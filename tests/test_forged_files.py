@@ -20,7 +20,7 @@ from dist_amp.sources.limits import Nesting
 from dist_amp.sources.load import load_split
 from dist_amp.sources.parquet import open_parquet
 from dist_amp.sources.token_shards import read_manifest as read_tokens
-from dist_amp.supervise.lifecycle import completed_summary
+from dist_amp.supervise.lifecycle import saved_summary
 from dist_amp.tasks import pretrained
 
 LOCAL = fsspec.filesystem("file")
@@ -97,7 +97,7 @@ def test_no_nested_file_of_a_run_ends_in_a_traceback(tmp_path):
         read_tokens(tmp_path)
     with pytest.raises(CheckpointRejected, match="is damaged"):
         read_checkpoint(tmp_path)
-    assert completed_summary(tmp_path) == {}
+    assert saved_summary(tmp_path) == {}
     with pytest.raises(DataError, match="is damaged .* fetch it again"):
         pretrained.weight_files(tmp_path)
     with pytest.raises(ConfigError, match=r"deep.toml is not TOML: .*recursion"):

@@ -77,7 +77,7 @@ class Metrics:
 
     def __init__(self, **world):
         self.world = World(**world)
-        self.more_tags = []
+        self.more_tags = {}
         self.written = []
 
     def write_rank_scalars(self, step, tags):
@@ -85,7 +85,7 @@ class Metrics:
 
     def log(self, *steps):
         """Log steps, each once the thread has read."""
-        (tags_of,) = self.more_tags
+        (tags_of,) = self.more_tags.values()
         for step in steps:
             self.written.append((step, tags_of(SimpleNamespace(step=step))))
             tags_of.__self__._thread.join(10)
@@ -224,7 +224,7 @@ def test_a_call_that_never_returns_holds_up_neither_a_step_nor_the_end(install, 
         monkeypatch.setattr(torch.cuda, "synchronize", pytest.fail)
         metrics.log(10)
         nvml.values["nvmlDeviceGetTemperature"] = lambda sensor: release.wait(60)
-        (tags_of,) = metrics.more_tags
+        (tags_of,) = metrics.more_tags.values()
         read = [tags_of(SimpleNamespace(step=step)) for step in range(20, 200, 10)]
     assert [bool(tags) for tags in read] == [True] + [False] * 17
     release.set()

@@ -15,7 +15,7 @@ PAGE = Path(__file__).parent.parent / "docs/own_loop.md"
 
 
 def train_function():
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    code, _ = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     names = {"__name__": "gan"}
     exec(compile(code, PAGE, "exec"), names)
     return names["train"]

@@ -47,7 +47,7 @@ def refused(kind, words, *more, task=None):
         ("--data.drop_last true", "data.drop_last=False, now True:"),
         ("--precision.dtype fp16", "made with precision.dtype=bf16, now fp16: use"),
         ("--train.max_grad_norm 2.0", "train.max_grad_norm=1.0, now 2.0"),
-        ("--task.args.depth 3 --task.target tiny:Tiny", "task.args.depth=unset, now 3"),
+        ("--task.args.depth 3 --task.target tiny:Tiny", "task.args.depth=2, now 3"),
     ],
 )
 def test_another_training_is_refused_with_the_difference_and_how_to_allow_it(words, more, said):

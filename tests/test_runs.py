@@ -2,15 +2,16 @@
 
 import io
 import json
+import shutil
 import subprocess
 import sys
 from contextlib import redirect_stdout
 from html.parser import HTMLParser
 
 import pytest
-from tiny import Tiny, make_run, take_steps
+from tiny import make_run, take_steps
 
-from dist_amp.commands import plot, report, runs
+from dist_amp.commands import diff, plot, replay, report, runs
 from dist_amp.errors import DataError
 from dist_amp.files import only_process
 from dist_amp.supervise.lifecycle import open_run, write_summary
@@ -21,7 +22,7 @@ def write_run(folder, *words, stopped_by="", cause="", steps=4):
     """A run that has logged each of its steps."""
     task = ["--task.target", "tiny:Tiny", "--train.steps", "4", "--metrics.log_every", "1"]
     with redirect_stdout(io.StringIO()):
-        run = make_run(World(), Tiny(), "--run.dir", folder, *task, *words)
+        run = make_run(World(), None, "--run.dir", folder, *task, *words)
         (folder / "checkpoints").mkdir(parents=True)
         (folder / "config.toml").write_text(run.config_text)
         open_run(run)
@@ -257,3 +258,44 @@ def test_a_long_curve_keeps_its_ends_and_at_most_a_thousand_points():
 def test_a_report_of_no_run_is_refused(tmp_path):
     with pytest.raises(DataError, match="is not a run's folder: it has no config.toml"):
         report.report(tmp_path)
+
+
+def test_what_a_run_does_not_have_is_null_in_strict_json(tmp_path, capsys):
+    write_run(tmp_path / "a", steps=0)
+    assert runs.main([str(tmp_path), "--json"]) == 0
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    (row,) = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert (row["loss"], row["best"], row["goodput"]) == (None, None, None)
+
+
+@pytest.mark.bad_input("runs, plot, report, diff or replay with a metric that is no number")
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"train/loss": "high"}, "train/loss='high' is no number"),
+        ({"train/loss": None}, "train/loss=None is no number"),
+        ({"eval/loss": [1]}, "eval/loss=[1] is no number"),
+        ({"ranks": 2}, "ranks is no list of objects"),
+        ({"ranks": [{"memory/peak_bytes": {}}]}, "memory/peak_bytes={} is no number"),
+    ],
+)
+def test_a_value_that_is_no_number_names_file_and_line(wrong, told, tmp_path, capsys):
+    folder = write_run(tmp_path / "a")
+    path = folder / "metrics.jsonl"
+    *lines, last = path.read_text().splitlines()
+    path.write_text("\n".join([*lines, json.dumps(json.loads(last) | wrong)]) + "\n")
+    where = f"{path}, line 4: {told}; remove the line"
+    (row,) = listed(tmp_path, capsys=capsys)
+    assert row["cause"] == where
+    other = shutil.copytree(folder, tmp_path / "other")
+    for command, *words in (
+        (plot, folder),
+        (report, folder),
+        (diff, folder, other),
+        (replay, folder, "--step", 1),
+    ):
+        assert command.main([*map(str, words)]) == 65
+        assert capsys.readouterr().err.startswith(f"error: {where}")

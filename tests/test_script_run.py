@@ -1,17 +1,25 @@
 """A loop of one's own in a script or notebook: it evaluates, saves, is killed, resumes, closes."""
 
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from ranks import RankFailed, on_ranks
 from tiny import Tiny, moments_of, parameters_of
 from torch import nn
 
-from dist_amp.checkpoint.format import all_checkpoints
+from dist_amp import train
+from dist_amp.checkpoint.format import all_checkpoints, hash_files, read_manifest
 from dist_amp.checkpoint.saver import Saver, save
+from dist_amp.commands import export, sample
 from dist_amp.config.load import load_config
 from dist_amp.errors import ConfigError
 from dist_amp.run import build_run
+from dist_amp.settings import TaskConfig
 from dist_amp.step import train_step
+from dist_amp.train import fit
 from dist_amp.world import World
 
 STEPS = 6
@@ -169,3 +177,111 @@ def test_a_runs_repr_is_one_line(tmp_path):
     shown = f"<Run of Noisy: step 0 of {STEPS}, single on 1 ranks, in {tmp_path}/run>"
     assert repr(run) == shown
     run.close()
+
+
+def recorded(folder):
+    return tomllib.loads((folder / "run/config.toml").read_text())["task"]
+
+
+def trained(folder, task, *words):
+    run = built(World(), folder, "--checkpoint.every", 3, *words, task=task)
+    fit(run)
+    return run
+
+
+def test_an_objects_class_and_arguments_are_recorded_so_that_commands_build_it_again(
+    tmp_path, monkeypatch, capsys
+):
+    trained(tmp_path, Noisy(samples=32))
+    assert recorded(tmp_path) == {
+        "target": "test_script_run:Noisy",
+        "args": {"samples": 32, "uneven": False, "depth": 2, "seed": 0},
+    }
+    assert "next: dist_amp export" in capsys.readouterr().out
+    monkeypatch.chdir(Path(__file__).parent)
+    assert export.main([f"{tmp_path}/run", "--out", f"{tmp_path}/exported"]) == 0
+    assert (tmp_path / "exported/model.safetensors").exists()
+
+
+def local_task(width):
+    class Local(Noisy):
+        """It does not keep its argument."""
+
+        def __init__(self, width: int = width):
+            super().__init__()
+
+    return Local()
+
+
+class Unkept(Noisy):
+    """It does not keep its argument."""
+
+    def __init__(self, width: int = 4):
+        super().__init__()
+
+
+@pytest.mark.bad_input("a command on a run whose task was an object that no config builds again")
+@pytest.mark.parametrize("make", [lambda: local_task(4), Unkept], ids=["local", "unkept"])
+def test_a_task_that_no_config_builds_again_must_be_named_to_commands(make, tmp_path, capsys):
+    task = make()
+    trained(tmp_path, task)
+    name = type(task).__qualname__
+    assert recorded(tmp_path) == {"target": f"given:{name}", "args": {}}
+    said = capsys.readouterr().out
+    assert "next: dist_amp export" not in said
+    short = name.rpartition(".")[2]
+    told = (
+        f"task.target=given:{name}: the run's task was an object that a script or notebook gave to "
+        f"build_run; name its class and its arguments, as --task.target my_file:{short} "
+        "--task.args.NAME VALUE"
+    )
+    for command in (
+        [export, f"{tmp_path}/run", "--out", f"{tmp_path}/exported"],
+        [sample, f"{tmp_path}/run"],
+        [train, "--config", f"{tmp_path}/run/config.toml"],
+    ):
+        module, *words = command
+        assert module.main(words) == 64
+        assert told in capsys.readouterr().err
+    assert train.main(["--run.dir", f"{tmp_path}/run", "--train.steps", "9"]) == 64
+    assert f"task.target=given:{name}, now dist_amp.tasks.causal_lm" in capsys.readouterr().err
+
+
+def test_a_run_of_an_object_resumes_by_object_and_by_name(tmp_path):
+    by_name = ["--task.target", "test_script_run:Unkept", "--optim.schedule", "constant"]
+    trained(tmp_path, Unkept(), *by_name[2:], "--train.steps", 2)
+    assert trained(tmp_path, Unkept(), *by_name[2:], "--train.steps", 4).resumed_from_step == 2
+    words = [*by_name, "--run.dir", f"{tmp_path}/run", "--optim.lr", "1e-2"]
+    assert train.main([*words, "--train.steps", "6"]) == 0
+    assert recorded(tmp_path)["target"] == "test_script_run:Unkept"
+    assert trained(tmp_path, Unkept(), *by_name[2:], "--train.steps", 8).resumed_from_step == 6
+
+
+def test_a_run_for_which_an_earlier_version_recorded_the_default_task_resumes(tmp_path):
+    trained(tmp_path, Noisy(), "--optim.schedule", "constant", "--train.steps", 3)
+    for path in tmp_path.rglob("config.toml"):
+        text = path.read_text().replace("test_script_run:Noisy", TaskConfig.target)
+        path.write_text(text)
+        manifest = path.parent / "manifest.json"
+        if manifest.exists():
+            (path.parent / "manifest.json").write_text(
+                replace(read_manifest(path.parent), files=files_with(path)).to_text()
+            )
+    again = trained(tmp_path, Noisy(), "--optim.schedule", "constant", "--train.steps", 4)
+    assert again.resumed_from_step == 3
+
+
+def files_with(config):
+    return read_manifest(config.parent).files | hash_files([config])
+
+
+def test_a_name_in_the_config_stays_where_the_objects_arguments_are_unknown(tmp_path):
+    words = ["--task.target", "test_script_run:Unkept", "--task.args.width", 5]
+    trained(tmp_path, Unkept(5), *words)
+    assert recorded(tmp_path) == {"target": "test_script_run:Unkept", "args": {"width": 5}}
+
+
+@pytest.mark.bad_input("a class in place of an object for `build_run(config, task=...)`")
+def test_a_class_as_the_task_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"got the class Noisy as its task; give an object: Noi"):
+        built(World(), tmp_path, task=Noisy)

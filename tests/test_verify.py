@@ -594,3 +594,17 @@ def test_the_bench_of_the_tripwires_prints_their_share(launch):
     assert done.returncode == 0, done.stderr
     line = r"20 steps, single on 1 x cpu: tripwires took [\d.]+ s of [\d.]+ s, [\d.]+%\n"
     assert re.fullmatch(line, done.stdout)
+
+
+def test_bit_exact_skips_more_ranks_than_gpus_and_says_so(monkeypatch, capsys):
+    compared = []
+    gpu = World(device=torch.device("cuda", 0))
+    monkeypatch.setattr(verify_main, "locate", lambda config: gpu)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(
+        "dist_amp.verify.bit_exact.verify_bits", lambda rest, rows: compared.extend(rows) or 0
+    )
+    words = ["--bit_exact", "--world_sizes", "1,2,4", "--precisions", "fp32"]
+    assert verify_main.main(words) == 0
+    assert {size for size, _, _ in compared} == {1, 2}
+    assert "more than 2 ranks are skipped: that is the number of GPUs" in capsys.readouterr().out

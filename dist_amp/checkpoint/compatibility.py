@@ -15,12 +15,13 @@ from torch.utils._pytree import tree_leaves
 from dist_amp.checkpoint.format import CONFIG, Manifest, read_manifest
 from dist_amp.config.auto import accumulation_steps
 from dist_amp.config.load import flat, to_toml
+from dist_amp.config.task_class import GIVEN
 from dist_amp.data import Batches
 from dist_amp.distributed.process import random_state, seed_all, set_random_state
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.loading.loader import read
 from dist_amp.loading.plan import Order, Plan
-from dist_amp.settings import FREE_TO_CHANGE, Config
+from dist_amp.settings import FREE_TO_CHANGE, Config, TaskConfig
 from dist_amp.step import Run
 from dist_amp.task import PLAIN
 from dist_amp.world import World
@@ -36,6 +37,9 @@ def check_config(path: Path, config: Config, task: Any, world: World) -> None:
     manifest = read_manifest(path)
     now = flat(to_toml(config))
     before = settings_of(path, config)
+    if may_be_the_same(before["task.target"], config.task.target, task):
+        before = {key: before[key] for key in before if not key.startswith("task.")}
+        before |= {key: now[key] for key in now if key.startswith("task.")}
     changes = [
         f"{key}={before.get(key, 'unset')}, now {now.get(key, 'unset')}"
         for key in sorted(_training_settings(before) | _training_settings(now))
@@ -68,6 +72,19 @@ def check_config(path: Path, config: Config, task: Any, world: World) -> None:
             f"train.steps was {before['train.steps']} and is {steps}: from step {manifest.step} "
             f"on, the learning rate follows the {config.optim.schedule} schedule of {steps} steps"
         )
+
+
+def may_be_the_same(before: str, now: str, task: Any) -> bool:
+    """Whether targets that differ may name one task: one of them has no module, or the task is an
+    object, for which earlier versions recorded the default.
+    """
+    if before == now:
+        return False
+    is_object = not isinstance(task, type)
+    if is_object and TaskConfig.target in (before, now):
+        return True
+    same_name = re.split("[:.]", before)[-1] == re.split("[:.]", now)[-1]
+    return same_name and (is_object or GIVEN in before or GIVEN in now)
 
 
 def settings_of(path: Path, config: Config) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import Any
 from dist_amp.config.load import flat, load_config, read_flat, to_toml
 from dist_amp.distributed.process import warn
 from dist_amp.errors import DataError, first_line
-from dist_amp.files import InUse, only_process, plain_json
+from dist_amp.files import InUse, check_numbers, only_process, plain_json
 from dist_amp.supervise.command_line import Parser, columns, exit_status
 
 NOT_COMPARED = ("run.dir", "run.resume", "task.target")
@@ -55,14 +55,22 @@ def run(argv: Sequence[str]) -> None:
     names = [name for name in RunRow.__dataclass_fields__ if name != "settings"]
     parser.add_argument("folder", nargs="?", type=Path, default=Path("runs"), metavar="DIR")
     parser.add_argument("--sort", choices=names, default="started", help="the column to sort by")
-    parser.add_argument("--json", action="store_true", help="print JSON, with full causes")
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON, with full causes and null for nan"
+    )
     options = parser.parse_args(argv)
     rows = rows_of(options.folder)
     rows.sort(key=lambda row: sort_key(getattr(row, options.sort)))
     if options.json:
-        print(json.dumps(plain_json([asdict(row) for row in rows]), indent=2))
+        print(json.dumps(plain_json([without_nan(asdict(row)) for row in rows]), indent=2))
         return
     print("\n".join(table(rows)))
+
+
+def without_nan(entries: dict[str, Any]) -> dict[str, Any]:
+    """None, JSON's null, in place of nan."""
+    missing = [name for name, value in entries.items() if value != value]
+    return entries | dict.fromkeys(missing)
 
 
 def sort_key(value: Any) -> tuple[bool, Any]:
@@ -160,19 +168,24 @@ def skim(path: Path) -> tuple[dict[str, Any], float]:
     A line that a kill has torn is left out. Errors: DataError for a damaged one.
     """
     last = b"{}"
+    last_number = 0
     best = math.inf
     try:
         with path.open("rb") as file:
-            for line in file:
+            for number, line in enumerate(file, 1):
                 if not line.endswith(b"\n"):
                     break
                 if b'"eval/loss"' in line:
-                    best = min(best, finite(json.loads(line)["eval/loss"]))
+                    row = json.loads(line)
+                    check_numbers(row, f"{path}, line {number}")
+                    best = min(best, finite(row["eval/loss"]))
                 else:
                     last = line
+                    last_number = number
         row = json.loads(last)
         if not isinstance(row.get("step", 0), int):
             raise TypeError("its step is no number")
+        check_numbers(row, f"{path}, line {last_number}")
         return row, best
     except FileNotFoundError:
         return {}, math.inf

@@ -13,7 +13,13 @@ from typing import Any
 
 from dist_amp.config.parse import Setting, Settings, build, word_of
 from dist_amp.config.suggestions import up_to_date, with_dashes, with_lines
-from dist_amp.config.task_class import args_dataclass, check_saved_target, find_task
+from dist_amp.config.task_class import (
+    GIVEN,
+    args_dataclass,
+    args_of,
+    check_saved_target,
+    find_task,
+)
 from dist_amp.errors import MASK, ConfigError, DataError, first_line, masked
 from dist_amp.settings import Config, DataConfig, MixedSourceConfig, TaskConfig
 
@@ -67,6 +73,27 @@ def schema(task: type, sources: tuple[str, ...] = ()) -> type[Config]:
         "data": _derived(DataConfig, "DataConfig", {"sources": tables}),
     }
     return _derived(Config, "Config", sections)
+
+
+def with_task(config: Config, task: Any) -> Config:
+    """The config of a run whose task is this object: with its class and arguments, by which
+    commands build it again; else as the config names it, or GIVEN and the class's name.
+
+    Errors: ConfigError for a class.
+    """
+    if isinstance(task, type):
+        name = task.__name__
+        raise ConfigError(f"build_run got the class {name} as its task; give an object: {name}()")
+    cls: Any = type(task)
+    args = args_of(task, config.data)
+    target = config.task.target
+    if args is None and target.endswith(f":{cls.__name__}") and target != TaskConfig.target:
+        return config
+    if args is None:
+        named = TaskConfig(f"{GIVEN}{cls.__qualname__}")
+        return Config(**{**vars(config), "task": named})
+    named = TaskConfig(f"{cls.__module__}:{cls.__name__}", args)
+    return schema(cls)(**{**vars(config), "task": named})
 
 
 def _derived(base: type, name: str, parts: Mapping[str, type]) -> Any:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import MISSING, field, fields, is_dataclass, make_dataclass
+from enum import Enum
 from functools import cache, partial
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -24,6 +25,8 @@ SIGNATURES = {
 EXTRA_HF = ("transformers", "tokenizers", "peft")  # packages of the extra `hf`
 
 INJECTED = "data"  # this constructor parameter is not a setting: it gets the data section
+
+GIVEN = "given:"  # in place of a module: the task was an object that no config can build again
 
 
 def find_task(target: str) -> type:
@@ -105,15 +108,7 @@ def _import(module_name: str, target: str) -> Any:
     try:
         module = importlib.import_module(name)
     except (Exception, SystemExit) as error:
-        fix = "fix it"
-        if isinstance(error, ModuleNotFoundError):
-            fix = f"install it, or check the path: {folder} was searched too"
-            if error.name in EXTRA_HF:
-                fix = "pip install -e '.[hf]' in the clone's folder"
-        raise ConfigError(
-            f"task.target={target}: importing it failed with {type(error).__name__}: "
-            f"{first_line(error)}; {fix}"
-        ) from error
+        raise ConfigError(import_problem(error, target, folder)) from error
     file = getattr(module, "__file__", None) or "built in"
     if module_name.endswith(".py") and Path(file).resolve() != path.resolve():
         raise ConfigError(
@@ -121,6 +116,24 @@ def _import(module_name: str, target: str) -> Any:
             f"{module_name}"
         )
     return module
+
+
+def import_problem(error: BaseException, target: str, folder: str) -> str:
+    """Why the task's module can't be imported, and the fix."""
+    if target.startswith(GIVEN):
+        name = target.rpartition(".")[2].removeprefix(GIVEN)
+        return (
+            f"task.target={target}: the run's task was an object that a script or notebook gave to "
+            f"build_run; name its class and its arguments, as --task.target my_file:{name} "
+            "--task.args.NAME VALUE"
+        )
+    fix = "fix it"
+    if isinstance(error, ModuleNotFoundError):
+        fix = f"install it, or check the path: {folder} was searched too"
+        if error.name in EXTRA_HF:
+            fix = "pip install -e '.[hf]' in the clone's folder"
+    why = f"importing it failed with {type(error).__name__}: {first_line(error)}"
+    return f"task.target={target}: {why}; {fix}"
 
 
 @cache
@@ -163,6 +176,31 @@ def type_of(default: Any) -> Any:
     if isinstance(default, list) and default:
         return list[type(default[0])]  # type: ignore[misc]
     return type(default)
+
+
+def args_of(task: Any, data: Any) -> Any:
+    """What a config needs to build an object again: its `args_dataclass`, of its attributes of
+    these names; None if they are not there, or the class can't be imported. data: the section.
+    """
+    cls: Any = type(task)
+    kept = getattr(task, "__dict__", {})
+    is_found = getattr(sys.modules.get(cls.__module__), cls.__name__, None) is cls
+    if cls.__module__ == "__main__" or not is_found:
+        return None
+    if INJECTED in inspect.signature(cls).parameters and kept.get(INJECTED) != data:
+        return None
+    try:
+        kind = args_dataclass(cls)
+        args = {item.name: kept[item.name] for item in fields(kind)}
+    except (ConfigError, KeyError):
+        return None
+    return kind(**args) if all(map(is_plain, args.values())) else None
+
+
+def is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(is_plain, value))
+    return value is None or isinstance(value, str | int | float | Path | Enum)
 
 
 def build_task(config: Config) -> Any:

@@ -41,7 +41,7 @@ class Fingerprint(Observer):
         self._hashes: list[Tensor] = []  # of this step
         self._hooks: list[Any] = []  # in a step that is hashed
         self._copies: dict[int, Tensor] = {}  # by step, on their way to the host
-        run.metrics.more_tags.append(self.tags)
+        run.metrics.more_tags["fingerprint"] = self.tags
 
     def before_step(self, micro_batches: Sequence[Any]) -> None:
         step = self._run.step + 1

@@ -92,7 +92,7 @@ class SkippingFetch(Fetch):
 
 def skip_bad_samples(run: Any) -> None:
     skipped = BadSamples(run)
-    run.metrics.more_tags.append(skipped.tags)
+    run.metrics.more_tags["bad_samples"] = skipped.tags
     for data in (run.data, run.validation):
         if data is not None:
             data.fetch = SkippingFetch(data.fetch.dataset, run.task, data.split)

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 import dist_amp
 from dist_amp.config.load import hidden
+from dist_amp.config.task_class import GIVEN
 from dist_amp.distributed.gpu_checks import driver_branch
 from dist_amp.distributed.process import warn
 from dist_amp.errors import ConfigError, masked
@@ -156,8 +157,8 @@ def closing_table(summary: Mapping[str, Any], folder: Path) -> str:
 
 def print_next_command(run: Run) -> None:
     """What exports the trained model, if the config names its task."""
-    named = run.config.task.target.rpartition(":")[2]
-    if type(run.task).__name__ == named and importlib.util.find_spec("dist_amp.export"):
+    is_named = not run.config.task.target.startswith(GIVEN)
+    if is_named and importlib.util.find_spec("dist_amp.export"):
         run.world.say(f"next: dist_amp export {run.folder} --out model")
 
 

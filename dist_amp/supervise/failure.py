@@ -6,7 +6,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import torch.distributed as dist
@@ -16,15 +16,17 @@ from dist_amp.distributed.process_group import shared_store
 from dist_amp.errors import Failure, Transient, in_one_line, masked
 from dist_amp.settings import Config
 from dist_amp.supervise.lifecycle import Job, write_summary
-from dist_amp.world import World, start
+from dist_amp.world import World
+
+Ranks = AbstractContextManager[World]  # such as `world.start`
 
 
 @contextmanager
-def supervised(config: Config) -> Iterator[Job]:
-    """Join the other ranks, report what ends the block, close the run. Errors: SystemExit."""
+def supervised(config: Config, ranks: Ranks, raises: bool = False) -> Iterator[Job]:
+    """Report what ends the block, close the run. Errors: SystemExit, or it if `raises`."""
     explanations: list[Callable[[BaseException], BaseException]] = []
-    with ExitStack() as last, start(config.run) as world, ExitStack() as contexts:
-        job = Job(config, world)
+    with ExitStack() as last, ranks as world, ExitStack() as contexts:
+        job = Job(config, world, raises=raises)
         if dist.is_initialized():
             job.store = shared_store()
         contexts.callback(job.close)
@@ -47,6 +49,8 @@ def supervised(config: Config) -> Iterator[Job]:
             for explain in explanations:
                 explained = explain(explained)
             job.status = _end_failed(explained, job)
+            if raises:
+                raise explained  # noqa: B904 (often the error itself, which is no cause of itself)
             raise SystemExit(job.status) from error
 
 
@@ -56,7 +60,11 @@ def _end_failed(error: BaseException, job: Job) -> int:
     folder = job.folder
     step = max(job.steps_taken, 0)
     at_start = run is None or step == (run.resumed_from_step or 0)
-    status, is_first = report_failure(error, job.world, job.store, step, at_start)
+    if job.raises:
+        status = getattr(error, "exit_code", 1)
+        is_first = True
+    else:
+        status, is_first = report_failure(error, job.world, job.store, step, at_start)
     with suppress(OSError):  # the folder may not even be readable
         # A run that failed before it was built leaves the summary of an earlier one in place.
         keeps = run is None and folder is not None and (folder / "summary.json").exists()

@@ -47,6 +47,7 @@ class Job:
     run: Run | None = None
     store: dist.Store | None = None  # type: ignore[name-defined]
     status: int | None = None
+    raises: bool = False  # the error, for its caller to show
 
     @property
     def steps_taken(self) -> int:
@@ -76,16 +77,17 @@ class Stop:
 def is_finished(run: Run) -> bool:
     """Whether the run has no steps left, or its task ended it; says so."""
     steps = run.config.train.steps
-    summary = completed_summary(run.folder)
+    summary = saved_summary(run.folder)
     finished = ""
-    if summary.get("cause") and summary.get("steps") == run.step:
+    completed = summary.get("stopped_by") == "completed"
+    if completed and summary.get("cause") and summary.get("steps") == run.step:
         finished = (
             f"it ended after {run.step} of train.steps={steps}, because the task's "
             f"{summary['cause']}; to continue, start a new run with --run.resume {run.folder} "
             "--run.dir NEW"
         )
     # Without checkpoints of its own, it was to start from another run's, which has no steps left.
-    elif run.step >= steps and (summary or not all_checkpoints(run.folder)):
+    elif run.step >= steps and (completed or not all_checkpoints(run.folder)):
         finished = f"it took {run.step} of train.steps={steps}; raise train.steps to continue"
     finished = run.world.from_main(finished)
     if finished:
@@ -115,8 +117,8 @@ def open_run(run: Run) -> None:
 
         log_mfu(metrics, run.config, run.task, run.parallel)
     goodput = Goodput(metrics, run.folder)
-    metrics.more_tags.append(goodput.tags)
-    metrics.summaries.append(goodput.summary)
+    metrics.more_tags["goodput"] = goodput.tags
+    metrics.summaries["goodput"] = goodput.summary
     report_environment(run)
 
 
@@ -162,7 +164,7 @@ def log_group_rates(metrics: Metrics, optimizer: torch.optim.Optimizer) -> None:
         f"train/lr_{group.get('name', number)}": group.get("lr_scale", 1.0)
         for number, group in enumerate(groups)
     }
-    metrics.more_tags.append(lambda row: {tag: row["lr"] * scale for tag, scale in scales.items()})
+    metrics.more_tags["lr"] = lambda row: {tag: row["lr"] * scale for tag, scale in scales.items()}
 
 
 def close_run(run: Run, stop: Stop) -> int:
@@ -192,12 +194,10 @@ def close_run(run: Run, stop: Stop) -> int:
     return 0
 
 
-def completed_summary(folder: Path) -> dict[str, Any]:
-    """A completed run's summary; empty for others, as one killed after its last checkpoint."""
+def saved_summary(folder: Path) -> dict[str, Any]:
+    """How the run ended last; empty where that is unknown."""
     with suppress(Exception):  # of many types, for a damaged one
-        summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-        if summary["stopped_by"] == "completed":
-            return summary
+        return {**json.loads((folder / "summary.json").read_text())}
     return {}
 
 
@@ -227,7 +227,7 @@ def summary_of(run: Run, failed: bool) -> dict[str, Any]:
         "evaluation": metrics.evaluation,
         "best_evaluation": metrics.best,
     }
-    for entries in metrics.summaries:
+    for entries in metrics.summaries.values():
         summary |= entries(failed)
     if ranks and all("mfu" in rank for rank in ranks):
         summary["mfu"] = sum(rank["mfu"] for rank in ranks) / len(ranks)

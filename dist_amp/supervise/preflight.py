@@ -23,13 +23,13 @@ from torch.utils._pytree import tree_leaves
 from dist_amp.checkpoint.format import MANIFEST, all_checkpoints
 from dist_amp.config.load import flat
 from dist_amp.config.memory import size_text, tensor_bytes
-from dist_amp.config.task_class import INJECTED, find_task
+from dist_amp.config.task_class import GIVEN, INJECTED, find_task
 from dist_amp.distributed.process import LAUNCHER, attempt, die_with_parent, environment_number
 from dist_amp.errors import ConfigError, Failure, some_of
 from dist_amp.files import InUse, appears, only_process
 from dist_amp.loading.plan import shard_step
 from dist_amp.run import Run
-from dist_amp.settings import Config, DataConfig, SourceConfig
+from dist_amp.settings import Config, DataConfig
 from dist_amp.world import World
 
 # Of settings.FREE_TO_CHANGE, the settings that may differ between machines: the others decide
@@ -41,11 +41,10 @@ BESIDES_KEPT = 2
 
 LOCK_SECONDS = 10.0  # how long a run that was just killed may take to release its folder
 
-READ_BY_TASKS = (
-    *(field.name for field in fields(SourceConfig)),
-    "tokenizer",
-    "pack",
-    "long_documents",
+# Of the data section; a task's build_dataset reads the others.
+READ_BY_THE_LOADER = (
+    *("sources", "group_by_length", "on_bad_sample", "max_bad_samples"),
+    *("workers", "shuffle", "drop_last"),
 )
 
 
@@ -94,9 +93,9 @@ def check_ranks_agree(target: str, config_text: str, world: World) -> None:
 def code_hashes(target: str) -> dict[str, str]:
     """A hash of the task's file, and of the package's but hidden ones, of editors and notebooks."""
     package = Path(__file__).parent.parent
-    module = sys.modules[find_task(target).__module__]
+    name = "__main__" if target.startswith(GIVEN) else find_task(target).__module__
+    task = Path(getattr(sys.modules[name], "__file__", None) or __file__)
     hashes = {}
-    task = Path(getattr(module, "__file__", None) or __file__)
     for path in (task, *sorted(package.rglob("*.py"))):
         name = path.name
         if path.is_relative_to(package):
@@ -217,7 +216,8 @@ def warn_about_unread_settings(run: Run) -> None:
     if INJECTED in inspect.signature(type(run.task)).parameters:
         return
     given = run.config.data
-    settings = {name: getattr(given, name) for name in READ_BY_TASKS}
+    names = [item.name for item in fields(DataConfig) if item.name not in READ_BY_THE_LOADER]
+    settings = {name: getattr(given, name) for name in names}
     unread = [f"data.{k}={v}" for k, v in settings.items() if v != getattr(DataConfig, k)]
     if is_dataclass(given.sources):
         unread += [f"data.sources.{item.name}" for item in fields(given.sources)]

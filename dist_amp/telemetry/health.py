@@ -61,7 +61,7 @@ class Health(Observer):
         self._thread = threading.Thread()
         # Made by the thread, taken by this one: step, tags, warnings.
         self._reading: tuple[int, Tags, list[str]] = (0, {}, [])
-        metrics.more_tags.append(self.tags)
+        metrics.more_tags["health"] = self.tags
 
     def tags(self, row: LogRow) -> Tags:
         """What was read at the last log step; starts reading for the next one."""

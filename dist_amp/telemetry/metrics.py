@@ -59,11 +59,11 @@ class Metrics:
         self._tensorboard: TensorBoardWriter | None = None
         # How an optional feature sums a step's losses over ranks.
         self.combine: Callable[[StepReport], StepReport] | None = None
-        # What optional features add: tags of every rank, [ranks] each; this rank's tags, or entries
-        # of rank 0's line of metrics.jsonl; entries of summary.json, given whether the run failed.
+        # What optional features add, by name: tags of every rank, [ranks] each; this rank's tags,
+        # or entries of rank 0's line of metrics.jsonl; entries of summary.json, given if it failed.
         self.more_rank_tags: dict[str, Callable[[LogRow], np.ndarray]] = {}
-        self.more_tags: list[Callable[[LogRow], Mapping[str, Any]]] = []
-        self.summaries: list[Callable[[bool], Mapping[str, Any]]] = []
+        self.more_tags: dict[str, Callable[[LogRow], Mapping[str, Any]]] = {}
+        self.summaries: dict[str, Callable[[bool], Mapping[str, Any]]] = {}
 
     def open(self, folder: Path, first_step: int, config_text: str) -> None:
         """Start writing into the run's folder, replacing the entries of steps after first_step."""
@@ -159,7 +159,7 @@ class Metrics:
 
     def write(self, row: LogRow) -> None:
         more: dict[str, Any] = dict(row.of_task)
-        for more_of in self.more_tags:
+        for more_of in self.more_tags.values():
             more |= more_of(row)
         if not self.world.is_main:
             self.write_rank_scalars(row.step, row.rank_tags(self.world.rank) | more)

@@ -122,6 +122,7 @@ class TensorBoardWriter:
         if self._writer is not None:
             with suppress(OSError):
                 self._writer.close()
+            self._writer = None
 
 
 def in_readable_units(values: Tags) -> Tags:

@@ -66,7 +66,8 @@ def run(argv: Sequence[str]) -> int:
     if options.bit_exact:
         from dist_amp.verify.bit_exact import verify_bits
 
-        sizes = world_sizes_in(options.world_sizes)
+        device = locate(load_config(rest).run).device
+        sizes = available_world_sizes(world_sizes_in(options.world_sizes), device)
         rows = [row for size in sizes for row in rows_of(size, strategies, precisions)]
         return verify_bits(rest, rows)
     return verify(rest, world_sizes_in(options.world_sizes), strategies, precisions)

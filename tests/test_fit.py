@@ -1,0 +1,341 @@
+"""fit(run) in a script or notebook: as the command, stopped, failed, continued, in a thread."""
+
+import json
+import os
+import re
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import on_ranks
+from test_script_run import Noisy, built, loop, same
+from tiny import moments_of, parameters_of
+
+from dist_amp.checkpoint.format import all_checkpoints
+from dist_amp.config.load import load_config
+from dist_amp.errors import ConfigError
+from dist_amp.files import read_steps
+from dist_amp.run import build_run
+from dist_amp.step import train_step
+from dist_amp.train import fit, main
+from dist_amp.world import World
+
+OFTEN = ("--checkpoint.every", 2, "--eval.every", 3, "--metrics.log_every", 2)
+
+
+class Stops(Noisy):
+    """A signal comes in a step, and ends the run after the next; or an error is raised."""
+
+    def __init__(self, at: int = 2, number: int = signal.SIGINT, error: str = ""):
+        super().__init__()
+        self.steps_left = at
+        self.number = number
+        self.error = error
+
+    def loss_sum(self, model, batch):
+        if model.training:
+            self.steps_left -= 1
+            if self.steps_left == 0 and self.error:
+                raise RuntimeError(self.error)
+            if self.steps_left == 0:
+                os.kill(os.getpid(), self.number)
+        return super().loss_sum(model, batch)
+
+    def on_step(self, run, report):
+        """With it, every step asks whether to stop."""
+
+    def state_dict(self):  # what it counts is no part of the run
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def end_of(run):
+    """All that a run ends with."""
+    return parameters_of(run), moments_of(run), run.scaler.state_dict(), losses_of(run.folder)
+
+
+def losses_of(folder):
+    rows = read_steps(folder / "metrics.jsonl")
+    names = ("step", "train/loss", "train/grad_norm", "eval/loss", "train/tokens_seen")
+    return [{name: row[name] for name in names if name in row} for row in rows]
+
+
+def disturb(run):
+    """What a notebook may do between two cells."""
+    torch.manual_seed(5)
+    torch.rand(3)
+    next(run.data)
+    run.evaluate()
+
+
+@pytest.fixture
+def undisturbed(tmp_path):
+    run = built(World(), tmp_path / "undisturbed", *OFTEN)
+    summary = fit(run)
+    assert (summary["stopped_by"], summary["steps"]) == ("completed", 6)
+    assert summary == json.loads((run.folder / "summary.json").read_text())
+    return end_of(run)
+
+
+def handlers():
+    return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+
+def test_fit_ends_bit_for_bit_as_the_command_does(tmp_path, undisturbed, capsys):
+    words = ["--run.dir", f"{tmp_path}/run", "--task.target", "tests/test_script_run.py:Noisy"]
+    words += ["--train.steps", "6", "--optim.lr", "1e-2", *map(str, OFTEN)]
+    assert main(words) == 0
+    by_command = build_run(load_config(words, environ={}))
+    by_command.resume()
+    assert same(list(end_of(by_command)), list(undisturbed))
+    run = built(World(), tmp_path / "peeked", *OFTEN)
+    before = handlers()
+    next(run.data)
+    torch.rand(3)
+    capsys.readouterr()
+    fit(run)
+    assert same(list(end_of(run)), list(undisturbed))
+    assert handlers() == before
+    said = capsys.readouterr().out
+    for line in ("run    ", "step      2/6", "eval       3", "done: 6 steps"):
+        assert line in said
+    assert (run.folder / "tensorboard").is_dir()
+    assert fit(run)["stopped_by"] == "completed"
+    assert f"{run.folder} is finished: it took 6 of train.steps=6" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("built_again", [False, True], ids=["same run", "built again"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_ctrl_c_saves_after_the_step_and_a_further_fit_ends_bit_for_bit(
+    built_again, workers, tmp_path, undisturbed, capsys
+):
+    words = (*OFTEN, "--data.workers", workers)
+    run = built(World(), tmp_path, *words, task=Stops(at=2))
+    before = handlers()
+    with pytest.raises(KeyboardInterrupt, match=r"stopped after step 3; fit\(run\) continues"):
+        fit(run)
+    assert handlers() == before
+    assert all_checkpoints(run.folder)[-1].name == "step_00000003"
+    summary = json.loads((run.folder / "summary.json").read_text())
+    assert (summary["stopped_by"], summary["exit_code"]) == ("preempted", 75)
+    if built_again:
+        run = built(World(), tmp_path, *words, task=Stops(at=0))
+    elif not workers:
+        disturb(run)
+    assert fit(run)["stopped_by"] == "completed"
+    assert same(list(end_of(run)), list(undisturbed))
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_a_stop_without_checkpoints_is_continued_by_the_same_run(tmp_path, undisturbed):
+    run = built(World(), tmp_path, *OFTEN, "--checkpoint.every", "off", task=Stops(at=2))
+    with pytest.raises(KeyboardInterrupt):
+        fit(run)
+    assert not all_checkpoints(run.folder)
+    disturb(run)
+    fit(run)
+    assert same(list(end_of(run)[:3]), list(undisturbed[:3]))
+
+
+def test_another_signal_ends_a_script_with_status_75(tmp_path):
+    run = built(World(), tmp_path, *OFTEN, task=Stops(at=2, number=signal.SIGTERM))
+    with pytest.raises(SystemExit) as ended:
+        fit(run)
+    assert ended.value.code == 75
+    assert run.step == 3
+
+
+def test_after_an_error_the_run_is_built_again_and_ends_bit_for_bit(tmp_path, undisturbed, capsys):
+    run = built(World(), tmp_path, *OFTEN, task=Stops(at=4, error="of the task"))
+    before = handlers(), threading.enumerate()
+    with pytest.raises(RuntimeError, match="of the task"):
+        fit(run)
+    assert "of the task" not in capsys.readouterr().err, "the notebook shows it"
+    assert (handlers(), threading.enumerate()) == before
+    summary = json.loads((run.folder / "summary.json").read_text())
+    assert (summary["stopped_by"], summary["exit_code"], summary["steps"]) == ("failed", 1, 3)
+    assert "of the task" in summary["cause"]
+    with pytest.raises(ConfigError, match="an error ended this run after step 3"):
+        fit(run)
+    again = built(World(), tmp_path, *OFTEN, task=Stops(at=0))
+    assert fit(again)["resumed_from_step"] == 2
+    assert same(list(end_of(again)), list(undisturbed))
+
+
+def test_steps_of_ones_own_count_and_fit_takes_the_rest(tmp_path, undisturbed):
+    run = built(World(), tmp_path, *OFTEN)
+    for _ in range(3):
+        train_step(run, next(run.data))
+    fit(run)
+    assert same(list(end_of(run)[:3]), list(undisturbed[:3]))
+
+
+def test_a_loop_of_ones_own_is_continued_from_what_it_saved(tmp_path, undisturbed):
+    loop(built(World(), tmp_path, *OFTEN), until=4)
+    run = built(World(), tmp_path, *OFTEN)
+    run.resume()
+    disturb(run)
+    fit(run)
+    assert same(list(end_of(run)[:3]), list(undisturbed[:3]))
+    run.evaluate()
+    run.save()
+
+
+@pytest.mark.bad_input("`fit(run)` of a run that an error ended, or beside another's checkpoints")
+def test_steps_beside_another_runs_checkpoints_are_refused_and_change_nothing(tmp_path):
+    first = built(World(), tmp_path, *OFTEN)
+    fit(first)
+    files = sorted(first.folder.rglob("*"))
+    summary = (first.folder / "summary.json").read_text()
+    run = built(World(), tmp_path, *OFTEN)
+    train_step(run, next(run.data))
+    with pytest.raises(ConfigError, match=r"fit\(run\) at step 1 would replace .*step_00000006"):
+        fit(run)
+    assert sorted(first.folder.rglob("*")) == files
+    assert (first.folder / "summary.json").read_text() == summary
+
+
+def test_more_steps_continue_a_finished_run(tmp_path, undisturbed):
+    constant = (*OFTEN, "--optim.schedule", "constant")
+    fit(built(World(), tmp_path / "short", *constant, "--train.steps", 4))
+    longer = built(World(), tmp_path / "short", *constant)
+    assert fit(longer)["resumed_from_step"] == 4
+    through = built(World(), tmp_path / "through", *constant)
+    fit(through)
+    assert same(list(end_of(longer)[:3]), list(end_of(through)[:3]))
+
+
+def test_a_second_run_in_one_process_ends_as_alone(tmp_path, undisturbed):
+    runs = [built(World(), tmp_path / name, *OFTEN) for name in ("a", "b")]
+    for run in runs:
+        fit(run)
+        assert same(list(end_of(run)), list(undisturbed))
+
+
+def test_a_run_that_must_not_resume_is_continued_all_the_same_by_a_second_fit(tmp_path):
+    never = (*OFTEN, "--run.resume", "never")
+    run = built(World(), tmp_path, *never, task=Stops(at=2))
+    with pytest.raises(KeyboardInterrupt):
+        fit(run)
+    assert fit(run)["steps"] == 6
+    with pytest.raises(ConfigError, match="holds a run already"):
+        fit(built(World(), tmp_path, *never))
+
+
+def test_in_a_thread_it_trains_alike_and_says_that_signals_do_not_stop_it(
+    tmp_path, undisturbed, capsys
+):
+    run = built(World(), tmp_path, *OFTEN)
+    thread = threading.Thread(target=fit, args=(run,))
+    thread.start()
+    thread.join()
+    assert same(list(end_of(run)), list(undisturbed))
+    assert "no signal can stop it after a step" in capsys.readouterr().err
+
+
+def stopped_and_continued(world, folder, strategy):
+    words = (*OFTEN, "--parallel.strategy", strategy)
+    through = built(world, f"{folder}/through", *words)
+    summary = fit(through)
+    run = built(world, f"{folder}/stopped", *words, task=Stops(at=2 * world.rank))
+    with pytest.raises(SystemExit):
+        fit(run)
+    stopped_at = run.step
+    if strategy == "ddp":
+        torch.rand(3)
+    fit(run)
+    ends = [(parameters_of(each), moments_of(each)) for each in (through, run)]
+    return summary, stopped_at, ends
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_signal_to_one_of_two_ranks_stops_both_and_a_further_fit_continues(strategy, tmp_path):
+    results = on_ranks(2, stopped_and_continued, tmp_path, strategy)
+    (summary, stopped_at, _), (other, *_) = results
+    assert summary == other
+    assert stopped_at == 3
+    for *_, (through, run) in results:
+        assert same(list(through), list(run))
+
+
+def test_the_pages_cell_runs(tmp_path, monkeypatch):
+    page = Path(__file__).parent.parent / "docs/own_loop.md"
+    _, cell = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("my_file.py").write_text("from tiny import Tiny as TinyRegression\n")
+    monkeypatch.setenv("DIST_AMP_TRAIN__STEPS", "3")
+    names = {}
+    exec(cell, names)
+    assert names["summary"]["steps"] == 3
+
+
+@pytest.mark.bad_input("`fit(run)` with the model in evaluation mode")
+def test_a_model_in_evaluation_mode_is_refused(tmp_path):
+    run = built(World(), tmp_path, *OFTEN)
+    run.model.eval()
+    with pytest.raises(ConfigError, match=r"in evaluation mode, .*call run.model.train\(\)"):
+        fit(run)
+    run.model.train()
+    assert fit(run)["steps"] == 6
+
+
+CELLS = {
+    "build": """
+import sys, torch
+sys.path.insert(0, "tests")
+from test_fit import OFTEN, World, built, end_of, fit
+from tiny import Slow
+def build(name, *words):
+    return built(World(), f"FOLDER/{name}", *OFTEN, "--train.steps", 60, *words, task=Slow())
+run = build("stopped")
+""",
+    "fit": "summary = fit(run)",
+    "again": """
+torch.manual_seed(9)
+assert 0 < run.step < 60, run
+summary = fit(run)
+assert summary["steps"] == 60
+""",
+    "compare": """
+through = build("through")
+fit(through)
+from test_script_run import same
+assert same(list(end_of(run)), list(end_of(through)))
+""",
+}
+
+
+def test_in_a_jupyter_kernel_the_interrupt_button_stops_the_cell_and_the_next_one_continues(
+    tmp_path,
+):
+    manager = pytest.importorskip("jupyter_client.manager")
+    pytest.importorskip("ipykernel")
+    kernel, client = manager.start_new_kernel(kernel_name="python3", cwd=os.getcwd())
+    outputs = []
+
+    def cell(name, interrupts=False):
+        code = CELLS[name].replace("FOLDER", str(tmp_path))
+
+        def show(message):
+            text = message["content"].get("text", "")
+            outputs.append(text)
+            if interrupts and "step     10/60" in text:
+                kernel.interrupt_kernel()
+
+        return client.execute_interactive(code, timeout=120, output_hook=show)["content"]
+
+    try:
+        assert cell("build")["status"] == "ok"
+        stopped = cell("fit", interrupts=True)
+        assert stopped["ename"] == "KeyboardInterrupt"
+        assert "fit(run) continues" in stopped["evalue"]
+        for name in ("again", "compare"):
+            assert cell(name)["status"] == "ok", outputs
+    finally:
+        client.stop_channels()
+        kernel.shutdown_kernel(now=True)
