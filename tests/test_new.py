@@ -134,9 +134,9 @@ def trains_and_resumes(root):
 def test_a_feature_that_needs_others_says_so_and_adds_them_with_yes(tmp_path, capsys):
     assert make(tmp_path, "--with", "diff") == 64
     said = "diff needs command_table, help, run_record, signals"
-    assert f"error: {said}: add them to --with, or give --yes" in capsys.readouterr().err
+    assert f"error: {said}: name them too, or give --yes" in capsys.readouterr().err
     assert make(tmp_path, "--with", "diff", "--yes") == 0
-    assert f"{said}: added" in capsys.readouterr().out
+    assert f"{said}\n" in capsys.readouterr().out
     assert (tmp_path / "my_project/my_project/commands/diff.py").exists()
 
 
@@ -184,7 +184,7 @@ BAD = [
     (["taken"], "is not an empty folder", "a folder that is not empty"),
     (["no/where"], "there is no folder no", "a folder in one that does not exist"),
     (["x", "--with", "emma"], "no feature emma; did you mean ema?", "an unknown feature"),
-    (["x", "--with", "hf", "--without", "sources"], "needs --without's sources", "a contradiction"),
+    (["x", "--with", "hf", "--without", "sources"], "hf_tasks needs sources, to be left out", "a contradiction"),
     (["x", "--with", "diff"], "diff needs command_table", "a feature without what it needs"),
     (["x", "--task", "no.py:T"], "must be FILE.py:Class", "a task's file that does not exist"),
     (["x", "--task", "task.py:T"], "there is no class T in task.py, which has", "a missing class"),

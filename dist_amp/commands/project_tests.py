@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from dist_amp.commands.deletion import names_in, names_of, span_with_comments, without_lines
+from dist_amp.commands.deletion import names_of, span_with_comments, without_lines
 from dist_amp.commands.features import package_of
 
 # What a project's tests may import besides what its package does.
@@ -100,12 +100,8 @@ class Tests:
                 is_gone = any(self.is_missing(*real) for _, real in bound(part))
             elif isinstance(part, ast.Name):
                 is_gone = part.id in missing
-            elif isinstance(part, ast.Attribute):
-                is_gone = part.attr in self.deleted
             elif isinstance(part, ast.arg):  # a fixture
                 is_gone = part.arg in missing
-            elif isinstance(part, ast.keyword):
-                is_gone = part.arg in self.keywords
             elif isinstance(part, ast.Constant) and isinstance(part.value, str):
                 is_gone = self.is_named(part.value)
             if is_gone:
@@ -133,21 +129,6 @@ class Tests:
     @cached_property
     def ours(self) -> dict[str, Path]:
         return modules_of(package_of(self.root).parent)
-
-    @cached_property
-    def deleted(self) -> set[str]:
-        """Functions and methods of our package that the project's lacks, such as so_far."""
-        names = set()
-        for path in self.ours.values():
-            names.update(re.findall(r"^ *def (\w+)", path.read_text(), re.MULTILINE))
-        left = names_in(self.folder)
-        return {name for name in names if name not in left and "_" in name.strip("_")}
-
-    @cached_property
-    def keywords(self) -> set[str]:
-        """Names of deleted settings that can't be anything else's, such as comm_dtype."""
-        names = {key.rpartition(".")[2] for key in self.settings}
-        return {name for name in names if "_" in name}
 
     @cached_property
     def allowed(self) -> set[str]:
