@@ -184,7 +184,7 @@ BAD = [
     (["taken"], "is not an empty folder", "a folder that is not empty"),
     (["no/where"], "there is no folder no", "a folder in one that does not exist"),
     (["x", "--with", "emma"], "no feature emma; did you mean ema?", "an unknown feature"),
-    (["x", "--with", "hf", "--without", "sources"], "hf_tasks needs sources, to be left out", "a contradiction"),
+    (["x", "--with", "hf", "--without", "sources"], "hf_tasks needs sources", "a contradiction"),
     (["x", "--with", "diff"], "diff needs command_table", "a feature without what it needs"),
     (["x", "--task", "no.py:T"], "must be FILE.py:Class", "a task's file that does not exist"),
     (["x", "--task", "task.py:T"], "there is no class T in task.py, which has", "a missing class"),
