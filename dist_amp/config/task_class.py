@@ -109,7 +109,7 @@ def _import(module_name: str, target: str) -> Any:
         if isinstance(error, ModuleNotFoundError):
             fix = f"install it, or check the path: {folder} was searched too"
             if error.name in EXTRA_HF:
-                fix = "pip install -e '.[hf]' in the clone's folder"
+                fix = "pip install 'dist_amp[hf]'"
         raise ConfigError(
             f"task.target={target}: importing it failed with {type(error).__name__}: "
             f"{first_line(error)}; {fix}"
