@@ -1,4 +1,6 @@
-"""Durable file writes, locks, JSON without nan, and folders on network disks."""
+"""Durable file writes, locks, JSON without nan, folders on network disks, and the files that are
+shipped with the package.
+"""
 
 import errno
 import json
@@ -11,7 +13,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from dist_amp.errors import DataError
+from dist_amp.errors import ConfigError, DataError
+
+REFERENCE = "configs/reference.toml"  # no setting is without it, so it marks the shipped files
 
 
 class InUse(Exception):
@@ -127,3 +131,24 @@ def plain_json(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
+
+
+def shipped_folder() -> Path:
+    """What has configs/ and the other files that are no code: the clone, or what pip installed.
+
+    Errors: ConfigError if there is neither.
+    """
+    from importlib.metadata import PackageNotFoundError, files
+
+    clone = Path(__file__).parent.parent
+    if (clone / REFERENCE).is_file():
+        return clone
+    with suppress(PackageNotFoundError):
+        for file in files("dist_amp") or ():
+            path = Path(file.locate())
+            if path.match(f"share/dist_amp/{REFERENCE}") and path.is_file():
+                return path.resolve().parent.parent
+    raise ConfigError(
+        f"dist_amp is installed without {REFERENCE} and its other files; install its wheel again, "
+        "or use a clone"
+    )
