@@ -1,4 +1,4 @@
-"""Durable file writes, locks, JSON without nan, and folders on network disks."""
+"""Durable file writes, locks, JSON without nan, folders on network disks, the shipped files."""
 
 import errno
 import json
@@ -11,7 +11,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from dist_amp.errors import DataError
+from dist_amp.errors import ConfigError, DataError
+
+SHIPPED = "configs/debug.toml"  # marks the folder of the shipped files
 
 
 class InUse(Exception):
@@ -127,3 +129,24 @@ def plain_json(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
+
+
+def shipped_folder() -> Path:
+    """What has configs/ and the other files that are no code: the clone, or what pip installed.
+
+    Errors: ConfigError if there is neither.
+    """
+    from importlib.metadata import PackageNotFoundError, files
+
+    clone = Path(__file__).parent.parent
+    if (clone / SHIPPED).is_file():
+        return clone
+    with suppress(PackageNotFoundError):
+        for file in files("dist_amp") or ():
+            path = Path(file.locate())
+            if path.match(f"share/dist_amp/{SHIPPED}") and path.is_file():
+                return path.resolve().parent.parent
+    raise ConfigError(
+        f"dist_amp is installed without {SHIPPED} and its other files; install its wheel again, "
+        "or use a clone"
+    )

@@ -1,17 +1,15 @@
 """The package imports nothing that pyproject.toml does not declare, and runs without extras."""
 
 import ast
-import os
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
 
+import built_wheel
 import pytest
 from conftest import ROOT
-
-from dist_amp.commands.__main__ import COMMANDS
 
 # Imported names that differ from the distribution's.
 DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "pynvml": "nvidia-ml-py"}
@@ -78,54 +76,18 @@ def test_every_import_of_the_package_is_declared():
     assert wrong == {}
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    """An environment with the installed package, without extras; the path of its bin folder."""
-    folder = tmp_path_factory.mktemp("plain")
-    source = folder / "source"
-    source.mkdir()
-    ignored = shutil.ignore_patterns("__pycache__", "fake_gpu", "old_checkpoints")
-    for name in ("dist_amp", "configs", "launch", "template", "tests"):
-        shutil.copytree(ROOT / name, source / name, ignore=ignored)
-    for name in ("pyproject.toml", "README.md", "LICENSE", "features.toml", "Dockerfile"):
-        shutil.copy(ROOT / name, source)
-    bin_folder = folder / "environment/bin"
+@pytest.mark.slow
+def test_pip_installs_the_wheel_with_what_it_needs_and_the_demo_runs(tmp_path):
+    built = built_wheel.build(built_wheel.copy_source(tmp_path / "source"), tmp_path)
+    bin_folder = tmp_path / "environment/bin"
     subprocess.run([sys.executable, "-m", "venv", bin_folder.parent], check=True)
     constraints = ROOT / "launch/constraints.txt"
-    install = [bin_folder / "pip", "install", "--quiet", "-c", constraints, source]
+    install = [bin_folder / "pip", "install", "--quiet", "-c", constraints, built]
     subprocess.run(install, check=True)
-    yield bin_folder
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    words = "--train.steps 3 --eval.batches 1 --task.args.sample_bytes 8".split()
+    done = built_wheel.run(bin_folder, empty, "dist_amp", "demo", *words)
     shutil.rmtree(bin_folder.parent)  # a gigabyte
-
-
-def run(plain, folder, *words):
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment["PATH"] = f"{plain}:{environment['PATH']}"
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
-    return done.stdout
-
-
-@pytest.mark.slow
-def test_every_command_prints_its_help_without_extras(plain, tmp_path):
-    assert "tabulate" not in run(plain, tmp_path, "pip", "freeze")
-    for command in COMMANDS:
-        if command == "bench":  # of a clone
-            continue
-        assert f"dist_amp.{command}" in run(plain, tmp_path, "dist_amp", command, "--help")
-
-
-@pytest.mark.slow
-def test_the_readmes_commands_run_without_extras(plain, tmp_path):
-    readme = (ROOT / "README.md").read_text()
-    (tmp_path / "my_file.py").write_text(re.findall(r"```python\n(.*?)```", readme, re.DOTALL)[0])
-    commands = re.findall(r"^((?:python|torchrun|dist_amp) .*my_file:.*)$", readme, re.MULTILINE)
-    assert len(commands) >= 3
-    for number, command in enumerate(commands):
-        command = command.partition("  #")[0].replace("--nproc_per_node=8", "--nproc_per_node=2")
-        words = command.split()
-        if "verify" in command:
-            words += ["--world_sizes", "1", "--precisions", "fp32"]
-        elif "plan" not in command:
-            words += ["--train.steps", "3", "--run.dir", f"run{number}"]
-        run(plain, tmp_path, *words)
+    assert done.returncode == 0, done.stderr
+    assert "done: 3 steps" in done.stdout

@@ -84,9 +84,9 @@ def test_packages_that_are_not_the_pinned_releases_are_listed(monkeypatch, tmp_p
     pins = tmp_path / "launch/constraints.txt"
     pins.parent.mkdir()
     pins.write_text(f"# made by\ntorch=={torch.__version__.split('+')[0]}\ntyro==0.1\n")
-    monkeypatch.setattr(doctor_checks, "ROOT", tmp_path)
+    monkeypatch.setattr(doctor_checks, "shipped_folder", lambda: tmp_path)
     check = only(doctor_checks.pins())
-    assert check == warn("pins", check.found, "pip install -c launch/constraints.txt")
+    assert check == warn("pins", check.found, f"pip install -c {pins}")
     assert check.found.startswith("not as tested: tyro ")
     assert check.found.endswith(" (0.1)")
     pins.unlink()

@@ -303,7 +303,7 @@ def test_a_tracker_that_is_not_installed_is_refused_with_the_command_that_instal
     for name in ("wandb", "trackio", "mlflow"):
         status, line = refused(capsys, run.folder, to=name)
         assert status == ConfigError.exit_code
-        assert line.startswith(f"error: {name} is not installed; pip install -e '.[{name}]' in the")
+        assert line.startswith(f"error: {name} is not installed; pip install 'dist_amp[{name}]'")
         page = (Path(__file__).parent.parent / "docs/trackers.md").read_text()
         assert f".[{name}]" in page
 

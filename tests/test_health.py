@@ -114,7 +114,7 @@ def test_the_gpu_is_found_by_its_uuid_and_never_by_its_number():
 @pytest.mark.parametrize(
     ("nvml", "message"),
     [
-        (None, "no gpu/* tags: nvidia-ml-py is missing; pip install -e '.[gpu]' in the clone's"),
+        (None, "no gpu/* tags: nvidia-ml-py is missing; pip install 'dist_amp[gpu]'"),
         (FakeNvml(nvmlInit=FakeError("No Driver")), "NVML failed (FakeError: No Driver)"),
         (
             FakeNvml(nvmlDeviceGetHandleByUUID=FakeError("?")),

@@ -295,7 +295,7 @@ def test_an_image_of_a_table_is_named_by_its_path(value):
 @pytest.mark.bad_input("the digits without scikit-learn")
 def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    text = r"is missing; pip install -e '.\[images\]' in the clone's folder, or set data.name or "
+    text = r"is missing; pip install 'dist_amp\[images\]', or set data.name or "
     with pytest.raises(ConfigError, match=text + "data.path"):
         ImageClassification(DataConfig()).build_model()
 

@@ -3,15 +3,15 @@ demo.
 """
 
 import os
-import subprocess
 import sys
 
 import pytest
 import torch
-from conftest import ROOT
 
+from dist_amp.commands import demo
 from dist_amp.config import native_precision as native
 from dist_amp.config.native_precision import check_dtype
+from dist_amp.files import shipped_folder
 from dist_amp.precision import build_precision
 from dist_amp.settings import PrecisionConfig
 from dist_amp.world import World
@@ -64,7 +64,7 @@ def test_measuring_leaves_threads_random_state_and_grad_mode_as_they_were():
     ("slowdown", "expected"),
     [
         (0.7, ("bf16", "native on this CPU")),
-        (29.6, ("fp32", "this CPU only emulates bf16 (30x slower)")),
+        (29.6, ("float32", "this CPU only emulates bf16 (30x slower)")),
     ],
 )
 def test_a_cpu_gets_bf16_where_that_is_native_and_float32_elsewhere(cpu, slowdown, expected):
@@ -74,7 +74,7 @@ def test_a_cpu_gets_bf16_where_that_is_native_and_float32_elsewhere(cpu, slowdow
 
 @pytest.mark.parametrize(
     ("capability", "dtype"),
-    [((9, 0), "bf16"), ((8, 0), "bf16"), ((7, 5), "fp16"), ((7, 0), "fp16"), ((6, 1), "fp32")],
+    [((9, 0), "bf16"), ((8, 0), "bf16"), ((7, 5), "fp16"), ((7, 0), "fp16"), ((6, 1), "float32")],
 )
 def test_a_gpu_gets_the_precision_of_its_compute_capability(monkeypatch, capability, dtype):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -125,60 +125,54 @@ def test_an_explicit_precision_is_kept(cpu, tmp_path, monkeypatch, words, enviro
     cpu(bf16=30)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.toml").write_text("precision.dtype = 'bf16'")
-    assert native.suggestion(words, environ) == ""
+    assert demo.precision_settings(words, environ) == []
 
 
 def test_other_settings_are_no_choice_of_a_precision(cpu, tmp_path):
     cpu(bf16=30)
     (tmp_path / "mine.toml").write_text("[train]\nsteps = 5")
     words = ["--config", str(tmp_path / "mine.toml"), "--optim.lr", "1"]
-    suggested = native.suggestion(words, {"DIST_AMP_RUN__SEED": "1"})
-    assert suggested == "fp32 this CPU only emulates bf16 (30x slower)"
-
-
-STUB = """#!/bin/sh
-case "$*" in
-*suggestion*) echo "$ANSWER" ;;
-*dist_amp.launch*) shift 2; echo "$@" ;;
-esac
-"""
+    chosen = demo.precision_settings(words, {"DIST_AMP_RUN__SEED": "1"})
+    assert chosen == ["--use_amp", "false"]
 
 
 @pytest.fixture
-def demo(tmp_path):
-    """demo(answer, *words): what demo.sh starts and says, by a stub interpreter's answer."""
-    stub = tmp_path / "python"
-    stub.write_text(STUB)
-    stub.chmod(0o755)
+def started(monkeypatch):
+    """started(*words): what the demo replaces its process with."""
 
-    def run(answer, *words):
-        environ = {"PATH": os.environ["PATH"], "DIST_AMP_PYTHON": str(stub), "ANSWER": answer}
-        command = ["/bin/bash", ROOT / "launch/demo.sh", *words]
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.split(f"{ROOT}/configs/demo.toml")[1].split(), done.stderr
+    def run(*words):
+        calls = []
+        monkeypatch.setattr(os, "execv", lambda path, argv: calls.append((path, argv)))
+        assert demo.main(words) == 0
+        ((path, argv),) = calls
+        assert path == argv[0] == sys.executable
+        return argv[1:]
 
     return run
 
 
 @pytest.mark.parametrize(
-    ("answer", "passed", "said"),
+    ("native_one", "passed", "said"),
     [
-        ("fp32 this CPU emulates bf16", "--use_amp false ", "float32: this CPU emulates bf16"),
-        ("bf16 native on this CPU", "", "bf16: native on this CPU"),
-        ("fp16 native on this GPU", "--precision.dtype fp16 ", "fp16: native on this GPU"),
-        ("", "", ""),  # an explicit choice
+        (("float32", "this CPU emulates bf16"), "--use_amp false ", "float32: this CPU emulates"),
+        (("bf16", "native on this CPU"), "", "bf16: native on this CPU"),
+        (("fp16", "native on this GPU"), "--precision.dtype fp16 ", "fp16: native on this GPU"),
     ],
 )
-def test_the_demo_takes_the_native_precision_and_says_why_in_one_line(demo, answer, passed, said):
-    words, line = demo(answer, "--train.steps", "5")
-    assert words == f"{passed}--train.steps 5".split()
-    assert line.startswith(f"precision  {said}; choose with ") if said else line == ""
-    assert line.count("\n") == bool(said)
+def test_the_demo_takes_the_native_precision_and_says_why_in_one_line(
+    started, monkeypatch, capsys, native_one, passed, said
+):
+    monkeypatch.setattr(demo, "native_precision", lambda: native_one)
+    config = shipped_folder() / "configs/demo.toml"
+    words = started("--train.steps", "5")
+    before = f"-m dist_amp.launch --config {config} "
+    assert words == f"{before}{passed}--train.steps 5".split()
+    line = capsys.readouterr().err
+    assert line.startswith(f"precision  {said}")
+    assert line.endswith("; choose with --precision.dtype bf16|fp16 or --use_amp false\n")
+    assert line.count("\n") == 1
 
 
-def test_the_demos_question_is_answered_by_nothing_for_an_explicit_choice(monkeypatch, capsys):
-    code = (ROOT / "launch/demo.sh").read_text().split("ask='")[1].split("'\n")[0]
-    monkeypatch.setattr(sys, "argv", ["-c", "--use_amp", "false"])
-    exec(code, {})
-    assert capsys.readouterr().out.split() == []
+def test_the_demo_says_nothing_of_a_precision_that_is_set(started, capsys):
+    assert started("--use_amp", "false")[-2:] == ["--use_amp", "false"]
+    assert capsys.readouterr().err == ""

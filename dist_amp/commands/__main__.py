@@ -20,9 +20,10 @@ COMMANDS = {
     "update": "bring a project to this version of dist_amp, by a git merge",
     "adopt": "add optional features to a project, or remove them, by a git merge",
     "train": "train a task in this process, or as a rank under torchrun",
+    "demo": "train a small GPT on Python's own source; the arguments are those of launch",
     "launch": "train on all GPUs of this machine, or on several machines; torchrun's options",
     "verify": "prove on your task and machine that every way of running computes the same step",
-    "bench": "measure what things cost: overhead, amp, gpu, data, collectives, checkpoint ...",
+    "bench": "in a clone, measure what things cost: overhead, amp, gpu, data, checkpoint ...",
     "schema": "print the JSON Schema of config files, by which editors complete and check them",
     "plan": "predict memory, traffic and time per rank of a config on a number of GPUs",
     "tokenize": "pre-tokenize a dataset into memory-mapped files",
@@ -56,7 +57,8 @@ OPTIONS = {
     "doctor": "--json --device",
     "follow": "--to --project --once",
 }
-WITH_SETTINGS = "train launch verify plan tokenize export sample".split()  # those of dist_amp.train
+# Those of dist_amp.train.
+WITH_SETTINGS = "train demo launch verify plan tokenize export sample".split()
 SHELLS = ("bash", "zsh", "fish")
 
 HELP = """

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from dist_amp.commands.base import find_base
 from dist_amp.commands.features import choose, list_of, named, of_projects
-from dist_amp.commands.project import repository
 from dist_amp.commands.update import rebase, this_version
 from dist_amp.distributed.signals import raise_on_signals
 from dist_amp.errors import ConfigError
+from dist_amp.files import shipped_folder
 from dist_amp.supervise.command_line import Parser, exit_status
 
 
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(argv: Sequence[str]) -> int:
-    root = repository()
+    root = shipped_folder()
     table = of_projects(root)
     parser = Parser("python -m dist_amp.adopt", __doc__, f"features:\n{list_of(table)}")
     parser.add_argument("features", nargs="*", metavar="FEATURE", help="to add")

@@ -31,11 +31,10 @@ from dist_amp.distributed.gpu_checks import (
 from dist_amp.distributed.process import cpu_cores, in_time
 from dist_amp.distributed.rendezvous import OTHER_FILES
 from dist_amp.errors import ConfigError, first_line, some_of
+from dist_amp.files import shipped_folder
 from dist_amp.supervise.preflight import check_ranks_agree
 from dist_amp.world import World
 
-# Of a checkout: the project's files; an installed package has none.
-ROOT = Path(__file__).parent.parent.parent
 GIB = 2**30
 
 # Docker's default of 64 MiB fails with the first loader workers ("Bus error"); the rest is assumed.
@@ -140,18 +139,19 @@ def installed(name: str) -> str:
 
 
 def pins() -> Iterator[Check]:
-    file = ROOT / "launch" / "constraints.txt"
-    if not file.exists():
+    try:
+        file = shipped_folder() / "launch/constraints.txt"
+        tested = file.read_text()
+    except (ConfigError, OSError):
         yield ok("pins", "none: the package is installed without its launch/constraints.txt")
         return
     others = []
-    for name, pinned in re.findall(r"^([\w.-]+)==(\S+)", file.read_text(), re.MULTILINE):
+    for name, pinned in re.findall(r"^([\w.-]+)==(\S+)", tested, re.MULTILINE):
         found = installed(name).partition("+")[0]
         if found not in ("", pinned):
             others.append(f"{name} {found} ({pinned})")
     if others:
-        fix = "pip install -c launch/constraints.txt"
-        yield warn("pins", f"not as tested: {some_of(others, 4)}", fix)
+        yield warn("pins", f"not as tested: {some_of(others, 4)}", f"pip install -c {file}")
     else:
         yield ok("pins", "all packages are as launch/constraints.txt has them")
 

@@ -1,7 +1,7 @@
 """python -m dist_amp.launch [TORCHRUN'S OPTIONS] [--section.key VALUE ...]: train on one machine or
 several.
 
-    python -m dist_amp.launch --config configs/ddp_bf16.toml --run.dir runs/mine
+    python -m dist_amp.launch --config ddp_bf16 --run.dir runs/mine
         on all GPUs, or in two CPU processes
     python -m dist_amp.launch --nproc-per-node 4 --max-restarts 0 --train.steps 20
     python -m dist_amp.launch --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 ...

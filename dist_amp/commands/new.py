@@ -20,9 +20,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from dist_amp.commands.features import Table, choose, list_of, named, of_projects
-from dist_amp.commands.project import Plan, imported, make, repository
+from dist_amp.commands.project import Plan, imported, make
 from dist_amp.distributed.signals import raise_on_signals
 from dist_amp.errors import ConfigError, Failure
+from dist_amp.files import shipped_folder
 from dist_amp.supervise.command_line import Parser, exit_status
 
 DEFAULT = ("console",)
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(argv: Sequence[str]) -> None:
-    root = repository()
+    root = shipped_folder()
     table = of_projects(root)
     options = parse(argv, table)
     target = Path(options.name)

@@ -40,17 +40,6 @@ class Plan:
     task: tuple[Path, str] | None = None
 
 
-def repository() -> Path:
-    """The clone, or where an installed package has its files that are no code."""
-    clone = Path(dist_amp.__file__).parent.parent
-    if (clone / "features.toml").is_file():
-        return clone
-    for file in metadata.files("dist_amp") or ():
-        if file.name == "features.toml":
-            return Path(file.locate()).resolve().parent
-    raise ConfigError("new: features.toml is not beside the package; install dist_amp by pip")
-
-
 def make(plan: Plan, target: Path, root: Path) -> None:
     """Make the project and say so; its folder appears when it is complete."""
     parent = target.resolve().parent

@@ -181,5 +181,5 @@ def imported(module: str) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"{error.name} is not installed; pip install -e '.[{module}]' in the clone's folder"
+            f"{error.name} is not installed; pip install 'dist_amp[{module}]'"
         ) from error

@@ -16,9 +16,10 @@ from packaging.version import Version
 import dist_amp
 from dist_amp.commands.base import Base, commit_files, find_base, git, merge, preview, run_git
 from dist_amp.commands.features import Table, named, of_projects, with_needs
-from dist_amp.commands.project import EXAMPLE, Plan, commit_of, fill, repository
+from dist_amp.commands.project import EXAMPLE, Plan, commit_of, fill
 from dist_amp.distributed.signals import raise_on_signals
 from dist_amp.errors import ConfigError
+from dist_amp.files import shipped_folder
 from dist_amp.supervise.command_line import Parser, exit_status
 
 
@@ -31,7 +32,7 @@ def run(argv: Sequence[str]) -> int:
     parser = Parser("python -m dist_amp.update", __doc__)
     parser.add_argument("--dry_run", action="store_true", help="show what would change, and end")
     options = parser.parse_args(argv)
-    root = repository()
+    root = shipped_folder()
     table = of_projects(root)
     base = find_base(Path())
     check_not_newer(base, root)

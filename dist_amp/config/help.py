@@ -18,15 +18,15 @@ from dist_amp.errors import ConfigError, nearest_name
 
 EXAMPLES = """\
 examples:
-  dist_amp train --config configs/sinusoid.toml                     one process
+  dist_amp train --config sinusoid                                  one process
   dist_amp launch --task.target my_file:MyTask --run.dir runs/mine  all GPUs, or two CPU processes
   dist_amp train --help optim                   a section of the settings below, or those on a word
 """
 
 TYRO = (tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands)
 
-CONFIG_HELP = """TOML files of settings; later files override earlier ones, and the command line \
-overrides all of them."""
+CONFIG_HELP = """TOML files of settings, or shipped ones by name, as demo; later files override \
+earlier ones, and the command line overrides all of them."""
 PRINT_CONFIG_HELP = "Print all settings as TOML, as a run would use them, and exit."
 FILES = tyro.conf.arg(metavar="FILE.toml ...", help_behavior_hint="", help=CONFIG_HELP)
 FLAG = tyro.conf.arg(metavar="", help_behavior_hint="", help=PRINT_CONFIG_HELP)

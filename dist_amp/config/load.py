@@ -20,7 +20,8 @@ from dist_amp.config.task_class import (
     check_saved_target,
     find_task,
 )
-from dist_amp.errors import MASK, ConfigError, DataError, first_line, masked
+from dist_amp.errors import MASK, ConfigError, DataError, first_line, masked, nearest_name
+from dist_amp.files import shipped_folder
 from dist_amp.settings import Config, DataConfig, MixedSourceConfig, TaskConfig
 
 ALIASES = {"use_amp": "precision.use_amp"}
@@ -181,7 +182,7 @@ def collect(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Set
     command_line, paths = _from_command_line(argv)
     settings: Settings = {}
     for path in paths:
-        settings |= _from_file(path)
+        settings |= _from_file(path_of(path))
     for name, value in environ.items():
         if name.startswith(ENVIRONMENT_PREFIX) and name not in NOT_SETTINGS:
             key = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
@@ -214,6 +215,26 @@ def _from_command_line(argv: Sequence[str]) -> tuple[Settings, list[str]]:
         else:
             raise ConfigError("--config names no file; give the path of a TOML file")
     return settings, paths
+
+
+def path_of(word: str) -> str:
+    """The file that a word after --config names: its path, or a shipped config's name, as demo.
+
+    Errors: ConfigError for a name that none has.
+    """
+    if "/" in word or word.endswith(".toml") or Path(word).is_file():
+        return word
+    folder = shipped_folder() / "configs"
+    names = sorted(path.stem for path in folder.glob("*.toml"))
+    if word in names:
+        return str(folder / f"{word}.toml")
+    hint = ""
+    if near := nearest_name(word, names):
+        hint = f"did you mean {near}? "
+    raise ConfigError(
+        f"--config {word}: neither a file here nor a shipped config; {hint}give the path of a TOML "
+        f"file, or one of {', '.join(names)}"
+    )
 
 
 def _from_file(path: str) -> Settings:

@@ -1,13 +1,10 @@
 """Which precision this machine computes natively: measured on a CPU, looked up for a GPU."""
 
-import os
 import time
-from collections.abc import Mapping, Sequence
 from functools import cache
 
 import torch
 
-from dist_amp.config.load import collect
 from dist_amp.errors import ConfigError
 from dist_amp.world import World
 
@@ -93,26 +90,15 @@ def warn_if_emulated(dtype: str, world: World) -> None:
 
 
 def native_precision() -> tuple[str, str]:
-    """("bf16", "fp16" or "fp32", why): the first that the GPU, or else the CPU, has natively."""
+    """("bf16", "fp16" or "float32", why): the first that the GPU, or else the CPU, has natively."""
     if not torch.cuda.is_available():
         slowdown = cpu_slowdown("bf16")
         if slowdown < EMULATED:
             return "bf16", "native on this CPU"
-        return "fp32", f"this CPU only emulates bf16 ({slowdown:.0f}x slower)"
+        return "float32", f"this CPU only emulates bf16 ({slowdown:.0f}x slower)"
     if torch.version.hip:
         return "bf16", "native on ROCm's GPUs"
     capability = torch.cuda.get_device_capability()
     native = [dtype for dtype in CAPABILITY if support(dtype, capability) == "native"]
-    dtype = [*native, "fp32"][0]
+    dtype = [*native, "float32"][0]
     return dtype, "native on GPUs of compute capability {}.{}".format(*capability)
-
-
-def suggestion(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> str:
-    """For launch/demo.sh: `fp32 this CPU only emulates bf16 (30x slower)`; "" if one is set."""
-    try:
-        keys = collect(argv, environ)
-    except ConfigError:
-        return ""  # dist_amp.train reports it
-    if any(key == "use_amp" or key.startswith("precision.") for key in keys):
-        return ""
-    return " ".join(native_precision())

@@ -131,7 +131,7 @@ def import_problem(error: BaseException, target: str, folder: str) -> str:
     if isinstance(error, ModuleNotFoundError):
         fix = f"install it, or check the path: {folder} was searched too"
         if error.name in EXTRA_HF:
-            fix = "pip install -e '.[hf]' in the clone's folder"
+            fix = "pip install 'dist_amp[hf]'"
     why = f"importing it failed with {type(error).__name__}: {first_line(error)}"
     return f"task.target={target}: {why}; {fix}"
 

@@ -326,6 +326,9 @@ def board(words: Sequence[str]) -> NoReturn:
     """Become TensorBoard of a run or a folder of runs, after printing the address of its main
     charts. words: the folder, then TensorBoard's options. Errors: ConfigError.
     """
+    if words[:1] in (["-h"], ["--help"]):
+        print("usage: dist_amp board RUN|FOLDER [OPTIONS]; tensorboard --help lists the options")
+        sys.exit()
     folder = Path("".join(words[:1]))
     logs = folder / "tensorboard"
     logged = [*folder.glob("metrics.jsonl"), *folder.glob("*/metrics.jsonl")]

@@ -1,0 +1,90 @@
+"""Build the wheel, and install it beside nothing but the packages that it declares."""
+
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Iterator
+from importlib.metadata import Distribution, distribution
+from pathlib import Path
+
+from forked import ROOT
+from packaging.requirements import Requirement
+
+TORCHRUN = "#!{python}\nfrom torch.distributed.run import main\n\nmain()\n"
+NOT_COPIED = shutil.ignore_patterns("__pycache__", "build", "*.egg-info", ".*")
+
+
+def copy_source(folder: Path) -> Path:
+    """A copy of what the wheel is built from: setuptools leaves its files beside the source."""
+    for name in ("dist_amp", "configs", "launch", "template", "tests"):
+        shutil.copytree(ROOT / name, folder / name, ignore=NOT_COPIED)
+    for path in ROOT.iterdir():
+        if path.is_file() and not path.name.startswith("."):
+            shutil.copy(path, folder)
+    return folder
+
+
+def build(source: Path, folder: Path) -> Path:
+    """The wheel of a copy of the source, built by this environment's setuptools."""
+    options = "wheel --quiet --no-deps --no-index --no-build-isolation --wheel-dir".split()
+    subprocess.run([sys.executable, "-m", "pip", *options, folder, source], check=True)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def install(wheel: Path, folder: Path) -> Path:
+    """A new environment with the wheel and links to its dependencies, without extras.
+
+    Returns its bin folder.
+    """
+    venv.create(folder, symlinks=True)
+    python = folder / "bin/python"
+    options = "install --quiet --no-deps --no-index".split()
+    subprocess.run([sys.executable, "-m", "pip", "--python", python, *options, wheel], check=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    (metadata,) = packages.glob("dist_amp-*.dist-info")
+    for needed in required_by(Distribution.at(metadata).requires or []):
+        link_files(needed, packages)
+    torchrun = folder / "bin/torchrun"
+    torchrun.write_text(TORCHRUN.format(python=python))
+    torchrun.chmod(0o755)
+    return folder / "bin"
+
+
+def required_by(lines: list[str]) -> Iterator[Distribution]:
+    """The installed distributions that these requirements and theirs name, each once."""
+    waiting = [(line, "") for line in lines]
+    seen = set()
+    while waiting:
+        line, extra = waiting.pop()
+        needed = Requirement(line)
+        if needed.marker is not None and not needed.marker.evaluate({"extra": extra}):
+            continue
+        for wanted in ("", *needed.extras):
+            if (needed.name, wanted) not in seen:
+                seen.add((needed.name, wanted))
+                found = distribution(needed.name)
+                waiting += [(line, wanted) for line in found.requires or ()]
+                yield found
+
+
+def link_files(found: Distribution, packages: Path) -> None:
+    """Link a distribution's folders and modules into another environment's packages."""
+    for name in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
+        link = packages / name
+        if not link.is_symlink():
+            link.symlink_to(found.locate_file(name))
+
+
+def run(bin_folder: Path, folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
+    """Run a command of the environment in a folder, and nothing of this clone."""
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if name != "PYTHONPATH" and not name.startswith("DIST_AMP_")
+    }
+    environ |= {"PATH": f"{bin_folder}:{environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    command = [shutil.which(str(words[0]), path=environ["PATH"]), *map(str, words[1:])]
+    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
