@@ -44,8 +44,11 @@ def git(folder: Path, *words: str, **environment: str) -> str:
 
 def run_git(folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     # A git hook's variables name another repository.
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    environ |= environment
+    environ = {}
+    for name, value in os.environ.items():
+        if not name.startswith("GIT_"):
+            environ[name] = value
+    environ.update(environment)
     command = ["git", *words]
     return subprocess.run(
         command, cwd=folder, env=environ, capture_output=True, text=True, check=False

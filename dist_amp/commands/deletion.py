@@ -26,16 +26,19 @@ def delete(names: Iterable[str], root: Path) -> None:
     table = read_table(root)
     rows = [table[name] for name in with_dependents(names, table)]
     used = names_in(root)
-    for file in [file for row in rows for file in row["files"]]:
-        path = root / file
-        if path.is_dir():
-            shutil.rmtree(path)
-        path.unlink(missing_ok=True)  # features may share a folder
-    for file, blocks in [pair for row in rows for pair in row.get("entries", {}).items()]:
-        path = root / file
-        if path.exists():
-            path.write_text(without_blocks(path.read_text(), blocks, file))
-    keys = {key for row in rows for key in row.get("settings", ())}
+    for row in rows:
+        for file in row["files"]:
+            path = root / file
+            if path.is_dir():
+                shutil.rmtree(path)
+            path.unlink(missing_ok=True)  # features may share a folder
+    keys: set[str] = set()
+    for row in rows:
+        keys.update(row.get("settings", ()))
+        for file, blocks in row.get("entries", {}).items():
+            path = root / file
+            if path.exists():
+                path.write_text(without_blocks(path.read_text(), blocks, file))
     settings = root / "dist_amp/settings.py"
     settings.write_text(without_settings(settings.read_text(), keys))
     for path in (root / "configs").glob("*.toml"):
@@ -69,8 +72,11 @@ def without_blocks(text: str, blocks: Iterable[Any], file: str) -> str:
 
 
 def without_lines(text: str, numbers: Lines) -> str:
-    lines = text.splitlines(keepends=True)
-    return "".join(line for number, line in enumerate(lines, start=1) if number not in numbers)
+    kept = []
+    for number, line in enumerate(text.splitlines(keepends=True), start=1):
+        if number not in numbers:
+            kept.append(line)
+    return "".join(kept)
 
 
 def tidy(folder: Path) -> None:
@@ -106,12 +112,16 @@ def without_keys(text: str, keys: set[str]) -> str:
 
 def without_settings(text: str, keys: set[str]) -> str:
     """settings.py without these keys, such as optim.ema, or sections, such as compile."""
-    classes = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)}
-    cut = {line for key in keys for line in setting_lines(classes, key)}
-    sections = {
-        ast.unparse(field.annotation): name
-        for name, field in settings_of(classes["Config"]).items()
-    }
+    classes = {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.ClassDef):
+            classes[node.name] = node
+    cut: Lines = set()
+    for key in keys:
+        cut |= setting_lines(classes, key)
+    sections = {}
+    for name, field in settings_of(classes["Config"]).items():
+        sections[ast.unparse(field.annotation)] = name
     emptied = []
     for name, owner in classes.items():
         settings = settings_of(owner).values()
@@ -128,8 +138,11 @@ def without_settings(text: str, keys: set[str]) -> str:
 
 def settings_of(owner: ast.ClassDef) -> dict[str, ast.AnnAssign]:
     """{name: a dataclass's field}."""
-    fields = [item for item in owner.body if isinstance(item, ast.AnnAssign)]
-    return {ast.unparse(field.target): field for field in fields}
+    fields = {}
+    for item in owner.body:
+        if isinstance(item, ast.AnnAssign):
+            fields[ast.unparse(item.target)] = item
+    return fields
 
 
 def setting_lines(classes: Mapping[str, ast.ClassDef], key: str) -> Lines:
@@ -153,8 +166,11 @@ def setting_lines(classes: Mapping[str, ast.ClassDef], key: str) -> Lines:
 
 def span(node: ast.stmt) -> Lines:
     """The lines of a statement, with its decorators."""
-    first = min([node.lineno, *(item.lineno for item in getattr(node, "decorator_list", []))])
-    return set(range(first, (node.end_lineno or first) + 1))
+    first = node.lineno
+    for decorator in getattr(node, "decorator_list", []):
+        first = min(first, decorator.lineno)
+    last = node.end_lineno or first
+    return set(range(first, last + 1))
 
 
 # --- definitions that nothing uses any more
@@ -176,8 +192,10 @@ def definitions_without_users(root: Path, before: Counter[str]) -> dict[Path, Li
 
 def names_in(root: Path) -> Counter[str]:
     """How often the package defines, imports or uses each name."""
-    texts = [path.read_text() for path in (root / "dist_amp").rglob("*.py")]
-    return sum(map(names_of, texts), Counter())
+    names: Counter[str] = Counter()
+    for path in (root / "dist_amp").rglob("*.py"):
+        names.update(names_of(path.read_text()))
+    return names
 
 
 @cache
@@ -185,7 +203,8 @@ def names_of(text: str) -> Counter[str]:
     names: Counter[str] = Counter()
     for node in ast.walk(ast.parse(text)):
         for attribute in ("id", "attr", "name"):
-            names[getattr(node, attribute, "")] += 1
+            name = getattr(node, attribute, "")
+            names[name] += 1
     return names
 
 
@@ -198,10 +217,12 @@ def definitions(text: str) -> list[tuple[str, int, Lines]]:
     """
     tree = ast.parse(text)
     lines = text.splitlines()
-    holders: list[ast.Module | ast.ClassDef] = [tree]
-    holders += [node for node in tree.body if isinstance(node, ast.ClassDef) and not node.bases]
+    nodes = list(tree.body)
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and not node.bases:
+            nodes += node.body
     found = []
-    for node in [child for holder in holders for child in holder.body]:
+    for node in nodes:
         name = ""
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             name = node.name

@@ -29,7 +29,10 @@ def read_table(root: Path) -> Table:
 def of_projects(root: Path) -> Table:
     """Without those that only the repository itself can have."""
     table = read_table(root)
-    return {name: row for name, row in table.items() if not row.get("clone")}
+    for name, row in list(table.items()):
+        if row.get("clone"):
+            del table[name]
+    return table
 
 
 def with_dependents(names: Iterable[str], table: Table) -> list[str]:

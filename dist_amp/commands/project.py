@@ -58,7 +58,10 @@ def make(plan: Plan, target: Path, root: Path) -> None:
 
 def lines_of(package: Path) -> list[int]:
     """The number of lines of each file."""
-    return [len(path.read_text().splitlines()) for path in package.rglob("*.py")]
+    counts = []
+    for path in package.rglob("*.py"):
+        counts.append(len(path.read_text().splitlines()))
+    return counts
 
 
 def fill(folder: Path, plan: Plan, root: Path) -> None:
@@ -72,7 +75,9 @@ def fill(folder: Path, plan: Plan, root: Path) -> None:
     table = read_table(root)
     left_out = set(table) - set(plan.features)
     delete(left_out, folder)
-    settings = {key for name in left_out for key in table[name].get("settings", ())}
+    settings: set[str] = set()
+    for name in left_out:
+        settings.update(table[name].get("settings", ()))
     copy_tests(root, folder, set(plan.features), settings)
     rename(folder, plan.name)
     for name in ("tests", plan.name):
@@ -139,13 +144,19 @@ def write_texts(folder: Path, plan: Plan, root: Path, target: str) -> None:
     module, _, task = target.partition(":")
     file = module.replace(".", "/") + ".py"
     rows = read_table(root)
-    extra_lines = [f"{name} = {toml_list(lines)}" for name, lines in extras.items()]
-    folders = [f"| {path}/ | {what} |" for path, what in layout(folder, plan.name)]
+    extra_lines = []
+    for name, lines in extras.items():
+        extra_lines.append(f"{name} = {toml_list(lines)}")
+    folders = []
+    for path, what in layout(folder, plan.name):
+        folders.append(f"| {path}/ | {what} |")
     chosen = []
     for name in plan.features:
-        settings = ", ".join(f"`{key}`" for key in rows[name].get("settings", ()))
-        suffix = f" ({settings})" if settings else ""
-        chosen.append(f"- {name}: {rows[name]['about']}{suffix}")
+        line = f"- {name}: {rows[name]['about']}"
+        settings = rows[name].get("settings", ())
+        if settings:
+            line += f" (`{'`, `'.join(settings)}`)"
+        chosen.append(line)
     words = {
         "NAME_": f"{plan.name.upper()}_",
         "NAME": plan.name,
@@ -202,14 +213,20 @@ def imported(paths: Iterable[Path]) -> Iterator[str]:
     """The top-level modules that files import."""
     for path in paths:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = []
             if isinstance(node, ast.Import):
-                yield from (alias.name.partition(".")[0] for alias in node.names)
+                names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
-                yield (node.module or "").partition(".")[0]
+                names = [node.module or ""]
+            for name in names:
+                yield name.partition(".")[0]
 
 
 def toml_list(lines: Iterable[str]) -> str:
-    return "[\n" + "".join(f"    {json.dumps(line)},\n" for line in lines) + "]"
+    text = "[\n"
+    for line in lines:
+        text += f"    {json.dumps(line)},\n"
+    return text + "]"
 
 
 def layout(folder: Path, name: str) -> Iterator[tuple[str, str]]:

@@ -63,11 +63,13 @@ class Tests:
         """What is left of a test file or helper."""
         if name not in self.texts:
             file = f"tests/{name}.py"
-            needs = self.needs.get(file, {})
             text = (self.root / file).read_text()
-            if not self.features.issuperset(needs.get("file", ())):
+            missing = set()
+            for test, features in self.needs.get(file, {}).items():
+                if not self.features.issuperset(features):
+                    missing.add(test)
+            if "file" in missing:
                 text = ""
-            missing = {test for test, names in needs.items() if not self.features.issuperset(names)}
             self.texts[name] = self.without(text, missing)
             if name.startswith("test_"):
                 self.texts[name] = without_unused(self.texts[name], text)
@@ -169,19 +171,28 @@ def imports_in(tree: ast.AST) -> Iterator[tuple[str, str]]:
 
 def bound(node: ast.Import | ast.ImportFrom) -> list[tuple[str, tuple[str, str]]]:
     """(the name here, (module, name there or "")) of what a statement imports."""
-    if isinstance(node, ast.Import):
-        return [(alias.asname or alias.name, (alias.name, "")) for alias in node.names]
-    module = node.module or ""
-    return [(alias.asname or alias.name, (module, alias.name)) for alias in node.names]
+    names = []
+    for alias in node.names:
+        real = (alias.name, "")
+        if isinstance(node, ast.ImportFrom):
+            real = (node.module or "", alias.name)
+        names.append((alias.asname or alias.name, real))
+    return names
 
 
 def defined(node: ast.stmt) -> set[str]:
     """The names that a statement defines."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return {node.name}
-    targets = getattr(node, "targets", [getattr(node, "target", None)])
-    parts = [part for target in targets if target for part in ast.walk(target)]
-    return {part.id for part in parts if isinstance(part, ast.Name)}
+    targets = getattr(node, "targets", [])
+    if isinstance(node, ast.AnnAssign):
+        targets = [node.target]
+    names = set()
+    for target in targets:
+        for part in ast.walk(target):
+            if isinstance(part, ast.Name):
+                names.add(part.id)
+    return names
 
 
 def tests_in(text: str) -> list[str]:
@@ -195,13 +206,14 @@ def without_unused(text: str, before: str) -> str:
         words = re.findall(r"\w+", text)
         unused: set[int] = set()
         for node in ast.parse(text).body:
-            if any("autouse" in ast.unparse(item) for item in getattr(node, "decorator_list", ())):
+            decorators = [ast.unparse(item) for item in getattr(node, "decorator_list", ())]
+            if "autouse" in " ".join(decorators):
                 continue
-            segment = ast.get_source_segment(text, node) or ""
-            own = re.findall(r"\w+", segment)
-            names = {name for name in defined(node) if not name.startswith("test_")}
-            if any(words.count(name) == own.count(name) < used.count(name) for name in names):
-                unused |= span_with_comments(node, text.splitlines())
+            own = re.findall(r"\w+", ast.get_source_segment(text, node) or "")
+            for name in defined(node):
+                is_unused = words.count(name) == own.count(name) < used.count(name)
+                if is_unused and not name.startswith("test_"):
+                    unused |= span_with_comments(node, text.splitlines())
         if not unused:
             return text
         text = without_lines(text, unused)
