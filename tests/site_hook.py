@@ -39,8 +39,9 @@ def linked(path, text):
 def as_page(path, text):
     if path.endswith(".md"):
         return text
+    options = "---\nsearch: {exclude: true}\nhide: [toc]\n---"
     suffix = path.rpartition(".")[2]
-    return f"---\nsearch: {{exclude: true}}\n---\n# {path}\n\n``````{suffix}\n{text}\n``````\n"
+    return f"{options}\n# {path}\n\n``````{suffix}\n{text}\n``````\n"
 
 
 def on_files(files, config):
@@ -52,10 +53,8 @@ def on_files(files, config):
         if in_site(path) not in files.src_uris:
             files.append(File.generated(config, in_site(path), content=as_page(path, text)))
         if path.endswith(".md"):
-            missing = [
-                other for other in linked(path, text) if in_site(other) not in files.src_uris
-            ]
-            waiting.extend(missing)
+            links = linked(path, text)
+            waiting.extend(link for link in links if in_site(link) not in files.src_uris)
 
 
 def on_page_markdown(markdown, page, config, files):
