@@ -6,6 +6,5 @@ from pathlib import Path
 
 __version__ = "0.1.0"
 
-# So that `python -m dist_amp.export` runs commands/export.py, and `python -m dist_amp` lists the
-# commands.
+# So that `python -m dist_amp.export` runs commands/export.py, and `python -m dist_amp` lists all.
 __path__.append(str(Path(__file__).parent / "commands"))

@@ -1,6 +1,4 @@
-"""Durable file writes, locks, JSON without nan, folders on network disks, and the files that are
-shipped with the package.
-"""
+"""Durable file writes, locks, JSON without nan, folders on network disks, the shipped files."""
 
 import errno
 import json
@@ -15,7 +13,7 @@ from typing import Any
 
 from dist_amp.errors import ConfigError, DataError
 
-REFERENCE = "configs/reference.toml"  # no setting is without it, so it marks the shipped files
+SHIPPED = "configs/debug.toml"  # marks the folder of the shipped files
 
 
 class InUse(Exception):
@@ -141,14 +139,14 @@ def shipped_folder() -> Path:
     from importlib.metadata import PackageNotFoundError, files
 
     clone = Path(__file__).parent.parent
-    if (clone / REFERENCE).is_file():
+    if (clone / SHIPPED).is_file():
         return clone
     with suppress(PackageNotFoundError):
         for file in files("dist_amp") or ():
             path = Path(file.locate())
-            if path.match(f"share/dist_amp/{REFERENCE}") and path.is_file():
+            if path.match(f"share/dist_amp/{SHIPPED}") and path.is_file():
                 return path.resolve().parent.parent
     raise ConfigError(
-        f"dist_amp is installed without {REFERENCE} and its other files; install its wheel again, "
+        f"dist_amp is installed without {SHIPPED} and its other files; install its wheel again, "
         "or use a clone"
     )

@@ -1,4 +1,4 @@
-"""torchrun --nproc_per_node=8 -m dist_amp.train [--config FILE.toml ...] [--section.key VALUE ...]
+"""torchrun --nproc_per_node=8 -m dist_amp.train [--config FILE ...] [--section.key VALUE ...]
 
 Train the task for train.steps steps; evaluate, save and report on the way; write RUN/summary.json.
 """
@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
+
+from torch import Tensor
 
 from dist_amp.checkpoint.resume import checkpoint_to_resume
 from dist_amp.checkpoint.saver import Saver
@@ -161,7 +163,7 @@ def run_evaluation(run: Run, stop: Stop, observers: Sequence[Observer]) -> None:
 
 def begin_metrics(run: Run, report: StepReport) -> None:
     """Start copying the metrics of a log step to the host."""
-    of_task = {}
+    of_task: dict[str, Tensor] = {}
     if hasattr(run.task, "train_metrics"):
         of_task = train_metrics(run, report)
     run.metrics.begin(run.step, run.schedule, run.scaler, run.data, of_task)

@@ -14,11 +14,11 @@ from forked import Launch
 # Two threads that wait for each other on a busy core take ten times as long.
 torch.set_num_threads(1)
 
+# Tests of what runs launch/. DIST_AMP_ENGINES=required, as in .ci/run: a skip is a failure.
 ENGINES = {
     *("test_browser", "test_container", "test_kubernetes", "test_launch"),
     *("test_optim", "test_ray", "test_s3", "test_slurm", "test_trackers"),
 }
-"""Tests of what runs launch/. DIST_AMP_ENGINES=required, as in .ci/run: a skip is a failure."""
 REQUIRED = os.environ.get("DIST_AMP_ENGINES") == "required"
 
 
@@ -75,6 +75,9 @@ def pytest_report_collectionfinish(config, items):
 def pytest_runtest_protocol(item):
     # A test before it may have left another number, with which sums round differently.
     torch.set_num_threads(1)
+
+
+def pytest_runtest_setup():
     os.environ.pop("DIST_AMP_ENGINES", None)  # it is no setting of what the tests launch
 
 

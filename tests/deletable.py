@@ -12,15 +12,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import tomllib
-from collections import Counter
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from dist_amp.commands.deletion import delete, names_of
+from dist_amp.commands.features import read_table
+
 ROOT = Path(__file__).parent.parent
-COPIED = ("dist_amp", "pyproject.toml", "configs")
+COPIED = ("dist_amp", "pyproject.toml", "configs", "features.toml")
 
 TASK = '''
 import torch.nn.functional as F
@@ -52,187 +53,7 @@ class Curve:
 
 
 def features() -> dict[str, dict[str, Any]]:
-    return tomllib.loads((ROOT / "features.toml").read_text())
-
-
-def with_dependents(names: Iterable[str]) -> list[str]:
-    """The features and those that are built on them."""
-    table = features()
-    names = set(names)
-    while (
-        more := {name for name, row in table.items() if names & set(row.get("needs", ()))} - names
-    ):
-        names |= more
-    return sorted(names)
-
-
-def delete(names: Iterable[str], root: Path) -> None:
-    """Delete features, and what is built on them, from a copy of the repository."""
-    table = features()
-    rows = [table[name] for name in with_dependents(names)]
-    for row in rows:
-        for file in row["files"]:
-            path = root / file
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)  # features may share a folder
-    for row in rows:
-        for file, blocks in row.get("entries", {}).items():
-            path = root / file
-            if path.exists():
-                path.write_text(without(path.read_text(), blocks, file))
-    keys = {key for row in rows for key in row.get("settings", ())}
-    settings = root / "dist_amp/settings.py"
-    settings.write_text(without_settings(settings.read_text(), keys))
-    for path in (root / "configs").glob("*.toml"):
-        path.write_text(without_keys(path.read_text(), keys))
-    while unused := definitions_without_users(root):
-        for path, lines in unused.items():
-            path.write_text(without_lines(path.read_text(), lines))
-        tidy(root)
-    for folder in (root / "dist_amp").iterdir():  # an empty folder's docstring is no code
-        if folder.is_dir() and [path.name for path in folder.glob("*.py")] == ["__init__.py"]:
-            shutil.rmtree(folder)
-
-
-def without(text: str, blocks: Iterable[Any], file: str) -> str:
-    for block in blocks:
-        find, replace = (block, "") if isinstance(block, str) else (block["find"], block["replace"])
-        if text.count(find) != 1:
-            raise ValueError(
-                f"features.toml: {find!r} is {text.count(find)} times in {file}, not once"
-            )
-        text = text.replace(find, replace)
-    return text
-
-
-def without_keys(text: str, keys: set[str]) -> str:
-    """A config file without these keys or sections, and the comments right above them."""
-    lines = text.splitlines()
-    section = ""
-    cut: set[int] = set()
-    for number, line in enumerate(lines, start=1):
-        if line.startswith("["):
-            section = line.strip("[] ")
-        name = section
-        if "=" in line and not line.startswith(("#", " ")):
-            name = f"{section}.{line.partition('=')[0].strip()}".strip(".")
-        is_deleted = any(f"{name}.".startswith(f"{key}.") for key in keys)
-        if is_deleted and line.strip() and not line.startswith("#"):
-            cut.add(number)
-            while lines[number - 2].startswith("#"):
-                number -= 1
-                cut.add(number)
-    return without_lines(text, cut)
-
-
-def is_field(node: ast.stmt) -> bool:
-    return isinstance(node, ast.AnnAssign)
-
-
-def without_settings(text: str, keys: set[str]) -> str:
-    """settings.py without these keys, such as optim.ema, or sections, such as compile."""
-    tree = ast.parse(text)
-    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-    cut: set[int] = set()
-
-    def cut_key(key: str) -> None:
-        *sections, last = key.split(".")
-        owner = "Config"
-        for section in sections:
-            owner = type_of(owner, section)
-        node = classes[owner]
-        inherited = [classes[base.id].body for base in node.bases if isinstance(base, ast.Name)]
-        body = sum(inherited, node.body)
-        for index, field in enumerate(body):
-            if isinstance(field, ast.AnnAssign) and ast.unparse(field.target) == last:
-                end = field.end_lineno or field.lineno
-                following = body[index + 1 : index + 2]
-                if following and isinstance(following[0], ast.Expr):  # its docstring
-                    end = following[0].end_lineno or end
-                cut.update(range(field.lineno, end + 1))
-                return
-        raise ValueError(f"features.toml: there is no setting {key}")
-
-    def type_of(owner: str, section: str) -> str:
-        for field in classes[owner].body:
-            if isinstance(field, ast.AnnAssign) and ast.unparse(field.target) == section:
-                return ast.unparse(field.annotation)
-        raise ValueError(f"features.toml: there is no section {section}")
-
-    for key in keys:
-        cut_key(key)
-    for section in [item.target.id for item in classes["Config"].body if is_field(item)]:
-        node = classes.get(type_of("Config", section))
-        if node and all(item.lineno in cut for item in node.body if is_field(item)):
-            cut_key(section)
-            cut.update(range(node.decorator_list[0].lineno, (node.end_lineno or 0) + 1))
-    return without_lines(text, cut)
-
-
-def tidy(root: Path) -> None:
-    """Remove imports that only deleted definitions used."""
-    ruff = [sys.executable, "-m", "ruff"]
-    fix = ["check", "--select", "F401", "--fix", "--quiet"]
-    for words in (fix, ["format", "--quiet"]):
-        subprocess.run([*ruff, *words, "--config", ROOT / "pyproject.toml", root / "dist_amp"])
-
-
-def without_lines(text: str, numbers: set[int]) -> str:
-    lines = text.splitlines(keepends=True)
-    return "".join(line for number, line in enumerate(lines, start=1) if number not in numbers)
-
-
-def definitions_without_users(root: Path) -> dict[Path, set[int]]:
-    """{file: lines} of the functions, classes and constants that only deleted code used."""
-    now, before = names_in(root), names_in(ROOT)
-    unused: dict[Path, set[int]] = {}
-    for path in (root / "dist_amp").rglob("*.py"):
-        for name, uses, lines in definitions(path.read_text()):
-            if now[name] == uses < before[name] and not name.startswith("__"):
-                unused.setdefault(path, set()).update(lines)
-    return unused
-
-
-def names_in(root: Path) -> Counter[str]:
-    """How often the package defines, imports or uses each name."""
-    texts = [path.read_text() for path in (root / "dist_amp").rglob("*.py")]
-    return sum(map(names_of, texts), Counter())
-
-
-@cache
-def names_of(text: str) -> Counter[str]:
-    names: Counter[str] = Counter()
-    for node in ast.walk(ast.parse(text)):
-        for attribute in ("id", "attr", "name"):
-            names[getattr(node, attribute, "")] += 1
-    return names
-
-
-@cache
-def definitions(text: str) -> list[tuple[str, int, range]]:
-    """Of functions, classes and constants: the name, how often the definition itself has it, and
-    its lines with decorators and comments.
-
-    Methods of a class with bases are left out: a library may call them.
-    """
-    tree = ast.parse(text)
-    lines = text.splitlines()
-    holders = [node for node in tree.body if isinstance(node, ast.ClassDef) and not node.bases]
-    found = []
-    for node in [child for holder in (tree, *holders) for child in holder.body]:
-        name = ""
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            name = node.name
-        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            name = node.targets[0].id
-        first = min([node.lineno, *(line.lineno for line in getattr(node, "decorator_list", []))])
-        while lines[first - 2].lstrip().startswith("#"):
-            first -= 1
-        uses = names_of(ast.unparse(node))[name]  # more than 1 if it calls itself
-        found.append((name, uses, range(first, (node.end_lineno or first) + 1)))
-    return found
+    return read_table(ROOT)
 
 
 def copy_without(names: Iterable[str], root: Path) -> None:

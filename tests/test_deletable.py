@@ -1,8 +1,13 @@
 """Each optional feature, and all at once, can be deleted: the rest trains, saves and resumes."""
 
+import ast
+import tomllib
+
 import deletable
 import pytest
 from architecture import files
+
+from dist_amp.commands.project_tests import defined
 
 FEATURES = deletable.features()
 
@@ -61,3 +66,12 @@ def test_each_file_of_an_optional_folder_belongs_to_a_feature():
         file = str(path.relative_to(deletable.ROOT))
         if folder in optional and name not in needed and not name.endswith("__init__"):
             assert file in listed or f"dist_amp/{folder}" in listed, file
+
+
+def test_the_tests_of_projects_and_the_features_that_they_need_exist():
+    needs = tomllib.loads((deletable.ROOT / "features.toml").read_text())["tests"]
+    for file, rows in needs.items():
+        body = ast.parse((deletable.ROOT / file).read_text()).body
+        names = {name for node in body for name in defined(node)}
+        assert set(rows) - {"file"} <= names, file
+        assert {feature for features in rows.values() for feature in features} <= set(FEATURES)

@@ -7,8 +7,8 @@ import subprocess
 import sys
 import tomllib
 
+import built_wheel
 import pytest
-import wheel
 from conftest import ROOT
 
 # Imported names that differ from the distribution's.
@@ -78,7 +78,7 @@ def test_every_import_of_the_package_is_declared():
 
 @pytest.mark.slow
 def test_pip_installs_the_wheel_with_what_it_needs_and_the_demo_runs(tmp_path):
-    built = wheel.build(wheel.copy_source(tmp_path / "source"), tmp_path)
+    built = built_wheel.build(built_wheel.copy_source(tmp_path / "source"), tmp_path)
     bin_folder = tmp_path / "environment/bin"
     subprocess.run([sys.executable, "-m", "venv", bin_folder.parent], check=True)
     constraints = ROOT / "launch/constraints.txt"
@@ -87,7 +87,7 @@ def test_pip_installs_the_wheel_with_what_it_needs_and_the_demo_runs(tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     words = "--train.steps 3 --eval.batches 1 --task.args.sample_bytes 8".split()
-    done = wheel.run(bin_folder, empty, "dist_amp", "demo", *words)
+    done = built_wheel.run(bin_folder, empty, "dist_amp", "demo", *words)
     shutil.rmtree(bin_folder.parent)  # a gigabyte
     assert done.returncode == 0, done.stderr
     assert "done: 3 steps" in done.stdout

@@ -30,10 +30,14 @@ METHODS = """
 
 
 @pytest.fixture(autouse=True)
-def clean_imports_and_cache(monkeypatch, tmp_path):
+def own_cache(monkeypatch, tmp_path):
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture(autouse=True)
+def clean_imports(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield
     for name, module in list(sys.modules.items()):

@@ -9,8 +9,8 @@ import shlex
 import shutil
 from pathlib import Path
 
+import built_wheel
 import pytest
-import wheel
 from conftest import ROOT
 
 from dist_amp import files
@@ -24,11 +24,10 @@ STARTS = ("bash", "dist_amp", "pip", "python", "sbatch", "source", "torchrun")
 NOT_RUN = {  # what a command begins with: why it is not run here
     "bash launch/": "a clone's script",
     "source .venv/": "a clone's environment",
-    "pip install dist_amp": "what the fixture does, from the wheel that it builds",
+    "pip install .": "what the fixture does, from the wheel that it builds",
     "sbatch launch/": "a clone's script, and it needs Slurm",
     "python -m dist_amp.train --task": "what the fixture trained runs",
     "python -m benchmarks": "the benchmarks are in a clone",
-    "python tests/": "the tests are in a clone",
 }
 QUICK = ("dist_amp demo", "dist_amp plan", "dist_amp$")
 # Only the size of the work; the last of equal options counts.
@@ -74,9 +73,9 @@ def words_of(command):
 def installed(tmp_path_factory):
     """run(folder, *words): a command of an environment with the wheel, without extras."""
     folder = tmp_path_factory.mktemp("wheel")
-    built = wheel.build(wheel.copy_source(folder / "source"), folder)
-    bin_folder = wheel.install(built, folder / "environment")
-    return lambda *words: wheel.run(bin_folder, *words)
+    built = built_wheel.build(built_wheel.copy_source(folder / "source"), folder)
+    bin_folder = built_wheel.install(built, folder / "environment")
+    return lambda *words: built_wheel.run(bin_folder, *words)
 
 
 @pytest.fixture(scope="module")
@@ -264,14 +263,14 @@ def test_an_error_in_a_shipped_config_names_its_path_and_line(here, monkeypatch)
 @pytest.mark.bad_input("a package that was installed without its configs")
 @pytest.mark.parametrize("recorded", [None, [], ["dist_amp/files.py"], "configs"])
 def test_an_installation_without_its_files_is_named(here, monkeypatch, recorded):
-    gone = here / "share/dist_amp/configs/reference.toml"
+    gone = here / "share/dist_amp/configs/debug.toml"
     if recorded == "configs":
         recorded = [Recorded(gone)]
     if recorded == ["dist_amp/files.py"]:
         recorded = [Recorded(here / "dist_amp/files.py")]
     monkeypatch.setattr(files, "__file__", str(here / "site-packages/dist_amp/files.py"))
     monkeypatch.setattr(importlib.metadata, "files", lambda name: recorded)
-    text = "is installed without configs/reference.toml and its other files; install its wheel"
+    text = "is installed without configs/debug.toml and its other files; install its wheel"
     with pytest.raises(ConfigError, match=text):
         load_config(["--config", "demo"], {})
     assert load_config([], {}).train.steps == 100

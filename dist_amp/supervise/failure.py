@@ -5,7 +5,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -24,7 +24,7 @@ Ranks = AbstractContextManager[World]  # such as `world.start`
 @contextmanager
 def supervised(config: Config, ranks: Ranks, raises: bool = False) -> Iterator[Job]:
     """Report what ends the block, close the run. Errors: SystemExit, or it if `raises`."""
-    explanations = []
+    explanations: list[Callable[[BaseException], BaseException]] = []
     with ExitStack() as last, ranks as world, ExitStack() as contexts:
         job = Job(config, world, raises=raises)
         if dist.is_initialized():

@@ -28,11 +28,7 @@ from dist_amp.supervise.banner import (
     print_next_command,
     report_environment,
 )
-from dist_amp.supervise.preflight import (
-    check_free_space,
-    warn_about_small_batches,
-    warn_about_unread_settings,
-)
+from dist_amp.supervise.preflight import check_run
 from dist_amp.telemetry.goodput import Goodput
 from dist_amp.telemetry.metrics import Metrics
 from dist_amp.telemetry.step_report import Tags
@@ -104,9 +100,7 @@ def open_run(run: Run) -> None:
     print_banner(run)
     if run.validation is not None and run.config.eval.batches == "auto":
         bound_evaluation(run, run.validation)
-    warn_about_small_batches(run)
-    warn_about_unread_settings(run)
-    check_free_space(run)
+    check_run(run)
     if run.world.is_main:
         run.folder.mkdir(parents=True, exist_ok=True)
         for path in quarantine_after(run.folder, run.step):

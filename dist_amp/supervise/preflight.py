@@ -159,6 +159,13 @@ def only_live_run(folder: Path, world: World) -> Iterator[None]:
         yield
 
 
+def check_run(run: Run) -> None:
+    """Before its first step. Errors: Failure."""
+    warn_about_small_batches(run)
+    warn_about_unread_settings(run)
+    check_free_space(run)
+
+
 def check_free_space(run: Run) -> None:
     """Errors: Failure if the checkpoints of this run will not fit on the disk."""
     if run.config.checkpoint.every == "off":

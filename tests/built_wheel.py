@@ -18,7 +18,7 @@ NOT_COPIED = shutil.ignore_patterns("__pycache__", "build", "*.egg-info", ".*")
 
 def copy_source(folder: Path) -> Path:
     """A copy of what the wheel is built from: setuptools leaves its files beside the source."""
-    for name in ("dist_amp", "configs", "launch", "tests"):
+    for name in ("dist_amp", "configs", "launch", "template", "tests"):
         shutil.copytree(ROOT / name, folder / name, ignore=NOT_COPIED)
     for path in ROOT.iterdir():
         if path.is_file() and not path.name.startswith("."):

@@ -1,0 +1,207 @@
+"""The tests of a project: those of ours that need nothing but what it has.
+
+Of each file that features.toml lists under [tests], what imports, sets or names something that the
+project lacks is left out, and what used that, and tests whose features were not chosen.
+"""
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from dist_amp.commands.deletion import names_of, span_with_comments, without_lines
+from dist_amp.commands.features import package_of
+
+# What a project's tests may import besides what its package does.
+ALWAYS = {"pytest", "torch", "tensorboard", "dist_amp", *sys.stdlib_module_names}
+Needs = Mapping[str, Mapping[str, Any]]  # {file: {test, or "file" for all: [features]}}
+
+
+def copy_tests(root: Path, folder: Path, features: set[str], settings: set[str]) -> None:
+    """From the repository to a project that still has our package's name. settings: deleted."""
+    table = tomllib.loads((root / "features.toml").read_text(encoding="utf-8"))
+    needs = table.get("tests", {})
+    tests = Tests(root, folder, features, settings, needs)
+    (folder / "tests").mkdir()
+    for file in needs:
+        tests.copy(Path(file).stem)
+    tests.copy("conftest")
+
+
+@dataclass
+class Tests:
+    root: Path
+    folder: Path
+    features: set[str]
+    settings: set[str]
+    needs: Needs
+    texts: dict[str, str] = field(default_factory=dict)
+
+    def copy(self, name: str) -> None:
+        """A test file, and what it imports of tests/."""
+        target = self.folder / f"tests/{name}.py"
+        text = self.text_of(name)
+        if target.exists() or (name.startswith("test_") and not tests_in(text)):
+            return
+        target.write_text(text)
+        words = re.findall(r"\w+", text)
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                for here, (module, _) in bound(node):
+                    if self.is_helper(module) and words.count(here) > 1:  # it is used
+                        self.copy(module)
+
+    def is_helper(self, module: str) -> bool:
+        return bool(module) and (self.root / f"tests/{module}.py").is_file()
+
+    def text_of(self, name: str) -> str:
+        """What is left of a test file or helper."""
+        if name not in self.texts:
+            file = f"tests/{name}.py"
+            needs = self.needs.get(file, {})
+            text = (self.root / file).read_text()
+            if not self.features.issuperset(needs.get("file", ())):
+                text = ""
+            missing = {test for test, names in needs.items() if not self.features.issuperset(names)}
+            self.texts[name] = self.without(text, missing)
+            if name.startswith("test_"):
+                self.texts[name] = without_unused(self.texts[name], text)
+        return self.texts[name]
+
+    def without(self, text: str, missing: set[str]) -> str:
+        """Without the statements that define or use what is missing."""
+        body = ast.parse(text).body
+        lines = text.splitlines()
+        gone: set[int] = set()
+        before = -1
+        while before != len(gone):
+            before = len(gone)
+            for node in body:
+                if self.lacks(node, missing):
+                    if isinstance(node, ast.Import | ast.ImportFrom):
+                        missing |= {name for name, real in bound(node) if self.is_missing(*real)}
+                    else:
+                        missing |= defined(node)
+                        gone |= span_with_comments(node, lines)
+        return without_lines(text, gone)
+
+    def lacks(self, node: ast.stmt, missing: set[str]) -> bool:
+        """Whether a statement defines, uses, imports or names what is not there."""
+        if defined(node) & missing:
+            return True
+        for part in ast.walk(node):
+            is_gone = False
+            if isinstance(part, ast.Import | ast.ImportFrom):
+                is_gone = any(self.is_missing(*real) for _, real in bound(part))
+            elif isinstance(part, ast.Name):
+                is_gone = part.id in missing
+            elif isinstance(part, ast.arg):  # a fixture
+                is_gone = part.arg in missing
+            elif isinstance(part, ast.Constant) and isinstance(part.value, str):
+                is_gone = self.is_named(part.value)
+            if is_gone:
+                return True
+        return False
+
+    def is_missing(self, module: str, name: str) -> bool:
+        """Whether the project lacks a module, or this name in it."""
+        if self.is_helper(module):
+            return bool(name) and name not in names_of(self.text_of(module))
+        top = module.partition(".")[0]
+        if top != "dist_amp":
+            return top not in self.allowed
+        if f"{module}.{name}" in self.modules:
+            return False
+        if module not in self.modules:
+            return True
+        text = self.modules[module].read_text()
+        return bool(name) and name not in names_of(text)
+
+    @cached_property
+    def modules(self) -> dict[str, Path]:
+        return modules_of(self.folder)
+
+    @cached_property
+    def ours(self) -> dict[str, Path]:
+        return modules_of(package_of(self.root).parent)
+
+    @cached_property
+    def allowed(self) -> set[str]:
+        """The top-level modules that the project's tests can import."""
+        allowed = set(ALWAYS)
+        for path in self.modules.values():
+            for module, _ in imports_in(ast.parse(path.read_text())):
+                allowed.add(module.partition(".")[0])
+        return allowed
+
+    def is_named(self, text: str) -> bool:
+        """Whether a text names a deleted setting, or a module that is missing."""
+        if self.settings.intersection(re.findall(r"[\w.]+", text)):
+            return True
+        for module in re.findall(r"dist_amp(?:\.\w+)+", text):
+            if module in self.ours and module not in self.modules:
+                return True
+        return False
+
+
+def modules_of(root: Path) -> dict[str, Path]:
+    """{"dist_amp.checkpoint.saver": its file}; commands also as "dist_amp.export"."""
+    modules = {}
+    for path in (root / "dist_amp").rglob("*.py"):
+        parts = path.relative_to(root).with_suffix("").parts
+        name = ".".join(parts).removesuffix(".__init__")
+        modules[name] = path
+        modules[name.replace(".commands.", ".")] = path
+    return modules
+
+
+def imports_in(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """(module, name or "") of every import, in functions too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (real for _, real in bound(node))
+
+
+def bound(node: ast.Import | ast.ImportFrom) -> list[tuple[str, tuple[str, str]]]:
+    """(the name here, (module, name there or "")) of what a statement imports."""
+    if isinstance(node, ast.Import):
+        return [(alias.asname or alias.name, (alias.name, "")) for alias in node.names]
+    module = node.module or ""
+    return [(alias.asname or alias.name, (module, alias.name)) for alias in node.names]
+
+
+def defined(node: ast.stmt) -> set[str]:
+    """The names that a statement defines."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return {node.name}
+    targets = getattr(node, "targets", [getattr(node, "target", None)])
+    parts = [part for target in targets if target for part in ast.walk(target)]
+    return {part.id for part in parts if isinstance(part, ast.Name)}
+
+
+def tests_in(text: str) -> list[str]:
+    return re.findall(r"^def (test_\w+)", text, re.MULTILINE)
+
+
+def without_unused(text: str, before: str) -> str:
+    """Without definitions that only removed tests used."""
+    used = re.findall(r"\w+", before)
+    while True:
+        words = re.findall(r"\w+", text)
+        unused: set[int] = set()
+        for node in ast.parse(text).body:
+            if any("autouse" in ast.unparse(item) for item in getattr(node, "decorator_list", ())):
+                continue
+            segment = ast.get_source_segment(text, node) or ""
+            own = re.findall(r"\w+", segment)
+            names = {name for name in defined(node) if not name.startswith("test_")}
+            if any(words.count(name) == own.count(name) < used.count(name) for name in names):
+                unused |= span_with_comments(node, text.splitlines())
+        if not unused:
+            return text
+        text = without_lines(text, unused)

@@ -1,0 +1,117 @@
+"""python -m dist_amp.update [--dry_run]: bring a project made by `dist_amp new` to this version.
+
+What this version makes with the project's choices is committed on its branch `dist_amp`, and merged
+into the current branch. Your edits stay; where both changed the same lines, git reports a conflict.
+--dry_run shows what would change, and the changelog of the features that the project has.
+"""
+
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from packaging.version import Version
+
+import dist_amp
+from dist_amp.commands.base import Base, commit_files, find_base, git, merge, preview, run_git
+from dist_amp.commands.features import Table, named, of_projects, with_needs
+from dist_amp.commands.project import EXAMPLE, Plan, commit_of, fill
+from dist_amp.distributed.signals import raise_on_signals
+from dist_amp.errors import ConfigError
+from dist_amp.files import shipped_folder
+from dist_amp.supervise.command_line import Parser, exit_status
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    with raise_on_signals():
+        return exit_status(run, argv, "; the project is as it was")
+
+
+def run(argv: Sequence[str]) -> int:
+    parser = Parser("python -m dist_amp.update", __doc__)
+    parser.add_argument("--dry_run", action="store_true", help="show what would change, and end")
+    options = parser.parse_args(argv)
+    root = shipped_folder()
+    table = of_projects(root)
+    base = find_base(Path())
+    check_not_newer(base, root)
+    features = with_needs(named(base.record["features"], table), table)
+    print(f"dist_amp {base.version} -> {this_version(root)}")
+    if options.dry_run:
+        print(*changes(base, features, table, root), sep="\n")
+    return rebase(base, tuple(name for name in table if name in features), root, **vars(options))
+
+
+def rebase(base: Base, features: tuple[str, ...], root: Path, dry_run: bool = False) -> int:
+    """Make the base anew with these features, and merge it; returns the exit status."""
+    with tempfile.TemporaryDirectory() as temporary:
+        plan = Plan(base.name, features, kept_task(base, Path(temporary), root))
+        folder = Path(temporary, base.name)
+        fill(folder, plan, root)
+        commit = commit_files(base, folder, features)
+    if run_git(base.root, "merge-base", "--is-ancestor", commit, "HEAD").returncode == 0:
+        print("nothing to do")
+        return 0
+    if dry_run:
+        return preview(base, commit)
+    return merge(base, commit, f"Merge dist_amp {this_version(root)}")
+
+
+def kept_task(base: Base, folder: Path, root: Path) -> tuple[Path, str] | None:
+    """The task that the base was made with, its file in `folder`; None for ours."""
+    module, _, name = base.record["task"].partition(":")
+    file = Path(*module.split(".")).with_suffix(".py")
+    if file.name == Path(EXAMPLE).name:
+        return root / EXAMPLE, name
+    if file.name == "causal_lm.py":
+        return None
+    text = git(base.root, "show", f"{base.commit}:{file}")
+    path = folder / file.name
+    path.write_text(f"{text}\n", encoding="utf-8")
+    return path, name
+
+
+# --- versions
+
+
+def this_version(root: Path) -> str:
+    return f"{dist_amp.__version__} ({commit_of(root)[:7] or 'no commit'})"
+
+
+def check_not_newer(base: Base, root: Path) -> None:
+    """Errors: ConfigError for a project that a newer version made, or one that is not known."""
+    commit = base.record["commit"]
+    is_known = Version(base.record["version"]) <= Version(dist_amp.__version__)
+    if commit and (root / ".git").exists():
+        is_known = run_git(root, "merge-base", "--is-ancestor", commit, "HEAD").returncode == 0
+    if not is_known:
+        raise ConfigError(
+            f"{base.root} was made by dist_amp {base.version}, which is newer than this one, "
+            f"{this_version(root)}, or not in its history; update dist_amp first"
+        )
+
+
+def changes(base: Base, features: Sequence[str], table: Table, root: Path) -> Iterator[str]:
+    """The changelog's new entries, without those about features that the project lacks."""
+    text = (root / "CHANGELOG.md").read_text(encoding="utf-8")
+    before = ""
+    if base.record["commit"] and (root / ".git").exists():
+        before = run_git(root, "show", f"{base.record['commit']}:CHANGELOG.md").stdout
+    known = entries_of(before)
+    words = []
+    for name, row in table.items():
+        if name not in features:
+            words += [f"{word}\\b" for word in (name, *row.get("settings", ()))]
+    about_these = re.compile(f"[^`]*`(dist_amp )?({'|'.join(words)})")
+    for entry in entries_of(text):
+        if entry not in known and not about_these.match(entry):
+            yield entry
+
+
+def entries_of(changelog: str) -> list[str]:
+    return [entry.strip() for entry in re.findall(r"^- .*(?:\n .*)*", changelog, re.MULTILINE)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

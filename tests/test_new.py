@@ -1,0 +1,300 @@
+"""dist_amp new: a project with some of the features, under its own name, that stands by itself."""
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tomllib
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from deletable import TASK
+
+from dist_amp.commands import new, project
+from dist_amp.commands.deletion import definitions_without_users, names_in
+from dist_amp.commands.features import choose, named, of_projects, read_table, with_dependents
+
+TABLE = read_table(ROOT)
+FEATURES = [name for name, row in TABLE.items() if not row.get("clone")]
+FILES = ["Dockerfile", "README.md", "configs", "launch", "my_project", "pyproject.toml", "tests"]
+RANDOM_SETS = 50
+
+
+def make(folder, *words):
+    """(exit status) of dist_amp new my_project in a folder."""
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        return new.main(["my_project", *words])
+    finally:
+        os.chdir(before)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """(the smallest project, what was said)."""
+    folder = tmp_path_factory.mktemp("default")
+    with redirect_stdout(StringIO()) as said:
+        assert make(folder) == 0
+    return folder / "my_project", said.getvalue()
+
+
+@pytest.fixture
+def default(made):
+    return made[0]
+
+
+def texts_of(root):
+    paths = [path for path in root.rglob("*") if path.is_file() and ".git/" not in str(path)]
+    return {str(path.relative_to(root)): path.read_text() for path in paths}
+
+
+def call(root, *words, **environment):
+    """What a command in the project prints; the test fails with that if it fails."""
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environ |= {"MY_PROJECT_PYTHON": sys.executable, **environment}
+    done = subprocess.run(words, cwd=root, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, f"{words}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+def python(root, *words):
+    return call(root, sys.executable, "-m", *words)
+
+
+# ---- the smallest ----
+
+
+def test_a_project_has_these_files_and_one_commit(default):
+    assert sorted(path.name for path in default.iterdir() if path.name[0] != ".") == FILES
+    assert call(default, "git", "status", "--porcelain") == ""
+    assert call(default, "git", "rev-list", "--count", "main").strip() == "1"
+
+
+def test_the_smallest_has_at_most_5000_lines_and_says_what_comes_next(made):
+    root, said = made
+    lines = project.lines_of(root / "my_project")
+    assert sum(lines) <= 5000
+    assert said == (
+        f"my_project: {sum(lines):,} lines in {len(lines)} files, with console; next: "
+        "cd my_project && bash launch/demo.sh\n"
+    )
+
+
+def test_our_name_is_left_only_where_a_project_says_what_it_was_made_from(default):
+    named = {name for name, text in texts_of(default).items() if "dist_amp" in text.lower()}
+    assert named == {"README.md", "pyproject.toml"}
+    record = tomllib.loads((default / "pyproject.toml").read_text())["tool"]["dist_amp"]
+    assert record["features"] == ["console"]
+    assert record["version"] == "0.1.0"
+
+
+def test_no_name_is_undefined_unused_or_missing_and_each_file_is_formatted(default):
+    python(default, "ruff", "check", "--no-cache", ".")
+    python(default, "ruff", "format", "--no-cache", "--check", ".")
+    modules = [path.relative_to(default).with_suffix("") for path in default.rglob("*/*.py")]
+    names = [".".join(path.parts) for path in modules if path.parts[0] == "my_project"]
+    call(default, sys.executable, "-c", f"import {', '.join(names)}".replace(".__init__", ""))
+
+
+def test_a_project_declares_what_it_imports_and_no_more(default):
+    lines = tomllib.loads((default / "pyproject.toml").read_text())["project"]["dependencies"]
+    names = {project.distribution(line) for line in lines}
+    assert names == {"torch", "tensorboard", "tqdm", "tomli-w", "numpy", "xxhash"}
+
+
+def test_the_main_job_trains_the_example_and_resumes(default):
+    trains_and_resumes(default)
+
+
+def trains_and_resumes(root):
+    """By the project's own demo, in few steps; without a GPU on two processes."""
+    words = ["--run.dir", "runs/mine", "--use_amp", "false", "--train.micro_batch_size", "2"]
+    words += ["--eval.batches", "2", "--checkpoint.every", "2", "--metrics.log_every", "1"]
+    words += ["--run.allow_config_change", "true", "--task.args.width", "16"]
+    for steps in ("2", "4"):
+        call(root, "bash", "launch/demo.sh", *words, "--train.steps", steps, OMP_NUM_THREADS="1")
+    summary = tomllib.loads((root / "runs/mine/config.toml").read_text())
+    assert summary["train"]["steps"] == 4
+    text = (root / "runs/mine/summary.json").read_text()
+    assert '"resumed_from_step": 2' in text
+    assert '"stopped_by": "completed"' in text
+    folders = sorted(path.name for path in (root / "runs/mine/tensorboard").iterdir())
+    assert folders[:2] == ["rank00000", "rank00001"][: len(folders)]
+    shutil.rmtree(root / "runs")
+
+
+# ---- choices ----
+
+
+def test_a_feature_that_needs_others_says_so_and_adds_them_with_yes(tmp_path, capsys):
+    assert make(tmp_path, "--with", "diff") == 64
+    said = "diff needs command_table, help, run_record, signals"
+    assert f"error: {said}: name them too, or give --yes" in capsys.readouterr().err
+    assert make(tmp_path, "--with", "diff", "--yes") == 0
+    assert f"{said}\n" in capsys.readouterr().out
+    assert (tmp_path / "my_project/my_project/commands/diff.py").exists()
+
+
+def test_all_but_one_leaves_out_what_is_built_on_it():
+    chosen = choose(of_projects(ROOT), ["console"], ["all"], ["sources"], yes=False)
+    assert not {"sources", "hf_tasks", "parquet_view"} & set(chosen)
+    assert {"console", "ema"} < set(chosen)
+
+
+def test_features_have_other_names_that_people_look_for():
+    assert named(["hf,packing", " ema"], TABLE) == ["hf_tasks", "sources", "ema"]
+
+
+def test_on_a_terminal_it_asks_for_what_was_not_given(tmp_path, monkeypatch, capsys):
+    answers = iter(["my_project", "ema, sgd", ""])
+    monkeypatch.setattr("builtins.input", lambda text: next(answers))
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    options = new.parse([], TABLE)
+    assert named(options.wanted, TABLE) == ["ema", "sgd"]
+    assert options.yes
+    assert all(row["about"] in capsys.readouterr().out for row in [TABLE["ema"]])
+
+
+def test_a_task_of_the_users_is_copied_and_trained(tmp_path):
+    (tmp_path / "curve.py").write_text(f'"""A curve."""\n{TASK}')
+    assert make(tmp_path, "--task", "curve.py:Curve") == 0
+    root = tmp_path / "my_project"
+    assert (root / "my_project/tasks/curve.py").exists()
+    assert not (root / "my_project/tasks/example.py").exists()
+    settings = (root / "my_project/settings.py").read_text()
+    assert 'target: str = "my_project.tasks.curve:Curve"' in settings
+    assert "my_project/tasks/curve.py" in (root / "README.md").read_text()
+
+
+# ---- what is refused ----
+
+
+BAD = [
+    (["my-project"], "'my-project' can't be a package's name", "a name that can't be a package's"),
+    (["class"], "'class' can't be a package's name", "a name that Python has reserved"),
+    (["json"], "json is already a package", "a name that is already a package's"),
+    (["tests"], "tests is a folder of each project", "a name of one of the project's folders"),
+    (["tiny"], "tiny is a file of its tests", "a name of one of the project's test files"),
+    (["taken"], "is not an empty folder", "a folder that is not empty"),
+    (["no/where"], "there is no folder no", "a folder in one that does not exist"),
+    (["x", "--with", "emma"], "no feature emma; did you mean ema?", "an unknown feature"),
+    (["x", "--with", "hf", "--without", "sources"], "hf_tasks needs sources", "a contradiction"),
+    (["x", "--with", "diff"], "diff needs command_table", "a feature without what it needs"),
+    (["x", "--task", "no.py:T"], "must be FILE.py:Class", "a task's file that does not exist"),
+    (["x", "--task", "task.py:T"], "there is no class T in task.py, which has", "a missing class"),
+    (["x", "--task", "task.py:Mine"], "imports beside, which lies beside it", "two files"),
+    ([], "give the project a name", "no name"),
+]
+
+
+@pytest.mark.bad_input("`dist_amp new`: a name or folder that is taken or can't be a package's")
+@pytest.mark.bad_input("`dist_amp new`: a feature that does not exist, or needs another")
+@pytest.mark.bad_input("`dist_amp new`: a task that can't be copied")
+@pytest.mark.parametrize(("words", "said", "what"), BAD, ids=[row[2] for row in BAD])
+def test_what_can_not_be_made_is_refused(tmp_path, monkeypatch, capsys, words, said, what):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken/file").write_text("")
+    (tmp_path / "beside.py").write_text("")
+    (tmp_path / "task.py").write_text("import beside\n\n\nclass Mine:\n    pass\n")
+    before = sorted(tmp_path.rglob("*"))
+    assert new.main(words) == 64, what
+    assert said in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.bad_input("`dist_amp new`: no git")
+def test_without_git_nothing_is_made(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert make(tmp_path) == 64
+    assert "git is missing" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.bad_input("`dist_amp new`: interrupted, or a full disk")
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError("No space left on device")])
+def test_what_is_interrupted_leaves_nothing(tmp_path, monkeypatch, capsys, error):
+    def interrupted(names, folder):
+        assert (folder / "dist_amp/train.py").exists()
+        raise error
+
+    monkeypatch.setattr(project, "delete", interrupted)
+    assert make(tmp_path) == 1
+    assert "error: " in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- any choice ----
+
+
+def stands_by_itself(folder, features):
+    assert make(folder, "--yes", "--with", ",".join(features), "--without", without(features)) == 0
+    root = folder / "my_project"
+    python(root, "ruff", "check", "--no-cache", "--select", "F", ".")
+    assert nothing_is_dead(root)
+    python(root, "mypy")
+    call(root, "bash", "launch/test.sh", "-q")
+    trains_and_resumes(root)
+
+
+def without(features):
+    return "console" if "console" not in features else ""
+
+
+def nothing_is_dead(root):
+    """Whether each definition has a user that had one in the whole package."""
+    copy = root.parent / "renamed"
+    shutil.copytree(root / "my_project", copy / "dist_amp")
+    return not definitions_without_users(copy, names_in(ROOT))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_project_with_one_feature_stands_by_itself(tmp_path, feature):
+    stands_by_itself(tmp_path, [feature])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_project_without_one_feature_stands_by_itself(tmp_path, feature):
+    table = {name: TABLE[name] for name in FEATURES}
+    gone = with_dependents([feature], table)
+    stands_by_itself(tmp_path, [name for name in FEATURES if name not in gone])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(RANDOM_SETS))
+def test_a_project_with_random_features_stands_by_itself(tmp_path, seed):
+    draw = random.Random(seed)
+    stands_by_itself(tmp_path, draw.sample(FEATURES, draw.randrange(len(FEATURES))))
+
+
+@pytest.mark.slow
+def test_the_wheel_makes_projects_without_the_clone(tmp_path):
+    environment = tmp_path / "environment"
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--system-site-packages", environment], check=True
+    )
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", tmp_path]
+    source = tmp_path / "source"
+    ignored = shutil.ignore_patterns(".git", ".venv*", "runs", "__pycache__", "fake_gpu")
+    shutil.copytree(ROOT, source, ignore=ignored)
+    subprocess.run([*build, "--no-build-isolation", source], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    shutil.rmtree(source)
+    pip = [environment / "bin/python", "-m", "pip", "install", "--quiet", "--no-deps", wheel]
+    subprocess.run(pip, check=True)
+    # The packages that torch and ruff lie in, wherever this Python has them.
+    paths = "\n".join(path for path in sys.path if path.endswith("-packages"))
+    (site,) = (environment / "lib").glob("python*/site-packages")
+    (site / "others.pth").write_text(paths)
+    bins = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    call(tmp_path, environment / "bin/dist_amp", "new", "my_project", PATH=bins)
+    names = sorted(path.name for path in (tmp_path / "my_project").iterdir())
+    assert [name for name in names if name[0] != "."] == FILES

@@ -1,0 +1,320 @@
+"""dist_amp update and adopt: a project follows this repository by git merges, and loses no edit."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from project_edits import EDITS
+
+from dist_amp.commands import adopt, new, update
+from dist_amp.commands.base import find_base, git, initialise, run_git
+from dist_amp.commands.features import of_projects, read_table, with_needs
+from dist_amp.commands.project import Plan, fill
+
+STATES = 8
+
+
+def inside(folder, command, *words):
+    """The exit status of a command called in a folder."""
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        return command.main(list(words))
+    finally:
+        os.chdir(before)
+
+
+def commit(project, what="an edit"):
+    git(project, "add", "--all")
+    git(project, "-c", "user.name=u", "-c", "user.email=u@u", "commit", "--quiet", "-m", what)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("made")
+    assert inside(folder, new, "my_project") == 0
+    return folder / "my_project"
+
+
+@pytest.fixture
+def project(made, tmp_path):
+    shutil.copytree(made, tmp_path / "my_project")
+    return tmp_path / "my_project"
+
+
+def state_of(project):
+    files = {path.name: path.read_bytes() for path in project.iterdir() if path.is_file()}
+    return files, git(project, "status", "--porcelain"), git(project, "rev-parse", "--all")
+
+
+def older(project):
+    """Rewrite the base as an older version would have made it: another line in step.py."""
+    path = project / "my_project/step.py"
+    path.write_text(path.read_text().replace('"""', '"""Older. ', 1))
+    commit(project, "Made by dist_amp 0.1.0, older")
+    git(project, "branch", "--force", "dist_amp", "HEAD")
+
+
+# ---- what they do ----
+
+
+def test_a_feature_is_adopted_and_removed_beside_edits(project, capsys):
+    step = project / "my_project/step.py"
+    step.write_text(step.read_text() + "\n# mine\n")
+    commit(project)
+    before = git(project, "rev-parse", "HEAD^{tree}")
+    assert inside(project, adopt, "ema") == 0
+    assert (project / "my_project/optimizers/ema.py").exists()
+    assert "ema:" in (project / "my_project/settings.py").read_text()
+    assert step.read_text().endswith("# mine\n")
+    assert inside(project, adopt, "--remove", "ema") == 0
+    assert git(project, "rev-parse", "HEAD^{tree}") == before
+    assert inside(project, adopt, "--remove", "ema") == 0
+    assert "nothing to do" in capsys.readouterr().out
+
+
+def test_update_brings_what_is_new_and_a_dry_run_only_shows_it(project, capsys):
+    older(project)
+    before = state_of(project)
+    assert inside(project, update, "--dry_run") == 0
+    assert "my_project/step.py | 2 +-" in capsys.readouterr().out
+    assert state_of(project) == before
+    assert inside(project, update) == 0
+    assert "Older." not in (project / "my_project/step.py").read_text()
+    assert git(project, "log", "--format=%s", "-1").startswith("Merge dist_amp")
+    assert inside(project, update) == 0
+    assert "nothing to do" in capsys.readouterr().out
+
+
+def test_where_both_changed_a_line_git_reports_a_conflict_that_can_be_undone(project, capsys):
+    older(project)
+    step = project / "my_project/step.py"
+    step.write_text(step.read_text().replace("Older.", "Mine."))
+    commit(project)
+    assert inside(project, update, "--dry_run") == 1
+    assert "conflict  my_project/step.py" in capsys.readouterr().out
+    head = git(project, "rev-parse", "HEAD")
+    assert inside(project, update) == 1
+    said = capsys.readouterr().out
+    assert "my_project/step.py" in said
+    assert "git merge --abort" in said
+    assert "Mine." in step.read_text()
+    git(project, "merge", "--abort")
+    assert git(project, "rev-parse", "HEAD") == head
+    assert inside(project, update) == 1  # not forgotten, though its base is on the branch
+
+
+def test_the_users_task_stays_through_an_update(tmp_path):
+    (tmp_path / "mine.py").write_text("class Mine:\n    pass\n")
+    assert inside(tmp_path, new, "my_project", "--task", "mine.py:Mine") == 0
+    project = tmp_path / "my_project"
+    older(project)
+    assert inside(project, update) == 0
+    assert (project / "my_project/tasks/mine.py").read_text() == "class Mine:\n    pass\n"
+    assert "tasks.mine:Mine" in (project / "my_project/settings.py").read_text()
+
+
+def test_the_changelog_shows_what_concerns_the_projects_features(project):
+    table = of_projects(ROOT)
+    shown = "\n".join(update.changes(base_before_history(project), ["console"], table, ROOT))
+    assert "**Packed rows on a GPU**" in shown  # no feature's name: shown
+    assert "`parallel.cpu_offload`" in shown
+    assert "`precision.matmul" not in shown
+    with_float8 = update.changes(base_before_history(project), ["float8"], table, ROOT)
+    assert "`precision.matmul" in "\n".join(with_float8)
+
+
+def base_before_history(project):
+    base = find_base(project)
+    base.record["commit"] = ""
+    return base
+
+
+def test_a_clone_without_the_branch_still_finds_the_base(project, tmp_path):
+    git(tmp_path, "clone", "--quiet", "--single-branch", str(project), "clone")
+    assert find_base(tmp_path / "clone").commit == git(project, "rev-parse", "dist_amp")
+
+
+# ---- what is refused ----
+
+
+@pytest.mark.bad_input("`dist_amp update`, `adopt`: changes that are not committed")
+@pytest.mark.parametrize("command", [(update,), (adopt, "ema")], ids=["update", "adopt"])
+def test_a_project_with_uncommitted_changes_is_refused_and_not_touched(project, capsys, command):
+    (project / "README.md").write_text("mine")
+    before = state_of(project)
+    assert inside(project, *command) == 64
+    assert "README.md; commit or stash them" in capsys.readouterr().err
+    assert state_of(project) == before
+
+
+@pytest.mark.bad_input("`dist_amp update`: a project of a newer version")
+@pytest.mark.parametrize("line", ['version = "99.0"', f'commit = "{40 * "1"}"'])
+def test_a_project_that_a_newer_version_made_is_refused(project, capsys, line):
+    key = line.split()[0]
+    text = (project / "pyproject.toml").read_text()
+    head, _, tail = text.partition("[tool.dist_amp]")
+    lines = [line if row.startswith(f"{key} =") else row for row in tail.splitlines()]
+    if key == "version":
+        lines = ['commit = ""' if row.startswith("commit") else row for row in lines]
+    (project / "pyproject.toml").write_text("\n".join([f"{head}[tool.dist_amp]", *lines]))
+    commit(project, "Made by dist_amp 99.0")
+    git(project, "branch", "--force", "dist_amp", "HEAD")
+    assert inside(project, update) == 64
+    assert "newer than this one" in capsys.readouterr().err
+    assert inside(project, adopt, "ema") == 64
+    assert "run `dist_amp update` first" in capsys.readouterr().err
+
+
+@pytest.mark.bad_input("`dist_amp update`, `adopt`: not in a project that `dist_amp new` made")
+def test_what_is_no_project_is_refused(tmp_path, capsys):
+    assert inside(tmp_path, update) == 64
+    assert "is in no git repository" in capsys.readouterr().err
+    git(tmp_path, "init", "--quiet")
+    assert inside(tmp_path, update) == 64
+    assert "has no commit" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    commit(tmp_path)
+    assert inside(tmp_path, update) == 64
+    assert "has no branch dist_amp" in capsys.readouterr().err
+    git(tmp_path, "branch", "dist_amp")
+    assert inside(tmp_path, update) == 64
+    assert "git show failed" in capsys.readouterr().err
+
+
+@pytest.mark.bad_input("`dist_amp adopt`: no feature, an unknown one, or one that needs another")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "name a feature to add"),
+        (["emma"], "there is no feature emma; did you mean ema?"),
+        (["diff"], "diff needs command_table, help, run_record, signals: name them too"),
+        (["diff", "--remove", "signals"], "diff needs signals, to be left out; drop one"),
+    ],
+)
+def test_what_can_not_be_adopted_is_refused(project, capsys, words, said):
+    before = state_of(project)
+    assert inside(project, adopt, *words) == 64
+    assert said in capsys.readouterr().err
+    assert state_of(project) == before
+
+
+@pytest.mark.bad_input("`dist_amp update`, `adopt`: a file that git does not track is in the way")
+def test_an_untracked_file_in_the_way_is_kept(project, capsys):
+    (project / "my_project/optimizers").mkdir()
+    (project / "my_project/optimizers/ema.py").write_text("mine")
+    before = state_of(project)
+    assert inside(project, adopt, "ema") == 1
+    assert "would be overwritten by merge" in capsys.readouterr().err
+    assert (project / "my_project/optimizers/ema.py").read_text() == "mine"
+    assert state_of(project) == before
+
+
+@pytest.mark.slow
+@pytest.mark.bad_input("`dist_amp update`: interrupted")
+def test_an_update_that_is_interrupted_anywhere_is_done_or_not_begun(project):
+    older(project)
+    before = state_of(project)
+    saved = project.parent / "saved"
+    shutil.copytree(project, saved)
+    command = [sys.executable, "-m", "dist_amp.update"]
+    outcomes = []
+    for tenths in range(10, 140, 8):
+        shutil.rmtree(project)
+        shutil.copytree(saved, project)
+        job = subprocess.Popen(command, cwd=project, start_new_session=True)
+        time.sleep(tenths / 10)
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGINT)
+        job.wait()
+        is_done = "Older." not in (project / "my_project/step.py").read_text()
+        outcomes.append(is_done)
+        assert git(project, "status", "--porcelain") == ""
+        if not is_done:
+            assert state_of(project) == before
+    assert False in outcomes
+
+
+# ---- eight earlier states x twelve projects ----
+
+
+def earlier_states(number):
+    """Commits of this repository, from one of STATES evenly spread ones on to older ones."""
+    history = ["log", "--first-parent", "--format=%H", "--", "features.toml"]
+    commits = run_git(ROOT, *history).stdout.split()
+    return commits[(number + 1) * len(commits) // (STATES + 1) :]
+
+
+def earlier_project(number, folder):
+    """(commit, project, its features) of a state whose table fits its code, as a release's must."""
+    for commit in earlier_states(number)[:5]:
+        try:
+            return commit, *earlier_base(commit, folder / commit, ["console", "sgd", "ema"])
+        except ValueError:
+            continue
+    pytest.skip("needs the repository's history")
+
+
+def earlier_base(commit, folder, features):
+    """What `dist_amp new` would have made of an earlier state; its tests by today's table."""
+    source = folder / "source"
+    source.mkdir(parents=True)
+    archive = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True, check=True)
+    subprocess.run(["tar", "x"], cwd=source, input=archive.stdout, check=True)
+    shutil.copytree(ROOT / "template", source / "template", dirs_exist_ok=True)
+    text = (source / "features.toml").read_text()
+    if "[tests." not in text:
+        today = (ROOT / "features.toml").read_text()
+        files = [
+            part for part in today.split('[tests."')[1:] if (source / part.split('"')[0]).exists()
+        ]
+        text += "".join(f'[tests."{part}' for part in files)
+        (source / "features.toml").write_text(text)
+    table = read_table(source)
+    chosen = [name for name in table if name in with_needs(set(features) & set(table), table)]
+    project = folder / "my_project"
+    fill(project, Plan("my_project", tuple(chosen)), source)
+    initialise(project, tuple(chosen))
+    return project, chosen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(STATES))
+def test_twelve_edited_projects_of_an_earlier_state_are_updated_and_lose_nothing(tmp_path, number):
+    state, base, features = earlier_project(number, tmp_path)
+    table = of_projects(ROOT)
+    chosen = tuple(name for name in table if name in with_needs(set(features) & set(table), table))
+    merged = conflicted = 0
+    for edit in EDITS:
+        project = tmp_path / edit.__name__
+        shutil.copytree(base, project)
+        texts = edit(project)
+        commit(project)
+        before = find_base(project)
+        update.rebase(before, chosen, ROOT)
+        conflicts = set(git(project, "diff", "--name-only", "--diff-filter=U").splitlines())
+        made = git(project, "rev-parse", "dist_amp")
+        files = changed(project, before, made) | changed(project, before, "HEAD")
+        merged += len(files)
+        conflicted += len(conflicts)
+        print(f"{state[:7]} {edit.__name__}: {len(conflicts)} of {len(files)}", *conflicts)
+        for text in texts:
+            assert is_somewhere(project, text), f"{edit.__name__}: {text!r} is lost"
+    print(f"{state[:7]}: {conflicted} of {merged} files conflict")
+    assert conflicted <= 0.05 * merged
+
+
+def changed(project, base, commit):
+    """The files that differ from the base before."""
+    return set(git(project, "diff", "--name-only", base.commit, commit).splitlines())
+
+
+def is_somewhere(project, text):
+    paths = [path for path in project.rglob("*") if path.is_file() and ".git/" not in str(path)]
+    return any(text in path.read_text(errors="replace") for path in paths)
