@@ -36,7 +36,7 @@ Strategy = Literal["single", "ddp", "fsdp", "hsdp"]
 @dataclass(frozen=True)
 class RunConfig:
     dir: str = "auto"
-    """The run's folder; auto: runs/<UTC time>-<id>, the same on all ranks and in all restarts by
+    """The run's folder; auto: `runs/<UTC time>-<id>`, the same on all ranks and in all restarts by
     one torchrun. Name it yourself to continue later, or where machines may be replaced.
     """
     seed: Annotated[int, Range(low=0, high=2**63 - 1)] = 0

@@ -14,10 +14,10 @@ from forked import Launch
 # Two threads that wait for each other on a busy core take ten times as long.
 torch.set_num_threads(1)
 
-# Tests of what runs launch/. DIST_AMP_ENGINES=required, as in .ci/run: a skip is a failure.
+# Need tests/engines.sh. DIST_AMP_ENGINES=required, as in .ci/run: a skip is a failure.
 ENGINES = {
     *("test_browser", "test_container", "test_kubernetes", "test_launch"),
-    *("test_optim", "test_ray", "test_s3", "test_slurm", "test_trackers"),
+    *("test_optim", "test_ray", "test_s3", "test_site", "test_slurm", "test_trackers"),
 }
 REQUIRED = os.environ.get("DIST_AMP_ENGINES") == "required"
 

@@ -1,0 +1,114 @@
+"""The docs as a site: built as mkdocs.yml says, complete, searchable, with the docstrings."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from html import unescape
+from importlib.util import find_spec
+
+import pytest
+from conftest import ROOT
+
+from dist_amp.step import train_step
+
+EXTRA = "needs the extra `docs`: pip install -c launch/constraints.txt -e '.[docs]'"
+missing = not (find_spec("material") and find_spec("mkdocstrings_handlers"))
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.engine,
+    pytest.mark.skipif(missing, reason=EXTRA),
+]
+NO_NOTICE = {"NO_MKDOCS_2_WARNING": "1"}  # of the theme, about mkdocs 2
+
+
+def build(source, site):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", site]
+    environment = {**os.environ, **NO_NOTICE}
+    return subprocess.run(command, cwd=source, env=environment, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    done = build(ROOT, folder)
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr, done.stderr
+    return folder
+
+
+def text_of(html):
+    """What a reader sees of a page, on one line, without its code blocks."""
+    html = re.sub(r"<(script|style|pre)\b.*?</\1>", "", html, flags=re.DOTALL)
+    return " ".join(unescape(re.sub(r"<[^>]+>", "", html)).split())
+
+
+def test_every_page_of_docs_is_in_the_navigation(site):
+    start = (site / "index.html").read_text()
+    navigation = set(re.findall(r'<a href="([^"]+)" class="md-nav__link', start))
+    pages = {page.stem for page in (ROOT / "docs").glob("*.md")} - {"README"}
+    assert len(pages) > 15
+    assert {f"{page}.html" for page in pages} <= navigation
+
+
+def test_the_api_page_has_the_docstrings_as_they_are_written(site):
+    api = (site / "api.html").read_text()
+    for name in ("run.build_run", "run.ScriptRun.save", "train.fit", "step.evaluate", "task.Task"):
+        assert f'id="dist_amp.{name}"' in api, name
+    assert f'id="{train_step.__module__}.train_step"' in api
+    for paragraph in train_step.__doc__.replace("`", "").split("\n\n"):
+        assert " ".join(paragraph.split()) in text_of(api)
+    assert "runs/<UTC time>-<id>" in text_of(api), "a setting's docstring; not taken for a tag"
+
+
+def test_the_search_finds_a_setting_a_function_and_an_error(site):
+    index = json.loads((site / "search/search_index.json").read_text())
+    found = {
+        word: {
+            entry["location"].partition("#")[0] for entry in index["docs"] if word in entry["text"]
+        }
+        for word in ("accumulation_steps", "gradient_sync", "flight_recorder")
+    }
+    assert "api.html" in found["accumulation_steps"]
+    assert "own_loop.html" in found["gradient_sync"]
+    assert "debugging.html" in found["flight_recorder"]
+
+
+def test_linked_files_of_the_repository_are_pages_with_their_text(site):
+    recipes = (site / "recipes.html").read_text()
+    assert 'href="repository/dist_amp/task.py.html"' in recipes
+    assert 'href="repository/index.html#your-model"' in recipes
+    shown = (site / "repository/LICENSE.html").read_text()
+    assert "Apache License" in unescape(shown)
+
+
+def test_a_page_shows_no_markup_as_text(site):
+    """Markdown that a git host takes for a list or a table, and the site's Markdown does not."""
+    wrong = {}
+    for page in site.rglob("*.html"):
+        html = re.sub(r"<(script|pre)\b.*?</\1>", "", page.read_text(), flags=re.DOTALL)
+        if lines := re.findall(r"^(?:<p>)?(?:[-*] |\|[ -]|```|#+ |:::).*", html, re.MULTILINE):
+            wrong[page.name] = lines
+    assert wrong == {}
+
+
+def test_nothing_is_fetched_from_another_host(site):
+    fetched = r'<(?:script|img|link|iframe)\b[^>]*(?:src|href)="(?:https?:)?//[^"]*"'
+    assert [page for page in site.rglob("*.html") if re.search(fetched, page.read_text())] == []
+
+
+def test_broken_links_and_headings_fail_the_build(tmp_path):
+    ignored = shutil.ignore_patterns(".*", "runs", "build", "dist", "site", "__pycache__")
+    shutil.copytree(ROOT, tmp_path / "source", ignore=ignored)
+    broken = ("gone.md", "data.md#gone", "../dist_amp/gone.py", "../README.md#gone", "#gone")
+    with (tmp_path / "source/docs/api.md").open("a") as page:
+        page.writelines(f"\n[x]({link})\n" for link in broken)
+    (tmp_path / "source/docs/new.md").write_text("# New\n")
+    done = build(tmp_path / "source", tmp_path / "site")
+    assert done.returncode != 0
+    for link in broken:
+        in_site = link.replace("../README", "repository/README")
+        assert f"contains a link '{in_site}'" in done.stderr
+    assert 'not included in the "nav" configuration:\n  - new.md' in done.stderr
