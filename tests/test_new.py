@@ -5,11 +5,13 @@ import random
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 
+import built_wheel
 import pytest
 from conftest import ROOT
 from deletable import TASK
@@ -22,6 +24,7 @@ TABLE = read_table(ROOT)
 FEATURES = [name for name, row in TABLE.items() if not row.get("clone")]
 FILES = ["Dockerfile", "README.md", "configs", "launch", "my_project", "pyproject.toml", "tests"]
 RANDOM_SETS = 50
+TESTED_SETS = (1, 2, 7)  # whose own tests are run
 
 
 def make(folder, *words):
@@ -233,14 +236,18 @@ def test_what_is_interrupted_leaves_nothing(tmp_path, monkeypatch, capsys, error
 # ---- any choice ----
 
 
-def stands_by_itself(folder, features):
+def make_with(folder, features):
+    """The project with these features and what they need."""
     assert make(folder, "--yes", "--with", ",".join(features), "--without", without(features)) == 0
-    root = folder / "my_project"
+    return folder / "my_project"
+
+
+def stands_by_itself(folder, features):
+    """Nothing is undefined, unused or of a wrong type."""
+    root = make_with(folder, features)
     python(root, "ruff", "check", "--no-cache", "--select", "F", ".")
     assert nothing_is_dead(root)
     python(root, "mypy")
-    call(root, "bash", "launch/test.sh", "-q")
-    trains_and_resumes(root)
 
 
 def without(features):
@@ -268,33 +275,33 @@ def test_a_project_without_one_feature_stands_by_itself(tmp_path, feature):
     stands_by_itself(tmp_path, [name for name in FEATURES if name not in gone])
 
 
+def random_features(seed):
+    draw = random.Random(seed)
+    return draw.sample(FEATURES, draw.randrange(len(FEATURES)))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(RANDOM_SETS))
 def test_a_project_with_random_features_stands_by_itself(tmp_path, seed):
-    draw = random.Random(seed)
-    stands_by_itself(tmp_path, draw.sample(FEATURES, draw.randrange(len(FEATURES))))
+    stands_by_itself(tmp_path, random_features(seed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", TESTED_SETS)
+def test_a_project_with_random_features_passes_its_tests_trains_and_resumes(tmp_path, seed):
+    root = make_with(tmp_path, random_features(seed))
+    call(root, "bash", "launch/test.sh", "-q")
+    trains_and_resumes(root)
 
 
 @pytest.mark.slow
 def test_the_wheel_makes_projects_without_the_clone(tmp_path):
-    environment = tmp_path / "environment"
-    subprocess.run(
-        [sys.executable, "-m", "venv", "--system-site-packages", environment], check=True
-    )
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", tmp_path]
-    source = tmp_path / "source"
-    ignored = shutil.ignore_patterns(".git", ".venv*", "runs", "__pycache__", "fake_gpu")
-    shutil.copytree(ROOT, source, ignore=ignored)
-    subprocess.run([*build, "--no-build-isolation", source], check=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    shutil.rmtree(source)
-    pip = [environment / "bin/python", "-m", "pip", "install", "--quiet", "--no-deps", wheel]
-    subprocess.run(pip, check=True)
-    # The packages that torch and ruff lie in, wherever this Python has them.
-    paths = "\n".join(path for path in sys.path if path.endswith("-packages"))
-    (site,) = (environment / "lib").glob("python*/site-packages")
-    (site / "others.pth").write_text(paths)
-    bins = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    call(tmp_path, environment / "bin/dist_amp", "new", "my_project", PATH=bins)
-    names = sorted(path.name for path in (tmp_path / "my_project").iterdir())
+    built = built_wheel.build(built_wheel.copy_source(tmp_path / "source"), tmp_path)
+    bin_folder = built_wheel.install(built, tmp_path / "environment")
+    (bin_folder / "ruff").symlink_to(Path(sysconfig.get_path("scripts"), "ruff"))
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    done = built_wheel.run(bin_folder, folder, "dist_amp", "new", "my_project")
+    assert done.returncode == 0, done.stderr
+    names = sorted(path.name for path in (folder / "my_project").iterdir())
     assert [name for name in names if name[0] != "."] == FILES
