@@ -5,7 +5,6 @@ import random
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tomllib
 from contextlib import redirect_stdout
 from io import StringIO
@@ -298,7 +297,6 @@ def test_a_project_with_random_features_passes_its_tests_trains_and_resumes(tmp_
 def test_the_wheel_makes_projects_without_the_clone(tmp_path):
     built = built_wheel.build(built_wheel.copy_source(tmp_path / "source"), tmp_path)
     bin_folder = built_wheel.install(built, tmp_path / "environment")
-    (bin_folder / "ruff").symlink_to(Path(sysconfig.get_path("scripts"), "ruff"))
     folder = tmp_path / "empty"
     folder.mkdir()
     done = built_wheel.run(bin_folder, folder, "dist_amp", "new", "my_project")
