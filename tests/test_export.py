@@ -373,7 +373,7 @@ NO_RUN = "is not a checkpoint and holds none"
         ("run --out out --dtype fp8", 64, "argument --dtype: invalid choice: 'fp8'"),
         ("run --out out --task.args.chanels 3", 64, "did you mean task.args.channels?"),
         ("run --out out --outt 3", 64, "unknown option --outt; did you mean --out?"),
-        ("run stray --out out", 64, "--config stray: No such file or directory"),
+        ("run stray --out out", 64, "--config stray: neither a file here nor a shipped config"),
         ("run", 64, "required: --out; see python -m dist_amp.export --help"),
         ("", 64, "required: RUN_OR_CHECKPOINT, --out"),
     ],
