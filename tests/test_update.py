@@ -110,14 +110,16 @@ def test_where_both_changed_a_line_git_reports_a_conflict_that_can_be_undone(pro
     assert inside(project, update) == 1  # not forgotten, though its base is on the branch
 
 
-def test_the_users_task_stays_through_an_update(tmp_path):
-    (tmp_path / "mine.py").write_text("class Mine:\n    pass\n")
-    assert inside(tmp_path, new, "my_project", "--task", "mine.py:Mine") == 0
+@pytest.mark.parametrize("name", ["mine", "example", "causal_lm"])  # two are names of ours
+def test_the_users_task_stays_through_an_update(tmp_path, name):
+    text = "\n\nclass Mine:\n    pass\n\n\n"
+    (tmp_path / f"{name}.py").write_text(text)
+    assert inside(tmp_path, new, "my_project", "--task", f"{name}.py:Mine") == 0
     project = tmp_path / "my_project"
     older(project)
     assert inside(project, update) == 0
-    assert (project / "my_project/tasks/mine.py").read_text() == "class Mine:\n    pass\n"
-    assert "tasks.mine:Mine" in (project / "my_project/settings.py").read_text()
+    assert (project / f"my_project/tasks/{name}.py").read_text() == text
+    assert f"tasks.{name}:Mine" in (project / "my_project/settings.py").read_text()
 
 
 def test_the_changelog_shows_what_concerns_the_projects_features(project):
@@ -128,6 +130,8 @@ def test_the_changelog_shows_what_concerns_the_projects_features(project):
     assert "`precision.matmul" not in shown
     with_float8 = update.changes(base_before_history(project), ["float8"], table, ROOT)
     assert "`precision.matmul" in "\n".join(with_float8)
+    with_all = update.changes(base_before_history(project), list(table), table, ROOT)
+    assert "`precision.matmul" in "\n".join(with_all)
 
 
 def base_before_history(project):
@@ -151,6 +155,15 @@ def test_a_project_with_uncommitted_changes_is_refused_and_not_touched(project, 
     before = state_of(project)
     assert inside(project, *command) == 64
     assert "README.md; commit or stash them" in capsys.readouterr().err
+    assert state_of(project) == before
+
+
+@pytest.mark.bad_input("`dist_amp update`, `adopt`: on the branch of the files as made")
+def test_the_branch_of_the_base_is_not_merged_into(project, capsys):
+    git(project, "switch", "--quiet", "dist_amp")
+    before = state_of(project)
+    assert inside(project, adopt, "ema") == 64
+    assert "switch to the branch that you work on" in capsys.readouterr().err
     assert state_of(project) == before
 
 

@@ -86,6 +86,11 @@ def find_base(folder: Path) -> Base:
     root = Path(top.stdout.strip())
     if run_git(root, "rev-parse", "--verify", "--quiet", "HEAD").returncode:
         raise ConfigError(f"{root} has no commit; commit the project first")
+    if run_git(root, "symbolic-ref", "--short", "HEAD").stdout.strip() == BRANCH:
+        raise ConfigError(
+            f"{root} is on the branch {BRANCH}, which holds the files as they were made; "
+            "switch to the branch that you work on: git switch main"
+        )
     if changed := git(root, "status", "--porcelain", "--untracked-files=no").splitlines():
         raise ConfigError(
             f"{len(changed)} files of {root} have changes that are not committed, such as "

@@ -14,9 +14,9 @@ from pathlib import Path
 from packaging.version import Version
 
 import dist_amp
-from dist_amp.commands.base import Base, commit_files, find_base, git, merge, preview, run_git
+from dist_amp.commands.base import Base, commit_files, find_base, merge, preview, run_git
 from dist_amp.commands.features import Table, named, of_projects, with_needs
-from dist_amp.commands.project import EXAMPLE, Plan, commit_of, fill
+from dist_amp.commands.project import DEFAULT_TARGET, Plan, commit_of, fill, renamed
 from dist_amp.distributed.signals import raise_on_signals
 from dist_amp.errors import ConfigError
 from dist_amp.files import shipped_folder
@@ -46,7 +46,7 @@ def run(argv: Sequence[str]) -> int:
 def rebase(base: Base, features: tuple[str, ...], root: Path, dry_run: bool = False) -> int:
     """Make the base anew with these features, and merge it; returns the exit status."""
     with tempfile.TemporaryDirectory() as temporary:
-        plan = Plan(base.name, features, kept_task(base, Path(temporary), root))
+        plan = Plan(base.name, features, kept_task(base, Path(temporary)))
         folder = Path(temporary, base.name)
         fill(folder, plan, root)
         commit = commit_files(base, folder, features)
@@ -58,17 +58,17 @@ def rebase(base: Base, features: tuple[str, ...], root: Path, dry_run: bool = Fa
     return merge(base, commit, f"Merge dist_amp {this_version(root)}")
 
 
-def kept_task(base: Base, folder: Path, root: Path) -> tuple[Path, str] | None:
-    """The task that the base was made with, its file in `folder`; None for ours."""
-    module, _, name = base.record["task"].partition(":")
-    file = Path(*module.split(".")).with_suffix(".py")
-    if file.name == Path(EXAMPLE).name:
-        return root / EXAMPLE, name
-    if file.name == "causal_lm.py":
+def kept_task(base: Base, folder: Path) -> tuple[Path, str] | None:
+    """The task that the base was made with, its file in `folder`; None for the package's own."""
+    target = base.record["task"]
+    if target == renamed(DEFAULT_TARGET, base.name) and "sources" in base.record["features"]:
         return None
-    text = git(base.root, "show", f"{base.commit}:{file}")
+    module, _, name = target.partition(":")
+    file = Path(*module.split(".")).with_suffix(".py")
     path = folder / file.name
-    path.write_text(f"{text}\n", encoding="utf-8")
+    # As it was made, also the example: it may be the user's by now.
+    done = run_git(base.root, "show", f"{base.commit}:{file}")
+    path.write_text(done.stdout, encoding="utf-8")
     return path, name
 
 
@@ -105,7 +105,8 @@ def changes(base: Base, features: Sequence[str], table: Table, root: Path) -> It
             words += [f"{word}\\b" for word in (name, *row.get("settings", ()))]
     about_these = re.compile(f"[^`]*`(dist_amp )?({'|'.join(words)})")
     for entry in entries_of(text):
-        if entry not in known and not about_these.match(entry):
+        is_about_these = bool(words) and about_these.match(entry)
+        if entry not in known and not is_about_these:
             yield entry
 
 
