@@ -26,6 +26,7 @@ from dist_amp.config.task_class import build_task
 from dist_amp.config.validate import check_parallel
 from dist_amp.data import Batches, build_batches, build_validation
 from dist_amp.distributed.process import (
+    process_switches,
     random_state,
     seed_all,
     set_determinism,
@@ -49,6 +50,7 @@ class ScriptRun(Run):
 
     _saver: Saver | None = None
     _is_fitting = False  # or was, when an error ended it
+    switches: dict[str, object]  # of the process, when the run was built
     _left: Any = None  # at the end of `resume` or fit: step, position in the data, generators
 
     def resume(self) -> Path | None:
@@ -95,6 +97,12 @@ class ScriptRun(Run):
             raise ConfigError(
                 "fit(run): the model is in evaluation mode, without dropout; call run.model.train()"
             )
+        for call, now in process_switches().items():
+            if now != self.switches[call]:
+                raise ConfigError(
+                    f"fit(run): {call} is {now!r}, and was {self.switches[call]!r} when this run "
+                    "was built: another run was built since, in this process; build this one again"
+                )
         self._is_fitting = True
         self.data.close()
         if not self.step:
@@ -192,6 +200,7 @@ def build_run(
     from dist_amp.checkpoint.task_state import Unsaved
 
     run.unsaved = Unsaved(run)
+    run.switches = process_switches()
     return run
 
 

@@ -284,6 +284,28 @@ def test_a_model_in_evaluation_mode_is_refused(tmp_path):
     assert fit(run)["steps"] == 6
 
 
+@pytest.mark.bad_input("`fit(run)` after another run was built with another process-wide setting")
+@pytest.mark.parametrize(
+    ("words", "call"),
+    [
+        (("--run.deterministic", "true"), "torch.are_deterministic_algorithms_enabled() is True"),
+        (("--debug.detect_anomaly", "true"), "torch.is_anomaly_enabled() is True"),
+        (("--precision.tf32", "true"), "torch.get_float32_matmul_precision() is 'high'"),
+    ],
+)
+def test_a_run_is_not_trained_under_the_switches_of_one_that_was_built_later(tmp_path, words, call):
+    run = built(World(), tmp_path / "a", *OFTEN)
+    try:
+        other = built(World(), tmp_path / "b", *OFTEN, *words)
+        with pytest.raises(ConfigError, match=re.escape(call)):
+            fit(run)
+        assert (run.step, (tmp_path / "a/summary.json").exists()) == (0, False)
+        assert fit(other)["steps"] == 6
+    finally:
+        again = built(World(), tmp_path / "a", *OFTEN)
+    assert fit(again)["steps"] == 6
+
+
 CELLS = {
     "build": """
 import sys, torch

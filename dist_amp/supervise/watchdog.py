@@ -344,8 +344,8 @@ class Watchdog(AbstractContextManager["Watchdog"]):
             if self._job.status is None:
                 status = in_time(REPORT_SECONDS, lambda: self._end(error))
         finally:
-            if self._rank == 0:  # the others still read from the store
-                time.sleep(self._answer_seconds)
+            if self._rank == 0:  # the others wait for this one, then still read from the store
+                time.sleep(2 * self._answer_seconds)
             os._exit(status)
 
     def _ends_within(self, seconds: float) -> bool:
