@@ -82,6 +82,10 @@ def build_optimizer(
         optimizer = named_optimizer(config, [dict(group) for group in groups])
     if hasattr(task, "groups"):
         check_keys(groups, optimizer)
+    if hasattr(task, "groups") or hasattr(task, "optimizer"):
+        from dist_amp.optimizers.groups import described
+
+        say(f"optimizer {described(optimizer)}")
     if config.fused and not takes_grad_scale(optimizer):
         say(
             f"optimizer {type(optimizer).__name__}: unscaled and clipped before its step, with two "

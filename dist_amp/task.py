@@ -33,6 +33,8 @@ No base class and no registry: `Task` only writes the methods down. Optional met
     state_dict(), load_state_dict(state)
                             what the task keeps beside the model, such as a queue or a teacher:
                             each rank's is saved with the checkpoint
+    unsaved                 names of attributes that each step sets anew, which need no saving
+    best_metric             whose best checkpoint is kept: "max:accuracy"; default: "loss", lowest
     on_step(run, report), on_evaluation(run, values), train_metrics(run, report)
                             called by the main job: see supervise/callbacks.py
 

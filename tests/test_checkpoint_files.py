@@ -257,6 +257,34 @@ def test_the_newest_and_the_best_are_kept_and_what_is_half_written_is_no_checkpo
     assert resumed(tmp_path).metrics.best == {"step": 2, "loss": 3.0}
 
 
+def saved_with_accuracy(folder, best_metric):
+    """The last digits of the checkpoints that are left of steps 1 to 5."""
+    run = new_run(folder)
+    run.task.best_metric = best_metric
+    for accuracy in (0.2, 0.8, 0.4, 0.1, 0.5):
+        take_steps(run, 1)
+        run.metrics.write_evaluation(run.step, {"loss": 1.0 / run.step, "accuracy": accuracy})
+        save(run)
+    return [path.name[-1] for path in all_checkpoints(folder)]
+
+
+def test_the_best_checkpoint_is_that_of_the_tasks_best_metric(tmp_path, capsys):
+    assert saved_with_accuracy(tmp_path / "highest", "max:accuracy") == ["2", "4", "5"]
+    assert saved_with_accuracy(tmp_path / "lowest", "accuracy") == ["4", "5"]
+    assert "is in no evaluation" not in capsys.readouterr().err
+
+
+@pytest.mark.bad_input("a task's `best_metric` that no evaluation has")
+@pytest.mark.parametrize("name", ["accurracy", "min:accuracy", "Max:accuracy"])
+def test_a_best_metric_that_no_evaluation_has_is_warned_of_with_those_it_has(
+    tmp_path, capsys, name
+):
+    assert saved_with_accuracy(tmp_path, name) == ["4", "5"]
+    said = capsys.readouterr().err
+    assert f"the task's best_metric={name!r} is in no evaluation, so no best checkpoint" in said
+    assert "name one of loss, accuracy, or 'max:' and its name" in said
+
+
 def test_of_equally_good_checkpoints_one_is_kept_and_one_that_stays_is_warned_of(tmp_path, capsys):
     run = new_run(tmp_path)
     for _ in range(4):

@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 
 pytest.importorskip("transformers")
 from peft import AutoPeftModelForCausalLM, PeftModel
+from safetensors.torch import load_file
 from test_hf_tasks import TEXTS
 from tiny_hf import TRANSFORMER, chats, in_own_memory, make_model, make_tokenizer, write_rows
 from transformers import (
@@ -355,10 +356,14 @@ def test_an_export_has_a_card_that_says_what_it_is_and_how_to_load_it(words, lib
     assert type(names["model"]).__name__ == "LlamaForCausalLM"
 
 
-def test_the_card_of_adapters_is_ours_and_names_no_folder_of_this_machine(folder):
+def test_the_card_of_adapters_is_ours_and_names_no_folder_of_this_machine(folder, capsys):
     model_in(folder, "llama")
     trained(1, folder, CAUSAL, "--task.args.lora_rank 2")
+    capsys.readouterr()
     assert exported(folder) == 0
+    weights = load_file(folder / "out/adapter_model.safetensors").values()
+    count = sum(each.numel() for each in weights)
+    assert f"out: {count:,} parameters of adapters (model) in fp32" in capsys.readouterr().out
     front, body = front_matter(folder / "out" / "README.md")
     assert front["library_name"] == "peft"
     assert str(folder) not in body

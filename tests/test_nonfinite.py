@@ -1,6 +1,7 @@
 """A skipped step is replayed, and its first inf or nan is named."""
 
 import json
+from dataclasses import asdict
 from unittest.mock import patch
 
 import pytest
@@ -10,6 +11,7 @@ from test_step import HostReads
 from tiny import Overflow, Tiny, log, log_row, make_run
 from torch import nn
 
+from dist_amp.diagnostics.nonfinite import NonFinite
 from dist_amp.diagnostics.nonfinite_replay import MAX_FILES, NonfiniteReplay
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.step import train_step
@@ -155,6 +157,41 @@ def test_the_first_inf_or_nan_of_each_kind_is_named(tmp_path, ranks, strategy):
     assert [what for what in finite if not finite[what]] == ["gradient returned"]
     assert len(finite) > 1
     assert "backward of 1 (RootOf), in SqrtBackward0: gradient returned fp32" in warnings[0]
+
+
+class ShareOf(nn.Module):
+    """Divides by a sum: nan for a sample of zeros."""
+
+    def forward(self, x):
+        return x / x.abs().sum(-1, keepdim=True)
+
+
+class ZeroRow(Made):
+    """The third sample of four is zeros after model[0]."""
+
+    def __init__(self):
+        super().__init__("ShareOf")
+
+    def build_model(self):
+        model = super().build_model()
+        nn.init.zeros_(model[0].bias)
+        return model
+
+    def build_dataset(self, split):
+        rows = super().build_dataset(split)
+        rows.columns["x"][2] = 0.0
+        return rows
+
+
+def test_the_sample_whose_row_is_not_finite_is_named(tmp_path):
+    words = ["--data.shuffle", "false", "--train.micro_batch_size", 4]
+    fault, (warning,) = replay(1, ZeroRow(), words, tmp_path)
+    assert (fault.module_class, fault.tensors[0].rows) == ("ShareOf", [2])
+    assert "micro-batch 0 (samples 0, 1, 2, 3; not finite: 2), forward of 1 (ShareOf)" in warning
+    old = json.loads(json.dumps(asdict(fault)))
+    for tensor in old["tensors"]:
+        del tensor["rows"]  # as in reports of earlier versions
+    assert "(samples 0, 1, 2, 3), forward" in str(NonFinite.from_json(json.dumps(old)))
 
 
 def test_a_rank_without_a_sample_takes_part_in_the_replay(tmp_path):

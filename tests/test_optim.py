@@ -4,6 +4,7 @@ built-in schedules.
 
 import copy
 import math
+import re
 
 import pytest
 import torch
@@ -439,6 +440,33 @@ def test_a_group_takes_the_options_of_its_optimizer(make, options):
     ]
     run = make_run(World(), Grouped(lambda model: groups, make))
     assert {key: run.optimizer.param_groups[0][key] for key in options} == options
+
+
+class Momentum(Tiny):
+    def optimizer(self, groups, lr):
+        return torch.optim.NAdam(groups, lr=lr, momentum_decay=0.01)
+
+
+def test_a_tasks_optimizer_is_printed_with_its_options(capsys):
+    make_run(World(), Momentum())
+    said = capsys.readouterr().out
+    options = re.search(r"^optimizer NAdam\((.*)\): (.*)$", said, re.MULTILINE)
+    assert "momentum_decay=0.01" in options[1]
+    assert "weight_decay" not in options[1], "it differs between the groups"
+    assert options[2] == (
+        "matrices (3), lr x 1, weight_decay 0.1; vectors (3), lr x 1, weight_decay 0"
+    )
+
+
+class TenthOfFirst(Tiny):
+    def groups(self, model):
+        return [{"params": "0.*", "name": "first", "lr_scale": 0.1}, {"params": ["1.*", "2.*"]}]
+
+
+def test_a_tasks_groups_are_printed_with_what_they_are_scaled_by(capsys):
+    make_run(World(), TenthOfFirst())
+    said = capsys.readouterr().out
+    assert "): first (2), lr x 0.1, weight_decay 0.1; group 1 (4), lr x 1, weight_decay" in said
 
 
 # Schedules.

@@ -75,7 +75,7 @@ def test_a_bit_exact_run_of_two_ranks_is_replayed_to_the_same_bits(recorded, loo
 
 def test_the_step_is_shown_with_samples_losses_layers_and_what_clip_and_scaler_did(recorded, look):
     _, output, _ = look(recorded, 5)
-    assert "step 5, at sample 32" in output
+    assert "step 5, after 32 samples" in output
     assert len(re.findall(r"micro-batch \d: loss \S+, weight 2, samples \d+, \d+", output)) == 4
     assert "float32 [2, 8], " in output  # x of the samples
     assert re.search(
@@ -85,7 +85,10 @@ def test_the_step_is_shown_with_samples_losses_layers_and_what_clip_and_scaler_d
     assert [row[0] for row in rows] == ["0.0", "1.0", "2"]
     norm = float(re.search(r"gradient norm (\S+),", output)[1])
     total = sum(float(row[3]) ** 2 for row in rows) ** 0.5
-    assert total == pytest.approx(norm, rel=1e-3)  # printed with four digits
+    whole = re.search(r"^  the model +Sequential .* (\S+)$", output, re.MULTILINE)[1]
+    for each in (total, float(whole)):
+        assert each == pytest.approx(norm, rel=1e-3)  # printed with four digits
+    assert re.search(r"^  0\.1 +Tanh ", output, re.MULTILINE), "layers without parameters, too"
 
 
 def test_nothing_is_written_into_the_runs_folder(recorded, look):
@@ -132,7 +135,7 @@ def test_random_numbers_of_other_ranks_are_no_fault(tmp_path, look):
 def test_steps_without_a_logged_line_are_not_said_to_be_as_logged(recorded, look):
     status, output, _ = look(recorded, 7)
     assert status == 0
-    assert "nothing was compared: metrics.jsonl has no line" in output
+    assert "nothing was compared: settings differ, or metrics.jsonl has none of these" in output
     assert "as logged" not in output
 
 

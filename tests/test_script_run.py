@@ -197,7 +197,7 @@ def test_an_objects_class_and_arguments_are_recorded_so_that_commands_build_it_a
         "target": "test_script_run:Noisy",
         "args": {"samples": 32, "uneven": False, "depth": 2, "seed": 0},
     }
-    assert "next: dist_amp export" in capsys.readouterr().out
+    assert capsys.readouterr().out.endswith(f"next: dist_amp export {tmp_path}/run --out model\n")
     monkeypatch.chdir(Path(__file__).parent)
     assert export.main([f"{tmp_path}/run", "--out", f"{tmp_path}/exported"]) == 0
     assert (tmp_path / "exported/model.safetensors").exists()

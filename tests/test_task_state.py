@@ -158,7 +158,16 @@ def test_what_changes_and_is_not_saved_is_warned_of_when_a_checkpoint_is_written
     said = capsys.readouterr().err
     assert "the task keeps queue, calls, which changed and is in no checkpoint" in said
     assert "teacher" not in said
-    assert "give the task state_dict() and load_state_dict(state)" in said
+    assert "give the task state_dict() and load_state_dict(state), or name it in" in said
+
+
+class SetAnew(Remembers):
+    unsaved = ("queue", "calls")
+
+
+def test_what_the_task_names_as_set_anew_in_each_step_is_not_warned_of(tmp_path, capsys):
+    losses_after_a_resume(World(), tmp_path, "single", SetAnew)
+    assert "keeps" not in capsys.readouterr().err
 
 
 def test_a_task_without_changes_is_not_warned_of(tmp_path, capsys):

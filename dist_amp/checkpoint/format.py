@@ -169,13 +169,14 @@ def publish(temporary: Path, final: Path, manifest: Manifest) -> None:
     sync_folder(final.parent)
 
 
-def remove_old_checkpoints(run_folder: Path, keep: int) -> list[str]:
-    """Keep the newest `keep`, and the one with the best validation loss; a line per failure."""
+def remove_old_checkpoints(run_folder: Path, keep: int, best_metric: str) -> list[str]:
+    """Keep the newest `keep`, and the one with the best evaluation; a line per failure."""
     paths = all_checkpoints(run_folder)
-    best = min(paths, key=_validation_loss)
+    scores = {path: _score(path, best_metric) for path in paths}
+    best = min(paths, key=scores.__getitem__)
     failed = []
     for path in paths[:-keep]:
-        if path == best and _validation_loss(path) < math.inf:
+        if path == best and scores[path] < math.inf:
             continue
         try:
             # First, so that a half-removed folder is not a checkpoint.
@@ -186,13 +187,14 @@ def remove_old_checkpoints(run_folder: Path, keep: int) -> list[str]:
     return failed
 
 
-def _validation_loss(checkpoint: Path) -> float:
-    """From the evaluation at the checkpoint's own step; inf if there was none."""
+def _score(checkpoint: Path, best_metric: str) -> float:
+    """Lower is better. Of the evaluation at the checkpoint's own step; inf if there was none."""
+    name = best_metric.removeprefix("max:")
     with suppress(CheckpointRejected):
         manifest = read_manifest(checkpoint)
-        loss = manifest.evaluation.get("loss", math.inf)
-        if manifest.evaluated_step == manifest.step and not math.isnan(loss):
-            return loss
+        value = manifest.evaluation.get(name, math.inf)
+        if manifest.evaluated_step == manifest.step and not math.isnan(value):
+            return value if name == best_metric else -value
     return math.inf
 
 

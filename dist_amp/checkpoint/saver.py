@@ -165,7 +165,9 @@ def write(snapshot: Snapshot, world: World, planner: DefaultSavePlanner) -> None
         def finish() -> None:
             if world.is_main:
                 publish(temporary, final, replace(snapshot.manifest, files=files))
-                for problem in remove_old_checkpoints(run_folder, snapshot.keep):
+                for problem in remove_old_checkpoints(
+                    run_folder, snapshot.keep, snapshot.best_metric
+                ):
                     world.warn(problem)
 
         on_all_ranks(world, finish)

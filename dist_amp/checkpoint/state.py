@@ -41,6 +41,7 @@ class Snapshot:
     manifest: Manifest
     config: str
     keep: int
+    best_metric: str
 
 
 def take_snapshot(run: Run) -> Snapshot:
@@ -73,7 +74,14 @@ def take_snapshot(run: Run) -> Snapshot:
         versions={"python": sys.version.split()[0], "torch": torch.__version__},
     )
     folder = checkpoint_folder(run.folder, run.step)
-    return Snapshot(folder, state, manifest, run.config_text, run.config.checkpoint.keep)
+    keep = run.config.checkpoint.keep
+    best_metric = getattr(run.task, "best_metric", "loss")
+    if run.metrics.evaluation and best_metric.removeprefix("max:") not in run.metrics.evaluation:
+        run.world.warn(
+            f"the task's best_metric={best_metric!r} is in no evaluation, so no best checkpoint "
+            f"is kept: name one of {', '.join(run.metrics.evaluation)}, or 'max:' and its name"
+        )
+    return Snapshot(folder, state, manifest, run.config_text, keep, best_metric)
 
 
 def load(run: Run, path: Path) -> None:

@@ -20,7 +20,8 @@ from dist_amp.world import World, local
 METHODS = ("state_dict", "load_state_dict")
 
 FIXES = {
-    "the task": "give the task state_dict() and load_state_dict(state)",
+    "the task": "give the task state_dict() and load_state_dict(state), or name it in the task's "
+    "`unsaved` if each step sets it anew",
     "the optimizer": "keep it in optimizer.state",
 }
 
@@ -98,6 +99,8 @@ class Unsaved:
         now = self._current()
         for owner, before in self._digests.items():
             changed = [name for name in now[owner] if now[owner][name] != before.get(name)]
+            unsaved = getattr(self._owners[owner], "unsaved", ())
+            changed = [name for name in changed if name not in unsaved]
             if changed:
                 self._run.world.warn(
                     f"{owner} keeps {', '.join(changed)}, which changed and is in no checkpoint: a "

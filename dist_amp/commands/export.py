@@ -103,10 +103,14 @@ def run(argv: Sequence[str]) -> None:
             (folder / CONFIG).write_text(to_toml(config), encoding="utf-8")
         else:
             shutil.copyfile(checkpoint / CONFIG, folder / CONFIG)
-    count = sum(parameter.numel() for parameter in model.parameters())
+    parameters = list(model.parameters())
+    what = "parameters"
+    if options.format == "hf" and hasattr(model, "peft_config"):
+        parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        what = "parameters of adapters"
+    count = sum(parameter.numel() for parameter in parameters)
     print(
-        f"{out}: {count:,} parameters ({weights}) in {options.dtype}, from step {step} "
-        f"({checkpoint})"
+        f"{out}: {count:,} {what} ({weights}) in {options.dtype}, from step {step} ({checkpoint})"
     )
 
 

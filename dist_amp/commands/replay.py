@@ -111,13 +111,14 @@ class Replay:
         same = "; ".join(text) or "the same bits"
         if self.tolerance and not self.random and not self.differences:
             same = f"within {self.tolerance:g}: {same}"
-        print(f"step {run.step:>6}  loss {now['train/loss']:.6f}  {same}", flush=True)
+        if text or self.compared < 5 or self.compared % 100 == 0:
+            print(f"step {run.step:>6}  loss {now['train/loss']:.6f}  {same}", flush=True)
 
     def outcome(self) -> str:
         if self.differences:
             return f"differs from what was logged, first at {self.differences[0]}"
         if not self.compared:
-            return "nothing was compared: metrics.jsonl has no line that applies to these steps"
+            return "nothing was compared: settings differ, or metrics.jsonl has none of these steps"
         if self.random:
             return (
                 "losses and norms are not judged: steps draw random numbers, which differ by rank "
@@ -254,7 +255,10 @@ def layout_at(
 
 @dataclass
 class Layer:
-    """What a module did in a step: over its outputs, and its own parameters' gradients."""
+    """What a module did in a step: over its outputs, and its own parameters' gradients.
+
+    The gradients of the model itself are those of all its parameters.
+    """
 
     kind: str
     largest: float = 0.0
@@ -277,15 +281,17 @@ def watched(run: ScriptRun, layers: dict[str, Layer]) -> Iterator[None]:
     def measured_norm() -> Tensor:
         norm = norm_of()  # which fills in missing gradients
         for name, parameter in run.parallel.module.named_parameters():
-            layer = layers.get(clean_name(name).rpartition(".")[0], layers["the model"])
             if parameter.grad is not None:
                 scaled = parameter.grad.double() / run.scaler.get_scale()
-                layer.square += float(scaled.square().sum())
+                for layer in {clean_name(name).rpartition(".")[0] or "the model", "the model"}:
+                    layers[layer].square += float(scaled.square().sum())
         return norm
 
     with ExitStack() as hooks:
         for name, module in run.parallel.module.named_modules():
-            if next(module.parameters(recurse=False), None) is not None or name == "":
+            has_parameters = next(module.parameters(recurse=False), None) is not None
+            is_innermost = next(module.children(), None) is None
+            if has_parameters or is_innermost or name == "":
                 layer = layers[clean_name(name) or "the model"] = Layer(class_name(module))
                 measure = partial(measure_output, layer)
                 hooks.enter_context(module.register_forward_hook(measure))
@@ -325,7 +331,7 @@ def show_step(replay: Replay, options: Any) -> None:
         report = (
             profiled_step(replay, micro_batches) if options.profile else replay.step(micro_batches)
         )
-    print(f"\nstep {run.step}, at sample {position:,}")
+    print(f"\nstep {run.step}, after {position:,} samples")
     for number, (batch, samples) in enumerate(indexed):
         loss = float(report.losses[number])
         weight = float(torch.as_tensor(run.task.weight(unpadded(batch))))

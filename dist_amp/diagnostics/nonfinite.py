@@ -43,6 +43,7 @@ class TensorStats:
     nan: int
     inf: int
     span: list[float]  # lowest and highest finite value; empty if there is none
+    rows: list[int] = field(default_factory=list)  # of dimension 0, that hold a nan or inf
 
     @property
     def finite(self) -> bool:
@@ -81,9 +82,12 @@ class NonFinite:
 
     @property
     def where(self) -> str:
-        samples = ", ".join(map(str, self.samples[:8]))
-        if len(self.samples) > 8:
-            samples += ", ..."
+        samples = listed(self.samples)
+        if self.phase in ("batch", "forward"):
+            first = self.tensors[0]
+            by_sample = first.shape[:1] == [len(self.samples)]
+            if by_sample and 0 < len(first.rows) < len(self.samples):
+                samples += f"; not finite: {listed([self.samples[row] for row in first.rows])}"
         module = self.module
         if self.module_class:
             module = f"{module or 'the model'} ({self.module_class})"
@@ -103,6 +107,13 @@ class NonFinite:
         return text
 
 
+def listed(samples: Sequence[int]) -> str:
+    shown = list(map(str, samples[:8]))
+    if len(samples) > 8:
+        shown.append("...")
+    return ", ".join(shown)
+
+
 @torch.no_grad()
 def stats_of(what: str, values: Any) -> list[TensorStats]:
     """Of this rank's part of each floating-point tensor in nested containers; reads the device."""
@@ -118,18 +129,19 @@ def stats_of(what: str, values: Any) -> list[TensorStats]:
     return stats
 
 
-def _counts(values: Tensor) -> tuple[int, int, list[float]]:
-    """(nan, inf, span) of a tensor."""
+def _counts(values: Tensor) -> tuple[int, int, list[float], list[int]]:
+    """(nan, inf, span, rows) of a tensor."""
     if not values.numel():
-        return 0, 0, []
+        return 0, 0, [], []
     span = [bound.item() for bound in torch.aminmax(values)]  # allocates nothing if all is finite
     if all(map(math.isfinite, span)):
-        return 0, 0, span
+        return 0, 0, span, []
     finite = values[values.isfinite()]
     span = []
     if finite.numel():
         span = [bound.item() for bound in torch.aminmax(finite)]
-    return int(values.isnan().sum()), int(values.isinf().sum()), span
+    rows = (~values.isfinite()).reshape(*values.shape[:1], -1).any(-1).nonzero().flatten().tolist()
+    return int(values.isnan().sum()), int(values.isinf().sum()), span, rows
 
 
 def bad(stats: Iterable[TensorStats]) -> list[TensorStats]:

@@ -116,6 +116,22 @@ def check_keys(given: Sequence[Group], optimizer: Optimizer) -> None:
                 )
 
 
+def described(optimizer: Optimizer) -> str:
+    """Its class, the options that all its groups have alike, and its groups."""
+    options = []
+    for name in optimizer.defaults:
+        values = {str(group[name]) for group in optimizer.param_groups}
+        if name != "lr" and len(values) == 1 and not values & {"None", "False"}:
+            options.append(f"{name}={values.pop()}")
+    groups = []
+    for group in optimizer.param_groups:
+        scale = group.get("lr_scale", 1.0)
+        decay = group.get("weight_decay", 0.0)
+        tensors = len(group["params"])
+        groups.append(f"{group['name']} ({tensors}), lr x {scale:g}, weight_decay {decay:g}")
+    return f"{type(optimizer).__name__}({', '.join(options)}): {'; '.join(groups)}"
+
+
 def task_optimizer(task: Any, groups: Sequence[Group], lr: float) -> Optimizer:
     """What the task's optimizer(groups, lr) returned, made to step on shards; or ConfigError."""
     copies = [dict(group) for group in groups]  # the optimizer adds its defaults to them

@@ -146,9 +146,9 @@ def warn_of_the_rest(
     inside = {p for block in blocks for p in block.parameters()}
     outside = [(p.numel(), path) for path, p in module.named_parameters() if p not in inside]
     world.warn(
-        f"the blocks that were found hold {100 * share:.0f} % of the parameters, and not "
-        f"{max(outside)[1]}, the largest; name the model's layers by `def blocks(self, model)` in "
-        "the task"
+        f"the repeated layers that were found hold {100 * share:.0f} % of the parameters, and not "
+        f"{max(outside)[1]}, the largest, so the rest is one unit; name the model's layers by "
+        "`def blocks(self, model)` in the task"
     )
 
 

@@ -159,7 +159,10 @@ def print_next_command(run: Run) -> None:
     """What exports the trained model, if the config names its task."""
     is_named = not run.config.task.target.startswith(GIVEN)
     if is_named and importlib.util.find_spec("dist_amp.export"):
-        run.world.say(f"next: dist_amp export {run.folder} --out model")
+        model = run.parallel.module
+        for_transformers = hasattr(run.task, "export") or hasattr(model, "save_pretrained")
+        form = " --format hf" if for_transformers else ""
+        run.world.say(f"next: dist_amp export {run.folder} --out model{form}")
 
 
 def report_environment(run: Run) -> None:
