@@ -76,10 +76,11 @@ def take_snapshot(run: Run) -> Snapshot:
     folder = checkpoint_folder(run.folder, run.step)
     keep = run.config.checkpoint.keep
     best_metric = getattr(run.task, "best_metric", "loss")
-    if run.metrics.evaluation and best_metric.removeprefix("max:") not in run.metrics.evaluation:
+    names = run.metrics.evaluation
+    if names and best_metric.removeprefix("max:") not in names:
         run.world.warn(
             f"the task's best_metric={best_metric!r} is in no evaluation, so no best checkpoint "
-            f"is kept: name one of {', '.join(run.metrics.evaluation)}, or 'max:' and its name"
+            f"is kept: name one of {', '.join(names)}, or 'max:' and its name"
         )
     return Snapshot(folder, state, manifest, run.config_text, keep, best_metric)
 

@@ -283,15 +283,17 @@ def watched(run: ScriptRun, layers: dict[str, Layer]) -> Iterator[None]:
         for name, parameter in run.parallel.module.named_parameters():
             if parameter.grad is not None:
                 scaled = parameter.grad.double() / run.scaler.get_scale()
-                for layer in {clean_name(name).rpartition(".")[0] or "the model", "the model"}:
-                    layers[layer].square += float(scaled.square().sum())
+                square = float(scaled.square().sum())
+                layers["the model"].square += square
+                if owner := clean_name(name).rpartition(".")[0]:
+                    layers[owner].square += square
         return norm
 
     with ExitStack() as hooks:
         for name, module in run.parallel.module.named_modules():
-            has_parameters = next(module.parameters(recurse=False), None) is not None
-            is_innermost = next(module.children(), None) is None
-            if has_parameters or is_innermost or name == "":
+            parameters = list(module.parameters(recurse=False))
+            parts = list(module.children())
+            if parameters or not parts or name == "":
                 layer = layers[clean_name(name) or "the model"] = Layer(class_name(module))
                 measure = partial(measure_output, layer)
                 hooks.enter_context(module.register_forward_hook(measure))

@@ -140,7 +140,8 @@ def _counts(values: Tensor) -> tuple[int, int, list[float], list[int]]:
     span = []
     if finite.numel():
         span = [bound.item() for bound in torch.aminmax(finite)]
-    rows = (~values.isfinite()).reshape(*values.shape[:1], -1).any(-1).nonzero().flatten().tolist()
+    is_bad = values.isfinite().logical_not()
+    rows = is_bad.reshape(*values.shape[:1], -1).any(-1).nonzero().flatten().tolist()
     return int(values.isnan().sum()), int(values.isinf().sum()), span, rows
 
 

@@ -117,19 +117,14 @@ def check_keys(given: Sequence[Group], optimizer: Optimizer) -> None:
 
 
 def described(optimizer: Optimizer) -> str:
-    """Its class, the options that all its groups have alike, and its groups."""
-    options = []
-    for name in optimizer.defaults:
-        values = {str(group[name]) for group in optimizer.param_groups}
-        if name != "lr" and len(values) == 1 and not values & {"None", "False"}:
-            options.append(f"{name}={values.pop()}")
+    """Its class, and the options of each group."""
     groups = []
     for group in optimizer.param_groups:
-        scale = group.get("lr_scale", 1.0)
-        decay = group.get("weight_decay", 0.0)
-        tensors = len(group["params"])
-        groups.append(f"{group['name']} ({tensors}), lr x {scale:g}, weight_decay {decay:g}")
-    return f"{type(optimizer).__name__}({', '.join(options)}): {'; '.join(groups)}"
+        hidden = ("params", "name", "lr")
+        options = [f"{key} {value}" for key, value in group.items() if key not in hidden]
+        options = [option for option in options if not option.endswith(("None", "False"))]
+        groups.append(f"{group['name']} ({len(group['params'])} tensors): {', '.join(options)}")
+    return f"{type(optimizer).__name__}, {'; '.join(groups)}"
 
 
 def task_optimizer(task: Any, groups: Sequence[Group], lr: float) -> Optimizer:
