@@ -135,17 +135,21 @@ SMALL_GPT = "--task.args.width 32 --task.args.layers 1 --task.args.heads 2 --tas
 LESS_WORK = {
     TRAINS: "--train.steps 4 --train.micro_batch_size 2 --eval.batches 1",
     rf"(?!.*({OTHER_TASK})){TRAINS}": f"{SMALL_GPT} --task.args.sample_bytes 8",
+    # Python's own source takes four seconds to read.
+    rf"(?!.*({OTHER_TASK}|data\.path))python -m dist_amp\.(train|plan)": "--data.path corpus",
     r".*--config gpt_124m$": "--train.global_batch_size auto",
     r".*gan\.py": "--train.steps 4",
     r"python -m dist_amp\.plan .*gpt_124m": SMALL_GPT,
     r".*-m dist_amp\.verify .*": "--world_sizes 1 --precisions fp32",
+    r".*-m dist_amp\.verify --bit_exact": "--world_sizes 1,2",
     r"bash launch/test\.sh": "--collect-only -q",
     r"(dist_amp new|python -m dist_amp\.(sample|tokenize|verify))$": "--help",
     r"python -m benchmarks (amp|overhead) ": "--smoke",
     r"python -m benchmarks pretrained": "--layers 1",
     r"python -m benchmarks packing": "--documents 1000",
     r".*benchmarks[. ](data|activations|checkpoint|collectives|bit_exact|tripwires)": SMALL_GPT,
-    r".*benchmarks\.(bit_exact|tripwires)": "--train.steps 4 --train.global_batch_size auto",
+    r".*benchmarks\.(bit_exact|tripwires)": "--train.steps 4 --train.global_batch_size 16 "
+    "--train.micro_batch_size 2",
 }
 
 # Tests of these take 1 s; a block with any other command is a slow test.
