@@ -2,10 +2,12 @@
 #   docker build -t dist_amp .
 #   docker run --rm --gpus all --shm-size 8g -v dist_amp_runs:/app/runs dist_amp                 # the demo
 #   docker run --rm -p 127.0.0.1:6006:6006 -v dist_amp_runs:/app/runs dist_amp tensorboard --logdir runs --host 0.0.0.0
-# To change: BASE is any image with Python 3.11 or newer and its venv module. TORCH_INDEX is where torch comes from, if
-# not from pip's own index: pytorch.org's install page names one for ROCm and one for the CPU alone (a small image).
+# To change: BASE is any image with Python 3.11 or newer and its venv module. The default is pinned to a build of October
+# 2026; `docker buildx imagetools inspect python:3.12-slim` shows the newest one's digest, with Debian's fixes since.
+# TORCH_INDEX is where torch comes from, if not from pip's own index: pytorch.org's install page names one for ROCm and
+# one for the CPU alone (a small image).
 #   docker build --build-arg TORCH_INDEX=... -t dist_amp .
-ARG BASE=python:3.12-slim
+ARG BASE=python:3.12.15-slim-trixie@sha256:29113dcae7aad06daa8e95260fa09f27d62be33b9687ea3774f771d601a02256
 FROM ${BASE}
 RUN python3 -c 'import sys; found = sys.version.split()[0]; sys.version_info >= (3, 11) or \
     sys.exit(f"error: BASE has Python {found}, and dist_amp needs 3.11 or newer; give another by --build-arg BASE=")' \
@@ -13,11 +15,12 @@ RUN python3 -c 'import sys; found = sys.version.split()[0]; sys.version_info >= 
 ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1
 WORKDIR /app
 # iproute2: launch/many_nodes.sh needs `ip`. gcc, libc6-dev: Triton compiles with them when compile.blocks=true runs on a
-# GPU. numactl: torchrun binds ranks by it. The others: NCCL's way to InfiniBand and RoCE; without them it uses TCP, at a
-# fraction of the rate. Of any version, as of the base. A BASE without apt must bring them, or do without.
+# GPU. numactl: torchrun binds ranks by it. git: for `dist_amp new`, and for work in a dev container. The others: NCCL's
+# way to InfiniBand and RoCE; without them it uses TCP, at a fraction of the rate. Of any version, for Debian's fixes. A
+# BASE without apt must bring them, or do without.
 # hadolint ignore=DL3008
 RUN if command -v apt-get; then apt-get update && apt-get install -y --no-install-recommends \
-    iproute2 gcc libc6-dev numactl rdma-core libibverbs1 ibverbs-providers librdmacm1 \
+    iproute2 gcc libc6-dev numactl git rdma-core libibverbs1 ibverbs-providers librdmacm1 \
     && rm -rf /var/lib/apt/lists/*; fi
 
 # From what seldom changes to what often does: an edited source file builds the last layer alone.

@@ -25,6 +25,7 @@ else
             fail "python3 has no venv module; on Debian and Ubuntu: apt-get install python3-venv"
         echo "setting up $root/.venv (once; some minutes)"
         [ -x "$PYTHON" ] || python3 -m venv "$root/.venv"
+        "$PYTHON" -m pip --version >/dev/null 2>&1 || "$PYTHON" -m ensurepip >/dev/null # uv makes .venv without pip
         "$PYTHON" -m pip install --quiet --disable-pip-version-check \
             -c "$root/launch/constraints.txt" -e "${root}[test]" ||
             fail "pip could not install the pinned packages; the lines above say why"

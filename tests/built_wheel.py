@@ -1,6 +1,8 @@
 """Build the wheel, and install it beside nothing but the packages that it declares."""
 
+import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +17,15 @@ from packaging.requirements import Requirement
 
 TORCHRUN = "#!{python}\nfrom torch.distributed.run import main\n\nmain()\n"
 NOT_COPIED = shutil.ignore_patterns("__pycache__", "build", "*.egg-info", ".*")
+
+
+def settings_of_pip() -> dict[str, str]:
+    """What this machine's pip is told, by its name; an option of several words is one text."""
+    command = [sys.executable, "-m", "pip", "config", "list"]
+    listed = subprocess.check_output(command, text=True)
+    told = dict(re.findall(r"^global\.([\w-]+)=(.*)$", listed, re.MULTILINE))
+    told |= dict(re.findall(r"^:env:\.([\w-]+)=(.*)$", listed, re.MULTILINE))  # it wins
+    return {key: str(ast.literal_eval(value)) for key, value in told.items()}
 
 
 def copy_source(folder: Path) -> Path:

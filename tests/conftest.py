@@ -17,7 +17,7 @@ torch.set_num_threads(1)
 # Need tests/engines.sh. DIST_AMP_ENGINES=required, as in .ci/run: a skip is a failure.
 ENGINES = {
     *("test_browser", "test_container", "test_kubernetes", "test_launch"),
-    *("test_optim", "test_ray", "test_s3", "test_site", "test_slurm", "test_trackers"),
+    *("test_optim", "test_ray", "test_s3", "test_site", "test_slurm", "test_trackers", "test_uv"),
 }
 REQUIRED = os.environ.get("DIST_AMP_ENGINES") == "required"
 

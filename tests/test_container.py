@@ -5,7 +5,6 @@ No registry of images is asked: mmdebstrap makes the base. Of this machine the b
 own pip is told: which index, which certificates.
 """
 
-import ast
 import json
 import os
 import re
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from built_wheel import settings_of_pip
 from conftest import ROOT
 
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
@@ -50,10 +50,7 @@ def linter(name):
 
 def of_this_machines_pip(folder):
     """Options that mount what this machine's pip is told: a pip.conf, and what it names."""
-    listed = run(sys.executable, "-m", "pip", "config", "list").stdout
-    told = dict(re.findall(r"^global\.([\w-]+)=(.*)$", listed, re.M))
-    told |= dict(re.findall(r"^:env:\.([\w-]+)=(.*)$", listed, re.M))  # the environment wins
-    settings = {key: str(ast.literal_eval(value)) for key, value in told.items()}
+    settings = settings_of_pip()
     lines = ["[global]", *(f"{key} = {text}" for key, text in settings.items()), ""]
     (folder / "pip.conf").write_text("\n".join(lines))
     mounts = {folder / "pip.conf": "/etc/pip.conf"}
@@ -136,7 +133,7 @@ def make_context(engine):
     names = (".git", ".venv*", "runs", "__pycache__", ".*_cache", "*.egg-info")
     shutil.copytree(ROOT, engine.context, ignore=shutil.ignore_patterns(*names))
     gathered = ".venv/bin/python runs/old/summary.json .env dist_amp/__pycache__/step.pyc .git/HEAD"
-    for name in gathered.split():
+    for name in [*gathered.split(), "uv.lock"]:
         path = engine.context / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("not for an image")
@@ -183,6 +180,31 @@ def test_the_compose_files_ports_are_local_its_services_share_one_image_and_a_ru
     assert all(service["volumes"][0].startswith("runs:/app/runs") for service in services.values())
 
 
+def test_the_base_is_pinned_in_the_dockerfile_alone():
+    (base,) = re.findall(r"^ARG BASE=(.*)$", (ROOT / "Dockerfile").read_text(), re.M)
+    assert re.fullmatch(r"python:3\.\d+\.\d+-slim-\w+@sha256:[0-9a-f]{64}", base)
+    given = COMPOSE["services"]["train"]["build"]["args"]
+    assert given == ["BASE", "TORCH_INDEX"], "without values: those of the environment, if any"
+
+
+def test_the_dev_container_is_the_image_with_this_folder_as_its_user():
+    text = (ROOT / ".devcontainer/devcontainer.json").read_text()
+    settings = json.loads(re.sub(r"^ *//.*$", "", text, flags=re.M))
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    assert (
+        (ROOT / ".devcontainer" / settings["build"]["dockerfile"])
+        .resolve()
+        .samefile(ROOT / "Dockerfile")
+    )
+    assert f"WORKDIR {settings['workspaceFolder']}\n" in dockerfile
+    assert f"target={settings['workspaceFolder']}," in settings["workspaceMount"]
+    assert f"--create-home {settings['remoteUser']};" in dockerfile
+    assert set(settings["build"]["args"]) <= set(re.findall(r"^ARG (\w+)", dockerfile, re.M))
+    assert settings["hostRequirements"] == {"gpu": "optional"}
+    python = settings["customizations"]["vscode"]["settings"]["python.defaultInterpreterPath"]
+    assert f"DIST_AMP_PYTHON={python}\n" in dockerfile
+
+
 # ---- the image ----
 
 
@@ -202,7 +224,7 @@ def test_the_image_holds_the_project_and_nothing_of_this_machine(engine):
     assert numactl.endswith("/numactl"), "torchrun needs it to bind ranks"
     assert int(rdma) >= 3, "NCCL loads them for InfiniBand and RoCE"
     assert {"dist_amp", "launch", "tests", "configs", "runs"} <= set(names)
-    assert not {".venv", ".git", ".env", "old", "./dist_amp/__pycache__"} & set(names)
+    assert not {".venv", ".git", ".env", "old", "./dist_amp/__pycache__", "uv.lock"} & set(names)
     assert "[global]" not in names, "pip's settings were lent, not kept"
 
 
