@@ -50,7 +50,6 @@ def adamw_8bit(groups, lr):
 
 
 MAKERS = {
-    "muon": Muon,
     "adafactor": lambda groups, lr: torch.optim.Adafactor(groups, lr=lr),
     "lion": Lion,
     "counting": Counting,
@@ -62,6 +61,7 @@ MAKERS = {
     "fused adamw": lambda groups, lr: torch.optim.AdamW(groups, lr=lr, fused=True),
     "fused sgd": lambda groups, lr: torch.optim.SGD(groups, lr=lr, momentum=0.9, fused=True),
 }
+MAKERS.update(muon=Muon)
 
 
 class Own(Overflow):

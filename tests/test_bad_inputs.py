@@ -16,6 +16,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
+from messages import message_of
 from PIL import Image
 from tiny import Rows, Tiny, make_run, take_steps
 from torch import nn
@@ -35,15 +36,6 @@ from dist_amp.supervise.explain import explain_data as explain
 from dist_amp.world import World, start
 
 SMALL = ["--train.micro_batch_size", 4, "--data.shuffle", "false"]
-
-
-def message_of(status, call, *args, **settings):
-    """The message of the Failure: one line, with this exit status."""
-    with pytest.raises(Failure) as caught:
-        call(*args, **settings)
-    assert caught.value.exit_code == status
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 # ---- settings that do not exist ----

@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
+from messages import message_of
 from ranks import on_ranks
-from test_bad_inputs import message_of
 from tiny import Rows, Tiny, log, make_run, parameters_of, take_steps
 
 from dist_amp.checkpoint.saver import save

@@ -10,8 +10,19 @@ import pytest
 import torch
 import torch._dynamo
 import torch.nn.functional as F
+from byte_model import (
+    BF16,
+    COMPILED,
+    EVERY_SECOND,
+    FP32,
+    FULL,
+    SELECTIVE,
+    Bytes,
+    bytes_run,
+    nothing_compiled_yet,  # noqa: F401
+)
 from ranks import on_ranks
-from tiny import Rows, Tiny, make_run, take_steps
+from tiny import Tiny, make_run, take_steps
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -21,49 +32,15 @@ from dist_amp.diagnostics.nonfinite import find_nonfinite
 from dist_amp.errors import ConfigError
 from dist_amp.scaling import compile as compiling
 from dist_amp.scaling.compile import as_compiled_so_far, check_compile
-from dist_amp.settings import CompileConfig, DataConfig
+from dist_amp.settings import CompileConfig
 from dist_amp.step import loss_of
-from dist_amp.tasks.causal_lm import CausalLM
 from dist_amp.verify.cells import capture
 from dist_amp.verify.reference import relative_error
 from dist_amp.world import World
 
 LAYOUTS = {"single": 1, "ddp": 2, "fsdp": 2}
-FP32, BF16 = ["--use_amp", "false"], ["--precision.dtype", "bf16"]
-# Traces and cuts graphs as inductor does, and runs them with torch's own kernels: seconds, not
-# minutes.
-COMPILED = ["--compile.blocks", "true", "--compile.mode", "aot_eager"]
 INDUCTOR = ["--compile.blocks", "true"]
-FULL = ["--parallel.activation_checkpointing", "full"]
-SELECTIVE = ["--parallel.activation_checkpointing", "selective"]
-EVERY_SECOND = ["--parallel.activation_checkpointing", "2"]
 TOKENS, CHUNK = 64, 20  # of a micro-batch; at a time: the last chunk is smaller
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled_yet():
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(recompile_limit=8):
-        yield
-
-
-class Bytes(CausalLM):
-    """The GPT, small, on random bytes."""
-
-    def __init__(self, loss_chunk="off", layers=3, tied=True):
-        shape = {"context": 16, "width": 16, "layers": layers, "heads": 2, "vocabulary": 256}
-        super().__init__(DataConfig(), **shape, tied=tied, loss_chunk=loss_chunk)
-
-    def build_dataset(self, split):
-        generator = torch.Generator().manual_seed(0)
-        tokens = torch.randint(0, 256, (64, self.context + 1), generator=generator)
-        return Rows(input_ids=tokens, labels=tokens)
-
-
-def bytes_run(world, task, *words):
-    return make_run(
-        world, task, "--train.micro_batch_size", 4, "--train.accumulation_steps", 2, *words
-    )
 
 
 def gradients(world, task, words):

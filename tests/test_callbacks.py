@@ -7,8 +7,8 @@ import textwrap
 
 import pytest
 from conftest import ROOT
+from optimizer_runs import Counter
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_optim import Counter
 from tiny import Tiny, log, make_run, take_steps
 
 from dist_amp import task

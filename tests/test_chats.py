@@ -9,7 +9,7 @@ import datasets
 import pytest
 
 pytest.importorskip("transformers")
-from test_bad_inputs import message_of
+from messages import message_of
 from test_tokens import source
 from tiny_hf import MARKED_TEMPLATE, TEMPLATE, chats, make_tokenizer
 

@@ -15,8 +15,8 @@ import pyarrow.parquet
 import pytest
 import torch
 import torch.nn.functional as F
+from messages import message_of
 from PIL import Image
-from test_bad_inputs import message_of
 from tiny import Tiny, make_run
 
 from dist_amp.commands import tokenize as command

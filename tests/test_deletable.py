@@ -70,6 +70,8 @@ def test_each_file_of_an_optional_folder_belongs_to_a_feature():
 
 def test_the_tests_of_projects_and_the_features_that_they_need_exist():
     needs = tomllib.loads((deletable.ROOT / "features.toml").read_text())["tests"]
+    every = needs.pop("every_project")
+    assert [file for file in every if not (deletable.ROOT / file).exists()] == []
     for file, rows in needs.items():
         body = ast.parse((deletable.ROOT / file).read_text()).body
         names = {name for node in body for name in defined(node)}

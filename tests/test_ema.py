@@ -4,10 +4,10 @@ is evaluated.
 
 import pytest
 import torch
+from optimizer_runs import LAYOUTS, Counter, words
 from own_optimizers import Own
 from ranks import on_ranks
 from safetensors.torch import load_file
-from test_optim import LAYOUTS, Counter, words
 from tiny import Tiny, make_run, parameters_of, take_steps, whole
 
 from dist_amp.checkpoint.saver import save

@@ -8,12 +8,12 @@ from unittest.mock import patch
 import pytest
 import torch
 from ranks import on_ranks
-from test_step import HostReads
 from tiny import Rows, Tiny, log_row, make_run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from benchmarks.harness import HostReads
 from dist_amp.config.load import load_config
 from dist_amp.data import Padding
 from dist_amp.diagnostics import consistency

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import ROOT
+from messages import message_of
 from PIL import Image
-from test_bad_inputs import message_of
 from tiny import make_run, take_steps
 
 from dist_amp.config.load import load_config

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import numpy
 import pytest
 import torch
-from test_bad_inputs import message_of
+from messages import message_of
 from tiny import Rows, Tiny, make_run, take_steps
 
 from dist_amp.checkpoint.compatibility import check_config

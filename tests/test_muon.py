@@ -5,9 +5,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from optimizer_runs import Counter, given_gradients, words
 from own_optimizers import Own
 from ranks import on_ranks
-from test_optim import Counter, given_gradients, words
 from tiny import make_run, moments_of, parameters_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import built_wheel
 import pytest
-from conftest import ROOT
+from conftest import ROOT, sample_of
 from deletable import TASK
 
-from dist_amp.commands import new, project
+from dist_amp.commands import new, project, project_tests
 from dist_amp.commands.deletion import definitions_without_users, names_in
 from dist_amp.commands.features import choose, named, of_projects, read_table, with_dependents
 
@@ -23,7 +23,7 @@ TABLE = read_table(ROOT)
 FEATURES = [name for name, row in TABLE.items() if not row.get("clone")]
 FILES = ["Dockerfile", "README.md", "configs", "launch", "my_project", "pyproject.toml", "tests"]
 RANDOM_SETS = 50
-TESTED_SETS = (1, 2, 7)  # whose own tests are run
+TEST_FILES = 12  # of a large project that are run, so that it takes minutes
 
 
 def make(folder, *words):
@@ -131,6 +131,17 @@ def trains_and_resumes(root):
 
 
 # ---- choices ----
+
+
+def test_a_features_own_tests_settings_and_page_come_with_it(tmp_path, default):
+    assert make(tmp_path, "--with", "ema") == 0
+    root = tmp_path / "my_project"
+    assert not (default / "tests/test_ema.py").exists()
+    own = project_tests.tests_in((root / "tests/test_ema.py").read_text())
+    assert "test_the_average_follows_applied_steps_and_a_skipped_one_leaves_it_bit_for_bit" in own
+    assert "test_an_export_is_the_average_unless_the_trained_weights_are_asked_for" not in own
+    line = f"- ema: {TABLE['ema']['about']}; {TABLE['ema']['docs']} (`optim.ema`)"
+    assert line in (root / "README.md").read_text()
 
 
 def test_a_feature_that_needs_others_says_so_and_adds_them_with_yes(tmp_path, capsys):
@@ -241,12 +252,20 @@ def make_with(folder, features):
     return folder / "my_project"
 
 
-def stands_by_itself(folder, features):
-    """Nothing is undefined, unused or of a wrong type."""
+def works(folder, features, test_files=None):
+    """Nothing is undefined, unused or of a wrong type; tests pass, and it trains and resumes.
+
+    test_files: how many of them are run, chosen by the features; None: all.
+    """
     root = make_with(folder, features)
     python(root, "ruff", "check", "--no-cache", "--select", "F", ".")
     assert nothing_is_dead(root)
     python(root, "mypy")
+    files = [f"tests/{path.name}" for path in (root / "tests").glob("test_*.py")]
+    if test_files is not None:
+        files = sample_of(files, test_files, features)
+    call(root, "bash", "launch/test.sh", "-q", *files)
+    trains_and_resumes(root)
 
 
 def without(features):
@@ -262,16 +281,16 @@ def nothing_is_dead(root):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("feature", FEATURES)
-def test_a_project_with_one_feature_stands_by_itself(tmp_path, feature):
-    stands_by_itself(tmp_path, [feature])
+def test_a_project_with_one_feature_works(tmp_path, feature):
+    works(tmp_path, [feature])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("feature", FEATURES)
-def test_a_project_without_one_feature_stands_by_itself(tmp_path, feature):
+def test_a_project_without_one_feature_works(tmp_path, feature):
     table = {name: TABLE[name] for name in FEATURES}
     gone = with_dependents([feature], table)
-    stands_by_itself(tmp_path, [name for name in FEATURES if name not in gone])
+    works(tmp_path, [name for name in FEATURES if name not in gone], TEST_FILES)
 
 
 def random_features(seed):
@@ -281,16 +300,8 @@ def random_features(seed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(RANDOM_SETS))
-def test_a_project_with_random_features_stands_by_itself(tmp_path, seed):
-    stands_by_itself(tmp_path, random_features(seed))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", TESTED_SETS)
-def test_a_project_with_random_features_passes_its_tests_trains_and_resumes(tmp_path, seed):
-    root = make_with(tmp_path, random_features(seed))
-    call(root, "bash", "launch/test.sh", "-q")
-    trains_and_resumes(root)
+def test_a_project_with_random_features_works(tmp_path, seed):
+    works(tmp_path, random_features(seed), TEST_FILES)
 
 
 @pytest.mark.slow

@@ -7,10 +7,10 @@ from unittest.mock import patch
 import pytest
 import torch
 from ranks import on_ranks
-from test_step import HostReads
 from tiny import Overflow, Tiny, log, log_row, make_run
 from torch import nn
 
+from benchmarks.harness import HostReads
 from dist_amp.diagnostics.nonfinite import NonFinite
 from dist_amp.diagnostics.nonfinite_replay import MAX_FILES, NonfiniteReplay
 from dist_amp.errors import ConfigError, DataError

@@ -7,13 +7,12 @@ import math
 
 import pytest
 import torch
+from optimizer_runs import LAYOUTS, Counter, given_gradients, words
 from own_optimizers import MAKERS, Lion, Own
 from ranks import on_ranks
 from tiny import Tiny, log_row, make_run, parameters_of, take_steps
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import SGD
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dist_amp.checkpoint.saver import Saver, save
 from dist_amp.errors import ConfigError, DataError
@@ -25,33 +24,11 @@ from dist_amp.settings import OptimConfig
 from dist_amp.step import train_step
 from dist_amp.world import World, local
 
-LAYOUTS = [(1, "single"), (2, "ddp"), (2, "fsdp")]
-
-
-def words(folder, strategy, *more):
-    small = ["--train.steps", 10, "--train.micro_batch_size", 2, "--optim.lr", 0.01]
-    small += ["--data.shuffle", "false", "--parallel.strategy", strategy]
-    return [*small, "--run.dir", str(folder), *more]
-
-
 FP16 = ["--precision.dtype", "fp16", "--precision.scaler.init_scale", 64]
 
 
 def are_equal(one, other):
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-class Counter(TorchDispatchMode):
-    """Counts the operations with this in their names."""
-
-    def __init__(self, name):
-        super().__init__()
-        self.name = name
-        self.count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += self.name in str(function)
-        return function(*args, **(kwargs or {}))
 
 
 # A task's own optimizer.
@@ -526,14 +503,6 @@ def test_wsd_warms_up_stays_and_decays_in_the_last_fifth_of_the_steps():
 
 
 # Muon.
-
-
-def given_gradients(model, seed):
-    generator = torch.Generator().manual_seed(seed)
-    for p in model.parameters():
-        p.grad = torch.randn(p.shape, generator=generator)
-        if isinstance(p, DTensor):
-            p.grad = distribute_tensor(p.grad, p.device_mesh, p.placements, src_data_rank=None)
 
 
 def test_muon_gives_the_numbers_of_torchs_own_on_matrices_and_of_adamw_on_the_others():

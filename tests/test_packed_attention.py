@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from test_bad_inputs import message_of
-from test_optim import Counter
+from messages import message_of
+from optimizer_runs import Counter
 from test_packing_leak import VOCABULARY, Packed, packed_run, reference_of, write_model
 from test_recompute import recomputed_names
 from tiny import make_run, take_steps

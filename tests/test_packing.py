@@ -6,8 +6,8 @@ import numpy
 import pyarrow.parquet
 import pytest
 import torch
+from messages import message_of
 from ranks import on_ranks
-from test_bad_inputs import message_of
 from tiny import make_run, parameters_of, take_steps
 from torch.utils._python_dispatch import TorchDispatchMode
 

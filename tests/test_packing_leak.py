@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from messages import message_of
 from ranks import on_ranks
-from test_bad_inputs import message_of
 from test_packing import Documents
 from tiny import make_run, take_steps
 from torch import nn

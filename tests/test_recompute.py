@@ -5,18 +5,17 @@ without.
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import on_ranks
-from test_blocks import (  # noqa: F401
+from byte_model import (
     BF16,
-    COMPILED,
     EVERY_SECOND,
     FP32,
     FULL,
     SELECTIVE,
     Bytes,
     bytes_run,
-    nothing_compiled_yet,
+    nothing_compiled_yet,  # noqa: F401
 )
+from ranks import on_ranks
 from test_step import Operations
 from tiny import Rows, Tiny, make_run, take_steps
 from torch import nn

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from forked import TESTS
+import slow_ranks
 from slow_ranks import PHASES
 
 from dist_amp.clock import OWN_PHASES
@@ -97,7 +97,7 @@ def warnings_of(launch, phase, strategy="ddp", ranks=4):
     words = ["--task.args.phase", phase, "--parallel.strategy", strategy, "--train.steps", 40]
     words += ["--metrics.log_every", 4, "--checkpoint.every", "off", "--eval.every", "off"]
     words += ["--task.args.rank", ranks - 1]
-    done = launch.each(ranks, "--task.target", f"{TESTS}/slow_ranks.py:SlowRank", *words)
+    done = launch.each(ranks, "--task.target", f"{slow_ranks.__file__}:SlowRank", *words)
     assert [one.returncode for one in done] == [0] * ranks, done[0].stderr
     lines = done[0].stderr.splitlines()
     return [line for line in lines if "without waiting for other ranks" in line]

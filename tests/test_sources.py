@@ -17,8 +17,8 @@ import numpy
 import pytest
 import torch
 from conftest import ROOT
+from messages import message_of
 from PIL import Image
-from test_bad_inputs import message_of
 from test_config import assert_says
 from tiny import make_run, parameters_of, take_steps
 

@@ -18,7 +18,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from test_bad_inputs import message_of
+from messages import message_of
 
 from dist_amp.commands import tokenize as command
 from dist_amp.errors import Failure

@@ -16,7 +16,7 @@ from dist_amp.sources.tokenizer import check_vocabulary, of_transformers, open_t
 from dist_amp.sources.tokens import TokenizedWhenRead, token_documents, tokenize
 
 pytest.importorskip("transformers")
-from test_bad_inputs import message_of
+from messages import message_of
 from tiny_hf import CHAT, MARKED_TEMPLATE, chats, make_tokenizer, write_rows
 from transformers import AutoTokenizer
 

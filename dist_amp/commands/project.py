@@ -152,7 +152,7 @@ def write_texts(folder: Path, plan: Plan, root: Path, target: str) -> None:
         folders.append(f"| {path}/ | {what} |")
     chosen = []
     for name in plan.features:
-        line = f"- {name}: {rows[name]['about']}"
+        line = f"- {name}: {rows[name]['about']}; {rows[name]['docs']}"
         settings = rows[name].get("settings", ())
         if settings:
             line += f" (`{'`, `'.join(settings)}`)"

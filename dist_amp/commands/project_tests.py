@@ -1,13 +1,15 @@
 """The tests of a project: those of ours that need nothing but what it has.
 
-Of each file that features.toml lists under [tests], what imports, sets or names something that the
-project lacks is left out, and what used that, and tests whose features were not chosen.
+Files: those that features.toml lists as every project's, and those of the chosen features. What
+imports, sets or names something that the project lacks is left out, and what used that; and tests
+that are slow, need a GPU, or whose features under [tests] were not chosen.
 """
 
 import ast
 import re
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,6 +19,7 @@ from typing import Any
 from dist_amp.commands.deletion import names_of, span_with_comments, without_lines
 from dist_amp.commands.features import package_of
 
+MARKS = {"pytest.mark.slow", "pytest.mark.gpu", "pytest.mark.engine"}  # of tests that stay here
 # What a project's tests may import besides what its package does.
 ALWAYS = {"pytest", "torch", "tensorboard", "dist_amp", *sys.stdlib_module_names}
 Needs = Mapping[str, Mapping[str, Any]]  # {file: {test, or "file" for all: [features]}}
@@ -25,12 +28,14 @@ Needs = Mapping[str, Mapping[str, Any]]  # {file: {test, or "file" for all: [fea
 def copy_tests(root: Path, folder: Path, features: set[str], settings: set[str]) -> None:
     """From the repository to a project that still has our package's name. settings: deleted."""
     table = tomllib.loads((root / "features.toml").read_text(encoding="utf-8"))
-    needs = table.get("tests", {})
+    needs = table["tests"]
+    files = ["tests/conftest.py", *needs.pop("every_project")]
+    for name in sorted(features):
+        files += table[name].get("tests", ())
     tests = Tests(root, folder, features, settings, needs)
     (folder / "tests").mkdir()
-    for file in needs:
+    for file in files:
         tests.copy(Path(file).stem)
-    tests.copy("conftest")
 
 
 @dataclass
@@ -96,6 +101,9 @@ class Tests:
         """Whether a statement defines, uses, imports or names what is not there."""
         if defined(node) & missing:
             return True
+        for mark in getattr(node, "decorator_list", ()):
+            if ast.unparse(mark) in MARKS:
+                return True
         for part in ast.walk(node):
             is_gone = False
             if isinstance(part, ast.Import | ast.ImportFrom):
@@ -201,19 +209,21 @@ def tests_in(text: str) -> list[str]:
 
 def without_unused(text: str, before: str) -> str:
     """Without definitions that only removed tests used."""
-    used = re.findall(r"\w+", before)
+    used = Counter(re.findall(r"\w+", before))
     while True:
-        words = re.findall(r"\w+", text)
+        words = Counter(re.findall(r"\w+", text))
+        lines = text.splitlines()
         unused: set[int] = set()
         for node in ast.parse(text).body:
             decorators = [ast.unparse(item) for item in getattr(node, "decorator_list", ())]
             if "autouse" in " ".join(decorators):
                 continue
-            own = re.findall(r"\w+", ast.get_source_segment(text, node) or "")
+            source = lines[node.lineno - 1 : node.end_lineno]
+            own = re.findall(r"\w+", "\n".join(source))
             for name in defined(node):
-                is_unused = words.count(name) == own.count(name) < used.count(name)
+                is_unused = words[name] == own.count(name) < used[name]
                 if is_unused and not name.startswith("test_"):
-                    unused |= span_with_comments(node, text.splitlines())
+                    unused |= span_with_comments(node, lines)
         if not unused:
             return text
         text = without_lines(text, unused)
