@@ -139,7 +139,8 @@ def test_a_features_own_tests_settings_and_page_come_with_it(tmp_path, default):
     assert not (default / "tests/test_ema.py").exists()
     own = project_tests.tests_in((root / "tests/test_ema.py").read_text())
     assert "test_parameters_that_are_stored_in_bf16_have_a_float32_average" in own
-    assert "test_an_export_is_the_average_unless_the_trained_weights_are_asked_for" not in own
+    exported = "test_export_and_sample_use_the_average_unless_the_parameters_are_asked_for"
+    assert exported not in own
     line = f"- ema: {TABLE['ema']['about']}; {TABLE['ema']['docs']} (`optim.ema`)"
     assert line in (root / "README.md").read_text()
 
