@@ -44,7 +44,7 @@ NEEDS = {
     r"bash launch/chaos\.sh( --any_world)?$": "twenty minutes: tests/test_chaos.py",
     r"python tests/deletable\.py$": "an hour: tests/test_deletable.py",
     r"\(ulimit": "memory that runs out: tests/test_memory.py",
-    r"dist_amp (update|adopt muon)$": "a project in git: tests/test_update.py",
+    r"dist_amp (update|adopt muon( --remove ema)?)$": "a project in git: tests/test_update.py",
 }
 
 

