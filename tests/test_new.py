@@ -12,7 +12,7 @@ from pathlib import Path
 
 import built_wheel
 import pytest
-from conftest import ROOT, sample_of
+from conftest import ROOT
 from deletable import TASK
 
 from dist_amp.commands import new, project, project_tests
@@ -23,7 +23,11 @@ TABLE = read_table(ROOT)
 FEATURES = [name for name, row in TABLE.items() if not row.get("clone")]
 FILES = ["Dockerfile", "README.md", "configs", "launch", "my_project", "pyproject.toml", "tests"]
 RANDOM_SETS = 50
-TEST_FILES = 12  # of a large project that are run, so that it takes minutes
+TESTED_SETS = (1, 2, 7)  # whose own tests are run, as those of these features alone:
+TESTED_FEATURES = (
+    *("ema", "gpu_checks", "group_rates", "numerics", "profiling", "reduction_choice"),
+    *("sample", "slurm", "task_optimizer", "task_state", "tokenize"),
+)
 
 
 def make(folder, *words):
@@ -253,20 +257,12 @@ def make_with(folder, features):
     return folder / "my_project"
 
 
-def works(folder, features, test_files=None):
-    """Nothing is undefined, unused or of a wrong type; tests pass, and it trains and resumes.
-
-    test_files: how many of them are run, chosen by the features; None: all.
-    """
+def stands_by_itself(folder, features):
+    """Nothing is undefined, unused or of a wrong type."""
     root = make_with(folder, features)
     python(root, "ruff", "check", "--no-cache", "--select", "F", ".")
     assert nothing_is_dead(root)
     python(root, "mypy")
-    files = [f"tests/{path.name}" for path in (root / "tests").glob("test_*.py")]
-    if test_files is not None:
-        files = sample_of(files, test_files, features)
-    call(root, "bash", "launch/test.sh", "-q", *files)
-    trains_and_resumes(root)
 
 
 def without(features):
@@ -282,16 +278,16 @@ def nothing_is_dead(root):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("feature", FEATURES)
-def test_a_project_with_one_feature_works(tmp_path, feature):
-    works(tmp_path, [feature])
+def test_a_project_with_one_feature_stands_by_itself(tmp_path, feature):
+    stands_by_itself(tmp_path, [feature])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("feature", FEATURES)
-def test_a_project_without_one_feature_works(tmp_path, feature):
+def test_a_project_without_one_feature_stands_by_itself(tmp_path, feature):
     table = {name: TABLE[name] for name in FEATURES}
     gone = with_dependents([feature], table)
-    works(tmp_path, [name for name in FEATURES if name not in gone], TEST_FILES)
+    stands_by_itself(tmp_path, [name for name in FEATURES if name not in gone])
 
 
 def random_features(seed):
@@ -301,8 +297,25 @@ def random_features(seed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(RANDOM_SETS))
-def test_a_project_with_random_features_works(tmp_path, seed):
-    works(tmp_path, random_features(seed), TEST_FILES)
+def test_a_project_with_random_features_stands_by_itself(tmp_path, seed):
+    stands_by_itself(tmp_path, random_features(seed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", TESTED_SETS)
+def test_a_project_with_random_features_passes_the_core_tests_trains_and_resumes(tmp_path, seed):
+    root = make_with(tmp_path, random_features(seed))
+    files = tomllib.loads((ROOT / "features.toml").read_text())["tests"]["every_project"]
+    call(root, "bash", "launch/test.sh", "-q", *[file for file in files if (root / file).exists()])
+    trains_and_resumes(root)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("feature", TESTED_FEATURES)
+def test_a_project_with_one_feature_passes_the_features_tests(tmp_path, feature):
+    root = make_with(tmp_path, [feature])
+    files = [file for file in TABLE[feature]["tests"] if (root / file).exists()]
+    call(root, "bash", "launch/test.sh", "-q", *files)
 
 
 @pytest.mark.slow
