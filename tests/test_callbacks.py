@@ -208,10 +208,12 @@ def test_the_metrics_that_the_recipes_show_compare_with_the_runs_own():
     (example,) = re.findall(r"(?sm)^    def train_metrics.*?^        }\n", page)
     shown = {}
     exec(textwrap.dedent(example), shown)
-    task = type("Shown", (Tiny,), {"train_metrics": shown["train_metrics"]})()
+    shown["share"] = 0.25  # the page's loss_sum sets it
+    task = type("Shown", (Tiny,), {name: shown[name] for name in ("share", "train_metrics")})()
     run = make_run(World(), task, "--train.max_grad_norm", 1e-3)
     report = take_steps(run, 1)[0]
     values = train_metrics(run, report)
+    assert values["train/share"] == 0.25
     assert values["train/clipped"] == 1
     assert values["train/loss_of_this_rank"] == report.loss_sum / report.weight
 

@@ -261,9 +261,9 @@ def saved_with_accuracy(folder, best_metric):
     """The last digits of the checkpoints that are left of steps 1 to 5."""
     run = new_run(folder)
     run.task.best_metric = best_metric
-    for accuracy in (0.2, 0.8, 0.4, 0.1, 0.5):
+    for loss, accuracy in ((5, 0.2), (4, 0.8), (1, 0.4), (3, 0.1), (2, 0.5)):
         take_steps(run, 1)
-        run.metrics.write_evaluation(run.step, {"loss": 1.0 / run.step, "accuracy": accuracy})
+        run.metrics.write_evaluation(run.step, {"loss": float(loss), "accuracy": accuracy})
         save(run)
     return [path.name[-1] for path in all_checkpoints(folder)]
 
@@ -275,13 +275,13 @@ def test_the_best_checkpoint_is_that_of_the_tasks_best_metric(tmp_path, capsys):
 
 
 @pytest.mark.bad_input("a task's `best_metric` that no evaluation has")
-@pytest.mark.parametrize("name", ["accurracy", "min:accuracy", "Max:accuracy"])
+@pytest.mark.parametrize("name", ["accurracy", "min:accuracy", "Max:accuracy", 0.5])
 def test_a_best_metric_that_no_evaluation_has_is_warned_of_with_those_it_has(
     tmp_path, capsys, name
 ):
-    assert saved_with_accuracy(tmp_path, name) == ["4", "5"]
+    assert saved_with_accuracy(tmp_path, name) == ["3", "4", "5"], "the lowest loss is kept"
     said = capsys.readouterr().err
-    assert f"the task's best_metric={name!r} is in no evaluation, so no best checkpoint" in said
+    assert f"the task's best_metric='{name}' is in no evaluation, so the lowest loss" in said
     assert "name one of loss, accuracy, or 'max:' and its name" in said
 
 

@@ -11,7 +11,7 @@ from tiny import Overflow, Tiny, log, log_row, make_run
 from torch import nn
 
 from benchmarks.harness import HostReads
-from dist_amp.diagnostics.nonfinite import NonFinite
+from dist_amp.diagnostics.nonfinite import NonFinite, stats_of
 from dist_amp.diagnostics.nonfinite_replay import MAX_FILES, NonfiniteReplay
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.step import train_step
@@ -192,6 +192,11 @@ def test_the_sample_whose_row_is_not_finite_is_named(tmp_path):
     for tensor in old["tensors"]:
         del tensor["rows"]  # as in reports of earlier versions
     assert "(samples 0, 1, 2, 3), forward" in str(NonFinite.from_json(json.dumps(old)))
+
+
+def test_a_report_of_many_bad_rows_stays_small():
+    (stats,) = stats_of("output", torch.full((2**16, 2), torch.nan))
+    assert (stats.nan, stats.rows) == (2**17, list(range(9)))
 
 
 def test_a_rank_without_a_sample_takes_part_in_the_replay(tmp_path):

@@ -170,6 +170,14 @@ def test_what_the_task_names_as_set_anew_in_each_step_is_not_warned_of(tmp_path,
     assert "keeps" not in capsys.readouterr().err
 
 
+@pytest.mark.bad_input("a task's `unsaved` that is no tuple of names")
+@pytest.mark.parametrize("given", ["queue", 3])
+def test_unsaved_that_is_no_tuple_of_names_is_refused_at_the_start(given):
+    task = type("Odd", (Remembers,), {"unsaved": given})()
+    with pytest.raises(ConfigError, match=rf"unsaved={given!r}: give a tuple of names"):
+        make_run(World(), task)
+
+
 def test_a_task_without_changes_is_not_warned_of(tmp_path, capsys):
     losses_after_a_resume(World(), tmp_path, "single", Tiny)
     assert "keeps" not in capsys.readouterr().err

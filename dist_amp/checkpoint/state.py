@@ -75,13 +75,14 @@ def take_snapshot(run: Run) -> Snapshot:
     )
     folder = checkpoint_folder(run.folder, run.step)
     keep = run.config.checkpoint.keep
-    best_metric = getattr(run.task, "best_metric", "loss")
+    best_metric = str(getattr(run.task, "best_metric", "loss"))
     names = run.metrics.evaluation
     if names and best_metric.removeprefix("max:") not in names:
         run.world.warn(
-            f"the task's best_metric={best_metric!r} is in no evaluation, so no best checkpoint "
-            f"is kept: name one of {', '.join(names)}, or 'max:' and its name"
+            f"the task's best_metric={best_metric!r} is in no evaluation, so the lowest loss "
+            f"counts: name one of {', '.join(names)}, or 'max:' and its name"
         )
+        best_metric = "loss"
     return Snapshot(folder, state, manifest, run.config_text, keep, best_metric)
 
 

@@ -81,7 +81,7 @@ class Unsaved:
     """Warns of what a task without state_dict, and an optimizer, keep where no checkpoint looks."""
 
     def __init__(self, run: Run):
-        """Errors: ConfigError for a task that has only one of state_dict and load_state_dict."""
+        """Errors: ConfigError for one of state_dict and load_state_dict alone, or odd unsaved."""
         self._run = run
         methods = [name for name in METHODS if hasattr(run.task, name)]
         if len(methods) == 1:
@@ -89,6 +89,9 @@ class Unsaved:
                 f"the task has {methods[0]}, but not both of state_dict() and "
                 "load_state_dict(state), which save and restore what it keeps; add the other"
             )
+        self._unsaved = getattr(run.task, "unsaved", ())
+        if not isinstance(self._unsaved, tuple | list | set):
+            raise ConfigError(f"the task's unsaved={self._unsaved!r}: give a tuple of names")
         self._owners: dict[str, Any] = {"the optimizer": run.optimizer}
         if not methods:
             self._owners["the task"] = run.task
@@ -99,8 +102,7 @@ class Unsaved:
         now = self._current()
         for owner, before in self._digests.items():
             changed = [name for name in now[owner] if now[owner][name] != before.get(name)]
-            unsaved = getattr(self._owners[owner], "unsaved", ())
-            changed = [name for name in changed if name not in unsaved]
+            changed = [name for name in changed if name not in self._unsaved]
             if changed:
                 self._run.world.warn(
                     f"{owner} keeps {', '.join(changed)}, which changed and is in no checkpoint: a "

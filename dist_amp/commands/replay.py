@@ -255,10 +255,7 @@ def layout_at(
 
 @dataclass
 class Layer:
-    """What a module did in a step: over its outputs, and its own parameters' gradients.
-
-    The gradients of the model itself are those of all its parameters.
-    """
+    """What a module did in a step: outputs; gradients of its own parameters (the model: all)."""
 
     kind: str
     largest: float = 0.0
@@ -292,8 +289,7 @@ def watched(run: ScriptRun, layers: dict[str, Layer]) -> Iterator[None]:
     with ExitStack() as hooks:
         for name, module in run.parallel.module.named_modules():
             parameters = list(module.parameters(recurse=False))
-            parts = list(module.children())
-            if parameters or not parts or name == "":
+            if parameters or not list(module.children()) or name == "":
                 layer = layers[clean_name(name) or "the model"] = Layer(class_name(module))
                 measure = partial(measure_output, layer)
                 hooks.enter_context(module.register_forward_hook(measure))

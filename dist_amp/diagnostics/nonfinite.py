@@ -28,6 +28,7 @@ from dist_amp.world import local
 sequence_number = torch._C._autograd._get_sequence_nr
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 TASK = "the task's loss_sum"
+LISTED = 8  # samples that are shown
 
 
 # ---- what is reported ----
@@ -43,7 +44,7 @@ class TensorStats:
     nan: int
     inf: int
     span: list[float]  # lowest and highest finite value; empty if there is none
-    rows: list[int] = field(default_factory=list)  # of dimension 0, that hold a nan or inf
+    rows: list[int] = field(default_factory=list)  # of dimension 0, not finite: the first few
 
     @property
     def finite(self) -> bool:
@@ -108,8 +109,8 @@ class NonFinite:
 
 
 def listed(samples: Sequence[int]) -> str:
-    shown = list(map(str, samples[:8]))
-    if len(samples) > 8:
+    shown = list(map(str, samples[:LISTED]))
+    if len(samples) > LISTED:
         shown.append("...")
     return ", ".join(shown)
 
@@ -136,13 +137,13 @@ def _counts(values: Tensor) -> tuple[int, int, list[float], list[int]]:
     span = [bound.item() for bound in torch.aminmax(values)]  # allocates nothing if all is finite
     if all(map(math.isfinite, span)):
         return 0, 0, span, []
-    finite = values[values.isfinite()]
+    is_finite = values.isfinite()
+    finite = values[is_finite]
     span = []
     if finite.numel():
         span = [bound.item() for bound in torch.aminmax(finite)]
-    is_bad = values.isfinite().logical_not()
-    rows = is_bad.reshape(*values.shape[:1], -1).any(-1).nonzero().flatten().tolist()
-    return int(values.isnan().sum()), int(values.isinf().sum()), span, rows
+    rows = (~is_finite).reshape(*values.shape[:1], -1).any(-1).nonzero().flatten()[: LISTED + 1]
+    return int(values.isnan().sum()), int(values.isinf().sum()), span, rows.tolist()
 
 
 def bad(stats: Iterable[TensorStats]) -> list[TensorStats]:
