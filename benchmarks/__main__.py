@@ -5,6 +5,7 @@ gpu          tokens/s, MFU and memory on one GPU: a hand-written loop, Accelerat
 overhead     time per step of train_step next to the same loops
 collectives  counts what a step sends, next to the formulas (torchrun -m benchmarks.collectives)
 checkpoint   how long a checkpoint blocks training (torchrun ... -m benchmarks.checkpoint)
+storage      how long a save blocks a run on object storage (torchrun ... -m benchmarks.storage)
 activations  bytes kept and FLOPs of a step for each parallel.activation_checkpointing
 log_step     what a log step costs the host of each rank, on up to 4,096 simulated ranks
 padding      how much padding data.group_by_length saves, and what looking up its order costs
@@ -14,6 +15,7 @@ tripwires    the share of time that the consistency checks take (torchrun ... -m
              benchmarks.tripwires)
 bit_exact    time, bytes and memory of parallel.bit_exact (torchrun -m benchmarks.bit_exact)
 pretrained   time and memory to load pretrained weights into FSDP2 shards, and by from_pretrained
+restart      what a restart costs under dist_amp launch, with and without spare processes
 data         how fast a config's data are read, next to torch's DataLoader
 """
 

@@ -14,13 +14,11 @@ import time
 from dataclasses import replace
 from statistics import median
 
-from benchmarks.harness import on_a_run
+from benchmarks.harness import on_a_run, step_seconds
 from dist_amp.checkpoint.format import all_checkpoints, read_manifest
 from dist_amp.checkpoint.saver import Saver
-from dist_amp.clock import wait_for_device
 from dist_amp.errors import Failure
 from dist_amp.run import Run
-from dist_amp.step import train_step
 
 ROUNDS = 5  # of one save of each kind, after one of each that allocates memory and is not counted
 
@@ -66,13 +64,6 @@ def main(run: Run) -> None:
         f"{ratio:.3f}; a step takes {median(steps_alone):.3f} s, and "
         f"{median(steps_while_writing[1:]):.3f} s while a save is written"
     )
-
-
-def step_seconds(run: Run) -> float:
-    started = time.perf_counter()
-    train_step(run, next(run.data))
-    wait_for_device(run.world.device)
-    return time.perf_counter() - started
 
 
 if __name__ == "__main__":

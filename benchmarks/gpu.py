@@ -26,7 +26,7 @@ from benchmarks.report import BASELINE, OURS, PEERS, Report, interval, median
 from dist_amp.config.memory import size_text
 from dist_amp.errors import ConfigError
 from dist_amp.precision import DTYPES
-from dist_amp.scaling.compile import uncompiled
+from dist_amp.scaling.compile import stance
 from dist_amp.settings import DataConfig, RunConfig
 from dist_amp.supervise.command_line import Parser
 from dist_amp.tasks.causal_lm import CausalLM
@@ -166,7 +166,7 @@ def first_steps(loop: Loop, setup: Setup, data: Sequence[Any], held: int) -> dic
         torch.cuda.reset_peak_memory_stats(device)
     timed_block(setup.world, loop, data, WARM_UP_STEPS)
     peak = memory_use(device)[0] - held
-    with uncompiled(), torch.no_grad(), torch.autocast(device.type, dtype=dtype):
+    with stance("force_eager"), torch.no_grad(), torch.autocast(device.type, dtype=dtype):
         loss = float(setup.task.loss_sum(loop.module, data[0][0], "mean"))
     return {"peak_bytes": peak, "loss": loss}
 

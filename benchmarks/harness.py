@@ -36,6 +36,7 @@ from dist_amp.distributed.process import die_with_parent, environment_number
 from dist_amp.errors import ConfigError, first_line
 from dist_amp.run import Run, build_run
 from dist_amp.settings import RunConfig
+from dist_amp.step import train_step
 from dist_amp.supervise.command_line import exit_status
 from dist_amp.supervise.explain import is_out_of_memory
 from dist_amp.world import World, start
@@ -257,6 +258,10 @@ def timed(world: World, call: Callable[[], object]) -> float:
     call()
     wait_for_device(world.device)
     return time.perf_counter() - began
+
+
+def step_seconds(run: Run) -> float:
+    return timed(run.world, lambda: train_step(run, next(run.data)))
 
 
 def timed_block(world: World, loop: Loop, data: Sequence[Any], steps: int) -> float:

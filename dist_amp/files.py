@@ -14,10 +14,18 @@ from typing import Any
 from dist_amp.errors import ConfigError, DataError
 
 SHIPPED = "configs/debug.toml"  # marks the folder of the shipped files
+ADDRESS = ".address"  # in a local folder that stands for one on object storage
 
 
 class InUse(Exception):
     """Another process holds a lock; the message names it."""
+
+
+def run_dir(folder: Path) -> str:
+    """The setting that continues the run of this folder."""
+    if (folder / ADDRESS).exists():
+        return (folder / ADDRESS).read_text()
+    return str(folder)
 
 
 @contextmanager
@@ -44,10 +52,7 @@ def only_process(path: Path, seconds: float = 0.0) -> Iterator[None]:
 
 
 def write_durably(path: Path, content: str | bytes) -> None:
-    """Replace a file's content atomically: a power cut leaves the old content or the new.
-
-    Errors: OSError, with the old file in place.
-    """
+    """Replace a file's content: after a power cut or an OSError it is the old one or the new."""
     temporary = path.with_name(f".{path.name}.writing")
     write_synced(temporary, content)
     temporary.replace(path)

@@ -171,11 +171,10 @@ def set_statistics(module: nn.Module, statistics: Mapping[str, Tensor]) -> None:
 def norms_of(gradients: list[Tensor]) -> Tensor:
     """Each gradient's L2 norm: [len(gradients)] float32.
 
-    By torch's private kernel, if there: 140 us for 52 of 64 x 64 on a core, not 218 (measured).
+    By the kernel of torch's get_total_norm: 140 us for 52 of 64 x 64 on a core, and one by one 218
+    (measured).
     """
-    if hasattr(torch, "_foreach_norm"):
-        return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32))
-    return torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients])
+    return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32))
 
 
 def build_parallel(

@@ -63,12 +63,20 @@ class ScriptRun(Run):
                 f"resume() after step {self.step}: it comes before the first step; build the run "
                 "again"
             )
+        self._refuse_address("resume()")
         self.data.close()
         path = resume(self)
         if path is not None:
             self.world.say(f"run    resumed from {path}")
         self._keep_place()
         return path
+
+    def _refuse_address(self, call: str) -> None:
+        if "://" in self.config.run.dir:
+            raise ConfigError(
+                f"{call} with run.dir={self.config.run.dir}: only the train command and fit(run) "
+                "keep a run on object storage; use one of them, or a run.dir on a disk"
+            )
 
     def _keep_place(self) -> None:
         self._left = (self.step, self.data.position, random_state(self.world.device))
@@ -141,6 +149,7 @@ class ScriptRun(Run):
 
         wait: until it is written; else, with checkpoint.async_save, until the next save or close().
         """
+        self._refuse_address("save()")
         if self._saver is None:
             self._saver = Saver(self)
         self._saver.save(wait)
@@ -159,9 +168,9 @@ def build_run(
 ) -> ScriptRun:
     """Assemble a run at step 0; it writes nothing to disk. `ScriptRun.resume` resumes it.
 
-    world: from `world.start`; without one, the process group that exists already, or this process
-    alone. task: an object in place of `task.target`. resumes: a checkpoint is loaded next, so
-    weights are neither drawn nor read from the task's files.
+    world: from `world.start`; default: the process group that exists, or this process alone.
+    task: an object in place of `task.target`. resumes: a checkpoint is loaded next, so weights are
+    neither drawn nor read from the task's files.
     """
     world = locate(config.run) if world is None else world
     if task is not None:
@@ -185,7 +194,8 @@ def build_run(
         load_parameters(task, module, world, resumes)
     run = assemble(config, world, task, folder, model)
     run.config = given
-    run.data, run.validation = build_data(config, task, world)
+    with world.clock.phase("data"):
+        run.data, run.validation = build_data(config, task, world)
     seed_all(config.run.seed + 1 + world.rank)  # other dropout on every rank
     if config.data.on_bad_sample == "skip":
         from dist_amp.loading.bad_samples import skip_bad_samples
@@ -331,6 +341,10 @@ def run_folder(config: RunConfig, world: World) -> Path:
     """The run's folder, the same on every rank, and after a restart by torchrun."""
     if not config.dir:
         raise ConfigError("run.dir is empty; give a folder's path, or auto")
+    if "://" in config.dir:
+        from dist_amp.storage.mirror import local_folder
+
+        return local_folder(config.dir)
     if config.dir != "auto":
         return Path(config.dir)
     name = hashlib.sha256(_launch_id().encode()).hexdigest()[:6]
@@ -344,8 +358,5 @@ def _launch_id() -> str:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return f"{socket.gethostname()} {os.getpid()} {time.time_ns()}"
     agent = os.getppid()
-    try:
-        started = Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:  # /proc exists only on Linux
-        started = ""
+    started = Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[19]
     return f"{os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {agent} {started}"

@@ -37,7 +37,8 @@ Strategy = Literal["single", "ddp", "fsdp", "hsdp"]
 class RunConfig:
     dir: str = "auto"
     """The run's folder; auto: `runs/<UTC time>-<id>`, the same on all ranks and in all restarts by
-    one torchrun. Name it yourself to continue later, or where machines may be replaced.
+    one torchrun. Name it yourself to continue later, or where machines may be replaced. An address
+    such as s3://bucket/run keeps the run on object storage.
     """
     seed: Annotated[int, Range(low=0, high=2**63 - 1)] = 0
     """Seeds initialisation, data order and dropout; each rank's dropout differs."""
@@ -52,7 +53,9 @@ class RunConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA (or ROCm) if there is a GPU, else the CPU."""
     timeout_seconds: Annotated[float, Range(above=0)] = 300.0
-    """How long a collective may wait for the other ranks before the job ends with an error."""
+    """How long a collective may wait, a save may make no progress, an end may wait for uploads."""
+    eviction_notice: Literal["auto", "off", "aws", "gcp", "azure"] = "auto"
+    """Which cloud's notice of an eviction stops the run, as a signal does; auto: the machine's."""
 
 
 @dataclass(frozen=True)

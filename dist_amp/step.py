@@ -50,8 +50,10 @@ class Run:
     metrics: Metrics
     frozen: Any = None  # a FrozenBase, where some parameters are not trained
     unsaved: Any = None  # an Unsaved, which knows the task as it was before the first step
+    startup: Any = None  # a Startup, which times the first step
     step: int = 0
     saved_step: int | None = None
+    saved_between: tuple[float, float] = (0.0, 0.0)  # the latest save, by time.monotonic
     resumed_from_step: int | None = None
     resumed_from: Path | None = None
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
@@ -22,6 +23,7 @@ from dist_amp.diagnostics.consistency import Consistency
 from dist_amp.diagnostics.limits import FirstSteps, Limits
 from dist_amp.diagnostics.slow_ranks import SlowRanks
 from dist_amp.errors import Failure
+from dist_amp.files import ADDRESS, run_dir
 from dist_amp.run import Run, ScriptRun, build_run, run_folder
 from dist_amp.settings import Config
 from dist_amp.step import evaluate, train_step
@@ -51,6 +53,8 @@ def observers_of(run: Run, stop: Stop) -> list[Observer]:
     observers.append(console)
     if run.validation is not None:
         run.validation.on_evaluate = console.on_evaluate
+    if run.startup is not None:
+        observers.append(run.startup)
     # Before the others, which assume that all ranks skipped the same steps.
     observers.append(Consistency(run))
     if run.config.debug.audit_every != "off":
@@ -84,6 +88,10 @@ def observers_of(run: Run, stop: Stop) -> list[Observer]:
 
         observers.append(Sampling(run))
     observers.append(Callbacks(run, stop))
+    if run.config.run.eviction_notice != "off":
+        from dist_amp.supervise.eviction import EvictionNotice
+
+        observers.append(EvictionNotice(run, stop))
     return observers
 
 
@@ -104,8 +112,6 @@ def train(run: Run, stop: Stop) -> Literal["completed", "preempted"]:
             run_evaluation(run, stop, observers)  # it was stopped before or in this one
         while run.step < config.train.steps and not stop.agreed:
             micro_batches = next(run.data)
-            if any(observer.reads_before_step for observer in observers):
-                read_metrics(run, observers)
             for observer in observers:
                 observer.before_step(micro_batches)
             report = train_step(run, micro_batches)
@@ -234,7 +240,7 @@ def run_job(config: Config, job: Job, contexts: ExitStack, run: ScriptRun | None
 
         check_settings(config, world)
     job.folder = folder = run_folder(config.run, world)
-    config = replace(config, run=replace(config.run, dir=str(folder)))
+    config = replace(config, run=replace(config.run, dir=run_dir(folder)))
     make_folder(folder, config, world)
     contexts.enter_context(only_live_run(folder, world))
     if config.debug.profile != "off":
@@ -243,6 +249,10 @@ def run_job(config: Config, job: Job, contexts: ExitStack, run: ScriptRun | None
         contexts.enter_context(memory_history(folder, world))
     # From here on a signal stops the run after a step; one that comes earlier, before the first.
     stop = contexts.enter_context(AgreedStop(world))
+    if (folder / ADDRESS).exists():
+        from dist_amp.storage.mirror import mirrored
+
+        contexts.enter_context(mirrored(config.run, job))
     if config.compile.blocks:
         from dist_amp.scaling.compile import keep_code
 
@@ -250,18 +260,31 @@ def run_job(config: Config, job: Job, contexts: ExitStack, run: ScriptRun | None
     if run is not None:
         contexts.enter_context(run.fitting())
     else:
-        checkpoint = checkpoint_to_resume(config, folder, world)
-        run = build_run(config, world, resumes=checkpoint is not None)
-        if checkpoint is not None:
-            load(run, checkpoint)
+        run = newest_run(config, job, folder)
     job.run = run
     if run.step and is_finished(run):
         return 0
     open_run(run)
+    job.startup.lap("checks")
     train(run, stop)
     if stop.agreed and not stop.by_task:
         return close_preempted(run, stop)
     return close_run(run, stop)
+
+
+def newest_run(config: Config, job: Job, folder: Path) -> ScriptRun:
+    """The config's run, from the newest checkpoint in its folder if there is one."""
+    startup = job.startup
+    startup.lap("checks")
+    checkpoint = checkpoint_to_resume(config, folder, job.world)
+    startup.lap("restore")
+    run = build_run(config, job.world, resumes=checkpoint is not None)
+    startup.lap("model")
+    if checkpoint is not None:
+        load(run, checkpoint)
+    startup.lap("restore")
+    startup.watch(run)
+    return run
 
 
 if __name__ == "__main__":

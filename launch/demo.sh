@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train on the embedded dataset, on all GPUs of this machine, or on two CPU processes. Arguments go to dist_amp.train:
+# Train the default task, on all GPUs of this machine, or on two CPU processes. Arguments go to dist_amp.train:
 #   bash launch/demo.sh --train.steps 50 --precision.dtype fp16
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR

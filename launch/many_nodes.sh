@@ -5,7 +5,7 @@
 # network, all restart from the last checkpoint; a machine that is not back after RDZV_TIMEOUT seconds ends the run.
 #
 # Change, here or in the environment:
-#   NNODES, NODE_RANK   number of machines; number of this one, from 0
+#   NNODES, NODE_RANK   number of machines, or MIN:MAX for those that may come and go; number of this one, from 0
 #   MASTER_ADDR, MASTER_PORT   an address of machine 0 that all can reach, and a free port there (29500)
 #   NPROC_PER_NODE      ranks per machine (its GPUs; required without GPUs)
 #   MAX_RESTARTS        maximum number of restarts (3)
@@ -22,9 +22,9 @@ NNODES="${NNODES:-${SLURM_NNODES:-}}" NODE_RANK="${NODE_RANK:-${SLURM_NODEID:-}}
 MASTER_ADDR="${MASTER_ADDR:-}" MASTER_PORT="${MASTER_PORT:-29500}" at="$MASTER_ADDR:$MASTER_PORT"
 command -v torchrun >/dev/null || fail "torchrun is not on the PATH; activate the environment that has torch"
 command -v ip >/dev/null || fail "ip is missing; install iproute2"
-[[ "$NNODES" =~ ^[1-9][0-9]*$ ]] || fail "NNODES=$NNODES must be the number of machines, the same on all"
-[[ "$NODE_RANK" =~ ^[0-9]+$ && "$NODE_RANK" -lt "$NNODES" ]] ||
-    fail "NODE_RANK=$NODE_RANK must be this machine's number, from 0 to NNODES-1=$((NNODES - 1))"
+[[ "$NNODES" =~ ^([1-9][0-9]*:)?[1-9][0-9]*$ ]] || fail "NNODES=$NNODES must be the number of machines, the same on all"
+[[ "$NODE_RANK" =~ ^[0-9]+$ && "$NODE_RANK" -lt "${NNODES#*:}" ]] ||
+    fail "NODE_RANK=$NODE_RANK must be this machine's number, from 0 to NNODES-1=$((${NNODES#*:} - 1))"
 # Addresses, not host names: others may not resolve them, and Debian resolves its own to 127.0.1.1. Ask the route:
 head="$(getent ahosts "$MASTER_ADDR" | awk 'NR == 1 {print $1}')" || true
 [[ "$NODE_RANK $head" != "0 127."* || "$MASTER_ADDR" == 127.* ]] || head="$(hostname -I | awk '{print $1}')"

@@ -21,13 +21,15 @@ ANSWERS = {
     "503": (503, "SlowDown", "Please reduce your request rate."),
     "403": (403, "AccessDenied", "Access Denied"),
 }
+WRITES = ("PUT", "POST", "DELETE")
 
 
 class Proxy(ThreadingHTTPServer):
     """faults: names of ANSWERS, "reset", "truncate", "slow" or "", one per GET of an object.
 
+    faults_of_writes: the same, one per PUT, POST or DELETE; "lost": it is done, and not answered.
     every: the fault of each request of any kind while it is set. requests: {kind: count} of LIST,
-    HEAD and GET. fetched: bytes of the bodies of GET. changed: called before each GET.
+    HEAD, GET, PUT, POST and DELETE. fetched: bytes of the bodies of GET. seconds: of each request.
     """
 
     daemon_threads = True
@@ -36,6 +38,8 @@ class Proxy(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.backend_port = backend_port
         self.faults = []
+        self.faults_of_writes = []
+        self.seconds = 0.0
         self.every = ""
         self.requests = Counter()
         self.fetched = 0
@@ -72,6 +76,10 @@ class Handler(BaseHTTPRequestHandler):
             fault = self.server.every
             if kind == "GET" and self.server.faults:
                 fault = self.server.faults.pop(0)
+            if self.command in WRITES and self.server.faults_of_writes:
+                fault = self.server.faults_of_writes.pop(0)
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        time.sleep(self.server.seconds)
         if fault == "reset":
             self.reset()
             return
@@ -80,9 +88,12 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(status, [("Content-Type", "application/xml")], ERROR.format(code, message))
             return
         connection = http.client.HTTPConnection("127.0.0.1", self.server.backend_port)
-        connection.request(self.command, self.path, headers=dict(self.headers))
+        connection.request(self.command, self.path, body, headers=dict(self.headers))
         response = connection.getresponse()
         body = response.read()
+        if fault == "lost":
+            self.reset()
+            return
         if kind == "GET" and response.status < 300:
             with self.server.lock:
                 self.server.fetched += len(body)
@@ -93,7 +104,7 @@ class Handler(BaseHTTPRequestHandler):
         ]
         self.answer(response.status, headers, body, fault)
 
-    do_HEAD = do_GET
+    do_HEAD = do_PUT = do_POST = do_DELETE = do_GET
 
     def answer(self, status, headers, body, fault=""):
         body = body.encode() if isinstance(body, str) else body

@@ -32,6 +32,7 @@ ORDER = [
     "telemetry",
     "step",
     "bit_exact",
+    "storage",
     "checkpoint",
     "run",
     "diagnostics",
@@ -48,7 +49,7 @@ IMPORTED_BY_NOTHING_ABOVE = {"sources", "tasks", "verify", "commands", "train"}
 HEAVY = {  # package: the files that may import it
     "datasets": {"sources", "tasks"},
     "pyarrow": {"sources"},
-    "fsspec": {"sources"},
+    "fsspec": {"sources", "storage"},
     "tensorboard": {"telemetry"},
     "tyro": {"config.help"},
     "transformers": {"tasks", "sources"},
@@ -61,7 +62,8 @@ HEAVY = {  # package: the files that may import it
 # torch's tree functions and dispatch modes have no other name, and libraries rely on them.
 AS_GOOD_AS_PUBLIC = ("torch.utils._pytree", "torch.utils._python_dispatch")
 
-# One file per thing of torch that has no public name: guarded, with a public fallback.
+# One file per thing of torch that has no public name: guarded, with a public fallback, but for the
+# kernels that torch's own GradScaler and clip_grad_norm_ call.
 PRIVATE = {
     "checkpoint.allow_list": "DCP's memory formats, allow-listed for the unpickler",
     "commands.simulation": "tensors without memory, and a process group without ranks",
@@ -98,7 +100,7 @@ def test_a_steady_step_executes_at_most_400_lines_in_9_files(step_sizes, strateg
 # what would be wrong in silence (tensors of the task, hooks and writes in forward, secrets).
 def test_what_runs_until_the_first_backward_does_not_grow():
     size = architecture.start_size("fsdp")  # which takes the longest way
-    assert fits(size, lines=3640, files=55), size
+    assert fits(size, lines=3650, files=56), size
 
 
 def test_importing_the_step_loads_at_most_5000_lines_in_35_files():
@@ -116,8 +118,11 @@ def test_the_package_does_not_grow():
     # would be wrong in silence or was asked for: object storage 600 lines, tasks for preferences
     # and images 500, chats 330, bad samples 230, verify 230, masking 190, model cards 140, plans by
     # simulation 700, attention within packed documents 150, float8 150, Muon's shared work 120,
-    # compiling by default 100.
-    assert fits(architecture.package_size(), lines=31309, files=166), architecture.package_size()
+    # compiling by default 100, notices of evictions 230, runs on object storage 760, saves that
+    # hang 60, tasks' methods that a project does not read 50, nodes that
+    # come and go 80, restarts by spare processes 110, their cost by phase 80, addresses as commands
+    # take them and uploads after errors 140.
+    assert fits(architecture.package_size(), lines=33044, files=175), architecture.package_size()
 
 
 def test_lines_of_code_hold_at_most_eight_and_a_half_tokens_and_few_conditional_expressions():

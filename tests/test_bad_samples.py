@@ -6,9 +6,8 @@ import pytest
 import torch
 from messages import message_of
 from ranks import on_ranks
-from tiny import Rows, Tiny, log, make_run, parameters_of, take_steps
+from tiny import Rows, Tiny, log, make_run, parameters_of, save, take_steps
 
-from dist_amp.checkpoint.saver import save
 from dist_amp.data import Padding
 from dist_amp.errors import DataError
 from dist_amp.loading.bad_samples import SkippingFetch

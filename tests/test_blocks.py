@@ -31,7 +31,7 @@ from dist_amp.config.load import load_config
 from dist_amp.diagnostics.nonfinite import find_nonfinite
 from dist_amp.errors import ConfigError
 from dist_amp.scaling import compile as compiling
-from dist_amp.scaling.compile import as_compiled_so_far, check_compile
+from dist_amp.scaling.compile import check_compile, stance
 from dist_amp.settings import CompileConfig
 from dist_amp.step import loss_of
 from dist_amp.verify.cells import capture
@@ -170,7 +170,7 @@ def compilations(world, words):
             run.task.loss_sum(run.model, batch)
 
     def sample():
-        with run.parallel.evaluating(), as_compiled_so_far():
+        with run.parallel.evaluating(), stance("eager_on_recompile"):
             run.task.sample_bytes = 10
             run.task.sample(run.parallel.module)
 

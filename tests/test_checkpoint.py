@@ -6,10 +6,9 @@ from functools import cache
 import pytest
 import torch
 from ranks import on_ranks
-from tiny import Overflow, Tiny, log_row, make_run, moments_of, parameters_of, take_steps
+from tiny import Overflow, Tiny, log_row, make_run, moments_of, parameters_of, save, take_steps
 from torch import nn
 
-from dist_amp.checkpoint.saver import save
 from dist_amp.errors import DataError
 from dist_amp.world import World
 

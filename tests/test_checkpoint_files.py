@@ -13,7 +13,7 @@ import pytest
 import torch
 from ranks import on_ranks
 from test_checkpoint import settings
-from tiny import Tiny, log_row, make_run, take_steps
+from tiny import Tiny, log_row, make_run, save, take_steps
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
@@ -34,7 +34,7 @@ from dist_amp.checkpoint.format import (
     read_manifest,
 )
 from dist_amp.checkpoint.resume import newest_checkpoint
-from dist_amp.checkpoint.saver import Saver, save
+from dist_amp.checkpoint.saver import Saver
 from dist_amp.errors import DataError, Failure
 from dist_amp.world import World
 
@@ -131,6 +131,23 @@ def test_damage_to_any_file_is_named(tmp_path, newest, spoil):
             assert is_harmless or path.name in integrity_error(newest), path.name
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
             path.write_bytes(content)
+
+
+def test_each_rank_verifies_what_the_rank_of_its_number_wrote_and_together_they_verify_all(newest):
+    shard = (newest / "__0_0.distcp").read_bytes()
+    for writer in range(12):
+        (newest / f"__{writer}_0.distcp").write_bytes(shard)
+    seal_again(newest)
+    for path in set(newest.iterdir()) - {newest / "manifest.json"}:
+        path.write_bytes(b"damaged")
+        writer = int(path.stem[2:-2]) if path.suffix == ".distcp" else 0
+        for ranks in (12, 5, 1):
+            named = [
+                rank for rank in range(ranks) if path.name in integrity_error(newest, rank, ranks)
+            ]
+            assert named == [writer % ranks]
+        path.write_bytes(shard)
+        seal_again(newest)
 
 
 @pytest.mark.bad_input("checkpoints exist, but none is valid")

@@ -8,11 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny import EmptyDataset, Rows, Tiny, make_run, take_steps
+from tiny import EmptyDataset, Rows, Tiny, make_run, save, take_steps
 from torch import nn
 
 from dist_amp.checkpoint.format import read_manifest
-from dist_amp.checkpoint.saver import save
 from dist_amp.data import Batches, Padding
 from dist_amp.errors import DataError
 from dist_amp.loading import loader

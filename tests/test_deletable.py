@@ -56,6 +56,17 @@ def test_a_feature_names_files_tests_and_a_page_that_exist(feature):
     assert [name for name in named if not (deletable.ROOT / name).exists()] == []
 
 
+@pytest.mark.parametrize("feature", FEATURES)
+def test_whole_lines_that_a_feature_cuts_start_at_a_lines_start(feature):
+    """A cut that starts within the indentation would move the next line into the block before."""
+    for file, blocks in FEATURES[feature].get("entries", {}).items():
+        text = (deletable.ROOT / file).read_text()
+        for block in blocks:
+            if isinstance(block, str) and block.endswith("\n"):
+                before = text.partition(block)[0]
+                assert before == "" or before.endswith("\n"), f"{file}: {block!r}"
+
+
 def test_each_file_of_an_optional_folder_belongs_to_a_feature():
     listed = {file for row in FEATURES.values() for file in row["files"]}
     optional = ("sources", "diagnostics", "optimizers", "scaling", "tasks", "verify", "commands")

@@ -8,9 +8,8 @@ from optimizer_runs import LAYOUTS, Counter, words
 from own_optimizers import Own
 from ranks import on_ranks
 from safetensors.torch import load_file
-from tiny import Tiny, make_run, parameters_of, take_steps, whole
+from tiny import Tiny, make_run, parameters_of, save, take_steps, whole
 
-from dist_amp.checkpoint.saver import save
 from dist_amp.commands import export, sample
 from dist_amp.step import evaluate, train_step
 from dist_amp.world import World

@@ -9,13 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks import on_ranks
-from tiny import Rows, make_run, parameters_of, take_steps
+from tiny import Rows, make_run, parameters_of, save, take_steps
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.collectives import Counting
-from dist_amp.checkpoint.saver import save
 from dist_amp.errors import DataError
 from dist_amp.scaling.blocks import units_of
 

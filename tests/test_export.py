@@ -8,11 +8,10 @@ import torch
 from ranks import on_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
-from tiny import Tiny, make_run, take_steps
+from tiny import Tiny, make_run, save, take_steps
 from torch import nn
 
 from dist_amp.checkpoint.format import CONFIG, MANIFEST, hash_files, read_manifest
-from dist_amp.checkpoint.saver import save
 from dist_amp.checkpoint.weights import load_weights
 from dist_amp.commands import export, sample
 from dist_amp.commands.export import build_model
@@ -170,7 +169,7 @@ def test_integer_buffers_stay_and_what_is_drawn_and_not_saved_is_drawn_as_in_the
     assert {tensors[name].dtype for name in ("scale", "layer.weight")} == {torch.bfloat16}
     config = load_config([f"--config={checkpoint / CONFIG}"])
     model = build_model(build_task(config), config)
-    assert load_weights(model, checkpoint) == 2
+    assert load_weights(model, checkpoint) == (2, "model")
     with torch.no_grad():
         assert torch.equal(model(inputs_for(None)), answer)
 

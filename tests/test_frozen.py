@@ -4,11 +4,10 @@ import pytest
 import torch
 from ranks import on_ranks
 from test_checkpoint import settings
-from tiny import Tiny, make_run, parameters_of, take_steps
+from tiny import Tiny, make_run, parameters_of, save, take_steps
 from torch import nn
 
 from dist_amp.checkpoint.format import Reader
-from dist_amp.checkpoint.saver import save
 from dist_amp.checkpoint.weights import load_weights
 from dist_amp.errors import DataError
 from dist_amp.scaling.frozen import checksum

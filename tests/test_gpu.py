@@ -16,7 +16,7 @@ from conftest import ROOT, TESTS
 from test_bit_exact import trace
 from test_peaks import Counted
 from test_profiling import steps_of
-from tiny import Tiny, log, log_row, make_run, parameters_of, take_steps
+from tiny import Tiny, log, log_row, make_run, parameters_of, save, take_steps
 
 from benchmarks.gpu import SAME_LOSS
 from benchmarks.gpu import main as gpu_bench
@@ -97,8 +97,6 @@ def test_the_main_job_uses_every_gpu(launch, tmp_path, strategy):
 
 
 def test_a_checkpoint_of_a_gpu_is_read_on_a_cpu_and_back(tmp_path):
-    from dist_amp.checkpoint.saver import save
-
     words = ["--run.dir", tmp_path, "--precision.dtype", "fp16"]
     words += ["--precision.scaler.init_scale", 256]
     run = make_run(gpu(), Tiny(), *words)

@@ -16,12 +16,10 @@ import torch.distributed as dist
 from chaos import children, is_there
 from ranks import on_ranks
 from test_train import TINY, wait_for
-from tiny import Tiny, make_run, take_steps
+from tiny import Tiny, make_run, save, take_steps
 
 from dist_amp.checkpoint.compatibility import FREE_TO_CHANGE
-from dist_amp.checkpoint.saver import save
 from dist_amp.config.load import load_config, to_toml
-from dist_amp.distributed.process_group import shared_store
 from dist_amp.errors import ConfigError, Failure
 from dist_amp.files import write_durably
 from dist_amp.supervise import preflight as guards
@@ -214,7 +212,8 @@ def test_a_durable_write_replaces_a_file_or_leaves_it_as_it_was(tmp_path, monkey
 def watchdog_of(world, end=None, seconds=300.0):
     config = load_config(["--run.timeout_seconds", str(seconds)], environ={})
     job = Job(config, world)
-    job.store = shared_store() if dist.is_initialized() else dist.HashStore()
+    group = dist.group.WORLD
+    job.store = dist.HashStore() if group is None else group.get_group_store()
     return Watchdog(job, end)
 
 

@@ -22,11 +22,10 @@ from forked import context
 from ranks import on_ranks
 from test_guards import watchdog_of
 from test_train import TINY, wait_for
-from tiny import Tiny, make_run, take_steps
+from tiny import Tiny, make_run, save, take_steps
 
 from dist_amp.checkpoint import format as files
 from dist_amp.checkpoint import saver
-from dist_amp.checkpoint.saver import save
 from dist_amp.config.load import load_config
 from dist_amp.distributed import flight_recorder, process_group
 from dist_amp.distributed.rendezvous import raise_open_files
@@ -363,7 +362,7 @@ def test_a_rank_may_read_its_part_of_a_checkpoint_for_longer_than_the_timeout(tm
 
 
 def users_of_groups(world, folder):
-    """The threads that used the control and the background group in turn, in a run."""
+    """The threads that used the control group in turn, and of each use of the background group."""
     words = "--train.steps 24 --train.micro_batch_size 2 --checkpoint.every 3 --eval.every 8"
     words += " --metrics.log_every 1 --debug.profile 2"
     run = make_run(world, Tiny(), "--run.dir", folder, *words.split())
@@ -375,18 +374,17 @@ def users_of_groups(world, folder):
     entries.sort(key=lambda entry: entry["time_created_ns"])
     users = []
     for name in (world.control.group_name, world.background.group_name):
-        threads = [each["thread_id"] for each in entries if each["process_group"][0] == name]
-        users.append([thread for thread, _ in itertools.groupby(threads)])
-    return users
+        users.append([each["thread_id"] for each in entries if each["process_group"][0] == name])
+    control, background = users
+    return [thread for thread, _ in itertools.groupby(control)], background
 
 
 def test_no_two_threads_use_one_group_in_a_run_that_saves_evaluates_and_profiles(tmp_path):
     for control, background in on_ranks(2, users_of_groups, tmp_path):
         assert len(control) == 1, "the main thread's own"
-        # A thread per save, which the next one waits for; the last save is the main thread's.
-        assert background[-1] == control[0]
-        assert control[0] not in background[:-1]
-        assert len(background) > 1
+        # A thread per save, which the next one waits for, and whose id may be that of an ended one.
+        assert control[0] not in background
+        assert len(background) >= 8 * 5, "eight saves, of five stages"
 
 
 def refusal(pipe, ranks):

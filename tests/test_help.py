@@ -89,6 +89,7 @@ def test_a_section_that_is_not_there_is_named_with_the_nearest(capsys):
         ("warmup", "--optim.warmup_steps INT", None),
         ("clip", "--train.clip_by", None),
         ("hidden", "--task.args.hidden", None),
+        ("evict", "--run.eviction_notice", None),  # a part of a word, as no setting has it whole
     ],
 )
 def test_help_of_a_word_shows_the_settings_whose_name_or_meaning_has_it(word, first, also, capsys):
@@ -203,15 +204,23 @@ def test_what_only_the_task_or_the_command_can_know_is_left_to_them():
 
 
 @pytest.mark.bad_input("Ctrl-C during the imports")
-@pytest.mark.parametrize("command", ["train", "launch"])
-def test_ctrl_c_during_the_imports_is_one_line(command, tmp_path):
+@pytest.mark.parametrize(
+    ("command", "end"),
+    [
+        ("train", " before any rank had started"),
+        ("launch", " before any rank had started"),
+        ("new", "; nothing was made or changed"),
+        ("update", "; nothing was made or changed"),
+    ],
+)
+def test_ctrl_c_during_the_imports_is_one_line(command, end, tmp_path):
     (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     words = [sys.executable, "-m", "dist_amp", command, "--train.steps", "2"]
     done = subprocess.run(words, capture_output=True, text=True, env=environ)
     assert done.returncode == 1
     lines = done.stderr.splitlines()
-    assert lines[-1] == "error: stopped by SIGINT before any rank had started"
+    assert lines[-1] == f"error: stopped by SIGINT{end}"
     if command == "launch":
         assert lines[0].startswith("launch checks the settings, then starts the ranks")
     assert len(lines) == 1 + (command == "launch")

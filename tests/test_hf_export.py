@@ -17,6 +17,7 @@ pytest.importorskip("transformers")
 from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file
 from test_hf_tasks import TEXTS
+from tiny import save
 from tiny_hf import TRANSFORMER, chats, in_own_memory, make_model, make_tokenizer, write_rows
 from transformers import (
     AutoConfig,
@@ -29,7 +30,6 @@ from transformers import (
 )
 
 from dist_amp.checkpoint.format import CONFIG, all_checkpoints
-from dist_amp.checkpoint.saver import save
 from dist_amp.commands import export
 from dist_amp.commands.model_card import write_card
 from dist_amp.config.load import load_config

@@ -219,7 +219,7 @@ class Zeros(Tiny):
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_resumed_run_loads_again_only_what_the_checkpoint_may_lack(frozen, tmp_path):
-    from dist_amp.checkpoint.saver import save
+    from tiny import save
 
     words = "--train.steps 4 --train.micro_batch_size 8 --use_amp false --run.dir".split()
     words.append(tmp_path / "run")

@@ -15,6 +15,7 @@ from tiny import make_run, parameters_of, take_steps
 pytest.importorskip("transformers")
 import datasets
 from PIL import Image
+from tiny import save
 from tiny_hf import CHAT, MARKED_TEMPLATE, TEMPLATE, chats, make_model, make_tokenizer, write_rows
 from transformers import (
     AutoModelForCausalLM,
@@ -23,7 +24,6 @@ from transformers import (
     ViTImageProcessorPil,
 )
 
-from dist_amp.checkpoint.saver import save
 from dist_amp.config.load import load_config
 from dist_amp.config.task_class import build_task, find_task
 from dist_amp.errors import ConfigError, DataError

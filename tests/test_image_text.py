@@ -11,6 +11,7 @@ from tiny import make_run, parameters_of, take_steps
 pytest.importorskip("transformers")
 import datasets
 from PIL import Image
+from tiny import save
 from tiny_hf import LLAMA, make_model, make_tokenizer, write_rows
 from transformers import (
     AutoModelForImageTextToText,
@@ -20,7 +21,6 @@ from transformers import (
     LlavaProcessor,
 )
 
-from dist_amp.checkpoint.saver import save
 from dist_amp.commands import export
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.scaling.meta import build_whole

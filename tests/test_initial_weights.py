@@ -11,11 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks import on_ranks
-from tiny import Rows, Tiny, make_run
+from tiny import Rows, Tiny, make_run, save
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from dist_amp.checkpoint.saver import save
 from dist_amp.distributed.process import seed_all
 from dist_amp.scaling.meta import build_on_ranks, placement
 from dist_amp.tasks.causal_lm import GPT

@@ -14,16 +14,24 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import ROOT
 from forked import Forked
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.agent.server.api import WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+from torch.distributed.launcher import api
 
 from dist_amp.commands import elastic
 from dist_amp.commands import launch as command
 from dist_amp.commands.elastic import Restarts, Signals, after_signal, who_explains
+from dist_amp.distributed.process import in_thread
 from dist_amp.errors import ConfigError, Failure
 from dist_amp.supervise import preflight
 from dist_amp.supervise.failure import report_failure
@@ -277,6 +285,73 @@ def test_torchruns_own_variables_and_several_machines_are_passed_on(started, mon
     assert capsys.readouterr().out == said
 
 
+@pytest.mark.bad_input(
+    "`dist_amp launch --nnodes MIN:MAX` with settings that not every size can keep"
+)
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            "--train.micro_batch_size 1 --train.global_batch_size 12",
+            "train.global_batch_size=12 fits --nnodes=1:3, not 4 (12 is no multiple of "
+            "micro_batch_size 1 x 8 ranks); use that or train.global_batch_size=24",
+        ),
+        (
+            "--train.micro_batch_size 1 --train.global_batch_size 24 --parallel.bit_exact true",
+            "parallel.bit_exact=true fits --nnodes=1:2, not 3 (6 ranks are no power of two); use "
+            "that or parallel.bit_exact=false",
+        ),
+        (
+            "--train.micro_batch_size 8 --train.global_batch_size 12",
+            "train.global_batch_size=12 doesn't fit --nnodes=1 (12 is no multiple of "
+            "micro_batch_size 8 x 2 ranks); use train.global_batch_size=192",
+        ),
+        (
+            "--train.micro_batch_size 1",
+            "--nnodes=1:4 needs train.global_batch_size and train.accumulation_steps=auto, or the "
+            "batch would change with the number of nodes; use global_batch_size=24",
+        ),
+        (
+            "--train.micro_batch_size 1 --train.global_batch_size 24 --train.accumulation_steps 2",
+            "--nnodes=1:4 needs train.global_batch_size and train.accumulation_steps=auto, or the "
+            "batch would change with the number of nodes; use global_batch_size=24",
+        ),
+        (
+            "--run.resume never",
+            "--nnodes=1:4 restarts the run as nodes come and go: give run.dir, the same on each "
+            "node, and leave run.resume=auto",
+        ),
+        (
+            "--run.dir auto",
+            "--nnodes=1:4 restarts the run as nodes come and go: give run.dir, the same on each "
+            "node, and leave run.resume=auto",
+        ),
+    ],
+)
+def test_sizes_at_which_a_run_could_not_continue_are_refused_before_any_rank_starts(
+    words, said, capfd, nothing_starts
+):
+    sizes = "--nnodes 1:4 --nproc-per-node 2 --run.dir shared"
+    assert command.main([*sizes.split(), *words.split()]) == 64
+    assert capfd.readouterr().err == f"error: {said}\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--train.micro_batch_size 1 --train.global_batch_size 24",
+        "--run.allow_config_change true",  # the batch may change
+    ],
+)
+def test_sizes_that_all_keep_the_batch_are_started(words, monkeypatch):
+    started = []
+    monkeypatch.setattr(command, "run_agent", lambda *given: started.append(given))
+    sizes = "--nnodes 1:4 --nproc-per-node 2 --run.dir shared"
+    assert command.main([*sizes.split(), *words.split()]) == 0
+    ((options, restarts),) = started
+    assert (options.nnodes, restarts.elastic) == ("1:4", True)
+
+
 @pytest.mark.bad_input("one of several machines without a GPU, and no `--nproc-per-node`")
 def test_one_of_several_machines_without_a_gpu_says_so_unless_told_how_many_ranks(
     monkeypatch, capsys
@@ -369,7 +444,25 @@ def test_a_rank_that_is_killed_is_restarted_as_often_as_allowed_and_named():
 )
 def test_a_mistake_or_an_agreed_stop_is_not_restarted(status, step, restarted):
     text = "" if status == 75 else "error: text"
-    assert Restarts(3)(failure(status, text, step), 3) is restarted
+    assert bool(Restarts(3)(failure(status, text, step), 3)) is restarted
+
+
+def test_in_an_elastic_run_a_node_that_leaves_uses_up_no_restart_and_progress_renews_them(
+    capsys,
+):
+    restarts = Restarts(3, elastic=True)
+    assert restarts(failure(75), 2) == 3, "torch's agent takes one away"
+    assert restarts(failure(75), 0, joins=True) == 1
+    left, joined = capsys.readouterr().err.splitlines()
+    assert left == "nodes  one has left: all ranks save and restart"
+    assert joined == "nodes  one joins: all ranks save and restart"
+    lost = failure(1, "error: rank 0 died without an error", step=6)
+    lost[1].message["extraInfo"]["transient"] = True
+    assert restarts(lost, 1) == 3, "six steps were taken"
+    assert restarts(lost, 2) == 2, "none since"
+    assert restarts(lost, 0) == 0
+    assert restarts(failure(64, "error: text", 6), 3) == 0
+    assert Restarts(3)(failure(75), 3) == 0, "of a fixed number of nodes"
 
 
 def test_a_run_that_resumed_and_fails_before_its_first_step_is_not_restarted():
@@ -487,6 +580,56 @@ def test_a_signal_in_the_middle_of_the_ranks_start_leaves_none_behind(tmp_path, 
     assert ended == [True, True], "the agent ended both"
 
 
+def test_ranks_that_stop_for_a_node_that_joins_get_the_time_of_a_signal_for_saving(
+    monkeypatch, capsys
+):
+    given = []
+    monkeypatch.setattr(LocalElasticAgent, "_shutdown", lambda _, **options: given.append(options))
+
+    def stop_workers(options):
+        agent = api.LocalElasticAgent.__new__(api.LocalElasticAgent)
+        agent._shutdown_timeout = 120
+        for state in (WorkerState.HEALTHY, WorkerState.FAILED):
+            agent._worker_group = SimpleNamespace(state=state)
+            agent._stop_workers(agent._worker_group)
+
+    monkeypatch.setattr(torchrun, "run", stop_workers)
+    elastic.run_agent(None, Restarts(3))
+    assert given == [{"timeout": 120}, {}]
+    assert capsys.readouterr().err == "nodes  one joins: all ranks save and restart\n"
+
+
+@pytest.fixture
+def two_nodes():
+    """The rendezvous handlers of two nodes, which both have joined."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    handlers = []
+    for number in (1, 2):
+        client = dist.TCPStore("127.0.0.1", store.port, is_master=False)
+        backend = C10dRendezvousBackend(client, "two")
+        address = f"127.0.0.{number}"
+        handlers.append(
+            DynamicRendezvousHandler.from_backend("two", client, backend, 1, 2, address)
+        )
+    joins = [in_thread(handler.next_rendezvous) for handler in handlers]
+    for join in joins:
+        join.result(60)
+    yield handlers
+    for handler in handlers:
+        handler._stop_heartbeats()
+
+
+def test_the_others_notice_a_node_that_leaves_although_their_ranks_wait_for_it(two_nodes):
+    stays, leaves = two_nodes
+    group = SimpleNamespace(spec=SimpleNamespace(rdzv_handler=stays), group_world_size=2)
+    stays.num_nodes_waiting()
+    assert elastic.is_complete(group)
+    elastic.leave(leaves, 0)
+    time.sleep(1.1)  # torch asks its store each second
+    stays.num_nodes_waiting()
+    assert not elastic.is_complete(group)
+
+
 def test_a_second_interrupt_kills_ranks_that_save_but_not_one_that_is_sent_twice(monkeypatch):
     killed = []
     now = [1.0]
@@ -505,7 +648,6 @@ def test_a_rank_whose_launcher_is_gone_does_not_start(monkeypatch):
     gone = subprocess.Popen(["true"])
     gone.wait()
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    monkeypatch.setattr(preflight, "die_with_parent", lambda _: None)
     monkeypatch.setenv("DIST_AMP_LAUNCHER", str(os.getpid()))
     preflight.check_launch()
     monkeypatch.setenv("DIST_AMP_LAUNCHER", str(gone.pid))
@@ -514,9 +656,13 @@ def test_a_rank_whose_launcher_is_gone_does_not_start(monkeypatch):
 
 
 @pytest.mark.bad_input("a rendezvous at a name that does not resolve")
-def test_an_unresolved_address_is_one_line_without_torchs_frames(ranks):
+def test_an_unresolved_address_is_one_line_without_torchs_frames():
     place = "--nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=nobody.invalid:29779"
-    done = ranks(options=[*place.split(), "--rdzv-conf=read_timeout=1"])
+    words = [*place.split(), "--rdzv-conf=read_timeout=1", "-m", "timeit"]
+    command_line = [sys.executable, "-m", "dist_amp.launch", *words]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environ.pop("TORCH_CPP_LOG_LEVEL", None)
+    done = subprocess.run(command_line, env=environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == Failure.exit_code
-    assert done.stderr.startswith("error: no rendezvous at nobody.invalid:29779 (")
-    assert done.stderr.count("\n") == 1
+    _, said = done.stderr.splitlines()
+    assert said.startswith("error: no rendezvous at nobody.invalid:29779 (")

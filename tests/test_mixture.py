@@ -8,10 +8,9 @@ import numpy
 import pytest
 import torch
 from messages import message_of
-from tiny import Rows, Tiny, make_run, take_steps
+from tiny import Rows, Tiny, make_run, save, take_steps
 
 from dist_amp.checkpoint.compatibility import check_config
-from dist_amp.checkpoint.saver import save
 from dist_amp.config.load import load_config, to_toml
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.loading.length_groups import LengthGroups

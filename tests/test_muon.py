@@ -8,13 +8,12 @@ import torch
 from optimizer_runs import Counter, given_gradients, words
 from own_optimizers import Own
 from ranks import on_ranks
-from tiny import make_run, moments_of, parameters_of
+from tiny import make_run, moments_of, parameters_of, save
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from dist_amp.checkpoint.saver import save
 from dist_amp.optimizers import muon
 from dist_amp.world import World
 

@@ -60,15 +60,13 @@ class HalfUsed(Tiny):
 
 
 def measured_steps(world, task, words, steps=1):
-    """Steps as in the main job: (the run, {step: scalars written}, text on standard error)."""
+    """Steps as in the main job: (the run, {step: scalars}, text on standard error)."""
     run = make_run(world, task, *words)
-    written = {}
-    run.metrics.write_scalars = written.__setitem__
     with contextlib.redirect_stderr(io.StringIO()) as stderr:
         numerics = Numerics(run)
         for _ in range(steps):
             take_measured_step(run, numerics)
-    return run, written, stderr.getvalue()
+    return run, numerics.measured, stderr.getvalue()
 
 
 def take_measured_step(run, numerics):

@@ -10,11 +10,11 @@ import torch
 from optimizer_runs import LAYOUTS, Counter, given_gradients, words
 from own_optimizers import MAKERS, Lion, Own
 from ranks import on_ranks
-from tiny import Tiny, log_row, make_run, parameters_of, take_steps
+from tiny import Tiny, log_row, make_run, parameters_of, save, take_steps
 from torch import nn
 from torch.optim import SGD
 
-from dist_amp.checkpoint.saver import Saver, save
+from dist_amp.checkpoint.saver import Saver
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.optim import build_optimizer, learning_rate
 from dist_amp.optimizers.muon import Muon

@@ -8,10 +8,9 @@ import pytest
 import torch
 from messages import message_of
 from ranks import on_ranks
-from tiny import make_run, parameters_of, take_steps
+from tiny import make_run, parameters_of, save, take_steps
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dist_amp.checkpoint.saver import save
 from dist_amp.config.load import load_config
 from dist_amp.errors import ConfigError
 from dist_amp.settings import DataConfig

@@ -11,10 +11,9 @@ import pytest
 import torch
 from forked import context
 from ranks import on_ranks
-from tiny import Tiny, make_run, moments_of, parameters_of, take_steps
+from tiny import Tiny, make_run, moments_of, parameters_of, save, take_steps
 from torch import nn
 
-from dist_amp.checkpoint.saver import save
 from dist_amp.checkpoint.state import load
 from dist_amp.config.auto import pick_cast, pick_reduction, pick_strategy
 from dist_amp.config.validate import check_parallel

@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny import Tiny, make_run, take_steps
+from tiny import Tiny, make_run, save, take_steps
 
 from dist_amp.checkpoint import format as files
-from dist_amp.checkpoint.format import MANIFEST, hash_text, read_manifest
-from dist_amp.checkpoint.saver import save
+from dist_amp.checkpoint.format import MANIFEST, read_manifest, signed_text
 from dist_amp.errors import DataError
 from dist_amp.loading.plan import ROUNDS, TABLE_LENGTH, Plan, epoch_order, permute, shuffled_order
 from dist_amp.world import World
@@ -133,8 +132,7 @@ def test_a_checkpoint_names_its_order_and_one_that_is_not_known_is_refused(tmp_p
     content = json.loads((folder / MANIFEST).read_text())
     del content["xxh3"]
     content["order"] = "spiral"
-    signed = {**content, "xxh3": hash_text(json.dumps(content))}
-    (folder / MANIFEST).write_text(json.dumps(signed, indent=1) + "\n")
+    (folder / MANIFEST).write_text(signed_text(content))
     assert not files.integrity_error(folder)
     text = "takes its samples in the order 'spiral', this run in 'feistel'"
     with pytest.raises(DataError, match=text):

@@ -79,13 +79,11 @@ EVALUATES = ("--eval.every", "2")
 SAVES_NOTHING = ("--checkpoint.every", "off")
 # (what hangs, the rank, settings)
 HANGS = [
-    (f"{SAVER}:write_tensors", 0, ()),
-    (f"{SAVER}:write_tensors", 1, IN_BACKGROUND),
+    (f"{SAVER}:take_snapshot", 0, ()),
     ("planted:build_dataset", 0, ()),
     ("dist_amp.telemetry.metrics:Metrics.close", 1, ()),
 ]
 MORE_HANGS = [
-    (f"{SAVER}:write_tensors", 1, ()),
     ("planted:metrics", 1, EVALUATES),
     ("planted:on_evaluation", 0, EVALUATES),
     ("planted:sample", 1, EVALUATES),
@@ -95,11 +93,6 @@ MORE_HANGS = [
     ("dist_amp.telemetry.writers:TensorBoardWriter.write", 1, ()),
     ("dist_amp.supervise.preflight:only_process", 0, ()),
     ("dist_amp.checkpoint.background:Staging.copy", 1, IN_BACKGROUND),
-    (f"{SAVER}:write_tensors", 0, IN_BACKGROUND),
-    (f"{SAVER}:hash_files", 0, ()),
-    (f"{SAVER}:hash_files", 1, IN_BACKGROUND),
-    (f"{SAVER}:publish", 0, ()),
-    (f"{SAVER}:publish", 0, IN_BACKGROUND),
     (f"{SAVER}:take_snapshot", 1, ()),
     ("planted:build_dataset", 1, ()),
     ("planted:build_model", 1, ()),

@@ -121,10 +121,7 @@ def test_without_fp16_the_scale_is_1_and_its_settings_have_no_effect(capsys):
     assert "precision.scaler has no effect in bf16" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("has_kernel", [True, False])
-def test_the_scaler_has_all_four_settings_and_keeps_its_state(monkeypatch, has_kernel):
-    if not has_kernel:
-        monkeypatch.delattr(torch, "_amp_update_scale_")
+def test_the_scaler_has_all_four_settings_and_keeps_its_state():
     config = ScalerConfig(
         init_scale=64.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=2
     )

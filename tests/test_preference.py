@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers")
 from peft import AutoPeftModelForCausalLM
+from tiny import save
 from tiny_hf import LLAMA, VOCABULARY, chats, make_model, make_tokenizer, write_rows
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from dist_amp.checkpoint.saver import save
 from dist_amp.commands import export
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.scaling.meta import build_whole

@@ -56,7 +56,7 @@ def with_ray():
 
 # What may differ: places and speed.
 OTHERWISE = {"ranks", "items_per_second", "resumed_from_step"}
-OTHERWISE |= {"goodput", "wall_seconds", "spent_seconds"}
+OTHERWISE |= {"goodput", "wall_seconds", "spent_seconds", "start_seconds"}
 
 
 def outcome(folder):

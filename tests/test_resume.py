@@ -5,12 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 from test_checkpoint import settings
-from tiny import Tiny, make_run, take_steps
+from tiny import Tiny, make_run, save, take_steps
 from torch import nn
 
 from dist_amp import optim
 from dist_amp.checkpoint.compatibility import check_config, dataset_hash
-from dist_amp.checkpoint.saver import save
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.world import World
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import RankFailed, on_ranks
-from tiny import Tiny, moments_of, parameters_of
+from tiny import Tiny, moments_of, parameters_of, save
 from torch import nn
 
 from dist_amp import train
 from dist_amp.checkpoint.format import all_checkpoints, hash_files, read_manifest
-from dist_amp.checkpoint.saver import Saver, save
+from dist_amp.checkpoint.saver import Saver
 from dist_amp.commands import export, sample
 from dist_amp.config.load import load_config
 from dist_amp.errors import ConfigError

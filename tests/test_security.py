@@ -9,10 +9,9 @@ import pytest
 import torch
 from ranks import on_ranks
 from test_train import TINY
-from tiny import Tiny, make_run, take_steps
+from tiny import Tiny, make_run, save, take_steps
 
 from dist_amp.checkpoint.format import CONFIG, MANIFEST, hash_files, read_manifest
-from dist_amp.checkpoint.saver import save
 from dist_amp.commands import export, sample
 from dist_amp.config.load import hidden, load_config, to_toml
 from dist_amp.errors import ConfigError, Failure, masked

@@ -28,6 +28,7 @@ def warned(phases):
     run = SimpleNamespace(
         world=SimpleNamespace(is_main=True, warn=warnings.append),
         metrics=SimpleNamespace(hosts=HOSTS, write_text=lambda *_: None),
+        config=SimpleNamespace(data=SimpleNamespace(workers=2)),
     )
     observer = SlowRanks(run)
     waits = phases.sum(axis=2).max(axis=1)
@@ -80,6 +81,21 @@ def test_a_rank_that_differs_by_little_of_a_long_step_is_not_named():
     phases[:, 2] *= 1.5
     assert find_slow_ranks(phases, np.full(5, phases.sum(axis=2).max())) != []
     assert find_slow_ranks(phases, np.full(5, 5.0)) == [], "the others wait for something else"
+
+
+def test_steps_that_wait_for_data_on_all_ranks_are_warned_of_once():
+    phases = table(30, 2, noise=0.01)
+    data = OWN_PHASES.index("data")
+    phases[:, :, data] += 0.1
+    others = phases.sum(axis=2).mean() - phases[:, :, data].mean()
+    share = phases[:, :, data].mean() / (phases[:, :, data].mean() + others)
+    (line,) = warned(phases)
+    assert line == (
+        f"steps wait for data in {share:.0%} of their time (up to step 5): raise data.workers=2, "
+        "or make samples cheaper to read"
+    )
+    phases[:, 1, data] -= 0.1
+    assert not [line for line in warned(phases) if "wait for data" in line], "of one rank alone"
 
 
 def test_a_slowdown_that_lasts_is_named_once_in_a_run():

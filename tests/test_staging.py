@@ -73,7 +73,7 @@ def memory_over_saves(world, folder):
         take_steps(run, 1)
         with saver:
             saver.save(wait=False)
-        kept = saver._background._staging._kept.values()
+        kept = saver._staging._kept.values()
         addresses.append({tensor.data_ptr() for tensor in kept if tensor.numel()})
     return addresses
 

@@ -332,6 +332,23 @@ def test_the_loss_is_divided_by_the_weight_of_all_ranks():
             assert ranks_norms == pytest.approx(norms, rel=1e-5)
 
 
+def parameters_after_two_steps(world, strategy, micro_batch_size):
+    words = ["--parallel.strategy", strategy, "--train.micro_batch_size", micro_batch_size]
+    words += ["--train.accumulation_steps", 1, *DTYPES["fp32"]]
+    run = make_run(world, Tiny(samples=24), *words)
+    take_steps(run, 2)
+    return {name: value.numpy() for name, value in parameters_of(run).items()}
+
+
+def test_a_rank_without_samples_in_the_last_step_of_an_epoch_counts_for_nothing():
+    expected = parameters_after_two_steps(World(), "single", 16)  # of 16 and of 8 samples
+    for strategy in ("ddp", "fsdp"):
+        for parameters in on_ranks(2, parameters_after_two_steps, strategy, 8):
+            for name, value in parameters.items():
+                # float32 sums in another order
+                assert value == pytest.approx(expected[name], rel=1e-4, abs=1e-6)
+
+
 # ---- what is refused ----
 
 

@@ -5,12 +5,11 @@ import torch
 import torch.nn.functional as F
 from ranks import RankFailed, on_ranks
 from test_checkpoint import settings
-from tiny import Rows, Tiny, make_run, parameters_of, take_steps
+from tiny import Rows, Tiny, make_run, parameters_of, save, take_steps
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 from dist_amp.checkpoint.format import all_checkpoints
-from dist_amp.checkpoint.saver import save
 from dist_amp.checkpoint.state import load
 from dist_amp.config.auto import not_for_policy
 from dist_amp.diagnostics.limits import WATCHED_STEPS, FirstSteps
@@ -252,8 +251,15 @@ class Forgotten(Tiny):
         return model
 
 
+def moved_in_a_list(batches):
+    """As to a GPU: a step's micro-batches, never one alone."""
+    assert isinstance(batches, list)
+    return batches
+
+
 def watched_steps(world, task, strategy, steps=WATCHED_STEPS):
     run = make_run(world, task, "--parallel.strategy", strategy, "--train.micro_batch_size", 2)
+    run.data.to_device = moved_in_a_list
     observer = FirstSteps(run)
     warnings = []
     object.__setattr__(run.world, "warn", warnings.append)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from ranks import RankFailed, on_ranks
 from test_checkpoint import settings
-from tiny import Tiny, make_run, take_steps
+from tiny import Tiny, make_run, save, take_steps
 from torch import nn
 
-from dist_amp.checkpoint.saver import Saver, save
+from dist_amp.checkpoint.saver import Saver
 from dist_amp.checkpoint.task_state import Unsaved, check_kept, packed_state
 from dist_amp.config.load import load_config
 from dist_amp.errors import ConfigError, DataError
@@ -134,12 +134,12 @@ class Saves(Remembers):
         self.calls = state["calls"]
 
 
-def losses_after_a_resume(world, folder, strategy, task):
+def losses_after_a_resume(world, folder, strategy, task, background=False):
     words = settings(folder, strategy, "fp32")
     through = make_run(world, task(), *words)
     with Saver(through) as saver:
         take_steps(through, 2)
-        saver.save(wait=True)
+        saver.save(wait=not background)
     after = [report.loss_sum.item() for report in take_steps(through, 3)]
     resumed = make_run(world, task(), *words, "--run.resume", "auto")
     assert resumed.step == 2
@@ -148,8 +148,12 @@ def losses_after_a_resume(world, folder, strategy, task):
 
 @pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), *RANKS])
 def test_what_a_task_saves_itself_is_resumed_bit_for_bit_on_every_rank(tmp_path, ranks, strategy):
-    for after, resumed in on_ranks(ranks, losses_after_a_resume, tmp_path, strategy, Saves):
-        assert after == resumed
+    for background in (False, True):
+        folder = tmp_path / str(background)
+        for after, resumed in on_ranks(
+            ranks, losses_after_a_resume, folder, strategy, Saves, background
+        ):
+            assert after == resumed
 
 
 def test_what_changes_and_is_not_saved_is_warned_of_when_a_checkpoint_is_written(tmp_path, capsys):

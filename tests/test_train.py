@@ -302,7 +302,7 @@ def test_by_default_an_evaluation_takes_a_part_of_the_samples_the_same_after_a_r
     for steps in (2, 4):
         done = launch(0, *words, "--train.steps", steps, "--run.dir", "run")
         assert done.returncode == 0, done.stderr
-        said = "eval   32 of the 1,000 samples held out, the same each time, in about a tenth"
+        said = "eval   takes 32 of the 1,000 held-out samples, the same each time, and about"
         assert done.stdout.count(said) == 1
     settings = tomllib.loads((tmp_path / "run/config.toml").read_text())
     assert settings["eval"]["batches"] == 16

@@ -126,6 +126,15 @@ class Slow(Tiny):
         return super().loss_sum(model, batch)
 
 
+def save(run):
+    """Write a checkpoint of the current state and return its path; every rank calls it."""
+    from dist_amp.checkpoint.format import checkpoint_folder
+    from dist_amp.checkpoint.saver import Saver
+
+    Saver(run).save(wait=True)
+    return checkpoint_folder(run.folder, run.step)
+
+
 def make_run(world, task, *words):
     """A run with settings as on the command line: make_run(world, Tiny(), "--train.steps", 3)."""
     from dist_amp.checkpoint.resume import checkpoint_to_resume

@@ -1,17 +1,23 @@
-"""Background saves (checkpoint.async_save): training waits only for a copy on the host.
+"""Saves by a thread: with checkpoint.async_save training waits only for a copy on the host.
 
-The memory, pinned with a GPU, is filled again by each save: fresh memory costs more than the copy.
+Its memory, pinned with a GPU, is filled again by each save: fresh memory costs more than the copy.
 torch's DefaultStager (2.13.0) fails on tensors that are made of others, on sparse ones, and where
 memory can't be pinned.
 """
 
 import sys
+import threading
+import time
+import traceback
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import wait
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -20,27 +26,93 @@ from torch.utils._pytree import tree_map_with_path
 from dist_amp.checkpoint.format import State
 from dist_amp.checkpoint.state import Snapshot
 from dist_amp.distributed.process import in_thread
+from dist_amp.errors import Transient, some_of
+from dist_amp.step import Run
 from dist_amp.world import World
 
 
-class Background:
-    """Copies snapshots, and writes them in a thread while training continues."""
+class Save:
+    """A checkpoint that each rank's thread writes: stuck once all are idle for run.timeout_seconds.
 
-    def __init__(self, world: World):
-        self._world = world
-        self._staging = Staging(world.device)
+    Idle is a thread that uses no processor: a call blocks, or it waits for other ranks. Nothing can
+    end it, so a stuck save stays run.metrics.save, and no other starts: they share a process group.
+    """
 
-    def start(self, snapshot: Snapshot, write: Callable[[Snapshot], None]) -> "Future[None]":
-        """Copy the snapshot, without what another rank writes, and write the copy in a thread."""
-        state = without_replicas(snapshot.state, self._world)
-        copy = replace(snapshot, state=self._staging.copy(state))
+    def __init__(self, run: Run, snapshot: Snapshot, write: Callable[..., None], staging: Any):
+        """staging: write a copy made by it, without what another rank writes. Errors: Failure."""
+        self.why = ""  # it is stuck, as all ranks have agreed
+        self._run = run
+        self._folder = snapshot.folder
+        self._live_state = snapshot.state if staging is None else {}  # not a copy
+        self._timeout = run.config.run.timeout_seconds
+        self._thread = 0
+        self._clock = time.CLOCK_MONOTONIC  # the thread's processor time, once it has started
+        self._used = 0.0
+        self._idle_since = 0.0
+        if run.metrics.save is not None:
+            raise Transient(f"{snapshot.folder} could not be written: {run.metrics.save.why}")
+        if staging is not None:
+            state = without_replicas(snapshot.state, run.world)
+            snapshot = replace(snapshot, state=staging.copy(state))
 
         def work() -> None:
-            if self._world.device.type == "cuda":  # a new thread's device is the first one
-                torch.cuda.set_device(self._world.device)
-            write(copy)
+            self._thread = threading.get_ident()
+            self._clock = time.pthread_getcpuclockid(self._thread)
+            if run.world.device.type == "cuda":  # a new thread's device is the first one
+                torch.cuda.set_device(run.world.device)
+            write(snapshot)
 
-        return in_thread(work, "checkpoint writer")
+        self.future = in_thread(work, "checkpoint writer")
+        run.metrics.save = self
+
+    def done(self) -> bool:
+        """Whether it has ended on this rank, or has been idle for too long and nobody knows."""
+        return self.future.done() or (self._idle_seconds() >= self._timeout and not self.why)
+
+    def result(self) -> None:
+        """Wait until it ends or is stuck; every rank calls it. Errors: Failure, if stuck once."""
+        was_stuck = self.why
+        self.why = ""
+        idle = [0.0]  # seconds, of the ranks whose part has not ended
+        while idle and min(idle) < self._timeout:
+            wait([self.future], 0 if was_stuck else min(1.0, self._timeout / 10))
+            mine = [self.future.done(), self._idle_seconds()]
+            ranks = self._run.world.gather_numbers(mine)
+            idle = [seconds for has_ended, seconds in ranks if not has_ended]
+        if not idle:
+            self.future.result()
+            return
+        self._run.metrics.save = self
+        self._live_state.clear()  # the next step changes its tensors: they are no checkpoint
+        texts = enumerate(self._run.world.gather_texts(self._place()))
+        places = [f"rank {rank} {place}" for rank, place in texts if place]
+        self.why = (
+            f"{self._folder.name} has made no progress for {min(idle):.0f} s, of "
+            f"run.timeout_seconds={self._timeout:g} ({some_of(places)}); check the file system"
+        )
+        if not was_stuck:
+            raise Transient(f"{self._folder} could not be written: {self.why}")
+
+    def _idle_seconds(self) -> float:
+        """How long this rank's thread has used no processor, as far as this was called."""
+        with suppress(OSError):  # it has ended
+            used = time.clock_gettime(self._clock)
+            if used != self._used:
+                self._idle_since = time.monotonic()
+            self._used = used
+        return time.monotonic() - self._idle_since
+
+    def _place(self) -> str:
+        """Such as "in publish: sync_folder (files.py, line 78)"; "" if it waits or has ended."""
+        frame = sys._current_frames().get(self._thread)
+        places = traceback.extract_stack(frame) if frame is not None else []
+        files = [place.filename for place in places]
+        if not files or dist.distributed_c10d.__file__ in files:
+            return ""
+        folder = str(Path(__file__).parent)
+        stages = [place.name for place in places if place.filename.startswith(folder)]
+        name = Path(files[-1]).name
+        return f"in {stages[-1]}: {places[-1].name} ({name}, line {places[-1].lineno})"
 
 
 class Staging:
@@ -94,8 +166,8 @@ class Staging:
 def without_replicas(state: State, world: World) -> State:
     """The state without the replicas that another rank writes; they are spread over ranks by size.
 
-    Of an ordinary tensor one rank keeps it, of a DTensor one replica of the mesh. The entries under
-    "ranks" differ, so each rank keeps its own.
+    Of an ordinary tensor one rank keeps it, of a DTensor one replica of the mesh. Each rank keeps
+    its own entries under "ranks" and "task", which the others don't have.
     """
     bytes_of: dict[int, list[int]] = {}  # {replicas: bytes that each of them keeps}
 
@@ -117,8 +189,9 @@ def without_replicas(state: State, world: World) -> State:
                 kept[name] = value
         return kept
 
-    shared = {name: section for name, section in state.items() if name != "ranks"}
-    return {**part_of(shared), "ranks": state["ranks"]}
+    per_rank = {name: part for name, part in state.items() if name in ("ranks", "task")}
+    shared = {name: section for name, section in state.items() if name not in per_rank}
+    return {**part_of(shared), **per_rank}
 
 
 def _replica(value: Tensor, world: World) -> tuple[int, int]:

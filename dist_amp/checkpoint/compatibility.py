@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.utils._pytree import tree_leaves
 
-from dist_amp.checkpoint.format import CONFIG, Manifest, read_manifest
+from dist_amp.checkpoint.format import CONFIG, Manifest, fetch_missing, read_manifest
 from dist_amp.config.auto import accumulation_steps
 from dist_amp.config.load import flat, to_toml
 from dist_amp.config.task_class import GIVEN
@@ -20,7 +20,7 @@ from dist_amp.data import Batches
 from dist_amp.distributed.process import random_state, seed_all, set_random_state
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.loading.loader import read
-from dist_amp.loading.plan import Order, Plan
+from dist_amp.loading.plan import Order
 from dist_amp.settings import FREE_TO_CHANGE, Config, TaskConfig
 from dist_amp.step import Run
 from dist_amp.task import PLAIN
@@ -92,6 +92,7 @@ def settings_of(path: Path, config: Config) -> dict[str, Any]:
 
     Keys that this version no longer has are left out, unless they changed what was computed.
     """
+    fetch_missing(path, [CONFIG])
     saved = flat((path / CONFIG).read_text())
     named_by_user: tuple[str, ...] = ("data.sources.", "task.")
     known = flat(to_toml(config)).keys()
@@ -118,11 +119,26 @@ def _training_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def continue_data(run: Run, path: Path, manifest: Manifest) -> None:
-    """Check that the checkpoint's position counts in this run's data, and take over its order."""
+    """Check that the checkpoint's position counts in this run's data, and take over its order.
+
+    The run's order stays where there is nothing to continue: with data of another length, or
+    another data.shuffle.
+    """
     plan = run.data.plan
+    saved = manifest.order
     allowed = run.config.run.allow_config_change
     check_data(path, manifest, plan.length, fingerprint(run.data, run.world), allowed, run.world)
-    run.data.plan = replace(plan, order=order_to_continue(path, manifest, plan, allowed, run.world))
+    if saved == plan.order or manifest.data_length != plan.length:
+        return
+    if plan.dataset_order is not None or saved not in get_args(Order):
+        text = f"{path} takes its samples in the order {saved!r}, this run in {plan.order!r}"
+        if not allowed:
+            names = "data.view, data.streams and data.group_by_length"
+            raise DataError(f"{text}: use the old {names}, or a newer dist_amp, {OR_ALLOW}")
+        run.world.warn(f"{text}; some samples of this epoch come twice or not at all")
+    elif "dataset" not in (saved, plan.order):
+        run.world.say(f"data order: {saved}, as in {path}; a new run would use {plan.order}")
+        run.data.plan = replace(plan, order=saved)
 
 
 def check_data(
@@ -138,29 +154,6 @@ def check_data(
     if not allowed:
         raise DataError(f"{text}: use the old data, {OR_ALLOW}")
     world.warn(f"{text}; resuming after as many samples of the new data")
-
-
-def order_to_continue(
-    path: Path, manifest: Manifest, plan: Plan, allowed: bool, world: World
-) -> str:
-    """The order of samples from here on: the checkpoint's, in which its position counts.
-
-    The run's if there is nothing to continue: data of another length, or another data.shuffle.
-    """
-    saved = manifest.order
-    if saved == plan.order or manifest.data_length != plan.length:
-        return plan.order
-    if plan.dataset_order is not None or saved not in get_args(Order):
-        text = f"{path} takes its samples in the order {saved!r}, this run in {plan.order!r}"
-        if not allowed:
-            names = "data.view, data.streams and data.group_by_length"
-            raise DataError(f"{text}: use the old {names}, or a newer dist_amp, {OR_ALLOW}")
-        world.warn(f"{text}; some samples of this epoch come twice or not at all")
-        return plan.order
-    if "dataset" in (saved, plan.order):
-        return plan.order
-    world.say(f"data order: {saved}, as in {path}; a new run would use {plan.order}")
-    return saved
 
 
 def check_fit(

@@ -22,12 +22,14 @@ import xxhash
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
+from torch.futures import Future
 
 from dist_amp.checkpoint.allow_list import Planner, read_metadata
 from dist_amp.distributed.process_group import without_timeout
 from dist_amp.errors import CheckpointRejected, DataError
-from dist_amp.files import sync_folder, write_synced
+from dist_amp.files import ADDRESS, sync_folder, write_synced
 from dist_amp.world import World
 
 FORMAT = 1  # version of the folder's layout; newer ones are rejected
@@ -72,7 +74,8 @@ class Manifest:
 
 def signed_text(content: State) -> str:
     """JSON with a hash of itself."""
-    return json.dumps({**content, "xxh3": hash_text(json.dumps(content))}, indent=1) + "\n"
+    digest = xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
+    return json.dumps({**content, "xxh3": digest}, indent=1) + "\n"
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -104,13 +107,17 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def integrity_error(folder: Path, part: int = 0, parts: int = 1) -> str:
-    """Why it is not valid, or "". Ranks share the work: every `parts`-th file, from `part` on."""
+    """Why it is not valid, or "". Ranks share the work.
+
+    Each verifies what the rank of its number wrote, which its node may still have.
+    """
     try:
         files = read_manifest(folder).files
+        share = [name for name in files if writer_of(name) % parts == part]
+        fetch_missing(folder, share)
     except CheckpointRejected as error:
         return str(error)
-    largest_first = sorted(files, key=lambda name: (-files[name]["bytes"], name))
-    for name in largest_first[part::parts]:
+    for name in share:
         path = folder / name
         try:
             if not stat.S_ISREG(path.lstat().st_mode):
@@ -120,6 +127,20 @@ def integrity_error(folder: Path, part: int = 0, parts: int = 1) -> str:
         except OSError as error:
             return f"{name} can't be read ({error.strerror})"
     return ""
+
+
+def writer_of(name: str) -> int:
+    """The rank that wrote a checkpoint's file, such as __3_0.distcp; 0 for the others."""
+    rank = name.removeprefix("__").partition("_")[0]
+    return int(rank) if rank.isdigit() else 0
+
+
+def fetch_missing(folder: Path, names: Iterable[str]) -> None:
+    """Get files that are on object storage only. Errors: CheckpointRejected."""
+    if (folder.parent.parent / ADDRESS).exists():
+        from dist_amp.storage.mirror import fetch
+
+        fetch(folder, names)
 
 
 def checkpoint_folder(run_folder: Path, step: int) -> Path:
@@ -155,10 +176,6 @@ def entry_of(path: Path) -> Entry:
 
 def hash_files(paths: Iterable[Path]) -> dict[str, Entry]:
     return {path.name: entry_of(path) for path in paths}
-
-
-def hash_text(text: str) -> str:
-    return xxhash.xxh3_128_hexdigest(text.encode())
 
 
 def publish(temporary: Path, final: Path, manifest: Manifest) -> None:
@@ -228,12 +245,18 @@ class Reader(FileSystemReader):
         super().__init__(folder)
         self.folder = folder
         self.manifest = read_manifest(folder)
+        fetch_missing(folder, [".metadata"])
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         metadata = read_metadata(self.folder, self.manifest.files)
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
+        places = [self.storage_data[item.storage_index] for item in plan.items]
+        fetch_missing(self.folder, {place.relative_path for place in places})
+        return super().read_data(plan, planner)
 
 
 def read_into(state: State, reader: Reader, world: World | None = None) -> None:

@@ -51,7 +51,7 @@ def newest_checkpoint(resume: str, run_folder: Path, world: World) -> Path | Non
     paths, problem = json.loads(world.from_main(json.dumps([paths, problem])))
     if problem:
         raise DataError(problem)
-    return newest_valid([Path(path) for path in paths], world)
+    return newest_valid([Path(path) for path in paths], world) if paths else None
 
 
 def newest_valid(paths: Sequence[Path], world: World) -> Path | None:

@@ -1,12 +1,12 @@
 """Saves checkpoints: all ranks write one together, complete or not at all, with one outcome."""
 
 import shutil
+import time
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from concurrent.futures import wait
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 from dist_amp.checkpoint.format import (
     CONFIG,
     Entry,
-    checkpoint_folder,
     hash_files,
     integrity_error,
     publish,
@@ -29,16 +28,10 @@ from dist_amp.checkpoint.format import (
 )
 from dist_amp.checkpoint.state import Snapshot, take_snapshot
 from dist_amp.errors import Failure
-from dist_amp.files import appears, sync_folder, write_synced
+from dist_amp.files import ADDRESS, appears, sync_folder, write_synced
 from dist_amp.step import Run
 from dist_amp.telemetry.step_report import LogRow, Observer
 from dist_amp.world import World
-
-
-def save(run: Run) -> Path:
-    """Write a checkpoint of the current state; every rank calls it. Errors: Failure."""
-    Saver(run).save(wait=True)
-    return checkpoint_folder(run.folder, run.step)
 
 
 class Saver(Observer):
@@ -53,83 +46,90 @@ class Saver(Observer):
         # per shard of any rank (measured for 64 to 1,024 ranks).
         self._planner = DefaultSavePlanner(enable_plan_caching=True)
         self._planner._cached_plans_key = uuid4().hex  # torch's is shared by all runs of a process
-        self._background: Any = None
+        self._staging: Any = None
 
     def save(self, wait: bool) -> None:
         """Save the state; every rank calls it. wait: until it is written. Errors: Failure."""
         with self._run.world.clock.hold("checkpoint"):
             self.finish()
-            if self._is_saved():
-                return
+            started = time.monotonic()
             self._run.unsaved.warn_of_changes()
             snapshot = take_snapshot(self._run)
+            may_exist = self._run.step in (self._run.saved_step, self._run.resumed_from_step)
             self._run.saved_step = self._run.step
-            work = partial(write, world=self._run.world, planner=self._planner)
-            if self._run.config.checkpoint.async_save and not wait:
-                from dist_amp.checkpoint.background import Background
+            work = partial(self._write, started, may_exist)
+            from dist_amp.checkpoint.background import Save, Staging
 
-                self._background = self._background or Background(self._run.world)
-                self._run.metrics.save = self._background.start(snapshot, work)
-                return
-            self._complete(partial(work, snapshot), must_succeed=wait)
+            staging = None
+            if self._run.config.checkpoint.async_save and not wait:
+                staging = self._staging = self._staging or Staging(self._run.world.device)
+            self._complete(partial(Save, self._run, snapshot, work, staging), must_succeed=wait)
+            if staging is None:
+                self.finish(must_succeed=wait)
+
+    def _write(self, started: float, may_exist: bool, snapshot: Snapshot) -> None:
+        write(snapshot, self._run.world, self._planner, may_exist)
+        self._run.saved_between = (started, time.monotonic())
 
     def on_log(self, row: LogRow) -> None:
         """Check whether the background save has ended, and how: the same on every rank."""
         if self._run.metrics.save is not None and row.column("save_done").all():
             self.finish()
 
-    def _is_saved(self) -> bool:
-        """Whether this run's state is saved, as after a resume; what else is there is renamed."""
-        run = self._run
-        error = "there is no checkpoint of this run's step"
-        if run.world.is_main:
-            if run.step in (run.saved_step, run.resumed_from_step):
-                error = integrity_error(checkpoint_folder(run.folder, run.step))
-            if error:
-                for path in quarantine_after(run.folder, run.step - 1):
-                    run.world.warn(f"{path} is damaged, or of another run: it keeps this name")
-        return not run.world.from_main(error)
-
-    def finish(self) -> None:
+    def finish(self, must_succeed: bool = False) -> None:
         """Wait for the pending save, also another Saver's: they share a process group."""
         pending = self._run.metrics.save
         self._run.metrics.save = None
         if pending is not None:
-            self._complete(pending.result)
+            self._complete(pending.result, must_succeed)
 
-    def _complete(self, work: Callable[[], None], must_succeed: bool = False) -> None:
+    def _complete(self, work: Callable[[], Any], must_succeed: bool = False) -> None:
         """Errors: Failure if `work` fails and the run is configured to stop then."""
         try:
             work()
         except Failure as error:
             if must_succeed or self._run.config.checkpoint.on_failure == "stop":
                 raise
-            self._run.world.warn(
-                f"{error}; checkpoint.on_failure=continue tries again at the next one"
-            )
+            then = "tries again at the next one"
+            if self._run.metrics.save is not None:  # it is stuck
+                then = "trains without checkpoints until that save ends; stop restarts the run"
+            self._run.world.warn(f"{error}; checkpoint.on_failure=continue {then}")
 
     def __exit__(self, *error: object) -> None:
         """Wait for the pending save; only briefly if ranks may have diverged: writing needs all."""
-        if self._run.metrics.save is None:
+        pending = self._run.metrics.save
+        if pending is None or pending.why:
             return
         seconds = 5.0
         if error[0] is None or isinstance(error[1], Failure):
             # A Failure may be this rank's alone: half of the timeout of the others' collectives.
             seconds = self._run.config.run.timeout_seconds / 2
-        with suppress(Exception):
-            self._run.metrics.save.result(timeout=seconds)
+        wait([pending.future], seconds)
 
 
-def write(snapshot: Snapshot, world: World, planner: DefaultSavePlanner) -> None:
+def write(snapshot: Snapshot, world: World, planner: DefaultSavePlanner, may_exist: bool) -> None:
     """Write and publish a checkpoint; every rank calls it. Errors: Failure on all if one fails."""
     final = snapshot.folder
     run_folder = final.parent.parent
     temporary = final.with_name(f".{final.name}.writing")
+    leads = world.is_main
+    if (run_folder / ADDRESS).exists():  # each node has a folder of its own
+        leads = world.local_rank == 0
+
+    def find_saved() -> bool:
+        """Whether the state is saved, as after a resume; what else is there is renamed."""
+        if not world.is_main or (may_exist and not integrity_error(final)):
+            return True
+        for path in quarantine_after(run_folder, snapshot.manifest.step - 1):
+            world.warn(f"{path} is damaged, or of another run: it keeps this name")
+        return False
 
     def make_folder() -> None:
-        if world.is_main:
+        if leads:
             # What a run that was killed while it wrote has left.
             shutil.rmtree(temporary, ignore_errors=True)
+            if not world.is_main:  # the main node has renamed its own
+                shutil.rmtree(final, ignore_errors=True)
             temporary.mkdir(parents=True)
             sync_folder(run_folder)
             write_synced(temporary / CONFIG, snapshot.config)
@@ -148,6 +148,8 @@ def write(snapshot: Snapshot, world: World, planner: DefaultSavePlanner) -> None
             process_group=world.background,
             no_dist=world.world_size == 1,
         )
+        if not snapshot.state:
+            raise Failure("training has continued meanwhile")
         paths = list(temporary.glob(f"__{world.rank}_*"))
         if world.is_main:
             paths += [temporary / CONFIG, temporary / ".metadata"]
@@ -156,6 +158,8 @@ def write(snapshot: Snapshot, world: World, planner: DefaultSavePlanner) -> None
     try:
         # A stage may fail on one rank only: all ranks agree on its outcome before the next
         # collective stage.
+        if on_all_ranks(world, find_saved)[0]:
+            return
         on_all_ranks(world, make_folder)
         on_all_ranks(world, find_folder)
         files: dict[str, Entry] = {}
@@ -163,7 +167,7 @@ def write(snapshot: Snapshot, world: World, planner: DefaultSavePlanner) -> None
             files |= entries
 
         def finish() -> None:
-            if world.is_main:
+            if leads:
                 publish(temporary, final, replace(snapshot.manifest, files=files))
                 for problem in remove_old_checkpoints(
                     run_folder, snapshot.keep, snapshot.best_metric
@@ -172,7 +176,7 @@ def write(snapshot: Snapshot, world: World, planner: DefaultSavePlanner) -> None
 
         on_all_ranks(world, finish)
     except Failure as error:
-        if world.is_main:
+        if leads:
             # The partial files may be what fills the disk.
             shutil.rmtree(temporary, ignore_errors=True)
         raise Failure(

@@ -19,22 +19,28 @@ from dist_amp.scaling.frozen import check_frozen, expect_checksums
 SECTIONS = {"model", "optimizer", "counters", "scaler", "ranks", "interval", "frozen"}
 
 
-def load_weights(model: nn.Module, checkpoint: Path, average: str = "") -> int:
-    """Set the model's weights to the checkpoint's, in the model's dtypes; return its step.
+def load_weights(
+    model: nn.Module, checkpoint: Path, prefers_average: bool = False
+) -> tuple[int, str]:
+    """Set the model's weights to the checkpoint's, in the model's dtypes; return its step, and the
+    section that they are from: "model", or that of a moving average of the trained parameters,
+    which is preferred if there is one.
 
-    average: what `average_of` returned, to use it in place of each trained parameter. Frozen
-    parameters that the checkpoint does not contain stay as the model has them. Errors: DataError.
+    Frozen parameters that the checkpoint does not contain stay as the model has them. Errors:
+    DataError.
     """
     state: State = {"model": get_model_state_dict(model)}
-    if average:
-        state[average] = {
-            name: p.detach().float().clone()
-            for name, p in model.named_parameters()
-            if p.requires_grad
-        }
+    averages: State = {}
+    used = "model"
     with rejection_as_data_error(checkpoint):
         reader = Reader(checkpoint)
         metadata = reader.read_metadata()
+        saved = {name.partition(".")[0] for name in metadata.state_dict_metadata}
+        if prefers_average and saved - SECTIONS:
+            used = max(saved - SECTIONS)
+            trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+            averages = {name: p.detach().float().clone() for name, p in trained.items()}
+            state[used] = averages
         expect_checksums(state, model, metadata, checkpoint)
         for name, value in state["model"].items():
             stored = metadata.state_dict_metadata.get(f"model.{name}")
@@ -50,13 +56,6 @@ def load_weights(model: nn.Module, checkpoint: Path, average: str = "") -> int:
     options = StateDictOptions(strict="frozen" not in state)
     set_model_state_dict(model, state["model"], options=options)
     with torch.no_grad():
-        for name, value in state.get(average, {}).items():
+        for name, value in averages.items():
             model.get_parameter(name).copy_(value)
-    return reader.manifest.step
-
-
-def average_of(checkpoint: Path) -> str:
-    """The section with a moving average of the trained parameters, or ""; DataError if rejected."""
-    with rejection_as_data_error(checkpoint):
-        names = Reader(checkpoint).read_metadata().state_dict_metadata
-    return max({name.partition(".")[0] for name in names} - SECTIONS, default="")
+    return reader.manifest.step, used

@@ -12,7 +12,7 @@ from dist_amp import __version__
 from dist_amp.config.load import collect, schema, source_names
 from dist_amp.config.parse import build
 from dist_amp.config.suggestions import check_unknown
-from dist_amp.distributed.signals import exit_on_signals, quiet_on_closed_pipe
+from dist_amp.distributed.signals import BEFORE_RANKS, exit_on_signals, quiet_on_closed_pipe
 from dist_amp.errors import ConfigError, nearest_name
 
 COMMANDS = {
@@ -100,7 +100,7 @@ def main() -> int:
             hint = f"did you mean {near}?"
         print(f"error: there is no command {name}; {hint}", file=sys.stderr)
         return 64
-    exit_on_signals()  # for the time of the imports
+    exit_on_signals(BEFORE_RANKS if name in WITH_SETTINGS else "; nothing was made or changed")
     try:
         if name in WITH_SETTINGS and "RANK" not in os.environ:
             check_early(rest, has_options=name != "train")

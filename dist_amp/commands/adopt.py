@@ -11,21 +11,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dist_amp.commands.base import find_base
-from dist_amp.commands.features import choose, list_of, named, of_projects
+from dist_amp.commands.base import find_base, git
+from dist_amp.commands.features import Table, choose, list_of, named, of_projects
 from dist_amp.commands.update import rebase, this_version
-from dist_amp.distributed.signals import raise_on_signals
+from dist_amp.config.load import from_file
+from dist_amp.distributed.process import warn
 from dist_amp.errors import ConfigError
 from dist_amp.files import shipped_folder
-from dist_amp.supervise.command_line import Parser, exit_status
+from dist_amp.supervise.command_line import Parser, command
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    with raise_on_signals():
-        return exit_status(run, argv, "; the project is as it was")
-
-
-def run(argv: Sequence[str]) -> int:
+@command("; the project is as it was")
+def main(argv: Sequence[str]) -> int:
     root = shipped_folder()
     table = of_projects(root)
     parser = Parser("python -m dist_amp.adopt", __doc__, f"features:\n{list_of(table)}")
@@ -45,9 +42,31 @@ def run(argv: Sequence[str]) -> int:
             f"{base.root} was made by dist_amp {base.version}, and this is {this_version(root)}; "
             "run `dist_amp update` first"
         )
-    features = choose(table, base.record["features"], wanted, removed, options.yes)
-    print(f"features: {', '.join(features) or 'none'}")
-    return rebase(base, features, root)
+    present = base.record["features"]
+    features = choose(table, present, wanted, removed, options.yes)
+    for name in set(wanted) & set(present):
+        print(f"{name} is in the project already")
+    for name in set(removed) - set(present):
+        print(f"{name} is not in the project")
+    status = rebase(base, features, root)
+    warn_of_settings({name: table[name] for name in present if name not in features})
+    return status
+
+
+def warn_of_settings(removed: Table) -> None:
+    """Warn of settings of removed features in configs of the user's: a run would refuse them."""
+    for file in git(Path(), "ls-files", ":/*.toml").splitlines():
+        try:
+            settings = from_file(file)
+        except ConfigError:  # it has conflicts
+            continue
+        for key, given in settings.items():
+            for name, row in removed.items():
+                is_gone = (key, *given.words) == ("optim.name", name)
+                for setting in row.get("settings", ()):
+                    is_gone = is_gone or f"{key}.".startswith(f"{setting}.")
+                if is_gone:
+                    warn(f"{key} {given.source}, was of the feature {name}: remove it")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ A new base is a commit on that branch, and reaches the project's files by a merg
 """
 
 import os
+import shlex
 import signal
 import subprocess
 import tempfile
@@ -13,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import dist_amp
-from dist_amp.distributed.signals import handle_signals
-from dist_amp.errors import ConfigError, Failure
+from dist_amp.distributed.signals import ignore_stop_signals
+from dist_amp.errors import ConfigError, Failure, some_of
 
 BRANCH = "dist_amp"
 MADE_BY = "Made by dist_amp"  # begins the message of each of its commits
+# What git waits for, and the file in .git that says so.
+PENDING = {"rebase": "rebase-merge", "merge": "MERGE_HEAD", "cherry-pick": "CHERRY_PICK_HEAD"}
 
 
 @dataclass(frozen=True)
@@ -44,14 +47,15 @@ def git(folder: Path, *words: str, **environment: str) -> str:
 
 def run_git(folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     # A git hook's variables name another repository.
-    environ = {}
+    environ = {"GIT_OPTIONAL_LOCKS": "0"}  # which a git that is killed would leave behind
     for name, value in os.environ.items():
         if not name.startswith("GIT_"):
             environ[name] = value
     environ.update(environment)
+    # In a new session, the terminal's Ctrl-C does not reach git.
     command = ["git", *words]
     return subprocess.run(
-        command, cwd=folder, env=environ, capture_output=True, text=True, check=False
+        command, cwd=folder, env=environ, capture_output=True, text=True, start_new_session=True
     )
 
 
@@ -75,10 +79,10 @@ def initialise(folder: Path, features: tuple[str, ...]) -> None:
     git(folder, "branch", BRANCH)
 
 
-def find_base(folder: Path) -> Base:
+def find_base(folder: Path, may_have_changes: bool = False) -> Base:
     """The newest base of the project in a folder.
 
-    Errors: ConfigError if it is no project that `dist_amp new` made, or has uncommitted changes.
+    Errors: ConfigError if it is no project that `dist_amp new` made, or can't be merged into.
     """
     top = run_git(folder, "rev-parse", "--show-toplevel")
     if top.returncode:
@@ -86,16 +90,12 @@ def find_base(folder: Path) -> Base:
     root = Path(top.stdout.strip())
     if run_git(root, "rev-parse", "--verify", "--quiet", "HEAD").returncode:
         raise ConfigError(f"{root} has no commit; commit the project first")
-    if run_git(root, "symbolic-ref", "--short", "HEAD").stdout.strip() == BRANCH:
-        raise ConfigError(
-            f"{root} is on the branch {BRANCH}, which holds the files as they were made; "
-            "switch to the branch that you work on: git switch main"
-        )
-    if changed := git(root, "status", "--porcelain", "--untracked-files=no").splitlines():
-        raise ConfigError(
-            f"{len(changed)} files of {root} have changes that are not committed, such as "
-            f"{changed[0].split()[-1]}; commit or stash them"
-        )
+    check_branch(root)
+    if changed := git(root, "diff", "--name-only", "HEAD").splitlines():
+        said = f"{root} has changes that are not committed, in {some_of(changed)}"
+        if not may_have_changes:
+            raise ConfigError(f"{said}; commit or stash them")
+        print(f"{said}; they are left out")
     commit = newest_base(root)
     if not commit:
         raise ConfigError(
@@ -110,6 +110,23 @@ def find_base(folder: Path) -> Base:
             f"pyproject.toml in branch {BRANCH}, commit {commit[:7]}, lacks {error}, which "
             "`dist_amp new` wrote; that branch must not be edited"
         ) from None
+
+
+def check_branch(root: Path) -> None:
+    """Errors: ConfigError unless a branch can be merged into."""
+    folder = Path(git(root, "rev-parse", "--absolute-git-dir"))
+    for what, file in PENDING.items():
+        if (folder / file).exists():
+            finish = "git commit" if what == "merge" else f"git {what} --continue"
+            raise ConfigError(
+                f"a {what} is in progress: finish it ({finish}) or undo it: git {what} --abort"
+            )
+    branch = run_git(root, "symbolic-ref", "--short", "HEAD").stdout.strip()
+    if branch in ("", BRANCH):
+        raise ConfigError(
+            f"{root} is on {branch or 'a detached HEAD'}; switch to the branch that you work on, "
+            f"not {BRANCH}, which holds the files as they were made: git switch BRANCH"
+        )
 
 
 def newest_base(root: Path) -> str:
@@ -153,16 +170,31 @@ def merge(base: Base, commit: str, title: str) -> int:
     """
     before = git(base.root, "rev-parse", "HEAD")
     words = ["merge", "--no-ff", "--no-edit", "-m", title, commit]
-    # A merge is not interrupted halfway.
-    with handle_signals(signal.SIG_IGN, (signal.SIGINT, signal.SIGTERM)):
-        done = run_git(base.root, *user_of(base.root), *words)
+    # A signal would leave half of what follows, and the command would say that nothing changed.
+    ignore_stop_signals((signal.SIGINT, signal.SIGTERM))
+    # First: if this is killed before the merge, the next update merges.
+    git(base.root, "update-ref", f"refs/heads/{BRANCH}", commit)
+    done = run_git(base.root, *user_of(base.root), *words)
     begun = run_git(base.root, "rev-parse", "--verify", "--quiet", "MERGE_HEAD").returncode == 0
     if done.returncode and not begun:
+        git(base.root, "update-ref", f"refs/heads/{BRANCH}", base.commit)
         raise Failure(f"git merge failed: {done.stderr.strip() or done.stdout.strip()}")
-    git(base.root, "update-ref", f"refs/heads/{BRANCH}", commit)
     if done.returncode == 0:
         print(git(base.root, "diff", "--stat", before, "HEAD"))
         return 0
     print(done.stdout.strip() or done.stderr.strip())
-    print("resolve the conflicts, then: git add --all && git commit; or undo: git merge --abort")
+    say_how_to_resolve(base.root)
     return 1
+
+
+def say_how_to_resolve(root: Path) -> None:
+    """Print the git commands for each file in conflict."""
+    print("resolve the conflicts, and tell git:")
+    status = run_git(root, "status", "--porcelain", "-z", "--no-renames").stdout
+    for entry in status.split("\0"):
+        file = shlex.quote(os.path.relpath(root / entry[3:]))
+        if entry[:2] in ("DU", "UD", "DD"):  # one side has deleted it
+            print(f"  git rm {file}, which deletes it, or git add {file}, which keeps it")
+        elif entry[:2] in ("UU", "AA", "AU", "UA"):
+            print(f"  git add {file}")
+    print("then: git commit; or undo all: git merge --abort")

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from dist_amp.commands.features import read_table, with_dependents
@@ -24,16 +25,16 @@ def delete(names: Iterable[str], root: Path) -> None:
     Errors: ValueError if the table does not fit the code.
     """
     table = read_table(root)
-    rows = [table[name] for name in with_dependents(names, table)]
+    rows = {name: table[name] for name in with_dependents(names, table)}
     used = names_in(root)
-    for row in rows:
+    for row in rows.values():
         for file in row["files"]:
             path = root / file
             if path.is_dir():
                 shutil.rmtree(path)
             path.unlink(missing_ok=True)  # features may share a folder
     keys: set[str] = set()
-    for row in rows:
+    for row in rows.values():
         keys.update(row.get("settings", ()))
         for file, blocks in row.get("entries", {}).items():
             path = root / file
@@ -46,6 +47,7 @@ def delete(names: Iterable[str], root: Path) -> None:
         if not (root / "configs/schema.json").exists():
             text = text.removeprefix("#:schema schema.json\n")
         path.write_text(text)
+    note_unread(rows, root)
     tidy(root / "dist_amp")
     while unused := definitions_without_users(root, used):
         for path, lines in unused.items():
@@ -54,6 +56,19 @@ def delete(names: Iterable[str], root: Path) -> None:
     for folder in (root / "dist_amp").iterdir():  # an empty folder's docstring is no code
         if [path.name for path in folder.glob("*.py")] == ["__init__.py"]:
             shutil.rmtree(folder)
+
+
+def note_unread(rows: Mapping[str, Mapping[str, Any]], root: Path) -> None:
+    """Note the optional methods of a task that nothing reads without these features."""
+    pairs = []
+    for name, row in rows.items():
+        for method in row.get("methods", ()):
+            pairs.append(f"{method}:{name}")
+    if pairs:
+        lines = fill(" ".join(pairs), 95, initial_indent="    ", subsequent_indent="    ")
+        path = root / "dist_amp/config/task_class.py"
+        text = path.read_text()
+        path.write_text(text.replace('UNREAD = ""', f'UNREAD = """\n{lines}\n"""'))
 
 
 def without_blocks(text: str, blocks: Iterable[Any], file: str) -> str:
@@ -83,6 +98,7 @@ def tidy(folder: Path) -> None:
     """Remove imports and variables that only deleted code used, sort the imports, and format."""
     ruff = [sys.executable, "-m", "ruff"]
     fix = ["check", "--select", "F401,I,RET504", "--fix", "--unsafe-fixes", "--exit-zero"]
+    fix += ["--config", "lint.isort.split-on-trailing-comma = false"]  # few names left: one line
     for words in (fix, ["format"]):
         subprocess.run([*ruff, *words, "--quiet", "--no-cache", folder], check=True)
 

@@ -23,7 +23,7 @@ from dist_amp.config.load import collect
 from dist_amp.config.native_precision import native_precision
 from dist_amp.errors import ConfigError
 from dist_amp.files import shipped_folder
-from dist_amp.supervise.command_line import exit_status
+from dist_amp.supervise.command_line import command
 
 PRECISION: dict[str, list[str]] = {
     "bf16": [],
@@ -32,11 +32,8 @@ PRECISION: dict[str, list[str]] = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return exit_status(run, argv)
-
-
-def run(argv: Sequence[str]) -> None:
+@command()
+def main(argv: Sequence[str]) -> None:
     asks_for_help = {"-h", "--help"} & {*argv}
     if asks_for_help and show_if_asked(argv, "python -m dist_amp.demo", __doc__ or ""):
         return

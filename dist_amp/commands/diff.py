@@ -35,7 +35,7 @@ from dist_amp.config.load import leaves, read_flat
 from dist_amp.errors import CheckpointRejected, ConfigError, DataError
 from dist_amp.files import read_steps
 from dist_amp.precision import TOLERANCE
-from dist_amp.supervise.command_line import Parser, columns, exit_status
+from dist_amp.supervise.command_line import Parser, columns, command
 from dist_amp.telemetry.step_report import MAX_RANK_FOLDERS
 
 # What a run's numbers don't depend on, or what differs between any two runs.
@@ -351,11 +351,8 @@ def table_of(title: str, pairs: Mapping[str, Sequence[Any]]) -> list[str]:
     return [title, *columns(rows, left=4)]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return exit_status(run, argv)
-
-
-def run(argv: Sequence[str]) -> int:
+@command()
+def main(argv: Sequence[str]) -> int:
     parser = Parser("python -m dist_amp.diff", __doc__)
     for name in ("A", "B"):
         parser.add_argument(

@@ -5,14 +5,15 @@ ones, failures are restarted as by torchrun, and exit codes after a signal are u
 fails by itself leaves its report in torchrun's error file (supervise/failure.py).
 """
 
+import math
 import os
 import re
 import signal
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NamedTuple
@@ -20,17 +21,23 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 from torch.distributed import run as torchrun
+from torch.distributed.elastic.agent.server.api import WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing import api as processes
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, dynamic_rendezvous
 from torch.distributed.launcher import api
 
-from dist_amp.distributed.process import LAUNCHER
+from dist_amp.commands.spare import Spares
+from dist_amp.distributed.process import LAUNCHER, in_time
 from dist_amp.distributed.rendezvous import loopback_listener
 from dist_amp.errors import SAVED_AND_STOPPED, ConfigError, DataError, Failure, NumericsError
 
+GONE_SECONDS = 15.0  # assumed: by then ranks that save or fail without the lost node have ended
+SAVED_AND_LEAVES = """saved: this node leaves; those without a signal continue, unless it had the \
+rendezvous; the same command joins again"""
 SECONDS_TO_AGAIN = 1.0  # assumed: two SIGINT in less are one Ctrl-C, sent to the launcher twice
 
 KINDS = (Failure, ConfigError, DataError, NumericsError)
@@ -43,19 +50,27 @@ Failures = Mapping[int, ProcessFailure]  # by rank, of this machine, when the ag
 # --- the agent
 
 
-def run_agent(
-    options: Namespace, restarts: Callable[[Failures, int], bool], hides_log: bool
-) -> None:
+def run_agent(options: Namespace, restarts: "Restarts") -> None:
     """Run torchrun's agent in this process until all ranks have ended.
 
-    restarts(failures, how many are left): whether to restart. hides_log: until the ranks start.
     Errors: torchrun's, with `exit_codes`: one of each rank of this machine that was started.
     """
     signals = Signals()
+    spares = Spares()
 
     class Agent(LocalElasticAgent):
+        complete_at = 0.0  # when all nodes of this start were there
+
+        def _rendezvous(self, worker_group: Any) -> None:
+            if restarts.elastic:
+                say_waiting(worker_group.spec.rdzv_handler)
+            super()._rendezvous(worker_group)
+            self.complete_at = time.monotonic()
+            if restarts.elastic:
+                number, size = worker_group.group_rank, worker_group.group_world_size
+                say(f"this one has joined as node {number} of {size}; node 0 prints the run")
+
         def _start_workers(self, worker_group: Any) -> Any:
-            quiet.close()
             signals.held = True  # the agent does not know these ranks yet: it would leave them
             started = super()._start_workers(worker_group)
             signals.held = False
@@ -66,32 +81,58 @@ def run_agent(
             try:
                 return super().run(*role)
             except Exception as error:
-                error.exit_codes = [process.returncode for process in _processes(self)]  # type: ignore[attr-defined]
+                exit_codes = [process.returncode for process in _processes(self)]
+                error.exit_codes = exit_codes  # type: ignore[attr-defined]
+                if restarts.elastic and isinstance(error, SignalException):
+                    leave(self._worker_group.spec.rdzv_handler, self.complete_at)
+                    if {*exit_codes} == {SAVED_AND_STOPPED}:
+                        say(SAVED_AND_LEAVES)
                 raise
 
         def _monitor_workers(self, worker_group: Any) -> Any:
             signals.deliver()  # torch's agent may have swallowed the exception
             result = super()._monitor_workers(worker_group)
             left = getattr(self, "_remaining_restarts", 0)
-            if result.failures and not restarts(result.failures, left):
-                self._remaining_restarts = 0
+            runs = restarts.elastic and result.state == WorkerState.HEALTHY
+            if result.failures:
+                joins = restarts.elastic and worker_group.spec.rdzv_handler.num_nodes_waiting() > 0
+                self._remaining_restarts = restarts(result.failures, left, joins)
+            elif not runs or is_complete(worker_group):
+                self.complete_at = time.monotonic()
+            elif time.monotonic() - self.complete_at > GONE_SECONDS:
+                say("one has left, for which ranks wait here: all restart")
+                result.state = WorkerState.UNHEALTHY
+                self._remaining_restarts = left + 1  # torch's agent takes one away
+            if left and not result.failures:
+                spares.prepare()
             return result
+
+        def _restart_workers(self, worker_group: Any) -> None:
+            os.environ["DIST_AMP_FAILED_AT"] = f"{time.time()}"  # for telemetry/startup.py
+            super()._restart_workers(worker_group)
 
         def _shutdown(self, *after_signal: Any, **timeout: Any) -> None:
             if after_signal:
                 signals.saving(_processes(self))
+            elif not timeout and self._worker_group.state == WorkerState.HEALTHY:
+                say("one joins: all ranks save and restart")
+                if hasattr(self, "_shutdown_timeout"):  # not the 30 s after a failure
+                    timeout["timeout"] = self._shutdown_timeout
             super()._shutdown(*after_signal, **timeout)
+
+    ordinary_process: Any = getattr(SubprocessHandler, "_popen", None)
+
+    def popen(handler: Any, command: Any, environ: dict[str, str]) -> Any:
+        return spares.take(handler, command, environ) or ordinary_process(handler, command, environ)
 
     os.environ[LAUNCHER] = str(os.getpid())
     with (
+        closing(spares),
+        patch.object(SubprocessHandler, "_popen", popen, create=True),
         patch.object(api, "LocalElasticAgent", Agent),
         patch.object(c10d_rendezvous_backend, "TCPStore", local_store, create=True),
         patch.object(processes, "_terminate_process_handler", signals, create=True),
-        ExitStack() as quiet,
     ):
-        if hides_log and hasattr(LocalElasticAgent, "_start_workers"):
-            # Where no rendezvous answers, torch's C++ prints pages of frames.
-            quiet.enter_context(without_stderr())
         torchrun.run(options)
 
 
@@ -100,6 +141,36 @@ def local_store(host: str, port: int, **options: Any) -> dist.Store:  # type: ig
     if options.get("is_master"):
         port, options["master_listen_fd"] = loopback_listener(host, port)
     return dist.TCPStore(host, port, **options)  # type: ignore[attr-defined]
+
+
+def is_complete(worker_group: Any) -> bool:
+    """Whether all nodes that have started together are still there."""
+    with suppress(AttributeError):
+        state = worker_group.spec.rdzv_handler._state_holder.state  # at most 1 s old
+        return len(state.participants) >= worker_group.group_world_size
+    return True
+
+
+def leave(handler: Any, joined_at: float) -> None:
+    """Tell the other nodes that this one has left, which they would notice after 15 s."""
+    with suppress(Exception):
+        time.sleep(max(0.0, joined_at + 2 - time.monotonic()))  # they look each second
+        handler._stop_heartbeats()
+        exit_it = dynamic_rendezvous._RendezvousExitOp()
+        in_time(5.0, lambda: handler._op_executor.run(exit_it, math.inf))
+
+
+def say_waiting(handler: Any) -> None:
+    with suppress(AttributeError):  # etcd's handler has no settings
+        to = handler.settings
+        more = to.timeout.last_call.total_seconds()
+        lost = more + to.keep_alive_interval.total_seconds() * to.keep_alive_max_attempt
+        text = f"waiting for at least {to.min_nodes}, and {more:g} s for more"
+        say(f"{text} ({lost:g} s if one was lost)")
+
+
+def say(text: str) -> None:
+    print(f"nodes  {text}", file=sys.stderr, flush=True)
 
 
 class Signals:
@@ -212,31 +283,41 @@ def signal_name(number: int) -> str:
 class Restarts:
     """Decides on restarts, of which there are `most`: none after a wrong setting, wrong numbers, a
     stop, an error before the first step, or the same error twice.
+
+    elastic: nodes may come and go. One that leaves in order, on which all ranks stop, uses up none,
+    and an error after further steps, as the loss of a node is, has them counted from `most` again.
     """
 
     most: int
+    elastic: bool = False
+    furthest: int = field(default=0, init=False)  # the step of the latest error
     last: Ended | None = field(default=None, init=False)
     why_not: str = field(default="", init=False)
 
-    def __call__(self, failures: Failures, left: int) -> bool:
+    def __call__(self, failures: Failures, left: int, joins: bool = False) -> int:
+        """How many are left, with the one that follows now; 0: none. joins: a node waits to."""
         ended = who_explains(failures)
+        if self.elastic and ended.exit_code == SAVED_AND_STOPPED:
+            say(f"one {'joins' if joins else 'has left'}: all ranks save and restart")
+            return left + 1
+        if self.elastic and ended.step > self.furthest:
+            self.furthest = ended.step
+            left = self.most
         before = self.last
         self.last = ended
         reports_itself = bool(ended.text) and not ended.transient
         # After a restart it may be what the failure before it has left, as of a disk.
         is_first = before is None and ended.at_start and reports_itself
-        if is_first or ended.exit_code in FAILS_AGAIN:
-            return False
-        if not left:
-            return True
+        if is_first or ended.exit_code in FAILS_AGAIN or not left:
+            return 0
         if before and reports_itself and ended.plain == before.plain and ended.step <= before.step:
             again = "the same error came twice with no step between"
             self.why_not = f"; not restarted: {again} (after step {ended.step})"
-            return False
+            return 0
         why = "" if ended.text else f": {ended.cause}"  # its report is on the screen
         number = self.most - left + 1
         print(f"restart {number} of {self.most}{why}", file=sys.stderr, flush=True)
-        return True
+        return left
 
     def line(self, ended: Ended) -> str:
         """What to say of the last failure; "" where the rank's report on the screen says all."""
@@ -258,19 +339,3 @@ def after_signal(name: str, exit_codes: Sequence[int | None]) -> tuple[int, str]
     if SAVED_AND_STOPPED in statuses:
         return max(set(statuses), key=statuses.count), ""
     return next((code for code in statuses if code in KNOWN), 1), ""
-
-
-@contextmanager
-def without_stderr() -> Iterator[None]:
-    """Discard what is written to standard error in the block, by C++ too."""
-    sys.stderr.flush()
-    kept = os.dup(2)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        sys.stderr.flush()
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)

@@ -81,13 +81,6 @@ class Setup:
             return DTYPES[self.config.parallel.reduce_dtype]
         return None
 
-    def units_and_root(self) -> tuple[list[nn.Module], list[nn.Parameter]]:
-        """(FSDP2's units, in the model's order; the parameters of the root: all others)."""
-        blocks = blocks_of(self.task, self.module)
-        units = units_of(self.task, self.module, blocks)
-        inside = {p for unit in units for p in unit.parameters()}
-        return units, [p for p in self.module.parameters() if p not in inside]
-
     def groups(self) -> list[dict[str, Any]]:
         """The parameter groups, the task's if it has `groups`."""
         if hasattr(self.task, "groups"):
@@ -258,7 +251,10 @@ def of_sharded(setup: Setup) -> Step:
     reductions = 1
     if setup.config.parallel.accumulate_reduce == "every":
         reductions = micro_batches
-    units, root = setup.units_and_root()
+    # FSDP2's units, in the model's order; the root has all other parameters.
+    units = units_of(setup.task, setup.module, blocks_of(setup.task, setup.module))
+    inside = {p for unit in units for p in unit.parameters()}
+    root = [p for p in setup.module.parameters() if p not in inside]
     counted: Step = Counter()
     for number, parameters in enumerate([*(list(unit.parameters()) for unit in units), root]):
         trained = [p for p in parameters if p.requires_grad]

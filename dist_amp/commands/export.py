@@ -35,14 +35,14 @@ from torch import Tensor, nn
 
 from dist_amp.checkpoint.format import CONFIG, MANIFEST, all_checkpoints
 from dist_amp.checkpoint.resume import checkpoints_at, newest_valid
-from dist_amp.checkpoint.weights import average_of, load_weights
+from dist_amp.checkpoint.weights import load_weights
 from dist_amp.config.load import load_saved, to_toml
 from dist_amp.config.task_class import build_task
 from dist_amp.distributed.process import seed_all
 from dist_amp.errors import ConfigError, DataError, Failure, first_line
 from dist_amp.scaling.meta import build_whole
 from dist_amp.settings import Config
-from dist_amp.supervise.command_line import Parser, exit_status
+from dist_amp.supervise.command_line import Parser, command
 from dist_amp.task import Task
 from dist_amp.world import World
 
@@ -50,12 +50,8 @@ MODEL = "model.safetensors"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the exit status."""
-    return exit_status(run, argv)
-
-
-def run(argv: Sequence[str]) -> None:
+@command()
+def main(argv: Sequence[str]) -> None:
     parser = model_parser("python -m dist_amp.export", __doc__, "RUN_OR_CHECKPOINT")
     text = "where to write; an earlier export is replaced"
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help=text)
@@ -74,7 +70,7 @@ def run(argv: Sequence[str]) -> None:
     config = load_saved(checkpoint / CONFIG, settings)
     task: Any = build_task(config)
     model: Any = build_model(task, config)
-    step, weights = load_trained(model, checkpoint, options.weights)
+    step, weights = load_weights(model, checkpoint, options.weights == "auto")
     if options.merge:
         if not hasattr(model, "merge_and_unload"):
             raise ConfigError(
@@ -142,14 +138,6 @@ def build_model(task: Task, config: Config) -> nn.Module:
     """The task's model in evaluation mode, for a checkpoint's weights."""
     seed_all(config.run.seed)  # as in the run, for what the checkpoint does not hold
     return build_whole(task, torch.device("cpu"), resumes=True).eval()
-
-
-def load_trained(model: nn.Module, checkpoint: Path, weights: str) -> tuple[int, str]:
-    """Load the weights that --weights names; returns the step and what they are."""
-    average = ""
-    if weights == "auto":
-        average = average_of(checkpoint)
-    return load_weights(model, checkpoint, average), average or "model"
 
 
 # --- writing

@@ -28,23 +28,12 @@ def read_table(root: Path) -> Table:
 
 def of_projects(root: Path) -> Table:
     """Without those that only the repository itself can have."""
-    table = read_table(root)
-    for name, row in list(table.items()):
-        if row.get("clone"):
-            del table[name]
-    return table
+    return {name: row for name, row in read_table(root).items() if not row.get("clone")}
 
 
 def with_dependents(names: Iterable[str], table: Table) -> list[str]:
     """The features and those that are built on them."""
-    chosen = set(names)
-    before: set[str] = set()
-    while chosen != before:
-        before = set(chosen)
-        for name, row in table.items():
-            if not before.isdisjoint(row.get("needs", ())):
-                chosen.add(name)
-    return sorted(chosen)
+    return sorted(name for name in table if not {*names}.isdisjoint(with_needs([name], table)))
 
 
 def with_needs(names: Iterable[str], table: Table) -> list[str]:
@@ -75,7 +64,7 @@ def named(lists: Iterable[str], table: Table) -> list[str]:
         word = word.strip()
         if word and word not in names_of:
             hint = "dist_amp new --help lists them"
-            if near := nearest_name(word, names_of, 0.3):
+            if near := nearest_name(word, names_of):
                 hint = f"did you mean {near}?"
             raise ConfigError(f"there is no feature {word}; {hint}")
         if word and names_of[word] not in found:
@@ -98,6 +87,8 @@ def choose(
     for name in wanted:
         needs = with_needs([name], table)
         missing = [other for other in left_out if other in needs]
+        if name in missing:
+            raise ConfigError(f"{name} is both asked for and left out; drop one of the two")
         if missing:
             raise ConfigError(f"{name} needs {', '.join(missing)}, to be left out; drop one")
     before = [*present, *wanted]

@@ -16,7 +16,7 @@ def settings_that_fit(strategy: Strategy, job: Job) -> str:
     """The least costly change that fits, as a command line; "" if none does."""
     for settings in changes(strategy, job):
         if fitting(settings["parallel.strategy"], job, settings):
-            return in_words(settings)
+            return " ".join(f"--{key} {str(value).lower()}" for key, value in settings.items())
     return ""
 
 
@@ -89,7 +89,3 @@ def with_settings(config: Config, settings: dict[str, Any]) -> Config:
         changed = replace(getattr(config, section), **{name: value})
         config = replace(config, **{section: changed})
     return config
-
-
-def in_words(settings: dict[str, Any]) -> str:
-    return " ".join(f"--{key} {str(value).lower()}" for key, value in settings.items())

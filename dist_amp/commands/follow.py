@@ -32,7 +32,8 @@ from dist_amp.config.load import hidden
 from dist_amp.distributed.signals import handle_signals
 from dist_amp.errors import SAVED_AND_STOPPED, ConfigError, DataError, Failure, first_line, masked
 from dist_amp.files import InUse, only_process, write_durably
-from dist_amp.supervise.command_line import Parser, exit_status
+from dist_amp.storage.reading import on_disk
+from dist_amp.supervise.command_line import Parser, command
 
 POLL_SECONDS = 1.0
 APPEARS_SECONDS = 120.0  # to wait for a run that was started at the same time
@@ -40,13 +41,10 @@ APPEARS_SECONDS = 120.0  # to wait for a run that was started at the same time
 RESTART_SECONDS = 30.0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return exit_status(run, argv)
-
-
-def run(argv: Sequence[str]) -> int:
+@command()
+def main(argv: Sequence[str]) -> int:
     parser = Parser("python -m dist_amp.follow", __doc__)
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
+    parser.add_argument("run", type=on_disk, metavar="RUN", help="a run's folder")
     parser.add_argument("--to", required=True, choices=list(TRACKERS), help="the tracker")
     parser.add_argument("--project", default="", help="its project or experiment (dist_amp)")
     parser.add_argument("--once", action="store_true", help="send what exists now, and end")

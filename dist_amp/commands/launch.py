@@ -3,24 +3,22 @@ several.
 
     python -m dist_amp.launch --config ddp_bf16 --run.dir runs/mine
         on all GPUs, or in two CPU processes
-    python -m dist_amp.launch --nproc-per-node 4 --max-restarts 0 --train.steps 20
     python -m dist_amp.launch --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 ...
-        on each of two machines
+        on each of two machines; --nnodes 1:4: on one to four, which may come and go
 
 It is torchrun -m dist_amp.train that checks the settings before it starts ranks, ends with their
 one line of an error, and with their exit status: 0 done, 64 wrong setting, 65 data or checkpoint,
-70 numerics, 75 stopped by a signal and saved (the same command continues), 1 anything else.
+70 numerics, 75 stopped by a signal and saved (the same command continues), 1 anything else. If a
+rank fails or dies, all restart from the last checkpoint, up to --max-restarts times (3).
 
-If a rank fails or dies, all restart from the last checkpoint, up to --max-restarts times (3); not
-after a wrong setting, and not if the same error came twice with no step between. Without these
-options torchrun would start one process and restart nothing. `-m MODULE ARGUMENTS` at the end
-starts another module, such as benchmarks.checkpoint. In the environment: OMP_NUM_THREADS (CPU
-threads per rank; cores divided by ranks), PYTORCH_ALLOC_CONF (torch's GPU allocator;
-expandable_segments:True), TORCH_ELASTIC_SHUTDOWN_TIMEOUT (seconds for saving after a signal; 120).
+`-m MODULE ARGUMENTS` at the end starts another module. In the environment: OMP_NUM_THREADS (CPU
+threads per rank), PYTORCH_ALLOC_CONF (torch's GPU allocator; expandable_segments:True),
+TORCH_ELASTIC_SHUTDOWN_TIMEOUT (seconds for saving after a signal; 120).
 LOGLEVEL=INFO shows torchrun's own log.
 """
 
 import logging
+import math
 import multiprocessing
 import os
 import signal
@@ -33,13 +31,15 @@ from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 
-from dist_amp.distributed.signals import BEFORE_RANKS, exit_on_signals, raise_on_signals
+from dist_amp.distributed.signals import BEFORE_RANKS, exit_on_signals
 
 if __name__ == "__main__":
     exit_on_signals()  # before torch's imports, which take seconds
     if not {"-h", "--help"} & {*sys.argv}:
-        text = "launch checks the settings, then starts the ranks: some 10 s until they have torch"
-        print(text, file=sys.stderr, flush=True)
+        text = "launch checks the settings, then starts the ranks: about 10 s until they have "
+        print(f"{text}imported torch", file=sys.stderr, flush=True)
+    # Where no rendezvous answers, torch's C++ prints pages of frames.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
 import torch
 from torch.distributed import DistError
@@ -63,6 +63,7 @@ from dist_amp.config.suggestions import check_unknown
 from dist_amp.distributed.gpu_checks import check_gpus_are_used
 from dist_amp.distributed.process import cpu_cores
 from dist_amp.errors import ConfigError, Failure, first_line, in_one_line
+from dist_amp.settings import Config
 from dist_amp.supervise.command_line import exit_status
 
 TRAIN = "dist_amp.train"
@@ -71,8 +72,7 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    with raise_on_signals():
-        return exit_status(run, argv, BEFORE_RANKS)
+    return exit_status(run, argv, BEFORE_RANKS)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -83,25 +83,38 @@ def run(argv: Sequence[str]) -> int:
         return 0
     if module == TRAIN and show_if_asked(words, "python -m dist_amp.launch", __doc__ or ""):
         return 0
-    hides_log = "LOGLEVEL" not in os.environ and "TORCH_LOGS" not in os.environ
-    if hides_log:  # torchrun's log and the ranks' C++ warnings come below the line that explains
+    if not {"LOGLEVEL", "TORCH_LOGS"} & {*os.environ}:  # it comes below the line that explains
         logger = logging.getLogger("torch.distributed")
         logger.propagate = False
         logger.handlers = [logging.NullHandler()]
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     check_options(options)
+    gpus = gpus_to_use(words if module == TRAIN else [])
+    ranks = ranks_per_node(options, gpus)
     what = f"-m {module}"
     check = partial(check_module, module)
     if module == TRAIN:
         what = f"task.target={target_in(collect(words))}"
-        check = partial(check_settings, words, options)
+        check = partial(check_settings, words, options, ranks)
     if status := in_fork(what, check):
         return status
-    complete(options, words if module == TRAIN else [])
+    complete(options, ranks, gpus)
     options.module = True
     options.training_script = module
     options.training_script_args = words
-    return start(options, hides_log)
+    try:
+        return start(options)
+    finally:
+        if module == TRAIN:
+            wait_for_uploads(words)
+
+
+def wait_for_uploads(words: Sequence[str]) -> None:
+    """Ranks that were killed, or failed, leave theirs to a process that a container would end."""
+    address = "".join(collect(words).get("run.dir", Setting((), "")).words)
+    if "://" in address:
+        from dist_amp.storage import mirror
+
+        mirror.wait_for_uploads(address)
 
 
 # --- the command line
@@ -171,13 +184,52 @@ def check_options(options: Namespace) -> None:
 # --- before the ranks
 
 
-def check_settings(words: Sequence[str], options: Namespace) -> None:
-    """Check the settings once, not in each rank and restart. Errors: ConfigError."""
+def check_settings(words: Sequence[str], options: Namespace, ranks: int) -> None:
+    """Check the settings once, not in each of a node's `ranks` and restart. Errors: ConfigError."""
     fewest, most = torchrun.parse_min_max_nnodes(options.nnodes)
     with redirect_stdout(StringIO()):  # what the task's module prints, the ranks print again
         config = load_config(words)
-        if fewest == most and options.nproc_per_node.isdigit():
-            accumulation_steps(config.train, most * int(options.nproc_per_node))
+    if fewest == most:
+        accumulation_steps(config.train, most * ranks)
+    else:
+        check_sizes(config, range(fewest, most + 1), ranks)
+
+
+def check_sizes(config: Config, nodes: range, ranks: int) -> None:
+    """Check that all numbers of nodes, of `ranks` each, can take one run. Errors: ConfigError."""
+    given = f"--nnodes={nodes[0]}:{nodes[-1]}"
+    if config.run.dir == "auto" or config.run.resume == "never":
+        raise ConfigError(
+            f"{given} restarts the run as nodes come and go: give run.dir, the same on each node, "
+            "and leave run.resume=auto"
+        )
+    train = config.train
+    size = train.global_batch_size
+    everywhere = train.micro_batch_size * ranks * math.lcm(*nodes)
+    if size == "auto" and config.run.allow_config_change:
+        return
+    if size == "auto" or train.accumulation_steps != "auto":
+        raise ConfigError(
+            f"{given} needs train.global_batch_size and train.accumulation_steps=auto, or the "
+            f"batch would change with the number of nodes; use global_batch_size={everywhere}"
+        )
+    near = max(1, round(size / everywhere)) * everywhere
+    for count in nodes:
+        world_size = count * ranks
+        if config.parallel.bit_exact and world_size.bit_count() != 1:
+            setting, instead = "parallel.bit_exact=true", "parallel.bit_exact=false"
+            why = f"{world_size} ranks are no power of two"
+        elif size % (train.micro_batch_size * world_size):
+            setting, instead = f"train.global_batch_size={size}", f"train.global_batch_size={near}"
+            why = f"{size} is no multiple of micro_batch_size {train.micro_batch_size} x "
+            why += f"{world_size} ranks"
+        else:
+            continue
+        fits = f"doesn't fit --nnodes={count}"
+        if count > nodes[0]:
+            fits = f"fits --nnodes={nodes[0]}:{count - 1}, not {count}"
+            instead = f"that or {instead}"
+        raise ConfigError(f"{setting} {fits} ({why}); use {instead}")
 
 
 def check_module(module: str) -> None:
@@ -218,9 +270,8 @@ def in_fork(what: str, check: Callable[[], None]) -> int:
     return status.value
 
 
-def complete(options: Namespace, words: Sequence[str]) -> None:
-    """Decide the number of ranks, their binding to CPUs, and the environment that they inherit."""
-    gpus = gpus_to_use(words)
+def ranks_per_node(options: Namespace, gpus: int) -> int:
+    """Decide the number of ranks of this machine. Errors: ConfigError; Failure without a GPU."""
     if not options.nproc_per_node:
         if not gpus and torchrun.parse_min_max_nnodes(options.nnodes)[1] > 1:
             raise Failure(
@@ -237,6 +288,11 @@ def complete(options: Namespace, words: Sequence[str]) -> None:
             f"--nproc-per-node={options.nproc_per_node} must be a number above 0, auto, cpu, or "
             "gpu where there is one"
         )
+    return ranks
+
+
+def complete(options: Namespace, ranks: int, gpus: int) -> None:
+    """Decide the ranks' binding to CPUs, and the environment that they inherit."""
     if options.numa_binding is None:
         options.numa_binding = binding(ranks, gpus)
     environ = {
@@ -245,6 +301,8 @@ def complete(options: Namespace, words: Sequence[str]) -> None:
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "120",  # torch 2.11: always 30
     }
+    if os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL") == "FATAL":
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     if not any(map(os.environ.get, ALLOCATOR)):
         environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # GPU memory fragments less
     for name, value in environ.items():
@@ -287,16 +345,18 @@ def binding(ranks: int, gpus: int, nodes: Path = Path("/sys/devices/system/node"
 # --- the ranks, and how they ended
 
 
-def start(options: Namespace, hides_log: bool) -> int:
+def start(options: Namespace) -> int:
     """Run the ranks to their end; returns their status. Errors: torchrun's, as Failure."""
-    restarts = Restarts(options.max_restarts)
+    fewest, most = torchrun.parse_min_max_nnodes(options.nnodes)
+    restarts = Restarts(options.max_restarts, elastic=fewest < most)
     at = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port or 29500}"
-    if torchrun.parse_min_max_nnodes(options.nnodes)[1] > 1:
-        print(f"{options.nnodes} machines: this one waits for the others at {at}", flush=True)
+    if most > 1:
+        what = "joins" if restarts.elastic else "waits for"
+        print(f"{options.nnodes} machines: this one {what} the others at {at}", flush=True)
     status = 0
     line = ""
     try:
-        run_agent(options, restarts, hides_log)
+        run_agent(options, restarts)
     except ChildFailedError as error:
         ended = who_explains(error.failures)
         status = ended.status

@@ -18,32 +18,34 @@ from argparse import Namespace
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from dist_amp.commands.features import Table, choose, list_of, named, of_projects
-from dist_amp.commands.project import Plan, imported, make
-from dist_amp.distributed.signals import raise_on_signals
+from dist_amp.commands.project import Plan, make
+from dist_amp.commands.project_tests import defined, imported
 from dist_amp.errors import ConfigError, Failure
 from dist_amp.files import shipped_folder
-from dist_amp.supervise.command_line import Parser, exit_status
+from dist_amp.supervise.command_line import Parser, command
 
 DEFAULT = ("console",)
 FOLDERS = ("launch", "tests", "configs", "runs")  # of a project
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    with raise_on_signals():
-        return exit_status(run, argv, "; nothing was made")
-
-
-def run(argv: Sequence[str]) -> None:
+@command("; nothing was made")
+def main(argv: Sequence[str]) -> None:
     root = shipped_folder()
     table = of_projects(root)
     options = parse(argv, table)
     target = Path(options.name)
     check_name(target, root)
-    task = parse_task(options.task)
+    given = parse_task(options.task)
     wanted = named(options.wanted, table)
     left_out = named(options.without, table)
+    task = None
+    if given is not None:
+        file, cls = given
+        task = (file, cls.name)
+        wanted += needed_by(cls, table, wanted, options.yes)
     present = [name for name in DEFAULT if name not in left_out]
     features = choose(table, present, wanted, left_out, options.yes)
     try:
@@ -55,21 +57,9 @@ def run(argv: Sequence[str]) -> None:
 def parse(argv: Sequence[str], table: Table) -> Namespace:
     parser = Parser("python -m dist_amp.new", __doc__, f"features:\n{list_of(table)}")
     parser.add_argument("name", nargs="?", default="", help="the new folder, named as the package")
-    parser.add_argument(
-        "--with",
-        dest="wanted",
-        action="append",
-        default=[],
-        metavar="FEATURE,...",
-        help="optional features to add, or all",
-    )
-    parser.add_argument(
-        "--without",
-        action="append",
-        default=[],
-        metavar="FEATURE,...",
-        help="optional features to leave out",
-    )
+    lists: dict[str, Any] = {"action": "append", "default": [], "metavar": "FEATURE,..."}
+    parser.add_argument("--with", dest="wanted", help="optional features to add, or all", **lists)
+    parser.add_argument("--without", help="optional features to leave out", **lists)
     parser.add_argument("--task", default="", metavar="FILE.py:Class", help="your task: copied")
     parser.add_argument("--yes", action="store_true", help="ask nothing; add what features need")
     options = parser.parse_args(argv)
@@ -116,7 +106,7 @@ def check_name(target: Path, root: Path) -> None:
         raise ConfigError("new: git is missing, which keeps the project's history; install it")
 
 
-def parse_task(text: str) -> tuple[Path, str] | None:
+def parse_task(text: str) -> tuple[Path, ast.ClassDef] | None:
     """(file, class) of --task; None without one. Errors: ConfigError."""
     if not text:
         return None
@@ -128,7 +118,7 @@ def parse_task(text: str) -> tuple[Path, str] | None:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"--task {text}: {path} is not Python: {error}; fix it") from None
-    classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     if name not in classes:
         has = ", ".join(classes) or "none"
         raise ConfigError(f"--task {text}: there is no class {name} in {path}, which has {has}")
@@ -138,7 +128,26 @@ def parse_task(text: str) -> tuple[Path, str] | None:
                 f"--task {text}: {path} imports {module}, which lies beside it; only one file is "
                 "copied, so put both into one, or install it"
             )
-    return path, name
+    return path, classes[name]
+
+
+def needed_by(cls: ast.ClassDef, table: Table, wanted: Sequence[str], yes: bool) -> list[str]:
+    """The features that read the optional methods of the user's task; says which.
+
+    Errors: ConfigError without `yes`, unless they are wanted anyway.
+    """
+    methods = {name for item in cls.body for name in defined(item)}
+    needed = {}
+    for feature, row in table.items():
+        of_feature = methods.intersection(row.get("methods", ()))
+        if of_feature and feature not in wanted and "all" not in wanted:
+            needed[feature] = f"{' and '.join(sorted(of_feature))} by {feature}"
+    if needed:
+        said = f"{cls.name} has methods that features read: {', '.join(needed.values())}"
+        if not yes:
+            raise ConfigError(f"{said}; name them in --with, or give --yes")
+        print(said)
+    return list(needed)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from dist_amp.scaling.blocks import blocks_of, parameters_in
 from dist_amp.scaling.float32 import to_float32
 from dist_amp.scaling.meta import built_on_meta, parameters_on_meta
 from dist_amp.settings import Config, Strategy
-from dist_amp.supervise.command_line import Parser, exit_status
+from dist_amp.supervise.command_line import Parser, command
 from dist_amp.supervise.preflight import BESIDES_KEPT
 from dist_amp.task import Task, build_split, built_model
 from dist_amp.telemetry.mfu import flops_per_item
@@ -52,11 +52,8 @@ from dist_amp.world import World
 MANY_RANKS = (8, 64, 512, 4096)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return exit_status(run, argv)
-
-
-def run(argv: Sequence[str]) -> None:
+@command()
+def main(argv: Sequence[str]) -> None:
     parser = Parser("python -m dist_amp.plan", __doc__)
     parser.add_argument(
         "--world_size",

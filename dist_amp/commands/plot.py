@@ -14,7 +14,7 @@ from typing import Any
 from dist_amp.distributed.process import warn
 from dist_amp.errors import ConfigError, DataError, Failure, nearest_name
 from dist_amp.files import read_steps
-from dist_amp.supervise.command_line import Parser, exit_status
+from dist_amp.supervise.command_line import Parser, command
 
 Series = tuple[list[int], list[float]]  # steps, values
 PICTURES = (".png", ".svg", ".pdf")
@@ -22,11 +22,8 @@ MARKERS = "*o+x#%"  # of each curve, where there are no colours
 INSTALL = "pip install 'dist_amp[plot]'"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return exit_status(run, argv)
-
-
-def run(argv: Sequence[str]) -> None:
+@command()
+def main(argv: Sequence[str]) -> None:
     parser = Parser("python -m dist_amp.plot", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
     parser.add_argument("--metric", default="train/loss", help="such as eval/loss (train/loss)")

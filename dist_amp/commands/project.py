@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,7 +20,8 @@ import dist_amp
 from dist_amp.commands.base import git, initialise
 from dist_amp.commands.deletion import delete, tidy
 from dist_amp.commands.features import package_of, read_table
-from dist_amp.commands.project_tests import copy_tests
+from dist_amp.commands.project_tests import copy_tests, imported
+from dist_amp.distributed.signals import ignore_stop_signals
 from dist_amp.errors import ConfigError
 
 DEFAULT_TARGET = "dist_amp.tasks.causal_lm:CausalLM"
@@ -47,21 +49,14 @@ def make(plan: Plan, target: Path, root: Path) -> None:
         folder = Path(temporary, plan.name)
         fill(folder, plan, root)
         initialise(folder, plan.features)
+        ignore_stop_signals((signal.SIGINT, signal.SIGTERM))  # from here on something was made
         os.replace(folder, target)
-    lines = lines_of(target / plan.name)
+    lines = [len(path.read_text().splitlines()) for path in (target / plan.name).rglob("*.py")]
     print(
         f"{target}: {sum(lines):,} lines in {len(lines)} files, with "
         f"{', '.join(plan.features) or 'no optional feature'}; next: cd {target} && "
         "bash launch/demo.sh"
     )
-
-
-def lines_of(package: Path) -> list[int]:
-    """The number of lines of each file."""
-    counts = []
-    for path in package.rglob("*.py"):
-        counts.append(len(path.read_text().splitlines()))
-    return counts
 
 
 def fill(folder: Path, plan: Plan, root: Path) -> None:
@@ -85,7 +80,11 @@ def fill(folder: Path, plan: Plan, root: Path) -> None:
     remove_unused_helpers(folder / "tests")
     target = place_task(folder, plan, root)
     write_texts(folder, plan, root, target)
-    write_schema(folder, plan.name)
+    schema = folder / "configs/schema.json"
+    if schema.exists():  # a project with the command for it, of the settings that are left
+        command = [sys.executable, "-m", f"{plan.name}.schema"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+        schema.write_text(done.stdout, encoding="utf-8")
     (folder / "features.toml").unlink()
 
 
@@ -209,19 +208,6 @@ def distribution(requirement: str) -> str:
     return re.split(r"[<>=\[ ]", requirement)[0]
 
 
-def imported(paths: Iterable[Path]) -> Iterator[str]:
-    """The top-level modules that files import."""
-    for path in paths:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = []
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                names = [node.module or ""]
-            for name in names:
-                yield name.partition(".")[0]
-
-
 def toml_list(lines: Iterable[str]) -> str:
     text = "[\n"
     for line in lines:
@@ -237,15 +223,6 @@ def layout(folder: Path, name: str) -> Iterator[tuple[str, str]]:
     yield "configs", "One file of settings per way of running."
     yield "launch", "Scripts that start training."
     yield "tests", "Tests of what is here."
-
-
-def write_schema(folder: Path, name: str) -> None:
-    """Of the settings that are left, where a project has the command for it."""
-    file = folder / "configs/schema.json"
-    if file.exists():
-        command = [sys.executable, "-m", f"{name}.schema"]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
-        file.write_text(done.stdout, encoding="utf-8")
 
 
 def commit_of(root: Path) -> str:

@@ -10,7 +10,7 @@ import re
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -51,7 +51,7 @@ class Tests:
         """A test file, and what it imports of tests/."""
         target = self.folder / f"tests/{name}.py"
         text = self.text_of(name)
-        if target.exists() or (name.startswith("test_") and not tests_in(text)):
+        if target.exists() or (name.startswith("test_") and "\ndef test_" not in text):
             return
         target.write_text(text)
         words = re.findall(r"\w+", text)
@@ -73,7 +73,7 @@ class Tests:
             for test, features in self.needs.get(file, {}).items():
                 if not self.features.issuperset(features):
                     missing.add(test)
-            if "file" in missing:
+            if "file" in missing or is_marked(text):
                 text = ""
             self.texts[name] = self.without(text, missing)
             if name.startswith("test_"):
@@ -143,11 +143,7 @@ class Tests:
     @cached_property
     def allowed(self) -> set[str]:
         """The top-level modules that the project's tests can import."""
-        allowed = set(ALWAYS)
-        for path in self.modules.values():
-            for module, _ in imports_in(ast.parse(path.read_text())):
-                allowed.add(module.partition(".")[0])
-        return allowed
+        return {*ALWAYS, *imported(self.modules.values())}
 
     def is_named(self, text: str) -> bool:
         """Whether a text names a deleted setting, or a module that is missing."""
@@ -170,11 +166,13 @@ def modules_of(root: Path) -> dict[str, Path]:
     return modules
 
 
-def imports_in(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """(module, name or "") of every import, in functions too."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            yield from (real for _, real in bound(node))
+def imported(paths: Iterable[Path]) -> Iterator[str]:
+    """The top-level modules that files import, in functions too."""
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                for _, (module, _) in bound(node):
+                    yield module.partition(".")[0]
 
 
 def bound(node: ast.Import | ast.ImportFrom) -> list[tuple[str, tuple[str, str]]]:
@@ -203,8 +201,12 @@ def defined(node: ast.stmt) -> set[str]:
     return names
 
 
-def tests_in(text: str) -> list[str]:
-    return re.findall(r"^def (test_\w+)", text, re.MULTILINE)
+def is_marked(text: str) -> bool:
+    """Whether all tests of a file stay here."""
+    for node in ast.parse(text).body:
+        if "pytestmark" in defined(node):
+            return any(ast.unparse(part) in MARKS for part in ast.walk(node))
+    return False
 
 
 def without_unused(text: str, before: str) -> str:

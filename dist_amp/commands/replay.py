@@ -46,7 +46,7 @@ from dist_amp.settings import CompileConfig, Config
 from dist_amp.step import train_step
 from dist_amp.supervise.banner import warn_if_edited
 from dist_amp.supervise.callbacks import Callbacks
-from dist_amp.supervise.command_line import Parser, columns, exit_status
+from dist_amp.supervise.command_line import Parser, columns, command
 from dist_amp.supervise.stop import AgreedStop
 from dist_amp.telemetry.step_report import StepReport
 from dist_amp.world import World, locate
@@ -255,7 +255,10 @@ def layout_at(
 
 @dataclass
 class Layer:
-    """What a module did in a step: outputs; gradients of its own parameters (the model: all)."""
+    """What a module did in a step: over its outputs, and its own parameters' gradients.
+
+    The gradients of the model itself are those of all its parameters.
+    """
 
     kind: str
     largest: float = 0.0
@@ -289,7 +292,8 @@ def watched(run: ScriptRun, layers: dict[str, Layer]) -> Iterator[None]:
     with ExitStack() as hooks:
         for name, module in run.parallel.module.named_modules():
             parameters = list(module.parameters(recurse=False))
-            if parameters or not list(module.children()) or name == "":
+            parts = list(module.children())
+            if parameters or not parts or name == "":
                 layer = layers[clean_name(name) or "the model"] = Layer(class_name(module))
                 measure = partial(measure_output, layer)
                 hooks.enter_context(module.register_forward_hook(measure))
@@ -425,11 +429,8 @@ def profiled_step(replay: Replay, micro_batches: Sequence[Any]) -> StepReport:
     return report
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return exit_status(run_command, argv)
-
-
-def run_command(argv: Sequence[str]) -> int:
+@command()
+def main(argv: Sequence[str]) -> int:
     parser = Parser("python -m dist_amp.replay", __doc__)
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
     parser.add_argument("--step", type=int, required=True, help="the step to show, from 1 on")

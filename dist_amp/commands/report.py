@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from dist_amp.commands.plot import Series, finite_series
-from dist_amp.commands.runs import RunRow, number, read_summary, rows_of
+from dist_amp.commands.runs import RunRow, number, rows_of
 from dist_amp.errors import DataError
 from dist_amp.files import read_steps, write_durably
-from dist_amp.supervise.command_line import Parser, exit_status
+from dist_amp.supervise.command_line import Parser, command
+from dist_amp.supervise.lifecycle import saved_summary
 
 CURVES = {  # heading: (metric, unit that it is divided by)
     "training loss": ("train/loss", 1),
@@ -59,11 +60,8 @@ PAGE = """<!doctype html>
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return exit_status(run, argv)
-
-
-def run(argv: Sequence[str]) -> None:
+@command()
+def main(argv: Sequence[str]) -> None:
     parser = Parser("python -m dist_amp.report", __doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
     parser.add_argument("--out", type=Path, metavar="FILE", help="(RUN/report.html)")
@@ -95,7 +93,7 @@ def report(folder: Path) -> str:
         summary=escape(summary_text(row)),
         curves="\n".join(pictures) or "<p>Nothing is logged yet.</p>",
         settings=html_table([("setting", "value"), *row.settings.items()]),
-        ranks=html_table(ranks_of(read_summary(folder))),
+        ranks=html_table(ranks_of(saved_summary(folder))),
         sample=sample,
     )
 

@@ -22,7 +22,8 @@ from dist_amp.config.load import flat, load_config, read_flat, to_toml
 from dist_amp.distributed.process import warn
 from dist_amp.errors import DataError, first_line
 from dist_amp.files import InUse, check_numbers, only_process, plain_json
-from dist_amp.supervise.command_line import Parser, columns, exit_status
+from dist_amp.supervise.command_line import Parser, columns, command
+from dist_amp.supervise.lifecycle import saved_summary
 
 NOT_COMPARED = ("run.dir", "run.resume", "task.target")
 LETTERS = 60  # of a state with its cause in the table; --json has all
@@ -46,11 +47,8 @@ class RunRow:
     settings: dict[str, Any]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return exit_status(run, argv)
-
-
-def run(argv: Sequence[str]) -> None:
+@command()
+def main(argv: Sequence[str]) -> None:
     parser = Parser("python -m dist_amp.runs", __doc__)
     names = [name for name in RunRow.__dataclass_fields__ if name != "settings"]
     parser.add_argument("folder", nargs="?", type=Path, default=Path("runs"), metavar="DIR")
@@ -111,7 +109,7 @@ def rows_of(folder: Path) -> list[RunRow]:
 
 
 def row_of(folder: Path, settings: Mapping[str, Any], differing: dict[str, Any]) -> RunRow:
-    summary = read_summary(folder)
+    summary = saved_summary(folder)
     state = str(summary.get("stopped_by", "killed")).replace("completed", "done")
     cause = str(summary.get("cause", ""))
     logged: dict[str, Any] = {}
@@ -144,15 +142,6 @@ def row_of(folder: Path, settings: Mapping[str, Any], differing: dict[str, Any])
         goodput=goodput / 100,
         settings=differing,
     )
-
-
-def read_summary(folder: Path) -> dict[str, Any]:
-    """summary.json; empty if there is none, or a damaged one."""
-    with suppress(OSError, ValueError):
-        summary = json.loads((folder / "summary.json").read_bytes())
-        if isinstance(summary, dict) and isinstance(summary.get("steps", 0), int):
-            return summary
-    return {}
 
 
 def finite(value: Any) -> float:

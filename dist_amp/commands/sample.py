@@ -19,22 +19,20 @@ from safetensors import SafetensorError
 from safetensors.torch import load_model
 
 from dist_amp.checkpoint.format import CONFIG, MANIFEST, all_checkpoints
-from dist_amp.commands.export import MODEL, build_model, find_checkpoint, load_trained, model_parser
+from dist_amp.checkpoint.weights import load_weights
+from dist_amp.commands.export import MODEL, build_model, find_checkpoint, model_parser
 from dist_amp.config.load import load_saved
 from dist_amp.config.task_class import build_task
 from dist_amp.errors import ConfigError, DataError, Failure
-from dist_amp.supervise.command_line import exit_status
+from dist_amp.supervise.command_line import command
 from dist_amp.supervise.sampling import checked, printable
 from dist_amp.world import locate
 
 IMAGE = Path("sample.png")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return exit_status(run, argv)
-
-
-def run(argv: Sequence[str]) -> None:
+@command()
+def main(argv: Sequence[str]) -> None:
     parser = model_parser("python -m dist_amp.sample", __doc__, "RUN_OR_CHECKPOINT_OR_EXPORT")
     options, settings = parser.parse_known_args(argv)
     folder = options.path
@@ -63,7 +61,7 @@ def run(argv: Sequence[str]) -> None:
                 "model"
             ) from error
     else:
-        load_trained(model, folder, options.weights)
+        load_weights(model, folder, options.weights == "auto")
     with torch.no_grad():
         show(task.sample(model.to(device)))
 

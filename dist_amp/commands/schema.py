@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from dist_amp.config.load import collect, schema, target_in
 from dist_amp.config.task_class import find_task
 from dist_amp.settings import Config, MixedSourceConfig, Range
-from dist_amp.supervise.command_line import Parser, exit_status
+from dist_amp.supervise.command_line import Parser, command
 
 TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}
 BOUNDS = {
@@ -31,11 +31,8 @@ BOUNDS = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return exit_status(run, argv)
-
-
-def run(argv: Sequence[str]) -> None:
+@command()
+def main(argv: Sequence[str]) -> None:
     parser = Parser("python -m dist_amp.schema", __doc__)
     _, words = parser.parse_known_args(argv)
     settings = collect(words)

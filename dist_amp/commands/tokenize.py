@@ -21,23 +21,17 @@ from pathlib import Path
 
 from dist_amp.config.load import load_config
 from dist_amp.distributed.process import configure_logging, cpu_cores
-from dist_amp.distributed.signals import raise_on_signals
 from dist_amp.errors import ConfigError
 from dist_amp.sources.conversations import LAYOUTS, check_rows
 from dist_amp.sources.load import load_rows
 from dist_amp.sources.token_shards import TokenShards, read_manifest
 from dist_amp.sources.tokenizer import open_tokenizer
 from dist_amp.sources.tokens import SHARD_TOKENS, tokenize
-from dist_amp.supervise.command_line import Parser, exit_status
+from dist_amp.supervise.command_line import Parser, command
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the exit status."""
-    with raise_on_signals():
-        return exit_status(run, argv, "; start the same command again to continue")
-
-
-def run(argv: Sequence[str]) -> None:
+@command("; start the same command again to continue")
+def main(argv: Sequence[str]) -> None:
     cores = cpu_cores()
     parser = Parser("python -m dist_amp.tokenize", __doc__)
     parser.add_argument("--out", metavar="FOLDER", help="where to write, or to continue")

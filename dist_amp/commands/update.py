@@ -15,31 +15,27 @@ from packaging.version import Version
 
 import dist_amp
 from dist_amp.commands.base import Base, commit_files, find_base, merge, preview, run_git
-from dist_amp.commands.features import Table, named, of_projects, with_needs
+from dist_amp.commands.features import named, of_projects, read_table, with_needs
 from dist_amp.commands.project import DEFAULT_TARGET, Plan, commit_of, fill, renamed
-from dist_amp.distributed.signals import raise_on_signals
 from dist_amp.errors import ConfigError
 from dist_amp.files import shipped_folder
-from dist_amp.supervise.command_line import Parser, exit_status
+from dist_amp.supervise.command_line import Parser, command
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    with raise_on_signals():
-        return exit_status(run, argv, "; the project is as it was")
-
-
-def run(argv: Sequence[str]) -> int:
+@command("; the project is as it was")
+def main(argv: Sequence[str]) -> int:
     parser = Parser("python -m dist_amp.update", __doc__)
     parser.add_argument("--dry_run", action="store_true", help="show what would change, and end")
     options = parser.parse_args(argv)
     root = shipped_folder()
     table = of_projects(root)
-    base = find_base(Path())
+    base = find_base(Path(), may_have_changes=options.dry_run)
     check_not_newer(base, root)
     features = with_needs(named(base.record["features"], table), table)
-    print(f"dist_amp {base.version} -> {this_version(root)}")
+    if base.version != this_version(root):
+        print(f"dist_amp {base.version} -> {this_version(root)}")
     if options.dry_run:
-        print(*changes(base, features, table, root), sep="\n")
+        print(*changes(base, features, root), sep="\n")
     return rebase(base, tuple(name for name in table if name in features), root, **vars(options))
 
 
@@ -92,21 +88,24 @@ def check_not_newer(base: Base, root: Path) -> None:
         )
 
 
-def changes(base: Base, features: Sequence[str], table: Table, root: Path) -> Iterator[str]:
-    """The changelog's new entries, without those about features that the project lacks."""
-    text = (root / "CHANGELOG.md").read_text(encoding="utf-8")
+def changes(base: Base, features: Sequence[str], root: Path) -> Iterator[str]:
+    """The changelog's new entries, without those about a clone or features that are not there."""
     before = ""
     if base.record["commit"] and (root / ".git").exists():
         before = run_git(root, "show", f"{base.record['commit']}:CHANGELOG.md").stdout
     known = entries_of(before)
-    words = []
-    for name, row in table.items():
+    missing = []
+    for name, row in read_table(root).items():
         if name not in features:
-            words += [f"{word}\\b" for word in (name, *row.get("settings", ()))]
-    about_these = re.compile(f"[^`]*`(dist_amp )?({'|'.join(words)})")
-    for entry in entries_of(text):
-        is_about_these = bool(words) and about_these.match(entry)
-        if entry not in known and not is_about_these:
+            missing += [name, *row.get("settings", ()), *row.get("methods", ())]
+        if name not in features and "clone" not in row:
+            missing += re.findall(r"commands/(\w+)\.py", str(row["files"]))
+    # An entry is about the first feature, command, method or setting that it names.
+    about = re.compile(rf"`(python -m )?(dist_amp[ .])?(?:({'|'.join(missing)})\b|\w+\.\w)")
+    for entry in entries_of((root / "CHANGELOG.md").read_text(encoding="utf-8")):
+        first = about.search(entry)
+        is_missing = first is not None and first[3] is not None
+        if entry not in known and not is_missing and "In a clone" not in entry:
             yield entry
 
 

@@ -122,10 +122,7 @@ def replicas_of(config: ParallelConfig, world: World) -> int:
     """How many copies of the model hsdp has: by default one per machine, or two on a single one."""
     if config.replicas != "auto":
         return config.replicas
-    machines = world.world_size // world.local_world_size
-    if machines > 1:
-        return machines
-    return 2
+    return max(2, world.world_size // world.local_world_size)
 
 
 def accumulation_steps(config: TrainConfig, world_size: int) -> int:
@@ -141,7 +138,7 @@ def accumulation_steps(config: TrainConfig, world_size: int) -> int:
         raise ConfigError(
             f"train.global_batch_size={config.global_batch_size} is not a multiple of "
             f"micro_batch_size {config.micro_batch_size} x world size {world_size} = {per_round}; "
-            f"use global_batch_size={near}"
+            f"use global_batch_size={near}{or_world_sizes(config, world_size)}"
         )
     if config.accumulation_steps not in ("auto", wanted):
         product = per_round * config.accumulation_steps
@@ -151,3 +148,10 @@ def accumulation_steps(config: TrainConfig, world_size: int) -> int:
             f"{config.accumulation_steps} = {product}; use accumulation_steps={wanted}"
         )
     return wanted
+
+
+def or_world_sizes(config: TrainConfig, world_size: int) -> str:
+    """Those below twice this one at which the global batch can stay; "" for none."""
+    micro_batches = float(config.global_batch_size) / config.micro_batch_size
+    fits = [str(size) for size in range(1, 2 * world_size) if micro_batches % size == 0]
+    return f", or world size {', '.join(fits)}" if fits else ""

@@ -76,17 +76,17 @@ def sections_of(schema: type, prefix: str = "") -> list[str]:
 def settings_about(word: str, text: str, sections: Sequence[str]) -> str:
     """The settings in --help's text whose name or meaning has the word, names first.
 
-    Errors: ConfigError if there are none.
+    Without any, those that have it as a part of a word. Errors: ConfigError if there are none.
     """
-    whole_word = re.compile(rf"(?i)(?<![a-z0-9]){re.escape(word)}(?![a-z0-9])")
     settings = re.findall(r"(?m)^  --.*\n(?: {4,}.*\n)*", f"{text}\n")
-    found = [setting for setting in settings if whole_word.search(setting)]
-    if not found:
-        hint = f"the sections are {', '.join(sections)}"
-        if near := nearest_name(word, sections):
-            hint = f"did you mean {near}?"
-        raise ConfigError(f"--help {word}: no section or setting has this word; {hint}")
-    return "".join(sorted(found, key=lambda setting: not whole_word.search(setting.split()[0])))
+    for around in ("(?<![a-z0-9]){}(?![a-z0-9])", "{}"):
+        has_word = re.compile("(?i)" + around.format(re.escape(word)))
+        if found := [setting for setting in settings if has_word.search(setting)]:
+            return "".join(sorted(found, key=lambda found: not has_word.search(found.split()[0])))
+    hint = f"the sections are {', '.join(sections)}"
+    if near := nearest_name(word, sections):
+        hint = f"did you mean {near}?"
+    raise ConfigError(f"--help {word}: no section or setting has this word; {hint}")
 
 
 def _without_questions(argv: Sequence[str]) -> tuple[list[str], set[str], str]:

@@ -26,8 +26,9 @@ from dist_amp.settings import Config, DataConfig, MixedSourceConfig, TaskConfig
 
 ALIASES = {"use_amp": "precision.use_amp"}
 ENVIRONMENT_PREFIX = "DIST_AMP_"
-# Used by the launch scripts, and set by `dist_amp launch` for its ranks.
-NOT_SETTINGS = ("DIST_AMP_PYTHON", "DIST_AMP_LAUNCHER")
+# Used by the launch scripts, set by `dist_amp launch` for its ranks, and by optional features.
+NOT_SETTINGS = {"DIST_AMP_PYTHON", "DIST_AMP_LAUNCHER", "DIST_AMP_CACHE", "DIST_AMP_METADATA"}
+NOT_SETTINGS |= {"DIST_AMP_FAILED_AT", "DIST_AMP_STARTED_AT"}  # of a restarted rank
 # A task's arguments with such names are not written.
 SECRET = re.compile(
     r"(^|_)(password|passwd|pwd|passphrase|secret|credentials?|api_?key|"
@@ -182,7 +183,7 @@ def collect(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Set
     command_line, paths = _from_command_line(argv)
     settings: Settings = {}
     for path in paths:
-        settings |= _from_file(path_of(path))
+        settings |= from_file(path_of(path))
     for name, value in environ.items():
         if name.startswith(ENVIRONMENT_PREFIX) and name not in NOT_SETTINGS:
             key = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
@@ -237,7 +238,8 @@ def path_of(word: str) -> str:
     )
 
 
-def _from_file(path: str) -> Settings:
+def from_file(path: str) -> Settings:
+    """{key: its setting} of a TOML file. Errors: ConfigError."""
     try:
         # With a line break, so that an error in the last line has a line number too.
         text = Path(path).read_text(encoding="utf-8") + "\n"

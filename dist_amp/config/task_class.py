@@ -21,6 +21,7 @@ SIGNATURES = {
     "loss_sum": "loss_sum(self, model, batch) -> Tensor",
     "weight": "weight(self, batch) -> number",
 }
+UNREAD = ""  # "method:feature ..." of features that read more of a task, and were left out
 
 EXTRA_HF = ("transformers", "tokenizers", "peft")  # packages of the extra `hf`
 
@@ -48,6 +49,9 @@ def find_task(target: str) -> type:
             raise ConfigError(
                 f"task.target={target} lacks the method {method}; add `def {signature}`"
             )
+    for name, _, feature in (pair.partition(":") for pair in UNREAD.split()):
+        if hasattr(cls, name):
+            raise ConfigError(f"{target} has {name}, unread here: `adopt {feature}` or rename it")
     return cls
 
 

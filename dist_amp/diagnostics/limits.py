@@ -164,7 +164,7 @@ def warn_of_mean(run: Run) -> None:
         suppress(Exception),  # of a task that can't take twice the samples
     ):
         for samples in (indices, indices + indices):
-            batch = run.data.to_device(run.data.fetch[Shard(samples)])
+            [(batch, _)] = run.data.fetched([Shard(samples)])
             with run.precision.autocast():
                 loss = task.loss_sum(run.model, batch)
             values.append((float(loss), float(task.weight(batch))))

@@ -19,7 +19,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from dist_amp.data import Padding
 from dist_amp.precision import DTYPES, Precision
-from dist_amp.scaling.compile import uncompiled
+from dist_amp.scaling.compile import stance
 from dist_amp.step import loss_of
 from dist_amp.task import Task
 from dist_amp.world import local
@@ -279,7 +279,7 @@ def find_nonfinite(
     batch: as a step takes it; share: what its loss is multiplied by, scalar float32.
     """
     # Compiled code calls no hooks, and anomaly detection would raise before the cause is found.
-    with uncompiled(), torch.autograd.set_detect_anomaly(False):
+    with stance("force_eager"), torch.autograd.set_detect_anomaly(False):
         with recorded_calls(model) as calls, precision.autocast():
             loss = loss_of(task, model, batch, precision.device)
         shared = loss * share

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from dist_amp.errors import ConfigError
 from dist_amp.run import Run
-from dist_amp.scaling.compile import as_compiled_so_far
+from dist_amp.scaling.compile import stance
 from dist_amp.step import loss_of, weights_of
-from dist_amp.telemetry.step_report import Observer, StepReport
+from dist_amp.telemetry.step_report import LogRow, Observer, StepReport, Tags
 from dist_amp.world import local
 
 # Above these shares there is a warning. Assumed, with a reason: gradients of which 5 % would vanish
@@ -34,7 +34,8 @@ class Numerics(Observer):
 
     def __init__(self, run: Run):
         self.run = run
-        self.reads_before_step = run.config.debug.numerics
+        self.measured: dict[int, Tags] = {}  # by step, until its metrics are written
+        run.metrics.more_tags["numerics"] = self.tags
         self._groups: dict[str, list[Tensor]] = {}
         for number, group in enumerate(run.optimizer.param_groups):
             self._groups[group.get("name", f"group {number}")] = group["params"]
@@ -93,8 +94,7 @@ class Numerics(Observer):
             lost_updates = self._shares(self._lost_updates * report.applied)
             tags = {f"numerics/underflow_share/{group}": x for group, x in underflow.items()}
             tags |= {f"numerics/lost_update_share/{group}": x for group, x in lost_updates.items()}
-            if tags:
-                run.metrics.write_scalars(run.step, tags)
+            self.measured[run.step] = tags
             for group, share in underflow.items():
                 if share > UNDERFLOW_LIMIT:
                     self._warn_once(
@@ -105,6 +105,11 @@ class Numerics(Observer):
                     )
             for group, share in lost_updates.items():
                 self._warn_of_lost_updates(group, share, float(run.schedule.last_lr))
+
+    def tags(self, row: LogRow) -> Tags:
+        """What was measured at this log step, for rank 0's line of metrics.jsonl."""
+        tags = self.measured.pop(row.step, {})
+        return tags if self.run.world.is_main else {}
 
     def __exit__(self, *error: object) -> None:
         for hook in self._hooks:
@@ -135,7 +140,7 @@ class Numerics(Observer):
         parallel = run.parallel
         with (
             parallel.no_side_effects(),
-            as_compiled_so_far(),
+            stance("eager_on_recompile"),
             parallel.gradient_sync(parallel.sharded),
         ):
             with run.precision.autocast() if fp16 else nullcontext():

@@ -1,4 +1,6 @@
-"""Names a rank whose time without waiting is longer than the others', and a slowdown of all."""
+"""Names a rank whose time without waiting is longer than the others', a slowdown of all, and
+steps that wait for data.
+"""
 
 from collections import deque
 from typing import NamedTuple
@@ -10,6 +12,7 @@ from dist_amp.run import Run
 from dist_amp.telemetry.step_report import LogRow, Observer
 
 FACTOR = 1.2  # of the ranks' median, or of the past
+DATA_SHARE = 0.5  # of the step, on every rank: above it, data are the bottleneck
 SHARE = 0.05  # of the step: a smaller excess holds nobody up
 WINDOW = 5  # log intervals that are judged together
 PAST = 10  # those before them
@@ -69,6 +72,7 @@ class SlowRanks(Observer):
         self._slow_before: set[int | None] = set()  # at the last log step
         self._quiet: dict[int | None, int] = {}  # for how many more log steps
         self._is_first = True
+        self._has_warned_of_data = False
 
     def on_log(self, row: LogRow) -> None:
         if not self._run.world.is_main:
@@ -90,6 +94,19 @@ class SlowRanks(Observer):
         if not slow and len(phases) == PAST + WINDOW:
             for one in find_slowdown(phases):
                 self._warn_of(one, row)
+        if len(phases) >= WINDOW and not self._has_warned_of_data:
+            self._warn_of_data(phases[-WINDOW:, :, OWN_PHASES.index("data")], row)
+
+    def _warn_of_data(self, seconds: np.ndarray, row: LogRow) -> None:
+        """Warn once of steps that wait for data most of the time. seconds: [WINDOW, ranks]."""
+        shares = seconds.min(axis=1) / np.array(self._step_seconds)
+        if shares.min() > DATA_SHARE:
+            self._has_warned_of_data = True
+            workers = self._run.config.data.workers
+            self._run.world.warn(
+                f"steps wait for data in {shares.mean():.0%} of their time (up to step "
+                f"{row.step}): raise data.workers={workers}, or make samples cheaper to read"
+            )
 
     def _warn_of(self, slow: Slowdown, row: LogRow) -> None:
         if slow.rank not in self._quiet:

@@ -38,9 +38,7 @@ def environment_number(name: str, default: int) -> int:
 
 def cpu_cores() -> int:
     """Those that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def attempt() -> int:
@@ -50,6 +48,8 @@ def attempt() -> int:
 
 def place_of(config: RunConfig) -> tuple[int, int, int, int, torch.device]:
     """This process's (rank, local_rank, world_size, local_world_size, device)."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent(signal.SIGTERM)  # to save and stop, and to leave the run's folder
     rank, world_size = _rank_and_world_size()
     gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
     if config.device != "cpu" and not gpus:
@@ -148,10 +148,9 @@ def process_switches() -> dict[str, object]:
 
 
 def die_with_parent(number: signal.Signals) -> None:
-    """Get this signal when the parent process ends, however it ends; Linux only: prctl(2)."""
-    if sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+    """Get this signal when the parent process ends, however it ends: prctl(2)."""
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def seed_all(seed: int) -> None:

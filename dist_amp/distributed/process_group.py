@@ -11,12 +11,6 @@ import torch.distributed as dist
 A_DAY = timedelta(days=1)  # for collectives whose slowest rank takes as long as it takes
 
 
-def shared_store() -> dist.Store:  # type: ignore[name-defined]
-    """The key-value store of the default process group, which works where collectives do not."""
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD.get_group_store()
-
-
 def join(rank: int, world_size: int, device: torch.device, timeout_seconds: float) -> None:
     """Make the default process group of all ranks: gloo, and NCCL on GPUs."""
     backend = "gloo"

@@ -11,7 +11,7 @@ from functools import partial
 import torch.distributed as dist
 
 from dist_amp.distributed.process import environment_number, in_time
-from dist_amp.errors import ConfigError, Transient, first_line
+from dist_amp.errors import ConfigError, Transient, first_line, some_of
 
 # Open files besides gloo's sockets: libraries, loader workers' pipes, TensorBoard, a checkpoint's
 # shards. Measured for two ranks on the CPU: 18, and 7 per loader worker. Assumed: a GPU and NCCL's
@@ -122,10 +122,7 @@ def loopback_listener(host: str, port: int) -> tuple[int, int | None]:
 def _ranks_have(ranks: list[int], world_size: int) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]} of {world_size} has"
-    shown = [str(rank) for rank in ranks[:16]]
-    if len(ranks) > 16:
-        shown.append("...")
-    return f"ranks {', '.join(shown)} have"
+    return f"ranks {some_of([*map(str, ranks)], 16)} have"
 
 
 def joined(rank: int) -> str:
@@ -152,8 +149,7 @@ def _wait_for_listener(host: str, port: int, deadline: float, within: str) -> No
 def raise_open_files(world_size: int) -> None:
     """Let this process open as many files as it may. Errors: ConfigError if the ranks need more.
 
-    Each of three gloo groups connects every rank to every other one; hsdp's mesh has two more,
-    which together have at most half as many.
+    Each of three gloo groups connects every rank to every other; hsdp's mesh adds at most half.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = hard == resource.RLIM_INFINITY

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -27,22 +28,22 @@ def handle_signals(handler: Handler, numbers: Iterable[int] = STOP_SIGNALS) -> I
         yield
     finally:
         for number, before in previous.items():
-            signal.signal(number, signal.SIG_DFL if before is _exit else before)
+            signal.signal(number, signal.SIG_DFL if exits(before) else before)
 
 
-def ignore_stop_signals() -> None:
-    """For loader workers: their rank needs them until its checkpoint is written."""
-    for number in STOP_SIGNALS:
+def ignore_stop_signals(numbers: Iterable[int] = STOP_SIGNALS) -> None:
+    """For loader workers, which a rank needs to the end, and commands that complete their work."""
+    for number in numbers:
         signal.signal(number, signal.SIG_IGN)
 
 
 # --- commands
 
 
-def exit_on_signals() -> None:
+def exit_on_signals(when: str = BEFORE_RANKS) -> None:
     """For the time of the imports, in which an exception would be a traceback."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _exit)
+        signal.signal(number, partial(_exit, when))
 
 
 @contextmanager
@@ -65,7 +66,7 @@ def after_imports() -> None:
         signal.SIGTERM: signal.SIG_DFL,
     }
     for number, handler in usual.items():
-        if signal.getsignal(number) is _exit:
+        if exits(signal.getsignal(number)):
             signal.signal(number, handler)
 
 
@@ -87,8 +88,13 @@ def quiet_on_closed_pipe() -> Iterator[None]:
         raise SystemExit(1) from None
 
 
-def _exit(number: int, frame: FrameType | None) -> None:
-    os._exit(say_stopped(signal.Signals(number).name, BEFORE_RANKS))
+def exits(handler: object) -> bool:
+    """Whether it is that of `exit_on_signals`."""
+    return isinstance(handler, partial) and handler.func is _exit
+
+
+def _exit(when: str, number: int, frame: FrameType | None) -> None:
+    os._exit(say_stopped(signal.Signals(number).name, when))
 
 
 def _raise(number: int, frame: FrameType | None) -> None:

@@ -48,7 +48,11 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
     def moved(part: Any) -> Any:
         if isinstance(part, Tensor):
-            return _pinned(part, device).to(device, non_blocking=True)
+            # From page-locked memory the host need not wait for a copy to a GPU. A tensor that the
+            # loader's workers have pinned stays the same.
+            if device.type == "cuda" and part.device.type == "cpu" and part.layout == torch.strided:
+                part = part.pin_memory()
+            return part.to(device, non_blocking=True)
         if _moves_itself(part):
             return _moved_by_itself(part, device)
         if isinstance(part, MutableMapping):
@@ -68,13 +72,6 @@ def to_device(batch: Any, device: torch.device) -> Any:
         return tree_map(moved, part, is_leaf=_moves_itself)
 
     return inside(batch)
-
-
-def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
-    """In page-locked memory, from which the host need not wait for a copy to a GPU."""
-    if device.type != "cuda" or tensor.device.type != "cpu" or tensor.layout != torch.strided:
-        return tensor
-    return tensor.pin_memory()  # the same, if the loader's workers have pinned it
 
 
 def _moves_itself(part: Any) -> bool:

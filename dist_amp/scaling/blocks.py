@@ -29,7 +29,7 @@ def pick_blocks(strategy: Strategy, task: Task, module: nn.Module, world: World)
     names = ", ".join(f"{count} x {name}" for name, count in kinds.items()) or "none"
     share = parameters_in(blocks) / max(1, parameters_in([module]))
     world.say(f"blocks: {names}, {100 * share:.0f} % of parameters")
-    if not hasattr(task, "blocks"):
+    if share < 0.5 and not hasattr(task, "blocks"):
         warn_of_the_rest(module, blocks, share, world)
     return blocks
 
@@ -86,8 +86,7 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
     """The repeated layers, in the model's order, none inside another; layers are members of lists.
 
     Layers of a class are repeated if together they hold 5 % of the parameters and two of them have
-    the same shapes; or if a model lists the class in transformers' `_no_split_modules`. The
-    outermost are taken, also where nothing is repeated.
+    the same shapes; or if a model lists the class in transformers' `_no_split_modules`.
     """
     few = FEW * parameters_in([module])
     listed = {
@@ -140,9 +139,7 @@ def _layers_in(modules: Iterable[nn.Module], shared: Iterable[nn.Module]) -> lis
 def warn_of_the_rest(
     module: nn.Module, blocks: Sequence[nn.Module], share: float, world: World
 ) -> None:
-    """Warn if the blocks that were found hold less than half of the parameters."""
-    if share >= 0.5:
-        return
+    """Warn that the blocks that were found hold a small share of the parameters."""
     inside = {p for block in blocks for p in block.parameters()}
     outside = [(p.numel(), path) for path, p in module.named_parameters() if p not in inside]
     world.warn(

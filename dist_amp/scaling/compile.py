@@ -62,8 +62,14 @@ def pick_compile(
             picked = replace(picked, blocks=False)
             if world.device.type != "cpu":
                 world.say(f"compile.blocks=auto: nothing is compiled, because {reason}")
-    micro_batches = accumulation_steps(config.train, world.world_size)
-    check_compile(picked, strategy, micro_batches, world)
+    if picked.blocks:
+        micro_batches = accumulation_steps(config.train, world.world_size)
+        check_compile(picked, strategy, micro_batches, world)
+    elif picked.mode != "default":
+        world.warn(
+            f"compile.mode={picked.mode} has no effect, since nothing is compiled: set "
+            "compile.blocks=true"
+        )
     return picked
 
 
@@ -93,13 +99,6 @@ def _differentiates_twice(task: Any) -> bool:
 
 def check_compile(config: CompileConfig, strategy: str, micro_batches: int, world: World) -> None:
     """Check that these settings can compile. Errors: ConfigError that says what would."""
-    if not config.blocks:
-        if config.mode != "default":
-            world.warn(
-                f"compile.mode={config.mode} has no effect, since nothing is compiled: set "
-                "compile.blocks=true"
-            )
-        return
     if config.mode in GENERATE_NO_CODE:
         return
     if missing := _missing_compiler(world.device):
@@ -169,18 +168,15 @@ def compile_blocks(
     kinds = len({str(block) for block in blocks})
     torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, 8 * kinds)
     compiler = Compiler(config, world)
-    wrap: Callable[..., Forward] = compiler.wrap
-    if config.blocks == "auto":
-        wrap = compiler.wrap_if_possible
     names = {id(part): name for name, part in module.named_modules()}
     for block in blocks:
-        block.forward = wrap(block.forward, names[id(block)] or "the model")
+        block.forward = compiler.wrap(block.forward, names[id(block)] or "the model")
     # CUDA graphs' results are overwritten by the next step, and losses are kept for a while.
     if config.mode in CUDA_GRAPHS:
         return
     for part in module.modules():
         if getattr(part, "computes_loss", False):
-            part.forward = wrap(part.forward, names[id(part)])
+            part.forward = compiler.wrap(part.forward, names[id(part)])
     if config.blocks != "auto":
         loss = CompiledLoss(task.loss_sum, compiler)
         with suppress(AttributeError):  # a class with __slots__
@@ -202,7 +198,7 @@ class Compiler:
         errors = (private(f"torch._dynamo.exc.{name}", None) for name in NOT_ONE_GRAPH)
         self._not_one_graph = tuple(error for error in errors if error is not None)
         # Blocks that are one graph stay one when others are not.
-        self._one_graph = len(self._not_one_graph) == len(NOT_ONE_GRAPH)
+        self._one_graph = config.blocks == "auto" or len(self._not_one_graph) == len(NOT_ONE_GRAPH)
         # A dispatch mode, such as a FLOP counter, sees no operations of compiled code.
         name = "torch.utils._python_dispatch.is_in_any_mode_without_ignore_compile_internals"
         self._is_observed = private(name, lambda: False)
@@ -213,66 +209,52 @@ class Compiler:
         self._options["dynamic"] = config.blocks == "dynamic"
 
     def wrap(self, forward: Forward, name: str, breaks: bool = False) -> Forward:
-        """The forward, compiled; breaks: not as one graph. Its calls may raise ConfigError."""
-        config = self._config
+        """The forward, compiled; breaks: not as one graph. Its calls may raise ConfigError.
+
+        With compile.blocks=auto it is as written from the compiler's first error on.
+        """
         one_graph = torch.compile(forward, fullgraph=True, **self._options)
         in_parts = torch.compile(forward, fullgraph=False, **self._options)
-
-        @wraps(forward)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if self._is_observed():
-                return forward(*args, **kwargs)
-            try:
-                if self._one_graph and not breaks:
-                    return one_graph(*args, **kwargs)
-                return in_parts(*args, **kwargs)
-            except self._backend_failed as error:
-                cause = getattr(error, "inner_exception", error)
-                raise ConfigError(
-                    f"compile.mode={config.mode} can't compile {name}: {first_line(cause)}; use "
-                    "another, or compile.blocks=false"
-                ) from error
-            except self._block_failed:
-                raise
-            except self._not_one_graph as error:  # raised before any of the block has run
-                if not self._one_graph:
-                    raise
-                why = _graph_break(error, name)
-                self._world.warn(f"{why}; from now on blocks are compiled in parts")
-                self._one_graph = False
-            return call(*args, **kwargs)
-
-        return call
-
-    def wrap_if_possible(self, forward: Forward, name: str) -> Forward:
-        """The forward, compiled as one graph; as written from the compiler's first error on.
-
-        Nothing of a graph has run then. What is no error of the compiler is raised.
-        """
-        compiled = torch.compile(forward, fullgraph=True, **self._options)
 
         @wraps(forward)
         def call(*args: Any, **kwargs: Any) -> Any:
             if name in self._as_written or self._is_observed():
                 return forward(*args, **kwargs)
             try:
-                return compiled(*args, **kwargs)
+                if self._one_graph and not breaks:
+                    return one_graph(*args, **kwargs)
+                return in_parts(*args, **kwargs)
             except Exception as error:
-                if not type(error).__module__.startswith(OF_THE_COMPILER):
-                    raise
-                why = _graph_break(error, name)
-            self._as_written.add(name)
-            self._world.warn(f"compile.blocks=auto leaves a block as it is: {why}")
-            return forward(*args, **kwargs)
+                self._take_another_way(error, name)
+            return call(*args, **kwargs)
 
         return call
 
+    def _take_another_way(self, error: Exception, name: str) -> None:
+        """After the compiler's error, at which nothing of a block has run. Errors: any other."""
+        if self._config.blocks == "auto":
+            if not type(error).__module__.startswith(OF_THE_COMPILER):
+                raise error
+            why = _graph_break(error, name)
+            self._as_written.add(name)
+            self._world.warn(f"compile.blocks=auto leaves a block as it is: {why}")
+            return
+        if isinstance(error, self._backend_failed):
+            cause = getattr(error, "inner_exception", error)
+            raise ConfigError(
+                f"compile.mode={self._config.mode} can't compile {name}: {first_line(cause)}; use "
+                "another, or compile.blocks=false"
+            ) from error
+        is_graph_break = isinstance(error, self._not_one_graph)
+        if isinstance(error, self._block_failed) or not (is_graph_break and self._one_graph):
+            raise error
+        why = _graph_break(error, name)
+        self._world.warn(f"{why}; from now on blocks are compiled in parts")
+        self._one_graph = False
+
 
 def keep_code(folder: Path) -> None:
-    """Keep compiled code beside the runs, so that one resumed on another machine finds it.
-
-    folder: the run's. It comes before anything is compiled; a folder that the user set is kept.
-    """
+    """Keep compiled code beside the runs, for resumes elsewhere, unless the user set a folder."""
     cache = folder.absolute().parent / "compile_cache"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
 
@@ -343,17 +325,10 @@ def _graph_break(error: Exception, name: str) -> str:
     return f"{name} is not one graph: {first_line(error)}{place}"
 
 
-def uncompiled() -> AbstractContextManager[Any]:
-    """A context in which compiled blocks run as written: the hooks inside them are called."""
-    return _stance("force_eager")
-
-
-def as_compiled_so_far() -> AbstractContextManager[Any]:
-    """A context in which nothing more is compiled: a new shape, for example, runs as written."""
-    return _stance("eager_on_recompile")
-
-
-def _stance(name: str) -> AbstractContextManager[Any]:
+def stance(name: str) -> AbstractContextManager[Any]:
+    """A context for compiled blocks. force_eager: they run as written, and hooks inside them are
+    called; eager_on_recompile: nothing more is compiled, so a new shape, say, runs as written.
+    """
     if "torch._dynamo" in sys.modules:
         return torch.compiler.set_stance(name)
     return nullcontext()  # nothing was compiled, and the compiler's import takes seconds

@@ -49,14 +49,11 @@ Apply = Callable[..., Any]  # apply_chat_template, with the row's tools
 
 def layout(columns: Sequence[str], text_column: str) -> str:
     """The column that tells the form of rows; "" for none of the forms."""
-    forms = [
-        ("messages",),
-        ("prompt", "completion"),
-        (text_column,),
-        ("conversations",),
-        ("instruction", "output"),
-    ]
-    return next((form[0] for form in forms if set(form) <= set(columns)), "")
+    needs = {"prompt": "completion", "instruction": "output"}
+    for form in ("messages", "prompt", text_column, "conversations", "instruction"):
+        if {form, needs.get(form, form)} <= set(columns):
+            return form
+    return ""
 
 
 def columns_read(columns: Sequence[str], text_column: str) -> list[str]:

@@ -21,7 +21,7 @@ from dist_amp.settings import SourceConfig
 from dist_amp.sources.files import Files, stay_local_without_network
 from dist_amp.sources.footers import read_source
 from dist_amp.sources.limits import check_file
-from dist_amp.sources.remote import access_problem, causes_of
+from dist_amp.sources.remote import access_problem, causes_of, is_local
 
 log = logging.getLogger(__name__)
 # Format -> (the loader of the library, its options).
@@ -103,7 +103,7 @@ def convert(files: Files, splits: dict[str, list[str]]) -> Any:
     """A `datasets.DatasetDict` of files that the library converts, once."""
     loader, options = LOADERS[files.format]
     # The library takes names as patterns.
-    escape = glob.escape if files.is_local else files.address
+    escape = glob.escape if is_local(files.fs) else files.address
     data_files = {split: [escape(path) for path in paths] for split, paths in splits.items()}
     builder = datasets.load_dataset_builder(loader, data_files=data_files, **options)
     manager = None  # the library's, which knows addresses within others
@@ -130,7 +130,7 @@ def check(files: Files, path: str, manager: Any) -> None:
         return
     fs = files.fs
     place = path
-    if not files.is_local and manager is not None:
+    if not is_local(fs) and manager is not None:
         place = manager.download(files.address(path))
         fs = fsspec.filesystem("file")
     with fs.open(place, "rb") as file:

@@ -58,12 +58,8 @@ class Files:
     rest: str = ""  # after :: in an address within another, as zip://*.csv::s3://bucket/all.zip
     tables: tuple[str, ...] = ()  # of labels, beside images
 
-    @property
-    def is_local(self) -> bool:
-        return is_local(self.fs)
-
     def address(self, path: str) -> str:
-        return path if self.is_local else address_of(self.fs, path) + self.rest
+        return address_of(self.fs, path) + self.rest
 
 
 def find_files(config: SourceConfig) -> Files:

@@ -61,11 +61,16 @@ def open_tokenizer(name: str) -> Tokenizer:
 
 
 def of_transformers(tokenizer: Any, name: str = "") -> Tokenizer:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        rules = backend.to_str()
+    else:  # an older kind of tokenizer, of which the tokens decide the ids
+        rules = json.dumps({"kind": type(tokenizer).__name__, "tokens": tokenizer.get_vocab()})
     return Tokenizer(
         name or str(tokenizer.name_or_path),
         max(tokenizer.get_vocab().values()) + 1,
         tokenizer.eos_token_id,
-        _identity(_rules(tokenizer), tokenizer.eos_token_id, tokenizer.chat_template),
+        _identity(rules, tokenizer.eos_token_id, tokenizer.chat_template),
         partial(_encode, tokenizer),
         tokenizer.decode,
         tokenizer if tokenizer.chat_template else None,
@@ -113,13 +118,6 @@ def _bytes_of(text: str) -> list[int]:
 
 def _text_of(ids: Sequence[int]) -> str:
     return bytes(ids).decode(errors="replace")
-
-
-def _rules(tokenizer: Any) -> str:
-    """What decides the ids: tokenizer.json, or the tokens of an older kind of tokenizer."""
-    if getattr(tokenizer, "backend_tokenizer", None) is not None:
-        return tokenizer.backend_tokenizer.to_str()
-    return json.dumps({"kind": type(tokenizer).__name__, "tokens": tokenizer.get_vocab()})
 
 
 def _identity(rules: str, end: int | None, template: Any) -> str:

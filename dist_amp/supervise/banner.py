@@ -29,7 +29,7 @@ from dist_amp.config.task_class import GIVEN
 from dist_amp.distributed.gpu_checks import driver_branch
 from dist_amp.distributed.process import warn
 from dist_amp.errors import ConfigError, masked
-from dist_amp.files import write_durably
+from dist_amp.files import run_dir, write_durably
 from dist_amp.run import Run
 
 # What results may depend on.
@@ -89,7 +89,7 @@ def print_banner(run: Run) -> None:
     first = "from step 0: it holds no checkpoint"
     if run.resumed_from is not None:
         first = resumed_text(run, run.resumed_from)
-    world.say(f"run    {run.folder}, {first}")
+    world.say(f"run    {run_dir(run.folder)}, {first}")
     model = f"{total:,} parameters"
     if trained < total:
         model += f" ({trained:,} trained)"
@@ -143,6 +143,12 @@ def closing_table(summary: Mapping[str, Any], folder: Path) -> str:
         result += f", loss {loss:.4f}"
     for name, value in summary["evaluation"].items():
         result += f", held-out {name} {value:.4f}"
+    if "start_seconds" in summary:
+        seconds = summary["start_seconds"]
+        longest = sorted(seconds, key=lambda phase: -seconds[phase])
+        parts = ", ".join(f"{phase} {seconds[phase]:.1f}" for phase in longest[:4])
+        parts = parts.replace("_", " ")
+        rows.append(f"start {sum(seconds.values()):.1f} s to the first step: {parts}, ...")
     # Of a shorter run it only says how long a start takes.
     if "goodput" in summary and summary["wall_seconds"] > 60:
         applied = timedelta(seconds=round(summary["spent_seconds"]["applied_steps"]))
@@ -152,7 +158,7 @@ def closing_table(summary: Mapping[str, Any], folder: Path) -> str:
         most = "mostly " + max(rest, key=lambda kind: rest[kind]).replace("_", " ")
         most = most.replace("elsewhere", "starting, ending and pauses")
         rows.append(f"goodput {share}: {applied} of {wall} in applied steps; the rest: {most}")
-    return "\n".join([*rows, f"done: {result}", f"all of it is in {folder}"])
+    return "\n".join([*rows, f"done: {result}", f"all of it is in {run_dir(folder)}"])
 
 
 def print_next_command(run: Run) -> None:
@@ -162,7 +168,7 @@ def print_next_command(run: Run) -> None:
         model = run.parallel.module
         for_transformers = hasattr(run.task, "export") or hasattr(model, "save_pretrained")
         form = " --format hf" if for_transformers else ""
-        run.world.say(f"next: dist_amp export {run.folder} --out model{form}")
+        run.world.say(f"next: dist_amp export {run_dir(run.folder)} --out model{form}")
 
 
 def report_environment(run: Run) -> None:
@@ -332,7 +338,9 @@ def board(words: Sequence[str]) -> NoReturn:
     if words[:1] in (["-h"], ["--help"]):
         print("usage: dist_amp board RUN|FOLDER [OPTIONS]; tensorboard --help lists the options")
         sys.exit()
-    folder = Path("".join(words[:1]))
+    from dist_amp.storage.reading import on_disk
+
+    folder = on_disk("".join(words[:1]))
     logs = folder / "tensorboard"
     logged = [*folder.glob("metrics.jsonl"), *folder.glob("*/metrics.jsonl")]
     has_tokens = any("throughput/tokens_per_second" in path.read_text() for path in logged)

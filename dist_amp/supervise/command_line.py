@@ -3,12 +3,17 @@
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 from dist_amp.config.suggestions import check_unknown
-from dist_amp.distributed.signals import after_imports, quiet_on_closed_pipe, say_stopped
+from dist_amp.distributed import signals
 from dist_amp.errors import ConfigError, Failure
 from dist_amp.supervise.failure import report_failure
+
+Run = Callable[[Sequence[str]], int | None]
 
 
 class Parser(argparse.ArgumentParser):
@@ -21,7 +26,13 @@ class Parser(argparse.ArgumentParser):
         )
 
     def add_argument(self, *names: str, **options: Any) -> Any:
-        """An option's name may have hyphens in place of underscores."""
+        """An option's name may have hyphens in place of underscores. type=Path: a run's folder,
+        which may be at an address, or for an option a path on a disk.
+        """
+        if options.get("type") is Path:
+            from dist_amp.storage.reading import fetched, on_disk
+
+            options["type"] = on_disk if names[0].startswith("-") else fetched
         hyphened = [name.replace("_", "-") for name in names if name.startswith("--")]
         return super().add_argument(*dict.fromkeys([*names, *hyphened]), **options)
 
@@ -35,23 +46,27 @@ class Parser(argparse.ArgumentParser):
         return options, words
 
 
-def exit_status(
-    run: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None, when: str = ""
-) -> int:
+def command(when: str = "") -> Callable[[Run], Callable[..., int]]:
+    """Decorates a function of the command line's words: see `exit_status`, whose `when` this is."""
+    return lambda run: partial(exit_status, run, when=when)
+
+
+def exit_status(run: Run, argv: Sequence[str] | None = None, when: str = "") -> int:
     """Call run(argv), by default the command line's; report a Failure; return the exit status.
 
-    when: the end of the line that says that a signal stopped it.
+    when: the end of the line that says that a signal stopped it; with one, SIGTERM does too.
     """
-    after_imports()
-    try:
-        with quiet_on_closed_pipe():
-            return run(sys.argv[1:] if argv is None else argv) or 0
-    except Failure as error:
-        return report_failure(error, None)[0]
-    except KeyboardInterrupt as stopped:
-        return say_stopped(str(stopped), when)
-    except SystemExit as reported:  # argparse, after --help; a closed pipe
-        return int(reported.code or 0)
+    with signals.raise_on_signals() if when else nullcontext():
+        signals.after_imports()
+        try:
+            with signals.quiet_on_closed_pipe():
+                return run(sys.argv[1:] if argv is None else argv) or 0
+        except Failure as error:
+            return report_failure(error, None)[0]
+        except KeyboardInterrupt as stopped:
+            return signals.say_stopped(str(stopped), when)
+        except SystemExit as reported:  # argparse, after --help; a closed pipe
+            return int(reported.code or 0)
 
 
 def columns(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch.distributed as dist
 
 from dist_amp.distributed.process import attempt, in_time
-from dist_amp.distributed.process_group import shared_store
 from dist_amp.errors import Failure, Transient, in_one_line, masked
 from dist_amp.settings import Config
 from dist_amp.supervise.lifecycle import Job, write_summary
+from dist_amp.telemetry.startup import Startup
 from dist_amp.world import World
 
 Ranks = AbstractContextManager[World]  # such as `world.start`
@@ -25,10 +25,14 @@ Ranks = AbstractContextManager[World]  # such as `world.start`
 def supervised(config: Config, ranks: Ranks, raises: bool = False) -> Iterator[Job]:
     """Report what ends the block, close the run. Errors: SystemExit, or it if `raises`."""
     explanations: list[Callable[[BaseException], BaseException]] = []
-    with ExitStack() as last, ranks as world, ExitStack() as contexts:
+    startup = Startup()
+    with ExitStack() as ended, ExitStack() as last, ranks as world, ExitStack() as contexts:
         job = Job(config, world, raises=raises)
-        if dist.is_initialized():
-            job.store = shared_store()
+        startup.lap("rendezvous")
+        job.startup = startup
+        ended.callback(lambda: job.at_end())
+        if dist.group.WORLD is not None:
+            job.store = dist.group.WORLD.get_group_store()  # works where collectives do not
         contexts.callback(job.close)
         if world.world_size > 1:
             from dist_amp.supervise.watchdog import Watchdog
@@ -65,11 +69,12 @@ def _end_failed(error: BaseException, job: Job) -> int:
         is_first = True
     else:
         status, is_first = report_failure(error, job.world, job.store, step, at_start)
-    with suppress(OSError):  # the folder may not even be readable
+    with suppress(OSError):  # the folder may not even be readable, or its disk hangs
         # A run that failed before it was built leaves the summary of an earlier one in place.
         keeps = run is None and folder is not None and (folder / "summary.json").exists()
         if is_first and folder is not None and folder.is_dir() and not keeps:
-            write_summary(folder, run, "failed", status, cause_of(error, job.world.rank))
+            cause = cause_of(error, job.world.rank)
+            in_time(10.0, lambda: write_summary(folder, run, "failed", status, cause))
     return status
 
 
@@ -123,7 +128,10 @@ def _is_first_to_report(world: World | None, store: dist.Store | None) -> bool: 
         # Before the ranks are connected, all of a machine make the same mistake, maybe not all
         # machines.
         return os.environ.get("LOCAL_RANK", "0") == "0"
+    key = "dist_amp/failures"
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it outlives this attempt
+        key += f"/{attempt()}"
     try:
-        return in_time(5.0, lambda: store.add(f"dist_amp/failures/{attempt()}", 1) == 1)
+        return in_time(5.0, lambda: store.add(key, 1) == 1)
     except Exception:  # the store's host is dead or unreachable: two reports are better than none
         return True

@@ -1,8 +1,9 @@
 """How a run starts and ends: whether it has steps left, its files, and RUN/summary.json."""
 
 import json
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from dist_amp.supervise.banner import (
 from dist_amp.supervise.preflight import check_run
 from dist_amp.telemetry.goodput import Goodput
 from dist_amp.telemetry.metrics import Metrics
+from dist_amp.telemetry.startup import Startup
 from dist_amp.telemetry.step_report import Tags
 from dist_amp.world import World
 
@@ -48,6 +50,8 @@ class Job:
     store: dist.Store | None = None  # type: ignore[name-defined]
     status: int | None = None
     raises: bool = False  # the error, for its caller to show
+    startup: Startup = field(default_factory=Startup)
+    at_end: Callable[[], object] = nullcontext  # called once this process has left its groups
 
     @property
     def steps_taken(self) -> int:
@@ -68,6 +72,7 @@ class Stop:
     ended_by = ""  # which callback asked, on the ranks where one did
     every_poll = False  # it may ask after any step
     requested_by = ""  # the signal's name, on the ranks that got one
+    notice: Any = None  # of an eviction, on ranks that saw one; another thread sets it
 
     def poll(self, now: bool = False) -> bool:
         """Called by all ranks after each step and between batches of an evaluation."""
@@ -150,8 +155,8 @@ def bound_evaluation(run: Run, validation: Batches) -> None:
     if not hasattr(validation.fetch.dataset, "shuffled"):  # which would read Parquet at random
         validation.plan = replace(plan, order=shuffled_order(plan.length))
     run.world.say(
-        f"eval   {samples:,} of the {plan.length:,} samples held out, the same each time, in about "
-        "a tenth of the run's time; --eval.batches all takes all of them"
+        f"eval   takes {samples:,} of the {plan.length:,} held-out samples, the same each time, "
+        "and about a tenth of the run's time; --eval.batches all takes all samples"
     )
 
 
@@ -197,7 +202,9 @@ def close_run(run: Run, stop: Stop) -> int:
 def saved_summary(folder: Path) -> dict[str, Any]:
     """How the run ended last; empty where that is unknown."""
     with suppress(Exception):  # of many types, for a damaged one
-        return {**json.loads((folder / "summary.json").read_text())}
+        summary = {**json.loads((folder / "summary.json").read_text())}
+        if isinstance(summary.get("steps", 0), int):
+            return summary
     return {}
 
 

@@ -7,7 +7,6 @@ import math
 import os
 import platform
 import shutil
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,7 +23,7 @@ from dist_amp.checkpoint.format import MANIFEST, all_checkpoints
 from dist_amp.config.load import flat
 from dist_amp.config.memory import size_text, tensor_bytes
 from dist_amp.config.task_class import GIVEN, INJECTED, find_task
-from dist_amp.distributed.process import LAUNCHER, attempt, die_with_parent, environment_number
+from dist_amp.distributed.process import LAUNCHER, attempt, environment_number
 from dist_amp.errors import ConfigError, Failure, some_of
 from dist_amp.files import InUse, appears, only_process
 from dist_amp.loading.plan import shard_step
@@ -58,7 +57,6 @@ def check_launch() -> None:
             "environment"
         )
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent(signal.SIGTERM)  # to save and stop
         try:
             os.kill(environment_number(LAUNCHER, os.getpid()), 0)  # 0: only looks for the process
         except ProcessLookupError:

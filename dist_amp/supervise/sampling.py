@@ -14,7 +14,7 @@ from dist_amp.errors import DataError, in_one_line
 from dist_amp.files import write_durably
 from dist_amp.parallel import Parallel
 from dist_amp.run import Run
-from dist_amp.scaling.compile import as_compiled_so_far
+from dist_amp.scaling.compile import stance
 from dist_amp.telemetry.metrics import memory_use
 from dist_amp.telemetry.step_report import Observer
 
@@ -47,7 +47,13 @@ def write_sample(run: Run) -> str:
         if run.parallel.sharded and (problem := does_not_fit(run)):
             return f"no sample: {problem}; {again} makes one on one device"
         began = time.perf_counter()
-        sample = checked(take_sample(run))
+        parallel = run.parallel
+        # It leaves no trace in the run.
+        compiled = stance("eager_on_recompile")
+        with parallel.no_side_effects(), run.evaluating(), gathered(parallel), compiled:
+            seed_all(run.config.run.seed)
+            with run.precision.autocast():
+                sample = checked(run.task.sample(parallel.module))  # type: ignore[attr-defined]
         about = inspect.getdoc(run.task.sample) or "what the task's sample(model) returned"  # type: ignore[attr-defined]
         keep_sample(run, sample, about.splitlines()[0])
     except Exception as error:
@@ -56,15 +62,6 @@ def write_sample(run: Run) -> str:
     where = "text" if isinstance(sample, str) else "images"
     run.world.say(f"sample {run.step:>5}  {seconds:.1f} s; see TensorBoard's {where}")
     return ""
-
-
-def take_sample(run: Run) -> Any:
-    """What the task's sample(model) returns, in evaluation mode; it leaves no trace in the run."""
-    parallel = run.parallel
-    with parallel.no_side_effects(), run.evaluating(), gathered(parallel), as_compiled_so_far():
-        seed_all(run.config.run.seed)
-        with run.precision.autocast():
-            return run.task.sample(parallel.module)  # type: ignore[attr-defined]
 
 
 def keep_sample(run: Run, sample: str | Tensor, about: str) -> None:

@@ -1,4 +1,4 @@
-"""A signal to any rank, or the task's callback on any, stops all ranks after the same step."""
+"""A signal or notice to any rank, or a callback on any, stops all ranks after the same step."""
 
 import os
 import signal
@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from dist_amp.distributed.signals import handle_signals
 from dist_amp.errors import SAVED_AND_STOPPED
+from dist_amp.files import run_dir
 from dist_amp.run import Run
 from dist_amp.supervise.lifecycle import Stop, write_summary
 from dist_amp.world import World
@@ -77,7 +78,7 @@ class AgreedStop(Stop):
     def _start_exchange(self) -> None:
         time_now = time.monotonic()
         wish = 0.0
-        if self.requested_by:
+        if self.requested_by or self.notice is not None:
             wish = _SIGNAL
         elif self.ended_by:
             wish = _TASK
@@ -112,7 +113,7 @@ def close_preempted(run: Run, stop: Stop) -> int:
     then = "checkpoint.every=off, so nothing was saved"
     if run.config.checkpoint.every != "off":
         status = SAVED_AND_STOPPED
-        then = f"continue with --run.dir {run.folder}"
+        then = f"continue with --run.dir {run_dir(run.folder)}"
     if run.world.is_main:
         write_summary(run.folder, run, "preempted", status, cause)
     run.world.say(f"stopped after step {run.step} by {cause}; {then}")

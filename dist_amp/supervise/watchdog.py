@@ -362,23 +362,17 @@ class Watchdog(AbstractContextManager["Watchdog"]):
         short = textwrap.shorten(first_line(error), 200, placeholder=" ...")
         try:
             verdict = in_time(3 * self._answer_seconds, lambda: self._ask(event))
-        except TimeoutError:
+        except Exception as unanswered:
             if not is_collective:
                 return error
-            # It reaches neither the other ranks nor the store, and can't know why.
-            store = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-            return Transient(
-                f"rank {self._name(0)} and the store on its machine at {store} do not answer: it "
-                "is stopped, its machine is down, or the network to it is (rank "
-                f"{self._name(self._rank)} got: {short})"
-            )
-        except Exception:  # the store died with its host
-            if is_collective:
-                return Transient(
-                    f"rank {self._name(0)} or its launcher died (rank "
-                    f"{self._name(self._rank)} got: {short})"
-                )
-            return error
+            why = "or its launcher died"  # and the store with them
+            if isinstance(unanswered, TimeoutError):
+                # It reaches neither the other ranks nor the store, and can't know why.
+                store = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+                why = f"and the store on its machine at {store} do not answer: it is stopped, "
+                why += "its machine is down, or the network to it is"
+            got = f"(rank {self._name(self._rank)} got: {short})"
+            return Transient(f"rank {self._name(0)} {why} {got}")
         if not verdict.at_fault:
             if verdict.where:
                 print(f"rank {self._rank}: {verdict.where}", file=sys.stderr, flush=True)
@@ -391,12 +385,10 @@ class Watchdog(AbstractContextManager["Watchdog"]):
         return Transient(f"{self._text(verdict, event)} (rank {self._rank} got: {short})")
 
     def _ask(self, event: str) -> Verdict:
-        if event == FAILED:
-            self._answer("failed")
-            self._board.announce(event)
-            return Verdict()
-        self._answer("waited")
+        self._answer("failed" if event == FAILED else "waited")
         self._board.announce(event)
+        if event == FAILED:
+            return Verdict()
         return self._common_verdict(event)
 
     def _kill(self, ranks: list[int]) -> None:
@@ -411,16 +403,12 @@ class Watchdog(AbstractContextManager["Watchdog"]):
         return common_verdict(self._board, is_timeout, self._processes, self._answer_seconds)
 
     def _report(self, state: State) -> Report:
-        """What the main thread does, or the one that saves while the main thread waits for it."""
-        run = self._job.run
-        writer = self._job.world.background
+        """What the main thread does: the one that saves has a group of its own."""
         leave_out = ""
-        if run is not None and run.metrics.save is not None and writer is not None:
+        writer = self._job.world.background
+        if writer is not None and main_thread_is_in("checkpoint writer"):
             leave_out = writer.group_name
-        report = Report.read(state, self._job.steps_taken, flight_recorder.dump(), leave_out)
-        if not leave_out and (place := main_thread_is_in("checkpoint writer")):
-            report = replace(report, main_thread_is_in=place)
-        return report
+        return Report.read(state, self._job.steps_taken, flight_recorder.dump(), leave_out)
 
     def _answer(self, state: State) -> None:
         """Answer a failure, and write what the flight recorder has into the run's folder."""

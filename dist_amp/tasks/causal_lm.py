@@ -5,6 +5,7 @@ Copy this file to train a language model on your text; set `[data]` to train thi
 
 import logging
 import math
+import os
 import platform
 import sysconfig
 from pathlib import Path
@@ -272,11 +273,14 @@ def python_source(config: DataConfig, split: str) -> Any:
 
     root = Path(sysconfig.get_path("stdlib"))
     excluded = {"test", "tests", "idle_test", "lib2to3", "site-packages", "dist-packages"}
-    paths = sorted(root.rglob("*.py"))
-    files = [path for path in paths if not excluded & set(path.relative_to(root).parts)]
+    files = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = set(folders) - excluded  # what is installed there takes seconds to list
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    files.sort()
     if split == "train":
         version = platform.python_version()
         log.info("data: %d files of the standard library of Python %s", len(files), version)
-    names = [str(path) for path in files]
+    names = list(map(str, files))
     documents = datasets.load_dataset("text", data_files=names, sample_by="document")
     return pick_split(documents, config, split)

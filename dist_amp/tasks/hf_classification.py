@@ -3,6 +3,7 @@
 from typing import Annotated, Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import (
     AutoImageProcessor,
@@ -85,6 +86,15 @@ class HFClassification(huggingface.FineTuning):
     def weight(self, batch: Batch) -> float:
         return len(batch["labels"])
 
-    def predictions(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    def logits(self, model: nn.Module, batch: Batch) -> Tensor:
+        """[B, classes] float32."""
         inputs = {name: value for name, value in batch.items() if name != "labels"}
-        return model(**inputs).logits.float(), batch["labels"]
+        return model(**inputs).logits.float()  # type: ignore[no-any-return]
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
+        return F.cross_entropy(self.logits(model, batch), batch["labels"], reduction="sum")
+
+    def metrics(self, model: nn.Module, batch: Batch) -> Batch:
+        logits = self.logits(model, batch)
+        loss = F.cross_entropy(logits, batch["labels"], reduction="sum")
+        return {"loss": loss, "accuracy": logits.argmax(1).eq(batch["labels"]).sum()}

@@ -208,13 +208,9 @@ def inputs_of(model: Any, batch: Any, how: PackedAttention = "auto") -> dict[str
 
 
 class FineTuning:
-    """What the tasks share: the model's folder, its adapters, and how both are read and written.
-
-    A task of classes or tokens has predictions(model, batch): logits [N, classes] float32, labels.
-    """
+    """What the tasks share: the model's folder, its adapters, and how both are read and written."""
 
     processor: Any  # of what a sample is made of: a tokenizer, say
-    predictions: Any
 
     def __init__(self, data: DataConfig, model: str, lora: Lora):
         self.data = data
@@ -236,15 +232,6 @@ class FineTuning:
 
     def weight(self, batch: Any) -> float:
         return batch["counted"]  # type: ignore[no-any-return]
-
-    def loss_sum(self, model: nn.Module, batch: Any) -> Tensor:
-        logits, labels = self.predictions(model, batch)
-        return F.cross_entropy(logits, labels, reduction="sum")
-
-    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        logits, labels = self.predictions(model, batch)
-        loss = F.cross_entropy(logits, labels, reduction="sum")
-        return {"loss": loss, "accuracy": logits.argmax(1).eq(labels).sum()}
 
     def export(self, model: Any, folder: str) -> None:
         model.save_pretrained(folder)

@@ -53,6 +53,7 @@ class DPO(huggingface.FineTuning):
         self.multiple = pad_to_multiple_of
         self.loss_chunk = loss_chunk
         self.tokenizer = self.processor = huggingface.open_tokenizer(self.folder)
+        self.encoder = of_transformers(self.tokenizer)  # made once: it hashes the whole vocabulary
         self.reference = self.folder
         if reference != "auto":
             self.reference = huggingface.model_folder(reference)
@@ -121,7 +122,7 @@ class DPO(huggingface.FineTuning):
         if is_empty:
             raise DataError(f"the answer {name} is empty; write one, or remove the row")
         whole = {"prompt": row["prompt"], "completion": answer}
-        ids, labels = encode(whole, of_transformers(self.tokenizer), name)
+        ids, labels = encode(whole, self.encoder, name)
         sample = {
             "input_ids": torch.tensor(ids[: self.length]),
             "labels": torch.tensor(labels[: self.length]),

@@ -9,7 +9,6 @@ import platform
 import resource
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -49,7 +48,7 @@ class Metrics:
         self.best: Tags = {}  # the lowest validation loss, with its step
         self.sample = ""  # the latest, if it is a text
         self.hosts = world.gather_texts(platform.node())
-        self.save: Future[None] | None = None  # a checkpoint's, while it is written
+        self.save: Any = None  # a checkpoint's, while it is written
         self._max_norm = clip.limit if clip.by == "norm" else math.inf
         self.interval = Interval(self._max_norm)
         # Per rank, since the start or resume.
@@ -71,7 +70,9 @@ class Metrics:
 
         world = self.world
         if world.is_main:
-            self._jsonl = JsonlWriter(folder / "metrics.jsonl", first_step, world.warn)
+            is_evaluated = self.evaluated_step == first_step
+            path = folder / "metrics.jsonl"
+            self._jsonl = JsonlWriter(path, first_step, world.warn, is_evaluated)
         if world.is_main or world.world_size <= MAX_RANK_FOLDERS:
             path = folder / "tensorboard" / f"rank{world.rank:05d}"
             self._tensorboard = TensorBoardWriter(path, first_step + 1, world.warn)

@@ -52,7 +52,6 @@ INTERRUPTIONS = {
     "diagnostics_seconds": "diagnostics",
 }
 
-
 Tags = dict[str, float]  # what TensorBoard and metrics.jsonl get
 
 
@@ -190,10 +189,6 @@ class LogRow:
 
 class Observer:
     """Watches a run, which takes the same steps without it; called on every rank, in order."""
-
-    # Whether pending metrics must be read before `before_step`: the observer writes lines to
-    # metrics.jsonl, which is ordered by step.
-    reads_before_step = False
 
     def __enter__(self) -> Self:
         return self

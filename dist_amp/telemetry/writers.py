@@ -28,17 +28,20 @@ RETRY_SECONDS = 10.0  # each try makes a file and a thread
 class JsonlWriter:
     """metrics.jsonl: a line per logged step; what can't be written is kept and written later."""
 
-    def __init__(self, path: Path, step: int, warn: Warn = warnings.warn):
+    def __init__(
+        self, path: Path, step: int, warn: Warn = warnings.warn, is_evaluated: bool = True
+    ):
+        """step: to continue after; is_evaluated: whether the evaluation of that step is not due."""
         self.path = path
         self.last: dict[str, Any] = {}  # the latest line of a log step
         self._warn = warn
         self._unwritten = b""
         if path.exists():
-            self._continue(step)
+            self._continue(step, is_evaluated)
 
-    def _continue(self, step: int) -> None:
-        """Drop the lines of steps after `step`, and unreadable ones; at step 0 keep all of them in
-        metrics_before.jsonl.
+    def _continue(self, step: int, is_evaluated: bool) -> None:
+        """Drop the lines of what comes after `step`, and unreadable ones; at step 0 keep all of
+        them in metrics_before.jsonl.
         """
         path = self.path
         if step == 0 and path.stat().st_size:
@@ -51,6 +54,8 @@ class JsonlWriter:
             try:
                 row = json.loads(line)
                 if row["step"] > step:
+                    continue
+                if row["step"] == step and "eval/loss" in row and not is_evaluated:
                     continue
                 kept += line + b"\n"
                 if row.keys() >= OF_LOG_STEP:

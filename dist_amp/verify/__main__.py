@@ -22,7 +22,7 @@ from dist_amp.config.native_precision import warn_if_emulated
 from dist_amp.distributed.process import hide_progress_bars
 from dist_amp.errors import ConfigError, first_line
 from dist_amp.settings import Config, ParallelConfig, Strategy
-from dist_amp.supervise.command_line import Parser, exit_status
+from dist_amp.supervise.command_line import Parser, command
 from dist_amp.verify.cells import Row, compare_on_ranks
 from dist_amp.verify.compare import Verdict
 from dist_amp.verify.findings import inspect_task
@@ -41,16 +41,14 @@ comparison does not depend on their size.
 Exit status: 0 nothing fails, 1 something fails, 64 a wrong setting, 65 wrong data."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return exit_status(run, argv)
-
-
-def run(argv: Sequence[str]) -> int:
+@command()
+def main(argv: Sequence[str]) -> int:
     options, rest = parse(argv)
     if options.replay:
+        from dist_amp.storage.reading import fetched
         from dist_amp.verify.replay import replay_file
 
-        return replay_file(options.replay, rest)
+        return replay_file(fetched(options.replay), rest)
     if load_config(rest).compile.blocks == "auto":  # compiled code is compared if it is asked for
         rest = [*rest, "--compile.blocks", "false"]
     if options.dtypes:

@@ -9,8 +9,8 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -144,9 +144,20 @@ def hashes_of_step(run: Run, position: int) -> Hashes:
     micro_batches = [batch for batch, _ in run.data.at(position)]
     outputs: list[Hashes] = []  # of each of this rank's micro-batches
     gradients: Hashes = {}
-    in_order = partial(micro_batch, run.parallel.gradient_sync, outputs)
+    gradient_sync = run.parallel.gradient_sync
+    named = dict(run.parallel.module.named_parameters())
+
+    def in_order(is_last: bool) -> AbstractContextManager[Any]:
+        outputs.append({})
+        return gradient_sync(is_last)
+
+    def at_update(*_: Any) -> None:
+        """From the last parameter to the first: the order of the backward."""
+        for name, parameter in reversed(named.items()):
+            if parameter.grad is not None:
+                gradients[f"the gradient of {clean_name(name)}"] = hash_tensor(parameter.grad)
+
     with ExitStack() as hooks:
-        at_update = partial(hash_gradients, run, gradients)
         hooks.enter_context(run.optimizer.register_step_pre_hook(at_update))
         for name, module in run.parallel.module.named_modules():
             what = f"{clean_name(name) or 'the model'} ({class_name(module)})"
@@ -166,20 +177,9 @@ def hashes_of_step(run: Run, position: int) -> Hashes:
             step |= {f"{what} {where}": one for what, one in hashes.items()}
     step |= gradients
     step["the gradient norm"] = hash_tensor(report.norm)
-    for name, parameter in run.parallel.module.named_parameters():
-        step[f"the updated parameter {clean_name(name)}"] = hash_tensor(full(parameter))
+    for name, parameter in named.items():
+        step[f"the updated parameter {clean_name(name)}"] = hash_tensor(parameter)
     return step
-
-
-@contextmanager
-def micro_batch(
-    synchronised: Callable[[bool], AbstractContextManager[Any]],
-    outputs: list[Hashes],
-    is_last: bool,
-) -> Iterator[None]:
-    outputs.append({})
-    with synchronised(is_last):
-        yield
 
 
 def hash_output(
@@ -196,19 +196,9 @@ def hash_output(
     of_call[call] = " ".join(map(hash_tensor, tensors(output)))
 
 
-def hash_gradients(
-    run: Run,
-    hashes: Hashes,
-    *_: Any,
-) -> None:
-    """From the last parameter to the first: the order of the backward."""
-    for name, parameter in reversed(list(run.parallel.module.named_parameters())):
-        if parameter.grad is not None:
-            hashes[f"the gradient of {clean_name(name)}"] = hash_tensor(full(parameter.grad))
-
-
 def hash_tensor(tensor: Tensor) -> str:
-    return str(consistency.hash_tensor(tensor).item())
+    """Of the whole tensor; a collective if it is sharded."""
+    return str(consistency.hash_tensor(full(tensor)).item())
 
 
 def first_difference(expected: Sequence[Hashes], hashes: Sequence[Hashes]) -> str:

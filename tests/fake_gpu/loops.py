@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import torch
 
-from dist_amp.checkpoint.background import Background, Staging, without_replicas
+from dist_amp.checkpoint.background import Save, Staging, without_replicas
 from dist_amp.checkpoint.state import Snapshot, take_snapshot
 from dist_amp.commands.stand_in import imagined
 from dist_amp.config.load import load_config
@@ -209,7 +209,7 @@ def saved_too_early(words: Sequence[object], planted: bool) -> list[str]:
     if planted:
         fault = patch.object(torch.cuda.Stream, "synchronize", nothing)
     with fault:
-        Background(run.world).start(snapshot, write).result()
+        Save(run, snapshot, write, Staging(run.world.device)).result()
     return early
 
 

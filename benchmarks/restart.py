@@ -1,0 +1,98 @@
+"""python -m benchmarks restart [--rounds 3] [SETTINGS]: what a restart costs, with and without
+spare processes.
+
+Two ranks of the demo under `dist_amp launch`, of which one is killed by SIGKILL. Prints the seconds
+to the next step, by phase, with spare processes and without them, in turns.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+from benchmarks.harness import command
+from dist_amp.commands.spare import AFTER_SECONDS
+
+LAUNCHER = """
+import sys
+from dist_amp.commands import launch, spare
+spare.AFTER_SECONDS = float(sys.argv[1])
+sys.exit(launch.main(sys.argv[2:]))
+"""
+SETTINGS = "--config demo --use_amp false --train.steps 100000".split()
+SETTINGS += "--checkpoint.every 20 --metrics.log_every 1".split()
+SPARES = {"with spares": AFTER_SECONDS, "without": 1e9}
+SETTLED_SECONDS = AFTER_SECONDS + 20  # then the spares are ready; assumed
+
+
+@command
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="restart", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    options, words = parser.parse_known_args(argv)
+    seconds: dict[str, list[float]] = {name: [] for name in SPARES}
+    for _ in range(options.rounds):
+        for name, after in SPARES.items():
+            phases = restart(after, words)
+            seconds[name].append(sum(phases.values()))
+            parts = ", ".join(f"{phase} {value:.2f}" for phase, value in phases.items())
+            print(f"{name:<12} {sum(phases.values()):6.2f} s: {parts}", flush=True)
+    with_spares, without = (median(seconds[name]) for name in SPARES)
+    print(f"median: {with_spares:.2f} s with spares, {without:.2f} s without: ratio ", end="")
+    print(f"{with_spares / without:.2f}")
+
+
+def restart(after_seconds: float, words: Sequence[str]) -> dict[str, float]:
+    """Seconds by phase, from a SIGKILL of rank 1 to the end of the next step."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        start = [sys.executable, "-c", LAUNCHER, f"{after_seconds}", "--nproc-per-node", "2"]
+        start += [*SETTINGS, *words, "--run.dir", name]
+        launcher = subprocess.Popen(start, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            wait_for_starts(folder, 1)
+            time.sleep(SETTLED_SECONDS)
+            os.kill(rank_1_of(launcher.pid), signal.SIGKILL)
+            return wait_for_starts(folder, 2)[-1]
+        finally:
+            launcher.send_signal(signal.SIGTERM)
+            launcher.wait()
+
+
+def wait_for_starts(folder: Path, number: int) -> list[dict[str, float]]:
+    """The phases of the run's starts, once there are so many. Errors: RuntimeError after 300 s."""
+    metrics = folder / "metrics.jsonl"
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline:
+        text = metrics.read_text() if metrics.exists() else ""
+        lines = [json.loads(line) for line in text.splitlines(keepends=True) if line[-1] == "\n"]
+        starts = [line for line in lines if "start/imports_seconds" in line]
+        if len(starts) >= number:
+            return [phases_of(line) for line in starts]
+        time.sleep(0.2)
+    raise RuntimeError(f"the run has not started {number} times in 300 s")
+
+
+def phases_of(line: dict[str, float]) -> dict[str, float]:
+    """{phase: seconds} of a line of metrics.jsonl."""
+    names = [name for name in line if name.startswith("start/")]
+    return {name.removeprefix("start/").removesuffix("_seconds"): line[name] for name in names}
+
+
+def rank_1_of(launcher: int) -> int:
+    """The process id of the launcher's second rank."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    ranks = []
+    for child in children:
+        environ = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+        if b"RANK=1" in environ:
+            ranks.append(int(child))
+    (rank,) = ranks
+    return rank

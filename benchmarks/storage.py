@@ -1,0 +1,115 @@
+r"""How long a save makes training wait in a run on object storage, against one on a local disk.
+
+DIST_AMP_CACHE=/disk torchrun --nproc_per_node=2 -m benchmarks.storage \
+    --run.dir s3://bucket/new --task.args.width 1024 --task.args.layers 8 --task.args.context 16 \
+    --train.micro_batch_size 1
+
+Saves to a local folder, to the address, and to the address while the checkpoint before is being
+uploaded take turns, in the background and in the foreground. Target: at the address at most 1.1 of
+the local wait. It also says what a step takes alone and during an upload, which needs processor
+time for hashes.
+"""
+
+import shutil
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from statistics import median
+from types import SimpleNamespace
+
+from benchmarks.harness import on_a_run, step_seconds
+from dist_amp.checkpoint.format import checkpoint_folder
+from dist_amp.checkpoint.saver import Saver
+from dist_amp.errors import ConfigError
+from dist_amp.run import Run
+from dist_amp.storage.mirror import mirrored
+from dist_amp.storage.store import Store
+
+ROUNDS = 10  # after one that allocates memory and is not counted
+KINDS = ("background", "foreground")
+LOCAL = "local"
+STORE = "at the address"
+UPLOADING = "at the address during an upload"
+
+
+@on_a_run
+def main(run: Run) -> None:
+    if "://" not in run.config.run.dir:
+        raise ConfigError(f"run.dir={run.config.run.dir} is no address; give s3://bucket/new_run")
+    job = SimpleNamespace(folder=run.folder, world=run.world, at_end=nullcontext)
+    with mirrored(run.config.run, job):
+        measure(run)
+    job.at_end()
+
+
+def measure(run: Run) -> None:
+    """Save in turns, and print the medians of how long training waits."""
+    saver = Saver(run)  # as in training, one for all saves
+    store = Store(run.config.run.dir)
+    mirror = run.folder
+    local = mirror.with_name(f"{mirror.name}-local")
+    waits: dict[tuple[str, str], list[float]] = defaultdict(list)
+    steps: dict[str, list[float]] = defaultdict(list)
+    still_uploading = 0
+    for number in range(ROUNDS + 1):
+        for kind in KINDS:
+            checkpoint = replace(run.config.checkpoint, async_save=kind == "background")
+            run.config = replace(run.config, checkpoint=checkpoint)
+            order = [LOCAL, STORE, UPLOADING] if number % 2 else [STORE, UPLOADING, LOCAL]
+            for place in order:
+                run.folder = local if place == LOCAL else mirror
+                if place == UPLOADING:
+                    wait_until(run, lambda: any(mirror.glob(".uploading-*/step_*/*")))
+                steps[place].append(step_seconds(run))
+                run.world.barrier()
+                started = time.perf_counter()
+                saver.save(wait=False)
+                waits[kind, place].append(time.perf_counter() - started)
+                if place == UPLOADING:
+                    still_uploading += any(mirror.glob(".uploading-*/step_*/*"))
+                saver.finish()
+                run.world.barrier()
+                if place == UPLOADING:
+                    key = f"checkpoints/{checkpoint_folder(mirror, run.step).name}/manifest.json"
+                    wait_until(run, lambda key=key: key in store.sizes("checkpoints"))
+                    wait_until(run, lambda: not any(mirror.glob(".uploading-*/step_*")))
+            if run.world.is_main:
+                for folder in (mirror, local):
+                    shutil.rmtree(folder / "checkpoints")
+            run.world.barrier()
+    report(run, waits, steps, still_uploading)
+
+
+def report(
+    run: Run,
+    waits: dict[tuple[str, str], list[float]],
+    steps: dict[str, list[float]],
+    still_uploading: int,
+) -> None:
+    say = run.world.say
+    for kind in KINDS:
+        base = median(waits[kind, LOCAL][1:])
+        for place in (LOCAL, STORE, UPLOADING):
+            _, *seconds = waits[kind, place]
+            spread = f"{min(seconds):.3f} to {max(seconds):.3f}"
+            say(
+                f"{kind} {place}: training waits {median(seconds):.3f} s ({spread}), "
+                f"{median(seconds) / base:.2f} of local"
+            )
+    for place, seconds in steps.items():
+        say(f"a step before a save {place} takes {median(seconds[2:]):.3f} s")
+    say(f"{still_uploading} of {2 * (ROUNDS + 1)} uploads lasted until training continued")
+
+
+def wait_until(run: Run, condition: Callable[[], bool]) -> None:
+    """On the main node; the others wait for it."""
+    while run.world.is_main and not condition():
+        time.sleep(0.02)
+    run.world.wait_long()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

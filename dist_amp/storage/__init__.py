@@ -1,0 +1,1 @@
+"""Runs whose files are kept on object storage: run.dir = "s3://bucket/run"."""

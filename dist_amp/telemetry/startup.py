@@ -1,0 +1,63 @@
+"""What a start costs, by phase, from the failure that caused it to the end of the first step."""
+
+import os
+import time
+from typing import Any
+
+from dist_amp.telemetry.goodput import process_started
+from dist_amp.telemetry.step_report import LogRow, Observer, Tags
+
+# Of a restart by `dist_amp launch`, in Unix time: when it saw the failure, and when a process that
+# it had prepared was put to work.
+FAILED_AT = "DIST_AMP_FAILED_AT"
+STARTED_AT = "DIST_AMP_STARTED_AT"
+
+PHASES = ("processes", "imports", "rendezvous", "checks", "model", "restore", "data", "first_step")
+
+
+class Startup(Observer):
+    """seconds: of this rank, by PHASES. A GPU may still compute the first step when it ends."""
+
+    def __init__(self) -> None:
+        now = time.time()
+        started = float(os.environ.get(STARTED_AT, process_started()))
+        failed = float(os.environ.get(FAILED_AT, started))
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.seconds["processes"] = max(started - failed, 0.0)
+        self.seconds["imports"] = max(now - started, 0.0)
+        self._since = now
+        self._has_stepped = False
+        self._is_logged = False
+
+    def lap(self, phase: str) -> None:
+        """The time since the last lap was spent in this phase."""
+        now = time.time()
+        self.seconds[phase] += now - self._since
+        self._since = now
+
+    def watch(self, run: Any) -> None:
+        """See the run's first step, and report with its metrics."""
+        in_data = run.world.clock.so_far()["data"]  # while the run was built
+        self.seconds["model"] -= in_data
+        self.seconds["data"] += in_data
+        run.startup = self
+        run.metrics.more_tags["startup"] = self._tags
+        run.metrics.summaries["startup"] = self._summary
+
+    def before_step(self, micro_batches: Any) -> None:
+        if not self._has_stepped:
+            self.lap("data")
+
+    def after_step(self, report: Any, micro_batches: Any) -> None:
+        if not self._has_stepped:
+            self.lap("first_step")
+            self._has_stepped = True
+
+    def _tags(self, row: LogRow) -> Tags:
+        if self._is_logged:
+            return {}
+        self._is_logged = True
+        return {f"start/{phase}_seconds": seconds for phase, seconds in self.seconds.items()}
+
+    def _summary(self, failed: bool) -> dict[str, Any]:
+        return {"start_seconds": {phase: round(self.seconds[phase], 3) for phase in PHASES}}

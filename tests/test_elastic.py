@@ -1,0 +1,284 @@
+"""dist_amp launch --nnodes MIN:MAX: nodes are lost and come back. A node is a launcher on this
+machine; the rendezvous' store is in the test's process, so that any node may be lost.
+"""
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+from chaos import Chaos, as_options, children, differences, is_there
+from conftest import ROOT
+from forked import TESTS, Forked
+
+WORDS = {
+    "task.target": "restless:Recording",
+    "task.args.batch_norm": "false",
+    "train.micro_batch_size": 2,
+    "train.accumulation_steps": "auto",
+    "run.timeout_seconds": 20,
+    "precision.use_amp": "false",
+}
+LAUNCH = "dist_amp.commands.launch"
+TORCHRUN = "torch.distributed.run"
+
+
+def records(run: Path) -> list[SimpleNamespace]:
+    """What the ranks have recorded of their steps, in the order of time."""
+    found = []
+    for path in run.glob("samples-*.jsonl"):
+        for line in path.read_text().splitlines():
+            if line.endswith("}"):  # not half written
+                found.append(SimpleNamespace(**json.loads(line)))
+    return sorted(found, key=lambda record: record.time)
+
+
+class Cluster:
+    """Nodes of one rank each that train one run; `nodes` are the ones that are there."""
+
+    def __init__(self, folder: Path, sizes: str, words: dict, module: str = LAUNCH):
+        self.folder = folder
+        self.run = folder / "run"
+        self.words = words
+        self.module = module
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.options = ["--nnodes", sizes, "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
+        self.options += ["--rdzv-endpoint", f"127.0.0.1:{self.store.port}", "--rdzv-id", "elastic"]
+        conf = "is_host=0,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=10"
+        self.options += ["--rdzv-conf", conf]
+        if module == TORCHRUN:
+            self.options += ["--max-restarts", "1", "-m", "dist_amp.train"]
+        self.environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{TESTS}"}
+        self.environ |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        self.nodes: dict[int, Forked] = {}
+
+    def join(self, number: int) -> None:
+        """Another node has another address: it decides which one has rank 0."""
+        words = ["--local-addr", f"127.0.0.{10 + number}", *self.options, *as_options(self.words)]
+        environ = self.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+        self.nodes[number] = Forked(words, self.folder, environ, self.module)
+
+    def lose(self, number: int) -> None:
+        """Kill a launcher with its ranks, none of which gets to notice the others' end."""
+        launcher = self.nodes.pop(number)
+        launcher.send_signal(signal.SIGSTOP)
+        ranks = children(launcher.pid)
+        for pid in (*ranks, launcher.pid):
+            os.kill(pid, signal.SIGKILL)
+        launcher.wait(60)
+        while any(map(is_there, ranks)):
+            time.sleep(0.01)
+
+    def wait_for_steps(self, count: int = 1) -> int:
+        """Until all nodes that are there have taken so many steps together; the last one."""
+        begun = time.time()
+        deadline = time.monotonic() + 300
+        while time.monotonic() < deadline:
+            for node in self.nodes.values():
+                assert node.poll() is None, self.output()
+            new = [record for record in records(self.run) if record.time > begun]
+            steps = [record.step for record in new if record.ranks == len(self.nodes)]
+            if len(set(steps)) >= count:
+                return steps[-1]
+            time.sleep(0.05)
+        raise AssertionError(f"{len(self.nodes)} nodes take no steps:\n{self.output()}")
+
+    def output(self) -> str:
+        return "\n".join(
+            f"--- node {number}, {name}\n{(node._output / name).read_text()[-3000:]}"
+            for number, node in self.nodes.items()
+            for name in ("stdout", "stderr")
+        )
+
+    def end(self) -> list[int]:
+        """Let the steps be fast, and wait for the nodes' exit statuses."""
+        (self.folder / "hurry").touch()
+        return [node.wait(300) for node in self.nodes.values()]
+
+    def close(self) -> None:
+        for number in list(self.nodes):
+            if self.nodes[number].poll() is None:
+                self.lose(number)
+
+
+@pytest.fixture
+def cluster(tmp_path, request):
+    """cluster(sizes, module, **words): a Cluster that is killed at the test's end."""
+
+    def make(sizes: str, module: str = LAUNCH, **words) -> Cluster:
+        chaos = Chaos(tmp_path, 0, **(WORDS | words))
+        made = Cluster(chaos.new_folder(), sizes, chaos.words, module)
+        made.through = lambda ranks: chaos.through(ranks, **{"task.args.pause": 0})
+        request.addfinalizer(made.close)
+        return made
+
+    return make
+
+
+def samples(run: Path) -> dict[int, list[list[int]]]:
+    """{step: the sorted samples of each attempt all of whose ranks took the step}."""
+    attempts: dict[tuple[int, str], list] = {}
+    for record in records(run):
+        attempts.setdefault((record.step, record.attempt), []).append(record)
+    taken: dict[int, list] = {}
+    for (step, _), of_ranks in attempts.items():
+        if len(of_ranks) == of_ranks[0].ranks:
+            numbers = sorted(number for record in of_ranks for number in record.samples)
+            taken.setdefault(step, []).append(numbers)
+    return taken
+
+
+def disturb(nodes: Cluster, numbers: random.Random, losses: int, fewest: int) -> list[int]:
+    """Random losses and returns, each after some steps of those that are there; their sizes."""
+    everyone = set(nodes.nodes)
+    sizes = []
+    for _ in range(losses):
+        while True:
+            nodes.wait_for_steps(numbers.randint(1, 4))
+            time.sleep(numbers.uniform(0, 0.5))
+            sizes.append(len(nodes.nodes))
+            gone = sorted(everyone - nodes.nodes.keys())
+            if gone and (len(nodes.nodes) == fewest or numbers.random() < 0.5):
+                nodes.join(numbers.choice(gone))
+            else:
+                nodes.lose(numbers.choice(sorted(nodes.nodes)))
+                break
+    for number in sorted(everyone - nodes.nodes.keys()):
+        nodes.wait_for_steps(2)
+        nodes.join(number)
+    nodes.wait_for_steps()
+    return sizes
+
+
+EXACT = {"parallel.bit_exact": "true", "train.global_batch_size": 16, "checkpoint.every": 10}
+
+
+@pytest.mark.parametrize("module", [LAUNCH, pytest.param(TORCHRUN, marks=pytest.mark.slow)])
+def test_a_node_that_is_lost_and_one_that_joins_leave_every_bit_as_it_was(cluster, module):
+    nodes = cluster("1:2", module, **EXACT, **{"train.steps": 60, "eval.every": 20})
+    for number in (0, 1):
+        nodes.join(number)
+    nodes.wait_for_steps(3)
+    nodes.lose(0)  # it has rank 0
+    nodes.wait_for_steps(2)
+    nodes.join(0)
+    nodes.wait_for_steps()
+    survivor = nodes.nodes[1]
+    assert nodes.end() == [0, 0], nodes.output()
+    assert differences(nodes.run, nodes.through(2)) == []
+    if module == LAUNCH:
+        said = (survivor._output / "stderr").read_text()
+        assert said.count("nodes  one joins: all ranks save and restart") == 1
+        assert said.count("restart 1 of 3") == 1, "of the loss"
+    # Nothing is taken twice where the node joined: the ranks had saved.
+    took = {}
+    for record in records(nodes.run):
+        took.setdefault(record.attempt, set()).add(record.step)
+    _, alone, together = took.values()
+    assert max(alone) + 1 == min(together)
+
+
+@pytest.mark.slow
+def test_ten_random_losses_and_returns_leave_every_bit_as_it_was(cluster):
+    """With the three restarts that a launch has by default."""
+    nodes = cluster("1:2", **EXACT, **{"train.steps": 700, "eval.every": "off"})
+    for number in (0, 1):
+        nodes.join(number)
+    disturb(nodes, random.Random(0), losses=10, fewest=1)
+    assert nodes.end() == [0, 0], nodes.output()
+    assert differences(nodes.run, nodes.through(2)) == []
+
+
+@pytest.mark.slow
+def test_three_nodes_of_which_some_are_lost_and_return_take_the_same_samples(cluster):
+    words = {"train.global_batch_size": 12, "train.steps": 500, "checkpoint.every": 10}
+    words |= {
+        "data.drop_last": "true"
+    }  # else ranks without samples compute some that count 0 times
+    nodes = cluster("1:3", **words)
+    for number in range(3):
+        nodes.join(number)
+    sizes = disturb(nodes, random.Random(1), losses=5, fewest=1)
+    assert nodes.end() == [0, 0, 0], nodes.output()
+    undisturbed = samples(nodes.through(1))
+    assert {1, 2, 3} <= set(sizes)
+    taken = samples(nodes.run)
+    assert sorted(taken) == list(range(1, 501))
+    for step, attempts in taken.items():
+        for numbers in attempts:
+            assert [numbers] == undisturbed[step], step
+
+
+@pytest.mark.slow
+def test_a_node_that_is_signalled_saves_and_leaves_and_the_others_continue(cluster):
+    """Three nodes, with no restart left for failures."""
+    words = {"train.global_batch_size": 12, "train.steps": 60, "checkpoint.every": 50}
+    nodes = cluster("1:3", **words)
+    nodes.options += ["--max-restarts", "0"]
+    for number in range(3):
+        nodes.join(number)
+    nodes.wait_for_steps(2)
+    leaves = nodes.nodes.pop(1)
+    leaves.terminate()
+    nodes.wait_for_steps(2)
+    assert leaves.wait(300) == 75
+    said = (leaves._output / "stderr").read_text()
+    assert "nodes  this one has joined as node 1 of 3; node 0 prints the run" in said
+    assert "nodes  saved: this node leaves; those without a signal continue, unless" in said
+    nodes.join(1)
+    nodes.wait_for_steps(2)
+    assert nodes.end() == [0, 0, 0], nodes.output()
+    steps = samples(nodes.run)
+    assert {step: len(attempts) for step, attempts in steps.items()} == dict.fromkeys(
+        range(1, 61), 1
+    ), "each step was taken once"
+
+
+@pytest.mark.bad_input("a node that gets a signal while it joins a run")
+@pytest.mark.slow
+def test_a_node_that_leaves_while_it_joins_does_not_stop_the_others_and_uses_up_no_restart(cluster):
+    words = {"train.global_batch_size": 12, "train.steps": 60, "run.timeout_seconds": 400}
+    nodes = cluster("1:2", **words)
+    nodes.options += ["--max-restarts", "0"]
+    nodes.join(0)
+    nodes.wait_for_steps(2)
+    nodes.join(1)
+    leaves = nodes.nodes.pop(1)
+    said_by_it = leaves._output / "stderr"
+    deadline = time.monotonic() + 300
+    while not (said_by_it.exists() and "has joined" in said_by_it.read_text()):
+        assert time.monotonic() < deadline
+    while not children(leaves.pid):
+        assert time.monotonic() < deadline
+    leaves.terminate()  # its rank imports torch, and the other one waits for it
+    assert leaves.wait(300) == 1
+    nodes.wait_for_steps(2)
+    (stays,) = nodes.nodes.values()
+    assert nodes.end() == [0], nodes.output()
+    said = (stays._output / "stderr").read_text()
+    assert "nodes  one joins: all ranks save and restart" in said
+    assert "nodes  one has left, for which ranks wait here: all restart" in said
+
+
+@pytest.mark.bad_input("a node that joins torchrun at a size that the global batch does not allow")
+@pytest.mark.slow
+def test_a_size_that_does_not_fit_under_torchrun_ends_the_run_saved_and_names_those_that_do(
+    cluster,
+):
+    words = {"train.global_batch_size": 6, "train.steps": 40, "checkpoint.every": 30}
+    nodes = cluster("1:2", TORCHRUN, **words)
+    nodes.join(0)
+    nodes.wait_for_steps(2)
+    nodes.join(1)
+    assert [node.wait(300) for node in nodes.nodes.values()] == [1, 1]
+    said = "is not a multiple of micro_batch_size 2 x world size 2 = 4; use global_batch_size=8, or"
+    assert f"train.global_batch_size=6 {said} world size 1, 3" in nodes.output()
+    again = Cluster(nodes.folder, "1:2", nodes.words, TORCHRUN)
+    again.join(0)
+    assert again.end() == [0], again.output()
+    assert [record.step for record in records(nodes.run)] == list(range(1, 41)), "each once"

@@ -1,0 +1,428 @@
+"""A cloud's notice of an eviction: as each cloud gives it, and what a run makes of it."""
+
+import math
+import re
+import signal
+import socket
+import subprocess
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+from messages import message_of
+from metadata_server import FAULTS, event, in_seconds, metadata_server
+from ranks import on_ranks
+from test_train import TINY, losses, summary_of, wait_for
+from tiny import Tiny, make_run, take_steps
+
+from dist_amp.checkpoint import saver
+from dist_amp.config.load import load_config
+from dist_amp.supervise import eviction
+from dist_amp.supervise.eviction import EvictionNotice, recognised
+from dist_amp.supervise.lifecycle import Stop
+
+USUAL = {"aws": 120, "gcp": 30, "azure": 30}
+
+
+@pytest.fixture
+def service(request, monkeypatch):
+    """The stand-in of a cloud, by default AWS's, which is asked often and without patience."""
+    with metadata_server(getattr(request, "param", "aws")) as server:
+        monkeypatch.setenv("DIST_AMP_METADATA", server.address)
+        monkeypatch.setattr(eviction, "POLL_SECONDS", 0.02)
+        monkeypatch.setattr(eviction, "ANSWER_SECONDS", 10.0)  # a busy machine is slow
+        yield server
+
+
+@contextmanager
+def watching(name, **world):
+    """A run that has taken its first step and asks the cloud."""
+    run = make_run(None, Tiny(), "--run.eviction_notice", name)
+    run.world = replace(run.world, **world)
+    stop = Stop()
+    observer = EvictionNotice(run, stop)
+    with observer:
+        observer.after_step(None, [])
+        yield stop
+
+
+def asks_again(service, times=3):
+    """Wait until it has been asked so often from now on."""
+    before = len(service.asked)
+    wait_for(lambda: len(service.asked) >= before + times, "further requests")
+
+
+clouds = pytest.mark.parametrize("service", ["aws", "gcp", "azure"], indirect=True)
+
+
+@clouds
+def test_a_notice_is_read_as_the_cloud_gives_it(service):
+    with watching(service.cloud) as stop:
+        asks_again(service)
+        assert stop.notice is None
+        service.notice = in_seconds(service.cloud, 25)
+        wait_for(lambda: stop.notice is not None, "the notice")
+    end, seconds, cause = stop.notice
+    expected = USUAL["gcp"] if service.cloud == "gcp" else 25
+    assert expected - 3 < seconds <= expected
+    assert end - time.monotonic() <= seconds
+    assert cause.startswith(f"{service.cloud}'s notice of an eviction at 20")
+    assert {*service.statuses} <= {200, 404}
+
+
+def test_a_token_is_renewed_before_it_expires_and_after_it_was_refused(service, monkeypatch):
+    monkeypatch.setattr(eviction, "TOKEN_SECONDS", 1)
+    with watching("aws") as stop:
+        wait_for(lambda: len(service.tokens) > 1, "a second token")
+        assert 401 not in service.statuses
+        monkeypatch.setattr(eviction, "TOKEN_SECONDS", 21600)
+        known = len(service.tokens)
+        wait_for(lambda: len(service.tokens) > known, "a token that lasts")
+        service.tokens = dict.fromkeys(service.tokens, 0.0)
+        service.notice = in_seconds("aws", 100)
+        wait_for(lambda: stop.notice is not None, "the notice")
+    assert service.statuses.count(401) == 1
+
+
+DMI = {
+    "aws": {"sys_vendor": "Amazon EC2", "product_name": "p5.48xlarge"},
+    "gcp": {"sys_vendor": "Google", "product_name": "Google Compute Engine"},
+    "azure": {
+        "sys_vendor": "Microsoft Corporation",
+        "chassis_asset_tag": "7783-7084-3265-9085-8269-3286-77",
+    },
+    "": {"sys_vendor": "Microsoft Corporation", "chassis_asset_tag": "5911-0000-1234"},
+    "a Chromebook": {"sys_vendor": "Google", "product_name": "Eve"},
+    "a container": {},
+}
+
+
+@pytest.mark.parametrize("machine", DMI)
+def test_auto_recognises_a_clouds_machine_by_its_dmi_files_and_asks_nothing_on_others(
+    service, tmp_path, monkeypatch, machine
+):
+    for file, text in DMI[machine].items():
+        (tmp_path / file).write_text(f"{text}\n")
+    monkeypatch.setattr(eviction, "DMI", tmp_path)
+    expected = machine if machine in USUAL else ""
+    assert recognised() == expected
+    with watching("auto"):
+        if expected:
+            asks_again(service, 1)
+    assert bool(service.asked) == bool(expected)
+
+
+def test_the_launcher_of_the_machine_gets_a_signal_so_that_it_leaves_an_elastic_run(
+    service, monkeypatch
+):
+    with subprocess.Popen(["sleep", "60"]) as launcher:
+        monkeypatch.setenv("DIST_AMP_LAUNCHER", str(launcher.pid))
+        with watching("aws"):
+            asks_again(service)
+            assert launcher.poll() is None
+            service.notice = in_seconds("aws", 100)
+            assert launcher.wait(60) == -signal.SIGTERM
+
+
+def test_only_the_first_rank_of_a_machine_asks(service):
+    with watching("aws", local_rank=1):
+        pass
+    with watching("off"):
+        pass
+    assert service.asked == []
+
+
+# ---- bad inputs ----
+
+
+@pytest.mark.bad_input("`run.eviction_notice` of an unknown cloud")
+def test_an_unknown_cloud_is_refused_with_those_that_are_known():
+    message = message_of(64, load_config, ["--run.eviction_notice", "amazon"], {})
+    assert "run.eviction_notice" in message
+    assert "auto, off, aws, gcp, azure" in message.replace("'", "").replace('"', "")
+
+
+@pytest.mark.bad_input("a metadata service that hangs, fails, redirects or answers with garbage")
+@pytest.mark.parametrize("fault", FAULTS)
+@clouds
+def test_a_service_that_fails_is_warned_of_once_and_asked_again(
+    service, fault, monkeypatch, capsys
+):
+    monkeypatch.setattr(eviction, "ANSWER_SECONDS", 0.5)
+    service.fault = fault
+    with watching(service.cloud) as stop:
+        wait_for(lambda: sum(path.startswith("GET") for path in service.asked) > 2, "requests")
+        assert stop.notice is None
+        service.fault = ""
+        service.notice = in_seconds(service.cloud, 25)
+        wait_for(lambda: stop.notice is not None, "the notice")
+    first, *others = capsys.readouterr().err.splitlines()
+    assert first.startswith(
+        f"warning: run.eviction_notice={service.cloud} gets no useful answer from "
+    )
+    assert f" from {service.address} (" in first
+    assert first.endswith("and asks every 0.02 s; on other machines use auto or off")
+    assert [line for line in others if "useful" in line] == []
+    assert not [path for path in service.asked if "elsewhere" in path]
+
+
+def test_a_clouds_machine_warns_of_no_first_failures(service, tmp_path, monkeypatch, capsys):
+    (tmp_path / "sys_vendor").write_text("Amazon EC2\n")
+    monkeypatch.setattr(eviction, "DMI", tmp_path)
+    service.fault = "status 500"
+    with watching("auto") as stop:
+        asks_again(service)
+        assert stop.notice is None
+    assert "eviction" not in capsys.readouterr().err
+
+
+PAST = r"72\d\d s ago by this machine's clock: check the clock"
+CLOCKS = [
+    ("aws", lambda: in_seconds("aws", -7200), PAST),
+    ("aws", lambda: in_seconds("aws", 7200), r"in 7\d\d\d s by this machine's clock: check the"),
+    ("aws", lambda: {"action": "terminate", "time": "soon"}, r"at a time .* read, '.*soon"),
+    ("azure", lambda: in_seconds("azure", -7200), PAST),
+    ("azure", lambda: [event("Preempt", "")], "at a time that can't be read, '.*Started"),
+]
+
+
+@pytest.mark.bad_input("an eviction announced for a time that is past, far away or unreadable")
+@pytest.mark.parametrize(("service", "notice", "when"), CLOCKS, indirect=["service"])
+def test_a_notice_for_no_likely_time_counts_as_the_usual_one_and_says_so(
+    service, notice, when, capsys
+):
+    service.notice = notice()
+    with watching(service.cloud) as stop:
+        wait_for(lambda: stop.notice is not None, "the notice")
+    assert stop.notice[1] == USUAL[service.cloud]
+    said = capsys.readouterr().err
+    assert re.search(f"{service.cloud} announces an eviction {when}", said)
+    assert f"taken for the usual notice of {USUAL[service.cloud]} s" in said
+
+
+@pytest.mark.bad_input("a notice of a reboot or maintenance, or of another machine's eviction")
+@pytest.mark.parametrize("service", ["azure"], indirect=True)
+def test_other_events_and_evictions_of_other_machines_stop_nothing(service, capsys):
+    soon = in_seconds("azure", 20)[0]["NotBefore"]
+    kinds = ("Reboot", "Redeploy", "Freeze", "Terminate")
+    service.notice = [event(kind, soon) for kind in kinds]
+    service.notice.append(event("Preempt", soon, ["trainer_1"]))
+    with watching("azure") as stop:
+        asks_again(service, 6)
+        assert stop.notice is None
+        service.notice.append(event("Preempt", soon, ["trainer_1", "trainer_0"]))
+        wait_for(lambda: stop.notice is not None, "the notice")
+    assert "useful" not in capsys.readouterr().err
+
+
+@pytest.mark.bad_input("a notice of an eviction that is withdrawn")
+def test_a_notice_that_is_withdrawn_after_it_was_seen_counts_once(service, capsys):
+    service.notice = in_seconds("aws", 100)
+    with watching("aws") as stop:
+        wait_for(lambda: stop.notice is not None, "the notice")
+        service.notice = None
+        time.sleep(0.1)
+        assert stop.notice is not None
+    assert capsys.readouterr().err.count("stopping after this step") == 1
+
+
+@pytest.mark.bad_input("`run.eviction_notice` of a cloud on a machine that is none of its")
+def test_a_machine_that_is_not_of_the_named_cloud_is_told_so_once_and_trains(launch, tmp_path):
+    words = [*TINY, "--train.steps", "4", "--run.dir", "run", "--run.eviction_notice", "aws"]
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    words += ["--task.target", "tiny:Slow", "--train.steps", "120"]
+    done = launch(0, *words, DIST_AMP_METADATA=address)
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stderr.splitlines() if "eviction" in line]
+    assert len(said) == 1
+    assert "Connection refused" in said[0]
+    assert "notice_seconds" not in summary_of(tmp_path / "run")
+
+
+@pytest.mark.bad_input("an eviction under checkpoint.every = off")
+def test_an_evicted_run_without_checkpoints_ends_with_status_1_and_is_not_saved(launch, tmp_path):
+    with metadata_server("gcp") as server:
+        server.notice = "TRUE"
+        words = [*TINY, "--task.target", "tiny:Slow", "--train.steps", "1000", "--run.dir", "run"]
+        words += ["--run.eviction_notice", "gcp", "--checkpoint.every", "off"]
+        done = launch(0, *words, DIST_AMP_METADATA=server.address)
+    assert done.returncode == 1, done.stderr
+    summary = summary_of(tmp_path / "run")
+    assert (summary["stopped_by"], summary["saved_in_time"]) == ("preempted", False)
+    assert "30 s of notice, not saved in time; checkpoint.every=off, so nothing was" in done.stdout
+
+
+# ---- runs ----
+
+
+def start_nodes(launch, addresses, *words):
+    """A rank on each of several machines, each with its own metadata service."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": "0"}
+    place |= {"WORLD_SIZE": str(len(addresses)), "LOCAL_WORLD_SIZE": "1"}
+    started = []
+    for rank, address in enumerate(addresses):
+        environment = {**place, "RANK": str(rank), "DIST_AMP_METADATA": address}
+        started.append(launch.start(0, *words, **environment))
+    return started
+
+
+def test_a_notice_to_the_second_machine_stops_both_and_the_run_resumes_bit_for_bit(
+    launch, tmp_path
+):
+    words = [*TINY, "--task.target", "tiny:Slow", "--train.steps", "200", "--run.seed", "3"]
+    words += ["--checkpoint.every", "1000", "--eval.every", "off", "--run.eviction_notice", "aws"]
+    with metadata_server("aws") as first, metadata_server("aws") as second:
+        second.quiet = 1
+        second.notice = in_seconds("aws", 100)
+        addresses = [first.address, second.address]
+        ends = {}
+        for folder in ("run", "run", "through"):
+            started = start_nodes(launch, addresses, *words, "--run.dir", folder)
+            outputs = [process.communicate(timeout=300) for process in started]
+            ends.setdefault(folder, []).append([process.returncode for process in started])
+            if folder == "run" and second.notice is not None:
+                stopped, said = summary_of(tmp_path / "run"), outputs
+            second.notice = None
+    assert ends == {"run": [[75, 75], [0, 0]], "through": [[0, 0]]}, said
+    assert 0 < stopped["steps"] < 200
+    assert (stopped["stopped_by"], stopped["exit_code"]) == ("preempted", 75)
+    assert stopped["cause"].startswith("aws's notice of an eviction at 20")
+    assert f"(rank 1, {socket.gethostname()})" in stopped["cause"]
+    assert 0 < stopped["notice_seconds"] <= 100
+    assert stopped["saved_in_time"] is True
+    closing = f"stopped after step {stopped['steps']} by {stopped['cause']}; continue with"
+    assert closing in said[0][0]
+    (seconds,) = re.findall(r"(\d+) s of notice, saved in time", closing)
+    # The line is rounded at once, and the summary to a tenth: half of both.
+    assert abs(int(seconds) - stopped["notice_seconds"]) <= 0.551
+    assert "stopping after this step" in said[1][1], "the rank of the machine says so at once"
+    resumed = summary_of(tmp_path / "run")
+    assert resumed["resumed_from_step"] == stopped["steps"]
+    assert "notice_seconds" not in resumed
+    assert losses(tmp_path / "run") == losses(tmp_path / "through")
+    check_same_parameters(tmp_path)
+
+
+def check_same_parameters(folder):
+    names = []
+    for run in ("run", "through"):
+        files = (folder / run / "checkpoints/step_00000200").glob("*.distcp")
+        names.append({path.name: path.read_bytes() for path in files})
+    assert names[0]
+    assert names[0] == names[1]
+
+
+def reported(world, lefts):
+    """What the ranks make of notices that end so many seconds after the save; None: no notice."""
+    run = make_run(world, Tiny(), "--checkpoint.every", 1)
+    stop = Stop()
+    stop.agreed = True
+    run.saved_between = (50.0, 60.0 + 1000 * world.rank)  # clocks that start at other times
+    left = lefts[world.rank]
+    if left is not None:
+        stop.notice = (run.saved_between[1] + left, 100.0, f"a notice to rank {world.rank}")
+    EvictionNotice(run, stop).__exit__(None, None, None)
+    entries = [entries(False) for name, entries in run.metrics.summaries.items()]
+    return stop.requested_by, entries
+
+
+@pytest.mark.parametrize(
+    ("lefts", "cause", "in_time"),
+    [
+        ((None, 9.0), "a notice to rank 1: 100 s of notice, saved in time", True),
+        ((9.0, -2.0), "a notice to rank 1: 100 s of notice, not saved in time", False),
+        ((-3.0, -2.0), "a notice to rank 0: 100 s of notice, not saved in time", False),
+        (
+            (9.0, -math.inf),
+            "a notice to rank 1: 100 s of notice, which is assumed, so whether it was saved in "
+            "time is unknown",
+            None,
+        ),
+    ],
+)
+def test_all_ranks_name_the_notice_that_ends_first_by_its_own_machines_clock(lefts, cause, in_time):
+    entries = {"notice_seconds": 100.0, "saved_in_time": in_time}
+    assert on_ranks(2, reported, lefts) == [(cause, [entries])] * 2
+    assert on_ranks(2, reported, (None, None)) == [("", [])] * 2
+
+
+@pytest.mark.parametrize(("uploaded_after", "in_time"), [(0.5, True), (60.0, False)])
+def test_at_an_address_a_checkpoint_is_saved_in_time_once_it_is_uploaded(
+    tmp_path, monkeypatch, uploaded_after, in_time
+):
+    monkeypatch.setenv("DIST_AMP_CACHE", str(tmp_path / "cache"))
+    address = f"file://{tmp_path}/bucket/run"
+    run = make_run(None, Tiny(), "--checkpoint.every", 1, "--run.dir", address)
+    stop = Stop()
+    stop.agreed = True
+    run.saved_between = (time.monotonic(), time.monotonic())
+    stop.notice = (time.monotonic() + 4.0, 100.0, "a notice")
+    manifest = tmp_path / "bucket/run/checkpoints/step_00000000/manifest.json"
+    manifest.parent.mkdir(parents=True)
+    upload = threading.Timer(uploaded_after, manifest.touch)
+    upload.start()
+    EvictionNotice(run, stop).__exit__(None, None, None)
+    upload.cancel()
+    entries = [entries(False) for entries in run.metrics.summaries.values()]
+    assert {"notice_seconds": 100.0, "saved_in_time": in_time} in entries
+
+
+# ---- saves that take longer than a notice ----
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_a_save_is_timed_from_its_start_until_it_is_published(tmp_path, monkeypatch, wait):
+    words = ["--checkpoint.every", 1, "--run.dir", tmp_path, "--checkpoint.async_save", not wait]
+    run = make_run(None, Tiny(), *words)
+    take_steps(run, 1)
+    times = []
+
+    def timed(call):
+        def wrapper(*args):
+            times.append(time.monotonic())
+            result = call(*args)
+            times.append(time.monotonic())
+            return result
+
+        return wrapper
+
+    monkeypatch.setattr(saver, "take_snapshot", timed(saver.take_snapshot))
+    monkeypatch.setattr(saver, "publish", timed(saver.publish))
+    with saver.Saver(run) as saving:
+        saving.save(wait)
+        saving.finish()
+    began, ended = run.saved_between
+    assert 0 < began < times[0]
+    assert times[-1] < ended
+
+
+def test_a_save_that_takes_longer_than_the_usual_notice_is_warned_of_once(service, capsys):
+    run = make_run(None, Tiny(), "--run.eviction_notice", "aws")
+    with EvictionNotice(run, Stop()) as observer:
+        observer.after_step(None, [])
+        for seconds in (119.0, 185.0, 190.0):
+            run.saved_between = (10.0, 10.0 + seconds)
+            observer.on_log(None)
+    said = [line for line in capsys.readouterr().err.splitlines() if "checkpoint" in line]
+    assert said == [
+        "warning: a checkpoint takes 185 s, longer than aws's notice of an eviction, 120 s: use a "
+        "faster run.dir, or lower checkpoint.every to the steps that may be lost"
+    ]
+
+
+def test_an_upload_that_takes_longer_than_the_usual_notice_is_warned_of(service, tmp_path, capsys):
+    run = make_run(None, Tiny(), "--run.eviction_notice", "aws", "--run.dir", tmp_path)
+    began = time.monotonic() - 300
+    with EvictionNotice(run, Stop()) as observer:
+        observer.after_step(None, [])
+        run.saved_between = (began, began + 5)
+        observer.on_log(None)
+        assert "checkpoint" not in capsys.readouterr().err
+        (tmp_path / ".uploading-1/step_00000001").mkdir(parents=True)
+        observer.on_log(None)
+    assert "warning: a checkpoint takes 300 s, longer than aws's notice" in capsys.readouterr().err
