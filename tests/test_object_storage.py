@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +30,7 @@ from tiny import Tiny, make_run
 from dist_amp.commands import export, follow
 from dist_amp.distributed.process import LAUNCHER, in_time
 from dist_amp.errors import CheckpointRejected, ConfigError, Failure
-from dist_amp.files import only_process
+from dist_amp.files import only_process, run_dir
 from dist_amp.storage import lease as leases
 from dist_amp.storage import mirror
 from dist_amp.storage import uploader as uploading
@@ -1040,6 +1041,17 @@ def test_a_local_folder_that_can_not_be_made_is_refused(monkeypatch, tmp_path):
     monkeypatch.setenv("DIST_AMP_CACHE", str(tmp_path / "file"))
     with pytest.raises(ConfigError, match=r"can't be used \(.*\); set DIST_AMP_CACHE to"):
         local_folder("s3://bucket/run")
+
+
+def test_a_rank_that_starts_never_reads_an_address_that_another_is_writing(monkeypatch, tmp_path):
+    monkeypatch.setenv("DIST_AMP_CACHE", str(tmp_path))
+    folder = local_folder("s3://bucket/run")
+    with ThreadPoolExecutor() as pool:
+        others = [pool.submit(local_folder, "s3://bucket/run") for _ in range(3000)]
+        read = {run_dir(folder)}
+        while not all(one.done() for one in others):
+            read.add(run_dir(folder))
+    assert read == {"s3://bucket/run"}
 
 
 # ---- a real S3 server ----

@@ -83,12 +83,18 @@ def local_folder(address: str) -> Path:
         if parent.stat().st_uid != os.getuid():
             raise PermissionError(1, "it belongs to another user")
         folder.mkdir(exist_ok=True)
-        (folder / ADDRESS).write_text(address)
+        write_address(folder, address)
     except OSError as error:
         raise ConfigError(
             f"{parent} can't be used ({error.strerror}); set {VARIABLE} to a folder on a local disk"
         ) from error
     return folder
+
+
+def write_address(folder: Path, address: str) -> None:
+    complete = folder / f"{ADDRESS}.{uuid4().hex}"
+    complete.write_text(address)
+    complete.replace(folder / ADDRESS)  # another rank, or command, may be reading it
 
 
 def folder_for(address: str) -> Path:

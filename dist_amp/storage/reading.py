@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 
 from dist_amp.errors import ConfigError, DataError, Failure
-from dist_amp.files import ADDRESS, only_process, write_durably
+from dist_amp.files import only_process, write_durably
 from dist_amp.storage.lease import FOLDER, last_lease
-from dist_amp.storage.mirror import folder_for, local_folder, pull, unusable
+from dist_amp.storage.mirror import folder_for, local_folder, pull, unusable, write_address
 from dist_amp.storage.store import HOLDER, Store
 
 INSIDE = "/(?=checkpoints/|nonfinite/)"  # what follows a run's address
@@ -47,7 +47,7 @@ def view(store: Store, folder: Path, record: dict[str, object]) -> Path:
     with only_process(shown / ".reading.lock", math.inf):
         if last_lease(shown) != record["id"]:
             shutil.rmtree(shown / "checkpoints", ignore_errors=True)
-        (shown / ADDRESS).write_text(store.address)
+        write_address(shown, store.address)
         pull(store, shown, is_current=False, with_logs=True)
         write_durably(shown / HOLDER, json.dumps(record))
     return shown
