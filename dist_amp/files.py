@@ -23,9 +23,14 @@ class InUse(Exception):
 
 def run_dir(folder: Path) -> str:
     """The setting that continues the run of this folder."""
-    if (folder / ADDRESS).exists():
+    if is_mirror(folder):
         return (folder / ADDRESS).read_text()
     return str(folder)
+
+
+def is_mirror(folder: Path) -> bool:
+    """Whether this folder stands for one on object storage; False if it can't be read."""
+    return os.path.exists(folder / ADDRESS)
 
 
 @contextmanager

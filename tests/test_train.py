@@ -150,13 +150,15 @@ def test_a_rank_that_raises_ends_the_others_and_is_named(launch, tmp_path):
 
 
 @pytest.mark.bad_input("run folder unwritable or read-only")
-def test_a_folder_that_cannot_be_written_is_named(launch, tmp_path):
+@pytest.mark.parametrize(
+    ("folder", "why"), [("file/run", "Not a directory"), ("x" * 300, "File name too long")]
+)
+def test_a_folder_that_cannot_be_written_is_named(launch, tmp_path, folder, why):
     (tmp_path / "file").write_text("")
-    done = launch(0, *TINY, "--run.dir", "file/run")
+    done = launch(0, *TINY, "--run.dir", folder)
     assert done.returncode == 1
     fix = "choose another with --run.dir"
-    said = f"error: run.dir=file/run can't be written (Not a directory); {fix}"
-    assert done.stderr.strip() == said
+    assert done.stderr.strip() == f"error: run.dir={folder} can't be written ({why}); {fix}"
 
 
 HANDLED = ("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
