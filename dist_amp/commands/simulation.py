@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map_only
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from dist_amp.clock import PhaseClock
 from dist_amp.commands.devices import Device
@@ -62,17 +62,13 @@ IN_FLOAT32: dict[Any, str] = {
     F: "cross_entropy group_norm kl_div l1_loss layer_norm log_softmax nll_loss softmax",
 }
 
-# A CPU's attention, which torch's table lacks. Arguments: shapes.
+# A CPU's attention, which torch's table lacks, takes the arguments of a GPU's.
+FORWARD = aten._scaled_dot_product_flash_attention
+BACKWARD = aten._scaled_dot_product_flash_attention_backward
 FLOPS = {
     **flop_registry,
-    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
-        q.shape, k.shape, v.shape
-    ),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(
-            grad.shape, q.shape, k.shape, v.shape
-        )
-    ),
+    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[FORWARD],
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[BACKWARD],
 }
 
 
@@ -134,7 +130,6 @@ class ImaginedDevice(TorchDispatchMode):
         self._device = device
         self._bytes = taken
         self._sizes: dict[int, int] = {}  # of the storages alive, by their address
-        self._storages: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if DTensor in types:
@@ -151,23 +146,18 @@ class ImaginedDevice(TorchDispatchMode):
             self.count(tensor.untyped_storage())
         peak = self._bytes + within_kernel(function, args)
         self.peaks[self.phase] = max(self.peaks[self.phase], peak)
-        if not function.is_view:
-            moved = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
-            self._compute(function, args, kwargs, result, [*moved, *results])
+        if self._device is not None and not function.is_view:
+            given = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+            memory = sum(leaf.nbytes for leaf in (*given, *results)) / self._device.bytes_per_second
+            compute = 0.0
+            if formula := FLOPS.get(function.overloadpacket):
+                flops = formula(*args, **kwargs, out_val=result)
+                compute = flops / self._device.flop_per_second(given[0].dtype)
+            self._add_time(memory, compute)
         return result
 
-    def _compute(
-        self, function: Any, args: Any, kwargs: Any, result: Any, moved: list[Tensor]
-    ) -> None:
-        flops = 0
-        if formula := FLOPS.get(function.overloadpacket):
-            flops = formula(*args, **kwargs, out_val=result)
-        if self._device is None:
-            return
-        memory = sum(tensor.nbytes for tensor in moved) / self._device.bytes_per_second
-        compute = 0.0
-        if flops:
-            compute = flops / self._device.flop_per_second(moved[0].dtype)
+    def _add_time(self, memory: float, compute: float) -> None:
+        """Of an operation: its memory traffic or its arithmetic, whichever takes more seconds."""
         limit = "memory"
         if compute > memory:
             limit = "compute"
@@ -176,8 +166,8 @@ class ImaginedDevice(TorchDispatchMode):
     def count(self, storage: Any) -> None:
         """Count a storage until it is freed, or its new size."""
         key = storage._cdata
-        if key not in self._storages:
-            self._storages[key] = weakref.ref(storage, lambda _: self._free(key))
+        if key not in self._sizes:
+            weakref.finalize(storage, self._free, key)
         size = math.ceil(storage.nbytes() / ROUNDING) * ROUNDING
         before = self._sizes.get(key, 0)
         self._bytes += size - before
@@ -186,7 +176,6 @@ class ImaginedDevice(TorchDispatchMode):
 
     def _free(self, key: int) -> None:
         self._bytes -= self._sizes.pop(key)
-        del self._storages[key]
 
     def forget(self) -> None:
         """Begin again to measure; what is allocated remains."""
