@@ -81,7 +81,6 @@ def measure(run: Run) -> tuple[Counter[Collective], Counter[Collective]]:
         run.task,
         run.parallel.module,
         run.precision,
-        len(micro_batches),
     )
     return of_a_step(setup), counting.collectives
 

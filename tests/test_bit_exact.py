@@ -445,7 +445,7 @@ def sent_by(world, strategy, micro_batches, exact):
     config = run.config
     if exact == "true":
         config = exact_config(config, world)
-    setup = Setup(config, name, world, run.task, run.parallel.module, run.precision, len(batches))
+    setup = Setup(config, name, world, run.task, run.parallel.module, run.precision)
     return sent, sum(times * one.sent for one, times in of_a_step(setup).items())
 
 

@@ -88,7 +88,7 @@ def find_base(folder: Path, may_have_changes: bool = False) -> Base:
     if top.returncode:
         raise ConfigError(f"{folder.resolve()} is in no git repository; go to the project's folder")
     root = Path(top.stdout.strip())
-    if run_git(root, "rev-parse", "--verify", "--quiet", "HEAD").returncode:
+    if not commit_at(root, "HEAD"):
         raise ConfigError(f"{root} has no commit; commit the project first")
     check_branch(root)
     if changed := git(root, "diff", "--name-only", "HEAD").splitlines():
@@ -96,7 +96,9 @@ def find_base(folder: Path, may_have_changes: bool = False) -> Base:
         if not may_have_changes:
             raise ConfigError(f"{said}; commit or stash them")
         print(f"{said}; they are left out")
-    commit = newest_base(root)
+    commit = commit_at(root, f"refs/heads/{BRANCH}")
+    if not commit:  # not fetched: what this branch was merged from
+        commit = git(root, "log", "--max-count=1", "--format=%H", f"--grep=^{MADE_BY} ", "HEAD")
     if not commit:
         raise ConfigError(
             f"{root} has no branch {BRANCH}, and no commit that `dist_amp new` made; if the branch "
@@ -129,12 +131,9 @@ def check_branch(root: Path) -> None:
         )
 
 
-def newest_base(root: Path) -> str:
-    """Of the branch; where that was not fetched, of what this branch was merged from; or ""."""
-    branch = run_git(root, "rev-parse", "--verify", "--quiet", f"refs/heads/{BRANCH}")
-    if branch.returncode == 0:
-        return branch.stdout.strip()
-    return git(root, "log", "--max-count=1", "--format=%H", f"--grep=^{MADE_BY} ", "HEAD")
+def commit_at(root: Path, name: str) -> str:
+    """The commit that a branch or the like is at; "" if there is none."""
+    return run_git(root, "rev-parse", "--verify", "--quiet", name).stdout.strip()
 
 
 def commit_files(base: Base, folder: Path, features: tuple[str, ...]) -> str:
@@ -168,15 +167,14 @@ def merge(base: Base, commit: str, title: str) -> int:
 
     Errors: Failure if git does not begin to merge; then nothing has changed.
     """
-    before = git(base.root, "rev-parse", "HEAD")
+    before = commit_at(base.root, "HEAD")
     words = ["merge", "--no-ff", "--no-edit", "-m", title, commit]
     # A signal would leave half of what follows, and the command would say that nothing changed.
     ignore_stop_signals((signal.SIGINT, signal.SIGTERM))
     # First: if this is killed before the merge, the next update merges.
     git(base.root, "update-ref", f"refs/heads/{BRANCH}", commit)
     done = run_git(base.root, *user_of(base.root), *words)
-    begun = run_git(base.root, "rev-parse", "--verify", "--quiet", "MERGE_HEAD").returncode == 0
-    if done.returncode and not begun:
+    if done.returncode and not commit_at(base.root, "MERGE_HEAD"):
         git(base.root, "update-ref", f"refs/heads/{BRANCH}", base.commit)
         raise Failure(f"git merge failed: {done.stderr.strip() or done.stdout.strip()}")
     if done.returncode == 0:

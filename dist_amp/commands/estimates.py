@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from dist_amp.config.auto import SHARDED, replicas_of
+from dist_amp.config.auto import SHARDED, accumulation_steps, replicas_of
 from dist_amp.config.memory import moments_per_parameter, tensor_bytes
 from dist_amp.optim import parameter_groups
 from dist_amp.optimizers.groups import task_groups
@@ -39,7 +39,10 @@ class Setup:
     task: Task
     module: nn.Module  # before or after `build_parallel`
     precision: Precision
-    micro_batches: int
+
+    @property
+    def micro_batches(self) -> int:
+        return accumulation_steps(self.config.train, self.world.world_size)
 
     @property
     def trained(self) -> list[nn.Parameter]:

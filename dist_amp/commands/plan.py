@@ -29,10 +29,16 @@ from torch import nn
 from dist_amp.bit_exact import exact_config
 from dist_amp.commands.devices import Device, find_device
 from dist_amp.commands.estimates import checkpoint_bytes
-from dist_amp.commands.fitting import largest_micro_batch, settings_that_fit
 from dist_amp.commands.plan_report import RANKS_PER_MACHINE, Plan, StrategyPlan, lines
-from dist_amp.commands.simulation import ImaginedWorld
-from dist_amp.commands.strategies import Job, batch_of, candidates, choose, plan_strategy
+from dist_amp.commands.simulation import ImaginedWorld, Job
+from dist_amp.commands.strategies import (
+    batch_of,
+    candidates,
+    choose,
+    largest_micro_batch,
+    plan_strategy,
+    settings_that_fit,
+)
 from dist_amp.config.auto import accumulation_steps, pick_reduction
 from dist_amp.config.load import load_config
 from dist_amp.config.memory import capacity_of
@@ -42,7 +48,7 @@ from dist_amp.errors import ConfigError, DataError, Failure, first_line, in_one_
 from dist_amp.scaling.blocks import blocks_of, parameters_in
 from dist_amp.scaling.float32 import to_float32
 from dist_amp.scaling.meta import built_on_meta, parameters_on_meta
-from dist_amp.settings import Config, Strategy
+from dist_amp.settings import Config
 from dist_amp.supervise.command_line import Parser, command
 from dist_amp.supervise.preflight import BESIDES_KEPT
 from dist_amp.task import Task, build_split, built_model
@@ -177,20 +183,31 @@ def make_plan(
     if device_memory and device.type == "cuda":
         room = device_memory
     config = replace(config, parallel=pick_reduction(config.parallel, module, world, room))
-    job = Job(config, task, module, world, device_memory, gpu)
-    refused = None
+    refused = dataset = batch = None
     try:
-        job = plan_data(plan, job)
+        dataset, batch = plan_data(plan, config, task, world)
     except Exception as error:
         world.warn(f"training would end at its data: {in_one_line(error)}")
         refused = error
-    chosen = plan_strategies(plan, job, only_chosen)
+    job = Job(
+        config=config,
+        strategy=choose(config.parallel, module, world, device_memory),  # type: ignore[arg-type]
+        world=world,
+        task=task,
+        module=module,
+        precision=None,  # type: ignore[arg-type]  # each strategy has its own
+        device_memory=device_memory,
+        gpu=gpu,
+        dataset=dataset,
+        batch=batch,
+    )
+    plan_strategies(plan, job, only_chosen)
     if largest:
-        if not (chosen and device_memory):
+        if not (job.strategy and device_memory):
             raise ConfigError("--largest_micro_batch needs --device or --device_memory_GiB")
         train = replace(config.train, global_batch_size="auto")
         any_batch = replace(job, config=replace(config, train=train))
-        plan.largest_micro_batch = largest_micro_batch(chosen, any_batch)  # type: ignore[arg-type]
+        plan.largest_micro_batch = largest_micro_batch(any_batch)
     try:
         with parameters_on_meta():  # the task may build its model again
             plan.flops_per_sample = flops_per_item(task, module)
@@ -213,44 +230,46 @@ def build_module(task: Task, config: Config, world: World) -> nn.Module:
     return module
 
 
-def plan_data(plan: Plan, job: Job) -> Job:
-    """Samples, epochs and tokens; the job with its data. Errors: what would end the training."""
-    config, task = job.config, job.task
+def plan_data(plan: Plan, config: Config, task: Task, world: World) -> tuple[Any, Any]:
+    """Plan samples, epochs and tokens; returns the dataset and a micro-batch.
+
+    Errors: what would end the training.
+    """
     size = config.train.micro_batch_size
     dataset = build_split(task, "train", World())
     if dataset is not None:
         plan.samples = len(dataset)
-    check_length(plan.samples, size, plan.micro_batches, job.world)
+    check_length(plan.samples, size, plan.micro_batches, world)
     plan.steps_per_epoch, rest = divmod(plan.samples, plan.samples_per_step)
     if rest and not config.data.drop_last:
         plan.steps_per_epoch += 1
     batch = batch_of(config, task, dataset)
     if hasattr(task, "tokens"):
         plan.tokens_per_step = task.tokens(batch) * plan.samples_per_step // size
-    return replace(job, dataset=dataset, batch=batch)
+    return dataset, batch
 
 
-def plan_strategies(plan: Plan, job: Job, only_chosen: bool) -> Strategy | str:
-    """Every strategy, and what a checkpoint takes; returns the chosen strategy, if it is known.
+def plan_strategies(plan: Plan, job: Job, only_chosen: bool) -> None:
+    """Every strategy, and what a checkpoint takes. job: of the chosen one, "" if that is not known.
 
     Errors: what training raises for the chosen one.
     """
     config, world = job.config, job.world
-    chosen = choose(config.parallel, job.module, world, plan.device_memory_bytes)
     if hasattr(job.task, "optimizer"):
         world.say(
             "the task's optimizer is assumed to keep two values per parameter, as AdamW does, and "
             "to send nothing"
         )
-    for name, strategy, parallel in candidates(config.parallel, world, job.micro_batches):
-        is_chosen = strategy == chosen and parallel == config.parallel
+    for name, strategy, parallel in candidates(job):
+        is_chosen = strategy == job.strategy and parallel == config.parallel
         if only_chosen and not is_chosen:
             continue
         # The warnings about other strategies are of no interest.
         noted_in = world if is_chosen else replace(world, notes=[])
-        candidate = replace(job, config=replace(config, parallel=parallel), world=noted_in)
+        changed = replace(config, parallel=parallel)
+        candidate = replace(job, config=changed, strategy=strategy, world=noted_in)
         try:
-            one, setup = plan_strategy(name, strategy, candidate)
+            one = plan_strategy(name, candidate)
         except Failure as error:
             if is_chosen:
                 raise
@@ -259,13 +278,12 @@ def plan_strategies(plan: Plan, job: Job, only_chosen: bool) -> Strategy | str:
         one.chosen = is_chosen
         plan.strategies.append(one)
         if is_chosen or not plan.checkpoint_bytes:
-            plan.checkpoint_bytes = checkpoint_bytes(setup)
+            plan.checkpoint_bytes = checkpoint_bytes(candidate)
         if is_chosen and one.fits is False:
-            plan.fits_with = settings_that_fit(strategy, candidate)
+            plan.fits_with = settings_that_fit(candidate)
     if config.checkpoint.every != "off":
         to_come = math.ceil(config.train.steps / config.checkpoint.every)
         plan.checkpoints_on_disk = min(config.checkpoint.keep + BESIDES_KEPT, to_come)
-    return chosen
 
 
 def over_ranks(config: Config, memory: int, gpu: Device | None) -> list[dict[str, Any]]:

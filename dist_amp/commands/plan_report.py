@@ -150,11 +150,9 @@ def table(plan: Plan) -> list[str]:
             left.append("too large" if one.fits is False else room)
         rows.append(left)
     add("sent per step", (one.sent_bytes for one in strategies))
-    for phase in (*PHASES, "sending"):
-        if any(one.seconds for one in strategies):
-            rows.append([f"time, {phase}", *(time_text(one, phase) for one in strategies)])
     if any(one.seconds for one in strategies):
-        rows.append(["time, step", *(time_text(one, "step") for one in strategies)])
+        for phase in (*PHASES, "sending", "step"):
+            rows.append([f"time, {phase}", *(time_text(one, phase) for one in strategies)])
     rows.append(["computes in", *(one.precision for one in strategies)])
     rule = ["-" * max(map(len, column)) for column in zip(*rows, strict=True)]
     return columns([rows[0], rule, *rows[1:]])

@@ -10,11 +10,13 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import tomli_w
 
 import dist_amp
 from dist_amp.commands.base import git, initialise
@@ -77,7 +79,6 @@ def fill(folder: Path, plan: Plan, root: Path) -> None:
     rename(folder, plan.name)
     for name in ("tests", plan.name):
         tidy(folder / name)
-    remove_unused_helpers(folder / "tests")
     target = place_task(folder, plan, root)
     write_texts(folder, plan, root, target)
     schema = folder / "configs/schema.json"
@@ -110,19 +111,6 @@ def place_task(folder: Path, plan: Plan, root: Path) -> str:
     return target
 
 
-def remove_unused_helpers(tests: Path) -> None:
-    """Remove what no file of tests imports any more."""
-    found = True
-    while found:
-        found = False
-        used = set(imported(tests.glob("*.py")))
-        for path in tests.glob("*.py"):
-            is_test = path.stem.startswith("test_") or path.stem == "conftest"
-            if not is_test and path.stem not in used:
-                path.unlink()
-                found = True
-
-
 def rename(folder: Path, name: str) -> None:
     (folder / "dist_amp").rename(folder / name)
     for path in folder.rglob("*"):
@@ -143,9 +131,6 @@ def write_texts(folder: Path, plan: Plan, root: Path, target: str) -> None:
     module, _, task = target.partition(":")
     file = module.replace(".", "/") + ".py"
     rows = read_table(root)
-    extra_lines = []
-    for name, lines in extras.items():
-        extra_lines.append(f"{name} = {toml_list(lines)}")
     folders = []
     for path, what in layout(folder, plan.name):
         folders.append(f"| {path}/ | {what} |")
@@ -162,9 +147,9 @@ def write_texts(folder: Path, plan: Plan, root: Path, target: str) -> None:
         "VERSION": dist_amp.__version__,
         "COMMIT": commit_of(root),
         "TASK": target,
-        "REQUIREMENTS": toml_list(requirements),
-        "EXTRAS": "\n".join(extra_lines),
-        "FEATURES": toml_list(plan.features),
+        "REQUIREMENTS": tomli_w.dumps({"dependencies": requirements}),
+        "EXTRAS": tomli_w.dumps(extras),
+        "FEATURES": tomli_w.dumps({"features": plan.features}),
         "TARGET": f"`{task}` in {file}",
         "MODEL_FILE": f"[{file}]({file})",
         "LAYOUT": "\n".join(folders),
@@ -206,13 +191,6 @@ def requirements_of(
 
 def distribution(requirement: str) -> str:
     return re.split(r"[<>=\[ ]", requirement)[0]
-
-
-def toml_list(lines: Iterable[str]) -> str:
-    text = "[\n"
-    for line in lines:
-        text += f"    {json.dumps(line)},\n"
-    return text + "]"
 
 
 def layout(folder: Path, name: str) -> Iterator[tuple[str, str]]:

@@ -54,11 +54,12 @@ class Tests:
         if target.exists() or (name.startswith("test_") and "\ndef test_" not in text):
             return
         target.write_text(text)
-        words = re.findall(r"\w+", text)
-        for node in ast.walk(ast.parse(text)):
+        nodes = list(ast.walk(ast.parse(text)))
+        used = {node.id for node in nodes if isinstance(node, ast.Name)}
+        for node in nodes:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 for here, (module, _) in bound(node):
-                    if self.is_helper(module) and words.count(here) > 1:  # it is used
+                    if self.is_helper(module) and here in used:
                         self.copy(module)
 
     def is_helper(self, module: str) -> bool:

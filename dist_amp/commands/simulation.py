@@ -28,16 +28,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map_only
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from dist_amp.clock import PhaseClock
 from dist_amp.commands.devices import Device
-from dist_amp.config.auto import accumulation_steps
+from dist_amp.commands.estimates import Setup
+from dist_amp.config.memory import USABLE
 from dist_amp.run import assemble, lay_out
 from dist_amp.scaling.meta import like
-from dist_amp.settings import Config, Strategy
 from dist_amp.step import Run, train_step
-from dist_amp.task import Task, kept_by
+from dist_amp.task import kept_by
 from dist_amp.world import World
 
 aten = torch.ops.aten
@@ -62,17 +62,13 @@ IN_FLOAT32: dict[Any, str] = {
     F: "cross_entropy group_norm kl_div l1_loss layer_norm log_softmax nll_loss softmax",
 }
 
-# A CPU's attention, which torch's table lacks. Arguments: shapes.
+# A CPU's attention, which torch's table lacks, takes the arguments of a GPU's.
+FORWARD = aten._scaled_dot_product_flash_attention
+BACKWARD = aten._scaled_dot_product_flash_attention_backward
 FLOPS = {
     **flop_registry,
-    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
-        q.shape, k.shape, v.shape
-    ),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(
-            grad.shape, q.shape, k.shape, v.shape
-        )
-    ),
+    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[FORWARD],
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[BACKWARD],
 }
 
 
@@ -121,17 +117,19 @@ def in_full(tensor: Tensor) -> Tensor:
 
 
 class ImaginedDevice(TorchDispatchMode):
-    """The device of rank 0: what is allocated on it, and how long it computes."""
+    """The device of rank 0: what is allocated on it, and how long it computes.
 
-    def __init__(self, device: Device | None) -> None:
+    taken: bytes that are allocated from the start to the end.
+    """
+
+    def __init__(self, device: Device | None, taken: int = 0) -> None:
         super().__init__()
         self.phase = "other"
         self.peaks: Counter[str] = Counter()  # bytes, by the phase of a step
-        self.seconds: Any = Counter()  # by phase and limit: compute, memory
+        self.seconds: Any = Counter()  # by a step's phase, and limit: compute, memory
         self._device = device
-        self._bytes = 0
+        self._bytes = taken
         self._sizes: dict[int, int] = {}  # of the storages alive, by their address
-        self._storages: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if DTensor in types:
@@ -148,23 +146,18 @@ class ImaginedDevice(TorchDispatchMode):
             self.count(tensor.untyped_storage())
         peak = self._bytes + within_kernel(function, args)
         self.peaks[self.phase] = max(self.peaks[self.phase], peak)
-        if not function.is_view:
-            moved = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
-            self._compute(function, args, kwargs, result, [*moved, *results])
+        if self._device is not None and not function.is_view:
+            given = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+            memory = sum(leaf.nbytes for leaf in (*given, *results)) / self._device.bytes_per_second
+            compute = 0.0
+            if formula := FLOPS.get(function.overloadpacket):
+                flops = formula(*args, **kwargs, out_val=result)
+                compute = flops / self._device.flop_per_second(given[0].dtype)
+            self._add_time(memory, compute)
         return result
 
-    def _compute(
-        self, function: Any, args: Any, kwargs: Any, result: Any, moved: list[Tensor]
-    ) -> None:
-        flops = 0
-        if formula := FLOPS.get(function.overloadpacket):
-            flops = formula(*args, **kwargs, out_val=result)
-        if self._device is None:
-            return
-        memory = sum(tensor.nbytes for tensor in moved) / self._device.bytes_per_second
-        compute = 0.0
-        if flops:
-            compute = flops / self._device.flop_per_second(moved[0].dtype)
+    def _add_time(self, memory: float, compute: float) -> None:
+        """Of an operation: its memory traffic or its arithmetic, whichever takes more seconds."""
         limit = "memory"
         if compute > memory:
             limit = "compute"
@@ -173,8 +166,8 @@ class ImaginedDevice(TorchDispatchMode):
     def count(self, storage: Any) -> None:
         """Count a storage until it is freed, or its new size."""
         key = storage._cdata
-        if key not in self._storages:
-            self._storages[key] = weakref.ref(storage, lambda _: self._free(key))
+        if key not in self._sizes:
+            weakref.finalize(storage, self._free, key)
         size = math.ceil(storage.nbytes() / ROUNDING) * ROUNDING
         before = self._sizes.get(key, 0)
         self._bytes += size - before
@@ -183,7 +176,6 @@ class ImaginedDevice(TorchDispatchMode):
 
     def _free(self, key: int) -> None:
         self._bytes -= self._sizes.pop(key)
-        del self._storages[key]
 
     def forget(self) -> None:
         """Begin again to measure; what is allocated remains."""
@@ -252,6 +244,22 @@ class ImaginedWorld(World):
             return super().mesh(shape, names)
 
 
+@dataclass(frozen=True)
+class Job(Setup):
+    """What a plan is made for; its module is on the meta device."""
+
+    world: ImaginedWorld
+    device_memory: int = 0  # bytes; 0: not known
+    gpu: Device | None = None
+    dataset: Any = None
+    batch: Any = None  # a micro-batch
+
+    @property
+    def room(self) -> float:
+        """Bytes to plan for; inf if the device is not known."""
+        return USABLE * self.device_memory or math.inf
+
+
 @contextmanager
 def imagined_ranks(world_size: int) -> Iterator[None]:
     """A process group of so many ranks in this process, whose collectives return at once."""
@@ -311,37 +319,23 @@ def hold_buckets(run: Run) -> None:
         parameter.register_post_accumulate_grad_hook(copy_to_bucket)
 
 
-@dataclass(frozen=True)
-class Simulation:
-    """A step of rank 0, by phase: forward, backward, optimizer, other."""
-
-    peaks: dict[str, int]  # bytes
-    seconds: dict[tuple[str, str], float]  # of phase and limit: compute, memory
-
-
-def simulate(
-    config: Config,
-    strategy: Strategy,
-    world: World,
-    task: Task,
-    module: nn.Module,
-    batch: Any,
-    device: Device | None = None,
-) -> Simulation:
-    """One step after another. module: the task's, on the meta device. batch: a micro-batch.
+def simulate(job: Job) -> ImaginedDevice:
+    """The device of rank 0 after a step of a job that has a batch.
 
     Errors: what the task raises; torch's for an operation that depends on values, since there are
     none.
     """
+    config, world, task = job.config, job.world, job.task
     size = world.world_size
     # It prints a traceback before it raises.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
-    micro_batches = accumulation_steps(config.train, size)
-    simulated = min(MICRO_BATCHES, micro_batches)
+    simulated = min(MICRO_BATCHES, job.micro_batches)
     on_gpu = world.device.type == "cuda"
+    strategy = job.strategy
     if strategy == "ddp":  # torch's needs values; its memory is that of one rank and its buckets
         size = 1
-    parallel = replace(config.parallel, strategy="single" if size == 1 else strategy)
+        strategy = "single"
+    parallel = replace(config.parallel, strategy=strategy, cpu_offload=False, bit_exact=False)
     config = replace(config, parallel=parallel, compile=replace(config.compile, blocks=False))
     config = replace(config, precision=replace(config.precision, matmul="auto"))
     # Not as the first, which would measure what this CPU computes in half precision.
@@ -349,17 +343,17 @@ def simulate(
         rank=1, world_size=size, local_world_size=min(size, world.local_world_size)
     )
     fake = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
-    rank0 = ImaginedDevice(device)
+    rank0 = ImaginedDevice(job.gpu, taken=WORKSPACES if on_gpu else 0)
     with imagined_ranks(world.world_size), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those that training prints
         beside_model = [
             on_device(leaf.detach(), fake, rank0)
-            for leaf in tree_iter(kept_by(task, module))
+            for leaf in tree_iter(kept_by(task, job.module))
             if isinstance(leaf, nn.Parameter)  # a teacher's
         ]
-        module = without_memory(module, fake, rank0)
+        module = without_memory(job.module, fake, rank0)
         batches = [
-            tree_map_only(Tensor, lambda t: on_device(t, fake, rank0), batch)
+            tree_map_only(Tensor, lambda t: on_device(t, fake, rank0), job.batch)
             for _ in range(simulated)
         ]
         with ExitStack() as modes:
@@ -369,15 +363,13 @@ def simulate(
             if on_gpu:
                 modes.enter_context(as_on_gpu())
             run = assemble(config, ranks, task, Path(), lay_out(config, task, module, ranks))
-            if strategy == "ddp":
+            if job.strategy == "ddp":
                 hold_buckets(run)
             for _ in range(STEPS):
                 rank0.forget()
                 train_step(run, batches)
             del beside_model
-    workspaces = WORKSPACES if on_gpu else 0
     for phase, limit in rank0.seconds:
         if phase in ("forward", "backward"):
-            rank0.seconds[phase, limit] *= micro_batches / simulated
-    peaks = {phase: peak + workspaces for phase, peak in rank0.peaks.items()}
-    return Simulation(peaks, dict(rank0.seconds))
+            rank0.seconds[phase, limit] *= job.micro_batches / simulated
+    return rank0

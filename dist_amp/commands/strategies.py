@@ -1,67 +1,40 @@
-"""One strategy on imagined ranks: whether training would run, what a rank holds, and its time."""
+"""One strategy on imagined ranks: whether training would run, what a rank holds, and its time; and
+what changes of a config, or micro-batches, fit into a device.
+"""
 
-import math
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from dist_amp.commands.devices import Device
-from dist_amp.commands.estimates import Memory, Setup, Step, memory_of, of_a_step
+from dist_amp.commands.estimates import Step, memory_of, of_a_step
 from dist_amp.commands.plan_report import PHASES, StrategyPlan
-from dist_amp.commands.simulation import ImaginedWorld, Simulation, simulate
-from dist_amp.config.auto import (
-    SHARDED,
-    accumulation_steps,
-    pick_cast,
-    pick_strategy,
-    replicas_of,
-)
-from dist_amp.config.memory import USABLE, auto_strategy
+from dist_amp.commands.simulation import ImaginedDevice, Job, simulate
+from dist_amp.config.auto import SHARDED, pick_cast, pick_strategy, replicas_of
+from dist_amp.config.memory import auto_strategy
 from dist_amp.config.validate import check_parallel
-from dist_amp.errors import DataError, in_one_line
+from dist_amp.errors import DataError, Failure, in_one_line
 from dist_amp.loading.loader import Fetch
 from dist_amp.loading.plan import Shard
 from dist_amp.precision import Precision, build_precision
 from dist_amp.scaling.blocks import pick_blocks, units_of
 from dist_amp.scaling.compile import pick_compile
 from dist_amp.settings import Config, ParallelConfig, Strategy
-from dist_amp.task import Task
 from dist_amp.world import World
 
 LIMITS = ("compute", "memory")
+LARGEST = 2**16  # micro-batches beyond it are not tried
 
 
-@dataclass(frozen=True)
-class Job:
-    """What a plan is made for."""
-
-    config: Config
-    task: Task
-    module: nn.Module  # on the meta device
-    world: ImaginedWorld
-    device_memory: int
-    gpu: Device | None
-    dataset: Any = None
-    batch: Any = None  # a micro-batch
-
-    @property
-    def micro_batches(self) -> int:
-        return accumulation_steps(self.config.train, self.world.world_size)
-
-    @property
-    def room(self) -> float:
-        """Bytes to plan for; inf if the device is not known."""
-        return USABLE * self.device_memory or math.inf
-
-
-def choose(config: ParallelConfig, module: nn.Module, world: World, memory: int) -> Strategy | str:
+def choose(
+    config: ParallelConfig, module: nn.Module, world: World, memory: int
+) -> Strategy | Literal[""]:
     """The strategy that training will pick; "" if that depends on a device that is not known."""
-    if config.strategy != "auto" or world.world_size == 1:
+    if config.strategy != "auto" or world.world_size == 1 or world.device.type == "cpu":
         return pick_strategy(config, module, world)
-    if world.device.type == "cpu":
-        return auto_strategy(module, world, 0)
     if memory:
         return auto_strategy(module, world, memory)
     world.say(
@@ -70,45 +43,43 @@ def choose(config: ParallelConfig, module: nn.Module, world: World, memory: int)
     return ""
 
 
-def candidates(
-    parallel: ParallelConfig, world: World, micro_batches: int
-) -> list[tuple[str, Strategy, ParallelConfig]]:
+def candidates(job: Job) -> list[tuple[str, Strategy, ParallelConfig]]:
     """(name, strategy, its settings); fsdp with both values of accumulate_reduce."""
-    if world.world_size == 1:
+    parallel = job.config.parallel
+    if job.world.world_size == 1:
         return [("single", "single", parallel)]
     last = replace(parallel, accumulate_reduce="last")
     every = replace(parallel, accumulate_reduce="every")
     sharded: list[tuple[str, Strategy, ParallelConfig]] = [("fsdp", "fsdp", parallel)]
-    if micro_batches > 1 and not parallel.bit_exact:
+    if job.micro_batches > 1 and not parallel.bit_exact:
         sharded = [("fsdp (last)", "fsdp", last), ("fsdp (every)", "fsdp", every)]
-    hsdp = f"hsdp of {replicas_of(parallel, world)}"
+    hsdp = f"hsdp of {replicas_of(parallel, job.world)}"
     return [("ddp", "ddp", parallel), *sharded, (hsdp, "hsdp", parallel)]
 
 
-def plan_strategy(name: str, strategy: Strategy, job: Job) -> tuple[StrategyPlan, Setup]:
-    """(the plan, its setup). Errors: a Failure where training would refuse it."""
+def plan_strategy(name: str, job: Job) -> StrategyPlan:
+    """The plan of the job's strategy. Errors: a Failure where training would refuse it."""
     one = StrategyPlan(name, chosen=False)
-    precision = checked(job.config, strategy, job.task, job.module, job.world)
-    setup = Setup(
-        job.config, strategy, job.world, job.task, job.module, precision, job.micro_batches
-    )
-    step = of_a_step(setup)
-    one.precision = precision.name
-    if precision.cast_by != "nothing":
-        one.precision += f", {precision.cast_by}"
-    one.memory = memory_of(setup)
+    job = replace(job, precision=checked(job))
+    step = of_a_step(job)
+    one.precision = job.precision.name
+    if job.precision.cast_by != "nothing":
+        one.precision += f", {job.precision.cast_by}"
+    one.memory = memory_of(job)
     one.on_device = one.memory.total
     one.sent_bytes = sum(times * collective.sent for collective, times in step.items())
     one.collectives = step.total()
-    try:
-        simulated = simulated_step(strategy, one.memory, job)
-    except Exception as error:
-        one.without_peaks = in_one_line(error)
-        simulated = None
+    simulated = None
+    state_fits = one.memory.total <= job.room or job.config.parallel.cpu_offload
+    if job.batch is not None and state_fits:
+        try:
+            simulated = simulate(job)
+        except Exception as error:
+            one.without_peaks = in_one_line(error)
     if simulated is not None:
         on_host = 0
-        one.peaks = simulated.peaks
-        if setup.shards and job.config.parallel.cpu_offload:
+        one.peaks = dict(simulated.peaks)
+        if job.shards and job.config.parallel.cpu_offload:
             on_host = one.memory.total - one.memory.gradients
             one.peaks = {phase: simulated.peaks[phase] - on_host for phase in PHASES[:2]}
         one.on_device = max(one.peaks.values())
@@ -118,25 +89,15 @@ def plan_strategy(name: str, strategy: Strategy, job: Job) -> tuple[StrategyPlan
         one.fits = False
     elif job.device_memory and one.peaks:
         one.fits = True
-    return one, setup
-
-
-def simulated_step(strategy: Strategy, memory: Memory, job: Job) -> Simulation | None:
-    """None without data, or if the state alone does not fit. Errors: those of `simulate`."""
-    state_fits = memory.total <= job.room or job.config.parallel.cpu_offload
-    if job.batch is None or not state_fits:
-        return None
-    parallel = replace(job.config.parallel, cpu_offload=False, bit_exact=False)
-    config = replace(job.config, parallel=parallel)
-    return simulate(config, strategy, job.world, job.task, job.module, job.batch, job.gpu)
+    return one
 
 
 def plan_time(
-    one: StrategyPlan, simulated: Simulation, step: Step, gpu: Device, world: World
+    one: StrategyPlan, simulated: ImaginedDevice, step: Step, gpu: Device, world: World
 ) -> None:
     """Seconds of a step: of computing or of sending, which overlap, whichever is longer."""
     for phase in PHASES:
-        parts = {limit: simulated.seconds.get((phase, limit), 0.0) for limit in LIMITS}
+        parts = {limit: simulated.seconds[phase, limit] for limit in LIMITS}
         one.seconds[phase] = sum(parts.values())
         one.limits[phase] = max(LIMITS, key=lambda limit: parts[limit])
     sending = 0.0
@@ -155,10 +116,10 @@ def plan_time(
     one.seconds["step"] = max(sending, sum(one.seconds[phase] for phase in PHASES))
 
 
-def checked(
-    config: Config, strategy: Strategy, task: Task, module: nn.Module, world: World
-) -> Precision:
+def checked(job: Job) -> Precision:
     """The precision in a strategy, after the checks that training makes. Errors: theirs."""
+    config, strategy, task, module = job.config, job.strategy, job.task, job.module
+    world: World = job.world
     cast = pick_cast(config.precision, strategy, module, world)
     check_parallel(config.parallel, strategy, cast, module, world)
     computes_on = world
@@ -185,3 +146,86 @@ def batch_of(config: Config, task: Any, dataset: Any) -> Any:
     if isinstance(batch, DataError):
         raise batch
     return batch
+
+
+# --- what fits into a device
+
+
+def settings_that_fit(job: Job) -> str:
+    """The least costly change that fits, as a command line; "" if none does."""
+    for settings in changes(job):
+        if fitting(job, settings):
+            return " ".join(f"--{key} {str(value).lower()}" for key, value in settings.items())
+    return ""
+
+
+def changes(job: Job) -> Iterator[dict[str, Any]]:
+    """Settings that take less memory than the config's, the least costly first."""
+    strategies = [job.strategy]
+    if job.strategy == "ddp":
+        strategies.append("fsdp")
+    for used in strategies:
+        first = {"parallel.strategy": used}
+        for kept in ("none", "selective", "full"):
+            second = first | {"parallel.activation_checkpointing": kept}
+            if (used, kept) != (job.strategy, "none"):
+                yield second
+    size, rounds = job.config.train.micro_batch_size, job.micro_batches
+    last: dict[str, Any] = {
+        "parallel.strategy": used,
+        "parallel.activation_checkpointing": "full",
+    }
+    while size % 2 == 0:
+        size //= 2
+        rounds *= 2
+        last = {**last, "train.micro_batch_size": size}
+        if job.config.train.global_batch_size == "auto":
+            last["train.accumulation_steps"] = rounds
+        yield last
+    if used in SHARDED:
+        yield last | {"parallel.cpu_offload": True}
+
+
+def largest_micro_batch(job: Job) -> int:
+    """The largest train.micro_batch_size that fits, within 1/16; 0 if none does."""
+
+    def fits(size: int) -> bool:
+        return fitting(job, {"train.micro_batch_size": size})
+
+    low, high = 0, 1
+    while fits(high):
+        low, high = high, 2 * high
+        if high > LARGEST:
+            return low
+    while high - low > max(1, low // 16):
+        middle = (low + high) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def fitting(job: Job, settings: dict[str, Any]) -> bool:
+    """Whether the config fits with these settings."""
+    config = with_settings(job.config, settings)
+    size = config.train.micro_batch_size
+    batch = job.batch
+    if size != job.config.train.micro_batch_size and batch is not None:
+        batch = batch_of(config, job.task, job.dataset)
+    strategy = settings.get("parallel.strategy", job.strategy)
+    world = replace(job.world, notes=[])
+    changed = replace(job, config=config, strategy=strategy, world=world, batch=batch)
+    try:
+        return bool(plan_strategy("", changed).fits)
+    except Failure:
+        return False
+
+
+def with_settings(config: Config, settings: dict[str, Any]) -> Config:
+    """The config with these keys set."""
+    for key, value in settings.items():
+        section, name = key.split(".")
+        changed = replace(getattr(config, section), **{name: value})
+        config = replace(config, **{section: changed})
+    return config
