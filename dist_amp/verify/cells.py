@@ -159,11 +159,10 @@ def trained(run: Run) -> dict[str, Tensor]:
 
 def untrained_of(run: Run, frozen_too: bool) -> dict[str, Tensor]:
     """This rank's buffers in the model's state, and parameters that forward may change."""
-    module = run.parallel.module
-    persistent = module.state_dict().keys()
-    untrained = {name: buffer for name, buffer in module.named_buffers() if name in persistent}
+    untrained = consistency.compared_buffers(run, with_batch_statistics=True)
     if frozen_too:
-        untrained |= {name: p for name, p in module.named_parameters() if not p.requires_grad}
+        parameters = run.parallel.module.named_parameters()
+        untrained |= {name: p for name, p in parameters if not p.requires_grad}
     return {name: full(tensor) for name, tensor in untrained.items()}
 
 
