@@ -537,6 +537,18 @@ def test_a_precision_in_which_plain_torch_itself_is_wrong_is_skipped_with_a_note
     assert note in capsys.readouterr().out
 
 
+class HalfIsWrong(Around):
+    def __init__(self):
+        super().__init__(WrongInHalf)
+
+
+def test_what_compares_nothing_does_not_pass(verify):
+    words = "--task.target test_verify:HalfIsWrong --world_sizes 1 --precisions bf16"
+    status, output, _ = verify(words)
+    assert status == 1
+    assert "failed: 0 of 0 compute the steps of one process" in output
+
+
 def test_an_emulated_precision_is_announced_once(monkeypatch, capsys):
     monkeypatch.setattr(native_precision, "cpu_slowdown", lambda dtype: 30.0)
     native_precision.warn_if_emulated.cache_clear()

@@ -137,13 +137,13 @@ def verify(
         say(f"failed: {why}; fix the task first")
         return 1
     precisions = [precision for precision in precisions if is_supported(reference, precision)]
+    nothing_passes = {size for size, _, _ in rows}  # also if all of its precisions are skipped
     rows = [row for row in rows if row[2] in precisions]
     steps = f"{STEPS} steps of {global_batch} samples with SGD and with AdamW"
     say(f"compare  {len(rows)} combinations, each {steps}\n\n{HEADER}")
     causes: dict[str, list[str]] = {}  # each cause's rows
     results: Counter[str] = Counter()
     started = time.perf_counter()
-    nothing_passes = {size for size, _, _ in rows}
     for row, verdicts in compare_on_ranks(argv, rows, reference):
         now = time.perf_counter()
         result = "pass"
