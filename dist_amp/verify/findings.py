@@ -335,7 +335,7 @@ def _half_loss(reference: Reference, batch: Any) -> list[Finding]:
 
 def _to_float32(module: nn.Module, inputs: Any, output: Any) -> None:
     for tensor in tensors(output):
-        if tensor.is_floating_point():
+        if tensor.dtype in (torch.float16, torch.bfloat16):
             tensor.data = tensor.float()
 
 
