@@ -7,7 +7,7 @@ sums in pairs, over the rounds by a binary counter. Padding with zeros changes n
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
 
@@ -292,21 +292,19 @@ class AllReduce:
 
     def __init__(self, world: World):
         self._ranks = world.world_size
-        self._stream: AbstractContextManager[Any] = nullcontext()
+        self._stream: Any = None
         self._devices: list[Any] = []
         if world.device.type == "cuda":
-            self._stream = torch.cuda.stream(torch.cuda.Stream(world.device))
+            self._stream = torch.cuda.Stream(world.device)
             self._devices = [world.device]
 
     def hook(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         buffer = bucket.buffer()
         ranks = self._ranks
         done: torch.futures.Future[Tensor] = torch.futures.Future(devices=self._devices)
-        if self._devices:
-            ready = torch.cuda.current_stream().record_event()
-        with self._stream:
-            if self._devices:
-                ready.wait()
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             whole = padded(buffer, ranks)
             all_gather_single(whole, tree_sum(exchanged(whole, ranks)))
             if whole is not buffer:

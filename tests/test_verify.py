@@ -214,9 +214,10 @@ def test_a_mistake_on_its_command_line_is_rejected(verify, args, words):
 
 
 def test_each_number_of_ranks_has_the_strategies_that_exist_on_it():
-    rows = [verify_main.rows_of(size, verify_main.STRATEGIES, ["fp32"]) for size in (1, 3, 4)]
-    strategies = [[row[1] for row in of_size] for of_size in rows]
-    assert strategies == [["single"], ["ddp", "fsdp"], ["ddp", "fsdp", "hsdp"]]
+    on_cpu = torch.device("cpu")
+    rows = verify_main.rows_of([1, 3, 4], verify_main.STRATEGIES, ["fp32"], on_cpu)
+    strategies = [(1, "single"), (3, "ddp"), (3, "fsdp"), (4, "ddp"), (4, "fsdp"), (4, "hsdp")]
+    assert [row[:2] for row in rows] == strategies
 
 
 # ---- findings: problems of the task itself ----
@@ -536,6 +537,18 @@ def test_a_precision_in_which_plain_torch_itself_is_wrong_is_skipped_with_a_note
     assert note in capsys.readouterr().out
 
 
+class HalfIsWrong(Around):
+    def __init__(self):
+        super().__init__(WrongInHalf)
+
+
+def test_what_compares_nothing_does_not_pass(verify):
+    words = "--task.target test_verify:HalfIsWrong --world_sizes 1 --precisions bf16"
+    status, output, _ = verify(words)
+    assert status == 1
+    assert "failed: 0 of 0 compute the steps of one process" in output
+
+
 def test_an_emulated_precision_is_announced_once(monkeypatch, capsys):
     monkeypatch.setattr(native_precision, "cpu_slowdown", lambda dtype: 30.0)
     native_precision.warn_if_emulated.cache_clear()
@@ -546,12 +559,22 @@ def test_an_emulated_precision_is_announced_once(monkeypatch, capsys):
     argv = ["--task.target", "tiny:Tiny", "--task.args.samples", "300"]
     rank, rows, results = {"RANK": "0", "WORLD_SIZE": "1"}, [(1, "single", "bf16")], queue.Queue()
     prepare = partial(cells.prepare_comparison, frozenset(), reference.measured(["bf16"]))
-    cells.run_rows(rank, argv, rows, 0, prepare, results)
-    number, verdicts = results.get()
-    assert number == 0
+    cells.run_rows(rank, argv, rows, prepare, results)
+    row, verdicts = results.get()
+    assert row == rows[0]
     assert [verdict.cause for verdict in verdicts] == ["", ""]
     shown = capsys.readouterr()
     assert "emulates" not in shown.out + shown.err
+
+
+def test_the_error_of_a_rank_that_is_a_row_ahead_is_that_rows():
+    first, second = [(2, "ddp", precision) for precision in ("fp32", "bf16")]
+    results, given = queue.Queue(), {}
+    results.put((second, "rank 1: no kernel"))
+    results.put((first, []))
+    while first not in given:
+        cells.wait_for_result(results, [], first, given)
+    assert given == {second: "rank 1: no kernel", first: []}
 
 
 def commands_main(argv):

@@ -42,7 +42,7 @@ class Audit(Observer):
         self._position = run.data.position  # of the data before the step
         self._audited: Recorded | None = None  # in an audited step
         self._is_off = False
-        self._hook: Any = None
+        self._hook = ExitStack()
 
     def before_step(self, micro_batches: Sequence[Any]) -> None:
         run = self._run
@@ -59,7 +59,7 @@ class Audit(Observer):
         self._factor = run.scaler.scale(torch.ones_like(total)) / total
         self._audited = Recorded(run.task, run.parallel.module, self._number)
         run.task = self._audited
-        self._hook = run.optimizer.register_step_pre_hook(self._audit)
+        self._hook.enter_context(run.optimizer.register_step_pre_hook(self._audit))
 
     def after_step(
         self,
@@ -67,9 +67,7 @@ class Audit(Observer):
         micro_batches: Sequence[Any],
     ) -> None:
         self._audit()  # of a skipped step, which may not have called the optimizer
-        if self._hook is not None:
-            self._hook.remove()  # not within the hook: the optimizer walks through all of them
-            self._hook = None
+        self._hook.close()  # not within the hook: the optimizer walks through all of them
         self._position = self._run.data.position
 
     def _audit(self, *_: Any) -> None:

@@ -5,6 +5,7 @@ Written with the next log step as {"fingerprints": {step: {"parameters": {module
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ class Fingerprint(Observer):
                 rows = -(-parameter.shape[0] // shards) if shards > 1 else 0
                 self._parts.append((parameter, run.world.rank * rows * parameter[:1].numel()))
         self._hashes: list[Tensor] = []  # of this step
-        self._hooks: list[Any] = []  # in a step that is hashed
+        self._hook = ExitStack()  # in a step that is hashed
         self._copies: dict[int, Tensor] = {}  # by step, on their way to the host
         run.metrics.more_tags["fingerprint"] = self.tags
 
@@ -48,7 +49,7 @@ class Fingerprint(Observer):
         if step == 1 or step % self._every == 0:
             self._hash("parameters")
             hook = self._run.optimizer.register_step_pre_hook(lambda *_: self._hash("gradients"))
-            self._hooks = [hook]
+            self._hook.enter_context(hook)
 
     def _hash(self, kind: str) -> None:
         """Each group's hash, of what this rank holds: [groups] int64."""
@@ -68,9 +69,9 @@ class Fingerprint(Observer):
         report: StepReport,
         micro_batches: Sequence[Any],
     ) -> None:
-        if not self._hooks:
+        if not self._hashes:
             return
-        self.__exit__()
+        self._hook.close()
         with self._run.world.clock.hold("diagnostics"):
             hashes = self._run.world.sum(torch.stack(self._hashes))
             # Ahead of a log step's copy in the stream: it has arrived when that one has.
@@ -78,9 +79,7 @@ class Fingerprint(Observer):
         self._hashes = []
 
     def __exit__(self, *error: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._hook.close()
 
     def tags(self, row: LogRow) -> dict[str, Any]:
         """The hashes up to this log step, for rank 0's line of metrics.jsonl."""

@@ -38,8 +38,6 @@ GENERATE_NO_CODE = ("eager", "aot_eager")
 # Modules of its errors.
 OF_THE_COMPILER = ("torch._dynamo", "torch._inductor", "torch.fx")
 
-NOT_ONE_GRAPH = ("TorchDynamoException", "FailOnRecompileLimitHit")
-
 
 def private(path: str, fallback: Any) -> Any:
     """A name that torch does not document, or the fallback if this release lacks it."""
@@ -184,21 +182,12 @@ def compile_blocks(
 
 
 class Compiler:
-    """Compiles forwards at their first calls: each as one graph, until one of them can't be.
-
-    Without torch's private error types, errors are torch's, and graph breaks are always allowed.
-    """
+    """Compiles forwards at their first calls: each as one graph, until one of them can't be."""
 
     def __init__(self, config: CompileConfig, world: World):
         self._config = config
         self._world = world
-        self._backend_failed = private("torch._dynamo.exc.BackendCompilerFailed", ())
-        # Shapes that do not fit, say.
-        self._block_failed = private("torch._dynamo.exc.TorchRuntimeError", ())
-        errors = (private(f"torch._dynamo.exc.{name}", None) for name in NOT_ONE_GRAPH)
-        self._not_one_graph = tuple(error for error in errors if error is not None)
-        # Blocks that are one graph stay one when others are not.
-        self._one_graph = config.blocks == "auto" or len(self._not_one_graph) == len(NOT_ONE_GRAPH)
+        self._one_graph = True  # until a block can't be; with "auto" the others stay so
         # A dispatch mode, such as a FLOP counter, sees no operations of compiled code.
         name = "torch.utils._python_dispatch.is_in_any_mode_without_ignore_compile_internals"
         self._is_observed = private(name, lambda: False)
@@ -232,21 +221,23 @@ class Compiler:
 
     def _take_another_way(self, error: Exception, name: str) -> None:
         """After the compiler's error, at which nothing of a block has run. Errors: any other."""
+        kinds = [kind.__name__ for kind in type(error).__mro__]
+        of_the_compiler = type(error).__module__.startswith(OF_THE_COMPILER)
         if self._config.blocks == "auto":
-            if not type(error).__module__.startswith(OF_THE_COMPILER):
+            if not of_the_compiler:
                 raise error
             why = _graph_break(error, name)
             self._as_written.add(name)
             self._world.warn(f"compile.blocks=auto leaves a block as it is: {why}")
             return
-        if isinstance(error, self._backend_failed):
+        if "BackendCompilerFailed" in kinds:
             cause = getattr(error, "inner_exception", error)
             raise ConfigError(
                 f"compile.mode={self._config.mode} can't compile {name}: {first_line(cause)}; use "
                 "another, or compile.blocks=false"
             ) from error
-        is_graph_break = isinstance(error, self._not_one_graph)
-        if isinstance(error, self._block_failed) or not (is_graph_break and self._one_graph):
+        # TorchRuntimeError: the block's own, such as shapes that do not fit.
+        if "TorchRuntimeError" in kinds or not (of_the_compiler and self._one_graph):
             raise error
         why = _graph_break(error, name)
         self._world.warn(f"{why}; from now on blocks are compiled in parts")

@@ -65,9 +65,8 @@ def main(argv: Sequence[str]) -> int:
         from dist_amp.verify.bit_exact import verify_bits
 
         device = locate(load_config(rest).run).device
-        sizes = available_world_sizes(world_sizes_in(options.world_sizes), device)
-        rows = [row for size in sizes for row in rows_of(size, strategies, precisions)]
-        return verify_bits(rest, rows)
+        sizes = world_sizes_in(options.world_sizes)
+        return verify_bits(rest, rows_of(sizes, strategies, precisions, device))
     return verify(rest, world_sizes_in(options.world_sizes), strategies, precisions)
 
 
@@ -123,8 +122,8 @@ def verify(
         hide_progress_bars()
     global_batch = math.lcm(GLOBAL_BATCH, *(12 * size for size in world_sizes))
     reference = Reference(config, locate(config.run).device, global_batch=global_batch)
-    sizes = available_world_sizes(world_sizes, reference.device)
-    if not any(rows_of(size, strategies, precisions) for size in sizes):
+    rows = rows_of(world_sizes, strategies, precisions, reference.device)
+    if not rows:
         raise ConfigError("nothing to compare: single takes --world_sizes 1, the others 2 and more")
     parameters = sum(p.numel() for p in reference.model().parameters())
     say(f"task     {config.task.target} on {reference.device.type}, {parameters:,} parameters")
@@ -138,30 +137,27 @@ def verify(
         say(f"failed: {why}; fix the task first")
         return 1
     precisions = [precision for precision in precisions if is_supported(reference, precision)]
-    rows = {size: rows_of(size, strategies, precisions) for size in sizes}
-    rows = {size: of_size for size, of_size in rows.items() if of_size}
-    total = sum(map(len, rows.values()))
+    nothing_passes = {size for size, _, _ in rows}  # also if all of its precisions are skipped
+    rows = [row for row in rows if row[2] in precisions]
     steps = f"{STEPS} steps of {global_batch} samples with SGD and with AdamW"
-    say(f"compare  {total} combinations, each {steps}\n\n{HEADER}")
+    say(f"compare  {len(rows)} combinations, each {steps}\n\n{HEADER}")
     causes: dict[str, list[str]] = {}  # each cause's rows
     results: Counter[str] = Counter()
     started = time.perf_counter()
-    nothing_passes = set(rows)  # the numbers of ranks
-    for size, of_size in rows.items():
-        for row, verdicts in compare_on_ranks(size, argv, of_size, reference):
-            now = time.perf_counter()
-            result = "pass"
-            if any(verdict.refused for verdict in verdicts):
-                result = "refused"
-            elif any(verdict.cause for verdict in verdicts):
-                result = "FAIL"
-            results[result] += 1
-            if result == "pass":
-                nothing_passes.discard(size)
-            say(f"{table_row(row, verdicts, now - started)}  {result}")
-            started = now
-            for cause in {verdict.cause: None for verdict in verdicts if verdict.cause}:
-                causes.setdefault(cause, []).append(" ".join(map(str, row)))
+    for row, verdicts in compare_on_ranks(argv, rows, reference):
+        now = time.perf_counter()
+        result = "pass"
+        if any(verdict.refused for verdict in verdicts):
+            result = "refused"
+        elif any(verdict.cause for verdict in verdicts):
+            result = "FAIL"
+        results[result] += 1
+        if result == "pass":
+            nothing_passes.discard(row[0])
+        say(f"{table_row(row, verdicts, now - started)}  {result}")
+        started = now
+        for cause in {verdict.cause: None for verdict in verdicts if verdict.cause}:
+            causes.setdefault(cause, []).append(" ".join(map(str, row)))
     for cause, of_cause in causes.items():
         say(f"\n{', '.join(of_cause)}:\n    {cause}")
     failed = results["FAIL"] > 0 or bool(nothing_passes)
@@ -169,8 +165,8 @@ def verify(
     if results["refused"]:
         refused = f", {results['refused']} refused, as in training"
     say(
-        f"\n{'failed' if failed else 'passed'}: {results['pass']} of {total} compute the steps of "
-        f"one process with the whole batch{refused} ({time.perf_counter() - began:.0f} s)"
+        f"\n{'failed' if failed else 'passed'}: {results['pass']} of {len(rows)} compute the steps "
+        f"of one process with the whole batch{refused} ({time.perf_counter() - began:.0f} s)"
     )
     return int(failed)
 
@@ -206,23 +202,26 @@ def is_supported(reference: Reference, precision: str) -> bool:
     return True
 
 
-def available_world_sizes(world_sizes: list[int], device: torch.device) -> list[int]:
-    """The world sizes that this machine has GPUs for; all of them on a CPU."""
+def rows_of(
+    world_sizes: list[int],
+    strategies: Sequence[str],
+    precisions: Sequence[str],
+    device: torch.device,
+) -> list[Row]:
+    """Those that exist and have a GPU for each rank; hsdp's two replicas need an even number."""
     gpus = torch.cuda.device_count()
-    if device.type != "cuda" or world_sizes[-1] <= gpus:
-        return world_sizes
-    say(f"note     more than {gpus} ranks are skipped: that is the number of GPUs")
-    return [size for size in world_sizes if size <= gpus]
-
-
-def rows_of(size: int, strategies: Sequence[str], precisions: Sequence[str]) -> list[Row]:
-    """The combinations that exist on `size` ranks; hsdp's two replicas need an even number."""
-    exist = ["single"] if size == 1 else ["ddp", "fsdp"]
-    if size % 2 == 0:
-        exist.append("hsdp")
-    return [
-        (size, one, precision) for one in strategies if one in exist for precision in precisions
-    ]
+    if device.type == "cuda" and world_sizes[-1] > gpus:
+        say(f"note     more than {gpus} ranks are skipped: that is the number of GPUs")
+        world_sizes = [size for size in world_sizes if size <= gpus]
+    rows: list[Row] = []
+    for size in world_sizes:
+        exist = ["single"] if size == 1 else ["ddp", "fsdp"]
+        if size % 2 == 0:
+            exist.append("hsdp")
+        for strategy in strategies:
+            if strategy in exist:
+                rows += [(size, strategy, precision) for precision in precisions]
+    return rows
 
 
 def table_row(row: Row, verdicts: list[Verdict], seconds: float) -> str:

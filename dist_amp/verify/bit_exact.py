@@ -50,23 +50,20 @@ def verify_bits(argv: Sequence[str], rows: list[Row]) -> int:
     results: Counter[str] = Counter()
     uncompared = {precision for _, _, precision in rows}
     print("ranks  strategy  precision  bits              result", flush=True)
-    for size in sorted({size for size, _, _ in rows}):
-        largest = max(size for size, _, _ in rows)
-        of_size = [row for row in rows if row[0] == size]
-        for row, result in rows_on_ranks(size, argv, of_size, partial(prepare, largest)):
-            _, strategy, precision = row
-            bits = "-"
-            text = str(result)
-            if isinstance(result, list):
-                text = json.dumps(result)
-                bits = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-                if precision in expected:
-                    uncompared.discard(precision)
-                text = first_difference(expected.setdefault(precision, result), result)
-            elif not text.startswith("refused: "):
-                text = f"FAIL: {text}"
-            results[text.partition(":")[0]] += 1
-            print(f"{size:>5}  {strategy:<8}  {precision:<9}  {bits:<16}  {text}", flush=True)
+    largest = max(size for size, _, _ in rows)
+    for (size, strategy, precision), result in rows_on_ranks(argv, rows, partial(prepare, largest)):
+        bits = "-"
+        text = str(result)
+        if isinstance(result, list):
+            text = json.dumps(result)
+            bits = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+            if precision in expected:
+                uncompared.discard(precision)
+            text = first_difference(expected.setdefault(precision, result), result)
+        elif not text.startswith("refused: "):
+            text = f"FAIL: {text}"
+        results[text.partition(":")[0]] += 1
+        print(f"{size:>5}  {strategy:<8}  {precision:<9}  {bits:<16}  {text}", flush=True)
     if results["FAIL"]:
         print(HINT)
     result = "passed"

@@ -11,7 +11,6 @@ import socket
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing.process import BaseProcess
@@ -160,11 +159,10 @@ def trained(run: Run) -> dict[str, Tensor]:
 
 def untrained_of(run: Run, frozen_too: bool) -> dict[str, Tensor]:
     """This rank's buffers in the model's state, and parameters that forward may change."""
-    module = run.parallel.module
-    persistent = module.state_dict().keys()
-    untrained = {name: buffer for name, buffer in module.named_buffers() if name in persistent}
+    untrained = consistency.compared_buffers(run, with_batch_statistics=True)
     if frozen_too:
-        untrained |= {name: p for name, p in module.named_parameters() if not p.requires_grad}
+        parameters = run.parallel.module.named_parameters()
+        untrained |= {name: p for name, p in parameters if not p.requires_grad}
     return {name: full(tensor) for name, tensor in untrained.items()}
 
 
@@ -260,18 +258,18 @@ class QuietWorld(World):
         pass
 
 
-Result = tuple[int, Any]  # (a row's number, what it gave, or a rank's error as text)
+Result = tuple[Row, Any]  # a row, and what it gave, or a rank's error as text
 # On each rank: (world, config) -> what a row gives.
 Prepare = Callable[[World, Config], Callable[[Row], Any]]
 
 
 def compare_on_ranks(
-    size: int, argv: Sequence[str], rows: list[Row], reference: Reference
+    argv: Sequence[str], rows: list[Row], reference: Reference
 ) -> Iterator[tuple[Row, list[Verdict]]]:
-    """Compare the rows on `size` new processes; yields each row when it is done."""
+    """Compare the rows on new processes; yields each row when it is done."""
     measured = reference.measured({precision for _, _, precision in rows})
     prepare = partial(prepare_comparison, reference.task.eval_classes, measured)
-    for row, result in rows_on_ranks(size, argv, rows, prepare):
+    for row, result in rows_on_ranks(argv, rows, prepare):
         yield row, [Verdict(cause=result)] if isinstance(result, str) else result
 
 
@@ -283,14 +281,14 @@ def prepare_comparison(
     )
 
 
-def rows_on_ranks(
-    size: int, argv: Sequence[str], rows: list[Row], prepare: Prepare
-) -> Iterator[tuple[Row, Any]]:
-    """Each row with what it gives on `size` new processes, or a rank's error, after which new ones
-    take the next row.
+def rows_on_ranks(argv: Sequence[str], rows: Sequence[Row], prepare: Prepare) -> Iterator[Result]:
+    """Each row with what it gives on as many new processes as it has ranks, or a rank's error,
+    after which new ones take the next row.
     """
-    first = 0
-    while first < len(rows):
+    left = list(rows)
+    while left:
+        size = left[0][0]
+        together = [row for row in left if row[0] == size]
         context = multiprocessing.get_context("spawn")
         results: Queue[Result] = context.Queue()
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -300,16 +298,17 @@ def rows_on_ranks(
         ranks: list[BaseProcess] = []
         for rank in range(size):
             environment = {**group, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
-            of_rank = (environment, list(argv), rows, first, prepare, results)
+            of_rank = (environment, list(argv), together, prepare, results)
             ranks.append(context.Process(target=run_rows, args=of_rank))
             ranks[-1].start()
+        given: dict[Row, Any] = {}  # a rank may fail a row ahead
         try:
-            while first < len(rows):
-                result = next_result(results, ranks, first)
-                row = rows[first]
-                first += 1
-                yield row, result
-                if isinstance(result, str):
+            for row in together:
+                while row not in given:
+                    wait_for_result(results, ranks, row, given)
+                left.remove(row)
+                yield row, given[row]
+                if isinstance(given[row], str):
                     break
             else:
                 for process in ranks:
@@ -319,31 +318,29 @@ def rows_on_ranks(
                 process.kill()
 
 
-def next_result(results: "Queue[Result]", ranks: Sequence[BaseProcess], row: int) -> Any:
-    """What a row gives, or the error of the first rank that fails."""
-    error = ""
-    while True:
-        with suppress(Empty):
-            number, result = results.get(timeout=0.5)
-            if number == row:
-                return result
-            error = str(result)  # of a rank that is a row ahead
-            continue
+def wait_for_result(
+    results: "Queue[Result]", ranks: Sequence[BaseProcess], row: Row, given: dict[Row, Any]
+) -> None:
+    """Add a result to `given`; of `row` the first error, if a rank has ended."""
+    try:
+        given.setdefault(*results.get(timeout=0.5))
+    except Empty:
+        errors = [text for text in given.values() if isinstance(text, str)]
         for rank, process in enumerate(ranks):
             if process.exitcode:
                 unknown = f"rank {rank} ended with exit status {process.exitcode} and no error"
-                return error or f"{unknown} message"
+                errors.append(f"{unknown} message")
+                given[row] = errors[0]
 
 
 def run_rows(
     environment: dict[str, str],
     argv: list[str],
     rows: list[Row],
-    first: int,
     prepare: Prepare,
     results: "Queue[Result]",
 ) -> None:
-    """One rank's process: the rows from `first` on; sends what they give, and what ends it."""
+    """One rank's process: sends what the rows give, and what ends it."""
     os.environ |= environment
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(environment["WORLD_SIZE"])))
     try:
@@ -354,9 +351,9 @@ def run_rows(
             logging.getLogger("dist_amp").setLevel(logging.ERROR)
             world = QuietWorld(**vars(world))
             run_row = prepare(world, config)
-            for row in range(first, len(rows)):
+            for row in rows:
                 try:
-                    result = run_row(rows[row])
+                    result = run_row(row)
                 except Exception as error:
                     text = f"rank {world.rank}: {in_one_line(error)}"
                     if isinstance(error, ConfigError | DataError):  # in training too
@@ -366,7 +363,7 @@ def run_rows(
                 if world.is_main:
                     results.put((row, result))
     except Exception as error:
-        results.put((first, f"rank {environment['RANK']}: {in_one_line(error)}"))
+        results.put((rows[0], f"rank {environment['RANK']}: {in_one_line(error)}"))
         sys.exit(1)
 
 

@@ -185,27 +185,23 @@ class DtypeRecorder(TorchDispatchMode):
     def rows(self) -> list[Row]:
         """The modules that ran and have no children, weights of their own, or costly operations."""
         costly = {operation.path for operation in self.costly}
-        paths = []
+        rows = []
         for path, module in self.modules.items():
-            computes = not list(module.children()) or list(module.parameters(recurse=False))
+            weights = list(module.parameters(recurse=False))
+            computes = not list(module.children()) or weights
             if (path, "inputs") in self._columns and (path in costly or computes):
-                paths.append(path)
-        return [self._row(path) for path in (*paths, LOSS)]
+                self.add(path, "weights", weights)
+                rows.append(self._row(path))
+        return [*rows, self._row(LOSS)]
 
     def _kind(self, path: str) -> str:
         return "the task" if path == LOSS else type(self.modules[path]).__name__
 
     def _row(self, path: str) -> Row:
-        if path != LOSS:
-            self.add(path, "weights", list(self.modules[path].parameters(recurse=False)))
-        cells = {
-            name: " ".join(self._columns[path, name]) or "-"
-            for name in ("inputs", "weights", "products", "other", "outputs")
-        }
-        if cells["products"] == "-":
-            cells["products"] = cells["other"]
-        del cells["other"]
-        return Row(path, self._kind(path), *cells.values())
+        computed = "products" if self._columns[path, "products"] else "other"
+        names = ("inputs", "weights", computed, "outputs")
+        cells = (" ".join(self._columns[path, name]) or "-" for name in names)
+        return Row(path, self._kind(path), *cells)
 
 
 def dtypes_in(value: Any) -> list[str]:

@@ -6,14 +6,13 @@ output changes though its inputs do not.
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils._pytree import tree_map_only
 
 from dist_amp.checkpoint.task_state import untrained_text
 from dist_amp.config.auto import batch_statistics
@@ -334,15 +333,10 @@ def _half_loss(reference: Reference, batch: Any) -> list[Finding]:
     return [Finding(text, fails=True)]
 
 
-def _to_float32(module: nn.Module, inputs: Any, output: Any) -> Any:
-
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.float() if tensor.is_floating_point() else tensor
-
-    if is_dataclass(output) and not isinstance(output, type):
-        parts = {item.name: getattr(output, item.name) for item in fields(output)}
-        return replace(output, **tree_map_only(Tensor, cast, parts))
-    return tree_map_only(Tensor, cast, output)
+def _to_float32(module: nn.Module, inputs: Any, output: Any) -> None:
+    for tensor in tensors(output):
+        if tensor.dtype in (torch.float16, torch.bfloat16):
+            tensor.data = tensor.float()
 
 
 # ---- whether attention crosses packed documents ----
