@@ -175,8 +175,8 @@ def check_options(options: Namespace) -> None:
     if options.node_rank >= most:
         rule = f"must be below --nnodes={options.nnodes}; the first is 0"
         raise ConfigError(f"--node-rank={options.node_rank} {rule}")
-    has_address = options.local_addr or options.rdzv_endpoint or options.master_port
-    if most == 1 and not has_address:
+    has_port = options.master_port not in (None, 29500)  # the default, 29500 in older torch
+    if most == 1 and not (options.local_addr or options.rdzv_endpoint or has_port):
         # torchrun hangs without a message if the host's name does not resolve.
         options.local_addr = "127.0.0.1"
 
