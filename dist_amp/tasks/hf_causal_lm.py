@@ -5,6 +5,7 @@ share rows, and the model is checked for cross-document attention.
 """
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -30,31 +31,23 @@ LEAK = 1e-5
 Batch = dict[str, Any]
 
 
+@dataclass(eq=False, repr=False)
 class HFCausalLM(huggingface.FineTuning):
     """Predict the next token. Batch: see `Packing.collate`; attention_mask if pack=off; bounds."""
 
-    def __init__(
-        self,
-        data: DataConfig,
-        model: str,
-        length: huggingface.Length = 1024,
-        pad_to_multiple_of: Count = 128,
-        lora_rank: huggingface.Rank = 0,
-        lora_targets: str = "all-linear",
-        loss_chunk: Count | Literal["auto", "off"] = "auto",
-        packed_attention: PackedAttention = "auto",
-        prompt: str = "Hello",
-        sample_tokens: int = 50,
-    ):
-        super().__init__(data, model, huggingface.Lora(lora_rank, lora_targets))
+    length: huggingface.Length = 1024
+    pad_to_multiple_of: Count = 128
+    loss_chunk: Count | Literal["auto", "off"] = "auto"
+    packed_attention: PackedAttention = "auto"
+    prompt: str = "Hello"
+    sample_tokens: int = 50
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.tokenizer = self.processor = huggingface.open_tokenizer(self.folder)
-        self.packing = Packing.of(data, length, "off", pad_to_multiple_of)
-        self.source_names = list(tables_of(data))
+        self.packing = Packing.of(self.data, self.length, "off", self.pad_to_multiple_of)
+        self.source_names = list(tables_of(self.data))
         self.shares = TokenShares(self.source_names)
-        self.loss_chunk = loss_chunk
-        self.packed_attention = packed_attention
-        self.prompt = prompt
-        self.sample_tokens = sample_tokens
         # An iterator: a flag that changes would be warned of, as unsaved.
         self.first_log_step = iter([True])
         self.balance = 0.0  # the coefficient of a mixture's auxiliary loss

@@ -2,9 +2,9 @@
 
 import warnings
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -207,15 +207,20 @@ def inputs_of(model: Any, batch: Any, how: PackedAttention = "auto") -> dict[str
     return inputs
 
 
+@dataclass(eq=False, repr=False)
 class FineTuning:
     """What the tasks share: the model's folder, its adapters, and how both are read and written."""
 
-    processor: Any  # of what a sample is made of: a tokenizer, say
+    data: DataConfig
+    model: str
+    lora_rank: Rank = field(default=0, kw_only=True)
+    lora_targets: str = field(default="all-linear", kw_only=True)
+    new_head: ClassVar[bool] = False
+    processor: Any = field(init=False)  # of what a sample is made of: a tokenizer, say
 
-    def __init__(self, data: DataConfig, model: str, lora: Lora):
-        self.data = data
-        self.lora = lora
-        self.folder = model_folder(model)
+    def __post_init__(self) -> None:
+        self.lora = Lora(self.lora_rank, self.lora_targets, self.new_head)
+        self.folder = model_folder(self.model)
 
     def load(self, model: Any) -> None:
         load_pretrained(model, self.folder, fresh_head=self.lora.new_head)

@@ -5,7 +5,7 @@ learned. Of messages, the assistant's turns are learned. The image comes first w
 place for it.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from dist_amp.errors import ConfigError, DataError
-from dist_amp.settings import Count, DataConfig
+from dist_amp.settings import Count
 from dist_amp.sources.conversations import (
     LAYOUTS,
     Row,
@@ -36,25 +36,17 @@ from dist_amp.tasks.loss_head import Reduction
 Batch = Row
 
 
+@dataclass(eq=False, repr=False)
 class ImageText(huggingface.FineTuning):
     """Batch: what the processor makes of images and texts, labels [B, T], and two counts."""
 
-    def __init__(
-        self,
-        data: DataConfig,
-        model: str,
-        length: huggingface.Length = 2048,
-        pad_to_multiple_of: Count = 128,
-        image_column: str = "image",
-        lora_rank: huggingface.Rank = 0,
-        lora_targets: str = "all-linear",
-        loss_chunk: Count | Literal["auto", "off"] = "auto",
-    ):
-        super().__init__(data, model, huggingface.Lora(lora_rank, lora_targets))
-        self.length = length
-        self.multiple = pad_to_multiple_of
-        self.loss_chunk = loss_chunk
-        self.image_column = image_column
+    length: huggingface.Length = 2048
+    pad_to_multiple_of: Count = 128
+    image_column: str = "image"
+    loss_chunk: Count | Literal["auto", "off"] = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.processor = huggingface.opened(AutoProcessor, self.folder)
         if not hasattr(self.processor, "image_token"):
             raise ConfigError(
@@ -143,7 +135,7 @@ class ImageText(huggingface.FineTuning):
         return prompt + answer, ids, [IGNORE_INDEX] * start + ids[start:]
 
     def collate(self, samples: list[tuple[Any, str, list[int]]]) -> Batch:
-        batch = self.processed([sample[:2] for sample in samples], self.multiple)
+        batch = self.processed([sample[:2] for sample in samples], self.pad_to_multiple_of)
         labels = torch.full_like(batch["input_ids"], IGNORE_INDEX)
         for row, (_, _, learned) in enumerate(samples):
             labels[row, : len(learned)] = torch.tensor(learned)
