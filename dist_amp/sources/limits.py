@@ -1,6 +1,5 @@
 """What a file may hold: forged ones crash the libraries that read it, or fill the memory."""
 
-import re
 from contextlib import closing
 from typing import BinaryIO
 
@@ -16,7 +15,6 @@ MOST_NESTED = 1000
 # Text shrinks to a third to a tenth, logs of few different lines to a hundredth.
 MOST_EXPANDED = 100
 BLOCK = 2**20
-STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
@@ -53,17 +51,13 @@ class Nesting:
         self.rest = b""  # a backslash at a block's end
 
     def add(self, block: bytes) -> int:
-        block = self.rest + block
-        self.rest = b""
-        if (len(block) - len(block.rstrip(b"\\"))) % 2:
-            self.rest = block[-1:]
-            block = block[:-1]
-        if self.is_in_string:
-            block = b'"' + block
-        # The last quote ends a string that is open, or else is left over.
-        block = STRING.sub(b"", block + b'"')
-        self.is_in_string = not block.endswith(b'"')
-        brackets = np.frombuffer(block.translate(None, NOT_BRACKETS), np.uint8)
+        # Without escapes, each quote begins a string or ends one.
+        plain = (self.rest + block).replace(b"\\\\", b"").replace(b'\\"', b"")
+        self.rest = b"\\" if plain.endswith(b"\\") else b""
+        pieces = plain.split(b'"')
+        outside = b"".join(pieces[self.is_in_string :: 2])
+        self.is_in_string ^= len(pieces) % 2 == 0
+        brackets = np.frombuffer(outside.translate(None, NOT_BRACKETS), np.uint8)
         # [ is 91 and ] 93, { is 123 and } 125.
         depths = self.depth + np.where((brackets & 2) != 0, 1, -1).cumsum()
         if not len(depths):

@@ -136,7 +136,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False)
 class CausalLM:
     """Predict the next token. Batch: see `Packing.collate`, rows of context + 1 tokens; bounds."""
 

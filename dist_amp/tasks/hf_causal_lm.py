@@ -31,7 +31,7 @@ LEAK = 1e-5
 Batch = dict[str, Any]
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False)
 class HFCausalLM(huggingface.FineTuning):
     """Predict the next token. Batch: see `Packing.collate`; attention_mask if pack=off; bounds."""
 
@@ -119,9 +119,9 @@ class HFCausalLM(huggingface.FineTuning):
         values = {"loss": losses.sum(), "accuracy": hits.sum()}
         if not self.source_names:
             return values
-        losses = losses.view_as(batch["labels"])[:, :-1].flatten()
-        labels = batch["labels"][:, 1:].flatten()
-        source_ids = batch["source_ids"][:, 1:].flatten()
+        losses = losses.view_as(batch["labels"])[:, :-1]
+        labels = batch["labels"][:, 1:]
+        source_ids = batch["source_ids"][:, 1:]
         return values | losses_by_source(losses, labels, source_ids, self.source_names)
 
     def train_metrics(

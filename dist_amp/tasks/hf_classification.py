@@ -22,7 +22,7 @@ MODELS = {"text": AutoModelForSequenceClassification, "image": AutoModelForImage
 Batch = dict[str, Tensor]
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False)
 class HFClassification(huggingface.FineTuning):
     """Rows: data.text_column, a text or image; label. Batch: the model's inputs, labels [B]."""
 

@@ -207,7 +207,7 @@ def inputs_of(model: Any, batch: Any, how: PackedAttention = "auto") -> dict[str
     return inputs
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False)
 class FineTuning:
     """What the tasks share: the model's folder, its adapters, and how both are read and written."""
 
@@ -216,7 +216,7 @@ class FineTuning:
     lora_rank: Rank = field(default=0, kw_only=True)
     lora_targets: str = field(default="all-linear", kw_only=True)
     new_head: ClassVar[bool] = False
-    processor: Any = field(init=False)  # of what a sample is made of: a tokenizer, say
+    processor: Any = field(init=False, repr=False)  # of what a sample is made of: a tokenizer, say
 
     def __post_init__(self) -> None:
         self.lora = Lora(self.lora_rank, self.lora_targets, self.new_head)

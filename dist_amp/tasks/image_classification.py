@@ -41,7 +41,7 @@ def convolution(channels: int, width: int) -> nn.Sequential:
     return nn.Sequential(convolved, nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(2))
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False)
 class ImageClassification:
     """Name an image's class. Batch: image [B, channels, H, W] float32 in 0..1, label [B] int64."""
 

@@ -24,7 +24,6 @@ from dist_amp.sources.conversations import (
     encode_chat,
     layout,
     text_of,
-    without_nulls,
 )
 from dist_amp.sources.labelled_images import opened
 from dist_amp.sources.load import Converted, load_split
@@ -36,7 +35,7 @@ from dist_amp.tasks.loss_head import Reduction
 Batch = Row
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False)
 class ImageText(huggingface.FineTuning):
     """Batch: what the processor makes of images and texts, labels [B, T], and two counts."""
 
@@ -112,13 +111,9 @@ class ImageText(huggingface.FineTuning):
         form = layout(list(row), self.data.text_column)
         chat = ChatWithImage(self, image)
         if form in ("messages", "conversations", "instruction"):
-            if form != "instruction":
-                row = {**row, form: chat.take_images(row[form])}
+            row = {**row, form: with_parts(row[form])}
             messages, learned_from = chat_of(row, self.data.text_column, chat)
-            if form != "instruction":
-                before = len(messages) - len(row[form])  # the column system comes first
-                chat.parts = {number + before: parts for number, parts in chat.parts.items()}
-            chat.place_image(messages)
+            self.place_image(messages)
             tokens = encode_chat(messages, chat, learned_from, row.get("tools"))
             return chat.apply_chat_template(messages), *tokens
         column = "completion" if "completion" in row else self.data.text_column
@@ -133,6 +128,17 @@ class ImageText(huggingface.FineTuning):
         ids = chat(prompt + answer)["input_ids"]
         start = common_prefix(ids, chat(prompt)["input_ids"])
         return prompt + answer, ids, [IGNORE_INDEX] * start + ids[start:]
+
+    def place_image(self, messages: list[Row]) -> None:
+        """Put the image first in the first turn of the user, if nothing has a place for it."""
+        token = self.processor.image_token
+        if any("parts" in one or token in (one["content"] or "") for one in messages):
+            return
+        for one in messages:
+            if one["role"] == "user":
+                one["parts"] = [{"type": "image"}, *text_parts(one["content"])]
+                return
+        raise DataError("the chat has no user's turn for the image; add one")
 
     def collate(self, samples: list[tuple[Any, str, list[int]]]) -> Batch:
         batch = self.processed([sample[:2] for sample in samples], self.pad_to_multiple_of)
@@ -181,11 +187,7 @@ class ImageText(huggingface.FineTuning):
 
 
 class ChatWithImage:
-    """What `encode_chat` asks of a tokenizer, for a chat about one image.
-
-    parts: of a message that has a place for the image, its parts in order. `encode_chat` sees the
-    text of the others.
-    """
+    """What `encode_chat` asks of a tokenizer, for a chat about one image."""
 
     chat_template = ""  # marks of what is generated do not survive the image's expansion
 
@@ -193,32 +195,6 @@ class ChatWithImage:
         self.task = task
         self.image = image
         self.name_or_path = task.folder
-        self.parts: dict[int, list[Row]] = {}
-
-    def take_images(self, messages: Any) -> Any:
-        """The messages without the parts of those that have an image, which are kept."""
-        if not isinstance(messages, list):
-            return messages
-        taken = list(messages)
-        for number, one in enumerate(messages):
-            content = None
-            if isinstance(one, dict):
-                content = one.get("content", one.get("value"))  # of ShareGPT
-            if isinstance(content, list) and any(is_image(part) for part in content):
-                self.parts[number] = without_nulls(content)
-                taken[number] = {"role": one.get("role", one.get("from")), "content": ""}
-        return taken
-
-    def place_image(self, messages: list[Any]) -> None:
-        """Put the image first in the first turn of the user, if nothing has a place for it."""
-        token = self.task.processor.image_token
-        if self.parts or any(token in (one["content"] or "") for one in messages):
-            return
-        for number, one in enumerate(messages):
-            if one["role"] == "user":
-                self.parts[number] = [{"type": "image"}, *text_parts(one["content"])]
-                return
-        raise DataError("the chat has no user's turn for the image; add one")
 
     def apply_chat_template(
         self,
@@ -229,10 +205,10 @@ class ChatWithImage:
     ) -> str:
         """The chat as text. `tools` are refused before, since this template names none."""
         parted = []
-        for number, one in enumerate(messages):
+        for one in messages:
             parts = text_parts(one["content"])
             if one["role"] == "user":
-                parts = self.parts.get(number, parts)
+                parts = one.get("parts", parts)
             parted.append({**one, "content": parts})
         render = self.task.processor.apply_chat_template
         return render(parted, add_generation_prompt=add_generation_prompt)  # type: ignore[no-any-return]
@@ -240,6 +216,21 @@ class ChatWithImage:
     def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
         """The token ids of the text and the image; options: of a tokenizer, without effect."""
         return {"input_ids": self.task.processed([(self.image, text)])["input_ids"][0].tolist()}
+
+
+def with_parts(messages: Any) -> Any:
+    """Messages that have an image keep their content as `parts`: `encode_chat` reads text alone."""
+    if not isinstance(messages, list):
+        return messages
+    taken = []
+    for one in messages:
+        if isinstance(one, dict):
+            content = one.get("content", one.get("value"))  # of ShareGPT
+            if isinstance(content, list) and any(map(is_image, content)):
+                role = one.get("role", one.get("from"))
+                one = {"role": role, "content": "", "parts": content}
+        taken.append(one)
+    return taken
 
 
 def is_image(part: Any) -> bool:

@@ -30,7 +30,7 @@ NO_LORA = huggingface.Lora(0, "all-linear")
 Batch = Row
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False)
 class DPO(huggingface.FineTuning):
     """Batch: input_ids, attention_mask, labels [2 B, T]: B chosen answers, then B rejected ones.
 

@@ -40,7 +40,7 @@ class PixelNet(nn.Sequential):
         super().__init__(*layers, nn.Conv2d(width, 1, 1))
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False)
 class Sinusoid:
     """Fit crops of a picture. Batch: coordinates [B, 2, crop, crop], levels [B, 1, crop, crop]."""
 
