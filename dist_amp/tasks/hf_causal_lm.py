@@ -53,7 +53,7 @@ class HFCausalLM(huggingface.FineTuning):
         self.balance = 0.0  # the coefficient of a mixture's auxiliary loss
 
     def build_model(self) -> nn.Module:
-        model: Any = huggingface.build(AutoModelForCausalLM, self.folder, self.lora, self.tokenizer)
+        model: Any = self.build(AutoModelForCausalLM, self.tokenizer)
         most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if most and self.packing.length > most:
             raise ConfigError(

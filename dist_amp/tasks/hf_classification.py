@@ -40,8 +40,7 @@ class HFClassification(huggingface.FineTuning):
 
     def build_model(self) -> nn.Module:
         tokenizer = self.processor if self.of == "text" else None
-        kind = MODELS[self.of]
-        return huggingface.build(kind, self.folder, self.lora, tokenizer, num_labels=self.classes)
+        return self.build(MODELS[self.of], tokenizer, num_labels=self.classes)
 
     def build_dataset(self, split: str) -> Any:
         rows = load_split(self.data, split)

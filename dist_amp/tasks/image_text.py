@@ -55,8 +55,7 @@ class ImageText(huggingface.FineTuning):
         self.processor.tokenizer.padding_side = "right"
 
     def build_model(self) -> nn.Module:
-        kind = AutoModelForImageTextToText
-        model = huggingface.build(kind, self.folder, self.lora, self.processor.tokenizer)
+        model = self.build(AutoModelForImageTextToText, self.processor.tokenizer)
         huggingface.make_loss_head(model, self.loss_chunk)
         return model
 

@@ -26,7 +26,6 @@ from dist_amp.tasks import huggingface
 from dist_amp.tasks.pretrained import load_pretrained
 
 COLUMNS = ("prompt", "chosen", "rejected")
-NO_LORA = huggingface.Lora(0, "all-linear")
 Batch = Row
 
 
@@ -54,11 +53,11 @@ class DPO(huggingface.FineTuning):
 
     def build_model(self) -> nn.Module:
         kind = AutoModelForCausalLM
-        policy: Any = huggingface.build(kind, self.folder, self.lora, self.tokenizer)
+        policy: Any = self.build(kind, self.tokenizer)
         huggingface.make_loss_head(policy, self.loss_chunk)
         if not self.has_copy:
             return WithReference(policy, None)
-        reference: Any = huggingface.build(kind, self.reference_folder, NO_LORA, self.tokenizer)
+        reference: Any = huggingface.build(kind, self.reference_folder, self.tokenizer)
         sizes = [one.config.get_text_config().vocab_size for one in (policy, reference)]
         if sizes[0] != sizes[1]:
             raise ConfigError(
@@ -74,7 +73,7 @@ class DPO(huggingface.FineTuning):
             load_pretrained(model.reference, self.reference_folder)
 
     def units(self, model: Any) -> list[nn.Module]:
-        if self.lora.rank:
+        if self.lora_rank:
             return []
         return super().units(model.policy) + super().units(model.reference)
 
