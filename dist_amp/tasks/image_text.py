@@ -131,11 +131,11 @@ class ImageText(huggingface.FineTuning):
     def place_image(self, messages: list[Row]) -> None:
         """Put the image first in the first turn of the user, if nothing has a place for it."""
         token = self.processor.image_token
-        if any("parts" in one or token in (one["content"] or "") for one in messages):
+        if any("image_parts" in one or token in (one["content"] or "") for one in messages):
             return
         for one in messages:
             if one["role"] == "user":
-                one["parts"] = [{"type": "image"}, *text_parts(one["content"])]
+                one["image_parts"] = [{"type": "image"}, *text_parts(one["content"])]
                 return
         raise DataError("the chat has no user's turn for the image; add one")
 
@@ -207,7 +207,7 @@ class ChatWithImage:
         for one in messages:
             parts = text_parts(one["content"])
             if one["role"] == "user":
-                parts = one.get("parts", parts)
+                parts = one.get("image_parts", parts)
             parted.append({**one, "content": parts})
         render = self.task.processor.apply_chat_template
         return render(parted, add_generation_prompt=add_generation_prompt)  # type: ignore[no-any-return]
@@ -218,7 +218,7 @@ class ChatWithImage:
 
 
 def with_parts(messages: Any) -> Any:
-    """Messages that have an image keep their content as `parts`: `encode_chat` reads text alone."""
+    """Messages that have an image keep their content apart: `encode_chat` reads text alone."""
     if not isinstance(messages, list):
         return messages
     taken = []
@@ -227,7 +227,7 @@ def with_parts(messages: Any) -> Any:
             content = one.get("content", one.get("value"))  # of ShareGPT
             if isinstance(content, list) and any(map(is_image, content)):
                 role = one.get("role", one.get("from"))
-                one = {"role": role, "content": "", "parts": content}
+                one = {"role": role, "content": "", "image_parts": content}
         taken.append(one)
     return taken
 
