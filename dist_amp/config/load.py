@@ -148,15 +148,9 @@ def hidden(value: Any, name: str = "") -> Any:
 
 def _without_none(items: list[tuple[str, Any]]) -> dict[str, Any]:
     """TOML has no null, and neither paths nor enums."""
-    kept = {}
-    for name, value in items:
-        if isinstance(value, Enum):
-            value = value.name
-        elif isinstance(value, Path):
-            value = str(value)
-        if value is not None:
-            kept[name] = value
-    return kept
+    kept = {name: value for name, value in items if value is not None}
+    paths = {name: str(value) for name, value in items if isinstance(value, Path)}
+    return kept | paths | {name: value.name for name, value in items if isinstance(value, Enum)}
 
 
 def flat(toml: str) -> dict[str, Any]:
