@@ -13,6 +13,7 @@ from messages import message_of
 from test_tokens import source
 from tiny_hf import MARKED_TEMPLATE, TEMPLATE, chats, make_tokenizer
 
+from dist_amp.errors import DataError
 from dist_amp.settings import DataConfig
 from dist_amp.sources.conversations import IGNORE_INDEX, asks_in_turns, check_rows, encode
 from dist_amp.sources.packing import Packing
@@ -397,6 +398,12 @@ def test_a_text_column_is_read_before_the_columns_of_other_layouts(tmp_path, ope
         encode({"instruction": "ab", "output": "b"}, open_with("QWEN"), "instruction")[0]
         == (encode({"text": "ab"}, open_with("QWEN"), "text")[0])
     )
+
+
+def test_chats_that_the_text_column_names_need_a_chat_template_too():
+    rows = datasets.Dataset.from_list([{"messages": [HI, ONE]}] * 4)
+    with pytest.raises(DataError, match="rows are chats, but the tokenizer has no chat template"):
+        check_rows(rows, "train", "messages", open_tokenizer("bytes"))
 
 
 # Tokens that were made before.

@@ -267,6 +267,8 @@ def test_the_line_of_a_key_in_an_inline_table_or_after_a_longer_text_is_found(tm
     )
     text = '[task.args]\nprompt = """\nsteps\n"""\n[ train ]\nsteps = 0'
     assert_says(refusal("--config", written(tmp_path, text)), "line 6 must be at least 1")
+    text = '[task.args]\nprompt = """\n[train]\nsteps = 9\n"""\n[train]\nsteps = 0'
+    assert_says(refusal("--config", written(tmp_path, text)), "line 7 must be at least 1")
 
 
 @pytest.mark.bad_input("a setting of an earlier release")

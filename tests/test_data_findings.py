@@ -24,8 +24,8 @@ from dist_amp.config.load import load_config
 from dist_amp.settings import DataConfig
 from dist_amp.sources import converted, parquet
 from dist_amp.sources.files import find_files
-from dist_amp.sources.labelled_images import LabelledImages, class_names, labelled_rows
-from dist_amp.sources.load import load_rows, load_split
+from dist_amp.sources.labelled_images import LabelledImage, class_names, labelled_rows
+from dist_amp.sources.load import Converted, load_rows, load_split
 from dist_amp.sources.packing import Packing
 from dist_amp.sources.tokenizer import open_tokenizer
 from dist_amp.sources.tokens import token_documents, tokenize
@@ -97,7 +97,8 @@ def test_images_are_read_from_a_parquet_view_that_knows_nothing_of_pictures(tmp_
     columns = {"image": [content] * 24, "label": [0, 1, 2] * 8}
     data = DataConfig(path=write_parquet(tmp_path / "a.parquet", columns), view="parquet")
     rows = labelled_rows(data, "train", "image", "label")
-    samples = LabelledImages(rows, ("image", "label"), (8, 8), 1, 3, class_names(rows, "label"))
+    assert not class_names(rows, "label")
+    samples = Converted(rows, LabelledImage(("image", "label"), (8, 8), 1, 3, {}))
     assert samples[0]["image"].shape == (1, 8, 8)
     assert sorted({int(samples[number]["label"]) for number in range(len(samples))}) == [0, 1, 2]
 

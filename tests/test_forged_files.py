@@ -15,8 +15,8 @@ from dist_amp.checkpoint.format import read_manifest as read_checkpoint
 from dist_amp.config.load import load_config
 from dist_amp.errors import CheckpointRejected, ConfigError, DataError
 from dist_amp.settings import DataConfig
-from dist_amp.sources import footers, limits
-from dist_amp.sources.limits import Nesting
+from dist_amp.sources import converted, footers
+from dist_amp.sources.converted import Nesting
 from dist_amp.sources.load import load_split
 from dist_amp.sources.parquet import open_parquet
 from dist_amp.sources.token_shards import read_manifest as read_tokens
@@ -108,7 +108,7 @@ def test_no_nested_file_of_a_run_ends_in_a_traceback(tmp_path):
 
 
 def small_memory(monkeypatch, size):
-    monkeypatch.setattr(limits, "host_memory", lambda: size)
+    monkeypatch.setattr(converted, "host_memory", lambda: size)
     monkeypatch.setattr(footers, "host_memory", lambda: size)
 
 

@@ -18,8 +18,8 @@ from dist_amp.data import Batches
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.loading.plan import Plan
 from dist_amp.settings import DataConfig
-from dist_amp.sources.labelled_images import LabelledImages, opened
-from dist_amp.sources.load import load_split
+from dist_amp.sources.labelled_images import LabelledImage, opened
+from dist_amp.sources.load import Converted, load_split
 from dist_amp.step import evaluate
 from dist_amp.tasks.image_classification import ImageClassification
 from dist_amp.verify.cells import check_cell
@@ -161,10 +161,14 @@ def test_a_parquet_dataset_with_named_classes_needs_no_classes(tmp_path):
     data = parquet(tmp_path / "x.parquet", [picture(100 * n) for n in labels], labels, feature)
     task = ImageClassification(data)
     dataset = task.build_dataset("train")
-    assert (task.classes, len(dataset), len(task.build_dataset("validation"))) == (3, 24, 6)
+    assert (task.class_count, len(dataset), len(task.build_dataset("validation"))) == (3, 24, 6)
     for sample in dataset.__getitems__(list(range(24))):
         expected = torch.full((1, 8, 8), int(sample["label"]) * 100 / 255)
         torch.testing.assert_close(sample["image"], expected)
+
+
+def samples_of(rows, size=(8, 8), channels=1, classes=2, number_of=()):
+    return Converted(rows, LabelledImage(COLUMNS, size, channels, classes, number_of))
 
 
 @pytest.mark.bad_input("images of other sizes or channels, palettes, an alpha channel")
@@ -174,7 +178,7 @@ def test_images_of_other_channels_and_sizes_are_converted(channels):
     images = [picture(colour, mode=mode) for mode, colour in colours.items()]
     images += [picture(51, size=(40, 9)), picture(51).convert("P"), picture(51).convert("CMYK")]
     rows = [{"image": image, "label": 0} for image in images]
-    dataset = LabelledImages(rows, COLUMNS, (6, 10), channels, classes=2)
+    dataset = samples_of(rows, (6, 10), channels)
     for sample in dataset.__getitems__(list(range(len(rows)))):
         torch.testing.assert_close(sample["image"], torch.full((channels, 6, 10), 0.2))
 
@@ -186,7 +190,7 @@ def test_encoded_images_are_decoded_upright():
     exif = Image.Exif()
     exif[0x0112] = 6  # turned by 90 degrees
     row = {"image": {"bytes": encoded(wide, exif=exif), "path": "x.png"}, "label": True}
-    sample = LabelledImages([row], COLUMNS, (8, 4), 1, 2)[0]
+    sample = samples_of([row], (8, 4))[0]
     assert (sample["image"].shape, sample["image"].argmax()) == ((1, 8, 4), 3)
     assert sample["label"] == 1
 
@@ -195,11 +199,11 @@ def test_texts_and_truth_values_are_labels_too(tmp_path):
     labels = ["dog", "cat", "owl"] * 10
     task = ImageClassification(parquet(tmp_path / "x.parquet", [picture()] * 30, labels))
     dataset = task.build_dataset("train")
-    assert (task.names, task.classes) == (["cat", "dog", "owl"], 3)
+    assert (task.names, task.class_count) == (["cat", "dog", "owl"], 3)
     assert {int(dataset[index]["label"]) for index in range(24)} == {0, 1, 2}
     truths = parquet(tmp_path / "y.parquet", [picture()] * 20, [True, False] * 10)
     task = ImageClassification(truths)
-    assert task.classes == 2
+    assert task.class_count == 2
     assert task.build_dataset("train")[0]["label"].dtype == torch.int64
 
 
@@ -210,9 +214,9 @@ def test_a_views_own_order_and_fingerprint_are_the_samples():
         def shuffled(self, global_batch_size, world_size):
             return "own", None
 
-    samples = LabelledImages(View([0]), COLUMNS, (8, 8), 1, 2)
+    samples = samples_of(View([0]))
     assert (samples.fingerprint, samples.shuffled(8, 1)) == ("abc", ("own", None))
-    assert not hasattr(LabelledImages([], COLUMNS, (8, 8), 1, 2), "shuffled")
+    assert not hasattr(samples_of([]), "shuffled")
 
 
 # ---- bad inputs ----
@@ -237,7 +241,7 @@ UNDECODABLE = [encoded(picture())[:40], b"GIF", None, [[1, 2], [3, 4]]]
     ],
 )
 def test_a_row_that_is_no_labelled_image_is_named_with_the_reason(row, said):
-    rows = LabelledImages([GOOD, {**GOOD, **row}], COLUMNS, (8, 8), 1, classes=10, names=["cat"])
+    rows = samples_of([GOOD, {**GOOD, **row}], classes=10, number_of={"cat": 0})
     with pytest.raises(DataError) as error:
         next(Batches(rows, object(), Plan(2, 2, 2, 1, 0, 0, order="dataset"), 0, CPU))
     text = str(error.value)
@@ -325,7 +329,7 @@ def test_a_table_beside_images_has_their_labels(name, format_, tmp_path):
     parts = [load_split(data, split, "image") for split in ("train", "validation")]
     assert labels_of(parts[0]) | labels_of(parts[1]) == {0: "dog", 1: "dog", 2: "tabby cat"}
     task = ImageClassification(data)
-    assert (task.classes, list(task.names)) == (2, ["dog", "tabby cat"])
+    assert (task.class_count, list(task.names)) == (2, ["dog", "tabby cat"])
     sample = task.build_dataset("train")[0]
     assert sample["image"].shape == (1, 8, 8)
 
@@ -399,5 +403,5 @@ def test_two_tables_for_the_same_images_are_refused(tmp_path):
 @pytest.mark.bad_input("a table of labels in which all images are of one class")
 def test_a_table_of_one_class_says_what_to_add(tmp_path):
     data = folder_with_table(tmp_path, "file,label\na.png,x\nb.png,x\nsub/c.png,x\n")
-    message = message_of(65, lambda: ImageClassification(data).classes)
+    message = message_of(65, lambda: ImageClassification(data).class_count)
     assert message.startswith("the column label names one class, 'x', so there is nothing to tell")

@@ -243,7 +243,7 @@ import tiny_hf  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 from dist_amp.tasks import hf_causal_lm, huggingface  # noqa: E402
-from dist_amp.tasks.huggingface import PLAIN, Lora, inputs_of  # noqa: E402
+from dist_amp.tasks.huggingface import PLAIN, inputs_of  # noqa: E402
 from dist_amp.tasks.preference import log_probabilities  # noqa: E402
 
 SIZES = {**tiny_hf.TRANSFORMER, "num_key_value_heads": 2, "head_dim": 8}
@@ -271,7 +271,7 @@ def model_of(kind, **more):
         more |= {"n_embd": 32, "n_layer": 2, "n_head": 4}
     with tempfile.TemporaryDirectory() as folder:
         AutoConfig.for_model(kind, **{**SIZES, **more}).save_pretrained(folder)
-        return huggingface.build(AutoModelForCausalLM, Path(folder), Lora(0, "all-linear"))
+        return huggingface.build(AutoModelForCausalLM, Path(folder))
 
 
 def sdpa(model, **inputs):

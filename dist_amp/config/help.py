@@ -3,9 +3,10 @@
 import ast
 import io
 import re
+from argparse import ArgumentParser
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
-from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from dataclasses import dataclass, field, is_dataclass, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -32,7 +33,7 @@ FILES = tyro.conf.arg(metavar="FILE.toml ...", help_behavior_hint="", help=CONFI
 FLAG = tyro.conf.arg(metavar="", help_behavior_hint="", help=PRINT_CONFIG_HELP)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Options:
     """Options of the command line that are not settings."""
 
@@ -43,11 +44,15 @@ class Options:
 
 def show_if_asked(argv: Sequence[str], prog: str, description: str) -> bool:
     """Print what --help [SECTION or word] or --print_config asks for. Errors: ConfigError."""
-    words, asked, section = _without_questions(argv)
-    if not asked:
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-h", "--help", nargs="?", const="")
+    parser.add_argument("--print_config", "--print-config", action="store_true")
+    asked, words = parser.parse_known_args(argv)
+    section = asked.help
+    if section is None and not asked.print_config:
         return False
     with quiet_on_closed_pipe():
-        if "help" not in asked:
+        if section is None:
             print(to_toml(load_config(words)), end="")
             return True
         about = ""
@@ -89,33 +94,15 @@ def settings_about(word: str, text: str, sections: Sequence[str]) -> str:
     raise ConfigError(f"--help {word}: no section or setting has this word; {hint}")
 
 
-def _without_questions(argv: Sequence[str]) -> tuple[list[str], set[str], str]:
-    """(the other words, which of help and print_config are given, what follows --help or "")."""
-    names = {"_h": "help", "__help": "help", "__print_config": "print_config"}
-    words = []
-    asked: set[str] = set()
-    section = before = ""
-    for word in argv:
-        name = names.get(word.replace("-", "_"), "")
-        if name:
-            asked.add(name)
-        elif before == "help" and not word.startswith("-"):
-            section = word
-        else:
-            words.append(word)
-        before = name
-    return words, asked, section
-
-
 def show_help(schema: type, prog: str, description: str, section: str = "") -> str:
     """The text of `--help`: every key with type, default and meaning."""
-    shown = _fields_of(schema, section)
+    shown = only(schema, section)
     if not section:
-        shown = [*_fields_of(Options), *shown]
+        shown = make_dataclass("Settings", [], bases=(schema, Options), frozen=True)
     text = io.StringIO()
     with redirect_stdout(text), suppress(SystemExit):
         tyro.cli(
-            make_dataclass("Settings", shown),
+            shown,
             args=["--help"],
             prog=prog,
             description=description,
@@ -125,15 +112,25 @@ def show_help(schema: type, prog: str, description: str, section: str = "") -> s
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
+def only(schema: type, section: str) -> Any:
+    """A dataclass with this section of the schema alone, at its place; "": with all."""
+    if not section:
+        return schema
+    name, _, inner = section.partition(".")
+    part = only(get_type_hints(schema)[name], inner)
+    return make_dataclass("Section", [(name, part, field(default_factory=part))])
+
+
 def completion(
     commands: Mapping[str, str], with_settings: Collection[str], prog: str, shell: str
 ) -> str:
     """A script for bash, zsh or fish: completes `prog COMMAND --key`. commands: {name: help}."""
-    settings = [*_fields_of(Options), *_fields_of(type(load_config([], {})))]
+    settings = (type(load_config([], {})), Options)
     schemas: dict[str, Any] = {}
     for name, meaning in commands.items():
         shown = settings * (name in with_settings)
-        schemas[name] = make_dataclass("Settings", shown, namespace={"__doc__": meaning})
+        about = {"__doc__": meaning}
+        schemas[name] = make_dataclass("Settings", [], bases=shown, frozen=True, namespace=about)
     text = io.StringIO()
     with redirect_stdout(text), suppress(SystemExit):
         tyro.extras.subcommand_cli_from_dict(
@@ -159,18 +156,3 @@ def mended(script: str) -> str:
                 option["type"] = "path"
     script = script.replace(found[1], repr(spec))
     return script.replace("complete -F", "complete -o filenames -F")  # folders end with a slash
-
-
-def _fields_of(schema: type, section: str = "") -> list[tuple[str, Any, Any]]:
-    """(name, type, field) of a dataclass, or of a section of it."""
-    name, _, inner = section.partition(".")
-    hints = get_type_hints(schema, include_extras=True)
-    shown = []
-    for item in fields(schema):
-        if name in ("", item.name):
-            copied = field(default=item.default, default_factory=item.default_factory)  # type: ignore[call-overload]
-            shown.append((item.name, hints[item.name], copied))
-    if inner:
-        only = make_dataclass("Section", _fields_of(hints[name], inner))
-        return [(name, only, field(default_factory=only))]
-    return shown

@@ -5,6 +5,7 @@ import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, field, make_dataclass
 from enum import Enum
 from functools import cache
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_amp.config.parse import Setting, Settings, build, word_of
-from dist_amp.config.suggestions import up_to_date, with_dashes, with_lines
+from dist_amp.config.suggestions import up_to_date, with_dashes
 from dist_amp.config.task_class import (
     GIVEN,
     args_dataclass,
@@ -250,8 +251,26 @@ def from_file(path: str) -> Settings:
         ) from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not TOML: {error}; fix that line") from None
+    lines = line_numbers(text)
     settings = {}
     for key, value in leaves(table):
         values = value if isinstance(value, list) else [value]
-        settings[key] = Setting(tuple(map(word_of, values)), f"in {path}")
-    return with_lines(settings, text)
+        settings[key] = Setting(tuple(map(word_of, values)), f"in {path}, line {lines[key]}")
+    return settings
+
+
+def line_numbers(toml: str) -> dict[str, int]:
+    """{dotted key: the line on which it is set} of valid TOML."""
+    lines: dict[str, int] = {}
+    header = statement = ""
+    begin = 1
+    for number, line in enumerate(toml.split("\n"), start=1):
+        statement += f"{line}\n"
+        with suppress(tomllib.TOMLDecodeError):  # a value that goes on in the next line
+            if statement.lstrip().startswith("["):
+                header, statement = statement, ""
+            table = tomllib.loads(header + statement)
+            lines |= dict.fromkeys(dict(leaves(table)), begin)
+            begin = number + 1
+            statement = ""
+    return lines

@@ -103,30 +103,6 @@ def for_value(words: Sequence[str], rule: str, default: Any) -> str:
     return ""
 
 
-def with_lines(settings: dict[str, Any], toml: str) -> dict[str, Any]:
-    """The settings of a file, each with its line in its source."""
-    lines: dict[str, int] = {}
-    section = ""
-    for number, line in enumerate(toml.splitlines(), start=1):
-        if header := re.match(r"\s*\[([^\[\]]+)\]", line):
-            section = f"{plain(header[1])}."
-        elif assigned := re.match(r"([^=#\[]+)=", line):
-            lines.setdefault(section + plain(assigned[1]), number)
-    located = {}
-    for key, setting in settings.items():
-        name = key
-        while name not in lines and "." in name:  # it is in an inline table
-            name = name.rpartition(".")[0]
-        source = f"{setting.source}, line {lines.get(name, '?')}"
-        located[key] = replace(setting, source=source)
-    return located
-
-
-def plain(name: str) -> str:
-    """A key as TOML may write it, without spaces and quotes."""
-    return re.sub(r"[\s\"']", "", name)
-
-
 def up_to_date(settings: dict[str, Any]) -> dict[str, Any]:
     """The settings, with renamed values; removed keys of a run's own config.toml are left out."""
     kept = {}

@@ -125,7 +125,9 @@ def are_chats(rows: Any, text_column: str) -> bool:
     form = layout(rows.column_names, text_column)
     if form == "prompt":
         return len(rows) > 0 and isinstance(rows[0]["prompt"], list)
-    return form in ("messages", "conversations", "instruction") and form != text_column
+    if form == text_column:
+        return form == "messages"
+    return form in ("messages", "conversations", "instruction")
 
 
 def asks_in_turns(data: DataConfig, tokenizer: Any) -> bool:

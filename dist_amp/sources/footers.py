@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from dist_amp.config.memory import host_memory, size_text
 from dist_amp.errors import DataError, Failure, first_line
@@ -44,7 +46,7 @@ class Source:
     fs: Any
     files: Sequence[str]
     schema: Any  # the first file's, Arrow
-    groups: list[tuple[int, int, int]]  # file, number in it, rows
+    groups: NDArray[np.int64]  # [R, 3]: file, number in it, rows
     types: Columns  # of each column that all files have
     refused: dict[str, str]  # the other columns, and why
     partitions: list[Columns]  # {key: value} of each file
@@ -100,7 +102,7 @@ def read_source(fs: Any, files: Sequence[str]) -> Source:
         fs,
         files,
         schema,
-        groups,
+        np.array(groups, np.int64).reshape(-1, 3),
         types,
         refused,
         partitions,

@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.settings import DataConfig
-from dist_amp.sources.load import Converted, load_split
+from dist_amp.sources.load import load_split
 
 
 def labelled_rows(data: DataConfig, split: str, image_column: str, label_column: str) -> Any:
@@ -46,26 +47,17 @@ def class_names(rows: Any, label_column: str) -> Sequence[str]:
     return getattr(feature, "names", ())
 
 
-class LabelledImages(Converted):
-    """Rows as {"image": [channels, H, W] float32 in 0..1, "label": int64}; names: of classes."""
+@dataclass(frozen=True)
+class LabelledImage:
+    """A row as {"image": [channels, H, W] float32 in 0..1, "label": int64}."""
 
-    def __init__(
-        self,
-        rows: Any,
-        columns: tuple[str, str],
-        size: tuple[int, int],
-        channels: int,
-        classes: int,
-        names: Sequence[str] = (),
-    ):
-        super().__init__(rows, self._sample)
-        self.columns = columns
-        self.size = size
-        self.channels = channels
-        self.classes = classes
-        self.number_of = {name: number for number, name in enumerate(names)}
+    columns: tuple[str, str]
+    size: tuple[int, int]
+    channels: int
+    classes: int
+    number_of: Mapping[str, int]  # of the classes that have names
 
-    def _sample(self, row: Mapping[str, Any]) -> dict[str, Tensor]:
+    def __call__(self, row: Mapping[str, Any]) -> dict[str, Tensor]:
         value, label = (row[column] for column in self.columns)
         number = self.number_of.get(label) if isinstance(label, str) else label
         if not isinstance(number, int) or not 0 <= number < self.classes:

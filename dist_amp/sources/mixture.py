@@ -1,6 +1,5 @@
 """Several sources as one dataset, each with its exact share of an epoch, evenly spread."""
 
-import hashlib
 import json
 import logging
 import math
@@ -17,6 +16,7 @@ from dist_amp.distributed.process import warn
 from dist_amp.errors import ConfigError, DataError, Failure, in_one_line
 from dist_amp.loading.loader import read, samples_text
 from dist_amp.settings import DataConfig, MixedSourceConfig, SourceConfig
+from dist_amp.sources.token_shards import short_hash
 
 log = logging.getLogger(__name__)
 Array = numpy.ndarray[Any, Any]
@@ -66,8 +66,7 @@ class Mixture:
         prints = [getattr(self.sources[index], "fingerprint", None) for index in drawn]
         if all(isinstance(one, str) for one in prints):
             facts = zip(self.names, self.sizes.tolist(), self.counts.tolist(), strict=True)
-            content = json.dumps([[*facts], prints])
-            self.fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
+            self.fingerprint = short_hash(json.dumps([[*facts], prints]))[:16]
 
     def __len__(self) -> int:
         return self.blocks * self.block

@@ -4,7 +4,6 @@ The plan of rows is made from the documents' lengths alone, the same at every st
 epoch: the rows are the samples, which the run shuffles as any others.
 """
 
-import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from dist_amp.distributed.process import warn
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.loading.plan import epoch_order, shuffled_order
 from dist_amp.settings import DataConfig
-from dist_amp.sources.token_shards import IGNORE_INDEX, Sample
+from dist_amp.sources.token_shards import IGNORE_INDEX, Sample, short_hash
 
 log = logging.getLogger(__name__)
 # Pieces that are fitted at a time, in random order, so that a row's documents are no neighbours in
@@ -166,8 +165,7 @@ class PackedRows:
 
     @property
     def fingerprint(self) -> str:
-        content = f"{self.documents.fingerprint} {self.packing} 1"
-        return hashlib.sha256(content.encode()).hexdigest()[:16]
+        return short_hash(f"{self.documents.fingerprint} {self.packing} 1")[:16]
 
     @property
     def padding_share(self) -> float:

@@ -38,20 +38,19 @@ Row = dict[str, Any]  # or a row group's columns, by their names
 def open_parquet(fs: Any, files: Sequence[str], data: DataConfig) -> "ParquetView":
     """The rows of these files of an fsspec file system; only their footers are read here."""
     source = read_source(fs, files)
-    if not source.groups:
+    if not len(source.groups):
         raise DataError(f"{files[0]} has no rows, nor any file beside it; give files with data")
     for why in source.refused.values():
         log.warning("warning: left out, unless the task asks for it: %s", why)
-    view = ParquetView(source, np.array(source.groups, np.int64), source.fingerprint, data.streams)
-    source.groups.clear()
+    view = ParquetView(source, data.streams)
     log.info(f"data: {len(view):,} rows in {len(view._groups):,} row groups of {len(files)} files")
     return view
 
 
 class ParquetView:
-    """The rows of row groups, int64 [R, 3]: file, number, rows. May be pickled and forked."""
+    """The rows of a source, or of some of its row groups. May be pickled and forked."""
 
-    def __init__(self, source: Source, groups: NDArray[np.int64], fingerprint: str, streams: int):
+    def __init__(self, source: Source, streams: int):
         # Also those that only some files have, so that a task that takes one is told.
         self.column_names: list[str] = [*source.types, *source.refused]
         self.features: Any = None  # the `datasets.Features` in the file, such as pictures
@@ -59,11 +58,11 @@ class ParquetView:
             import datasets
 
             self.features = datasets.Features.from_arrow_schema(source.schema)
-        self.fingerprint = fingerprint
+        self.fingerprint = source.fingerprint
         self._source = source
         self._columns = list(source.types)
-        self._groups = groups
-        self._ends = groups[:, 2].cumsum()
+        self._groups = source.groups
+        self._ends = self._groups[:, 2].cumsum()
         self._streams = streams
         self._kept_groups = 2
         self._reader: Reader | None = None

@@ -118,6 +118,10 @@ def holds_tokens(path: str) -> bool:
     return (Path(path.removeprefix("file://")) / MANIFEST).is_file()
 
 
+def short_hash(*facts: Any) -> str:
+    return hashlib.sha256("\n".join(map(str, facts)).encode()).hexdigest()[:32]
+
+
 class TokenShards:
     """A split's documents, read from memory-mapped shards.
 
@@ -154,7 +158,7 @@ class TokenShards:
         # The identity of the tokens: the same wherever and however they were made.
         parts = [[shard.index_xxh3, shard.files] for shard in self.of.shards]
         content = json.dumps([manifest.dtype.name, parts], sort_keys=True)
-        self.fingerprint = hashlib.sha256(content.encode()).hexdigest()[:32]
+        self.fingerprint = short_hash(content)
 
     def __reduce__(self) -> Any:
         return TokenShards, (self.folder, self.split)

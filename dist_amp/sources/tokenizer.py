@@ -1,6 +1,5 @@
 """A tokenizer by its name: bytes, a file of `tokenizers`, or whatever `transformers` opens."""
 
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 
 from dist_amp.errors import ConfigError, DataError, first_line
 from dist_amp.sources.files import stay_local_without_network
+from dist_amp.sources.token_shards import short_hash
 
 # A tokenizers file does not say which token ends a document: the first of these that it has.
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>")
@@ -124,5 +124,4 @@ def _identity(rules: str, end: int | None, template: Any) -> str:
     content = json.loads(rules)
     for key in ("truncation", "padding"):  # set by the latest call, or not used here
         content.pop(key, None)
-    text = json.dumps([content, end, template or None], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    return short_hash(json.dumps([content, end, template or None], sort_keys=True))

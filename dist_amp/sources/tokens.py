@@ -2,7 +2,6 @@
 from rows as they are read.
 """
 
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -39,6 +38,7 @@ from dist_amp.sources.token_shards import (
     TokenShards,
     holds_tokens,
     read_manifest,
+    short_hash,
     write_shard,
     writing,
 )
@@ -104,10 +104,6 @@ def open_shards(folder: Path, split: str, tokenizer: Tokenizer) -> TokenShards |
     shards = TokenShards(folder, split)
     log.info("data: %s: %s (%s)", split, shards.of, folder)
     return shards
-
-
-def short_hash(*facts: Any) -> str:
-    return hashlib.sha256("\n".join(map(str, facts)).encode()).hexdigest()[:32]
 
 
 def source_fingerprint(rows: Any, text_column: str) -> str:

@@ -8,6 +8,7 @@ import math
 import os
 import platform
 import sysconfig
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dist_amp.settings import DataConfig, Range
+from dist_amp.settings import Count, DataConfig, Range
 from dist_amp.sources.load import pick_split
 from dist_amp.sources.mixture import losses_by_source, mixed, tables_of
 from dist_amp.sources.packing import Packing, TokenShares
@@ -25,7 +26,6 @@ from dist_amp.tasks.loss_head import LossHead
 from dist_amp.tasks.packed_attention import Documents, PackedAttention, attend, document_bounds
 
 log = logging.getLogger(__name__)
-Count = Annotated[int, Range(low=1)]
 Batch = dict[str, Any]
 
 
@@ -136,46 +136,40 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
+@dataclass(eq=False)
 class CausalLM:
     """Predict the next token. Batch: see `Packing.collate`, rows of context + 1 tokens; bounds."""
 
-    def __init__(
-        self,
-        data: DataConfig,
-        context: Count = 128,
-        width: Count = 128,
-        layers: Count = 2,
-        heads: Count = 4,
-        vocabulary: Annotated[int, Range(low=256)] = 256,
-        tied: bool = True,
-        loss_chunk: Count | Literal["auto", "off"] = "auto",
-        packed_attention: PackedAttention = "auto",
-        prompt: str = "def ",
-        sample_bytes: Annotated[int, Range(low=0)] = 400,
-    ):
-        if width % (2 * heads):
+    data: DataConfig
+    context: Count = 128
+    width: Count = 128
+    layers: Count = 2
+    heads: Count = 4
+    vocabulary: Annotated[int, Range(low=256)] = 256
+    tied: bool = True
+    loss_chunk: Count | Literal["auto", "off"] = "auto"
+    packed_attention: PackedAttention = "auto"
+    prompt: str = "def "
+    sample_bytes: Annotated[int, Range(low=0)] = 400
+
+    def __post_init__(self) -> None:
+        if self.width % (2 * self.heads):
             raise ValueError(
-                f"width={width} must be a multiple of 2 x heads={heads}, for rotary positions"
+                f"width={self.width} must be a multiple of 2 x heads={self.heads}, for rotary "
+                "positions"
             )
-        if not prompt:
+        if not self.prompt:
             raise ValueError("prompt is empty; a sample continues it, so use at least a space")
-        self.data = data
-        name = "bytes" if data.tokenizer == "auto" else data.tokenizer
+        name = "bytes" if self.data.tokenizer == "auto" else self.data.tokenizer
         self.tokenizer = open_tokenizer(name)
-        check_vocabulary(self.tokenizer, vocabulary)
-        self.packing = Packing.of(data, context + 1, auto="cut")
-        self.source_names = list(tables_of(data))
+        check_vocabulary(self.tokenizer, self.vocabulary)
+        self.packing = Packing.of(self.data, self.context + 1, auto="cut")
+        self.source_names = list(tables_of(self.data))
         self.shares = TokenShares(self.source_names)
-        self.context = context
-        self.tied = tied
-        self.loss_chunk = loss_chunk
-        self.packed_attention = packed_attention
-        self.prompt = prompt
-        self.sample_bytes = sample_bytes
-        self.shape = (vocabulary, context, width, layers, heads, tied)
 
     def build_model(self) -> nn.Module:
-        model = GPT(*self.shape)
+        shape = (self.vocabulary, self.context, self.width, self.layers, self.heads)
+        model = GPT(*shape, self.tied)
         model.head.chunk = self.loss_chunk
         return model
 
@@ -231,11 +225,11 @@ class CausalLM:
         Attention counts in full, T x T, although a kernel may skip the masked half, whose MFU is
         then overestimated. Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
         """
-        vocabulary, context, width, layers, _, _ = self.shape
-        weights = layers * 12 * width**2  # qkv 3, out 1, up 4, down 4
-        weights += vocabulary * width  # the head; the embedding is a lookup
-        attention = layers * 2 * context * width  # a token's scores and weighted sum of values
-        return 3 * 2 * context * (weights + attention)
+        weights = self.layers * 12 * self.width**2  # qkv 3, out 1, up 4, down 4
+        weights += self.vocabulary * self.width  # the head; the embedding is a lookup
+        # A token's scores and weighted sum of values.
+        attention = self.layers * 2 * self.context * self.width
+        return 3 * 2 * self.context * (weights + attention)
 
     def metrics(self, model: nn.Module, batch: Batch) -> Batch:
         values: Batch = {}

@@ -5,6 +5,7 @@ share rows, and the model is checked for cross-document attention.
 """
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -30,37 +31,29 @@ LEAK = 1e-5
 Batch = dict[str, Any]
 
 
+@dataclass(eq=False)
 class HFCausalLM(huggingface.FineTuning):
     """Predict the next token. Batch: see `Packing.collate`; attention_mask if pack=off; bounds."""
 
-    def __init__(
-        self,
-        data: DataConfig,
-        model: str,
-        length: huggingface.Length = 1024,
-        pad_to_multiple_of: Count = 128,
-        lora_rank: huggingface.Rank = 0,
-        lora_targets: str = "all-linear",
-        loss_chunk: Count | Literal["auto", "off"] = "auto",
-        packed_attention: PackedAttention = "auto",
-        prompt: str = "Hello",
-        sample_tokens: int = 50,
-    ):
-        super().__init__(data, model, huggingface.Lora(lora_rank, lora_targets))
+    length: huggingface.Length = 1024
+    pad_to_multiple_of: Count = 128
+    loss_chunk: Count | Literal["auto", "off"] = "auto"
+    packed_attention: PackedAttention = "auto"
+    prompt: str = "Hello"
+    sample_tokens: int = 50
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.tokenizer = self.processor = huggingface.open_tokenizer(self.folder)
-        self.packing = Packing.of(data, length, "off", pad_to_multiple_of)
-        self.source_names = list(tables_of(data))
+        self.packing = Packing.of(self.data, self.length, "off", self.pad_to_multiple_of)
+        self.source_names = list(tables_of(self.data))
         self.shares = TokenShares(self.source_names)
-        self.loss_chunk = loss_chunk
-        self.packed_attention = packed_attention
-        self.prompt = prompt
-        self.sample_tokens = sample_tokens
         # An iterator: a flag that changes would be warned of, as unsaved.
         self.first_log_step = iter([True])
         self.balance = 0.0  # the coefficient of a mixture's auxiliary loss
 
     def build_model(self) -> nn.Module:
-        model: Any = huggingface.build(AutoModelForCausalLM, self.folder, self.lora, self.tokenizer)
+        model: Any = self.build(AutoModelForCausalLM, self.tokenizer)
         most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if most and self.packing.length > most:
             raise ConfigError(
@@ -126,9 +119,9 @@ class HFCausalLM(huggingface.FineTuning):
         values = {"loss": losses.sum(), "accuracy": hits.sum()}
         if not self.source_names:
             return values
-        losses = losses.view_as(batch["labels"])[:, :-1].flatten()
-        labels = batch["labels"][:, 1:].flatten()
-        source_ids = batch["source_ids"][:, 1:].flatten()
+        losses = losses.view_as(batch["labels"])[:, :-1]
+        labels = batch["labels"][:, 1:]
+        source_ids = batch["source_ids"][:, 1:]
         return values | losses_by_source(losses, labels, source_ids, self.source_names)
 
     def train_metrics(

@@ -1,5 +1,6 @@
 """Fine-tune a classifier of texts or images from a Hugging Face model; a base model gets a head."""
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
@@ -13,7 +14,7 @@ from transformers import (
 
 from dist_amp.errors import DataError
 from dist_amp.loading.length_groups import grouped
-from dist_amp.settings import DataConfig, Range
+from dist_amp.settings import Range
 from dist_amp.sources.load import load_split
 from dist_amp.tasks import huggingface
 
@@ -21,32 +22,25 @@ MODELS = {"text": AutoModelForSequenceClassification, "image": AutoModelForImage
 Batch = dict[str, Tensor]
 
 
+@dataclass(eq=False)
 class HFClassification(huggingface.FineTuning):
     """Rows: data.text_column, a text or image; label. Batch: the model's inputs, labels [B]."""
 
-    def __init__(
-        self,
-        data: DataConfig,
-        model: str,
-        classes: Annotated[int, Range(low=2)],
-        of: Literal["text", "image"] = "text",
-        length: huggingface.Length = 512,
-        lora_rank: huggingface.Rank = 0,
-        lora_targets: str = "all-linear",
-    ):
-        super().__init__(data, model, huggingface.Lora(lora_rank, lora_targets, new_head=True))
-        self.classes = classes
-        self.of = of
-        self.length = length
-        if of == "text":
+    classes: Annotated[int, Range(low=2)]
+    of: Literal["text", "image"] = "text"
+    length: huggingface.Length = 512
+    new_head = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.of == "text":
             self.processor = huggingface.open_tokenizer(self.folder)
         else:
             self.processor = huggingface.opened(AutoImageProcessor, self.folder)
 
     def build_model(self) -> nn.Module:
         tokenizer = self.processor if self.of == "text" else None
-        kind = MODELS[self.of]
-        return huggingface.build(kind, self.folder, self.lora, tokenizer, num_labels=self.classes)
+        return self.build(MODELS[self.of], tokenizer, num_labels=self.classes)
 
     def build_dataset(self, split: str) -> Any:
         rows = load_split(self.data, split)

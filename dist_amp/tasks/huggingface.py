@@ -2,9 +2,9 @@
 
 import warnings
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -77,60 +77,12 @@ def open_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
-@dataclass(frozen=True)
-class Lora:
-    """Low-rank adapters on frozen weights; a rank of 0: none. Source: arXiv:2106.09685.
-
-    targets: names of layers with commas between them, such as q_proj,v_proj; all-linear: every
-    linear layer but the head. new_head: the head is trained whole, and saved with the adapters.
-    """
-
-    rank: int
-    targets: str
-    new_head: bool = False
-
-    def __post_init__(self) -> None:
-        if self.rank == 0 and self.targets != "all-linear":
-            raise ValueError(
-                f"lora_targets={self.targets} needs lora_rank above 0; set it, or leave "
-                "lora_targets out"
-            )
-
-    def add_to(self, model: Any) -> nn.Module:
-        """The model with adapters. Errors: ConfigError for a target that matches no layer."""
-        modules = dict(model.named_modules())
-        targets = [] if self.targets == "all-linear" else self.targets.split(",")
-        for target in targets:
-            if not any(f".{name}".endswith(f".{target}") for name in modules):
-                linear = [name for name, part in modules.items() if isinstance(part, nn.Linear)]
-                names = sorted({name.rpartition(".")[2] for name in linear})
-                raise ConfigError(
-                    f"task.args.lora_targets={self.targets}: {target!r} matches no layer of "
-                    f"{type(model).__name__}; its linear layers are {', '.join(names)}"
-                )
-        head = None
-        if self.new_head:
-            head = [
-                name
-                for name, part in model.named_children()
-                if name != model.base_model_prefix and list(part.parameters())
-            ]
-        config = LoraConfig(
-            r=self.rank,
-            lora_alpha=2 * self.rank,
-            target_modules=targets or self.targets,
-            modules_to_save=head,
-        )
-        with warnings.catch_warnings():
-            # About what peft and transformers call of one another.
-            warnings.simplefilter("ignore", FutureWarning)
-            return get_peft_model(model, config)
-
-
-def build(kind: Any, folder: Path, lora: Lora, tokenizer: Any = None, **options: Any) -> nn.Module:
+def build(
+    kind: Any, folder: Path, tokenizer: Any = None, as_saved: bool = False, **options: Any
+) -> nn.Module:
     """A model of `kind` (AutoModelFor...) from the folder's config, which `options` override.
 
-    float32, or with LoRA in the files' dtype.
+    as_saved: in the files' dtype, in place of float32.
     """
     config = opened(AutoConfig, folder, **options)
     rows = getattr(config.get_text_config(), "vocab_size", None)
@@ -142,7 +94,7 @@ def build(kind: Any, folder: Path, lora: Lora, tokenizer: Any = None, **options:
                 "rows; use the model's own tokenizer, or save both after resize_token_embeddings"
             )
         config.get_text_config().pad_token_id = tokenizer.pad_token_id  # ends a classifier's text
-    dtype = config.dtype if lora.rank else torch.float32
+    dtype = config.dtype if as_saved else torch.float32
     try:
         model = kind.from_config(config, dtype=dtype)
     except ValueError as error:
@@ -157,7 +109,7 @@ def build(kind: Any, folder: Path, lora: Lora, tokenizer: Any = None, **options:
     if model.can_generate():
         with suppress(OSError):  # not every model has such a file
             model.generation_config = GenerationConfig.from_pretrained(folder)
-    return lora.add_to(model) if lora.rank else model
+    return model  # type: ignore[no-any-return]
 
 
 def attention(
@@ -207,22 +159,69 @@ def inputs_of(model: Any, batch: Any, how: PackedAttention = "auto") -> dict[str
     return inputs
 
 
+@dataclass(eq=False)
 class FineTuning:
-    """What the tasks share: the model's folder, its adapters, and how both are read and written."""
+    """What the tasks share: the model's folder, its adapters, and how both are read and written.
 
-    processor: Any  # of what a sample is made of: a tokenizer, say
+    lora_rank: of low-rank adapters on frozen weights; 0: none. Source: arXiv:2106.09685.
+    lora_targets: names of layers with commas between them, such as q_proj,v_proj; all-linear: every
+    linear layer but the head. new_head: it is trained whole, and saved with the adapters.
+    """
 
-    def __init__(self, data: DataConfig, model: str, lora: Lora):
-        self.data = data
-        self.lora = lora
-        self.folder = model_folder(model)
+    data: DataConfig
+    model: str
+    lora_rank: Rank = field(default=0, kw_only=True)
+    lora_targets: str = field(default="all-linear", kw_only=True)
+    new_head: ClassVar[bool] = False
+    processor: Any = field(init=False, repr=False)  # of what a sample is made of: a tokenizer, say
+
+    def __post_init__(self) -> None:
+        if self.lora_rank == 0 and self.lora_targets != "all-linear":
+            raise ValueError(
+                f"lora_targets={self.lora_targets} needs lora_rank above 0; set it, or leave "
+                "lora_targets out"
+            )
+        self.folder = model_folder(self.model)
+
+    def build(self, kind: Any, tokenizer: Any = None, **options: Any) -> nn.Module:
+        """See `build`; with adapters. Errors: ConfigError for a target that matches no layer."""
+        if self.lora_rank == 0:
+            return build(kind, self.folder, tokenizer, **options)
+        model: Any = build(kind, self.folder, tokenizer, as_saved=True, **options)
+        modules = dict(model.named_modules())
+        targets = [] if self.lora_targets == "all-linear" else self.lora_targets.split(",")
+        for target in targets:
+            if not any(f".{name}".endswith(f".{target}") for name in modules):
+                linear = [name for name, part in modules.items() if isinstance(part, nn.Linear)]
+                names = sorted({name.rpartition(".")[2] for name in linear})
+                raise ConfigError(
+                    f"task.args.lora_targets={self.lora_targets}: {target!r} matches no layer of "
+                    f"{type(model).__name__}; its linear layers are {', '.join(names)}"
+                )
+        head = None
+        if self.new_head:
+            head = [
+                name
+                for name, part in model.named_children()
+                if name != model.base_model_prefix and list(part.parameters())
+            ]
+        config = LoraConfig(
+            r=self.lora_rank,
+            lora_alpha=2 * self.lora_rank,
+            target_modules=targets or self.lora_targets,
+            modules_to_save=head,
+        )
+        with warnings.catch_warnings():
+            # About what peft and transformers call of one another.
+            warnings.simplefilter("ignore", FutureWarning)
+            return get_peft_model(model, config)
 
     def load(self, model: Any) -> None:
-        load_pretrained(model, self.folder, fresh_head=self.lora.new_head)
+        load_pretrained(model, self.folder, fresh_head=self.new_head)
 
     def units(self, model: Any) -> list[nn.Module]:
         """The model's embedding and head, unless they are tied or it does not have both."""
-        if self.lora.rank or self.lora.new_head:  # adapters, or a head on no embedding
+        if self.lora_rank or self.new_head:  # adapters, or a head on no embedding
             return []
         embedding = model.get_input_embeddings()
         head = model.get_output_embeddings()

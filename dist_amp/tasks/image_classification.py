@@ -5,6 +5,7 @@ Copy this file to train a model of your own; set `[data]` to train this one on o
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -13,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dist_amp.errors import DataError
-from dist_amp.settings import DataConfig, Range
-from dist_amp.sources.labelled_images import LabelledImages, class_names, labelled_rows
+from dist_amp.settings import Count, DataConfig, Range
+from dist_amp.sources.labelled_images import LabelledImage, class_names, labelled_rows
+from dist_amp.sources.load import Converted
 from dist_amp.telemetry.mfu import count_flops
 
 Side = Annotated[int, Range(low=4)]  # two poolings halve it twice
@@ -39,78 +41,68 @@ def convolution(channels: int, width: int) -> nn.Sequential:
     return nn.Sequential(convolved, nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(2))
 
 
+@dataclass(eq=False)
 class ImageClassification:
     """Name an image's class. Batch: image [B, channels, H, W] float32 in 0..1, label [B] int64."""
 
-    def __init__(
-        self,
-        data: DataConfig,
-        size: tuple[Side, Side] = (8, 8),
-        channels: Literal[1, 3] = 1,
-        classes: Annotated[int, Range(low=2)] | Literal["auto"] = "auto",
-        image_column: str = "image",
-        label_column: str = "label",
-        width: Annotated[int, Range(low=1)] = 32,
-        shift_pixels: Annotated[float, Range(low=0)] = 1.0,
-        rotation_degrees: Annotated[float, Range(low=0, high=180)] = 10.0,
-        flip: bool = False,
-        channels_last: bool = True,
-    ):
-        self.data = data
-        self.size = size
-        self.channels = channels
-        self.given_classes = classes
-        self.columns = (image_column, label_column)
-        self.width = width
-        self.shift_pixels = shift_pixels
-        self.rotation = math.radians(rotation_degrees)
-        self.flip = flip
-        self.layout = torch.channels_last if channels_last else torch.contiguous_format
+    data: DataConfig
+    size: tuple[Side, Side] = (8, 8)
+    channels: Literal[1, 3] = 1
+    classes: Annotated[int, Range(low=2)] | Literal["auto"] = "auto"
+    image_column: str = "image"
+    label_column: str = "label"
+    width: Count = 32
+    shift_pixels: Annotated[float, Range(low=0)] = 1.0
+    rotation_degrees: Annotated[float, Range(low=0, high=180)] = 10.0
+    flip: bool = False
+    channels_last: bool = True
 
     @cached_property
     def training_rows(self) -> Any:
-        return labelled_rows(self.data, "train", *self.columns)
+        return labelled_rows(self.data, "train", self.image_column, self.label_column)
 
     @cached_property
     def names(self) -> Sequence[str]:
         """Of the classes; none where labels are plain numbers."""
-        return class_names(self.training_rows, self.columns[1])
+        return class_names(self.training_rows, self.label_column)
 
     @cached_property
-    def classes(self) -> int:
+    def class_count(self) -> int:
         """How many there are. Errors: DataError if neither task.args.classes nor the data say."""
-        if self.given_classes != "auto":
-            return self.given_classes
+        if self.classes != "auto":
+            return self.classes
         if len(self.names) == 1:
             raise DataError(
-                f"the column {self.columns[1]} names one class, {self.names[0]!r}, so there is "
+                f"the column {self.label_column} names one class, {self.names[0]!r}, so there is "
                 "nothing to tell apart; add rows of another class, or set task.args.classes"
             )
         if not self.names:
             raise DataError(
-                f"task.args.classes=auto, and the column {self.columns[1]} names no classes; set "
-                "task.args.classes to how many there are, at least 2"
+                f"task.args.classes=auto, and the column {self.label_column} names no classes; "
+                "set task.args.classes to how many there are, at least 2"
             )
         return len(self.names)
 
     def build_model(self) -> nn.Module:
-        return CNN(self.channels, self.size, self.width, self.classes)
+        return CNN(self.channels, self.size, self.width, self.class_count)
 
     def build_dataset(self, split: str) -> Any:
         rows = self.training_rows
         if split != "train":
-            rows = labelled_rows(self.data, split, *self.columns)
+            rows = labelled_rows(self.data, split, self.image_column, self.label_column)
         if rows is None:
             return None
-        kind = (self.channels, self.classes, self.names)
-        return LabelledImages(rows, self.columns, self.size, *kind)
+        columns = (self.image_column, self.label_column)
+        number_of = {name: number for number, name in enumerate(self.names)}
+        image_of = LabelledImage(columns, self.size, self.channels, self.class_count, number_of)
+        return Converted(rows, image_of)
 
     def augment(self, sample: Batch, rng: torch.Generator) -> Batch:
         """Rotate, shift and flip by random amounts, uniform up to the limits; outside is black."""
         shares = 2 * torch.rand(4, generator=rng) - 1  # of the limits
         angle, right, down, mirror = shares.tolist()
         height, width = self.size
-        turn = angle * self.rotation
+        turn = angle * math.radians(self.rotation_degrees)
         cos = math.cos(turn)
         sin = math.sin(turn)
         flip = -1 if self.flip and mirror < 0 else 1
@@ -128,7 +120,8 @@ class ImageClassification:
 
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
         """[B, classes] float32. Only inputs are converted: FSDP2 needs weights as they are."""
-        return model(batch["image"].contiguous(memory_format=self.layout)).float()
+        layout = torch.channels_last if self.channels_last else torch.contiguous_format
+        return model(batch["image"].contiguous(memory_format=layout)).float()
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         return F.cross_entropy(self.logits(model, batch), batch["label"], reduction="sum")

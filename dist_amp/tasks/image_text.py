@@ -5,7 +5,7 @@ learned. Of messages, the assistant's turns are learned. The image comes first w
 place for it.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from dist_amp.errors import ConfigError, DataError
-from dist_amp.settings import Count, DataConfig
+from dist_amp.settings import Count
 from dist_amp.sources.conversations import (
     LAYOUTS,
     Row,
@@ -24,7 +24,6 @@ from dist_amp.sources.conversations import (
     encode_chat,
     layout,
     text_of,
-    without_nulls,
 )
 from dist_amp.sources.labelled_images import opened
 from dist_amp.sources.load import Converted, load_split
@@ -36,25 +35,17 @@ from dist_amp.tasks.loss_head import Reduction
 Batch = Row
 
 
+@dataclass(eq=False)
 class ImageText(huggingface.FineTuning):
     """Batch: what the processor makes of images and texts, labels [B, T], and two counts."""
 
-    def __init__(
-        self,
-        data: DataConfig,
-        model: str,
-        length: huggingface.Length = 2048,
-        pad_to_multiple_of: Count = 128,
-        image_column: str = "image",
-        lora_rank: huggingface.Rank = 0,
-        lora_targets: str = "all-linear",
-        loss_chunk: Count | Literal["auto", "off"] = "auto",
-    ):
-        super().__init__(data, model, huggingface.Lora(lora_rank, lora_targets))
-        self.length = length
-        self.multiple = pad_to_multiple_of
-        self.loss_chunk = loss_chunk
-        self.image_column = image_column
+    length: huggingface.Length = 2048
+    pad_to_multiple_of: Count = 128
+    image_column: str = "image"
+    loss_chunk: Count | Literal["auto", "off"] = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.processor = huggingface.opened(AutoProcessor, self.folder)
         if not hasattr(self.processor, "image_token"):
             raise ConfigError(
@@ -64,8 +55,7 @@ class ImageText(huggingface.FineTuning):
         self.processor.tokenizer.padding_side = "right"
 
     def build_model(self) -> nn.Module:
-        kind = AutoModelForImageTextToText
-        model = huggingface.build(kind, self.folder, self.lora, self.processor.tokenizer)
+        model = self.build(AutoModelForImageTextToText, self.processor.tokenizer)
         huggingface.make_loss_head(model, self.loss_chunk)
         return model
 
@@ -120,13 +110,9 @@ class ImageText(huggingface.FineTuning):
         form = layout(list(row), self.data.text_column)
         chat = ChatWithImage(self, image)
         if form in ("messages", "conversations", "instruction"):
-            if form != "instruction":
-                row = {**row, form: chat.take_images(row[form])}
+            row = {**row, form: with_parts(row[form])}
             messages, learned_from = chat_of(row, self.data.text_column, chat)
-            if form != "instruction":
-                before = len(messages) - len(row[form])  # the column system comes first
-                chat.parts = {number + before: parts for number, parts in chat.parts.items()}
-            chat.place_image(messages)
+            self.place_image(messages)
             tokens = encode_chat(messages, chat, learned_from, row.get("tools"))
             return chat.apply_chat_template(messages), *tokens
         column = "completion" if "completion" in row else self.data.text_column
@@ -142,8 +128,19 @@ class ImageText(huggingface.FineTuning):
         start = common_prefix(ids, chat(prompt)["input_ids"])
         return prompt + answer, ids, [IGNORE_INDEX] * start + ids[start:]
 
+    def place_image(self, messages: list[Row]) -> None:
+        """Put the image first in the first turn of the user, if nothing has a place for it."""
+        token = self.processor.image_token
+        if any("image_parts" in one or token in (one["content"] or "") for one in messages):
+            return
+        for one in messages:
+            if one["role"] == "user":
+                one["image_parts"] = [{"type": "image"}, *text_parts(one["content"])]
+                return
+        raise DataError("the chat has no user's turn for the image; add one")
+
     def collate(self, samples: list[tuple[Any, str, list[int]]]) -> Batch:
-        batch = self.processed([sample[:2] for sample in samples], self.multiple)
+        batch = self.processed([sample[:2] for sample in samples], self.pad_to_multiple_of)
         labels = torch.full_like(batch["input_ids"], IGNORE_INDEX)
         for row, (_, _, learned) in enumerate(samples):
             labels[row, : len(learned)] = torch.tensor(learned)
@@ -189,11 +186,7 @@ class ImageText(huggingface.FineTuning):
 
 
 class ChatWithImage:
-    """What `encode_chat` asks of a tokenizer, for a chat about one image.
-
-    parts: of a message that has a place for the image, its parts in order. `encode_chat` sees the
-    text of the others.
-    """
+    """What `encode_chat` asks of a tokenizer, for a chat about one image."""
 
     chat_template = ""  # marks of what is generated do not survive the image's expansion
 
@@ -201,32 +194,6 @@ class ChatWithImage:
         self.task = task
         self.image = image
         self.name_or_path = task.folder
-        self.parts: dict[int, list[Row]] = {}
-
-    def take_images(self, messages: Any) -> Any:
-        """The messages without the parts of those that have an image, which are kept."""
-        if not isinstance(messages, list):
-            return messages
-        taken = list(messages)
-        for number, one in enumerate(messages):
-            content = None
-            if isinstance(one, dict):
-                content = one.get("content", one.get("value"))  # of ShareGPT
-            if isinstance(content, list) and any(is_image(part) for part in content):
-                self.parts[number] = without_nulls(content)
-                taken[number] = {"role": one.get("role", one.get("from")), "content": ""}
-        return taken
-
-    def place_image(self, messages: list[Any]) -> None:
-        """Put the image first in the first turn of the user, if nothing has a place for it."""
-        token = self.task.processor.image_token
-        if self.parts or any(token in (one["content"] or "") for one in messages):
-            return
-        for number, one in enumerate(messages):
-            if one["role"] == "user":
-                self.parts[number] = [{"type": "image"}, *text_parts(one["content"])]
-                return
-        raise DataError("the chat has no user's turn for the image; add one")
 
     def apply_chat_template(
         self,
@@ -237,10 +204,10 @@ class ChatWithImage:
     ) -> str:
         """The chat as text. `tools` are refused before, since this template names none."""
         parted = []
-        for number, one in enumerate(messages):
+        for one in messages:
             parts = text_parts(one["content"])
             if one["role"] == "user":
-                parts = self.parts.get(number, parts)
+                parts = one.get("image_parts", parts)
             parted.append({**one, "content": parts})
         render = self.task.processor.apply_chat_template
         return render(parted, add_generation_prompt=add_generation_prompt)  # type: ignore[no-any-return]
@@ -248,6 +215,21 @@ class ChatWithImage:
     def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
         """The token ids of the text and the image; options: of a tokenizer, without effect."""
         return {"input_ids": self.task.processed([(self.image, text)])["input_ids"][0].tolist()}
+
+
+def with_parts(messages: Any) -> Any:
+    """Messages that have an image keep their content apart: `encode_chat` reads text alone."""
+    if not isinstance(messages, list):
+        return messages
+    taken = []
+    for one in messages:
+        if isinstance(one, dict):
+            content = one.get("content", one.get("value"))  # of ShareGPT
+            if isinstance(content, list) and any(map(is_image, content)):
+                role = one.get("role", one.get("from"))
+                one = {"role": role, "content": "", "image_parts": content}
+        taken.append(one)
+    return taken
 
 
 def is_image(part: Any) -> bool:

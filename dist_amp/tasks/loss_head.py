@@ -31,27 +31,26 @@ class LossHead(nn.Linear):
 
     chunk: Chunk = "auto"
     computes_loss = True  # so it is compiled as the task's loss_sum is
-    _targets: tuple[Tensor, Reduction] | tuple[()] = ()
+    _loss: tuple[Tensor, Reduction] | None = None
 
     @contextmanager
     def losses_of(self, targets: Tensor, reduction: Reduction = "sum") -> Iterator[None]:
         """Inside, the head returns losses: for models that do not pass targets on to it."""
-        self._targets = (targets, reduction)
+        self._loss = (targets, reduction)
         try:
             yield
         finally:
-            self._targets = ()
+            self._loss = None
 
-    def forward(self, x: Tensor, *loss: Any) -> Tensor:
-        """loss: targets and, unless it is sum, the reduction."""
-        loss = loss or self._targets
-        if not loss:
+    def forward(
+        self, x: Tensor, targets: Tensor | None = None, reduction: Reduction = "sum"
+    ) -> Tensor:
+        if self._loss is not None:
+            targets, reduction = self._loss
+        if targets is None:
             return super().forward(x)
         x = x.flatten(0, -2)
-        targets = loss[0].flatten()
-        reduction: Reduction = "sum"
-        if loss[1:]:
-            reduction = loss[1]
+        targets = targets.flatten()
         chunk = self.tokens_at_a_time(len(x))
         if reduction == "hits":
             return self._hits(x, targets, chunk)

@@ -6,6 +6,7 @@ copy of the model; with LoRA, the base weights without the adapters.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from dist_amp.errors import ConfigError, DataError
-from dist_amp.settings import Count, DataConfig, Range
+from dist_amp.settings import Count, Range
 from dist_amp.sources.conversations import Row, encode, text_of, turns
 from dist_amp.sources.load import Converted, load_split
 from dist_amp.sources.packing import Packing
@@ -25,52 +26,43 @@ from dist_amp.tasks import huggingface
 from dist_amp.tasks.pretrained import load_pretrained
 
 COLUMNS = ("prompt", "chosen", "rejected")
-NO_LORA = huggingface.Lora(0, "all-linear")
 Batch = Row
 
 
+@dataclass(eq=False)
 class DPO(huggingface.FineTuning):
     """Batch: input_ids, attention_mask, labels [2 B, T]: B chosen answers, then B rejected ones.
 
     reference: a model to use in place of the one that is trained.
     """
 
-    def __init__(
-        self,
-        data: DataConfig,
-        model: str,
-        beta: Annotated[float, Range(above=0)] = 0.1,
-        length: huggingface.Length = 1024,
-        pad_to_multiple_of: Count = 128,
-        lora_rank: huggingface.Rank = 0,
-        lora_targets: str = "all-linear",
-        loss_chunk: Count | Literal["auto", "off"] = "auto",
-        reference: str = "auto",
-    ):
-        super().__init__(data, model, huggingface.Lora(lora_rank, lora_targets))
-        self.beta = beta
-        self.length = length
-        self.multiple = pad_to_multiple_of
-        self.loss_chunk = loss_chunk
+    beta: Annotated[float, Range(above=0)] = 0.1
+    length: huggingface.Length = 1024
+    pad_to_multiple_of: Count = 128
+    loss_chunk: Count | Literal["auto", "off"] = "auto"
+    reference: str = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.tokenizer = self.processor = huggingface.open_tokenizer(self.folder)
         self.encoder = of_transformers(self.tokenizer)  # made once: it hashes the whole vocabulary
-        self.reference = self.folder
-        if reference != "auto":
-            self.reference = huggingface.model_folder(reference)
-        self.has_copy = reference != "auto" or lora_rank == 0
+        self.reference_folder = self.folder
+        if self.reference != "auto":
+            self.reference_folder = huggingface.model_folder(self.reference)
+        self.has_copy = self.reference != "auto" or self.lora_rank == 0
 
     def build_model(self) -> nn.Module:
         kind = AutoModelForCausalLM
-        policy: Any = huggingface.build(kind, self.folder, self.lora, self.tokenizer)
+        policy: Any = self.build(kind, self.tokenizer)
         huggingface.make_loss_head(policy, self.loss_chunk)
         if not self.has_copy:
             return WithReference(policy, None)
-        reference: Any = huggingface.build(kind, self.reference, NO_LORA, self.tokenizer)
+        reference: Any = huggingface.build(kind, self.reference_folder, self.tokenizer)
         sizes = [one.config.get_text_config().vocab_size for one in (policy, reference)]
         if sizes[0] != sizes[1]:
             raise ConfigError(
-                f"task.args.reference: {self.reference} has a vocabulary of {sizes[1]} tokens and "
-                f"the model {sizes[0]}; use a reference with the model's own tokenizer"
+                f"task.args.reference: {self.reference_folder} has a vocabulary of {sizes[1]} "
+                f"tokens and the model {sizes[0]}; use a reference with the model's own tokenizer"
             )
         huggingface.make_loss_head(reference, self.loss_chunk)
         return WithReference(policy, reference.requires_grad_(False))
@@ -78,10 +70,10 @@ class DPO(huggingface.FineTuning):
     def load(self, model: Any) -> None:
         super().load(model.policy)
         if self.has_copy:
-            load_pretrained(model.reference, self.reference)
+            load_pretrained(model.reference, self.reference_folder)
 
     def units(self, model: Any) -> list[nn.Module]:
-        if self.lora.rank:
+        if self.lora_rank:
             return []
         return super().units(model.policy) + super().units(model.reference)
 
@@ -137,7 +129,7 @@ class DPO(huggingface.FineTuning):
     def collate(self, pairs: list[list[Batch]]) -> Batch:
         sides = [pair[side] for side in (0, 1) for pair in pairs]
         pad_id = self.tokenizer.pad_token_id or 0
-        rows = Packing(self.length, "off", "truncate", self.multiple)
+        rows = Packing(self.length, "off", "truncate", self.pad_to_multiple_of)
         return rows.collate(sides, pad_id, attention_mask=True)
 
     def tokens(self, batch: Batch) -> int:

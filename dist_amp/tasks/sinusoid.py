@@ -5,15 +5,15 @@ it has no batch statistics, so any number of ranks computes the same step.
 """
 
 import math
+from dataclasses import dataclass
 from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dist_amp.settings import Range
+from dist_amp.settings import Count, Range
 
-Count = Annotated[int, Range(low=1)]
 Batch = dict[str, Tensor]
 
 
@@ -40,31 +40,27 @@ class PixelNet(nn.Sequential):
         super().__init__(*layers, nn.Conv2d(width, 1, 1))
 
 
+@dataclass(eq=False)
 class Sinusoid:
     """Fit crops of a picture. Batch: coordinates [B, 2, crop, crop], levels [B, 1, crop, crop]."""
 
-    def __init__(
-        self,
-        size: Annotated[int, Range(low=2)] = 512,
-        crop: Count = 64,
-        crops: Count = 1024,
-        levels: Annotated[int, Range(low=2)] = 4,
-        frequencies: tuple[float, float] = (4.0, 2.0),
-        width: Count = 256,
-        hidden_layers: Count = 2,
-    ):
-        if size % crop:
+    size: Annotated[int, Range(low=2)] = 512
+    crop: Count = 64
+    crops: Count = 1024
+    levels: Annotated[int, Range(low=2)] = 4
+    frequencies: tuple[float, float] = (4.0, 2.0)
+    width: Count = 256
+    hidden_layers: Count = 2
+
+    def __post_init__(self) -> None:
+        if self.size % self.crop:
             raise ValueError(
-                f"size={size} must be a multiple of crop={crop}: crops tile the picture"
+                f"size={self.size} must be a multiple of crop={self.crop}: crops tile the picture"
             )
-        self.size = size
-        self.crop = crop
-        self.crops = crops
-        self.picture = draw(size, levels, frequencies)
-        self.model_shape = (width, hidden_layers)
+        self.picture = draw(self.size, self.levels, self.frequencies)
 
     def build_model(self) -> nn.Module:
-        return PixelNet(*self.model_shape)
+        return PixelNet(self.width, self.hidden_layers)
 
     def build_dataset(self, split: str) -> list[Batch]:
         """Random crops for training; for validation, the crops that tile the picture."""
@@ -90,9 +86,8 @@ class Sinusoid:
 
     def flops_per_item(self, model: nn.Module) -> float:
         """FLOPs of one crop: 3 x 2 per multiply-add, without the coordinates' gradient."""
-        width, hidden_layers = self.model_shape
-        weights = 2 * width + hidden_layers * width**2 + width
-        return 2 * self.crop**2 * (3 * weights - 2 * width)
+        weights = 2 * self.width + self.hidden_layers * self.width**2 + self.width
+        return 2 * self.crop**2 * (3 * weights - 2 * self.width)
 
     def sample(self, model: nn.Module) -> Tensor:
         """The target and the model's drawing, side by side: [1, H, 2 W] in 0..1."""
