@@ -22,15 +22,10 @@ class InUse(Exception):
 
 
 def run_dir(folder: Path) -> str:
-    """The setting that continues the run of this folder."""
-    if is_mirror(folder):
+    """The setting that continues the run of this folder: its address, if it stands for one."""
+    if os.path.exists(folder / ADDRESS):  # Path.exists raises if the folder may not be read
         return (folder / ADDRESS).read_text()
     return str(folder)
-
-
-def is_mirror(folder: Path) -> bool:
-    """Whether this folder stands for one on object storage; False if it can't be read."""
-    return os.path.exists(folder / ADDRESS)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from dist_amp.diagnostics.consistency import Consistency
 from dist_amp.diagnostics.limits import FirstSteps, Limits
 from dist_amp.diagnostics.slow_ranks import SlowRanks
 from dist_amp.errors import Failure
-from dist_amp.files import is_mirror, run_dir
+from dist_amp.files import run_dir
 from dist_amp.run import Run, ScriptRun, build_run, run_folder
 from dist_amp.settings import Config
 from dist_amp.step import evaluate, train_step
@@ -249,7 +249,7 @@ def run_job(config: Config, job: Job, contexts: ExitStack, run: ScriptRun | None
         contexts.enter_context(memory_history(folder, world))
     # From here on a signal stops the run after a step; one that comes earlier, before the first.
     stop = contexts.enter_context(AgreedStop(world))
-    if is_mirror(folder):
+    if "://" in config.run.dir:
         from dist_amp.storage.mirror import mirrored
 
         contexts.enter_context(mirrored(config.run, job))

@@ -29,7 +29,7 @@ from torch.futures import Future
 from dist_amp.checkpoint.allow_list import Planner, read_metadata
 from dist_amp.distributed.process_group import without_timeout
 from dist_amp.errors import CheckpointRejected, DataError
-from dist_amp.files import is_mirror, sync_folder, write_synced
+from dist_amp.files import run_dir, sync_folder, write_synced
 from dist_amp.world import World
 
 FORMAT = 1  # version of the folder's layout; newer ones are rejected
@@ -137,7 +137,7 @@ def writer_of(name: str) -> int:
 
 def fetch_missing(folder: Path, names: Iterable[str]) -> None:
     """Get files that are on object storage only. Errors: CheckpointRejected."""
-    if is_mirror(folder.parent.parent):
+    if "://" in run_dir(folder.parent.parent):
         from dist_amp.storage.mirror import fetch
 
         fetch(folder, names)

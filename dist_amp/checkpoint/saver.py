@@ -28,7 +28,7 @@ from dist_amp.checkpoint.format import (
 )
 from dist_amp.checkpoint.state import Snapshot, take_snapshot
 from dist_amp.errors import Failure
-from dist_amp.files import appears, is_mirror, sync_folder, write_synced
+from dist_amp.files import appears, run_dir, sync_folder, write_synced
 from dist_amp.step import Run
 from dist_amp.telemetry.step_report import LogRow, Observer
 from dist_amp.world import World
@@ -113,7 +113,7 @@ def write(snapshot: Snapshot, world: World, planner: DefaultSavePlanner, may_exi
     run_folder = final.parent.parent
     temporary = final.with_name(f".{final.name}.writing")
     leads = world.is_main
-    if is_mirror(run_folder):  # each node has a folder of its own
+    if "://" in run_dir(run_folder):  # each node has a folder of its own
         leads = world.local_rank == 0
 
     def find_saved() -> bool:

@@ -32,7 +32,7 @@ from dist_amp.errors import (
     Failure,
     first_line,
 )
-from dist_amp.files import ADDRESS, InUse, only_process, write_durably
+from dist_amp.files import ADDRESS, InUse, only_process, run_dir, write_durably
 from dist_amp.settings import RunConfig
 from dist_amp.storage.lease import Lease, last_lease, take
 from dist_amp.storage.store import (
@@ -115,7 +115,7 @@ def mirrored(config: RunConfig, job: Any) -> Iterator[None]:
     folder = job.folder
     world = job.world
     check_not_shared(folder, world)
-    address = (folder / ADDRESS).read_text()
+    address = run_dir(folder)
     lease: Lease | None = None
     leases = ""  # the lease's record, and the id of the one before
     with ExitStack() as undo:
@@ -292,7 +292,7 @@ def fetch(checkpoint: Path, names: Iterable[str]) -> None:
     for name in names:
         if name not in manifest.files or (checkpoint / name).exists():
             continue
-        store = store or Store((checkpoint.parent.parent / ADDRESS).read_text())
+        store = store or Store(run_dir(checkpoint.parent.parent))
         with only_process(checkpoint / f".{name}.lock", seconds=3600.0):
             if not (checkpoint / name).exists():
                 fetch_one(store, checkpoint, name, manifest)
@@ -393,7 +393,7 @@ class Follower:
 
 def is_uploaded(folder: Path, step: int, end: float) -> bool:
     """Wait for a checkpoint at the address; False if it is not complete by time.monotonic=end."""
-    address = (folder / ADDRESS).read_text()
+    address = run_dir(folder)
     key = f"{CHECKPOINTS}/step_{step:08d}/{MANIFEST}"
     while time.monotonic() < end:
         with suppress(Exception):  # each file system has errors of its own
