@@ -39,7 +39,8 @@ if __name__ == "__main__":
         text = "launch checks the settings, then starts the ranks: about 10 s until they have "
         print(f"{text}imported torch", file=sys.stderr, flush=True)
     # Where no rendezvous answers, torch's C++ prints pages of frames.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    if os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR") == "ERROR":
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
 
 import torch
 from torch.distributed import DistError
