@@ -209,7 +209,7 @@ def test_the_defaults_are_two_processes_on_the_cpu_with_restarts_and_the_signals
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     options = started()
     assert (options.nproc_per_node, options.max_restarts) == ("2", 3)
-    assert options.local_addr == "127.0.0.1"
+    assert (options.local_addr, options.standalone) == ("127.0.0.1", True)
     assert "SIGUSR1" in options.signals_to_handle
     assert os.environ["OMP_NUM_THREADS"] == "4"
     assert os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"

@@ -176,10 +176,12 @@ def check_options(options: Namespace) -> None:
     if options.node_rank >= most:
         rule = f"must be below --nnodes={options.nnodes}; the first is 0"
         raise ConfigError(f"--node-rank={options.node_rank} {rule}")
-    has_port = options.master_port not in (None, 29500)  # the default, 29500 in older torch
-    if most == 1 and not (options.local_addr or options.rdzv_endpoint or has_port):
+    has_port = options.master_port not in (None, 29500)  # the default, 29500 in torch 2.11
+    if most == 1 and not (options.rdzv_endpoint or has_port):
+        # Any free port, which torch 2.11 does not choose by itself.
+        options.standalone = options.standalone or options.rdzv_backend == "static"
         # torchrun hangs without a message if the host's name does not resolve.
-        options.local_addr = "127.0.0.1"
+        options.local_addr = options.local_addr or "127.0.0.1"
 
 
 # --- before the ranks

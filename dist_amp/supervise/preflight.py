@@ -53,8 +53,8 @@ def check_launch() -> None:
     if restarts != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise ConfigError(
             f"torchrun --max-restarts={restarts} would restart into a store that holds addresses "
-            "of dead workers, and hang; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's "
-            "environment"
+            "of dead workers, and hang; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its "
+            "environment, and use --standalone or --rdzv-backend=c10d"
         )
     if "TORCHELASTIC_RUN_ID" in os.environ:
         try:
