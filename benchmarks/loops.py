@@ -101,7 +101,7 @@ class RandomTokens(RandomBytes):
         """Micro-batches of `size` samples on the device; the same on every call."""
         generator = torch.Generator(self.device).manual_seed(0)
         shape = (steps, accumulation, size, self.context + 1)
-        tokens = torch.randint(self.shape[0], shape, device=self.device, generator=generator)
+        tokens = torch.randint(self.vocabulary, shape, device=self.device, generator=generator)
         facts: dict[str, Any] = {"tokens": size * shape[-1], "counted": size * self.context}
         return [[{"input_ids": one, "labels": one, **facts} for one in step] for step in tokens]
 
