@@ -122,7 +122,7 @@ def test_the_package_does_not_grow():
     # hang 60, tasks' methods that a project does not read 50, nodes that
     # come and go 80, restarts by spare processes 110, their cost by phase 80, addresses as commands
     # take them and uploads after errors 140.
-    assert fits(architecture.package_size(), lines=32851, files=173), architecture.package_size()
+    assert fits(architecture.package_size(), lines=32853, files=173), architecture.package_size()
 
 
 def test_lines_of_code_hold_at_most_eight_and_a_half_tokens_and_few_conditional_expressions():

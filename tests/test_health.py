@@ -249,6 +249,6 @@ def test_one_rank_of_a_machine_writes_its_memory_or_its_containers_and_each_its_
     (group / "memory.current").write_text(str(12 * 2**30))
     (group / "memory.stat").write_text(f"anon 5\ninactive_file {2 * 2**30}\n")  # cache, so free
     tags = host_tags(of_machine=True, root=str(tmp_path))
-    assert tags.pop("memory/host_rss_GiB") == pytest.approx(resident_bytes() / 2**30, rel=0.1)
+    assert tags.pop("memory/host_rss_GiB") == pytest.approx(resident_bytes()[1] / 2**30, rel=0.1)
     assert tags == {"host/memory_used_GiB": used, "host/available_GiB": available}
     assert list(host_tags(of_machine=False)) == ["memory/host_rss_GiB"]

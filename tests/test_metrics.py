@@ -4,6 +4,9 @@ import io
 import json
 import math
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 from statistics import median
 
 import numpy as np
@@ -20,7 +23,7 @@ from dist_amp.step import evaluate
 from dist_amp.supervise.lifecycle import log_group_rates
 from dist_amp.telemetry import writers
 from dist_amp.telemetry.console import columns
-from dist_amp.telemetry.metrics import memory_use
+from dist_amp.telemetry.metrics import memory_use, resident_bytes
 from dist_amp.telemetry.step_report import MAX_RANK_FOLDERS, RANK_METRICS, SUMMED_METRICS, LogRow
 from dist_amp.telemetry.sums import MAX_STEPS_ON_DEVICE
 from dist_amp.train import main
@@ -117,6 +120,13 @@ def test_memory_is_the_resident_set_on_a_cpu():
     peak, now, *others = memory_use(torch.device("cpu"))
     assert 2**25 < now <= peak
     assert others == [0, 0], "there is no allocator"
+
+
+def test_the_memory_of_the_process_that_started_a_rank_is_none_of_its_peak():
+    large = b"1" * 2**29
+    code = "from dist_amp.telemetry.metrics import resident_bytes; print(resident_bytes()[0])"
+    peak = subprocess.check_output([sys.executable, "-c", code], cwd=Path(__file__).parent.parent)
+    assert int(peak) < resident_bytes()[1], len(large)
 
 
 def test_reserved_bytes_and_allocator_retries_are_logged_on_a_gpu_alone(monkeypatch):

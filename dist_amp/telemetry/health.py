@@ -172,7 +172,7 @@ class Gpu:
 
 def host_tags(of_machine: bool, root: str = "/") -> Tags:
     """{tag: GiB} of this process and, of_machine, of its machine or container."""
-    tags = {"memory/host_rss_GiB": resident_bytes() / GIB}
+    tags = {"memory/host_rss_GiB": resident_bytes()[1] / GIB}
     if not of_machine:
         return tags
     with suppress(OSError, LookupError, ValueError):

@@ -6,7 +6,7 @@ there and gathers every rank's row. Nothing waits for the device.
 
 import math
 import platform
-import resource
+import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -233,10 +233,12 @@ def memory_use(device: torch.device) -> tuple[int, ...]:
         names = ["allocated_bytes.all.peak", "allocated_bytes.all.current"]
         names += ["reserved_bytes.all.current", "num_alloc_retries"]
         return tuple(int(stats.get(name, 0)) for name in names)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    now = resident_bytes()
-    return max(peak, now), now, 0, 0
+    peak, now = resident_bytes()
+    return peak, now, 0, 0
 
 
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+def resident_bytes() -> tuple[int, int]:
+    """(peak, current) of this process; getrusage's peak is at least that of its parent's memory."""
+    text = Path("/proc/self/status").read_text()
+    sizes = {name: 1024 * int(kib) for name, kib in re.findall(r"(VmHWM|VmRSS):\s*(\d+) kB", text)}
+    return sizes.get("VmHWM", sizes["VmRSS"]), sizes["VmRSS"]
