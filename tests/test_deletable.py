@@ -2,11 +2,14 @@
 
 import ast
 import tomllib
+from itertools import combinations
 
 import deletable
 import pytest
 from architecture import files
 
+from dist_amp.commands.deletion import without_blocks
+from dist_amp.commands.features import with_dependents
 from dist_amp.commands.project_tests import defined
 
 FEATURES = deletable.features()
@@ -65,6 +68,21 @@ def test_whole_lines_that_a_feature_cuts_start_at_a_lines_start(feature):
             if isinstance(block, str) and block.endswith("\n"):
                 before = text.partition(block)[0]
                 assert before == "" or before.endswith("\n"), f"{file}: {block!r}"
+
+
+def test_any_two_features_can_be_deleted_together():
+    removed = {name: tuple(row["files"]) for name, row in FEATURES.items()}
+    texts = {}
+    for pair in combinations(FEATURES, 2):
+        entries = [FEATURES[name].get("entries", {}) for name in pair]
+        names = with_dependents(pair, FEATURES)
+        gone = tuple(file for name in names for file in removed[name])
+        for file in entries[0].keys() & entries[1].keys():
+            if file.startswith(gone):
+                continue
+            text = texts.setdefault(file, (deletable.ROOT / file).read_text())
+            for name in names:
+                text = without_blocks(text, FEATURES[name].get("entries", {}).get(file, ()), file)
 
 
 def test_each_file_of_an_optional_folder_belongs_to_a_feature():

@@ -45,10 +45,9 @@ Exit status: 0 nothing fails, 1 something fails, 64 a wrong setting, 65 wrong da
 def main(argv: Sequence[str]) -> int:
     options, rest = parse(argv)
     if options.replay:
-        from dist_amp.storage.reading import fetched
         from dist_amp.verify.replay import replay_file
 
-        return replay_file(fetched(options.replay), rest)
+        return replay_file(options.replay, rest)
     if load_config(rest).compile.blocks == "auto":  # compiled code is compared if it is asked for
         rest = [*rest, "--compile.blocks", "false"]
     if options.dtypes:

@@ -20,6 +20,7 @@ from dist_amp.loading.nested import to_device
 from dist_amp.precision import build_precision
 from dist_amp.scaling.meta import build_whole
 from dist_amp.settings import Config
+from dist_amp.storage.reading import fetched
 from dist_amp.world import locate
 
 
@@ -27,7 +28,7 @@ def replay_file(path: str | Path, argv: Sequence[str] = ()) -> int:
     """Replay a saved micro-batch in this process by autocast; return 0 if it is not finite again,
     else 1. argv: settings over those of the run. Errors: DataError, ConfigError.
     """
-    path = Path(path)
+    path = fetched(str(path))
     kept = read_kept(path)
     report = NonFinite.from_json(kept["report"])
     config = _config_of(kept["config"], path, argv)
