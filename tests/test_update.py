@@ -1,11 +1,13 @@
 """dist_amp update and adopt: a project follows this repository by git merges, and loses no edit."""
 
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -476,11 +478,14 @@ def earlier_base(commit, folder, features):
     subprocess.run(["tar", "x"], cwd=source, input=archive.stdout, check=True)
     shutil.copytree(ROOT / "template", source / "template", dirs_exist_ok=True)
     text = (source / "features.toml").read_text()
-    if "[tests." not in text:
+    if "every_project" not in text:
         today = (ROOT / "features.toml").read_text()
+        every = tomllib.loads(today)["tests"]["every_project"]
+        every = [file for file in every if (source / file).exists()]
         files = [
             part for part in today.split('[tests."')[1:] if (source / part.split('"')[0]).exists()
         ]
+        text = text.partition("[tests")[0] + f"[tests]\nevery_project = {json.dumps(every)}\n"
         text += "".join(f'[tests."{part}' for part in files)
         (source / "features.toml").write_text(text)
     table = read_table(source)
