@@ -27,6 +27,7 @@ NEEDS = {
     r"kubectl ": "a Kubernetes cluster: tests/test_kubernetes.py",
     r"docker ": "docker: tests/test_container.py",
     r"ray start|python launch/ray_train\.py": "Ray: tests/test_ray.py",
+    r"torchrun --nproc_per_node=2 my_script\.py": "a script of yours: tests/test_readme.py",
     r"NNODES=2 ": "several machines: tests/test_launch.py",
     r"dist_amp launch --nnodes 2": "several machines: tests/test_launch_command.py",
     r"python -m benchmarks gpu": "a GPU: tests/test_benchmarks.py",
