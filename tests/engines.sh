@@ -2,7 +2,7 @@
 # Install what the slow tests run the files of launch/ on: Debian's packages, and the extra `engines` into .venv.
 # On another system, or without root, it says what it leaves out; the tests that need it are skipped then, and say so.
 #   bash tests/engines.sh
-# Only if asked, a CUDA build of torch (5 GB) in .venv-cuda, for the stand-in for a GPU (dist_amp/commands/stand_in.py):
+# Only if asked, a CUDA build of torch (5 GB) in .venv-cuda, for the stand-in for a GPU (tests/gpu_stand_in/):
 #   DIST_AMP_FAKE_GPU=1 bash tests/engines.sh
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/setup.sh"

@@ -44,8 +44,7 @@ OPTIONS = {
     "update": "--dry_run",
     "adopt": "--remove --yes",
     "verify": "--world_sizes --strategies --precisions --dtypes --bit_exact --replay",
-    "plan": "--world_size --device --device_memory_GiB --largest_micro_batch --over_ranks "
-    "--simulate --json",
+    "plan": "--world_size --device --device_memory_GiB --largest_micro_batch --over_ranks --json",
     "tokenize": "--out --check --workers --shard_tokens",
     "export": "--out --dtype --format --merge --weights",
     "sample": "--weights",

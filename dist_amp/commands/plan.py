@@ -1,5 +1,5 @@
 """python -m dist_amp.plan [--world_size N] [--device NAME | --device_memory_GiB G]
-[--largest_micro_batch] [--over_ranks] [--simulate [PYTHON]] [--json] [settings of dist_amp.train]
+[--largest_micro_batch] [--over_ranks] [--json] [settings of dist_amp.train]
 
 Predict what a config will do on any number of ranks, without a GPU: batch and epochs, memory per
 rank, bytes sent and time per step, checkpoint size, and the strategy that "auto" picks. Nothing is
@@ -79,14 +79,6 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--over_ranks", action="store_true", help="a table over 8, 64, 512 and 4,096 ranks"
     )
-    parser.add_argument(
-        "--simulate",
-        nargs="?",
-        const="",
-        metavar="PYTHON",
-        help="also run steps of the chosen strategy on imagined H100s, under a CUDA build of "
-        "torch: this interpreter's, that of a clone's .venv-cuda, or PYTHON's",
-    )
     parser.add_argument("--json", action="store_true", help="print one JSON object, no table")
     options, words = parser.parse_known_args(argv)
     if options.world_size < 1 or not 0 <= options.device_memory_GiB < math.inf:
@@ -97,13 +89,6 @@ def main(argv: Sequence[str]) -> None:
     try:
         with redirect_stdout(sys.stderr):  # what the task prints is no part of the plan
             config = load_config(words)
-            if options.simulate is not None:
-                from dist_amp.commands import stand_in
-
-                if config.run.device == "cpu":
-                    raise ConfigError("--simulate is for GPUs; leave it or run.device=cpu out")
-                found = stand_in.find_stand_in(options.simulate)
-                options.device = options.device or "h100-80gb"
             device = None
             if options.device:
                 if config.run.device == "cpu":
@@ -117,15 +102,11 @@ def main(argv: Sequence[str]) -> None:
             plan, refused = make_plan(config, options.world_size, memory, device, largest=largest)
             if options.over_ranks:
                 plan.over_ranks = over_ranks(config, memory, device)
-            if options.simulate is not None and refused is None:
-                refused = stand_in.compare(found, plan, words)
     except SystemExit as error:
         raise DataError(
             f"the task ended the process: {in_one_line(error)}; raise an error that says why"
         ) from error
     text = lines(plan, config)
-    if plan.simulated:
-        text += stand_in.lines(plan)
     if options.json:
         text = [json.dumps(asdict(plan), indent=2)]
     print("\n".join(text), flush=True)

@@ -62,7 +62,6 @@ class Plan:
     fits_with: str = ""  # settings that make it fit, if it doesn't
     largest_micro_batch: int = 0
     over_ranks: list[dict[str, Any]] = field(default_factory=list)
-    simulated: dict[str, Any] = field(default_factory=dict)  # of --simulate
     strategies: list[StrategyPlan] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 

@@ -1,6 +1,6 @@
 """For pytest: in the tests of a real GPU an assertion that fails is noted, and the test goes on.
 
-`-p fake_gpu.plugin --noted FILE`: a line of JSON per assertion of tests/test_gpu.py that failed,
+`-p gpu_stand_in.plugin --noted FILE`: a line of JSON per failed assertion of tests/test_gpu.py,
 {"test", "line": its source}. Any other error is a failure, as always.
 """
 

@@ -13,7 +13,6 @@ import torch
 
 from dist_amp.checkpoint.background import Save, Staging, without_replicas
 from dist_amp.checkpoint.state import Snapshot, take_snapshot
-from dist_amp.commands.stand_in import imagined
 from dist_amp.config.load import load_config
 from dist_amp.diagnostics import consistency
 from dist_amp.diagnostics.limits import FirstSteps
@@ -24,7 +23,8 @@ from dist_amp.step import evaluate, train_step
 from dist_amp.supervise.lifecycle import Stop, open_run
 from dist_amp.telemetry.sums import Interval
 from dist_amp.train import train
-from fake_gpu.records import Syncs, counted, launches_of, traced
+from gpu_stand_in.records import Syncs, counted, launches_of, traced
+from gpu_stand_in.stand_in import imagined
 
 WARM_UP = 20  # the run's own checks of its first steps read the device until then
 STEPS = 50

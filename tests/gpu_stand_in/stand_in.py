@@ -23,24 +23,20 @@ import torch
 import torch.distributed as dist
 
 from dist_amp.clock import PhaseClock
-from dist_amp.commands.plan_report import RANKS_PER_MACHINE, Plan
 from dist_amp.config.load import load_config
-from dist_amp.config.memory import size_text
-from dist_amp.errors import ConfigError, DataError, Failure, in_one_line
+from dist_amp.errors import ConfigError
 from dist_amp.run import build_run
 from dist_amp.scaling import hooks
 from dist_amp.settings import RunConfig
 from dist_amp.step import train_step
-from dist_amp.supervise.command_line import columns
 from dist_amp.world import World, locate
 
 SOURCE = Path(__file__).with_name("fake_gpu.c")
 IN_CLONE = Path(__file__).parents[2] / ".venv-cuda/bin/python"
 HOW_TO = "in a clone, DIST_AMP_FAKE_GPU=1 bash tests/engines.sh installs all of it"
 WHERE = "from importlib.util import find_spec as find; print(find('torch').origin)"
-ANSWER = "import sys; from dist_amp.commands.stand_in import answer; answer(sys.argv[1])"
+ANSWER = "import sys; from gpu_stand_in.stand_in import answer; answer(sys.argv[1])"
 STEPS = 6
-MINUTES = 30
 
 
 @dataclass(frozen=True)
@@ -104,27 +100,23 @@ def answer(folder: str) -> None:
     (Path(folder) / "result").write_bytes(pickle.dumps(function(*args)))
 
 
-def find_stand_in(python: str = "") -> StandIn:
-    """What it takes, on this machine. python: an interpreter; by default this one, if its torch is
-    a CUDA build, or that of the clone's .venv-cuda.
+def find_stand_in() -> StandIn:
+    """What it takes: this interpreter if its torch is a CUDA build, or the clone's .venv-cuda.
 
     Errors: ConfigError that names what is missing.
     """
     if sys.platform != "linux":
-        raise ConfigError("--simulate needs Linux, on which its library replaces CUDA's")
+        raise ConfigError("the stand-in needs Linux, on which its library replaces CUDA's")
     compilers = [os.environ.get("CC", ""), "gcc", "clang"]
     compiler = next((name for name in compilers if shutil.which(name)), "")
     if not compiler:
         raise ConfigError(
-            "--simulate needs a C compiler: gcc, clang or the one that CC names (Debian: apt-get "
+            "the stand-in needs a C compiler: gcc, clang or the one that CC names (Debian: apt-get "
             "install gcc)"
         )
-    if not python:
-        python = sys.executable
-        if torch.version.cuda is None and IN_CLONE.exists():
-            python = str(IN_CLONE)
-    if not shutil.which(python):
-        raise ConfigError(f"--simulate={python}: there is no such interpreter; {HOW_TO}")
+    python = sys.executable
+    if torch.version.cuda is None and IN_CLONE.exists():
+        python = str(IN_CLONE)
     done = subprocess.run([python, "-c", WHERE], capture_output=True, text=True)
     package = Path(done.stdout.strip()).parent
     version = package / "version.py"  # read, since importing torch takes seconds
@@ -132,8 +124,8 @@ def find_stand_in(python: str = "") -> StandIn:
     if not found or found[1] != "13":
         has = f"CUDA {found[1]}" if found else "no CUDA build of torch"
         raise ConfigError(
-            f"--simulate needs torch for CUDA 13 (tested: 2.14.1), and {python} has {has}; give "
-            f"--simulate=PYTHON of an environment with it; {HOW_TO}"
+            f"the stand-in needs torch for CUDA 13 (tested: 2.14.1), and {python} has {has}; "
+            f"{HOW_TO}"
         )
     toolkit = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     folders = [package.parent / "nvidia/cu13/include", Path(toolkit, "include")]
@@ -141,8 +133,8 @@ def find_stand_in(python: str = "") -> StandIn:
         if (headers / "cuda_runtime_api.h").exists() and (headers / "crt/host_config.h").exists():
             return StandIn(python, headers, compiler)
     raise ConfigError(
-        f"--simulate needs CUDA's headers, which are not in {folders[0]}: {python} -m pip install "
-        f"nvidia-cuda-runtime nvidia-cuda-crt; {HOW_TO}"
+        f"the stand-in needs CUDA's headers, which are not in {folders[0]}: "
+        f"{python} -m pip install nvidia-cuda-runtime nvidia-cuda-crt; {HOW_TO}"
     )
 
 
@@ -213,67 +205,3 @@ def peaks_of(words: Sequence[str], ranks: int = 1) -> dict[str, int]:
         for _ in range(STEPS):
             train_step(run, next(run.data))
     return dict(peaks)
-
-
-def try_steps(words: Sequence[str], ranks: int) -> tuple[dict[str, int], str]:
-    """(the peaks, ""), or ({}, the error)."""
-    try:
-        return peaks_of(words, ranks), ""
-    except (Exception, SystemExit) as error:
-        return {}, in_one_line(error)
-
-
-# --- beside a plan
-
-
-def compare(stand_in: StandIn, plan: Plan, words: Sequence[str]) -> Failure | None:
-    """Fill in what the chosen strategy takes; returns the error that ends the command.
-
-    words: the settings of the plan. Errors: ConfigError as for `StandIn.build`.
-    """
-    (chosen,) = [one for one in plan.strategies if one.chosen]
-    strategy = chosen.name.split()[0]
-    if plan.world_size > 1:
-        words = [*words, "--parallel.strategy", strategy]
-    with tempfile.TemporaryDirectory() as folder:
-        variables = environment(
-            stand_in.build(Path(folder)),
-            min(plan.world_size, RANKS_PER_MACHINE),
-            values=strategy == "ddp",  # it compares the ranks' parameters
-            memory=plan.device_memory_bytes,
-        )
-        try:
-            peaks, problem = stand_in.call(
-                variables, try_steps, words, plan.world_size, timeout=60 * MINUTES
-            )
-        except subprocess.TimeoutExpired:
-            return Failure(f"--simulate took more than {MINUTES} minutes; plan without it")
-        except subprocess.CalledProcessError as error:
-            last = (error.stderr.strip() or "it said nothing").splitlines()[-1]
-            return DataError(f"--simulate: {stand_in.python} ended with {error.returncode}: {last}")
-    if peaks:
-        planned = {**chosen.peaks, "step": chosen.on_device}
-        measured = {**peaks, "step": max(peaks.values())}
-        off = {phase: 100 * (planned[phase] / measured[phase] - 1) for phase in planned}
-        plan.simulated = {"planned": planned, "measured": measured, "off_percent": off}
-    elif not problem.startswith("OutOfMemoryError"):
-        return DataError(f"--simulate: a step on imagined GPUs raised {problem}")
-    plan.simulated["problem"] = problem
-    return None
-
-
-def lines(plan: Plan) -> list[str]:
-    """The comparison as text."""
-    (chosen,) = [one for one in plan.strategies if one.chosen]
-    gpu = f"{chosen.name} on an imagined GPU of {size_text(plan.device_memory_bytes)}"
-    if plan.simulated["problem"]:
-        expected = "as planned"
-        if chosen.fits:
-            expected = "though the plan says that it fits"
-        return ["", f"{gpu} runs out of memory, {expected}"]
-    rows = [[gpu, "planned", "measured", "the plan is off by"]]
-    for phase, off in plan.simulated["off_percent"].items():
-        if phase != "other":
-            sizes = (size_text(plan.simulated[name][phase]) for name in ("planned", "measured"))
-            rows.append([f"peak in {phase}", *sizes, f"{off:+.1f} %"])
-    return ["", *columns(rows)]

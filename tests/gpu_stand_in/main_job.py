@@ -7,7 +7,7 @@ from unittest.mock import patch
 import torch
 
 from dist_amp import train
-from fake_gpu.loops import as_if_it_learned
+from gpu_stand_in.loops import as_if_it_learned
 
 
 def main() -> int:

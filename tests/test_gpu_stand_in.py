@@ -1,6 +1,6 @@
-"""Training on GPUs that are not there (fake_gpu/): where it waits, what it allocates and launches.
+"""Training on GPUs that are not there (gpu_stand_in/): host syncs, memory and launches.
 
-`python tests/test_fake_gpu.py` measures again and rewrites fake_gpu/expected.json.
+`python tests/test_gpu_stand_in.py` measures again and rewrites gpu_stand_in/expected.json.
 """
 
 import json
@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 import tiny_hf
-from fake_gpu import FOLDER, PYTHON, ROOT, environ, needs_fake_gpus, on_fake_gpus
-from fake_gpu.loops import (
+from gpu_stand_in import FOLDER, PYTHON, ROOT, environ, needs_fake_gpus, on_fake_gpus
+from gpu_stand_in.loops import (
     STEPS,
     Steps,
     kernels_of,
@@ -27,9 +27,9 @@ from fake_gpu.loops import (
     steps_of,
     unordered_accesses,
 )
+from gpu_stand_in.stand_in import peaks_of
 
 from dist_amp.commands.plan import make_plan
-from dist_amp.commands.stand_in import peaks_of
 from dist_amp.config.load import load_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine, needs_fake_gpus]
@@ -202,7 +202,7 @@ def test_casts_to_float8_are_fused_with_what_computes_their_operands(tmp_path):
 
 @pytest.mark.parametrize(("model", "strategy", "ranks", "recomputed"), PLANNED)
 def test_a_planned_peak_is_the_allocators_within_3_percent(model, strategy, ranks, recomputed):
-    words = ["--task.target", "fake_gpu.strangers:Stranger", "--task.args.name", model]
+    words = ["--task.target", "gpu_stand_in.strangers:Stranger", "--task.args.name", model]
     words += ["--parallel.activation_checkpointing", recomputed, "--precision.tf32", "true"]
     words += ["--compile.blocks", "false"]
     if ranks > 1:
@@ -235,7 +235,8 @@ def test_the_main_job_evaluates_saves_stops_at_a_signal_and_resumes(tmp_path, st
     if strategy != "ddp":  # each rank takes a CPU minutes to compile
         words += ["--compile.blocks", "false"]
     torchrun = "-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc_per_node"
-    command = [PYTHON, *torchrun.split(), ranks, "-m", "fake_gpu.main_job", *words, "--train.steps"]
+    command = [PYTHON, *torchrun.split(), ranks, "-m", "gpu_stand_in.main_job", *words]
+    command.append("--train.steps")
     environment = environ(ranks, values=strategy == "ddp")
 
     def start(steps):
@@ -287,7 +288,7 @@ NO_CUPTI = "test_a_trace_has_the_kernels_and_the_table_the_devices_time"
 
 
 def test_the_tests_of_a_gpu_run_but_for_values(tmp_path):
-    words = f"-q -m gpu -p fake_gpu.plugin --noted {tmp_path}/noted -p no:cacheprovider -rf"
+    words = f"-q -m gpu -p gpu_stand_in.plugin --noted {tmp_path}/noted -p no:cacheprovider -rf"
     command = [PYTHON, "-m", "pytest", *words.split(), "tests/test_gpu.py"]
     done = subprocess.run(
         command, cwd=ROOT, env=environ(2, values=True), capture_output=True, text=True

@@ -1,4 +1,4 @@
-"""Run code on GPUs that are not there: dist_amp/commands/fake_gpu.c says what that shows, and what
+"""Run code on GPUs that are not there: fake_gpu.c says what that shows, and what
 it can't.
 
     result = on_fake_gpus(8, my_function, argument)    # my_function(argument), in a fresh process
@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from dist_amp.commands.stand_in import StandIn, environment, find_stand_in
 from dist_amp.errors import ConfigError
+from gpu_stand_in.stand_in import StandIn, environment, find_stand_in
 
 FOLDER = Path(__file__).parent
 TESTS = FOLDER.parent
