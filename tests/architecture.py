@@ -1,11 +1,10 @@
 """python tests/architecture.py: print what a reader must follow and a process must load.
 
 The figures of the budgets that tests/test_architecture.py keeps. Lines are counted as they stand
-in the files, with docstrings and comments; tokens are Python's, without comments and docstrings.
+in the files, with docstrings and comments.
 """
 
 import ast
-import io
 import json
 import os
 import socket
@@ -13,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -23,14 +21,6 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "dist_amp"
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-NOT_COUNTED = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-}
 
 
 @dataclass(frozen=True)
@@ -55,38 +45,6 @@ def line_count(path: Path) -> int:
 
 def package_size() -> Size:
     return Size(sum(line_count(path) for path in files().values()), len(files()))
-
-
-@dataclass(frozen=True)
-class Density:
-    tokens_per_line: float  # of the lines that hold code
-    conditional_expressions: float  # per 100 of them
-
-
-def density() -> Density:
-    tokens, code_lines, conditionals = 0, 0, 0
-    for path in files().values():
-        tree = ast.parse(path.read_text())
-        docstrings = _docstring_lines(tree)
-        lines = set()
-        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
-            if token.type not in NOT_COUNTED and token.start[0] not in docstrings:
-                tokens += 1
-                lines.update(range(token.start[0], token.end[0] + 1))
-        code_lines += len(lines)
-        conditionals += sum(isinstance(node, ast.IfExp) for node in ast.walk(tree))
-    return Density(tokens / code_lines, 100 * conditionals / code_lines)
-
-
-def _docstring_lines(tree: ast.AST) -> set[int]:
-    """The lines of strings that stand alone: docstrings, and those below a setting."""
-    lines: set[int] = set()
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Constant):
-            continue
-        if isinstance(node.value.value, str):
-            lines.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    return lines
 
 
 def modules_imported(path: Path) -> Iterator[str]:
@@ -278,9 +236,6 @@ def main() -> None:
         show(f"loaded by `import {module}`", import_closure(module))
     show("the package", package_size())
     print(f"{'folders that import each other':42}{mutual_imports()}")
-    measured = density()
-    print(f"{'tokens per line of code':42}{measured.tokens_per_line:7.2f}")
-    print(f"{'conditional expressions per 100 lines':42}{measured.conditional_expressions:7.2f}")
 
 
 if __name__ == "__main__":
