@@ -410,6 +410,37 @@ def test_the_columns_and_types_of_tables_fit_all_files_in_any_order(tmp_path):
     assert list(all_rows(tmp_path)) == [{"text": "a", "n": 1.0}, {"text": "b", "n": 2.5}]
 
 
+def numbers_of(folder, split, **settings):
+    return [row["n"] for row in rows_of(folder, split, **settings)]
+
+
+def test_held_out_rows_are_drawn_and_the_rest_keeps_the_order_of_the_file(tmp_path):
+    write(tmp_path, "rows.csv", "text,n\n" + "".join(f"t,{n}\n" for n in range(40)))
+    train = numbers_of(tmp_path, "train", validation_split=0.2)
+    held_out = numbers_of(tmp_path, "validation", validation_split=0.2)
+    assert sorted(train + held_out) == list(range(40))
+    assert train == sorted(train)
+    assert held_out != sorted(held_out)
+    before = all_rows(tmp_path).train_test_split(test_size=0.2, seed=0)
+    assert held_out == before["test"]["n"][:], "the rows that earlier versions held out"
+    assert numbers_of(tmp_path, "train", validation_split="shuffled:.2") == before["train"]["n"][:]
+
+
+@pytest.mark.parametrize(("share", "first"), [("last", 38), ("last:0.25", 30), ("last:.25", 30)])
+def test_the_last_rows_can_be_held_out(tmp_path, share, first):
+    write(tmp_path, "rows.csv", "text,n\n" + "".join(f"t,{n}\n" for n in range(40)))
+    assert numbers_of(tmp_path, "train", validation_split=share) == [*range(first)]
+    assert numbers_of(tmp_path, "validation", validation_split=share) == [*range(first, 40)]
+
+
+@pytest.mark.bad_input("a share of the last rows that is no share")
+@pytest.mark.parametrize("share", ["last:2", "last:0.0", "last:", "last:x"])
+def test_a_share_of_the_last_rows_that_is_none_is_refused(tmp_path, share):
+    write(tmp_path, "rows.jsonl", LINES)
+    message = message_of(65, rows_of, tmp_path, validation_split=share)
+    assert_says(message, f"data.validation_split={share} does not exist", "last:0.1")
+
+
 UNFIT = "another number of fields"
 
 
