@@ -85,8 +85,8 @@ class SourceConfig:
     split: str = "train"
     """The split to train on."""
     validation_split: Annotated[float, Range(above=0, below=1)] | str = "auto"
-    """The split to evaluate on, or a share of `split` to hold out, such as 0.1; auto: "validation"
-    or "test" if there is one, else 0.05 of `split`.
+    """The split to evaluate on, or a share of the rows of `split`, drawn, such as 0.1; last, or
+    last:0.1: its last rows; auto: "validation" or "test" if there is one, else a drawn 0.05.
     """
     text_column: str = "text"
     """The column that holds the text."""

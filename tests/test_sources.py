@@ -317,7 +317,6 @@ BROKEN = [
     ("rows.jsonl", LINES + '{"text": oops}\n', "the first broken line is 5, at column 10"),
     ("rows.jsonl.gz", CUT, "the first broken line is 5, at column 10"),
     ("rows.jsonl.gz", gzip.compress(LINES.encode() * 9)[:60], "end-of-stream"),
-    ("rows.csv", CSV + "five,4,5,6\n", "Expected 2 fields in line 6, saw 4"),
     ("rows.csv", "text\ncaf\xe9\n".encode("latin-1"), "the first line that is not UTF-8 is 2"),
     ("rows.parquet", b"PAR1 no footer", "can't be read as Parquet"),
 ]
@@ -342,6 +341,163 @@ def test_a_damaged_file_is_named_with_the_line(tmp_path, name, content, said):
     write(tmp_path, f"z_{name}", content)
     message = message_of(65, rows_of, tmp_path)
     assert_says(message, f"data.path={tmp_path}: {tmp_path}/z_{name} c", said)
+
+
+def table(folder, content, name="rows.csv", **settings):
+    """The rows of a table, as lists of values."""
+    write(folder, name, content)
+    rows = all_rows(folder / name, **settings)
+    return [list(rows.column_names), *([*row.values()] for row in rows)]
+
+
+@pytest.mark.parametrize(
+    "field", ["None", "NA", "null", "nan", "00042", "17", "1.50", "True", " a"]
+)
+def test_a_text_in_a_table_is_what_stands_there(tmp_path, field):
+    assert table(tmp_path, f"text,n\n{field},1\n{field},2\n")[1:] == [[field, 1], [field, 2]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "values"),
+    [
+        (["1", " 2", "+3"], [1, 2, 3]),
+        (["1", "", "NA"], [1.0, None, None]),
+        (["1", "2.5", "-1e-3", ".5"], [1.0, 2.5, -0.001, 0.5]),
+        (["1", "b"], ["1", "b"]),
+        (["00042", "17"], ["00042", "17"]),
+        (["NA", "DE"], ["NA", "DE"]),
+        (["1", str(2**70)], ["1", str(2**70)]),
+        (["1.5", str(2**70)], [1.5, 2.0**70]),
+        (["True", "", "false"], [True, None, False]),
+        (["True", "1"], ["True", "1"]),
+        (["", ""], [None, None]),
+        (['"a\nb"', '"x, ""y"""'], ["a\nb", 'x, "y"']),
+    ],
+)
+def test_a_column_of_a_table_has_one_type_that_fits_all_rows(tmp_path, monkeypatch, fields, values):
+    monkeypatch.setattr("dist_amp.sources.converted.ROWS_AT_ONCE", 1)
+    content = "".join(f"t,{field}\n" for field in fields)
+    read = [row[1] for row in table(tmp_path, f"text,x\n{content}")[1:]]
+    assert [(type(value), value) for value in read] == [(type(value), value) for value in values]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "\ufefftext,n\na,1\n",
+        "text,n\r\na,1\r\n",
+        "text,n\n\na,1\n  \n",
+        "text\tn\na\t1\n",
+        gzip.compress(b"text,n\na,1\n"),
+    ],
+)
+def test_a_table_is_the_same_whatever_wrote_it(tmp_path, content):
+    name = "rows.csv.gz" if isinstance(content, bytes) else "rows.csv"
+    if "\t" in str(content) and isinstance(content, str):
+        name = "rows.tsv"
+    assert table(tmp_path, content, name) == [["text", "n"], ["a", 1]]
+
+
+def test_a_table_with_a_column_without_a_name_keeps_all_columns(tmp_path):
+    rows = [["Unnamed: 0", "text"], [0, "a"], [1, "b"]]
+    assert table(tmp_path, ",text\n0,a\n1,b\n") == rows
+
+
+def test_the_columns_and_types_of_tables_fit_all_files_in_any_order(tmp_path):
+    write(tmp_path, "a.csv", "text,n\na,1\n")
+    write(tmp_path, "b.csv", "n,text\n2.5,b\n")
+    write(tmp_path, "c.csv", "text,n\n")
+    assert list(all_rows(tmp_path)) == [{"text": "a", "n": 1.0}, {"text": "b", "n": 2.5}]
+
+
+def numbers_of(folder, split, **settings):
+    return [row["n"] for row in rows_of(folder, split, **settings)]
+
+
+def test_held_out_rows_are_drawn_and_the_rest_keeps_the_order_of_the_file(tmp_path):
+    write(tmp_path, "rows.csv", "text,n\n" + "".join(f"t,{n}\n" for n in range(40)))
+    train = numbers_of(tmp_path, "train", validation_split=0.2)
+    held_out = numbers_of(tmp_path, "validation", validation_split=0.2)
+    assert sorted(train + held_out) == list(range(40))
+    assert train == sorted(train)
+    assert held_out != sorted(held_out)
+    before = all_rows(tmp_path).train_test_split(test_size=0.2, seed=0)
+    assert held_out == before["test"]["n"][:], "the rows that earlier versions held out"
+    assert numbers_of(tmp_path, "train", validation_split="shuffled:.2") == before["train"]["n"][:]
+
+
+@pytest.mark.parametrize(("share", "first"), [("last", 38), ("last:0.25", 30), ("last:.25", 30)])
+def test_the_last_rows_can_be_held_out(tmp_path, share, first):
+    write(tmp_path, "rows.csv", "text,n\n" + "".join(f"t,{n}\n" for n in range(40)))
+    assert numbers_of(tmp_path, "train", validation_split=share) == [*range(first)]
+    assert numbers_of(tmp_path, "validation", validation_split=share) == [*range(first, 40)]
+
+
+@pytest.mark.bad_input("a share of the last rows that is no share")
+@pytest.mark.parametrize("share", ["last:2", "last:0.0", "last:", "last:x"])
+def test_a_share_of_the_last_rows_that_is_none_is_refused(tmp_path, share):
+    write(tmp_path, "rows.jsonl", LINES)
+    message = message_of(65, rows_of, tmp_path, validation_split=share)
+    assert_says(message, f"data.validation_split={share} does not exist", "last:0.1")
+
+
+UNFIT = "another number of fields"
+
+
+@pytest.mark.bad_input(
+    "a row of a table with more or fewer fields than the header, or in other ones"
+)
+@pytest.mark.bad_input("a table that is empty, of a header alone, or names a column twice")
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("text,n\na,b,1\nb,2\n", f"rows.csv, line 2 has {UNFIT} (3) than the header (2)"),
+        ("text,n\na,1,\nb,2,\n", f"rows.csv, line 2 has {UNFIT} (3)"),
+        ('text,n\n"a\nb",1\n\nb\n', f"rows.csv, line 5 has {UNFIT} (1)"),
+        ("text,n\na;1\n", f"line 2 has {UNFIT} (1) than the header (2), which is text,n; separate"),
+        ("text;n\na;1,5\n", f"line 2 has {UNFIT} (2) than the header (1), which is text;n"),
+        ("text;n\na;1\n", "data.text_column=text does not exist; the columns are text;n"),
+        ('text,n\na,1\n"b,2\nc,3\n', "line 3 can't be read as CSV: unexpected end of data"),
+        ("text,n,n\na,1,2\n", "line 1 names column n twice; rename one"),
+        ("", "rows.csv is empty; its first line must name the columns"),
+        ("text,n\n", "it has no rows"),
+    ],
+)
+def test_a_table_whose_rows_do_not_fit_its_header_is_refused_by_line(tmp_path, content, said):
+    assert_says(message_of(65, table, tmp_path, content), said)
+
+
+def test_rows_of_a_table_that_do_not_fit_its_header_can_be_left_out_and_are_named(tmp_path, caplog):
+    write(tmp_path, "rows.csv", "text,n\nx,a,1\nb\nc,3\n")
+    path = tmp_path / "rows.csv"
+    said = f"fields: 2, {path}, line 2 (fields: 3), {path}, line 3 (fields: 1)"
+    for _ in range(2):  # read, and from the cache
+        caplog.clear()
+        assert list(all_rows(path, on_bad_sample="skip")) == [{"text": "c", "n": 3}]
+        assert_says(caplog.text, said)
+    few = message_of(65, rows_of, path, on_bad_sample="skip", max_bad_samples=0.5)
+    assert_says(few, said, "more than data.max_bad_samples=0.5")
+    assert_says(message_of(65, rows_of, path), "line 2 has another number of fields")
+
+
+def test_a_text_in_json_that_looks_like_a_date_is_what_stands_there(tmp_path):
+    dates = ["2024-01-01", "2024-01-01T10:00:00Z", "2024-01-02 10:00:00"]
+    write(
+        tmp_path, "a.jsonl", "".join(f'{{"text": "{d}", "m": [{{"d": "{d}"}}]}}\n' for d in dates)
+    )
+    write(tmp_path, "b.jsonl", '{"text": "a", "m": []}\n')
+    rows = list(all_rows(tmp_path))
+    assert [row["text"] for row in rows] == [*dates, "a"]
+    assert [row["m"] for row in rows[:3]] == [[{"d": date}] for date in dates]
+
+
+@pytest.mark.bad_input("JSON whose values have another type than those of the first rows")
+@pytest.mark.parametrize(("first", "later"), [("42", '"00042"'), ("42", "true"), ("true", "7")])
+def test_json_values_are_not_made_to_fit_the_type_of_the_first_rows(tmp_path, first, later):
+    write(tmp_path, "a.jsonl", f'{{"text": "a", "x": {first}}}\n')
+    write(tmp_path, "b.jsonl", f'{{"text": "b", "x": {later}}}\n')
+    message = message_of(65, rows_of, tmp_path)
+    assert_says(message, f"{tmp_path}/b.jsonl could not be loaded: column x is ")
 
 
 @pytest.mark.bad_input("files of a source with different columns")

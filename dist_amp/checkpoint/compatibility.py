@@ -147,12 +147,11 @@ def check_data(
     """Errors: DataError if the checkpoint's position counts in another dataset."""
     if (manifest.data_length, manifest.data_fingerprint) == (length, fingerprint):
         return
-    text = (
-        f"{path} was made with {manifest.data_length:,} samples of fingerprint "
-        f"{manifest.data_fingerprint}, now there are {length:,} of {fingerprint}"
-    )
+    text = f"{path} was made with {manifest.data_length:,} samples of fingerprint "
+    text += f"{manifest.data_fingerprint}, now there are {length:,} of {fingerprint}"
     if not allowed:
-        raise DataError(f"{text}: use the old data, {OR_ALLOW}")
+        older = "data.validation_split=shuffled if an older version made it"
+        raise DataError(f"{text}: use the old data, {older}, {OR_ALLOW}")
     world.warn(f"{text}; resuming after as many samples of the new data")
 
 

@@ -3,23 +3,34 @@
 import csv
 import errno
 import glob
+import io
 import json
 import logging
 import posixpath
+import re
+import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import datasets
 import fsspec
 import numpy as np
+import pyarrow as pa
+import pyarrow.json
+from datasets.packaged_modules.json import json as json_loader
 from fsspec.utils import infer_compression
 from huggingface_hub import constants
 
 from dist_amp.config.memory import host_memory, size_text
-from dist_amp.errors import DataError, Failure, in_one_line
-from dist_amp.settings import SourceConfig
+from dist_amp.errors import DataError, Failure, in_one_line, some_of
+from dist_amp.settings import DataConfig, SourceConfig
 from dist_amp.sources.files import Files, stay_local_without_network
 from dist_amp.sources.footers import read_source
 from dist_amp.sources.remote import access_problem, causes_of, is_local
@@ -40,6 +51,15 @@ MOST_NESTED = 1000
 MOST_EXPANDED = 100
 BLOCK = 2**20
 NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+# In a column of a table. Leading zeros are those of a name, such as a postcode.
+INTEGER = re.compile(r"\s*[+-]?(0|[1-9]\d*)\s*", re.ASCII)
+DECIMAL = re.compile(
+    r"\s*[+-]?(((0|[1-9]\d*)(\.\d*)?|\.\d+)(e[+-]?\d+)?|inf(inity)?)\s*", re.ASCII | re.IGNORECASE
+)
+# What stands for a missing number, as pandas reads it.
+MISSING = {"", "NA", "N/A", "n/a", "#NA", "#N/A", "#N/A N/A", "<NA>", "None", "NULL", "null"}
+MISSING |= {"NaN", "nan", "-NaN", "-nan", "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN"}
+ROWS_AT_ONCE = 10_000
 
 
 def from_hub(config: SourceConfig) -> Any:
@@ -79,7 +99,7 @@ def from_hub(config: SourceConfig) -> Any:
     return splits
 
 
-def from_files(config: SourceConfig, files: Files) -> Any:
+def from_files(config: DataConfig, files: Files) -> Any:
     """All splits of the files. Errors: DataError that names the file and, if known, the line."""
     fix = "check the files"
     try:
@@ -90,7 +110,7 @@ def from_files(config: SourceConfig, files: Files) -> Any:
                 fix = "write the folder again with save_to_disk, of a Dataset or DatasetDict"
                 saved = datasets.load_from_disk(files.address(files.root))
                 return saved if isinstance(saved, dict) else datasets.DatasetDict(train=saved)
-            return convert(files, files.splits)
+            return convert(config, files, files.splits)
     except DataError as error:
         raise DataError(f"data.path={config.path}: {error}") from error
     except Exception as error:
@@ -100,16 +120,23 @@ def from_files(config: SourceConfig, files: Files) -> Any:
         if problem := access_problem(files.fs, error):
             raise DataError(f"{source} could not be loaded: {problem}") from error
         if files.format in LOADERS and not is_full(error):
-            broken = first_broken(files)
+            broken = first_broken(config, files)
             fix = broken_line(files, broken) + fix
             if broken and broken != config.path:
                 source += f": {files.address(broken)}"
         raise not_loaded(source, error, fix) from error
 
 
-def convert(files: Files, splits: dict[str, list[str]]) -> Any:
+def convert(config: DataConfig, files: Files, splits: dict[str, list[str]]) -> Any:
     """A `datasets.DatasetDict` of files that the library converts, once."""
     loader, options = LOADERS[files.format]
+    tables = None
+    if loader == "csv":
+        tables = Tables(config, options.get("sep", ","))
+        # Each of these settings has its own conversion in the cache.
+        names = {"stop": "error", "skip": "skip"}
+        mode = names[config.on_bad_sample]
+        options = {**options, "na_values": config.text_column, "on_bad_lines": mode}
     # The library takes names as patterns.
     escape = glob.escape if is_local(files.fs) else files.address
     data_files = {split: [escape(path) for path in paths] for split, paths in splits.items()}
@@ -119,18 +146,38 @@ def convert(files: Files, splits: dict[str, list[str]]) -> Any:
         if not files.rest:
             # By its ETag, a file that has changed in its store is fetched again.
             cache = str(Path(datasets.config.HF_DATASETS_CACHE) / "downloads")
-            config = datasets.DownloadConfig(cache_dir=cache, use_etag=True)
-            manager = datasets.DownloadManager(builder.dataset_name, download_config=config)
+            download = datasets.DownloadConfig(cache_dir=cache, use_etag=True)
+            manager = datasets.DownloadManager(builder.dataset_name, download_config=download)
         for inside in splits.values():
             for path in inside:
-                check(files, path, manager)
+                check(files, path, manager, tables)
+    if tables is not None:
+        builder._generate_tables = tables.of_files
+        builder.info.description = builder.info.description or "\n".join(tables.left_out)
+    if files.format == "json":
+        builder._cast_table = partial(cast_json, builder, builder._cast_table)
     # Also of converted files: the builder may have looked before another process wrote them.
     builder.download_and_prepare(dl_manager=manager)
-    return builder.as_dataset()
+    converted = builder.as_dataset()
+    if files.format == "json" and "timestamp" in str(converted.values()):  # by an earlier version
+        builder.download_and_prepare(dl_manager=manager, download_mode="force_redownload")
+        converted = builder.as_dataset()
+    if tables is not None and builder.info.description:
+        left_out = builder.info.description.splitlines()
+        limit = config.max_bad_samples
+        if limit < 1:
+            limit *= sum(map(len, converted.values())) + len(left_out)
+        text = f"rows left out for their number of fields: {len(left_out):,}, {some_of(left_out)}"
+        if len(left_out) > limit:
+            raise DataError(f"{text}; more than data.max_bad_samples={config.max_bad_samples:g}")
+        log.warning("warning: %s", text)
+    return converted
 
 
-def check(files: Files, path: str, manager: Any) -> None:
-    """Errors: DataError for a file that would crash the library or fill the memory."""
+def check(files: Files, path: str, manager: Any, tables: "Tables | None") -> None:
+    """Errors: DataError for a file that would crash the library or fill the memory, or a table
+    whose rows don't fit its header.
+    """
     if files.format == "parquet":
         source = read_source(files.fs, [path])
         for number, group in source.large:
@@ -142,27 +189,184 @@ def check(files: Files, path: str, manager: Any) -> None:
         place = manager.download(files.address(path))
         fs = fsspec.filesystem("file")
     compression = infer_compression(path)
-    is_json = files.format == "json"
-    if compression is None and not is_json:
-        return
     name = files.address(path)
-    size = fs.size(place)
+    if compression is not None or files.format == "json":
+        with fs.open(place, "rb", compression=compression) as content:
+            check_content(content, name, fs.size(place), is_json=files.format == "json")
+    if tables is not None:
+        with fs.open(place, "rb", compression=compression) as content:
+            tables.read_types(content, name)
+
+
+def check_content(content: Any, name: str, size: int, is_json: bool) -> None:
+    """Errors: DataError for a file that expands too far, or JSON that is nested too deeply."""
     nesting = Nesting()
     expanded = 0
-    with fs.open(place, "rb", compression=compression) as content:
-        while block := content.read(BLOCK):
-            expanded += len(block)
-            if expanded > max(MOST_EXPANDED * size, host_memory() // 4):
-                raise DataError(
-                    f"{name} has {size_text(size)} and expands to more than {size_text(expanded)}, "
-                    f"{MOST_EXPANDED} times as much and a quarter of the memory; if that is right, "
-                    "give it decompressed"
-                )
-            if is_json and nesting.add(block) > MOST_NESTED:
-                raise DataError(
-                    f"{name} has JSON that is nested more than {MOST_NESTED} levels deep, in its "
-                    f"first {size_text(expanded)}; remove that row"
-                )
+    while block := content.read(BLOCK):
+        expanded += len(block)
+        if expanded > max(MOST_EXPANDED * size, host_memory() // 4):
+            raise DataError(
+                f"{name} has {size_text(size)} and expands to more than {size_text(expanded)}, "
+                f"{MOST_EXPANDED} times as much and a quarter of the memory; if that is right, "
+                "give it decompressed"
+            )
+        if is_json and nesting.add(block) > MOST_NESTED:
+            raise DataError(
+                f"{name} has JSON that is nested more than {MOST_NESTED} levels deep, in its "
+                f"first {size_text(expanded)}; remove that row"
+            )
+
+
+class Tables:
+    """CSV files as Arrow tables. A column has the name in the header, and a type that fits all rows
+    of all files: whole numbers, numbers, truth values, or the texts that stand there.
+
+    pandas takes a first column without a name as an index, and words such as None as missing.
+    """
+
+    def __init__(self, config: DataConfig, delimiter: str):
+        self.text_column = config.text_column
+        self.skips = config.on_bad_sample == "skip"
+        self.delimiter = delimiter
+        self.kinds: dict[str, set[str]] = defaultdict(set)  # of the values of a column
+        self.left_out: list[str] = []  # where rows have more or fewer fields than the header
+
+    def read_types(self, content: Any, address: str) -> None:
+        """Errors: DataError with the line of a row that does not fit."""
+        batches = self._batches(content, address)
+        if (header := next(batches, None)) is None:
+            raise DataError(f"{address} is empty; its first line must name the columns")
+        if self.kinds and self.kinds.keys() != header.keys():
+            raise DataError(
+                f"{address} has the columns {', '.join(header)}, and a file before it "
+                f"{', '.join(self.kinds)}; give all files the same ones"
+            )
+        for batch in chain((header,), batches):
+            for name, texts in batch.items():
+                kinds = self.kinds[name]
+                for text in texts:
+                    if "text" in kinds:
+                        break
+                    kinds.add(kind_of(text))
+
+    def of_files(
+        self, files: Any = (), files_iterables: Any = (), **_: Any
+    ) -> Iterator[tuple[int, pa.Table]]:
+        """In place of the library's generator; `files` is the argument of its version 4."""
+        paths = [path for inside in files_iterables or files for path in inside]
+        number = 0
+        for path in paths:
+            with fsspec.open(path, "rb") as content:
+                for batch in islice(self._batches(content, ""), 1, None):
+                    columns = {name: self._column(name, batch[name]) for name in self.kinds}
+                    yield number, pa.table(columns)
+                    number += 1
+
+    def _batches(self, content: Any, address: str) -> Iterator[dict[str, tuple[str, ...]]]:
+        """{column: texts}, first of no row. address: of a file whose other rows are not known."""
+        rows = self._rows(content, address)
+        if (names := next(rows, None)) is None:
+            return
+        yield dict.fromkeys(names, ())
+        while batch := list(islice(rows, ROWS_AT_ONCE)):
+            yield dict(zip(names, zip(*batch, strict=True), strict=True))
+
+    def _rows(self, content: Any, address: str) -> Iterator[list[str]]:
+        csv.field_size_limit(sys.maxsize)
+        lines = io.TextIOWrapper(content, encoding="utf-8-sig", newline="")
+        reader = csv.reader(lines, delimiter=self.delimiter, strict=True)
+        names: list[str] = []
+        line = 1
+        try:
+            for row in reader:
+                where = f"{address}, line {line}"
+                line = reader.line_num + 1
+                if not row or (len(row) == 1 and row[0].isspace()):
+                    continue
+                if not names:
+                    names = [name or f"Unnamed: {number}" for number, name in enumerate(row)]
+                    if repeated := [name for name in names if names.count(name) > 1]:
+                        raise DataError(f"{where} names column {repeated[0]} twice; rename one")
+                    yield names
+                elif len(row) == len(names):
+                    yield row
+                elif address:
+                    self._leave_out(where, len(row), names)
+        except csv.Error as error:
+            raise DataError(f"{address}, line {line} can't be read as CSV: {error}") from None
+
+    def _leave_out(self, where: str, fields: int, names: list[str]) -> None:
+        if self.skips:
+            self.left_out.append(f"{where} (fields: {fields})")
+            return
+        separators = {",": "commas", "\t": "tabs"}[self.delimiter]
+        raise DataError(
+            f"{where} has another number of fields ({fields}) than the header ({len(names)}), "
+            f"which is {self.delimiter.join(names):.80}; separate fields by {separators}, quote "
+            f"those that hold {separators}, or set data.on_bad_sample=skip to leave such rows out"
+        )
+
+    def _column(self, name: str, texts: tuple[str, ...]) -> pa.Array:
+        known = self.kinds[name] - {"", "missing"}
+        has_missing = known != self.kinds[name]
+        if name == self.text_column:
+            known = {"text"}
+        if known == {"truth"}:
+            truths = [None if text in MISSING else text.lower() == "true" for text in texts]
+            return pa.array(truths, pa.bool_())
+        if known == {"integer"} and not has_missing:
+            return pa.array(map(int, texts), pa.int64())
+        # An integer above 64 bits alone is a name, among numbers a number.
+        if known == {"integer"} or ("number" in known and not known & {"text", "truth"}):
+            numbers = [None if text in MISSING else float(text) for text in texts]
+            return pa.array(numbers, pa.float64())
+        return pa.array([text or None for text in texts], pa.large_string())
+
+
+def kind_of(text: str) -> str:
+    """ "": empty, missing, truth, integer, large: an integer above 64 bits, number, text."""
+    if text in MISSING:
+        return text and "missing"
+    if INTEGER.fullmatch(text):
+        is_large = len(text) > 40 or not -(2**63) <= int(text) < 2**63
+        return "large" if is_large else "integer"
+    if DECIMAL.fullmatch(text):
+        return "number"
+    return "truth" if text in ("True", "TRUE", "true", "False", "FALSE", "false") else "text"
+
+
+def read_json(content: Any, **options: Any) -> pa.Table:
+    """Arrow's reader, except that texts that look like dates are what stands there."""
+    table = pyarrow.json.read_json(content, **options)
+    schema = pa.schema([field.with_type(without_dates(field.type)) for field in table.schema])
+    if schema == table.schema:
+        return table
+    content.seek(0)
+    texts = pyarrow.json.ParseOptions(explicit_schema=schema)
+    return pyarrow.json.read_json(content, parse_options=texts, **options)
+
+
+def without_dates(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(without_dates(field.type)) for field in kind])
+    if pa.types.is_list(kind):
+        return pa.list_(without_dates(kind.value_type))
+    return pa.string() if pa.types.is_timestamp(kind) else kind
+
+
+def cast_json(builder: Any, cast: Any, table: pa.Table, *args: Any, **options: Any) -> pa.Table:
+    """The library's cast to the types of the first rows; a text does not become a number."""
+    known = builder.info.features.arrow_schema if builder.info.features else table.schema
+    for name in set(known.names) & set(table.column_names):
+        first, kind = (schema.field(name).type for schema in (known, table.schema))
+        for is_such in (pa.types.is_boolean, is_number):
+            if is_such(first) and not is_such(kind) and not pa.types.is_null(kind):
+                raise DataError(f"column {name} is {first} in its first rows, and {kind} later")
+    return cast(table, *args, **options)
+
+
+def is_number(kind: pa.DataType) -> bool:
+    return pa.types.is_integer(kind) or pa.types.is_floating(kind)
 
 
 class Nesting:
@@ -189,13 +393,13 @@ class Nesting:
         return int(depths.max())
 
 
-def first_broken(files: Files) -> str:
+def first_broken(config: DataConfig, files: Files) -> str:
     """The first file that can't be read, or not together with the first; "" if none."""
     paths = [path for inside in files.splits.values() for path in inside]
     for path in paths:
         try:
             with library(files):
-                convert(files, {"train": sorted({paths[0], path})})
+                convert(config, files, {"train": sorted({paths[0], path})})
         except Exception:
             return path
     return ""
@@ -353,7 +557,7 @@ def not_loaded(source: str, error: Exception, fix: str) -> Failure:
         )
     cause = error.__cause__ or error  # the library wraps the error in a general one
     text = " ".join(str(cause).split()) or type(cause).__name__
-    if text == "StopIteration" or "corresponds to no data" in text:
+    if text == "StopIteration" or re.search("to no data|at least one example", text):
         text = "it has no rows"
     if "scripts are no longer supported" in text:
         fix = "convert it to Parquet with datasets below 4, and set data.path to the files"
@@ -375,10 +579,12 @@ def library(files: Files | None = None) -> Iterator[None]:
     level = logger.level
     offline = datasets.config.HF_HUB_OFFLINE
     logger.setLevel(logging.CRITICAL)
+    reader = SimpleNamespace(ReadOptions=pyarrow.json.ReadOptions, read_json=read_json)
     if files is not None and "hf" not in files.fs.protocol:
         datasets.config.HF_HUB_OFFLINE = False
     try:
-        yield
+        with patch.object(json_loader, "paj", reader):
+            yield
     finally:
         logger.setLevel(level)
         datasets.config.HF_HUB_OFFLINE = offline

@@ -2,9 +2,12 @@
 
 import logging
 import math
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+
+import numpy as np
 
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.loading.loader import read
@@ -15,7 +18,8 @@ from dist_amp.sources.mixture import tables_of
 log = logging.getLogger(__name__)
 # Parquet files above this are read by row group: converting them takes their size in the cache.
 MAP_UP_TO_BYTES = 4 * 2**30
-HELD_OUT = 0.05  # of the rows, with data.validation_split=auto
+HELD_OUT = 0.05  # of the rows, with data.validation_split=auto, last or shuffled
+WAY = re.compile(r"(last|shuffled)(?::(0?\.\d*[1-9]\d*))?")  # of holding out, and the share
 
 
 class Converted:
@@ -102,21 +106,26 @@ def pick_split(splits: Any, config: SourceConfig, split: str, *other_columns: st
     """The training or validation part of {name: rows, or what opens them}: see `load_rows`."""
     name = config.split
     held_out = config.validation_split  # a share, or a split's name
+    way = ""
     if held_out == "auto":
         usual = (other for other in ("validation", "test") if other in splits and other != name)
         held_out = next(usual, HELD_OUT)
+    elif held_out not in splits and (match := WAY.fullmatch(str(held_out))):
+        way, share = match.groups()
+        held_out = float(share or HELD_OUT)
     for key, value in (("split", name), ("validation_split", held_out)):
         if isinstance(value, str) and value not in splits:
-            raise DataError(
-                f"data.{key}={value} does not exist; the dataset has {', '.join(splits)}"
-            )
+            known = ", ".join(splits)
+            if key == "validation_split":
+                known += "; or hold out a share of the rows, such as 0.1, or last:0.1 for the last"
+            raise DataError(f"data.{key}={value} does not exist; the dataset has {known}")
     if split == "validation" and isinstance(held_out, str):
         name = held_out
     rows = splits[name]
     if callable(rows):
         rows = rows()
     if isinstance(held_out, float):
-        rows = held_out_part(rows, split, held_out)
+        rows = held_out_part(rows, split, held_out, way)
     if rows is None:
         return None
     present = {config.text_column, *other_columns} & set(rows.column_names)
@@ -132,17 +141,32 @@ def pick_split(splits: Any, config: SourceConfig, split: str, *other_columns: st
     return rows
 
 
-def held_out_part(rows: Any, split: str, share: float) -> Any:
-    """The rows of `split`: a share is held out for validation, None of a single row."""
+def held_out_part(rows: Any, split: str, share: float, way: str = "") -> Any:
+    """The rows of `split`: a share is held out for validation, None of a single row.
+
+    way: last: the rows at the end; "": drawn rows; shuffled: drawn rows, and the rest in the order
+    of the draw, not the file's, as versions before this one had it.
+    """
     if len(rows) < 2 and split == "train":
         return rows
     if len(rows) < 2:
         log.info("data: a single document, so none is held out and there is no evaluation")
         return None
-    if math.ceil(len(rows) * share) >= len(rows):
+    count = math.ceil(len(rows) * share)
+    if count >= len(rows):
         raise DataError(
             f"data.validation_split={share} leaves none of {len(rows)} rows to train on; use a "
             "smaller one"
         )
-    parts = rows.train_test_split(test_size=share, seed=0)
-    return parts["train" if split == "train" else "test"]
+    if not hasattr(rows, "select"):  # a Parquet view holds out whole row groups
+        parts = rows.train_test_split(test_size=share, seed=0, shuffle=way != "last")
+        return parts["train" if split == "train" else "test"]
+    if way == "last":
+        first = len(rows) - count
+        return rows.select(range(first) if split == "train" else range(first, len(rows)))
+    order = np.random.default_rng(0).permutation(len(rows))  # as train_test_split(seed=0) draws
+    if split != "train":  # not in the file's order: a short evaluation has rows of all its parts
+        return rows.select(order[:count])
+    if way != "shuffled":
+        order[count:].sort()
+    return rows.select(order[count:])

@@ -107,8 +107,10 @@ class ParquetView:
         view._reader = None
         return view
 
-    def train_test_split(self, test_size: float, seed: int = 0) -> dict[str, "ParquetView"]:
-        """Hold out random row groups. Errors: DataError if none is left to train on."""
+    def train_test_split(
+        self, test_size: float, seed: int = 0, shuffle: bool = True
+    ) -> dict[str, "ParquetView"]:
+        """Hold out random row groups, or the last; DataError if none is left to train on."""
         groups = len(self._groups)
         held_out = math.ceil(groups * test_size)
         if held_out >= groups:
@@ -116,9 +118,12 @@ class ParquetView:
                 f"data.validation_split={test_size} leaves none of the row groups ({groups}) to "
                 "train on; name a split, write smaller row groups, or use data.view=map"
             )
-        order = torch.randperm(groups, generator=torch.Generator().manual_seed(seed)).numpy()
+        order = np.arange(groups)[::-1]
+        if shuffle:
+            order = torch.randperm(groups, generator=torch.Generator().manual_seed(seed)).numpy()
         train = np.sort(order[held_out:])
-        return {"train": self._part(train), "test": self._part(order[:held_out])}
+        test = order[:held_out]
+        return {"train": self._part(train), "test": self._part(test if shuffle else np.sort(test))}
 
     def _part(self, chosen: NDArray[np.int64]) -> "ParquetView":
         view = copy.copy(self)
