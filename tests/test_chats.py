@@ -359,7 +359,7 @@ def test_rows_of_sharegpt_and_alpaca_are_chats(row, messages, open_with):
 def cache(tmp_path, monkeypatch):
     """An empty cache of tokens."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache/datasets")
-    return tmp_path / "cache/dist_amp/tokens"
+    return tmp_path / "cache/dist-amp/tokens"
 
 
 @pytest.mark.parametrize(

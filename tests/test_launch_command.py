@@ -408,6 +408,18 @@ def test_a_report_is_never_half_written(tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "error.json").exists()
 
 
+@pytest.mark.parametrize(("nnodes", "status"), [("1", 64), ("2", 0)])
+def test_one_launch_per_task_of_srun_is_refused_unless_it_knows_of_the_nodes(
+    monkeypatch, capsys, nnodes, status
+):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    monkeypatch.setattr(command, "in_fork", lambda what, check: 0)
+    monkeypatch.setattr(command, "start", lambda options: 0)
+    assert command.main(["--nproc-per-node=1", f"--nnodes={nnodes}", "-m", "mine"]) == status
+    assert ("SLURM_STEP_NUM_TASKS=2, but" in capsys.readouterr().err) == (status == 64)
+
+
 @pytest.mark.parametrize(("codes", "status"), [([], 64), ([1, -15], 1)])
 def test_a_value_error_is_a_mistake_in_the_options_only_before_ranks_were_started(
     codes, status, monkeypatch, capsys

@@ -17,6 +17,7 @@ from torch import nn
 from dist_amp.checkpoint.state import load
 from dist_amp.config.auto import pick_cast, pick_reduction, pick_strategy
 from dist_amp.config.validate import check_parallel
+from dist_amp.distributed.process import TASK_COUNTS
 from dist_amp.errors import ConfigError
 from dist_amp.settings import ParallelConfig, PrecisionConfig, RunConfig
 from dist_amp.world import World, locate
@@ -162,6 +163,39 @@ def test_an_environment_at_odds_with_itself_is_refused(monkeypatch, environment,
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=words):
+        locate(RunConfig())
+
+
+@pytest.mark.bad_input("srun or mpirun, which start processes that don't know of each other")
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ("SLURM_STEP_NUM_TASKS=2 SLURM_PROCID=1", "SLURM_STEP_NUM_TASKS=2, .* use srun .*torchrun"),
+        ("SLURM_NTASKS=4 SLURM_PROCID=0 SLURM_STEP_ID=0 ENVIRONMENT=BATCH", "SLURM_NTASKS=4, "),
+        ("SLURM_NTASKS=4 SLURM_PROCID=0", "=4, .* --nproc_per_node=4 -m dist_amp.train"),
+        ("OMPI_COMM_WORLD_SIZE=2", "OMPI_COMM_WORLD_SIZE=2, .* use torchrun"),
+        ("PMI_SIZE=2", "PMI_SIZE=2, but RANK and WORLD_SIZE are not set"),
+        ("SLURM_NTASKS=8", ""),  # a shell of salloc
+        ("SLURM_NTASKS=8 SLURM_PROCID=0 ENVIRONMENT=BATCH", ""),  # a script of sbatch
+        ("SLURM_NTASKS=8 SLURM_PROCID=0 SLURM_STEP_ID=4294967291", ""),
+        ("SLURM_NTASKS=8 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1", ""),  # a shell inside a step
+        ("SLURM_NTASKS=1 SLURM_PROCID=0 SLURM_STEP_ID=0 SLURM_GPUS_ON_NODE=8", ""),
+        ("PMI_SIZE=1", ""),
+        ("PMI_SIZE=2 RANK=0 WORLD_SIZE=1", ""),  # separate runs
+    ],
+)
+def test_processes_of_a_launcher_that_torch_does_not_know_are_refused(
+    monkeypatch, environment, words
+):
+    for name in {*TASK_COUNTS, *os.environ}:
+        if name in ("RANK", "WORLD_SIZE", "ENVIRONMENT", *TASK_COUNTS) or "SLURM" in name:
+            monkeypatch.delenv(name, raising=False)
+    for setting in environment.split():
+        monkeypatch.setenv(*setting.split("="))
+    if not words:
+        assert locate(RunConfig(device="cpu")).world_size == 1
+        return
     with pytest.raises(ConfigError, match=words):
         locate(RunConfig())
 

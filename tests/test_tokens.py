@@ -28,7 +28,7 @@ TEXTS = [{"text": "ab" * (1 + number % 5)} for number in range(24)]
 def cache(tmp_path, monkeypatch):
     """An empty cache of tokens."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache/datasets")
-    return tmp_path / "cache/dist_amp/tokens"
+    return tmp_path / "cache/dist-amp/tokens"
 
 
 def source(folder, rows):

@@ -7,6 +7,8 @@ import importlib.metadata
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import built_wheel
@@ -89,6 +91,32 @@ def trained(installed, tmp_path_factory):
     assert done.returncode == 0, done.stderr
     shutil.copytree(folder / "run", folder / "copy")
     return folder
+
+
+# ---- an editable install
+
+
+@pytest.mark.parametrize("project", ["pyproject.toml", "template/pyproject.toml.in"])
+def test_a_folder_of_the_packages_name_does_not_shadow_an_editable_install(tmp_path, project):
+    text = re.sub("^[A-Z]+$", "", (ROOT / project).read_text(), flags=re.MULTILINE)
+    clone = tmp_path / "clone"
+    here = tmp_path / "here"
+    (here / "dist_amp").mkdir(parents=True)
+    (clone / "dist_amp").mkdir(parents=True)
+    (clone / "pyproject.toml").write_text(text.replace("NAME", "dist_amp"))
+    (clone / "dist_amp/__init__.py").write_text("__version__ = '1'\n")
+    for name in ("README.md", "LICENSE"):
+        shutil.copy(ROOT / name, clone)
+    build = "from setuptools import build_meta; build_meta.build_editable('.')"
+    subprocess.run([sys.executable, "-c", build], cwd=clone, check=True, capture_output=True)
+    shutil.unpack_archive(next(clone.glob("*.whl")), tmp_path / "packages", "zip")
+    # `python -m` has the current folder in front.
+    imports = f"import sys, site; sys.path.insert(0, {str(here)!r})\n"
+    imports += f"site.addsitedir({str(tmp_path / 'packages')!r}); import dist_amp\n"
+    command = [sys.executable, "-I", "-S", "-c", f"{imports}print(dist_amp.__file__)"]
+    assert subprocess.check_output(command, text=True).strip() == str(
+        clone / "dist_amp/__init__.py"
+    )
 
 
 # ---- the README

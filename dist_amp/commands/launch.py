@@ -62,7 +62,7 @@ from dist_amp.config.load import collect, load_config, target_in
 from dist_amp.config.parse import Setting
 from dist_amp.config.suggestions import check_unknown
 from dist_amp.distributed.gpu_checks import check_gpus_are_used
-from dist_amp.distributed.process import cpu_cores
+from dist_amp.distributed.process import cpu_cores, refuse_copies
 from dist_amp.errors import ConfigError, Failure, first_line, in_one_line
 from dist_amp.settings import Config
 from dist_amp.supervise.command_line import exit_status
@@ -177,7 +177,10 @@ def check_options(options: Namespace) -> None:
         rule = f"must be below --nnodes={options.nnodes}; the first is 0"
         raise ConfigError(f"--node-rank={options.node_rank} {rule}")
     has_port = options.master_port not in (None, 29500)  # the default, 29500 in torch 2.11
-    if most == 1 and not (options.rdzv_endpoint or has_port):
+    if most > 1:
+        return
+    refuse_copies()
+    if not (options.rdzv_endpoint or has_port):
         # Any free port, which torch 2.11 does not choose by itself.
         options.standalone = options.standalone or options.rdzv_backend == "static"
         # torchrun hangs without a message if the host's name does not resolve.

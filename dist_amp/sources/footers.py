@@ -162,7 +162,7 @@ def kept(read_tails: Callable[[], Iterator[bytes]], name: str) -> Path:
     import datasets
     from filelock import FileLock
 
-    folder = Path(datasets.config.HF_DATASETS_CACHE).parent / "dist_amp" / "footers"
+    folder = Path(datasets.config.HF_DATASETS_CACHE).parent / "dist-amp" / "footers"
     path = folder / f"{name}.arrow"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -84,7 +84,7 @@ def token_documents(data: DataConfig, split: str, tokenizer: Tokenizer, rows: An
 
     source = source_fingerprint(rows, data.text_column)
     facts = (split, source, tokenizer.identity, data.text_column, FORMAT, SHARD_TOKENS)
-    cache = Path(datasets.config.HF_DATASETS_CACHE).parent / "dist_amp" / "tokens"
+    cache = Path(datasets.config.HF_DATASETS_CACHE).parent / "dist-amp" / "tokens"
     folder = cache / short_hash(*facts)
     tokenize(folder, {split: rows}, tokenizer, data.text_column, data.workers)
     return open_shards(folder, split, tokenizer)
