@@ -4,9 +4,11 @@ the same bits.
 
 import gc
 import io
+import random
 from contextlib import redirect_stderr
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -130,6 +132,47 @@ def random_parameter():
     return model
 
 
+def seeded():
+    torch.manual_seed(1)
+    numpy.random.seed(1)  # noqa: NPY002
+    random.seed(1)
+    return Mixer()
+
+
+def seeded_buffer():
+    """Its buffer is drawn after its parameters, but from a generator that is seeded anew."""
+    model = Mixer()
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model.register_buffer("noise", torch.randn(4))
+    model.register_buffer("order", torch.from_numpy(numpy.random.permutation(4)))  # noqa: NPY002
+    return model
+
+
+def drawn_before_seeding():
+    model = Mixer()
+    model.register_buffer("noise", torch.randn(4))
+    torch.manual_seed(1)
+    return model
+
+
+def drawn_from_a_state_put_back():
+    model = Mixer()
+    state = torch.get_rng_state()
+    torch.manual_seed(1)
+    torch.set_rng_state(state)
+    model.register_buffer("noise", torch.randn(4))
+    return model
+
+
+def drawn_from_one_generator():
+    generator = torch.Generator().manual_seed(1)
+    model = Mixer()
+    nn.init.normal_(model.head.weight, generator=generator)
+    model.register_buffer("noise", torch.randn(4, generator=generator))
+    return model
+
+
 def whole_state(world, task, strategy, *words):
     """Every parameter and buffer of a new run, whole, in the names of the state."""
     run = make_run(world, task, "--parallel.strategy", strategy, "--use_amp", "false", *words)
@@ -154,6 +197,9 @@ FALLBACKS = {
     "value_dependent": (Regression(value_dependent), "meta"),
     "derived_buffer": (Regression(derived_buffer), "the buffer start is computed from parameters"),
     "random": (Regression(random_parameter), "it draws random numbers besides"),
+    "before_seeding": (Regression(drawn_before_seeding), "it draws random numbers besides"),
+    "state_put_back": (Regression(drawn_from_a_state_put_back), "it draws random numbers besides"),
+    "one_generator": (Regression(drawn_from_one_generator), "it draws random numbers besides"),
     "listed": (Regression(listed), "something besides the model's modules refers to"),
 }
 
@@ -200,6 +246,14 @@ def test_a_model_that_needs_its_parameters_is_built_whole_and_the_cost_is_said(n
     assert "each of the 2 ranks holds the whole model" in warnings
     assert why in warnings
     assert not none
+
+
+@pytest.mark.parametrize("make", [seeded, seeded_buffer])
+def test_a_model_that_seeds_the_generators_is_still_drawn_by_rank_0_alone(make):
+    (expected,) = on_ranks(1, whole_state, Regression(make), "single")
+    for state, warnings in on_ranks(2, heard, Regression(make)):
+        assert not warnings
+        assert all(torch.equal(state[key], value) for key, value in expected.items())
 
 
 class Wide(Regression):

@@ -197,8 +197,22 @@ def test_a_total_weight_that_is_0_or_no_number_is_named(weight):
     task.weight = lambda batch: weight
     run = make_run(World(), task)
     recorded_steps(run, 3)
-    with pytest.raises(DataError, match=f"a total weight was {weight}; the task's weight"):
+    with pytest.raises(DataError, match=f"a total weight was {weight}; the task's weight") as error:
         Limits(run).on_log(log(run))
+    says_how_to_pass_it = "resume with --run.allow_config_change true, or return max(1, weight)"
+    assert (says_how_to_pass_it in str(error.value)) == (weight == 0)
+
+
+def test_a_step_without_a_label_is_one_of_loss_0_if_its_weight_is_at_least_1():
+    task = NothingCounts()
+    task.loss_sum = lambda model, batch: model(batch["x"]).sum() * 0
+    task.weight = lambda batch: max(1, NothingCounts.weight(task, batch))
+    run = make_run(World(), task, "--use_amp", "false")
+    recorded_steps(run, 3)
+    row = log(run)
+    Limits(run).on_log(row)
+    assert row["skips_in_a_row"] == 0
+    assert row.loss == 0
 
 
 @pytest.mark.bad_input("loss or gradients not finite k times in a row")

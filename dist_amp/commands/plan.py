@@ -199,7 +199,7 @@ def make_plan(
 
 def build_module(task: Task, config: Config, world: World) -> nn.Module:
     """The model on the meta device; whole, with a warning, if it can't be built there."""
-    module, problem = built_on_meta(task, torch.device("cpu"))
+    module, problem = built_on_meta(task)
     if problem and not hasattr(task, "load"):
         world.warn(
             f"every rank will hold the whole model in host memory until it is sharded: {problem}"

@@ -34,9 +34,16 @@ class Limits(Observer):
         if row["weight_sum"] == math.inf:
             weight = row["weight_sum"]
         if row["weight_sum"] == math.inf or not weight > 0:
+            advice = ""
+            if weight == 0:
+                advice = (
+                    "; a resumed run comes to this step again: leave out the samples without a "
+                    "label in build_dataset and resume with --run.allow_config_change true, or "
+                    "return max(1, weight) there, which makes a step without labels one of loss 0"
+                )
             raise DataError(
                 f"in the steps up to {row.step} a total weight was {weight:g}; the task's "
-                "weight(batch) is what the loss is divided by, and must be above 0"
+                f"weight(batch) is what the loss is divided by, and must be above 0{advice}"
             )
         if precision.name == "fp16" and row["loss_scale"] < MIN_SCALE:
             raise NumericsError(

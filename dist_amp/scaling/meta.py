@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dist_amp.distributed.process import random_state, set_random_state
 from dist_amp.errors import DataError, in_one_line, some_of
@@ -127,7 +129,7 @@ def build_on_ranks(task: Task, world: World, resumes: bool) -> nn.Module:
     module: nn.Module | None = None
     problem = ""
     if not world.is_main or resumes:
-        module, problem = built_on_meta(task, world.device)
+        module, problem = built_on_meta(task)
     problem = next(filter(None, world.gather_texts(problem)), "")
     # No checkpoint fills frozen parameters.
     is_frozen = module is not None and any(not p.requires_grad for p in module.parameters())
@@ -145,11 +147,36 @@ def build_on_ranks(task: Task, world: World, resumes: bool) -> nn.Module:
     return module
 
 
-def built_on_meta(task: Task, device: torch.device) -> tuple[nn.Module | None, str]:
-    """(the model with its parameters on meta or None, "" or why not). device: of its draws."""
-    start = random_state(device)
+class _Draws(TorchDispatchMode):
+    """Notes whether random numbers are drawn that differ from those of a build with memory.
+
+    On meta nothing is drawn, so that a generator in such a state is behind until it is seeded.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.differ = False
+        self._behind: set[bytes] = set()  # states of generators
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        generator = kwargs.get("generator") or torch.default_generator
+        state = generator.get_state().numpy().tobytes()
+        result = func(*args, **kwargs)
+        if tree_leaves(result)[0].is_meta:
+            self._behind.add(state)
+        elif state in self._behind:
+            self.differ = True
+        return result
+
+
+def built_on_meta(task: Task) -> tuple[nn.Module | None, str]:
+    """(the model with its parameters on meta or None, "" or why not)."""
+    draws = _Draws()
     try:
-        with parameters_on_meta() as originals:
+        with parameters_on_meta() as originals, draws:
             module = built_model(task)
     except Exception as error:
         return None, in_one_line(error)
@@ -162,8 +189,7 @@ def built_on_meta(task: Task, device: torch.device) -> tuple[nn.Module | None, s
     for name, leaves in kept_by(task, module).items():
         if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
             return module, f"the task keeps parameters beside the model, in its attribute {name}"
-    now = random_state(device)
-    if not all(torch.equal(now[name].nan_to_num(), start[name].nan_to_num()) for name in start):
+    if draws.differ:
         return module, (
             "it draws random numbers besides its parameters, which would differ from rank 0's"
         )
