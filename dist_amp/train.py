@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from dist_amp.checkpoint.compatibility import with_rows_as_begun
 from dist_amp.checkpoint.resume import checkpoint_to_resume
 from dist_amp.checkpoint.saver import Saver
 from dist_amp.checkpoint.state import load
@@ -277,6 +278,8 @@ def newest_run(config: Config, job: Job, folder: Path) -> ScriptRun:
     startup = job.startup
     startup.lap("checks")
     checkpoint = checkpoint_to_resume(config, folder, job.world)
+    if checkpoint is not None:
+        config = with_rows_as_begun(config, checkpoint)
     startup.lap("restore")
     run = build_run(config, job.world, resumes=checkpoint is not None)
     startup.lap("model")

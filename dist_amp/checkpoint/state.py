@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.utils._pytree import tree_map_only
 
+from dist_amp import __version__
 from dist_amp.checkpoint.compatibility import check_fit, continue_data, fingerprint
 from dist_amp.checkpoint.format import (
     Manifest,
@@ -71,7 +72,11 @@ def take_snapshot(run: Run) -> Snapshot:
         evaluated_step=run.metrics.evaluated_step,
         best=run.metrics.best,
         order=run.data.plan.order,
-        versions={"python": sys.version.split()[0], "torch": torch.__version__},
+        versions={
+            "python": sys.version.split()[0],
+            "torch": torch.__version__,
+            "dist_amp": __version__,
+        },
     )
     folder = checkpoint_folder(run.folder, run.step)
     keep = run.config.checkpoint.keep

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.profiler import profile
 from torch.utils._pytree import tree_leaves
 
+from dist_amp.checkpoint.compatibility import with_rows_as_begun
 from dist_amp.checkpoint.format import all_checkpoints, config_at, read_manifest, step_of
 from dist_amp.checkpoint.resume import newest_valid
 from dist_amp.checkpoint.state import load
@@ -168,6 +169,8 @@ def run_at(
     nearest = min(rows, key=lambda logged: abs(logged - step), default=0)
     ranks, strategy, device = layout_at(step, checkpoints, rows.get(nearest, {}), world)
     config = on_one_process(given, ranks)
+    if checkpoint is not None:
+        config = with_rows_as_begun(config, checkpoint)
     run = build_run(config, world, resumes=checkpoint is not None)
     if checkpoint is not None:
         load(run, checkpoint)

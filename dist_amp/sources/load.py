@@ -106,8 +106,8 @@ def pick_split(splits: Any, config: SourceConfig, split: str, *other_columns: st
     """The training or validation part of {name: rows, or what opens them}: see `load_rows`."""
     name = config.split
     held_out = config.validation_split  # a share, or a split's name
-    way = ""
-    if held_out == "auto":
+    way = str(held_out) if held_out == "shuffled" else ""
+    if held_out in ("auto", "shuffled") and held_out not in splits:
         usual = (other for other in ("validation", "test") if other in splits and other != name)
         held_out = next(usual, HELD_OUT)
     elif held_out not in splits and (match := WAY.fullmatch(str(held_out))):
