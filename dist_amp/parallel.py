@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_amp.config.auto import batch_statistics, replicas_of
@@ -140,19 +140,20 @@ class Parallel:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Evaluation mode, without gradients, with batch statistics averaged over the ranks."""
+        """Evaluation mode, without gradients, with batch statistics averaged over the ranks.
+
+        Afterwards the model trains, by its own train(), which may keep parts in evaluation mode.
+        """
         self.average_batch_statistics()
-        modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
             with torch.no_grad():
                 yield
         finally:
-            for module, mode in modes:
-                module.training = mode
-                if isinstance(module, FSDPModule):
-                    # Some stay gathered for a backward: a checkpoint would save the full tensors.
-                    module.reshard()
+            self.model.train()
+            for unit in self.reshards:
+                # Some stay gathered for a backward: a checkpoint would save the full tensors.
+                unit.reshard()
 
 
 @torch.no_grad()

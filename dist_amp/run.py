@@ -38,7 +38,7 @@ from dist_amp.parallel import Parallel, build_parallel
 from dist_amp.precision import Clip, Precision, Scaler, build_precision
 from dist_amp.settings import Config, RunConfig
 from dist_amp.step import Run, evaluate
-from dist_amp.task import Task, build_split, built_model
+from dist_amp.task import Task, build_split, training_mode
 from dist_amp.telemetry.metrics import Metrics
 from dist_amp.world import World, locate
 
@@ -101,10 +101,6 @@ class ScriptRun(Run):
                 f"fit(run) at step {self.step} would replace {newest}, which is not of this run's "
                 "steps; build it again, and fit(run) resumes that one, or choose another run.dir"
             )
-        if not any(part.training for part in self.parallel.module.modules()):
-            raise ConfigError(
-                "fit(run): the model is in evaluation mode, without dropout; call run.model.train()"
-            )
         for call, now in process_switches().items():
             if now != self.switches[call]:
                 raise ConfigError(
@@ -112,6 +108,8 @@ class ScriptRun(Run):
                     "was built: another run was built since, in this process; build this one again"
                 )
         self._is_fitting = True
+        if changed := training_mode(self.model):
+            self.world.say(changed)
         self.data.close()
         if not self.step:
             self.data.position = 0
@@ -251,16 +249,14 @@ def initial_module(config: Config, task: Task, world: World, resumes: bool) -> n
     """The task's model in training mode and float32; on meta if it is filled later."""
     strategy = config.parallel.strategy
     may_shard = strategy in ("fsdp", "hsdp") or (strategy == "auto" and world.device.type == "cuda")
-    if hasattr(task, "load"):
-        from dist_amp.scaling.meta import build_module
+    from dist_amp.scaling.meta import build_module, build_on_ranks
 
-        module = build_module(task)
-    elif world.world_size > 1 and may_shard:
-        from dist_amp.scaling.meta import build_on_ranks
-
+    if world.world_size > 1 and may_shard and not hasattr(task, "load"):
         module = build_on_ranks(task, world, resumes)
     else:
-        module = built_model(task)
+        module = build_module(task)
+    if changed := training_mode(module):
+        world.say(changed)
 
     from dist_amp.scaling.float32 import to_float32
 
@@ -278,7 +274,8 @@ def lay_out(
     if sharded and world.device.type == "cuda":
         config = replace(config, parallel=pick_reduction(config.parallel, module, world))
     cast = pick_cast(config.precision, strategy, module, world)
-    check_parallel(config.parallel, strategy, cast, module, world)
+    accumulation = accumulation_steps(config.train, world.world_size)
+    check_parallel(config.parallel, strategy, cast, module, world, accumulation)
     precision = build_precision(cast, sharded or config.parallel.bit_exact, world)
     if config.precision.matmul == "fp8":
         from dist_amp.scaling.float8 import to_float8

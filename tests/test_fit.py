@@ -274,14 +274,12 @@ def test_the_pages_cell_runs(tmp_path, monkeypatch):
     assert names["summary"]["steps"] == 3
 
 
-@pytest.mark.bad_input("`fit(run)` with the model in evaluation mode")
-def test_a_model_in_evaluation_mode_is_refused(tmp_path):
-    run = built(World(), tmp_path, *OFTEN)
-    run.model.eval()
-    with pytest.raises(ConfigError, match=r"in evaluation mode, .*call run.model.train\(\)"):
-        fit(run)
-    run.model.train()
-    assert fit(run)["steps"] == 6
+def test_a_model_that_a_notebook_left_in_evaluation_mode_trains_as_one_that_it_did_not(tmp_path):
+    runs = [built(World(), tmp_path / name, *OFTEN, task=Noisy()) for name in ("left", "not")]
+    runs[0].model.eval()
+    for run in runs:
+        assert fit(run)["steps"] == 6
+    assert same(list(end_of(runs[0])), list(end_of(runs[1])))
 
 
 @pytest.mark.bad_input("`fit(run)` after another run was built with another process-wide setting")

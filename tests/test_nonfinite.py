@@ -1,6 +1,7 @@
 """A skipped step is replayed, and its first inf or nan is named."""
 
 import json
+import threading
 from dataclasses import asdict
 from unittest.mock import patch
 
@@ -266,6 +267,31 @@ def test_a_log_step_without_skips_still_costs_one_read():
     with HostReads() as logging:
         observer.on_log(log(run))
     assert (ordinary.count, logging.count) == (0, 1)
+
+
+class Kept(Overflow):
+    """Counts its losses in a list; locked: and can't be copied."""
+
+    def __init__(self, locked=False):
+        super().__init__()
+        self.losses = []
+        self.lock = threading.Lock() if locked else None
+
+    def loss_sum(self, model, batch):
+        self.losses.append(None)
+        return super().loss_sum(model, batch)
+
+
+@pytest.mark.parametrize("locked", [False, True])
+def test_a_replay_moves_nothing_that_the_task_keeps_and_is_left_out_where_it_would(
+    locked, tmp_path
+):
+    task = Kept(locked)
+    words = ["--train.micro_batch_size", 64, "--use_amp", "false"]
+    faults, warnings = replayed(World(), task, words, str(tmp_path))
+    assert len(task.losses) == 1
+    assert len(faults) == (not locked)
+    assert ("is not taken again: the task can't be copied" in warnings[0]) == locked
 
 
 def test_a_repeated_fault_is_recorded_and_not_reported_again(tmp_path):

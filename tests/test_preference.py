@@ -25,6 +25,7 @@ from dist_amp.tasks.loss_head import LossHead
 from dist_amp.tasks.preference import DPO
 from dist_amp.verify import __main__ as verify
 from dist_amp.verify.cells import capture
+from dist_amp.world import World
 
 CPU = torch.device("cpu")
 
@@ -134,6 +135,21 @@ def test_training_begins_at_the_reference_where_every_pair_costs_log_2(options, 
     assert model.train().policy.training
     values = task.metrics(model, batch)
     assert values["margin"] == 0
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_in_training_the_reference_is_read_without_dropout_and_the_policy_with_it(rank, folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
+    run = make_run(World(), dpo(folder, pairs(), lora_rank=rank), *QUICK)
+    (batch,) = next(run.data)
+    names = ("input_ids", "attention_mask", "labels")
+    one, two = [run.model(**{name: batch[name] for name in names}) for _ in range(2)]
+    assert torch.equal(one[1], two[1])
+    assert not torch.equal(one[0], two[0])
+    with run.evaluating():
+        torch.testing.assert_close(run.model(**{name: batch[name] for name in names})[1], one[1])
+    assert run.model.policy.training
 
 
 def trained(world, folder, strategy, options):

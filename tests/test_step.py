@@ -20,14 +20,16 @@ from tiny import (
     parameters_of,
     take_steps,
 )
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.harness import HostReads
 from dist_amp.config.auto import accumulation_steps
 from dist_amp.diagnostics.consistency import Consistency
+from dist_amp.distributed.process import seed_all
 from dist_amp.errors import ConfigError, DataError, NumericsError
 from dist_amp.settings import TrainConfig
-from dist_amp.step import train_step
+from dist_amp.step import evaluate, train_step
 from dist_amp.world import World, local
 
 LAYOUTS = [(1, "single"), (2, "ddp"), (2, "fsdp")]
@@ -410,22 +412,110 @@ def test_contradicting_batch_sizes_are_refused_with_the_arithmetic():
 # ---- modes ----
 
 
-class Pretrained(Tiny):
+class Moded(nn.Module):
+    """Twice its input in training mode: a layer whose mode shows, on each sample alike."""
+
+    def forward(self, x):
+        return x * (1 + self.training)
+
+
+class Trunk(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(8, 8), Moded())
+
+
+class PretrainedTrunk(Tiny):
+    """As from_pretrained returns it, in evaluation mode, under a new head."""
+
     def build_model(self):
-        return super().build_model().eval()
+        return nn.Sequential(Trunk().eval(), nn.Tanh(), Moded(), nn.Linear(8, 1))
 
 
-class PartlyFrozen(Tiny):
+class KeptInEvaluationMode(Trunk):
+    def train(self, mode=True):  # without its return value, as some write it
+        super().train(False)
+
+
+class Detector(Tiny):
+    """Keeps a part in evaluation mode by its own train(), as detection models do."""
+
     def build_model(self):
-        model = super().build_model()
-        model[0].eval()
-        return model
+        return nn.Sequential(KeptInEvaluationMode(), nn.Tanh(), Moded(), nn.Linear(8, 1))
 
 
-def test_a_pretrained_model_trains_in_training_mode_except_parts_left_in_evaluation_mode():
-    run = make_run(World(), Pretrained())
-    assert all(module.training for module in run.model.modules())
-    run = make_run(World(), PartlyFrozen())
-    with run.evaluating():
-        assert not any(module.training for module in run.model.modules())
-    assert [module.training for module in run.model] == [False, True, True]
+class HeadAlone(nn.Sequential):
+    """Only its head is ever in training mode; the root is not."""
+
+    def train(self, mode=True):
+        super().train(False)
+        self[-1].train(mode)
+        return self
+
+
+class HeadOnly(Tiny):
+    def build_model(self):
+        head = nn.Sequential(nn.Linear(8, 1), Moded())
+        return HeadAlone(Trunk(), nn.Tanh(), head)
+
+
+class Whole(Tiny):
+    def build_model(self):
+        return nn.Sequential(Trunk(), Moded(), nn.Linear(8, 1)).eval()
+
+
+SGD = ["--optim.name", "sgd", "--optim.momentum", 0, "--optim.weight_decay", 0, "--optim.lr", 0.1]
+SGD += ["--optim.schedule", "constant", "--optim.warmup_steps", 0, "--train.clip_by", "off"]
+
+
+def plain_loop(task, steps=4):
+    """model.train() at the start and after the evaluation in the middle, and torch's SGD."""
+    seed_all(0)
+    model = task.build_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    rows = task.build_dataset("train")
+    model.train()
+    losses = []
+    for step in range(steps):
+        if step == steps // 2:
+            model.eval()
+            held_out = task.build_dataset("validation")
+            with torch.no_grad():
+                losses.append(task.loss_sum(model, held_out[:]) / len(held_out))
+            model.train()
+        batch = rows[8 * step : 8 * step + 8]
+        (task.loss_sum(model, batch) / 8).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.named_parameters()), losses[0].item()
+
+
+def run_with_an_evaluation(world, task, strategy):
+    words = [*SGD, *DTYPES["fp32"], "--data.shuffle", "false", "--eval.every", 2, "--run.seed", 0]
+    words += ["--parallel.strategy", strategy, "--train.micro_batch_size", 8 // world.world_size]
+    run = make_run(world, task, *words)
+    take_steps(run, 2)
+    loss = evaluate(run)["loss"]
+    take_steps(run, 2)
+    return parameters_of(run), loss
+
+
+@pytest.mark.parametrize("task", [PretrainedTrunk, Detector, HeadOnly, Whole])
+@pytest.mark.parametrize(("ranks", "strategy"), LAYOUTS)
+def test_modes_are_those_of_a_plain_loop_which_calls_train_and_eval(task, ranks, strategy):
+    expected, expected_loss = plain_loop(task())
+    for parameters, loss in on_ranks(ranks, run_with_an_evaluation, task(), strategy):
+        assert loss == pytest.approx(expected_loss, rel=1e-5)
+        for name, value in parameters.items():
+            # Rounding of float32 sums in another order.
+            torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("task", "said"), [(PretrainedTrunk, "0 left evaluation mode"), (Detector, ""), (Whole, "")]
+)
+def test_a_part_that_build_model_had_in_evaluation_mode_is_named_where_it_is_trained(
+    task, said, capfd
+):
+    make_run(World(), task())
+    assert said in (output := capfd.readouterr().out)
+    assert ("override train() in its module" in output) == bool(said)

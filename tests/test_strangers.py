@@ -1,5 +1,8 @@
 """Models that nobody designed the code around: idle experts, branches, wrappers called."""
 
+from collections import deque
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +11,7 @@ from test_checkpoint import settings
 from tiny import Rows, Tiny, make_run, parameters_of, save, take_steps
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils.data import default_collate
 
 from dist_amp.checkpoint.format import all_checkpoints
 from dist_amp.checkpoint.state import load
@@ -349,6 +353,88 @@ def test_looking_for_a_mean_changes_nothing_in_the_run(ranks):
     plain = on_ranks(ranks, observed_steps, False)
     for one, other in zip(plain, on_ranks(ranks, observed_steps, True), strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+class CountsItsCalls(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 1)
+        self.calls = 0
+        self.batches = []
+
+    def forward(self, x):
+        self.calls += 1
+        self.batches.append(len(x))
+        return super().forward(x)
+
+
+class Queues(Mean):
+    """What it keeps changes in place, in every way, in loss_sum, collate and the model's forward.
+
+    shrinks: also a parameter of the model.
+    """
+
+    def __init__(self, shrinks: bool = False):
+        super().__init__()
+        self.shrinks = shrinks
+
+    def build_model(self):
+        self.queue = deque(maxlen=100)
+        self.kept = {"tensor": torch.zeros(2), "array": np.zeros(2), "set": set()}
+        self.generator = torch.Generator()
+        self.inner = Inner()
+        return CountsItsCalls()
+
+    def collate(self, samples):
+        self.inner.count += 1
+        return default_collate(samples)
+
+    def loss_sum(self, model, batch):
+        self.queue.append(batch["x"].mean().item())
+        self.kept["set"].add(len(self.kept["set"]))
+        self.kept["tensor"] += torch.rand(2, generator=self.generator)
+        self.kept["array"] += 1
+        if self.shrinks:
+            getattr(model, "module", model).weight.data.mul_(0.9)
+        return super().loss_sum(model, batch)
+
+
+class Inner:
+    count = 0
+
+
+def kept_after_steps(world, task, strategy, observed):
+    words = ["--parallel.strategy", strategy, "--train.micro_batch_size", 2]
+    run = make_run(world, task, *words, "--use_amp", "false")
+    observer, warnings = FirstSteps(run), []
+    object.__setattr__(run.world, "warn", warnings.append)
+    for _ in range(3):
+        micro_batches = next(run.data)
+        observer.before_step(micro_batches)
+        report = train_step(run, micro_batches)
+        if observed:
+            observer.after_step(report, micro_batches)
+    object.__delattr__(run.world, "warn")
+    model = run.parallel.module
+    kept = [[*task.queue], str(task.kept), task.inner.count, model.calls, model.batches]
+    state = task.generator.get_state().tolist()
+    weights = {name: value.tolist() for name, value in parameters_of(run).items()}
+    return [*kept, state, weights], warnings
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "ddp"), (2, "fsdp")])
+def test_what_a_task_or_model_keeps_moves_once_per_step_though_a_mean_is_looked_for(
+    ranks, strategy
+):
+    plain = on_ranks(ranks, kept_after_steps, Queues(), strategy, False)
+    observed = on_ranks(ranks, kept_after_steps, Queues(), strategy, True)
+    assert [kept for kept, _ in observed] == [kept for kept, _ in plain]
+    assert all("it seems to be a mean" in warnings[0] for _, warnings in observed)
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "ddp")])
+def test_a_parameter_that_the_task_changes_is_changed_once_per_step(ranks, strategy):
+    plain = on_ranks(ranks, kept_after_steps, Queues(True), strategy, False)
+    assert plain == on_ranks(ranks, kept_after_steps, Queues(True), strategy, True)
 
 
 class Still(torch.optim.SGD):

@@ -16,9 +16,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT
+from test_step import Detector, PretrainedTrunk
 from tiny import AlwaysNan, Tiny
 from torch import nn
 
+from dist_amp import run as run_module
 from dist_amp import train
 from dist_amp.commands import __main__ as commands
 from dist_amp.config import native_precision
@@ -278,6 +280,52 @@ class Output:
     logits: torch.Tensor
 
 
+class Recurrent(nn.LSTM):
+    """A root that draws random numbers itself, by an argument of torch's layer."""
+
+    def __init__(self):
+        super().__init__(8, 1, num_layers=2, dropout=0.5, batch_first=True)
+
+    def forward(self, x):
+        return super().forward(x[:, None])[0].squeeze(1)
+
+
+class DropsAtItsRoot(nn.Sequential):
+    """A root that draws random numbers itself, by a function."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(8, 8), nn.Linear(8, 1))
+
+    def forward(self, x):
+        return self[1](F.dropout(self[0](x), 0.5, self.training))
+
+
+class Frequent(nn.Module):
+    """Looks up each sample's bucket; by_layer: by an embedding, else by torch's function."""
+
+    def __init__(self, by_layer):
+        super().__init__()
+        self.table = nn.Embedding(3, 1, scale_grad_by_freq=by_layer)
+        self.by_layer = by_layer
+
+    def forward(self, x):
+        index = x[:, 0].mul(2).long().clamp(0, 2)
+        if self.by_layer:
+            return self.table(index)
+        return F.embedding(index, self.table.weight, scale_grad_by_freq=True)
+
+
+class Returned(Task):
+    """The model that `make` returns."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+
+    def build_model(self):
+        return self.make()
+
+
 class ReturnsItsLoss(nn.Module):
     """Like the models of the Hugging Face library, it returns its loss, a mean."""
 
@@ -411,6 +459,8 @@ class MeanOfOutput(ModelWithLoss):
         (LossInHalf(), "the loss is computed in half precision"),
         (MeanLoss(), "it must be a sum over samples, not a mean"),
         (Balanced(), "without terms of the whole batch, such as a mixture's load-balancing loss"),
+        (Returned(partial(Frequent, True)), "the layer table has scale_grad_by_freq=True"),
+        (Returned(partial(Frequent, False)), "most at table.weight: it must be a sum over samples"),
         (ConstantWeight(), "the task's weight of 8 samples is 1, but its halves add up to 2"),
         (
             AlwaysNan(samples=300),
@@ -480,6 +530,16 @@ DRAWN = "1 (Drops): the result is drawn at random in training mode; every Drops 
         (Small(), ""),
         (Around(Drops), DRAWN),
         (
+            Returned(DropsAtItsRoot),
+            "DropsAtItsRoot: the result is drawn at random in training mode",
+        ),
+        (Returned(Recurrent), "Recurrent (1 such): dropout is off for the comparison"),
+        (
+            PretrainedTrunk(samples=300),
+            "0 left evaluation mode at model.train(), as in any training",
+        ),
+        (Detector(samples=300), ""),
+        (
             Follows(),
             "forward changes average (1 such): each micro-batch, over all ranks, is compared",
         ),
@@ -496,6 +556,12 @@ def test_a_sound_task_has_notes_at_most_and_its_steps_are_those_of_one_process(t
     assert not any(finding.fails for finding in findings)
     for optimizer in ("sgd", "adamw"):
         assert check_cell(World(), reference, Cell("single", "fp32", optimizer)).cause == ""
+
+
+def test_a_run_in_other_modes_than_a_plain_loop_is_found(monkeypatch):
+    monkeypatch.setattr(run_module, "training_mode", lambda module: "")
+    reference = reference_of(PretrainedTrunk(samples=300))
+    assert "are off" in check_cell(World(), reference, Cell("single", "fp32")).cause
 
 
 def test_replicas_that_do_not_divide_a_world_size_are_left_to_auto():

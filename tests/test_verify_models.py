@@ -16,7 +16,7 @@ from dist_amp.errors import ConfigError, DataError
 from dist_amp.verify.cells import check_cell
 from dist_amp.verify.compare import Cell
 from dist_amp.verify.findings import inspect_task
-from dist_amp.verify.reference import Reference
+from dist_amp.verify.reference import Reference, stay_in_evaluation_mode
 
 SAMPLES = 250  # five steps of 48
 
@@ -71,13 +71,13 @@ class Images(LibrarysLoss):
 
 
 class FrozenStatistics(Images):
-    """Batch norm in evaluation mode, as for fine-tuning."""
+    """Batch norm that stays in evaluation mode, as for fine-tuning."""
 
     def build_model(self):
         model = super().build_model()
         for module in model.modules():
             if isinstance(module, nn.BatchNorm2d):
-                module.eval()
+                stay_in_evaluation_mode(module)
         return model
 
 

@@ -3,16 +3,20 @@
 By state_dict() and load_state_dict(state), each rank's. Other attributes are lost on a resume.
 """
 
+import copy
 import hashlib
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dist_amp.errors import ConfigError, DataError, in_one_line
+from dist_amp.loading.nested import tensors
 from dist_amp.step import Run
 from dist_amp.task import call_task, kept_by
 from dist_amp.world import World, local
@@ -130,6 +134,66 @@ def digest(leaf: Any) -> str:
     sampled = flat[:: max(1, len(flat) // SAMPLED_ELEMENTS)].cpu().contiguous()
     content = hashlib.sha256(sampled.view(torch.uint8).numpy().tobytes()).hexdigest()
     return f"{tuple(leaf.shape)} {content}"
+
+
+# ---- what a check must not change ----
+
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+@contextmanager
+def without_effects(run: Run) -> Iterator[Any]:
+    """A copy of the task to call; inside, what modules keep besides tensors are copies too.
+
+    Use it inside `no_side_effects`. A call that writes to a parameter, on any rank, fails.
+    Errors: those of copy.deepcopy.
+    """
+    module = run.parallel.module
+    dataset = run.data.fetch.dataset
+    # These are not copied, nor what the dataset holds: it may be large, and is only read.
+    shared = [run.model, *module.modules(), *module.parameters(), *module.buffers()]
+    if dataset is not run.task:
+        shared += [dataset, *getattr(dataset, "__dict__", {}).values()]
+    memo = {id(one): one for one in shared if one is not run.task}
+    parts = [vars(part) for part in module.modules()]
+    before = [dict(part) for part in parts]
+    kept = [
+        {k: v for k, v in part.items() if k not in OF_EVERY_MODULE and not k.startswith("__")}
+        for part in before
+    ]
+    task, fetch, copies = copy.deepcopy((run.task, run.data.fetch, kept), memo)
+    run.data.fetch, fetch = fetch, run.data.fetch
+    try:
+        for part, copied in zip(parts, copies, strict=True):
+            part.update(copied)
+        with NoWrites(module.parameters()):
+            yield task
+    finally:
+        run.data.fetch = fetch
+        for part, values in zip(parts, before, strict=True):
+            for name in part.keys() - values.keys():
+                del part[name]
+            part.update(values)
+
+
+class NoWrites(TorchDispatchMode):
+    """Refuses operations that write to one of the tensors."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, kept: Iterable[Tensor]):
+        super().__init__()
+        self._storages = {local(one.detach()).untyped_storage().data_ptr() for one in kept}
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        schema = getattr(function, "_schema", None)
+        for argument, value in zip(getattr(schema, "arguments", ()), args, strict=False):
+            for tensor in tensors(value if argument.is_write else None):
+                if local(tensor).untyped_storage().data_ptr() in self._storages:
+                    raise RuntimeError(f"{function} would change a parameter")
+        return function(*args, **(kwargs or {}))
 
 
 # ---- what must be equal at the start ----

@@ -137,7 +137,9 @@ def find_checkpoint(path: Path, accepted: str = "a run's folder or RUN/checkpoin
 def build_model(task: Task, config: Config) -> nn.Module:
     """The task's model in evaluation mode, for a checkpoint's weights."""
     seed_all(config.run.seed)  # as in the run, for what the checkpoint does not hold
-    return build_whole(task, torch.device("cpu"), resumes=True).eval()
+    model = build_whole(task, torch.device("cpu"), resumes=True)
+    model.eval()
+    return model
 
 
 # --- writing

@@ -206,6 +206,7 @@ def build_module(task: Task, config: Config, world: World) -> nn.Module:
         )
     if module is None:
         module = built_model(task)
+    module.train()
     if converted := to_float32(module, frozen_too=not config.precision.use_amp):
         world.say(converted)
     return module

@@ -24,6 +24,7 @@ def check_parallel(
     precision: PrecisionConfig,
     module: nn.Module,
     world: World,
+    accumulation: int = 1,
 ) -> None:
     """Reject a strategy that the model rules out, and settings of [parallel] that do not fit."""
     on_cpu = world.device.type == "cpu"
@@ -33,6 +34,12 @@ def check_parallel(
             f"parallel.strategy={strategy} needs; put it into an nn.Module with a forward"
         )
     for name, part in module.named_modules():
+        is_scaled = getattr(part, "scale_grad_by_freq", False) and part.weight.requires_grad
+        if is_scaled and world.world_size * accumulation > 1:
+            raise ConfigError(
+                f"the layer {name} has scale_grad_by_freq=True, which counts indices in each "
+                "micro-batch alone; use False, or one micro-batch per step on one rank"
+            )
         if isinstance(part, nn.SyncBatchNorm) and on_cpu and strategy != "single":
             raise ConfigError(
                 f"the layer {name} is a SyncBatchNorm, which torch computes over the ranks on GPUs "
@@ -197,24 +204,22 @@ def check_model(module: Any) -> None:
                 f"the parameter {name} of the task's model has no shape before its first forward; "
                 "call the model once in build_model, or give the layer its input size"
             )
+        if parameter.requires_grad and parameter.is_complex():
+            raise DataError(
+                f"the parameter {name} of the task's model is {parameter.dtype}, and only real "
+                "ones are trained; use torch.view_as_complex in forward"
+            )
     for name, part in module.named_modules():
         if getattr(part, "sparse", False) is True and hasattr(part, "embedding_dim"):
             raise DataError(
                 f"the layer {name} of the task's model has sparse gradients, which are neither "
                 "reduced nor clipped; use sparse=False"
             )
-    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    if not trained:
+    if not any(p.requires_grad for p in module.parameters()):
         raise DataError(
             f"none of the {len(list(module.parameters()))} parameters of the task's model is "
             "trained; build_model must leave some of them with requires_grad=True"
         )
-    for name, parameter in trained.items():
-        if parameter.is_complex():
-            raise DataError(
-                f"the parameter {name} of the task's model is {parameter.dtype}, and only real "
-                "ones are trained; use torch.view_as_complex in forward"
-            )
 
 
 def check_scalar(value: Any, what: str, rule: str = "a number or a scalar tensor") -> None:

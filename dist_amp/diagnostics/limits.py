@@ -1,6 +1,5 @@
 """When to stop a run that can't learn, and what to warn of in its first steps."""
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -157,18 +156,20 @@ def warn_of_mean(run: Run) -> None:
     """Warn if loss_sum does not grow with the samples, by giving it those of a micro-batch twice.
 
     Every rank calls it. Not compiled, which would make slower kernels of any size. Tasks with a
-    state_dict are left out, since a loss may change what they keep.
+    state_dict are left out, since a copy of what they keep, such as a teacher, may be large.
     """
     if hasattr(run.task, "state_dict"):
         return
-    task = copy.copy(run.task)
+    from dist_amp.checkpoint.task_state import without_effects
+
     _, indices = run.data.last_step[0]
     values = []
     with (
         run.parallel.no_side_effects(),
         torch.compiler.set_stance("force_eager"),
+        suppress(Exception),  # of a task that can't be copied, or take twice the samples
         run.evaluating(),
-        suppress(Exception),  # of a task that can't take twice the samples
+        without_effects(run) as task,
     ):
         for samples in (indices, indices + indices):
             [(batch, _)] = run.data.fetched([Shard(samples)])

@@ -6,6 +6,7 @@ scale of 1, so that an overflow by fp16's scale alone is not reported.
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -14,9 +15,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.utils._pytree import tree_map_only
 
+from dist_amp.checkpoint.task_state import without_effects
 from dist_amp.data import Indexed
 from dist_amp.diagnostics.nonfinite import NonFinite, find_nonfinite, unpadded
 from dist_amp.distributed.process import random_state, set_random_state
+from dist_amp.errors import in_one_line
 from dist_amp.run import Run
 from dist_amp.step import mark_last, weights_of
 from dist_amp.telemetry.step_report import LogRow, Observer, StepReport
@@ -88,11 +91,17 @@ class NonfiniteReplay(Observer):
         """Replay a step on all ranks and report its first inf or nan; return whether it has one."""
         world = self.run.world
         with world.clock.hold("diagnostics"):
-            with self.run.parallel.no_side_effects():
+            with self.run.parallel.no_side_effects(), ExitStack() as contexts:
+                try:
+                    task = contexts.enter_context(without_effects(self.run))
+                except Exception as error:
+                    why = f"the task can't be copied ({in_one_line(error)})"
+                    world.warn(f"step {step} was skipped, and is not taken again: {why}")
+                    return False
                 fetched = self.run.data.at(position)
                 if self._random is not None:
                     set_random_state(self._random, world.device)
-                fault, kept = find_in_micro_batches(self.run, step, fetched)
+                fault, kept = find_in_micro_batches(self.run, step, fetched, task)
             text = json.dumps(asdict(fault)) if isinstance(fault, NonFinite) else fault
             results = world.gather_texts(text)
             faults = [NonFinite.from_json(text) for text in results if text.startswith("{")]
@@ -180,11 +189,11 @@ class NonfiniteReplay(Observer):
 
 
 def find_in_micro_batches(
-    run: Run, step: int, micro_batches: Indexed
+    run: Run, step: int, micro_batches: Indexed, task: Any
 ) -> tuple[NonFinite | str, dict[str, Any]]:
     """(this rank's first fault, or why its replay failed, or ""; what replaying it takes)."""
     device = run.world.device
-    weights = weights_of(run.task, [batch for batch, _ in micro_batches], device)
+    weights = weights_of(task, [batch for batch, _ in micro_batches], device)
     share = run.world.world_size / run.world.sum(weights.sum())
     first: NonFinite | str = ""
     kept: dict[str, Any] = {}
@@ -198,7 +207,7 @@ def find_in_micro_batches(
             with run.parallel.gradient_sync(is_last or not exact):
                 random = random_state(device)
                 module = run.parallel.module
-                fault = find_nonfinite(run.task, module, batch, share, run.precision)
+                fault = find_nonfinite(task, module, batch, share, run.precision)
         except Exception as error:
             if run.parallel.sharded:
                 raise  # the other ranks are in a collective of this forward

@@ -28,7 +28,7 @@ SHOWN = 5  # names in an error
 
 
 def build_module(task: Task) -> nn.Module:
-    """The task's model in training mode; with a task's `load`, its parameters are on meta."""
+    """The task's model in its own modes; with a task's `load`, its parameters are on meta."""
     if not hasattr(task, "load"):
         return built_model(task)
     with parameters_on_meta():
@@ -38,8 +38,9 @@ def build_module(task: Task) -> nn.Module:
 def build_whole(
     task: Task, device: torch.device, frozen_too: bool = False, resumes: bool = False
 ) -> nn.Module:
-    """The model with its first weights, whole and on one device; see `to_float32`."""
+    """The model with its first weights, whole, on one device, after train(); see `to_float32`."""
     module = build_module(task)
+    module.train()
     to_float32(module, frozen_too)
     module = materialise(module, device).to(device)
     load_parameters(task, module, World(device=device), resumes)

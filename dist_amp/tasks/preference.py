@@ -200,12 +200,15 @@ def log_probabilities(model: nn.Module, batch: Batch) -> Tensor:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """The base model: adapters add zero. (peft's disable_adapter would freeze them.)"""
+    """The base model, without dropout: adapters add zero. (peft's disable_adapter freezes them.)"""
     layers = [part for part in model.modules() if isinstance(part, LoraLayer)]
+    training = model.training
+    model.eval()
     for layer in layers:
         layer.set_scale("default", 0.0)
     try:
         yield
     finally:
+        model.train(training)
         for layer in layers:
             layer.set_scale("default", 1.0)

@@ -20,8 +20,15 @@ from dist_amp.distributed.process import seed_all
 from dist_amp.loading.nested import tensors
 from dist_amp.scaling.float32 import to_float32
 from dist_amp.scaling.meta import build_module
-from dist_amp.task import as_scalar, kept_by
-from dist_amp.verify.reference import Reference, Values, gradients_of, relative_error
+from dist_amp.task import as_scalar, kept_by, training_mode
+from dist_amp.verify.reference import (
+    Reference,
+    Values,
+    difference,
+    gradients_of,
+    largest,
+    relative_error,
+)
 
 SAMPLES = 8  # enough to split; the comparison itself takes more
 IGNORE_INDEX = -100  # the label that cross-entropy ignores
@@ -167,10 +174,16 @@ def _notes(reference: Reference) -> list[Finding]:
     if names := " and ".join(reference.task.left_out):
         text = f"not compared: the task's {names}; the steps are those of torch's SGD and AdamW"
         findings.append(Finding(text))
-    if converted := to_float32(build_module(reference.task), frozen_too=False):
+    module = build_module(reference.task.task)
+    if changed := training_mode(module):
+        findings.append(Finding(changed))
+    if converted := to_float32(module, frozen_too=False):
         findings.append(Finding(converted))
-    modules = reference.model().named_modules()
-    labels = [_label(name, module) for name, module in modules if isinstance(module, _DropoutNd)]
+    labels = [
+        _label(name, part)
+        for name, part in module.named_modules()
+        if isinstance(part, _DropoutNd) or (isinstance(part, nn.RNNBase) and part.dropout)
+    ]
     if labels:
         text = f"{labels[0]} ({len(labels)} such): dropout is off for the comparison"
         findings.append(Finding(text))
@@ -232,6 +245,10 @@ def _sums(reference: Reference) -> list[Finding]:
     if getattr(reference.task, "couples_samples", False):
         reference.compare_micro_batches()
         return [Finding(f"the task has couples_samples=True: {BY_MICRO_BATCH}")]
+    for name, part in reference.model().named_modules():
+        if getattr(part, "scale_grad_by_freq", False) and part.weight.requires_grad:
+            text = f"the layer {name} has scale_grad_by_freq=True, which counts indices in each "
+            return [Finding(f"{text}micro-batch alone; use False", fails=True)]
     why = "the result depends on the whole batch (batch statistics), which no split of it can equal"
     findings = _in_evaluation_mode(reference, partial(_not_a_sum, reference), why, NO_BATCH)
     if any(finding.fails for finding in findings):
@@ -265,6 +282,7 @@ def _not_a_sum(reference: Reference) -> str:
         loss_is_off = not torch.isclose(whole.loss, halves, rtol=tolerance, atol=0)
         added = {name: value + second.gradients[name] for name, value in first.gradients.items()}
         errors.append(relative_error(added, whole.gradients))
+        off = {name: largest({name: d}) for name, d in difference(added, whole.gradients).items()}
         # What rounding does to them: in another order, a term of the whole batch is the same.
         reordered = trace(reference, reference.batch(samples[::-1]))
         rounding = relative_error(reordered.gradients, whole.gradients)
@@ -283,7 +301,7 @@ def _not_a_sum(reference: Reference) -> str:
         return where
     text = (
         f"{LOSS} of {SAMPLES} samples is {whole.loss:.6g}, and its halves add up to {halves:.6g}, "
-        f"their gradients differ by {min(errors):.1e}: "
+        f"their gradients differ by {min(errors):.1e}, most at {max(off, key=off.__getitem__)}: "
     )
     if halves > 1.5 * whole.loss > 0:
         return f'{text}it must be a sum over samples, not a mean (reduction="sum")'

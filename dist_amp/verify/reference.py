@@ -82,13 +82,13 @@ class RepeatableTask:
 
     def build_model(self) -> nn.Module:
         model = self.task.build_model()
-        if not any(part.training for part in model.modules()):
-            model.train()
         for module in model.modules():
             if isinstance(module, _DropoutNd):
                 module.p = 0.0
+            if isinstance(module, nn.RNNBase):  # cuDNN's has no backward in evaluation mode
+                module.dropout = 0.0
             if type(module).__name__ in self.eval_classes:
-                module.eval()
+                stay_in_evaluation_mode(module)
         return model
 
     def build_dataset(self, split: str) -> Any:
@@ -168,7 +168,9 @@ class Reference:
     def model(self, precision: str = "fp32") -> nn.Module:
         """A new model with the initial weights that every rank of every cell has."""
         seed_all(self.config.run.seed)
-        return build_whole(self.task, self.device, frozen_too=precision == "fp32")
+        model = build_whole(self.task, self.device, frozen_too=precision == "fp32")
+        model.train()  # as a plain loop does, whatever the run makes of it
+        return model
 
     @cached_property
     def initial(self) -> Values:
@@ -344,6 +346,12 @@ class Reference:
             schedule="cosine",
             warmup_steps=2,
         )
+
+
+def stay_in_evaluation_mode(module: nn.Module) -> None:
+    train = module.train
+    module.train = lambda mode=True: train(False)  # type: ignore[method-assign]
+    module.train()
 
 
 @contextmanager
