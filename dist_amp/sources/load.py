@@ -175,3 +175,21 @@ def held_out_part(rows: Any, split: str, share: float, way: str = "") -> Any:
     if way != "shuffled":
         order[count:].sort()
     return rows.select(order[count:])
+
+
+def class_names(rows: Any, label_column: str) -> Sequence[str]:
+    """The names of the classes 0, 1, ...: a ClassLabel's, or sorted texts; of numbers none."""
+    if isinstance(rows, list):
+        return "0123456789"
+    feature = (rows.features or {}).get(label_column)  # a Parquet view may know none
+    kind = getattr(feature, "dtype", "")
+    if kind in ("string", "large_string"):
+        if not hasattr(rows, "unique"):
+            raise DataError(
+                f"the column {label_column} holds texts, which data.view=parquet does not number; "
+                "use data.view=map, or store whole numbers and set task.args.classes"
+            )
+        return sorted(set(rows.unique(label_column)) - {None})
+    if kind == "bool":
+        return ("false", "true")
+    return getattr(feature, "names", ())
