@@ -181,7 +181,7 @@ def build_batches(
 ) -> Batches:
     """The training batches. Errors: DataError for a dataset that does not fill one global batch."""
     length = 0 if dataset is None else len(dataset)
-    check_length(length, micro_batch_size, accumulation_steps, world)
+    check_length(length, micro_batch_size, accumulation_steps, config.drop_last, world)
     global_batch_size = micro_batch_size * accumulation_steps * world.world_size
     if not config.drop_last:
         check_coupled(task, "training", length, global_batch_size, world)

@@ -110,9 +110,9 @@ class DataConfig(SourceConfig):
     """parquet: read Parquet files by row group; map: convert files once into a memory-mapped
     dataset; auto: map, but Parquet files of more than 4 GiB by row group.
     """
-    streams: Count = 64
+    streams: Count | Literal["auto"] = "auto"
     """view=parquet: how many streams share the row groups and are distributed over the ranks; a
-    multiple of the number of ranks.
+    multiple of the number of ranks; auto: 64, or what fewer row groups and the ranks allow.
     """
     tokenizer: str = "auto"
     """A tokenizer file or folder, a model on the hub, or bytes; auto: the task's tokenizer."""

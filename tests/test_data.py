@@ -193,6 +193,17 @@ def test_a_dataset_that_can_not_be_trained_on_is_refused(task, said):
     assert said in str(error.value)
 
 
+@pytest.mark.parametrize("samples", [1, 3, 5])
+def test_a_dataset_smaller_than_the_default_batch_is_a_step_per_epoch(samples):
+    run = make_run(World(), Tiny(samples=samples))
+    for _ in range(2):
+        next(run.data)
+        ((_, indices),) = run.data.last_step
+        assert sorted(indices) == list(range(samples))
+    with pytest.raises(DataError, match="fewer than one global batch of 8"):
+        make_run(World(), Tiny(samples=samples), "--data.drop_last", "true")
+
+
 @pytest.mark.bad_input(
     "`data.path`, `data.name` or another setting of what to read, for a task that does not take "
     "the `data` section"

@@ -24,8 +24,8 @@ from dist_amp.config.load import load_config
 from dist_amp.settings import DataConfig
 from dist_amp.sources import converted, parquet
 from dist_amp.sources.files import find_files
-from dist_amp.sources.labelled_images import LabelledImage, class_names, labelled_rows
-from dist_amp.sources.load import Converted, load_rows, load_split
+from dist_amp.sources.labelled_images import LabelledImage, labelled_rows
+from dist_amp.sources.load import Converted, class_names, load_rows, load_split
 from dist_amp.sources.packing import Packing
 from dist_amp.sources.tokenizer import open_tokenizer
 from dist_amp.sources.tokens import token_documents, tokenize

@@ -30,6 +30,7 @@ from dist_amp.errors import ConfigError, DataError
 from dist_amp.scaling.meta import build_whole
 from dist_amp.settings import DataConfig, TaskConfig
 from dist_amp.sources.conversations import IGNORE_INDEX, encode
+from dist_amp.sources.load import class_names, load_split
 from dist_amp.sources.tokenizer import of_transformers
 from dist_amp.step import evaluate
 from dist_amp.tasks.hf_causal_lm import HFCausalLM
@@ -276,6 +277,41 @@ def test_images_are_classified(tmp_path):
     run = make_run(World(), task, *QUICK, *LONGER)
     *_, last = take_steps(run, 16)
     assert last.losses[0] / last.weight < math.log(3) / 2  # half of what guessing costs
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.jsonl", "rows.parquet"])
+def test_text_labels_are_numbered_as_those_of_images_are(tmp_path, name):
+    make_model(tmp_path, "bert")
+    make_tokenizer(tmp_path)
+    labels = ["None", "good", "00042", "bad"] * 4
+    rows = datasets.Dataset.from_dict({"text": ["a"] * 16, "label": labels})
+    {"csv": rows.to_csv, "jsonl": rows.to_json, "parquet": rows.to_parquet}[name[5:]](
+        tmp_path / name
+    )
+    data = DataConfig(path=str(tmp_path / name), validation_split="train")
+    task = HFClassification(data, str(tmp_path), classes=4)
+    samples = list(task.build_dataset("train"))
+    numbers = [["00042", "None", "bad", "good"].index(label) for label in labels]
+    assert task.collate(samples)["labels"].tolist() == numbers
+    assert task.names == class_names(load_split(data, "train"), "label"), "as ImageClassification"
+
+
+@pytest.mark.bad_input("text labels of more classes than `task.args.classes`, or of none")
+def test_text_labels_that_are_no_class(tmp_path):
+    make_model(tmp_path, "bert")
+    make_tokenizer(tmp_path)
+    path = tmp_path / "rows.csv"
+    path.write_text("text,label\na,x\nb,y\nc,z\n")
+    data = DataConfig(path=str(path), validation_split="train")
+    task = HFClassification(data, str(tmp_path), classes=2)
+    said = "the column label names 3 classes, such as x, y, z, and task.args.classes=2; set it to"
+    with pytest.raises(DataError, match=said):
+        task.build_dataset("train")
+    task = HFClassification(data, str(tmp_path), classes=3)
+    task.build_dataset("train")
+    for label in ("w", None, 1.5, -1):
+        with pytest.raises(ValueError, match=f"label {label} is not one of task.args.classes=3: "):
+            task.collate([{"text": "c", "label": label}])
 
 
 def test_a_classifier_is_not_asked_for_an_embedding_which_some_models_lack(tmp_path):

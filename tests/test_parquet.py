@@ -5,6 +5,7 @@ in an order that is computed and not stored; damage by name.
 import math
 import os
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -431,6 +432,37 @@ def test_streams_that_do_not_fit_are_refused_with_the_rule(streams, ranks, tmp_p
     rule = f"must be a multiple of the world size {ranks}, and at most the number of row groups, 41"
     with pytest.raises(ConfigError, match=f"={streams} {rule}; choose such a number"):
         dataset.shuffled(ranks, ranks)
+
+
+@pytest.mark.parametrize(
+    ("groups", "ranks", "streams"),
+    [(64, 1, 64), (900, 8, 64), (900, 96, 96), (38, 4, 32), (38, 3, 24), (5, 5, 5), (1, 2, 2)],
+)
+def test_streams_are_picked_for_any_number_of_row_groups_and_ranks(
+    groups, ranks, streams, tmp_path
+):
+    dataset = view(written(tmp_path, [[3] * groups]), "auto")
+    order, order_of = dataset.shuffled(ranks, ranks)
+    assert order == f"parquet streams={streams} shuffle_groups=2"
+    rows = order_of(0, 0)(torch.arange(len(dataset)))
+    assert rows.sort().values.tolist() == list(range(len(dataset)))
+
+
+def test_a_file_of_a_single_row_group_is_trained_on_whole_unless_a_share_is_asked_for(tmp_path):
+    path = written(tmp_path, [[10]])[0]
+    data = DataConfig(path=path, view="parquet", text_column="index")
+    assert len(load_split(data, "train")) == 10
+    assert load_split(data, "validation") is None
+    with pytest.raises(DataError, match="leaves none of the row groups"):
+        load_split(replace(data, validation_split=0.5), "train")
+
+
+def test_the_last_row_groups_can_be_held_out(tmp_path):
+    path = written(tmp_path, [[2, 3, 4, 5]])[0]
+    data = DataConfig(path=path, view="parquet", text_column="index", validation_split="last:0.5")
+    values = [row["index"] for split in ("train", "validation") for row in load_split(data, split)]
+    assert len(load_split(data, "train")) == 5
+    assert values == [*range(14)]
 
 
 @pytest.mark.bad_input("`data.view=parquet` with files of another format")

@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import sys
+import textwrap
 import zipfile
 from types import SimpleNamespace
 
@@ -26,6 +27,7 @@ from dist_amp.config.load import load_config
 from dist_amp.errors import DataError
 from dist_amp.loading.loader import Fetch
 from dist_amp.loading.plan import Shard
+from dist_amp.settings import DataConfig
 from dist_amp.sources.load import load_split
 from dist_amp.task import build_split
 from dist_amp.world import World
@@ -431,6 +433,20 @@ def test_the_last_rows_can_be_held_out(tmp_path, share, first):
     write(tmp_path, "rows.csv", "text,n\n" + "".join(f"t,{n}\n" for n in range(40)))
     assert numbers_of(tmp_path, "train", validation_split=share) == [*range(first)]
     assert numbers_of(tmp_path, "validation", validation_split=share) == [*range(first, 40)]
+
+
+def test_the_windows_of_the_docs_are_of_neighbours_and_split_by_time(tmp_path):
+    page = (ROOT / "docs/data.md").read_text()
+    (example,) = re.findall(r"(?m)^    def build_dataset.*\n        prices .*\n.*\n", page)
+    shown = {"load_split": load_split, "torch": torch}
+    exec(textwrap.dedent(example), shown)
+    write(tmp_path, "prices.csv", "price\n" + "".join(f"{n / 2}\n" for n in range(100)))
+    data = DataConfig(path=str(tmp_path), validation_split="last:0.1")
+    task = SimpleNamespace(data=data, context=3)
+    starts = {"train": range(87), "validation": range(90, 97)}
+    for split, first in starts.items():
+        windows = shown["build_dataset"](task, split)
+        assert windows.tolist() == [[(n + i) / 2 for i in range(4)] for n in first]
 
 
 @pytest.mark.bad_input("a share of the last rows that is no share")

@@ -221,7 +221,7 @@ def plan_data(plan: Plan, config: Config, task: Task, world: World) -> tuple[Any
     dataset = build_split(task, "train", World())
     if dataset is not None:
         plan.samples = len(dataset)
-    check_length(plan.samples, size, plan.micro_batches, world)
+    check_length(plan.samples, size, plan.micro_batches, config.data.drop_last, world)
     plan.steps_per_epoch, rest = divmod(plan.samples, plan.samples_per_step)
     if rest and not config.data.drop_last:
         plan.steps_per_epoch += 1

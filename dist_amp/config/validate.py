@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 
 from dist_amp.config.auto import SHARDED, batch_statistics, replicas_of
 from dist_amp.errors import ConfigError, DataError, first_line
-from dist_amp.settings import ParallelConfig, PrecisionConfig, ScalerConfig, Strategy
+from dist_amp.settings import ParallelConfig, PrecisionConfig, ScalerConfig, Strategy, TrainConfig
 from dist_amp.world import World
 
 # ---- settings
@@ -157,20 +157,23 @@ def check_dataset(dataset: Any, split: str) -> None:
         )
 
 
-def check_length(length: int, micro_batch_size: int, accumulation_steps: int, world: World) -> None:
-    """Errors: DataError for a training dataset of this length if it fills no global batch."""
+def check_length(
+    length: int, micro_batch_size: int, accumulation_steps: int, drop_last: bool, world: World
+) -> None:
+    """Errors: DataError for a training dataset of this length if it fills no global batch, unless
+    the batch is the default: a step then takes the whole dataset.
+    """
     if length == 0:
         raise DataError(
             "the training dataset is empty; check data.name, data.path, data.split and the task's "
             "build_dataset"
         )
     global_batch_size = micro_batch_size * accumulation_steps * world.world_size
-    if length < global_batch_size:
-        samples = f"{length} samples"
-        if length == 1:
-            samples = "1 sample"
+    is_default = micro_batch_size * accumulation_steps == TrainConfig.micro_batch_size
+    if length < global_batch_size and (drop_last or not is_default):
+        samples = "sample" if length == 1 else "samples"
         raise DataError(
-            f"the training dataset has {samples}, fewer than one global batch of "
+            f"the training dataset has {length} {samples}, fewer than one global batch of "
             f"{global_batch_size} = micro_batch_size {micro_batch_size} x {world.world_size} ranks "
             f"x accumulation_steps {accumulation_steps}; use more data or a smaller batch"
         )

@@ -1,7 +1,7 @@
 """Images with labels as tensors: of what `[data]` names, or scikit-learn's digits."""
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,24 +27,6 @@ def labelled_rows(data: DataConfig, split: str, image_column: str, label_column:
             columns = ", ".join(rows.column_names)
             raise DataError(f"task.args.{name}={column} does not exist; the columns are {columns}")
     return rows.select_columns([image_column, label_column])
-
-
-def class_names(rows: Any, label_column: str) -> Sequence[str]:
-    """The names of the classes 0, 1, ...: a ClassLabel's, or sorted texts; of numbers none."""
-    if isinstance(rows, list):
-        return "0123456789"
-    feature = (rows.features or {}).get(label_column)  # a Parquet view may know none
-    kind = getattr(feature, "dtype", "")
-    if kind in ("string", "large_string"):
-        if not hasattr(rows, "unique"):
-            raise DataError(
-                f"the column {label_column} holds texts, which data.view=parquet does not number; "
-                "use data.view=map, or store whole numbers and set task.args.classes"
-            )
-        return sorted(set(rows.unique(label_column)) - {None})
-    if kind == "bool":
-        return ("false", "true")
-    return getattr(feature, "names", ())
 
 
 @dataclass(frozen=True)

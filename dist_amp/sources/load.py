@@ -110,6 +110,7 @@ def pick_split(splits: Any, config: SourceConfig, split: str, *other_columns: st
     if held_out in ("auto", "shuffled") and held_out not in splits:
         usual = (other for other in ("validation", "test") if other in splits and other != name)
         held_out = next(usual, HELD_OUT)
+        way = "auto"
     elif held_out not in splits and (match := WAY.fullmatch(str(held_out))):
         way, share = match.groups()
         held_out = float(share or HELD_OUT)
@@ -144,8 +145,8 @@ def pick_split(splits: Any, config: SourceConfig, split: str, *other_columns: st
 def held_out_part(rows: Any, split: str, share: float, way: str = "") -> Any:
     """The rows of `split`: a share is held out for validation, None of a single row.
 
-    way: last: the rows at the end; "": drawn rows; shuffled: drawn rows, and the rest in the order
-    of the draw, not the file's, as versions before this one had it.
+    way: last: the rows at the end; "": drawn rows; auto: drawn rows if that can be; shuffled: drawn
+    rows, and the rest in the order of the draw, not the file's, as versions before this one had it.
     """
     if len(rows) < 2 and split == "train":
         return rows
@@ -159,7 +160,11 @@ def held_out_part(rows: Any, split: str, share: float, way: str = "") -> Any:
             "smaller one"
         )
     if not hasattr(rows, "select"):  # a Parquet view holds out whole row groups
-        parts = rows.train_test_split(test_size=share, seed=0, shuffle=way != "last")
+        parts = {"train": rows, "test": None}
+        if rows.row_groups > 1 or way != "auto":
+            parts = rows.train_test_split(test_size=share, seed=0, shuffle=way != "last")
+        elif split == "train":
+            log.info("data: a single row group, so none is held out and there is no evaluation")
         return parts["train" if split == "train" else "test"]
     if way == "last":
         first = len(rows) - count
@@ -170,3 +175,21 @@ def held_out_part(rows: Any, split: str, share: float, way: str = "") -> Any:
     if way != "shuffled":
         order[count:].sort()
     return rows.select(order[count:])
+
+
+def class_names(rows: Any, label_column: str) -> Sequence[str]:
+    """The names of the classes 0, 1, ...: a ClassLabel's, or sorted texts; of numbers none."""
+    if isinstance(rows, list):
+        return "0123456789"
+    feature = (rows.features or {}).get(label_column)  # a Parquet view may know none
+    kind = getattr(feature, "dtype", "")
+    if kind in ("string", "large_string"):
+        if not hasattr(rows, "unique"):
+            raise DataError(
+                f"the column {label_column} holds texts, which data.view=parquet does not number; "
+                "use data.view=map, or store whole numbers and set task.args.classes"
+            )
+        return sorted(set(rows.unique(label_column)) - {None})
+    if kind == "bool":
+        return ("false", "true")
+    return getattr(feature, "names", ())

@@ -10,7 +10,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -30,6 +30,7 @@ OPEN_FILES = 32  # per process
 # Row groups of a stream whose rows are mixed. More come nearer to a full shuffle, by little
 # (python -m benchmarks.shuffle), and take as much more memory.
 SHUFFLE_GROUPS = 2
+MOST_STREAMS = 64  # with data.streams=auto: each keeps row groups in memory
 # 2^64 / the golden ratio: its multiples lie far apart, and so do the keys of two windows.
 GOLDEN = -0x61C8864680B583EB
 Row = dict[str, Any]  # or a row group's columns, by their names
@@ -43,14 +44,14 @@ def open_parquet(fs: Any, files: Sequence[str], data: DataConfig) -> "ParquetVie
     for why in source.refused.values():
         log.warning("warning: left out, unless the task asks for it: %s", why)
     view = ParquetView(source, data.streams)
-    log.info(f"data: {len(view):,} rows in {len(view._groups):,} row groups of {len(files)} files")
+    log.info(f"data: {len(view):,} rows in {view.row_groups:,} row groups of {len(files)} files")
     return view
 
 
 class ParquetView:
     """The rows of a source, or of some of its row groups. May be pickled and forked."""
 
-    def __init__(self, source: Source, streams: int):
+    def __init__(self, source: Source, streams: int | Literal["auto"]):
         # Also those that only some files have, so that a task that takes one is told.
         self.column_names: list[str] = [*source.types, *source.refused]
         self.features: Any = None  # the `datasets.Features` in the file, such as pictures
@@ -66,6 +67,10 @@ class ParquetView:
         self._streams = streams
         self._kept_groups = 2
         self._reader: Reader | None = None
+
+    @property
+    def row_groups(self) -> int:
+        return len(self._groups)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -111,7 +116,7 @@ class ParquetView:
         self, test_size: float, seed: int = 0, shuffle: bool = True
     ) -> dict[str, "ParquetView"]:
         """Hold out random row groups, or the last; DataError if none is left to train on."""
-        groups = len(self._groups)
+        groups = self.row_groups
         held_out = math.ceil(groups * test_size)
         if held_out >= groups:
             raise DataError(
@@ -134,14 +139,16 @@ class ParquetView:
 
     def shuffled(self, global_batch_size: int, world_size: int) -> tuple[str, OrderOf]:
         """The order's name, and its function of seed and epoch; the same at every world size."""
-        groups = len(self._groups)
-        streams = self._streams
-        if streams % world_size or streams > groups:
-            raise ConfigError(
-                f"data.streams={streams} must be a multiple of the world size {world_size}, and at "
-                f"most the number of row groups, {groups}; choose such a number, write smaller row "
-                "groups, or use data.view=map"
-            )
+        groups = self.row_groups
+        if self._streams == "auto":
+            streams = auto_streams(groups, world_size)
+        else:
+            streams = self._streams
+            if streams % world_size or streams > groups:
+                raise ConfigError(
+                    f"data.streams={streams} must be a multiple of the world size {world_size}, "
+                    f"and at most the number of row groups, {groups}; choose such a number, or auto"
+                )
         for file, number, _ in self._groups.tolist():
             self._source.check_memory(file, number, self._columns)
         # Twice what is open: where workers share a stream, none knows when a window has ended.
@@ -227,12 +234,24 @@ class Reader:
         return columns, table.num_rows
 
 
+def auto_streams(groups: int, world_size: int) -> int:
+    """A power of two, the same for as many world sizes as can be: at most 64, and the row groups.
+
+    If the world size does not divide it, a multiple of the world size.
+    """
+    most = min(MOST_STREAMS, groups)
+    power = 2 ** (most.bit_length() - 1)
+    if power % world_size == 0:
+        return power
+    return world_size * 2 ** max(0, (most // world_size).bit_length() - 1)
+
+
 def stream_order(
     rows: Tensor, streams: int, shuffle_groups: int, seed: int, epoch: int
 ) -> EpochOrder:
     """Positions, int64 in [0, sum of rows) -> the rows there, of that shape: a bijection.
 
-    rows: int64 [R], those of each group; none is 0, and R is at least `streams`. The rows of the
+    rows: int64 [R], those of each group; none is 0. The rows of the
     groups, in random order, are cut into `streams` of equal length. Position p takes the next row
     of stream p mod streams; windows of `shuffle_groups` groups are shuffled by row. A group that is
     cut belongs to two neighbouring streams: one rank's lie side by side, and every other one runs

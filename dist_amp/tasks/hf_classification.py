@@ -1,6 +1,8 @@
 """Fine-tune a classifier of texts or images from a Hugging Face model; a base model gets a head."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 import torch
@@ -12,10 +14,10 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
-from dist_amp.errors import DataError
+from dist_amp.errors import DataError, some_of
 from dist_amp.loading.length_groups import grouped
 from dist_amp.settings import Range
-from dist_amp.sources.load import load_split
+from dist_amp.sources.load import class_names, load_split
 from dist_amp.tasks import huggingface
 
 MODELS = {"text": AutoModelForSequenceClassification, "image": AutoModelForImageClassification}
@@ -24,7 +26,9 @@ Batch = dict[str, Tensor]
 
 @dataclass(eq=False)
 class HFClassification(huggingface.FineTuning):
-    """Rows: data.text_column, a text or image; label. Batch: the model's inputs, labels [B]."""
+    """Rows: data.text_column, a text or image; label, a number, or texts, which are numbered in
+    alphabetical order. Batch: the model's inputs, labels [B].
+    """
 
     classes: Annotated[int, Range(low=2)]
     of: Literal["text", "image"] = "text"
@@ -42,8 +46,24 @@ class HFClassification(huggingface.FineTuning):
         tokenizer = self.processor if self.of == "text" else None
         return self.build(MODELS[self.of], tokenizer, num_labels=self.classes)
 
+    @cached_property
+    def training_rows(self) -> Any:
+        return load_split(self.data, "train")
+
+    @cached_property
+    def names(self) -> Sequence[str]:
+        """Of the classes, by their numbers; none where labels are plain numbers."""
+        names = class_names(self.training_rows, "label")
+        of_rows = not hasattr((self.training_rows.features or {}).get("label"), "names")
+        if of_rows and len(names) > self.classes:
+            raise DataError(
+                f"the column label names {len(names)} classes, such as {some_of(names)}, and "
+                f"task.args.classes={self.classes}; set it to their number"
+            )
+        return names
+
     def build_dataset(self, split: str) -> Any:
-        rows = load_split(self.data, split)
+        rows = self.training_rows if split == "train" else load_split(self.data, split)
         if rows is None:
             return None
         if "label" not in rows.column_names:
@@ -51,6 +71,7 @@ class HFClassification(huggingface.FineTuning):
                 f"the rows have no column label; the columns are {', '.join(rows.column_names)}: "
                 "rename one"
             )
+        _ = self.names  # before loader workers copy the task
         if split != "train" or self.of == "image":
             return rows
         column = self.data.text_column
@@ -58,11 +79,7 @@ class HFClassification(huggingface.FineTuning):
 
     def collate(self, rows: list[dict[str, Any]]) -> Batch:
         """The model's inputs of texts, of at most `length` tokens, or of images (PIL); labels."""
-        labels = [row["label"] for row in rows]
-        for label in labels:
-            if not 0 <= label < self.classes:
-                known = f"task.args.classes={self.classes}: 0 to {self.classes - 1}"
-                raise ValueError(f"label {label} is not one of {known}")
+        labels = [self.number_of(row["label"]) for row in rows]
         values = [row[self.data.text_column] for row in rows]
         if self.of == "text":
             inputs = self.processor(
@@ -76,6 +93,17 @@ class HFClassification(huggingface.FineTuning):
             images = [image.convert("RGB") for image in values]
             inputs = self.processor(images, return_tensors="pt")
         return {**inputs, "labels": torch.tensor(labels)}
+
+    def number_of(self, label: Any) -> int:
+        """A class's number. Errors: ValueError for a label that names none."""
+        if isinstance(label, str) and label in self.names:
+            return self.names.index(label)
+        if isinstance(label, int | float) and label in range(self.classes):
+            return int(label)
+        known = f"0 to {self.classes - 1}"
+        if isinstance(label, str):
+            known = some_of(self.names) or "whole numbers"
+        raise ValueError(f"label {label} is not one of task.args.classes={self.classes}: {known}")
 
     def weight(self, batch: Batch) -> float:
         return len(batch["labels"])

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from dist_amp.errors import DataError
 from dist_amp.settings import Count, DataConfig, Range
-from dist_amp.sources.labelled_images import LabelledImage, class_names, labelled_rows
-from dist_amp.sources.load import Converted
+from dist_amp.sources.labelled_images import LabelledImage, labelled_rows
+from dist_amp.sources.load import Converted, class_names
 from dist_amp.telemetry.mfu import count_flops
 
 Side = Annotated[int, Range(low=4)]  # two poolings halve it twice
