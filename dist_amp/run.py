@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import nn
 from dist_amp.checkpoint.format import all_checkpoints, checkpoint_folder
 from dist_amp.checkpoint.resume import resume
 from dist_amp.checkpoint.saver import Saver
+from dist_amp.checkpoint.state import check_best_metric
 from dist_amp.config.auto import accumulation_steps, pick_cast, pick_reduction, pick_strategy
 from dist_amp.config.load import load_config, with_task
 from dist_amp.config.task_class import build_task
@@ -37,7 +39,7 @@ from dist_amp.optim import Schedule, build_optimizer
 from dist_amp.parallel import Parallel, build_parallel
 from dist_amp.precision import Clip, Precision, Scaler, build_precision
 from dist_amp.settings import Config, RunConfig
-from dist_amp.step import Run, evaluate
+from dist_amp.step import Run, call_on_evaluation, evaluate
 from dist_amp.task import Task, build_split, training_mode
 from dist_amp.telemetry.metrics import Metrics
 from dist_amp.world import World, locate
@@ -130,7 +132,8 @@ class ScriptRun(Run):
     def evaluate(self) -> dict[str, float]:
         """The validation loss and the task's metrics, of `eval.batches`; see `step.evaluate`.
 
-        Checkpoints of this step hold them. Errors: ConfigError if nothing is held out.
+        Calls its on_evaluation. Checkpoints of this step hold the values. Errors: ConfigError if
+        nothing is held out.
         """
         if self.validation is None:
             raise ConfigError(
@@ -138,8 +141,11 @@ class ScriptRun(Run):
                 "task's build_dataset('validation') must return samples; set eval.every to a "
                 "number of steps, and hold some out"
             )
+        self.schedule.rate(self.step)
         values = evaluate(self)
-        self.metrics.write_evaluation(self.step, values)
+        wish = self.metrics.write_evaluation(self.step, values, partial(call_on_evaluation, self))
+        if wish:
+            self.world.say(f"the task's {wish}, which the caller of evaluate() has to do")
         return values
 
     def save(self, wait: bool = True) -> Path:
@@ -151,6 +157,7 @@ class ScriptRun(Run):
         if self._saver is None:
             self._saver = Saver(self)
         self._saver.save(wait)
+        self.schedule.rate(self.step)
         return checkpoint_folder(self.folder, self.step)
 
     def close(self) -> None:
@@ -208,6 +215,8 @@ def build_run(
     from dist_amp.checkpoint.task_state import Unsaved
 
     run.unsaved = Unsaved(run)
+    if hasattr(task, "best_metric"):
+        check_best_metric(run)
     run.switches = process_switches()
     return run
 

@@ -29,12 +29,13 @@ No base class and no registry: `Task` only writes the methods down. Optional met
                             `model`, which is sharded already), and "name", "lr_scale" (times
                             optim.lr), "weight_decay" if they differ
     optimizer(groups, lr)   a torch optimizer of these groups; its learning rates are set each step
-    schedule(step)          the factor of optim.lr after `step` applied steps, warm-up included
+    schedule(step)          the factor of optim.lr after `step` applied steps, warm-up included;
+                            read once, so of nothing but `step`; see also Schedule.factor
     state_dict(), load_state_dict(state)
                             what the task keeps beside the model, such as a queue or a teacher:
                             each rank's is saved with the checkpoint
     unsaved                 names of attributes that each step sets anew, which need no saving
-    best_metric             whose best checkpoint is kept: "max:accuracy"; default: "loss", lowest
+    best_metric             whose best checkpoint is kept: "max:accuracy", "min:error"; or the loss
     on_step(run, report), on_evaluation(run, values), train_metrics(run, report)
                             called by the main job: see supervise/callbacks.py
 

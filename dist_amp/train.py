@@ -10,6 +10,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from dist_amp.checkpoint.compatibility import with_rows_as_begun
 from dist_amp.checkpoint.resume import checkpoint_to_resume
-from dist_amp.checkpoint.saver import Saver
+from dist_amp.checkpoint.saver import Saver, best_metric_problem
 from dist_amp.checkpoint.state import load
 from dist_amp.config.load import load_config, to_toml
 from dist_amp.diagnostics.consistency import Consistency
@@ -27,7 +28,7 @@ from dist_amp.errors import Failure
 from dist_amp.files import run_dir
 from dist_amp.run import Run, ScriptRun, build_run, run_folder
 from dist_amp.settings import Config
-from dist_amp.step import evaluate, train_step
+from dist_amp.step import call_on_evaluation, evaluate, train_step
 from dist_amp.supervise.callbacks import Callbacks, train_metrics
 from dist_amp.supervise.failure import report_failure, supervised
 from dist_amp.supervise.lifecycle import (
@@ -133,6 +134,8 @@ def train(run: Run, stop: Stop) -> Literal["completed", "preempted"]:
                 read_metrics(run, observers)
             if evaluates and not stop.agreed:
                 run_evaluation(run, stop, observers)
+                # Refused at the first evaluation that shows it, once its step is saved.
+                saves |= config.checkpoint.every != "off" and bool(best_metric_problem(run))
             if stop.by_task and not logs:
                 begin_metrics(run, report)
                 read_metrics(run, observers)
@@ -162,7 +165,8 @@ def run_evaluation(run: Run, stop: Stop, observers: Sequence[Observer]) -> None:
         if stop.agreed:
             rewind()
             return
-        run.metrics.write_evaluation(run.step, values)
+        wish = run.metrics.write_evaluation(run.step, values, partial(call_on_evaluation, run))
+        stop.ended_by = stop.ended_by or wish
         for observer in observers:
             observer.after_evaluation()
     stop.poll(now=True)

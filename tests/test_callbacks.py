@@ -10,13 +10,16 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT
 from optimizer_runs import Counter
+from ranks import on_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny import Tiny, log, make_run, take_steps
+from tiny import Tiny, log, log_row, make_run, take_steps
 from torch.utils.data import default_collate
 
 from dist_amp import task
-from dist_amp.checkpoint.format import all_checkpoints
-from dist_amp.errors import DataError
+from dist_amp.checkpoint.format import all_checkpoints, read_manifest
+from dist_amp.diagnostics.consistency import check_schedule
+from dist_amp.errors import ConfigError, DataError
+from dist_amp.step import call_on_evaluation
 from dist_amp.supervise.callbacks import OPTIONAL, Callbacks, misspelt_methods, train_metrics
 from dist_amp.supervise.stop import AgreedStop
 from dist_amp.tasks.causal_lm import CausalLM
@@ -140,6 +143,102 @@ def test_an_evaluation_callback_ends_the_run_at_its_own_step(launch, tmp_path):
     assert [row["step"] for row in rows_of(tmp_path)] == [5, 8]
 
 
+class Derived(Tiny):
+    """Adds metrics of the loss to an evaluation, in a way that `kind` names."""
+
+    best_metric = "min:rmse"
+
+    def __init__(self, kind: str = "numbers"):
+        super().__init__()
+        self.kind = kind
+
+    def on_evaluation(self, run, values):
+        if self.kind == "numbers":
+            values |= {"rmse": values["loss"] ** 0.5, "nan": math.nan, "one": torch.ones(())}
+            del values["loss"]
+        if self.kind == "a name":
+            values |= {"rmse": 1.0} if run.world.rank else {}
+        if self.kind == "a value":
+            values["rmse"] = float(run.world.rank)
+        if self.kind == "a rate":
+            run.schedule.factor = 1.0 + run.world.rank
+
+
+def test_what_on_evaluation_adds_is_logged_saved_and_returned(tmp_path, capsys):
+    run = make_run(World(), Derived(), "--eval.every", 1, "--run.dir", tmp_path)
+    run.metrics.open(tmp_path, 0, "")
+    take_steps(run, 1)
+    values = run.evaluate()
+    rmse = values["loss"] ** 0.5
+    assert list(values) == ["loss", "rmse", "nan", "one"]
+    assert values["rmse"] == rmse
+    assert f"rmse {rmse:.4f}  nan nan  one 1.0000\n" in capsys.readouterr().out
+    (row,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert (row["eval/rmse"], row["eval/nan"], row["eval/one"]) == (rmse, "nan", 1.0)
+    assert read_manifest(run.save()).evaluation["rmse"] == rmse
+    run.close()
+
+
+def added_on_ranks(world, kind):
+    with pytest.raises(DataError) as error:
+        call_on_evaluation(make_run(world, Derived(kind)), {"loss": 1.0})
+    return str(error.value)
+
+
+@pytest.mark.bad_input("an `on_evaluation` that adds other values, or another rate, on some ranks")
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("a name", "rank 0 has [('loss', 1.0)], schedule.factor 1.0, and rank 1 has [('loss', 1.0"),
+        ("a value", "and rank 1 has [('loss', 1.0), ('rmse', 1.0)], schedule.factor 1.0"),
+        ("a rate", "and rank 1 has [('loss', 1.0)], schedule.factor 2.0"),
+    ],
+)
+def test_an_on_evaluation_that_does_another_thing_on_another_rank_is_refused_on_all(kind, said):
+    errors = on_ranks(2, added_on_ranks, kind)
+    assert errors[0] == errors[1]
+    assert said in errors[0]
+
+
+class ByState(Tiny):
+    share = 1.0
+
+    def schedule(self, step):
+        return self.share
+
+
+@pytest.mark.bad_input("a `schedule(step)` that depends on what changes in training")
+def test_a_schedule_that_changes_later_is_refused_in_a_script_too(tmp_path):
+    run = make_run(World(), ByState(), "--eval.every", 1, "--run.dir", tmp_path)
+    run.evaluate()
+    take_steps(run, 2)
+    run.task.share = 0.5
+    said = "schedule(2) makes the learning rate 0.00015 now, and 0.0003 when the run was built"
+    for call in (run.evaluate, run.save):
+        with pytest.raises(ConfigError) as error:
+            call()
+        assert said in str(error.value)
+    assert all_checkpoints(tmp_path), "the steps so far are saved"
+    with pytest.raises(ConfigError, match=r"schedule\(1\) makes the learning rate"):
+        check_schedule(run, log_row(run))
+
+
+@pytest.mark.bad_input("a learning rate that `on_evaluation` sets on the optimizer")
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_a_rate_that_is_set_on_the_optimizer_is_refused_with_what_to_set_instead(name):
+    class Plateau(Tiny):
+        def on_evaluation(self, run, values):
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(run.optimizer, patience=-1)
+            plateau.best = 0.0
+            plateau.step(values["loss"])
+
+    run = make_run(World(), Plateau(), "--optim.schedule", "constant", "--optim.name", name)
+    with pytest.raises(ConfigError) as error:
+        call_on_evaluation(run, {"loss": 1.0})
+    assert ", and the schedule's is 0.0003, which the steps set again" in str(error.value)
+    assert "change run.schedule.factor instead" in str(error.value)
+
+
 def test_a_signal_counts_more_than_the_tasks_wish():
     stop = AgreedStop(World())
     stop.every_poll = True
@@ -157,6 +256,10 @@ ODD = [
     ("on_step", "return 3", "the task's on_step(run, report) returned 3 after step 1; return None"),
     ("on_step", "return True", "on_step(run, report) returned True after step 1; return None or"),
     ("on_evaluation", 'return "halt"', "on_evaluation(run, values) returned 'halt' after step 1"),
+    ("on_evaluation", "report['f1'] = '0.5'", "gave f1 a str, not a number or a scalar tensor"),
+    ("on_evaluation", "report['f1'] = None", "gave f1 a NoneType, not a number or a scalar tens"),
+    ("on_evaluation", "report['f1'] = [0.5]", "gave f1 a list, not a number or a scalar tensor"),
+    ("on_evaluation", "report['loss'] /= 2", "changed loss; give it another name"),
     ("train_metrics", "return 3", "train_metrics(run, report) returned int; return a dict of num"),
     ("train_metrics", "return {'lr': 1}", "gave lr, but train/lr is the run's own; give it anot"),
     ("train_metrics", "return {'a': 'b'}", "gave a='b'; give a number or a scalar tensor"),
@@ -174,7 +277,7 @@ def test_a_callback_that_returns_something_else_is_refused():
         callbacks = Callbacks(run, AgreedStop(World()))
         calls = {
             "on_step": lambda: callbacks.after_step(report, []),  # noqa: B023
-            "on_evaluation": callbacks.after_evaluation,
+            "on_evaluation": lambda: call_on_evaluation(run, {"loss": 1.0}),  # noqa: B023
             "train_metrics": lambda: train_metrics(run, report),  # noqa: B023
         }
         with pytest.raises(DataError) as error:

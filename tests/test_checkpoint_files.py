@@ -35,7 +35,7 @@ from dist_amp.checkpoint.format import (
 )
 from dist_amp.checkpoint.resume import newest_checkpoint
 from dist_amp.checkpoint.saver import Saver
-from dist_amp.errors import DataError, Failure
+from dist_amp.errors import ConfigError, DataError, Failure
 from dist_amp.world import World
 
 
@@ -277,7 +277,7 @@ def test_the_newest_and_the_best_are_kept_and_what_is_half_written_is_no_checkpo
 def saved_with_accuracy(folder, best_metric):
     """The last digits of the checkpoints that are left of steps 1 to 5."""
     run = new_run(folder)
-    run.task.best_metric = best_metric
+    run.task.metrics = run.task.best_metric = best_metric
     for loss, accuracy in ((5, 0.2), (4, 0.8), (1, 0.4), (3, 0.1), (2, 0.5)):
         take_steps(run, 1)
         run.metrics.write_evaluation(run.step, {"loss": float(loss), "accuracy": accuracy})
@@ -288,18 +288,44 @@ def saved_with_accuracy(folder, best_metric):
 def test_the_best_checkpoint_is_that_of_the_tasks_best_metric(tmp_path, capsys):
     assert saved_with_accuracy(tmp_path / "highest", "max:accuracy") == ["2", "4", "5"]
     assert saved_with_accuracy(tmp_path / "lowest", "accuracy") == ["4", "5"]
-    assert "is in no evaluation" not in capsys.readouterr().err
+    assert saved_with_accuracy(tmp_path / "least", "min:loss") == ["3", "4", "5"]
 
 
 @pytest.mark.bad_input("a task's `best_metric` that no evaluation has")
-@pytest.mark.parametrize("name", ["accurracy", "min:accuracy", "Max:accuracy", 0.5])
-def test_a_best_metric_that_no_evaluation_has_is_warned_of_with_those_it_has(
-    tmp_path, capsys, name
+@pytest.mark.parametrize("name", ["accurracy", "Max:accuracy", "min:f1"])
+def test_a_best_metric_that_an_evaluation_lacks_is_refused_once_its_step_is_saved(tmp_path, name):
+    said = f"best_metric={name!r} is not in the evaluation after step 1, whose checkpoint is saved"
+    with pytest.raises(ConfigError, match=said) as error:
+        saved_with_accuracy(tmp_path, name)
+    assert "name one of loss, accuracy" in str(error.value)
+    assert [path.name for path in all_checkpoints(tmp_path)] == ["step_00000001"]
+
+
+@pytest.mark.bad_input("a task's `best_metric` that no evaluation has")
+@pytest.mark.parametrize("name", ["accuracy", "max:f1", None, 0.5, ["loss"]])
+def test_a_best_metric_that_no_evaluation_can_have_is_refused_at_the_start(name):
+    task = Tiny()
+    task.best_metric = name
+    with pytest.raises(ConfigError, match="is in no evaluation: name one of metrics") as error:
+        make_run(World(), task)
+    assert f"best_metric={name!r}" in str(error.value)
+
+
+def test_the_main_job_saves_before_it_refuses_a_best_metric_and_goes_on_with_another(
+    launch, tmp_path
 ):
-    assert saved_with_accuracy(tmp_path, name) == ["3", "4", "5"], "the lowest loss is kept"
-    said = capsys.readouterr().err
-    assert f"the task's best_metric='{name}' is in no evaluation, so the lowest loss" in said
-    assert "name one of loss, accuracy, or 'max:' and its name" in said
+    text = "from tiny import Tiny\n\n\nclass Best(Tiny):\n    best_metric = 'max:f1'\n\n"
+    text += "    def on_evaluation(self, run, values):\n        values['rmse'] = 1.0\n"
+    (tmp_path / "best.py").write_text(text)
+    words = "--task.target best:Best --train.micro_batch_size 2 --train.steps 6 --eval.every 4"
+    words = [*words.split(), "--run.dir", "run", "--checkpoint.every", 6]
+    done = launch(0, *words)
+    assert done.returncode == 64
+    assert "is not in the evaluation after step 4" in done.stderr.splitlines()[-1]
+    (tmp_path / "best.py").write_text(text.replace("max:f1", "min:rmse"))
+    done = launch(0, *words)
+    assert done.returncode == 0, done.stderr
+    assert "resumed from step 4" in done.stdout
 
 
 def test_of_equally_good_checkpoints_one_is_kept_and_one_that_stays_is_warned_of(tmp_path, capsys):

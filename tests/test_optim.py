@@ -465,6 +465,59 @@ def test_a_tasks_schedule_is_the_whole_factor_by_applied_step_also_after_a_resum
     assert rates == pytest.approx([0.0, 0.0, 0.01, 0.01], rel=1e-6)
 
 
+class Plateau(Tiny):
+    def on_evaluation(self, run, values):
+        run.schedule.factor *= 0.3
+
+
+def rates_and_end(world, folder, strategy, name):
+    """Rates of 6 steps with a factor from the third and fifth on, through and resumed; the ends."""
+    found = []
+    for cut in (None, 4):
+        path = folder / f"{world.world_size} {cut}"
+        settings = words(path, strategy, "--eval.every", 2, "--optim.schedule", "constant")
+        settings += ["--optim.name", name]
+        run = make_run(world, Plateau(), *settings)
+        rates = []
+        for _ in range(3):
+            for _ in range(2):
+                take_steps(run, 1)
+                rates.append(log_row(run)["lr"])
+            run.evaluate()
+            if run.step == cut:
+                run.save()
+                run = make_run(world, Plateau(), *settings, "--run.resume", "auto")
+        found.append((rates, parameters_of(run), run.schedule.factor))
+    return found
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_a_factor_set_after_an_evaluation_counts_from_the_next_step_and_is_resumed(
+    tmp_path, strategy, name
+):
+    runs = [rates_and_end(World(), tmp_path, "single", name)]
+    if strategy != "single":
+        runs = on_ranks(2, rates_and_end, tmp_path, strategy, name)
+    for through, resumed in runs:
+        rate = through[0][0]
+        expected = [rate * factor for factor in (1, 1, 0.3, 0.3, 0.09, 0.09)]
+        assert through[0] == pytest.approx(expected, rel=1e-6)
+        assert resumed[0] == through[0]
+        assert resumed[2] == through[2] == pytest.approx(0.027)
+        for key, value in through[1].items():
+            assert torch.equal(value, resumed[1][key]), key
+
+
+@pytest.mark.bad_input("a `run.schedule.factor` that is no number from 0 on")
+@pytest.mark.parametrize("factor", [-0.1, math.nan, math.inf])
+def test_a_factor_that_is_no_rate_is_refused_and_changes_nothing(factor):
+    run = make_run(World(), Tiny())
+    with pytest.raises(ConfigError, match=r"run\.schedule\.factor=.*: give a number, 0 or more"):
+        run.schedule.factor = factor
+    assert run.schedule.factor == 1
+
+
 @pytest.mark.bad_input("a task's `schedule(step)` that returns no number from 0 on")
 @pytest.mark.bad_input("a task's `groups`, `optimizer` or `schedule` that raises")
 @pytest.mark.parametrize("factor", [-0.1, math.nan, math.inf, None, "0.5", torch.ones(2)])

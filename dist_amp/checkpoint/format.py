@@ -61,14 +61,16 @@ class Manifest:
     best: dict[str, float]  # the lowest validation loss so far, with its "step"
     versions: dict[str, str]
     order: str = "randperm"  # of the samples, see loading/plan.py
+    lr_factor: float = 1.0  # Schedule.factor
     # name -> {"bytes": size, "xxh3": hash}
     files: dict[str, Entry] = field(default_factory=dict)
     format: int = FORMAT
 
     def to_text(self) -> str:
         content = asdict(self)
-        if self.order == "randperm":
-            del content["order"]  # so that earlier versions can read it
+        for name, default in (("order", "randperm"), ("lr_factor", 1.0)):
+            if content[name] == default:
+                del content[name]  # so that earlier versions can read it
         return signed_text(content)
 
 
@@ -206,13 +208,17 @@ def remove_old_checkpoints(run_folder: Path, keep: int, best_metric: str) -> lis
 
 def _score(checkpoint: Path, best_metric: str) -> float:
     """Lower is better. Of the evaluation at the checkpoint's own step; inf if there was none."""
-    name = best_metric.removeprefix("max:")
     with suppress(CheckpointRejected):
         manifest = read_manifest(checkpoint)
-        value = manifest.evaluation.get(name, math.inf)
+        value = manifest.evaluation.get(metric_name(best_metric), math.inf)
         if manifest.evaluated_step == manifest.step and not math.isnan(value):
-            return value if name == best_metric else -value
+            return -value if best_metric.startswith("max:") else value
     return math.inf
+
+
+def metric_name(best_metric: str) -> str:
+    """The metric that the task's best_metric names: accuracy for "max:accuracy"."""
+    return best_metric.removeprefix("min:").removeprefix("max:")
 
 
 def quarantine_after(run_folder: Path, step: int) -> list[Path]:

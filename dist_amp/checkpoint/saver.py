@@ -21,13 +21,14 @@ from dist_amp.checkpoint.format import (
     Entry,
     hash_files,
     integrity_error,
+    metric_name,
     publish,
     quarantine_after,
     reason,
     remove_old_checkpoints,
 )
 from dist_amp.checkpoint.state import Snapshot, take_snapshot
-from dist_amp.errors import Failure
+from dist_amp.errors import ConfigError, Failure
 from dist_amp.files import appears, run_dir, sync_folder, write_synced
 from dist_amp.step import Run
 from dist_amp.telemetry.step_report import LogRow, Observer
@@ -66,6 +67,9 @@ class Saver(Observer):
             self._complete(partial(Save, self._run, snapshot, work, staging), must_succeed=wait)
             if staging is None:
                 self.finish(must_succeed=wait)
+            if problem := best_metric_problem(self._run):
+                self.finish(must_succeed=True)
+                raise ConfigError(problem)
 
     def _write(self, started: float, may_exist: bool, snapshot: Snapshot) -> None:
         write(snapshot, self._run.world, self._planner, may_exist)
@@ -105,6 +109,19 @@ class Saver(Observer):
             # A Failure may be this rank's alone: half of the timeout of the others' collectives.
             seconds = self._run.config.run.timeout_seconds / 2
         wait([pending.future], seconds)
+
+
+def best_metric_problem(run: Run) -> str:
+    """Why the evaluation that this process made after this step has no best_metric, or ""."""
+    best = getattr(run.task, "best_metric", "loss")
+    names = run.metrics.evaluation
+    is_new = run.metrics.evaluated_step == run.step != run.resumed_from_step
+    if not (names and is_new) or metric_name(best) in names:
+        return ""
+    return (
+        f"the task's best_metric={best!r} is not in the evaluation after step {run.step}, whose "
+        f"checkpoint is saved: name one of {', '.join(names)}"
+    )
 
 
 def write(snapshot: Snapshot, world: World, planner: DefaultSavePlanner, may_exist: bool) -> None:

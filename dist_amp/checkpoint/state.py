@@ -24,11 +24,13 @@ from dist_amp.checkpoint.format import (
     Reader,
     State,
     checkpoint_folder,
+    metric_name,
     read_into,
     rejection_as_data_error,
 )
 from dist_amp.config.auto import batch_statistics
 from dist_amp.distributed.process import random_state, seed_all, set_random_state
+from dist_amp.errors import ConfigError
 from dist_amp.parallel import averaged_statistics, set_statistics
 from dist_amp.step import Run
 
@@ -72,6 +74,7 @@ def take_snapshot(run: Run) -> Snapshot:
         evaluated_step=run.metrics.evaluated_step,
         best=run.metrics.best,
         order=run.data.plan.order,
+        lr_factor=run.schedule.factor,
         versions={
             "python": sys.version.split()[0],
             "torch": torch.__version__,
@@ -80,15 +83,21 @@ def take_snapshot(run: Run) -> Snapshot:
     )
     folder = checkpoint_folder(run.folder, run.step)
     keep = run.config.checkpoint.keep
-    best_metric = str(getattr(run.task, "best_metric", "loss"))
-    names = run.metrics.evaluation
-    if names and best_metric.removeprefix("max:") not in names:
-        run.world.warn(
-            f"the task's best_metric={best_metric!r} is in no evaluation, so the lowest loss "
-            f"counts: name one of {', '.join(names)}, or 'max:' and its name"
-        )
-        best_metric = "loss"
+    best_metric = getattr(run.task, "best_metric", "loss")
     return Snapshot(folder, state, manifest, run.config_text, keep, best_metric)
+
+
+def check_best_metric(run: Run) -> None:
+    """Refuse a best_metric of the task that no evaluation can have. Errors: ConfigError."""
+    best = run.task.best_metric  # type: ignore[attr-defined]
+    has_more = hasattr(run.task, "metrics") or hasattr(run.task, "on_evaluation")
+    if not isinstance(best, str) or not (has_more or metric_name(best) == "loss"):
+        raise ConfigError(
+            f"the task's best_metric={best!r} is in no evaluation: name one of metrics(model, "
+            'batch), or one that on_evaluation adds, as "max:accuracy" or "min:error"'
+        )
+    if run.validation is None:
+        run.world.warn(f"best_metric={best!r} has no effect, because nothing is evaluated")
 
 
 def load(run: Run, path: Path) -> None:
@@ -98,6 +107,8 @@ def load(run: Run, path: Path) -> None:
         continue_data(run, reader.folder, reader.manifest)
         state = read_state(run, reader)
         set_state(run, reader.manifest, state)
+    if run.schedule.factor != 1:
+        run.world.say(f"lr     times {run.schedule.factor:g}, as the steps so far have set it")
     run.resumed_from_step = run.step
     run.resumed_from = path
 
@@ -146,7 +157,7 @@ def set_state(run: Run, manifest: Manifest, state: State) -> None:
         from dist_amp.checkpoint.task_state import load_state
 
         load_state(run.task, state["task"], manifest.world_size, run.world)
-    run.schedule.load_counters(state["counters"])
+    run.schedule.load(state["counters"], manifest.lr_factor)
     if "scaler" in state:
         run.scaler.load_state_dict(state["scaler"])
     run.step = manifest.step

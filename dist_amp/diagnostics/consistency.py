@@ -18,7 +18,6 @@ from dist_amp.config.auto import batch_statistics
 from dist_amp.data import Padding
 from dist_amp.errors import DataError, NumericsError
 from dist_amp.loading.nested import tensors
-from dist_amp.optim import learning_rate
 from dist_amp.run import Run
 from dist_amp.telemetry.step_report import GLOBAL, GLOBAL_METRICS, LogRow, Observer, StepReport
 from dist_amp.world import local
@@ -270,12 +269,13 @@ def check_schedule(run: Run, row: LogRow) -> None:
         )
     # The rate is that of the last step, which counts if it was applied.
     before = max(applied - (row["skips_in_a_row"] == 0), 0)
-    expected = learning_rate(run.config.optim, before, run.config.train.steps, run.task)
-    if abs(row["lr"] - expected) > 1e-6 * run.config.optim.lr:  # the table is float32
+    expected = run.schedule.rate(before) * row["lr_factor"]
+    if abs(row["lr"] - expected) > 1e-6 * max(run.config.optim.lr, expected):  # it is float32
         raise NumericsError(
             f"step {row.step}: the learning rate on all ranks is {row['lr']:.6g}, not "
             f"{expected:.6g} as after {before} applied steps ({skipped} were skipped); the "
-            "schedule moved on a skipped step, or was stepped twice"
+            "schedule moved on a skipped step, was stepped twice, or the optimizer's rate was set "
+            "by something else: change run.schedule.factor instead"
         )
 
 

@@ -2,8 +2,8 @@
 
     on_step(run, report)        on every rank after a step; reading the StepReport waits for the
                                 device
-    on_evaluation(run, values)  on every rank after an evaluation; values: {name: number}, equal on
-                                all ranks
+    on_evaluation(run, values)  on every rank after an evaluation, also by run.evaluate(); values:
+                                {name: number}, equal on all ranks; what it adds is logged with them
     train_metrics(run, report)  on every rank at log steps -> {name: number or scalar tensor},
                                 written as train/NAME to the rank's TensorBoard folder, and rank
                                 0's to metrics.jsonl
@@ -15,13 +15,14 @@ they take it.
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from dist_amp.errors import DataError, nearest_name
 from dist_amp.run import Run
+from dist_amp.step import call_back
 from dist_amp.supervise.lifecycle import Stop
 from dist_amp.task import as_scalar, call_task
 from dist_amp.telemetry.step_report import Observer, StepReport
@@ -47,36 +48,18 @@ class Callbacks(Observer):
             )
         self._run = run
         self._stop = stop
-        self._on_step = getattr(run.task, "on_step", None)
-        stop.every_poll = self._on_step is not None
-        self._on_evaluation = getattr(run.task, "on_evaluation", None)
-        if self._on_evaluation is not None and run.validation is None:
+        self._calls = stop.every_poll = hasattr(run.task, "on_step")
+        if hasattr(run.task, "on_evaluation") and run.validation is None:
             run.world.warn(
                 "the task's on_evaluation is never called, because nothing is evaluated: set "
                 "eval.every, and return the samples of build_dataset('validation')"
             )
 
     def after_step(self, report: StepReport, micro_batches: Sequence[Any]) -> None:
-        if self._on_step is not None:
-            self._act_on("on_step(run, report)", self._on_step, report)
+        if self._calls:
+            wish = call_back(self._run, "on_step(run, report)", report)
+            self._stop.ended_by = self._stop.ended_by or wish
             refuse_frozen(self._run)
-
-    def after_evaluation(self) -> None:
-        if self._on_evaluation is not None:
-            values = dict(self._run.metrics.evaluation)
-            self._act_on("on_evaluation(run, values)", self._on_evaluation, values)
-
-    def _act_on(self, name: str, callback: Callable[..., Any], argument: Any) -> None:
-        when = f" after step {self._run.step}"
-        answer = call_task(DataError, name, callback, self._run, argument, when=when)
-        if answer is None:
-            return
-        if not isinstance(answer, str) or answer != "stop":
-            raise DataError(
-                f'the task\'s {name} returned {answer!r:.60}{when}; return None or "stop"'
-            )
-        if not self._stop.ended_by:
-            self._stop.ended_by = f'{name} returned "stop" on rank {self._run.world.rank}{when}'
 
 
 def refuse_frozen(run: Run) -> None:

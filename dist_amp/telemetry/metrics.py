@@ -133,6 +133,7 @@ class Metrics:
             "tokens": data.tokens,
             "samples_seen": data.position,
             "epoch": data.position / data.plan.length,
+            "lr_factor": schedule.last_factor,
             **dict(zip(MEMORY, memory_use(device), strict=True)),
         }
         self._pending = (step, interval, lap, on_host, tuple(of_task))
@@ -183,17 +184,25 @@ class Metrics:
         if self._tensorboard is not None and tags:
             self._tensorboard.write_scalars(tags, step)
 
-    def write_evaluation(self, step: int, values: Tags) -> None:
-        """The metrics of an evaluation, equal on all ranks, written by rank 0."""
+    def write_evaluation(
+        self, step: int, values: Tags, extend: Callable[[Tags], str] = lambda values: ""
+    ) -> str:
+        """The metrics of an evaluation, equal on all ranks, written by rank 0.
+
+        extend: may add to `values` before they are written; its answer is returned.
+        """
         if not values:
-            return
+            return ""
         self.evaluation = values
         self.evaluated_step = step
         if values["loss"] < self.best.get("loss", math.inf):
             self.best = {"step": step, "loss": values["loss"]}
-        self.write_scalars(step, {f"eval/{name}": value for name, value in values.items()})
-        text = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
-        self.world.say(f"eval  {step:>6}  {text}")
+        try:
+            return extend(values)
+        finally:  # what was measured is not lost by an error
+            self.write_scalars(step, {f"eval/{name}": value for name, value in values.items()})
+            text = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+            self.world.say(f"eval  {step:>6}  {text}")
 
     def write_to_tensorboard(self, add: Callable[[Any], object]) -> None:
         """`add` is called with torch's SummaryWriter of this rank."""
