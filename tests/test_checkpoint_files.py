@@ -14,6 +14,7 @@ import torch
 from ranks import on_ranks
 from test_checkpoint import settings
 from tiny import Tiny, log_row, make_run, save, take_steps
+from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
@@ -32,6 +33,7 @@ from dist_amp.checkpoint.format import (
     quarantine_after,
     read_into,
     read_manifest,
+    signed_text,
 )
 from dist_amp.checkpoint.resume import newest_checkpoint
 from dist_amp.checkpoint.saver import Saver
@@ -172,6 +174,37 @@ def test_a_newer_format_is_refused_with_both_versions(newest):
     assert integrity_error(newest) == said
 
 
+@pytest.mark.bad_input("a manifest with a value of another type, or without one")
+@pytest.mark.parametrize(
+    "forged",
+    [
+        *({"step": "x"}, {"step": 10**30}, {"format": "1"}, {"format": None}, {"files": 3}),
+        *(
+            {"evaluation": []},
+            {"evaluation": {"loss": "low"}},
+            {"best": 0},
+            {"optimizer": {"a": []}},
+        ),
+        *({"files": {"a": 3}}, {"samples": ...}, {"world_size": 1.5}),
+    ],
+)
+def test_a_manifest_whose_values_are_not_what_they_must_be_is_damaged(newest, forged):
+    content = json.loads((newest / "manifest.json").read_text()) | forged
+    content = {name: value for name, value in content.items() if value is not ...}
+    del content["xxh3"]
+    (newest / "manifest.json").write_text(signed_text(content))
+    assert integrity_error(newest) == "manifest.json is damaged"
+
+
+@pytest.mark.bad_input("a checkpoint's config that is damaged, or nested without end")
+@pytest.mark.parametrize("text", ["[task", "\udcff", "a" + ".b" * 20_000 + " = 1"])
+def test_a_checkpoint_whose_config_is_none_is_refused(newest, text):
+    (newest / "config.toml").write_text(text, errors="surrogateescape")
+    seal_again(newest)
+    with pytest.raises(DataError, match="config.toml can't be read: .*; restore it from a backup"):
+        resumed(newest.parent.parent)
+
+
 @pytest.mark.bad_input("a manifest path that is absolute or has `..`")
 @pytest.mark.parametrize("name", ["../../secret", "/etc/passwd", "..", "a/b"])
 def test_a_manifest_that_lists_what_lies_elsewhere_is_refused(newest, name):
@@ -200,11 +233,65 @@ def test_a_payload_in_the_metadata_is_refused_and_not_run(newest, tmp_path):
     assert not mark.exists()
 
 
+def without_place(metadata):
+    metadata.storage_data = {
+        index: place for index, place in metadata.storage_data.items() if index.fqn != "counters"
+    }
+
+
+def set_entry(name, **values):
+    def change(metadata):
+        vars(metadata.state_dict_metadata[name]).update(values)
+
+    return change
+
+
+FORGED = {
+    "no interval": lambda metadata: metadata.state_dict_metadata.pop("interval"),
+    "an interval of bytes": lambda metadata: metadata.state_dict_metadata.update(
+        interval=BytesStorageMetadata()
+    ),
+    "counters of bytes": lambda metadata: metadata.state_dict_metadata.update(
+        counters=BytesStorageMetadata()
+    ),
+    "an interval without rows": set_entry("interval", size=torch.Size([7])),
+    "no place": without_place,
+    "a size beyond the file's": set_entry("interval", size=torch.Size([2**40, 7])),
+    "a negative size": set_entry("interval", size=torch.Size([-1, 7])),
+    "chunks of another type": set_entry("counters", chunks=["x"]),
+    "another field": set_entry("counters", extra=1),
+    "another type": lambda metadata: vars(metadata).update(storage_data={"a": 1}),
+    "another version": lambda metadata: vars(metadata).update(version=2),
+}
+
+
+@pytest.mark.bad_input("a `.metadata` whose entries are missing, or not what torch writes")
+@pytest.mark.parametrize("name", FORGED)
+def test_metadata_that_torch_would_not_write_is_refused(newest, name):
+    metadata = metadata_of(newest)
+    FORGED[name](metadata)
+    write_metadata(newest, metadata)
+    with pytest.raises(DataError, match="is rejected: .metadata|can't be loaded: "):
+        resumed(newest.parent.parent)
+
+
+@pytest.mark.bad_input("a pickle that changes a class of torch's")
+@pytest.mark.parametrize("name", ["Metadata", "TensorProperties", "_MEM_FORMAT_ENCODING"])
+def test_no_pickle_changes_a_class(newest, name):
+    """BUILD with a pair sets the attributes of whatever is on the stack."""
+    module = b"torch.distributed.checkpoint.metadata"
+    forged = b"\x80\x02c" + module + b"\n" + name.encode() + b"\nN}U\x06forgedK\x01s\x86b."
+    (newest / ".metadata").write_bytes(forged)
+    seal_again(newest)
+    assert "is rejected: .metadata is not that of a checkpoint" in rejection(newest)
+    assert not hasattr(getattr(dcp_metadata, name), "forged")
+
+
 class Calls:
     """Is pickled as a call, as some releases of Python pickle an enum's member; or what hides."""
 
-    def __init__(self, function, *arguments):
-        self.call = function, arguments
+    def __init__(self, call):
+        self.call = call
 
     def __reduce__(self):
         return self.call
@@ -216,9 +303,9 @@ def test_an_enums_member_is_read_in_every_release_of_python_and_no_other_attribu
     real = counters.properties
 
     def write(owner, name):
-        member = Calls(getattr, owner, name)
-        plain = real.dtype, real.layout, real.requires_grad
-        counters.properties = Calls(TensorProperties, *plain, member, real.pin_memory)
+        member = Calls((getattr, (owner, name)))
+        state = real.dtype, real.layout, real.requires_grad, member, real.pin_memory
+        counters.properties = Calls((TensorProperties, (), state))
         write_metadata(newest, metadata)
 
     write(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")

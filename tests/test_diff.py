@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from functools import cache
@@ -154,6 +155,56 @@ def test_deep_of_equal_runs_says_that_they_are_equal(trained, tmp_path, capsys):
     capsys.readouterr()
     assert diff.main([str(trained()), str(copy), "--deep"]) == 0
     assert "not replayed: nothing differs through step 6" in capsys.readouterr().out
+
+
+VERSION = """
+from dist_amp.tasks.sinusoid import Sinusoid
+from scaled import SCALE
+
+class Mine(Sinusoid):
+    def loss_sum(self, model, batch):
+        return SCALE * super().loss_sum(model, batch)
+"""
+
+
+def version(folder, scale):
+    """The path of a task, which has the same name in each folder."""
+    folder.mkdir(exist_ok=True)
+    (folder / "versioned.py").write_text(VERSION)
+    (folder / "scaled.py").write_text(f"SCALE = {scale}")
+    return folder / "versioned.py"
+
+
+def test_deep_compares_two_versions_of_one_module(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folders = []
+    for name, scale in (("one", 1.0), ("two", 2.0)):
+        diff_deep.make_room_for(version(tmp_path / name, scale))
+        words = {"task__target": f"{name}/versioned.py:Mine", "train__steps": 2}
+        folders.append(str(train_in(tmp_path / "runs" / name, **words)))
+    capsys.readouterr()
+    assert diff.main([*folders, "--deep"]) == 1
+    out = capsys.readouterr().out
+    assert "both replayed: step 1: the loss of the model" in out
+    assert not out.startswith("the task's source file"), "versioned.py is the same"
+
+
+@pytest.mark.bad_input("`diff --deep` of a run whose task was edited since")
+def test_an_edited_task_is_the_first_line_and_the_verdict(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    task = version(tmp_path / "mine", 1.0)
+    diff_deep.make_room_for(task)
+    words = {"task__target": "mine/versioned.py:Mine", "train__steps": 2}
+    a = train_in(tmp_path / "a", **words)
+    task.write_text(VERSION.replace("return SCALE", "return 1.5 * SCALE"))
+    for name in ("versioned", "scaled"):
+        del sys.modules[name]
+    b = train_in(tmp_path / "b", **words)
+    capsys.readouterr()
+    assert diff.main([str(a), str(b), "--deep"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("the task's source file differs (hashes ")
+    assert f"not replayed: {task} was edited since {a} was started; put " in lines[-1]
 
 
 def test_equal_runs_are_equal_and_the_command_says_so_with_status_0(trained, tmp_path, capsys):

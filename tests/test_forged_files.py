@@ -92,7 +92,6 @@ DEEP = "[" * 100_000
 def test_no_nested_file_of_a_run_ends_in_a_traceback(tmp_path):
     for name in ("tokens.json", "manifest.json", "summary.json", pretrained.INDEX):
         (tmp_path / name).write_text('{"a": ' + DEEP)
-    (tmp_path / "deep.toml").write_text("a = " + DEEP)
     with pytest.raises(DataError, match=r"tokens.json can't be read \(RecursionError: "):
         read_tokens(tmp_path)
     with pytest.raises(CheckpointRejected, match="is damaged"):
@@ -100,8 +99,10 @@ def test_no_nested_file_of_a_run_ends_in_a_traceback(tmp_path):
     assert saved_summary(tmp_path) == {}
     with pytest.raises(DataError, match="is damaged .* fetch it again"):
         pretrained.weight_files(tmp_path)
-    with pytest.raises(ConfigError, match=r"deep.toml is not TOML: .*recursion"):
-        load_config(["--config", str(tmp_path / "deep.toml")], {})
+    for deep in ("a = " + DEEP, "a" + ".b" * 20_000 + " = 1"):
+        (tmp_path / "deep.toml").write_text(deep)
+        with pytest.raises(ConfigError, match=r"deep.toml is not TOML: .*recursion"):
+            load_config(["--config", str(tmp_path / "deep.toml")], {})
 
 
 # ---- compressed files ----

@@ -181,14 +181,21 @@ def test_each_step_is_judged_by_the_settings_with_which_it_was_taken(tmp_path, l
 
 
 @pytest.mark.bad_input("`replay` with a task's source file that was edited since the run")
-def test_an_edited_task_is_warned_of_by_the_files_name(tmp_path, look, monkeypatch):
+def test_an_edited_task_is_the_first_line_and_the_verdict(tmp_path, look, monkeypatch):
     monkeypatch.chdir(tmp_path)
     source = tmp_path / "edited_task.py"
     source.write_text("from tiny import Tiny\nclass Mine(Tiny):\n    pass\n")
     record(None, "run", "--task.target", "edited_task:Mine", "--train.steps", "2")
     assert "was edited" not in look("run", 2)[2]
     source.write_text(source.read_text() + "    x = 1\n")
-    assert f"{source} was edited since run was started" in look("run", 2)[2]
+    output = look("run", 2)[1]
+    assert f"{source} was edited since run was started: these are" in output.splitlines()[0]
+    source.write_text(source.read_text().replace("x = 1", "weight = lambda self, batch: 3.0"))
+    del sys.modules["edited_task"]
+    status, output, _ = look("run", 2)
+    assert status == 1
+    said = f"{source} was edited since run was started: so it differs from what was logged, step "
+    assert output.splitlines()[-1].startswith(said)
 
 
 def test_a_skipped_step_is_explained(tmp_path, look):

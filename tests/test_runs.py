@@ -244,6 +244,15 @@ def test_a_report_has_curves_settings_ranks_and_the_sample_and_loads_nothing(tmp
     assert "<script>alert(1)</script>" in page.text
 
 
+@pytest.mark.bad_input("a damaged summary.json")
+@pytest.mark.parametrize("ranks", [3, [3], [{"rank": 0}], [{"peak_memory_bytes": "x"}], None])
+def test_a_report_leaves_out_the_ranks_of_a_damaged_summary(tmp_path, ranks):
+    folder = write_run(tmp_path / "a", stopped_by="completed")
+    summary = json.loads((folder / "summary.json").read_text()) | {"ranks": ranks}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    assert "training loss" in report.report(folder)
+
+
 def test_a_long_curve_keeps_its_ends_and_at_most_a_thousand_points():
     steps = list(range(10_001))
     drawn = report.picture("loss", (steps, [1.0 / (1 + step) for step in steps]))

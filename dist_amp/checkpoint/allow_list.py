@@ -4,15 +4,23 @@
 """
 
 import pickle
-from collections.abc import Container
+from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
 from dist_amp.errors import CheckpointRejected
+from dist_amp.files import fits
 
 # Everything that torch's checkpoints pickle into `.metadata`: plain containers without behaviour,
 # some of them private to torch.
@@ -43,11 +51,23 @@ class _Unpickler(pickle.Unpickler):
             raise CheckpointRejected(
                 f".metadata asks for {module}.{name}, which no checkpoint needs; nothing was run"
             )
-        return super().find_class(module, name)
+        allowed: Any = super().find_class(module, name)
+        if isinstance(allowed, torch.dtype) or allowed is torch.Size:  # nobody can change these
+            return allowed
+        if name == "OrderedDict":
+            return dict
+        if not hasattr(allowed, "__dataclass_fields__"):
+            return lambda value: allowed(value)
+        # A pickle may set attributes of what it is given: of this class, which makes the real one.
+        new: Any = lambda _, *args: allowed(*args) if args else object.__new__(allowed)  # noqa: E731
+        return type(name, (), {"__new__": new})
 
 
-def read_metadata(folder: Path, files: Container[str]) -> Metadata:
-    """The content of `.metadata`. Errors: CheckpointRejected, also if it points to other files."""
+def read_metadata(folder: Path, files: Mapping[str, Any]) -> Metadata:
+    """The content of `.metadata`, whose tensors lie in these files of the manifest.
+
+    Errors: CheckpointRejected for anything else than what torch writes.
+    """
     try:
         with (folder / ".metadata").open("rb") as file:
             metadata = _Unpickler(file).load()
@@ -55,13 +75,26 @@ def read_metadata(folder: Path, files: Container[str]) -> Metadata:
         raise
     except Exception as error:  # whatever damaged bytes make of a pickle
         raise CheckpointRejected(f".metadata can't be read ({error})") from None
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+    if not fits(metadata, Metadata) or not fits(
+        metadata.storage_data, dict[MetadataIndex, _StorageInfo]
+    ):
         raise CheckpointRejected(".metadata is not that of a checkpoint")
     for place in metadata.storage_data.values():
         if place.relative_path not in files:
             raise CheckpointRejected(
                 f".metadata points to {place.relative_path!r}, which the manifest does not list"
             )
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            continue
+        indices = [MetadataIndex(name, chunk.offsets) for chunk in entry.chunks]
+        places = [metadata.storage_data.get(index) for index in indices]
+        elements = prod(entry.size)
+        is_whole = None not in places and min(entry.size, default=0) >= 0
+        is_whole = is_whole and elements == sum(prod(chunk.sizes) for chunk in entry.chunks)
+        room = sum(files[place.relative_path]["bytes"] for place in places if place)
+        if not is_whole or elements * entry.properties.dtype.itemsize > room:
+            raise CheckpointRejected(f".metadata has {name} of {[*entry.size]} without its content")
     return metadata
 
 

@@ -18,7 +18,7 @@ from dist_amp.config.load import flat, to_toml
 from dist_amp.config.task_class import GIVEN
 from dist_amp.data import Batches
 from dist_amp.distributed.process import random_state, seed_all, set_random_state
-from dist_amp.errors import ConfigError, DataError
+from dist_amp.errors import ConfigError, DataError, first_line
 from dist_amp.loading.loader import read
 from dist_amp.loading.plan import Order
 from dist_amp.settings import FREE_TO_CHANGE, Config, TaskConfig
@@ -37,7 +37,7 @@ def check_config(path: Path, config: Config, task: Any, world: World) -> None:
     manifest = read_manifest(path)
     now = flat(to_toml(config))
     before = settings_of(path, config)
-    if may_be_the_same(before["task.target"], config.task.target, task):
+    if may_be_the_same(str(before.get("task.target")), config.task.target, task):
         before = {key: before[key] for key in before if not key.startswith("task.")}
         before |= {key: now[key] for key in now if key.startswith("task.")}
     changes = [
@@ -118,7 +118,12 @@ def settings_of(path: Path, config: Config) -> dict[str, Any]:
     Keys that this version no longer has are left out, unless they changed what was computed.
     """
     fetch_missing(path, [CONFIG])
-    saved = flat((path / CONFIG).read_text())
+    try:
+        saved = flat((path / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(
+            f"{path / CONFIG} can't be read: {first_line(error)}; restore it from a backup"
+        ) from None
     named_by_user: tuple[str, ...] = ("data.sources.", "task.")
     known = flat(to_toml(config)).keys()
     for key in saved.keys() - known:
@@ -129,7 +134,7 @@ def settings_of(path: Path, config: Config) -> dict[str, Any]:
     try:
         defaults = flat(to_toml(type(config)()))
     except TypeError:  # the task has required arguments
-        defaults = {}
+        defaults = flat(to_toml(Config()))
     return {key: defaults[key] for key in defaults if not key.startswith(named_by_user)} | saved
 
 

@@ -29,7 +29,7 @@ from torch.futures import Future
 from dist_amp.checkpoint.allow_list import Planner, read_metadata
 from dist_amp.distributed.process_group import without_timeout
 from dist_amp.errors import CheckpointRejected, DataError
-from dist_amp.files import run_dir, sync_folder, write_synced
+from dist_amp.files import fits, run_dir, sync_folder, write_synced
 from dist_amp.world import World
 
 FORMAT = 1  # version of the folder's layout; newer ones are rejected
@@ -85,21 +85,23 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         text = (folder / MANIFEST).read_bytes().decode()
         content = json.loads(text)
-        version = content["format"]
         del content["xxh3"]
+        # Compare byte by byte: a flipped bit in JSON's whitespace would go unnoticed otherwise.
+        is_whole = signed_text(content) == text
+        if is_whole and content["format"] > FORMAT:
+            raise CheckpointRejected(
+                f"its format is {content['format']}, this version reads up to {FORMAT}; use a "
+                "newer dist_amp"
+            )
+        names = {one.name for one in fields(Manifest)} & content.keys()
+        manifest = Manifest(**{name: content[name] for name in names})
+        is_whole = is_whole and fits(manifest, Manifest)
     except OSError as error:
         raise CheckpointRejected(f"{MANIFEST} can't be read ({error.strerror})") from None
-    except (ValueError, LookupError, TypeError, RecursionError):
-        raise CheckpointRejected(f"{MANIFEST} is damaged") from None
-    # Compare byte by byte: a flipped bit in JSON's whitespace would go unnoticed otherwise.
-    if signed_text(content) != text:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        is_whole = False
+    if not is_whole:
         raise CheckpointRejected(f"{MANIFEST} is damaged")
-    if version > FORMAT:
-        raise CheckpointRejected(
-            f"its format is {version}, this version reads up to {FORMAT}; use a newer dist_amp"
-        )
-    names = {one.name for one in fields(Manifest)} & content.keys()
-    manifest = Manifest(**{name: content[name] for name in names})
     for name in manifest.files:
         if name in ("", ".", "..") or Path(name).name != name:
             raise CheckpointRejected(

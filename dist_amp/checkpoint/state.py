@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -30,7 +29,7 @@ from dist_amp.checkpoint.format import (
 )
 from dist_amp.config.auto import batch_statistics
 from dist_amp.distributed.process import random_state, seed_all, set_random_state
-from dist_amp.errors import ConfigError
+from dist_amp.errors import CheckpointRejected, ConfigError
 from dist_amp.parallel import averaged_statistics, set_statistics
 from dist_amp.step import Run
 
@@ -125,9 +124,11 @@ def read_state(run: Run, reader: Reader) -> State:
         del state["ranks"]
     for name in run.extra_states.keys() - saved:
         del state[name]
-    interval = metadata.state_dict_metadata["interval"]  # with fewer columns in older checkpoints
-    assert isinstance(interval, TensorStorageMetadata)
-    state["interval"] = torch.zeros(interval.size, dtype=torch.float64)
+    # With fewer columns in older checkpoints.
+    size: Any = getattr(metadata.state_dict_metadata.get("interval"), "size", ())
+    if len(size) != 2 or size[0] != manifest.world_size or size[1] < 3:
+        raise CheckpointRejected(f".metadata has interval of {list(size)}, not a row per rank")
+    state["interval"] = torch.zeros(size, dtype=torch.float64)
     if run.frozen is not None or "frozen" in saved:
         from dist_amp.scaling.frozen import expect_checksums
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dist_amp.errors import ConfigError, DataError, in_one_line
+from dist_amp.errors import CheckpointRejected, ConfigError, DataError, in_one_line
 from dist_amp.loading.nested import tensors
 from dist_amp.step import Run
 from dist_amp.task import call_task, kept_by
@@ -61,7 +62,10 @@ def expected_state(metadata: Mapping[str, Any], rank: int) -> dict[str, Tensor]:
     if not saved:
         return {}
     name = str(rank % len(saved))
-    return {name: torch.empty(metadata[f"task.{name}"].size, dtype=torch.uint8)}
+    entry = metadata.get(f"task.{name}")
+    if not isinstance(entry, TensorStorageMetadata):
+        raise CheckpointRejected(f".metadata has no task.{name} that is a tensor")
+    return {name: torch.empty(entry.size, dtype=torch.uint8)}
 
 
 def load_state(task: Any, states: Mapping[str, Tensor], saved_ranks: int, world: World) -> None:

@@ -281,6 +281,9 @@ def parted(report: Mapping[str, Any]) -> bool:
 def text_of(report: Mapping[str, Any]) -> str:
     a, b = report["runs"]
     lines = [f"A  {a}", f"B  {b}"]
+    if code := report["environment"].get("task.hash"):
+        text = "the task's source file differs (hashes {} | {}): look there first"
+        lines.insert(0, text.format(*code))
     lines += table_of("settings that differ:", report["settings"])
     lines += table_of("environment:", report["environment"])
     if report["data"][0] != report["data"][1]:
@@ -375,8 +378,7 @@ def main(argv: Sequence[str]) -> int:
 
         first = min(parts, key=lambda part: part["step"])
         folders = (options.run_a, options.run_b)
-        part = where_they_part(folders, first["equal_until"], first["step"])
-        report["deep"] = f"both replayed: {part}"
+        report["deep"] = where_they_part(folders, first["equal_until"], first["step"])
     elif options.deep:
         equal = report["metrics"]["equal_until"]
         report["deep"] = f"not replayed: nothing differs through step {equal}"

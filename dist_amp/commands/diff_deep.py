@@ -5,6 +5,7 @@ module returned, the losses, the gradients that each module got, and those of th
 they part, the operations of torch's dispatcher, such as aten.gelu, are compared too.
 """
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dist_amp.checkpoint.format import config_at
 from dist_amp.commands.replay import run_at
+from dist_amp.config.load import read_flat
 from dist_amp.diagnostics.consistency import hash_samples, hash_tensor
 from dist_amp.diagnostics.nonfinite import clean_name
 from dist_amp.distributed.process import random_state, set_random_state
@@ -128,7 +130,12 @@ class Replayed:
 
     def __init__(self, folder: Path, step: int):
         """The run before its step `step`, or at an earlier checkpoint."""
+        # Of two versions of one module each is imported from its own file.
+        module = str(read_flat(config_at(folder, step)).get("task.target")).partition(":")[0]
+        if module.endswith(".py"):
+            make_room_for(Path(module))
         self._replay = run_at(folder, step)
+        self.edited = self._replay.edited
         self.run = self._replay.run
         self._random = random_state(self.run.world.device)
 
@@ -153,6 +160,17 @@ class Replayed:
         return recorder
 
 
+def make_room_for(path: Path) -> None:
+    """Forget a module of this name from another file, and what was imported from its folder."""
+    file = getattr(sys.modules.get(path.stem), "__file__", None)
+    if file and Path(file).resolve() != path.resolve():
+        folder = Path(file).resolve().parent
+        sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != folder]
+        for name, module in list(sys.modules.items()):
+            if Path(getattr(module, "__file__", None) or "").resolve().parent == folder:
+                del sys.modules[name]
+
+
 def where_they_part(
     folders: Sequence[Path],
     equal_until: int,
@@ -169,12 +187,14 @@ def where_they_part(
                 f"settings of {folder} changed there; compare without it"
             )
     runs = [Replayed(folder, equal_until + 1) for folder in folders]
-    first = max(replayed.run.step for replayed in runs) + 1
-    for replayed in runs:
-        while replayed.run.step + 1 < first:
-            replayed.take_step(replayed.batches())
     try:
-        return first_of_steps(runs, first, until)
+        if edited := "; ".join(replayed.edited for replayed in runs if replayed.edited):
+            return f"not replayed: {edited}; put that file back as it was, or look there"
+        first = max(replayed.run.step for replayed in runs) + 1
+        for replayed in runs:
+            while replayed.run.step + 1 < first:
+                replayed.take_step(replayed.batches())
+        return f"both replayed: {first_of_steps(runs, first, until)}"
     finally:
         for replayed in runs:
             replayed.run.close()
@@ -204,8 +224,9 @@ def first_of_steps(
         if part := first_part(*steps):
             return f"step {step}: {part}"
     return (
-        f"the replays are equal up to step {until}: what differed is not in the steps, but in a "
-        "callback, the layout, the environment or the hardware"
+        f"the replays are equal up to step {until}: what differed is not in the steps as one "
+        "process takes them, but in what one of several ranks read, a callback, the layout, the "
+        "environment or the hardware"
     )
 
 

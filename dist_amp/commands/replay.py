@@ -45,7 +45,7 @@ from dist_amp.precision import TOLERANCE
 from dist_amp.run import ScriptRun, build_run
 from dist_amp.settings import CompileConfig, Config
 from dist_amp.step import train_step
-from dist_amp.supervise.banner import warn_if_edited
+from dist_amp.supervise.banner import edited_since
 from dist_amp.supervise.callbacks import Callbacks
 from dist_amp.supervise.command_line import Parser, columns, command
 from dist_amp.supervise.stop import AgreedStop
@@ -73,6 +73,7 @@ class Replay:
     expected: str  # and why, in words
     start: str
     callbacks: Callbacks
+    edited: str  # that the task's file was, in words; or ""
     compared: int = 0  # logged steps
     differences: list[str] = field(default_factory=list)
     random: bool = False  # whether its steps draw random numbers that the run did not
@@ -116,6 +117,8 @@ class Replay:
             print(f"step {run.step:>6}  loss {now['train/loss']:.6f}  {same}", flush=True)
 
     def outcome(self) -> str:
+        if self.differences and self.edited:
+            return f"{self.edited}: so it differs from what was logged, {self.differences[0]}"
         if self.differences:
             return f"differs from what was logged, first at {self.differences[0]}"
         if not self.compared:
@@ -197,9 +200,9 @@ def run_at(
         rows = {}
         expected = f"other values than were logged, since you changed {', '.join(changed)}"
     start = "its start" if checkpoint is None else checkpoint.name
-    warn_if_edited(folder, run.task)
     callbacks = Callbacks(run, AgreedStop(world))
-    return Replay(folder, run, rows, tolerance, expected, start, callbacks)
+    edited = edited_since(folder, run.task)
+    return Replay(folder, run, rows, tolerance, expected, start, callbacks, edited)
 
 
 def changed_settings(
@@ -442,6 +445,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--pdb", action="store_true", help="stop before each of its backwards")
     options, settings = parser.parse_known_args(argv)
     replay = run_at(options.run, options.step, settings)
+    if replay.edited:
+        print(f"{replay.edited}: these are the steps of another code")
     ahead = options.step - replay.run.step
     print(f"replay {options.run} from {replay.start}: {ahead} steps on one process")
     print(f"expect {replay.expected}", flush=True)

@@ -7,6 +7,7 @@ Exit status: 0, 64 bad arguments, 65 not a run's folder, 1 the file can't be wri
 
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -127,9 +128,10 @@ def summary_text(row: RunRow) -> str:
 def ranks_of(summary: dict[str, Any]) -> list[tuple[Any, ...]]:
     """A head and a row per rank, of summary.json."""
     rows: list[tuple[Any, ...]] = [("rank", "host", "peak memory", "items per second")]
-    for rank in summary.get("ranks", ()):
-        peak = f"{rank['peak_memory_bytes'] / 2**20:,.0f} MiB"
-        rows.append((rank["rank"], rank["host"], peak, f"{rank['items_per_second']:,.1f}"))
+    with suppress(LookupError, TypeError, ValueError):  # of a damaged summary
+        for rank in summary.get("ranks", ()):
+            peak = f"{rank['peak_memory_bytes'] / 2**20:,.0f} MiB"
+            rows.append((rank["rank"], rank["host"], peak, f"{rank['items_per_second']:,.1f}"))
     return rows
 
 

@@ -244,18 +244,18 @@ def from_file(path: str) -> Settings:
     try:
         # With a line break, so that an error in the last line has a line number too.
         text = Path(path).read_text(encoding="utf-8") + "\n"
-        table = tomllib.loads(text)
+        values = dict(leaves(tomllib.loads(text)))
+        lines = line_numbers(text)
     except OSError as error:
         raise ConfigError(
             f"--config {path}: {error.strerror or error}; give the path of a TOML file"
         ) from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not TOML: {error}; fix that line") from None
-    lines = line_numbers(text)
     settings = {}
-    for key, value in leaves(table):
-        values = value if isinstance(value, list) else [value]
-        settings[key] = Setting(tuple(map(word_of, values)), f"in {path}, line {lines[key]}")
+    for key, value in values.items():
+        items = value if isinstance(value, list) else [value]
+        settings[key] = Setting(tuple(map(word_of, items)), f"in {path}, line {lines[key]}")
     return settings
 
 

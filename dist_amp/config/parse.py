@@ -1,6 +1,6 @@
 """Settings to config: every value is converted to its key's type, whatever its source."""
 
-import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import EnumType
@@ -117,7 +117,7 @@ def value_of(hint: Any, words: Sequence[str]) -> Any:
     if kind is Annotated:
         value = value_of(parts[0], words)
         for rule in parts[1:]:
-            if isinstance(rule, Range) and math.isinf(value):
+            if isinstance(rule, Range) and abs(value) > sys.float_info.max:
                 raise OutOfRange(f"finite and {rule}")
             if isinstance(rule, Range) and value not in rule:
                 raise OutOfRange(rule)

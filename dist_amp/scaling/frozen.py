@@ -51,7 +51,7 @@ def expect_checksums(
     saved = 0
     entry = metadata.state_dict_metadata.get("frozen")
     if isinstance(entry, TensorStorageMetadata):
-        saved = entry.size[0]
+        saved = entry.size.numel()
     now = len(frozen_parameters(module))
     names = frozen_names(module)
     stored = any(f"model.{name}" in metadata.state_dict_metadata for name in names)

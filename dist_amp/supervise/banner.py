@@ -27,7 +27,6 @@ import dist_amp
 from dist_amp.config.load import hidden
 from dist_amp.config.task_class import GIVEN
 from dist_amp.distributed.gpu_checks import driver_branch
-from dist_amp.distributed.process import warn
 from dist_amp.errors import ConfigError, masked
 from dist_amp.files import run_dir, write_durably
 from dist_amp.run import Run
@@ -265,13 +264,14 @@ def source_of(task: object) -> dict[str, str]:
     return {}
 
 
-def warn_if_edited(folder: Path, task: object) -> None:
-    """Warn if the task's source file is not what it was at the latest start of a run."""
+def edited_since(folder: Path, task: object) -> str:
+    """That the task's source file is not what it was when a run was started, in words; or ""."""
     now = source_of(task)
     with suppress(Exception):  # there is none, or it is damaged
         before = json.loads((folder / "environment.json").read_bytes())["task"]
         if now["hash"] != before["hash"]:
-            warn(f"{now['file']} was edited since {folder} was started: its steps may be others")
+            return f"{now['file']} was edited since {folder} was started"
+    return ""
 
 
 def code_folder(source: Mapping[str, str]) -> Path:
