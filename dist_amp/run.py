@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from dist_amp.checkpoint.format import all_checkpoints, checkpoint_folder
-from dist_amp.checkpoint.resume import resume
+from dist_amp.checkpoint.resume import resume, with_dtype
 from dist_amp.checkpoint.saver import Saver
 from dist_amp.checkpoint.state import check_best_metric
 from dist_amp.config.auto import accumulation_steps, pick_cast, pick_reduction, pick_strategy
@@ -180,14 +180,14 @@ def build_run(
     world = locate(config.run) if world is None else world
     if task is not None:
         config = with_task(config, task)
-    given = config
+    folder = run_folder(config.run, world)
+    given = config = with_dtype(config, folder, world)
     if config.parallel.bit_exact:
         from dist_amp.bit_exact import exact_config, make_exact
 
         config = exact_config(config, world)
     set_determinism(config.run.deterministic)
     torch.autograd.set_detect_anomaly(config.debug.detect_anomaly)
-    folder = run_folder(config.run, world)
     task = build_task(config) if task is None else task
 
     seed_all(config.run.seed)  # the same initial weights everywhere

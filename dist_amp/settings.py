@@ -158,8 +158,10 @@ class ScalerConfig:
 class PrecisionConfig:
     use_amp: bool = True
     """Mixed precision; false computes everything in float32."""
-    dtype: Literal["bf16", "fp16"] = "bf16"
-    """The dtype of mixed precision; fp16 uses the loss scaler."""
+    dtype: Literal["auto", "bf16", "fp16"] = "auto"
+    """The dtype of mixed precision; fp16 uses the loss scaler; auto: bf16, but float32 on a CPU
+    that only emulates bf16, unless another setting of precision is given.
+    """
     cast_by: Literal["auto", "autocast", "policy"] = "auto"
     """What casts to dtype: autocast (any strategy) or FSDP2's mixed-precision policy (fsdp, hsdp);
     auto: the policy if sharded, unless the model has batch norm.
@@ -175,7 +177,9 @@ class PrecisionConfig:
 
     @property
     def name(self) -> str:
-        return self.dtype if self.use_amp else "fp32"
+        if not self.use_amp:
+            return "fp32"
+        return "fp16" if self.dtype == "fp16" else "bf16"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from dist_amp.checkpoint.compatibility import with_rows_as_begun
-from dist_amp.checkpoint.resume import checkpoint_to_resume
+from dist_amp.checkpoint.resume import checkpoint_to_resume, with_dtype
 from dist_amp.checkpoint.saver import Saver, best_metric_problem
 from dist_amp.checkpoint.state import load
 from dist_amp.config.load import load_config, to_toml
@@ -281,6 +281,7 @@ def newest_run(config: Config, job: Job, folder: Path) -> ScriptRun:
     """The config's run, from the newest checkpoint in its folder if there is one."""
     startup = job.startup
     startup.lap("checks")
+    config = with_dtype(config, folder, job.world)
     checkpoint = checkpoint_to_resume(config, folder, job.world)
     if checkpoint is not None:
         config = with_rows_as_begun(config, checkpoint)

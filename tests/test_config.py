@@ -357,7 +357,7 @@ def test_a_config_that_is_no_file_is_rejected(tmp_path):
         ("train.accumulation_steps", "all", "a whole number or auto"),
         ("eval.every", "never", "a whole number or off"),
         ("task.args.width", "wide", "a whole number"),
-        ("precision.dtype", "fp8", "one of bf16, fp16"),
+        ("precision.dtype", "fp8", "one of auto, bf16, fp16"),
         ("parallel.strategy", "zero3", "one of auto, single, ddp, fsdp, hsdp"),
     ],
 )

@@ -7,13 +7,18 @@ import sys
 
 import pytest
 import torch
+from tiny import Tiny, make_run, save
 
+from dist_amp.checkpoint.resume import with_dtype
 from dist_amp.commands import demo
 from dist_amp.config import native_precision as native
+from dist_amp.config.load import load_config
 from dist_amp.config.native_precision import check_dtype
+from dist_amp.errors import ConfigError
 from dist_amp.files import shipped_folder
-from dist_amp.precision import build_precision
+from dist_amp.precision import Precision, build_precision
 from dist_amp.settings import PrecisionConfig
+from dist_amp.supervise.explain import explain_half
 from dist_amp.world import World
 
 
@@ -25,9 +30,11 @@ def cpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         monkeypatch.setattr(native, "cpu_slowdown", slowdowns.__getitem__)
         native.warn_if_emulated.cache_clear()
+        native.cpu_dtype.cache_clear()
 
     yield make
     native.warn_if_emulated.cache_clear()
+    native.cpu_dtype.cache_clear()
 
 
 @pytest.fixture
@@ -103,6 +110,69 @@ def test_an_emulated_dtype_is_warned_about_once_with_its_cost_and_what_to_use(cp
 def test_nothing_is_measured_in_float32_and_on_other_ranks(cpu, use_amp, rank):
     cpu()  # knows no dtype: asking it raises KeyError
     build_precision(PrecisionConfig(use_amp=use_amp), False, World(rank=rank, world_size=2))
+
+
+# ---- the default ----
+
+
+def precision_of(*words, folder="unused"):
+    words = ["--run.device", "cpu", "--run.dir", str(folder), *words]
+    precision = with_dtype(load_config(words, {}), folder, World()).precision
+    return precision.name, precision.dtype
+
+
+def test_by_default_a_cpu_that_only_emulates_bf16_computes_in_float32_and_says_so(
+    cpu, capsys, tmp_path
+):
+    cpu(bf16=30)
+    assert precision_of(folder=tmp_path) == ("fp32", "bf16")
+    assert capsys.readouterr().out == (
+        "precision.dtype=auto: float32, because this CPU only emulates bf16 (30 times slower); "
+        "--use_amp true computes in bf16 all the same\n"
+    )
+    cpu(bf16=0.8)
+    assert precision_of(folder=tmp_path) == ("bf16", "bf16")
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["--use_amp", "true"], "bf16"),
+        (["--use_amp", "false"], "fp32"),
+        (["--precision.dtype", "bf16"], "bf16"),
+        (["--precision.dtype", "fp16"], "fp16"),
+        (["--precision.cast_by", "policy"], "bf16"),
+        (["--parallel.param_dtype", "bf16"], "bf16"),
+        (["--config", "fsdp_bf16"], "bf16"),
+    ],
+)
+def test_a_precision_that_is_given_is_kept_on_any_cpu(cpu, tmp_path, words, name):
+    cpu()  # knows no dtype: asking it raises KeyError
+    assert precision_of(*words, folder=tmp_path)[0] == name
+
+
+@pytest.mark.parametrize(("amp", "slowdown", "name"), [("true", 30, "bf16"), ("false", 1, "fp32")])
+def test_a_resumed_run_keeps_its_precision_on_any_cpu(cpu, tmp_path, amp, slowdown, name):
+    words = ["--run.dir", tmp_path, "--checkpoint.every", 1]
+    save(make_run(World(), Tiny(), *words, "--use_amp", amp))
+    cpu(bf16=slowdown)
+    assert precision_of(folder=tmp_path)[0] == name
+    assert precision_of("--run.resume", str(tmp_path), folder=tmp_path / "new")[0] == name
+
+
+@pytest.mark.bad_input("half precision that a CPU's library has no kernel for")
+def test_a_layer_that_a_cpu_can_not_compute_in_half_precision_is_one_line():
+    words = "could not create a primitive descriptor for the LSTM forward propagation primitive."
+    precision = Precision(PrecisionConfig(), "autocast", World().device)
+    explained = explain_half(RuntimeError(words), precision, 1)
+    assert isinstance(explained, ConfigError)
+    assert str(explained).startswith("rank 1: this CPU can't compute the model in bf16 (RuntimeErr")
+    assert str(explained).endswith("; use --use_amp false")
+    other = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+    assert explain_half(other, precision, 1) is other
+    whole = Precision(PrecisionConfig(use_amp=False), "nothing", World().device)
+    assert explain_half(explained, whole, 1) is explained
 
 
 # ---- the demo's choice ----

@@ -615,6 +615,26 @@ def test_what_compares_nothing_does_not_pass(verify):
     assert "failed: 0 of 0 compute the steps of one process" in output
 
 
+class NoKernel(nn.Module):
+    def forward(self, x):
+        if torch.is_autocast_enabled("cpu"):
+            raise RuntimeError("could not create a primitive descriptor for the LSTM forward")
+        return x
+
+
+class HalfIsMissing(Around):
+    def __init__(self):
+        super().__init__(NoKernel)
+
+
+def test_a_model_that_the_device_computes_in_float32_alone_passes_in_float32(verify):
+    words = "--task.target test_verify:HalfIsMissing --world_sizes 1 --precisions fp32,bf16"
+    status, output, _ = verify(words)
+    assert status == 0
+    assert "passed: 1 of 1 compute the steps of one process" in output
+    assert "note     bf16 is skipped: plain torch can't compute" in output
+
+
 def test_an_emulated_precision_is_announced_once(monkeypatch, capsys):
     monkeypatch.setattr(native_precision, "cpu_slowdown", lambda dtype: 30.0)
     native_precision.warn_if_emulated.cache_clear()

@@ -152,6 +152,8 @@ def make_run(world, task, *words):
         "unused",
         "--run.resume",
         "never",
+        "--precision.dtype",
+        "bf16",  # on every machine: auto is float32 on a CPU that only emulates it
     ]
     config = load_config([*quiet, *map(str, words)], environ={})
     world = world or locate(config.run)

@@ -2,11 +2,20 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from dist_amp.checkpoint.compatibility import check_config
-from dist_amp.checkpoint.format import MANIFEST, all_checkpoints, integrity_error
+from dist_amp.checkpoint.format import (
+    CONFIG,
+    MANIFEST,
+    all_checkpoints,
+    fetch_missing,
+    integrity_error,
+)
 from dist_amp.checkpoint.state import load
+from dist_amp.config.load import read_flat
 from dist_amp.config.task_class import find_task
 from dist_amp.distributed.process import attempt
 from dist_amp.errors import DataError
@@ -36,6 +45,30 @@ def checkpoint_to_resume(
     if checkpoint is not None:
         check_config(checkpoint, config, task or find_task(config.task.target), world)
     return checkpoint
+
+
+def with_dtype(config: Config, run_folder: Path, world: World) -> Config:
+    """The config with `precision.dtype=auto` resolved: as in the checkpoint that it resumes, or
+    float32 on a CPU that only emulates bf16. Every rank calls it.
+    """
+    precision = config.precision
+    if precision.dtype != "auto":
+        return config
+    name = precision.name
+    if world.is_main and precision.use_amp:
+        try:
+            checkpoint = _candidates(config.run.resume, run_folder)[-1]
+            fetch_missing(checkpoint, [CONFIG])
+            saved = read_flat(checkpoint / CONFIG)
+            name = saved["precision.dtype"] if saved["precision.use_amp"] else "fp32"
+        except (DataError, IndexError):  # without a checkpoint
+            if world.device.type == "cpu":
+                from dist_amp.config.native_precision import cpu_dtype
+
+                name = cpu_dtype(world)
+    name = world.from_main(name)
+    dtype: Any = "bf16" if name == "fp32" else name
+    return replace(config, precision=replace(precision, use_amp=name != "fp32", dtype=dtype))
 
 
 def newest_checkpoint(resume: str, run_folder: Path, world: World) -> Path | None:

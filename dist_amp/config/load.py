@@ -50,6 +50,8 @@ def load_config(argv: Sequence[str] = (), environ: Mapping[str, str] = os.enviro
                 f"{key} {setting.source} is masked, because a run writes no secrets; give it on "
                 f"the command line, or as {ENVIRONMENT_PREFIX}{key.upper().replace('.', '__')}"
             )
+    if any(key.startswith("precision.") or key.endswith("_dtype") for key in settings):
+        settings.setdefault("precision.dtype", Setting(("bf16",), "by default"))
     return build(schema(find_task(target_in(settings)), source_names(settings)), settings)
 
 

@@ -89,6 +89,19 @@ def warn_if_emulated(dtype: str, world: World) -> None:
         )
 
 
+@cache  # a process that builds several runs says it once
+def cpu_dtype(world: World) -> str:
+    """What `precision.dtype=auto` is on this CPU: "bf16" or "fp32", which a line explains."""
+    slowdown = cpu_slowdown("bf16")
+    if slowdown < EMULATED:
+        return "bf16"
+    world.say(
+        f"precision.dtype=auto: float32, because this CPU only emulates bf16 ({slowdown:.0f} times "
+        "slower); --use_amp true computes in bf16 all the same"
+    )
+    return "fp32"
+
+
 def native_precision() -> tuple[str, str]:
     """("bf16", "fp16" or "float32", why): the first that the GPU, or else the CPU, has natively."""
     if not torch.cuda.is_available():

@@ -125,7 +125,7 @@ def check_precision(config: PrecisionConfig, sharded: bool, world: World) -> Non
     if config.use_amp:
         from dist_amp.config.native_precision import check_dtype
 
-        check_dtype(config.dtype, world)
+        check_dtype(config.name, world)
     if config.cast_by == "policy" and not sharded:
         raise ConfigError(
             "precision.cast_by=policy needs parallel.strategy fsdp or hsdp; use "

@@ -19,8 +19,16 @@ from dist_amp.config.memory import (
     tensor_bytes,
 )
 from dist_amp.data import Batches
-from dist_amp.errors import DataError, Failure, first_line, in_one_line, outside_packages
+from dist_amp.errors import (
+    ConfigError,
+    DataError,
+    Failure,
+    first_line,
+    in_one_line,
+    outside_packages,
+)
 from dist_amp.loading.loader import samples_text
+from dist_amp.precision import Precision
 from dist_amp.run import Run
 from dist_amp.settings import Config
 from dist_amp.supervise.lifecycle import Job
@@ -33,6 +41,9 @@ _OUT_OF_RANGE = re.compile(
 )
 
 _WORKER_DIED = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) ([^.]*)")
+
+# Of a CPU's libraries without a kernel for a dtype.
+_NO_KERNEL = re.compile("could not create a primitive|not implemented for '(BFloat16|Half)'")
 
 _MIXED_DTYPES = re.compile("have the same dtype|expected scalar type")
 
@@ -49,6 +60,8 @@ def explain_error(error: BaseException, job: Job) -> BaseException:
     splits = (job.run.data, job.run.validation) if job.run is not None else ()
     error = explain_data(error, job.world.rank, [split for split in splits if split is not None])
     error = explain_memory(error, job.config, job.world, job.run)
+    if job.run is not None:
+        error = explain_half(error, job.run.precision, job.world.rank)
     if job.folder is not None:
         error = explain_disk(error, job.folder)
     return error
@@ -106,6 +119,17 @@ def explain_data(error: BaseException, rank: int, splits: Sequence[Batches] = ()
         return DataError(
             f"rank {rank}: the GPU stopped at a device-side assert, typically a token id or label "
             "out of range; the same run with --run.device cpu names the samples"
+        )
+    return error
+
+
+def explain_half(error: BaseException, precision: Precision, rank: int) -> BaseException:
+    """A ConfigError where a CPU's library has no kernel for the run's half precision."""
+    is_half = precision.name != "fp32" and precision.device.type == "cpu"
+    if is_half and isinstance(error, RuntimeError) and _NO_KERNEL.search(str(error)):
+        return ConfigError(
+            f"rank {rank}: this CPU can't compute the model in {precision.name} "
+            f"({in_one_line(error)}); use --use_amp false"
         )
     return error
 
