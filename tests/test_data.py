@@ -8,10 +8,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny import EmptyDataset, Rows, Tiny, make_run, save, take_steps
+from tiny import EmptyDataset, EndsItsReader, Rows, Tiny, WithNoise, make_run, save, take_steps
 from torch import nn
 
 from dist_amp.checkpoint.format import read_manifest
+from dist_amp.config.load import load_config
 from dist_amp.data import Batches, Padding
 from dist_amp.errors import DataError
 from dist_amp.loading import loader
@@ -243,6 +244,51 @@ def test_random_numbers_of_loader_workers_do_not_depend_on_their_number_but_on_t
         run.data.close()
     assert draws[0] == draws[1]
     assert len({tuple(draw) for draw in draws[0]}) == 4
+
+
+@pytest.fixture
+def start_method(request):
+    before = multiprocessing.get_start_method()
+    multiprocessing.set_start_method(request.param, force=True)
+    yield request.param
+    multiprocessing.set_start_method(before, force=True)
+
+
+@pytest.mark.parametrize(
+    ("start_method", "on_bad_sample"),
+    [("fork", "stop"), ("forkserver", "stop"), ("forkserver", "skip"), ("spawn", "stop")],
+    indirect=["start_method"],
+)
+def test_loader_workers_give_the_same_batches_by_each_start_method(start_method, on_bad_sample):
+    words = ["--data.workers", 1, "--data.on_bad_sample", on_bad_sample, "--train.micro_batch_size"]
+    config = load_config(["--task.target", "tiny:WithNoise", *map(str, [*words, 4])], {})
+    run = make_run(World(), WithNoise(config.data), *words, 4)
+    expected = [run.data.at(start)[0][0]["x"] for start in (0, 4)]
+    batches = [next(run.data)[0]["x"] for _ in expected]
+    run.data.close()
+    assert all(map(torch.equal, batches, expected))
+
+
+@pytest.mark.bad_input("a dataset that the loader workers' start method can't pickle")
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"], indirect=True)
+def test_a_dataset_that_can_not_be_pickled_for_the_workers_is_one_line(start_method):
+    class Local(Rows):
+        pass
+
+    data = batches(plan(), workers=1)
+    data.fetch.dataset = Local(index=torch.arange(23))
+    text = rf"rank 0: the start method {start_method} pickles .*\.Local.*use data.workers=0"
+    with pytest.raises(DataError, match=text):
+        next(data)
+
+
+@pytest.mark.bad_input("a dataset that a loader worker can't unpickle, as of a notebook's class")
+@pytest.mark.parametrize("start_method", ["forkserver"], indirect=True)
+def test_a_worker_that_ends_as_it_starts_is_one_line(start_method):
+    data = batches(plan(), workers=1)
+    data.fetch.dataset = EndsItsReader(index=torch.arange(23))
+    with pytest.raises(DataError, match="rank 0: a loader worker ended .* not in a notebook"):
+        next(data)
 
 
 @pytest.mark.bad_input("loader workers that do not start")

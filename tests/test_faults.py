@@ -391,6 +391,17 @@ def two_meshes(run):
     run.parallel.module = run.parallel.model = model
 
 
+def each_rank_has_a_shard(run):
+    columns = run.data.fetch.dataset.columns
+    share = torch.arange(64) // 2 * 2 + run.world.rank
+    run.data.fetch.dataset.columns = {name: column[share] for name, column in columns.items()}
+
+
+def one_rank_evaluates_on_other_rows(run):
+    if run.world.rank:
+        run.validation.fetch.dataset.columns["y"][63] = 7.0
+
+
 def one_rank_has_another_buffer(run):
     if run.world.rank:
         run.parallel.module.register_buffer("late", torch.zeros(1))
@@ -422,6 +433,14 @@ RUN_FAULTS = [
     (two_meshes, "ddp", Tiny(), (), "the parameters are on two meshes: 0.0.weight on"),
     (same_dropout_everywhere, "ddp", Noisy(), (), "ranks 0 and 1 draw the same random numbers"),
     (shorter_data_on_one_rank, "ddp", Tiny(), (), "64 + 0 on rank 0, 63 + 0 on rank 1"),
+    (each_rank_has_a_shard, "ddp", Tiny(), (), "sample 0 of the training split is not the same on"),
+    (
+        one_rank_evaluates_on_other_rows,
+        "ddp",
+        Tiny(),
+        (*EVALUATED, "--data.workers", "1"),
+        "sample 63 of the validation split is not the same on rank 1 as on rank 0; build_dataset",
+    ),
     (
         one_rank_has_another_buffer,
         "ddp",
@@ -537,6 +556,28 @@ class FourKinds(Tiny):
         return Rows(x=x, y=(x[:, 0] != x[:, 1]).float(), counts=torch.ones(64))
 
 
+class RandomRows(Rows):
+    """Augmented as they are read: by the global generator, and by one of its own."""
+
+    def __init__(self, **columns):
+        super().__init__(**columns)
+        self.own = torch.Generator()
+
+    def __getitem__(self, index):
+        row = super().__getitem__(index)
+        noise = torch.rand(8) if index % 2 else torch.rand(8, generator=self.own)
+        return {**row, "x": row["x"] + noise}
+
+
+class Augmented(Tiny):
+    def build_dataset(self, split):
+        return RandomRows(**super().build_dataset(split).columns)
+
+
+def ranks_draw_other_noise(run):
+    run.data.fetch.dataset.own.manual_seed(run.world.rank)
+
+
 @pytest.mark.parametrize(
     ("ranks", "strategy", "task", "words"),
     [
@@ -555,6 +596,21 @@ class FourKinds(Tiny):
 def test_a_run_without_a_fault_is_silent(ranks, strategy, task, words):
     words = ("--parallel.strategy", strategy, *words)
     assert on_ranks(ranks, failure_of, nothing, task, *words) == [""] * ranks
+
+
+def test_randomly_augmented_samples_are_not_taken_for_other_samples():
+    assert on_ranks(2, failure_of, ranks_draw_other_noise, Augmented()) == [""] * 2
+
+
+def random_numbers_around_the_check(world):
+    run = make_run(world, Augmented())
+    before = torch.get_rng_state()
+    consistency.check_samples_equal(run)
+    return torch.equal(torch.get_rng_state(), before)
+
+
+def test_comparing_samples_draws_no_random_numbers_of_the_run():
+    assert on_ranks(2, random_numbers_around_the_check) == [True, True]
 
 
 def test_a_parameter_that_differs_between_replicas_of_shards_is_named():

@@ -18,6 +18,13 @@ class Rows:
         return {name: column[index] for name, column in self.columns.items()}
 
 
+class EndsItsReader(Rows):
+    """What another process can't unpickle."""
+
+    def __setstate__(self, state):
+        raise ValueError("no such thing here")
+
+
 class Tiny:
     """Fit a smooth function. Batch: x [B, 8], y [B], counts [B]: ones, unless `uneven`."""
 
@@ -45,6 +52,21 @@ class Tiny:
 
     def weight(self, batch):
         return batch["counts"].sum()
+
+
+class WithNoise(Tiny):
+    """Keeps its [data] section, and adds noise as a sample is read and as a batch is made."""
+
+    def __init__(self, data):
+        super().__init__(samples=24)
+        self.data = data
+
+    def augment(self, sample, rng):
+        return {**sample, "x": sample["x"] + torch.rand(8, generator=rng)}
+
+    def collate(self, samples):
+        batch = torch.utils.data.default_collate(samples)
+        return {**batch, "x": batch["x"] + torch.rand(len(samples), 8)}
 
 
 class Overflow(Tiny):

@@ -247,20 +247,30 @@ def dataset_hash(data: Batches) -> str:
     if isinstance(known, str):
         return known
     digest = hashlib.sha256()
-    length = data.plan.length
-    for index in sorted({round(i * (length - 1) / 63) for i in range(64)}):
-        seed_all(index)  # the same random augmentations every time
+    for index in spread(data.plan.length, 64):
         try:
-            sample = read(data.fetch.dataset, (index,))
+            digest.update(sample_bytes(data.fetch.dataset, index))
         except Exception:  # the step that needs the sample raises the error
-            sample = ["can't be read"]
-        for leaf in tree_leaves(sample):
-            if isinstance(leaf, Tensor):
-                leaf = leaf.cpu().reshape(-1).view(torch.uint8).numpy()
-            if hasattr(leaf, "tobytes"):  # arrays and pictures
-                digest.update(leaf.tobytes())
-            elif isinstance(leaf, PLAIN):
-                digest.update(repr(leaf).encode())
-            else:
-                digest.update(type(leaf).__name__.encode())
+            digest.update(repr("can't be read").encode())
     return digest.hexdigest()[:16]
+
+
+def spread(length: int, count: int) -> list[int]:
+    """The first index below `length`, the last, and others evenly between them."""
+    return sorted({round(i * (length - 1) / (count - 1)) for i in range(count)})
+
+
+def sample_bytes(dataset: Any, index: int) -> bytes:
+    """What a sample holds, with the same random augmentations every time."""
+    seed_all(index)
+    content = []
+    for leaf in tree_leaves(read(dataset, (index,))):
+        if isinstance(leaf, Tensor):
+            leaf = leaf.cpu().reshape(-1).view(torch.uint8).numpy()
+        if hasattr(leaf, "tobytes"):  # arrays and pictures
+            content.append(leaf.tobytes())
+        elif isinstance(leaf, PLAIN):
+            content.append(repr(leaf).encode())
+        else:
+            content.append(type(leaf).__name__.encode())
+    return b"".join(content)

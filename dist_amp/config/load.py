@@ -69,15 +69,13 @@ def load_saved(path: Path, argv: Sequence[str], folder: Path | None = None) -> C
     return load_config(words)
 
 
-@cache  # so that two configs of one task have the same type and can be compared
+@cache
 def schema(task: type, sources: tuple[str, ...] = ()) -> type[Config]:
     """Config with the task's arguments in task.args, and these tables in data.sources."""
-    tables = _derived(object, "Sources", dict.fromkeys(sources, MixedSourceConfig))
-    sections = {
-        "task": _derived(TaskConfig, "TaskConfig", {"args": args_dataclass(task)}),
-        "data": _derived(DataConfig, "DataConfig", {"sources": tables}),
-    }
-    return _derived(Config, "Config", sections)
+    tables = _derived(object, "Sources", **dict.fromkeys(sources, MixedSourceConfig))
+    task_section = _derived(TaskConfig, "TaskConfig", args=args_dataclass(task))
+    data_section = _derived(DataConfig, "DataConfig", sources=tables)
+    return _derived(Config, "Config", task=task_section, data=data_section)
 
 
 def with_task(config: Config, task: Any) -> Config:
@@ -101,11 +99,21 @@ def with_task(config: Config, task: Any) -> Config:
     return schema(cls)(**{**vars(config), "task": named})
 
 
-def _derived(base: type, name: str, parts: Mapping[str, type]) -> Any:
-    """A dataclass with other dataclasses as some of its fields."""
+@cache  # so that two configs of one task have the same type and can be compared
+def _derived(base: type, name: str, **parts: type) -> Any:
+    """A dataclass with other dataclasses as some of its fields; objects of it can be pickled."""
+
+    def reduce(self: Any) -> Any:
+        return _restored, (base, name, [*parts], vars(self))
+
     items = [(key, part, field(default_factory=part)) for key, part in parts.items()]
-    about = {"__doc__": base.__doc__}
+    about = {"__doc__": base.__doc__, "__reduce__": reduce}
     return make_dataclass(name, items, bases=(base,), frozen=True, namespace=about)
+
+
+def _restored(base: type, name: str, parts: Sequence[str], values: Mapping[str, Any]) -> Any:
+    types: Any = {part: type(values[part]) for part in parts}
+    return _derived(base, name, **types)(**values)
 
 
 def target_in(settings: Settings) -> str:

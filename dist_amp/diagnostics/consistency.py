@@ -14,9 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dist_amp.checkpoint.compatibility import sample_bytes, spread
 from dist_amp.config.auto import batch_statistics
 from dist_amp.data import Padding
-from dist_amp.errors import DataError, NumericsError
+from dist_amp.distributed.process import random_state, set_random_state
+from dist_amp.errors import DataError, NumericsError, some_of
+from dist_amp.loading.loader import load
 from dist_amp.loading.nested import tensors
 from dist_amp.run import Run
 from dist_amp.telemetry.step_report import GLOBAL, GLOBAL_METRICS, LogRow, Observer, StepReport
@@ -25,6 +28,7 @@ from dist_amp.world import local
 CHECK_EVERY = 100  # steps; assumed: it hashes all parameters, in less than a step's time
 SAMPLED_STEPS = 16  # consecutive steps whose samples are compared between ranks
 SAMPLED_ELEMENTS = 2**16  # of a batch's tensor that are hashed, evenly spread
+COMPARED_SAMPLES = 5  # of each split, at the start
 CHUNK = 2**20  # elements hashed at a time, which bounds the memory it takes
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -80,10 +84,60 @@ def check_start(run: Run) -> None:
             f"the training + validation datasets have different lengths on the ranks ({counts}); "
             "build_dataset must return the full dataset on every rank, dist_amp shards it"
         )
+    if run.world.world_size > 1:
+        check_samples_equal(run)
     from dist_amp.checkpoint.task_state import check_kept
 
     check_kept(run)
     check_state(run)
+
+
+class SampleHashes:
+    """Map-style view of a dataset; "" for a sample that can't be read twice with the same result,
+    such as a random one.
+    """
+
+    def __init__(self, dataset: Any):
+        self.dataset = dataset
+
+    def __getitem__(self, index: int) -> str:
+        try:
+            first, again = [sample_bytes(self.dataset, index) for _ in range(2)]
+        except Exception:  # the step that needs the sample raises the error
+            return ""
+        return hashlib.sha256(first).hexdigest() if first == again else ""
+
+
+def check_samples_equal(run: Run) -> None:
+    """Errors: DataError if a rank has other samples than rank 0, as with a shard of its own."""
+    world = run.world
+    before = random_state(world.device)
+    hashes: dict[str, str] = {}
+    for data in filter(None, (run.data, run.validation)):
+        known = getattr(data.fetch.dataset, "fingerprint", None)
+        if isinstance(known, str):
+            hashes[f"the {data.split} split"] = known
+            continue
+        indices = spread(data.plan.length, COMPARED_SAMPLES)
+        # In a worker if there are any: a file that is open before they fork would be shared.
+        workers = min(1, run.config.data.workers)
+        fetch = SampleHashes(data.fetch.dataset)
+        read, close = load(
+            fetch, indices.__iter__, workers=workers, pin_memory=False, rank=world.rank
+        )
+        for index in indices:
+            hashes[f"sample {index} of the {data.split} split"] = next(read)
+        close()
+    set_random_state(before, world.device)
+    of_ranks = [json.loads(text) for text in world.gather_texts(json.dumps(hashes))]
+    for name in hashes:
+        values = [of_rank.get(name) for of_rank in of_ranks]
+        differing = [str(rank) for rank, value in enumerate(values) if value != values[0]]
+        if differing and all(values):
+            raise DataError(
+                f"{name} is not the same on rank {some_of(differing)} as on rank 0; build_dataset "
+                "must return the full dataset on every rank, dist_amp shards it"
+            )
 
 
 def check_state(run: Run) -> None:
