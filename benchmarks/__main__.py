@@ -15,7 +15,7 @@ tripwires    the share of time that the consistency checks take (torchrun ... -m
              benchmarks.tripwires)
 bit_exact    time, bytes and memory of parallel.bit_exact (torchrun -m benchmarks.bit_exact)
 pretrained   time and memory to load pretrained weights into FSDP2 shards, and by from_pretrained
-restart      what a restart costs under dist_amp launch, with and without spare processes
+restart      what a restart costs under dist_amp launch, by phase
 data         how fast a config's data are read, next to torch's DataLoader
 """
 

@@ -1,8 +1,7 @@
-"""python -m benchmarks restart [--rounds 3] [SETTINGS]: what a restart costs, with and without
-spare processes.
+"""python -m benchmarks restart [--rounds 3] [SETTINGS]: what a restart costs, by phase.
 
 Two ranks of the demo under `dist_amp launch`, of which one is killed by SIGKILL. Prints the seconds
-to the next step, by phase, with spare processes and without them, in turns.
+to the next step.
 """
 
 import argparse
@@ -18,18 +17,9 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.harness import command
-from dist_amp.commands.spare import AFTER_SECONDS
 
-LAUNCHER = """
-import sys
-from dist_amp.commands import launch, spare
-spare.AFTER_SECONDS = float(sys.argv[1])
-sys.exit(launch.main(sys.argv[2:]))
-"""
 SETTINGS = "--config demo --use_amp false --train.steps 100000".split()
 SETTINGS += "--checkpoint.every 20 --metrics.log_every 1".split()
-SPARES = {"with spares": AFTER_SECONDS, "without": 1e9}
-SETTLED_SECONDS = AFTER_SECONDS + 20  # then the spares are ready; assumed
 
 
 @command
@@ -37,28 +27,24 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="restart", description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     options, words = parser.parse_known_args(argv)
-    seconds: dict[str, list[float]] = {name: [] for name in SPARES}
+    seconds: list[float] = []
     for _ in range(options.rounds):
-        for name, after in SPARES.items():
-            phases = restart(after, words)
-            seconds[name].append(sum(phases.values()))
-            parts = ", ".join(f"{phase} {value:.2f}" for phase, value in phases.items())
-            print(f"{name:<12} {sum(phases.values()):6.2f} s: {parts}", flush=True)
-    with_spares, without = (median(seconds[name]) for name in SPARES)
-    print(f"median: {with_spares:.2f} s with spares, {without:.2f} s without: ratio ", end="")
-    print(f"{with_spares / without:.2f}")
+        phases = restart(words)
+        seconds.append(sum(phases.values()))
+        parts = ", ".join(f"{phase} {value:.2f}" for phase, value in phases.items())
+        print(f"{seconds[-1]:6.2f} s: {parts}", flush=True)
+    print(f"median: {median(seconds):.2f} s")
 
 
-def restart(after_seconds: float, words: Sequence[str]) -> dict[str, float]:
+def restart(words: Sequence[str]) -> dict[str, float]:
     """Seconds by phase, from a SIGKILL of rank 1 to the end of the next step."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        start = [sys.executable, "-c", LAUNCHER, f"{after_seconds}", "--nproc-per-node", "2"]
+        start = [sys.executable, "-m", "dist_amp", "launch", "--nproc-per-node", "2"]
         start += [*SETTINGS, *words, "--run.dir", name]
         launcher = subprocess.Popen(start, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             wait_for_starts(folder, 1)
-            time.sleep(SETTLED_SECONDS)
             os.kill(rank_1_of(launcher.pid), signal.SIGKILL)
             return wait_for_starts(folder, 2)[-1]
         finally:

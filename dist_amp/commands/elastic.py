@@ -13,7 +13,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NamedTuple
@@ -26,11 +26,9 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing import api as processes
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, dynamic_rendezvous
 from torch.distributed.launcher import api
 
-from dist_amp.commands.spare import Spares
 from dist_amp.distributed.process import LAUNCHER, in_time
 from dist_amp.distributed.rendezvous import loopback_listener
 from dist_amp.errors import SAVED_AND_STOPPED, ConfigError, DataError, Failure, NumericsError
@@ -56,7 +54,6 @@ def run_agent(options: Namespace, restarts: "Restarts") -> None:
     Errors: torchrun's, with `exit_codes`: one of each rank of this machine that was started.
     """
     signals = Signals()
-    spares = Spares()
 
     class Agent(LocalElasticAgent):
         complete_at = 0.0  # when all nodes of this start were there
@@ -103,8 +100,6 @@ def run_agent(options: Namespace, restarts: "Restarts") -> None:
                 say("one has left, for which ranks wait here: all restart")
                 result.state = WorkerState.UNHEALTHY
                 self._remaining_restarts = left + 1  # torch's agent takes one away
-            if left and not result.failures:
-                spares.prepare()
             return result
 
         def _restart_workers(self, worker_group: Any) -> None:
@@ -120,15 +115,8 @@ def run_agent(options: Namespace, restarts: "Restarts") -> None:
                     timeout["timeout"] = self._shutdown_timeout
             super()._shutdown(*after_signal, **timeout)
 
-    ordinary_process: Any = getattr(SubprocessHandler, "_popen", None)
-
-    def popen(handler: Any, command: Any, environ: dict[str, str]) -> Any:
-        return spares.take(handler, command, environ) or ordinary_process(handler, command, environ)
-
     os.environ[LAUNCHER] = str(os.getpid())
     with (
-        closing(spares),
-        patch.object(SubprocessHandler, "_popen", popen, create=True),
         patch.object(api, "LocalElasticAgent", Agent),
         patch.object(c10d_rendezvous_backend, "TCPStore", local_store, create=True),
         patch.object(processes, "_terminate_process_handler", signals, create=True),

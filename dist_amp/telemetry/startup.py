@@ -7,10 +7,7 @@ from typing import Any
 from dist_amp.telemetry.goodput import process_started
 from dist_amp.telemetry.step_report import LogRow, Observer, Tags
 
-# Of a restart by `dist_amp launch`, in Unix time: when it saw the failure, and when a process that
-# it had prepared was put to work.
-FAILED_AT = "DIST_AMP_FAILED_AT"
-STARTED_AT = "DIST_AMP_STARTED_AT"
+FAILED_AT = "DIST_AMP_FAILED_AT"  # Unix time at which `dist_amp launch` saw the failure
 
 PHASES = ("processes", "imports", "rendezvous", "checks", "model", "restore", "data", "first_step")
 
@@ -20,7 +17,7 @@ class Startup(Observer):
 
     def __init__(self) -> None:
         now = time.time()
-        started = float(os.environ.get(STARTED_AT, process_started()))
+        started = process_started()
         failed = float(os.environ.get(FAILED_AT, started))
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.seconds["processes"] = max(started - failed, 0.0)
