@@ -13,10 +13,8 @@ from torch import nn
 
 from benchmarks.harness import HostReads
 from dist_amp.diagnostics.nonfinite import NonFinite, stats_of
-from dist_amp.diagnostics.nonfinite_replay import MAX_FILES, NonfiniteReplay
-from dist_amp.errors import ConfigError, DataError
+from dist_amp.diagnostics.nonfinite_replay import NonfiniteReplay
 from dist_amp.step import train_step
-from dist_amp.verify.replay import replay_file
 from dist_amp.world import World
 
 LAYOUTS = [(1, "single"), (2, "ddp"), (2, "fsdp")]
@@ -135,9 +133,8 @@ def test_the_first_inf_or_nan_of_each_kind_is_named(tmp_path, ranks, strategy):
     assert (fault.phase, fault.step, fault.rank, fault.micro_batch) == ("batch", 1, ranks - 1, 0)
     assert fault.samples == ([0, 1] if ranks == 1 else [1, 3])
     assert str(fault.tensors[0]).startswith("batch['x'] fp32 [2, 8] has 8 inf, finite part -")
-    kept = tmp_path / f"batch/nonfinite/step_00000001_rank{fault.rank:05d}.pt"
-    command = f"python -m dist_amp.verify --replay {kept}"
-    assert warnings == [f"step 1 was skipped: on {fault}; kept in {kept}; {command}"]
+    command = f"dist_amp replay {tmp_path / 'batch'} --step 1"
+    assert warnings == [f"step 1 was skipped: on {fault}; see {command}"]
     assert ", the batch itself: batch['x'] fp32" in warnings[0]
     line = json.loads((tmp_path / "batch/nonfinite/reports.jsonl").read_text())
     assert (line["step"], line["rank"], line["phase"]) == (1, ranks - 1, "batch")
@@ -300,92 +297,14 @@ def test_a_repeated_fault_is_recorded_and_not_reported_again(tmp_path):
     assert (len(faults), len(warnings)) == (3, 1)
     reports = (tmp_path / "nonfinite/reports.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in reports] == [1, 2, 3]
-    assert len(list((tmp_path / "nonfinite").glob("*.pt"))) == 1
 
 
-def test_no_more_than_eight_files_are_kept_and_none_without_a_folder(tmp_path):
-    task, words = Made("LogOf"), [*FP32, *IN_ORDER]
-    faults, warnings = replayed(World(), task, words, str(tmp_path / "never_opened"))
+def test_a_run_without_a_folder_reports_and_writes_nothing(tmp_path):
+    words = [*FP32, *IN_ORDER]
+    faults, warnings = replayed(World(), Made("LogOf"), words, str(tmp_path / "never_opened"))
     assert len(faults) == len(warnings) == 1
+    assert "dist_amp replay" not in warnings[0]
     assert list(tmp_path.iterdir()) == []
-    folder = tmp_path / "nonfinite"
-    folder.mkdir()
-    for number in range(MAX_FILES):
-        (folder / f"{number}.pt").touch()
-    replayed(World(), task, words, str(tmp_path))
-    assert len(list(folder.glob("*.pt"))) == MAX_FILES
-
-
-@pytest.fixture(scope="module")
-def kept(tmp_path_factory):
-    """A file that a two-rank FSDP run kept."""
-    folder = tmp_path_factory.mktemp("run")
-    words = ["--parallel.strategy", "fsdp", *IN_ORDER]
-    words += ["--task.target", "test_nonfinite:Made", "--task.args.kind", "LogOf"]
-    replay(2, Made("LogOf"), words, folder)
-    return folder / "nonfinite/step_00000001_rank00000.pt"
-
-
-def test_the_file_replays_and_names_the_same_module_until_it_is_fixed(kept, capsys):
-    assert replay_file(kept) == 0
-    out = capsys.readouterr().out
-    assert "with the weights that it keeps" in out
-    place = "rank 0, micro-batch 0 (samples 0, 2), forward of 1 (LogOf)"
-    assert f"not finite: on {place}: output bf16 [2, 8] has" in out
-    assert replay_file(kept, ["--task.args.kind", "Residual2"]) == 1
-    assert "all is finite in bf16 on cpu; in the run it was on rank 0" in capsys.readouterr().out
-
-
-class Residual2(LogOf):
-    """LogOf, fixed."""
-
-    def forward(self, x):
-        return self.after(x.abs().log1p())
-
-
-class Unexpected:
-    """A type that loading must not construct."""
-
-
-def damaged(kept, path, how):
-    content = torch.load(kept, weights_only=True)
-    changed = {
-        "types": {**content, "batch": {"x": Unexpected()}},
-        "task": {
-            **content,
-            "config": content["config"].replace("test_nonfinite:Made", "gone:Made"),
-        },
-    }
-    if how == "other":
-        path.write_text("not a tensor in sight")
-    elif how == "cut":
-        path.write_bytes(kept.read_bytes()[:-200])
-    elif how in changed:
-        torch.save(changed[how], path)
-    return path
-
-
-FIX = "give a file of RUN/nonfinite"
-TYPES = "holds more than tensors, numbers and text (test_nonfinite.Unexpected)"
-
-
-@pytest.mark.parametrize(
-    ("how", "error", "words"),
-    [
-        ("missing", DataError, f"can't be read (FileNotFoundError); {FIX}"),
-        ("other", DataError, f"can't be read (UnpicklingError); {FIX}"),
-        ("cut", DataError, f"can't be read (OSError); {FIX}"),
-        ("types", DataError, TYPES),
-        ("task", ConfigError, "No module named 'gone'"),
-    ],
-)
-def test_a_bad_file_is_rejected_in_one_line_that_names_it(kept, tmp_path, how, error, words):
-    path = damaged(kept, tmp_path / "file.pt", how)
-    with pytest.raises(error) as rejected:
-        replay_file(path)
-    assert words in str(rejected.value)
-    assert str(path) in str(rejected.value)
-    assert "\n" not in str(rejected.value)
 
 
 def test_the_error_that_ends_the_run_names_where_the_skips_began(launch, tmp_path):
@@ -399,4 +318,3 @@ def test_the_error_that_ends_the_run_names_where_the_skips_began(launch, tmp_pat
     assert summary["exit_code"] == 70
     assert summary["cause"].endswith(place)
     assert errors.count("warning: step 1 was skipped: on rank 0") == 1
-    assert len(list((tmp_path / "run/nonfinite").glob("*.pt"))) == 1

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from ranks import on_ranks
 from test_train import TINY
 from tiny import Tiny, make_run, save, take_steps
@@ -16,7 +15,6 @@ from dist_amp.commands import export, sample
 from dist_amp.config.load import hidden, load_config, to_toml
 from dist_amp.errors import ConfigError, Failure, masked
 from dist_amp.sources.files import file_system
-from dist_amp.verify.replay import replay_file
 from dist_amp.world import World
 
 SECRETS = ("hunter2", "sl/ash", "c0ffee", "AKIA1234", "hf_secret")
@@ -186,10 +184,6 @@ def hostile(tmp_path, monkeypatch):
         manifest = read_manifest(checkpoint)
         files = hash_files(checkpoint / name for name in manifest.files)
         (checkpoint / MANIFEST).write_text(replace(manifest, files=files).to_text())
-        report = {"phase": "forward", "module": "", "module_class": "", "tensors": []}
-        kept = {"dist_amp": "nonfinite", "report": json.dumps(report), "config": config}
-        (run.folder / "nonfinite").mkdir()
-        torch.save(kept, run.folder / "nonfinite/step.pt")
         for path in paths:
             file = run.folder / path
             file.parent.mkdir(exist_ok=True)
@@ -242,13 +236,6 @@ def test_no_module_of_a_current_folder_that_holds_the_checkpoint_is_imported(
     monkeypatch.chdir(folder)
     assert COMMANDS["export"](folder) == 64
     assert "could run any code" in capsys.readouterr().err
-
-
-@pytest.mark.bad_input("a kept micro-batch whose config names code beside it")
-def test_a_replay_imports_no_file_beside_the_kept_micro_batch(hostile):
-    folder = hostile("../runs/mine/evil.py:Task", "evil.py")
-    with pytest.raises(ConfigError, match="could run any code"):
-        replay_file(folder / "nonfinite/step.pt")
 
 
 def test_a_module_of_the_current_folder_is_said_before_it_is_imported(hostile, capsys, tmp_path):

@@ -203,7 +203,7 @@ def test_dtypes_prints_what_autocast_makes_of_each_module(verify):
         ("--precisions fp64", "--precisions=fp64: 'fp64' is none of fp32, bf16, fp16"),
         ("--strategies ddp,fsdb", "'fsdb' is none of single, ddp, fsdp, hsdp"),
         ("--strategies single --world_sizes 2", "to compare: single takes --world_sizes 1"),
-        ("--replay", "expected one argument; see python -m dist_amp.verify --help"),
+        ("--world_sizes", "expected one argument; see python -m dist_amp.verify --help"),
         ("--task.taget x:Y", "task.target"),
         ("--task.target nowhere:Task", "task.target=nowhere:Task"),
     ],

@@ -43,7 +43,7 @@ OPTIONS = {
     "new": "--with --without --task --yes",
     "update": "--dry_run",
     "adopt": "--remove --yes",
-    "verify": "--world_sizes --strategies --precisions --dtypes --bit_exact --replay",
+    "verify": "--world_sizes --strategies --precisions --dtypes --bit_exact",
     "plan": "--world_size --device --device_memory_GiB --largest_micro_batch --over_ranks --json",
     "tokenize": "--out --check --workers --shard_tokens",
     "export": "--out --dtype --format --merge --weights",

@@ -364,7 +364,7 @@ def show_step(replay: Replay, options: Any) -> None:
     if not applied:
         with run.parallel.no_side_effects():
             set_random_state(random, run.world.device)
-            fault, _ = find_in_micro_batches(run, run.step, indexed, run.task)
+            fault = find_in_micro_batches(run, run.step, indexed, run.task)
         print(f"  {fault or 'every micro-batch is finite at a loss scale of 1: the norm is not'}")
     else:
         for report_of_run in read_steps(replay.folder / "nonfinite/reports.jsonl"):

@@ -1,31 +1,27 @@
-"""Replay of skipped steps: report the module that caused an inf or nan, and keep the micro-batch.
+"""Replay of skipped steps: report the module that caused an inf or nan.
 
 At a log step after a skip, all ranks run that step's micro-batches again, with hooks and a loss
 scale of 1, so that an overflow by fp16's scale alone is not reported.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.utils._pytree import tree_map_only
 
 from dist_amp.checkpoint.task_state import without_effects
 from dist_amp.data import Indexed
-from dist_amp.diagnostics.nonfinite import NonFinite, find_nonfinite, unpadded
+from dist_amp.diagnostics.nonfinite import NonFinite, find_nonfinite
 from dist_amp.distributed.process import random_state, set_random_state
 from dist_amp.errors import in_one_line
 from dist_amp.run import Run
 from dist_amp.step import mark_last, weights_of
 from dist_amp.telemetry.step_report import LogRow, Observer, StepReport
 
-MAX_FILES = 8  # kept in a run's folder
-MAX_WEIGHT_BYTES = 2**30  # above it a file is kept without the weights
 MAX_REPLAYS = 3  # of an interval in fp16, where the loss scale alone explains most skips
 
 
@@ -101,7 +97,7 @@ class NonfiniteReplay(Observer):
                 fetched = self.run.data.at(position)
                 if self._random is not None:
                     set_random_state(self._random, world.device)
-                fault, kept = find_in_micro_batches(self.run, step, fetched, task)
+                fault = find_in_micro_batches(self.run, step, fetched, task)
             text = json.dumps(asdict(fault)) if isinstance(fault, NonFinite) else fault
             results = world.gather_texts(text)
             faults = [NonFinite.from_json(text) for text in results if text.startswith("{")]
@@ -112,7 +108,7 @@ class NonfiniteReplay(Observer):
             # module's forward.
             first = min(faults, key=lambda fault: (fault.phase != "parameters", fault.rank))
             others = [fault.rank for fault in faults if fault is not first]
-            self._report(replace(first, other_ranks=others), kept)
+            self._report(replace(first, other_ranks=others))
         return True
 
     def _warn_nothing_found(
@@ -131,72 +127,32 @@ class NonfiniteReplay(Observer):
                 "have changed since, which debug.nonfinite=step prevents"
             )
 
-    def _report(
-        self,
-        fault: NonFinite,
-        kept: dict[str, Any],
-    ) -> None:
+    def _report(self, fault: NonFinite) -> None:
         """To reports.jsonl each time; to the console once per module, phase and rank."""
-        world = self.run.world
-        self.faults.append(fault)
-        files = MAX_FILES
-        # Stepping a run in a script or a notebook writes no files: it has no folder.
-        if world.is_main and self.run.folder.is_dir():
-            self._folder.mkdir(exist_ok=True)
-            with (self._folder / "reports.jsonl").open("a") as file:
-                file.write(json.dumps(asdict(fault)) + "\n")
-            files = len(list(self._folder.glob("*.pt")))
-        key = (fault.module, fault.phase, fault.rank)
-        if key in self._reported:
-            return
-        self._reported.add(key)
-        text = f"step {fault.step} was skipped: on {fault}"
-        if int(world.from_main(str(files))) < MAX_FILES:
-            text += "; " + world.gather_texts(self._keep(fault, kept))[fault.rank]
-        world.warn(text)
-
-    def _keep(
-        self,
-        fault: NonFinite,
-        kept: dict[str, Any],
-    ) -> str:
-        """Write the file, on the rank of the micro-batch; return where. Every rank calls it."""
         run = self.run
-        weights = None
-        parameters = run.parallel.module.parameters()
-        if sum(p.numel() * p.element_size() for p in parameters) <= MAX_WEIGHT_BYTES:
-            options = StateDictOptions(full_state_dict=True)
-            weights = get_model_state_dict(run.model, options=options)
-        if fault.rank != run.world.rank:
-            return ""
-        path = self._folder / f"step_{fault.step:08d}_rank{fault.rank:05d}.pt"
-        content = {
-            "dist_amp": "nonfinite",
-            "report": json.dumps(asdict(fault)),
-            **kept,
-            "batch": on_host(unpadded(kept["batch"])),
-            "config": run.config_text,
-            "weights": on_host(weights),
-        }
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(content, path)
-        except Exception as error:
-            # A full disk, or a batch that can't be pickled, must not end the run.
-            path.unlink(missing_ok=True)
-            return f"it could not be kept: {error}"
-        return f"kept in {path}; python -m dist_amp.verify --replay {path}"
+        self.faults.append(fault)
+        look = ""
+        # Stepping a run in a script or a notebook writes no files: it has no folder.
+        if run.folder.is_dir():
+            look = f"; see dist_amp replay {run.folder} --step {fault.step}"
+            if run.world.is_main:
+                self._folder.mkdir(exist_ok=True)
+                with (self._folder / "reports.jsonl").open("a") as file:
+                    file.write(json.dumps(asdict(fault)) + "\n")
+        key = (fault.module, fault.phase, fault.rank)
+        if key not in self._reported:
+            self._reported.add(key)
+            run.world.warn(f"step {fault.step} was skipped: on {fault}{look}")
 
 
 def find_in_micro_batches(
     run: Run, step: int, micro_batches: Indexed, task: Any
-) -> tuple[NonFinite | str, dict[str, Any]]:
-    """(this rank's first fault, or why its replay failed, or ""; what replaying it takes)."""
+) -> NonFinite | str:
+    """This rank's first fault, or why its replay failed, or ""."""
     device = run.world.device
     weights = weights_of(task, [batch for batch, _ in micro_batches], device)
     share = run.world.world_size / run.world.sum(weights.sum())
     first: NonFinite | str = ""
-    kept: dict[str, Any] = {}
     # A bit-exact run draws random numbers by the step and the micro-batch.
     taken = run.step
     run.step = step - 1
@@ -205,7 +161,6 @@ def find_in_micro_batches(
         fault = None
         try:
             with run.parallel.gradient_sync(is_last or not exact):
-                random = random_state(device)
                 module = run.parallel.module
                 fault = find_nonfinite(task, module, batch, share, run.precision)
         except Exception as error:
@@ -213,18 +168,8 @@ def find_in_micro_batches(
                 raise  # the other ranks are in a collective of this forward
             first = first or f"{type(error).__name__}: {error}"
         run.optimizer.zero_grad(set_to_none=True)
-        if fault is not None and not kept:
+        if fault is not None and not isinstance(first, NonFinite):
             at: dict[str, Any] = {"step": step, "rank": run.world.rank, "micro_batch": number}
             first = replace(fault, **at, samples=list(samples))
-            kept = {"batch": batch, "share": share.item(), "random": random}
     run.step = taken
-    return first, kept
-
-
-def on_host(values: Any) -> Any:
-    """Copies in host memory, of views without their whole storage; mappings as plain dicts."""
-    if isinstance(values, Mapping):
-        return {key: on_host(part) for key, part in values.items()}
-    if type(values) in (list, tuple):
-        return type(values)(map(on_host, values))
-    return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), values)
+    return first

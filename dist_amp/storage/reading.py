@@ -12,7 +12,7 @@ from dist_amp.storage.lease import FOLDER, last_lease
 from dist_amp.storage.mirror import folder_for, local_folder, pull, unusable, write_address
 from dist_amp.storage.store import HOLDER, Store
 
-INSIDE = "/(?=checkpoints/|nonfinite/)"  # what follows a run's address
+INSIDE = "/(?=checkpoints/)"  # what follows a run's address
 
 
 def fetched(text: str) -> Path:

@@ -44,10 +44,6 @@ Exit status: 0 nothing fails, 1 something fails, 64 a wrong setting, 65 wrong da
 @command()
 def main(argv: Sequence[str]) -> int:
     options, rest = parse(argv)
-    if options.replay:
-        from dist_amp.verify.replay import replay_file
-
-        return replay_file(options.replay, rest)
     if load_config(rest).compile.blocks == "auto":  # compiled code is compared if it is asked for
         rest = [*rest, "--compile.blocks", "false"]
     if options.dtypes:
@@ -87,11 +83,6 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         "--bit_exact",
         action="store_true",
         help="compare all ways of running bit for bit, each with parallel.bit_exact=true",
-    )
-    parser.add_argument(
-        "--replay",
-        metavar="FILE",
-        help="only replay a micro-batch that was not finite, from RUN/nonfinite/",
     )
     return parser.parse_known_args(argv)
 
