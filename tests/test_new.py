@@ -97,6 +97,11 @@ def test_our_name_is_left_only_where_a_project_says_what_it_was_made_from(defaul
     assert record["version"] == "0.1.0"
 
 
+def test_a_project_checks_the_types_of_its_own_package_alone(default):
+    tools = tomllib.loads((default / "pyproject.toml").read_text())["tool"]
+    assert tools["mypy"]["files"] == ["my_project"], "the examples stay in the clone"
+
+
 def test_no_name_is_undefined_unused_or_missing_and_each_file_is_formatted(default):
     python(default, "ruff", "check", "--no-cache", ".")
     python(default, "ruff", "format", "--no-cache", "--check", ".")

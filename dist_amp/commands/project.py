@@ -156,7 +156,7 @@ def write_texts(folder: Path, plan: Plan, root: Path, target: str) -> None:
         "CHOSEN": "\n".join(chosen),
     }
     pattern = re.compile("|".join(words))
-    tools = ours[ours.index("[tool.pytest.ini_options]") :]
+    tools = ours[ours.index("[tool.pytest.ini_options]") :].replace(', "examples"]', "]")
     for name, end in (("pyproject.toml", tools), ("README.md", "")):
         text = (root / f"template/{name}.in").read_text(encoding="utf-8")
         text = pattern.sub(lambda match: words[match.group()], text)
