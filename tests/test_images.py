@@ -334,6 +334,14 @@ def test_a_table_beside_images_has_their_labels(name, format_, tmp_path):
     assert sample["image"].shape == (1, 8, 8)
 
 
+@pytest.mark.parametrize("labels", [("007", "042", "7"), ("nan", "1", "2"), ("1_0", "2", "3")])
+def test_labels_in_a_table_that_only_look_like_numbers_are_names(labels, tmp_path):
+    rows = zip(("a.png", "b.png", "sub/c.png"), labels, strict=True)
+    table = "file,label\n" + "".join(f"{image},{label}\n" for image, label in rows)
+    data = replace(folder_with_table(tmp_path, table), validation_split="train")
+    assert labels_of(load_split(data, "train", "image")) == dict(enumerate(labels))
+
+
 def test_tables_in_the_folders_of_splits_have_each_their_own_labels(tmp_path):
     images = ("train/a.png", "train/b.png", "test/c.png")
     folder_with_table(tmp_path, "file,label\na.png,0\nb.png,12\n", "train/labels.csv", images)

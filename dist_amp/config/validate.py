@@ -160,13 +160,10 @@ def check_dataset(dataset: Any, split: str) -> None:
 def check_length(
     length: int, micro_batch_size: int, accumulation_steps: int, drop_last: bool, world: World
 ) -> None:
-    """Errors: DataError for a training dataset of this length if it fills no global batch, unless
-    the batch is the default: a step then takes the whole dataset.
-    """
+    """Errors: DataError for a dataset that is empty, or smaller than a batch that was asked for."""
     if length == 0:
         raise DataError(
-            "the training dataset is empty; check data.name, data.path, data.split and the task's "
-            "build_dataset"
+            "the training dataset is empty; check data.name, data.path and the task's build_dataset"
         )
     global_batch_size = micro_batch_size * accumulation_steps * world.world_size
     is_default = micro_batch_size * accumulation_steps == TrainConfig.micro_batch_size

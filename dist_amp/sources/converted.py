@@ -11,7 +11,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -57,8 +57,11 @@ DECIMAL = re.compile(
     r"\s*[+-]?(((0|[1-9]\d*)(\.\d*)?|\.\d+)(e[+-]?\d+)?|inf(inity)?)\s*", re.ASCII | re.IGNORECASE
 )
 # What stands for a missing number, as pandas reads it.
-MISSING = {"", "NA", "N/A", "n/a", "#NA", "#N/A", "#N/A N/A", "<NA>", "None", "NULL", "null"}
-MISSING |= {"NaN", "nan", "-NaN", "-nan", "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN"}
+MISSING = frozenset(
+    "|NA|N/A|n/a|#NA|#N/A|#N/A N/A|<NA>|None|NULL|null|NaN|nan|-NaN|-nan"
+    "|1.#IND|-1.#IND|1.#QNAN|-1.#QNAN".split("|")
+)
+TRUTHS = frozenset("True TRUE true False FALSE false".split())
 ROWS_AT_ONCE = 10_000
 
 
@@ -166,7 +169,8 @@ def convert(config: DataConfig, files: Files, splits: dict[str, list[str]]) -> A
         left_out = builder.info.description.splitlines()
         limit = config.max_bad_samples
         if limit < 1:
-            limit *= sum(map(len, converted.values())) + len(left_out)
+            rows = sum(converted.num_rows.values())
+            limit *= rows + len(left_out)
         text = f"rows left out for their number of fields: {len(left_out):,}, {some_of(left_out)}"
         if len(left_out) > limit:
             raise DataError(f"{text}; more than data.max_bad_samples={config.max_bad_samples:g}")
@@ -269,7 +273,8 @@ class Tables:
             return
         yield dict.fromkeys(names, ())
         while batch := list(islice(rows, ROWS_AT_ONCE)):
-            yield dict(zip(names, zip(*batch, strict=True), strict=True))
+            columns = zip(*batch, strict=True)
+            yield dict(zip(names, columns, strict=True))
 
     def _rows(self, content: Any, address: str) -> Iterator[list[str]]:
         csv.field_size_limit(sys.maxsize)
@@ -328,11 +333,14 @@ def kind_of(text: str) -> str:
     if text in MISSING:
         return text and "missing"
     if INTEGER.fullmatch(text):
-        is_large = len(text) > 40 or not -(2**63) <= int(text) < 2**63
-        return "large" if is_large else "integer"
+        if len(text) < 40 and -(2**63) <= int(text) < 2**63:
+            return "integer"
+        return "large"
     if DECIMAL.fullmatch(text):
         return "number"
-    return "truth" if text in ("True", "TRUE", "true", "False", "FALSE", "false") else "text"
+    if text in TRUTHS:
+        return "truth"
+    return "text"
 
 
 def read_json(content: Any, **options: Any) -> pa.Table:
@@ -358,9 +366,12 @@ def cast_json(builder: Any, cast: Any, table: pa.Table, *args: Any, **options: A
     """The library's cast to the types of the first rows; a text does not become a number."""
     known = builder.info.features.arrow_schema if builder.info.features else table.schema
     for name in set(known.names) & set(table.column_names):
-        first, kind = (schema.field(name).type for schema in (known, table.schema))
+        first = known.field(name).type
+        kind = table.schema.field(name).type
         for is_such in (pa.types.is_boolean, is_number):
-            if is_such(first) and not is_such(kind) and not pa.types.is_null(kind):
+            if pa.types.is_null(kind):
+                continue
+            if is_such(first) and not is_such(kind):
                 raise DataError(f"column {name} is {first} in its first rows, and {kind} later")
     return cast(table, *args, **options)
 
@@ -543,10 +554,13 @@ def columns_of_table(address: str, names: list[str]) -> tuple[str, str]:
 
 def typed(texts: list[str]) -> list[Any]:
     """Texts as whole numbers, or numbers, if all are; an empty one as None."""
-    for kind in (int, float):
-        with suppress(ValueError):
-            return [kind(text) if text else None for text in texts]
-    return [text or None for text in texts]
+    kinds = {kind_of(text) for text in texts if text}
+    kind: Any = str
+    if kinds == {"integer"}:
+        kind = int
+    elif kinds <= {"integer", "number"}:
+        kind = float
+    return [kind(text) if text else None for text in texts]
 
 
 def not_loaded(source: str, error: Exception, fix: str) -> Failure:

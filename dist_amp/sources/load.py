@@ -168,7 +168,9 @@ def held_out_part(rows: Any, split: str, share: float, way: str = "") -> Any:
         return parts["train" if split == "train" else "test"]
     if way == "last":
         first = len(rows) - count
-        return rows.select(range(first) if split == "train" else range(first, len(rows)))
+        if split == "train":
+            return rows.select(range(first))
+        return rows.select(range(first, len(rows)))
     order = np.random.default_rng(0).permutation(len(rows))  # as train_test_split(seed=0) draws
     if split != "train":  # not in the file's order: a short evaluation has rows of all its parts
         return rows.select(order[:count])

@@ -128,7 +128,9 @@ class ParquetView:
             order = torch.randperm(groups, generator=torch.Generator().manual_seed(seed)).numpy()
         train = np.sort(order[held_out:])
         test = order[:held_out]
-        return {"train": self._part(train), "test": self._part(test if shuffle else np.sort(test))}
+        if not shuffle:
+            test = test[::-1]
+        return {"train": self._part(train), "test": self._part(test)}
 
     def _part(self, chosen: NDArray[np.int64]) -> "ParquetView":
         view = copy.copy(self)
