@@ -261,7 +261,7 @@ def run_job(config: Config, job: Job, contexts: ExitStack, run: ScriptRun | None
     if config.compile.blocks:
         from dist_amp.scaling.compile import keep_code
 
-        keep_code(folder)
+        keep_code(folder, config.compile, world)
     if run is not None:
         contexts.enter_context(run.fitting())
     else:

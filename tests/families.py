@@ -383,9 +383,20 @@ class TwoTowers(nn.Module):
         return F.normalize(image, dim=1), F.normalize(text, dim=1)
 
 
-def gathered(x):
-    """x [B, D] of all ranks, with gradients: [ranks x B, D]."""
-    return torch.cat(dist.nn.functional.all_gather(x))
+class Gather(torch.autograd.Function):
+    """x [B, D] of all ranks, with gradients: [ranks x B, D]; as docs/recipes.md has it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, x.contiguous())
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient.chunk(dist.get_world_size())[dist.get_rank()]
 
 
 class Contrastive(Samples):
@@ -404,7 +415,7 @@ class Contrastive(Samples):
         labels = torch.arange(len(image), device=image.device)
         texts = text
         if dist.is_initialized():
-            texts = gathered(text)
+            texts = Gather.apply(text)
             labels += dist.get_rank() * len(image)
         return F.cross_entropy(image @ texts.T / 0.1, labels, reduction="sum")
 

@@ -89,16 +89,17 @@ def test_a_run_whose_folder_a_process_has_locked_is_running(tmp_path, capsys):
 
 def test_the_settings_that_differ_and_the_lowest_held_out_loss_are_shown(tmp_path, capsys):
     for name, depth in (("a", 2), ("b", 3)):
-        folder = write_run(tmp_path / name, "--optim.lr", "0.5", "--task.args.depth", str(depth))
+        words = ("--optim.lr", "0.5", "--optim.eps", f"1e-{depth}")
+        folder = write_run(tmp_path / name, *words, "--task.args.depth", str(depth))
         with (folder / "metrics.jsonl").open("a") as file:
             for step, loss in ((1, 3.0), (2, 1.5), (3, "nan"), (4, 2.0)):
                 file.write(json.dumps({"step": step, "eval/loss": loss}) + "\n")
     first, second = listed(tmp_path, "--sort", "run", capsys=capsys)
     assert first["best"] == 1.5
-    assert first["settings"]["optim.lr"] == 0.5
-    assert [row["settings"]["task.args.depth"] for row in (first, second)] == [2, 3]
-    assert "run.dir" not in first["settings"]
+    assert first["settings"] == {"optim.eps": 0.01, "task.args.depth": 2}
+    assert second["settings"] == {"optim.eps": 0.001, "task.args.depth": 3}
     (alone,) = listed(tmp_path / "a", capsys=capsys)
+    assert alone["settings"]["optim.lr"] == 0.5, "of one run what differs from the defaults"
     assert "task.args.depth" not in alone["settings"], "no other run of the task has another value"
 
 
@@ -161,9 +162,11 @@ def test_a_run_without_the_metric_is_left_out_with_a_warning_if_another_has_it(t
     rows = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()]
     text = "".join(json.dumps(row | {"train/loss": "nan"}) + "\n" for row in rows)
     (other / "metrics.jsonl").write_text(text)
-    assert plot.main([str(folder), str(other)]) == 0
+    (cache := tmp_path / "compile_cache").mkdir()
+    assert plot.main([str(folder), str(other), str(cache)]) == 0
     out, err = capsys.readouterr()
     assert "train/loss" in out
+    assert str(cache) not in err, "it is the folder of no run"
     assert f"{other} has no finite value of it; all are nan or inf; left out" in err
 
 

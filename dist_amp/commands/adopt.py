@@ -49,7 +49,11 @@ def main(argv: Sequence[str]) -> int:
     for name in set(removed) - set(present):
         print(f"{name} is not in the project")
     status = rebase(base, features, root)
-    warn_of_settings({name: table[name] for name in present if name not in features})
+    if added := [name for name in features if name not in present]:
+        print(f"added {', '.join(added)}")
+    if gone := [name for name in present if name not in features]:
+        print(f"removed {', '.join(gone)}")
+    warn_of_settings({name: table[name] for name in gone})
     return status
 
 

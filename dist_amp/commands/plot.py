@@ -32,16 +32,17 @@ def main(argv: Sequence[str]) -> None:
     if options.out is not None and options.out.suffix not in PICTURES:
         raise ConfigError(f"--out {options.out}: use the ending {', '.join(PICTURES)}")
     curves = {}
-    problems = []
+    problems = {}
     for folder in dict.fromkeys(options.runs):
         try:
             curves[str(folder)] = series_of(folder, options.metric)
         except DataError as error:
-            problems.append(error)
+            problems[folder] = error
     if not curves:
-        raise problems[0]
-    for problem in problems:
-        warn(f"{problem}; left out")
+        raise next(iter(problems.values()))
+    for folder, problem in problems.items():
+        if not folder.is_dir() or (folder / "config.toml").exists():  # a run's, unlike a cache
+            warn(f"{problem}; left out")
     if options.out is None:
         draw_in_terminal(curves, options.metric)
     else:

@@ -2,8 +2,8 @@
 
 State: running, if a process of this machine has locked the run's folder; done, preempted or failed
 with its cause, by the run's summary; killed, if it logged steps that no summary has. best is the
-lowest held-out loss. settings are those that differ from the defaults; of the arguments of a task
-of your own, those in which its runs differ.
+lowest held-out loss. settings are those in which the runs differ, of a single run those that differ
+from the defaults; a task's arguments are compared among its runs.
 
 Exit status: 0, 64 bad arguments, 65 no run in the folder.
 """
@@ -96,12 +96,14 @@ def rows_of(folder: Path) -> list[RunRow]:
     rows = []
     for path, settings in readable.items():
         target = settings["task.target"]
-        of_task = [others for others in readable.values() if others["task.target"] == target]
+        of_task = [other for other in readable.values() if other["task.target"] == target]
         differing = {}
         for key, value in settings.items():
-            differs = value != defaults.get(key)
-            if key.startswith("task.args.") and target != defaults["task.target"]:
-                differs = any(others.get(key) != value for others in of_task)
+            is_argument = key.startswith("task.args.")
+            compared = of_task if is_argument else [*readable.values()]
+            if len(readable) == 1 and (not is_argument or target == defaults["task.target"]):
+                compared = [defaults]
+            differs = any(other.get(key, defaults.get(key)) != value for other in compared)
             if differs and key not in NOT_COMPARED:
                 differing[key] = value
         rows.append(row_of(path, settings, differing))

@@ -8,6 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field, is_dataclass, make_dataclass
 from pathlib import Path
+from shutil import get_terminal_size
+from textwrap import fill
 from typing import Annotated, Any, get_type_hints
 
 import tyro
@@ -109,7 +111,24 @@ def show_help(schema: type, prog: str, description: str, section: str = "") -> s
             use_underscores=True,
             config=TYRO,
         )
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+    # tyro keeps a docstring's line breaks, and adds its own.
+    lines = "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+    return re.sub(r"(?m)^ {8}\S.*(?:\n {8}\S.*)+", rewrapped, lines)
+
+
+def rewrapped(paragraph: re.Match[str]) -> str:
+    """The meaning of a setting, in lines as wide as the terminal."""
+    indent = " " * 8
+    width = get_terminal_size().columns
+    words = " ".join(paragraph[0].split())
+    return fill(
+        words,
+        width,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def only(schema: type, section: str) -> Any:

@@ -244,8 +244,10 @@ class Compiler:
         self._one_graph = False
 
 
-def keep_code(folder: Path) -> None:
+def keep_code(folder: Path, config: CompileConfig, world: World) -> None:
     """Keep compiled code beside the runs, for resumes elsewhere, unless the user set a folder."""
+    if config.blocks == "auto" and world.device.type == "cpu":
+        return  # nothing is compiled, and torch would make the folder all the same
     cache = folder.absolute().parent / "compile_cache"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
 

@@ -218,9 +218,12 @@ class PackedRows:
                 f"none of the {documents} has anything to learn within {length} tokens; use longer "
                 "rows, and check that documents, completions and assistant's turns are not empty"
             )
+        padding = f"{self.padding_share:.2%} of the places are padding"
+        if pack == "off":
+            padding = "a batch is padded to its longest row (train/padding_pct), not to that"
         log.info(
             f"data: {split}: {len(self):,} rows of at most {length} tokens (data.pack={pack}), "
-            f"{self.lengths.sum():,} tokens; {self.padding_share:.2%} of the places are padding"
+            f"{self.lengths.sum():,} tokens; {padding}"
         )
         if self.packing.long_documents == "split":
             return

@@ -312,10 +312,10 @@ def main_tags(has_tokens: bool) -> list[str]:
     what = "tokens" if has_tokens else "items"
     return [
         "train/loss",
+        "eval/loss",
         f"throughput/{what}_per_second",
         "memory/peak_GiB",
         "time/local_seconds",
-        "amp/loss_scale_log2",
         "amp/skipped_in_interval",
     ]
 
