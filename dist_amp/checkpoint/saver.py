@@ -52,6 +52,8 @@ class Saver(Observer):
     def save(self, wait: bool) -> None:
         """Save the state; every rank calls it. wait: until it is written. Errors: Failure."""
         with self._run.world.clock.hold("checkpoint"):
+            # A run whose saves stay stuck would lose ever more steps.
+            must_succeed = wait or bool(getattr(self._run.metrics.save, "why", ""))
             self.finish()
             started = time.monotonic()
             self._run.unsaved.warn_of_changes()
@@ -64,7 +66,7 @@ class Saver(Observer):
             staging = None
             if self._run.config.checkpoint.async_save and not wait:
                 staging = self._staging = self._staging or Staging(self._run.world.device)
-            self._complete(partial(Save, self._run, snapshot, work, staging), must_succeed=wait)
+            self._complete(partial(Save, self._run, snapshot, work, staging), must_succeed)
             if staging is None:
                 self.finish(must_succeed=wait)
             if problem := best_metric_problem(self._run):
@@ -96,7 +98,7 @@ class Saver(Observer):
                 raise
             then = "tries again at the next one"
             if self._run.metrics.save is not None:  # it is stuck
-                then = "trains without checkpoints until that save ends; stop restarts the run"
+                then = "trains on, and ends the run if that save has not ended at the next one"
             self._run.world.warn(f"{error}; checkpoint.on_failure=continue {then}")
 
     def __exit__(self, *error: object) -> None:
