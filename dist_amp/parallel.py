@@ -146,14 +146,19 @@ class Parallel:
         """
         self.average_batch_statistics()
         self.model.eval()
+        for unit in self.reshards:
+            # Without a backward it would stay gathered: a loss that writes to a parameter would
+            # write to the copy.
+            unit.set_reshard_after_forward(True, recurse=False)
         try:
             with torch.no_grad():
                 yield
         finally:
             self.model.train()
-            for unit in self.reshards:
-                # Some stay gathered for a backward: a checkpoint would save the full tensors.
+            for unit, reshards in self.reshards.items():
+                # One that an error left gathered: a checkpoint would save the full tensors.
                 unit.reshard()
+                unit.set_reshard_after_forward(reshards, recurse=False)
 
 
 @torch.no_grad()
