@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dist_amp.errors import CheckpointRejected, ConfigError, DataError, in_one_line
-from dist_amp.loading.nested import tensors
 from dist_amp.step import Run
 from dist_amp.task import call_task, kept_by
 from dist_amp.world import World, local
@@ -187,15 +187,19 @@ class NoWrites(TorchDispatchMode):
 
     def __init__(self, kept: Iterable[Tensor]):
         super().__init__()
-        self._storages = {local(one.detach()).untyped_storage().data_ptr() for one in kept}
+        self._storages = {self._starts(one.detach()) for one in kept}
+
+    def _starts(self, tensor: Tensor) -> int:
+        return local(tensor).untyped_storage().data_ptr()
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         schema = getattr(function, "_schema", None)
         for argument, value in zip(getattr(schema, "arguments", ()), args, strict=False):
-            for tensor in tensors(value if argument.is_write else None):
-                if local(tensor).untyped_storage().data_ptr() in self._storages:
+            written = tree_leaves(value) if argument.is_write else []
+            for one in written:
+                if isinstance(one, Tensor) and self._starts(one) in self._storages:
                     raise RuntimeError(f"{function} would change a parameter")
         return function(*args, **(kwargs or {}))
 
