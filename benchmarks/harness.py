@@ -163,6 +163,7 @@ def with_defaults(options: argparse.Namespace, words: Sequence[str]) -> argparse
     options.out = options.out or Path(f"{options.default_out}{suffix}")
     try:  # before hours of measuring rather than after
         options.out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=options.out).close()
     except OSError as error:
         raise ConfigError(
             f"--out {options.out} can't be written: {error.strerror}; choose another folder"

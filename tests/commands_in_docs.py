@@ -32,6 +32,7 @@ NEEDS = {
     r"dist_amp launch --nnodes 2": "several machines: tests/test_launch_command.py",
     r"python -m benchmarks gpu": "a GPU: tests/test_benchmarks.py",
     r"python -m benchmarks (amp( --out benchmarks)?|overhead)$": "hours: tests/test_benchmarks.py",
+    r"python -m benchmarks amp --reduced$": "minutes: tests/test_benchmarks.py",
     r"ssh ": "another machine",
     r"(\.venv/bin/)?pip install": "the network",
     r"(DIST_AMP_FAKE_GPU=1 )?bash tests/engines\.sh": "the network",
