@@ -136,10 +136,10 @@ def convert(config: DataConfig, files: Files, splits: dict[str, list[str]]) -> A
     tables = None
     if loader == "csv":
         tables = Tables(config, options.get("sep", ","))
-        # Each of these settings has its own conversion in the cache.
-        names = {"stop": "error", "skip": "skip"}
-        mode = names[config.on_bad_sample]
-        options = {**options, "na_values": config.text_column, "on_bad_lines": mode}
+        # Each value of these settings has its own conversion in the cache.
+        options = {**options, "na_values": config.text_column}
+        if config.on_bad_sample == "skip":
+            options["on_bad_lines"] = "skip"
     # The library takes names as patterns.
     escape = glob.escape if is_local(files.fs) else files.address
     data_files = {split: [escape(path) for path in paths] for split, paths in splits.items()}
@@ -307,8 +307,9 @@ class Tables:
         separators = {",": "commas", "\t": "tabs"}[self.delimiter]
         raise DataError(
             f"{where} has another number of fields ({fields}) than the header ({len(names)}), "
-            f"which is {self.delimiter.join(names):.80}; separate fields by {separators}, quote "
-            f"those that hold {separators}, or set data.on_bad_sample=skip to leave such rows out"
+            f"which is {self.delimiter.join(names):.80}; separate fields by {separators}, or quote "
+            f"those that hold {separators}"
+            "; data.on_bad_sample=skip leaves such rows out"
         )
 
     def _column(self, name: str, texts: tuple[str, ...]) -> pa.Array:
