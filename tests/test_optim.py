@@ -4,11 +4,13 @@ built-in schedules.
 
 import copy
 import math
+import os
+from unittest.mock import patch
 
 import pytest
 import torch
 from optimizer_runs import LAYOUTS, Counter, given_gradients, words
-from own_optimizers import MAKERS, Lion, Own
+from own_optimizers import MAKERS, Lion, Own, compiled_8bit
 from ranks import on_ranks
 from tiny import Tiny, log_row, make_run, parameters_of, save, take_steps
 from torch import nn
@@ -105,6 +107,45 @@ def test_an_optimizer_of_the_tasks_skips_on_all_ranks_and_resumes_bit_for_bit(
         width = 96  # it quantises moments of 4,096 elements and more, on each rank
     ranks = 1 + (strategy != "single")
     assert all(on_ranks(ranks, skipped_and_resumed, tmp_path, strategy, kind, width))
+
+
+def after_ten_steps_of_compiled_code(world, folder, strategy, kind, cache):
+    """The parameters' sum, with code from this folder where it has some."""
+    torch.compiler.reset()
+    with (
+        patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(cache)),
+        patch.dict(MAKERS, adamw_8bit=compiled_8bit),
+    ):
+        more = ["--compile.blocks", "true", "--use_amp", "false"]
+        run = make_run(world, Own(kind, width=96), *words(folder, strategy, *more))
+        take_steps(run, 10)
+        return sum(float(value.double().sum()) for value in parameters_of(run).values())
+
+
+ON_SHARDS = [kind for kind, strategy in [*OFTEN, *CELLS] if strategy == "fsdp"]
+
+
+@pytest.mark.parametrize(("kind", "strategy"), [slow(kind, "fsdp") for kind in ON_SHARDS])
+def test_an_optimizer_ends_the_same_with_a_warm_cache_of_compiled_code(tmp_path, kind, strategy):
+    if kind == "adamw_8bit":
+        pytest.importorskip("torchao")
+    ends = []
+    for attempt in ("cold", "warm"):
+        folders = tmp_path / attempt, strategy, kind, tmp_path / "cache"
+        ends.append(on_ranks(2, after_ten_steps_of_compiled_code, *folders))
+    assert ends[0] == ends[1]
+
+
+def test_an_8bit_optimizer_is_compiled_without_the_cache_with_which_it_is_wrong(capsys):
+    """torch reads a compiled step of quantised moments wrongly from its AOTAutograd cache."""
+    pytest.importorskip("torchao")
+    import torch._functorch.config as functorch
+
+    with functorch.patch(enable_autograd_cache=True):
+        for kind, is_used in (("lion", True), ("adamw_8bit", False)):
+            make_run(World(), Own(kind), *words("unused", "single"))
+            assert functorch.enable_autograd_cache is is_used
+    assert "AdamW8bit is compiled without torch's AOTAutograd cache" in capsys.readouterr().out
 
 
 def after_five_steps(world, strategy, kind, *more):

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from dist_amp.config.parse import fits
 from dist_amp.errors import CheckpointRejected
-from dist_amp.files import fits
 
 # Everything that torch's checkpoints pickle into `.metadata`: plain containers without behaviour,
 # some of them private to torch.
