@@ -115,6 +115,23 @@ def test_batch_statistics_go_on_bit_identical_on_every_rank_though_their_average
         assert all(equal)
 
 
+def statistics_after_a_save(world, folder):
+    run = make_run(world, Normed(), *settings(folder, "ddp", "fp32"))
+    take_steps(run, 2)
+    save(run)
+    return [b.double().tolist() for b in run.parallel.module.buffers() if b.is_floating_point()]
+
+
+def test_a_checkpoint_holds_the_average_of_the_ranks_batch_statistics(tmp_path):
+    of_ranks = on_ranks(2, statistics_after_a_save, tmp_path)
+    words = ["--run.resume", "auto", "--train.accumulation_steps", 4]
+    alone = make_run(World(), Normed(), *settings(tmp_path, "single", "fp32"), *words)
+    buffers = [b.double() for b in alone.parallel.module.buffers() if b.is_floating_point()]
+    assert of_ranks[0] != of_ranks[1]
+    for buffer, *values in zip(buffers, *of_ranks, strict=True):
+        torch.testing.assert_close(buffer, torch.tensor(values).double().mean(0), atol=1e-6, rtol=0)
+
+
 def losses_of(run, steps):
     """The world's loss in each of so many steps, and the global samples that each was fed."""
     losses, samples = [], []

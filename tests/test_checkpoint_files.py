@@ -531,3 +531,24 @@ def test_a_background_save_holds_the_state_of_its_step_whatever_training_does_me
         assert one.keys() == other.keys()
         same = {name: torch.equal(one[name].nan_to_num(), other[name].nan_to_num()) for name in one}
         assert all(same.values()), same
+
+
+def test_a_checkpoints_files_are_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    from dist_amp.checkpoint import format as files
+
+    done = []
+    monkeypatch.setattr(files, "sync_folder", lambda folder: done.append(("flush", folder.name)))
+    rename = os.rename
+    monkeypatch.setattr(os, "rename", lambda a, b: [done.append(("name", b.name)), rename(a, b)])
+    folder = save(make_run(World(), Tiny(), "--run.dir", tmp_path))
+    at = done.index(("name", folder.name))
+    assert done[at - 1] == ("flush", f".{folder.name}.writing"), "its list of files"
+    assert done[at + 1] == ("flush", folder.parent.name), "its name"
+
+
+def test_a_full_disk_is_named_as_the_cause_of_a_save_that_torch_cut_short():
+    from dist_amp.checkpoint.format import reason
+
+    with pytest.raises(RuntimeError) as full:
+        torch.save(torch.ones(10**6), "/dev/full")
+    assert reason(full.value) == "no space is left on the disk"

@@ -14,8 +14,9 @@ from tiny import Tiny, make_run, take_steps
 from torch import nn
 from torch._dynamo.utils import counters
 
+from dist_amp import train
 from dist_amp.config.load import load_config
-from dist_amp.errors import ConfigError
+from dist_amp.errors import ConfigError, Failure
 from dist_amp.scaling import compile as compiling
 from dist_amp.scaling.compile import pick_compile
 from dist_amp.world import World
@@ -272,3 +273,20 @@ def test_a_resumed_run_finds_its_compiled_code_beside_the_runs(tmp_path):
     assert "resumed from step 2" in out
     assert counted["fxgraph_cache_hit"]
     assert not counted.get("fxgraph_cache_miss")
+
+
+def test_compiled_code_is_kept_beside_the_runs_where_the_next_run_finds_it(tmp_path, monkeypatch):
+    found = []
+
+    def build(*args):
+        found.append(os.environ.get("TORCHINDUCTOR_CACHE_DIR"))
+        raise Failure("here it would be built")
+
+    monkeypatch.setattr(train, "newest_run", build)
+    cache = str(tmp_path / "compile_cache")
+    for blocks in ("false", "true"):
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+        words = ["--task.target", "tiny:Tiny", "--run.device", "cpu", "--use_amp", "false"]
+        words += ["--run.dir", str(tmp_path / f"run_{blocks}"), "--compile.blocks", blocks]
+        assert train.main([*words]) == 1
+    assert found == [None, cache]

@@ -15,6 +15,7 @@ from dist_amp.config.load import flat, load_config, to_toml
 from dist_amp.config.suggestions import REMOVED
 from dist_amp.errors import ConfigError
 from dist_amp.precision import build_precision
+from dist_amp.run import run_folder
 from dist_amp.settings import (
     DataConfig,
     MixedSourceConfig,
@@ -502,3 +503,14 @@ def test_an_enum_is_written_by_its_name_and_a_dict_is_refused_as_an_argument_of_
     assert tomllib.loads(to_toml(config))["task"]["args"] == {"shape": "SQUARE"}
     with pytest.raises(ConfigError, match=r"task.args.sizes=a=1 .* must be .*no setting can be a"):
         load_config([*words, "--task.args.sizes", "a=1"], environ={})
+
+
+def test_a_text_from_the_environment_keeps_its_spaces():
+    config = load_config([], {"DIST_AMP_RUN__DIR": "my runs/first try"})
+    assert config.run.dir == "my runs/first try"
+
+
+@pytest.mark.bad_input("an empty run.dir")
+def test_an_empty_run_dir_is_refused():
+    with pytest.raises(ConfigError, match="run.dir is empty; give a folder's path, or auto"):
+        run_folder(load_config(["--run.dir", ""], {}).run, World())

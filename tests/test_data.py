@@ -89,6 +89,13 @@ def test_one_epoch_is_the_same_each_time_and_leaves_nothing_out():
     assert len(list(held_out.one_epoch(2))) == 2
 
 
+def test_an_evaluation_tells_how_far_it_is():
+    held_out, told = batches(plan(length=23, micro_batch=4)), []
+    held_out.on_evaluate = lambda done, steps: told.append((done, steps))
+    list(held_out.one_epoch(3))
+    assert told == [(0, 3), (1, 3), (2, 3)]
+
+
 def sizes(length, ranks, micro_batch):
     """[rank][micro-batch] -> its number of samples; 0: padding."""
     shares = [shard_step(range(length), ranks, micro_batch, rank) for rank in range(ranks)]
@@ -244,6 +251,17 @@ def test_random_numbers_of_loader_workers_do_not_depend_on_their_number_but_on_t
         run.data.close()
     assert draws[0] == draws[1]
     assert len({tuple(draw) for draw in draws[0]}) == 4
+
+
+def test_closing_ends_the_workers_and_the_next_step_goes_on():
+    before = set(multiprocessing.active_children())
+    data, expected = batches(plan(), workers=1), batches(plan())
+    assert torch.equal(next(data)[0]["index"], next(expected)[0]["index"])
+    assert len(set(multiprocessing.active_children()) - before) == 1
+    data.close()
+    assert set(multiprocessing.active_children()) <= before
+    assert torch.equal(next(data)[0]["index"], next(expected)[0]["index"])
+    data.close()
 
 
 @pytest.fixture

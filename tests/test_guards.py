@@ -4,8 +4,10 @@ import errno
 import os
 import platform
 import shutil
+import signal
 import sys
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import datasets
@@ -23,6 +25,7 @@ from dist_amp.config.load import load_config, to_toml
 from dist_amp.errors import ConfigError, Failure
 from dist_amp.files import write_durably
 from dist_amp.supervise import preflight as guards
+from dist_amp.supervise import stop as stops
 from dist_amp.supervise import watchdog
 from dist_amp.supervise.explain import explain_disk
 from dist_amp.supervise.lifecycle import Job
@@ -30,9 +33,11 @@ from dist_amp.supervise.preflight import (
     check_free_space,
     check_launch,
     check_ranks_agree,
+    make_folder,
     only_live_run,
 )
 from dist_amp.supervise.rank_reports import Process
+from dist_amp.supervise.stop import AgreedStop
 from dist_amp.supervise.watchdog import Watchdog
 from dist_amp.world import World
 
@@ -276,3 +281,45 @@ def test_a_rank_whose_store_does_not_answer_names_rank_0_and_what_may_be_wrong(m
 
 def process_of(world):
     return os.getpid()
+
+
+@pytest.mark.bad_input("a run.dir on a disk that not all ranks share")
+def test_a_run_folder_that_a_rank_does_not_see_is_refused_with_its_host(tmp_path, monkeypatch):
+    monkeypatch.setattr(guards, "appears", partial(guards.appears, seconds=0))
+    config = load_config(["--run.dir", str(tmp_path / "run")], {})
+    text = f"run is not there on {platform.node()}: put it on a disk that all ranks share"
+    with pytest.raises(Failure, match=text):
+        make_folder(tmp_path / "run", config, World(rank=1))
+
+
+def test_a_second_ctrl_c_stops_at_once_and_one_that_the_launcher_forwards_does_not(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(stops.time, "monotonic", lambda: now[0])
+    with AgreedStop(World()) as stop:
+        for seconds in (0.0, 0.5):
+            now[0] += seconds
+            signal.raise_signal(signal.SIGINT)
+        assert stop.requested_by == "SIGINT"
+        now[0] += 3.0
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "polls"), [(1e-4, stops.MOST_POLLS_BETWEEN), (0.25, 4), (3.0, 1)]
+)
+def test_ranks_agree_on_a_stop_about_once_a_second_and_at_most_after_32_steps(
+    monkeypatch, seconds, polls
+):
+    now, polled, exchanges = [100.0], [], []
+    monkeypatch.setattr(stops.time, "monotonic", lambda: now[0])
+    exchange = AgreedStop._start_exchange
+    monkeypatch.setattr(
+        AgreedStop, "_start_exchange", lambda stop: [exchanges.append(len(polled)), exchange(stop)]
+    )
+    stop = AgreedStop(World())
+    for number in range(400):
+        polled.append(number)
+        now[0] += seconds
+        stop.poll()
+    assert exchanges[-1] - exchanges[-2] == exchanges[-2] - exchanges[-3] == polls

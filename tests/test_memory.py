@@ -122,7 +122,7 @@ def test_a_step_that_asks_for_too_much_ends_in_one_line_with_status_1(
     monkeypatch, tmp_path, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    words = "--task.target test_memory:Greedy --run.dir run --run.device cpu"
+    words = "--task.target test_memory:Greedy --run.dir run --run.device cpu --use_amp false"
     assert main(words.split()) == 1
     text = capsys.readouterr().err
     assert text.count("\n") == 1

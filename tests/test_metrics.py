@@ -406,3 +406,15 @@ def test_clipped_steps_are_counted_by_their_norm(words, share):
     run = make_run(World(), Tiny(), f"--train.{name}", value, "--use_amp", "false")
     recorded_steps(run, 3)
     assert log(run).global_tags()["train/clipped_share"] == share
+
+
+def test_an_older_checkpoints_interval_begins_with_unknown_tokens_and_without_skips():
+    run = make_run(World(), Tiny())
+    newest = run.metrics.unfinished(run.data)
+    older = torch.tensor([[8.0, 4.0, 2.0]], dtype=torch.float64)
+    run.metrics.resume_unfinished(older, same_world=True)
+    values = run.metrics.unfinished(run.data).tolist()
+    assert len(values) == len(newest)
+    assert values[:3] == [8.0, 4.0, 2.0]
+    assert math.isnan(values[3])
+    assert values[4:] == [0.0, 0.0, 0.0]

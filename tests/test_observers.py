@@ -3,11 +3,11 @@
 import pytest
 import torch
 from ranks import on_ranks
-from tiny import Overflow, make_run, moments_of, parameters_of
+from tiny import Overflow, Tiny, make_run, moments_of, parameters_of
 from torch import nn
 
 from dist_amp.supervise.stop import AgreedStop
-from dist_amp.train import train
+from dist_amp.train import observers_of, train
 
 
 class Residual(nn.Module):
@@ -61,3 +61,14 @@ def test_a_run_that_is_watched_ends_bit_for_bit_as_one_that_is_not(tmp_path, ran
         assert ends[0] == ends[1] == ends[2]
     assert (tmp_path / "nonfinite/reports.jsonl").exists()
     assert len(list((tmp_path / "profile").glob("*.gz"))) == ranks
+
+
+def watches_numerics(world, param_dtype):
+    words = ["--parallel.strategy", "fsdp", "--parallel.param_dtype", param_dtype]
+    observers = observers_of(make_run(world, Tiny(), *words), AgreedStop(world))
+    return "Numerics" in [type(observer).__name__ for observer in observers]
+
+
+@pytest.mark.parametrize(("param_dtype", "expected"), [("bf16", True), ("fp32", False)])
+def test_parameters_in_bf16_and_only_they_have_their_updates_measured(param_dtype, expected):
+    assert on_ranks(2, watches_numerics, param_dtype) == [expected] * 2

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from dist_amp.config.auto import pick_cast, pick_reduction, pick_strategy
 from dist_amp.config.validate import check_parallel
 from dist_amp.distributed.process import TASK_COUNTS
 from dist_amp.errors import ConfigError
+from dist_amp.parallel import build_parallel
 from dist_amp.settings import ParallelConfig, PrecisionConfig, RunConfig
 from dist_amp.world import World, locate
 
@@ -390,3 +392,48 @@ def test_process_groups_are_aborted_also_without_the_private_function(remove):
     command = [sys.executable, "-c", ABORT.format(remove=remove)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.stdout == f"aborted {remove}\n", done.stderr
+
+
+def step_without_a_gradient(world, strategy):
+    """The parameters after a step in which the last bias has no gradient, or a zero one."""
+    after = []
+    for missing in (None, 0.0):
+        words = ["--parallel.strategy", strategy, "--train.micro_batch_size", 8]
+        run = make_run(world, Tiny(), *words, "--optim.weight_decay", 0.1)
+        norms = run.parallel.global_grad_norm
+
+        def norm(run=run, missing=missing, norms=norms):
+            last = run.parallel.parameters[-1]
+            last.grad = None if missing is None else torch.zeros_like(last)
+            return norms()
+
+        object.__setattr__(run.parallel, "global_grad_norm", norm)
+        (report,) = take_steps(run, 1)
+        values = [value.tolist() for value in parameters_of(run).values()]
+        after.append((values, report.norm.item()))
+    return after
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_missing_gradient_counts_as_zero(strategy):
+    for missing, zero in on_ranks(2, step_without_a_gradient, strategy):
+        assert missing == zero
+
+
+@pytest.mark.parametrize("offloads", [True, False])
+def test_cpu_offload_keeps_every_unit_and_the_state_on_the_host(monkeypatch, offloads):
+    shards = []
+
+    def record(module, **options):
+        shards.append(type(options.get("offload_policy")).__name__)
+        return MagicMock()
+
+    monkeypatch.setattr("dist_amp.parallel.fully_shard", record)
+    monkeypatch.setattr("dist_amp.scaling.meta.placement", lambda module, world: lambda part: None)
+    config = ParallelConfig(cpu_offload=offloads)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    world = MagicMock(world_size=2, device=torch.device("cuda", 0))
+    precision = MagicMock(cast_by="policy", dtype=torch.bfloat16, matmul="off")
+    sharded = build_parallel(config, "fsdp", model, [model[0]], precision, world)
+    assert shards == ["CPUOffloadPolicy" if offloads else "NoneType"] * 2
+    assert sharded.state_device.type == ("cpu" if offloads else "cuda")

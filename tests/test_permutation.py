@@ -114,6 +114,20 @@ def test_a_checkpoint_in_the_first_versions_order_is_continued_in_it(tmp_path, c
     assert samples_of(make(tmp_path), 3) == expected[3:]
 
 
+@pytest.mark.parametrize(
+    ("length", "seed", "epoch", "samples"),
+    [
+        (100_000, 7, 3, [7884, 12043, 7257, 77035, 73072]),
+        (2**40, 0, 0, [1505508858, 286666981141, 824338406735, 269729921969, 464283961869]),
+    ],
+)
+def test_the_order_of_large_datasets_never_changes_or_a_resume_reads_other_samples(
+    length, seed, epoch, samples
+):
+    positions = torch.tensor([0, 1, 2, length // 2, length - 1])
+    assert epoch_order("feistel", length, seed, epoch)(positions).tolist() == samples
+
+
 def test_small_datasets_keep_the_order_that_they_always_had():
     assert make_run(World(), Tiny()).data.plan.order == shuffled_order(TABLE_LENGTH) == "randperm"
     assert make_run(World(), Tiny(), "--data.shuffle", "false").data.plan.order == "dataset"

@@ -285,3 +285,8 @@ def test_a_name_in_the_config_stays_where_the_objects_arguments_are_unknown(tmp_
 def test_a_class_as_the_task_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"got the class Noisy as its task; give an object: Noi"):
         built(World(), tmp_path, task=Noisy)
+
+
+def test_a_run_that_finds_no_checkpoint_does_not_say_that_it_resumed(tmp_path, capsys):
+    assert built(World(), tmp_path).resume() is None
+    assert "resumed" not in capsys.readouterr().out

@@ -3,6 +3,8 @@
 import json
 import math
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from dist_amp.config.load import load_config, to_toml
 from dist_amp.config.task_class import build_task
 from dist_amp.errors import ConfigError, DataError, Failure
 from dist_amp.step import evaluate
-from dist_amp.task import built_model
+from dist_amp.task import build_split, built_model
 from dist_amp.tasks.causal_lm import GPT, rotary_table, rotate
 from dist_amp.world import World
 
@@ -583,3 +585,25 @@ def test_only_trained_complex_parameters_are_refused(trained):
         assert said in refusal(built_model, task, status=65)
     else:
         built_model(task)
+
+
+class FillsACache(Tiny):
+    def __init__(self, folder, rank):
+        super().__init__()
+        self.cache, self.rank = folder / "cache", rank
+
+    def build_dataset(self, split):
+        if self.rank == 0:
+            time.sleep(0.3)
+            self.cache.touch()
+        assert self.cache.exists(), "the node's first rank has not filled it yet"
+        return super().build_dataset(split)
+
+
+def build_in_turn(world, folder):
+    world = replace(world, local_rank=world.rank)
+    return len(build_split(FillsACache(folder, world.rank), "train", world))
+
+
+def test_the_other_ranks_of_a_node_build_their_datasets_after_its_first(tmp_path):
+    assert on_ranks(2, build_in_turn, tmp_path) == [64, 64]

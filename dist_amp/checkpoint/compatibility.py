@@ -7,23 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.utils._pytree import tree_leaves
 
 from dist_amp.checkpoint.format import CONFIG, Manifest, fetch_missing, read_manifest
 from dist_amp.config.auto import accumulation_steps
 from dist_amp.config.load import flat, to_toml
 from dist_amp.config.task_class import GIVEN
-from dist_amp.data import Batches
-from dist_amp.distributed.process import random_state, seed_all, set_random_state
+from dist_amp.data import Batches, sample_bytes, spread
+from dist_amp.distributed.process import random_state, set_random_state
 from dist_amp.errors import ConfigError, DataError, first_line
-from dist_amp.loading.loader import read
 from dist_amp.loading.plan import Order
 from dist_amp.settings import FREE_TO_CHANGE, Config, TaskConfig
 from dist_amp.step import Run
-from dist_amp.task import PLAIN
 from dist_amp.world import World
 
 # Settings of earlier versions that changed what is computed, with the values that are fixed now.
@@ -253,24 +249,3 @@ def dataset_hash(data: Batches) -> str:
         except Exception:  # the step that needs the sample raises the error
             digest.update(repr("can't be read").encode())
     return digest.hexdigest()[:16]
-
-
-def spread(length: int, count: int) -> list[int]:
-    """The first index below `length`, the last, and others evenly between them."""
-    return sorted({round(i * (length - 1) / (count - 1)) for i in range(count)})
-
-
-def sample_bytes(dataset: Any, index: int) -> bytes:
-    """What a sample holds, with the same random augmentations every time."""
-    seed_all(index)
-    content = []
-    for leaf in tree_leaves(read(dataset, (index,))):
-        if isinstance(leaf, Tensor):
-            leaf = leaf.cpu().reshape(-1).view(torch.uint8).numpy()
-        if hasattr(leaf, "tobytes"):  # arrays and pictures
-            content.append(leaf.tobytes())
-        elif isinstance(leaf, PLAIN):
-            content.append(repr(leaf).encode())
-        else:
-            content.append(type(leaf).__name__.encode())
-    return b"".join(content)

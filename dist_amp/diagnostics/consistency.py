@@ -14,9 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dist_amp.checkpoint.compatibility import sample_bytes, spread
 from dist_amp.config.auto import batch_statistics
-from dist_amp.data import Padding
+from dist_amp.data import Padding, sample_bytes, spread
 from dist_amp.distributed.process import random_state, set_random_state
 from dist_amp.errors import DataError, NumericsError, some_of
 from dist_amp.loading.loader import load
