@@ -144,6 +144,10 @@ class Parallel:
         self.average_batch_statistics()
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
+        for unit in self.reshards:
+            # Without a backward it would stay gathered: a loss that writes to a parameter would
+            # write to the copy.
+            unit.set_reshard_after_forward(True, recurse=False)
         try:
             with torch.no_grad():
                 yield
@@ -151,8 +155,10 @@ class Parallel:
             for module, mode in modes:
                 module.training = mode
                 if isinstance(module, FSDPModule):
-                    # Some stay gathered for a backward: a checkpoint would save the full tensors.
+                    # One that an error left gathered: a checkpoint would save the full tensors.
                     module.reshard()
+            for unit, reshards in self.reshards.items():
+                unit.set_reshard_after_forward(reshards, recurse=False)
 
 
 @torch.no_grad()

@@ -7,19 +7,22 @@ from ranks import RankFailed, on_ranks
 from test_checkpoint import settings
 from tiny import Rows, Tiny, make_run, parameters_of, save, take_steps
 from torch import nn
+from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
 from torch.distributed.tensor.debug import CommDebugMode
 
 from dist_amp.checkpoint.format import all_checkpoints
 from dist_amp.checkpoint.state import load
 from dist_amp.config.auto import not_for_policy
+from dist_amp.diagnostics.consistency import check_state
 from dist_amp.diagnostics.limits import WATCHED_STEPS, FirstSteps
 from dist_amp.errors import ConfigError, DataError, NumericsError
 from dist_amp.scaling import hooks
+from dist_amp.scaling.blocks import outermost
 from dist_amp.scaling.float32 import to_float32
 from dist_amp.scaling.hooks import BlockCalls
 from dist_amp.step import evaluate, train_step
 from dist_amp.supervise.callbacks import Callbacks
-from dist_amp.supervise.explain import explain_data
+from dist_amp.supervise.explain import explain_copies, explain_data
 from dist_amp.supervise.lifecycle import Stop
 from dist_amp.world import World
 
@@ -226,7 +229,7 @@ class FrozenTrunk(Tiny):
 
 def gathers_in_a_step(world, frozen):
     run = make_run(world, FrozenTrunk(frozen), "--parallel.strategy", "fsdp", "--use_amp", "false")
-    take_steps(run, 1)
+    take_steps(run, hooks.COMPARED_FORWARDS)  # in which the ranks compare their blocks
     with CommDebugMode() as counted:
         take_steps(run, 1)
     return counted.get_comm_counts()[torch.ops.c10d._allgather_base_]
@@ -388,7 +391,7 @@ class DropsLayers(Tiny):
 
 def test_a_block_that_the_forward_does_not_call_is_named():
     model = DropsLayers(1).build_model()
-    BlockCalls(model, [model[0], model[1]], 3)
+    BlockCalls(model, [model[0], model[1]], World(rank=3))
     with pytest.raises(DataError, match="rank 3: the model's forward did not call its block 1 "):
         model(torch.zeros(1, 8))
 
@@ -400,7 +403,7 @@ def test_a_block_on_which_the_loss_does_not_depend_is_named_unless_ranks_may_ski
 ):
     model = BranchedModel()
     blocks = list(model.blocks[2:])  # of the right branch
-    BlockCalls(model, blocks, 3)
+    BlockCalls(model, blocks, World(rank=3))
     loss = model(torch.zeros(1, 8), torch.tensor(chosen)).sum()
     if block is None:
         loss.backward()
@@ -1016,3 +1019,189 @@ def swap(world, strategy):
 def test_a_module_replaced_while_training_is_refused_by_its_parameter(ranks, strategy):
     with pytest.raises(RankFailed, match="the parameter 2.weight came into the model after step 1"):
         on_ranks(ranks, swap, strategy)
+
+
+# ---- what works in one process alone, or is refused by its cause
+
+
+class Limited(Tiny):
+    def build_model(self):
+        model = nn.Sequential(nn.Embedding(8, 8, max_norm=1.0), nn.Linear(8, 1))
+        return nn.Sequential(super().build_model(), model)
+
+
+class CompiledInPlace(Tiny):
+    def build_model(self):
+        model = super().build_model()
+        model[0].compile(backend="eager")
+        return model
+
+
+@pytest.mark.bad_input("an embedding with max_norm on several ranks, or compile() under fsdp")
+@pytest.mark.parametrize(
+    ("task", "strategy", "said"),
+    [
+        (Limited(), "ddp", "the layer 1.0 has max_norm=1, by which its forward rescales"),
+        (Limited(), "fsdp", "the layer 1.0 has max_norm=1, by which its forward rescales"),
+        (CompiledInPlace(), "fsdp", "0 is compiled in place, by compile(), and FSDP2's hooks"),
+    ],
+)
+def test_what_several_ranks_rule_out_is_refused_before_the_first_step(task, strategy, said):
+    for message in on_ranks(2, refusal_of_a_build, task, "--parallel.strategy", strategy):
+        assert message.startswith(said)
+
+
+class FastWeights(Tiny):
+    def loss_sum(self, model, batch):
+        fast = {name: p * 0.5 for name, p in model.named_parameters()}
+        return super().loss_sum(lambda x: torch.func.functional_call(model, fast, (x,)), batch)
+
+
+class InnerGradient(Tiny):
+    def loss_sum(self, model, batch):
+        loss = super().loss_sum(model, batch)
+        torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        return loss
+
+
+class InAnyOrder(nn.Module):
+    """Calls its blocks in an order, and as often, as each rank says."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x, order):
+        for number in order:
+            x = self.blocks[number](x)
+        return self.head(x)
+
+
+class OrderOfTheRank(Tiny):
+    def __init__(self, *orders):
+        super().__init__()
+        self.orders = orders
+
+    def build_model(self):
+        return InAnyOrder()
+
+    def loss_sum(self, model, batch):
+        order = self.orders[torch.distributed.get_rank()]
+        return super().loss_sum(lambda x: model(x, order), batch)
+
+
+@pytest.mark.bad_input("functional_call, an inner gradient, or another order of blocks, under fsdp")
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        (FastWeights(), "than its own, as by torch.func.functional_call in meta-learning, and"),
+        (InnerGradient(), "the loss calls torch.autograd.grad, as meta-learning does, and FSDP2"),
+        (OrderOfTheRank([0, 1], [1, 0]), "rank 0 calls its block blocks.0 where rank 1 calls its"),
+        (OrderOfTheRank([0, 1], [0, 1, 1]), "0 calls no further where rank 1 calls its block bloc"),
+    ],
+)
+def test_what_sharding_rules_out_is_named_before_the_ranks_part(task, said):
+    for message in on_ranks(2, message_of_a_step, task, "fsdp"):
+        assert said in message
+        assert "use parallel.strategy=ddp" in message
+
+
+def test_ranks_compare_their_blocks_in_the_first_forwards_alone():
+    on_ranks(2, compare_for_some_forwards)
+
+
+def compare_for_some_forwards(world):
+    task = OrderOfTheRank([0, 1], [0, 1])
+    run = make_run(world, task, "--parallel.strategy", "fsdp", "--use_amp", "false")
+    block = run.parallel.module.blocks[0]
+    before = len(block._forward_pre_hooks)
+    take_steps(run, hooks.COMPARED_FORWARDS)
+    assert len(block._forward_pre_hooks) == before - 1
+
+
+class Prototypes(Tiny):
+    """Normalises the rows of a parameter before each forward, as prototypes are."""
+
+    def loss_sum(self, model, batch):
+        weight = getattr(model, "module", model)[0][0].weight
+        with torch.no_grad():
+            weight.copy_(F.normalize(weight, dim=1))
+        return super().loss_sum(model, batch)
+
+
+def prototypes_after_training(world, strategy):
+    words = ["--parallel.strategy", strategy, "--use_amp", "false", "--data.shuffle", "false"]
+    run = make_run(world, Prototypes(), *words, "--train.micro_batch_size", 4 // world.world_size)
+    first_steps = FirstSteps(run)
+    for _ in range(3):
+        micro_batches = next(run.data)
+        first_steps.before_step(micro_batches)
+        first_steps.after_step(train_step(run, micro_batches), micro_batches)
+    return parameters_of(run)
+
+
+def test_a_parameter_that_the_loss_normalises_trains_under_fsdp_as_in_one_process():
+    alone = prototypes_after_training(World(), "single")
+    for parameters in on_ranks(2, prototypes_after_training, "fsdp"):
+        for name, value in parameters.items():
+            # Rounding of float32 sums in another order, which three steps of Adam add up.
+            torch.testing.assert_close(value, alone[name], rtol=0, atol=2e-6)
+
+
+class Wrapper(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.outer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.outer(self.inner(x))
+
+
+class Wrapped(Tiny):
+    """A layer that is used alone and in a wrapper."""
+
+    def build_model(self):
+        layer = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        return nn.Sequential(layer, Wrapper(layer), Wrapper(nn.Linear(8, 8)), nn.Linear(8, 1))
+
+
+def test_a_layer_that_is_listed_and_wrapped_trains_under_fsdp():
+    on_ranks(2, first_weight_after, Wrapped, "fsdp")
+
+
+def test_a_block_in_a_block_is_left_to_the_outer_one():
+    inner = nn.Linear(8, 8)
+    outer = Wrapper(inner)
+    assert outermost([inner, outer]) == [outer]
+
+
+class FakeQuantised(Tiny):
+    def build_model(self):
+        quantise = FakeQuantize(observer=MovingAverageMinMaxObserver)
+        return nn.Sequential(quantise, super().build_model())
+
+
+def observed_after_evaluation(world, strategy):
+    run = make_run(world, FakeQuantised(), "--parallel.strategy", strategy, "--use_amp", "false")
+    take_steps(run, 2)
+    check_state(run)
+    run.parallel.average_batch_statistics()
+    return {name: value.clone() for name, value in run.parallel.module.named_buffers()}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_what_fake_quantisation_observes_may_differ_until_it_is_averaged(strategy):
+    one, two = on_ranks(2, observed_after_evaluation, strategy)
+    assert one["0.scale"] > 0
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_an_average_of_the_model_under_fsdp_is_explained():
+    words = "aten.copy_.default got mixed torch.Tensor and DTensor, need to convert"
+    error = DataError("the task's on_step(run, report) failed after step 1: it; fix it")
+    error.__cause__ = RuntimeError(words)
+    message = str(explain_copies(error))
+    assert message.startswith("the task's on_step(run, report) failed after step 1: it; FSDP2's")
+    assert "use optim.ema for an average of the weights" in message

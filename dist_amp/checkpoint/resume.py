@@ -1,6 +1,7 @@
 """Resumes a run: from the newest valid checkpoint of those that `run.resume` allows."""
 
 import json
+import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,6 @@ from dist_amp.checkpoint.format import (
     integrity_error,
 )
 from dist_amp.checkpoint.state import load
-from dist_amp.config.load import read_flat
 from dist_amp.config.task_class import find_task
 from dist_amp.distributed.process import attempt
 from dist_amp.errors import DataError
@@ -59,9 +59,9 @@ def with_dtype(config: Config, run_folder: Path, world: World) -> Config:
         try:
             checkpoint = _candidates(config.run.resume, run_folder)[-1]
             fetch_missing(checkpoint, [CONFIG])
-            saved = read_flat(checkpoint / CONFIG)
-            name = saved["precision.dtype"] if saved["precision.use_amp"] else "fp32"
-        except (DataError, IndexError):  # without a checkpoint
+            saved = tomllib.loads((checkpoint / CONFIG).read_text())["precision"]
+            name = saved["dtype"] if saved["use_amp"] else "fp32"
+        except (DataError, LookupError, OSError, ValueError):  # no checkpoint, or a damaged one
             if world.device.type == "cpu":
                 from dist_amp.config.native_precision import cpu_dtype
 

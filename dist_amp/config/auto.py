@@ -109,12 +109,17 @@ def layers_in_float32(part: nn.Module) -> list[str]:
 
 
 def batch_statistics(module: nn.Module) -> dict[str, Tensor]:
-    """Batch norm's running means and variances, and the like, by their names in the state."""
+    """Batch norm's running means and variances, and the like, by their names in the state.
+
+    Also what the observers of fake quantisation keep of the batches, and the scales from it.
+    """
     return {
         f"{path}.{name}".lstrip("."): statistic
         for path, part in module.named_modules()
-        for name in ("running_mean", "running_var")
-        if (statistic := dict(part.named_buffers(recurse=False)).get(name)) is not None
+        for name, statistic in part.named_buffers(recurse=False)
+        if name in ("running_mean", "running_var")
+        or (name in ("min_val", "max_val") and hasattr(part, "calculate_qparams"))
+        or (name in ("scale", "zero_point") and hasattr(part, "fake_quant_enabled"))
     }
 
 

@@ -38,6 +38,13 @@ def check_parallel(
                 f"the layer {name} is a SyncBatchNorm, which torch computes over the ranks on GPUs "
                 "only, and run.device is the CPU; use batch norm there, or run.device=cuda"
             )
+        if getattr(part, "max_norm", None) is not None and strategy != "single":
+            raise ConfigError(
+                f"the layer {name} has max_norm={part.max_norm:g}, by which its forward rescales "
+                "the rows that this rank's batch reads, so that the ranks' weights would differ; "
+                "leave it out, and call torch.nn.functional.embedding in a forward with "
+                "torch.renorm(weight, 2, 0, max_norm), or renormalise in on_step(run, report)"
+            )
     if strategy in SHARDED:
         check_shardable(strategy, module)
         check_sharded(config, precision, module)

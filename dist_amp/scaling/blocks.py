@@ -37,7 +37,7 @@ def pick_blocks(strategy: Strategy, task: Task, module: nn.Module, world: World)
 def blocks_of(task: Task, module: nn.Module) -> list[nn.Module]:
     """The task's blocks, each once, or those that are found; DataError if one is not in it."""
     if not hasattr(task, "blocks"):
-        return find_blocks(module)
+        return outermost(find_blocks(module))
     blocks = list(dict.fromkeys(task.blocks(module)))
     parts = set(module.modules())
     for block in blocks:
@@ -46,7 +46,13 @@ def blocks_of(task: Task, module: nn.Module) -> list[nn.Module]:
                 f"the task's blocks(model) returned a {type(block).__name__} that is not in the "
                 "model; return modules of the model that it is given, as in `list(model.layers)`"
             )
-    return blocks
+    return outermost(blocks)
+
+
+def outermost(blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """The blocks that lie in no other one, such as a shared layer that a later block wraps."""
+    inside = {part for block in blocks for part in block.modules() if part is not block}
+    return [block for block in blocks if block not in inside]
 
 
 def units_of(task: Task, module: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:

@@ -5,6 +5,7 @@ Without private names the waits count as forward and backward, and DDP looks for
 
 import math
 import re
+import traceback
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -32,6 +33,9 @@ WAITS = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
 
 # Long enough for a teacher, which equals the model at first, to move.
 CHECKED_FORWARDS = 16
+
+# In which the ranks compare which blocks they call, by a collective of the hosts at each call.
+COMPARED_FORWARDS = 4
 
 ENGINE = getattr(torch.autograd.Variable, "_execution_engine", None)
 
@@ -139,6 +143,12 @@ class ExplainedErrors(AbstractContextManager[Any]):
         self._cast_by = cast_by
 
     def __exit__(self, kind: Any, error: BaseException | None, where: Any) -> None:
+        frames = [frame.f_code for frame, _ in traceback.walk_tb(where)]
+        if isinstance(error, DataError) and torch.autograd.grad.__code__ in frames:
+            raise DataError(
+                f"rank {self._rank}: the loss calls torch.autograd.grad, as meta-learning does, "
+                "and FSDP2 only gives gradients to backward; use parallel.strategy=ddp"
+            )
         if not isinstance(error, AssertionError | RuntimeError):
             return
         for words, meaning in ERRORS:
@@ -160,7 +170,7 @@ def hook_units(
     kind = BlockCalls
     if skips_blocks:
         kind = ReduceEveryBlock
-    kind(model, blocks, world.rank)
+    kind(model, blocks, world)
     # FSDP2's own way, since torch 2.13, can't mix the float32 gradients of earlier micro-batches
     # with half-precision ones.
     if skips_blocks or not hasattr(model, "set_reduce_scatter_unused_params"):
@@ -213,24 +223,58 @@ class BlockCalls:
     itself, before it would reduce out of order.
     """
 
-    def __init__(self, model: nn.Module, blocks: Collection[nn.Module], rank: int):
+    def __init__(self, model: nn.Module, blocks: Collection[nn.Module], world: World):
         """blocks: the sharded ones."""
         self._names = {part: name for name, part in model.named_modules() if part in blocks}
-        self._rank = rank
+        self._world = world
+        self._rank = world.rank
         self._missing: set[nn.Module] = set()
         self._called: list[nn.Module] = []  # until their backward
         self._in_forward = False  # false while a block is recomputed
         self._checked_forwards = 0
-        model.register_forward_pre_hook(self._begin)
+        self._model = model
+        for name, part in model.named_modules():
+            has_units = any(isinstance(unit, FSDPModule) for unit in part.modules())
+            if has_units and getattr(part, "_compiled_call_impl", None) is not None:
+                raise ConfigError(
+                    f"{name or 'the model'} is compiled in place, by compile(), and FSDP2's hooks "
+                    "would be compiled with it; leave that call out, and set compile.blocks=true"
+                )
+        # First, since FSDP2 replaces a parameter as it gathers it.
+        model.register_forward_pre_hook(self._begin, prepend=True)
         # First, so that the hooks of an output's gradient come before FSDP2's.
         model.register_forward_hook(self._end, prepend=True)
+        self._compared_forwards = 0
+        self._comparing = []
         for block in self._names:
             block.register_forward_hook(self._note, prepend=True)
+            self._comparing.append(block.register_forward_pre_hook(self._compare, prepend=True))
 
     def _begin(self, model: nn.Module, inputs: Any) -> None:
+        if self._checked_forwards < COMPARED_FORWARDS:
+            self._refuse_replaced()
         self._missing = set(self._names)
         self._called = []
         self._in_forward = True
+
+    def _compare(self, block: nn.Module, inputs: Any = None) -> None:
+        """Compare which block the ranks call, before its shards are gathered; for some forwards."""
+        if not self._in_forward or not torch.is_grad_enabled():
+            return
+        places = ["", *self._names.values()]
+        place = places.index(self._names.get(block, ""))
+        rows = self._world.gather_numbers([place])
+        calls = [places[int(row[0])] for row in rows]
+        for rank, call in enumerate(calls):
+            if call != calls[0]:
+                here, there = (
+                    f"its block {name}" if name else "no further" for name in (calls[0], call)
+                )
+                raise DataError(
+                    f"rank 0 calls {here} where rank {rank} calls {there}, and FSDP2 gathers a "
+                    "block's shards from all ranks at each call: let all ranks call the same "
+                    "blocks in the same order, equally often, or use parallel.strategy=ddp"
+                )
 
     def _note(self, block: nn.Module, inputs: Any, output: Any) -> None:
         if self._in_forward:
@@ -245,6 +289,12 @@ class BlockCalls:
             tensor.register_hook(partial(self._reach, block))
 
     def _end(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        if self._comparing and torch.is_grad_enabled():
+            self._compare(model)
+            self._compared_forwards += 1
+            if self._compared_forwards == COMPARED_FORWARDS:
+                while self._comparing:
+                    self._comparing.pop().remove()
         self._in_forward = False
         self._refuse_writes(model)
         self._checked_forwards += 1
@@ -255,6 +305,21 @@ class BlockCalls:
             self._refuse_output(output)
         for tensor in trained:
             tensor.register_hook(self._begin_backward)
+
+    def _refuse_replaced(self) -> None:
+        """FSDP2 puts its own parameters in place of those that a call has brought along."""
+        for parameter in [p for group in fsdp_groups(self._model) for p in group.fsdp_params]:
+            place = parameter._module_info
+            now = getattr(place.module, place.param_name)
+            if now is not parameter.sharded_param and now is not unsharded(parameter):
+                names = {part: name for name, part in self._model.named_modules()}
+                raise DataError(
+                    f"rank {self._rank}: the model is called with another "
+                    f"{names[place.module]}.{place.param_name} than its "
+                    "own, as by torch.func.functional_call in meta-learning, and FSDP2 "
+                    "computes with its own; use parallel.strategy=ddp, and call the model that "
+                    "loss_sum gets"
+                )
 
     def _refuse_missing(self) -> None:
         name = next(name for block, name in self._names.items() if block in self._missing)
@@ -312,9 +377,9 @@ class ReduceEveryBlock(BlockCalls):
     backward reaches a block that was called before it, or ends.
     """
 
-    def __init__(self, model: nn.Module, blocks: Collection[nn.Module], rank: int):
+    def __init__(self, model: nn.Module, blocks: Collection[nn.Module], world: World):
         """Errors: ConfigError if this release of torch has other private names."""
-        super().__init__(model, blocks, rank)
+        super().__init__(model, blocks, world)
         if not fsdp_groups(model) or not hasattr(ENGINE, "queue_callback"):
             raise ConfigError(
                 f"the task has ranks_skip_blocks=True, for which torch {torch.__version__} is not "
@@ -352,6 +417,11 @@ def is_written(whole: Tensor, sharded: Any) -> bool:
     mine = whole[begin : begin + len(shard)]
     given = shard.to(whole.device, whole.dtype)
     return not torch.allclose(mine, given, rtol=0, atol=0, equal_nan=True)
+
+
+def unsharded(parameter: Any) -> Any:
+    """An FSDP2 parameter as it is gathered; None before the first time."""
+    return getattr(parameter, "_unsharded_param", None)
 
 
 def trained_tensors(output: Any) -> list[Tensor]:

@@ -45,6 +45,8 @@ _WORKER_DIED = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) ([^.]*
 # Of a CPU's libraries without a kernel for a dtype.
 _NO_KERNEL = re.compile("could not create a primitive|not implemented for '(BFloat16|Half)'")
 
+_SHARDS = re.compile("mixed torch.Tensor and DTensor|FSDP does not support deepcopy")
+
 _MIXED_DTYPES = re.compile("have the same dtype|expected scalar type")
 
 # The messages besides torch.OutOfMemoryError's: the CPU's, and those of libraries on a GPU.
@@ -62,6 +64,8 @@ def explain_error(error: BaseException, job: Job) -> BaseException:
     error = explain_memory(error, job.config, job.world, job.run)
     if job.run is not None:
         error = explain_half(error, job.run.precision, job.world.rank)
+        if job.run.parallel.sharded:
+            error = explain_copies(error)
     if job.folder is not None:
         error = explain_disk(error, job.folder)
     return error
@@ -119,6 +123,19 @@ def explain_data(error: BaseException, rank: int, splits: Sequence[Batches] = ()
         return DataError(
             f"rank {rank}: the GPU stopped at a device-side assert, typically a token id or label "
             "out of range; the same run with --run.device cpu names the samples"
+        )
+    return error
+
+
+def explain_copies(error: BaseException) -> BaseException:
+    """A DataError where a callback of the task mixes FSDP2's shards with a copy of the model."""
+    if isinstance(error, DataError) and _SHARDS.search(str(error.__cause__)):
+        text = str(error).removesuffix("; fix it")
+        return DataError(
+            f"{text}; FSDP2's parameters are shards, which neither can be copied by deepcopy nor "
+            "go with whole tensors, such as those of an AveragedModel: use optim.ema for an "
+            "average of the weights, parameter.full_tensor() on every rank, or "
+            "parallel.strategy=ddp"
         )
     return error
 
