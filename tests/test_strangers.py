@@ -233,7 +233,7 @@ class FrozenTrunk(Tiny):
 
 def gathers_in_a_step(world, frozen):
     run = make_run(world, FrozenTrunk(frozen), "--parallel.strategy", "fsdp", "--use_amp", "false")
-    take_steps(run, 1)
+    take_steps(run, hooks.COMPARED_FORWARDS)  # in which the ranks compare their blocks
     with CommDebugMode() as counted:
         take_steps(run, 1)
     return counted.get_comm_counts()[torch.ops.c10d._allgather_base_]
@@ -1202,7 +1202,7 @@ def compare_for_some_forwards(world):
     run = make_run(world, task, "--parallel.strategy", "fsdp", "--use_amp", "false")
     block = run.parallel.module.blocks[0]
     before = len(block._forward_pre_hooks)
-    take_steps(run, hooks.CHECKED_FORWARDS)
+    take_steps(run, hooks.COMPARED_FORWARDS)
     assert len(block._forward_pre_hooks) == before - 1
 
 

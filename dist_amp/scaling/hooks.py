@@ -34,6 +34,9 @@ WAITS = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
 # Long enough for a teacher, which equals the model at first, to move.
 CHECKED_FORWARDS = 16
 
+# In which the ranks compare which blocks they call, by a collective of the hosts at each call.
+COMPARED_FORWARDS = 4
+
 ENGINE = getattr(torch.autograd.Variable, "_execution_engine", None)
 
 
@@ -248,7 +251,7 @@ class BlockCalls:
             self._comparing.append(block.register_forward_pre_hook(self._compare, prepend=True))
 
     def _begin(self, model: nn.Module, inputs: Any) -> None:
-        if self._checked_forwards < CHECKED_FORWARDS:
+        if self._checked_forwards < COMPARED_FORWARDS:
             self._refuse_replaced()
         self._missing = set(self._names)
         self._called = []
@@ -289,7 +292,7 @@ class BlockCalls:
         if self._comparing and torch.is_grad_enabled():
             self._compare(model)
             self._compared_forwards += 1
-            if self._compared_forwards == CHECKED_FORWARDS:
+            if self._compared_forwards == COMPARED_FORWARDS:
                 while self._comparing:
                     self._comparing.pop().remove()
         self._in_forward = False
