@@ -123,10 +123,9 @@ class Schedule:
 
     applied_steps, skipped_steps, skips_in_a_row: scalar int64. lr: the next step's learning rate,
     last_lr: the last step's; scalar float32. A group's rate is lr times its lr_scale.
-    last_factor: what `factor` was in the last step.
     """
 
-    last_factor = _factor = 1.0
+    last_factor = _factor = 1.0  # of the last step, and of the next
 
     def __init__(
         self,
@@ -139,10 +138,10 @@ class Schedule:
         self._optimizer = optimizer
         self.counters = torch.zeros(3, dtype=torch.int64, device=device)
         self.applied_steps, self.skipped_steps, self.skips_in_a_row = self.counters.unbind()
-        self._formula = partial(learning_rate, config, total_steps=total_steps, task=task)
+        self.formula = partial(learning_rate, config, total_steps=total_steps, task=task)
         # A table: the formula stays plain Python, and looking a rate up needs no host.
-        self._table = [self._formula(step) for step in range(total_steps + 1)]
-        self._rates = torch.tensor(self._table, dtype=torch.float32, device=device)  # by `factor`
+        self.table = [self.formula(step) for step in range(total_steps + 1)]
+        self._rates = torch.tensor(self.table, dtype=torch.float32, device=device)  # by `factor`
         self.lr = self._rates[0].clone()
         self.last_lr = self._rates[0].clone()
         scales = [group.get("lr_scale", 1.0) for group in optimizer.param_groups]
@@ -195,9 +194,7 @@ class Schedule:
 
     @property
     def factor(self) -> float:
-        """Multiplies the rates from the next step on; checkpoints keep it. Set it on every rank, as
-        by `run.schedule.factor *= 0.5`. Errors: ConfigError below 0, or if it is not finite.
-        """
+        """Multiplies the rates from the next step on; set it on every rank. Errors: ConfigError."""
         return self._factor
 
     @factor.setter
@@ -205,32 +202,6 @@ class Schedule:
         if not 0 <= factor < math.inf:
             raise ConfigError(f"run.schedule.factor={factor}: give a number, 0 or more")
         self._factor = float(factor)
-        self._rates.copy_(torch.tensor([rate * self._factor for rate in self._table]))
+        self._rates.copy_(torch.tensor([rate * self._factor for rate in self.table]))
         self._look_up()
         self.bind()
-
-    def rate(self, step: int) -> float:
-        """The rate after `step` applied steps, without `factor`; nothing is read from the device.
-
-        Errors: ConfigError if the task's schedule gives another by now, which nothing would read.
-        """
-        step = min(step, len(self._table) - 1)
-        rate = self._table[step]
-        if (now := self._formula(step)) != rate:
-            raise ConfigError(
-                f"the task's schedule({step}) makes the learning rate {now:g} now, and {rate:g} "
-                "when the run was built, which is when it is read: let it depend on its argument "
-                "alone, and set run.schedule.factor in on_evaluation"
-            )
-        return rate
-
-    def check_groups(self) -> None:
-        """Errors: ConfigError if something else has set a group's rate. Waits for the device."""
-        found = [float(group["lr"]) for group in self._optimizer.param_groups]
-        self._look_up()
-        expected = self._group_rates.tolist()
-        if found != expected:
-            raise ConfigError(
-                f"the optimizer's learning rate was set to {found[0]:g}, and the schedule's is "
-                f"{expected[0]:g}, which the steps set again; change run.schedule.factor instead"
-            )

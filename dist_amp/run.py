@@ -39,7 +39,7 @@ from dist_amp.optim import Schedule, build_optimizer
 from dist_amp.parallel import Parallel, build_parallel
 from dist_amp.precision import Clip, Precision, Scaler, build_precision
 from dist_amp.settings import Config, RunConfig
-from dist_amp.step import Run, call_on_evaluation, evaluate
+from dist_amp.step import Run, evaluate
 from dist_amp.task import Task, build_split, training_mode
 from dist_amp.telemetry.metrics import Metrics
 from dist_amp.world import World, locate
@@ -141,7 +141,9 @@ class ScriptRun(Run):
                 "task's build_dataset('validation') must return samples; set eval.every to a "
                 "number of steps, and hold some out"
             )
-        self.schedule.rate(self.step)
+        from dist_amp.optimizers.groups import call_on_evaluation, check_formula
+
+        check_formula(self.schedule, self.step)
         values = evaluate(self)
         wish = self.metrics.write_evaluation(self.step, values, partial(call_on_evaluation, self))
         if wish:
@@ -157,7 +159,10 @@ class ScriptRun(Run):
         if self._saver is None:
             self._saver = Saver(self)
         self._saver.save(wait)
-        self.schedule.rate(self.step)
+        if hasattr(self.task, "schedule"):
+            from dist_amp.optimizers.groups import check_formula
+
+            check_formula(self.schedule, self.step)
         return checkpoint_folder(self.folder, self.step)
 
     def close(self) -> None:

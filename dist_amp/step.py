@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from dist_amp.config.load import to_toml
-from dist_amp.config.validate import check_loss, check_model_use, check_scalar, check_weight
+from dist_amp.config.validate import check_loss, check_model_use, check_weight
 from dist_amp.data import Batches, Padding
 from dist_amp.errors import DataError
 from dist_amp.optim import Schedule
 from dist_amp.parallel import Parallel
 from dist_amp.precision import Clip, Precision, Scaler
 from dist_amp.settings import Config
-from dist_amp.task import Task, as_scalar, call_task
+from dist_amp.task import Task, as_scalar
 from dist_amp.telemetry.metrics import Metrics
 from dist_amp.telemetry.step_report import StepReport
 from dist_amp.telemetry.sums import WeightedMeans
@@ -144,54 +144,6 @@ def evaluate(run: Run, stop: Callable[[], bool] | None = None) -> dict[str, floa
                         values["loss"] = run.task.loss_sum(run.model, content)
                     means.add(values, run.task.weight(content), 0.0 if padding else 1.0)
     return means.over_all_ranks()
-
-
-def call_on_evaluation(run: Run, values: dict[str, float]) -> str:
-    """Call the task's on_evaluation, if it has one, and put what it adds into `values`.
-
-    Returns who says "stop", or "". Errors: DataError for what can't be logged, or differs between
-    ranks; ConfigError for a learning rate that nothing would follow.
-    """
-    if not hasattr(run.task, "on_evaluation"):
-        return ""
-    name = "on_evaluation(run, values)"
-    extended: dict[str, Any] = dict(values)
-    wish = call_back(run, name, extended)
-    run.schedule.rate(run.step)
-    run.schedule.check_groups()
-    problem = ""
-    for key, value in extended.items():
-        try:
-            if key in values and value is not values[key]:
-                raise DataError(f"the task's {name} changed {key}; give it another name")
-            check_scalar(value, f"{name} gave {key}")
-            if hasattr(value, "full_tensor"):  # computed of sharded parameters, by all ranks
-                value = value.full_tensor()
-            values[str(key)] = float(value)
-        except DataError as error:
-            problem = str(error)
-    outcome = problem or f"{sorted(values.items())}, schedule.factor {run.schedule.factor}"
-    for rank, other in enumerate(outcomes := run.world.gather_texts(outcome)):
-        if other != outcomes[0]:
-            raise DataError(
-                f"the task's {name} must do the same on all ranks; rank 0 has {outcomes[0]}, and "
-                f"rank {rank} has {other}"
-            )
-    if problem:
-        raise DataError(problem)
-    return wish
-
-
-def call_back(run: Run, name: str, argument: Any) -> str:
-    """Call the task's on_step or on_evaluation; returns who says "stop", or "", or DataError."""
-    when = f" after step {run.step}"
-    method = getattr(run.task, name.partition("(")[0])
-    answer = call_task(DataError, name, method, run, argument, when=when)
-    if answer is None:
-        return ""
-    if not isinstance(answer, str) or answer != "stop":
-        raise DataError(f'the task\'s {name} returned {answer!r:.60}{when}; return None or "stop"')
-    return f'{name} returned "stop" on rank {run.world.rank}{when}'
 
 
 def weights_of(task: Task, micro_batches: Sequence[Any], device: torch.device) -> Tensor:

@@ -28,7 +28,7 @@ from dist_amp.errors import Failure
 from dist_amp.files import run_dir
 from dist_amp.run import Run, ScriptRun, build_run, run_folder
 from dist_amp.settings import Config
-from dist_amp.step import call_on_evaluation, evaluate, train_step
+from dist_amp.step import evaluate, train_step
 from dist_amp.supervise.callbacks import Callbacks, train_metrics
 from dist_amp.supervise.failure import report_failure, supervised
 from dist_amp.supervise.lifecycle import (
@@ -165,6 +165,8 @@ def run_evaluation(run: Run, stop: Stop, observers: Sequence[Observer]) -> None:
         if stop.agreed:
             rewind()
             return
+        from dist_amp.optimizers.groups import call_on_evaluation
+
         wish = run.metrics.write_evaluation(run.step, values, partial(call_on_evaluation, run))
         stop.ended_by = stop.ended_by or wish
         for observer in observers:

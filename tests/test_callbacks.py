@@ -19,7 +19,7 @@ from dist_amp import task
 from dist_amp.checkpoint.format import all_checkpoints, read_manifest
 from dist_amp.diagnostics.consistency import check_schedule
 from dist_amp.errors import ConfigError, DataError
-from dist_amp.step import call_on_evaluation
+from dist_amp.optimizers.groups import call_on_evaluation
 from dist_amp.supervise.callbacks import OPTIONAL, Callbacks, misspelt_methods, train_metrics
 from dist_amp.supervise.stop import AgreedStop
 from dist_amp.tasks.causal_lm import CausalLM

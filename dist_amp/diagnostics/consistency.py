@@ -322,7 +322,11 @@ def check_schedule(run: Run, row: LogRow) -> None:
         )
     # The rate is that of the last step, which counts if it was applied.
     before = max(applied - (row["skips_in_a_row"] == 0), 0)
-    expected = run.schedule.rate(before) * row["lr_factor"]
+    if hasattr(run.task, "schedule"):
+        from dist_amp.optimizers.groups import check_formula
+
+        check_formula(run.schedule, before)
+    expected = run.schedule.formula(before) * row["lr_factor"]
     if abs(row["lr"] - expected) > 1e-6 * max(run.config.optim.lr, expected):  # it is float32
         raise NumericsError(
             f"step {row.step}: the learning rate on all ranks is {row['lr']:.6g}, not "

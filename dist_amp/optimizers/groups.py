@@ -1,4 +1,4 @@
-"""A task's parameter groups, optimizer and schedule: checked, and made to work on shards."""
+"""A task's parameter groups, optimizer, schedule and on_evaluation: checked, and made to work."""
 
 import inspect
 import os
@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from dist_amp.errors import ConfigError, first_line
+from dist_amp.config.validate import check_scalar
+from dist_amp.errors import ConfigError, DataError, first_line
 from dist_amp.optimizers.sgd import on_cpu_in_half
 from dist_amp.settings import OptimConfig
 from dist_amp.task import call_task
@@ -281,3 +282,75 @@ def task_factor(task: Any, step: int) -> float:
             f"the task's schedule({step}) returned {factor!r}; return a number, 0 or more"
         )
     return float(number)
+
+
+def check_formula(schedule: Any, step: int) -> None:
+    """Errors: ConfigError if the task's schedule has changed since it became a table."""
+    step = min(step, len(schedule.table) - 1)
+    rate = schedule.table[step]
+    if (now := schedule.formula(step)) != rate:
+        raise ConfigError(
+            f"the task's schedule({step}) makes the learning rate {now:g} now, and {rate:g} when "
+            "the run was built, which is when it is read: let it depend on its argument alone, and "
+            "set run.schedule.factor in on_evaluation"
+        )
+
+
+def check_rates(schedule: Any, optimizer: Optimizer) -> None:
+    """Errors: ConfigError if something else has set a group's rate. Waits for the device."""
+    found = [float(group["lr"]) for group in optimizer.param_groups]
+    schedule.factor = schedule.factor
+    expected = [float(group["lr"]) for group in optimizer.param_groups]
+    if found != expected:
+        raise ConfigError(
+            f"the optimizer's learning rate was set to {found[0]:g}, and the schedule's is "
+            f"{expected[0]:g}, which the steps set again; change run.schedule.factor instead"
+        )
+
+
+def call_on_evaluation(run: Any, values: dict[str, float]) -> str:
+    """Call the task's on_evaluation, if it has one, and put what it adds into `values`.
+
+    Returns who says "stop", or "". Errors: DataError for what can't be logged, or differs between
+    ranks; ConfigError for a learning rate that nothing would follow.
+    """
+    if not hasattr(run.task, "on_evaluation"):
+        return ""
+    name = "on_evaluation(run, values)"
+    extended: dict[str, Any] = dict(values)
+    wish = call_back(run, name, extended)
+    check_formula(run.schedule, run.step)
+    check_rates(run.schedule, run.optimizer)
+    problem = ""
+    for key, value in extended.items():
+        try:
+            if key in values and value is not values[key]:
+                raise DataError(f"the task's {name} changed {key}; give it another name")
+            check_scalar(value, f"{name} gave {key}")
+            if hasattr(value, "full_tensor"):  # computed of sharded parameters, by all ranks
+                value = value.full_tensor()
+            values[str(key)] = float(value)
+        except DataError as error:
+            problem = str(error)
+    outcome = problem or f"{sorted(values.items())}, schedule.factor {run.schedule.factor}"
+    for rank, other in enumerate(outcomes := run.world.gather_texts(outcome)):
+        if other != outcomes[0]:
+            raise DataError(
+                f"the task's {name} must do the same on all ranks; rank 0 has {outcomes[0]}, and "
+                f"rank {rank} has {other}"
+            )
+    if problem:
+        raise DataError(problem)
+    return wish
+
+
+def call_back(run: Any, name: str, argument: Any) -> str:
+    """Call the task's on_step or on_evaluation; returns who says "stop", or "", or DataError."""
+    when = f" after step {run.step}"
+    method = getattr(run.task, name.partition("(")[0])
+    answer = call_task(DataError, name, method, run, argument, when=when)
+    if answer is None:
+        return ""
+    if not isinstance(answer, str) or answer != "stop":
+        raise DataError(f'the task\'s {name} returned {answer!r:.60}{when}; return None or "stop"')
+    return f'{name} returned "stop" on rank {run.world.rank}{when}'

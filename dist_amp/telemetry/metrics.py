@@ -184,12 +184,10 @@ class Metrics:
         if self._tensorboard is not None and tags:
             self._tensorboard.write_scalars(tags, step)
 
-    def write_evaluation(
-        self, step: int, values: Tags, extend: Callable[[Tags], str] = lambda values: ""
-    ) -> str:
+    def write_evaluation(self, step: int, values: Tags, extend: Any = lambda values: "") -> Any:
         """The metrics of an evaluation, equal on all ranks, written by rank 0.
 
-        extend: may add to `values` before they are written; its answer is returned.
+        Returns what `extend` returns, which may add to `values` first.
         """
         if not values:
             return ""
