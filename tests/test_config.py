@@ -15,13 +15,16 @@ from dist_amp.config.load import flat, load_config, to_toml
 from dist_amp.config.suggestions import REMOVED
 from dist_amp.errors import ConfigError
 from dist_amp.precision import build_precision
+from dist_amp.run import run_folder
 from dist_amp.settings import (
     DataConfig,
     MixedSourceConfig,
     PrecisionConfig,
+    RunConfig,
     ScalerConfig,
     TrainConfig,
 )
+from dist_amp.supervise.command_line import Parser
 from dist_amp.train import main
 from dist_amp.world import World
 
@@ -502,3 +505,18 @@ def test_an_enum_is_written_by_its_name_and_a_dict_is_refused_as_an_argument_of_
     assert tomllib.loads(to_toml(config))["task"]["args"] == {"shape": "SQUARE"}
     with pytest.raises(ConfigError, match=r"task.args.sizes=a=1 .* must be .*no setting can be a"):
         load_config([*words, "--task.args.sizes", "a=1"], environ={})
+
+
+def test_a_home_folders_path_is_expanded_from_files_environment_and_flags(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "c.toml").write_text('run.dir = "~/a"\ndata.path = "~/b/*.txt"\n')
+    words = ["--config=~/c.toml", "--run.resume=~/d"]
+    config = load_config(words, {"DIST_AMP_DATA__TOKENIZER": "~/e"})
+    found = [config.run.dir, config.data.path, config.run.resume, config.data.tokenizer]
+    assert found == [f"{tmp_path}/{name}" for name in ("a", "b/*.txt", "d", "e")]
+    parser = Parser("test", None)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(["~/f", "--out=~/g"])
+    assert (options.run, options.out) == (tmp_path / "f", tmp_path / "g")
+    assert run_folder(RunConfig(dir="~/h"), World()) == tmp_path / "h"
