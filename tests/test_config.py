@@ -20,9 +20,11 @@ from dist_amp.settings import (
     DataConfig,
     MixedSourceConfig,
     PrecisionConfig,
+    RunConfig,
     ScalerConfig,
     TrainConfig,
 )
+from dist_amp.supervise.command_line import Parser
 from dist_amp.train import main
 from dist_amp.world import World
 
@@ -514,3 +516,18 @@ def test_a_text_from_the_environment_keeps_its_spaces():
 def test_an_empty_run_dir_is_refused():
     with pytest.raises(ConfigError, match="run.dir is empty; give a folder's path, or auto"):
         run_folder(load_config(["--run.dir", ""], {}).run, World())
+
+
+def test_a_home_folders_path_is_expanded_from_files_environment_and_flags(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "c.toml").write_text('run.dir = "~/a"\ndata.path = "~/b/*.txt"\n')
+    words = ["--config=~/c.toml", "--run.resume=~/d"]
+    config = load_config(words, {"DIST_AMP_DATA__TOKENIZER": "~/e"})
+    found = [config.run.dir, config.data.path, config.run.resume, config.data.tokenizer]
+    assert found == [f"{tmp_path}/{name}" for name in ("a", "b/*.txt", "d", "e")]
+    parser = Parser("test", None)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(["~/f", "--out=~/g"])
+    assert (options.run, options.out) == (tmp_path / "f", tmp_path / "g")
+    assert run_folder(RunConfig(dir="~/h"), World()) == tmp_path / "h"

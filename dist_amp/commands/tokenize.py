@@ -34,9 +34,9 @@ from dist_amp.supervise.command_line import Parser, command
 def main(argv: Sequence[str]) -> None:
     cores = cpu_cores()
     parser = Parser("python -m dist_amp.tokenize", __doc__)
-    parser.add_argument("--out", metavar="FOLDER", help="where to write, or to continue")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where to write, or to continue")
     parser.add_argument(
-        "--check", metavar="FOLDER", help="verify the hashes of this folder's files"
+        "--check", type=Path, metavar="FOLDER", help="verify the hashes of this folder's files"
     )
     parser.add_argument(
         "--workers",
@@ -55,14 +55,14 @@ def main(argv: Sequence[str]) -> None:
     if options.check is not None:
         if words or options.out:
             raise ConfigError(f"--check takes a folder alone, without {' '.join(words) or '--out'}")
-        folder = Path(options.check)
+        folder = options.check
         for name in read_manifest(folder).splits:
             TokenShards(folder, name).check_hashes()
         print(f"{folder}: all files are as they were written")
     else:
         if options.out is None:
             raise ConfigError("--out is missing; name the folder to write, as in --out tokens")
-        folder = Path(options.out)
+        folder = options.out
         write(folder, words, options.workers, options.shard_tokens)
     for name, split in read_manifest(folder).splits.items():
         print(f"{folder / name}: {split}")

@@ -223,7 +223,7 @@ def _from_command_line(argv: Sequence[str]) -> tuple[Settings, list[str]]:
         if key != "config":
             settings[key] = Setting(tuple(words), "on the command line")
         elif words:
-            paths += words
+            paths += map(os.path.expanduser, words)
         else:
             raise ConfigError("--config names no file; give the path of a TOML file")
     return settings, paths

@@ -1,5 +1,6 @@
 """Settings to config: every value is converted to its key's type, whatever its source."""
 
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -171,8 +172,11 @@ def _scalar(kind: Any, choices: Sequence[Any], words: Sequence[str]) -> Any:
         raise WrongType(f"{expected}, without quotes")
     if names:
         return names[words[0]]
+    word = words[0]
+    if word == "~" or word.startswith("~/"):  # which no shell expands in a file, nor after =
+        word = os.path.expanduser(word)
     try:
-        return kind(words[0])
+        return kind(word)
     except (TypeError, ValueError):
         raise WrongType(expected) from None
 

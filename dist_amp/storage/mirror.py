@@ -100,7 +100,7 @@ def write_address(folder: Path, address: str) -> None:
 def folder_for(address: str) -> Path:
     parent = Path(tempfile.gettempdir(), f"dist_amp-{getpass.getuser()}")
     if VARIABLE in os.environ:
-        parent = Path(os.environ[VARIABLE])
+        parent = Path(os.environ[VARIABLE]).expanduser()
     unique = hashlib.sha256(address.encode()).hexdigest()[:8]
     return parent / f"{address.rpartition('/')[2]}-{unique}"
 

@@ -22,7 +22,7 @@ def fetched(text: str) -> Path:
     logs. A checkpoint's files follow when they are read. Errors: Failure.
     """
     if "://" not in text:
-        return Path(text)
+        return Path(text).expanduser()
     address, *inside = re.split(INSIDE, text.rstrip("/"), maxsplit=1)
     folder = local_folder(address)
     try:
@@ -56,7 +56,7 @@ def view(store: Store, folder: Path, record: dict[str, object]) -> Path:
 def on_disk(text: str) -> Path:
     """Errors: ConfigError for an address."""
     if "://" not in text:
-        return Path(text)
+        return Path(text).expanduser()
     folder = folder_for(text.rstrip("/"))
     fix = f"give {folder}"
     if not (folder / HOLDER).exists():
