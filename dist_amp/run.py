@@ -316,10 +316,10 @@ def lay_out(
         from dist_amp.scaling.activation_checkpointing import checkpoint_activations
 
         checkpoint_activations(config.parallel.activation_checkpointing, blocks)
-    if compiled.blocks or hasattr(task.loss_sum, "as_written"):
+    if compiled.blocks:
         from dist_amp.scaling.compile import compile_blocks
 
-        compile_blocks(compiled, module, blocks, world, task)
+        compile_blocks(compiled, module, blocks, world)
     parallel = build_parallel(config.parallel, strategy, module, units, precision, world)
     if sharded:
         from dist_amp.scaling.hooks import hook_units

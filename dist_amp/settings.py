@@ -224,7 +224,7 @@ class ParallelConfig:
 @dataclass(frozen=True)
 class CompileConfig:
     blocks: bool | Literal["auto", "dynamic"] = "auto"
-    """Compile each block with torch.compile, identical blocks once, and the task's loss; the first
+    """Compile each block with torch.compile, identical blocks once; the first
     step and evaluation take seconds to minutes longer. true: code per input shape, at most 8, and a
     model without blocks as a whole; dynamic: one code for all shapes, for batches that are padded
     to their longest sample; auto: on GPUs with a compiler, the blocks alone that are one graph.

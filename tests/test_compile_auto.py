@@ -159,12 +159,6 @@ def test_an_error_of_the_model_is_its_own_under_auto(as_on_a_gpu):
         losses(Misfit(), "--compile.mode", "eager")
 
 
-def test_auto_leaves_the_tasks_loss_as_it_is(as_on_a_gpu):
-    task = Tiny()
-    losses(task, "--compile.mode", "eager")
-    assert task.loss_sum.__self__ is task
-
-
 def breaks(task, *words):
     """Reasons of graph breaks in two steps, but for the loss's call of the model."""
     counters.clear()

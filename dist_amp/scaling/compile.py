@@ -1,4 +1,4 @@
-"""Compile the blocks of a model before it is placed on the ranks, and the task's loss_sum.
+"""Compile the blocks of a model before it is placed on the ranks.
 
 Compiling a block replaces only its `forward`: names stay, and hooks (FSDP's too) stay outside the
 compiled code. A deepcopy of the model would run the original's blocks.
@@ -143,13 +143,9 @@ def _missing_compiler(device: torch.device) -> str:
 
 
 def compile_blocks(
-    config: CompileConfig, module: nn.Module, blocks: Sequence[nn.Module], world: World, task: Any
+    config: CompileConfig, module: nn.Module, blocks: Sequence[nn.Module], world: World
 ) -> None:
-    """Compile the blocks as configured, each at its first call, and the task's loss_sum."""
-    if isinstance(task.loss_sum, CompiledLoss):  # by an earlier run
-        object.__setattr__(task, "loss_sum", task.loss_sum.as_written)
-    if not config.blocks:
-        return
+    """Compile the blocks as configured, each at its first call."""
     what = f"{len(blocks)} blocks" if blocks else "the whole model, which has no blocks,"
     world.say(f"compile.blocks: {what} will be compiled in the first step and evaluation")
     # DDP overlaps already, with a graph per block; its graph splitter fails on recomputed blocks.
@@ -175,10 +171,6 @@ def compile_blocks(
     for part in module.modules():
         if getattr(part, "computes_loss", False):
             part.forward = compiler.wrap(part.forward, names[id(part)])
-    if config.blocks != "auto":
-        loss = CompiledLoss(task.loss_sum, compiler)
-        with suppress(AttributeError):  # a class with __slots__
-            object.__setattr__(task, "loss_sum", loss)  # or a frozen dataclass
 
 
 class Compiler:
@@ -197,8 +189,8 @@ class Compiler:
             self._options = {"backend": config.mode}
         self._options["dynamic"] = config.blocks == "dynamic"
 
-    def wrap(self, forward: Forward, name: str, breaks: bool = False) -> Forward:
-        """The forward, compiled; breaks: not as one graph. Its calls may raise ConfigError.
+    def wrap(self, forward: Forward, name: str) -> Forward:
+        """The forward, compiled. Its calls may raise ConfigError.
 
         With compile.blocks=auto it is as written from the compiler's first error on.
         """
@@ -210,7 +202,7 @@ class Compiler:
             if name in self._as_written or self._is_observed():
                 return forward(*args, **kwargs)
             try:
-                if self._one_graph and not breaks:
+                if self._one_graph:
                     return one_graph(*args, **kwargs)
                 return in_parts(*args, **kwargs)
             except Exception as error:
@@ -263,43 +255,6 @@ def say_cost(world: World) -> None:
             f"compile.blocks: compiling took {seconds:.1f} s up to the end of the first step; the "
             f"code is kept in {os.environ['TORCHINDUCTOR_CACHE_DIR']}"
         )
-
-
-class CompiledLoss:
-    """The task's loss_sum, compiled, with the model left out."""
-
-    def __init__(self, as_written: Forward, compiler: Compiler):
-        self.as_written = as_written
-        self._compiled = compiler.wrap(as_written, "the task's loss_sum", breaks=True)
-        self._model: OpaqueModel | None = None
-
-    def __call__(self, model: Any, *batch: Any) -> Any:
-        if self._model is None or self._model.model is not model:
-            self._model = OpaqueModel(model)
-        return self._compiled(self._model, *batch)
-
-    def __reduce__(self) -> Any:  # loader workers may get the task
-        return _unchanged, (self.as_written,)
-
-
-def _unchanged(loss_sum: Forward) -> Forward:
-    return loss_sum
-
-
-class OpaqueModel:
-    """A model whose call no graph takes in; everything else is the model's."""
-
-    def __init__(self, model: nn.Module):
-        vars(self).update(model=model, _call=torch.compiler.disable(model.__call__))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.model, name, value)
 
 
 def _graph_break(error: Exception, name: str) -> str:

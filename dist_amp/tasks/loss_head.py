@@ -30,7 +30,7 @@ class LossHead(nn.Linear):
     """
 
     chunk: Chunk = "auto"
-    computes_loss = True  # so it is compiled as the task's loss_sum is
+    computes_loss = True  # so it is compiled as blocks are
     _loss: tuple[Tensor, Reduction] | None = None
 
     @contextmanager
