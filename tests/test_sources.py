@@ -333,7 +333,7 @@ BROKEN = [
 def test_a_damaged_file_is_named_with_the_line(tmp_path, name, content, said):
     good = {
         "rows.jsonl": b'{"text": "good"}\n',
-        "rows.jsonl.gz": gzip.compress(b'{"text": "good"}\n'),
+        "rows.jsonl.gz": gzip.compress(b'{"text": "good"}\n', mtime=0),
         "rows.csv": b"text\na\n",
     }
     if name in good:
@@ -390,7 +390,7 @@ def test_a_column_of_a_table_has_one_type_that_fits_all_rows(tmp_path, monkeypat
         "text,n\r\na,1\r\n",
         "text,n\n\na,1\n  \n",
         "text\tn\na\t1\n",
-        gzip.compress(b"text,n\na,1\n"),
+        gzip.compress(b"text,n\na,1\n", mtime=0),
     ],
 )
 def test_a_table_is_the_same_whatever_wrote_it(tmp_path, content):
