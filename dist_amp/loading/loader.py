@@ -2,13 +2,16 @@
 
 import faulthandler
 import multiprocessing
+import multiprocessing.queues
+import os
 import signal
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -190,4 +193,16 @@ def _start_worker(started: Any, worker: int) -> None:
     faulthandler.register(signal.SIGUSR2, file=2)  # prints where it hangs, for the watchdog
     # It holds its rank's sockets as well: other ranks would take a dead rank for alive.
     die_with_parent(signal.SIGKILL)
+    # Python prints the errors of the threads that send batches, and the rank would wait for ever.
+    queue: Any = multiprocessing.queues.Queue
+    queue._on_queue_feeder_error = staticmethod(lambda error, batch: _end_worker(error))
+    sys.excepthook = lambda kind, error, trace: _end_worker(error)
     started.release()
+
+
+def _end_worker(error: BaseException) -> NoReturn:
+    """End with the number of the error that kept a batch from being sent."""
+    print(
+        f"loader worker: a batch can't be sent: {in_one_line(error)}", file=sys.stderr, flush=True
+    )
+    os._exit(getattr(error, "errno", None) or 1)
