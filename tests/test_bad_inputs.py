@@ -2,6 +2,7 @@
 exit status.
 """
 
+import errno
 import json
 import multiprocessing
 import os
@@ -387,6 +388,23 @@ def test_a_loader_worker_that_is_killed_is_named_with_rank_and_signal():
     how = "(was killed by signal: Killed|exited unexpectedly)"
     said = rf"rank 0: loader worker \(pid {worker.pid}\) {how}; .* lower data.workers"
     assert re.match(said, str(error))
+
+
+class Unsendable:
+    def __reduce__(self):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+
+@pytest.mark.bad_input("batches of more tensors than a loader worker may open files")
+def test_a_batch_that_a_worker_cannot_send_ends_the_run_with_the_cause(capfd):
+    run = make_run(World(), ReadsFrom(Rows), *SMALL, "--data.workers", 1)
+    run.data.fetch.collate = lambda samples: Unsendable()
+    with pytest.raises(RuntimeError) as caught:  # and not a wait for ever
+        take_steps(run, 1)
+    run.data.close()
+    error = explain(caught.value, 0)
+    assert "exit code 24; it had too many open files" in str(error)
+    assert "a batch can't be sent: OSError: [Errno 24] Too many" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -225,7 +225,7 @@ def test_a_notice_that_is_withdrawn_after_it_was_seen_counts_once(service, capsy
         service.notice = None
         time.sleep(0.1)
         assert stop.notice is not None
-    assert capsys.readouterr().err.count("stopping after this step") == 1
+    assert capsys.readouterr().err.count("stopping within a few steps") == 1
 
 
 @pytest.mark.bad_input("`run.eviction_notice` of a cloud on a machine that is none of its")
@@ -300,7 +300,7 @@ def test_a_notice_to_the_second_machine_stops_both_and_the_run_resumes_bit_for_b
     (seconds,) = re.findall(r"(\d+) s of notice, saved in time", closing)
     # The line is rounded at once, and the summary to a tenth: half of both.
     assert abs(int(seconds) - stopped["notice_seconds"]) <= 0.551
-    assert "stopping after this step" in said[1][1], "the rank of the machine says so at once"
+    assert "stopping within a few steps" in said[1][1], "the rank of the machine says so at once"
     resumed = summary_of(tmp_path / "run")
     assert resumed["resumed_from_step"] == stopped["steps"]
     assert "notice_seconds" not in resumed

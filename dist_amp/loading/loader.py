@@ -1,31 +1,15 @@
-"""A dataset by micro-batches: in this process, or in workers that end with their rank."""
+"""A dataset by micro-batches: in this process, or in workers (workers.py)."""
 
-import faulthandler
-import multiprocessing
-import os
-import signal
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from functools import partial
-from multiprocessing.reduction import ForkingPickler
-from pickle import PicklingError
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.multiprocessing.reductions import reduce_tensor
-from torch.utils.data import DataLoader, default_collate, get_worker_info
+from torch.utils.data import default_collate, get_worker_info
 
-from dist_amp.distributed.process import die_with_parent, in_thread, seed_host
-from dist_amp.distributed.signals import STOP_SIGNALS, ignore_stop_signals
-from dist_amp.errors import DataError, first_line, in_one_line, some_of
+from dist_amp.distributed.process import seed_host
+from dist_amp.errors import DataError, in_one_line, some_of
 from dist_amp.loading.plan import Shard
-
-# A fork can leave a worker stuck before its first line, once in some thousand forks: Python 3.11
-# takes a lock there that another thread of the parent may hold. It is forked again.
-START_SECONDS = 20.0
-START_ATTEMPTS = 3
 
 
 class Fetch:
@@ -154,94 +138,6 @@ def load(
     """(fetch[request] for each of requests(), in order; what ends the workers); or DataError."""
     if not workers:
         return map(fetch.__getitem__, requests()), lambda: None
-    for _ in range(START_ATTEMPTS):
-        # The requests anew: a failed attempt took the first.
-        batches = _started(fetch, requests(), workers, pin_memory, rank)
-        if batches is not None:
-            return batches, partial(_shut_down, batches)
-    raise DataError(
-        f"rank {rank}: the loader workers do not start; use data.workers=0, or check the load"
-    )
+    from dist_amp.loading.workers import start
 
-
-def _started(fetch: Any, requests: Any, workers: int, pin_memory: bool, rank: int) -> Any:
-    """A loader's iterator, once its workers run; None if one is stuck in its fork.
-
-    Workers start as `multiprocessing` is set to: by fork; or by spawn or forkserver (the default
-    from Python 3.14 on), which pickle `fetch` and import the files of its classes again.
-    """
-    method = multiprocessing.get_start_method()
-    fix = f"or use data.workers=0 in place of {workers}"
-    multiprocessing.set_forkserver_preload(["__main__", __name__])  # torch, once for all workers
-    started = multiprocessing.Semaphore(0)
-    loader: DataLoader[Any] = DataLoader(
-        fetch,
-        batch_size=None,
-        sampler=requests,
-        collate_fn=_collated,
-        num_workers=workers,
-        pin_memory=pin_memory,
-        # The loader draws a number when it starts: not from the generator of dropout.
-        generator=torch.Generator(),
-        worker_init_fn=partial(_start_worker, started),
-    )
-    # A fork server keeps this mask: a stop signal to all processes must not end it, and with it
-    # the workers, before the rank has saved.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        batches: Any = iter(loader)
-    except (PicklingError, AttributeError, TypeError) as error:
-        raise DataError(
-            f"rank {rank}: the start method {method} pickles the dataset and the task for loader "
-            f"workers, and can't: {first_line(error)}; define classes and functions at the top "
-            "level of a file and open files at the first read, or call "
-            f"multiprocessing.set_start_method('fork') in that file, {fix}"
-        ) from error
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    processes = getattr(batches, "_workers", ())
-    if method == "fork":
-        if all(started.acquire(timeout=START_SECONDS) for _ in range(workers)):
-            return batches
-        _shut_down(batches)
-        for process in processes:
-            process.kill()  # a stuck one does not notice the shutdown
-        return None
-    while workers:  # importing takes its time, and never gets stuck
-        try:
-            workers -= started.acquire(timeout=1.0)
-            is_alive = all(process.is_alive() for process in processes)
-        except RuntimeError:  # torch's, when a child of this process ends
-            is_alive = False
-        if not is_alive:
-            raise DataError(
-                f"rank {rank}: a loader worker ended as it started, see above; the start method "
-                f"{method} has it import the task, the dataset and the script again: define them "
-                "in files, not in a notebook, begin the script with if __name__ == '__main__':, "
-                f"{fix}"
-            )
-    return batches
-
-
-def _collated(batch: Any) -> Any:
-    return batch
-
-
-def _shut_down(batches: Any) -> None:
-    """Let the workers finish, and wait for them; by a private method of torch, if it is there."""
-    with suppress(RuntimeError):  # a worker has died already
-        getattr(batches, "_shutdown_workers", lambda: None)()
-
-
-def _start_worker(started: Any, worker: int) -> None:
-    # As torch does, which would lose conjugation and negation.
-    ForkingPickler.register(Tensor, lambda t: reduce_tensor(t.resolve_conj().resolve_neg()))
-    ignore_stop_signals()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    faulthandler.register(signal.SIGUSR2, file=2)  # prints where it hangs, for the watchdog
-    # It holds its rank's sockets as well: other ranks would take a dead rank for alive.
-    die_with_parent(signal.SIGKILL)
-    rank: Any = multiprocessing.parent_process()
-    if rank.pid != os.getppid():  # it is a fork server's, which lives as long as its children
-        in_thread(lambda: (rank.join(), os._exit(1)))
-    started.release()
+    return start(fetch, requests, workers, pin_memory, rank)

@@ -210,7 +210,7 @@ class EvictionNotice(Observer):
         when = datetime.fromtimestamp(time.time() + seconds, UTC)
         cause = f"{self.name}'s notice of an eviction at {when:%Y-%m-%dT%H:%M:%SZ} "
         cause += f"(rank {self.run.world.rank}, {socket.gethostname()})"
-        self._warn(f"{cause}, in {seconds:.0f} s: stopping after this step")
+        self._warn(f"{cause}, in {seconds:.0f} s: stopping within a few steps")
         return end, seconds, cause
 
     def _warn(self, text: str) -> None:

@@ -91,6 +91,9 @@ def explain_data(error: BaseException, rank: int, splits: Sequence[Batches] = ()
             advice = "it may have run out of memory: lower data.workers, or check the kernel's log"
             if "exit code" in how:
                 advice = "the dataset's or the task's code ended it; data.workers=0 shows where"
+            if how.endswith(f"exit code {errno.EMFILE}"):
+                advice = "it had too many open files, one per tensor that waits: collate fewer and "
+                advice += "larger tensors, raise the limit (ulimit -n), or use data.workers=0"
             return DataError(f"rank {rank}: loader worker (pid {died[1]}) {how}; {advice}")
     batch = None
     seen = locals_of(error)

@@ -59,7 +59,7 @@ class AgreedStop(Stop):
             self.requested_by = signal.Signals(number).name
             self._requested_at = time.monotonic()
             if self._world.is_main:  # not by print, which the signal may have interrupted
-                os.write(2, f"\n{self.requested_by}: stopping after this step\n".encode())
+                os.write(2, f"\n{self.requested_by}: stopping within a few steps\n".encode())
 
     def poll(self, now: bool = False) -> bool:
         """True on every rank, at the same step, after a signal to any or a task's wish.
