@@ -20,8 +20,7 @@ from torch import nn
 
 from dist_amp.checkpoint.format import all_checkpoints, checkpoint_folder
 from dist_amp.checkpoint.resume import resume, with_dtype
-from dist_amp.checkpoint.saver import Saver
-from dist_amp.checkpoint.state import check_best_metric
+from dist_amp.checkpoint.saver import Saver, check_best_metric
 from dist_amp.config.auto import accumulation_steps, pick_cast, pick_reduction, pick_strategy
 from dist_amp.config.load import load_config, with_task
 from dist_amp.config.task_class import build_task

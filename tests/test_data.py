@@ -15,7 +15,7 @@ from dist_amp.checkpoint.format import read_manifest
 from dist_amp.config.load import load_config
 from dist_amp.data import Batches, Padding
 from dist_amp.errors import DataError
-from dist_amp.loading import workers
+from dist_amp.loading import workers as processes
 from dist_amp.loading.plan import Plan, shard_step
 from dist_amp.supervise.lifecycle import open_run
 from dist_amp.world import World
@@ -312,12 +312,12 @@ def test_a_worker_that_ends_as_it_starts_is_one_line(start_method):
 @pytest.mark.bad_input("loader workers that do not start")
 @pytest.mark.parametrize("stuck", [1, 9])
 def test_a_loader_worker_that_is_stuck_in_its_fork_is_forked_again(monkeypatch, stuck):
-    real, semaphore, attempts = workers._start_worker, multiprocessing.Semaphore, []
+    real, semaphore, attempts = processes._start_worker, multiprocessing.Semaphore, []
 
     def begin(value):  # an attempt to start the workers
         attempts.append(value)
         # Not a moment too short for one that does start.
-        monkeypatch.setattr(workers, "START_SECONDS", 0.3 if len(attempts) <= stuck else 300.0)
+        monkeypatch.setattr(processes, "START_SECONDS", 0.3 if len(attempts) <= stuck else 300.0)
         return semaphore(value)
 
     def start(up, worker):
@@ -326,7 +326,7 @@ def test_a_loader_worker_that_is_stuck_in_its_fork_is_forked_again(monkeypatch, 
         real(up, worker)
 
     monkeypatch.setattr(multiprocessing, "Semaphore", begin)
-    monkeypatch.setattr(workers, "_start_worker", start)
+    monkeypatch.setattr(processes, "_start_worker", start)
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
     data = batches(plan(), workers=1)
     if stuck > 3:

@@ -22,7 +22,7 @@ from messages import message_of
 
 from dist_amp.commands import tokenize as command
 from dist_amp.errors import Failure
-from dist_amp.loading import loader
+from dist_amp.loading import workers
 from dist_amp.sources import conversations, tokens
 from dist_amp.sources.token_shards import IGNORE_INDEX, MANIFEST, TokenShards, read_manifest
 from dist_amp.sources.tokenizer import open_tokenizer
@@ -331,7 +331,7 @@ def test_a_worker_that_dies_is_reported(tmp_path):
 
 
 def test_a_worker_that_dies_before_all_have_started_is_reported(tmp_path, monkeypatch):
-    monkeypatch.setattr(loader, "_start_worker", lambda started, worker: os._exit(1))
+    monkeypatch.setattr(workers, "_start_worker", lambda started, worker: os._exit(1))
     said = "a worker has died, perhaps for lack of memory; use fewer workers"
     assert message_of(1, write, tmp_path, texts(), workers=2) == said
 

@@ -113,6 +113,19 @@ class Saver(Observer):
         wait([pending.future], seconds)
 
 
+def check_best_metric(run: Run) -> None:
+    """Refuse a best_metric of the task that no evaluation can have. Errors: ConfigError."""
+    best = run.task.best_metric  # type: ignore[attr-defined]
+    has_more = hasattr(run.task, "metrics") or hasattr(run.task, "on_evaluation")
+    if not isinstance(best, str) or not (has_more or metric_name(best) == "loss"):
+        raise ConfigError(
+            f"the task's best_metric={best!r} is in no evaluation: name one of metrics(model, "
+            'batch), or one that on_evaluation adds, as "max:accuracy" or "min:error"'
+        )
+    if run.validation is None:
+        run.world.warn(f"best_metric={best!r} has no effect, because nothing is evaluated")
+
+
 def best_metric_problem(run: Run) -> str:
     """Why the evaluation that this process made after this step has no best_metric, or ""."""
     best = getattr(run.task, "best_metric", "loss")

@@ -23,13 +23,12 @@ from dist_amp.checkpoint.format import (
     Reader,
     State,
     checkpoint_folder,
-    metric_name,
     read_into,
     rejection_as_data_error,
 )
 from dist_amp.config.auto import batch_statistics
 from dist_amp.distributed.process import random_state, seed_all, set_random_state
-from dist_amp.errors import CheckpointRejected, ConfigError
+from dist_amp.errors import CheckpointRejected
 from dist_amp.parallel import averaged_statistics, set_statistics
 from dist_amp.step import Run
 
@@ -84,19 +83,6 @@ def take_snapshot(run: Run) -> Snapshot:
     keep = run.config.checkpoint.keep
     best_metric = getattr(run.task, "best_metric", "loss")
     return Snapshot(folder, state, manifest, run.config_text, keep, best_metric)
-
-
-def check_best_metric(run: Run) -> None:
-    """Refuse a best_metric of the task that no evaluation can have. Errors: ConfigError."""
-    best = run.task.best_metric  # type: ignore[attr-defined]
-    has_more = hasattr(run.task, "metrics") or hasattr(run.task, "on_evaluation")
-    if not isinstance(best, str) or not (has_more or metric_name(best) == "loss"):
-        raise ConfigError(
-            f"the task's best_metric={best!r} is in no evaluation: name one of metrics(model, "
-            'batch), or one that on_evaluation adds, as "max:accuracy" or "min:error"'
-        )
-    if run.validation is None:
-        run.world.warn(f"best_metric={best!r} has no effect, because nothing is evaluated")
 
 
 def load(run: Run, path: Path) -> None:
