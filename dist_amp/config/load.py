@@ -208,7 +208,8 @@ def _from_command_line(argv: Sequence[str]) -> tuple[Settings, list[str]]:
         else:
             hint = with_dashes(argv) or f"write --section.key {word}"
             raise ConfigError(f"{word!r} on the command line belongs to no key; {hint}")
-    settings, paths = {}, []
+    settings = {}
+    paths: list[str] = []
     for key, words in given:
         if key != "config":
             settings[key] = Setting(tuple(words), "on the command line")
