@@ -235,14 +235,6 @@ def test_an_object_whose_to_fails_is_named():
         to_device(Fails(), META)
 
 
-def test_what_is_kept_for_a_replay_holds_plain_dicts():
-    from dist_amp.diagnostics.nonfinite_replay import on_host
-
-    kept = on_host({"a": [Encoding(b=1)], "c": (Encoding(d=2),)})
-    assert kept == {"a": [{"b": 1}], "c": ({"d": 2},)}
-    assert type(kept["a"][0]) is dict
-
-
 class OfObjects(Tiny):
     """Batches that are objects with attributes, in place of dicts."""
 

@@ -165,6 +165,7 @@ def test_a_classifier_of_texts_groups_them_by_their_characters(tmp_path):
     task = HFClassification.__new__(HFClassification)  # without a model
     task.data = DataConfig(path=str(tmp_path / "rows.jsonl"), group_by_length=2)
     task.of = "text"
+    task.classes = 2
     rows = task.build_dataset("train")
     order = rows.shuffled(4, 1)[1](0, 0)(torch.arange(len(rows)))
     for step in order.split(4):

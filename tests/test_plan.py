@@ -582,7 +582,7 @@ def test_a_wrong_plan_is_one_line_with_status_64(capsys, words, message):
     "`plan` with data that is missing, fails, or is smaller than a global batch on so many ranks"
 )
 def test_data_that_training_would_refuse_ends_the_plan_with_its_error_and_status(capsys):
-    status, out, err = shown(capsys, f"{UNEVEN} --world_size 1024")
+    status, out, err = shown(capsys, f"{UNEVEN} --world_size 1024 --data.drop_last true")
     assert status == 65
     assert "sent per step" in out, "the plan itself needs no data"
     assert err.startswith("error: the training dataset has 4096 samples, fewer than one global ba")

@@ -228,8 +228,8 @@ def exchanges_of_a_run(world):
 
 def test_objects_are_exchanged_only_at_the_start_and_where_the_state_is_checked():
     for exchanges in on_ranks(2, exchanges_of_a_run):
-        # The task's tensors, the state's faults, and the generators.
-        assert exchanges.pop(0) == 3
+        # The task's tensors, a few samples, the state's faults, and the generators.
+        assert exchanges.pop(0) == 4
         # The state at the first log step and every 12 from there, at the next log step, and at the
         # last: the latter two, and buffers that are not saved. Metrics are read a step later.
         assert exchanges == {6: 3, 21: 3, 30: 3}
