@@ -69,7 +69,9 @@ def measure(size: int) -> tuple[float, float, float]:
         check_metrics_agree(row)
 
     one = torch.ones(())
-    state: Any = SimpleNamespace(last_lr=one, last_factor=1.0, counters=torch.ones(3), scale_tensor=one)
+    state: Any = SimpleNamespace(
+        last_lr=one, last_factor=1.0, counters=torch.ones(3), scale_tensor=one
+    )
     state.items = state.tokens = state.position = 0
     state.plan = SimpleNamespace(length=1)
     with tempfile.TemporaryDirectory() as folder, patch.object(World, "gather", gather):

@@ -30,11 +30,6 @@ def test_without_a_feature_no_name_is_undefined_or_unused(tmp_path, feature):
     assert deletable.missing_imports(tmp_path) == []
 
 
-def test_what_is_left_without_all_features_has_at_most_5000_lines(bare):
-    assert deletable.lines_left(bare) <= 5000
-    assert deletable.unknown_names(bare) == ""
-
-
 @pytest.mark.parametrize(("strategy", "dtype"), [("ddp", "bf16"), ("fsdp", "bf16")])
 def test_without_all_features_the_main_job_trains_saves_resumes_and_reports(bare, strategy, dtype):
     deletable.check(bare, strategy, dtype)
