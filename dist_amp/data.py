@@ -13,18 +13,16 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from dist_amp.clock import PhaseClock
 from dist_amp.config.validate import check_coupled, check_length
 from dist_amp.distributed.process import seed_all
 from dist_amp.errors import DataError
-from dist_amp.loading.loader import Fetch, load, read
+from dist_amp.loading.loader import Fetch, load
 from dist_amp.loading.nested import CopyStream
 from dist_amp.loading.plan import Plan, Shard, shuffled_order
 from dist_amp.settings import DataConfig
-from dist_amp.task import PLAIN, Task
+from dist_amp.task import Task
 from dist_amp.world import World
 
 Indexed = list[tuple[Any, tuple[int, ...]]]  # micro-batches with their samples' indices
@@ -227,24 +225,3 @@ def build_validation(
         order="dataset",
     )
     return Batches(dataset, task, plan, config.workers, world.device, split="validation")
-
-
-def spread(length: int, count: int) -> list[int]:
-    """The first index below `length`, the last, and others evenly between them."""
-    return sorted({round(i * (length - 1) / (count - 1)) for i in range(count)})
-
-
-def sample_bytes(dataset: Any, index: int) -> bytes:
-    """What a sample holds, with the same random augmentations every time."""
-    seed_all(index)
-    content = []
-    for leaf in tree_leaves(read(dataset, (index,))):
-        if isinstance(leaf, Tensor):
-            leaf = leaf.cpu().reshape(-1).view(torch.uint8).numpy()
-        if hasattr(leaf, "tobytes"):  # arrays and pictures
-            content.append(leaf.tobytes())
-        elif isinstance(leaf, PLAIN):
-            content.append(repr(leaf).encode())
-        else:
-            content.append(type(leaf).__name__.encode())
-    return b"".join(content)

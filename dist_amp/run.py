@@ -33,15 +33,20 @@ from dist_amp.distributed.process import (
     set_determinism,
     set_random_state,
 )
-from dist_amp.errors import ConfigError
+from dist_amp.errors import ConfigError, some_of
 from dist_amp.optim import Schedule, build_optimizer
 from dist_amp.parallel import Parallel, build_parallel
 from dist_amp.precision import Clip, Precision, Scaler, build_precision
 from dist_amp.settings import Config, RunConfig
 from dist_amp.step import Run, evaluate
-from dist_amp.task import Task, build_split, training_mode
+from dist_amp.task import Task, build_split
 from dist_amp.telemetry.metrics import Metrics
 from dist_amp.world import World, locate
+
+LEFT_EVALUATION_MODE = (
+    "left evaluation mode at model.train(), as in any training loop: for fixed batch statistics, "
+    "or no dropout, override train() in its module (docs/recipes.md)"
+)
 
 __all__ = ["Run", "ScriptRun", "build_run", "load_config"]
 
@@ -276,6 +281,16 @@ def initial_module(config: Config, task: Task, world: World, resumes: bool) -> n
     if converted := to_float32(module, frozen_too=not config.precision.use_amp):
         world.say(converted)
     return module
+
+
+def training_mode(module: nn.Module) -> str:
+    """Call module.train(); returns what to tell of parts that leave evaluation mode, or ""."""
+    frozen = {name: part for name, part in module.named_modules() if not part.training}
+    module.train()
+    trained = [name for name, part in frozen.items() if part.training]
+    # Not their own parts, nor a whole model, which libraries load in evaluation mode.
+    trained = [name for name in trained if name.rpartition(".")[0] not in frozen]
+    return f"{some_of(trained)} {LEFT_EVALUATION_MODE}" if trained else ""
 
 
 def lay_out(

@@ -55,16 +55,12 @@ from torch.utils._pytree import tree_leaves
 
 from dist_amp.config.validate import check_dataset, check_model
 from dist_amp.distributed.process import hide_progress_bars
-from dist_amp.errors import Failure, in_one_line, some_of
+from dist_amp.errors import Failure, in_one_line
 from dist_amp.world import World
 
 PLAIN = (str, bytes, int, float, bool, type(None))
 # What a checkpoint has of an optimizer, what the scaler sets for its step, and Muon's plan of it.
 SAVED_OF_OPTIMIZER = ("state", "param_groups", "grad_scale", "found_inf", "_exchanges")
-LEFT_EVALUATION_MODE = (
-    "left evaluation mode at model.train(), as in any training loop: for fixed batch statistics, "
-    "or no dropout, override train() in its module (docs/recipes.md)"
-)
 
 
 class Task(Protocol):
@@ -111,16 +107,6 @@ def built_model(task: Task) -> nn.Module:
     module = task.build_model()
     check_model(module)
     return module
-
-
-def training_mode(module: nn.Module) -> str:
-    """Call module.train(); returns what to tell of parts that leave evaluation mode, or ""."""
-    frozen = {name: part for name, part in module.named_modules() if not part.training}
-    module.train()
-    trained = [name for name, part in frozen.items() if part.training]
-    # Not their own parts, nor a whole model, which libraries load in evaluation mode.
-    trained = [name for name in trained if name.rpartition(".")[0] not in frozen]
-    return f"{some_of(trained)} {LEFT_EVALUATION_MODE}" if trained else ""
 
 
 def build_split(task: Task, split: Literal["train", "validation"], world: World) -> Any:

@@ -18,7 +18,7 @@ from torch import nn
 from dist_amp.checkpoint.state import load
 from dist_amp.config.auto import pick_cast, pick_reduction, pick_strategy
 from dist_amp.config.validate import check_parallel
-from dist_amp.distributed.process import TASK_COUNTS
+from dist_amp.distributed.launchers import TASK_COUNTS
 from dist_amp.errors import ConfigError
 from dist_amp.parallel import build_parallel
 from dist_amp.settings import ParallelConfig, PrecisionConfig, RunConfig

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dist_amp.config.parse import fits
+from dist_amp.checkpoint.typed import fits
 from dist_amp.errors import CheckpointRejected
 
 # Everything that torch's checkpoints pickle into `.metadata`: plain containers without behaviour,

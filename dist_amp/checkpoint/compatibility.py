@@ -14,10 +14,11 @@ from dist_amp.checkpoint.format import CONFIG, Manifest, fetch_missing, read_man
 from dist_amp.config.auto import accumulation_steps
 from dist_amp.config.load import flat, to_toml
 from dist_amp.config.task_class import GIVEN
-from dist_amp.data import Batches, sample_bytes, spread
+from dist_amp.data import Batches
 from dist_amp.distributed.process import random_state, set_random_state
 from dist_amp.errors import ConfigError, DataError, first_line
 from dist_amp.loading.plan import Order
+from dist_amp.loading.samples import sample_bytes, spread
 from dist_amp.settings import FREE_TO_CHANGE, Config, TaskConfig
 from dist_amp.step import Run
 from dist_amp.world import World

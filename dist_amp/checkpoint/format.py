@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 from torch.futures import Future
 
 from dist_amp.checkpoint.allow_list import Planner, read_metadata
-from dist_amp.config.parse import fits
+from dist_amp.checkpoint.typed import fits
 from dist_amp.distributed.process_group import without_timeout
 from dist_amp.errors import CheckpointRejected, DataError
 from dist_amp.files import run_dir, sync_folder, write_synced

@@ -62,7 +62,8 @@ from dist_amp.config.load import collect, load_config, target_in
 from dist_amp.config.parse import Setting
 from dist_amp.config.suggestions import check_unknown
 from dist_amp.distributed.gpu_checks import check_gpus_are_used
-from dist_amp.distributed.process import cpu_cores, refuse_copies
+from dist_amp.distributed.launchers import refuse_copies
+from dist_amp.distributed.process import cpu_cores
 from dist_amp.errors import ConfigError, Failure, first_line, in_one_line
 from dist_amp.settings import Config
 from dist_amp.supervise.command_line import exit_status

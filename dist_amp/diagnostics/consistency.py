@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from dist_amp.config.auto import batch_statistics
-from dist_amp.data import Padding, sample_bytes, spread
+from dist_amp.data import Padding
 from dist_amp.distributed.process import random_state, set_random_state
 from dist_amp.errors import DataError, NumericsError, some_of
 from dist_amp.loading.loader import load
 from dist_amp.loading.nested import tensors
+from dist_amp.loading.samples import sample_bytes, spread
 from dist_amp.run import Run
 from dist_amp.telemetry.step_report import GLOBAL, GLOBAL_METRICS, LogRow, Observer, StepReport
 from dist_amp.world import local

@@ -18,9 +18,10 @@ from dist_amp.checkpoint.task_state import untrained_text
 from dist_amp.config.auto import batch_statistics
 from dist_amp.distributed.process import seed_all
 from dist_amp.loading.nested import tensors
+from dist_amp.run import training_mode
 from dist_amp.scaling.float32 import to_float32
 from dist_amp.scaling.meta import build_module
-from dist_amp.task import as_scalar, kept_by, training_mode
+from dist_amp.task import as_scalar, kept_by
 from dist_amp.verify.reference import (
     Reference,
     Values,
