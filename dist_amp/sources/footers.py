@@ -1,15 +1,13 @@
-"""What the footers of Parquet files say together; those of an address are kept on each node."""
+"""What the footers of Parquet files say together."""
 
 import hashlib
-import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
@@ -19,11 +17,9 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from dist_amp.config.memory import host_memory, size_text
-from dist_amp.errors import DataError, Failure, first_line
-from dist_amp.files import write_durably
-from dist_amp.sources.remote import address_of, fetch, is_local, patiently
+from dist_amp.errors import DataError, first_line
+from dist_amp.sources.remote import address_of, fetch, patiently
 
-log = logging.getLogger(__name__)
 AT_ONCE = 16  # threads: an object store takes some 50 ms per request (assumed)
 LIKELY_BYTES = 2**16  # of a footer: what is fetched first
 MOST_ROWS = 2**40  # of a row group: their sums fit into 64 bits
@@ -51,7 +47,6 @@ class Source:
     refused: dict[str, str]  # the other columns, and why
     partitions: list[Columns]  # {key: value} of each file
     versions: list[Version]
-    footers: Path | None  # None: the files are local
     large: dict[tuple[int, int], dict[str, int]]
     fingerprint: str
 
@@ -68,20 +63,13 @@ class Source:
 
 def read_source(fs: Any, files: Sequence[str]) -> Source:
     partitions = partitions_of(files)
-    footers = None
     groups = []
     large = {}
     schemas = []
     identities: list[Any] = []
     with ThreadPoolExecutor(AT_ONCE) as pool:
         versions = list(pool.map(partial(version_of, fs), files))
-        read_tails = partial(pool.map, partial(read_tail, fs), files, versions)
-        if is_local(fs):
-            tails = read_tails()
-        else:
-            facts = [address_of(fs, files[0]), *files, *versions]
-            footers = kept(read_tails, short_hash(repr(facts).encode()))
-            tails = (tail.as_py() for tail in open_kept(footers))
+        tails = pool.map(partial(read_tail, fs), files, versions)
         for number, tail in enumerate(tails):
             schema, content = content_of(fs, files[number], tail)
             for group, (rows, columns) in enumerate(content):
@@ -107,7 +95,6 @@ def read_source(fs: Any, files: Sequence[str]) -> Source:
         refused,
         partitions,
         versions,
-        footers,
         large,
         fingerprint,
     )
@@ -155,34 +142,6 @@ def content_of(
 def no_parquet(fs: Any, file: str, why: str) -> DataError:
     where = address_of(fs, file)
     return DataError(f"{where} can't be read as Parquet: {why}; download or write it again")
-
-
-def kept(read_tails: Callable[[], Iterator[bytes]], name: str) -> Path:
-    """The file in which this node keeps these footers; written if it is not there yet."""
-    import datasets
-    from filelock import FileLock
-
-    folder = Path(datasets.config.HF_DATASETS_CACHE).parent / "dist-amp" / "footers"
-    path = folder / f"{name}.arrow"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / f".{name}.lock"):
-            if not path.exists():
-                table = pa.table({"tail": pa.array(read_tails(), pa.large_binary())})
-                sink = pa.BufferOutputStream()
-                with pa.ipc.new_file(sink, table.schema) as writer:
-                    writer.write_table(table)
-                write_durably(path, sink.getvalue().to_pybytes())
-    except OSError as error:
-        raise Failure(
-            f"{folder} can't be written ({error.strerror}), where footers are kept; make room, or "
-            "set HF_DATASETS_CACHE"
-        ) from error
-    return path
-
-
-def open_kept(path: Path) -> Any:
-    return pa.ipc.open_file(pa.memory_map(str(path))).read_all()["tail"]
 
 
 def bytes_of(group: Any) -> dict[str, int]:

@@ -22,8 +22,8 @@ from torch import Tensor
 from dist_amp.errors import ConfigError, DataError, first_line
 from dist_amp.loading.plan import EpochOrder, OrderOf, epoch_keys, epoch_order, permute
 from dist_amp.settings import DataConfig
-from dist_amp.sources.footers import MAGIC, Source, open_kept, read_source, short_hash, version_of
-from dist_amp.sources.remote import RangeFile, address_of
+from dist_amp.sources.footers import Source, read_source, short_hash, version_of
+from dist_amp.sources.remote import RangeFile, address_of, is_local
 
 log = logging.getLogger(__name__)
 OPEN_FILES = 32  # per process
@@ -172,7 +172,6 @@ class Reader:
         self.source = source
         # A file system of this process: those of object stores do not survive a fork.
         self.fs = type(source.fs)(*source.fs.storage_args, **source.fs.storage_options)
-        self.footers = open_kept(source.footers) if source.footers else None
         self.open = lru_cache(OPEN_FILES)(self._open)
         self.columns = columns
         self.most_groups = most_groups
@@ -187,12 +186,11 @@ class Reader:
                 f"{address_of(self.fs, file)} has changed since the run started; put the old file "
                 "back, or start a new run"
             )
-        if self.footers is None:
+        if is_local(self.fs):
             return pq.ParquetFile(file, filesystem=self.fs, page_checksum_verification=True)
         return pq.ParquetFile(
             # Python's file systems read ahead, by far more than a column.
             RangeFile(self.fs, file, size=self.source.versions[number][0], cache_type="none"),
-            metadata=pq.read_metadata(pa.BufferReader(MAGIC + self.footers[number].as_py())),
             pre_buffer=True,
             page_checksum_verification=True,
         )

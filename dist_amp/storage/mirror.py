@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from dist_amp.distributed.process import LAUNCHER, attempt, in_time
+from dist_amp.distributed.process import LAUNCHER, attempt
 from dist_amp.distributed.signals import handle_signals
 from dist_amp.errors import (
     SAVED_AND_STOPPED,
@@ -47,7 +47,7 @@ from dist_amp.storage.store import (
     read_manifest,
     remote_steps,
 )
-from dist_amp.storage.uploader import FIRST_PAUSE, LONGEST_PAUSE, LOST, POLL_SECONDS, UNFINISHED
+from dist_amp.storage.uploader import FIRST_PAUSE, LONGEST_PAUSE, LOST, UNFINISHED
 from dist_amp.world import World
 
 VARIABLE = "DIST_AMP_CACHE"
@@ -389,15 +389,3 @@ class Follower:
             self.watcher.join(seconds + 2.0)
         if self.process.returncode == 0 and self.lease is not None:
             print(f"uploaded: --run.dir {self.address} continues on any machine", flush=True)
-
-
-def is_uploaded(folder: Path, step: int, end: float) -> bool:
-    """Wait for a checkpoint at the address; False if it is not complete by time.monotonic=end."""
-    address = run_dir(folder)
-    key = f"{CHECKPOINTS}/step_{step:08d}/{MANIFEST}"
-    while time.monotonic() < end:
-        with suppress(Exception):  # each file system has errors of its own
-            if key in in_time(end - time.monotonic(), lambda: Store(address).sizes(CHECKPOINTS)):
-                return True
-        time.sleep(POLL_SECONDS)
-    return False

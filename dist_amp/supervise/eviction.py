@@ -23,14 +23,13 @@ from urllib.request import HTTPHandler, OpenerDirector, Request
 
 from dist_amp.distributed.process import LAUNCHER, in_thread
 from dist_amp.errors import first_line
-from dist_amp.files import run_dir
 from dist_amp.run import Run
 from dist_amp.supervise.lifecycle import Stop
 from dist_amp.telemetry.step_report import LogRow, Observer
 
 POLL_SECONDS = 2.0  # little of a notice of 30 s; AWS advises 5 s, Azure 1 s
 ANSWER_SECONDS = 2.0  # the service is on the same host
-PATIENCE_SECONDS = 150.0  # before a warning: Azure's first answer may take two minutes
+SILENT_SECONDS = 30.0  # without a useful answer, before a warning
 LONGEST_NOTICE = 900.0  # seconds; Azure's, of events that are no evictions
 TOKEN_SECONDS = 21600  # the longest that AWS gives
 DMI = Path("/sys/class/dmi/id")
@@ -158,12 +157,11 @@ class EvictionNotice(Observer):
 
     def _watch(self) -> None:
         """Ask until there is a notice, or the run ends; a service that fails changes nothing."""
-        warns_from = time.monotonic()
-        if recognised() == self.name:
-            warns_from += PATIENCE_SECONDS
+        warns_from = time.monotonic() + SILENT_SECONDS
         while self.stop.notice is None and not self._has_ended.is_set():
             try:
                 self._ask(CLOUDS[self.name])
+                warns_from = max(warns_from, time.monotonic() + SILENT_SECONDS)  # inf stays
             except Exception as error:
                 self._token_until = -math.inf  # it may be refused
                 if time.monotonic() >= warns_from and not self._has_ended.is_set():
@@ -191,10 +189,9 @@ class EvictionNotice(Observer):
             if LAUNCHER in os.environ:  # it leaves; those of other nodes may continue
                 os.kill(int(os.environ[LAUNCHER]), signal.SIGTERM)
 
-    def _noticed(self, at: float, usual: float, body: str) -> tuple[float, float, str]:
-        """The end by time.monotonic (-inf: unknown), the seconds until then, the cause in words."""
+    def _noticed(self, at: float, usual: float, body: str) -> tuple[float, str]:
+        """The end by time.monotonic, and the cause of the stop in words."""
         seconds = at - time.time()
-        end = time.monotonic() + seconds
         if not 0 < seconds <= LONGEST_NOTICE:
             found = f"in {seconds:.0f} s by this machine's clock: check the clock"
             if seconds <= 0:
@@ -206,51 +203,24 @@ class EvictionNotice(Observer):
                 f"{usual:g} s"
             )
             seconds = usual
-            end = -math.inf
         when = datetime.fromtimestamp(time.time() + seconds, UTC)
         cause = f"{self.name}'s notice of an eviction at {when:%Y-%m-%dT%H:%M:%SZ} "
-        cause += f"(rank {self.run.world.rank}, {socket.gethostname()})"
-        self._warn(f"{cause}, in {seconds:.0f} s: stopping within a few steps")
-        return end, seconds, cause
+        cause += f"(rank {self.run.world.rank}, {socket.gethostname()}): {seconds:.0f} s of notice"
+        self._warn(f"{cause}; stopping within a few steps")
+        return time.monotonic() + seconds, cause
 
     def _warn(self, text: str) -> None:
         print(f"warning: {text}", file=sys.stderr, flush=True)  # also on another rank than 0
 
     def __exit__(self, *error: object) -> None:
-        """After the last save: on all ranks, the earliest notice is the cause of the stop."""
+        """On all ranks, the earliest notice is the cause of the stop."""
         self._has_ended.set()
         if error[0] is not None or not self.stop.agreed or self.stop.by_task:
             return
         text = ""
         if self.stop.notice is not None:
-            end, seconds, cause = self.stop.notice
-            text = json.dumps([end - self.run.saved_between[1], seconds, cause])
+            end, cause = self.stop.notice
+            text = json.dumps([end - time.monotonic(), cause])
         texts = filter(None, self.run.world.gather_texts(text))
         if notices := sorted(map(json.loads, texts)):
-            left, seconds, cause = notices[0]
-            is_on = self.run.config.checkpoint.every != "off"
-            in_time: bool | None = is_on and self._is_saved(left)
-            how = "saved in time" if in_time else "not saved in time"
-            if is_on and math.isinf(left):
-                in_time = None
-                how = "which is assumed, so whether it was saved in time is unknown"
-            self.stop.requested_by = f"{cause}: {seconds:.0f} s of notice, {how}"
-            entries = {"notice_seconds": round(seconds, 1), "saved_in_time": in_time}
-            self.run.metrics.summaries["eviction"] = lambda failed: entries
-
-    def _is_saved(self, seconds_left: float) -> bool:
-        """Whether the last checkpoint, also its upload, is in time; every rank calls it.
-
-        seconds_left: of the notice, when the checkpoint was on the disk.
-        """
-        run = self.run
-        if seconds_left < 0 or "://" not in run_dir(run.folder):
-            return seconds_left >= 0
-        from dist_amp.storage.mirror import is_uploaded
-
-        uploaded = ""
-        end = run.saved_between[1] + seconds_left
-        if run.world.is_main and is_uploaded(run.folder, run.step, end):
-            uploaded = "yes"
-        run.world.wait_long()
-        return bool(run.world.from_main(uploaded))
+            self.stop.requested_by = notices[0][1]
