@@ -30,6 +30,6 @@ def refuse_copies() -> None:
         raise ConfigError(
             f"{name}={count}, but RANK and WORLD_SIZE are not set: {count} processes would train "
             f"a copy each; on one machine use {srun}torchrun --standalone --nproc_per_node={count} "
-            f"-m dist_amp.train ..., on several {script}; for {count} separate runs set RANK=0 and "
-            "WORLD_SIZE=1"
+            f"-m dist_amp.train ..., on several {script}; for {count} separate runs set RANK=0 "
+            "and WORLD_SIZE=1"
         )
