@@ -234,8 +234,9 @@ class BlockCalls:
         self._checked_forwards = 0
         self._model = model
         for name, part in model.named_modules():
-            has_units = any(isinstance(unit, FSDPModule) for unit in part.modules())
-            if has_units and getattr(part, "_compiled_call_impl", None) is not None:
+            if getattr(part, "_compiled_call_impl", None) is None:
+                continue
+            if any(isinstance(unit, FSDPModule) for unit in part.modules()):
                 raise ConfigError(
                     f"{name or 'the model'} is compiled in place, by compile(), and FSDP2's hooks "
                     "would be compiled with it; leave that call out, and set compile.blocks=true"
