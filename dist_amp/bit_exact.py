@@ -3,6 +3,8 @@
 Micro-batch `round * world_size + rank` holds the same samples and draws the same random numbers
 wherever it is computed. Gradients are added in one binary tree: over the ranks by an all-to-all and
 sums in pairs, over the rounds by a binary counter. Padding with zeros changes no sum.
+
+Docs: docs/bit_exact.md
 """
 
 import math

@@ -8,6 +8,8 @@ import platform
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,20 @@ from dist_amp.errors import ConfigError, DataError
 
 SHIPPED = "configs/debug.toml"  # marks the folder of the shipped files
 ADDRESS = ".address"  # in a local folder that stands for one on object storage
+
+
+@cache
+def present(feature: str) -> bool:
+    """Whether this project has the file, or folder, of a feature, such as "optimizers.ema"."""
+    return find_spec(f"dist_amp.{feature}") is not None
+
+
+def missing(feature: str) -> str:
+    """That a feature is not in this project, and how to get it."""
+    path = f"dist_amp/{feature.replace('.', '/')}"
+    path += "/" if "." not in feature and feature != "bit_exact" else ".py"
+    name = feature.rpartition(".")[2]
+    return f"this project has no {path}; get it with `dist_amp adopt {name}`"
 
 
 class InUse(Exception):

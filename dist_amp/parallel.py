@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dist_amp.config.auto import batch_statistics, replicas_of
 from dist_amp.distributed.process import random_state, set_random_state
+from dist_amp.files import present
 from dist_amp.precision import DTYPES, Precision
 from dist_amp.settings import ParallelConfig, Strategy
 from dist_amp.world import World
@@ -210,7 +211,7 @@ def build_parallel(
 
 def _replicate(config: ParallelConfig, module: nn.Module, world: World) -> Parallel:
     """DDP: a full copy on each rank, gradients averaged in buckets while backward runs."""
-    from dist_amp.scaling.hooks import CAN_FINISH, FinishReduction, fix_buckets, time_reduction
+    from dist_amp.scaling.reduction import CAN_FINISH, FinishReduction, fix_buckets, time_reduction
 
     with warnings.catch_warnings():
         # torch 2.13 has a new name for it, which 2.11 does not know.
@@ -302,9 +303,11 @@ def _shard(
     for unit, following in pairwise(sharded):
         unit.set_modules_to_forward_prefetch([following])
 
-    from dist_amp.scaling.hooks import ExplainedErrors
+    context: AbstractContextManager[Any] = nullcontext()
+    if present("scaling.hooks"):
+        from dist_amp.scaling.hooks import ExplainedErrors
 
-    context = ExplainedErrors(world.rank, precision.cast_by)
+        context = ExplainedErrors(world.rank, precision.cast_by)
     reshards[model] = False
 
     def gradient_sync(on: bool) -> AbstractContextManager[None]:

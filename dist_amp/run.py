@@ -34,6 +34,7 @@ from dist_amp.distributed.process import (
     set_random_state,
 )
 from dist_amp.errors import ConfigError, some_of
+from dist_amp.files import present
 from dist_amp.optim import Schedule, build_optimizer
 from dist_amp.parallel import Parallel, build_parallel
 from dist_amp.precision import Clip, Precision, Scaler, build_precision
@@ -313,7 +314,8 @@ def lay_out(
     units: list[nn.Module] = []
     uses_blocks = sharded or config.parallel.bit_exact
     compiled = replace(config.compile, blocks=False)
-    if config.compile.blocks or config.compile.mode != "default":
+    compiles = config.compile.blocks or config.compile.mode != "default"
+    if compiles and present("scaling.compile"):
         from dist_amp.scaling.compile import pick_compile
 
         compiled = pick_compile(config, strategy, task, module, world)
@@ -335,7 +337,7 @@ def lay_out(
 
         compile_blocks(compiled, module, blocks, world)
     parallel = build_parallel(config.parallel, strategy, module, units, precision, world)
-    if sharded:
+    if sharded and present("scaling.hooks"):
         from dist_amp.scaling.hooks import hook_units
 
         hook_units(module, units, world, getattr(task, "ranks_skip_blocks", False))

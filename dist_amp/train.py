@@ -21,15 +21,12 @@ from dist_amp.checkpoint.resume import checkpoint_to_resume, with_dtype
 from dist_amp.checkpoint.saver import Saver, best_metric_problem
 from dist_amp.checkpoint.state import load
 from dist_amp.config.load import load_config, to_toml
-from dist_amp.diagnostics.consistency import Consistency
 from dist_amp.diagnostics.limits import FirstSteps, Limits
-from dist_amp.diagnostics.slow_ranks import SlowRanks
 from dist_amp.errors import Failure
-from dist_amp.files import run_dir
+from dist_amp.files import present, run_dir
 from dist_amp.run import Run, ScriptRun, build_run, run_folder
 from dist_amp.settings import Config
 from dist_amp.step import evaluate, train_step
-from dist_amp.supervise.callbacks import Callbacks, train_metrics
 from dist_amp.supervise.failure import report_failure, supervised
 from dist_amp.supervise.lifecycle import (
     Job,
@@ -41,56 +38,71 @@ from dist_amp.supervise.lifecycle import (
 )
 from dist_amp.supervise.preflight import check_launch, check_ranks_agree, make_folder, only_live_run
 from dist_amp.supervise.stop import AgreedStop, close_preempted
-from dist_amp.telemetry.console import Console
-from dist_amp.telemetry.health import Health
 from dist_amp.telemetry.step_report import Observer, StepReport
 from dist_amp.world import start
 
 
 def observers_of(run: Run, stop: Stop) -> list[Observer]:
-    """What watches the run from beside the loop, in order."""
+    """What watches the run from beside the loop, in order: as settings ask, or if it is present."""
+    config = run.config
     observers: list[Observer] = []
-    scale = run.scaler.scale_tensor.item()
-    console = Console(run.metrics, run.step, run.config.train.steps, scale)
-    observers.append(console)
-    if run.validation is not None:
-        run.validation.on_evaluate = console.on_evaluate
+    if present("telemetry.console"):
+        from dist_amp.telemetry.console import Console
+
+        scale = run.scaler.scale_tensor.item()
+        console = Console(run.metrics, run.step, config.train.steps, scale)
+        observers.append(console)
+        if run.validation is not None:
+            run.validation.on_evaluate = console.on_evaluate
     if run.startup is not None:
         observers.append(run.startup)
     # Before the others, which assume that all ranks skipped the same steps.
-    observers.append(Consistency(run))
-    if run.config.debug.audit_every != "off":
+    if present("diagnostics.consistency"):
+        from dist_amp.diagnostics.consistency import Consistency
+
+        observers.append(Consistency(run))
+    if config.debug.audit_every != "off":
         from dist_amp.diagnostics.audit import Audit
 
         observers.append(Audit(run))
     limits = Limits(run)
-    if run.config.debug.nonfinite != "off":
+    if config.debug.nonfinite != "off" and present("diagnostics.nonfinite_replay"):
         from dist_amp.diagnostics.nonfinite_replay import NonfiniteReplay
 
         nonfinite = NonfiniteReplay(run)
         limits.first_nonfinite = nonfinite.where
         observers.append(nonfinite)
     observers += [limits, FirstSteps(run)]
-    if run.config.debug.numerics or run.config.parallel.param_dtype == "bf16":
+    rounds = config.parallel.param_dtype == "bf16" and present("diagnostics.numerics")
+    if config.debug.numerics or rounds:
         from dist_amp.diagnostics.numerics import Numerics
 
         observers.append(Numerics(run))
-    if run.config.metrics.fingerprint != "off":
+    if config.metrics.fingerprint != "off":
         from dist_amp.diagnostics.fingerprint import Fingerprint
 
         observers.append(Fingerprint(run))
-    if run.config.debug.profile != "off":
+    if config.debug.profile != "off":
         from dist_amp.diagnostics.profiling import Profile
 
         observers.append(Profile(run))
-    observers.append(SlowRanks(run))
-    observers.append(Health(run.metrics))
+    if present("diagnostics.slow_ranks"):
+        from dist_amp.diagnostics.slow_ranks import SlowRanks
+
+        observers.append(SlowRanks(run))
+    if present("telemetry.health"):
+        from dist_amp.telemetry.health import Health
+
+        observers.append(Health(run.metrics))
     if hasattr(run.task, "sample"):
         from dist_amp.supervise.sampling import Sampling
 
         observers.append(Sampling(run))
-    observers.append(Callbacks(run, stop))
-    if run.config.run.eviction_notice != "off":
+    if present("supervise.callbacks"):
+        from dist_amp.supervise.callbacks import Callbacks
+
+        observers.append(Callbacks(run, stop))
+    if config.run.eviction_notice != "off" and present("supervise.eviction"):
         from dist_amp.supervise.eviction import EvictionNotice
 
         observers.append(EvictionNotice(run, stop))
@@ -178,6 +190,8 @@ def begin_metrics(run: Run, report: StepReport) -> None:
     """Start copying the metrics of a log step to the host."""
     of_task: dict[str, Tensor] = {}
     if hasattr(run.task, "train_metrics"):
+        from dist_amp.supervise.callbacks import train_metrics
+
         of_task = train_metrics(run, report)
     run.metrics.begin(run.step, run.schedule, run.scaler, run.data, of_task)
 
@@ -260,7 +274,7 @@ def run_job(config: Config, job: Job, contexts: ExitStack, run: ScriptRun | None
         from dist_amp.storage.mirror import mirrored
 
         contexts.enter_context(mirrored(config.run, job))
-    if config.compile.blocks:
+    if config.compile.blocks and present("scaling.compile"):
         from dist_amp.scaling.compile import keep_code
 
         keep_code(folder, config.compile, world)

@@ -28,6 +28,7 @@ from dist_amp.distributed.process_group import (
     without_timeout,
 )
 from dist_amp.errors import masked
+from dist_amp.files import present
 from dist_amp.settings import RunConfig
 
 # torch's name for it before 2.13, which warns there.
@@ -177,9 +178,10 @@ def joined(config: RunConfig) -> Iterator[World]:
     if world.world_size == 1:
         yield world
         return
-    from dist_amp.distributed.rendezvous import raise_open_files
+    if present("distributed.rendezvous"):
+        from dist_amp.distributed.rendezvous import raise_open_files
 
-    raise_open_files(world.world_size)
+        raise_open_files(world.world_size)
     joins = not dist.is_initialized()
     if joins:
         join(world.rank, world.world_size, world.device, config.timeout_seconds)

@@ -16,7 +16,7 @@ from io import BytesIO
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from dist_amp.supervise.banner import pinned_url
+from dist_amp.commands.board import pinned_url
 
 CHROMIUM = shutil.which("chromium") or ""
 MILLISECONDS = 120_000  # for anything to appear: TensorBoard starts in 5 s on a quiet machine

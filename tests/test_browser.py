@@ -15,7 +15,7 @@ from browser import (
 )
 from forked import Launch
 
-from dist_amp.supervise.banner import main_tags
+from dist_amp.commands.board import main_tags
 
 NEEDS = "needs chromium: bash tests/engines.sh installs it on Debian"
 pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.skipif(not CHROMIUM, reason=NEEDS)]

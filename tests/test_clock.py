@@ -11,7 +11,7 @@ from tiny import Tiny, make_run, take_steps
 
 from dist_amp import clock as clocks
 from dist_amp.clock import OWN_PHASES, PHASES, STEP_PHASES, PhaseClock
-from dist_amp.scaling import hooks
+from dist_amp.scaling import hooks, reduction
 from dist_amp.world import World
 
 
@@ -178,6 +178,7 @@ def parameters_of(world):
             if renamed:
                 patch.setattr(hooks, "WAITS", ("renamed",))
                 patch.setattr(hooks, "ENGINE", None)
+                patch.setattr(reduction, "ENGINE", None)
             run = make_run(world, Tiny(), "--parallel.strategy", "fsdp", "--use_amp", "false")
             take_steps(run, 2)
             results.append([p.full_tensor().tolist() for p in run.parallel.parameters])

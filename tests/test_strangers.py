@@ -20,7 +20,7 @@ from dist_amp.config.auto import not_for_policy
 from dist_amp.diagnostics.consistency import check_state
 from dist_amp.diagnostics.limits import WATCHED_STEPS, FirstSteps
 from dist_amp.errors import ConfigError, DataError, NumericsError
-from dist_amp.scaling import hooks
+from dist_amp.scaling import hooks, reduction
 from dist_amp.scaling.blocks import outermost
 from dist_amp.scaling.float32 import to_float32
 from dist_amp.scaling.hooks import BlockCalls
@@ -153,11 +153,11 @@ def test_a_mixture_with_idle_experts_resumes_bit_for_bit_on_four_ddp_ranks(tmp_p
 
 
 def mixture_without_ddps_own_check(world):
-    hooks.CAN_FINISH = False
+    reduction.CAN_FINISH = False
     try:
         return steps_of_a_mixture(world, "ddp", "--use_amp", "false")
     finally:
-        hooks.CAN_FINISH = True
+        reduction.CAN_FINISH = True
 
 
 def test_a_release_of_torch_whose_ddp_can_not_be_asked_finds_unused_parameters_itself():

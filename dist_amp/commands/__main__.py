@@ -69,9 +69,7 @@ completes commands and settings from then on; also zsh and fish."""
 def main() -> int:
     name, *rest = sys.argv[1:] or ["--help"]
     commands = {
-        command: what
-        for command, what in COMMANDS.items()
-        if command == "board" or find_spec(f"dist_amp.{command}")
+        command: what for command, what in COMMANDS.items() if find_spec(f"dist_amp.{command}")
     }
     if name in ("-h", "--help"):
         width = max(map(len, commands))
@@ -104,10 +102,6 @@ def main() -> int:
         if name in WITH_SETTINGS and "RANK" not in os.environ:
             check_early(rest, has_options=name != "train")
         check_unknown(rest, OPTIONS.get(name, "").split())
-        if name == "board":
-            from dist_amp.supervise.banner import board
-
-            board(rest)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

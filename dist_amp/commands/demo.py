@@ -7,6 +7,8 @@ source of Python's standard library.
 
 It is dist_amp launch --config demo, with a precision that is native on this machine: emulated bf16
 is ten times slower.
+
+Docs: docs/recipes.md
 """
 
 import os

@@ -8,6 +8,8 @@ in both it names the modules whose parameters or gradients differ first.
 
 Exit status: 0 no fault, whatever the settings, 1 the numbers differ, 64 bad arguments, 65 not a
 run's folder, a damaged one, or no logged step in common.
+
+Docs: docs/debugging.md
 """
 
 import json

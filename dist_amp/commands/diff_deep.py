@@ -3,6 +3,8 @@
 First the parameters and samples of a step; then, in the order in which they are computed, what each
 module returned, the losses, the gradients that each module got, and those of the parameters. Where
 they part, the operations of torch's dispatcher, such as aten.gelu, are compared too.
+
+Docs: docs/debugging.md
 """
 
 import sys

@@ -10,6 +10,8 @@ them are slow:
 
 Each machine is checked; rank 0 prints. Takes some seconds. Exit status: 0, or 1 if a check fails; a
 warning is none.
+
+Docs: docs/launching.md
 """
 
 import importlib

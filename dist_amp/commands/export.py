@@ -19,6 +19,8 @@ Settings after RUN_OR_CHECKPOINT override the checkpoint's config, for example i
 (--task.target new_file:MyTask). The config's task is imported only if it is installed or in the
 current folder, and not beside the checkpoint. Exit status: 0 done, 64 bad setting, 65 bad
 checkpoint, 1 DIR can't be written.
+
+Docs: docs/recipes.md
 """
 
 import shutil

@@ -9,6 +9,8 @@ as the tracker documents it: WANDB_MODE, MLFLOW_TRACKING_URI ... See docs/tracke
 
 Exit status: 0 all is sent, 64 bad arguments, no package or no login, 65 not a run's folder, 75
 stopped by a signal, 1 anything else.
+
+Docs: docs/trackers.md
 """
 
 import json

@@ -15,6 +15,8 @@ rank fails or dies, all restart from the last checkpoint, up to --max-restarts t
 threads per rank), PYTORCH_ALLOC_CONF (torch's GPU allocator; expandable_segments:True),
 TORCH_ELASTIC_SHUTDOWN_TIMEOUT (seconds for saving after a signal; 120).
 LOGLEVEL=INFO shows torchrun's own log.
+
+Docs: docs/launching.md
 """
 
 import logging

@@ -1,4 +1,7 @@
-"""The README.md of an export: a model card in the hub's format, without paths of this machine."""
+"""The README.md of an export: a model card in the hub's format, without paths of this machine.
+
+Docs: docs/recipes.md
+"""
 
 import json
 import math

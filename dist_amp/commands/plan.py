@@ -12,6 +12,8 @@ within themselves, compiled blocks, and diagnostics. Times assume 60 % of the de
 80 % of its bandwidths, and sending that overlaps computing.
 
 Exit status: that of the training it plans: 64 for a wrong setting, 65 for the data or the task.
+
+Docs: docs/recipes.md
 """
 
 import json

@@ -3,6 +3,8 @@
 --out writes a picture instead, in the format of its ending: png, svg or pdf. The metrics are those
 of metrics.jsonl, under their names in TensorBoard; values that are not finite are left out.
 Exit status: 0, 64 bad arguments or no package, 65 not a run's folder, or none has the metric.
+
+Docs: docs/run_folder.md
 """
 
 import math

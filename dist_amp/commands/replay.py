@@ -8,6 +8,8 @@ gradient's norm, and what the loss scaler and the clip did. RUN is not changed.
 
 Exit status: 0 nothing differs from what was logged, 1 something does, 64 bad arguments, 65 no run,
 checkpoint or data.
+
+Docs: docs/debugging.md
 """
 
 import bdb
@@ -45,9 +47,9 @@ from dist_amp.precision import TOLERANCE
 from dist_amp.run import ScriptRun, build_run
 from dist_amp.settings import CompileConfig, Config
 from dist_amp.step import train_step
-from dist_amp.supervise.banner import edited_since
 from dist_amp.supervise.callbacks import Callbacks
 from dist_amp.supervise.command_line import Parser, columns, command
+from dist_amp.supervise.environment import edited_since
 from dist_amp.supervise.stop import AgreedStop
 from dist_amp.telemetry.step_report import StepReport
 from dist_amp.world import World, locate

@@ -6,6 +6,8 @@ lowest held-out loss. settings are those in which the runs differ, of a single r
 from the defaults; a task's arguments are compared among its runs.
 
 Exit status: 0, 64 bad arguments, 65 no run in the folder.
+
+Docs: docs/run_folder.md
 """
 
 import json

@@ -6,6 +6,8 @@ cpu. The model computes in float32, as the task builds it, even from a bf16 expo
 moving average of its parameters samples with that; --weights model with the parameters themselves.
 Exit status: 0 done, 64 bad setting or a task without sample(), 65 bad weights, 1 sample.png can't
 be written.
+
+Docs: docs/recipes.md
 """
 
 import sys

@@ -3,6 +3,8 @@
 A config whose first line is `#:schema schema.json` is completed and checked by taplo and by VS
 Code's Even Better TOML, with each setting's meaning. --task.target my_file:MyTask adds the
 arguments of your task. Exit status: 0, 64 a task that can't be imported.
+
+Docs: docs/configuration.md
 """
 
 import ast

@@ -12,6 +12,8 @@ continues after its last complete shard.
 --check FOLDER compares the files with their recorded hashes, and changes nothing.
 
 Exit status: 0 done, 64 bad setting, 65 bad data or files, 1 FOLDER can't be written.
+
+Docs: docs/data.md
 """
 
 import sys

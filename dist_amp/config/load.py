@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from dist_amp.config.features import check_features
 from dist_amp.config.parse import Setting, Settings, build, word_of
 from dist_amp.config.suggestions import up_to_date, with_dashes
 from dist_amp.config.task_class import (
@@ -52,7 +53,10 @@ def load_config(argv: Sequence[str] = (), environ: Mapping[str, str] = os.enviro
             )
     if any(key.startswith("precision.") or key.endswith("_dtype") for key in settings):
         settings.setdefault("precision.dtype", Setting(("bf16",), "by default"))
-    return build(schema(find_task(target_in(settings)), source_names(settings)), settings)
+    task = find_task(target_in(settings))
+    config: Config = build(schema(task, source_names(settings)), settings)
+    check_features(config, task)
+    return config
 
 
 def load_saved(path: Path, argv: Sequence[str], folder: Path | None = None) -> Config:

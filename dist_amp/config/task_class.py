@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from dist_amp.errors import ConfigError, first_line
+from dist_amp.files import missing
 from dist_amp.settings import Config
 
 SIGNATURES = {
@@ -21,8 +22,6 @@ SIGNATURES = {
     "loss_sum": "loss_sum(self, model, batch) -> Tensor",
     "weight": "weight(self, batch) -> number",
 }
-UNREAD = ""  # "method:feature ..." of features that read more of a task, and were left out
-
 EXTRA_HF = ("transformers", "tokenizers", "peft")  # packages of the extra `hf`
 
 INJECTED = "data"  # this constructor parameter is not a setting: it gets the data section
@@ -49,9 +48,6 @@ def find_task(target: str) -> type:
             raise ConfigError(
                 f"task.target={target} lacks the method {method}; add `def {signature}`"
             )
-    for name, _, feature in (pair.partition(":") for pair in UNREAD.split()):
-        if hasattr(cls, name):
-            raise ConfigError(f"{target} has {name}, unread here: `adopt {feature}` or rename it")
     return cls
 
 
@@ -134,6 +130,9 @@ def import_problem(error: BaseException, target: str, folder: str) -> str:
     fix = "fix it"
     if isinstance(error, ModuleNotFoundError):
         fix = f"install it, or check the path: {folder} was searched too"
+        feature = str(error.name).removeprefix("dist_amp.")
+        if feature != error.name:
+            return f"task.target={target}: {missing(feature)}, or name another task"
         if error.name in EXTRA_HF:
             fix = "pip install 'dist_amp[hf]'"
     why = f"importing it failed with {type(error).__name__}: {first_line(error)}"

@@ -3,6 +3,8 @@
 In one random step of every debug.audit_every, right before its update, each rank also computes
 another rank's micro-batch, from its samples to its gradients before they are reduced. Where bits
 differ, all ranks compute it once more, and the majority tells which rank is wrong.
+
+Docs: docs/debugging.md
 """
 
 import platform

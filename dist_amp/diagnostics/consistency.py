@@ -2,6 +2,8 @@
 
 At the start, at every log step by metrics that are on the host anyway, and every CHECK_EVERY steps
 by a hash of each tensor's bits.
+
+Docs: docs/verification.md
 """
 
 import hashlib

@@ -2,6 +2,8 @@
 
 Written with the next log step as {"fingerprints": {step: {"parameters": {module: hash},
 "gradients": ...}}}, from before the update; the same at any world size and strategy.
+
+Docs: docs/debugging.md
 """
 
 from collections.abc import Sequence

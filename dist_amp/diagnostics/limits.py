@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dist_amp.errors import DataError, NumericsError, some_of
+from dist_amp.files import present
 from dist_amp.loading.plan import Shard
 from dist_amp.parallel import norms_of
 from dist_amp.run import Run
@@ -86,7 +87,7 @@ class FirstSteps(Observer):
             self._before = [part.clone() for part in self._sampled()]
 
     def after_step(self, report: StepReport, micro_batches: Sequence[Any]) -> None:
-        if self._run.step == self._first_step and self._run.config.compile.blocks:
+        if self._run.step == self._first_step and present("scaling.compile"):
             from dist_amp.scaling.compile import say_cost
 
             say_cost(self._run.world)

@@ -2,6 +2,8 @@
 
 At a log step after a skip, all ranks run that step's micro-batches again, with hooks and a loss
 scale of 1, so that an overflow by fp16's scale alone is not reported.
+
+Docs: docs/debugging.md
 """
 
 import json

@@ -4,6 +4,8 @@
 share of those that are not zero in float32, in the step's first micro-batch.
 `numerics/lost_update_share/GROUP`: elements with a gradient whose stored value the step did not
 change. Measuring changes no step.
+
+Docs: docs/debugging.md
 """
 
 from collections.abc import Sequence

@@ -2,6 +2,8 @@
 
 A trace for ui.perfetto.dev, in which a step is the range ProfilerStep#N and the clock's phases are
 ranges within it; a table; on GPUs the allocator's history, for pytorch.org/memory_viz.
+
+Docs: docs/debugging.md
 """
 
 import math

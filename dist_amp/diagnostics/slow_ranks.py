@@ -1,5 +1,7 @@
 """Names a rank whose time without waiting is longer than the others', a slowdown of all, and
 steps that wait for data.
+
+Docs: docs/metrics.md
 """
 
 from collections import deque

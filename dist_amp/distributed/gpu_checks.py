@@ -1,4 +1,7 @@
-"""Whether torch can use this machine's GPUs: ranks would otherwise train on the CPU."""
+"""Whether torch can use this machine's GPUs: ranks would otherwise train on the CPU.
+
+Docs: docs/launching.md
+"""
 
 import os
 import re

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dist_amp.errors import ConfigError, masked
+from dist_amp.files import present
 from dist_amp.settings import RunConfig
 
 T = TypeVar("T")
@@ -52,7 +53,7 @@ def place_of(config: RunConfig) -> tuple[int, int, int, int, torch.device]:
         die_with_parent(signal.SIGTERM)  # to save and stop, and to leave the run's folder
     rank, world_size = _rank_and_world_size()
     gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
-    if config.device != "cpu" and not gpus:
+    if config.device != "cpu" and not gpus and present("distributed.gpu_checks"):
         from dist_amp.distributed.gpu_checks import check_gpus_are_used
 
         check_gpus_are_used(device=config.device)
@@ -71,9 +72,10 @@ def place_of(config: RunConfig) -> tuple[int, int, int, int, torch.device]:
             f"{gpus} GPUs; use --nproc_per_node={gpus}, or --run.device cpu"
         )
     device = torch.device("cuda", local_rank % gpus)
-    from dist_amp.distributed.gpu_checks import check_architecture
+    if present("distributed.gpu_checks"):
+        from dist_amp.distributed.gpu_checks import check_architecture
 
-    check_architecture(device)
+        check_architecture(device)
     return rank, local_rank, world_size, local_world_size, device
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dist_amp.files import present
+
 A_DAY = timedelta(days=1)  # for collectives whose slowest rank takes as long as it takes
 
 
@@ -19,14 +21,16 @@ def join(rank: int, world_size: int, device: torch.device, timeout_seconds: floa
         backend = "cpu:gloo,cuda:nccl"
         device_id = device
     timeout = timedelta(seconds=timeout_seconds)
-    from dist_amp.distributed.flight_recorder import watched_timeout
+    if present("supervise.watchdog"):
+        from dist_amp.distributed.flight_recorder import watched_timeout
 
-    timeout = watched_timeout(device.type == "cuda", timeout_seconds)
+        timeout = watched_timeout(device.type == "cuda", timeout_seconds)
     store = None  # torch's own rendezvous at MASTER_ADDR and MASTER_PORT
-    # Ours names the ranks that do not join, and an address at which nobody answers.
-    from dist_amp.distributed.rendezvous import joined, rendezvous
+    if present("distributed.rendezvous"):
+        # Names the ranks that do not join, and an address at which nobody answers.
+        from dist_amp.distributed.rendezvous import joined, rendezvous
 
-    store = rendezvous(rank, world_size, timeout_seconds)
+        store = rendezvous(rank, world_size, timeout_seconds)
     dist.init_process_group(
         backend,
         timeout=timeout,
@@ -35,8 +39,8 @@ def join(rank: int, world_size: int, device: torch.device, timeout_seconds: floa
         rank=rank,
         world_size=world_size,
     )
-    # All have joined; torchrun may keep the store for its next attempt.
-    store.delete_key(joined(rank))
+    if store is not None:  # all have joined; torchrun may keep the store for its next attempt
+        store.delete_key(joined(rank))
 
 
 def timeout_of(group: Any) -> timedelta | None:

@@ -1,4 +1,7 @@
-"""The rendezvous at MASTER_ADDR and MASTER_PORT, which names a rank that does not join."""
+"""The rendezvous at MASTER_ADDR and MASTER_PORT, which names a rank that does not join.
+
+Docs: docs/launching.md
+"""
 
 import os
 import resource

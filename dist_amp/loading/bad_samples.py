@@ -1,6 +1,8 @@
 """data.on_bad_sample=skip: what can't be read, augmented or collated is left out, and listed.
 
 A micro-batch counts for as much as its other samples do; without any it is padding.
+
+Docs: docs/data.md
 """
 
 import json

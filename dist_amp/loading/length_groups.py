@@ -1,4 +1,7 @@
-"""Length bucketing: batches of samples of similar length, for less padding."""
+"""Length bucketing: batches of samples of similar length, for less padding.
+
+Docs: docs/data.md
+"""
 
 from functools import lru_cache
 from typing import Any

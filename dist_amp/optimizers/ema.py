@@ -2,6 +2,8 @@
 
 Float32, sharded as the parameters are. Source: Polyak & Juditsky 1992; decay as in Karras et al.
 2024, arXiv:2312.02696.
+
+Docs: docs/recipes.md
 """
 
 from collections.abc import Iterator

@@ -3,6 +3,8 @@
 Source: Keller Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; scaled as in Liu et
 al. 2025, arXiv:2502.16982. One process computes what torch.optim.Muon does. Of several, one
 orthogonalises each matrix, in bfloat16, and sends the others what they hold of it.
+
+Docs: docs/recipes.md
 """
 
 import math

@@ -1,4 +1,7 @@
-"""Activation checkpointing: blocks keep a part of their activations, and recompute the rest."""
+"""Activation checkpointing: blocks keep a part of their activations, and recompute the rest.
+
+Docs: docs/recipes.md
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager

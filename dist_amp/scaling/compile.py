@@ -2,6 +2,8 @@
 
 Compiling a block replaces only its `forward`: names stay, and hooks (FSDP's too) stay outside the
 compiled code. A deepcopy of the model would run the original's blocks.
+
+Docs: docs/recipes.md
 """
 
 import importlib

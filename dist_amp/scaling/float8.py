@@ -3,6 +3,8 @@
 Each product casts its operands with a scale per tensor, from their largest value; results,
 parameters, gradients and checkpoints keep their dtypes. Under fsdp and hsdp weights are gathered in
 float8, too. Source: Micikevicius et al. 2022, arXiv:2209.05433.
+
+Docs: docs/configuration.md
 """
 
 import logging

@@ -1,6 +1,8 @@
 """Frozen parameters, such as the base of LoRA: a checkpoint holds a checksum in place of each.
 
 The task makes them again. Those that yet change, such as a moving teacher, are saved.
+
+Docs: docs/checkpointing.md
 """
 
 from pathlib import Path

@@ -1,6 +1,8 @@
-"""Hooks into DDP and FSDP2: missing gradients, blocks that a rank leaves out, time spent waiting.
+"""Hooks into FSDP2: blocks that a rank leaves out, time spent waiting, errors with their cause.
 
-Without private names the waits count as forward and backward, and DDP looks for unused parameters.
+Without private names the waits count as forward and backward.
+
+Docs: docs/collectives.md
 """
 
 import math
@@ -14,18 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from dist_amp.clock import PhaseClock
 from dist_amp.errors import ConfigError, DataError, first_line
+from dist_amp.scaling.reduction import ENGINE, call_after_backward
 from dist_amp.world import World
-
-# Without it, DDP has to be made with find_unused_parameters=True, which walks the graph in every
-# forward. Asking the reducer afterwards costs 0.3 us.
-CAN_FINISH = hasattr(DistributedDataParallel, "_check_reducer_finalized")
-
-MISSING = re.compile(r"indices which did not receive grad for rank \d+: ([\d ]+)")
 
 # Methods of FSDP2's parameter groups that gather parameters, wait for them, reduce gradients, and
 # wait for those. Measured: 2 us a step for each unit.
@@ -36,76 +32,6 @@ CHECKED_FORWARDS = 16
 
 # In which the ranks compare which blocks they call, by a collective of the hosts at each call.
 COMPARED_FORWARDS = 2
-
-ENGINE = getattr(torch.autograd.Variable, "_execution_engine", None)
-
-
-def call_after_backward(call: Callable[[], object]) -> None:
-    """Call it when the backward that is running ends; never, if torch's engine has other names."""
-    if hasattr(ENGINE, "queue_callback"):
-        ENGINE.queue_callback(call)  # type: ignore[union-attr]
-
-
-# ---- DDP
-
-
-class FinishReduction(AbstractContextManager[Any]):
-    """A context around DDP's forward and backward of the micro-batch that synchronises gradients.
-
-    DDP waits until each parameter has had its backward, and which ones have none may differ between
-    ranks. They get one of zeros here.
-    """
-
-    def __init__(self, model: DistributedDataParallel):
-        self._model: Any = model
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-
-    def __exit__(self, kind: Any, error: BaseException | None, where: Any) -> None:
-        if kind is not None or not CAN_FINISH:
-            return
-        try:
-            self._model._check_reducer_finalized()
-        except RuntimeError as unfinished:
-            listed = MISSING.findall(str(unfinished))
-            if not listed:
-                raise
-            missing = [self._parameters[int(index)] for index in listed[-1].split()]
-            torch.autograd.backward(missing, [torch.zeros_like(p) for p in missing])
-
-
-def fix_buckets(model: DistributedDataParallel) -> None:
-    """Let DDP rebuild its buckets now, in the parameters' order from the last one to the first.
-
-    Otherwise it takes the order of its first backward, which differs after a resume: three or more
-    ranks would sum in another order.
-    """
-    if not CAN_FINISH:  # then it never rebuilds them
-        return
-    reducer: Any = model.reducer
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    reducer.prepare_for_forward()
-    reducer.prepare_for_backward([])
-    for parameter in reversed(parameters):
-        torch.autograd.backward(parameter, torch.zeros_like(parameter))
-    reducer._rebuild_buckets()
-    for parameter in parameters:
-        parameter.grad = None
-
-
-def time_reduction(model: DistributedDataParallel, clock: PhaseClock) -> None:
-    """Count the end of each backward, in which DDP waits for its all-reduces, as communication."""
-
-    def begin(_: Any) -> None:
-        if model.require_backward_grad_sync:
-            call_after_backward(partial(clock.enter, "communication"))
-
-    # The last parameter has its gradient early, so this call is queued ahead of DDP's.
-    last = [p for p in model.parameters() if p.requires_grad][-1]
-    last.register_post_accumulate_grad_hook(begin)
-
-
-# ---- FSDP2
-
 
 # What one process allows and FSDP2 does not: torch's words, what they mean, the fix.
 ERRORS = (

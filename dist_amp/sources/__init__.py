@@ -1,1 +1,4 @@
-"""Datasets by config: files, hub datasets, tokens, packing, mixtures, images."""
+"""Datasets by config: files, hub datasets, tokens, packing, mixtures, images.
+
+Docs: docs/data.md
+"""

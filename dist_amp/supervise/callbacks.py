@@ -11,6 +11,8 @@
 The `on_` methods return None or "stop", which ends the run early: on all ranks if any says so,
 saved, as completed. A stop by on_step comes one step later, since the ranks tell each other while
 they take it.
+
+Docs: docs/recipes.md
 """
 
 import inspect

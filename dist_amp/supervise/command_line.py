@@ -11,7 +11,8 @@ from typing import Any, NoReturn
 from dist_amp.config.suggestions import check_unknown
 from dist_amp.distributed import signals
 from dist_amp.errors import ConfigError, Failure
-from dist_amp.supervise.failure import report_failure
+from dist_amp.files import present
+from dist_amp.supervise.failure import as_failure, report_failure
 
 Run = Callable[[Sequence[str]], int | None]
 
@@ -30,9 +31,11 @@ class Parser(argparse.ArgumentParser):
         which may be at an address, or for an option a path on a disk.
         """
         if options.get("type") is Path:
-            from dist_amp.storage.reading import fetched, on_disk
+            options["type"] = lambda text: Path(text).expanduser()
+            if present("storage"):
+                from dist_amp.storage.reading import fetched, on_disk
 
-            options["type"] = on_disk if names[0].startswith("-") else fetched
+                options["type"] = on_disk if names[0].startswith("-") else fetched
         hyphened = [name.replace("_", "-") for name in names if name.startswith("--")]
         return super().add_argument(*dict.fromkeys([*names, *hyphened]), **options)
 
@@ -61,8 +64,11 @@ def exit_status(run: Run, argv: Sequence[str] | None = None, when: str = "") -> 
         try:
             with signals.quiet_on_closed_pipe():
                 return run(sys.argv[1:] if argv is None else argv) or 0
-        except Failure as error:
-            return report_failure(error, None)[0]
+        except (Failure, ModuleNotFoundError) as error:
+            failure = as_failure(error)
+            if not isinstance(failure, Failure):
+                raise
+            return report_failure(failure, None)[0]
         except KeyboardInterrupt as stopped:
             return signals.say_stopped(str(stopped), when)
         except SystemExit as reported:  # argparse, after --help; a closed pipe

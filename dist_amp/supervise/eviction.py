@@ -3,6 +3,8 @@
 A thread of each machine's first rank asks the metadata service, once there is a step to save.
 Protocols: AWS, "Spot Instance interruption notices"; Google, "Create and use preemptible VMs";
 Azure, "Scheduled Events for Linux VMs".
+
+Docs: docs/launching.md
 """
 
 import json

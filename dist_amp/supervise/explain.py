@@ -1,4 +1,7 @@
-"""Errors of torch, the loader, memory and disk as one line with the cause and the fix."""
+"""Errors of torch, the loader, memory and disk as one line with the cause and the fix.
+
+Docs: docs/debugging.md
+"""
 
 import errno
 import re

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from dist_amp.distributed.process import attempt, in_time
-from dist_amp.errors import Failure, Transient, in_one_line, masked
+from dist_amp.errors import ConfigError, Failure, Transient, in_one_line, masked
+from dist_amp.files import missing, present
 from dist_amp.settings import Config
 from dist_amp.supervise.lifecycle import Job, write_summary
 from dist_amp.telemetry.startup import Startup
@@ -34,7 +35,7 @@ def supervised(config: Config, ranks: Ranks, raises: bool = False) -> Iterator[J
         if dist.group.WORLD is not None:
             job.store = dist.group.WORLD.get_group_store()  # works where collectives do not
         contexts.callback(job.close)
-        if world.world_size > 1:
+        if world.world_size > 1 and present("supervise.watchdog"):
             from dist_amp.supervise.watchdog import Watchdog
 
             watchdog = Watchdog(job, end=lambda error: _end_failed(error, job))
@@ -46,10 +47,11 @@ def supervised(config: Config, ranks: Ranks, raises: bool = False) -> Iterator[J
             job.close()
             world.barrier()  # while a rank that does not arrive can be named
         except BaseException as error:
-            explained = error
-            from dist_amp.supervise.explain import explain_error
+            explained = as_failure(error)
+            if present("supervise.explain"):
+                from dist_amp.supervise.explain import explain_error
 
-            explained = explain_error(explained, job)
+                explained = explain_error(explained, job)
             for explain in explanations:
                 explained = explain(explained)
             job.status = _end_failed(explained, job)
@@ -76,6 +78,13 @@ def _end_failed(error: BaseException, job: Job) -> int:
             cause = cause_of(error, job.world.rank)
             in_time(10.0, lambda: write_summary(folder, run, "failed", status, cause))
     return status
+
+
+def as_failure(error: BaseException) -> BaseException:
+    """A ConfigError in place of an import of a feature that the project does not have."""
+    if isinstance(error, ModuleNotFoundError) and str(error.name).startswith("dist_amp."):
+        return ConfigError(missing(str(error.name).removeprefix("dist_amp.")))
+    return error
 
 
 def cause_of(error: BaseException, rank: int) -> str:

@@ -19,18 +19,12 @@ from dist_amp.checkpoint.format import (
 )
 from dist_amp.data import Batches
 from dist_amp.errors import NumericsError
-from dist_amp.files import plain_json, write_durably
+from dist_amp.files import plain_json, present, write_durably
 from dist_amp.loading.plan import shuffled_order
 from dist_amp.run import Run
 from dist_amp.settings import Config
-from dist_amp.supervise.banner import (
-    closing_table,
-    print_banner,
-    print_next_command,
-    report_environment,
-)
+from dist_amp.supervise.banner import closing_table, print_banner, print_next_command
 from dist_amp.supervise.preflight import check_run
-from dist_amp.telemetry.goodput import Goodput
 from dist_amp.telemetry.metrics import Metrics
 from dist_amp.telemetry.startup import Startup
 from dist_amp.telemetry.step_report import Tags
@@ -117,14 +111,21 @@ def open_run(run: Run) -> None:
         (run.folder / CONFIG).write_text(run.config_text)
     metrics.open(run.folder, run.step, run.config_text)
     log_group_rates(metrics, run.optimizer)
-    if run.world.device.type == "cuda" or run.config.metrics.peak_flops != "auto":
+    shows_mfu = run.world.device.type == "cuda" or run.config.metrics.peak_flops != "auto"
+    if shows_mfu and present("telemetry.mfu"):
         from dist_amp.telemetry.mfu import log_mfu
 
         log_mfu(metrics, run.config, run.task, run.parallel)
-    goodput = Goodput(metrics, run.folder)
-    metrics.more_tags["goodput"] = goodput.tags
-    metrics.summaries["goodput"] = goodput.summary
-    report_environment(run)
+    if present("telemetry.goodput"):
+        from dist_amp.telemetry.goodput import Goodput
+
+        goodput = Goodput(metrics, run.folder)
+        metrics.more_tags["goodput"] = goodput.tags
+        metrics.summaries["goodput"] = goodput.summary
+    if present("supervise.environment"):
+        from dist_amp.supervise.environment import report_environment
+
+        report_environment(run)
 
 
 def keep_earlier_config(run: Run) -> None:

@@ -1,4 +1,7 @@
-"""What the task's sample(model) makes of the model, at every evaluation and at the end."""
+"""What the task's sample(model) makes of the model, at every evaluation and at the end.
+
+Docs: docs/recipes.md
+"""
 
 import inspect
 import time

@@ -1,4 +1,7 @@
-"""Who is missing in a collective, dead or hangs; the end of a rank that would wait forever."""
+"""Who is missing in a collective, dead or hangs; the end of a rank that would wait forever.
+
+Docs: docs/debugging.md
+"""
 
 import faulthandler
 import json

@@ -1,6 +1,8 @@
 """A GPT, by default on the bytes of Python's standard library, which every machine has.
 
 Copy this file to train a language model on your text; set `[data]` to train this one on it.
+
+Docs: docs/data.md
 """
 
 import logging

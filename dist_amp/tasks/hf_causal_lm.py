@@ -2,6 +2,8 @@
 
 Rows: messages; or prompt and completion; or data.text_column. With data.pack=best_fit, documents
 share rows, and the model is checked for cross-document attention.
+
+Docs: docs/huggingface.md
 """
 
 from contextlib import nullcontext

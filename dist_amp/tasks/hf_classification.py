@@ -1,4 +1,7 @@
-"""Fine-tune a classifier of texts or images from a Hugging Face model; a base model gets a head."""
+"""Fine-tune a classifier of texts or images from a Hugging Face model; a base model gets a head.
+
+Docs: docs/huggingface.md
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

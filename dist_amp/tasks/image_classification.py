@@ -1,6 +1,8 @@
 """A small convolutional network classifies images, by default scikit-learn's digits (8 x 8 pixels).
 
 Copy this file to train a model of your own; set `[data]` to train this one on other images.
+
+Docs: docs/data.md
 """
 
 import math

@@ -3,6 +3,8 @@
 Rows: an image, and messages; or prompt and completion; or data.text_column, all of which is
 learned. Of messages, the assistant's turns are learned. The image comes first where the text has no
 place for it.
+
+Docs: docs/huggingface.md
 """
 
 from dataclasses import dataclass, replace

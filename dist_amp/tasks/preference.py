@@ -2,6 +2,8 @@
 
 Rows: prompt, chosen and rejected, which are texts, or lists of messages. The reference is a frozen
 copy of the model; with LoRA, the base weights without the adapters.
+
+Docs: docs/huggingface.md
 """
 
 from collections.abc import Iterator

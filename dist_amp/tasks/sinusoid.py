@@ -2,6 +2,8 @@
 
 Nearly all of its FLOPs are matrix products of one width, so it shows the gain of mixed precision;
 it has no batch statistics, so any number of ranks computes the same step.
+
+Docs: docs/recipes.md
 """
 
 import math

@@ -1,4 +1,7 @@
-"""Rank 0's console: a line per log step; on a terminal a progress bar below what is printed."""
+"""Rank 0's console: a line per log step; on a terminal a progress bar below what is printed.
+
+Docs: docs/metrics.md
+"""
 
 import math
 import os

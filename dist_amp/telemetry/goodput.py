@@ -2,9 +2,10 @@
 
 The rest: starting, evaluations, checkpoints, skipped steps, steps that a restart takes again, and
 the time between attempts. It is kept in metrics.jsonl, from which a resume drops such steps.
+
+Docs: docs/metrics.md
 """
 
-import os
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -16,6 +17,7 @@ import numpy as np
 
 from dist_amp.clock import PHASES, STEP_PHASES
 from dist_amp.telemetry.metrics import Metrics
+from dist_amp.telemetry.startup import process_started
 from dist_amp.telemetry.step_report import LogRow
 
 KINDS = ("applied_steps", "skipped_steps", "evaluation", "checkpoint", "diagnostics")
@@ -78,11 +80,3 @@ def spent(phases: Mapping[str, float], applied: float, skipped: float) -> np.nda
 
 def by_kind(seconds: np.ndarray) -> dict[str, float]:
     return dict(zip(KINDS, seconds.round(6).tolist(), strict=True))
-
-
-def process_started() -> float:
-    """When this process was started, in Unix time."""
-    # Its 22nd field, in clock ticks since the boot. Source: proc(5).
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    return time.time() - max(age, 0.0)

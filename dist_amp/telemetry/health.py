@@ -2,6 +2,8 @@
 
 A thread reads GPUs through NVML (nvidia-ml-py): on a lost GPU a call may never return (assumed).
 What it read at one log step is written with the next one's metrics.
+
+Docs: docs/metrics.md
 """
 
 import platform

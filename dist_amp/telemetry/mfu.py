@@ -4,6 +4,8 @@
 
 Recomputation (activation checkpointing) does not count, so it lowers MFU by the time it takes.
 Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
+
+Docs: docs/metrics.md
 """
 
 import math

@@ -1,0 +1,82 @@
+"""python -m dist_amp.board RUN|FOLDER [OPTIONS]: show a run, or a folder of runs, in TensorBoard.
+
+The main charts are pinned above all others. OPTIONS are TensorBoard's, as in tensorboard --help.
+
+Docs: docs/metrics.md
+"""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+from urllib.parse import quote, urlencode
+
+from dist_amp.errors import ConfigError
+from dist_amp.files import present
+from dist_amp.supervise.command_line import command
+
+PORT = 6006  # TensorBoard's own default
+
+# A colour per rank of a single run; with --logdir runs one per run, since TensorBoard's seven can't
+# tell 2 x 8 apart.
+COLOURS = r"regex:^(.+)/tensorboard/|(rank\d+)$"
+
+
+def main_tags(has_tokens: bool) -> list[str]:
+    what = "tokens" if has_tokens else "items"
+    return [
+        "train/loss",
+        "eval/loss",
+        f"throughput/{what}_per_second",
+        "memory/peak_GiB",
+        "time/local_seconds",
+        "amp/skipped_in_interval",
+    ]
+
+
+def pinned_url(has_tokens: bool, port: int | str = PORT) -> str:
+    """TensorBoard's address with the main charts pinned above all others."""
+    cards = [{"plugin": "scalars", "tag": tag} for tag in main_tags(has_tokens)]
+    query = {
+        "pinnedCards": json.dumps(cards, separators=(",", ":")),
+        "runColorGroup": COLOURS,
+        "smoothing": "0",  # the default of 0.6 hides the steps of the scale and single skips
+    }
+    return f"http://localhost:{port}/?{urlencode(query, safe=':,/', quote_via=quote)}#timeseries"
+
+
+@command()
+def main(argv: Sequence[str]) -> NoReturn:
+    """Become TensorBoard of a run or a folder of runs, after printing the address of its main
+    charts. argv: the folder, then TensorBoard's options. Errors: ConfigError.
+    """
+    if argv[:1] in (["-h"], ["--help"]):
+        print(__doc__)
+        sys.exit()
+    folder = Path("".join(argv[:1])).expanduser()
+    if present("storage"):
+        from dist_amp.storage.reading import on_disk
+
+        folder = on_disk("".join(argv[:1]))
+    logs = folder / "tensorboard"
+    logged = [*folder.glob("metrics.jsonl"), *folder.glob("*/metrics.jsonl")]
+    has_tokens = any("throughput/tokens_per_second" in path.read_text() for path in logged)
+    if not logs.is_dir():
+        logs = folder
+        if not argv or not any(folder.glob("*/tensorboard")):
+            raise ConfigError(
+                f"dist_amp board {' '.join(argv)}: there is no run; give the folder of a run, or "
+                "of several"
+            )
+    options = list(argv[1:])
+    if "--port" not in options:
+        options += ["--port", str(PORT)]
+    print(pinned_url(has_tokens, options[options.index("--port") + 1]), flush=True)
+    command_line = [sys.executable, "-m", "tensorboard.main", "--logdir", str(logs), *options]
+    os.execv(sys.executable, command_line)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,215 @@
+"""RUN/environment.json: command, versions, hosts, git state and variables of each start.
+
+Docs: docs/run_folder.md
+"""
+
+import importlib.metadata
+import importlib.util
+import inspect
+import json
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import dist_amp
+from dist_amp.config.load import hidden
+from dist_amp.errors import masked
+from dist_amp.files import present, write_durably
+from dist_amp.run import Run
+
+# What results may depend on.
+PACKAGES = ("numpy", "datasets", "tensorboard", "transformers", "peft", "torchao")
+
+# In a diff: texts with names like DB_PASS and MY_KEY, and tokens of known forms under any name.
+SECRETS_IN_CODE = re.compile(
+    r"((?i:\w*(?:pass|key|token|secret|cred|auth)\w*['\"]?\s*[:=]\s*['\"])|"
+    r"\b(?:hf_|sk-|gh[pousr]_|github_pat_|xox[abp]-|AKIA|ASIA))[^'\"\s]+"
+)
+
+DIFF_LETTERS = 100_000  # kept of a diff; more is data rather than code
+
+GIT_SECONDS = 5.0  # assumed: a status takes far less, but a network disk may hang
+
+# Whole names: of others it is unknown whether they hold a secret.
+VARIABLES = """
+    CUBLAS_WORKSPACE_CONFIG CUDA_DEVICE_MAX_CONNECTIONS CUDA_DEVICE_ORDER CUDA_HOME
+    CUDA_LAUNCH_BLOCKING CUDA_MODULE_LOADING CUDA_VISIBLE_DEVICES NVIDIA_TF32_OVERRIDE
+    NVIDIA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES HSA_OVERRIDE_GFX_VERSION ROCR_VISIBLE_DEVICES
+    NCCL_ALGO NCCL_BUFFSIZE NCCL_CROSS_NIC NCCL_CUMEM_ENABLE NCCL_DEBUG NCCL_DEBUG_SUBSYS
+    NCCL_IB_DISABLE NCCL_IB_GID_INDEX NCCL_IB_HCA NCCL_IB_QPS_PER_CONNECTION NCCL_IB_RETRY_CNT
+    NCCL_IB_TC NCCL_IB_TIMEOUT NCCL_MAX_CTAS NCCL_MAX_NCHANNELS NCCL_MIN_CTAS NCCL_MIN_NCHANNELS
+    NCCL_NET NCCL_NET_GDR_LEVEL NCCL_NET_PLUGIN NCCL_NVLS_ENABLE NCCL_P2P_DISABLE NCCL_P2P_LEVEL
+    NCCL_PROTO NCCL_SHM_DISABLE NCCL_SOCKET_FAMILY NCCL_SOCKET_IFNAME NCCL_TOPO_FILE
+    PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF PYTORCH_HIP_ALLOC_CONF TORCHINDUCTOR_CACHE_DIR
+    TORCHINDUCTOR_MAX_AUTOTUNE TORCH_ALLOW_TF32_CUBLAS_OVERRIDE TORCH_BLAS_PREFER_CUBLASLT
+    TORCH_COMPILE_DISABLE TORCH_CPP_LOG_LEVEL TORCH_DISABLE_SHARE_RDZV_TCP_STORE
+    TORCH_DISTRIBUTED_DEBUG TORCH_ELASTIC_SHUTDOWN_TIMEOUT TORCH_FR_BUFFER_SIZE TORCH_HOME
+    TORCH_LOGS TORCH_NCCL_ASYNC_ERROR_HANDLING TORCH_NCCL_AVOID_RECORD_STREAMS
+    TORCH_NCCL_BLOCKING_WAIT TORCH_NCCL_ENABLE_MONITORING TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC
+    TORCH_NCCL_TRACE_BUFFER_SIZE TORCH_USE_CUDA_DSA TRITON_CACHE_DIR
+    TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_RESTART_COUNT TORCHELASTIC_RUN_ID
+    TORCHELASTIC_USE_AGENT_STORE PET_MASTER_ADDR PET_MASTER_PORT PET_NNODES PET_NODE_RANK
+    PET_NPROC_PER_NODE PET_RDZV_BACKEND PET_RDZV_ENDPOINT
+    GROUP_RANK GROUP_WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT RANK ROLE_NAME
+    ROLE_RANK ROLE_WORLD_SIZE WORLD_SIZE DIST_AMP_LAUNCHER DIST_AMP_PYTHON
+    GLOO_SOCKET_IFNAME KMP_AFFINITY KMP_BLOCKTIME LD_PRELOAD MALLOC_ARENA_MAX MALLOC_CONF
+    MKL_NUM_THREADS OMP_NUM_THREADS OMP_PLACES OMP_PROC_BIND PYTHONHASHSEED
+    HF_DATASETS_CACHE HF_DATASETS_DISABLE_PROGRESS_BARS HF_DATASETS_OFFLINE HF_ENDPOINT HF_HOME
+    HF_HUB_CACHE HF_HUB_OFFLINE
+    SLURM_CPUS_PER_TASK SLURM_GPUS_ON_NODE SLURM_JOB_ID SLURM_JOB_NODELIST SLURM_JOB_NUM_NODES
+    SLURM_JOB_PARTITION SLURM_LOCALID SLURM_NNODES SLURM_NODEID SLURM_NTASKS SLURM_PROCID
+    SLURM_RESTART_COUNT
+""".split()
+
+
+def report_environment(run: Run) -> None:
+    """Write RUN/environment.json and TensorBoard's text on rank 0; every rank calls it."""
+    hosts = run.world.gather_texts(json.dumps(this_rank(run.world.device)))
+    if not run.world.is_main:
+        return
+    text = json.dumps(environment(run, hosts), indent=2)
+    path = run.folder / "environment.json"
+    try:
+        write_durably(path, text + "\n")
+    except OSError as error:
+        run.world.warn(
+            f"{path} can't be written ({error.strerror}); TensorBoard's text `start/environment` "
+            "has the same"
+        )
+    run.metrics.write_text("start/environment", text, run.step)
+
+
+def environment(run: Run, ranks: list[str]) -> dict[str, Any]:
+    """What rank 0 sees, and what each host's ranks see: JSON of `this_rank`."""
+    hosts: dict[str, list[str]] = {}
+    for rank, host in enumerate(ranks):
+        hosts.setdefault(host, []).append(str(rank))
+    source = source_of(run.task)
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "first_step": run.step + 1,
+        "command": command_line(sys.orig_argv),
+        "versions": versions(),
+        "hosts": [json.loads(host) | {"ranks": ", ".join(on)} for host, on in hosts.items()],
+        "git": git_state(code_folder(source)),
+        "task": source,
+        "variables": variables(os.environ),
+    }
+
+
+def this_rank(device: torch.device) -> dict[str, str]:
+    """What may differ between ranks; those of a host have the same."""
+    name = f"CPU, {os.cpu_count()} cores"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    return {
+        "host": platform.node(),
+        "device": name,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "threads": str(torch.get_num_threads()),
+        "system": platform.platform(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of dist_amp, Python, torch, its CUDA and some packages; collect_env takes seconds."""
+    python = platform.python_version()
+    rows = {"dist_amp": dist_amp.__version__, "python": python, "torch": torch.__version__}
+    if torch.version.cuda or torch.version.hip:
+        rows["cuda"] = str(torch.version.cuda)
+        rows["hip"] = str(torch.version.hip)
+        if present("distributed.gpu_checks"):
+            from dist_amp.distributed.gpu_checks import driver_branch
+
+            rows["driver"] = str(driver_branch())
+        if dist.is_nccl_available() and torch.cuda.is_available():
+            rows["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+            rows["cudnn"] = str(torch.backends.cudnn.version())
+    for package in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            rows[package] = importlib.metadata.version(package)
+    return rows
+
+
+def command_line(words: Sequence[str]) -> str:
+    """As for a shell, without the values of secret settings."""
+    shown = []
+    key = ""
+    for word in words:
+        name, equals, value = word.partition("=")
+        if word.startswith("-"):
+            key = name.replace("-", "_").strip("_").rpartition(".")[2]
+            shown.append(name + equals + hidden(value, key))
+        else:
+            shown.append(hidden(word, key))
+    return shlex.join(shown)
+
+
+def variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Those of torch, NCCL, Slurm or a run that are listed above, without passwords."""
+    return {name: masked(environ[name]) for name in sorted(VARIABLES) if name in environ}
+
+
+def source_of(task: object) -> dict[str, str]:
+    """The file of the task's class, and its hash; empty for one that a notebook defines."""
+    with suppress(TypeError, OSError):
+        path = Path(inspect.getfile(type(task))).resolve()
+        return {"file": str(path), "hash": importlib.util.source_hash(path.read_bytes()).hex()}
+    return {}
+
+
+def edited_since(folder: Path, task: object) -> str:
+    """That the task's source file is not what it was when a run was started, in words; or ""."""
+    now = source_of(task)
+    with suppress(Exception):  # there is none, or it is damaged
+        before = json.loads((folder / "environment.json").read_bytes())["task"]
+        if now["hash"] != before["hash"]:
+            return f"{now['file']} was edited since {folder} was started"
+    return ""
+
+
+def code_folder(source: Mapping[str, str]) -> Path:
+    """The folder of the task's source; the current one for a notebook's or an installed task."""
+    ours = Path(dist_amp.__file__).resolve().parent
+    folder = Path(source.get("file", ours / "task")).parent
+    return Path.cwd() if folder.is_relative_to(ours) or "site-packages" in folder.parts else folder
+
+
+def git_state(folder: Path) -> dict[str, Any]:
+    """{commit, branch, changed files, new Python files, diff}; empty without git or a commit."""
+    quiet = {"stderr": subprocess.DEVNULL, "stdin": subprocess.DEVNULL, "errors": "replace"}
+    git = partial(subprocess.check_output, cwd=folder, timeout=GIT_SECONDS, **quiet)
+    # Without locks, so that a commit at this moment succeeds.
+    status = ["git", "--no-optional-locks", "status", "--porcelain", "--branch"]
+    try:
+        commit = git(["git", "rev-parse", "HEAD"]).strip()
+        branch, *lines = git(status).splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    diff = ""
+    with suppress(OSError, subprocess.SubprocessError):  # a large one takes long
+        text = git([*status[:2], "diff", "--no-color", "--no-ext-diff", "HEAD"])
+        diff = SECRETS_IN_CODE.sub(r"\1***", masked(text))
+    files = [line[3:] for line in lines if line[:2] != "??" or line.endswith(".py")]
+    return {
+        "folder": str(folder),
+        "commit": commit,
+        "branch": branch[3:].partition("...")[0],
+        "dirty": bool(files),
+        "changed_files": files[:50],
+        "diff": diff[:DIFF_LETTERS],
+        "diff_is_cut": len(diff) > DIFF_LETTERS,
+    }
