@@ -1,0 +1,117 @@
+"""What the package is made of: core, and features, which are files that may be missing.
+
+A feature is a file, or a folder, whose docstring has a line "Docs: ..."; it takes along what else
+it imports. Core is what `import dist_amp.train` and its functions import besides features. An
+import under `if present(...)` is of something that may be missing.
+"""
+
+import ast
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+ENTRY_POINTS = ("train", "commands.__main__", "commands.new", "commands.adopt", "commands.update")
+
+
+@dataclass(frozen=True)
+class Feature:
+    """about: the first sentence of its docstring. docs: the page about it. files: its own."""
+
+    name: str
+    about: str
+    docs: str
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Package:
+    """The files of a package's folder, by dotted names such as "optimizers.ema"."""
+
+    folder: Path
+
+    @cached_property
+    def files(self) -> dict[str, Path]:
+        paths = sorted(self.folder.rglob("*.py"))
+        return {".".join(p.relative_to(self.folder).with_suffix("").parts): p for p in paths}
+
+    @cached_property
+    def features(self) -> dict[str, Feature]:
+        found = {}
+        for module, path in self.files.items():
+            lines = (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()
+            docs = next((line[6:] for line in lines if line.startswith("Docs: ")), "")
+            if docs:
+                folder = module.removesuffix(".__init__")
+                files = [name for name in self.files if name.startswith(f"{folder}.")]
+                about = " ".join(" ".join(lines).partition("  ")[0].split())
+                name = folder.rpartition(".")[2]
+                found[name] = Feature(name, about, docs, tuple(files or [module]))
+        return found
+
+    @cached_property
+    def feature_of(self) -> dict[str, str]:
+        return {file: name for name, each in self.features.items() for file in each.files}
+
+    @cached_property
+    def core(self) -> set[str]:
+        """The files that every project has."""
+        return self.reached(ENTRY_POINTS)
+
+    def reached(self, modules: Iterable[str]) -> set[str]:
+        """These files and what they import, one by the other, but for features."""
+        reached: set[str] = set()
+        left = list(modules)
+        while left:
+            module = left.pop()
+            if module not in reached:
+                reached.add(module)
+                left += [name for name in self.imports(module) if name not in self.feature_of]
+        return reached
+
+    def imports(self, module: str) -> set[str]:
+        """The package's files that a file can't do without, in functions too."""
+        found = set()
+        for name in imported(ast.parse(self.files[module].read_text())):
+            names = [name, name.rpartition(".")[0]]
+            known = [each for each in names if each in self.files]
+            known += [f"{each}.__init__" for each in names if f"{each}.__init__" in self.files]
+            found.update(known[:1])
+        return found
+
+    def needs(self, name: str) -> set[str]:
+        """The features that a feature imports."""
+        files = self.reached(self.features[name].files) - self.core
+        needed = {self.feature_of.get(each) for file in files for each in self.imports(file)}
+        return {each for each in needed if each is not None and each != name}
+
+    def chosen(self, names: Iterable[str]) -> list[str]:
+        """Features with all that they need, in order."""
+        chosen: set[str] = set()
+        left = list(names)
+        while left:
+            name = left.pop()
+            if name not in chosen:
+                chosen.add(name)
+                left += self.needs(name)
+        return [name for name in self.features if name in chosen]
+
+    def files_with(self, names: Iterable[str]) -> set[str]:
+        """Core, these features and what they take along."""
+        own = [file for name in names for file in self.features[name].files]
+        files = self.core | self.reached(own)
+        folders = {file.rpartition(".")[0] for file in files}
+        return files | {"__init__", *(f"{each}.__init__" for each in folders if each)}
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Dotted names of what a file imports from the package, but under `if present(...)`."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "present(" in ast.unparse(node.test):
+            for other in node.orelse:
+                yield from imported(other)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dist_amp"):
+            prefix = (node.module or "").removeprefix("dist_amp").lstrip(".")
+            yield from (f"{prefix}.{alias.name}".lstrip(".") for alias in node.names)
+        else:
+            yield from imported(node)
