@@ -48,6 +48,10 @@ class Callbacks(Observer):
         self._run = run
         self._stop = stop
         self._calls = stop.every_poll = hasattr(run.task, "on_step")
+        if self._calls:
+            from dist_amp.optimizers.groups import call_back
+
+            self._call_back = call_back
         if hasattr(run.task, "on_evaluation") and run.validation is None:
             run.world.warn(
                 "the task's on_evaluation is never called, because nothing is evaluated: set "
@@ -56,9 +60,7 @@ class Callbacks(Observer):
 
     def after_step(self, report: StepReport, micro_batches: Sequence[Any]) -> None:
         if self._calls:
-            from dist_amp.optimizers.groups import call_back
-
-            wish = call_back(self._run, "on_step(run, report)", report)
+            wish = self._call_back(self._run, "on_step(run, report)", report)
             self._stop.ended_by = self._stop.ended_by or wish
             refuse_frozen(self._run)
 
