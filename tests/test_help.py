@@ -104,10 +104,13 @@ def test_help_of_a_word_shows_the_settings_whose_name_or_meaning_has_it(word, fi
     assert "--checkpoint.keep" not in out
 
 
-def test_a_settings_meaning_is_wrapped_once_at_the_width_of_the_terminal(capsys, monkeypatch):
+@pytest.mark.parametrize("section", [[], ["optim"]])
+def test_a_settings_meaning_is_wrapped_once_at_the_width_of_the_terminal(
+    section, capsys, monkeypatch
+):
     monkeypatch.setenv("COLUMNS", "70")
-    assert train(["--help", "optim"]) == 0
-    meanings = re.findall(r"(?m)(?:^ {8}\S.*\n)+", capsys.readouterr().out)
+    assert train(["--help", *section]) == 0
+    meanings = re.findall(r"(?m)(?:^ {8,}\S.*\n)+", capsys.readouterr().out)
     assert len(meanings) > 4
     for line, after in (pair for meaning in meanings for pair in pairwise(meaning.splitlines())):
         assert len(line) <= 70 < len(line) + 1 + len(after.split()[0])
