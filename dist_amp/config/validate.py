@@ -194,7 +194,9 @@ def check_coupled(task: Any, split: str, length: int, batch: int, world: World) 
 
 
 def check_model(module: Any) -> None:
-    """Errors: DataError for what is no module, or has nothing to train, complex or lazy parts."""
+    """Errors: DataError for what is no module, or has nothing to train, complex or lazy parts;
+    ConfigError for an exported part.
+    """
     if not isinstance(module, nn.Module):
         raise DataError(
             f"the task's build_model returned {type(module).__name__}; return the model, an "
@@ -221,6 +223,11 @@ def check_model(module: Any) -> None:
             raise DataError(
                 f"the layer {name} of the task's model has sparse gradients, which are neither "
                 "reduced nor clipped; use sparse=False"
+            )
+        if part.train.__module__ == "torch.export.exported_program":
+            raise ConfigError(
+                f"{name or 'the root'} of the task's model is from torch.export, and its train() "
+                "raises NotImplementedError; return the model that was exported"
             )
     if not any(p.requires_grad for p in module.parameters()):
         raise DataError(
