@@ -373,7 +373,7 @@ def run_folder(config: RunConfig, world: World) -> Path:
 
         return local_folder(config.dir)
     if config.dir != "auto":
-        return Path(config.dir).expanduser()
+        return Path(config.dir)
     name = hashlib.sha256(_launch_id().encode()).hexdigest()[:6]
     earlier = sorted(Path("runs").glob(f"*-{name}"))
     fresh = Path("runs") / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{name}"

@@ -1,6 +1,7 @@
 """All settings: a dataclass per section; a type, range, default and meaning per key."""
 
 import math
+import os
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -33,8 +34,15 @@ Beta = Annotated[float, Range(low=0, below=1)]
 Strategy = Literal["single", "ddp", "fsdp", "hsdp"]
 
 
+class WithPaths:
+    def __post_init__(self) -> None:
+        texts = {name: text for name, text in vars(self).items() if isinstance(text, str)}
+        # ~/ is the home folder, also where no shell expands it.
+        vars(self).update({name: os.path.expanduser(text) for name, text in texts.items()})
+
+
 @dataclass(frozen=True)
-class RunConfig:
+class RunConfig(WithPaths):
     dir: str = "auto"
     """The run's folder; auto: `runs/<UTC time>-<id>`, the same on all ranks and in all restarts by
     one torchrun. Name it yourself to continue later, or where machines may be replaced. An address
@@ -45,9 +53,7 @@ class RunConfig:
     deterministic: bool = False
     """Use deterministic kernels only: slower, and bit-identical from run to run."""
     resume: str = "auto"
-    """auto: from the newest valid checkpoint in run.dir, if any; never: start anew; or the path of
-    a checkpoint or a run.
-    """
+    """auto: run.dir's newest valid checkpoint, if any; never; or a path of a checkpoint or run."""
     allow_config_change: bool = False
     """Resume even if the data, or settings that affect the result, differ from the checkpoint's."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -59,7 +65,7 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
-class TaskConfig:
+class TaskConfig(WithPaths):
     target: str = "dist_amp.tasks.causal_lm:CausalLM"
     """The task's class, as module:Class or path/to/file.py:Class."""
     args: Any = field(default_factory=dict)
@@ -67,7 +73,7 @@ class TaskConfig:
 
 
 @dataclass(frozen=True)
-class SourceConfig:
+class SourceConfig(WithPaths):
     """The keys of [data], and of each source of a mixture."""
 
     name: str = "auto"

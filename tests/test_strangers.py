@@ -832,7 +832,7 @@ class Exported(Tiny):
 @pytest.mark.bad_input("a model from torch.export")
 @pytest.mark.parametrize(("task", "part"), [(Exported(uneven=True), "the root"), (Exported(), "0")])
 def test_an_exported_model_is_refused_with_what_to_return(task, part):
-    said = f"{part} of the task's model is from torch.export, and its train"
+    said = f"{part} of the task's model is from torch.export, and can't"
     assert refusal_of_a_build(World(), task).startswith(said)
 
 

@@ -194,9 +194,7 @@ def check_coupled(task: Any, split: str, length: int, batch: int, world: World) 
 
 
 def check_model(module: Any) -> None:
-    """Errors: DataError for what is no module, or has nothing to train, complex or lazy parts;
-    ConfigError for an exported part.
-    """
+    """Errors: DataError for what can't be trained; ConfigError for a part from torch.export."""
     if not isinstance(module, nn.Module):
         raise DataError(
             f"the task's build_model returned {type(module).__name__}; return the model, an "
@@ -225,10 +223,8 @@ def check_model(module: Any) -> None:
                 "reduced nor clipped; use sparse=False"
             )
         if part.train.__module__ == "torch.export.exported_program":
-            raise ConfigError(
-                f"{name or 'the root'} of the task's model is from torch.export, and its train() "
-                "raises NotImplementedError; return the model that was exported"
-            )
+            what = f"{name or 'the root'} of the task's model is from torch.export"
+            raise ConfigError(f"{what}, and can't train(); return the model that was exported")
     if not any(p.requires_grad for p in module.parameters()):
         raise DataError(
             f"none of the {len(list(module.parameters()))} parameters of the task's model is "
