@@ -34,10 +34,9 @@ Beta = Annotated[float, Range(low=0, below=1)]
 Strategy = Literal["single", "ddp", "fsdp", "hsdp"]
 
 
-class WithPaths:
+class WithPaths:  # ~/ is the home folder, also where no shell expands it
     def __post_init__(self) -> None:
         texts = {name: text for name, text in vars(self).items() if isinstance(text, str)}
-        # ~/ is the home folder, also where no shell expands it.
         vars(self).update({name: os.path.expanduser(text) for name, text in texts.items()})
 
 
