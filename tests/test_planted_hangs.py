@@ -3,18 +3,28 @@
 import json
 import re
 import signal
+import time
 
 import pytest
 from test_train import TINY
 
 PLANTED = """
-import importlib, os, re, time
+import importlib, os, re, signal, threading, time
 from tiny import Tiny
 from torch.utils.data import default_collate
 
 def hangs(*_, **__):
     while True:
         time.sleep(3600)
+
+def hangs_in_a_lock(*_, **__):
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+def hangs_once_it_is_told_to_stop(*_, **__):
+    os.kill(os.getpid(), signal.SIGTERM)
+    hangs()
 
 def works(*_, **__):
     end = time.monotonic() + 3 * TIMEOUT
@@ -113,6 +123,20 @@ RESUMED_HANGS = [
     ("planted:load_state_dict", 1, ()),
 ]
 
+# Of the only rank: (what hangs, how, the line, settings).
+ALONE = [("planted:loss_sum", "hangs_once_it_is_told_to_stop", "in step 1, in hangs (planted.py, ")]
+MORE_ALONE = [
+    ("planted:loss_sum", "hangs_in_a_lock", "in step 1, in hangs_in_a_lock (planted.py, "),
+    ("planted:collate", "hangs", "in step 1, in hangs (planted.py, "),
+    ("planted:collate", "hangs", "in step 1, in _receive (data.py, ", "--data.workers", "1"),
+    ("planted:build_dataset", "hangs", "at the start, in hangs (planted.py, "),
+    ("planted:metrics", "hangs", "in step 3, in hangs (planted.py, ", *EVALUATES),
+    ("planted:on_evaluation", "hangs", "in step 3, in hangs (planted.py, ", *EVALUATES),
+    ("planted:at_last_step", "hangs", "in step 5, in hangs (planted.py, "),
+    (f"{SAVER}:take_snapshot", "hangs", "in step 3, in hangs (planted.py, "),
+    ("dist_amp.telemetry.metrics:Metrics.close", "hangs", "in step 5, in hangs (planted.py, "),
+]
+
 
 def words_of(folder, *words, timeout=TIMEOUT):
     (folder / "planted.py").write_text(PLANTED)
@@ -144,6 +168,33 @@ def check_hang(launch, where, rank, words):
 @pytest.mark.parametrize(("where", "rank", "words"), HANGS)
 def test_a_rank_that_hangs_outside_of_a_step_is_named_and_all_ranks_end(launch, where, rank, words):
     check_hang(launch, where, rank, words)
+
+
+def check_alone(launch, where, what, line, *words):
+    start = time.monotonic()
+    words = words_of(launch.folder, *words)
+    (end,) = launch.each(1, *words, timeout=60, PLANT=f"{where}:0:{what}")
+    assert end.returncode == 1, end.stderr[-3000:]
+    assert time.monotonic() - start < 3 * TIMEOUT + 15
+    assert "error: rank 0 hangs; its stacks:" in end.stderr
+    assert re.search(rf'planted.py", line \d+ in {what}', end.stderr)
+    summary = json.loads((launch.folder / "run/summary.json").read_text())
+    assert (summary["stopped_by"], summary["exit_code"]) == ("failed", 1)
+    hangs = r"rank 0 \(process \d+ on .*\) hangs: it has used no processor for run.timeout_seconds"
+    assert re.fullmatch(rf"{hangs}={TIMEOUT}; {re.escape(line)}line \d+\)", summary["cause"])
+    assert f"error: {summary['cause']}\n" in end.stderr
+
+
+@pytest.mark.bad_input("a hang of the only rank, with a signal to stop")
+@pytest.mark.parametrize("row", ALONE)
+def test_the_only_rank_is_named_and_ended_where_it_hangs(launch, row):
+    check_alone(launch, *row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", MORE_ALONE)
+def test_the_only_rank_is_named_and_ended_wherever_it_hangs(launch, row):
+    check_alone(launch, *row)
 
 
 @pytest.mark.slow
