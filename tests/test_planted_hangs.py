@@ -123,6 +123,19 @@ RESUMED_HANGS = [
     ("planted:load_state_dict", 1, ()),
 ]
 
+# Before the task is imported.
+STARTS = """
+import os, sys
+import planted
+from dist_amp.train import main
+
+if os.environ["RANK"] != os.environ.get("MISSING"):
+    sys.exit(main())
+"""
+# (what hangs, the rank) after the rendezvous.
+CONNECTIONS = [("init_process_group", 1)]
+MORE_CONNECTIONS = [("init_process_group", 0), ("new_group", 0), ("new_group", 1)]
+
 # Of the only rank: (what hangs, how, the line, settings).
 ALONE = [("planted:loss_sum", "hangs_once_it_is_told_to_stop", "in step 1, in hangs (planted.py, ")]
 MORE_ALONE = [
@@ -211,6 +224,47 @@ def test_a_rank_that_hangs_while_it_resumes_is_named_and_all_ranks_end(launch, w
     assert [rank.returncode for rank in first] == [0, 0], first[0].stderr
     (launch.folder / "run/summary.json").unlink()
     check_hang(launch, where, rank, (*words, *more))
+
+
+def check_start(launch, rank, said, **environ):
+    (launch.folder / "starts.py").write_text(STARTS)
+    words = words_of(launch.folder, timeout=4)
+    ends = launch.each(2, *words, module="starts.py", timeout=60, **environ)
+    other = ends[1 - rank]
+    assert other.returncode == 1
+    assert re.match(said, other.stderr.splitlines()[-1]), other.stderr
+    assert "Traceback" not in other.stderr
+    return ends[rank]
+
+
+def check_connection(launch, name, rank):
+    said = rf"error: rank {rank} of 2 has joined \(process \d+ on .*\), but not connected within "
+    said += rf"run.timeout_seconds=4: it hangs, .* \(rank {1 - rank} got: wait timeout"
+    hangs = check_start(launch, rank, said, PLANT=f"torch.distributed:{name}:{rank}:hangs")
+    assert hangs.returncode == 1
+    assert re.search(r'planted.py", line \d+ in hangs', hangs.stderr)
+
+
+@pytest.mark.bad_input("a rank that hangs between the rendezvous and the process groups")
+@pytest.mark.parametrize(("name", "rank"), CONNECTIONS)
+def test_a_rank_that_hangs_before_it_connects_is_named_and_all_ranks_end(launch, name, rank):
+    check_connection(launch, name, rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "rank"), MORE_CONNECTIONS)
+def test_a_rank_that_hangs_wherever_it_connects_is_named_and_all_ranks_end(launch, name, rank):
+    check_connection(launch, name, rank)
+
+
+@pytest.mark.bad_input("a rank that does not start")
+@pytest.mark.parametrize(
+    ("rank", "said"),
+    [(0, "no rank 0 at .* (Connection refused); start"), (1, "rank 1 of 2 has not joined at ")],
+)
+def test_a_rank_that_does_not_start_is_named_by_the_other_one(launch, rank, said):
+    said = f"error: {said}".replace("(", r"\(").replace(")", r"\)")
+    check_start(launch, rank, said, MISSING=str(rank), PLANT="planted:build_model:2:hangs")
 
 
 @pytest.mark.slow

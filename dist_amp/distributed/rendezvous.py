@@ -1,10 +1,13 @@
 """The rendezvous at MASTER_ADDR and MASTER_PORT, which names a rank that does not join."""
 
+import faulthandler
 import os
+import platform
 import resource
 import socket
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 
@@ -18,6 +21,7 @@ from dist_amp.errors import ConfigError, Transient, first_line, some_of
 # own sockets add no more than 100.
 OTHER_FILES = 200
 
+ANSWER_SECONDS = 5.0  # by which the ranks that give up on another one may differ
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -42,7 +46,7 @@ def rendezvous(rank: int, world_size: int, timeout_seconds: float) -> dist.Store
     deadline = time.monotonic() + timeout_seconds
     within = f"{host}:{port} within run.timeout_seconds={timeout_seconds:g}"
     store = _connected(rank, world_size, (host, port), timeout_seconds, within)
-    store.set(joined(rank), str(world_size))
+    store.set(joined(rank), f"{world_size} process {os.getpid()} on {platform.node()}")
     everyone = [joined(other) for other in range(world_size)]
     try:
         store.wait(everyone, timedelta(seconds=max(deadline - time.monotonic(), 1.0)))
@@ -57,7 +61,8 @@ def rendezvous(rank: int, world_size: int, timeout_seconds: float) -> dist.Store
                 f"{_ranks_have(missing, world_size)} not joined at {within}; start it, or check "
                 "its machine"
             ) from error
-    for other, size in enumerate(map(int, store.multi_get(everyone))):
+    for other, text in enumerate(store.multi_get(everyone)):
+        size = int(text.split()[0])
         if size != world_size:
             raise Transient(
                 f"rank {rank} was started with WORLD_SIZE={world_size}, but rank {other} at the "
@@ -65,6 +70,46 @@ def rendezvous(rank: int, world_size: int, timeout_seconds: float) -> dist.Store
                 "of nodes and processes"
             )
     return store
+
+
+@contextmanager
+def connecting(
+    rank: int, world_size: int, timeout_seconds: float, end_after: timedelta
+) -> Iterator[dist.Store]:  # type: ignore[name-defined]
+    """Give the store; a rank's key stays in it while the rank makes process groups in the block.
+
+    It ends the process, with its stacks, if the block hangs. Errors: Transient, with the ranks that
+    kept this one waiting, or rank 0 if it is gone.
+    """
+    store = rendezvous(rank, world_size, timeout_seconds)
+    start = time.monotonic()
+    faulthandler.dump_traceback_later(end_after.total_seconds(), exit=True, file=2)
+    try:
+        yield store
+    except RuntimeError as error:
+        got = f"(rank {rank} got: {first_line(error)})"
+        missing = []
+        try:
+            store.delete_key(joined(rank))
+            if time.monotonic() - start > 0.9 * timeout_seconds:  # no error of this rank
+                seconds = min(ANSWER_SECONDS, timeout_seconds / 4)
+                time.sleep(seconds)
+                missing = [other for other in range(world_size) if store.check([joined(other)])]
+                texts = [store.get(joined(other)).decode().partition(" ")[2] for other in missing]
+                time.sleep(seconds * (rank == 0))  # the others still ask its store
+        except RuntimeError:
+            left = "rank 0 left before all had connected; see its output"
+            raise Transient(f"{left} {got}") from error
+        if not missing:
+            raise
+        raise Transient(
+            f"{_ranks_have(missing, world_size)} joined ({some_of(texts)}), but not connected "
+            f"within run.timeout_seconds={timeout_seconds:g}: it hangs, is stopped or has died; "
+            f"see its output {got}"
+        ) from error
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    store.delete_key(joined(rank))  # torchrun may keep the store for its next attempt
 
 
 def _connected(

@@ -103,7 +103,9 @@ def report_failure(
         status = 1
         text = masked(f"rank {rank}: " + "".join(traceback.format_exception(error)).rstrip())
     torchrun_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    is_first = _is_first_to_report(world, store)
+    # A rank that waited in vain says so itself: others may be what it waited for.
+    waited = world is None and isinstance(error, Transient)
+    is_first = waited or _is_first_to_report(world, store)
     if is_first:
         sys.stdout.flush()
         start = ""
