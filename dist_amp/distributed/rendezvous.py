@@ -21,8 +21,6 @@ from dist_amp.errors import ConfigError, Transient, first_line, some_of
 # own sockets add no more than 100.
 OTHER_FILES = 200
 
-ANSWER_SECONDS = 5.0  # by which the ranks that give up on another one may differ
-
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -76,10 +74,9 @@ def rendezvous(rank: int, world_size: int, timeout_seconds: float) -> dist.Store
 def connecting(
     rank: int, world_size: int, timeout_seconds: float, end_after: timedelta
 ) -> Iterator[dist.Store]:  # type: ignore[name-defined]
-    """Give the store; a rank's key stays in it while the rank makes process groups in the block.
+    """The store, in which a rank has a key until it leaves the block or gives up on another one.
 
-    It ends the process, with its stacks, if the block hangs. Errors: Transient, with the ranks that
-    kept this one waiting, or rank 0 if it is gone.
+    A block that hangs ends the process, with its stacks. Errors: Transient, with the missing ranks.
     """
     store = rendezvous(rank, world_size, timeout_seconds)
     start = time.monotonic()
@@ -92,14 +89,13 @@ def connecting(
         try:
             store.delete_key(joined(rank))
             if time.monotonic() - start > 0.9 * timeout_seconds:  # no error of this rank
-                seconds = min(ANSWER_SECONDS, timeout_seconds / 4)
+                seconds = min(5.0, timeout_seconds / 4)  # by which the others may be later
                 time.sleep(seconds)
                 missing = [other for other in range(world_size) if store.check([joined(other)])]
                 texts = [store.get(joined(other)).decode().partition(" ")[2] for other in missing]
                 time.sleep(seconds * (rank == 0))  # the others still ask its store
         except RuntimeError:
-            left = "rank 0 left before all had connected; see its output"
-            raise Transient(f"{left} {got}") from error
+            raise Transient(f"rank 0 left before all had connected; see its output {got}") from None
         if not missing:
             raise
         raise Transient(

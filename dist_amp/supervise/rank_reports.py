@@ -29,7 +29,7 @@ RECENT = 8
 
 POLLING = re.compile("pt_|gloo|NCCL|cuda")  # names of threads
 
-WAITING_MODULES = {"bdb", "pydevd", "filelock"}
+WAITING_MODULES = {"bdb", "pydevd", "filelock"}  # the last for another process, however long
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 
@@ -43,7 +43,8 @@ class Process(NamedTuple):
 
     @classmethod
     def this(cls) -> "Process":
-        table = os.readlink("/proc/self/ns/pid")
+        path = "/proc/self/ns/pid"
+        table = os.readlink(path) if os.path.lexists(path) else ""
         return cls(platform.node(), os.getpid(), f"{platform.node()} {table}")
 
     @property
@@ -371,8 +372,7 @@ def busy_seconds(process: str = "self") -> float:
                     seconds += sum(map(busy_seconds, (thread / "children").read_text().split()))
     except (OSError, ValueError):
         seconds = 0.0
-    # Without these files: of this process alone.
-    return seconds or time.process_time() * (process == "self")
+    return seconds or time.process_time() * (process == "self")  # without these files: its own
 
 
 def is_kept_waiting() -> bool:
