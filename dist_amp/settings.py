@@ -58,7 +58,7 @@ class RunConfig(WithPaths):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA (or ROCm) if there is a GPU, else the CPU."""
     timeout_seconds: Annotated[float, Range(above=0)] = 300.0
-    """How long a collective may wait, a save may make no progress, an end may wait for uploads."""
+    """How long collectives and the last uploads may wait, a save or the only rank stand still."""
     eviction_notice: Literal["auto", "off", "aws", "gcp", "azure"] = "auto"
     """Which cloud's notice of an eviction stops the run, as a signal does; auto: the machine's."""
 

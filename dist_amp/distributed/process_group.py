@@ -11,8 +11,11 @@ import torch.distributed as dist
 A_DAY = timedelta(days=1)  # for collectives whose slowest rank takes as long as it takes
 
 
-def join(rank: int, world_size: int, device: torch.device, timeout_seconds: float) -> None:
-    """Make the default process group of all ranks: gloo, and NCCL on GPUs."""
+@contextmanager
+def join(
+    rank: int, world_size: int, device: torch.device, timeout_seconds: float
+) -> Iterator[None]:
+    """Make the default process group of all ranks, gloo and NCCL on GPUs; the block makes more."""
     backend = "gloo"
     device_id = None
     if device.type == "cuda":
@@ -22,21 +25,19 @@ def join(rank: int, world_size: int, device: torch.device, timeout_seconds: floa
     from dist_amp.distributed.flight_recorder import watched_timeout
 
     timeout = watched_timeout(device.type == "cuda", timeout_seconds)
-    store = None  # torch's own rendezvous at MASTER_ADDR and MASTER_PORT
-    # Ours names the ranks that do not join, and an address at which nobody answers.
-    from dist_amp.distributed.rendezvous import joined, rendezvous
+    # Ours names the ranks that do not join or hang, and an address at which nobody answers.
+    from dist_amp.distributed.rendezvous import connecting
 
-    store = rendezvous(rank, world_size, timeout_seconds)
-    dist.init_process_group(
-        backend,
-        timeout=timeout,
-        device_id=device_id,
-        store=store,
-        rank=rank,
-        world_size=world_size,
-    )
-    # All have joined; torchrun may keep the store for its next attempt.
-    store.delete_key(joined(rank))
+    with connecting(rank, world_size, timeout_seconds, 2 * timeout) as store:
+        dist.init_process_group(
+            backend,
+            timeout=timeout,
+            device_id=device_id,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+        )
+        yield
 
 
 def timeout_of(group: Any) -> timedelta | None:

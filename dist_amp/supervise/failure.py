@@ -31,16 +31,16 @@ def supervised(config: Config, ranks: Ranks, raises: bool = False) -> Iterator[J
         startup.lap("rendezvous")
         job.startup = startup
         ended.callback(lambda: job.at_end())
+        job.store = dist.HashStore()  # type: ignore[attr-defined]
         if dist.group.WORLD is not None:
             job.store = dist.group.WORLD.get_group_store()  # works where collectives do not
         contexts.callback(job.close)
-        if world.world_size > 1:
-            from dist_amp.supervise.watchdog import Watchdog
+        from dist_amp.supervise.watchdog import Watchdog
 
-            watchdog = Watchdog(job, end=lambda error: _end_failed(error, job))
-            last.callback(watchdog.has_ended.set)
-            contexts.callback(watchdog.time_the_end)
-            explanations.append(contexts.enter_context(watchdog).explain)
+        watchdog = Watchdog(job, end=lambda error: _end_failed(error, job))
+        last.callback(watchdog.has_ended.set)
+        contexts.callback(watchdog.time_the_end)
+        explanations.append(contexts.enter_context(watchdog).explain)
         try:
             yield job
             job.close()
@@ -103,7 +103,9 @@ def report_failure(
         status = 1
         text = masked(f"rank {rank}: " + "".join(traceback.format_exception(error)).rstrip())
     torchrun_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    is_first = _is_first_to_report(world, store)
+    # A rank that waited in vain says so itself: others may be what it waited for.
+    waited = world is None and isinstance(error, Transient)
+    is_first = waited or _is_first_to_report(world, store)
     if is_first:
         sys.stdout.flush()
         start = ""
