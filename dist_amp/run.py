@@ -20,7 +20,7 @@ from torch import nn
 
 from dist_amp.checkpoint.format import all_checkpoints, checkpoint_folder
 from dist_amp.checkpoint.resume import resume, with_dtype
-from dist_amp.checkpoint.saver import Saver, check_best_metric
+from dist_amp.checkpoint.saver import Saver, best_metric_problem
 from dist_amp.config.auto import accumulation_steps, pick_cast, pick_reduction, pick_strategy
 from dist_amp.config.load import load_config, with_task
 from dist_amp.config.task_class import build_task
@@ -225,8 +225,10 @@ def build_run(
     from dist_amp.checkpoint.task_state import Unsaved
 
     run.unsaved = Unsaved(run)
-    if hasattr(task, "best_metric"):
-        check_best_metric(run)
+    if problem := best_metric_problem(run):
+        raise ConfigError(problem)
+    if hasattr(task, "best_metric") and run.validation is None:
+        world.warn(f"best_metric={task.best_metric!r} has no effect, because nothing is evaluated")
     run.switches = process_switches()
     return run
 
@@ -373,7 +375,7 @@ def run_folder(config: RunConfig, world: World) -> Path:
 
         return local_folder(config.dir)
     if config.dir != "auto":
-        return Path(config.dir).expanduser()
+        return Path(config.dir)
     name = hashlib.sha256(_launch_id().encode()).hexdigest()[:6]
     earlier = sorted(Path("runs").glob(f"*-{name}"))
     fresh = Path("runs") / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{name}"

@@ -1,6 +1,7 @@
 """All settings: a dataclass per section; a type, range, default and meaning per key."""
 
 import math
+import os
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -33,8 +34,14 @@ Beta = Annotated[float, Range(low=0, below=1)]
 Strategy = Literal["single", "ddp", "fsdp", "hsdp"]
 
 
+class WithPaths:  # ~/ is the home folder, also where no shell expands it
+    def __post_init__(self) -> None:
+        texts = {name: text for name, text in vars(self).items() if isinstance(text, str)}
+        vars(self).update({name: os.path.expanduser(text) for name, text in texts.items()})
+
+
 @dataclass(frozen=True)
-class RunConfig:
+class RunConfig(WithPaths):
     dir: str = "auto"
     """The run's folder; auto: `runs/<UTC time>-<id>`, the same on all ranks and in all restarts by
     one torchrun. Name it yourself to continue later, or where machines may be replaced. An address
@@ -45,21 +52,19 @@ class RunConfig:
     deterministic: bool = False
     """Use deterministic kernels only: slower, and bit-identical from run to run."""
     resume: str = "auto"
-    """auto: from the newest valid checkpoint in run.dir, if any; never: start anew; or the path of
-    a checkpoint or a run.
-    """
+    """auto: run.dir's newest valid checkpoint, if any; never; or a path of a checkpoint or run."""
     allow_config_change: bool = False
     """Resume even if the data, or settings that affect the result, differ from the checkpoint's."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA (or ROCm) if there is a GPU, else the CPU."""
     timeout_seconds: Annotated[float, Range(above=0)] = 300.0
-    """How long a collective may wait, a save may make no progress, an end may wait for uploads."""
+    """How long collectives and the last uploads may wait, a save or the only rank stand still."""
     eviction_notice: Literal["auto", "off", "aws", "gcp", "azure"] = "auto"
     """Which cloud's notice of an eviction stops the run, as a signal does; auto: the machine's."""
 
 
 @dataclass(frozen=True)
-class TaskConfig:
+class TaskConfig(WithPaths):
     target: str = "dist_amp.tasks.causal_lm:CausalLM"
     """The task's class, as module:Class or path/to/file.py:Class."""
     args: Any = field(default_factory=dict)
@@ -67,7 +72,7 @@ class TaskConfig:
 
 
 @dataclass(frozen=True)
-class SourceConfig:
+class SourceConfig(WithPaths):
     """The keys of [data], and of each source of a mixture."""
 
     name: str = "auto"

@@ -6,7 +6,7 @@ rank, local_rank and world_size are as torchrun defines them.
 import atexit
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
@@ -183,14 +183,16 @@ def joined(config: RunConfig) -> Iterator[World]:
 
         raise_open_files(world.world_size)
     joins = not dist.is_initialized()
-    if joins:
-        join(world.rank, world.world_size, world.device, config.timeout_seconds)
     failed = True
     try:
-        timeout = timedelta(seconds=config.timeout_seconds)
-        control = dist.new_group(backend="gloo", timeout=timeout, group_desc="control")
-        # No timeout: a large checkpoint takes the slowest rank as long as it takes.
-        background = dist.new_group(backend="gloo", timeout=A_DAY)
+        with ExitStack() as joining:
+            timeout = timedelta(seconds=config.timeout_seconds)
+            if joins:
+                place = (world.rank, world.world_size, world.device)
+                joining.enter_context(join(*place, config.timeout_seconds))
+            control = dist.new_group(backend="gloo", timeout=timeout, group_desc="control")
+            # No timeout: a large checkpoint takes the slowest rank as long as it takes.
+            background = dist.new_group(backend="gloo", timeout=A_DAY)
         world = replace(world, control=control, background=background)
         yield world
         if joins:
@@ -199,6 +201,7 @@ def joined(config: RunConfig) -> Iterator[World]:
             world.barrier()
         failed = False
     finally:
+        joins = joins and dist.is_initialized()
         if joins and failed and world.device.type == "cuda":
             abort_process_groups()  # destroying would wait for collectives that never end
         elif joins:

@@ -5,4 +5,5 @@ set -euo pipefail
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
+export DIST_AMP_COMMAND="bash $0 ${*@Q}" # for the line that says how a stopped run continues
 exec "$PYTHON" -m dist_amp.demo "$@"

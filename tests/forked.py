@@ -118,11 +118,12 @@ class Launch:
         *args: object,
         fresh: bool = False,
         torchrun: tuple[str, ...] = (),
+        module: str = "dist_amp.train",
         **environment: str,
     ):
         words, environ = list(map(str, args)), self.environ(environment)
         if ranks == 0 and not fresh:
-            return Forked(words, self.folder, environ)
+            return Forked(words, self.folder, environ, module)
         launcher = []
         if ranks:
             options = f"--standalone --local-addr 127.0.0.1 --nproc_per_node={ranks}"

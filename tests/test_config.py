@@ -22,6 +22,7 @@ from dist_amp.settings import (
     PrecisionConfig,
     RunConfig,
     ScalerConfig,
+    TaskConfig,
     TrainConfig,
 )
 from dist_amp.supervise.command_line import Parser
@@ -531,3 +532,5 @@ def test_a_home_folders_path_is_expanded_from_files_environment_and_flags(tmp_pa
     options = parser.parse_args(["~/f", "--out=~/g"])
     assert (options.run, options.out) == (tmp_path / "f", tmp_path / "g")
     assert run_folder(RunConfig(dir="~/h"), World()) == tmp_path / "h"
+    made = [RunConfig(resume="~/a").resume, DataConfig(path="~/a").path, TaskConfig("~/a").target]
+    assert made == [f"{tmp_path}/a"] * 3

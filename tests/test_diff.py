@@ -314,6 +314,36 @@ def test_steps_that_are_taken_again_forget_the_settings_of_before(trained, tmp_p
         diff_deep.where_they_part([folder, folder], 3, 6)
 
 
+READS_ANOTHER_ROW = """import os
+from tiny import Rows, Tiny
+
+class Other(Rows):
+    def __getitem__(self, index):
+        is_other = os.environ["RANK"] == "1" and index % 4 == 1  # a start compares some others
+        return super().__getitem__(index + is_other)
+
+class Reads(Tiny):
+    def __init__(self, other: bool):
+        super().__init__()
+        self.other = other
+
+    def build_dataset(self, split):
+        rows = super().build_dataset(split)
+        return Other(**rows.columns) if self.other else rows
+"""
+
+
+def test_the_one_rank_that_reads_other_rows_is_named(launch, tmp_path, capsys):
+    (tmp_path / "reads.py").write_text(READS_ANOTHER_ROW)
+    words = ["--task.target", "reads.py:Reads", "--metrics.log_every", "1", "--train.steps", "2"]
+    for other in ("false", "true"):
+        done = launch.each(2, *words, "--task.args.other", other, "--run.dir", other)
+        assert [rank.returncode for rank in done] == [0, 0], done[0].stderr
+    assert diff.main([str(tmp_path / "false"), str(tmp_path / "true")]) == 1
+    said = "  only the losses of rank 1 differ: look at what it reads first\n"
+    assert said in capsys.readouterr().out
+
+
 def test_what_a_launcher_sets_is_no_difference_of_environments():
     names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"]
     names += ["TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "ROLE_RANK", "PET_NNODES"]

@@ -305,7 +305,7 @@ def test_a_notice_to_the_second_machine_stops_both_and_the_run_resumes_bit_for_b
     assert stopped["cause"].startswith("aws's notice of an eviction at 20")
     notice = rf"\(rank 1, {re.escape(socket.gethostname())}\): \d+ s of notice$"
     assert re.search(notice, stopped["cause"])
-    closing = f"stopped after step {stopped['steps']} by {stopped['cause']}; continue with"
+    closing = f"stopped after step {stopped['steps']} by {stopped['cause']}; to continue,"
     assert closing in said[0][0]
     assert "stopping within a few steps" in said[1][1], "the rank of the machine says so at once"
     resumed = summary_of(tmp_path / "run")

@@ -3,15 +3,18 @@
 import itertools
 import json
 import os
+import pdb  # noqa: T100 (a debugger is what is tested)
 import re
 import resource
 import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -19,6 +22,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from filelock import FileLock, Timeout
+from filelock import _api as filelock_api
 from forked import context
 from ranks import on_ranks
 from test_guards import watchdog_of
@@ -41,6 +46,7 @@ from dist_amp.supervise.rank_reports import (
     Report,
     busy_seconds,
     common_verdict,
+    is_kept_waiting,
     judge,
     main_thread_is_in,
     where_they_wait,
@@ -737,6 +743,37 @@ def test_a_rank_that_does_nothing_while_others_wait_hangs_after_the_timeout(job,
             hang.append((second, *(rank for _, rank in ranks.lost.values())))
     assert hang[0][1:] == (0,)
     assert 299 <= hang[0][0] <= 310, "the timeout, and two beats"
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_the_only_rank_hangs_after_the_timeout_unless_a_person_or_a_lock_keeps_it(
+    job, monkeypatch, waits
+):
+    planted_work(monkeypatch, works=False)
+    monkeypatch.setattr(watchdog, "is_kept_waiting", lambda: waits)
+    ranks, hang = job(1), []
+    for second in range(320):
+        ranks.seconds(1)
+        hang += [second] * bool(ranks.lost)
+    assert bool(hang) != waits
+    assert waits or 285 <= hang[0] <= 310, "the timeout, and two beats"
+
+
+def test_a_debugger_and_the_lock_of_a_file_keep_a_rank_waiting(tmp_path):
+    def ask(*_):
+        with ThreadPoolExecutor(1) as pool:
+            asked.append(pool.submit(is_kept_waiting).result())
+        return "continue\n"
+
+    asked = []
+    ask()
+    pdb.Pdb(stdin=SimpleNamespace(readline=ask), stdout=StringIO(), nosigint=True).set_trace()
+    sleeps = patch.object(filelock_api.time, "sleep", ask)
+    with FileLock(tmp_path / "lock"), sleeps, suppress(Timeout):
+        FileLock(tmp_path / "lock", is_singleton=False).acquire(timeout=0.1, poll_interval=0)
+    assert asked[0] is False
+    assert len(asked) > 2
+    assert all(asked[1:])
 
 
 def test_every_thread_but_the_watchdogs_and_torchs_own_counts_as_work():

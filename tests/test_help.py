@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,18 @@ def test_help_of_a_word_shows_the_settings_whose_name_or_meaning_has_it(word, fi
     settings = re.split(r"(?m)^  (?=--)", out)[1:]
     assert all(re.search(rf"(?i){word}", setting) for setting in settings)
     assert "--checkpoint.keep" not in out
+
+
+@pytest.mark.parametrize("section", [[], ["optim"]])
+def test_a_settings_meaning_is_wrapped_once_at_the_width_of_the_terminal(
+    section, capsys, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", "70")
+    assert train(["--help", *section]) == 0
+    meanings = re.findall(r"(?m)(?:^ {8,}\S.*\n)+", capsys.readouterr().out)
+    assert len(meanings) > 4
+    for line, after in (pair for meaning in meanings for pair in pairwise(meaning.splitlines())):
+        assert len(line) <= 70 < len(line) + 1 + len(after.split()[0])
 
 
 def test_help_in_a_pipe_that_is_closed_early_prints_no_traceback():

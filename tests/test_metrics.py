@@ -34,6 +34,7 @@ EVERY_RANK = {f"time/{name}_seconds" for name in PHASES.split()}
 EVERY_RANK |= {f"time/{name}_seconds" for name in ("checkpoint_stall", "evaluation", "diagnostics")}
 EVERY_RANK |= {f"throughput/{name}_per_second" for name in ("items", "tokens")}
 EVERY_RANK |= {f"memory/{name}" for name in ("peak_bytes", "peak_GiB", "allocated_bytes")}
+EVERY_RANK |= {"train/loss_sum"}
 TRAIN = "loss grad_norm lr clipped_share epoch samples_seen tokens_seen"
 AMP = "loss_scale loss_scale_log2 skipped_steps skipped_in_interval"
 RANK_0 = {"eval/loss", *(f"train/{name}" for name in TRAIN.split())}

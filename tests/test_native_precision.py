@@ -3,11 +3,14 @@ demo.
 """
 
 import os
+import re
 import sys
+import textwrap
 
 import pytest
 import torch
-from tiny import Tiny, make_run, save
+from conftest import ROOT
+from tiny import Rows, Tiny, make_run, save, take_steps
 
 from dist_amp.checkpoint.resume import with_dtype
 from dist_amp.commands import demo
@@ -17,6 +20,7 @@ from dist_amp.config.native_precision import check_dtype
 from dist_amp.errors import ConfigError
 from dist_amp.files import shipped_folder
 from dist_amp.precision import Precision, build_precision
+from dist_amp.run import build_run
 from dist_amp.settings import PrecisionConfig
 from dist_amp.supervise.explain import explain_half
 from dist_amp.world import World
@@ -159,6 +163,21 @@ def test_a_resumed_run_keeps_its_precision_on_any_cpu(cpu, tmp_path, amp, slowdo
     cpu(bf16=slowdown)
     assert precision_of(folder=tmp_path)[0] == name
     assert precision_of("--run.resume", str(tmp_path), folder=tmp_path / "new")[0] == name
+
+
+def test_the_lstm_that_the_recipes_show_trains_in_float32_where_bf16_is_emulated(cpu):
+    page = (ROOT / "docs/recipes.md").read_text()
+    (example,) = re.findall(r"(?s)## Train an LSTM on a CPU\n\n```py\n(.*?)```", page)
+    exec(textwrap.dedent(example), shown := {"F": torch.nn.functional, "nn": torch.nn})
+    methods = {name: shown[name] for name in ("build_model", "loss_sum")}
+    rows = Rows(x=torch.randn(16, 5, 8), y=torch.zeros(16, 5, 1))
+    methods |= {"build_dataset": lambda self, split: rows, "weight": lambda self, batch: 8}
+    cpu(bf16=30)
+    for words in ([], ["--use_amp", "false"]):
+        config = load_config(["--run.device", "cpu", "--run.dir", "unused", *words], environ={})
+        run = build_run(config, task=type("Shown", (), methods)())
+        (report,) = take_steps(run, 1)
+        assert (run.precision.name, bool(report.losses[0].isfinite())) == ("fp32", True)
 
 
 @pytest.mark.bad_input("half precision that a CPU's library has no kernel for")

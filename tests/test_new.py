@@ -281,7 +281,8 @@ def test_a_task_brings_the_features_that_read_its_optional_methods(tmp_path, mon
     assert f"features read: {said}; name them in --with" in capsys.readouterr().err
     assert new.main([*words, "--yes", "--without", "callbacks"]) == 64
     assert "callbacks is both asked for and left out" in capsys.readouterr().err
-    assert new.main([*words, "--yes"]) == 0
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert new.main(["~/my_project", "--task", "~/curve.py:Curve", "--yes"]) == 0
     root = tmp_path / "my_project"
     for file in ("optimizers/groups.py", "supervise/callbacks.py"):
         assert (root / "my_project" / file).exists()

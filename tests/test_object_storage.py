@@ -125,7 +125,7 @@ def test_a_run_continues_on_an_empty_disk_and_ends_as_one_that_was_not_stopped(
     assert f"run    {address_of(tmp_path)}, from step 0" in stopped[0].stdout
     (name,) = [path.name for path in (tmp_path / "first").iterdir()]
     assert f"local  first/{name}, uploaded to {address_of(tmp_path)}" in stopped[0].stdout
-    assert f"continue with --run.dir {address_of(tmp_path)}\n" in stopped[0].stdout
+    assert f"start the same job again with --run.dir {address_of(tmp_path)}\n" in stopped[0].stdout
     assert json.loads((bucket / "summary.json").read_text())["stopped_by"] == "preempted"
     shutil.rmtree(tmp_path / "first")
     ended = run(launch, "second", *layout)

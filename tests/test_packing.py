@@ -227,6 +227,19 @@ def test_shares_are_those_since_they_were_last_read():
         assert shares.read(World()) == pytest.approx({"padding_pct": 20, "counted_pct": 75})
 
 
+@pytest.mark.parametrize("pack", ["best_fit", "off"])
+def test_the_padding_that_is_said_at_the_start_is_that_of_the_metrics(pack, caplog):
+    rows, shares = rows_of(Documents.numbered(9, 4, 3, 7), 10, pack), TokenShares()
+    with caplog.at_level("INFO", "dist_amp"):
+        rows.describe("train")
+    shares.count(rows.packing.collate(list(rows)))
+    read = float(shares.read(World())["padding_pct"])
+    said = f"; {read:.2f}% of the places are padding"
+    if pack == "off":
+        said = "; a batch is padded to its longest row (train/padding_pct), not to that"
+    assert caplog.messages[0].endswith(said)
+
+
 def test_shares_tell_the_sources_of_counted_tokens():
     shares = TokenShares(["wiki", "code"])
     labels, sources = torch.tensor([[-100, 1, 2, 3, -100]]), torch.tensor([[0, 0, 1, 1, 1]])

@@ -3,18 +3,28 @@
 import json
 import re
 import signal
+import time
 
 import pytest
 from test_train import TINY
 
 PLANTED = """
-import importlib, os, re, time
+import importlib, os, re, signal, threading, time
 from tiny import Tiny
 from torch.utils.data import default_collate
 
 def hangs(*_, **__):
     while True:
         time.sleep(3600)
+
+def hangs_in_a_lock(*_, **__):
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+def hangs_once_it_is_told_to_stop(*_, **__):
+    os.kill(os.getpid(), signal.SIGTERM)
+    hangs()
 
 def works(*_, **__):
     end = time.monotonic() + 3 * TIMEOUT
@@ -113,6 +123,33 @@ RESUMED_HANGS = [
     ("planted:load_state_dict", 1, ()),
 ]
 
+# Before the task is imported.
+STARTS = """
+import os, sys
+import planted
+from dist_amp.train import main
+
+if os.environ["RANK"] != os.environ.get("MISSING"):
+    sys.exit(main())
+"""
+# (what hangs, the rank) after the rendezvous.
+CONNECTIONS = [("init_process_group", 1)]
+MORE_CONNECTIONS = [("init_process_group", 0), ("new_group", 0), ("new_group", 1)]
+
+# Of the only rank: (what hangs, how, the line, settings).
+ALONE = [("planted:loss_sum", "hangs_once_it_is_told_to_stop", "in step 1, in hangs (planted.py, ")]
+MORE_ALONE = [
+    ("planted:loss_sum", "hangs_in_a_lock", "in step 1, in hangs_in_a_lock (planted.py, "),
+    ("planted:collate", "hangs", "in step 1, in hangs (planted.py, "),
+    ("planted:collate", "hangs", "in step 1, in _receive (data.py, ", "--data.workers", "1"),
+    ("planted:build_dataset", "hangs", "at the start, in hangs (planted.py, "),
+    ("planted:metrics", "hangs", "in step 3, in hangs (planted.py, ", *EVALUATES),
+    ("planted:on_evaluation", "hangs", "in step 3, in hangs (planted.py, ", *EVALUATES),
+    ("planted:at_last_step", "hangs", "in step 5, in hangs (planted.py, "),
+    (f"{SAVER}:take_snapshot", "hangs", "in step 3, in hangs (planted.py, "),
+    ("dist_amp.telemetry.metrics:Metrics.close", "hangs", "in step 5, in hangs (planted.py, "),
+]
+
 
 def words_of(folder, *words, timeout=TIMEOUT):
     (folder / "planted.py").write_text(PLANTED)
@@ -146,6 +183,33 @@ def test_a_rank_that_hangs_outside_of_a_step_is_named_and_all_ranks_end(launch, 
     check_hang(launch, where, rank, words)
 
 
+def check_alone(launch, where, what, line, *words):
+    start = time.monotonic()
+    words = words_of(launch.folder, *words)
+    (end,) = launch.each(1, *words, timeout=60, PLANT=f"{where}:0:{what}")
+    assert end.returncode == 1, end.stderr[-3000:]
+    assert time.monotonic() - start < 3 * TIMEOUT + 15
+    assert "error: rank 0 hangs; its stacks:" in end.stderr
+    assert re.search(rf'planted.py", line \d+ in {what}', end.stderr)
+    summary = json.loads((launch.folder / "run/summary.json").read_text())
+    assert (summary["stopped_by"], summary["exit_code"]) == ("failed", 1)
+    hangs = r"rank 0 \(process \d+ on .*\) hangs: it has used no processor for run.timeout_seconds"
+    assert re.fullmatch(rf"{hangs}={TIMEOUT}; {re.escape(line)}line \d+\)", summary["cause"])
+    assert f"error: {summary['cause']}\n" in end.stderr
+
+
+@pytest.mark.bad_input("a hang of the only rank, with a signal to stop")
+@pytest.mark.parametrize("row", ALONE)
+def test_the_only_rank_is_named_and_ended_where_it_hangs(launch, row):
+    check_alone(launch, *row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", MORE_ALONE)
+def test_the_only_rank_is_named_and_ended_wherever_it_hangs(launch, row):
+    check_alone(launch, *row)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("where", "rank", "words"), MORE_HANGS)
 def test_a_rank_that_hangs_anywhere_is_named_and_all_ranks_end(launch, where, rank, words):
@@ -160,6 +224,47 @@ def test_a_rank_that_hangs_while_it_resumes_is_named_and_all_ranks_end(launch, w
     assert [rank.returncode for rank in first] == [0, 0], first[0].stderr
     (launch.folder / "run/summary.json").unlink()
     check_hang(launch, where, rank, (*words, *more))
+
+
+def check_start(launch, rank, said, **environ):
+    (launch.folder / "starts.py").write_text(STARTS)
+    words = words_of(launch.folder, timeout=4)
+    ends = launch.each(2, *words, module="starts.py", timeout=60, **environ)
+    other = ends[1 - rank]
+    assert other.returncode == 1
+    assert re.match(said, other.stderr.splitlines()[-1]), other.stderr
+    assert "Traceback" not in other.stderr
+    return ends[rank]
+
+
+def check_connection(launch, name, rank):
+    said = rf"error: rank {rank} of 2 has joined \(process \d+ on .*\), but not connected within "
+    said += rf"run.timeout_seconds=4: it hangs, .* \(rank {1 - rank} got: wait timeout"
+    hangs = check_start(launch, rank, said, PLANT=f"torch.distributed:{name}:{rank}:hangs")
+    assert hangs.returncode == 1
+    assert re.search(r'planted.py", line \d+ in hangs', hangs.stderr)
+
+
+@pytest.mark.bad_input("a rank that hangs between the rendezvous and the process groups")
+@pytest.mark.parametrize(("name", "rank"), CONNECTIONS)
+def test_a_rank_that_hangs_before_it_connects_is_named_and_all_ranks_end(launch, name, rank):
+    check_connection(launch, name, rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "rank"), MORE_CONNECTIONS)
+def test_a_rank_that_hangs_wherever_it_connects_is_named_and_all_ranks_end(launch, name, rank):
+    check_connection(launch, name, rank)
+
+
+@pytest.mark.bad_input("a rank that does not start")
+@pytest.mark.parametrize(
+    ("rank", "said"),
+    [(0, "no rank 0 at .* (Connection refused); start"), (1, "rank 1 of 2 has not joined at ")],
+)
+def test_a_rank_that_does_not_start_is_named_by_the_other_one(launch, rank, said):
+    said = f"error: {said}".replace("(", r"\(").replace(")", r"\)")
+    check_start(launch, rank, said, MISSING=str(rank), PLANT="planted:build_model:2:hangs")
 
 
 @pytest.mark.slow

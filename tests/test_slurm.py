@@ -232,7 +232,7 @@ def test_a_job_that_is_signalled_is_saved_queued_again_and_ends_bit_identical(
     assert affinities(job) == [os.sched_getaffinity(0)] * 2
     slurm.ask("scancel", "--signal=USR1", job)  # as --signal does before the limit: to srun's tasks
     wait_for(lambda: slurm.has(job)["JobState"] == "PENDING")
-    assert "by SIGUSR1; continue with" in log.read_text()
+    assert "by SIGUSR1; to continue, start the same job again with" in log.read_text()
     assert slurm.has(job)["Restarts"] == "1"
     time.sleep(2)  # a node refuses a start in the second in which it ended the job
     slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now")  # else in two minutes

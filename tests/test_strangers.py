@@ -823,6 +823,19 @@ def test_a_model_with_two_names_for_a_module_resumes(strategy, tmp_path):
     on_ranks(2, resume_shared, strategy, str(tmp_path))
 
 
+class Exported(Tiny):
+    def build_model(self):
+        exported = torch.export.export(super().build_model(), (torch.zeros(2, 8),)).module()
+        return exported if self.uneven else nn.Sequential(exported)
+
+
+@pytest.mark.bad_input("a model from torch.export")
+@pytest.mark.parametrize(("task", "part"), [(Exported(uneven=True), "the root"), (Exported(), "0")])
+def test_an_exported_model_is_refused_with_what_to_return(task, part):
+    said = f"{part} of the task's model is from torch.export, and can't"
+    assert refusal_of_a_build(World(), task).startswith(said)
+
+
 @pytest.mark.bad_input("a model with lazy layers")
 def test_a_lazy_layer_is_refused_by_name():
     with pytest.raises(DataError, match="the parameter 0.weight of the task's model has no shape"):

@@ -124,6 +124,8 @@ def test_the_address_pins_six_charts_that_a_run_has(folder, has_tokens):
     assert {card["plugin"] for card in cards} == {"scalars"}
     assert tags <= set(events_of(folder).Tags()["scalars"])
     assert ("throughput/tokens_per_second" in tags) == has_tokens
+    assert "eval/loss" in tags
+    assert not any("scale" in tag for tag in tags), "it is constant but in fp16"
     (colours,) = parse_qs(url.query)["runColorGroup"]
     names = [
         "rank00000",

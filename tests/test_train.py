@@ -4,9 +4,11 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 import tomllib
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -185,7 +187,9 @@ def test_a_signal_stops_all_ranks_at_one_step_and_the_run_goes_on(
     wait_for(lambda: (tmp_path / "run/metrics.jsonl").exists(), "the first logged step")
     below = [pid for process in started for pid in (process.pid, *children(process.pid))]
     os.kill(below[-1] if sent_to == "rank of torchrun" else started[-1].pid, signal.SIGTERM)
-    errors = [process.communicate(timeout=300)[1] for process in started]
+    outputs, errors = zip(*(process.communicate(timeout=300) for process in started), strict=True)
+    again = "; to continue, start the same job again with --run.dir run\n"
+    assert (again in outputs[0]) != by_torchrun
     expected = [1] if by_torchrun else [75] * ranks
     assert [process.returncode for process in started] == expected, errors[0][-2000:]
     stopped = summary_of(tmp_path / "run")
@@ -200,6 +204,39 @@ def test_a_signal_stops_all_ranks_at_one_step_and_the_run_goes_on(
         assert [rank.returncode for rank in done] == [0] * ranks, done[0].stderr[-2000:]
     assert summary_of(tmp_path / "run")["resumed_from_step"] == stopped["steps"]
     assert losses(tmp_path / "run") == losses(tmp_path / "through")
+
+
+STOPS = """import os, signal
+from tiny import Tiny
+
+class Stops(Tiny):
+    def on_step(self, run, report):
+        if run.step == 2 and run.resumed_from_step is None:
+            os.kill(os.getpid(), signal.SIGUSR1)
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "dist_amp train",
+        pytest.param("torchrun --nproc_per_node=2 -m dist_amp.train", marks=pytest.mark.slow),
+        pytest.param("dist_amp launch --nproc_per_node=2", marks=pytest.mark.slow),
+        pytest.param("dist_amp demo --nproc_per_node=2", marks=pytest.mark.slow),
+    ],
+)
+def test_a_stopped_run_says_the_whole_command_that_continues_it(launch, tmp_path, command):
+    (tmp_path / "stops.py").write_text(STOPS)
+    words = "--task.target stops.py:Stops --task.args.seed 5 --train.global_batch_size auto"
+    words += " --run.device cpu --use_amp false --train.steps 8 --run.resume never"
+    environ = launch.environ({"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"})
+    run = partial(subprocess.run, shell=True, cwd=tmp_path, env=environ, text=True)
+    said = run(f"{command} {words}", stdout=subprocess.PIPE).stdout
+    (folder,) = (tmp_path / "runs").iterdir()
+    again = f"{command} {words} --run.dir runs/{folder.name} --run.resume auto"
+    assert f"by SIGUSR1; continue with {again}\n" in said
+    assert run(again).returncode == 0
+    assert summary_of(folder)["resumed_from_step"] > 1
 
 
 @pytest.mark.bad_input("run.resume=never in a folder that holds a run")

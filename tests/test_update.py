@@ -74,12 +74,13 @@ def test_a_feature_is_adopted_and_removed_beside_edits(project, capsys):
     commit(project)
     before = git(project, "rev-parse", "HEAD^{tree}")
     assert inside(project, adopt, "ema") == 0
+    assert capsys.readouterr().out.endswith("\nadded ema\n")
     assert (project / "my_project/optimizers/ema.py").exists()
     assert "ema:" in (project / "my_project/settings.py").read_text()
     assert step.read_text().endswith("# mine\n")
     assert inside(project, adopt, "--remove", "ema") == 0
     assert git(project, "rev-parse", "HEAD^{tree}") == before
-    capsys.readouterr()
+    assert capsys.readouterr().out.endswith("\nremoved ema\n")
     assert inside(project, adopt, "--remove", "ema") == 0
     assert capsys.readouterr().out == "ema is not in the project\nnothing to do\n"
     assert inside(project, adopt, "console") == 0

@@ -113,30 +113,23 @@ class Saver(Observer):
         wait([pending.future], seconds)
 
 
-def check_best_metric(run: Run) -> None:
-    """Refuse a best_metric of the task that no evaluation can have. Errors: ConfigError."""
-    best = run.task.best_metric  # type: ignore[attr-defined]
-    has_more = hasattr(run.task, "metrics") or hasattr(run.task, "on_evaluation")
-    if not isinstance(best, str) or not (has_more or metric_name(best) == "loss"):
-        raise ConfigError(
-            f"the task's best_metric={best!r} is in no evaluation: name one of metrics(model, "
-            'batch), or one that on_evaluation adds, as "max:accuracy" or "min:error"'
-        )
-    if run.validation is None:
-        run.world.warn(f"best_metric={best!r} has no effect, because nothing is evaluated")
-
-
 def best_metric_problem(run: Run) -> str:
-    """Why the evaluation that this process made after this step has no best_metric, or ""."""
+    """Why best_metric is not in the evaluation just made or, before one, can be in none; or ""."""
     best = getattr(run.task, "best_metric", "loss")
-    names = run.metrics.evaluation
-    is_new = run.metrics.evaluated_step == run.step != run.resumed_from_step
-    if not (names and is_new) or metric_name(best) in names:
-        return ""
-    return (
-        f"the task's best_metric={best!r} is not in the evaluation after step {run.step}, whose "
-        f"checkpoint is saved: name one of {', '.join(names)}"
+    names = {"loss": 0.0}
+    may_have_more = hasattr(run.task, "metrics") or hasattr(run.task, "on_evaluation")
+    rule = (
+        "is in no evaluation: name one of metrics(model, batch), or one that on_evaluation adds, "
+        'as "max:accuracy" or "min:error"'
     )
+    if run.metrics.evaluation and run.metrics.evaluated_step == run.step != run.resumed_from_step:
+        names = run.metrics.evaluation
+        may_have_more = False
+        rule = f"is not in the evaluation after step {run.step}, whose checkpoint is saved: name "
+        rule += f"one of {', '.join(names)}"
+    if isinstance(best, str) and (may_have_more or metric_name(best) in names):
+        return ""
+    return f"the task's best_metric={best!r} {rule}"
 
 
 def write(snapshot: Snapshot, world: World, planner: DefaultSavePlanner, may_exist: bool) -> None:

@@ -147,7 +147,8 @@ def first_difference(
     b: RunFiles,
     leave_out: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """{"equal_until": step, "step": step, "metrics": {tag: [in A, in B]}}; the last two if any.
+    """{"equal_until": step, "step": step, "metrics": {tag: [in A, in B]}, "ranks": [rank]}; the
+    last three if any.
 
     Also "tolerance": the largest that a step was compared with, as all after it are; and "exact":
     the last step before it. Errors: DataError without a step that both have logged.
@@ -181,9 +182,17 @@ def first_difference(
             if relative_difference(*pair) > allowed:
                 parted[tag] = pair
         if parted:
+            report["ranks"] = ranks_apart(a.rows[step], b.rows[step])
             return report | {"step": step, "metrics": parted}
         report["equal_until"] = step
     return report
+
+
+def ranks_apart(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[int]:
+    """The ranks alone whose own losses differ in a logged step; [] for all, or other layouts."""
+    losses = [[of.get("train/loss_sum") for of in row.get("ranks", ())] for row in (a, b)]
+    apart = [rank for rank, pair in enumerate(zip(*losses, strict=False)) if len({*pair}) > 1]
+    return apart if len(losses[0]) == len(losses[1]) > len(apart) else []
 
 
 def first_fingerprint(a: RunFiles, b: RunFiles) -> dict[str, Any]:
@@ -309,6 +318,8 @@ def text_of(report: Mapping[str, Any]) -> str:
         for tag, (of_a, of_b) in list(metrics["metrics"].items())[:SHOWN]:
             apart = relative_difference(of_a, of_b)
             lines.append(f"  {tag}: {of_a} | {of_b}, {apart:.2g} of the larger")
+        if ranks := ", ".join(map(str, metrics["ranks"])):
+            lines.append(f"  only the losses of rank {ranks} differ: look at what it reads first")
         if report["random"]:
             lines.append(
                 "  no fault is reported: the steps draw random numbers, such as dropout's, which "

@@ -11,6 +11,7 @@ that trains by DDP and FSDP2, resumes and reports. On a terminal without argumen
 
 import ast
 import keyword
+import os
 import re
 import shutil
 import sys
@@ -36,7 +37,7 @@ def main(argv: Sequence[str]) -> None:
     root = shipped_folder()
     table = of_projects(root)
     options = parse(argv, table)
-    target = Path(options.name)
+    target = Path(os.path.expanduser(options.name))
     check_name(target, root)
     given = parse_task(options.task)
     wanted = named(options.wanted, table)
@@ -111,7 +112,7 @@ def parse_task(text: str) -> tuple[Path, ast.ClassDef] | None:
     if not text:
         return None
     file, _, name = text.rpartition(":")
-    path = Path(file)
+    path = Path(os.path.expanduser(file))
     if not path.is_file() or path.suffix != ".py" or not path.stem.isidentifier():
         raise ConfigError(f"--task {text} must be FILE.py:Class, with a file that exists")
     try:

@@ -113,22 +113,22 @@ def show_help(schema: type, prog: str, description: str, section: str = "") -> s
         )
     # tyro keeps a docstring's line breaks, and adds its own.
     lines = "\n".join(line.rstrip() for line in text.getvalue().splitlines())
-    return re.sub(r"(?m)^ {8}\S.*(?:\n {8}\S.*)+", rewrapped, lines)
+    return re.sub(r"(?m)^(  -\S.*?)( {2,}|\n +)(\S.*(?:\n {8,}\S.*)*)", rewrapped, lines)
 
 
-def rewrapped(paragraph: re.Match[str]) -> str:
-    """The meaning of a setting, in lines as wide as the terminal."""
-    indent = " " * 8
-    width = get_terminal_size().columns
-    words = " ".join(paragraph[0].split())
-    return fill(
-        words,
-        width,
+def rewrapped(setting: re.Match[str]) -> str:
+    """A setting with its meaning in lines as wide as the terminal."""
+    name, between, meaning = setting.groups()
+    indent = " " * len((name + between).rpartition("\n")[2])
+    lines = fill(
+        " ".join(meaning.split()),
+        get_terminal_size().columns,
         initial_indent=indent,
         subsequent_indent=indent,
         break_long_words=False,
         break_on_hyphens=False,
     )
+    return name + between + lines.lstrip()
 
 
 def only(schema: type, section: str) -> Any:

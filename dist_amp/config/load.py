@@ -30,7 +30,7 @@ ALIASES = {"use_amp": "precision.use_amp"}
 ENVIRONMENT_PREFIX = "DIST_AMP_"
 # Used by the launch scripts, set by `dist_amp launch` for its ranks, and by optional features.
 NOT_SETTINGS = {"DIST_AMP_PYTHON", "DIST_AMP_LAUNCHER", "DIST_AMP_CACHE", "DIST_AMP_METADATA"}
-NOT_SETTINGS |= {"DIST_AMP_FAILED_AT"}  # of a restarted rank
+NOT_SETTINGS |= {"DIST_AMP_COMMAND", "DIST_AMP_FAILED_AT"}  # of a demo; of a restarted rank
 # A task's arguments with such names are not written.
 SECRET = re.compile(
     r"(^|_)(password|passwd|pwd|passphrase|secret|credentials?|api_?key|"

@@ -171,10 +171,7 @@ def _scalar(kind: Any, choices: Sequence[Any], words: Sequence[str]) -> Any:
         raise WrongType(f"{expected}, without quotes")
     if names:
         return names[words[0]]
-    word = words[0]
-    if word == "~" or word.startswith("~/"):  # which no shell expands in a file, nor after =
-        word = os.path.expanduser(word)
     try:
-        return kind(word)
+        return kind(os.path.expanduser(words[0]))  # of the task's arguments, too
     except (TypeError, ValueError):
         raise WrongType(expected) from None

@@ -194,7 +194,7 @@ def check_coupled(task: Any, split: str, length: int, batch: int, world: World) 
 
 
 def check_model(module: Any) -> None:
-    """Errors: DataError for what is no module, or has nothing to train, complex or lazy parts."""
+    """Errors: DataError for what can't be trained; ConfigError for a part from torch.export."""
     if not isinstance(module, nn.Module):
         raise DataError(
             f"the task's build_model returned {type(module).__name__}; return the model, an "
@@ -222,6 +222,9 @@ def check_model(module: Any) -> None:
                 f"the layer {name} of the task's model has sparse gradients, which are neither "
                 "reduced nor clipped; use sparse=False"
             )
+        if part.train.__module__ == "torch.export.exported_program":
+            what = f"{name or 'the root'} of the task's model is from torch.export"
+            raise ConfigError(f"{what}, and can't train(); return the model that was exported")
     if not any(p.requires_grad for p in module.parameters()):
         raise DataError(
             f"none of the {len(list(module.parameters()))} parameters of the task's model is "

@@ -1,7 +1,7 @@
 """Process groups: the store, timeouts, meshes and the abort; less of it without private names."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -13,8 +13,11 @@ from dist_amp.files import present
 A_DAY = timedelta(days=1)  # for collectives whose slowest rank takes as long as it takes
 
 
-def join(rank: int, world_size: int, device: torch.device, timeout_seconds: float) -> None:
-    """Make the default process group of all ranks: gloo, and NCCL on GPUs."""
+@contextmanager
+def join(
+    rank: int, world_size: int, device: torch.device, timeout_seconds: float
+) -> Iterator[None]:
+    """Make the default process group of all ranks, gloo and NCCL on GPUs; the block makes more."""
     backend = "gloo"
     device_id = None
     if device.type == "cuda":
@@ -25,22 +28,23 @@ def join(rank: int, world_size: int, device: torch.device, timeout_seconds: floa
         from dist_amp.distributed.flight_recorder import watched_timeout
 
         timeout = watched_timeout(device.type == "cuda", timeout_seconds)
-    store = None  # torch's own rendezvous at MASTER_ADDR and MASTER_PORT
+    # torch's own rendezvous at MASTER_ADDR and MASTER_PORT has store=None.
+    connected: AbstractContextManager[Any] = nullcontext()
     if present("distributed.rendezvous"):
-        # Names the ranks that do not join, and an address at which nobody answers.
-        from dist_amp.distributed.rendezvous import joined, rendezvous
+        # Names the ranks that do not join or hang, and an address at which nobody answers.
+        from dist_amp.distributed.rendezvous import connecting
 
-        store = rendezvous(rank, world_size, timeout_seconds)
-    dist.init_process_group(
-        backend,
-        timeout=timeout,
-        device_id=device_id,
-        store=store,
-        rank=rank,
-        world_size=world_size,
-    )
-    if store is not None:  # all have joined; torchrun may keep the store for its next attempt
-        store.delete_key(joined(rank))
+        connected = connecting(rank, world_size, timeout_seconds, 2 * timeout)
+    with connected as store:
+        dist.init_process_group(
+            backend,
+            timeout=timeout,
+            device_id=device_id,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+        )
+        yield
 
 
 def timeout_of(group: Any) -> timedelta | None:

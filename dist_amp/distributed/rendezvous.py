@@ -3,11 +3,14 @@
 Docs: docs/launching.md
 """
 
+import faulthandler
 import os
+import platform
 import resource
 import socket
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 
@@ -20,7 +23,6 @@ from dist_amp.errors import ConfigError, Transient, first_line, some_of
 # shards. Measured for two ranks on the CPU: 18, and 7 per loader worker. Assumed: a GPU and NCCL's
 # own sockets add no more than 100.
 OTHER_FILES = 200
-
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -45,7 +47,7 @@ def rendezvous(rank: int, world_size: int, timeout_seconds: float) -> dist.Store
     deadline = time.monotonic() + timeout_seconds
     within = f"{host}:{port} within run.timeout_seconds={timeout_seconds:g}"
     store = _connected(rank, world_size, (host, port), timeout_seconds, within)
-    store.set(joined(rank), str(world_size))
+    store.set(joined(rank), f"{world_size} process {os.getpid()} on {platform.node()}")
     everyone = [joined(other) for other in range(world_size)]
     try:
         store.wait(everyone, timedelta(seconds=max(deadline - time.monotonic(), 1.0)))
@@ -60,7 +62,8 @@ def rendezvous(rank: int, world_size: int, timeout_seconds: float) -> dist.Store
                 f"{_ranks_have(missing, world_size)} not joined at {within}; start it, or check "
                 "its machine"
             ) from error
-    for other, size in enumerate(map(int, store.multi_get(everyone))):
+    for other, text in enumerate(store.multi_get(everyone)):
+        size = int(text.split()[0])
         if size != world_size:
             raise Transient(
                 f"rank {rank} was started with WORLD_SIZE={world_size}, but rank {other} at the "
@@ -68,6 +71,44 @@ def rendezvous(rank: int, world_size: int, timeout_seconds: float) -> dist.Store
                 "of nodes and processes"
             )
     return store
+
+
+@contextmanager
+def connecting(
+    rank: int, world_size: int, timeout_seconds: float, end_after: timedelta
+) -> Iterator[dist.Store]:  # type: ignore[name-defined]
+    """The store, in which a rank has a key until it leaves the block or gives up on another one.
+
+    A block that hangs ends the process, with its stacks. Errors: Transient, with the missing ranks.
+    """
+    store = rendezvous(rank, world_size, timeout_seconds)
+    start = time.monotonic()
+    faulthandler.dump_traceback_later(end_after.total_seconds(), exit=True, file=2)
+    try:
+        yield store
+    except RuntimeError as error:
+        got = f"(rank {rank} got: {first_line(error)})"
+        missing = []
+        try:
+            store.delete_key(joined(rank))
+            if time.monotonic() - start > 0.9 * timeout_seconds:  # no error of this rank
+                seconds = min(5.0, timeout_seconds / 4)  # by which the others may be later
+                time.sleep(seconds)
+                missing = [other for other in range(world_size) if store.check([joined(other)])]
+                texts = [store.get(joined(other)).decode().partition(" ")[2] for other in missing]
+                time.sleep(seconds * (rank == 0))  # the others still ask its store
+        except RuntimeError:
+            raise Transient(f"rank 0 left before all had connected; see its output {got}") from None
+        if not missing:
+            raise
+        raise Transient(
+            f"{_ranks_have(missing, world_size)} joined ({some_of(texts)}), but not connected "
+            f"within run.timeout_seconds={timeout_seconds:g}: it hangs, is stopped or has died; "
+            f"see its output {got}"
+        ) from error
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    store.delete_key(joined(rank))  # torchrun may keep the store for its next attempt
 
 
 def _connected(

@@ -23,6 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from dist_amp.errors import DataError, nearest_name
+from dist_amp.optimizers.groups import call_back
 from dist_amp.run import Run
 from dist_amp.supervise.lifecycle import Stop
 from dist_amp.task import as_scalar, call_task
@@ -58,8 +59,6 @@ class Callbacks(Observer):
 
     def after_step(self, report: StepReport, micro_batches: Sequence[Any]) -> None:
         if self._calls:
-            from dist_amp.optimizers.groups import call_back
-
             wish = call_back(self._run, "on_step(run, report)", report)
             self._stop.ended_by = self._stop.ended_by or wish
             refuse_frozen(self._run)

@@ -5,7 +5,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -25,23 +25,24 @@ Ranks = AbstractContextManager[World]  # such as `world.start`
 @contextmanager
 def supervised(config: Config, ranks: Ranks, raises: bool = False) -> Iterator[Job]:
     """Report what ends the block, close the run. Errors: SystemExit, or it if `raises`."""
-    explanations: list[Callable[[BaseException], BaseException]] = []
     startup = Startup()
     with ExitStack() as ended, ExitStack() as last, ranks as world, ExitStack() as contexts:
         job = Job(config, world, raises=raises)
         startup.lap("rendezvous")
         job.startup = startup
         ended.callback(lambda: job.at_end())
+        job.store = dist.HashStore()  # type: ignore[attr-defined]
         if dist.group.WORLD is not None:
             job.store = dist.group.WORLD.get_group_store()  # works where collectives do not
         contexts.callback(job.close)
-        if world.world_size > 1 and present("supervise.watchdog"):
+        watchdog = None
+        if present("supervise.watchdog"):
             from dist_amp.supervise.watchdog import Watchdog
 
             watchdog = Watchdog(job, end=lambda error: _end_failed(error, job))
             last.callback(watchdog.has_ended.set)
             contexts.callback(watchdog.time_the_end)
-            explanations.append(contexts.enter_context(watchdog).explain)
+            contexts.enter_context(watchdog)
         try:
             yield job
             job.close()
@@ -52,8 +53,8 @@ def supervised(config: Config, ranks: Ranks, raises: bool = False) -> Iterator[J
                 from dist_amp.supervise.explain import explain_error
 
                 explained = explain_error(explained, job)
-            for explain in explanations:
-                explained = explain(explained)
+            if watchdog is not None:
+                explained = watchdog.explain(explained)
             job.status = _end_failed(explained, job)
             if raises:
                 raise explained  # noqa: B904 (often the error itself, which is no cause of itself)
@@ -112,7 +113,9 @@ def report_failure(
         status = 1
         text = masked(f"rank {rank}: " + "".join(traceback.format_exception(error)).rstrip())
     torchrun_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    is_first = _is_first_to_report(world, store)
+    # A rank that waited in vain says so itself: others may be what it waited for.
+    waited = world is None and isinstance(error, Transient)
+    is_first = waited or _is_first_to_report(world, store)
     if is_first:
         sys.stdout.flush()
         start = ""

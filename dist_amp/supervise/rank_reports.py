@@ -29,6 +29,8 @@ RECENT = 8
 
 POLLING = re.compile("pt_|gloo|NCCL|cuda")  # names of threads
 
+WAITING_MODULES = {"bdb", "pydevd", "filelock"}  # the last for another process, however long
+
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 
 
@@ -41,7 +43,8 @@ class Process(NamedTuple):
 
     @classmethod
     def this(cls) -> "Process":
-        table = os.readlink("/proc/self/ns/pid")
+        path = "/proc/self/ns/pid"
+        table = os.readlink(path) if os.path.lexists(path) else ""
         return cls(platform.node(), os.getpid(), f"{platform.node()} {table}")
 
     @property
@@ -190,7 +193,7 @@ def judge(reports: Reports, timed_out: bool) -> Verdict:
     """Who is at fault, by every rank's report.
 
     A rank hangs if it waits in no collective, and others are in one that it has not entered. Where
-    torch records no collectives, it is the one whose own does not time out.
+    torch records no collectives, or a rank is alone, it is the one whose own does not time out.
     """
     answered = {rank: report for rank, report in reports.items() if report is not None}
     if any(report.state == "failed" for report in answered.values()):
@@ -202,7 +205,8 @@ def judge(reports: Reports, timed_out: bool) -> Verdict:
         if timed_out and runs and (rank in behind or not report.groups):
             hanging.append(rank)
     silent = [rank for rank in reports if rank not in answered]
-    return Verdict(silent, hanging, where_they_wait(reports))
+    places = where_they_wait(reports) or "; ".join(_place(answered[rank]) for rank in hanging)
+    return Verdict(silent, hanging, places)
 
 
 def common_verdict(
@@ -314,9 +318,7 @@ def _state_of(report: Report | None, wait: Entered, process: Any) -> tuple[int, 
         return MISSING, "no answer"
     if report.waits_in == wait:
         return WAITS, f"in {_collective_text(wait, report)}"
-    place = f"in step {report.step + 1}" if report.step >= 0 else "at the start"
-    if report.main_thread_is_in:
-        place += f", in {report.main_thread_is_in}"
+    place = _place(report)
     group = report.groups.get(wait.group)
     operation = group.recent.get(str(wait.number)) if group else None
     if operation not in (None, wait.operation):
@@ -326,6 +328,12 @@ def _state_of(report: Report | None, wait: Entered, process: Any) -> tuple[int, 
     entered = group.last if group else 0
     order = ARRIVED if entered >= wait.number else MISSING
     return order, f"not arrived (entered {entered} of them), {place}"
+
+
+def _place(report: Report) -> str:
+    """`in step 5, in loss_sum (task.py, line 12)`."""
+    place = f"in step {report.step + 1}" if report.step >= 0 else "at the start"
+    return f"{place}, in {report.main_thread_is_in}".removesuffix(", in ")
 
 
 def _collective_text(entered: Entered, report: Report) -> str:
@@ -351,20 +359,29 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(texts)}"
 
 
-def busy_seconds() -> float:
-    """Processor seconds of this process and its children, but of threads that only poll."""
-    nanoseconds = 0
+def busy_seconds(process: str = "self") -> float:
+    """Processor seconds of this process and all that it started, but of threads that only poll."""
+    seconds = 0.0
     try:
-        for thread in Path("/proc/self/task").iterdir():
+        for thread in Path("/proc", process, "task").iterdir():
             with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
                 name = (thread / "comm").read_text()
-                if int(thread.name) != threading.get_native_id() and not POLLING.match(name):
-                    children = (thread / "children").read_text().split()
-                    for path in (thread, *(Path("/proc", child) for child in children)):
-                        nanoseconds += int((path / "schedstat").read_text().split()[0])
+                is_own = int(thread.name) == threading.get_native_id() or POLLING.match(name)
+                if process != "self" or not is_own:
+                    seconds += int((thread / "schedstat").read_text().split()[0]) / 1e9
+                    seconds += sum(map(busy_seconds, (thread / "children").read_text().split()))
     except (OSError, ValueError):
-        return time.process_time()
-    return nanoseconds / 1e9
+        seconds = 0.0
+    return seconds or time.process_time() * (process == "self")  # without these files: its own
+
+
+def is_kept_waiting() -> bool:
+    """Whether a person keeps the main thread, at a prompt or in a debugger, or a file's lock."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frames = [each for each, _ in traceback.walk_stack(frame)]
+    modules = {str(each.f_globals.get("__name__")).partition(".")[0] for each in frames}
+    is_traced = any(each.f_trace is not None for each in frames)
+    return hasattr(sys, "ps1") or is_traced or bool(modules & WAITING_MODULES)
 
 
 def main_thread_is_in(name: str = "MainThread") -> str:

@@ -35,6 +35,7 @@ from dist_amp.supervise.rank_reports import (
     busy_seconds,
     common_verdict,
     have_parted,
+    is_kept_waiting,
     is_true_within,
     main_thread_is_in,
     ranks_behind,
@@ -60,11 +61,13 @@ IDLE_SHARE = 1 / 1000
 
 # What has failed, and what the ranks at fault did. CLOSED: a connection, as that of a dead rank.
 CLOSED, TIMED_OUT, LOST, SILENT, FAILED = "closed", "timed out", "lost", "silent", "failed"
+IDLE = "idle"  # the only rank
 DIED = "died without an error: it was killed, or its code ended it; its machine's log may say why"
 FAULTS = {
     CLOSED: DIED,
     LOST: DIED,
     SILENT: "gave no sign of life: it is stopped, or its machine or the network to it is down",
+    IDLE: "hangs: it has used no processor for run.timeout_seconds={:g}",
     TIMED_OUT: (
         "did not take part in a collective in time: it hangs, is stopped or its machine is down"
     ),
@@ -81,9 +84,9 @@ class Heartbeat:
 
     A dead rank is noticed by its neighbour on the machine, a silent one by its neighbour among all.
     A rank that has waited for long compares all reports: if one is missing, it prints a line, and
-    every rank writes its threads' stacks. A rank that the others wait for, and that does nothing
-    for run.timeout_seconds, hangs. The store's `stall` is "RANK" of the one that compares, "RANK
-    LINE" once it has printed the line.
+    every rank writes its threads' stacks. A rank that the others wait for, or the only one, hangs
+    if it does nothing for run.timeout_seconds. The store's `stall` is "RANK" of the one that
+    compares, "RANK LINE" once it has printed the line.
     """
 
     def __init__(
@@ -112,7 +115,7 @@ class Heartbeat:
         self._written = ""  # the line with which this rank's stacks were written
 
     def poll(self, stall: str) -> tuple[str, int]:
-        """About once a second: LOST, SILENT or TIMED_OUT, and the rank; else ("", 0)."""
+        """About once a second: LOST, SILENT, TIMED_OUT or IDLE, and the rank; else ("", 0)."""
         self._write_stacks(stall.partition(" ")[2])
         for rank in self._same_machine:
             if self._processes[rank].is_dead:
@@ -123,7 +126,8 @@ class Heartbeat:
         step = self._job.steps_taken
         busy_before, self._busy_seconds = self._busy_seconds, busy_seconds()
         least = IDLE_SHARE * (now - self._beat_at)
-        if step != self._step or abs(self._busy_seconds - busy_before) > least:
+        is_busy = step != self._step or abs(self._busy_seconds - busy_before) > least
+        if is_busy or is_kept_waiting():
             self._idle_since = now
         if now - self._beat_at > 3 * self._period:
             self._beats.clear()  # this process was stopped, and the others may have been too
@@ -136,6 +140,8 @@ class Heartbeat:
         self._has_stepped |= 0 <= self._step < step
         self._step = step
         self._board.beat(report, now)
+        if not self._neighbours and report.idle_seconds >= self._timeout:
+            return IDLE, self._rank
         for rank in self._compare(report, stall, now):
             return TIMED_OUT, rank
         for rank in self._neighbours:
@@ -343,11 +349,13 @@ class Watchdog(AbstractContextManager["Watchdog"]):
     def _end_by(self, error: Transient) -> None:
         """Report the error, if none has been, and end the process, even if its disk hangs."""
         status = self._job.status or 1
+        self._job.raises = False  # nobody is left to show it
         try:
             if self._job.status is None:
                 status = in_time(REPORT_SECONDS, lambda: self._end(error))
         finally:
-            if self._rank == 0:  # the others wait for this one, then still read from the store
+            # The others wait for this one, then still read from the store.
+            if self._rank == 0 and len(self._processes) > 1:
                 time.sleep(2 * self._answer_seconds)
             os._exit(status)
 
@@ -402,7 +410,7 @@ class Watchdog(AbstractContextManager["Watchdog"]):
                     os.kill(process.pid, signal.SIGKILL)
 
     def _common_verdict(self, event: str) -> Verdict:
-        is_timeout = event == TIMED_OUT
+        is_timeout = event in (TIMED_OUT, IDLE)
         return common_verdict(self._board, is_timeout, self._processes, self._answer_seconds)
 
     def _report(self, state: State) -> Report:
@@ -429,7 +437,7 @@ class Watchdog(AbstractContextManager["Watchdog"]):
             return "another rank has failed, and this one's main thread did not end"
         names = ", ".join(map(self._name, verdict.at_fault))
         where = f"; {verdict.where}" if verdict.where else ""
-        return f"rank {names} {FAULTS[event]}{where}"
+        return f"rank {names} {FAULTS[event].format(self._timeout)}{where}"
 
     def _name(self, rank: int) -> str:
         return f"{rank} ({self._processes[rank]})"

@@ -127,6 +127,7 @@ class LogRow:
         seconds = {tag: self.per_step(self.columns(of).sum(axis=1)) for tag, of in TIMES.items()}
         seconds |= {tag: self.column(phase) for tag, phase in INTERRUPTIONS.items()}
         tags = {
+            "train/loss_sum": self.column("loss_sum"),
             "throughput/items_per_second": self.per_second("items"),
             "memory/peak_bytes": self.column("peak_bytes"),
             "memory/allocated_bytes": self.column("allocated_bytes"),
