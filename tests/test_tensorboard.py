@@ -20,12 +20,12 @@ from tiny import Tiny, make_run, take_steps
 
 from dist_amp.commands.board import main as board
 from dist_amp.commands.board import main_tags, pinned_url
+from dist_amp.config.load import command_line
 from dist_amp.diagnostics.numerics import Numerics
 from dist_amp.step import evaluate
 from dist_amp.supervise.callbacks import train_metrics
 from dist_amp.supervise.environment import (
     code_folder,
-    command_line,
     environment,
     git_state,
     source_of,

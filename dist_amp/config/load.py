@@ -3,6 +3,7 @@
 import keyword
 import os
 import re
+import shlex
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -158,6 +159,20 @@ def hidden(value: Any, name: str = "") -> Any:
     if isinstance(value, str) and value:
         return MASK if SECRET.search(name) else masked(value)
     return value
+
+
+def command_line(words: Sequence[str]) -> str:
+    """As for a shell, without the values of secret settings."""
+    shown = []
+    key = ""
+    for word in words:
+        name, equals, value = word.partition("=")
+        if word.startswith("-"):
+            key = name.replace("-", "_").strip("_").rpartition(".")[2]
+            shown.append(name + equals + hidden(value, key))
+        else:
+            shown.append(hidden(word, key))
+    return shlex.join(shown)
 
 
 def _without_none(items: list[tuple[str, Any]]) -> dict[str, Any]:

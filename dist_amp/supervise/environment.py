@@ -10,11 +10,10 @@ import json
 import os
 import platform
 import re
-import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 import dist_amp
-from dist_amp.config.load import hidden
+from dist_amp.config.load import command_line
 from dist_amp.errors import masked
 from dist_amp.files import present, write_durably
 from dist_amp.run import Run
@@ -142,20 +141,6 @@ def versions() -> dict[str, str]:
         with suppress(importlib.metadata.PackageNotFoundError):
             rows[package] = importlib.metadata.version(package)
     return rows
-
-
-def command_line(words: Sequence[str]) -> str:
-    """As for a shell, without the values of secret settings."""
-    shown = []
-    key = ""
-    for word in words:
-        name, equals, value = word.partition("=")
-        if word.startswith("-"):
-            key = name.replace("-", "_").strip("_").rpartition(".")[2]
-            shown.append(name + equals + hidden(value, key))
-        else:
-            shown.append(hidden(word, key))
-    return shlex.join(shown)
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:

@@ -13,11 +13,11 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from dist_amp.config.load import command_line
 from dist_amp.distributed.signals import handle_signals
 from dist_amp.errors import SAVED_AND_STOPPED
 from dist_amp.files import run_dir
 from dist_amp.run import Run
-from dist_amp.supervise.banner import command_line
 from dist_amp.supervise.lifecycle import Stop, write_summary
 from dist_amp.world import World
 
