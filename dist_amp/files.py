@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,8 @@ ADDRESS = ".address"  # in a local folder that stands for one on object storage
 @cache
 def present(feature: str) -> bool:
     """Whether this project has the file, or folder, of a feature, such as "optimizers.ema"."""
-    return find_spec(f"dist_amp.{feature}") is not None
+    path = Path(__file__).parent.joinpath(*feature.split("."))
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
 
 
 def missing(feature: str) -> str:
