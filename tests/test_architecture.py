@@ -10,6 +10,7 @@ import sys
 import architecture
 import pytest
 from architecture import Size, files, imports_of, modules_imported, unit_of
+from torch.distributed.fsdp import FSDPModule
 
 # Lower ones first; a file imports from its own folder, or from what stands before it.
 ORDER = [
@@ -95,6 +96,10 @@ def step_sizes():
     return architecture.step_sizes()
 
 
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"),
+    reason="before torch 2.13 this project's code gives unused parameters their gradients",
+)
 @pytest.mark.parametrize("strategy", architecture.STRATEGIES)
 def test_a_steady_step_executes_at_most_400_lines_in_9_files(step_sizes, strategy):
     assert fits(step_sizes[strategy], lines=400, files=9), step_sizes[strategy]

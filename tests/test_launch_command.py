@@ -18,6 +18,7 @@ import torch.distributed as dist
 from conftest import ROOT
 from forked import Forked
 from torch.distributed import run as torchrun
+from torch.distributed.elastic.agent.server import api as agents
 from torch.distributed.elastic.agent.server.api import WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -566,7 +567,19 @@ def test_a_signal_while_ranks_are_being_started_or_one_that_was_swallowed_is_rai
         assert found.value.sigval == signal.SIGINT
 
 
-def test_a_signal_in_the_middle_of_the_ranks_start_leaves_none_behind(tmp_path, monkeypatch):
+@pytest.fixture
+def agents_signals():
+    """For a launcher in this process, which sets handlers."""
+    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1]
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def test_a_signal_in_the_middle_of_the_ranks_start_leaves_none_behind(
+    tmp_path, monkeypatch, agents_signals
+):
     started = []
 
     class Half(subprocess.Popen):
@@ -579,17 +592,37 @@ def test_a_signal_in_the_middle_of_the_ranks_start_leaves_none_behind(tmp_path, 
     monkeypatch.chdir(tmp_path)
     Path("sleeps.py").write_text("import time; time.sleep(60)")
     monkeypatch.setattr(subprocess_handler, "Popen", Half)
-    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1]
-    handlers = {number: signal.getsignal(number) for number in numbers}
     try:
         assert command.main(["--nproc-per-node=2", "-m", "sleeps"]) == 1
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
         for rank in started:
             rank.kill()
     ended = [rank.returncode not in (None, -signal.SIGKILL) for rank in started]
     assert ended == [True, True], "the agent ended both"
+
+
+def test_a_second_signal_before_the_agent_acts_on_the_first_is_not_taken_for_a_node_that_joins(
+    tmp_path, monkeypatch, agents_signals, capfd
+):
+    saving = []
+
+    def send(*_):
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def first(agent, group):
+        deadline = time.monotonic() + 60  # ends a test that hangs
+        while len(list(tmp_path.glob("rank?"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        send()
+
+    monkeypatch.chdir(tmp_path)
+    Path("stand_in.py").write_text(RANK)
+    monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", first)
+    monkeypatch.setattr(agents.logger, "warning", send)  # what it does first on a signal
+    monkeypatch.setattr(Signals, "saving", lambda self, ranks: saving.append(len(ranks)))
+    assert command.main(["--nproc-per-node=2", "-m", "stand_in", "waits:75"]) == 75
+    assert saving == [2], "a third one that is sent at once does not end the launcher"
+    assert capfd.readouterr().err == ""
 
 
 def test_ranks_that_stop_for_a_node_that_joins_get_the_time_of_a_signal_for_saving(

@@ -11,6 +11,7 @@ from test_checkpoint import settings
 from tiny import Rows, Tiny, make_run, parameters_of, save, take_steps
 from torch import nn
 from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.data import default_collate
 
@@ -118,10 +119,12 @@ def steps_under_a_policy(world):
         run = mixture_run(world, task, "fsdp", "--parallel.accumulate_reduce", reduce)
         take_steps(run, 4)
         results.append(parameters_of(run))
+    run = mixture_run(world, Mixture(24), "fsdp")
     try:
-        take_steps(mixture_run(world, Mixture(24), "fsdp"), 1)
+        take_steps(run, 4)
     except DataError as error:
         return results, str(error)
+    return [*results, parameters_of(run)], ""
 
 
 @pytest.mark.bad_input("idle experts under fsdp's policy with accumulation")
@@ -130,8 +133,12 @@ def test_idle_experts_under_a_bf16_policy_mix_with_accumulated_gradients_or_are_
     for one, two in zip(ones, twos, strict=True):
         assert all(torch.equal(one[name], two[name]) for name in one)
         assert all(value.isfinite().all() for value in one.values())
-    assert "had a gradient in some of the step's micro-batches only" in refusal
-    assert "ranks_skip_blocks = True" in refusal
+    if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        assert "had a gradient in some of the step's micro-batches only" in refusal
+        assert "ranks_skip_blocks = True" in refusal
+    else:  # before torch 2.13, whose own way is used from there on
+        skipping, _, plain = ones
+        assert all(torch.equal(plain[name], skipping[name]) for name in plain)
 
 
 def mixture_saved_and_resumed(world, folder):

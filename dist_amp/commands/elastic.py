@@ -107,7 +107,7 @@ def run_agent(options: Namespace, restarts: "Restarts") -> None:
             super()._restart_workers(worker_group)
 
         def _shutdown(self, *after_signal: Any, **timeout: Any) -> None:
-            if after_signal:
+            if after_signal or signals.arrived:  # a second one may have lost the first
                 signals.saving(_processes(self))
             elif not timeout and self._worker_group.state == WorkerState.HEALTHY:
                 say("one joins: all ranks save and restart")
@@ -169,13 +169,13 @@ class Signals:
 
     def __init__(self) -> None:
         self.held = False
-        self._arrived: signal.Signals | None = None
+        self.arrived: signal.Signals | None = None
         self._ranks: Sequence[Any] = ()
         self._saving_since = 0.0
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if not self._saving_since:
-            self._arrived = signal.Signals(number)
+            self.arrived = signal.Signals(number)
             if not self.held:
                 self.deliver()
         elif number == signal.SIGINT and time.monotonic() - self._saving_since >= SECONDS_TO_AGAIN:
@@ -185,9 +185,9 @@ class Signals:
 
     def deliver(self) -> None:
         """Errors: SignalException if a signal has arrived."""
-        if self._arrived is not None:
-            text = f"process {os.getpid()} got {self._arrived.name}"
-            raise SignalException(text, sigval=self._arrived)
+        if self.arrived is not None:
+            text = f"process {os.getpid()} got {self.arrived.name}"
+            raise SignalException(text, sigval=self.arrived)
 
     def saving(self, ranks: Sequence[Any]) -> None:
         """These processes save after a signal from now on."""

@@ -165,6 +165,7 @@ def warn_of_mean(run: Run) -> None:
 
     _, indices = run.data.last_step[0]
     values = []
+    torch.cuda.empty_cache()  # a larger batch between the others' leaves their memory in pieces
     with (
         run.parallel.no_side_effects(),
         torch.compiler.set_stance("force_eager"),
@@ -177,6 +178,7 @@ def warn_of_mean(run: Run) -> None:
             with run.precision.autocast():
                 loss = task.loss_sum(run.model, batch)
             values.append((float(loss), float(task.weight(batch))))
+    torch.cuda.empty_cache()
     if len(values) < 2:
         return
     (loss_of_one, weight_of_one), (loss_of_two, weight_of_two) = values
