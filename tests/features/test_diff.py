@@ -18,7 +18,7 @@ from dist_amp.errors import ConfigError, DataError
 from dist_amp.train import main as train
 
 TASK = str(Path(__file__).parent / "planted.py") + ":Planted"
-TINY = str(Path(__file__).parent / "tiny.py") + ":Tiny"
+TINY = str(Path(__file__).parents[1] / "tiny.py") + ":Tiny"
 IN_ONE = {"task__target": TINY, "train__micro_batch_size": 8}  # in one micro-batch, not in two
 STEPS = 6
 WORDS = {

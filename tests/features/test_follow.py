@@ -304,7 +304,7 @@ def test_a_tracker_that_is_not_installed_is_refused_with_the_command_that_instal
         status, line = refused(capsys, run.folder, to=name)
         assert status == ConfigError.exit_code
         assert line.startswith(f"error: {name} is not installed; pip install 'dist_amp[{name}]'")
-        page = (Path(__file__).parent.parent / "docs/trackers.md").read_text()
+        page = (Path(__file__).parents[2] / "docs/trackers.md").read_text()
         assert f".[{name}]" in page
 
 

@@ -86,7 +86,7 @@ def handlers():
 
 
 def test_fit_ends_bit_for_bit_as_the_command_does(tmp_path, undisturbed, capsys):
-    words = ["--run.dir", f"{tmp_path}/run", "--task.target", "tests/test_script_run.py:Noisy"]
+    words = ["--run.dir", f"{tmp_path}/run", "--task.target", "tests/core/test_script_run.py:Noisy"]
     words += ["--train.steps", "6", "--optim.lr", "1e-2", *map(str, OFTEN)]
     assert main(words) == 0
     by_command = build_run(load_config(words, environ={}))
@@ -263,7 +263,7 @@ def test_a_signal_to_one_of_two_ranks_stops_both_and_a_further_fit_continues(str
 
 
 def test_the_pages_cell_runs(tmp_path, monkeypatch):
-    page = Path(__file__).parent.parent / "docs/own_loop.md"
+    page = Path(__file__).parents[2] / "docs/own_loop.md"
     _, cell = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -307,7 +307,7 @@ def test_a_run_is_not_trained_under_the_switches_of_one_that_was_built_later(tmp
 CELLS = {
     "build": """
 import sys, torch
-sys.path.insert(0, "tests")
+sys.path[:0] = ["tests", "tests/core"]
 from test_fit import OFTEN, World, built, end_of, fit
 from tiny import Slow
 def build(name, *words):

@@ -417,7 +417,7 @@ def test_a_sample_that_cannot_be_read_is_named_by_its_source():
 
     mix = Mixture({"wiki": Tokens(5), "code": Damaged(5)}, [1, 1])
     assert len(mix.__getitems__([0, 1, 2, 3, 8])) == 5
-    said = "data.sources.code, sample 3: ValueError: bad block (test_mixture.py, line "
+    said = "data.sources.code, sample 3: ValueError: bad block (test_sources_mixture.py, line "
     assert message_of(65, mix.__getitems__, [7]).startswith(said)
 
 

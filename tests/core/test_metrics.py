@@ -125,7 +125,7 @@ def test_memory_is_the_resident_set_on_a_cpu():
 def test_the_memory_of_the_process_that_started_a_rank_is_none_of_its_peak():
     large = b"1" * 2**29
     code = "from dist_amp.telemetry.metrics import resident_bytes; print(resident_bytes()[0])"
-    peak = subprocess.check_output([sys.executable, "-c", code], cwd=Path(__file__).parent.parent)
+    peak = subprocess.check_output([sys.executable, "-c", code], cwd=Path(__file__).parents[2])
     assert int(peak) < resident_bytes()[1], len(large)
 
 

@@ -257,7 +257,7 @@ def test_the_commit_and_the_changed_files_are_those_of_the_tasks_repository(tmp_
 def test_the_code_of_a_task_is_in_its_files_folder_or_the_current_one_if_ours_or_a_notebooks():
     from dist_amp.tasks.sinusoid import Sinusoid
 
-    assert code_folder(source_of(Tiny())) == Path(__file__).parent
+    assert code_folder(source_of(Tiny())) == Path(__file__).parents[1]
     assert code_folder(source_of(Sinusoid())) == Path.cwd()
     in_a_notebook = type("Defined", (), {"__module__": "__main__"})()
     assert code_folder(source_of(in_a_notebook)) in {Path.cwd(), Path(__file__).parent}

@@ -28,7 +28,7 @@ from dist_amp.supervise.command_line import Parser
 from dist_amp.train import main
 from dist_amp.world import World
 
-CONFIGS = Path(__file__).parent.parent / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def load(*argv, **environ):

@@ -1,6 +1,7 @@
 """Training on GPUs that are not there (gpu_stand_in/): host syncs, memory and launches.
 
-`python tests/test_gpu_stand_in.py` measures again and rewrites gpu_stand_in/expected.json.
+`PYTHONPATH=tests python tests/slow/test_gpu_stand_in.py` measures again and rewrites
+gpu_stand_in/expected.json.
 """
 
 import json
@@ -268,7 +269,7 @@ def test_the_main_job_evaluates_saves_stops_at_a_signal_and_resumes(tmp_path, st
 # ---- the tests of a real GPU ----
 
 
-NO_VALUES = {  # of tests/test_gpu.py: assertions that a device which computes nothing can't meet
+NO_VALUES = {  # of test_gpu.py: assertions that a device which computes nothing can't meet
     ("test_steps_never_wait_for_the_device", "run.schedule.counters.sum() == 23"),
     ("test_float32_steps_are_those_of_the_cpu", "torch.testing.assert_close("),
     # Its checks of the first log step end each of these jobs; the main job has a test above.
@@ -289,7 +290,7 @@ NO_CUPTI = "test_a_trace_has_the_kernels_and_the_table_the_devices_time"
 
 def test_the_tests_of_a_gpu_run_but_for_values(tmp_path):
     words = f"-q -m gpu -p gpu_stand_in.plugin --noted {tmp_path}/noted -p no:cacheprovider -rf"
-    command = [PYTHON, "-m", "pytest", *words.split(), "tests/test_gpu.py"]
+    command = [PYTHON, "-m", "pytest", *words.split(), "tests/gpu/test_gpu.py"]
     done = subprocess.run(
         command, cwd=ROOT, env=environ(2, values=True), capture_output=True, text=True
     )

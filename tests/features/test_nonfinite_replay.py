@@ -308,7 +308,7 @@ def test_a_run_without_a_folder_reports_and_writes_nothing(tmp_path):
 
 
 def test_the_error_that_ends_the_run_names_where_the_skips_began(launch, tmp_path):
-    words = ["--task.target", "test_nonfinite:Made", *map(str, IN_ORDER)]
+    words = ["--task.target", "test_nonfinite_replay:Made", *map(str, IN_ORDER)]
     words += ["--metrics.log_every", "2", "--train.max_skips_in_a_row", "4", "--eval.every", "off"]
     done = launch.each(2, *words, "--run.dir", "run")
     errors = "".join(rank.stderr for rank in done)

@@ -20,7 +20,7 @@ from dist_amp.task import build_split, built_model
 from dist_amp.tasks.causal_lm import GPT, rotary_table, rotate
 from dist_amp.world import World
 
-GPT_124M = Path(__file__).parent.parent / "configs" / "gpt_124m.toml"
+GPT_124M = Path(__file__).parents[2] / "configs" / "gpt_124m.toml"
 SINUSOID = "dist_amp.tasks.sinusoid:Sinusoid"
 CAUSAL_LM = "dist_amp.tasks.causal_lm:CausalLM"
 METHODS = """

@@ -1,6 +1,6 @@
 """Runs on Google's and Azure's object storage: gcsfs and adlfs with servers that stand in for them.
 
-Store is unaware of which it is, so tests/test_object_storage.py, on a folder and S3, has the rest.
+Store is unaware of which it is, so test_storage.py, on a folder and S3, has the rest.
 """
 
 import base64
@@ -18,7 +18,7 @@ from functools import partial
 
 import fsspec
 import pytest
-from test_object_storage import STOPS, WORDS, shards, wait_until
+from test_storage import STOPS, WORDS, shards, wait_until
 
 from dist_amp.errors import Failure
 from dist_amp.storage import lease as leases

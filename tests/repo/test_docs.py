@@ -106,7 +106,7 @@ def test_every_command_that_a_page_names_exists(page):
 
 @pages
 def test_every_test_that_a_page_selects_exists(page):
-    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    tests = "".join(path.read_text() for path in Path(__file__).parents[1].rglob("test_*.py"))
     for word in re.findall(r"launch/test\.sh (?:-m slow )?-k ([a-z]\w+)", page.read_text()):
         assert re.search(rf"def test_\w*{word}", tests), word
 

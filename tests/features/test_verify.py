@@ -91,7 +91,7 @@ class Task(Tiny):
 def test_ranks_that_are_killed_leave_no_warning_of_their_semaphores(tmp_path):
     (tmp_path / "killed.py").write_text(KILLED)
     words = f"-m dist_amp.verify --task.target killed:Task {TWO_RANKS} --strategies ddp"
-    paths = f"{ROOT}:{ROOT / 'tests'}"
+    paths = f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests/features'}"
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *words.split()]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)

@@ -78,6 +78,6 @@ def test_after_uv_sync_uv_run_trains_with_the_pinned_versions(synced):
 @pytest.mark.slow
 @pytest.mark.skipif(UV is None, reason="needs uv: bash tests/engines.sh")
 def test_the_scripts_take_the_environment_that_uv_made(synced):
-    done = synced("bash", "launch/test.sh", "tests/test_optim.py", "--collect-only", "-q")
+    done = synced("bash", "launch/test.sh", "tests/core/test_optim.py", "--collect-only", "-q")
     assert done.returncode == 0, done.stderr
     assert "tests collected" in done.stdout

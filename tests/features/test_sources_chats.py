@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("transformers")
 from messages import message_of
-from test_tokens import source
+from test_sources_tokens import source
 from tiny_hf import MARKED_TEMPLATE, TEMPLATE, chats, make_tokenizer
 
 from dist_amp.errors import DataError

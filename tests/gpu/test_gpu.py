@@ -14,7 +14,7 @@ import torch
 from bit_exact_models import Crossed
 from conftest import ROOT, TESTS
 from test_bit_exact import trace
-from test_peaks import Counted
+from test_mfu import Counted
 from test_profiling import steps_of
 from tiny import Tiny, log, log_row, make_run, parameters_of, save, take_steps
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-CONFIGS = Path(__file__).parent.parent / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 # Only sizes are reduced, so that two cores without half-precision instructions can run it; never
 # the way of running.
 SMALL = "--train.steps 3 --train.micro_batch_size 2 --eval.batches 1 --metrics.log_every 1"

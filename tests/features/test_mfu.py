@@ -214,7 +214,7 @@ class Says(Tiny):
         (math.nan, "returned nan; it must"),
         ("6e9", "returned str; it must"),
         (torch.ones(2), "returned Tensor; it must"),
-        (ZeroDivisionError("by zero"), "failed: ZeroDivisionError: by zero (test_peaks.py, line "),
+        (ZeroDivisionError("by zero"), "failed: ZeroDivisionError: by zero (test_mfu.py, line "),
     ],
 )
 def test_flops_that_are_no_number_of_operations_are_named(answer, said):

@@ -90,7 +90,7 @@ def test_what_did_not_fit_is_named():
     config = load_config([], environ={})
     text = explanation(lambda: make_run(World(), TooLarge()), config)
     said = (
-        r"ran out of memory before the first step \(test_memory.py, line \d+\): asked for 976.56 "
+        r"ran out of memory before the first step \(test_explain.py, line \d+\): asked for 976.56 "
     )
     assert re.search(said, text)
     state = "; 1,000,000 parameters take 3.81 MiB, gradients 3.81 MiB, "
@@ -102,7 +102,7 @@ def test_what_did_not_fit_is_named():
     run.step = 7
     run.task.loss_sum = out_of_memory
     text = explanation(lambda: evaluate(run), run.config, run)
-    assert "ran out of memory in the evaluation after step 7 (test_memory.py, line " in text
+    assert "ran out of memory in the evaluation after step 7 (test_explain.py, line " in text
 
 
 def test_a_cause_that_a_compiler_wrapped_is_recognised():
@@ -122,12 +122,12 @@ def test_a_step_that_asks_for_too_much_ends_in_one_line_with_status_1(
     monkeypatch, tmp_path, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    words = "--task.target test_memory:Greedy --run.dir run --run.device cpu --use_amp false"
+    words = "--task.target test_explain:Greedy --run.dir run --run.device cpu --use_amp false"
     assert main(words.split()) == 1
     text = capsys.readouterr().err
     assert text.count("\n") == 1
     line = Greedy.loss_sum.__code__.co_firstlineno + 1
-    said = f"error: rank 0 ran out of memory in step 1 (test_memory.py, line {line}): asked for "
+    said = f"error: rank 0 ran out of memory in step 1 (test_explain.py, line {line}): asked for "
     assert text.startswith(f"{said}3,725,290.30 GiB more than the ")
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert (summary["stopped_by"], summary["exit_code"]) == ("failed", 1)

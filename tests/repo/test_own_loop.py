@@ -11,7 +11,7 @@ from tiny import whole
 from dist_amp.config.load import load_config
 from dist_amp.world import World
 
-PAGE = Path(__file__).parent.parent / "docs/own_loop.md"
+PAGE = Path(__file__).parents[2] / "docs/own_loop.md"
 
 
 def train_function():

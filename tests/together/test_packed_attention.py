@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from messages import message_of
 from optimizer_runs import Counter
+from test_activation_checkpointing import recomputed_names
 from test_packing_leak import VOCABULARY, Packed, packed_run, reference_of, write_model
-from test_recompute import recomputed_names
 from tiny import make_run, take_steps
 from torch import nn
 from torch.nn.attention import varlen

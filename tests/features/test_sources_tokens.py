@@ -117,7 +117,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_has_rows():
     assert message_of(65, check_vocabulary, BYTES, 255).startswith(said)
 
 
-# What of a row is learned: tests/test_hf_tasks.py has more of it.
+# What of a row is learned: tests/together/test_hf_tasks.py has more of it.
 
 
 NOTHING_MARKED = CHAT.replace("BEGIN", "{% generation %}{% endgeneration %}").replace("END", "")

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from messages import message_of
 from ranks import on_ranks
-from test_packing import Documents
+from test_causal_lm_packing import Documents
 from tiny import make_run, take_steps
 from torch import nn
 

@@ -257,7 +257,7 @@ def test_the_launcher_waits_for_the_uploads_of_ranks_that_were_killed(tmp_path, 
     words = ["--nproc-per-node", 1, "--max-restarts", 0, *WORDS, "--run.dir", address_of(tmp_path)]
     words += ["--run.device", "cpu", "--task.target", "stops.py:Stops"]
     environ = os.environ | {"AT": "6", "NUMBER": "9", "DIST_AMP_CACHE": "cache"}
-    environ |= {"PYTHONPATH": str(Path(__file__).parent)}
+    environ |= {"PYTHONPATH": str(Path(__file__).parents[1])}
     command = [sys.executable, "-m", "dist_amp.launch", *map(str, words)]
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
     assert done.returncode == 1

@@ -42,7 +42,8 @@ class RandomTargets(Tiny):
 
 def drawn(world, strategy):
     """All that such a task drew, and a step's loss over all ranks."""
-    words = ["--task.target", "tests/test_task_state.py:RandomTargets", "--run.resume", "never"]
+    words = ["--task.target", "tests/core/test_task_state.py:RandomTargets"]
+    words += ["--run.resume", "never"]
     words += ["--parallel.strategy", strategy, "--use_amp", "false", "--eval.every", "off"]
     words += ["--data.shuffle", "false"]
     size = 8 // world.world_size
