@@ -2,23 +2,16 @@
 demo.
 """
 
-import os
-import sys
-
 import pytest
 import torch
 from tiny import Tiny, make_run, save
 
 from dist_amp.checkpoint.resume import with_dtype
-from dist_amp.commands import demo
 from dist_amp.config import native_precision as native
 from dist_amp.config.load import load_config
 from dist_amp.config.native_precision import check_dtype
-from dist_amp.errors import ConfigError
-from dist_amp.files import shipped_folder
-from dist_amp.precision import Precision, build_precision
+from dist_amp.precision import build_precision
 from dist_amp.settings import PrecisionConfig
-from dist_amp.supervise.explain import explain_half
 from dist_amp.world import World
 
 
@@ -159,90 +152,3 @@ def test_a_resumed_run_keeps_its_precision_on_any_cpu(cpu, tmp_path, amp, slowdo
     cpu(bf16=slowdown)
     assert precision_of(folder=tmp_path)[0] == name
     assert precision_of("--run.resume", str(tmp_path), folder=tmp_path / "new")[0] == name
-
-
-@pytest.mark.bad_input("half precision that a CPU's library has no kernel for")
-def test_a_layer_that_a_cpu_can_not_compute_in_half_precision_is_one_line():
-    words = "could not create a primitive descriptor for the LSTM forward propagation primitive."
-    precision = Precision(PrecisionConfig(), "autocast", World().device)
-    explained = explain_half(RuntimeError(words), precision, 1)
-    assert isinstance(explained, ConfigError)
-    assert str(explained).startswith("rank 1: this CPU can't compute the model in bf16 (RuntimeErr")
-    assert str(explained).endswith("; use --use_amp false")
-    other = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
-    assert explain_half(other, precision, 1) is other
-    whole = Precision(PrecisionConfig(use_amp=False), "nothing", World().device)
-    assert explain_half(explained, whole, 1) is explained
-
-
-# ---- the demo's choice ----
-
-
-@pytest.mark.parametrize(
-    ("words", "environ"),
-    [
-        (["--use_amp", "true"], {}),
-        (["--use-amp=false"], {}),
-        (["--precision.dtype", "bf16"], {}),
-        (["--precision.scaler.init_scale", "8"], {}),
-        (["--config", "mine.toml"], {}),
-        ([], {"DIST_AMP_PRECISION__DTYPE": "fp16"}),
-        ([], {"DIST_AMP_USE_AMP": "true"}),
-        (["--config", "missing.toml"], {}),
-    ],
-)
-def test_an_explicit_precision_is_kept(cpu, tmp_path, monkeypatch, words, environ):
-    cpu(bf16=30)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.toml").write_text("precision.dtype = 'bf16'")
-    assert demo.precision_settings(words, environ) == []
-
-
-def test_other_settings_are_no_choice_of_a_precision(cpu, tmp_path):
-    cpu(bf16=30)
-    (tmp_path / "mine.toml").write_text("[train]\nsteps = 5")
-    words = ["--config", str(tmp_path / "mine.toml"), "--optim.lr", "1"]
-    chosen = demo.precision_settings(words, {"DIST_AMP_RUN__SEED": "1"})
-    assert chosen == ["--use_amp", "false"]
-
-
-@pytest.fixture
-def started(monkeypatch):
-    """started(*words): what the demo replaces its process with."""
-
-    def run(*words):
-        calls = []
-        monkeypatch.setattr(os, "execv", lambda path, argv: calls.append((path, argv)))
-        assert demo.main(words) == 0
-        ((path, argv),) = calls
-        assert path == argv[0] == sys.executable
-        return argv[1:]
-
-    return run
-
-
-@pytest.mark.parametrize(
-    ("native_one", "passed", "said"),
-    [
-        (("float32", "this CPU emulates bf16"), "--use_amp false ", "float32: this CPU emulates"),
-        (("bf16", "native on this CPU"), "", "bf16: native on this CPU"),
-        (("fp16", "native on this GPU"), "--precision.dtype fp16 ", "fp16: native on this GPU"),
-    ],
-)
-def test_the_demo_takes_the_native_precision_and_says_why_in_one_line(
-    started, monkeypatch, capsys, native_one, passed, said
-):
-    monkeypatch.setattr(demo, "native_precision", lambda: native_one)
-    config = shipped_folder() / "configs/demo.toml"
-    words = started("--train.steps", "5")
-    before = f"-m dist_amp.launch --config {config} "
-    assert words == f"{before}{passed}--train.steps 5".split()
-    line = capsys.readouterr().err
-    assert line.startswith(f"precision  {said}")
-    assert line.endswith("; choose with --precision.dtype bf16|fp16 or --use_amp false\n")
-    assert line.count("\n") == 1
-
-
-def test_the_demo_says_nothing_of_a_precision_that_is_set(started, capsys):
-    assert started("--use_amp", "false")[-2:] == ["--use_amp", "false"]
-    assert capsys.readouterr().err == ""

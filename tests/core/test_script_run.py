@@ -2,7 +2,6 @@
 
 import tomllib
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from torch import nn
 from dist_amp import train
 from dist_amp.checkpoint.format import all_checkpoints, hash_files, read_manifest
 from dist_amp.checkpoint.saver import Saver
-from dist_amp.commands import export, sample
 from dist_amp.config.load import load_config
 from dist_amp.errors import ConfigError
 from dist_amp.run import build_run
@@ -189,62 +187,11 @@ def trained(folder, task, *words):
     return run
 
 
-def test_an_objects_class_and_arguments_are_recorded_so_that_commands_build_it_again(
-    tmp_path, monkeypatch, capsys
-):
-    trained(tmp_path, Noisy(samples=32))
-    assert recorded(tmp_path) == {
-        "target": "test_script_run:Noisy",
-        "args": {"samples": 32, "uneven": False, "depth": 2, "seed": 0},
-    }
-    assert capsys.readouterr().out.endswith(f"next: dist_amp export {tmp_path}/run --out model\n")
-    monkeypatch.chdir(Path(__file__).parent)
-    assert export.main([f"{tmp_path}/run", "--out", f"{tmp_path}/exported"]) == 0
-    assert (tmp_path / "exported/model.safetensors").exists()
-
-
-def local_task(width):
-    class Local(Noisy):
-        """It does not keep its argument."""
-
-        def __init__(self, width: int = width):
-            super().__init__()
-
-    return Local()
-
-
 class Unkept(Noisy):
     """It does not keep its argument."""
 
     def __init__(self, width: int = 4):
         super().__init__()
-
-
-@pytest.mark.bad_input("a command on a run whose task was an object that no config builds again")
-@pytest.mark.parametrize("make", [lambda: local_task(4), Unkept], ids=["local", "unkept"])
-def test_a_task_that_no_config_builds_again_must_be_named_to_commands(make, tmp_path, capsys):
-    task = make()
-    trained(tmp_path, task)
-    name = type(task).__qualname__
-    assert recorded(tmp_path) == {"target": f"given:{name}", "args": {}}
-    said = capsys.readouterr().out
-    assert "next: dist_amp export" not in said
-    short = name.rpartition(".")[2]
-    told = (
-        f"task.target=given:{name}: the run's task was an object that a script or notebook gave to "
-        f"build_run; name its class and its arguments, as --task.target my_file:{short} "
-        "--task.args.NAME VALUE"
-    )
-    for command in (
-        [export, f"{tmp_path}/run", "--out", f"{tmp_path}/exported"],
-        [sample, f"{tmp_path}/run"],
-        [train, "--config", f"{tmp_path}/run/config.toml"],
-    ):
-        module, *words = command
-        assert module.main(words) == 64
-        assert told in capsys.readouterr().err
-    assert train.main(["--run.dir", f"{tmp_path}/run", "--train.steps", "9"]) == 64
-    assert f"task.target=given:{name}, now dist_amp.tasks.causal_lm" in capsys.readouterr().err
 
 
 def test_a_run_of_an_object_resumes_by_object_and_by_name(tmp_path):

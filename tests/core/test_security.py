@@ -11,10 +11,8 @@ from test_train import TINY
 from tiny import Tiny, make_run, save, take_steps
 
 from dist_amp.checkpoint.format import CONFIG, MANIFEST, hash_files, read_manifest
-from dist_amp.commands import export, sample
 from dist_amp.config.load import hidden, load_config, to_toml
-from dist_amp.errors import ConfigError, Failure, masked
-from dist_amp.sources.files import file_system
+from dist_amp.errors import Failure, masked
 from dist_amp.world import World
 
 SECRETS = ("hunter2", "sl/ash", "c0ffee", "AKIA1234", "hf_secret")
@@ -128,21 +126,6 @@ def test_a_run_writes_and_prints_no_secret_and_resumes_with_them(launch, secreti
     check_nothing_leaks(launch.folder / "run", *shown)
 
 
-@pytest.mark.bad_input("a masked secret of a run's config.toml, in a task's argument or data.path")
-def test_a_masked_value_is_never_used_in_silence(tmp_path, secretive, launch, monkeypatch):
-    words = [*secretive, *given()]
-    monkeypatch.chdir(launch.folder)
-    monkeypatch.syspath_prepend(launch.folder)
-    saved = tmp_path / "config.toml"
-    saved.write_text(to_toml(load_config(words, {})))
-    with pytest.raises(ConfigError, match=r"task.args.address in .*config.toml, line .* is masked"):
-        load_config(["--config", str(saved)], {})
-    config = load_config(["--config", str(saved), *given()], {})
-    assert config.task.args.address == ADDRESS
-    with pytest.raises(ConfigError, match="DIST_AMP_DATA__PATH"):
-        file_system(config.data.path)
-
-
 def test_ranks_whose_configs_differ_by_a_secret_only_are_not_shown_it():
     config = to_toml(load_config(["--data.path", ADDRESS], {}))
     assert not [secret for secret in SECRETS if secret in config]
@@ -151,14 +134,6 @@ def test_ranks_whose_configs_differ_by_a_secret_only_are_not_shown_it():
 # --- a checkpoint runs no code
 
 HOSTILE = "from pathlib import Path\nPath({!r}).touch()\nfrom tiny import Tiny as Task\n"
-COMMANDS = {
-    "export": lambda run: export.main([str(run), "--out", "out"]),
-    "export a checkpoint": lambda run: export.main(
-        [str(run / "checkpoints/step_00000002"), "--out", "out"]
-    ),
-    "sample": lambda run: sample.main([str(run)]),
-    "sample an export": lambda run: sample.main([str(run / "exported")]),
-}
 
 
 @pytest.fixture
@@ -192,67 +167,6 @@ def hostile(tmp_path, monkeypatch):
 
     yield make
     assert not ran.exists(), "its code has run"
-
-
-@pytest.mark.bad_input("a checkpoint whose config names code that lies in or beside it")
-@pytest.mark.parametrize("command", list(COMMANDS))
-@pytest.mark.parametrize(
-    ("path", "target"),
-    [
-        ("evil.py", "{run}/evil.py:Task"),
-        ("../evil.py", "{run}/../evil.py:Task"),
-        ("checkpoints/step_00000002/evil.py", "{run}/checkpoints/step_00000002/evil.py:Task"),
-        ("evil.py", "../runs/mine/evil.py:Task"),
-    ],
-)
-def test_no_file_beside_a_checkpoint_is_imported(hostile, capsys, command, path, target):
-    folder = hostile(target.format(run="{run}"), path)
-    for config in folder.rglob(CONFIG):
-        config.write_text(config.read_text().replace("{run}", str(folder)))
-    checkpoint = folder / "checkpoints/step_00000002"
-    manifest = read_manifest(checkpoint)
-    files = hash_files(checkpoint / name for name in manifest.files)
-    (checkpoint / MANIFEST).write_text(replace(manifest, files=files).to_text())
-    assert COMMANDS[command](folder) == 64
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert "is only named by the config in" in line
-    assert "check it, and give --task.target" in line
-
-
-@pytest.mark.bad_input("export in the folder of a checkpoint that brings a module, or a package")
-@pytest.mark.parametrize(
-    ("paths", "target"),
-    [
-        (("evil.py",), "evil:Task"),
-        (("evil/__init__.py", "evil/task.py"), "evil.task:Task"),
-        (("space/task.py",), "space.task:Task"),
-        (("evil.py",), "evil.py:Task"),
-    ],
-)
-def test_no_module_of_a_current_folder_that_holds_the_checkpoint_is_imported(
-    hostile, capsys, monkeypatch, paths, target
-):
-    folder = hostile(target, *paths)
-    monkeypatch.chdir(folder)
-    assert COMMANDS["export"](folder) == 64
-    assert "could run any code" in capsys.readouterr().err
-
-
-def test_a_module_of_the_current_folder_is_said_before_it_is_imported(hostile, capsys, tmp_path):
-    folder = hostile("mine_said:Task")
-    Path("mine_said.py").write_text("from tiny import Tiny as Task\n")
-    assert COMMANDS["export"](folder) == 0
-    file = tmp_path / "here/mine_said.py"
-    assert f"task   mine_said:Task, named by the saved config, from {file}" in (
-        capsys.readouterr().err
-    )
-
-
-def test_a_target_of_the_command_line_is_taken_whatever_the_checkpoint_names(hostile, capsys):
-    folder = hostile("../runs/mine/evil.py:Task", "evil.py")
-    words = [str(folder), "--out", "out", "--task.target", "tiny:Tiny"]
-    assert export.main(words) == 0
-    assert "named by" not in capsys.readouterr().err
 
 
 # --- what listens

@@ -2,8 +2,6 @@
 nothing.
 """
 
-import math
-
 import pytest
 import torch
 from ranks import on_ranks
@@ -13,8 +11,6 @@ from tiny import (
     Overflow,
     Tiny,
     VectorLoss,
-    log,
-    log_row,
     make_run,
     moments_of,
     parameters_of,
@@ -23,14 +19,12 @@ from tiny import (
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.harness import HostReads
 from dist_amp.config.auto import accumulation_steps
-from dist_amp.diagnostics.consistency import Consistency
 from dist_amp.distributed.process import seed_all
-from dist_amp.errors import ConfigError, DataError, NumericsError
+from dist_amp.errors import ConfigError, DataError
 from dist_amp.settings import TrainConfig
 from dist_amp.step import evaluate, train_step
-from dist_amp.world import World, local
+from dist_amp.world import World
 
 LAYOUTS = [(1, "single"), (2, "ddp"), (2, "fsdp")]
 DTYPES = {
@@ -86,37 +80,6 @@ def test_inf_on_one_rank_skips_the_step_on_all_and_changes_nothing(
     words += ["--optim.warmup_steps", 2, *DTYPES[dtype]]
     ratio = 0.5 if dtype == "fp16" else 1.0
     assert on_ranks(2, step_with_an_overflow, words) == [ratio] * 2
-
-
-def one_rank_corrupts_its_gradient_after_the_reduction(world, strategy):
-    """(whether the step was applied, the scale after it, the consistency check's message)."""
-    words = ["--parallel.strategy", strategy, "--train.micro_batch_size", 2, *DTYPES["fp16"]]
-    run = make_run(world, Tiny(), *words)
-    checks = Consistency(run)
-    global_grad_norm = run.parallel.global_grad_norm
-
-    def corrupted():
-        if world.rank == 1:
-            local(run.parallel.parameters[0].grad)[0] = math.inf
-        return global_grad_norm()
-
-    run.parallel.global_grad_norm = corrupted
-    report = take_steps(run, 1)[0]
-    run.metrics.record(report)
-    message = ""
-    try:
-        checks.on_log(log(run))
-    except NumericsError as error:
-        message = str(error)
-    return report.applied.item(), run.scaler.get_scale(), message
-
-
-def test_inf_on_one_rank_after_the_reduction_skips_under_fsdp_and_is_named_under_ddp():
-    results = on_ranks(2, one_rank_corrupts_its_gradient_after_the_reduction, "fsdp")
-    assert results == [(False, 32768.0, "")] * 2
-    results = on_ranks(2, one_rank_corrupts_its_gradient_after_the_reduction, "ddp")
-    assert [applied for applied, *_ in results] == [True, False], "DDP's norm is not summed"
-    assert all("on rank 1" in message and "on rank 0" in message for *_, message in results)
 
 
 def recover_from_a_huge_scale(world, strategy, optimizer):
@@ -249,45 +212,6 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.names.append(str(function))
         return function(*args, **(kwargs or {}))
-
-
-def host_reads(world, words):
-    """(reads in an ordinary step, reads in logging)."""
-    words = ["--train.accumulation_steps", 2, "--train.micro_batch_size", 2, *words]
-    run = make_run(world, Tiny(uneven=True), *words)
-    take_steps(run, 2)  # the first step makes buckets and states
-    batches = next(run.data)
-    with HostReads() as ordinary:
-        run.metrics.record(train_step(run, batches))
-    with HostReads() as logging:
-        log_row(run)
-    return ordinary.count, logging.count
-
-
-@pytest.mark.parametrize(
-    ("ranks", "strategy", "dtype", "optimizer"),
-    [
-        (1, "single", "fp32", "sgd"),
-        (2, "ddp", "fp16", "adamw"),
-        (2, "fsdp", "bf16", "adamw"),
-        (4, "hsdp", "fp16", "sgd"),
-    ],
-)
-def test_a_step_reads_nothing_back_and_a_log_step_reads_once(ranks, strategy, dtype, optimizer):
-    words = ["--parallel.strategy", strategy, "--optim.name", optimizer, *DTYPES[dtype]]
-    assert on_ranks(ranks, host_reads, words) == [(0, 1)] * ranks
-
-
-# sgd: torch's AdamW looks at its step counts besides, which on a GPU it does without waiting.
-TEXTBOOK = ["--optim.fused", "false", "--optim.name", "sgd"]
-
-
-@pytest.mark.parametrize(
-    ("words", "reads"),
-    [(["--train.clip_by", "value"], 0), (["--train.clip_by", "off"], 0), (TEXTBOOK, 2)],
-)
-def test_clipping_costs_no_read_and_the_textbook_path_the_decision_and_the_rate(words, reads):
-    assert host_reads(World(), [*DTYPES["fp16"], *words]) == (reads, 1)
 
 
 class Casts(TorchDispatchMode):

@@ -10,24 +10,17 @@ from ranks import RankFailed, on_ranks
 from test_checkpoint import settings
 from tiny import Rows, Tiny, make_run, parameters_of, save, take_steps
 from torch import nn
-from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.data import default_collate
 
 from dist_amp.checkpoint.format import all_checkpoints
 from dist_amp.checkpoint.state import load
 from dist_amp.config.auto import not_for_policy
-from dist_amp.diagnostics.consistency import check_state
 from dist_amp.diagnostics.limits import WATCHED_STEPS, FirstSteps
 from dist_amp.errors import ConfigError, DataError, NumericsError
-from dist_amp.scaling import hooks, reduction
+from dist_amp.scaling import reduction
 from dist_amp.scaling.blocks import outermost
 from dist_amp.scaling.float32 import to_float32
-from dist_amp.scaling.hooks import BlockCalls
 from dist_amp.step import evaluate, train_step
-from dist_amp.supervise.callbacks import Callbacks
-from dist_amp.supervise.explain import explain_copies, explain_data
-from dist_amp.supervise.lifecycle import Stop
 from dist_amp.world import World
 
 
@@ -214,38 +207,6 @@ def test_branches_that_only_some_ranks_depend_on_take_the_step_of_one_process(
     for parameters in on_ranks(ranks, steps_with_branches, strategy, *words):
         for name, value in parameters.items():
             torch.testing.assert_close(value, alone[name], rtol=0, atol=2e-6)  # as above
-
-
-class FrozenTrunk(Tiny):
-    def __init__(self, frozen):
-        super().__init__(depth=3)
-        self.frozen = frozen
-
-    def build_model(self):
-        model = super().build_model()
-        for block in model[: self.frozen]:
-            block.requires_grad_(False)
-        return model
-
-    def blocks(self, model):
-        return list(model[:3])
-
-
-def gathers_in_a_step(world, frozen):
-    run = make_run(world, FrozenTrunk(frozen), "--parallel.strategy", "fsdp", "--use_amp", "false")
-    take_steps(run, hooks.COMPARED_FORWARDS)  # in which the ranks compare their blocks
-    with CommDebugMode() as counted:
-        take_steps(run, 1)
-    return counted.get_comm_counts()[torch.ops.c10d._allgather_base_]
-
-
-def test_blocks_below_everything_that_is_trained_are_gathered_for_the_forward_alone():
-    assert on_ranks(2, gathers_in_a_step, 0)[0] == 4 + 2, (
-        "the root and the last block stay gathered"
-    )
-    assert on_ranks(2, gathers_in_a_step, 2)[0] == 4 + 1, (
-        "torch fetches the block below the last one ahead"
-    )
 
 
 class Forgotten(Tiny):
@@ -473,33 +434,6 @@ class DropsLayers(Tiny):
 
     def blocks(self, model):
         return [model[0], model[1]]
-
-
-def test_a_block_that_the_forward_does_not_call_is_named():
-    model = DropsLayers(1).build_model()
-    BlockCalls(model, [model[0], model[1]], World(rank=3))
-    with pytest.raises(DataError, match="rank 3: the model's forward did not call its block 1 "):
-        model(torch.zeros(1, 8))
-
-
-@pytest.mark.bad_input("a block on which the loss does not depend under fsdp")
-@pytest.mark.parametrize(("chosen", "block"), [(0, "3"), (3, "3"), (1, None)])
-def test_a_block_on_which_the_loss_does_not_depend_is_named_unless_ranks_may_skip_blocks(
-    chosen, block
-):
-    model = BranchedModel()
-    blocks = list(model.blocks[2:])  # of the right branch
-    BlockCalls(model, blocks, World(rank=3))
-    loss = model(torch.zeros(1, 8), torch.tensor(chosen)).sum()
-    if block is None:
-        loss.backward()
-        return
-    with pytest.raises(DataError) as error:
-        loss.backward()
-    assert f"rank 3: the loss does not depend on the block blocks.{block}, whose" in str(
-        error.value
-    )
-    assert "ranks_skip_blocks = True" in str(error.value)
 
 
 def layer_dropped(world):
@@ -755,24 +689,6 @@ def test_a_teacher_that_moves_in_forward_moves_under_ddp_and_is_refused_under_fs
         on_ranks(2, first_weight_after, task, "fsdp")
 
 
-class Freezes(Tiny):
-    def on_step(self, run, report):
-        next(run.model.parameters()).requires_grad_(False)
-
-
-def freeze(world, strategy):
-    run = make_run(world, Freezes(), "--parallel.strategy", strategy, "--use_amp", "false")
-    (report,) = take_steps(run, 1)
-    Callbacks(run, Stop()).after_step(report, [])
-
-
-@pytest.mark.bad_input("a parameter that is frozen while training")
-@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "ddp"), (2, "fsdp")])
-def test_freezing_while_training_is_refused_with_what_to_do(ranks, strategy):
-    with pytest.raises(RankFailed, match="the parameter 0.0.weight was frozen after step 1, which"):
-        on_ranks(ranks, freeze, strategy)
-
-
 class Lazy(Tiny):
     def build_model(self):
         return nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 1))
@@ -981,41 +897,6 @@ def test_coupled_samples_with_a_last_batch_that_ranks_share_unequally_are_refuse
     take_steps(make_run(World(), Coupled(samples=62), *words), 1)
 
 
-class Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x.mm(weight)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, weight = ctx.saved_tensors
-        return gradient.mm(weight.t()), x.t().mm(gradient)
-
-
-class OwnFunction(Tiny):
-    def build_model(self):
-        def forward(model, x):
-            return Product.apply(model.net(x), model.weight)
-
-        model = with_forward(forward, net=nn.Linear(8, 8))
-        model.weight = nn.Parameter(torch.randn(8, 1))
-        return model
-
-
-@pytest.mark.bad_input("a torch.autograd.Function without custom_fwd under autocast")
-def test_an_own_function_that_mixes_dtypes_under_autocast_is_explained():
-    run = make_run(World(), OwnFunction(), "--precision.dtype", "bf16")
-    with pytest.raises(RuntimeError) as error:
-        take_steps(run, 1)
-    explained = explain_data(error.value, 0)
-    assert isinstance(explained, DataError)
-    message = str(explained)
-    assert message.startswith("rank 0: a torch.autograd.Function mixes dtypes, since autocast")
-    assert "test_strangers.py, line" in message
-    assert "torch.amp.custom_fwd" in message
-
-
 class RoutedInFloat32(nn.Module):
     def __init__(self):
         super().__init__()
@@ -1087,24 +968,6 @@ class Sparse(Tiny):
 def test_sparse_gradients_are_refused_by_the_layers_name():
     with pytest.raises(DataError, match="the layer 0 of .* has sparse gradients.*sparse=False"):
         make_run(World(), Sparse())
-
-
-class Swaps(Tiny):
-    def on_step(self, run, report):
-        run.parallel.module[2] = nn.Linear(8, 1)
-
-
-def swap(world, strategy):
-    run = make_run(world, Swaps(), "--parallel.strategy", strategy, "--use_amp", "false")
-    (report,) = take_steps(run, 1)
-    Callbacks(run, Stop()).after_step(report, [])
-
-
-@pytest.mark.bad_input("a module that is replaced while training")
-@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "ddp"), (2, "fsdp")])
-def test_a_module_replaced_while_training_is_refused_by_its_parameter(ranks, strategy):
-    with pytest.raises(RankFailed, match="the parameter 2.weight came into the model after step 1"):
-        on_ranks(ranks, swap, strategy)
 
 
 # ---- what works in one process alone, or is refused by its cause
@@ -1193,19 +1056,6 @@ def test_what_sharding_rules_out_is_named_before_the_ranks_part(task, said):
         assert "use parallel.strategy=ddp" in message
 
 
-def test_ranks_compare_their_blocks_in_the_first_forwards_alone():
-    on_ranks(2, compare_for_some_forwards)
-
-
-def compare_for_some_forwards(world):
-    task = OrderOfTheRank([0, 1], [0, 1])
-    run = make_run(world, task, "--parallel.strategy", "fsdp", "--use_amp", "false")
-    block = run.parallel.module.blocks[0]
-    before = len(block._forward_pre_hooks)
-    take_steps(run, hooks.COMPARED_FORWARDS)
-    assert len(block._forward_pre_hooks) == before - 1
-
-
 class Prototypes(Tiny):
     """Normalises the rows of a parameter before each forward, as prototypes are."""
 
@@ -1261,33 +1111,3 @@ def test_a_block_in_a_block_is_left_to_the_outer_one():
     inner = nn.Linear(8, 8)
     outer = Wrapper(inner)
     assert outermost([inner, outer]) == [outer]
-
-
-class FakeQuantised(Tiny):
-    def build_model(self):
-        quantise = FakeQuantize(observer=MovingAverageMinMaxObserver)
-        return nn.Sequential(quantise, super().build_model())
-
-
-def observed_after_evaluation(world, strategy):
-    run = make_run(world, FakeQuantised(), "--parallel.strategy", strategy, "--use_amp", "false")
-    take_steps(run, 2)
-    check_state(run)
-    run.parallel.average_batch_statistics()
-    return {name: value.clone() for name, value in run.parallel.module.named_buffers()}
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_what_fake_quantisation_observes_may_differ_until_it_is_averaged(strategy):
-    one, two = on_ranks(2, observed_after_evaluation, strategy)
-    assert one["0.scale"] > 0
-    assert all(torch.equal(one[name], two[name]) for name in one)
-
-
-def test_an_average_of_the_model_under_fsdp_is_explained():
-    words = "aten.copy_.default got mixed torch.Tensor and DTensor, need to convert"
-    error = DataError("the task's on_step(run, report) failed after step 1: it; fix it")
-    error.__cause__ = RuntimeError(words)
-    message = str(explain_copies(error))
-    assert message.startswith("the task's on_step(run, report) failed after step 1: it; FSDP2's")
-    assert "use optim.ema for an average of the weights" in message

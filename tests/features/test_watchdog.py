@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from forked import context
 from ranks import on_ranks
-from test_guards import watchdog_of
+from test_watchdog_guards import watchdog_of
 from test_train import TINY, wait_for
 from tiny import Tiny, make_run, save, take_steps
 
