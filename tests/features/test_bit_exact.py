@@ -2,32 +2,20 @@
 
 import hashlib
 import re
-from collections import Counter
-from itertools import pairwise
 from types import SimpleNamespace
-from unittest.mock import patch
 
-import forked
 import pytest
 import torch
-import torch.distributed as dist
 from bit_exact_models import Augmented, Blocks, Convolutions, Crossed
 from ranks import on_ranks
 from tiny import Tiny, log_row, make_run, moments_of, parameters_of, take_steps, whole
 from torch import nn
 
-from benchmarks.bit_exact import Made, kept_bytes, made_bytes
-from benchmarks.collectives import Counting
-from benchmarks.collectives import check as check_collectives
-from dist_amp.bit_exact import AllReduce, ReduceScatter, exact_config, row_squares, tree_sum
-from dist_amp.commands.estimates import Setup, of_a_step
+from dist_amp.bit_exact import AllReduce, exact_config, row_squares, tree_sum
 from dist_amp.config.load import load_config
-from dist_amp.config.memory import tensor_bytes
-from dist_amp.errors import ConfigError, DataError
-from dist_amp.step import evaluate, train_step
-from dist_amp.verify import __main__ as verify_main
-from dist_amp.verify import cells
-from dist_amp.world import World, local
+from dist_amp.errors import ConfigError
+from dist_amp.step import evaluate
+from dist_amp.world import World
 
 QUICK = [(1, "single"), (2, "ddp"), (2, "fsdp")]
 ALL = [(1, "single"), (2, "ddp"), (4, "ddp"), (8, "ddp")]
@@ -241,11 +229,6 @@ class Follows(Tiny):
         return Follower(self.buffer)
 
 
-class FollowsInBuffer(Follows):
-    def __init__(self):
-        super().__init__(buffer=True)
-
-
 class Follower(nn.Module):
     def __init__(self, buffer):
         super().__init__()
@@ -303,250 +286,6 @@ def test_a_rows_sum_of_squares_does_not_depend_on_its_shard(columns):
     assert together.allclose(rows.double().square().sum(1).float(), rtol=1e-6, atol=0)
 
 
-# ---- verify --bit_exact
-
-
-OWN_GENERATOR = """
-import torch
-from bit_exact_models import Blocks
-
-class Leaky(Blocks):
-    '''One layer draws from a generator of its own, which knows nothing of micro-batches.'''
-
-    def build_model(self):
-        model = super().build_model()
-        generator = torch.Generator().manual_seed(0)
-        model.first[1].out.register_forward_hook(
-            lambda module, inputs, output: output + torch.rand((), generator=generator)
-        )
-        return model
-"""
-
-
-@pytest.fixture
-def verify_bits(monkeypatch, capfd):
-    """verify_bits(words): (status, output, errors) of the command here; its ranks are forked."""
-    monkeypatch.setattr(cells.multiprocessing, "get_context", lambda method: forked.context)
-
-    def run(words):
-        capfd.readouterr()
-        words = f"--bit_exact --train.micro_batch_size 2 --precisions fp32 {words}"
-        return verify_main.main(words.split()), *capfd.readouterr()
-
-    return run
-
-
-def test_verify_compares_the_users_task_bit_for_bit(verify_bits):
-    status, output, _ = verify_bits("--task.target bit_exact_models:Blocks --world_sizes 1,2")
-    assert status == 0, output
-    assert output.count("  same\n") == 4
-    assert "passed: 4 of 4 have the same bits" in output
-
-
-def test_verify_names_the_first_module_that_differs(verify_bits, tmp_path, monkeypatch):
-    (tmp_path / "own_generator.py").write_text(OWN_GENERATOR)
-    monkeypatch.syspath_prepend(tmp_path)
-    words = "--task.target own_generator:Leaky --world_sizes 1,2 --strategies single,ddp"
-    status, output, _ = verify_bits(words)
-    assert status == 1
-    first = "FAIL: the output of first.1.out (Linear) of micro-batch 1 differs first, in step 1"
-    assert first in output
-    assert "What draws\nfrom a generator of its own (torch.Generator," in output
-
-
-@pytest.mark.bad_input("`verify --bit_exact` of a task that bit-exact training rejects")
-@pytest.mark.parametrize(
-    ("task", "reason"),
-    [
-        ("Normed", 'module "1" (BatchNorm1d) keeps'),
-        ("FollowsInBuffer", "the model's forward changes mean, once per micro-batch"),
-    ],
-)
-def test_verify_says_why_a_task_cannot_be_bit_exact(verify_bits, task, reason):
-    words = f"--task.target test_bit_exact:{task} --world_sizes 1,2 --strategies single,ddp"
-    status, output, _ = verify_bits(words)
-    assert status == 1
-    assert output.count(f"  refused: parallel.bit_exact=true can't hold: {reason}") == 2
-    counts = "failed: 0 of 2 have the same bits in their precision, 2 refused, as in training"
-    assert f"{counts}; nothing was compared in fp32" in output
-
-
-class RefusedOnRanks(Tiny):
-    """A model that only one process can train."""
-
-    def build_model(self):
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            raise DataError("the data are on one machine")
-        return super().build_model()
-
-
-def test_verify_fails_where_all_ways_but_one_are_refused(verify_bits):
-    words = "--task.target test_bit_exact:RefusedOnRanks --world_sizes 1,2 --strategies single,ddp"
-    status, output, _ = verify_bits(words)
-    assert status == 1
-    assert "  refused: the data are on one machine\n" in output
-    assert "1 of 2 have the same bits in their precision, 1 refused, as in training" in output
-    assert "; nothing was compared in fp32" in output
-
-
-class BreaksOnRanks(Tiny):
-    def loss_sum(self, model, batch):
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            raise RuntimeError("no kernel")
-        return super().loss_sum(model, batch)
-
-
-def test_verify_fails_where_a_rank_ends_with_an_error(verify_bits):
-    words = "--task.target test_bit_exact:BreaksOnRanks --world_sizes 1,2 --strategies single,ddp"
-    status, output, _ = verify_bits(words)
-    assert status == 1
-    assert re.search(r"  FAIL: rank \d: RuntimeError: no kernel", output)
-    assert "nothing was compared in fp32" in output
-
-
-@pytest.mark.bad_input("`verify --bit_exact` with a number of ranks that is no power of two")
-@pytest.mark.bad_input("`verify --bit_exact` with one way of running")
-@pytest.mark.bad_input("`verify --bit_exact` with `--parallel.bit_exact false`")
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [
-        ("--world_sizes 1,3", "a power of two of ranks, not 3: .*; use 2 or 4 ranks"),
-        ("--world_sizes 1", "nothing to compare: .*; use --world_sizes 1,2"),
-        ("--strategies single", "nothing to compare: .* with all --strategies"),
-        ("--parallel.bit_exact false", "remove --parallel.bit_exact false"),
-    ],
-)
-def test_verify_refuses_what_compares_nothing_before_anything_starts(verify_bits, words, error):
-    status, output, errors = verify_bits(f"--task.target tiny:Tiny {words}")
-    assert (status, output) == (64, "")
-    assert re.search(error, errors)
-
-
-# ---- what it costs
-
-
-def sent_by(world, strategy, micro_batches, exact):
-    """({(kind, ranks of its group): bytes that this rank sends} of a step and its record, plan)."""
-    name, *replicas = strategy.split(" replicas=")
-    size = 2 * world.world_size * micro_batches
-    words = [*SETTINGS, "--use_amp", "false", "--train.steps", 4, "--parallel.strategy", name]
-    words += ["--train.global_batch_size", size, "--parallel.bit_exact", exact]
-    if replicas:
-        words += ["--parallel.replicas", *replicas]
-    run = make_run(world, Blocks(samples=4 * size), *words)
-    take_steps(run, 2)
-    batches = next(run.data)
-    with Counting() as counting:
-        run.metrics.record(train_step(run, batches))
-    run.close()
-    sent = Counter()
-    for one, times in counting.collectives.items():
-        sent[one.kind, one.ranks] += times * one.sent
-    config = run.config
-    if exact == "true":
-        config = exact_config(config, world)
-    setup = Setup(config, name, world, run.task, run.parallel.module, run.precision)
-    return sent, sum(times * one.sent for one, times in of_a_step(setup).items())
-
-
-@pytest.mark.parametrize(
-    ("ranks", "strategy"),
-    [
-        (2, "ddp"),
-        (2, "fsdp"),
-        (4, "hsdp"),
-        pytest.param(8, "hsdp replicas=4", marks=pytest.mark.slow),
-    ],
-)
-def test_a_micro_batch_sends_what_an_ordinary_step_does_and_a_few_scalars(ranks, strategy):
-    micro_batches = 3
-    ordinary, _ = on_ranks(ranks, sent_by, strategy, 1, "false")[0]
-    sent, planned = on_ranks(ranks, sent_by, strategy, micro_batches, "true")[0]
-    # All ranks sum each micro-batch's weight and loss, and the square of each row.
-    ring = 2 * (ranks - 1) / ranks
-    scalars = 2 * ranks * micro_batches
-    if strategy != "ddp":
-        scalars += sum(p.shape[:1].numel() for p in Blocks().build_model().parameters())
-    assert sent.pop(("all_reduce", ranks)) == 4 * scalars * ring
-    ordinary_scalars = 4 * ring  # the weight, and the norm
-    if strategy != "ddp":
-        ordinary_scalars *= 2
-    expected = sum(ordinary.values()) - ordinary_scalars
-    if strategy.endswith("replicas=4"):  # summed by an all-to-all, and again by FSDP2
-        expected += ordinary["all_reduce", 4] / 2
-    # Each bucket or part of a unit is padded to a multiple of the ranks.
-    padding = 4 * ranks * len(list(Blocks().build_model().modules()))
-    assert 0 <= sum(sent.values()) - micro_batches * expected <= micro_batches * padding
-    assert 0 <= sum(sent.values()) - (planned - ordinary_scalars) <= micro_batches * padding
-
-
-@pytest.mark.bad_input("`benchmarks.collectives` of a bit-exact run")
-def test_the_bench_of_collectives_names_the_one_of_a_bit_exact_run():
-    with pytest.raises(ConfigError, match="torchrun -m benchmarks.bit_exact counts them"):
-        check_collectives(make_run(World(), Tiny(), *SETTINGS))
-
-
-def kept_by(world, strategy, micro_batches):
-    """The most bytes that sums take after a micro-batch, over those of this rank's gradients."""
-    size = 2 * world.world_size * micro_batches
-    words = ["--train.global_batch_size", size, "--parallel.strategy", strategy]
-    run = make_run(world, Blocks(samples=2 * size), *SETTINGS, *words, "--train.steps", 2)
-    return kept_bytes(run, run.parallel) / tensor_bytes(map(local, run.parallel.parameters))
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize(
-    ("micro_batches", "copies"), [(1, 0), (2, 1), (3, 1), (4, 2), (6, 2), (8, 3)]
-)
-def test_sums_take_one_copy_of_a_ranks_gradients_per_power_of_two(strategy, micro_batches, copies):
-    assert on_ranks(2, kept_by, strategy, micro_batches) == [copies, copies]
-
-
-def made_by(world, strategy, micro_batches):
-    """(most bytes alive at once of what a step makes, bytes of this rank's gradients)."""
-    size = 2 * world.world_size * micro_batches
-    words = ["--train.global_batch_size", size, "--parallel.strategy", strategy]
-    words += ["--use_amp", "false", "--train.steps", 4]
-    run = make_run(world, Blocks(samples=4 * size), *SETTINGS, *words)
-    take_steps(run, 2)
-    made = made_bytes(run)
-    run.close()
-    return made, tensor_bytes(map(local, run.parallel.parameters))
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_twice_the_micro_batches_take_one_more_copy_of_a_ranks_gradients(strategy):
-    steps = [on_ranks(2, made_by, strategy, micro_batches) for micro_batches in (2, 4, 8)]
-    for fewer, more in pairwise(steps):
-        for (before, gradients), (after, _) in zip(fewer, more, strict=True):
-            assert after - before in range(gradients, gradients + 200)  # and losses, weights
-
-
-def all_to_all_of_equals(output, given, group):
-    """Of ranks that give the same; gloo's own holds on to its output for a while."""
-    output.copy_(given)
-
-
-@patch("torch.distributed.all_to_all_single", all_to_all_of_equals)
-def exchange_by(world, elements):
-    """Bytes that an exchange of gradients takes besides them, over theirs: DDP's, FSDP2's."""
-    gradients = torch.ones(elements)
-    bucket = SimpleNamespace(buffer=lambda: gradients)
-    with Made() as of_ddp:
-        AllReduce(world).hook(bucket)
-    part = torch.empty(elements // world.world_size)
-    unsharded = torch.ones(len(part) * world.world_size)  # FSDP2 pads it
-    with Made() as of_fsdp:
-        ReduceScatter(SimpleNamespace(strategy="fsdp"))(part, unsharded, dist.group.WORLD, None)
-    return of_ddp.most / (4 * elements), of_fsdp.most / (4 * elements)
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_an_exchange_takes_one_and_a_half_buckets_or_units(ranks):
-    # What is received, and the first sum of pairs.
-    assert on_ranks(ranks, exchange_by, 400) == [(1.5, 1.5)] * ranks
-
-
 def sums_of_buckets(world, lengths):
     """What the hook makes of a bucket of each length whose elements are 0, 1, ... + the rank."""
     buckets = [torch.arange(length) + float(world.rank) for length in lengths]
@@ -559,14 +298,6 @@ def sums_of_buckets(world, lengths):
 def test_a_bucket_is_summed_in_place_whether_ranks_divide_it_or_not(ranks):
     expected = [[ranks * i + sum(range(ranks)) for i in range(length)] for length in (8, 9, 3)]
     assert on_ranks(ranks, sums_of_buckets, (8, 9, 3)) == [expected] * ranks
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_only_a_bucket_that_ranks_do_not_divide_is_copied(ranks):
-    elements = 401
-    whole = (elements + ranks - 1) // ranks * ranks
-    for of_ddp, _ in on_ranks(ranks, exchange_by, elements):
-        assert of_ddp == 2.5 * whole / elements
 
 
 def test_the_bench_compares_time_bytes_and_memory_with_the_ordinary_step(launch):

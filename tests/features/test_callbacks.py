@@ -12,20 +12,15 @@ from conftest import ROOT
 from optimizer_runs import Counter
 from ranks import on_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny import Tiny, log, log_row, make_run, take_steps
+from tiny import Tiny, log, make_run, take_steps
 from torch.utils.data import default_collate
 
 from dist_amp import task
 from dist_amp.checkpoint.format import all_checkpoints, read_manifest
-from dist_amp.diagnostics.consistency import check_schedule
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.optimizers.groups import call_on_evaluation
-from dist_amp.supervise.callbacks import OPTIONAL, Callbacks, misspelt_methods, train_metrics
+from dist_amp.supervise.callbacks import OPTIONAL, Callbacks, train_metrics
 from dist_amp.supervise.stop import AgreedStop
-from dist_amp.tasks.causal_lm import CausalLM
-from dist_amp.tasks.hf_causal_lm import HFCausalLM
-from dist_amp.tasks.hf_classification import HFClassification
-from dist_amp.tasks.sinusoid import Sinusoid
 from dist_amp.telemetry.step_report import StepReport
 from dist_amp.world import World
 
@@ -200,29 +195,6 @@ def test_an_on_evaluation_that_does_another_thing_on_another_rank_is_refused_on_
     assert said in errors[0]
 
 
-class ByState(Tiny):
-    share = 1.0
-
-    def schedule(self, step):
-        return self.share
-
-
-@pytest.mark.bad_input("a `schedule(step)` that depends on what changes in training")
-def test_a_schedule_that_changes_later_is_refused_in_a_script_too(tmp_path):
-    run = make_run(World(), ByState(), "--eval.every", 1, "--run.dir", tmp_path)
-    run.evaluate()
-    take_steps(run, 2)
-    run.task.share = 0.5
-    said = "schedule(2) makes the learning rate 0.00015 now, and 0.0003 when the run was built"
-    for call in (run.evaluate, run.save):
-        with pytest.raises(ConfigError) as error:
-            call()
-        assert said in str(error.value)
-    assert all_checkpoints(tmp_path), "the steps so far are saved"
-    with pytest.raises(ConfigError, match=r"schedule\(1\) makes the learning rate"):
-        check_schedule(run, log_row(run))
-
-
 @pytest.mark.bad_input("a learning rate that `on_evaluation` sets on the optimizer")
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_a_rate_that_is_set_on_the_optimizer_is_refused_with_what_to_set_instead(name):
@@ -349,22 +321,6 @@ class Misspelt(Tiny):
         return 1.0
 
 
-class Helpers(Tiny):
-    """Helpers of a task, some with names much like an optional method's."""
-
-    def collate(self, samples):
-        return self.collated(samples)
-
-    def on_step(self, run, report):
-        return self.on_log_step(run)
-
-    def collated(self, samples): ...
-    def on_log_step(self, run): ...
-    def tokenize(self, text): ...
-    def load_rows(self, path): ...
-    def _metric(self): ...
-
-
 @pytest.mark.bad_input(
     "a method of the task whose name is almost an optional one's, which nothing calls"
 )
@@ -377,12 +333,6 @@ def test_a_method_that_looks_like_a_misspelt_optional_one_is_warned_of(capsys):
         f"warning: nothing calls the task's method {name}; if it is meant for {near}, rename it"
         for name, near in expected.items()
     ]
-
-
-def test_helpers_of_a_task_are_not_warned_of():
-    assert misspelt_methods(Helpers()) == {}
-    for kind in (Tiny, Watched, CausalLM, Sinusoid, HFCausalLM, HFClassification):
-        assert misspelt_methods(kind.__new__(kind)) == {}
 
 
 def test_every_optional_method_is_described():

@@ -24,7 +24,6 @@ from dist_amp.sources.packing import (
 )
 from dist_amp.sources.tokenizer import open_tokenizer
 from dist_amp.sources.tokens import token_documents
-from dist_amp.supervise.callbacks import train_metrics
 from dist_amp.tasks.causal_lm import CausalLM
 from dist_amp.world import World
 
@@ -234,26 +233,6 @@ def test_shares_tell_the_sources_of_counted_tokens():
     by_source = {"counted_pct_wiki": 100 / 3, "counted_pct_code": 200 / 3}
     expected = {"padding_pct": 0, "counted_pct": 60, **by_source}
     assert shares.read(World()) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("pack", ["off", "best_fit"])
-def test_the_shipped_model_trains_on_rows_of_each_kind_and_its_shares_are_metrics(tmp_path, pack):
-    rows = "".join(f'{{"text": "{"ab" * (5 + n // 2)}"}}\n' for n in range(60))
-    (tmp_path / "texts.jsonl").write_text(rows)
-    words = (
-        "--task.args.context 31 --task.args.width 16 --task.args.heads 2 --task.args.layers 1 "
-        f"--data.path {tmp_path}/texts.jsonl --use_amp false --data.pack {pack}"
-    )
-    run = make_run(World(), None, *words.split())
-    (report,) = take_steps(run, 1)
-    values = {name: float(value) for name, value in train_metrics(run, report).items()}
-    batch = run.data.last_step[0][0]
-    filled = batch["tokens"] / batch["labels"].numel()
-    assert values["train/counted_pct"] == pytest.approx(100 * batch["counted"] / batch["tokens"])
-    assert values["train/padding_pct"] == pytest.approx(100 - 100 * filled)
-    assert torch.isfinite(report.losses[0])
-    assert float(report.weight) == batch["counted"]
-    assert ("position_ids" in batch) == (pack == "best_fit")
 
 
 # As they are read, from a Parquet view.

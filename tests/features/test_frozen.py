@@ -8,7 +8,6 @@ from tiny import Tiny, make_run, parameters_of, save, take_steps
 from torch import nn
 
 from dist_amp.checkpoint.format import Reader
-from dist_amp.checkpoint.weights import load_weights
 from dist_amp.errors import DataError
 from dist_amp.scaling.frozen import checksum
 from dist_amp.supervise.banner import print_banner
@@ -93,30 +92,11 @@ def test_an_adapter_survives_another_strategy_and_number_of_ranks(tmp_path, firs
         torch.testing.assert_close(value, whole[name], rtol=0, atol=1e-6)
 
 
-@pytest.mark.bad_input("a checkpoint of an adapter resumed or exported on another frozen base")
-def test_another_base_is_refused_by_name(tmp_path):
-    trained_run(World(), tmp_path, "single", 1)
-    with pytest.raises(DataError) as error:
-        trained_run(World(), tmp_path, "single", 2, task=AdapterTask(base=1e-3))
-    assert "was trained on another frozen base.weight (1 such), which it" in str(error.value)
-    torch.manual_seed(0)  # run.seed
-    with pytest.raises(DataError, match="another frozen base.weight"):
-        load_weights(AdapterTask(base=1e-3).build_model(), tmp_path / "checkpoints/step_00000001")
-
-
 @pytest.mark.bad_input("a checkpoint with another number of frozen parameters")
 def test_another_number_of_frozen_parameters_is_refused_with_both(tmp_path):
     trained_run(World(), tmp_path, "single", 1)
     with pytest.raises(DataError, match="has 3 frozen parameters and this model 0; freeze"):
         trained_run(World(), tmp_path, "single", 2, task=AdapterTask(freeze=False))
-
-
-def test_a_checkpoint_that_has_all_parameters_is_resumed_with_some_of_them_frozen(tmp_path):
-    task = AdapterTask(freeze=False)
-    whole = trained_run(World(), tmp_path, "single", 2, task=task)
-    run = make_run(World(), AdapterTask(), *settings(tmp_path / "b", "single", "fp32"))
-    load_weights(run.parallel.module, tmp_path / "checkpoints/step_00000002")
-    assert all(torch.equal(value, whole[name]) for name, value in parameters_of(run).items())
 
 
 class Teacher(AdapterTask):

@@ -12,9 +12,7 @@ from dist_amp.distributed.gpu_checks import (
     why_unused,
 )
 from dist_amp.errors import ConfigError
-from dist_amp.scaling.compile import check_compile
-from dist_amp.settings import CompileConfig, RunConfig
-from dist_amp.world import World
+from dist_amp.settings import RunConfig
 
 OPEN = (
     "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  "
@@ -167,36 +165,3 @@ def test_a_gpu_that_the_build_has_no_code_for_is_refused_with_a_build_that_has(
     fix = "; or train on the CPU with --run.device cpu"
     with pytest.raises(ConfigError, match=f"^Some GPU is {said}.*{fix}$"):
         check_architecture(torch.device("cuda", 0))
-
-
-# ---- Triton's compiler ----
-
-
-@pytest.mark.bad_input(
-    "`compile.blocks` on a GPU without a C compiler, or without Python's headers"
-)
-@pytest.mark.parametrize(
-    ("cc", "found", "headers", "said"),
-    [
-        ("", [], True, "needs a C compiler for Triton (gcc or clang, or the one that CC names); "),
-        ("", ["clang"], True, ""),
-        ("mycc", ["gcc"], True, "needs a C compiler for Triton (mycc, or the one that CC names); "),
-        ("", ["gcc"], False, "/Python.h for Triton (Debian: python3-dev); install it, or use"),
-    ],
-)
-def test_inductor_on_a_gpu_needs_what_triton_compiles_with(
-    cc, found, headers, said, monkeypatch, tmp_path
-):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    monkeypatch.setenv("CC", cc)
-    monkeypatch.setattr("shutil.which", lambda name: name if name in found else None)
-    monkeypatch.setattr("sysconfig.get_path", lambda *names: str(tmp_path))
-    if headers:
-        (tmp_path / "Python.h").touch()
-    world = World(device=torch.device("cuda", 0))
-    if not said:
-        check_compile(CompileConfig(blocks=True), "single", 1, world)
-        return
-    with pytest.raises(ConfigError) as error:
-        check_compile(CompileConfig(blocks=True), "single", 1, world)
-    assert said in str(error.value)

@@ -6,7 +6,6 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import on_ranks
 from tiny import make_run, take_steps
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,7 +28,6 @@ from dist_amp.tasks import loss_head
 from dist_amp.tasks.hf_causal_lm import HFCausalLM
 from dist_amp.tasks.huggingface import make_loss_head, next_token_losses
 from dist_amp.tasks.loss_head import LossHead
-from dist_amp.verify.cells import capture
 from dist_amp.world import World
 
 TOKENS, WIDTH, VOCABULARY, CHUNK = 64, 32, 300, 20
@@ -125,18 +123,6 @@ def test_each_targets_loss_and_hit_have_no_gradient_and_add_up():
 
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
-def test_the_chunks_compile_as_one_graph(reduction):
-    head, x, targets = inputs()
-    head.chunk = CHUNK
-    torch.compiler.reset()
-    compiled = torch.compile(lambda *given: head(*given), fullgraph=True, backend="aot_eager")
-    losses = [compute(x, targets, reduction).sum() for compute in (compiled, head)]
-    assert losses[0] == losses[1]
-    gradients = [torch.autograd.grad(loss, [x, head.weight]) for loss in losses]
-    assert all(map(torch.equal, *gradients))
-
-
-@pytest.mark.parametrize("reduction", ["sum", "none"])
 def test_a_frozen_head_gets_no_gradient_and_evaluation_computes_none(reduction):
     head, x, targets = inputs()
     _, expected, _ = loss_and_gradients(head, x, targets, "off", reduction=reduction)
@@ -186,31 +172,6 @@ def task_of(folder, name="llama", **options):
     make_tokenizer(folder)
     data = DataConfig(path=str(write_rows(folder / "rows.jsonl", chats())), validation_split=0.25)
     return HFCausalLM(data, str(folder), **options)
-
-
-def gradients(world, task, *words):
-    run = make_run(world, task, "--train.micro_batch_size", 2, *FP32, *words)
-    states = capture(run)
-    take_steps(run, 1)
-    run.parallel.module.eval()
-    [batch] = next(run.data)[:1]
-    values = {key: float(value) for key, value in task.metrics(run.model, batch).items()}
-    return [state.gradients for state in states], values
-
-
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
-@pytest.mark.parametrize("name", ["llama", "llama_tied", "gpt2", "mixtral"])
-def test_a_language_model_gets_the_gradients_of_all_logits_at_once(name, strategy, tmp_path):
-    ranks = 1 if strategy == "single" else 2
-    plain, chunked = (
-        on_ranks(ranks, gradients, task_of(tmp_path, name, loss_chunk=chunk), *words)[0]
-        for chunk in ("off", 5)
-        for words in [["--parallel.strategy", strategy]]
-    )
-    for key, true in plain[0][0].items():
-        # Sums in another order: some roundings of 2^-24 of the largest.
-        torch.testing.assert_close(chunked[0][0][key], true, rtol=0, atol=1e-6 * true.abs().max())
-    assert chunked[1] == pytest.approx(plain[1], rel=1e-4)
 
 
 def test_a_language_model_makes_no_more_logits_than_a_chunks(tmp_path, monkeypatch):

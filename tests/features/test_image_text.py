@@ -15,25 +15,19 @@ from tiny import save
 from tiny_hf import LLAMA, make_model, make_tokenizer, write_rows
 from transformers import (
     AutoModelForImageTextToText,
-    AutoProcessor,
     CLIPImageProcessorPil,
     LlavaConfig,
     LlavaProcessor,
 )
 
-from dist_amp.commands import export
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.scaling.meta import build_whole
 from dist_amp.settings import DataConfig
 from dist_amp.sources.conversations import IGNORE_INDEX
 from dist_amp.step import evaluate
 from dist_amp.tasks.image_text import ImageText
-from dist_amp.tasks.loss_head import LossHead
-from dist_amp.verify import __main__ as verify
-from dist_amp.verify.cells import capture
 
 CPU = torch.device("cpu")
-TARGET = "dist_amp.tasks.image_text:ImageText"
 QUICK = "--train.micro_batch_size 2 --use_amp false --optim.warmup_steps 0 --eval.every 1".split()
 COLORS = {"red": (255, 0, 0), "blue": (0, 0, 255), "green": (0, 200, 0)}
 VISION = {"model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 32}
@@ -210,34 +204,6 @@ def test_two_ranks_learn_what_one_does_and_resume_bit_for_bit(options, strategy,
         assert others == pytest.approx(values, rel=1e-5)
 
 
-def gradients(world, folder, chunk, options, strategy):
-    """Of a step; and the evaluation."""
-    task = task_of(folder, questions(), loss_chunk=chunk, **options)
-    run = make_run(world, task, *QUICK, "--parallel.strategy", strategy, "--eval.batches", 1)
-    head = run.parallel.module.get_output_embeddings()
-    assert isinstance(head, LossHead) == (chunk != "off")
-    states = capture(run)
-    take_steps(run, 1)
-    return [state.gradients for state in states], evaluate(run)  # on rank 0 alone
-
-
-@pytest.mark.parametrize(
-    ("options", "strategy"), [({}, "single"), ({}, "fsdp"), ({"lora_rank": 2}, "ddp")]
-)
-def test_the_loss_in_chunks_has_the_gradients_of_all_logits_at_once(options, strategy, folder):
-    ranks = 1 if strategy == "single" else 2
-    plain, chunked = (
-        on_ranks(ranks, gradients, folder, chunk, options, strategy)[0] for chunk in ("off", 37)
-    )
-    largest = max(gradient.abs().max() for gradient in plain[0][-1].values())
-    for key, true in plain[0][-1].items():
-        # Sums in another order: some tens of roundings of 2^-24 of the largest. By a key's bias it
-        # is 0 but for roundings of others.
-        size = max(true.abs().max(), 1e-3 * largest)
-        torch.testing.assert_close(chunked[0][-1][key], true, rtol=0, atol=4e-6 * size)
-    assert chunked[1] == pytest.approx(plain[1], rel=1e-4)
-
-
 def test_it_learns_to_name_what_only_the_image_shows(folder):
     rows = [{**row, "prompt": "? "} for row in questions()]
     words = "--train.steps 60 --train.micro_batch_size 8 --optim.lr 1e-2".split()
@@ -245,37 +211,6 @@ def test_it_learns_to_name_what_only_the_image_shows(folder):
     take_steps(run, 60)
     # Without the image, the first letter of a word of three would cost log 3.
     assert evaluate(run)["loss"] < math.log(3) / 10
-
-
-@pytest.mark.parametrize("rank", [0, 2])
-def test_an_export_opens_in_transformers_with_its_processor(rank, folder, monkeypatch):
-    monkeypatch.chdir(folder)
-    write_rows(folder / "rows.jsonl", questions())
-    words = ["--task.target", TARGET, "--task.args.model", folder, "--run.dir", "run"]
-    words += ["--data.path", folder / "rows.jsonl", "--task.args.lora_rank", rank]
-    run = make_run(None, None, *QUICK, *words, "--train.steps", 4, "--optim.lr", 0.01)
-    take_steps(run, 2)
-    save(run)
-    batch = run.data.last_step[0][0]
-    names = ("input_ids", "attention_mask", "pixel_values")
-    inputs = {name: batch[name] for name in names}
-    with torch.no_grad():
-        expected = run.parallel.module.eval()(**inputs).logits
-    merge = ["--merge"] if rank else []
-    assert export.main(["run", "--out", "out", "--format", "hf", *merge]) == 0
-    with torch.no_grad():
-        logits = AutoModelForImageTextToText.from_pretrained("out")(**inputs).logits
-    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
-    processor = AutoProcessor.from_pretrained("out")
-    assert processor.chat_template == TEMPLATE
-
-
-@pytest.mark.slow
-def test_verify_passes_on_one_and_two_ranks(folder, capfd):
-    write_rows(folder / "rows.jsonl", questions(300))
-    words = f"--task.target {TARGET} --task.args.model {folder} --data.path {folder}/rows.jsonl"
-    status = verify.main([*words.split(), "--world_sizes", "1,2", "--precisions", "fp32"])
-    assert status == 0, capfd.readouterr().out
 
 
 # ---- wrong inputs ----

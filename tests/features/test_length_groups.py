@@ -1,6 +1,5 @@
 """Length bucketing: an order that is a pure function of seed, epoch and position."""
 
-import json
 from itertools import pairwise
 
 import numpy
@@ -155,20 +154,3 @@ def test_what_can_not_be_grouped_is_refused_with_the_reason(dataset, lengths, se
     with pytest.raises((ConfigError, DataError)) as error:
         grouped(DataConfig(group_by_length=5, **settings), dataset, lengths)
     assert f"data.group_by_length=5{said}" in str(error.value)
-
-
-def test_a_classifier_of_texts_groups_them_by_their_characters(tmp_path):
-    from dist_amp.tasks.hf_classification import HFClassification
-
-    lines = [json.dumps({"text": "a" * (n + 1), "label": 0}) for n in range(40)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
-    task = HFClassification.__new__(HFClassification)  # without a model
-    task.data = DataConfig(path=str(tmp_path / "rows.jsonl"), group_by_length=2)
-    task.of = "text"
-    task.classes = 2
-    rows = task.build_dataset("train")
-    order = rows.shuffled(4, 1)[1](0, 0)(torch.arange(len(rows)))
-    for step in order.split(4):
-        lengths = [len(rows[number]["text"]) for number in step.tolist()]
-        assert lengths == sorted(lengths)
-    assert not hasattr(task.build_dataset("validation"), "shuffled")

@@ -8,10 +8,9 @@ from unittest.mock import patch
 import pytest
 import torch
 from ranks import on_ranks
-from tiny import Overflow, Tiny, log, log_row, make_run
+from tiny import Overflow, Tiny, log_row, make_run
 from torch import nn
 
-from benchmarks.harness import HostReads
 from dist_amp.diagnostics.nonfinite import NonFinite, stats_of
 from dist_amp.diagnostics.nonfinite_replay import NonfiniteReplay
 from dist_amp.step import train_step
@@ -251,19 +250,6 @@ def test_fp16_that_overflows_by_the_loss_scale_alone_is_silent(tmp_path, ranks, 
     words += ["--parallel.strategy", strategy, *IN_ORDER]
     assert replay(ranks, Tiny(), words, tmp_path, 3) == (None, [])
     assert not (tmp_path / "nonfinite").exists()
-
-
-def test_a_log_step_without_skips_still_costs_one_read():
-    run = make_run(World(), Tiny())
-    observer = NonfiniteReplay(run)
-    batches = next(run.data)
-    with HostReads() as ordinary:
-        report = train_step(run, batches)
-        run.metrics.record(report)
-        observer.after_step(report, batches)
-    with HostReads() as logging:
-        observer.on_log(log(run))
-    assert (ordinary.count, logging.count) == (0, 1)
 
 
 class Kept(Overflow):

@@ -8,10 +8,9 @@ from conftest import ROOT
 from jsonschema import Draft202012Validator
 
 from dist_amp.commands.schema import json_schema, main
-from dist_amp.config.load import load_config, schema
+from dist_amp.config.load import load_config
 from dist_amp.errors import ConfigError
 from dist_amp.settings import Config
-from dist_amp.tasks.sinusoid import Sinusoid
 
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 SCHEMA = json_schema(Config)
@@ -93,15 +92,6 @@ def test_every_setting_has_its_meaning_and_a_default_that_is_valid():
 
     listed = json.loads(json.dumps(SCHEMA))  # betas as a list
     check(listed)
-
-
-def test_the_arguments_of_a_task_are_checked_if_it_is_named():
-    of_task = json_schema(schema(Sinusoid))
-    arguments = '[task]\ntarget = "dist_amp.tasks.sinusoid:Sinusoid"\n[task.args]\n'
-    assert problems(arguments + "hidden_layers = 8", of_task) == []
-    (said,) = problems(arguments + "hidden_layer = 8", of_task)
-    assert "hidden_layer" in said
-    assert problems(arguments + "hidden_layer = 8") == [], "of an unknown task nothing is known"
 
 
 @pytest.mark.bad_input("`dist_amp schema` of a task that can't be imported")

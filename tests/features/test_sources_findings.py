@@ -2,24 +2,17 @@
 
 import errno
 import json
-import os
 import re
-import signal
-import time
-from contextlib import nullcontext, redirect_stderr
-from types import SimpleNamespace
 
 import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-import torch.nn.functional as F
 from messages import message_of
 from PIL import Image
 from tiny import Tiny, make_run
 
-from dist_amp.commands import tokenize as command
 from dist_amp.config.load import load_config
 from dist_amp.settings import DataConfig
 from dist_amp.sources import converted, parquet
@@ -110,136 +103,6 @@ def test_text_labels_of_a_parquet_view_are_refused_with_what_to_use(tmp_path):
     data = DataConfig(path=str(tmp_path / "a.parquet"), view="parquet")
     rows = labelled_rows(data, "train", "image", "label")
     assert "use data.view=map, or store whole numbers" in message_of(65, class_names, rows, "label")
-
-
-NAN = float("nan")
-
-
-class OfOthers:
-    """A model whose attention is not ours; its logits are all `value`."""
-
-    config = SimpleNamespace(_attn_implementation="sdpa")
-
-    def __init__(self, value=0.0):
-        self.value = value
-
-    def __call__(self, input_ids, position_ids, use_cache):
-        return SimpleNamespace(logits=torch.full((*input_ids.shape, 7), self.value))
-
-
-def packed_run(gather_numbers):
-    """What the check of packed documents needs of a run."""
-    return SimpleNamespace(
-        world=SimpleNamespace(gather_numbers=gather_numbers),
-        data=SimpleNamespace(last_step=[({"input_ids": torch.zeros(1, 8)}, (0,))]),
-        parallel=SimpleNamespace(module=OfOthers()),
-        precision=SimpleNamespace(autocast=nullcontext),
-        evaluating=nullcontext,
-    )
-
-
-@pytest.mark.parametrize(
-    ("shares", "leak"), [([0.0, 0.0], False), ([0.0, 0.5], True), ([0.5, 0.0], True)]
-)
-def test_whether_documents_leak_is_decided_by_what_all_ranks_found(shares, leak, monkeypatch):
-    pytest.importorskip("transformers")
-    from dist_amp.tasks import hf_causal_lm
-
-    run = packed_run(lambda numbers: [[share] for share in shares])
-    monkeypatch.setattr(hf_causal_lm, "leaked_share", lambda model, ids, how: shares[0])
-    if leak:
-        said = message_of(64, hf_causal_lm.check_documents_are_apart, run, "auto")
-        assert said.endswith("0.5 as much as its own; use data.pack=off")
-    else:
-        hf_causal_lm.check_documents_are_apart(run, "auto")
-
-
-@pytest.mark.parametrize("value", [0.0, NAN])
-def test_logits_that_do_not_tell_whether_documents_leak_are_no_leak(value):
-    pytest.importorskip("transformers")
-    from dist_amp.tasks.hf_causal_lm import leaked_share
-
-    assert leaked_share(OfOthers(value), torch.arange(8)[None]) == 0
-
-
-class FlashAttention:
-    """torch's attention with the two calls of the flash-attention library that training uses."""
-
-    @staticmethod
-    def attend(q, k, v):  # [B, T, heads, width]
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return out.transpose(1, 2)
-
-    def attend_within(self, q, k, v, cu_seqlens_q, cu_seqlens_k):  # [tokens, heads, width]
-        sizes = cu_seqlens_q.diff().tolist()
-        documents = zip(q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
-        return torch.cat([self.attend(*(x[None] for x in one))[0] for one in documents])
-
-    def functions(self, implementation):
-        no_options = lambda **options: {}  # noqa: E731
-        return (self.attend, self.attend_within, None, None, None), (no_options, no_options)
-
-
-def flash_model(monkeypatch):
-    transformers = pytest.importorskip("transformers")
-    utils = transformers.modeling_flash_attention_utils
-    monkeypatch.setattr(utils, "lazy_import_flash_attention", FlashAttention().functions)
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    model = transformers.LlamaForCausalLM(config)
-    model.config._attn_implementation = "flash_attention_2"
-    return model
-
-
-@pytest.mark.parametrize("rows", [1, 2, 4])
-def test_flash_attention_keeps_documents_apart_in_batches_of_any_size(rows, monkeypatch):
-    from dist_amp.tasks.hf_causal_lm import LEAK, leaked_share
-
-    model = flash_model(monkeypatch)
-    input_ids = torch.randint(64, (rows, 16))
-    assert leaked_share(model, input_ids) <= LEAK
-
-
-def test_a_leak_that_only_batches_of_several_rows_have_is_found(monkeypatch):
-    from dist_amp.tasks import hf_causal_lm
-
-    model = flash_model(monkeypatch)
-    monkeypatch.setattr(hf_causal_lm, "document_bounds", lambda positions: None)
-    assert hf_causal_lm.leaked_share(model, torch.randint(64, (2, 16))) > 0.01
-
-
-def test_rounding_that_float32_does_not_have_is_no_leak(monkeypatch):
-    pytest.importorskip("transformers")
-    from dist_amp.tasks import hf_causal_lm
-
-    shares = [0.5, 0.0]  # in bf16, then in float32
-    run = packed_run(lambda numbers: [numbers])
-    monkeypatch.setattr(hf_causal_lm, "leaked_share", lambda model, ids, how: shares.pop(0))
-    hf_causal_lm.check_documents_are_apart(run, "auto")
-    assert not shares
-
-
-def test_the_loss_of_packed_rows_is_the_same_with_flash_attention(monkeypatch):
-    from dist_amp.tasks.huggingface import inputs_of
-    from dist_amp.tasks.packed_attention import document_bounds
-
-    model = flash_model(monkeypatch)
-    positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 3, 4, 5, 0, 1]])
-    input_ids = torch.randint(64, (2, 8))
-    batch = {"input_ids": input_ids, "labels": input_ids, "position_ids": positions}
-    packed = {**batch, "bounds": document_bounds(positions)}
-    flash = model(**inputs_of(model, packed)).logits[:, :-1].flatten(0, 1)
-    model.config._attn_implementation = "sdpa"
-    # Another order of sums in float32.
-    expected = model(**inputs_of(model, batch)).logits[:, :-1].flatten(0, 1)
-    torch.testing.assert_close(flash, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -363,23 +226,6 @@ def test_a_full_disk_is_named_with_the_cache_and_not_with_a_file(tmp_path, monke
     said = message_of(1, load_rows, data, "train")
     assert "the disk of the cache " in said
     assert said.endswith("is full; make room, or set HF_DATASETS_CACHE")
-
-
-@pytest.mark.bad_input("SIGTERM while `tokenize` works")
-def test_tokenize_ends_by_sigterm_in_one_line_that_says_how_to_go_on(tmp_path):
-    path = write_texts(tmp_path / "a.jsonl", [f"text {n}" * 50 for n in range(60_000)])
-    words = f"--data.path {path} --data.tokenizer bytes --out {tmp_path}/out --workers 0"
-    if (child := os.fork()) == 0:
-        with (tmp_path / "said").open("w") as file, redirect_stderr(file):
-            status = command.main([*words.split(), "--shard_tokens", "1000000"])
-        os._exit(status)
-    while not list(tmp_path.glob("out/train/*")):
-        assert os.waitpid(child, os.WNOHANG) == (0, 0)
-        time.sleep(0.02)
-    os.kill(child, signal.SIGTERM)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
-    said = (tmp_path / "said").read_text().splitlines()[-1]
-    assert said == "error: stopped by SIGTERM; start the same command again to continue"
 
 
 @pytest.mark.bad_input("tokens without `tokens.json`, or `--out` that is a file")

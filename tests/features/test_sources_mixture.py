@@ -13,7 +13,6 @@ from tiny import Rows, Tiny, make_run, save, take_steps
 from dist_amp.checkpoint.compatibility import check_config
 from dist_amp.config.load import load_config, to_toml
 from dist_amp.errors import ConfigError, DataError
-from dist_amp.loading.length_groups import LengthGroups
 from dist_amp.settings import DataConfig, MixedSourceConfig
 from dist_amp.sources.mixture import (
     Mixture,
@@ -122,15 +121,6 @@ def test_shares_that_a_short_block_has_exactly_keep_its_order():
     assert mix.locate(range(9))[0].tolist() == [0, 0, 1, 0, 0, 0, 1, 0, 0], "as in older runs"
 
 
-def test_a_rare_source_costs_no_memory_or_time():
-    mix = Mixture({"a": Tokens(6), "b": Tokens(4)}, counts_of({"a": 1.0, "b": 1e-14}, [6, 4]))
-    assert len(mix) == 4 * 10**14 + 4
-    assert not hasattr(mix, "_source"), "no table of places"
-    grouped = LengthGroups(mix, 2)
-    _, order = grouped.shuffled(8, 1)
-    assert len(grouped.__getitems__(order(0, 0)(torch.arange(64)).tolist())) == 64
-
-
 def test_a_portion_of_a_large_number_is_exact():
     rng = numpy.random.default_rng(0)
     for whole in rng.integers(2**40, 2**52, 200).tolist():
@@ -171,16 +161,6 @@ def test_samples_come_in_the_order_asked_for_with_their_source_beside_each_token
         assert torch.equal(sample["input_ids"][1:], expected)
     with pytest.raises(IndexError):
         mix[len(mix)]
-
-
-def test_lengths_are_those_of_the_samples():
-    mix = Mixture({"a": Tokens(6), "b": Tokens(4)}, [2, 1])
-    expected = [len(sample["input_ids"]) for sample in mix.__getitems__(range(len(mix)))]
-    lengths = mix.lengths
-    assert lengths[numpy.arange(len(mix))].tolist() == expected
-    assert (len(lengths), lengths.min(), lengths.max()) == (len(mix), 1, 5)
-    order = LengthGroups(mix, 2).shuffled(4, 1)[1](0, 0)(torch.arange(len(mix)))
-    assert sorted(order.tolist()) == list(range(len(mix)))
 
 
 def test_what_a_source_lacks_the_mixture_lacks():

@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import re
-import resource
 import signal
 import threading
 import time
@@ -21,16 +20,14 @@ import torch
 import torch.distributed as dist
 from forked import context
 from ranks import on_ranks
-from test_watchdog_guards import watchdog_of
 from test_train import TINY, wait_for
+from test_watchdog_guards import watchdog_of
 from tiny import Tiny, make_run, save, take_steps
 
 from dist_amp.checkpoint import format as files
 from dist_amp.checkpoint import saver
 from dist_amp.config.load import load_config
 from dist_amp.distributed import flight_recorder, process_group
-from dist_amp.distributed.rendezvous import raise_open_files
-from dist_amp.errors import ConfigError
 from dist_amp.supervise import stop as stop_module
 from dist_amp.supervise import watchdog
 from dist_amp.supervise.rank_reports import (
@@ -387,34 +384,6 @@ def test_no_two_threads_use_one_group_in_a_run_that_saves_evaluates_and_profiles
         # A thread per save, which the next one waits for, and whose id may be that of an ended one.
         assert control[0] not in background
         assert len(background) >= 8 * 5, "eight saves, of five stages"
-
-
-def refusal(pipe, ranks):
-    """What is said under a limit of 1,024, and the limit afterwards; a process can't undo it."""
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 1024))
-    said = ""
-    try:
-        raise_open_files(ranks)
-    except ConfigError as error:
-        said = str(error)
-    pipe.send((said, resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
-
-
-@pytest.mark.bad_input("a hard limit of open files below what so many ranks need")
-@pytest.mark.parametrize(("ranks", "refused"), [(64, False), (236, False), (1024, True)])
-def test_a_limit_of_open_files_is_raised_and_refused_where_so_many_ranks_need_more(ranks, refused):
-    here, there = context.Pipe()
-    child = context.Process(target=refusal, args=(there, ranks))
-    child.start()
-    said, limit = here.recv()
-    child.join()
-    assert limit == 1024
-    text = (
-        "1024 ranks need 3581 sockets and 200 other open files per process, and the limit is 1024; "
-        "raise it: ulimit -Hn 3781 before the launch, LimitNOFILE= of the service, docker run "
-        "--ulimit nofile=3781"
-    )
-    assert said == (text if refused else "")
 
 
 # --- the stop flag
