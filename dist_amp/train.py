@@ -94,7 +94,7 @@ def observers_of(run: Run, stop: Stop) -> list[Observer]:
         from dist_amp.telemetry.health import Health
 
         observers.append(Health(run.metrics))
-    if hasattr(run.task, "sample"):
+    if hasattr(run.task, "sample") and present("supervise.sampling"):
         from dist_amp.supervise.sampling import Sampling
 
         observers.append(Sampling(run))

@@ -9,13 +9,11 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
 from urllib.parse import quote, urlencode
 
 from dist_amp.errors import ConfigError
-from dist_amp.files import present
-from dist_amp.supervise.command_line import command
+from dist_amp.supervise.command_line import command, run_folder
 
 PORT = 6006  # TensorBoard's own default
 
@@ -55,11 +53,7 @@ def main(argv: Sequence[str]) -> NoReturn:
     if argv[:1] in (["-h"], ["--help"]):
         print(__doc__)
         sys.exit()
-    folder = Path("".join(argv[:1])).expanduser()
-    if present("storage"):
-        from dist_amp.storage.reading import on_disk
-
-        folder = on_disk("".join(argv[:1]))
+    folder = run_folder("".join(argv[:1]))
     logs = folder / "tensorboard"
     logged = [*folder.glob("metrics.jsonl"), *folder.glob("*/metrics.jsonl")]
     has_tokens = any("throughput/tokens_per_second" in path.read_text() for path in logged)

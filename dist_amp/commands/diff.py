@@ -35,7 +35,7 @@ from dist_amp.checkpoint.format import (
 )
 from dist_amp.config.load import leaves, read_flat
 from dist_amp.errors import CheckpointRejected, ConfigError, DataError
-from dist_amp.files import read_steps
+from dist_amp.files import present, read_steps
 from dist_amp.precision import TOLERANCE
 from dist_amp.supervise.command_line import Parser, columns, command
 from dist_amp.telemetry.step_report import MAX_RANK_FOLDERS
@@ -364,18 +364,20 @@ def main(argv: Sequence[str]) -> int:
             f"run_{name.lower()}", type=Path, metavar=f"RUN_{name}", help="its folder"
         )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
-        "--deep",
-        action="store_true",
-        help="take both runs' steps again on this process, and name the module and operation that "
-        "differ first",
-    )
+    parser.set_defaults(deep=False)
+    if present("commands.diff_deep"):
+        parser.add_argument(
+            "--deep",
+            action="store_true",
+            help="take both runs' steps again on this process, and name the module and operation "
+            "that differ first",
+        )
     options = parser.parse_args(argv)
     if options.run_a.resolve() == options.run_b.resolve():
         raise ConfigError(f"{options.run_a} and {options.run_b} are the same folder; give two runs")
     report = compare(RunFiles(options.run_a), RunFiles(options.run_b))
     parts = [part for part in (report["metrics"], report["fingerprints"]) if "step" in part]
-    if options.deep and parts:
+    if options.deep and parts and present("commands.diff_deep"):
         from dist_amp.commands.diff_deep import where_they_part
 
         first = min(parts, key=lambda part: part["step"])

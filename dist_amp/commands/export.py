@@ -42,6 +42,7 @@ from dist_amp.config.load import load_saved, to_toml
 from dist_amp.config.task_class import build_task
 from dist_amp.distributed.process import seed_all
 from dist_amp.errors import ConfigError, DataError, Failure, first_line
+from dist_amp.files import present
 from dist_amp.scaling.meta import build_whole
 from dist_amp.settings import Config
 from dist_amp.supervise.command_line import Parser, command
@@ -94,9 +95,10 @@ def main(argv: Sequence[str]) -> None:
                 "checkpoint": checkpoint.resolve().name,
             }
             save_model(model, str(folder / MODEL), metadata)
-        from dist_amp.commands.model_card import write_card
+        if present("commands.model_card"):
+            from dist_amp.commands.model_card import write_card
 
-        write_card(folder, out.name, config, checkpoint, weights)
+            write_card(folder, out.name, config, checkpoint, weights)
         if settings:
             (folder / CONFIG).write_text(to_toml(config), encoding="utf-8")
         else:
@@ -160,7 +162,7 @@ def cast(model: nn.Module, dtype: torch.dtype) -> None:
 
 def save_for_transformers(task: Any, model: Any, folder: Path) -> None:
     """By task.export or save_pretrained. Errors: ConfigError for a model that can do neither."""
-    if "transformers" in sys.modules:
+    if "transformers" in sys.modules and present("tasks.pretrained"):
         from dist_amp.tasks.pretrained import as_published
 
         as_published(model)

@@ -34,8 +34,7 @@ from dist_amp.config.load import hidden
 from dist_amp.distributed.signals import handle_signals
 from dist_amp.errors import SAVED_AND_STOPPED, ConfigError, DataError, Failure, first_line, masked
 from dist_amp.files import InUse, only_process, write_durably
-from dist_amp.storage.reading import on_disk
-from dist_amp.supervise.command_line import Parser, command
+from dist_amp.supervise.command_line import Parser, command, run_folder
 
 POLL_SECONDS = 1.0
 APPEARS_SECONDS = 120.0  # to wait for a run that was started at the same time
@@ -46,7 +45,7 @@ RESTART_SECONDS = 30.0
 @command()
 def main(argv: Sequence[str]) -> int:
     parser = Parser("python -m dist_amp.follow", __doc__)
-    parser.add_argument("run", type=on_disk, metavar="RUN", help="a run's folder")
+    parser.add_argument("run", type=run_folder, metavar="RUN", help="a run's folder")
     parser.add_argument("--to", required=True, choices=list(TRACKERS), help="the tracker")
     parser.add_argument("--project", default="", help="its project or experiment (dist_amp)")
     parser.add_argument("--once", action="store_true", help="send what exists now, and end")

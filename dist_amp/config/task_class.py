@@ -131,7 +131,7 @@ def import_problem(error: BaseException, target: str, folder: str) -> str:
     if isinstance(error, ModuleNotFoundError):
         fix = f"install it, or check the path: {folder} was searched too"
         feature = str(error.name).removeprefix("dist_amp.")
-        if feature != error.name:
+        if target.startswith("dist_amp.tasks.") and feature != error.name:
             return f"task.target={target}: {missing(feature)}, or name another task"
         if error.name in EXTRA_HF:
             fix = "pip install 'dist_amp[hf]'"

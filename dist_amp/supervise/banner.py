@@ -1,7 +1,5 @@
 """What a run prints at its start and end: a banner and a closing table."""
 
-import importlib.metadata
-import importlib.util
 import math
 from collections.abc import Mapping
 from datetime import timedelta
@@ -11,7 +9,7 @@ from typing import Any
 import torch
 
 from dist_amp.config.task_class import GIVEN
-from dist_amp.files import run_dir
+from dist_amp.files import present, run_dir
 from dist_amp.run import Run
 
 
@@ -39,7 +37,8 @@ def print_banner(run: Run) -> None:
     if run.config.eval.every != "off":
         held_out = f"{run.validation.plan.length if run.validation else 0:,} held out"
     world.say(f"data   {plan.length:,} samples to train on, {held_out}")
-    world.say(f"watch  dist_amp board {run.folder}")
+    board = "dist_amp board" if present("commands.board") else "tensorboard --logdir"
+    world.say(f"watch  {board} {run.folder}")
 
 
 def resumed_text(run: Run, source: Path) -> str:
@@ -98,7 +97,7 @@ def closing_table(summary: Mapping[str, Any], folder: Path) -> str:
 def print_next_command(run: Run) -> None:
     """What exports the trained model, if the config names its task."""
     is_named = not run.config.task.target.startswith(GIVEN)
-    if is_named and importlib.util.find_spec("dist_amp.export"):
+    if is_named and present("commands.export"):
         model = run.parallel.module
         for_transformers = hasattr(run.task, "export") or hasattr(model, "save_pretrained")
         form = " --format hf" if for_transformers else ""

@@ -17,6 +17,15 @@ from dist_amp.supervise.failure import as_failure, report_failure
 Run = Callable[[Sequence[str]], int | None]
 
 
+def run_folder(text: str) -> Path:
+    """The local folder that a command line names. Errors: ConfigError for an address."""
+    if present("storage"):
+        from dist_amp.storage.reading import on_disk
+
+        return on_disk(text)
+    return Path(text).expanduser()
+
+
 class Parser(argparse.ArgumentParser):
     """For a command described by its docstring. Errors: ConfigError for a bad command line."""
 
@@ -31,11 +40,11 @@ class Parser(argparse.ArgumentParser):
         which may be at an address, or for an option a path on a disk.
         """
         if options.get("type") is Path:
-            options["type"] = lambda text: Path(text).expanduser()
-            if present("storage"):
-                from dist_amp.storage.reading import fetched, on_disk
+            options["type"] = run_folder
+            if present("storage") and not names[0].startswith("-"):
+                from dist_amp.storage.reading import fetched
 
-                options["type"] = on_disk if names[0].startswith("-") else fetched
+                options["type"] = fetched
         hyphened = [name.replace("_", "-") for name in names if name.startswith("--")]
         return super().add_argument(*dict.fromkeys([*names, *hyphened]), **options)
 

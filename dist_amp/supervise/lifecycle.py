@@ -189,7 +189,7 @@ def close_run(run: Run, stop: Stop) -> int:
         run.world.say(
             f"ended after step {run.step} of {run.config.train.steps}: the task's {early}"
         )
-    if hasattr(run.task, "sample"):
+    if hasattr(run.task, "sample") and present("supervise.sampling"):
         from dist_amp.supervise.sampling import show_sample
 
         show_sample(run)
