@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import needs
 from ranks import on_ranks
 from tiny import Tiny, make_run, take_steps
 
@@ -149,7 +150,10 @@ def split(world, strategy, accumulation):
     return time.perf_counter() - began, world.clock.lap().seconds()
 
 
-@pytest.mark.parametrize(("strategy", "accumulation"), [("ddp", 2), ("fsdp", 1)])
+@pytest.mark.parametrize(
+    ("strategy", "accumulation"),
+    [("ddp", 2), pytest.param("fsdp", 1, marks=needs("scaling.hooks"))],
+)
 def test_a_slow_ranks_time_is_its_forward_and_the_other_rank_waits(strategy, accumulation):
     (whole, quick), (_, slow) = on_ranks(2, split, strategy, accumulation)
     slept = 0.05 * 3 * accumulation

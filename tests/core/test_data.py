@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import needs
 from tiny import EmptyDataset, EndsItsReader, Rows, Tiny, WithNoise, make_run, save, take_steps
 from torch import nn
 
@@ -274,7 +275,12 @@ def start_method(request):
 
 @pytest.mark.parametrize(
     ("start_method", "on_bad_sample"),
-    [("fork", "stop"), ("forkserver", "stop"), ("forkserver", "skip"), ("spawn", "stop")],
+    [
+        ("fork", "stop"),
+        ("forkserver", "stop"),
+        pytest.param("forkserver", "skip", marks=needs("loading.bad_samples")),
+        ("spawn", "stop"),
+    ],
     indirect=["start_method"],
 )
 def test_loader_workers_give_the_same_batches_by_each_start_method(start_method, on_bad_sample):

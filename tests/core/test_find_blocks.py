@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from conftest import needs
 from tiny import Tiny, make_run
 from torch import nn
 
@@ -225,7 +226,15 @@ def test_a_layer_whose_weight_is_used_elsewhere_too_is_no_block_and_one_that_run
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [([], False), (["--parallel.activation_checkpointing", 2], True), (COMPILED, True)],
+    [
+        ([], False),
+        pytest.param(
+            ["--parallel.activation_checkpointing", 2],
+            True,
+            marks=needs("scaling.activation_checkpointing"),
+        ),
+        pytest.param(COMPILED, True, marks=needs("scaling.compile")),
+    ],
 )
 def test_blocks_are_printed_where_a_setting_makes_use_of_them(capsys, words, said):
     make_run(World(), Tiny(), *words)

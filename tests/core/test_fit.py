@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,12 +13,10 @@ from test_script_run import Noisy, built, loop, same
 from tiny import moments_of, parameters_of
 
 from dist_amp.checkpoint.format import all_checkpoints
-from dist_amp.config.load import load_config
 from dist_amp.errors import ConfigError
 from dist_amp.files import read_steps
-from dist_amp.run import build_run
 from dist_amp.step import train_step
-from dist_amp.train import fit, main
+from dist_amp.train import fit
 from dist_amp.world import World
 
 OFTEN = ("--checkpoint.every", 2, "--eval.every", 3, "--metrics.log_every", 2)
@@ -83,29 +80,6 @@ def undisturbed(tmp_path):
 
 def handlers():
     return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-
-
-def test_fit_ends_bit_for_bit_as_the_command_does(tmp_path, undisturbed, capsys):
-    words = ["--run.dir", f"{tmp_path}/run", "--task.target", "tests/core/test_script_run.py:Noisy"]
-    words += ["--train.steps", "6", "--optim.lr", "1e-2", *map(str, OFTEN)]
-    assert main(words) == 0
-    by_command = build_run(load_config(words, environ={}))
-    by_command.resume()
-    assert same(list(end_of(by_command)), list(undisturbed))
-    run = built(World(), tmp_path / "peeked", *OFTEN)
-    before = handlers()
-    next(run.data)
-    torch.rand(3)
-    capsys.readouterr()
-    fit(run)
-    assert same(list(end_of(run)), list(undisturbed))
-    assert handlers() == before
-    said = capsys.readouterr().out
-    for line in ("run    ", "step      2/6", "eval       3", "done: 6 steps"):
-        assert line in said
-    assert (run.folder / "tensorboard").is_dir()
-    assert fit(run)["stopped_by"] == "completed"
-    assert f"{run.folder} is finished: it took 6 of train.steps=6" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("built_again", [False, True], ids=["same run", "built again"])
@@ -260,18 +234,6 @@ def test_a_signal_to_one_of_two_ranks_stops_both_and_a_further_fit_continues(str
     assert stopped_at == 3
     for *_, (through, run) in results:
         assert same(list(through), list(run))
-
-
-def test_the_pages_cell_runs(tmp_path, monkeypatch):
-    page = Path(__file__).parents[2] / "docs/own_loop.md"
-    _, cell = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    Path("my_file.py").write_text("from tiny import Tiny as TinyRegression\n")
-    monkeypatch.setenv("DIST_AMP_TRAIN__STEPS", "3")
-    names = {}
-    exec(cell, names)
-    assert names["summary"]["steps"] == 3
 
 
 def test_a_model_that_a_notebook_left_in_evaluation_mode_trains_as_one_that_it_did_not(tmp_path):

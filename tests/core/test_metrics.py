@@ -24,7 +24,6 @@ from dist_amp.telemetry import writers
 from dist_amp.telemetry.metrics import memory_use, resident_bytes
 from dist_amp.telemetry.step_report import MAX_RANK_FOLDERS, RANK_METRICS, SUMMED_METRICS, LogRow
 from dist_amp.telemetry.sums import MAX_STEPS_ON_DEVICE
-from dist_amp.train import main
 from dist_amp.world import World
 
 PHASES = "step local data_wait forward backward optimizer communication_wait other"
@@ -329,20 +328,6 @@ def test_the_metrics_of_many_steps_are_summed_step_by_step():
     row = log(run)
     assert (row.total("loss_sum"), row["weight_sum"]) == (loss, weight), "in float64, bit for bit"
     assert row["grad_norm"] == reports[-1].norm.item()
-
-
-def test_lines_come_before_the_evaluation_and_the_checkpoint_that_follow_them(
-    tmp_path, capfd, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    words = ["--task.target", "tiny:Tiny", "--train.steps", "6", "--metrics.log_every", "2"]
-    words += ["--eval.every", "2", "--checkpoint.every", "3", "--run.dir", "run"]
-    assert main(words) == 0
-    out = capfd.readouterr().out.splitlines()
-    kinds = [line.split()[:2] for line in out if line.startswith(("step ", "eval "))]
-    expected = [[["step", f"{step}/6"], ["eval", str(step)]] for step in (2, 4, 6)]
-    assert kinds == [line for lines in expected for line in lines]
-    assert steps_of(tmp_path / "run") == [2, 2, 4, 4, 6, 6]
 
 
 class TwoRates(Tiny):

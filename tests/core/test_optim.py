@@ -8,11 +8,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from conftest import needs
 from optimizer_runs import LAYOUTS, Counter, given_gradients, words
 from own_optimizers import MAKERS, Lion, Own, compiled_8bit
 from ranks import on_ranks
 from tiny import Tiny, log_row, make_run, parameters_of, save, take_steps
-from torch import nn
 from torch.optim import SGD
 
 from dist_amp.checkpoint.saver import Saver
@@ -89,13 +89,19 @@ CELLS = [
 ]
 
 
+def often(cell):
+    return pytest.param(*cell, marks=[needs("optimizers.muon")] if "muon" in cell else [])
+
+
 def slow(kind, strategy):
     # .ci/run installs torchao with the engines.
     engine = [pytest.mark.engine] if kind == "adamw_8bit" else []
     return pytest.param(kind, strategy, marks=[pytest.mark.slow, *engine])
 
 
-@pytest.mark.parametrize(("kind", "strategy"), [*OFTEN, *(slow(*cell) for cell in CELLS)])
+@pytest.mark.parametrize(
+    ("kind", "strategy"), [*map(often, OFTEN), *(slow(*cell) for cell in CELLS)]
+)
 def test_an_optimizer_of_the_tasks_skips_on_all_ranks_and_resumes_bit_for_bit(
     tmp_path, kind, strategy
 ):
@@ -146,6 +152,9 @@ def test_an_8bit_optimizer_is_compiled_without_the_cache_with_which_it_is_wrong(
     assert "AdamW8bit is compiled without torch's AOTAutograd cache" in capsys.readouterr().out
 
 
+MUON = pytest.param("muon", marks=needs("optimizers.muon"))
+
+
 def after_five_steps(world, strategy, kind, *more):
     small = ["--use_amp", "false", "--train.global_batch_size", 8]
     run = make_run(world, Own(kind), *words("unused", strategy, *small, *more))
@@ -153,7 +162,7 @@ def after_five_steps(world, strategy, kind, *more):
     return parameters_of(run)
 
 
-@pytest.mark.parametrize("kind", ["adafactor", "lion", "muon"])
+@pytest.mark.parametrize("kind", ["adafactor", "lion", MUON])
 def test_shards_take_the_steps_of_one_process_with_an_optimizer_of_the_tasks(kind):
     alone = after_five_steps(World(), "single", kind)
     for name, value in on_ranks(2, after_five_steps, "fsdp", kind)[0].items():
@@ -164,7 +173,12 @@ def test_shards_take_the_steps_of_one_process_with_an_optimizer_of_the_tasks(kin
 
 @pytest.mark.bad_input("a task's optimizer that can't unscale and skip in its kernel")
 @pytest.mark.parametrize(
-    ("kind", "said", "reads"), [("lion", "Lion", 1), ("nesterov", "SGD", 1), ("muon", "", 0)]
+    ("kind", "said", "reads"),
+    [
+        ("lion", "Lion", 1),
+        ("nesterov", "SGD", 1),
+        pytest.param("muon", "", 0, marks=needs("optimizers.muon")),
+    ],
 )
 def test_an_optimizer_that_cannot_skip_by_itself_takes_the_textbook_path_and_says_so_once(
     capsys, kind, said, reads
@@ -382,23 +396,6 @@ def test_lr_scale_multiplies_the_groups_rate_also_after_a_resume(tmp_path):
         assert [rate[3] for rate in rates] == pytest.approx(expected, rel=1e-6)
 
 
-class TiedAndFrozen(Tiny):
-    def build_model(self):
-        layers = [nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1), nn.Linear(1, 1)]
-        layers[1].weight = layers[0].weight
-        layers[3].requires_grad_(False)
-        return nn.Sequential(*layers)
-
-    def groups(self, model):
-        tied = {"name": "a", "params": ["1.weight", "0.weight", *model[3].parameters()]}
-        return [tied, {"name": "b", "params": ["*.bias", "2.weight"]}]
-
-
-def test_a_tied_parameter_has_both_its_names_and_a_frozen_one_is_in_no_group():
-    run = make_run(World(), TiedAndFrozen())
-    assert [len(group["params"]) for group in run.optimizer.param_groups] == [1, 4]
-
-
 REST = {"name": "rest", "params": ["1.*", "2.*"]}
 
 
@@ -576,22 +573,3 @@ def test_wsd_warms_up_stays_and_decays_in_the_last_fifth_of_the_steps():
     late = OptimConfig(lr=1.0, schedule="wsd", warmup_steps=18, min_lr_ratio=0.0)
     assert learning_rate(late, 18, 20) == 1.0
     assert learning_rate(late, 20, 20) == 0.0
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_optim_name_muon_orthogonalises_hidden_matrices_alone(fused):
-    config = OptimConfig(name="muon", fused=fused)
-    layers = {"embedding": nn.Embedding(4, 8), "hidden": nn.Linear(8, 8), "head": nn.Linear(8, 1)}
-    model = nn.ModuleDict(layers)
-    optimizer = build_optimizer(model, config)
-    assert takes_grad_scale(optimizer) == fused
-    names = {id(p): name for name, p in model.named_parameters()}
-    groups = {
-        group["name"]: [names[id(p)] for p in group["params"]] for group in optimizer.param_groups
-    }
-    assert groups == {
-        "hidden matrices": ["hidden.weight"],
-        "matrices": ["embedding.weight", "head.weight"],
-        "vectors": ["hidden.bias", "head.bias"],
-    }
-    assert [group["use_muon"] for group in optimizer.param_groups] == [True, False, False]

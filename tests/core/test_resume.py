@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import needs
 from test_checkpoint import settings
 from tiny import Tiny, make_run, save, take_steps
 from torch import nn
@@ -68,7 +69,10 @@ def test_another_training_is_resumed_with_a_warning_if_it_is_allowed(words, caps
         "--data.workers 1 --metrics.log_every 3 --checkpoint.every 7 --debug.nonfinite off",
         "--train.micro_batch_size 4 --train.accumulation_steps 1 --optim.fused false",
         "--precision.scaler.init_scale 4 --run.deterministic false",
-        "--parallel.activation_checkpointing full --compile.blocks true --compile.mode eager",
+        pytest.param(
+            "--parallel.activation_checkpointing full --compile.blocks true --compile.mode eager",
+            marks=[needs("scaling.activation_checkpointing"), needs("scaling.compile")],
+        ),
     ],
 )
 def test_what_does_not_change_the_mathematics_may_change(words, capsys, more):

@@ -1,13 +1,11 @@
 """No secret is written or printed, a checkpoint runs no code, and one machine listens locally."""
 
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from ranks import on_ranks
-from test_train import TINY
 from tiny import Tiny, make_run, save, take_steps
 
 from dist_amp.checkpoint.format import CONFIG, MANIFEST, hash_files, read_manifest
@@ -18,21 +16,6 @@ from dist_amp.world import World
 SECRETS = ("hunter2", "sl/ash", "c0ffee", "AKIA1234", "hf_secret")
 ADDRESS = "s3://AKIA1234:sl/ash@bucket/x?X-Amz-Signature=c0ffee&versionId=7"
 MASKED_ADDRESS = "s3://***@bucket/x?X-Amz-Signature=***&versionId=7"
-
-TASK = """
-import os
-from tiny import Tiny
-
-class Secretive(Tiny):
-    def __init__(self, address: str, token: str = "", fails: bool = False):
-        super().__init__()
-        self.address = address
-        self.fails = fails
-
-    def on_step(self, run, report):
-        if self.fails:
-            raise OSError(f"GET {self.address} failed with {{'secret': 'hunter2'}}")
-"""
 
 
 @pytest.mark.parametrize(
@@ -75,55 +58,6 @@ def test_a_config_is_written_without_secrets_and_keeps_what_only_looks_like_one(
     secret = dict.fromkeys(("token", "hf_token", "api_key", "db_password", "aws_secret"), "x")
     table = {"args": kept | secret, "path": [ADDRESS]}
     assert hidden(table) == {"args": kept | dict.fromkeys(secret, "***"), "path": [MASKED_ADDRESS]}
-
-
-@pytest.fixture
-def secretive(launch):
-    """Words of a run with secrets, in its folder."""
-    (launch.folder / "secretive.py").write_text(TASK)
-    words = ["--task.target", "secretive:Secretive", "--run.dir", "run"]
-    steps = ["--checkpoint.every", "2", "--optim.schedule", "constant", "--data.path", ADDRESS]
-    return [*TINY, *words, *steps]
-
-
-def given(*words):
-    return ["--task.args.address", ADDRESS, "--task.args.token", "hf_secret", *words]
-
-
-def check_nothing_leaks(folder, *texts):
-    contents = {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    contents |= {f"screen {number}": text.encode() for number, text in enumerate(texts)}
-    for name, content in contents.items():
-        for secret in SECRETS:
-            assert secret.encode() not in content, name
-    assert b"s3://***@bucket/x" in contents["config.toml"]
-    assert any(name.startswith("events.out") for name in contents)
-
-
-@pytest.mark.bad_input("a password, token or signed address in a setting or variable")
-def test_a_run_writes_and_prints_no_secret_and_resumes_with_them(launch, secretive, monkeypatch):
-    environ = {
-        "HF_HUB_X": "hunter2",
-        "MASTER_PWD": "hunter2",
-        "LOCAL_DSN": "postgres://u:hunter2@h",
-    }
-    first = launch(0, *secretive, *given("--train.steps", "2"), **environ)
-    assert first.returncode == 0, first.stderr
-    assert "s3://***@bucket/x" in first.stderr  # the warning that nothing reads data.path
-    failed = launch(0, *secretive, *given("--train.steps", "4", "--task.args.fails", "true"))
-    assert "resumed from step 2" not in failed.stdout  # another config: with all secrets masked
-    assert "task.args.fails" in failed.stderr
-    allowed = ("--run.allow_config_change", "true", "--task.args.fails", "true")
-    failed = launch(0, *secretive, *given("--train.steps", "4", *allowed), **environ)
-    assert "OSError: GET s3://***@bucket/x" in failed.stderr
-    assert "OSError: GET s3://***@bucket/x" in (launch.folder / "run/summary.json").read_text()
-    again = launch(0, *secretive, *given("--train.steps", "4"), **environ)
-    assert again.returncode == 0, again.stderr
-    assert "resumed from step 2" in again.stdout
-    printed = launch(0, *secretive, *given("--print_config"))
-    runs = (first, failed, again, printed)
-    shown = [text for run in runs for text in (run.stdout, run.stderr)]
-    check_nothing_leaks(launch.folder / "run", *shown)
 
 
 def test_ranks_whose_configs_differ_by_a_secret_only_are_not_shown_it():
@@ -169,21 +103,6 @@ def hostile(tmp_path, monkeypatch):
     assert not ran.exists(), "its code has run"
 
 
-# --- what listens
-
-LISTENS = """
-import json, os
-from pathlib import Path
-from test_security import listening
-from tiny import Tiny
-
-class Listens(Tiny):
-    def on_step(self, run, report):
-        found = {str(pid): listening(pid) for pid in (os.getpid(), os.getppid())}
-        Path(f"listening{run.world.rank}.json").write_text(json.dumps(found))
-"""
-
-
 def listening(pid):
     """The addresses at which a process listens, as /proc/net/tcp has them."""
     sockets = set()
@@ -199,19 +118,6 @@ def listening(pid):
             if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
                 addresses.append(fields[1].partition(":")[0])
     return addresses
-
-
-def test_on_one_machine_launch_and_its_ranks_listen_on_loopback_alone(launch, tmp_path):
-    (launch.folder / "listens.py").write_text(LISTENS)
-    words = [*TINY, "--task.target", "listens:Listens", "--train.steps", "1", "--run.dir", "run"]
-    done = launch.module("dist_amp.commands.launch", "--nproc-per-node", "2", *words)
-    assert done.returncode == 0, done.stderr
-    found = [json.loads((launch.folder / f"listening{rank}.json").read_text()) for rank in (0, 1)]
-    for processes in found:
-        assert len(processes) == 2  # the rank and torchrun's agent
-        for addresses in processes.values():
-            assert addresses, "the stores and gloo listen"
-            assert set(addresses) <= {"0100007F", "00000000000000000000000001000000"}
 
 
 def _listens(world):

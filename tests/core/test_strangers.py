@@ -100,33 +100,6 @@ def test_experts_without_a_sample_on_some_ranks_take_the_step_of_one_process(
             torch.testing.assert_close(value, alone[name], rtol=0, atol=2e-6)
 
 
-class SkippingMixture(Mixture):
-    ranks_skip_blocks = True
-
-
-def steps_under_a_policy(world):
-    """Idle experts with bf16 gradients, in the ways that work; and the refusal of the others."""
-    results = []
-    for task, reduce in ((SkippingMixture(24), "last"), (Mixture(24), "every")):
-        run = mixture_run(world, task, "fsdp", "--parallel.accumulate_reduce", reduce)
-        take_steps(run, 4)
-        results.append(parameters_of(run))
-    try:
-        take_steps(mixture_run(world, Mixture(24), "fsdp"), 1)
-    except DataError as error:
-        return results, str(error)
-
-
-@pytest.mark.bad_input("idle experts under fsdp's policy with accumulation")
-def test_idle_experts_under_a_bf16_policy_mix_with_accumulated_gradients_or_are_refused():
-    (ones, refusal), (twos, _) = on_ranks(2, steps_under_a_policy)
-    for one, two in zip(ones, twos, strict=True):
-        assert all(torch.equal(one[name], two[name]) for name in one)
-        assert all(value.isfinite().all() for value in one.values())
-    assert "had a gradient in some of the step's micro-batches only" in refusal
-    assert "ranks_skip_blocks = True" in refusal
-
-
 def mixture_saved_and_resumed(world, folder):
     words = ["--use_amp", "false", "--train.micro_batch_size", 1, "--data.shuffle", "false"]
     words += ["--optim.lr", 1e-2]
@@ -158,55 +131,6 @@ def test_a_release_of_torch_whose_ddp_can_not_be_asked_finds_unused_parameters_i
     alone = steps_of_a_mixture(World(), "single", "--use_amp", "false")
     for name, value in one.items():
         torch.testing.assert_close(value, alone[name], rtol=0, atol=2e-6)  # as above
-
-
-class BranchedModel(nn.Module):
-    """Four blocks of one shape, which are all called; a sample chooses from their outputs."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.head = nn.Linear(8, 8), nn.Linear(8, 1)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
-
-    def forward(self, x, chosen):
-        x = self.first(x)
-        left, right = self.blocks[1](self.blocks[0](x)), self.blocks[3](self.blocks[2](x))
-        return self.head({0: left, 1: right, 2: left + right, 3: x}[chosen.item()])
-
-
-class Branched(Mixture):
-    ranks_skip_blocks = True
-
-    def build_model(self):
-        return BranchedModel()
-
-    def build_dataset(self, split):
-        rows = Tiny.build_dataset(self, split)
-        return Rows(
-            **rows.columns, chosen=torch.tensor([0, 1, 2, 3, 1, 0, 3, 3]).repeat(self.samples // 8)
-        )
-
-
-def steps_with_branches(world, strategy, *words):
-    words = [*words, "--parallel.strategy", strategy, "--data.shuffle", "false"]
-    words += ["--train.micro_batch_size", 1, "--train.global_batch_size", 8]
-    run = make_run(world, Branched(samples=32), *words)
-    take_steps(run, 4)
-    return parameters_of(run)
-
-
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
-@pytest.mark.parametrize(("ranks", "strategy"), [(2, "ddp"), (2, "fsdp"), (4, "fsdp"), (4, "hsdp")])
-@pytest.mark.parametrize("reduce", ["last", "every"])
-def test_branches_that_only_some_ranks_depend_on_take_the_step_of_one_process(
-    ranks, strategy, reduce, checkpointing
-):
-    words = ["--use_amp", "false", "--parallel.accumulate_reduce", reduce]
-    words += ["--parallel.activation_checkpointing", checkpointing]
-    alone = steps_with_branches(World(), "single", *words)
-    for parameters in on_ranks(ranks, steps_with_branches, strategy, *words):
-        for name, value in parameters.items():
-            torch.testing.assert_close(value, alone[name], rtol=0, atol=2e-6)  # as above
 
 
 class Forgotten(Tiny):
@@ -497,29 +421,6 @@ def test_tied_weights_stay_tied_when_they_become_float32(dtype):
     assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.float32, torch.int64}
 
 
-class FrozenBase(Tiny):
-    """What LoRA trains: a frozen base in bf16 and a few parameters beside it."""
-
-    def build_model(self):
-        model = super().build_model().bfloat16()
-        for part in (model[0], model[1]):
-            part.requires_grad_(False)
-        return model
-
-
-@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "ddp"), (2, "fsdp")])
-def test_a_frozen_base_keeps_its_bf16_unless_everything_is_computed_in_float32(ranks, strategy):
-    words = ["--parallel.strategy", strategy]
-    assert (
-        on_ranks(ranks, dtypes_after_a_step, FrozenBase(), *words)
-        == [{torch.bfloat16, torch.float32}] * ranks
-    )
-    assert (
-        on_ranks(ranks, dtypes_after_a_step, FrozenBase(), *words, "--use_amp", "false")
-        == [{torch.float32}] * ranks
-    )
-
-
 # ---- loops of the user's own ----
 
 
@@ -638,57 +539,6 @@ def test_a_hook_on_a_parameter_that_sharding_would_lose_is_refused_by_name():
         on_ranks(2, first_weight_after, HookedParameter, "fsdp")
 
 
-class Momentum(nn.Module):
-    """A student, and a teacher that follows it in each forward, by one of two ways to write."""
-
-    def __init__(self, through_data):
-        super().__init__()
-        self.student = nn.Linear(8, 1)
-        self.teacher = nn.Linear(8, 1).requires_grad_(False)
-        self.through_data = through_data
-
-    @torch.no_grad()
-    def follow(self):
-        pairs = zip(self.teacher.parameters(), self.student.parameters(), strict=True)
-        for old, new in pairs:
-            if self.through_data:
-                old.data = old.data * 0.9 + new.data * 0.1
-            else:
-                old.mul_(0.9).add_(new, alpha=0.1)
-
-    def forward(self, x):
-        if self.training:
-            self.follow()
-        return self.student(x) - self.teacher(x).detach()
-
-
-class FollowsInForward(Tiny):
-    def __init__(self, through_data: bool = False):
-        super().__init__()
-        self.through_data = through_data
-
-    def build_model(self):
-        return Momentum(self.through_data)
-
-
-class FollowsInForwardByData(FollowsInForward):
-    def __init__(self):
-        super().__init__(through_data=True)
-
-
-@pytest.mark.bad_input("a teacher that the forward changes, under fsdp")
-@pytest.mark.parametrize("task", [FollowsInForward, FollowsInForwardByData])
-def test_a_teacher_that_moves_in_forward_moves_under_ddp_and_is_refused_under_fsdp(task):
-    alone = first_weight_after(World(), task, "single")
-    for parameters in on_ranks(2, first_weight_after, task, "ddp"):
-        # Rounding of float32 sums in another order, which two steps of Adam add up.
-        torch.testing.assert_close(
-            parameters["teacher.weight"], alone["teacher.weight"], rtol=0, atol=2e-6
-        )
-    with pytest.raises(RankFailed, match="forward changes its parameter teacher.weight, which is"):
-        on_ranks(2, first_weight_after, task, "fsdp")
-
-
 class Lazy(Tiny):
     def build_model(self):
         return nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 1))
@@ -755,108 +605,6 @@ def with_forward(forward, **parts):
         setattr(model, name, part)
     model.forward = lambda x: forward(model, x)
     return model
-
-
-class GradientPenalty(Tiny):
-    def loss_sum(self, model, batch):
-        x = batch["x"].clone().requires_grad_(True)
-        output = model(x).float().squeeze(-1)
-        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
-        return F.mse_loss(output, batch["y"], reduction="sum") + slope.float().square().sum()
-
-
-class ParameterPenalty(Tiny):
-    def loss_sum(self, model, batch):
-        penalty = sum(p.square().sum() for p in model.parameters())
-        return super().loss_sum(model, batch) + 1e-2 * len(batch["y"]) * penalty
-
-
-class FilterInFrequency(Tiny):
-    def build_model(self):
-        def forward(model, x):
-            spectrum = torch.fft.rfft(x) * torch.view_as_complex(model.filter)
-            return model.net(torch.fft.irfft(spectrum, n=8))
-
-        model = with_forward(forward, net=super().build_model())
-        model.filter = nn.Parameter(torch.randn(5, 2))
-        return model
-
-
-class TeacherInBuffers(Tiny):
-    def build_model(self):
-        def forward(model, x):
-            return model.student(x) - F.linear(x, model.teacher)
-
-        model = with_forward(forward, student=super().build_model())
-        model.register_buffer("teacher", torch.randn(1, 8))
-        return model
-
-
-@pytest.mark.bad_input("a gradient penalty, or a penalty on parameters, under fsdp")
-@pytest.mark.parametrize(
-    ("task", "said"),
-    [
-        (GradientPenalty(), "the loss differentiates twice, as a gradient penalty does, and FSDP2"),
-        (ParameterPenalty(), "the loss reads sharded parameters, as a penalty on them does; use"),
-    ],
-)
-def test_a_loss_that_sharding_rules_out_is_explained_and_works_under_ddp(task, said):
-    on_ranks(2, dtypes_after_a_step, task, "--parallel.strategy", "ddp")
-    for message in on_ranks(2, message_of_a_step, task, "fsdp"):
-        assert said in message
-        assert "parallel.strategy=ddp" in message
-
-
-@pytest.mark.bad_input("buffers or FFT that FSDP2's policy does not cast to")
-@pytest.mark.parametrize("task", [FilterInFrequency(), TeacherInBuffers()])
-def test_a_dtype_that_the_policy_can_not_mix_is_explained_and_works_with_autocast(task):
-    for message in on_ranks(2, message_of_a_step, task, "fsdp"):
-        assert "and with what it doesn't, such as buffers (" in message
-        assert message.endswith("use precision.cast_by=autocast")
-    words = ["--parallel.strategy", "fsdp", "--precision.cast_by", "autocast"]
-    on_ranks(2, dtypes_after_a_step, task, *words)
-
-
-class Output:
-    """No tensor, nor a container that torch looks into."""
-
-    def __init__(self, prediction):
-        self.prediction = prediction
-
-
-class PlainOutput(Tiny):
-    def __init__(self, has_blocks):
-        super().__init__()
-        self.has_blocks = has_blocks
-
-    def build_model(self):
-        return with_forward(lambda model, x: Output(model.net(x)), net=super().build_model())
-
-    def blocks(self, model):
-        return list(model.net[:-1]) if self.has_blocks else []
-
-    def loss_sum(self, model, batch):
-        return super().loss_sum(lambda x: model(x).prediction, batch)
-
-
-def steps_with_a_plain_output(world, strategy):
-    words = ["--parallel.strategy", strategy, "--use_amp", "false", "--data.shuffle", "false"]
-    words += ["--train.micro_batch_size", 4 // world.world_size]
-    run = make_run(world, PlainOutput(has_blocks=True), *words)
-    take_steps(run, 3)
-    return parameters_of(run)
-
-
-@pytest.mark.bad_input("a model whose output is a plain object, under fsdp without blocks")
-def test_a_plain_output_is_refused_under_fsdp_where_no_block_starts_the_reduction():
-    for message in on_ranks(2, message_of_a_step, PlainOutput(has_blocks=False), "fsdp"):
-        assert "the model's output, of type Output, has no tensor that FSDP2 finds" in message
-        assert message.endswith("or dataclass, or use parallel.strategy=ddp")
-    alone = steps_with_a_plain_output(World(), "single")
-    for parameters in on_ranks(2, steps_with_a_plain_output, "fsdp"):
-        for name, value in parameters.items():
-            # Rounding of float32 sums in another order.
-            torch.testing.assert_close(value, alone[name], rtol=0, atol=2e-6)
 
 
 class SyncNorm(Tiny):
@@ -968,92 +716,6 @@ class Sparse(Tiny):
 def test_sparse_gradients_are_refused_by_the_layers_name():
     with pytest.raises(DataError, match="the layer 0 of .* has sparse gradients.*sparse=False"):
         make_run(World(), Sparse())
-
-
-# ---- what works in one process alone, or is refused by its cause
-
-
-class Limited(Tiny):
-    def build_model(self):
-        model = nn.Sequential(nn.Embedding(8, 8, max_norm=1.0), nn.Linear(8, 1))
-        return nn.Sequential(super().build_model(), model)
-
-
-class CompiledInPlace(Tiny):
-    def build_model(self):
-        model = super().build_model()
-        model[0].compile(backend="eager")
-        return model
-
-
-@pytest.mark.bad_input("an embedding with max_norm on several ranks, or compile() under fsdp")
-@pytest.mark.parametrize(
-    ("task", "strategy", "said"),
-    [
-        (Limited(), "ddp", "the layer 1.0 has max_norm=1, by which its forward rescales"),
-        (Limited(), "fsdp", "the layer 1.0 has max_norm=1, by which its forward rescales"),
-        (CompiledInPlace(), "fsdp", "0 is compiled in place, by compile(), and FSDP2's hooks"),
-    ],
-)
-def test_what_several_ranks_rule_out_is_refused_before_the_first_step(task, strategy, said):
-    for message in on_ranks(2, refusal_of_a_build, task, "--parallel.strategy", strategy):
-        assert message.startswith(said)
-
-
-class FastWeights(Tiny):
-    def loss_sum(self, model, batch):
-        fast = {name: p * 0.5 for name, p in model.named_parameters()}
-        return super().loss_sum(lambda x: torch.func.functional_call(model, fast, (x,)), batch)
-
-
-class InnerGradient(Tiny):
-    def loss_sum(self, model, batch):
-        loss = super().loss_sum(model, batch)
-        torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-        return loss
-
-
-class InAnyOrder(nn.Module):
-    """Calls its blocks in an order, and as often, as each rank says."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-        self.head = nn.Linear(8, 1)
-
-    def forward(self, x, order):
-        for number in order:
-            x = self.blocks[number](x)
-        return self.head(x)
-
-
-class OrderOfTheRank(Tiny):
-    def __init__(self, *orders):
-        super().__init__()
-        self.orders = orders
-
-    def build_model(self):
-        return InAnyOrder()
-
-    def loss_sum(self, model, batch):
-        order = self.orders[torch.distributed.get_rank()]
-        return super().loss_sum(lambda x: model(x, order), batch)
-
-
-@pytest.mark.bad_input("functional_call, an inner gradient, or another order of blocks, under fsdp")
-@pytest.mark.parametrize(
-    ("task", "said"),
-    [
-        (FastWeights(), "than its own, as by torch.func.functional_call in meta-learning, and"),
-        (InnerGradient(), "the loss calls torch.autograd.grad, as meta-learning does, and FSDP2"),
-        (OrderOfTheRank([0, 1], [1, 0]), "rank 0 calls its block blocks.0 where rank 1 calls its"),
-        (OrderOfTheRank([0, 1], [0, 1, 1]), "0 calls no further where rank 1 calls its block bloc"),
-    ],
-)
-def test_what_sharding_rules_out_is_named_before_the_ranks_part(task, said):
-    for message in on_ranks(2, message_of_a_step, task, "fsdp"):
-        assert said in message
-        assert "use parallel.strategy=ddp" in message
 
 
 class Prototypes(Tiny):

@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from conftest import needs
 from ranks import RankFailed, on_ranks
 from test_checkpoint import settings
 from tiny import Tiny, make_run, save, take_steps
@@ -265,7 +266,9 @@ def test_moments_outside_an_optimizers_state_are_warned_of(tmp_path, capsys):
     assert "the optimizer keeps parts, which changed and is in no checkpoint" in said
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize(
+    "name", ["adamw", "sgd", pytest.param("muon", marks=needs("optimizers.muon"))]
+)
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_the_named_optimizers_keep_nothing_that_is_not_saved(name, dtype, capsys):
     run = make_run(World(), Tiny(), *settings("x", "single", dtype), "--optim.name", name)

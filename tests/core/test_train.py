@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import time
 import tomllib
@@ -37,37 +36,6 @@ def wait_for(condition, what, seconds=300):
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not happen within {seconds} s"
         time.sleep(0.05)
-
-
-def check_finished_run(folder, done, ranks):
-    """What a run of four steps prints and leaves in its folder."""
-    assert done.returncode == 0, done.stderr[-2000:]
-    summary = summary_of(folder)
-    expected = {"stopped_by": "completed", "exit_code": 0, "cause": "", "steps": 4}
-    expected |= {"applied_steps": 4, "skipped_steps": 0, "world_size": ranks}
-    expected["resumed_from_step"] = None
-    assert {key: summary[key] for key in expected} == expected
-    assert [rank["rank"] for rank in summary["ranks"]] == list(range(ranks))
-    assert all(rank["items_per_second"] > 0 for rank in summary["ranks"])
-    assert all(rank["peak_memory_bytes"] > 2**20 for rank in summary["ranks"])
-    assert summary["final_loss"] == losses(folder)[4]
-    assert len(list((folder / "tensorboard").iterdir())) == ranks
-    assert (folder / "checkpoints/step_00000004").is_dir()
-    assert "step      4/4" in done.stdout
-    assert "done: 4 steps (4 applied, 0 skipped)" in done.stdout
-
-
-FP16 = ["--precision.dtype", "fp16", "--precision.scaler.init_scale", "256"]
-
-
-def test_torchrun_runs_the_main_job_in_a_default_folder_with_time_and_id_shared_by_all_ranks(
-    launch, tmp_path
-):
-    done = launch(2, *TINY, "--train.steps", "4", "--parallel.strategy", "fsdp", *FP16)
-    (folder,) = (tmp_path / "runs").iterdir()
-    assert re.fullmatch(r"\d{8}T\d{6}Z-[0-9a-f]{6}", folder.name)
-    assert f'dir = "runs/{folder.name}"' in (folder / "config.toml").read_text()
-    check_finished_run(folder, done, 2)
 
 
 CONFIG_ERROR = "error: unknown key train.stps on the command line; did you mean train.steps?"
@@ -202,24 +170,6 @@ def test_a_signal_stops_all_ranks_at_one_step_and_the_run_goes_on(
     assert losses(tmp_path / "run") == losses(tmp_path / "through")
 
 
-@pytest.mark.bad_input("run.resume=never in a folder that holds a run")
-def test_a_finished_run_says_so_and_a_longer_one_continues(launch, tmp_path):
-    words = [*TINY, "--run.dir", "run", "--train.steps"]
-    check_finished_run(tmp_path / "run", launch(0, *words, "4"), 1)
-    again = launch(0, *words, "4")
-    assert again.returncode == 0
-    assert (
-        "run is finished: it took 4 of train.steps=4; raise train.steps to continue" in again.stdout
-    )
-    assert launch(0, *words, "5").returncode == 0
-    summary = summary_of(tmp_path / "run")
-    assert (summary["steps"], summary["resumed_from_step"]) == (5, 4)
-    refused = launch(0, *words, "9", "--run.resume", "never")
-    assert refused.returncode == 64
-    assert "run.dir=run holds a run already" in refused.stderr
-    assert summary_of(tmp_path / "run")["stopped_by"] == "completed", "it stays as it was"
-
-
 @pytest.mark.bad_input("a run.dir that is a checkpoint")
 def test_a_checkpoint_with_no_steps_left_is_finished_elsewhere_too_and_is_no_runs_folder(
     launch, tmp_path
@@ -248,18 +198,6 @@ def test_figures_of_a_run_whose_checkpoints_are_gone_are_kept(launch, tmp_path):
     said = "warning: run had metrics but no checkpoint: they are kept in run/metrics_before.jsonl"
     assert said in again.stderr
     assert (tmp_path / "run/metrics_before.jsonl").read_text() == before
-
-
-def test_a_sample_that_fails_does_not_undo_a_finished_training(launch, tmp_path):
-    (tmp_path / "odd.py").write_text(
-        "from tiny import Tiny\n\nclass Odd(Tiny):\n    def sample(self, model):\n        raise "
-        "KeyError('no prompt')\n"
-    )
-    done = launch(0, *TINY, "--task.target", "odd:Odd", "--train.steps", "2", "--run.dir", "run")
-    assert done.returncode == 0
-    said = "the task's sample(model) failed: KeyError: 'no prompt' (odd.py, line 5); python -m"
-    assert said in done.stderr
-    assert summary_of(tmp_path / "run")["stopped_by"] == "completed"
 
 
 @pytest.mark.bad_input("a run whose last steps were all skipped")
@@ -308,19 +246,6 @@ def test_by_default_an_evaluation_takes_a_part_of_the_samples_the_same_after_a_r
         assert done.stdout.count(said) == 1
     settings = tomllib.loads((tmp_path / "run/config.toml").read_text())
     assert settings["eval"]["batches"] == 16
-
-
-def test_the_summary_has_each_ranks_local_time_of_all_steps_and_the_table_too(launch, tmp_path):
-    words = [*TINY, "--train.steps", "4", "--eval.every", "off", "--run.dir", "run"]
-    for rank in (done := launch.each(2, *words)):
-        assert rank.returncode == 0, rank.stderr
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    for rank, entry in enumerate(summary_of(tmp_path / "run")["ranks"]):
-        mean = sum(row["ranks"][rank]["time/local_seconds"] for row in rows) / len(rows)
-        # The lines are rounded to 0.1 us.
-        assert entry["local_seconds"] == pytest.approx(mean, abs=2e-7)
-    assert any("local s/step" in line for line in done[0].stdout.splitlines())
-    assert "watch  dist_amp board run\n" in done[0].stdout
 
 
 def evaluated_samples(world, micro_batches):

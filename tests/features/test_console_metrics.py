@@ -4,11 +4,12 @@ import json
 from statistics import median
 
 import pytest
-from test_metrics import random_row
+from test_metrics import random_row, steps_of
 
 from dist_amp.clock import OWN_PHASES, STEP_PHASES
 from dist_amp.telemetry.console import columns
 from dist_amp.telemetry.step_report import MAX_RANK_FOLDERS
+from dist_amp.train import main
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 1000])
@@ -33,3 +34,17 @@ def test_what_is_computed_for_all_ranks_at_once_is_what_each_rank_gives(ranks):
     last = row.rank_tags(ranks - 1)["throughput/items_per_second"]
     assert last == pytest.approx(rates[-1], rel=1e-12)
     assert json.loads(json.dumps(tags)) == tags, "plain numbers"
+
+
+def test_lines_come_before_the_evaluation_and_the_checkpoint_that_follow_them(
+    tmp_path, capfd, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    words = ["--task.target", "tiny:Tiny", "--train.steps", "6", "--metrics.log_every", "2"]
+    words += ["--eval.every", "2", "--checkpoint.every", "3", "--run.dir", "run"]
+    assert main(words) == 0
+    out = capfd.readouterr().out.splitlines()
+    kinds = [line.split()[:2] for line in out if line.startswith(("step ", "eval "))]
+    expected = [[["step", f"{step}/6"], ["eval", str(step)]] for step in (2, 4, 6)]
+    assert kinds == [line for lines in expected for line in lines]
+    assert steps_of(tmp_path / "run") == [2, 2, 4, 4, 6, 6]

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from test_strangers import with_forward
+import torch.nn.functional as F
+from ranks import on_ranks
+from test_strangers import dtypes_after_a_step, message_of_a_step, with_forward
 from tiny import Tiny, make_run, take_steps
 from torch import nn
 
@@ -53,3 +55,63 @@ def test_an_average_of_the_model_under_fsdp_is_explained():
     message = str(explain_copies(error))
     assert message.startswith("the task's on_step(run, report) failed after step 1: it; FSDP2's")
     assert "use optim.ema for an average of the weights" in message
+
+
+class GradientPenalty(Tiny):
+    def loss_sum(self, model, batch):
+        x = batch["x"].clone().requires_grad_(True)
+        output = model(x).float().squeeze(-1)
+        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        return F.mse_loss(output, batch["y"], reduction="sum") + slope.float().square().sum()
+
+
+class ParameterPenalty(Tiny):
+    def loss_sum(self, model, batch):
+        penalty = sum(p.square().sum() for p in model.parameters())
+        return super().loss_sum(model, batch) + 1e-2 * len(batch["y"]) * penalty
+
+
+class FilterInFrequency(Tiny):
+    def build_model(self):
+        def forward(model, x):
+            spectrum = torch.fft.rfft(x) * torch.view_as_complex(model.filter)
+            return model.net(torch.fft.irfft(spectrum, n=8))
+
+        model = with_forward(forward, net=super().build_model())
+        model.filter = nn.Parameter(torch.randn(5, 2))
+        return model
+
+
+class TeacherInBuffers(Tiny):
+    def build_model(self):
+        def forward(model, x):
+            return model.student(x) - F.linear(x, model.teacher)
+
+        model = with_forward(forward, student=super().build_model())
+        model.register_buffer("teacher", torch.randn(1, 8))
+        return model
+
+
+@pytest.mark.bad_input("a gradient penalty, or a penalty on parameters, under fsdp")
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        (GradientPenalty(), "the loss differentiates twice, as a gradient penalty does, and FSDP2"),
+        (ParameterPenalty(), "the loss reads sharded parameters, as a penalty on them does; use"),
+    ],
+)
+def test_a_loss_that_sharding_rules_out_is_explained_and_works_under_ddp(task, said):
+    on_ranks(2, dtypes_after_a_step, task, "--parallel.strategy", "ddp")
+    for message in on_ranks(2, message_of_a_step, task, "fsdp"):
+        assert said in message
+        assert "parallel.strategy=ddp" in message
+
+
+@pytest.mark.bad_input("buffers or FFT that FSDP2's policy does not cast to")
+@pytest.mark.parametrize("task", [FilterInFrequency(), TeacherInBuffers()])
+def test_a_dtype_that_the_policy_can_not_mix_is_explained_and_works_with_autocast(task):
+    for message in on_ranks(2, message_of_a_step, task, "fsdp"):
+        assert "and with what it doesn't, such as buffers (" in message
+        assert message.endswith("use precision.cast_by=autocast")
+    words = ["--parallel.strategy", "fsdp", "--precision.cast_by", "autocast"]
+    on_ranks(2, dtypes_after_a_step, task, *words)

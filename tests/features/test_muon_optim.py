@@ -9,7 +9,10 @@ from test_optim import Grouped
 from tiny import make_run
 from torch import nn
 
+from dist_amp.optim import build_optimizer
 from dist_amp.optimizers.muon import Muon
+from dist_amp.precision import takes_grad_scale
+from dist_amp.settings import OptimConfig
 from dist_amp.world import World
 
 
@@ -60,3 +63,22 @@ def test_muon_gives_the_numbers_of_torchs_own_on_matrices_and_of_adamw_on_the_ot
             torch.testing.assert_close(a, b, rtol=0, atol=2**-22 * (step + 1))
     with pytest.raises(ValueError, match=r"Muon takes matrices, not a parameter of shape \[8\]"):
         Muon([{"params": [nn.Parameter(torch.ones(8))], "use_muon": True}])
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_optim_name_muon_orthogonalises_hidden_matrices_alone(fused):
+    config = OptimConfig(name="muon", fused=fused)
+    layers = {"embedding": nn.Embedding(4, 8), "hidden": nn.Linear(8, 8), "head": nn.Linear(8, 1)}
+    model = nn.ModuleDict(layers)
+    optimizer = build_optimizer(model, config)
+    assert takes_grad_scale(optimizer) == fused
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = {
+        group["name"]: [names[id(p)] for p in group["params"]] for group in optimizer.param_groups
+    }
+    assert groups == {
+        "hidden matrices": ["hidden.weight"],
+        "matrices": ["embedding.weight", "head.weight"],
+        "vectors": ["hidden.bias", "head.bias"],
+    }
+    assert [group["use_muon"] for group in optimizer.param_groups] == [True, False, False]

@@ -187,3 +187,17 @@ def test_an_environment_that_can_not_be_written_is_a_warning(tmp_path, capsys):
     assert said in capsys.readouterr().err
     texts = {"start/config/text_summary", "start/environment/text_summary"}
     assert texts <= set(events_of(tmp_path).Tags()["tensors"])
+
+
+def test_what_starts_tensorboard_here_listens_on_this_machine_alone():
+    files = [ROOT / "README.md", ROOT / "Dockerfile", ROOT / "docker-compose.yml"]
+    files += [*ROOT.glob("docs/*.md"), *ROOT.glob("launch/*.*"), *ROOT.glob("dist_amp/**/*.py")]
+    lines = [(path, line) for path in files for line in path.read_text().splitlines()]
+    starts = [found for found in lines if re.search("tensorboard,? --", found[1])]
+    assert len(starts) > 2
+    assert not [line for _, line in starts if "bind_all" in line]
+    opened = {path.name: path.read_text() for path, line in starts if "--host" in line}
+    assert set(opened) == {"Dockerfile", "docker-compose.yml"}, "containers publish a port"
+    for text in opened.values():
+        assert "127.0.0.1:6006:6006" in text
+        assert not re.search(r"(?<!127\.0\.0\.1:)\b6006:6006", text)
