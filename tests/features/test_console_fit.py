@@ -1,5 +1,6 @@
 """Core as test_fit.py tests it, with console."""
 
+import test_fit
 import torch
 from test_fit import OFTEN, end_of, handlers
 from test_script_run import built, same
@@ -8,6 +9,9 @@ from dist_amp.config.load import load_config
 from dist_amp.run import build_run
 from dist_amp.train import fit, main
 from dist_amp.world import World
+
+# Fixtures.
+undisturbed = test_fit.undisturbed
 
 
 def test_fit_ends_bit_for_bit_as_the_command_does(tmp_path, undisturbed, capsys):

@@ -4,9 +4,13 @@ import os
 import sys
 
 import pytest
+import test_native_precision
 
 from dist_amp.commands import demo
 from dist_amp.files import shipped_folder
+
+# Fixtures.
+cpu = test_native_precision.cpu
 
 # ---- the demo's choice ----
 

@@ -4,9 +4,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import test_security
 
 from dist_amp.checkpoint.format import CONFIG, MANIFEST, hash_files, read_manifest
 from dist_amp.commands import export, sample
+
+# Fixtures.
+hostile = test_security.hostile
 
 COMMANDS = {
     "export": lambda run: export.main([str(run), "--out", "out"]),

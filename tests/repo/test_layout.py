@@ -27,7 +27,7 @@ def imported_modules(path):
             yield from (alias.name for alias in node.names)
 
 
-def tests_of(folder):
+def files_in(folder):
     return [path for path in FILES if path.parent == TESTS / folder]
 
 
@@ -40,17 +40,17 @@ def test_no_two_files_of_tests_have_one_name():
     assert sorted(names) == sorted(set(names))
 
 
-@pytest.mark.parametrize("path", tests_of("features"), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", files_in("features"), ids=lambda path: path.stem)
 def test_a_file_is_named_by_its_feature_and_imports_no_other_features_tests(path):
     feature = feature_of(path.stem)
     assert feature, f"there is no feature whose name {path.stem} has"
-    core = {other.stem for other in tests_of("core")}
+    core = {other.stem for other in files_in("core")}
     for module in imported_modules(path):
         if module.startswith("test_") and module not in core:
             assert feature_of(module) == feature
 
 
-@pytest.mark.parametrize("path", tests_of("core"), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", files_in("core"), ids=lambda path: path.stem)
 def test_tests_of_core_import_no_tests_of_features(path):
-    others = {other.stem for other in FILES} - {other.stem for other in tests_of("core")}
+    others = {other.stem for other in FILES} - {other.stem for other in files_in("core")}
     assert others.isdisjoint(imported_modules(path))

@@ -7,10 +7,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import test_diff
 from test_diff import train_in
 
 from dist_amp.commands import diff, diff_deep
 from dist_amp.errors import DataError
+
+# Fixtures.
+trained = test_diff.trained
 
 VERSION = """
 from dist_amp.tasks.sinusoid import Sinusoid

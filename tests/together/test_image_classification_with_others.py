@@ -1,5 +1,6 @@
 """What test_image_classification.py tests, with other features."""
 
+import test_image_classification
 from test_image_classification import CPU
 
 from dist_amp.config.load import load_config
@@ -9,6 +10,9 @@ from dist_amp.verify.cells import check_cell
 from dist_amp.verify.compare import Cell
 from dist_amp.verify.reference import Reference
 from dist_amp.world import World
+
+# Fixtures.
+digits = test_image_classification.digits
 
 
 def test_verify_computes_the_same_step_with_augmentation(digits):

@@ -1,6 +1,7 @@
 """What test_image_text.py tests, with other features."""
 
 import pytest
+import test_image_text
 import torch
 from ranks import on_ranks
 from test_image_text import QUICK, TEMPLATE, questions, task_of
@@ -16,6 +17,9 @@ from dist_amp.step import evaluate
 from dist_amp.tasks.loss_head import LossHead
 from dist_amp.verify import __main__ as verify
 from dist_amp.verify.cells import capture
+
+# Fixtures.
+folder = test_image_text.folder
 
 TARGET = "dist_amp.tasks.image_text:ImageText"
 

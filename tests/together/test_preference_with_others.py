@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import test_preference
 import torch
 from peft import AutoPeftModelForCausalLM
 from ranks import on_ranks
@@ -16,6 +17,9 @@ from dist_amp.step import evaluate
 from dist_amp.tasks.loss_head import LossHead
 from dist_amp.verify import __main__ as verify
 from dist_amp.verify.cells import capture
+
+# Fixtures.
+folder = test_preference.folder
 
 TARGET = "dist_amp.tasks.preference:DPO"
 

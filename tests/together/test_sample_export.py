@@ -3,10 +3,15 @@
 import shutil
 
 import pytest
+import test_export
 from test_export import GPT, SMALL_GPT, exports, refusal, reseal, saved
 
 from dist_amp.checkpoint.format import CONFIG
 from dist_amp.commands import export, sample
+
+# Fixtures.
+draws = test_export.draws
+text = test_export.text
 
 
 @pytest.mark.parametrize("target", ["subprocess:Popen", "os:system"])

@@ -1,11 +1,16 @@
 """Core as test_security.py tests it, with sources."""
 
 import pytest
-from test_security import ADDRESS, given
+import test_security_with_features
+from test_security import ADDRESS
+from test_security_with_features import given
 
 from dist_amp.config.load import load_config, to_toml
 from dist_amp.errors import ConfigError
 from dist_amp.sources.files import file_system
+
+# Fixtures.
+secretive = test_security_with_features.secretive
 
 
 @pytest.mark.bad_input("a masked secret of a run's config.toml, in a task's argument or data.path")

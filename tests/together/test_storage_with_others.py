@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 
 import pytest
+import test_storage
 import torch
 from safetensors.torch import load_file
 from test_storage import address_of, damage, run
@@ -11,6 +12,9 @@ from test_storage import address_of, damage, run
 from dist_amp.commands import export, follow
 from dist_amp.commands.board import main as board
 from dist_amp.storage.mirror import local_folder
+
+# Fixtures.
+bucket = test_storage.bucket
 
 # ---- what commands read ----
 
