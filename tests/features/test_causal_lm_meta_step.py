@@ -60,29 +60,6 @@ def batch_on_meta():
     return {"input_ids": tokens, "labels": tokens, "counted": 512, "tokens": 516}
 
 
-OPTIMIZERS = ("adamw", "sgd", "muon")
-PRECISIONS = ("fp32", "bf16", "fp16")
-CLIPS = ("norm", "value", "off")
-
-
-@pytest.mark.parametrize("clip", CLIPS)
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_step_reads_nothing_from_the_device(optimizer, precision, clip):
-    words = ["--optim.name", optimizer, "--train.clip_by", clip]
-    words += ["--optim.ema", 0.99, "--train.accumulation_steps", 2]
-    words += ["--use_amp", "false"] if precision == "fp32" else ["--precision.dtype", precision]
-    with meta_kernels():
-        run = make_run(World(device=META), Text(loss_chunk=100), *map(str, words))
-        if optimizer == "muon":
-            for group in run.optimizer.param_groups:
-                group["fused"] = True  # on meta it is not, for dist_amp.plan
-        for _ in range(2):
-            report = train_step(run, [batch_on_meta(), batch_on_meta()])
-            run.metrics.record(report)
-    assert report.norm.device == META
-
-
 def test_a_read_in_the_step_is_found():
     class Reads(Text):
         def loss_sum(self, model, batch):

@@ -11,8 +11,6 @@ from ranks import on_ranks
 from tiny import make_run, parameters_of, save, take_steps
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dist_amp.config.load import load_config
-from dist_amp.errors import ConfigError
 from dist_amp.settings import DataConfig
 from dist_amp.sources.packing import (
     IGNORE_INDEX,
@@ -354,20 +352,6 @@ def test_documents_of_which_no_token_counts_are_refused(pack):
     assert packing.rows(some, "train") is not None
 
 
-@pytest.mark.bad_input("`task.args.context 0`, or `task.args.length 1`")
-@pytest.mark.parametrize(
-    ("target", "key", "value", "least"),
-    [("causal_lm:CausalLM", "context", 0, 1), ("hf_causal_lm:HFCausalLM", "length", 1, 2)],
-)
-def test_rows_of_a_single_token_are_refused(target, key, value, least):
-    words = ["--task.target", f"dist_amp.tasks.{target}", f"--task.args.{key}", str(value)]
-    if "HF" in target:
-        words += ["--task.args.model", "."]
-    said = message_of(64, load_config, words, environ={})
-    assert said.startswith(f"task.args.{key}={value} ")
-    assert f"must be at least {least}" in said
-
-
 @pytest.mark.parametrize(
     "row", ['{"text": "abcdefghijklmnop"}', '{"prompt": "abcdefg", "completion": "hijklmnop"}']
 )
@@ -396,13 +380,6 @@ def test_unpacked_rows_are_padded_to_a_multiple_but_never_beyond_the_length(mult
 def test_another_padding_is_no_other_data():
     one, other = (Packing.of(DataConfig(), 8, "off", multiple) for multiple in (1, 64))
     assert str(one) == str(other)
-
-
-@pytest.mark.bad_input("`task.args.pad_to_multiple_of` below 1")
-def test_a_multiple_below_one_is_refused():
-    words = ["--task.target", "dist_amp.tasks.hf_causal_lm:HFCausalLM", "--task.args.model", "."]
-    with pytest.raises(ConfigError, match="pad_to_multiple_of=0 .* must be at least 1"):
-        load_config([*words, "--task.args.pad_to_multiple_of", "0"], environ={})
 
 
 class Copies(TorchDispatchMode):

@@ -13,7 +13,6 @@ from collections import namedtuple
 
 import pytest
 import torch
-from forked import Forked, finish
 
 from dist_amp.commands import doctor, doctor_checks
 from dist_amp.commands.doctor_checks import fail, ok, warn
@@ -300,25 +299,3 @@ def test_a_slow_link_is_named_among_those_of_its_kind():
     check = doctor_checks.judge_links([10.0, 20.0, 2.0, 100.0, 10.0, 100.0], hosts)
     assert check.found.count(": ") == 1  # both kinds in one list
     assert check.found.count("x slower") == 2
-
-
-def test_two_ranks_are_started_and_rank_0_prints(launch, tmp_path):
-    """As torchrun does, with the variables that every launcher sets."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": port}
-    ranks = []
-    for rank in ("0", "1"):
-        place = {"MASTER_ADDR": "127.0.0.1", "RANK": rank, "LOCAL_RANK": rank}
-        ranks.append(Forked(["--json"], tmp_path, launch.environ(world | place), "dist_amp.doctor"))
-    first, second = (finish(rank, 300) for rank in ranks)
-    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
-    assert second.stdout == ""
-    found = json.loads(first.stdout)
-    assert found["ranks"] == 2
-    lines = {check["name"]: check["found"] for check in found["checks"]}
-    assert lines["same code"] == "2 ranks have the same code and versions"
-    assert " GB/s bus bandwidth with 4 MiB; " in lines["all-reduce"]
-    assert " GB/s in a machine from each rank to the next" in lines["links"]
-    assert " in float32 per rank (median; " in lines["matmul"]
-    assert lines["python"] == platform.python_version()

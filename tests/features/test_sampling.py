@@ -1,63 +1,15 @@
 """The samples of a run, at every evaluation and at the end; they change nothing."""
 
-import io
-import random
 import re
-from contextlib import redirect_stdout
 
-import numpy
 import pytest
 import torch
 from ranks import on_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny import Tiny, make_run, moments_of, parameters_of, take_steps
-from torch import nn
+from tiny import Tiny, make_run, take_steps
 
 from dist_amp.supervise import sampling
-from dist_amp.supervise.stop import AgreedStop
-from dist_amp.train import main, train
-
-
-class Restless(Tiny):
-    """Its sample draws from every generator, trains batch statistics and leaves its mode."""
-
-    samples_taken = 0
-
-    def build_model(self):
-        layers = [nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.2)]
-        return nn.Sequential(nn.Sequential(*layers), nn.Linear(8, 1))
-
-    def sample(self, model):
-        self.samples_taken += 1
-        random.random(), numpy.random.rand()  # noqa: NPY002
-        model.train()
-        return f"{model(torch.randn(4, 8)).sum().item():.3f}"
-
-
-class Quiet(Restless):
-    sample = property()  # hasattr says no
-
-
-def trained(world, task, strategy):
-    words = "--train.steps 6 --train.micro_batch_size 4 --eval.every 2 --optim.ema 0.9".split()
-    run = make_run(world, task, "--parallel.strategy", strategy, *words)
-    with redirect_stdout(io.StringIO()), AgreedStop(world) as stop:
-        train(run, stop)
-    state = [*parameters_of(run).values(), *moments_of(run), *run.parallel.module.buffers()]
-    state.append(torch.get_rng_state())
-    return getattr(task, "samples_taken", 0), [tensor.clone() for tensor in state]
-
-
-def with_and_without(world, strategy):
-    taken, first = trained(world, Restless(), strategy)
-    none, second = trained(world, Quiet(), strategy)
-    assert (taken, none) == (3, 0)
-    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "fsdp")])
-def test_a_run_with_samples_ends_bit_identical_to_one_without(ranks, strategy):
-    assert on_ranks(ranks, with_and_without, strategy) == [True] * ranks
+from dist_amp.train import main
 
 
 class Drawn(Tiny):

@@ -3,15 +3,16 @@
 import shutil
 
 import pytest
-import test_export
-from test_export import GPT, SMALL_GPT, exports, refusal, reseal, saved
+import test_export_with_others
+from test_export import exports, saved
+from test_export_with_others import GPT, SMALL_GPT, refusal, reseal
 
 from dist_amp.checkpoint.format import CONFIG
 from dist_amp.commands import export, sample
 
 # Fixtures.
-draws = test_export.draws
-text = test_export.text
+draws = test_export_with_others.draws
+text = test_export_with_others.text
 
 
 @pytest.mark.parametrize("target", ["subprocess:Popen", "os:system"])
