@@ -2,17 +2,14 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 
 import pytest
-import tiny_hf
 import torch
 import torch._dynamo
 from tiny import Tiny, make_run, take_steps
 from torch import nn
-from torch._dynamo.utils import counters
 
 from dist_amp import train
 from dist_amp.config.load import load_config
@@ -22,7 +19,6 @@ from dist_amp.scaling.compile import pick_compile
 from dist_amp.world import World
 
 GPU = World(device=torch.device("cuda", 0))
-EAGER = ["--compile.blocks", "true", "--compile.mode", "eager"]
 
 
 @pytest.fixture(autouse=True)
@@ -44,40 +40,11 @@ def picked(*words, task=None, world=GPU):
     return pick_compile(config, "single", task, task.build_model(), world).blocks
 
 
-class Penalty(Tiny):
-    def loss_sum(self, model, batch):
-        x = batch["x"].requires_grad_()
-        y = model(x)
-        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        return super().loss_sum(model, batch) + slope.square().sum()
-
-
-class OneLayer(Tiny):
-    def build_model(self):
-        return nn.Linear(8, 1)
-
-
 def test_blocks_are_compiled_on_a_gpu_with_a_compiler_and_not_on_a_cpu(compiler):
     assert picked() == "auto"
     assert picked("--compile.blocks", "dynamic") == "dynamic"
     assert picked("--compile.blocks", "false") is False
     assert picked(world=World()) is False
-
-
-@pytest.mark.parametrize(
-    ("task", "words", "said"),
-    [
-        (Tiny(), ["--parallel.bit_exact", "true"], "what another machine compiles may round"),
-        (Tiny(), ["--debug.detect_anomaly", "true"], "names operations, not compiled code"),
-        (Penalty(), [], r"the task differentiates twice \(create_graph\)"),
-        (OneLayer(), [], "the model has no blocks"),
-    ],
-)
-def test_auto_says_why_it_compiles_nothing_on_a_gpu(task, words, said, compiler, capsys):
-    assert picked(*words, task=task) is False
-    out = capsys.readouterr().out
-    assert out.startswith("compile.blocks=auto: nothing is compiled, because ")
-    assert re.search(said, out)
 
 
 @pytest.mark.bad_input("`compile.blocks=auto` on a GPU without a compiler")
@@ -157,81 +124,6 @@ def test_an_error_of_the_model_is_its_own_under_auto(as_on_a_gpu):
 
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied|same reduction dim"):
         losses(Misfit(), "--compile.mode", "eager")
-
-
-def breaks(task, *words):
-    """Reasons of graph breaks in two steps, but for the loss's call of the model."""
-    counters.clear()
-    take_steps(make_run(World(), task, *EAGER, *words), 2)
-    return [why for why in counters["graph_break"] if "torch.compiler.disable" not in why]
-
-
-FAMILIES = {
-    "llama": {},
-    "qwen3": {"head_dim": 8},
-    "gemma": {"head_dim": 8},
-    "mistral": {},
-    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4},
-}
-TEXT = "--task.target dist_amp.tasks.hf_causal_lm:HFCausalLM --task.args.model model".split()
-TEXT += "--data.path rows.jsonl --task.args.length 32".split()
-
-
-@pytest.mark.parametrize("pack", ["off", "best_fit"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_language_models_have_no_graph_break(family, pack, tmp_path, monkeypatch, capsys):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    monkeypatch.chdir(tmp_path)
-    config = AutoConfig.for_model(family, **{**tiny_hf.LLAMA, **FAMILIES[family]})
-    AutoModelForCausalLM.from_config(config).save_pretrained("model")
-    tiny_hf.make_tokenizer("model")
-    tiny_hf.write_rows(tmp_path / "rows.jsonl", [{"text": "ab" * (1 + n % 9)} for n in range(64)])
-    words = [
-        "--task.target",
-        "dist_amp.tasks.hf_causal_lm:HFCausalLM",
-        "--task.args.model",
-        "model",
-    ]
-    assert breaks(None, *words, *TEXT, "--data.pack", pack) == []
-    assert "is not one graph" not in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "target",
-    [
-        "dist_amp.tasks.sinusoid:Sinusoid",
-        "dist_amp.tasks.image_classification:ImageClassification",
-        "dist_amp.tasks.causal_lm:CausalLM",
-    ],
-)
-def test_the_shipped_tasks_have_no_graph_break(target, capsys):
-    assert breaks(None, "--task.target", target) == []
-    assert "is not one graph" not in capsys.readouterr().err
-
-
-def classifier(folder):
-    tiny_hf.make_model(folder, "bert")
-    tiny_hf.make_tokenizer(folder)
-    rows = [{"text": "ab" * (1 + n % 9), "label": n % 2} for n in range(64)]
-    return ["dist_amp.tasks.hf_classification:HFClassification", "--task.args.classes", 2], rows
-
-
-def preference(folder):
-    tiny_hf.make_model(folder, "llama")
-    tiny_hf.make_tokenizer(folder)
-    row = {"prompt": "say", "chosen": "abab", "rejected": "ba"}
-    return ["dist_amp.tasks.preference:DPO"], [row] * 64
-
-
-@pytest.mark.parametrize("make", [classifier, preference])
-def test_the_tasks_of_transformers_have_no_graph_break(make, tmp_path, capsys):
-    target, rows = make(tmp_path / "model")
-    path = tiny_hf.write_rows(tmp_path / "rows.jsonl", rows)
-    words = ["--task.target", *target, "--task.args.model", tmp_path / "model"]
-    words += ["--data.path", path]
-    assert breaks(None, *words, "--task.args.length", 32) == []
-    assert "is not one graph" not in capsys.readouterr().err
 
 
 def trained(folder, *words):

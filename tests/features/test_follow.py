@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -289,23 +288,6 @@ def test_a_run_that_does_not_exist_is_waited_for_and_then_refused(tmp_path, caps
     started = Script(lambda: WrittenRun(folder).end())
     follow.wait_for_run(folder, 1000.0, started)
     assert not started.is_set()
-
-
-@pytest.mark.bad_input("`follow` to a tracker that is not installed")
-def test_a_tracker_that_is_not_installed_is_refused_with_the_command_that_installs_it(
-    run, monkeypatch, capsys
-):
-    def missing(name):
-        raise ModuleNotFoundError(name=name)
-
-    monkeypatch.setattr(trackers.importlib, "import_module", missing)
-    run.take(1)
-    for name in ("wandb", "trackio", "mlflow"):
-        status, line = refused(capsys, run.folder, to=name)
-        assert status == ConfigError.exit_code
-        assert line.startswith(f"error: {name} is not installed; pip install 'dist_amp[{name}]'")
-        page = (Path(__file__).parents[2] / "docs/trackers.md").read_text()
-        assert f".[{name}]" in page
 
 
 def full(path, text):

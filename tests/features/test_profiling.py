@@ -2,21 +2,18 @@
 
 import gzip
 import json
-import re
 from contextlib import suppress
 from itertools import groupby, pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT
 from ranks import on_ranks
 from test_train import TINY
 from tiny import Tiny, make_run
 from torch._C._autograd import DeviceType
 
 from dist_amp.clock import PHASES
-from dist_amp.config.load import flat, load_config, to_toml
 from dist_amp.diagnostics.profiling import (
     MAX_ALLOCATIONS,
     Profile,
@@ -214,11 +211,3 @@ def test_the_main_job_profiles_and_tensorboard_has_the_table(monkeypatch, tmp_pa
     text = board.Tensors("profile/text_summary")[0]
     assert text.step == 15
     assert b"aten::addmm" in text.tensor_proto.string_val[0]
-
-
-def test_every_debugging_setting_is_documented_and_every_documented_setting_exists():
-    page = (ROOT / "docs/debugging.md").read_text()
-    keys = flat(to_toml(load_config([], environ={})))
-    debug_keys = [key for key in keys if key.startswith("debug.")]
-    assert [key for key in debug_keys if key not in page] == []
-    assert [key for key in re.findall(r"--([a-z_]+\.[a-z_.]+)", page) if key not in keys] == []

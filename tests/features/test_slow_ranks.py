@@ -127,13 +127,6 @@ def check_is_named(rank, lines, phase):
     assert f"ms per step more in {where} (up to step" in named[0]
 
 
-@pytest.mark.bad_input(
-    "a rank that is slower than the others by itself, or all ranks slower than before"
-)
-def test_a_rank_that_sleeps_in_its_backward_is_named(launch):
-    check_is_named(1, warnings_of(launch, "backward", ranks=2), "backward")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("phase", PHASES)

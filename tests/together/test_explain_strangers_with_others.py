@@ -44,7 +44,7 @@ def test_an_own_function_that_mixes_dtypes_under_autocast_is_explained():
     assert isinstance(explained, DataError)
     message = str(explained)
     assert message.startswith("rank 0: a torch.autograd.Function mixes dtypes, since autocast")
-    assert "test_strangers.py, line" in message
+    assert "test_explain_strangers_with_others.py, line" in message
     assert "torch.amp.custom_fwd" in message
 
 

@@ -126,7 +126,7 @@ def test_a_failed_export_leaves_the_old_one(tmp_path, draws, monkeypatch, capsys
 
 def test_a_task_that_has_moved_is_named_on_the_command_line(tmp_path, draws, capsys):
     (tmp_path / "moved_task.py").write_text(
-        "from test_export import Draws\n\n\nclass Moved(Draws):\n    pass\n"
+        "from test_export_with_others import Draws\n\n\nclass Moved(Draws):\n    pass\n"
     )
     config = (draws / CONFIG).read_text()
     (draws / CONFIG).write_text(config.replace("test_export_with_others:Draws", "gone_task:Draws"))

@@ -6,9 +6,9 @@ import forked
 import pytest
 import torch.distributed as dist
 from test_bit_exact import (
-    Follows,
     threads,  # noqa: F401
 )
+from test_bit_exact_with_others import Follows
 from tiny import Tiny
 
 from dist_amp.errors import DataError
