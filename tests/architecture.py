@@ -1,7 +1,7 @@
 """python tests/architecture.py: print what a reader must follow and a process must load.
 
-The figures of the budgets that tests/test_architecture.py keeps. Lines are counted as they stand
-in the files, with docstrings and comments.
+The figures of the budgets that tests/repo/test_architecture.py keeps. Lines are counted as they
+stand in the files, with docstrings and comments.
 """
 
 import ast

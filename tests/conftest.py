@@ -4,20 +4,35 @@ import hashlib
 import logging
 import os
 import shlex
+import sys
+from pathlib import Path
 
 import pytest
+import tiny  # noqa: F401
 import torch
+from forked import FOLDERS, Launch
 from forked import ROOT as ROOT
 from forked import TESTS as TESTS
-from forked import Launch
+
+import dist_amp
+
+sys.path += map(str, FOLDERS)
+
+
+def needs(feature: str) -> pytest.MarkDecorator:
+    """For a test's row that needs a file, such as "optimizers.muon", which a project may lack."""
+    path = Path(dist_amp.__file__).parent / feature.replace(".", "/")
+    missing = not path.with_suffix(".py").exists() and not path.is_dir()
+    return pytest.mark.skipif(missing, reason=f"needs {feature}")
+
 
 # Two threads that wait for each other on a busy core take ten times as long.
 torch.set_num_threads(1)
 
 # Need tests/engines.sh. DIST_AMP_ENGINES=required, as in .ci/run: a skip is a failure.
 ENGINES = {
-    *("test_browser", "test_container", "test_kubernetes", "test_launch"),
-    *("test_optim", "test_ray", "test_s3", "test_site", "test_slurm", "test_trackers", "test_uv"),
+    *("test_browser", "test_container", "test_follow_trackers", "test_kubernetes", "test_launch"),
+    *("test_optim", "test_ray", "test_site", "test_slurm", "test_sources_s3", "test_uv"),
 }
 REQUIRED = os.environ.get("DIST_AMP_ENGINES") == "required"
 

@@ -17,6 +17,9 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
+# Whose test files have tasks that runs name, and helpers that files elsewhere import.
+FOLDERS = [TESTS / name for name in ("core", "features", "together")]
+PATHS = os.pathsep.join(map(str, [ROOT, TESTS, *FOLDERS]))
 
 context = multiprocessing.get_context("forkserver")
 # What a run imports later is imported once, in the server.
@@ -139,7 +142,7 @@ class Launch:
         )
 
     def environ(self, more: dict[str, str]) -> dict[str, str]:
-        return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{TESTS}", **more}
+        return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATHS, **more}
 
     def each(self, ranks: int, *args: object, timeout: float = 300, **environment: str):
         started = self.start_each(ranks, *args, **environment)

@@ -4,7 +4,7 @@ import torch
 from tiny import Overflow
 from torch import nn
 
-from dist_amp.optimizers.muon import Muon
+from dist_amp.files import present
 
 
 class Lion(torch.optim.Optimizer):
@@ -67,7 +67,10 @@ MAKERS = {
     "fused adamw": lambda groups, lr: torch.optim.AdamW(groups, lr=lr, fused=True),
     "fused sgd": lambda groups, lr: torch.optim.SGD(groups, lr=lr, momentum=0.9, fused=True),
 }
-MAKERS.update(muon=Muon)
+if present("optimizers.muon"):
+    from dist_amp.optimizers.muon import Muon
+
+    MAKERS.update(muon=Muon)
 
 
 class Own(Overflow):

@@ -1,5 +1,6 @@
 """Small tasks for the tests: quick on one core, exact enough to compare to a millionth."""
 
+import default_task
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -52,6 +53,9 @@ class Tiny:
 
     def weight(self, batch):
         return batch["counts"].sum()
+
+
+default_task.stand_in(Tiny)
 
 
 class WithNoise(Tiny):

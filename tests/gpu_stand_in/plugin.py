@@ -1,6 +1,6 @@
 """For pytest: in the tests of a real GPU an assertion that fails is noted, and the test goes on.
 
-`-p gpu_stand_in.plugin --noted FILE`: a line of JSON per failed assertion of tests/test_gpu.py,
+`-p gpu_stand_in.plugin --noted FILE`: a line of JSON per failed assertion of tests/gpu/test_gpu.py,
 {"test", "line": its source}. Any other error is a failure, as always.
 """
 
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 MODULE = "test_gpu"
-PATH = Path(__file__).parent.parent / f"{MODULE}.py"
+PATH = Path(__file__).parent.parent / f"gpu/{MODULE}.py"
 ASSERTING = {"torch.testing.assert_close"}
 _noted: list[str] = []
 

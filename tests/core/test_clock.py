@@ -1,0 +1,173 @@
+"""A rank's time is split into phases that add up: its work, its waits, and interruptions."""
+
+import time
+from contextlib import suppress
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import needs
+from ranks import on_ranks
+from tiny import Tiny, make_run, take_steps
+
+from dist_amp import clock as clocks
+from dist_amp.clock import OWN_PHASES, PHASES, STEP_PHASES, PhaseClock
+from dist_amp.world import World
+
+
+@pytest.fixture
+def at(monkeypatch):
+    """The time, which moves only when `at.now` is set."""
+    fake = SimpleNamespace(now=0.0, perf_counter=lambda: fake.now)
+    monkeypatch.setattr(clocks, "time", fake)
+    return fake
+
+
+def seconds(lap):
+    return {phase: value for phase, value in lap.seconds().items() if value}
+
+
+def test_every_second_belongs_to_one_phase(at):
+    clock = PhaseClock()
+    at.now = 1.0
+    clock.enter("forward")
+    at.now = 3.0
+    with clock.phase("communication"):
+        at.now = 5.0
+    clock.enter("backward")
+    at.now = 6.0
+    assert seconds(clock.lap()) == {
+        "other": 1.0,
+        "forward": 2.0,
+        "communication": 2.0,
+        "backward": 1.0,
+    }
+    at.now = 10.0
+    assert seconds(clock.lap()) == {"backward": 4.0}, "the phase goes on after a lap"
+
+
+def test_all_of_an_evaluation_is_evaluation_until_its_end_or_its_error(at):
+    clock = PhaseClock()
+    with suppress(KeyError), clock.hold("evaluation"):
+        at.now = 1.0
+        clock.enter("forward")
+        at.now = 2.0
+        with clock.hold("checkpoint"), clock.phase("data"):
+            at.now = 4.0
+        at.now = 5.0
+        raise KeyError
+    at.now = 7.0
+    assert seconds(clock.lap()) == {"evaluation": 5.0, "other": 2.0}
+
+
+class FakeEvent:
+    """A CUDA event; the device has passed those up to `reached`."""
+
+    at = None
+    reached = float("inf")
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.when = self.at.now
+
+    def query(self):
+        return self.when <= FakeEvent.reached
+
+    def elapsed_time(self, end):
+        assert end.query(), "reading it would wait for the device"
+        return 1000 * (end.when - self.when)
+
+
+@pytest.fixture
+def on_gpu(at, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(FakeEvent, "at", at)
+    return PhaseClock(torch.device("cuda"))
+
+
+def test_on_a_gpu_a_lap_is_read_from_events_once_the_device_has_passed_them(
+    on_gpu, at, monkeypatch
+):
+    monkeypatch.setattr(FakeEvent, "reached", -1.0)
+    on_gpu.enter("forward")
+    at.now = 2.0
+    on_gpu.enter("backward")
+    at.now = 5.0
+    lap = on_gpu.lap()
+    monkeypatch.setattr(FakeEvent, "reached", 5.0)
+    assert seconds(lap) == {"forward": 2.0, "backward": 3.0}
+
+
+def test_a_loop_that_never_logs_keeps_a_limited_number_of_events(on_gpu, at):
+    for step in range(3 * clocks.MANY_MARKS):
+        at.now = float(step)
+        on_gpu.enter(("forward", "backward")[step % 2])
+    assert len(on_gpu._lap._marks) <= clocks.MANY_MARKS
+    assert sum(on_gpu.lap().seconds().values()) == pytest.approx(at.now)
+
+
+def test_events_that_the_device_has_not_passed_are_never_read(on_gpu, at, monkeypatch):
+    monkeypatch.setattr(FakeEvent, "reached", 10.0)
+    for step in range(2 * clocks.MANY_MARKS):
+        at.now = float(step)
+        on_gpu.enter("forward")
+    assert sum(on_gpu.so_far().values()) == pytest.approx(10.0)
+
+
+def test_a_failed_device_is_not_asked_for_times(on_gpu, monkeypatch):
+    def fails(self):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    on_gpu.enter("forward")
+    monkeypatch.setattr(FakeEvent, "record", fails)
+    with pytest.raises(KeyError), on_gpu.phase("backward"):
+        raise KeyError("the task's own error stays")
+
+
+class SleepsInForward(Tiny):
+    """Rank 1 sleeps in each forward."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.rank = rank
+
+    def loss_sum(self, model, batch):
+        time.sleep(0.05 * self.rank)
+        return super().loss_sum(model, batch)
+
+
+def split(world, strategy, accumulation):
+    words = ("--parallel.strategy", strategy, "--train.accumulation_steps", accumulation)
+    run = make_run(world, SleepsInForward(world.rank), *words, "--use_amp", "false")
+    take_steps(run, 2)  # DDP makes its buckets anew
+    world.barrier()
+    world.clock.lap()
+    began = time.perf_counter()
+    take_steps(run, 3)
+    return time.perf_counter() - began, world.clock.lap().seconds()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "accumulation"),
+    [("ddp", 2), pytest.param("fsdp", 1, marks=needs("scaling.hooks"))],
+)
+def test_a_slow_ranks_time_is_its_forward_and_the_other_rank_waits(strategy, accumulation):
+    (whole, quick), (_, slow) = on_ranks(2, split, strategy, accumulation)
+    slept = 0.05 * 3 * accumulation
+    assert sum(quick[phase] for phase in STEP_PHASES) == pytest.approx(whole, rel=0.05)
+    assert slow["forward"] >= slept
+    # The other rank may sleep through a part of the wait if the machine has no core for it.
+    assert quick["communication"] >= 0.6 * slept
+    assert sum(quick[phase] for phase in OWN_PHASES) < sum(slow[phase] for phase in OWN_PHASES)
+
+
+def test_one_process_waits_for_nobody():
+    run = make_run(World(), Tiny())
+    take_steps(run, 3)
+    phases = run.world.clock.lap().seconds()
+    assert list(phases) == list(PHASES)
+    assert phases["communication"] == 0
+    assert all(phases[name] > 0 for name in ("data", "forward", "backward", "optimizer"))

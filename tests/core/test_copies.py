@@ -1,0 +1,235 @@
+"""A step's micro-batches, whatever they are made of, are copied to a GPU on a stream of their own,
+while the step before computes.
+"""
+
+from collections import UserDict, namedtuple
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from tiny import Rows, Tiny, make_run
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+from dist_amp.data import Batches, Padding
+from dist_amp.errors import DataError
+from dist_amp.loading import nested
+from dist_amp.loading.nested import tensors, to_device
+from dist_amp.loading.plan import Plan
+from dist_amp.world import World
+
+# Stands in for a GPU: a device without values, to which copies are made as to any other.
+META = torch.device("meta")
+
+
+class RecordedStream:
+    def __init__(self, log, name):
+        self.log, self.name = log, name
+
+    def __enter__(self):
+        self.log.append(f"enter {self.name}")
+
+    def __exit__(self, *error):
+        self.log.append(f"exit {self.name}")
+
+    def wait_stream(self, other):
+        self.log.append(f"{self.name} waits for {other.name}")
+
+
+class RecordedEvent:
+    def __init__(self, log):
+        self.log = log
+
+    def record(self, stream):
+        self.number = sum("event" in entry for entry in self.log)
+        self.log.append(f"event {self.number} on {stream.name}")
+
+    def synchronize(self):
+        self.log.append(f"host waits for {self.number}")
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """What is done with streams and events, each copy, and each tensor's `record_stream`."""
+    log = []
+    compute = RecordedStream(log, "compute")
+
+    def copied(batch, device):
+        log.append(f"copy {batch['n']}")
+        return to_device(batch, device)
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: RecordedStream(log, "side"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
+    monkeypatch.setattr(torch.cuda, "Event", lambda blocking: RecordedEvent(log))
+    monkeypatch.setattr(nested, "to_device", copied)
+    recorded = lambda tensor, stream: log.append(f"kept for {stream.name}")  # noqa: E731
+    monkeypatch.setattr(torch.Tensor, "record_stream", recorded)
+    return log
+
+
+def test_kernels_wait_for_their_steps_copies_and_copies_for_the_step_before_the_last(log):
+    copies = nested.CopyStream(META)
+    for step in range(3):
+        batch = {"n": step, "x": torch.zeros(2), "nested": [torch.zeros(1)]}
+        (moved,) = copies([batch])
+        assert moved["x"].device == moved["nested"][0].device == META
+        log.append(f"kernels {step}")
+
+    def of_step(n):
+        kept = ["kept for compute"] * 2
+        copied = ["enter side", f"copy {n}", "exit side", "compute waits for side", *kept]
+        return [f"event {n} on compute", *copied, f"kernels {n}"]
+
+    waits = [["host waits for 0"], ["host waits for 1"]]  # events before the kernels of that step
+    assert log == [*of_step(0), *waits[0], *of_step(1), *waits[1], *of_step(2)]
+
+
+class Words:
+    def tokens(self, batch):
+        return 10 * len(batch["index"])
+
+
+def test_the_items_and_tokens_of_steps_are_counted_without_padding():
+    def batches(length, ranks, rank):
+        plan = Plan(length, 4 * ranks, 2, ranks, rank, 0, "dataset")
+        rows = Rows(index=torch.arange(length))
+        return Batches(rows, Words(), plan, 0, torch.device("cpu"))
+
+    one = batches(40, 1, 0)
+    next(one)
+    next(one)
+    assert [indices for _, indices in one.last_step] == [(4, 5), (6, 7)]
+    assert (one.position, one.items, one.tokens) == (8, 8, 80)
+    other = batches(2, 2, 1)
+    (padding,) = next(other)
+    assert isinstance(padding, Padding)
+    assert (other.items, other.tokens) == (0, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("workers", [0, 2])
+def test_on_a_gpu_the_same_batches_arrive(workers):
+    gpu = replace(World(), device=torch.device("cuda", 0))
+    run, expected = (make_run(w, Tiny(), "--data.workers", workers) for w in (gpu, World()))
+    for _ in range(6):
+        (on_gpu,), (on_cpu,) = next(run.data), next(expected.data)
+        assert on_gpu["x"].is_cuda
+        assert torch.equal(on_gpu["x"].cpu(), on_cpu["x"])
+    run.data.close()
+    expected.data.close()
+
+
+# ---- batches of any structure ----
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+@dataclass(frozen=True)
+class Graph:
+    nodes: torch.Tensor
+    edges: dict
+    name: str = "g"
+
+
+@dataclass
+class Slotted:
+    __slots__ = ("x",)
+    x: torch.Tensor
+
+
+class Encoding(UserDict):
+    """As transformers' BatchEncoding: its entries are attributes too."""
+
+    def __getattr__(self, name):
+        if name == "data" or name not in self.data:
+            raise AttributeError(name)
+        return self.data[name]
+
+
+class Movable:
+    """As a graph library's batch, with a `to` that knows no non_blocking."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def to(self, device):
+        return Movable(self.x.to(device))
+
+
+class InPlace(Movable):
+    def to(self, device, non_blocking=False):
+        self.x = self.x.to(device)
+
+
+class Opaque:
+    def __init__(self, **attributes):
+        vars(self).update(attributes)
+
+
+def x():
+    return torch.zeros(2)
+
+
+def test_a_batch_of_any_structure_is_moved_and_keeps_its_classes():
+    before = {
+        "tuple": (x(), [x(), 3]),
+        "pair": Pair(x(), "text"),
+        "graph": Graph(x(), {"index": [x()]}),
+        "slotted": Slotted(x()),
+        "encoding": Encoding(input_ids=x(), names=["a"]),
+        "movable": Movable(x()),
+        "in_place": InPlace(x()),
+        "packed": pack_sequence([torch.ones(3), torch.ones(2)]),
+        "opaque": Opaque(text="no tensor"),
+    }
+    assert len(list(tensors(before))) == 11
+    moved = to_device(before, META)
+    assert list(map(type, moved.values())) == list(map(type, before.values()))
+    elsewhere = [tensor for tensor in tensors(moved) if tensor.device != META]
+    assert len(elsewhere) == 1
+    assert elsewhere[0] is moved["packed"].batch_sizes, "torch wants it on the CPU"
+    assert isinstance(moved["packed"], PackedSequence)
+    assert moved["encoding"].input_ids.device == moved["graph"].edges["index"][0].device == META
+    texts = (moved["graph"].name, moved["pair"].second, moved["encoding"].names)
+    assert texts == ("g", "text", ["a"])
+    assert before["graph"].nodes.device.type == before["encoding"].input_ids.device.type == "cpu"
+
+
+def test_a_gpu_copies_from_pinned_memory_whoever_read_the_batch(monkeypatch):
+    pinned, copied = [], []
+
+    def pin(tensor):
+        pinned.append(tensor.clone())
+        return pinned[-1]
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *_, **__: copied.append(tensor))
+    to_device({"x": torch.ones(2), "y": [torch.zeros(1)]}, torch.device("cuda"))
+    assert [id(tensor) for tensor in copied] == [id(tensor) for tensor in pinned]
+    assert len(pinned) == 2
+
+
+@pytest.mark.bad_input(
+    "on a GPU, a batch with an object that holds tensors and has no `to(device)`"
+)
+def test_an_object_with_a_tensor_that_can_not_be_moved_is_refused_by_name():
+    text = "holds a Opaque whose x has a tensor that can't be moved to meta; give"
+    for holder in (Opaque(x=x()), Opaque(text="", x=[Opaque(deep=x())])):
+        with pytest.raises(DataError, match=text):
+            to_device({"a": [holder]}, META)
+        assert to_device(holder, torch.device("cpu")) is holder, "it is there already"
+    assert to_device(Opaque(x=torch.zeros(1, device=META)), META).x.device == META
+    refers_to_itself = Opaque(text="no tensor")
+    refers_to_itself.parts = [refers_to_itself]
+    assert to_device(refers_to_itself, META) is refers_to_itself
+
+
+@pytest.mark.bad_input("a batch with an object whose `to(device)` fails")
+def test_an_object_whose_to_fails_is_named():
+    class Fails:
+        def to(self, device, non_blocking=False):
+            raise RuntimeError("no kernel")
+
+    text = r"a batch holds a Fails whose to\('meta'\) failed: RuntimeError: no kernel"
+    with pytest.raises(DataError, match=text):
+        to_device(Fails(), META)

@@ -1,0 +1,461 @@
+"""The order of samples is a pure function of seed and position, and augmentation one of the sample
+and the epoch: the same at every world size, with any workers, after any stop.
+"""
+
+import multiprocessing
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import needs
+from tiny import EmptyDataset, EndsItsReader, Rows, Tiny, WithNoise, make_run, save, take_steps
+from torch import nn
+
+from dist_amp.checkpoint.format import read_manifest
+from dist_amp.config.load import load_config
+from dist_amp.data import Batches, Padding
+from dist_amp.errors import DataError
+from dist_amp.loading import workers as processes
+from dist_amp.loading.plan import Plan, shard_step
+from dist_amp.supervise.lifecycle import open_run
+from dist_amp.world import World
+
+CPU = torch.device("cpu")
+STEP = ["--train.micro_batch_size", 4]
+
+
+def plan(length=23, ranks=1, rank=0, micro_batch=2, accumulation=1, order="randperm"):
+    return Plan(length, ranks * micro_batch * accumulation, micro_batch, ranks, rank, 0, order)
+
+
+def batches(plan, workers=0, position=0):
+    """Samples that are their own index, so that a batch tells which ones it holds."""
+    data = Batches(Rows(index=torch.arange(plan.length)), object(), plan, workers, CPU)
+    data.position = position
+    return data
+
+
+def samples_of_steps(plans, steps, position=0):
+    """The sorted samples that count, step by step, over the plans of all ranks."""
+    of_ranks = [batches(plan, position=position) for plan in plans]
+    taken = []
+    for _ in range(steps):
+        parts = [b["index"] for one in of_ranks for b in next(one) if not isinstance(b, Padding)]
+        taken.append(sorted(torch.cat(parts).tolist()))
+    return taken
+
+
+# ---- the steps ----
+
+
+@pytest.mark.parametrize("order", ["feistel", "randperm", "dataset"])
+def test_a_step_takes_the_same_samples_at_every_world_size_in_every_order(order):
+    def steps(ranks, micro_batch, accumulation, count, position=0):
+        sizes = (micro_batch, accumulation, order)
+        return samples_of_steps(
+            [plan(87, ranks, rank, *sizes) for rank in range(ranks)], count, position
+        )
+
+    expected = steps(1, 24, 1, 9)
+    for ranks, micro_batch, accumulation in [(1, 4, 6), (2, 4, 3), (3, 8, 1), (8, 3, 1)]:
+        assert steps(ranks, micro_batch, accumulation, 9) == expected
+    assert steps(4, 3, 2, 4, position=87 + 24) == expected[5:]
+
+
+def test_every_epoch_takes_every_sample_once_in_another_order():
+    one = batches(plan(23, micro_batch=5))
+    epochs = [torch.cat([next(one)[0]["index"] for _ in range(5)]).tolist() for _ in range(2)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(23))
+    assert epochs[0] != epochs[1]
+    assert one.position == 2 * 23
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_resumes_from_its_position_alone(workers):
+    through = batches(plan())
+    seen = [next(through)[0]["index"].tolist() for _ in range(25)]
+    resumed = batches(plan(), workers, position=23 + 2 * 3)  # one epoch of 23, then three steps
+    assert [next(resumed)[0]["index"].tolist() for _ in range(10)] == seen[15:]
+    resumed.close()
+
+
+def test_one_epoch_is_the_same_each_time_and_leaves_nothing_out():
+    held_out = batches(plan(length=23, micro_batch=4))
+    first, second = (
+        [batch["index"].tolist() for (batch,) in held_out.one_epoch("all")] for _ in range(2)
+    )
+    assert sorted(index for step in first for index in step) == list(range(23))
+    assert first == second
+    assert len(list(held_out.one_epoch(2))) == 2
+
+
+def test_an_evaluation_tells_how_far_it_is():
+    held_out, told = batches(plan(length=23, micro_batch=4)), []
+    held_out.on_evaluate = lambda done, steps: told.append((done, steps))
+    list(held_out.one_epoch(3))
+    assert told == [(0, 3), (1, 3), (2, 3)]
+
+
+def sizes(length, ranks, micro_batch):
+    """[rank][micro-batch] -> its number of samples; 0: padding."""
+    shares = [shard_step(range(length), ranks, micro_batch, rank) for rank in range(ranks)]
+    return [[len(share.indices) * share.counts for share in rank] for rank in shares]
+
+
+def test_the_end_of_an_epoch_is_split_evenly_and_padded_where_a_rank_has_none():
+    assert sizes(7, ranks=4, micro_batch=2) == [[2], [2], [2], [1]]
+    assert sizes(5, ranks=4, micro_batch=8) == [[3], [2], [0], [0]]
+    assert sizes(9, ranks=2, micro_batch=4) == [[2, 3], [2, 2]]
+    (padding,) = shard_step(range(10, 13), 4, 4, rank=3)
+    assert (padding.indices, padding.counts) == ((10, 11), False), "batch norm takes it too"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_no_micro_batch_has_one_sample_where_samples_can_be_split_otherwise(ranks):
+    for micro_batch in range(1, 9):
+        for length in range(1, 3 * ranks * micro_batch + 1):
+            of_ranks = [
+                shard_step(range(length), ranks, micro_batch, rank) for rank in range(ranks)
+            ]
+            assert len({len(shares) for shares in of_ranks}) == 1, "all ranks run the same steps"
+            shares = [share for shares in of_ranks for share in shares]
+            taken = [index for share in shares if share.counts for index in share.indices]
+            assert sorted(taken) == list(range(length))
+            counts = [len(share.indices) for share in shares]  # of the padding, too
+            assert max(counts) <= micro_batch
+            avoidable = length > 1 and micro_batch > 1 and not (micro_batch == 2 and length % 2)
+            assert not (1 in counts and avoidable)
+
+
+@pytest.mark.parametrize("stopped", [1, 4])
+def test_drop_last_leaves_out_what_does_not_fill_a_step_on_any_number_of_ranks(stopped):
+    def plans(ranks, *sizes):
+        return [replace(plan(23, ranks, rank, *sizes), drop_last=True) for rank in range(ranks)]
+
+    steps = samples_of_steps(plans(1, 8), 7)
+    whole = samples_of_steps([plan(23, micro_batch=8)], 10)
+    assert steps == [step for step in whole if len(step) == 8]
+    first = batches(plans(2, 2, 2)[0])
+    for _ in range(stopped):
+        next(first)
+    resumed = samples_of_steps(plans(4, 2), 7 - stopped, first.position)
+    assert resumed == steps[stopped:]
+
+
+class BatchNormed(Tiny):
+    def build_model(self):
+        return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+
+
+@pytest.mark.bad_input("batch norm and an epoch whose last step is not full")
+@pytest.mark.parametrize(
+    ("samples", "words", "said"),
+    [
+        (17, [], "1 of 8 samples, so batch norm (1) gets micro-batches of 1 in place of 4; use"),
+        (22, [], "6 of 8 samples, so batch norm (1) gets micro-batches of 3 in place of 4; use"),
+        (20, [], ""),
+        (17, ["--data.drop_last", "true"], ""),
+        (17, ["--train.steps", 2], ""),
+    ],
+    ids=["one_sample", "fewer", "full_micro_batches", "dropped", "never_reached"],
+)
+def test_batch_norm_at_the_end_of_an_epoch_is_warned_about_with_the_numbers(
+    samples, words, said, capsys, tmp_path
+):
+    settings = [*STEP, "--train.accumulation_steps", 2, "--run.dir", tmp_path, *words]
+    open_run(make_run(World(), BatchNormed(samples=samples), *settings))
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "batch norm" in line]
+    assert len(warnings) == bool(said)
+    assert all(said in line for line in warnings)
+
+
+# ---- datasets that are refused ----
+
+
+class Returns(Tiny):
+    def __init__(self, dataset):
+        super().__init__()
+        self.dataset = dataset
+
+    def build_dataset(self, split):
+        return self.dataset
+
+
+@pytest.mark.bad_input("dataset empty, absent, or smaller than a global batch")
+@pytest.mark.bad_input("a `build_dataset` that returns a text or a dict (of splits)")
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        (EmptyDataset(), "the training dataset is empty"),
+        (Tiny(samples=1), "has 1 sample, fewer than one global batch of 24 = micro_batch_size"),
+        (Tiny(samples=20), "has 20 samples, fewer than one global batch of 24 = micro_batch_size"),
+        (Returns(iter(range(9))), "('train') returned a range_iterator, not samples by number;"),
+        (Returns("a text"), "returned a str, not samples by number; return a map-style"),
+        (Returns({"train": [1]}), "returned a dict, not samples by number; return a map-style"),
+    ],
+    ids=["empty", "one", "small", "stream", "text", "dict"],
+)
+def test_a_dataset_that_can_not_be_trained_on_is_refused(task, said):
+    with pytest.raises(DataError) as error:
+        make_run(World(), task, "--train.accumulation_steps", 3)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize("samples", [1, 3, 5])
+def test_a_dataset_smaller_than_the_default_batch_is_a_step_per_epoch(samples):
+    run = make_run(World(), Tiny(samples=samples))
+    for _ in range(2):
+        next(run.data)
+        ((_, indices),) = run.data.last_step
+        assert sorted(indices) == list(range(samples))
+    with pytest.raises(DataError, match="fewer than one global batch of 8"):
+        make_run(World(), Tiny(samples=samples), "--data.drop_last", "true")
+
+
+@pytest.mark.bad_input(
+    "`data.path`, `data.name` or another setting of what to read, for a task that does not take "
+    "the `data` section"
+)
+def test_settings_of_data_that_the_task_does_not_take_are_warned_of_by_name(tmp_path, capsys):
+    words = ["--data.path", "rows.jsonl", "--data.sources.wiki.weight", 2, "--run.dir", tmp_path]
+    open_run(make_run(World(), Tiny(), *words))
+    assert (
+        "warning: data.path=rows.jsonl, data.sources.wiki: nothing reads this, because Tiny's "
+        "constructor has no parameter `data`; add one"
+    ) in capsys.readouterr().err
+    words = ["--data.drop_last", "true", "--data.workers", 0, "--run.dir", tmp_path]
+    open_run(make_run(World(), Tiny(), *words))
+    assert "nothing reads this" not in capsys.readouterr().err
+    words = ["--data.view", "parquet", "--data.streams", 8, "--data.max_repeats", 3]
+    open_run(make_run(World(), Tiny(), *words, "--run.dir", tmp_path))
+    told = "warning: data.max_repeats=3, data.view=parquet, data.streams=8: nothing reads this"
+    assert told in capsys.readouterr().err
+
+
+# ---- workers ----
+
+
+class RandomCollate(Tiny):
+    """Adds random numbers while it loads."""
+
+    def collate(self, samples):
+        batch = torch.utils.data.default_collate(samples)
+        return {**batch, "x": batch["x"] + torch.rand(batch["x"].shape)}
+
+
+def test_random_numbers_of_loader_workers_do_not_depend_on_their_number_but_on_the_epoch():
+    draws = []
+    for workers in (1, 3):
+        run = make_run(World(), RandomCollate(samples=8), "--data.workers", workers)
+        draws.append([next(run.data)[0]["x"].sum(0).tolist() for _ in range(4)])
+        run.data.close()
+    assert draws[0] == draws[1]
+    assert len({tuple(draw) for draw in draws[0]}) == 4
+
+
+def test_closing_ends_the_workers_and_the_next_step_goes_on():
+    before = set(multiprocessing.active_children())
+    data, expected = batches(plan(), workers=1), batches(plan())
+    assert torch.equal(next(data)[0]["index"], next(expected)[0]["index"])
+    assert len(set(multiprocessing.active_children()) - before) == 1
+    data.close()
+    assert set(multiprocessing.active_children()) <= before
+    assert torch.equal(next(data)[0]["index"], next(expected)[0]["index"])
+    data.close()
+
+
+@pytest.fixture
+def start_method(request):
+    before = multiprocessing.get_start_method()
+    multiprocessing.set_start_method(request.param, force=True)
+    yield request.param
+    multiprocessing.set_start_method(before, force=True)
+
+
+@pytest.mark.parametrize(
+    ("start_method", "on_bad_sample"),
+    [
+        ("fork", "stop"),
+        ("forkserver", "stop"),
+        pytest.param("forkserver", "skip", marks=needs("loading.bad_samples")),
+        ("spawn", "stop"),
+    ],
+    indirect=["start_method"],
+)
+def test_loader_workers_give_the_same_batches_by_each_start_method(start_method, on_bad_sample):
+    words = ["--data.workers", 1, "--data.on_bad_sample", on_bad_sample, "--train.micro_batch_size"]
+    config = load_config(["--task.target", "tiny:WithNoise", *map(str, [*words, 4])], {})
+    run = make_run(World(), WithNoise(config.data), *words, 4)
+    expected = [run.data.at(start)[0][0]["x"] for start in (0, 4)]
+    batches = [next(run.data)[0]["x"] for _ in expected]
+    run.data.close()
+    assert all(map(torch.equal, batches, expected))
+
+
+@pytest.mark.bad_input("a dataset that the loader workers' start method can't pickle")
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"], indirect=True)
+def test_a_dataset_that_can_not_be_pickled_for_the_workers_is_one_line(start_method):
+    class Local(Rows):
+        pass
+
+    data = batches(plan(), workers=1)
+    data.fetch.dataset = Local(index=torch.arange(23))
+    text = rf"rank 0: the start method {start_method} pickles .*\.Local.*use data.workers=0"
+    with pytest.raises(DataError, match=text):
+        next(data)
+
+
+@pytest.mark.bad_input("a dataset that a loader worker can't unpickle, as of a notebook's class")
+@pytest.mark.parametrize("start_method", ["forkserver"], indirect=True)
+def test_a_worker_that_ends_as_it_starts_is_one_line(start_method):
+    data = batches(plan(), workers=1)
+    data.fetch.dataset = EndsItsReader(index=torch.arange(23))
+    with pytest.raises(DataError, match="rank 0: a loader worker ended .* not in a notebook"):
+        next(data)
+
+
+@pytest.mark.bad_input("loader workers that do not start")
+@pytest.mark.parametrize("stuck", [1, 9])
+def test_a_loader_worker_that_is_stuck_in_its_fork_is_forked_again(monkeypatch, stuck):
+    real, semaphore, attempts = processes._start_worker, multiprocessing.Semaphore, []
+
+    def begin(value):  # an attempt to start the workers
+        attempts.append(value)
+        # Not a moment too short for one that does start.
+        monkeypatch.setattr(processes, "START_SECONDS", 0.3 if len(attempts) <= stuck else 300.0)
+        return semaphore(value)
+
+    def start(up, worker):
+        if len(attempts) <= stuck:
+            time.sleep(3600)
+        real(up, worker)
+
+    monkeypatch.setattr(multiprocessing, "Semaphore", begin)
+    monkeypatch.setattr(processes, "_start_worker", start)
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
+    data = batches(plan(), workers=1)
+    if stuck > 3:
+        text = "rank 0: the loader workers do not start; use data.workers=0"
+        with pytest.raises(DataError, match=text):
+            next(data)
+        assert len(attempts) == 3
+    else:
+        first = next(batches(plan()))[0]["index"]
+        assert torch.equal(next(data)[0]["index"], first), "no sample was lost with the attempt"
+        assert len(attempts) == 2
+        data.close()
+
+
+# ---- a dataset's own order ----
+
+
+class Backwards(Rows):
+    """Each epoch in reverse, from a start that depends on the seed and the epoch."""
+
+    name = "backwards"
+
+    def shuffled(self, global_batch_size, world_size):
+        assert (global_batch_size, world_size) == (4, 1)
+
+        def order(seed, epoch):
+            return lambda positions: (seed + 3 * epoch - positions) % len(self)
+
+        return self.name, order
+
+
+class OwnOrder(Tiny):
+    def __init__(self, name="backwards", **settings):
+        super().__init__(**settings)
+        self.name = name
+
+    def build_dataset(self, split):
+        rows = Backwards(**super().build_dataset(split).columns)
+        rows.name = self.name
+        return rows
+
+
+def samples_taken(run, steps):
+    seen = []
+    for _ in range(steps):
+        take_steps(run, 1)
+        seen.append(run.data.last_step[0][1])
+    return seen
+
+
+def test_a_dataset_with_its_own_shuffle_is_read_in_it_unless_shuffling_is_off():
+    run = make_run(World(), OwnOrder(samples=8), *STEP, "--run.seed", 5)
+    assert samples_taken(run, 3) == [(5, 4, 3, 2), (1, 0, 7, 6), (0, 7, 6, 5)]
+    stored = make_run(World(), OwnOrder(samples=8), *STEP, "--data.shuffle", "false")
+    assert samples_taken(stored, 1) == [(0, 1, 2, 3)]
+
+
+@pytest.mark.bad_input("another `data.streams` or `data.view` than the checkpoint's")
+@pytest.mark.bad_input(
+    "a checkpoint whose samples were taken in another order: other `data.view`, `data.streams`, "
+    "or `data.group_by_length`"
+)
+def test_a_resumed_run_continues_in_its_own_order_and_one_in_another_is_refused(tmp_path, capsys):
+    words = [*STEP, "--run.dir", tmp_path, "--run.resume", "auto"]
+    run = make_run(World(), OwnOrder(), *words)
+    samples_taken(run, 3)
+    assert read_manifest(save(run)).order == "backwards"
+    assert samples_taken(make_run(World(), OwnOrder(), *words), 2) == samples_taken(run, 2)
+    for task, order in ((Tiny(), "randperm"), (OwnOrder("turns"), "turns")):
+        text = f"takes its samples in the order 'backwards', this run in '{order}'"
+        with pytest.raises(DataError, match=f"{text}: use the old data.view, data.streams"):
+            make_run(World(), task, *words)
+        resumed = make_run(World(), task, *words, "--run.allow_config_change", "true")
+        assert text in capsys.readouterr().err
+        assert resumed.data.plan.order == order
+
+
+# ---- a task's augmentation ----
+
+
+class Noisy(Tiny):
+    """Each training sample gets noise of its own."""
+
+    def augment(self, sample, rng):
+        return {**sample, "x": sample["x"] + torch.randn(8, generator=rng)}
+
+
+def noisy(steps, *words, position=0):
+    """{(step, sample): its augmented x} of epochs of 16 samples, two steps each."""
+    run = make_run(World(), Noisy(samples=16), "--train.global_batch_size", 8, *words)
+    run.data.position = position
+    seen = {}
+    for step in range(steps):
+        next(run.data)
+        for batch, indices in run.data.last_step:
+            for index, x in zip(indices, batch["x"], strict=True):
+                seen[step, index] = tuple(x.tolist())
+    run.data.close()
+    return seen
+
+
+def test_a_samples_augmentation_depends_on_nothing_but_seed_and_epoch():
+    expected = noisy(4, "--train.micro_batch_size", 8)
+    assert noisy(4, "--train.micro_batch_size", 2, "--data.workers", 2) == expected
+    late = noisy(1, "--train.micro_batch_size", 8, position=24)
+    assert late == {(0, index): x for (step, index), x in expected.items() if step == 3}
+    other_seed = noisy(4, "--train.micro_batch_size", 8, "--run.seed", 1)
+    assert len({*expected.values(), *other_seed.values()}) == 2 * 2 * 16
+
+
+def test_held_out_samples_are_not_augmented():
+    run = make_run(World(), Noisy(samples=8), "--train.micro_batch_size", 8, "--eval.every", 1)
+    (batch,) = next(run.validation.one_epoch("all"))
+    assert torch.equal(batch["x"], Noisy(samples=8).build_dataset("validation").columns["x"])
+
+
+@pytest.mark.bad_input("a task's `augment` that fails")
+def test_an_augmentation_that_fails_names_the_sample():
+    class Broken(Tiny):
+        def augment(self, sample, rng):
+            return sample["pixels"]
+
+    run = make_run(World(), Broken(), *STEP, "--data.shuffle", "false")
+    text = r"augment\(sample, rng\) failed on sample 0: KeyError: 'pixels'"
+    with pytest.raises(DataError, match=text):
+        next(run.data)

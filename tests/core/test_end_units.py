@@ -1,0 +1,157 @@
+"""A task may make its embedding and head units of FSDP2 of their own; without that, they may be
+used in any way.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import on_ranks
+from tiny import Rows, make_run, parameters_of, save, take_steps
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from dist_amp.errors import DataError
+from dist_amp.scaling.blocks import units_of
+
+VOCABULARY, WIDTH = 64, 16
+
+
+class Text(nn.Module):
+    """tokens [B, T] -> logits [B, T, VOCABULARY]; `ends` turns the last hidden state into them."""
+
+    def __init__(self, ends: Callable[..., Any]):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.ends = ends
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.ends(self, self.norm(x))
+
+
+def called(model, x):
+    return model.head(x)
+
+
+def direct(model, x):
+    """As fused losses do: the head itself is never called."""
+    return F.linear(x, model.head.weight, model.head.bias)
+
+
+def chunked(model, x):
+    return torch.cat(
+        [checkpoint(model.head, part, use_reentrant=False) for part in x.split(3, dim=1)], 1
+    )
+
+
+def embedded_again(model, x):
+    """The embedding is called twice, and lies twice in the graph of one backward."""
+    return model.head(x + model.embedding(x.argmax(-1)))
+
+
+def by_the_embedding(model, x):
+    """Tied in the forward: the embedding is called, and its weight is used again."""
+    return F.linear(x, model.embedding.weight) + model.head.bias + 0 * model.head.weight.sum()
+
+
+def only_on_rank_0(model, x):
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    return model.head(x) if rank == 0 else direct(model, x)
+
+
+class Task:
+    def __init__(self, ends=called, units=()):
+        self.ends, self.names = ends, units
+
+    def build_model(self):
+        return Text(self.ends)
+
+    def blocks(self, model):
+        return list(model.layers)
+
+    def units(self, model):
+        return [getattr(model, name) for name in self.names]
+
+    def build_dataset(self, split):
+        return Rows(
+            tokens=torch.randint(0, VOCABULARY, (64, 9), generator=torch.Generator().manual_seed(1))
+        )
+
+    def loss_sum(self, model, batch):
+        logits = model(batch["tokens"][:, :-1]).float()
+        return F.cross_entropy(
+            logits.flatten(0, 1), batch["tokens"][:, 1:].flatten(), reduction="sum"
+        )
+
+    def weight(self, batch):
+        return batch["tokens"][:, 1:].numel()
+
+
+BOTH = ("embedding", "head")
+FEW = ["--use_amp", "false", "--optim.lr", 0.01, "--train.global_batch_size", 16]
+FEW += ["--train.micro_batch_size", 4]
+
+
+def trained(world, task, strategy, *words):
+    run = make_run(world, task, "--parallel.strategy", strategy, *FEW, *words)
+    take_steps(run, 4)
+    return parameters_of(run)
+
+
+USES = [
+    (called, BOTH),
+    (chunked, BOTH),
+    (embedded_again, BOTH),
+    (direct, ()),
+    (by_the_embedding, ()),
+    (only_on_rank_0, ()),
+]
+
+
+@pytest.mark.parametrize(("ends", "units"), USES)
+def test_a_head_trains_as_in_one_process_however_it_is_used(ends, units):
+    (expected,) = on_ranks(1, trained, Task(ends), "single")
+    for own in on_ranks(2, trained, Task(ends, units), "fsdp"):
+        for name, value in expected.items():
+            # Four steps of AdamW in float32, whose sums have another order on two ranks.
+            torch.testing.assert_close(own[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.bad_input(
+    "a task's `units(model)` that are not in the model, lie in a block, or are tied to the rest"
+)
+def test_units_that_can_not_be_are_refused_by_name():
+    tied, in_a_block, outside = Text(called), Text(called), Text(called)
+    tied.head.weight = tied.embedding.weight
+    in_a_block.head = in_a_block.layers[0]
+    outside.__dict__["head"] = nn.Linear(2, 2)
+    for model, said in (
+        (tied, "shares the parameter embedding.weight with other modules"),
+        (in_a_block, "lies in a block"),
+        (outside, "is not in the model"),
+    ):
+        task = Task(called, ["head"])
+        with pytest.raises(DataError, match=f"a Linear that {said}"):
+            units_of(task, model, task.blocks(model))
+
+
+def evaluated_and_saved(world, folder):
+    run = make_run(
+        world, Task(called, BOTH), "--parallel.strategy", "fsdp", "--run.dir", folder, *FEW
+    )
+    take_steps(run, 1)
+    with run.parallel.evaluating():
+        run.model(next(run.data)[0]["tokens"])
+    return save(run).name
+
+
+def test_a_checkpoint_right_after_an_evaluation_that_was_cut_short_holds_every_moment(tmp_path):
+    assert on_ranks(2, evaluated_and_saved, tmp_path) == ["step_00000001"] * 2

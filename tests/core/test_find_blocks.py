@@ -1,0 +1,283 @@
+"""The blocks of a model that names none: its repeated layers, those of every stack, and never one
+inside another.
+"""
+
+import re
+
+import pytest
+import torch
+from conftest import needs
+from tiny import Tiny, make_run
+from torch import nn
+
+from dist_amp.errors import ConfigError, DataError
+from dist_amp.scaling.blocks import find_blocks, pick_blocks
+from dist_amp.world import World
+
+COMPILED = ["--compile.blocks", "true", "--compile.mode", "eager"]
+TEXT = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+}
+IMAGE = {key: TEXT[key] for key in TEXT if key != "vocab_size"} | {
+    "image_size": 16,
+    "patch_size": 8,
+}
+EXPERTS = {**TEXT, "num_key_value_heads": 2, "num_experts_per_tok": 2, "pad_token_id": None}
+T5 = {"vocab_size": 64, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
+
+# name: (transformers' class and settings, the blocks, what the names of their parameters match)
+MODELS = {
+    "llama": ("LlamaForCausalLM", TEXT, {"LlamaDecoderLayer": 2}, r"layers\.\d"),
+    "bert": ("BertForSequenceClassification", TEXT, {"BertLayer": 2}, r"encoder\.layer\.\d"),
+    "t5": ("T5ForConditionalGeneration", T5, {"T5Block": 4}, r"coder\.block\.\d"),
+    "clip": (
+        "CLIPModel",
+        {"text_config": TEXT, "vision_config": IMAGE},
+        {"CLIPEncoderLayer": 4},
+        r"encoder\.layers\.\d",
+    ),
+    "mixtral": (
+        "MixtralForCausalLM",
+        {**EXPERTS, "num_local_experts": 4},
+        {"MixtralDecoderLayer": 2},
+        r"layers\.\d",
+    ),
+    "resnet": (
+        "ResNetForImageClassification",
+        {
+            "embedding_size": 8,
+            "hidden_sizes": [16, 32],
+            "depths": [2, 3],
+            "layer_type": "bottleneck",
+        },
+        {"ResNetBottleNeckLayer": 5},
+        r"stages\.\d\.layers\.\d",
+    ),
+}
+
+
+def build(name):
+    """A tiny model of transformers from its settings, with random weights."""
+    transformers = pytest.importorskip("transformers")
+    cls, settings, *_ = MODELS[name]
+    model = getattr(transformers, cls)
+    torch.manual_seed(0)
+    return model(model.config_class(**settings))
+
+
+def kinds(blocks):
+    names = [type(block).__name__ for block in blocks]
+    return {name: names.count(name) for name in names}
+
+
+def assert_none_is_nested(blocks):
+    for block in blocks:
+        inside = set(block.modules()) - {block}
+        assert not inside & set(blocks)
+
+
+def said_of(model, capsys, task=None):
+    """(what is said, what is warned about) when the blocks of the model are picked."""
+    pick_blocks("fsdp", task or Unnamed(), model, World(world_size=2))
+    return capsys.readouterr()
+
+
+class Unnamed:
+    """A task that leaves it to find_blocks."""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_repeated_layer_of_a_model_of_transformers_is_a_block(name, capsys):
+    _, _, expected, pattern = MODELS[name]
+    model = build(name)
+    blocks = find_blocks(model)
+    assert kinds(blocks) == expected
+    assert_none_is_nested(blocks)
+    sizes = {path: p.numel() for path, p in model.named_parameters()}
+    inside = sum(size for path, size in sizes.items() if re.search(pattern, path))
+    share = 100 * inside / sum(sizes.values())
+    counts = ", ".join(f"{count} x {kind}" for kind, count in expected.items())
+    assert f"blocks: {counts}, {share:.0f} % of parameters\n" in said_of(model, capsys).out
+
+
+def test_adapters_leave_the_blocks_as_they_are():
+    peft = pytest.importorskip("peft")
+    adapters = peft.LoraConfig(target_modules=["q_proj", "v_proj"])
+    model = peft.get_peft_model(build("llama"), adapters)
+    assert kinds(find_blocks(model)) == {"LlamaDecoderLayer": 2}
+
+
+def test_blocks_come_in_the_order_in_which_they_run():
+    model, ran = build("t5"), []
+    blocks = find_blocks(model)
+    for block in blocks:
+        block.register_forward_hook(lambda block, *_: ran.append(block))
+    tokens = torch.ones(1, 4, dtype=torch.int64)
+    model(input_ids=tokens, decoder_input_ids=tokens)
+    assert ran == blocks
+
+
+class Layer(nn.Module):
+    def forward(self, x):
+        return x
+
+
+class Block(Layer):
+    def __init__(self, width=8):
+        super().__init__()
+        layers = [nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)]
+        self.inner = nn.Sequential(*layers)
+
+
+class DecoderBlock(Block):
+    pass
+
+
+class Experts(Layer):
+    """A layer that is nearly all experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(8, 4)
+        self.experts = nn.ModuleList(Block() for _ in range(4))
+
+
+class Stage(Layer):
+    """Blocks of one width, which the next stage doubles."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.blocks = nn.Sequential(Block(width), Block(width))
+        self.widen = nn.Linear(width, 2 * width)
+
+
+class Stacks(nn.Module):
+    def __init__(self, **lists):
+        super().__init__()
+        for name, layers in lists.items():
+            self.add_module(name, nn.ModuleList(layers))
+
+
+def repeat(cls, times, *args):
+    return [cls(*args) for _ in range(times)]
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (nn.Sequential(*repeat(Block, 3), nn.Linear(8, 300)), {"Block": 3}),
+        (
+            Stacks(encoder=repeat(Block, 2), decoder=repeat(DecoderBlock, 5)),
+            {"Block": 2, "DecoderBlock": 5},
+        ),
+        (Stacks(layers=repeat(Experts, 2)), {"Experts": 2}),
+        (Stacks(stages=[Stage(8), Stage(16), Stage(32)]), {"Block": 6}),
+        (
+            nn.Sequential(nn.Sequential(*repeat(Block, 3)), nn.Sequential(nn.Linear(8, 1))),
+            {"Block": 3},
+        ),
+        (
+            Stacks(towers=[nn.ModuleList(repeat(Block, 2)), nn.ModuleList(repeat(Block, 2))]),
+            {"Block": 4},
+        ),
+        (
+            nn.Transformer(8, 2, 2, 2, 16),
+            {"TransformerEncoderLayer": 2, "TransformerDecoderLayer": 2},
+        ),
+        (nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)), {"Linear": 2}),
+        (Stacks(layers=[Block()]), {"Block": 1}),
+        (Stacks(layers=[Experts()], heads=[nn.Linear(8, 1)]), {"Experts": 1}),
+        (nn.Linear(8, 1), {}),
+    ],
+    ids=[
+        "layers_and_head",
+        "two_stacks",
+        "experts",
+        "stages",
+        "body_and_head",
+        "lists_in_a_list",
+        "transformer",
+        "mlp",
+        "one_layer",
+        "one_layer_of_experts",
+        "none",
+    ],
+)
+def test_the_repeated_layers_of_any_other_model_are_its_blocks(model, expected):
+    blocks = find_blocks(model)
+    assert kinds(blocks) == expected
+    assert_none_is_nested(blocks)
+
+
+def test_a_layer_whose_weight_is_used_elsewhere_too_is_no_block_and_one_that_runs_twice_is_one():
+    layer = Block()
+    model = nn.Sequential(layer, Block(), layer)
+    assert find_blocks(model) == [layer, model[1]]
+    model = nn.Sequential(*repeat(Block, 5), nn.Linear(8, 32))
+    model[5].weight = model[0].inner[0].weight
+    assert find_blocks(model) == list(model[1:5])
+    model[2].inner = model[1].inner
+    assert not {model[1], model[2]} & set(find_blocks(model))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], False),
+        pytest.param(
+            ["--parallel.activation_checkpointing", 2],
+            True,
+            marks=needs("scaling.activation_checkpointing"),
+        ),
+        pytest.param(COMPILED, True, marks=needs("scaling.compile")),
+    ],
+)
+def test_blocks_are_printed_where_a_setting_makes_use_of_them(capsys, words, said):
+    make_run(World(), Tiny(), *words)
+    assert ("blocks: 2 x Sequential, 94 % of parameters\n" in capsys.readouterr().out) == said
+
+
+class Named:
+    def __init__(self, *blocks):
+        self.named = list(blocks)
+
+    def blocks(self, model):
+        return self.named
+
+
+@pytest.mark.bad_input("blocks that hold less than half of the parameters")
+def test_blocks_that_hold_less_than_half_of_the_parameters_get_a_warning_with_what_to_do(capsys):
+    model = nn.Sequential(nn.Embedding(1000, 8), *repeat(Block, 2))
+    out, err = said_of(model, capsys)
+    assert out == "blocks: 2 x Block, 12 % of parameters\n"
+    assert err == (
+        "warning: the repeated layers that were found hold 12 % of the parameters, and not "
+        "0.weight, the largest, so the rest is one unit; name the model's layers by "
+        "`def blocks(self, model)` in the task\n"
+    )
+    assert not said_of(model, capsys, Named(model[1])).err, "the task's own choice"
+
+
+@pytest.mark.bad_input("`blocks(model)` that names what is not in the model")
+def test_blocks_that_are_not_in_the_model_are_refused():
+    model = nn.Sequential(Block(), Block())
+    for named, kind in ([model[0], Block()], "Block"), (["0"], "str"):
+        said = rf"blocks\(model\) returned a {kind} that is not in the model; return modules of"
+        with pytest.raises(DataError, match=said):
+            pick_blocks("single", Named(*named), model, World())
+
+
+@pytest.mark.bad_input(
+    "a block that shares a parameter with the rest of the model, under fsdp or hsdp"
+)
+def test_a_named_block_that_shares_a_parameter_with_the_rest_can_not_be_sharded():
+    model = nn.Sequential(nn.Embedding(16, 8), Block(), nn.Linear(8, 16, bias=False))
+    model[2].weight = model[0].weight
+    said = "the parameter 0.weight is also used outside of its block, and fsdp can't"
+    with pytest.raises(ConfigError, match=said):
+        pick_blocks("fsdp", Named(model[0], model[1]), model, World(world_size=2))
+    assert pick_blocks("ddp", Named(model[0]), model, World(world_size=2)) == [model[0]]

@@ -1,0 +1,380 @@
+"""What is logged is what happened: on every rank, over the whole interval, in all files."""
+
+import io
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ranks import on_ranks
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny import NothingCounts, Overflow, Tiny, log, log_row, make_run, take_steps
+
+from dist_amp.clock import STEP_PHASES
+from dist_amp.diagnostics.limits import Limits
+from dist_amp.errors import DataError, NumericsError
+from dist_amp.step import evaluate
+from dist_amp.supervise.lifecycle import log_group_rates
+from dist_amp.telemetry import writers
+from dist_amp.telemetry.metrics import memory_use, resident_bytes
+from dist_amp.telemetry.step_report import MAX_RANK_FOLDERS, RANK_METRICS, SUMMED_METRICS, LogRow
+from dist_amp.telemetry.sums import MAX_STEPS_ON_DEVICE
+from dist_amp.world import World
+
+PHASES = "step local data_wait forward backward optimizer communication_wait other"
+EVERY_RANK = {f"time/{name}_seconds" for name in PHASES.split()}
+EVERY_RANK |= {f"time/{name}_seconds" for name in ("checkpoint_stall", "evaluation", "diagnostics")}
+EVERY_RANK |= {f"throughput/{name}_per_second" for name in ("items", "tokens")}
+EVERY_RANK |= {f"memory/{name}" for name in ("peak_bytes", "peak_GiB", "allocated_bytes")}
+EVERY_RANK |= {"train/loss_sum"}
+TRAIN = "loss grad_norm lr clipped_share epoch samples_seen tokens_seen"
+AMP = "loss_scale loss_scale_log2 skipped_steps skipped_in_interval"
+RANK_0 = {"eval/loss", *(f"train/{name}" for name in TRAIN.split())}
+RANK_0 |= {f"amp/{name}" for name in AMP.split()}
+
+
+def recorded_steps(run, steps):
+    reports = take_steps(run, steps)
+    for report in reports:
+        run.metrics.record(report)
+    return reports
+
+
+def logged(world, folder):
+    words = ["--run.dir", folder, "--train.micro_batch_size", 4, "--train.accumulation_steps", 2]
+    words += ["--eval.every", 3, "--metrics.log_every", 3]
+    task = Tiny(uneven=True, samples=128)
+    task.tokens = lambda batch: batch["x"].numel()
+    run = make_run(world, task, *words)
+    run.metrics.open(run.folder, 0, "")
+    reports = []
+    for _ in range(2):
+        reports += recorded_steps(run, 3)
+        log(run)
+        run.metrics.write_evaluation(run.step, evaluate(run))
+    run.metrics.close()
+    return [(r.loss_sum.item(), r.weight.item()) for r in reports], run.metrics.last.loss
+
+
+def scalars(folder, rank):
+    events = EventAccumulator(str(folder / "tensorboard" / f"rank{rank:05d}")).Reload()
+    tags = events.Tags()["scalars"]
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
+
+
+def test_every_ranks_events_hold_its_metrics_and_rank_0_and_metrics_jsonl_the_worlds(tmp_path):
+    (one, loss), (other, loss_there) = on_ranks(2, logged, str(tmp_path))
+    first, second = scalars(tmp_path, 0), scalars(tmp_path, 1)
+    assert set(second) == EVERY_RANK
+    assert set(first) >= EVERY_RANK | RANK_0
+    assert {tag.split("/")[0] for tag in set(first) - set(second) - RANK_0} == {"ranks"}
+    for tags in (first, second):
+        assert [step for step, _ in tags["memory/peak_bytes"]] == [3, 6]
+        assert all(value > 2**20 for _, value in tags["memory/peak_bytes"])
+        items, tokens = tags["throughput/items_per_second"], tags["throughput/tokens_per_second"]
+        rates = [t / i for (_, i), (_, t) in zip(items, tokens, strict=True)]
+        assert rates == pytest.approx([8, 8], rel=1e-5)
+    # The loss is the weighted mean over the interval's steps, micro-batches and ranks.
+    expected = sum(step[0] for step in [*one[3:], *other[3:]]) / sum(step[1] for step in one[3:])
+    assert loss == loss_there == pytest.approx(expected, rel=1e-6)
+    assert first["train/loss"][1][1] == pytest.approx(expected, rel=1e-6)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    logs = [line for line in lines if "train/loss" in line]
+    assert [(line["step"], len(line["ranks"])) for line in logs] == [(3, 2), (6, 2)]
+    assert [line["step"] for line in lines if "eval/loss" in line] == [3, 6]
+    rates = [(line["step"], pytest.approx(line["train/lr"], rel=1e-6)) for line in logs]
+    assert first["train/lr"] == rates
+
+
+def evaluate_each(world, sizes):
+    """For each number of samples: the mean, and that of one process with all of them."""
+    means = []
+    for samples in sizes:
+        words = ("--eval.every", 1, "--use_amp", "false", "--train.micro_batch_size", 4)
+        run = make_run(world, Tiny(uneven=True, samples=samples), *words)
+        before = torch.get_rng_state()
+        (mean,) = evaluate(run).values()
+        rows = run.task.build_dataset("validation")[:]
+        whole = run.task.loss_sum(run.parallel.module, rows) / run.task.weight(rows)
+        assert torch.equal(before, torch.get_rng_state())
+        assert all(p.grad is None for p in run.parallel.parameters)
+        means.append((mean, whole.item()))
+    return means
+
+
+def test_evaluation_counts_every_held_out_sample_once_however_they_fall_on_ranks():
+    first, second = on_ranks(2, evaluate_each, (32, 35, 41))
+    assert first == second
+    for mean, whole in first:
+        assert mean == pytest.approx(whole, rel=1e-6)  # float32 sums in another order
+
+
+def test_memory_is_the_resident_set_on_a_cpu():
+    peak, now, *others = memory_use(torch.device("cpu"))
+    assert 2**25 < now <= peak
+    assert others == [0, 0], "there is no allocator"
+
+
+def test_the_memory_of_the_process_that_started_a_rank_is_none_of_its_peak():
+    large = b"1" * 2**29
+    code = "from dist_amp.telemetry.metrics import resident_bytes; print(resident_bytes()[0])"
+    peak = subprocess.check_output([sys.executable, "-c", code], cwd=Path(__file__).parents[2])
+    assert int(peak) < resident_bytes()[1], len(large)
+
+
+def test_reserved_bytes_and_allocator_retries_are_logged_on_a_gpu_alone(monkeypatch):
+    run = make_run(World(), Tiny())
+    recorded_steps(run, 1)
+    assert not {"memory/reserved_bytes", "memory/allocator_retries"} & set(log(run).rank_tags(0))
+    stats = {f"{name}_bytes.all.current": n for name, n in (("allocated", 20), ("reserved", 40))}
+    stats |= {"allocated_bytes.all.peak": 30, "num_alloc_retries": 2}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    assert memory_use(torch.device("cuda", 1)) == (30, 20, 40, 2)
+    monkeypatch.setattr("dist_amp.telemetry.metrics.memory_use", lambda device: (30, 20, 40, 2))
+    recorded_steps(run, 1)
+    tags = log(run).rank_tags(0)
+    names = ("peak_bytes", "allocated_bytes", "reserved_bytes", "allocator_retries")
+    assert [tags[f"memory/{name}"] for name in names] == [30, 20, 40, 2]
+    stats.clear()
+    assert memory_use(torch.device("cuda", 1)) == (0, 0, 0, 0), "before the first allocation"
+
+
+def random_row(ranks):
+    table = np.random.default_rng(0).uniform(1, 2, (ranks, len(RANK_METRICS)))
+    return LogRow(10, table), [dict(zip(RANK_METRICS, own, strict=True)) for own in table.tolist()]
+
+
+def test_a_line_lists_at_most_64_ranks_and_the_summary_all(tmp_path):
+    metrics = make_run(World(), Tiny()).metrics
+    metrics.open(tmp_path, 0, "")
+    for size in (2, MAX_RANK_FOLDERS + 1):
+        metrics.last = random_row(size)[0]
+        metrics._totals = np.ones((size, len(SUMMED_METRICS)))
+        metrics.write(metrics.last)
+        line = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+        assert len(line["ranks"]) == min(size, 64)
+        assert line["ranks"][1]["memory/peak_bytes"] == metrics.last.column("peak_bytes")[1]
+        rates = [tags["throughput/items_per_second"] for tags in metrics.rank_table()]
+        assert rates == pytest.approx([1 / len(STEP_PHASES)] * size)
+    metrics.close()
+
+
+@pytest.mark.bad_input("a total weight of inf or nan")
+@pytest.mark.parametrize("weight", [0, math.inf, math.nan])
+def test_a_total_weight_that_is_0_or_no_number_is_named(weight):
+    task = NothingCounts()
+    task.weight = lambda batch: weight
+    run = make_run(World(), task)
+    recorded_steps(run, 3)
+    with pytest.raises(DataError, match=f"a total weight was {weight}; the task's weight") as error:
+        Limits(run).on_log(log(run))
+    says_how_to_pass_it = "resume with --run.allow_config_change true, or return max(1, weight)"
+    assert (says_how_to_pass_it in str(error.value)) == (weight == 0)
+
+
+def test_a_step_without_a_label_is_one_of_loss_0_if_its_weight_is_at_least_1():
+    task = NothingCounts()
+    task.loss_sum = lambda model, batch: model(batch["x"]).sum() * 0
+    task.weight = lambda batch: max(1, NothingCounts.weight(task, batch))
+    run = make_run(World(), task, "--use_amp", "false")
+    recorded_steps(run, 3)
+    row = log(run)
+    Limits(run).on_log(row)
+    assert row["skips_in_a_row"] == 0
+    assert row.loss == 0
+
+
+@pytest.mark.bad_input("loss or gradients not finite k times in a row")
+def test_too_many_skips_in_a_row_end_the_run_with_the_limit_and_advice():
+    run = make_run(World(), Tiny(), "--train.max_skips_in_a_row", 3)
+    run.schedule.counters[:] = torch.tensor([5, 4, 3])
+    row = log_row(run)
+    said = r"3 steps in a row .*max_skips_in_a_row=3; try a lower optim.lr"
+    with pytest.raises(NumericsError, match=said) as error:
+        Limits(run).on_log(row)
+    assert error.value.exit_code == 70
+    assert math.isnan(row.loss), "no step, no mean"
+
+
+def test_building_and_stepping_a_run_leaves_no_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = make_run(World(), Tiny(), "--run.dir", "auto")
+    recorded_steps(run, 2)
+    log(run)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_skipped_steps_loss_is_not_the_intervals():
+    words = ("--data.shuffle", "false", "--train.micro_batch_size", 4)
+    run = make_run(World(), Overflow(bad=(0,)), *words)
+    skipped, *rest = recorded_steps(run, 3)
+    assert not skipped.applied
+    expected = sum(r.loss_sum.item() for r in rest) / sum(r.weight.item() for r in rest)
+    assert log(run).loss == pytest.approx(expected, rel=1e-6), "float32 sums of eight samples"
+
+
+def opened(folder, *steps):
+    """Metrics that write into a folder, with a line of each of these steps."""
+    metrics = make_run(World(), Tiny()).metrics
+    metrics.open(folder, 0, "")
+    write_rows(metrics, *steps)
+    return metrics
+
+
+def write_rows(metrics, *steps):
+    for step in steps:
+        metrics.write_scalars(step, {"train/loss": float(step)})
+
+
+def steps_of(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["step"] for line in lines]
+
+
+@pytest.mark.bad_input("metrics.jsonl on a full disk")
+def test_lines_that_find_no_space_are_written_once_there_is_some(tmp_path, capsys, monkeypatch):
+    metrics = opened(tmp_path, 1)
+
+    class NearlyFull(io.FileIO):
+        def write(self, data):
+            return super().write(data[:16])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writers, "open", lambda path, mode, **_: NearlyFull(path, mode), False)
+        write_rows(metrics, 2, 3)
+    write_rows(metrics, 4)
+    metrics.close()
+    assert steps_of(tmp_path) == [1, 2, 3, 4]
+    assert capsys.readouterr().err.count("its lines are kept in memory and written later") == 1
+
+
+@pytest.mark.bad_input("TensorBoard's folder removed or full")
+def test_a_removed_tensorboard_folder_is_made_anew_and_nothing_else_is_lost(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(writers, "RETRY_SECONDS", 0.0)
+    metrics = opened(tmp_path, 1)
+    # Else the writer's thread may create its file while the folder is being removed.
+    metrics.write_to_tensorboard(lambda writer: writer.flush())
+    shutil.rmtree(tmp_path / "tensorboard")
+    write_rows(metrics, 2, 3)
+    metrics.close()
+    assert [step for step, _ in scalars(tmp_path, 0)["train/loss"]] == [3]
+    assert steps_of(tmp_path) == [1, 2, 3]
+    said = "rank00000 can't be written (No such file or directory); metrics.jsonl will"
+    assert said in capsys.readouterr().err
+
+
+def logged_row(step):
+    """What a resume reads of a line of a log step."""
+    return {"step": step, "train/loss": 1.0 * step, "amp/skipped_steps": 0, "ranks": []}
+
+
+def test_a_resume_after_a_kill_keeps_the_complete_lines_of_steps_not_taken_again(tmp_path):
+    rows = [logged_row(step) for step in range(1, 8)]
+    whole = [json.dumps(row) for row in rows]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(whole) + '\n{"step": 8, "train')
+    metrics = make_run(World(), Tiny()).metrics
+    metrics.open(tmp_path, 5, "")
+    metrics.close()
+    assert (tmp_path / "metrics.jsonl").read_text().splitlines() == whole[:5]
+    assert metrics.last_logged == rows[4]
+
+
+@pytest.mark.bad_input("a damaged metrics.jsonl at a resume")
+@pytest.mark.parametrize(
+    "damaged",
+    [b"12", b"[1]", b'"text"', b"null", b"{}", b'{"step": "2"}', b'{"st\xff": 2}', b"[" * 10**5],
+    ids=lambda damaged: damaged[:12].decode(errors="replace"),
+)
+def test_a_resume_removes_unreadable_lines_and_counts_them(damaged, tmp_path, capsys):
+    whole = [json.dumps(logged_row(step)).encode() for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([whole[0], damaged, whole[1]]) + b"\n")
+    metrics = make_run(World(), Tiny()).metrics
+    metrics.open(tmp_path, 2, "")
+    metrics.close()
+    assert (tmp_path / "metrics.jsonl").read_bytes().splitlines() == whole
+    assert "had unreadable lines, which are removed: 1" in capsys.readouterr().err
+
+
+def test_metrics_that_are_read_later_are_those_of_their_log_step():
+    seen = []
+    for later in (False, True):
+        run = make_run(World(), Tiny(uneven=True), "--train.micro_batch_size", 2)
+        recorded_steps(run, 3)
+        run.metrics.begin(run.step, run.schedule, run.scaler, run.data)
+        if later:
+            recorded_steps(run, 2)
+        row = run.metrics.read()
+        assert run.metrics.read() is None
+        names = ("grad_norm", "lr", "applied_steps", "items")
+        seen.append([row.step, row.loss, *(row[name] for name in names)])
+    assert seen[0] == seen[1]
+
+
+def test_the_metrics_of_many_steps_are_summed_step_by_step():
+    steps = MAX_STEPS_ON_DEVICE + 5
+    words = ("--train.micro_batch_size", 2, "--train.accumulation_steps", 2, "--train.steps", steps)
+    run = make_run(World(), Tiny(uneven=True, samples=steps * 4), *words)
+    reports = recorded_steps(run, steps)
+    loss = weight = 0.0
+    for report in reports:
+        loss += sum(one.item() for one in report.losses)
+        weight += report.weight.item()
+    row = log(run)
+    assert (row.total("loss_sum"), row["weight_sum"]) == (loss, weight), "in float64, bit for bit"
+    assert row["grad_norm"] == reports[-1].norm.item()
+
+
+class TwoRates(Tiny):
+    """The head learns at a tenth of the rate."""
+
+    def groups(self, model):
+        body, head = model[:2].parameters(), model[2].parameters()
+        return [{"name": "body", "params": body}, {"name": "head", "params": head, "lr_scale": 0.1}]
+
+
+def test_each_groups_learning_rate_is_logged_where_they_differ(tmp_path):
+    lines = []
+    for task in (TwoRates(), Tiny()):
+        folder = tmp_path / type(task).__name__
+        folder.mkdir()
+        run = make_run(World(), task)
+        run.metrics.open(folder, 0, "")
+        log_group_rates(run.metrics, run.optimizer)
+        recorded_steps(run, 1)
+        log(run)
+        run.metrics.close()
+        lines.append(json.loads((folder / "metrics.jsonl").read_text()))
+    two, one = lines
+    assert two["train/lr_body"] == two["train/lr"]
+    assert two["train/lr_head"] == pytest.approx(0.1 * two["train/lr"])
+    assert not [tag for tag in one if tag.startswith("train/lr_")]
+
+
+@pytest.mark.parametrize(
+    ("words", "share"),
+    [(("max_grad_norm", 1e-6), 1), (("max_grad_norm", 1e6), 0), (("clip_by", "off"), 0)],
+)
+def test_clipped_steps_are_counted_by_their_norm(words, share):
+    name, value = words
+    run = make_run(World(), Tiny(), f"--train.{name}", value, "--use_amp", "false")
+    recorded_steps(run, 3)
+    assert log(run).global_tags()["train/clipped_share"] == share
+
+
+def test_an_older_checkpoints_interval_begins_with_unknown_tokens_and_without_skips():
+    run = make_run(World(), Tiny())
+    newest = run.metrics.unfinished(run.data)
+    older = torch.tensor([[8.0, 4.0, 2.0]], dtype=torch.float64)
+    run.metrics.resume_unfinished(older, same_world=True)
+    values = run.metrics.unfinished(run.data).tolist()
+    assert len(values) == len(newest)
+    assert values[:3] == [8.0, 4.0, 2.0]
+    assert math.isnan(values[3])
+    assert values[4:] == [0.0, 0.0, 0.0]

@@ -1,0 +1,575 @@
+"""What a task brings to the update: its optimizer, parameter groups and schedule; Muon; the
+built-in schedules.
+"""
+
+import math
+import os
+from unittest.mock import patch
+
+import pytest
+import torch
+from conftest import needs
+from optimizer_runs import LAYOUTS, Counter, given_gradients, words
+from own_optimizers import MAKERS, Lion, Own, compiled_8bit
+from ranks import on_ranks
+from tiny import Tiny, log_row, make_run, parameters_of, save, take_steps
+from torch.optim import SGD
+
+from dist_amp.checkpoint.saver import Saver
+from dist_amp.errors import ConfigError, DataError
+from dist_amp.optim import build_optimizer, learning_rate
+from dist_amp.optimizers.sgd import FusedSGD
+from dist_amp.precision import takes_grad_scale
+from dist_amp.settings import OptimConfig
+from dist_amp.step import train_step
+from dist_amp.world import World, local
+
+FP16 = ["--precision.dtype", "fp16", "--precision.scaler.init_scale", 64]
+
+
+def are_equal(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+# A task's own optimizer.
+
+
+def all_of(run):
+    """Parameters, counters, and this rank's part of the optimizer's state."""
+    tensors = [*parameters_of(run).values(), run.schedule.counters]
+    for p in run.parallel.parameters:
+        for value in run.optimizer.state[p].values():
+            part = local(torch.as_tensor(value))
+            # Of 8-bit moments the codes and scales.
+            tensors += [part.codes, part.scale] if hasattr(part, "codes") else [part]
+    return tensors
+
+
+def skipped_and_resumed(world, folder, strategy, kind, width):
+    """Whether runs that are resumed before any applied step, after a skipped one and later continue
+    bit for bit.
+
+    The first step's gradients are infinite on the last rank alone.
+    """
+    task = Own(kind, bad=(world.world_size - 1,), width=width)
+
+    def fresh(*more):
+        return make_run(world, task, *words(folder, strategy, *FP16, *more))
+
+    def resumed():
+        saver = Saver(run)
+        saver.save(wait=False)  # in the background, where the state can be copied
+        saver.on_log(log_row(run))
+        while run.metrics.save is not None:
+            saver.on_log(log_row(run))
+        return fresh("--run.resume", "auto")
+
+    run = fresh()
+    start = parameters_of(run)
+    others = [resumed()]
+    assert not take_steps(run, 1)[0].applied
+    assert are_equal(start.values(), parameters_of(run).values())
+    assert run.schedule.counters.tolist() == [0, 1, 1]
+    take_steps(others[0], 1)
+    for _ in range(2):
+        others.append(resumed())
+        assert others[-1].step == run.step
+        assert all(report.applied for one in (run, *others) for report in take_steps(one, 2))
+    assert not torch.equal(start["1.0.weight"], parameters_of(run)["1.0.weight"])
+    return all(are_equal(all_of(run), all_of(other)) for other in others)
+
+
+OFTEN = [("lion", "ddp"), ("muon", "ddp"), ("muon", "fsdp"), ("adafactor", "fsdp")]
+# Two of torch's do not work on sharded parameters: Rprop's masked assignment, fused SGD's kernel.
+CELLS = [
+    (kind, strategy)
+    for kind in MAKERS
+    for _, strategy in LAYOUTS
+    if (kind, strategy) not in [*OFTEN, ("rprop", "fsdp"), ("fused sgd", "fsdp")]
+]
+
+
+def often(cell):
+    return pytest.param(*cell, marks=[needs("optimizers.muon")] if "muon" in cell else [])
+
+
+def slow(kind, strategy):
+    # .ci/run installs torchao with the engines.
+    engine = [pytest.mark.engine] if kind == "adamw_8bit" else []
+    return pytest.param(kind, strategy, marks=[pytest.mark.slow, *engine])
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy"), [*map(often, OFTEN), *(slow(*cell) for cell in CELLS)]
+)
+def test_an_optimizer_of_the_tasks_skips_on_all_ranks_and_resumes_bit_for_bit(
+    tmp_path, kind, strategy
+):
+    width = 8
+    if kind == "adamw_8bit":
+        pytest.importorskip("torchao")
+        width = 96  # it quantises moments of 4,096 elements and more, on each rank
+    ranks = 1 + (strategy != "single")
+    assert all(on_ranks(ranks, skipped_and_resumed, tmp_path, strategy, kind, width))
+
+
+def after_ten_steps_of_compiled_code(world, folder, strategy, kind, cache):
+    """The parameters' sum, with code from this folder where it has some."""
+    torch.compiler.reset()
+    with (
+        patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(cache)),
+        patch.dict(MAKERS, adamw_8bit=compiled_8bit),
+    ):
+        more = ["--compile.blocks", "true", "--use_amp", "false"]
+        run = make_run(world, Own(kind, width=96), *words(folder, strategy, *more))
+        take_steps(run, 10)
+        return sum(float(value.double().sum()) for value in parameters_of(run).values())
+
+
+ON_SHARDS = [kind for kind, strategy in [*OFTEN, *CELLS] if strategy == "fsdp"]
+
+
+@pytest.mark.parametrize(("kind", "strategy"), [slow(kind, "fsdp") for kind in ON_SHARDS])
+def test_an_optimizer_ends_the_same_with_a_warm_cache_of_compiled_code(tmp_path, kind, strategy):
+    if kind == "adamw_8bit":
+        pytest.importorskip("torchao")
+    ends = []
+    for attempt in ("cold", "warm"):
+        folders = tmp_path / attempt, strategy, kind, tmp_path / "cache"
+        ends.append(on_ranks(2, after_ten_steps_of_compiled_code, *folders))
+    assert ends[0] == ends[1]
+
+
+def test_an_8bit_optimizer_is_compiled_without_the_cache_with_which_it_is_wrong(capsys):
+    """torch reads a compiled step of quantised moments wrongly from its AOTAutograd cache."""
+    pytest.importorskip("torchao")
+    import torch._functorch.config as functorch
+
+    with functorch.patch(enable_autograd_cache=True):
+        for kind, is_used in (("lion", True), ("adamw_8bit", False)):
+            make_run(World(), Own(kind), *words("unused", "single"))
+            assert functorch.enable_autograd_cache is is_used
+    assert "AdamW8bit is compiled without torch's AOTAutograd cache" in capsys.readouterr().out
+
+
+MUON = pytest.param("muon", marks=needs("optimizers.muon"))
+
+
+def after_five_steps(world, strategy, kind, *more):
+    small = ["--use_amp", "false", "--train.global_batch_size", 8]
+    run = make_run(world, Own(kind), *words("unused", strategy, *small, *more))
+    take_steps(run, 5)
+    return parameters_of(run)
+
+
+@pytest.mark.parametrize("kind", ["adafactor", "lion", MUON])
+def test_shards_take_the_steps_of_one_process_with_an_optimizer_of_the_tasks(kind):
+    alone = after_five_steps(World(), "single", kind)
+    for name, value in on_ranks(2, after_five_steps, "fsdp", kind)[0].items():
+        # float32 sums in another order, over five steps. Muon's bfloat16 and Lion's sign give the
+        # same unless a value lies within that of a rounding boundary, which none of these does.
+        torch.testing.assert_close(value, alone[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.bad_input("a task's optimizer that can't unscale and skip in its kernel")
+@pytest.mark.parametrize(
+    ("kind", "said", "reads"),
+    [
+        ("lion", "Lion", 1),
+        ("nesterov", "SGD", 1),
+        pytest.param("muon", "", 0, marks=needs("optimizers.muon")),
+    ],
+)
+def test_an_optimizer_that_cannot_skip_by_itself_takes_the_textbook_path_and_says_so_once(
+    capsys, kind, said, reads
+):
+    run = make_run(World(), Own(kind), *words("unused", "single"))
+    line = f"optimizer {said}: unscaled and clipped before its step, with two host reads"
+    assert capsys.readouterr().out.count(line) == bool(said)
+    assert takes_grad_scale(run.optimizer) == (not said)
+    take_steps(run, 1)  # the first step checks that every parameter has a gradient
+    batch = next(run.data)
+    with Counter("_local_scalar_dense") as counter:
+        train_step(run, batch)
+    assert counter.count == reads  # by item(); reading the learning rate is another
+
+
+class BringsOptimizer(Tiny):
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+
+    def optimizer(self, groups, lr):
+        return self.make(groups, lr, self)
+
+    def build_model(self):
+        self.model = super().build_model()
+        return self.model
+
+
+class OwnStep(torch.optim.AdamW):
+    """A subclass of a fused class, whose step knows nothing of grad_scale and found_inf."""
+
+    def step(self, closure=None):
+        pass
+
+
+def test_a_subclass_that_replaces_a_fused_step_takes_the_textbook_path():
+    task = BringsOptimizer(lambda groups, lr, task: OwnStep(groups, lr=lr, fused=True))
+    assert not takes_grad_scale(build_optimizer(task.build_model(), OptimConfig(), task))
+
+
+def leaving_one_out(groups, lr, task):
+    groups[0]["params"] = groups[0]["params"][1:]
+    return SGD(groups, lr=lr)
+
+
+@pytest.mark.bad_input(
+    "a task's `optimizer(groups, lr)` that returns a class or no torch optimizer, or one without "
+    "all parameters"
+)
+@pytest.mark.bad_input("a task's optimizer whose `step` needs a closure")
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda g, lr, task: SGD, "returned \"<class 'torch.optim.sgd.SGD'>\", not a torch opt"),
+        (lambda g, lr, task: SGD(g[:1], lr=lr), "SGD has other groups or parameters than it was"),
+        (leaving_one_out, "other groups or parameters than it was given; make it of the groups"),
+        (
+            lambda g, lr, task: torch.optim.Adam(g, rate=lr),
+            "optimizer(groups, lr) failed: TypeError: Adam.__init__()",
+        ),
+        (
+            lambda g, lr, task: torch.optim.LBFGS(g[0]["params"], lr),
+            "LBFGS needs a closure in step(), and train_step",
+        ),
+        (lambda g, lr, task: SGD(task.model.parameters(), lr=lr), "SGD has other groups or param"),
+    ],
+)
+def test_what_is_no_torch_optimizer_of_all_parameters_is_refused(make, said):
+    with pytest.raises(ConfigError) as error:
+        make_run(World(), BringsOptimizer(make))
+    assert said in str(error.value)
+
+
+@pytest.mark.bad_input("a task's optimizer that DTensor can't compute on shards")
+@pytest.mark.skipif(torch.__version__ >= (2, 15), reason="DTensor can, from torch 2.15 on")
+def test_an_optimizer_that_dtensor_cannot_compute_is_refused_in_one_line():
+    for text in on_ranks(2, failing_step, "rprop"):
+        assert "optimizer Rprop does not work on sharded parameters, as torch says: " in text
+        assert text.endswith("; use parallel.strategy=ddp, or another optimizer")
+        assert "\n" not in text
+
+
+def failing_step(world, kind):
+    run = make_run(world, Own(kind), *words("unused", "fsdp"))
+    with pytest.raises(ConfigError) as error:
+        take_steps(run, 1)
+    return str(error.value)
+
+
+@pytest.mark.bad_input(
+    "an optimizer that changes options of its groups in training, when a checkpoint is due"
+)
+def test_an_optimizer_that_changes_its_groups_in_training_is_refused_when_it_is_to_be_saved():
+    task = BringsOptimizer(lambda groups, lr, task: Lion([{**g, "k": 0} for g in groups], lr=lr))
+    optimizer = build_optimizer(task.build_model(), OptimConfig(), task)
+    optimizer.state_dict()
+    optimizer.param_groups[0]["k"] = 2
+    with pytest.raises(ConfigError, match="Lion changed k of matrices from 0 to 2.0 in training, "):
+        optimizer.state_dict()
+
+
+# Half precision on a CPU, where torch's fused SGD does nothing.
+
+
+class Halved(Tiny):
+    def build_model(self):
+        return super().build_model().bfloat16()
+
+    def loss_sum(self, model, batch):
+        return super().loss_sum(model, {**batch, "x": batch["x"].bfloat16()})
+
+
+@pytest.mark.bad_input(
+    "`optim.name=sgd` with half-precision parameters on a CPU, which torch's fused kernel leaves "
+    "as they are"
+)
+@pytest.mark.bad_input("a task's SGD with `fused=True` of such parameters")
+def test_sgd_in_half_precision_on_a_cpu_takes_the_path_that_works():
+    assert type(build_optimizer(Tiny().build_model(), OptimConfig(name="sgd"))) is FusedSGD
+    model = Halved().build_model()
+    said = []
+    optimizer = build_optimizer(model, OptimConfig(name="sgd", lr=0.5), say=said.append)
+    assert type(optimizer) is SGD
+    assert not takes_grad_scale(optimizer)
+    assert len(said) == 1
+    before = [p.clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert not any(map(torch.equal, model.parameters(), before))
+    task = BringsOptimizer(lambda groups, lr, task: SGD(groups, lr=lr, fused=True))
+    with pytest.raises(ConfigError, match="SGD has fused=True, which on a CPU silently leaves"):
+        build_optimizer(model, OptimConfig(), task)
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_fused_sgd_takes_torchs_steps_bit_for_bit_also_without_some_gradients(momentum):
+    ours, reference = Tiny().build_model(), Tiny().build_model()
+    reference.load_state_dict(ours.state_dict())
+    config = OptimConfig(name="sgd", lr=0.1, momentum=momentum, weight_decay=0.0)
+    mine = build_optimizer(ours, config)
+    torchs = SGD(reference.parameters(), lr=0.1, momentum=momentum, fused=True)
+    for step in range(5):
+        for model in (ours, reference):
+            given_gradients(model, step)
+            if step in (1, 2):
+                model[0][0].weight.grad = None
+        mine.step()
+        torchs.step()
+        assert are_equal(ours.parameters(), reference.parameters())
+
+
+# A task's own parameter groups.
+
+
+class Grouped(Tiny):
+    """Per-layer rates; `groups` may be replaced by another function of the model."""
+
+    def __init__(self, groups=None, optimizer=None):
+        super().__init__()
+        self.make = groups
+        if optimizer:
+            self.optimizer = optimizer
+
+    def groups(self, model):
+        if self.make:
+            return self.make(model)
+        return [
+            {"name": "layer 0", "params": "0.*", "lr_scale": 0.25},
+            {
+                "name": "layer 1",
+                "params": ["1.0.weight", "1.0.bias"],
+                "lr_scale": 0.5,
+                "weight_decay": 0.0,
+            },
+            {"params": model[2].parameters()},
+        ]
+
+
+def test_groups_take_names_patterns_and_parameters_and_fill_in_the_defaults():
+    run = make_run(World(), Grouped(), *words("unused", "single"))
+    groups = run.optimizer.param_groups
+    assert [(g["name"], len(g["params"]), g["lr_scale"], g["weight_decay"]) for g in groups] == [
+        ("layer 0", 2, 0.25, 0.1),
+        ("layer 1", 2, 0.5, 0.0),
+        ("group 2", 2, 1.0, 0.1),
+    ]
+    with Counter("_local_scalar_dense") as counter:
+        run.schedule.step(torch.tensor(True))
+    assert counter.count == 0, "host reads"
+    assert all(isinstance(group["lr"], torch.Tensor) for group in groups)
+
+
+def rates_by_group(world, folder):
+    """Each step's rates before and after a resume: those of the groups relative to lr, and lr."""
+    more = ["--use_amp", "false", "--optim.schedule", "linear"]
+    run = make_run(world, Grouped(), *words(folder, "fsdp", *more))
+    rates = []
+    for _ in range(2):
+        for _ in range(2):
+            lr = run.schedule.lr.item()
+            rates.append([float(group["lr"]) / lr for group in run.optimizer.param_groups] + [lr])
+            take_steps(run, 1)
+        save(run)
+        run = make_run(world, Grouped(), *words(folder, "fsdp", *more, "--run.resume", "auto"))
+    with pytest.raises(DataError, match="'adamw layer 0': 2"):
+        make_run(world, Tiny(), *words(folder, "fsdp", *more, "--run.resume", "auto"))
+    return rates
+
+
+def test_lr_scale_multiplies_the_groups_rate_also_after_a_resume(tmp_path):
+    for rates in on_ranks(2, rates_by_group, tmp_path):
+        assert [rate[:3] for rate in rates] == [pytest.approx([0.25, 0.5, 1.0], rel=1e-6)] * 4
+        expected = [0.01 * (1 - 0.09 * step) for step in range(4)]
+        assert [rate[3] for rate in rates] == pytest.approx(expected, rel=1e-6)
+
+
+REST = {"name": "rest", "params": ["1.*", "2.*"]}
+
+
+def group(params="*", **keys):
+    return {"params": params, **keys}
+
+
+@pytest.mark.bad_input(
+    "a task's `groups(model)` that miss or repeat a parameter, match none, or are malformed"
+)
+@pytest.mark.bad_input("a key in a task's group that neither the template nor the optimizer reads")
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda m: [REST], "leave out 2 parameters, such as 0.0.weight; put each trained"),
+        (
+            lambda m: [REST, {"name": "first", "params": ["0.*", "1.0.bias"]}],
+            "put the parameter 1.0.bias into rest and first; name it in one group",
+        ),
+        (lambda m: [REST, group("layers.0.*")], "'layers.0.*', which matches no trained parameter"),
+        (lambda m: [REST, group([torch.ones(3, requires_grad=True)])], "tensor of shape [3] that"),
+        (lambda m: [REST, {**REST, "params": "0.*"}], "gave two groups the name rest; name each"),
+        (lambda m: [group(lr=0.1)], "group 0 has an lr; give lr_scale, which multiplies"),
+        (lambda m: [group(lr_scale=-1)], "has lr_scale=-1; give a number, 0 or more"),
+        (lambda m: [group(weight_decay="0.1")], "has weight_decay='0.1'; give a number, 0 or more"),
+        (lambda m: [["0.*"]], '"[\'0.*\']" as a group; give a dict with "params"'),
+        (lambda m: [{"param": "*"}], "as a group; give a dict with"),
+        (lambda m: None, "the task's groups(model) failed: TypeError: 'NoneType' object is not"),
+        (lambda m: group(), "gave 'params' as a group; give a dict with"),
+        (lambda m: [group(m)], 'group 0 has Sequential in its "params"; use .parameters()'),
+        (lambda m: [group([m[0], "1.*"], name="a")], 'a has Sequential in its "params"'),
+        (lambda m: (m.body for _ in "1"), "groups(model) failed: AttributeError: 'Sequential' obj"),
+        (lambda m: [group(betaz=(0.9, 0.9))], "has the key 'betaz', which AdamW does not read; it"),
+    ],
+)
+def test_groups_that_miss_or_repeat_a_parameter_or_are_malformed_are_refused(make, said):
+    with pytest.raises(ConfigError) as error:
+        make_run(World(), Grouped(make))
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+class Momentum(Tiny):
+    def optimizer(self, groups, lr):
+        return torch.optim.NAdam(groups, lr=lr, momentum_decay=0.01)
+
+
+def test_a_tasks_optimizer_is_printed_with_its_options(capsys):
+    make_run(World(), Momentum())
+    said = capsys.readouterr().out
+    assert "optimizer NAdam, matrices (3 tensors): weight_decay 0.1, betas (0.9, 0.999), " in said
+    assert said.count("momentum_decay 0.01") == 2
+    assert "; vectors (3 tensors): weight_decay 0.0, " in said
+    assert "foreach" not in said, "what is not set is left out"
+
+
+class TenthOfFirst(Tiny):
+    def groups(self, model):
+        return [{"params": "0.*", "name": "first", "lr_scale": 0.1}, {"params": ["1.*", "2.*"]}]
+
+
+def test_a_tasks_groups_are_printed_with_what_they_are_scaled_by(capsys):
+    make_run(World(), TenthOfFirst())
+    said = capsys.readouterr().out
+    assert "first (2 tensors): lr_scale 0.1, weight_decay 0.1, " in said
+    assert "; group 1 (4 tensors): lr_scale 1.0, weight_decay 0.1, " in said
+
+
+# Schedules.
+
+
+class Stairs(Tiny):
+    def schedule(self, step):
+        return [0.0, 1.0, 0.5][step // 2] if step < 6 else 0.25
+
+
+def test_a_tasks_schedule_is_the_whole_factor_by_applied_step_also_after_a_resume(tmp_path):
+    more = ["--optim.warmup_steps", 5]
+    run = make_run(World(), Stairs(), *words(tmp_path, "single", *more))
+    rates = []
+    for _ in range(2):
+        for _ in range(2):
+            take_steps(run, 1)
+            rates.append(run.schedule.last_lr.item())
+        save(run)
+        run = make_run(World(), Stairs(), *words(tmp_path, "single", *more, "--run.resume", "auto"))
+    assert rates == pytest.approx([0.0, 0.0, 0.01, 0.01], rel=1e-6)
+
+
+class Plateau(Tiny):
+    def on_evaluation(self, run, values):
+        run.schedule.factor *= 0.3
+
+
+def rates_and_end(world, folder, strategy, name):
+    """Rates of 6 steps with a factor from the third and fifth on, through and resumed; the ends."""
+    found = []
+    for cut in (None, 4):
+        path = folder / f"{world.world_size} {cut}"
+        settings = words(path, strategy, "--eval.every", 2, "--optim.schedule", "constant")
+        settings += ["--optim.name", name]
+        run = make_run(world, Plateau(), *settings)
+        rates = []
+        for _ in range(3):
+            for _ in range(2):
+                take_steps(run, 1)
+                rates.append(log_row(run)["lr"])
+            run.evaluate()
+            if run.step == cut:
+                run.save()
+                run = make_run(world, Plateau(), *settings, "--run.resume", "auto")
+        found.append((rates, parameters_of(run), run.schedule.factor))
+    return found
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_a_factor_set_after_an_evaluation_counts_from_the_next_step_and_is_resumed(
+    tmp_path, strategy, name
+):
+    runs = [rates_and_end(World(), tmp_path, "single", name)]
+    if strategy != "single":
+        runs = on_ranks(2, rates_and_end, tmp_path, strategy, name)
+    for through, resumed in runs:
+        rate = through[0][0]
+        expected = [rate * factor for factor in (1, 1, 0.3, 0.3, 0.09, 0.09)]
+        assert through[0] == pytest.approx(expected, rel=1e-6)
+        assert resumed[0] == through[0]
+        assert resumed[2] == through[2] == pytest.approx(0.027)
+        for key, value in through[1].items():
+            assert torch.equal(value, resumed[1][key]), key
+
+
+@pytest.mark.bad_input("a `run.schedule.factor` that is no number from 0 on")
+@pytest.mark.parametrize("factor", [-0.1, math.nan, math.inf])
+def test_a_factor_that_is_no_rate_is_refused_and_changes_nothing(factor):
+    run = make_run(World(), Tiny())
+    with pytest.raises(ConfigError, match=r"run\.schedule\.factor=.*: give a number, 0 or more"):
+        run.schedule.factor = factor
+    assert run.schedule.factor == 1
+
+
+@pytest.mark.bad_input("a task's `schedule(step)` that returns no number from 0 on")
+@pytest.mark.bad_input("a task's `groups`, `optimizer` or `schedule` that raises")
+@pytest.mark.parametrize("factor", [-0.1, math.nan, math.inf, None, "0.5", torch.ones(2)])
+def test_a_schedule_that_fails_or_gives_no_factor_is_refused_at_the_start(factor):
+    class Odd(Tiny):
+        def schedule(self, step):
+            return factor if step == 7 else 1 / (9 - step)
+
+    with pytest.raises(ConfigError) as error:
+        make_run(World(), Odd(), "--train.steps", 10)
+    expected = f"the task's schedule(7) returned {factor!r}; return a number, 0 or more"
+    assert expected in str(error.value)
+    factor = 1.0
+    expected = r"schedule\(9\) failed: ZeroDivisionError: division by zero \(test_optim.py, "
+    with pytest.raises(ConfigError, match=expected):
+        make_run(World(), Odd(), "--train.steps", 10)
+
+
+def test_cosine_warms_up_falls_and_ends_at_its_floor():
+    config = OptimConfig(lr=1.0, schedule="cosine", warmup_steps=4, min_lr_ratio=0.1)
+    rates = [learning_rate(config, step, 20) for step in range(21)]
+    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+    assert rates[20] == pytest.approx(0.1)
+
+
+def test_wsd_warms_up_stays_and_decays_in_the_last_fifth_of_the_steps():
+    config = OptimConfig(lr=1.0, schedule="wsd", warmup_steps=3, min_lr_ratio=0.1)
+    rates = [learning_rate(config, step, 20) for step in range(21)]
+    assert rates[:3] == [0.25, 0.5, 0.75]
+    assert rates[3:17] == [1.0] * 14
+    assert rates[16:] == pytest.approx([1 - 0.9 * step / 4 for step in range(5)])
+    late = OptimConfig(lr=1.0, schedule="wsd", warmup_steps=18, min_lr_ratio=0.0)
+    assert learning_rate(late, 18, 20) == 1.0
+    assert learning_rate(late, 20, 20) == 0.0

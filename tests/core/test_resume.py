@@ -1,0 +1,239 @@
+"""A run resumes the same training, data, model and optimizer; else it names the difference."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import needs
+from test_checkpoint import settings
+from tiny import Tiny, make_run, save, take_steps
+from torch import nn
+
+from dist_amp import optim
+from dist_amp.checkpoint.compatibility import check_config, dataset_hash
+from dist_amp.errors import ConfigError, DataError
+from dist_amp.world import World
+
+ALLOW = ("--run.allow_config_change", "true")
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    """Settings of a run whose checkpoint of step 2 lies in its folder, to be resumed."""
+    words = settings(tmp_path_factory.mktemp("run"), "single", "bf16", "--optim.lr", 1e-3)
+    run = make_run(World(), Tiny(), *words)
+    take_steps(run, 2)
+    save(run)
+    return [*words, "--run.resume", "auto"]
+
+
+def refused(kind, words, *more, task=None):
+    with pytest.raises(kind) as error:
+        make_run(World(), task or Tiny(), *words, *more)
+    assert "\n" not in str(error.value)
+    assert error.value.exit_code == {ConfigError: 64, DataError: 65}[kind]
+    return str(error.value)
+
+
+@pytest.mark.bad_input("run folder of another config")
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("--optim.lr 3e-3", "optim.lr=0.001, now 0.003:"),
+        (
+            "--optim.schedule linear --data.shuffle false",
+            "data.shuffle=True, now False; optim.schedule=cosine, ",
+        ),
+        ("--data.drop_last true", "data.drop_last=False, now True:"),
+        ("--precision.dtype fp16", "made with precision.dtype=bf16, now fp16: use"),
+        ("--train.max_grad_norm 2.0", "train.max_grad_norm=1.0, now 2.0"),
+        ("--task.args.depth 3 --task.target tiny:Tiny", "task.args.depth=2, now 3"),
+    ],
+)
+def test_another_training_is_refused_with_the_difference_and_how_to_allow_it(words, more, said):
+    text = refused(ConfigError, words, *more.split())
+    assert said in text
+    fix = "use the old values, or continue anyway with --run.allow_config_change true"
+    assert text.endswith(fix)
+
+
+def test_another_training_is_resumed_with_a_warning_if_it_is_allowed(words, capsys):
+    run = make_run(World(), Tiny(), *words, "--optim.lr", 3e-3, *ALLOW)
+    assert run.step == 2
+    assert "was made with optim.lr=0.001, now 0.003" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--data.workers 1 --metrics.log_every 3 --checkpoint.every 7 --debug.nonfinite off",
+        "--train.micro_batch_size 4 --train.accumulation_steps 1 --optim.fused false",
+        "--precision.scaler.init_scale 4 --run.deterministic false",
+        pytest.param(
+            "--parallel.activation_checkpointing full --compile.blocks true --compile.mode eager",
+            marks=[needs("scaling.activation_checkpointing"), needs("scaling.compile")],
+        ),
+    ],
+)
+def test_what_does_not_change_the_mathematics_may_change(words, capsys, more):
+    run = make_run(World(), Tiny(), *words, *more.split())
+    assert run.step == 2
+    take_steps(run, 1)
+    run.data.close()
+    assert "another" not in capsys.readouterr().err
+
+
+class OwnSchedule(Tiny):
+    def schedule(self, step):
+        return 1.0
+
+
+def test_more_steps_are_reported_under_a_schedule_but_not_the_tasks(words, capsys):
+    said = "train.steps was 10 and is 20: from step 2 on, the learning rate follows the cosine"
+    for task, reported in ((Tiny(), True), (OwnSchedule(), False)):
+        assert make_run(World(), task, *words, "--train.steps", 20).step == 2
+        assert (said in capsys.readouterr().err) == reported
+
+
+@pytest.mark.bad_input("another global batch on resume")
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (
+            ("--train.accumulation_steps", 3),
+            "train.global_batch_size=4, now 6: use --train.global_batch_size 4, or",
+        ),
+        (("--run.seed", 5), "run.seed=0, now 5: use --run.seed 0, or"),
+    ],
+)
+def test_another_global_batch_or_seed_is_refused_with_both_and_the_fix(words, more, said):
+    assert f"was made with {said} continue anyway" in refused(DataError, words, *more)
+    run = make_run(World(), Tiny(), *words, *more, *ALLOW)
+    assert (run.step, run.data.position) == (2, 8)
+
+
+@pytest.mark.bad_input("dataset fingerprint, length or seed changed")
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        (Tiny(samples=65), r"now there are 65 of"),
+        (Tiny(seed=1), r"made with 64 samples of fingerprint "),
+    ],
+)
+def test_other_data_are_refused_with_length_and_fingerprint_of_both(words, task, said, capsys):
+    assert said in refused(DataError, words, task=task)
+    assert make_run(World(), task, *words, *ALLOW).step == 2
+    assert "resuming after as many samples of the new data" in capsys.readouterr().err
+
+
+def test_the_fingerprint_knows_values_types_and_order_and_draws_nothing(tmp_path):
+    class Columns(Tiny):
+        def build_dataset(self, split):
+            rows = super().build_dataset(split)
+            rows.columns |= self.changed(**rows.columns)
+            return rows
+
+    def one_bit(x, **columns):
+        x[0, 0] = torch.nextafter(x[0, 0], torch.tensor(9.0))
+        return {"x": x}
+
+    changes = [lambda **columns: {}] * 2
+    changes += [lambda y, **columns: {"y": y.flip(0)}, one_bit]
+    changes += [lambda **columns: {"t": ["text"] * 64}, lambda x, **columns: {"x": x.bfloat16()}]
+    prints = []
+    for changed in changes:
+        task = Columns()
+        task.changed = changed
+        prints.append(dataset_hash(make_run(World(), task).data))
+    assert prints[0] == prints[1]
+    assert len(set(prints)) == 5
+    run = make_run(World(), Tiny(), *settings(tmp_path, "single", "fp32"))
+    take_steps(run, 1)
+    before = torch.get_rng_state()
+    save(run)
+    assert torch.equal(torch.get_rng_state(), before), "the fingerprint seeds, and puts back"
+
+
+def test_a_sample_that_cannot_be_read_ends_no_save(tmp_path):
+    class Broken(Tiny):
+        def build_dataset(self, split):
+            rows = super().build_dataset(split)
+
+            class Some(type(rows)):
+                def __getitem__(self, index):
+                    if index == 63:
+                        raise OSError("truncated")
+                    return super().__getitem__(index)
+
+            return Some(**rows.columns)
+
+    words = settings(tmp_path, "single", "fp32", "--data.shuffle", "false")
+    run = make_run(World(), Broken(), *words)
+    take_steps(run, 1)
+    save(run)
+    assert make_run(World(), Broken(), *words, "--run.resume", "auto").step == 1
+
+
+class Wider(Tiny):
+    def build_model(self):
+        return nn.Sequential(super().build_model(), nn.Linear(1, 1))
+
+
+class Bigger(Tiny):
+    def build_model(self):
+        model = super().build_model()
+        model[0][0] = nn.Linear(8, 8, bias=False)
+        return model
+
+
+class Doubled(Tiny):
+    def build_model(self):
+        layers = [nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)) for _ in range(2)]
+        return nn.Sequential(*layers, nn.Linear(8, 1))
+
+
+@pytest.mark.bad_input("a parameter that is missing, extra, or of another shape or dtype")
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        (Wider(), "model.0.0.0.weight is missing there and [8, 8] torch.float32 here"),
+        (Bigger(), "model.0.0.bias is [8] torch.float32 there and missing here (1 such)"),
+        (Doubled(), "model.0.0.weight is [8, 8] torch.float32 there and [16, 8] torch.float32"),
+        (Tiny(depth=1), "model.1.weight is missing there and [1, 8] torch.float32 here"),
+    ],
+)
+def test_another_model_is_refused_with_the_first_parameter_of_both(words, task, said):
+    assert "does not fit this model: " + said in refused(DataError, words, task=task)
+
+
+@pytest.mark.bad_input("another optimizer or other parameter groups")
+def test_another_optimizer_is_refused_even_where_another_training_is_allowed(words, monkeypatch):
+    text = refused(DataError, words, "--optim.name", "sgd", *ALLOW)
+    there = "{'adamw matrices': 3, 'adamw vectors': 3}"
+    assert f"{there}, here {{'sgd matrices': 3, 'sgd vectors': 3}}" in text
+
+    def one_group(model, config):
+        return [{"name": "all", "params": list(model.parameters()), "weight_decay": 0.0}]
+
+    monkeypatch.setattr(optim, "parameter_groups", one_group)
+    assert f"{there}, here {{'adamw all': 6}}" in refused(DataError, words)
+
+
+@pytest.mark.parametrize(("attempt", "step"), [("0", 0), ("1", 2)])
+def test_what_torchrun_starts_again_goes_on_though_the_command_says_never(
+    words, monkeypatch, attempt, step
+):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+    assert make_run(World(), Tiny(), *words, "--run.resume", "never").step == step
+
+
+def test_a_setting_that_a_checkpoint_is_too_old_to_know_has_its_default(tmp_path):
+    run = make_run(World(), Tiny(), "--run.dir", tmp_path, "--train.micro_batch_size", 2)
+    config = save(run) / "config.toml"
+    old = [line for line in config.read_text().splitlines() if not line.startswith("eps = ")]
+    assert len(old) == len(config.read_text().splitlines()) - 1
+    config.write_text("\n".join(old))
+    check_config(config.parent, run.config, run.task, World())
+    changed = replace(run.config, optim=replace(run.config.optim, eps=0.1))
+    with pytest.raises(ConfigError, match="optim.eps=1e-08, now 0.1"):
+        check_config(config.parent, changed, run.task, World())

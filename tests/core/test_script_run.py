@@ -1,0 +1,239 @@
+"""A loop of one's own in a script or notebook: it evaluates, saves, is killed, resumes, closes."""
+
+import tomllib
+from dataclasses import replace
+
+import pytest
+import torch
+from ranks import RankFailed, on_ranks
+from tiny import Tiny, moments_of, parameters_of, save
+from torch import nn
+
+from dist_amp import train
+from dist_amp.checkpoint.format import all_checkpoints, hash_files, read_manifest
+from dist_amp.checkpoint.saver import Saver
+from dist_amp.config.load import load_config
+from dist_amp.errors import ConfigError
+from dist_amp.run import build_run
+from dist_amp.settings import TaskConfig
+from dist_amp.step import train_step
+from dist_amp.train import fit
+from dist_amp.world import World
+
+STEPS = 6
+
+
+class Noisy(Tiny):
+    """Its steps depend on dropout, batch statistics and, in fp16, the loss scale."""
+
+    def build_model(self):
+        return nn.Sequential(
+            nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 1)
+        )
+
+
+def built(world, folder, *words, task=None):
+    quick = ["--run.dir", f"{folder}/run", "--train.steps", STEPS, "--optim.lr", "1e-2"]
+    config = load_config([*map(str, quick), *map(str, words)], environ={})
+    return build_run(config, world, task=task or Noisy())
+
+
+def loop(run, until=STEPS):
+    """The loop of docs/recipes.md, which ends early as if it were killed there."""
+    run.resume()
+    values = []
+    while run.step < until:
+        train_step(run, next(run.data))
+        if run.step % 2 == 0:
+            values.append(run.evaluate())
+            run.save()
+    return values
+
+
+def killed_and_rerun(world, folder, *words):
+    """What an undisturbed run ends with, and one that is built again after 3 of 6 steps."""
+    through = built(world, f"{folder}/through", *words)
+    values = loop(through)
+    loop(built(world, f"{folder}/killed", *words), until=3)
+    rerun = built(world, f"{folder}/killed", *words)
+    again = loop(rerun)
+    assert rerun.resumed_from_step == 2
+    ends = []
+    for run in (through, rerun):
+        ends.append((parameters_of(run), moments_of(run), run.scaler.state_dict()))
+        run.close()
+    return values[1:], again, ends
+
+
+def same(one, other):
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (1, ("--precision.dtype", "fp16")),
+        (2, ("--parallel.strategy", "ddp", "--precision.dtype", "fp16")),
+        (2, ("--parallel.strategy", "fsdp", "--precision.cast_by", "autocast")),
+    ],
+)
+def test_a_loop_that_is_killed_and_run_again_ends_bit_for_bit_as_undisturbed(
+    ranks, words, tmp_path
+):
+    for values, again, (through, rerun) in on_ranks(ranks, killed_and_rerun, tmp_path, *words):
+        assert values == again
+        assert len(again) == 2
+        assert all(same(one, other) for one, other in zip(through, rerun, strict=True))
+
+
+def test_a_save_that_does_not_wait_is_complete_after_close(tmp_path):
+    run = built(World(), tmp_path, "--checkpoint.async_save", "true")
+    train_step(run, next(run.data))
+    path = run.save(wait=False)
+    run.close()
+    assert all_checkpoints(run.folder) == [path]
+    assert built(World(), tmp_path).resume() == path
+
+
+class Counts(Tiny):
+    calls = 0
+
+    def loss_sum(self, model, batch):
+        self.calls += 1
+        return super().loss_sum(model, batch)
+
+
+@pytest.mark.parametrize("writes", [save, lambda run: Saver(run).save(wait=True)])
+def test_a_new_saver_for_each_save_still_sees_what_has_changed_since_the_start(
+    writes, tmp_path, capsys
+):
+    run = built(World(), tmp_path, task=Counts())
+    for _ in range(2):
+        train_step(run, next(run.data))
+        writes(run)
+    assert capsys.readouterr().err.count("the task keeps calls, which changed and is in no") == 2
+
+
+def test_checkpoints_of_another_run_in_the_folder_are_set_aside_and_not_taken_for_this_ones(
+    tmp_path, capsys
+):
+    loop(built(World(), tmp_path), until=4)
+    fresh = built(World(), tmp_path, "--optim.lr", "2e-2")
+    for _ in range(2):
+        train_step(fresh, next(fresh.data))
+    fresh.save()
+    names = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
+    assert names == ["refused_step_00000002", "refused_step_00000004", "step_00000002"]
+    assert capsys.readouterr().err.count("of another run: it keeps this name") == 2
+    again = built(World(), tmp_path, "--optim.lr", "2e-2")
+    again.resume()
+    assert same(parameters_of(again), parameters_of(fresh))
+
+
+@pytest.mark.bad_input("`run.resume()` after the first step")
+def test_a_resume_in_the_middle_is_refused(tmp_path):
+    run = built(World(), tmp_path)
+    loop(run, until=2)
+    with pytest.raises(ConfigError, match=r"resume\(\) after step 2: it comes before the first"):
+        run.resume()
+
+
+class NothingHeldOut(Tiny):
+    def build_dataset(self, split):
+        return super().build_dataset(split) if split == "train" else None
+
+
+@pytest.mark.bad_input("`run.evaluate()` without held-out samples, or with `eval.every=off`")
+@pytest.mark.parametrize(
+    ("task", "every"), [(NothingHeldOut(), 100), (Tiny(), "off")], ids=["none", "off"]
+)
+def test_an_evaluation_of_nothing_is_refused(task, every, tmp_path):
+    run = built(World(), tmp_path, "--eval.every", every, task=task)
+    with pytest.raises(ConfigError, match=rf"nothing to evaluate: eval.every={every}, and the"):
+        run.evaluate()
+
+
+def saved_in_a_missing_folder(world, folder):
+    run = built(world, folder)
+    train_step(run, next(run.data))
+    run.save()
+
+
+@pytest.mark.bad_input("`run.save()` where `run.dir` is a file")
+def test_a_save_that_fails_says_so_on_every_rank(tmp_path):
+    (tmp_path / "run").touch()
+    with pytest.raises(RankFailed, match="step_00000001 could not be written: rank 0"):
+        on_ranks(2, saved_in_a_missing_folder, tmp_path)
+
+
+def test_a_runs_repr_is_one_line(tmp_path):
+    run = built(World(), tmp_path)
+    shown = f"<Run of Noisy: step 0 of {STEPS}, single on 1 ranks, in {tmp_path}/run>"
+    assert repr(run) == shown
+    run.close()
+
+
+def recorded(folder):
+    return tomllib.loads((folder / "run/config.toml").read_text())["task"]
+
+
+def trained(folder, task, *words):
+    run = built(World(), folder, "--checkpoint.every", 3, *words, task=task)
+    fit(run)
+    return run
+
+
+class Unkept(Noisy):
+    """It does not keep its argument."""
+
+    def __init__(self, width: int = 4):
+        super().__init__()
+
+
+def test_a_run_of_an_object_resumes_by_object_and_by_name(tmp_path):
+    by_name = ["--task.target", "test_script_run:Unkept", "--optim.schedule", "constant"]
+    trained(tmp_path, Unkept(), *by_name[2:], "--train.steps", 2)
+    assert trained(tmp_path, Unkept(), *by_name[2:], "--train.steps", 4).resumed_from_step == 2
+    words = [*by_name, "--run.dir", f"{tmp_path}/run", "--optim.lr", "1e-2"]
+    assert train.main([*words, "--train.steps", "6"]) == 0
+    assert recorded(tmp_path)["target"] == "test_script_run:Unkept"
+    assert trained(tmp_path, Unkept(), *by_name[2:], "--train.steps", 8).resumed_from_step == 6
+
+
+def test_a_run_for_which_an_earlier_version_recorded_the_default_task_resumes(tmp_path):
+    trained(tmp_path, Noisy(), "--optim.schedule", "constant", "--train.steps", 3)
+    for path in tmp_path.rglob("config.toml"):
+        text = path.read_text().replace("test_script_run:Noisy", TaskConfig.target)
+        path.write_text(text)
+        manifest = path.parent / "manifest.json"
+        if manifest.exists():
+            (path.parent / "manifest.json").write_text(
+                replace(read_manifest(path.parent), files=files_with(path)).to_text()
+            )
+    again = trained(tmp_path, Noisy(), "--optim.schedule", "constant", "--train.steps", 4)
+    assert again.resumed_from_step == 3
+
+
+def files_with(config):
+    return read_manifest(config.parent).files | hash_files([config])
+
+
+def test_a_name_in_the_config_stays_where_the_objects_arguments_are_unknown(tmp_path):
+    words = ["--task.target", "test_script_run:Unkept", "--task.args.width", 5]
+    trained(tmp_path, Unkept(5), *words)
+    assert recorded(tmp_path) == {"target": "test_script_run:Unkept", "args": {"width": 5}}
+
+
+@pytest.mark.bad_input("a class in place of an object for `build_run(config, task=...)`")
+def test_a_class_as_the_task_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"got the class Noisy as its task; give an object: Noi"):
+        built(World(), tmp_path, task=Noisy)
+
+
+def test_a_run_that_finds_no_checkpoint_does_not_say_that_it_resumed(tmp_path, capsys):
+    assert built(World(), tmp_path).resume() is None
+    assert "resumed" not in capsys.readouterr().out

@@ -1,0 +1,445 @@
+"""One step is the step that one process takes with the whole batch; a skipped step changes
+nothing.
+"""
+
+import pytest
+import torch
+from ranks import on_ranks
+from tiny import (
+    DetachedLoss,
+    HalfLoss,
+    Overflow,
+    Tiny,
+    VectorLoss,
+    make_run,
+    moments_of,
+    parameters_of,
+    take_steps,
+)
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dist_amp.config.auto import accumulation_steps
+from dist_amp.distributed.process import seed_all
+from dist_amp.errors import ConfigError, DataError
+from dist_amp.settings import TrainConfig
+from dist_amp.step import evaluate, train_step
+from dist_amp.world import World
+
+LAYOUTS = [(1, "single"), (2, "ddp"), (2, "fsdp")]
+DTYPES = {
+    "fp32": ["--use_amp", "false"],
+    "bf16": ["--precision.dtype", "bf16"],
+    "fp16": ["--precision.dtype", "fp16"],
+}
+
+# ---- skipped steps ----
+
+
+def state_of(run):
+    return [*parameters_of(run).values(), *moments_of(run)]
+
+
+def step_with_an_overflow(world, words):
+    """Checks a step with an inf in one sample; returns what the scale was multiplied by."""
+    run = make_run(world, Overflow(bad=(0,), samples=16), *words, "--data.shuffle", "false")
+    before = parameters_of(run)
+    scale = run.scaler.get_scale()
+    bad = take_steps(run, 1)[0]
+    after = parameters_of(run)
+    assert not bad.applied
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert not any(moment.any() for moment in moments_of(run))
+    assert run.schedule.counters.tolist() == [0, 1, 1]
+    lr = run.schedule.lr.clone()
+    ratio = run.scaler.get_scale() / scale
+    good = take_steps(run, 1)[0]
+    assert good.applied
+    assert run.schedule.last_lr == lr, "the schedule moved on a skipped step"
+    assert not any(torch.equal(after[name], value) for name, value in parameters_of(run).items())
+    assert run.schedule.counters.tolist() == [1, 1, 0]
+    return ratio
+
+
+@pytest.mark.parametrize(
+    ("strategy", "dtype", "optimizer", "fused"),
+    [
+        ("ddp", "fp16", "adamw", "true"),
+        ("ddp", "fp32", "sgd", "true"),
+        ("ddp", "fp16", "adamw", "false"),
+        ("fsdp", "fp16", "sgd", "true"),
+        ("fsdp", "bf16", "adamw", "true"),
+        ("fsdp", "fp16", "sgd", "false"),
+    ],
+)
+def test_inf_on_one_rank_skips_the_step_on_all_and_changes_nothing(
+    strategy, dtype, optimizer, fused
+):
+    words = ["--parallel.strategy", strategy, "--optim.name", optimizer, "--optim.fused", fused]
+    words += ["--train.micro_batch_size", 2, "--train.accumulation_steps", 2]
+    words += ["--optim.warmup_steps", 2, *DTYPES[dtype]]
+    ratio = 0.5 if dtype == "fp16" else 1.0
+    assert on_ranks(2, step_with_an_overflow, words) == [ratio] * 2
+
+
+def recover_from_a_huge_scale(world, strategy, optimizer):
+    words = ["--parallel.strategy", strategy, "--optim.name", optimizer, "--train.steps", 60]
+    words += ["--precision.scaler.init_scale", 2**40, "--train.micro_batch_size", 2]
+    run = make_run(world, Tiny(), *words, *DTYPES["fp16"])
+    applied = []
+    for _ in range(40):
+        before = state_of(run)
+        applied.append(take_steps(run, 1)[0].applied.item())
+        after = state_of(run)
+        # Optimizers make their moments, zeros, in the first step.
+        if not applied[-1] and len(after) == len(before):
+            assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    return applied, run.schedule.counters.tolist(), run.scaler.get_scale()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "optimizer"),
+    [(1, "single", "adamw"), (2, "ddp", "sgd"), (2, "fsdp", "adamw")],
+)
+def test_fp16_with_a_scale_far_too_high_skips_recovers_and_loses_nothing(
+    ranks, strategy, optimizer
+):
+    results = on_ranks(ranks, recover_from_a_huge_scale, strategy, optimizer)
+    assert all(result == results[0] for result in results)
+    applied, (applied_steps, skipped_steps, in_a_row), scale = results[0]
+    assert not applied[0]
+    assert sum(applied[-8:]) >= 6, "at the edge of fp16's range a step overflows now and then"
+    assert (applied_steps, skipped_steps) == (sum(applied), 40 - sum(applied))
+    assert (in_a_row == 0) == applied[-1]
+    assert scale == 2.0 ** (40 - skipped_steps)
+    assert skipped_steps >= 20
+
+
+# ---- the fused update ----
+
+
+def fused_against_torchs_scaler(world, strategy, clip_by):
+    """The largest difference after five fp16 steps between train_step and torch's own calls.
+
+    The textbook is written out here with torch's own GradScaler, on a copy of the run whose scaler
+    it replaces.
+    """
+    words = ["--parallel.strategy", strategy, "--train.clip_by", clip_by, *DTYPES["fp16"]]
+    words += ["--train.max_grad_norm", 0.05, "--train.max_grad_value", 0.005]
+    words += ["--train.accumulation_steps", 3, "--train.micro_batch_size", 2]
+    words += ["--data.shuffle", "false", "--precision.scaler.growth_interval", 2]
+    words += ["--precision.scaler.init_scale", 256, "--optim.schedule", "constant"]
+    words += ["--optim.lr", 0.01, "--train.steps", 5]
+    task = Overflow(bad=(12,), samples=64)  # in the second step, on one rank
+    ours = make_run(world, task, *words)
+    textbook = make_run(world, task, *words)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256, growth_interval=2)
+    scaler.scale(torch.zeros(()))  # makes its scale
+    optim = textbook.config.optim
+    parameters = list(textbook.model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=optim.lr, betas=optim.betas, weight_decay=0)
+
+    def update(_, norm, clip):
+        scaler.unscale_(optimizer)
+        if clip_by == "norm":
+            torch.nn.utils.clip_grad_norm_(parameters, 0.05)
+        if clip_by == "value":
+            torch.nn.utils.clip_grad_value_(parameters, 0.005)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        textbook.scaler.scale_tensor.fill_(scaler.get_scale())
+        return norm
+
+    textbook.scaler.unscale_and_clip = update
+    textbook.scaler.step = textbook.scaler.update = lambda *args: None
+    for group in ours.optimizer.param_groups:
+        group["weight_decay"] = 0.0
+    take_steps(ours, 5)
+    take_steps(textbook, 5)
+    assert ours.schedule.skipped_steps == 1
+    assert ours.scaler.get_scale() == scaler.get_scale()
+    return largest_difference(ours, textbook)
+
+
+def largest_difference(one, other):
+    other = parameters_of(other)
+    return max((value - other[name]).abs().max() for name, value in parameters_of(one).items())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "clip_by"),
+    [(1, "single", "value"), (2, "ddp", "norm"), (2, "fsdp", "norm"), (2, "fsdp", "off")],
+)
+def test_the_fused_update_is_that_of_unscale_clip_step_update(ranks, strategy, clip_by):
+    # One division in place of two moves the last bit of a gradient: lr 0.01 x 2^-23 x a few, over
+    # four steps.
+    assert max(on_ranks(ranks, fused_against_torchs_scaler, strategy, clip_by)) < 1e-7
+
+
+def test_clip_sees_unscaled_gradients_and_optim_fused_takes_the_steps_of_the_textbook():
+    words = ["--optim.name", "sgd", "--optim.momentum", 0, "--optim.weight_decay", 0]
+    words += ["--optim.lr", 1.0, "--optim.schedule", "constant", "--train.max_grad_norm", 0.01]
+    words += [*DTYPES["fp16"], "--precision.scaler.init_scale", 256, "--data.shuffle", "false"]
+    task = Overflow(bad=(12,))
+    fused, textbook = (
+        make_run(World(), task, *words, "--optim.fused", w) for w in ("true", "false")
+    )
+    before = parameters_of(fused)
+    norm = take_steps(fused, 1)[0].norm
+    assert 0.01 < norm < 100, "a norm that was not unscaled would be in the thousands"
+    moves = [value - before[name] for name, value in parameters_of(fused).items()]
+    # lr 1: the step is the clipped gradient; torch too divides by the norm + 1e-6
+    assert torch.nn.utils.get_total_norm(moves).item() == pytest.approx(0.01, rel=1e-4)
+    take_steps(fused, 3)
+    take_steps(textbook, 4)
+    assert fused.schedule.skipped_steps == 1
+    assert torch.equal(fused.schedule.counters, textbook.schedule.counters)
+    # Rounded in another order: lr 1 x gradients of 0.01 x 2^-24 x a few, on weights of up to 1.
+    assert largest_difference(fused, textbook) < 2e-7
+
+
+# ---- host reads ----
+
+
+class Operations(TorchDispatchMode):
+    """The names of all operations, in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+class Casts(TorchDispatchMode):
+    """Which tensors are cast to another dtype, by their ids."""
+
+    def __init__(self):
+        super().__init__()
+        self.sources = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten._to_copy.default:
+            self.sources.append(id(args[0]))
+        return function(*args, **(kwargs or {}))
+
+
+def test_autocast_casts_each_weight_once_a_step_whatever_the_number_of_micro_batches():
+    words = ["--train.accumulation_steps", 4, "--train.micro_batch_size", 2, *DTYPES["bf16"]]
+    run = make_run(World(), Tiny(), *words)
+    for _ in range(2):
+        with Casts() as seen:
+            take_steps(run, 1)
+        assert [seen.sources.count(id(p)) for p in run.parallel.parameters] == [1] * 6
+    assert not torch.is_autocast_enabled("cpu")
+
+
+# ---- the weight ----
+
+
+def uneven_steps(world, strategy, micro_batch_size):
+    """(norms, weights) of steps whose total weights differ by a factor of up to 10."""
+    words = ["--parallel.strategy", strategy, "--train.micro_batch_size", micro_batch_size]
+    run = make_run(world, Tiny(uneven=True), *words, *DTYPES["fp32"], "--train.clip_by", "off")
+    reports = take_steps(run, 8)
+    return [r.norm.item() for r in reports], [r.weight.item() for r in reports]
+
+
+def test_the_loss_is_divided_by_the_weight_of_all_ranks():
+    norms, weights = uneven_steps(World(), "single", 2)
+    assert len(set(weights)) > 2, "they differ from step to step"
+    for strategy in ("ddp", "fsdp"):
+        for ranks_norms, ranks_weights in on_ranks(2, uneven_steps, strategy, 1):
+            assert ranks_weights == weights
+            # float32 sums in another order
+            assert ranks_norms == pytest.approx(norms, rel=1e-5)
+
+
+def parameters_after_two_steps(world, strategy, micro_batch_size):
+    words = ["--parallel.strategy", strategy, "--train.micro_batch_size", micro_batch_size]
+    words += ["--train.accumulation_steps", 1, *DTYPES["fp32"]]
+    run = make_run(world, Tiny(samples=24), *words)
+    take_steps(run, 2)
+    return {name: value.numpy() for name, value in parameters_of(run).items()}
+
+
+def test_a_rank_without_samples_in_the_last_step_of_an_epoch_counts_for_nothing():
+    expected = parameters_after_two_steps(World(), "single", 16)  # of 16 and of 8 samples
+    for strategy in ("ddp", "fsdp"):
+        for parameters in on_ranks(2, parameters_after_two_steps, strategy, 8):
+            for name, value in parameters.items():
+                # float32 sums in another order
+                assert value == pytest.approx(expected[name], rel=1e-4, abs=1e-6)
+
+
+# ---- what is refused ----
+
+
+class LossElsewhere(Tiny):
+    def loss_sum(self, model, batch):
+        return torch.zeros((), device="meta", requires_grad=True)
+
+
+@pytest.mark.bad_input(
+    "a loss that is not a float32 scalar, has no gradient or is on another device; a total weight "
+    "of 0"
+)
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        (VectorLoss, "shape [8]"),
+        (HalfLoss, "torch.bfloat16"),
+        (DetachedLoss, "requires_grad=False"),
+        (LossElsewhere, "on meta"),
+    ],
+)
+def test_a_loss_that_is_no_float32_scalar_with_a_gradient_is_refused(task, words):
+    with pytest.raises(DataError) as error:
+        take_steps(make_run(World(), task()), 1)
+    assert words in str(error.value)
+    assert error.value.exit_code == 65
+
+
+@pytest.mark.bad_input("`train_step` without micro-batches")
+def test_a_step_without_micro_batches_is_refused():
+    expected = r"got no micro-batches; give it those of one step, as next\(run.data\) returns"
+    with pytest.raises(DataError, match=expected):
+        train_step(make_run(World(), Tiny()), [])
+
+
+def test_accumulation_and_global_batch_size_determine_one_another():
+    def steps(**settings):
+        return accumulation_steps(TrainConfig(micro_batch_size=8, **settings), 4)
+
+    assert steps() == 1
+    assert steps(accumulation_steps=3) == 3
+    assert steps(global_batch_size=96) == 3
+    assert steps(global_batch_size=96, accumulation_steps=3) == 3
+
+
+def test_contradicting_batch_sizes_are_refused_with_the_arithmetic():
+    config = TrainConfig(micro_batch_size=8, global_batch_size=512, accumulation_steps=3)
+    with pytest.raises(ConfigError) as error:
+        accumulation_steps(config, 8)
+    assert str(error.value) == (
+        "train.global_batch_size=512 is not micro_batch_size 8 x world size 8 x accumulation_steps "
+        "3 = 192; use accumulation_steps=8"
+    )
+    expected = "not a multiple of micro_batch_size 8 x world size 1 = 8; use global_batch_size=16"
+    with pytest.raises(ConfigError, match=expected):
+        accumulation_steps(TrainConfig(micro_batch_size=8, global_batch_size=20), 1)
+
+
+# ---- modes ----
+
+
+class Moded(nn.Module):
+    """Twice its input in training mode: a layer whose mode shows, on each sample alike."""
+
+    def forward(self, x):
+        return x * (1 + self.training)
+
+
+class Trunk(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(8, 8), Moded())
+
+
+class PretrainedTrunk(Tiny):
+    """As from_pretrained returns it, in evaluation mode, under a new head."""
+
+    def build_model(self):
+        return nn.Sequential(Trunk().eval(), nn.Tanh(), Moded(), nn.Linear(8, 1))
+
+
+class KeptInEvaluationMode(Trunk):
+    def train(self, mode=True):  # without its return value, as some write it
+        super().train(False)
+
+
+class Detector(Tiny):
+    """Keeps a part in evaluation mode by its own train(), as detection models do."""
+
+    def build_model(self):
+        return nn.Sequential(KeptInEvaluationMode(), nn.Tanh(), Moded(), nn.Linear(8, 1))
+
+
+class HeadAlone(nn.Sequential):
+    """Only its head is ever in training mode; the root is not."""
+
+    def train(self, mode=True):
+        super().train(False)
+        self[-1].train(mode)
+        return self
+
+
+class HeadOnly(Tiny):
+    def build_model(self):
+        head = nn.Sequential(nn.Linear(8, 1), Moded())
+        return HeadAlone(Trunk(), nn.Tanh(), head)
+
+
+class Whole(Tiny):
+    def build_model(self):
+        return nn.Sequential(Trunk(), Moded(), nn.Linear(8, 1)).eval()
+
+
+SGD = ["--optim.name", "sgd", "--optim.momentum", 0, "--optim.weight_decay", 0, "--optim.lr", 0.1]
+SGD += ["--optim.schedule", "constant", "--optim.warmup_steps", 0, "--train.clip_by", "off"]
+
+
+def plain_loop(task, steps=4):
+    """model.train() at the start and after the evaluation in the middle, and torch's SGD."""
+    seed_all(0)
+    model = task.build_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    rows = task.build_dataset("train")
+    model.train()
+    losses = []
+    for step in range(steps):
+        if step == steps // 2:
+            model.eval()
+            held_out = task.build_dataset("validation")
+            with torch.no_grad():
+                losses.append(task.loss_sum(model, held_out[:]) / len(held_out))
+            model.train()
+        batch = rows[8 * step : 8 * step + 8]
+        (task.loss_sum(model, batch) / 8).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.named_parameters()), losses[0].item()
+
+
+def run_with_an_evaluation(world, task, strategy):
+    words = [*SGD, *DTYPES["fp32"], "--data.shuffle", "false", "--eval.every", 2, "--run.seed", 0]
+    words += ["--parallel.strategy", strategy, "--train.micro_batch_size", 8 // world.world_size]
+    run = make_run(world, task, *words)
+    take_steps(run, 2)
+    loss = evaluate(run)["loss"]
+    take_steps(run, 2)
+    return parameters_of(run), loss
+
+
+@pytest.mark.parametrize("task", [PretrainedTrunk, Detector, HeadOnly, Whole])
+@pytest.mark.parametrize(("ranks", "strategy"), LAYOUTS)
+def test_modes_are_those_of_a_plain_loop_which_calls_train_and_eval(task, ranks, strategy):
+    expected, expected_loss = plain_loop(task())
+    for parameters, loss in on_ranks(ranks, run_with_an_evaluation, task(), strategy):
+        assert loss == pytest.approx(expected_loss, rel=1e-5)
+        for name, value in parameters.items():
+            # Rounding of float32 sums in another order.
+            torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("task", "said"), [(PretrainedTrunk, "0 left evaluation mode"), (Detector, ""), (Whole, "")]
+)
+def test_a_part_that_build_model_had_in_evaluation_mode_is_named_where_it_is_trained(
+    task, said, capfd
+):
+    make_run(World(), task())
+    assert said in (output := capfd.readouterr().out)
+    assert ("override train() in its module" in output) == bool(said)

@@ -1,0 +1,788 @@
+"""Models that nobody designed the code around: idle experts, branches, wrappers called."""
+
+from collections import deque
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import RankFailed, on_ranks
+from test_checkpoint import settings
+from tiny import Rows, Tiny, make_run, parameters_of, save, take_steps
+from torch import nn
+from torch.utils.data import default_collate
+
+from dist_amp.checkpoint.format import all_checkpoints
+from dist_amp.checkpoint.state import load
+from dist_amp.config.auto import not_for_policy
+from dist_amp.diagnostics.limits import WATCHED_STEPS, FirstSteps
+from dist_amp.errors import ConfigError, DataError, NumericsError
+from dist_amp.scaling import reduction
+from dist_amp.scaling.blocks import outermost
+from dist_amp.scaling.float32 import to_float32
+from dist_amp.step import evaluate, train_step
+from dist_amp.world import World
+
+
+class Experts(nn.Module):
+    """A block whose experts each see the samples that were routed to them, if there are any."""
+
+    def __init__(self, experts=4):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(experts))
+
+    def forward(self, x, chosen):
+        out, normed = x.clone(), self.norm(x)
+        for number in chosen.unique().tolist():
+            mine = chosen == number
+            out[mine] += self.experts[number](normed[mine]).to(out.dtype)
+        return out
+
+
+class MixtureModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(Experts() for _ in range(2))
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x, chosen):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, chosen)
+        return self.head(x)
+
+
+class Mixture(Tiny):
+    """Each micro-batch leaves some experts without a sample; expert 3 never has one."""
+
+    def build_model(self):
+        return MixtureModel()
+
+    def blocks(self, model):
+        return model.blocks
+
+    def build_dataset(self, split):
+        rows = super().build_dataset(split)
+        return Rows(**rows.columns, chosen=torch.arange(self.samples) // 3 % 3)
+
+    def loss_sum(self, model, batch):
+        return F.mse_loss(
+            model(batch["x"], batch["chosen"]).float().squeeze(-1), batch["y"], reduction="sum"
+        )
+
+
+def mixture_run(world, task, strategy, *words):
+    words = [*words, "--parallel.strategy", strategy, "--optim.lr", 1e-2, "--data.shuffle", "false"]
+    size = 8 // world.world_size // 2  # two micro-batches, in which other experts are idle
+    words += ["--train.micro_batch_size", size, "--train.accumulation_steps", 2]
+    return make_run(world, task, *words)
+
+
+def steps_of_a_mixture(world, strategy, *words):
+    run = mixture_run(world, Mixture(samples=24), strategy, *words)
+    take_steps(run, 4)
+    return parameters_of(run)
+
+
+@pytest.mark.bad_input("a parameter without a gradient in some steps, or on some ranks")
+@pytest.mark.parametrize(("ranks", "strategy"), [(2, "ddp"), (4, "ddp"), (2, "fsdp"), (4, "hsdp")])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_experts_without_a_sample_on_some_ranks_take_the_step_of_one_process(
+    ranks, strategy, optimizer
+):
+    words = ["--use_amp", "false", "--optim.name", optimizer]
+    alone = steps_of_a_mixture(World(), "single", *words)
+    for parameters in on_ranks(ranks, steps_of_a_mixture, strategy, *words):
+        for name, value in parameters.items():
+            # Rounding of float32 sums in another order, which four steps of Adam add up.
+            torch.testing.assert_close(value, alone[name], rtol=0, atol=2e-6)
+
+
+def mixture_saved_and_resumed(world, folder):
+    words = ["--use_amp", "false", "--train.micro_batch_size", 1, "--data.shuffle", "false"]
+    words += ["--optim.lr", 1e-2]
+    words += ["--parallel.strategy", "ddp", "--train.accumulation_steps", 2, "--run.dir", folder]
+    through = make_run(world, Mixture(samples=24), *words)
+    take_steps(through, 2)
+    save(through)
+    take_steps(through, 2)
+    resumed = make_run(world, Mixture(samples=24), *words, "--run.resume", "auto")
+    take_steps(resumed, 2)
+    return [parameters_of(through), parameters_of(resumed)]
+
+
+def test_a_mixture_with_idle_experts_resumes_bit_for_bit_on_four_ddp_ranks(tmp_path):
+    for through, resumed in on_ranks(4, mixture_saved_and_resumed, tmp_path / "run"):
+        assert all(torch.equal(value, resumed[name]) for name, value in through.items())
+
+
+def mixture_without_ddps_own_check(world):
+    reduction.CAN_FINISH = False
+    try:
+        return steps_of_a_mixture(world, "ddp", "--use_amp", "false")
+    finally:
+        reduction.CAN_FINISH = True
+
+
+def test_a_release_of_torch_whose_ddp_can_not_be_asked_finds_unused_parameters_itself():
+    one, _ = on_ranks(2, mixture_without_ddps_own_check)
+    alone = steps_of_a_mixture(World(), "single", "--use_amp", "false")
+    for name, value in one.items():
+        torch.testing.assert_close(value, alone[name], rtol=0, atol=2e-6)  # as above
+
+
+class Forgotten(Tiny):
+    """Has a parameter that the loss does not depend on."""
+
+    def build_model(self):
+        model = super().build_model()
+        model.forgotten = nn.Parameter(torch.zeros(3))
+        model.forward = lambda x: model[2](model[1](model[0](x)))
+        return model
+
+
+def moved_in_a_list(batches):
+    """As to a GPU: a step's micro-batches, never one alone."""
+    assert isinstance(batches, list)
+    return batches
+
+
+def watched_steps(world, task, strategy, steps=WATCHED_STEPS):
+    run = make_run(world, task, "--parallel.strategy", strategy, "--train.micro_batch_size", 2)
+    run.data.to_device = moved_in_a_list
+    observer = FirstSteps(run)
+    warnings = []
+    object.__setattr__(run.world, "warn", warnings.append)
+    try:
+        for _ in range(steps):
+            micro_batches = next(run.data)
+            observer.before_step(micro_batches)
+            observer.after_step(train_step(run, micro_batches), micro_batches)
+    finally:
+        object.__delattr__(run.world, "warn")
+    return warnings
+
+
+@pytest.mark.bad_input("a parameter that gets no gradient")
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "ddp"), (2, "fsdp")])
+def test_a_parameter_that_never_gets_a_gradient_is_named_after_some_steps(ranks, strategy):
+    for warnings in on_ranks(ranks, watched_steps, Forgotten(), strategy):
+        assert len(warnings) == 1
+        assert warnings[0].startswith(
+            f"forgotten got no gradient in {WATCHED_STEPS} steps: it counts as zero"
+        )
+
+
+def test_experts_that_no_sample_chose_are_named_and_said_to_be_harmless():
+    (warning,) = watched_steps(World(), Mixture(), "single")
+    assert (
+        "blocks.0.experts.3.bias, blocks.1.experts.3.weight and 1 more got no gradient" in warning
+    )
+    assert warning.endswith("For a mixture's experts that no sample chose yet, nothing is wrong")
+
+
+class Mean(Tiny):
+    def loss_sum(self, model, batch):
+        return super().loss_sum(model, batch) / self.weight(batch)
+
+
+class FixedSize(Mean):
+    """Takes batches of one size alone, and says how often its model was called."""
+
+    def loss_sum(self, model, batch):
+        assert len(batch["x"]) == 2
+        return super().loss_sum(model, batch)
+
+
+@pytest.mark.bad_input("a loss_sum that returns a mean")
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "ddp"), (2, "fsdp")])
+def test_a_loss_that_is_a_mean_is_named_after_the_first_step(ranks, strategy):
+    for warnings in on_ranks(ranks, watched_steps, Mean(), strategy, 1):
+        assert len(warnings) == 1
+        assert "for each of them twice, though weight(batch) grows from 2 to 4" in warnings[0]
+        assert "it seems to be a mean; return the sum" in warnings[0]
+
+
+@pytest.mark.parametrize("task", [Tiny(), Tiny(uneven=True), Mixture(), FixedSize()])
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "fsdp")])
+def test_a_sum_is_not_taken_for_a_mean_nor_is_a_task_of_one_batch_size(task, ranks, strategy):
+    for warnings in on_ranks(ranks, watched_steps, task, strategy, 2):
+        assert not warnings
+
+
+class Counting(Tiny):
+    """Its loss depends on how often it was called."""
+
+    def build_model(self):
+        self.calls = 0
+        return nn.Sequential(nn.Dropout(0.5), super().build_model())
+
+    def loss_sum(self, model, batch):
+        self.calls += 1
+        return super().loss_sum(model, batch) * self.calls
+
+
+def observed_steps(world, observed):
+    run = make_run(world, Counting(), "--train.micro_batch_size", 2)
+    observer = FirstSteps(run)
+    for _ in range(3):
+        micro_batches = next(run.data)
+        observer.before_step(micro_batches)
+        report = train_step(run, micro_batches)
+        if observed:
+            observer.after_step(report, micro_batches)
+    return parameters_of(run)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_looking_for_a_mean_changes_nothing_in_the_run(ranks):
+    plain = on_ranks(ranks, observed_steps, False)
+    for one, other in zip(plain, on_ranks(ranks, observed_steps, True), strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+class CountsItsCalls(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 1)
+        self.calls = 0
+        self.batches = []
+
+    def forward(self, x):
+        self.calls += 1
+        self.batches.append(len(x))
+        return super().forward(x)
+
+
+class Queues(Mean):
+    """What it keeps changes in place, in every way, in loss_sum, collate and the model's forward.
+
+    shrinks: also a parameter of the model.
+    """
+
+    def __init__(self, shrinks: bool = False):
+        super().__init__()
+        self.shrinks = shrinks
+
+    def build_model(self):
+        self.queue = deque(maxlen=100)
+        self.kept = {"tensor": torch.zeros(2), "array": np.zeros(2), "set": set()}
+        self.generator = torch.Generator()
+        self.inner = Inner()
+        return CountsItsCalls()
+
+    def collate(self, samples):
+        self.inner.count += 1
+        return default_collate(samples)
+
+    def loss_sum(self, model, batch):
+        self.queue.append(batch["x"].mean().item())
+        self.kept["set"].add(len(self.kept["set"]))
+        self.kept["tensor"] += torch.rand(2, generator=self.generator)
+        self.kept["array"] += 1
+        if self.shrinks:
+            getattr(model, "module", model).weight.data.mul_(0.9)
+        return super().loss_sum(model, batch)
+
+
+class Inner:
+    count = 0
+
+
+def kept_after_steps(world, task, strategy, observed):
+    words = ["--parallel.strategy", strategy, "--train.micro_batch_size", 2]
+    run = make_run(world, task, *words, "--use_amp", "false")
+    observer, warnings = FirstSteps(run), []
+    object.__setattr__(run.world, "warn", warnings.append)
+    for _ in range(3):
+        micro_batches = next(run.data)
+        observer.before_step(micro_batches)
+        report = train_step(run, micro_batches)
+        if observed:
+            observer.after_step(report, micro_batches)
+    object.__delattr__(run.world, "warn")
+    model = run.parallel.module
+    kept = [[*task.queue], str(task.kept), task.inner.count, model.calls, model.batches]
+    state = task.generator.get_state().tolist()
+    weights = {name: value.tolist() for name, value in parameters_of(run).items()}
+    return [*kept, state, weights], warnings
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "ddp"), (2, "fsdp")])
+def test_what_a_task_or_model_keeps_moves_once_per_step_though_a_mean_is_looked_for(
+    ranks, strategy
+):
+    plain = on_ranks(ranks, kept_after_steps, Queues(), strategy, False)
+    observed = on_ranks(ranks, kept_after_steps, Queues(), strategy, True)
+    assert [kept for kept, _ in observed] == [kept for kept, _ in plain]
+    assert all("it seems to be a mean" in warnings[0] for _, warnings in observed)
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "ddp")])
+def test_a_parameter_that_the_task_changes_is_changed_once_per_step(ranks, strategy):
+    plain = on_ranks(ranks, kept_after_steps, Queues(True), strategy, False)
+    assert plain == on_ranks(ranks, kept_after_steps, Queues(True), strategy, True)
+
+
+class Still(torch.optim.SGD):
+    """An optimizer that leaves its parameters alone."""
+
+    def step(self, closure=None):
+        pass
+
+
+@pytest.mark.bad_input("an applied step that changes no parameter")
+def test_an_applied_step_that_changes_no_parameter_ends_the_run():
+    run = make_run(World(), Tiny())
+    run.optimizer = Still(run.parallel.parameters)
+    observer, micro_batches = FirstSteps(run), next(run.data)
+    observer.before_step(micro_batches)
+    with pytest.raises(
+        NumericsError, match=r"step 1 was applied with grad_norm .* but changed no parameter"
+    ):
+        observer.after_step(train_step(run, micro_batches), micro_batches)
+
+
+class DropsLayers(Tiny):
+    """Leaves out its second layer, as stochastic depth does, on one rank alone."""
+
+    def __init__(self, rank=0):
+        super().__init__()
+        self.rank = rank
+
+    def build_model(self):
+        model = super().build_model()
+        model.forward = lambda x: model[2](model[0](x) if self.rank else model[1](model[0](x)))
+        return model
+
+    def blocks(self, model):
+        return [model[0], model[1]]
+
+
+def layer_dropped(world):
+    run = make_run(world, DropsLayers(world.rank), "--parallel.strategy", "fsdp")
+    take_steps(run, 1)
+
+
+@pytest.mark.bad_input("a block that one rank does not call under fsdp")
+@pytest.mark.slow  # here the rank that raises lives on, and the other one waits until its timeout
+def test_a_block_that_one_rank_does_not_call_under_fsdp_is_named_by_that_rank():
+    with pytest.raises(RankFailed) as error:
+        on_ranks(2, layer_dropped)
+    text = str(error.value)
+    assert "DataError: rank 1: the model's forward did not call its block 1 (1 of 2 such)" in text
+    assert "use parallel.strategy=ddp" in text
+
+
+# ---- parameters in another dtype ----
+
+
+class Bf16(Tiny):
+    def build_model(self):
+        return super().build_model().bfloat16()
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "fsdp")])
+@pytest.mark.parametrize("amp", ["true", "false"])
+def test_weights_that_come_in_bf16_are_trained_in_float32_and_a_line_says_so(
+    capfd, ranks, strategy, amp
+):
+    results = on_ranks(
+        ranks, dtypes_after_a_step, Bf16(), "--parallel.strategy", strategy, "--use_amp", amp
+    )
+    assert results == [{torch.float32}] * ranks
+
+
+def dtypes_after_a_step(world, task, *words):
+    run = make_run(world, task, *words)
+    take_steps(run, 1)
+    return {p.dtype for p in run.parallel.module.parameters()}
+
+
+@pytest.mark.bad_input("weights that come in bf16, fp16 or float64")
+def test_the_line_about_another_dtype_counts_the_parameters(capsys):
+    make_run(World(), Bf16())
+    assert (
+        "build_model gave 153 parameters in bfloat16: they are stored in float32"
+        in capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_tied_weights_stay_tied_when_they_become_float32(dtype):
+    model = nn.Sequential(nn.Embedding(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 8, bias=False)).to(
+        dtype
+    )
+    model[2].weight = model[0].weight
+    line = to_float32(model, frozen_too=False)
+    assert f"40 parameters in {str(dtype).removeprefix('torch.')}" in line
+    assert model[2].weight is model[0].weight
+    assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.float32, torch.int64}
+
+
+# ---- loops of the user's own ----
+
+
+def test_two_saves_in_a_hand_written_loop_make_two_checkpoints(tmp_path):
+    run = make_run(World(), Tiny(), *settings(tmp_path, "single", "bf16"))
+    for _ in range(2):
+        train_step(run, next(run.data))
+        save(run)
+    assert [path.name for path in all_checkpoints(run.folder)] == ["step_00000001", "step_00000002"]
+
+
+class CallsAPart(Tiny):
+    def loss_sum(self, model, batch):
+        return super().loss_sum(lambda x: model[2](model[1](model[0](x))), batch)
+
+
+class CallsAMethod(Tiny):
+    def build_model(self):
+        model = super().build_model()
+        model.encode = model.forward
+        return model
+
+    def loss_sum(self, model, batch):
+        return super().loss_sum(model.encode, batch)
+
+    def metrics(self, model, batch):
+        return {"loss": super().loss_sum(model.encode, batch)}
+
+
+class CanNotBeCalled(Tiny):
+    def build_model(self):
+        return nn.ModuleDict({"net": super().build_model()})
+
+    def loss_sum(self, model, batch):
+        return super().loss_sum(model["net"], batch)
+
+
+def message_of_a_step(world, task, strategy):
+    with pytest.raises(DataError) as error:
+        take_steps(make_run(world, task, "--parallel.strategy", strategy), 1)
+    return str(error.value)
+
+
+@pytest.mark.bad_input("a loss that uses more of the model than its call, over several ranks")
+@pytest.mark.parametrize("task", [CallsAPart(), CallsAMethod()])
+def test_a_loss_that_uses_more_of_the_model_than_its_call_is_told_to_call_it(task):
+    for message in on_ranks(2, message_of_a_step, task, "ddp"):
+        assert message.startswith(
+            "the task's loss_sum did more with its model than call it ('DistributedDataParallel'"
+        )
+        assert "call model(...) once per batch" in message
+
+
+def test_a_part_of_a_sharded_model_called_on_its_own_is_explained():
+    for message in on_ranks(2, message_of_a_step, CallsAPart(), "fsdp"):
+        assert "did more with its model than call it" in message
+
+
+@pytest.mark.bad_input("a model that can't be called (ModuleDict), over several ranks")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_model_that_can_not_be_called_is_refused_over_several_ranks(strategy):
+    assert take_steps(make_run(World(), CanNotBeCalled()), 1)
+    for message in on_ranks(2, message_of_a_step, CanNotBeCalled(), strategy):
+        assert message.startswith(
+            "the task's build_model returned a ModuleDict, which can't be called"
+        )
+
+
+class Calls(CallsAMethod):
+    def loss_sum(self, model, batch):
+        return Tiny.loss_sum(self, model, batch)
+
+
+def metrics_of(world):
+    return evaluate(make_run(world, Calls(), "--parallel.strategy", "ddp", "--eval.every", 1))[
+        "loss"
+    ]
+
+
+def test_metrics_gets_the_module_without_ddps_wrapper():
+    one, two = on_ranks(2, metrics_of)
+    assert one == two
+
+
+# ---- what only one process allows ----
+
+
+class HookedParameter(Tiny):
+    def build_model(self):
+        model = super().build_model()
+        model[0][0].weight.register_hook(lambda gradient: gradient * 2)
+        return model
+
+
+def first_weight_after(world, task, strategy, steps=2, more=()):
+    words = ["--use_amp", "false", "--data.shuffle", "false", "--parallel.strategy", strategy]
+    size = 8 // world.world_size
+    run = make_run(world, task(), *words, "--train.micro_batch_size", size, *more)
+    take_steps(run, steps)
+    return parameters_of(run)
+
+
+def test_a_hook_on_a_parameter_works_under_ddp():
+    alone = first_weight_after(World(), HookedParameter, "single")
+    without = first_weight_after(World(), Tiny, "single")
+    assert not torch.equal(alone["0.0.weight"], without["0.0.weight"])
+    for parameters in on_ranks(2, first_weight_after, HookedParameter, "ddp"):
+        for name, value in parameters.items():
+            # Rounding of float32 sums in another order, which two steps of Adam add up.
+            torch.testing.assert_close(value, alone[name], rtol=0, atol=2e-6)
+
+
+@pytest.mark.bad_input("a hook on a parameter, from build_model, under fsdp")
+def test_a_hook_on_a_parameter_that_sharding_would_lose_is_refused_by_name():
+    with pytest.raises(RankFailed, match="the parameter 0.0.weight has a hook from build_model, "):
+        on_ranks(2, first_weight_after, HookedParameter, "fsdp")
+
+
+class Lazy(Tiny):
+    def build_model(self):
+        return nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 1))
+
+
+class Compiled(Tiny):
+    def build_model(self):
+        return torch.compile(super().build_model(), backend="eager")
+
+
+@pytest.mark.bad_input("a model that build_model has compiled")
+def test_a_compiled_model_is_refused_with_the_setting_that_compiles():
+    with pytest.raises(DataError, match="returned a compiled model; .* compile.blocks=true"):
+        make_run(World(), Compiled())
+
+
+class TwoNames(nn.Module):
+    """A model whose parts can all be reached by two names."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.encoder = model
+        self.teacher_of = model
+
+    def forward(self, x):
+        return self.teacher_of(x)
+
+
+class Shared(Tiny):
+    def build_model(self):
+        return TwoNames(super().build_model())
+
+
+def resume_shared(world, strategy, folder):
+    words = ["--run.dir", folder, "--parallel.strategy", strategy]
+    run = make_run(world, Shared(), *words)
+    take_steps(run, 2)
+    checkpoint = save(run)
+    resumed = make_run(world, Shared(), *words)
+    load(resumed, checkpoint)
+    expected = parameters_of(run)
+    for name, value in parameters_of(resumed).items():
+        assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_model_with_two_names_for_a_module_resumes(strategy, tmp_path):
+    on_ranks(2, resume_shared, strategy, str(tmp_path))
+
+
+class Exported(Tiny):
+    def build_model(self):
+        exported = torch.export.export(super().build_model(), (torch.zeros(2, 8),)).module()
+        return exported if self.uneven else nn.Sequential(exported)
+
+
+@pytest.mark.bad_input("a model from torch.export")
+@pytest.mark.parametrize(("task", "part"), [(Exported(uneven=True), "the root"), (Exported(), "0")])
+def test_an_exported_model_is_refused_with_what_to_return(task, part):
+    said = f"{part} of the task's model is from torch.export, and can't"
+    assert refusal_of_a_build(World(), task).startswith(said)
+
+
+@pytest.mark.bad_input("a model with lazy layers")
+def test_a_lazy_layer_is_refused_by_name():
+    with pytest.raises(DataError, match="the parameter 0.weight of the task's model has no shape"):
+        make_run(World(), Lazy())
+
+
+# ---- one line in place of a traceback
+
+
+def with_forward(forward, **parts):
+    """A model of these parts, computed by forward(model, x)."""
+    model = nn.Module()
+    for name, part in parts.items():
+        setattr(model, name, part)
+    model.forward = lambda x: forward(model, x)
+    return model
+
+
+class SyncNorm(Tiny):
+    def build_model(self):
+        return nn.Sequential(nn.Linear(8, 8), nn.SyncBatchNorm(8), nn.Linear(8, 1))
+
+
+def refusal_of_a_build(world, task, *words):
+    with pytest.raises(ConfigError) as error:
+        make_run(world, task, *words)
+    return str(error.value)
+
+
+@pytest.mark.bad_input("SyncBatchNorm on CPU ranks")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_synchronised_batch_norm_on_cpu_ranks_is_refused_before_the_first_step(strategy):
+    words = ["--parallel.strategy", strategy, "--use_amp", "false"]
+    for message in on_ranks(2, refusal_of_a_build, SyncNorm(), *words):
+        assert message.startswith("the layer 1 is a SyncBatchNorm, which torch computes over the")
+    take_steps(make_run(World(), SyncNorm(), "--use_amp", "false"), 1)
+
+
+class Coupled(Tiny):
+    couples_samples = True
+
+
+@pytest.mark.bad_input("coupled samples and a last batch that is not full, on several ranks")
+def test_coupled_samples_with_a_last_batch_that_ranks_share_unequally_are_refused():
+    words = ["--train.micro_batch_size", 4]
+    for message in on_ranks(2, refusal_of_a_build, Coupled(samples=60), *words):
+        assert "the last of the training batches of 8 has 4 of the 60 samples" in message
+        assert "use data.drop_last=true to train" in message
+    words += ["--data.drop_last", "true", "--eval.every", 1]
+    for message in on_ranks(2, refusal_of_a_build, Coupled(samples=60), *words):
+        assert "the last of the validation batches of 8 has 4 of the 60 samples" in message
+        assert message.endswith("hold out a multiple of 8")
+    on_ranks(2, dtypes_after_a_step, Coupled(samples=64))
+    take_steps(make_run(World(), Coupled(samples=62), *words), 1)
+
+
+class RoutedInFloat32(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(8, 2)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x):
+        weights = self.gate(x.float()).softmax(-1)
+        return (self.head(x) * weights).sum(-1, keepdim=True)
+
+
+class Router(Tiny):
+    def build_model(self):
+        return RoutedInFloat32()
+
+
+class Spectral(Tiny):
+    def build_model(self):
+        return nn.utils.parametrizations.spectral_norm(nn.Linear(8, 1))
+
+
+class Orthogonal(Tiny):
+    def build_model(self):
+        layer = nn.utils.parametrizations.orthogonal(nn.Linear(8, 8))
+        return nn.Sequential(layer, nn.Linear(8, 1))
+
+
+def cast_after_a_step(world, task):
+    run = make_run(world, task, "--parallel.strategy", "fsdp")
+    take_steps(run, 1)
+    return run.precision.cast_by
+
+
+@pytest.mark.parametrize("task", [Router(), Spectral(), Orthogonal()])
+def test_auto_casts_by_autocast_where_the_policy_would_fail(task):
+    assert on_ranks(2, cast_after_a_step, task) == ["autocast"] * 2
+
+
+def test_weight_norm_keeps_the_policy():
+    assert not not_for_policy(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)))
+    assert (
+        not_for_policy(nn.Sequential(RoutedInFloat32()))
+        == "the forward calls 0.gate in float32, and the policy would cast its weights"
+    )
+
+
+class Float64(Tiny):
+    def build_model(self):
+        return super().build_model().double()
+
+    def loss_sum(self, model, batch):
+        output = model(batch["x"].double()).squeeze(-1)
+        return F.mse_loss(output, batch["y"].double(), reduction="sum")
+
+
+@pytest.mark.bad_input("a loss computed in float64")
+@pytest.mark.parametrize("amp", ["true", "false"])
+def test_a_float64_model_is_told_to_leave_out_double(amp):
+    with pytest.raises(DataError, match=r"computes in float64 .* leave out .double\(\)"):
+        take_steps(make_run(World(), Float64(), "--use_amp", amp), 1)
+
+
+class Sparse(Tiny):
+    def build_model(self):
+        return nn.Sequential(nn.EmbeddingBag(8, 8, sparse=True, mode="sum"), nn.Linear(8, 1))
+
+
+@pytest.mark.bad_input("an embedding with sparse gradients")
+def test_sparse_gradients_are_refused_by_the_layers_name():
+    with pytest.raises(DataError, match="the layer 0 of .* has sparse gradients.*sparse=False"):
+        make_run(World(), Sparse())
+
+
+class Prototypes(Tiny):
+    """Normalises the rows of a parameter before each forward, as prototypes are."""
+
+    def loss_sum(self, model, batch):
+        weight = getattr(model, "module", model)[0][0].weight
+        with torch.no_grad():
+            weight.copy_(F.normalize(weight, dim=1))
+        return super().loss_sum(model, batch)
+
+
+def prototypes_after_training(world, strategy):
+    words = ["--parallel.strategy", strategy, "--use_amp", "false", "--data.shuffle", "false"]
+    run = make_run(world, Prototypes(), *words, "--train.micro_batch_size", 4 // world.world_size)
+    first_steps = FirstSteps(run)
+    for _ in range(3):
+        micro_batches = next(run.data)
+        first_steps.before_step(micro_batches)
+        first_steps.after_step(train_step(run, micro_batches), micro_batches)
+    return parameters_of(run)
+
+
+def test_a_parameter_that_the_loss_normalises_trains_under_fsdp_as_in_one_process():
+    alone = prototypes_after_training(World(), "single")
+    for parameters in on_ranks(2, prototypes_after_training, "fsdp"):
+        for name, value in parameters.items():
+            # Rounding of float32 sums in another order, which three steps of Adam add up.
+            torch.testing.assert_close(value, alone[name], rtol=0, atol=2e-6)
+
+
+class Wrapper(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.outer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.outer(self.inner(x))
+
+
+class Wrapped(Tiny):
+    """A layer that is used alone and in a wrapper."""
+
+    def build_model(self):
+        layer = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        return nn.Sequential(layer, Wrapper(layer), Wrapper(nn.Linear(8, 8)), nn.Linear(8, 1))
+
+
+def test_a_layer_that_is_listed_and_wrapped_trains_under_fsdp():
+    on_ranks(2, first_weight_after, Wrapped, "fsdp")
+
+
+def test_a_block_in_a_block_is_left_to_the_outer_one():
+    inner = nn.Linear(8, 8)
+    outer = Wrapper(inner)
+    assert outermost([inner, outer]) == [outer]

@@ -1,0 +1,217 @@
+"""A save whose writer is stuck: training and the exit continue, and say which rank and stage."""
+
+import json
+import threading
+import time
+from contextlib import nullcontext, redirect_stderr
+from io import StringIO
+from unittest.mock import patch
+
+import pytest
+from ranks import on_ranks
+from test_train import TINY, wait_for
+from tiny import Tiny, make_run, take_steps
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from dist_amp.checkpoint import saver as saver_module
+from dist_amp.checkpoint.format import integrity_error
+from dist_amp.checkpoint.saver import Saver
+from dist_amp.errors import Transient
+from dist_amp.world import World
+
+TIMEOUT = 2
+
+# --- in a run
+
+
+def words(folder, *more):
+    run = ("--run.dir", folder, "--run.timeout_seconds", TIMEOUT, "--checkpoint.keep", 9)
+    return *run, "--train.micro_batch_size", 2, *more
+
+
+def saves_around_a_stuck_one(world, folder, strategy, copies):
+    """What rank 0 says of the first save, which hangs on the last rank, and of the next ones: two
+    meanwhile, of which the later fails, and one after it has ended. Then the checkpoints' names.
+    """
+    is_last = world.rank == world.world_size - 1
+    more = ("--parallel.strategy", strategy, "--checkpoint.async_save", str(copies).lower())
+    run = make_run(world, Tiny(), *words(folder, *more))
+    released = threading.Event()
+    real = FileSystem.create_stream
+
+    def stuck(*args):
+        if is_last:
+            assert released.wait(300)
+        return real(*args)
+
+    said = StringIO()
+    saving = Saver(run)
+    with redirect_stderr(said):
+        with patch.object(FileSystem, "create_stream", stuck):
+            take_steps(run, 1)
+            saving.save(wait=False)
+            save = run.metrics.save
+            for is_first in (copies, False):  # to find that it is stuck; else it was known
+                take_steps(run, 1)
+                with nullcontext() if is_first else pytest.raises(Transient) as error:
+                    saving.save(wait=False)
+                said.write("\n" if is_first else f"{error.value}\n\n")
+        released.set()
+        wait_for(save.future.done, "the end of the save")
+        said.write("\n")
+        take_steps(run, 1)
+        saving.save(wait=True)
+    world.barrier()
+    folders = sorted(folder.glob("checkpoints/*"))
+    assert [integrity_error(each) for each in folders] == [""] * len(folders)
+    return said.getvalue(), [each.name for each in folders]
+
+
+@pytest.mark.bad_input("a disk that blocks a write for longer than `run.timeout_seconds`")
+@pytest.mark.parametrize(("strategy", "copies"), [("ddp", True), ("fsdp", False)])
+def test_training_continues_past_a_stuck_save_and_ends_if_it_is_stuck_at_the_next_one(
+    tmp_path, strategy, copies
+):
+    ranks = on_ranks(2, saves_around_a_stuck_one, tmp_path, strategy, copies)
+    (said, names), (_, _) = ranks
+    during, later, after, *_ = said.split("\n\n")
+    assert "continue trains on, and ends the run if that save has not ended at the next" in during
+    stuck = "step_00000001 could not be written: step_00000001 has made no progress for 2 s, of "
+    stuck += "run.timeout_seconds=2 (rank 1 in write_shards: wait (threading.py, line "
+    assert stuck in during
+    assert "rank 0" not in during, "it waits for rank 1"
+    assert "step_00000003 could not be written: step_00000001 has made no progress" in later
+    # A copy is of its step, whenever it is written.
+    assert names == ["step_00000001", "step_00000004"][not copies :]
+    if not copies:
+        assert ": training has continued meanwhile; the previous one is kept" in after
+
+
+def test_a_save_that_must_succeed_fails_at_once_while_another_is_stuck(tmp_path):
+    released = threading.Event()
+    run = make_run(World(), Tiny(), *words(tmp_path))
+    take_steps(run, 1)
+    try:
+        with patch.object(saver_module, "publish", lambda *_: released.wait(300)):
+            saving = Saver(run)
+            saving.save(wait=False)
+            save = run.metrics.save
+            take_steps(run, 1)
+            for _ in range(2):
+                with pytest.raises(Transient, match=r"step_00000002 could not .* in finish: "):
+                    saving.save(wait=True)
+            with saving:
+                pass  # nor does leaving wait for it
+            assert not save.future.done()
+    finally:
+        released.set()
+
+
+def test_a_save_that_works_for_longer_than_the_timeout_is_not_stuck(tmp_path):
+    def works(*args, **options):
+        end = time.monotonic() + 2 * TIMEOUT
+        while time.monotonic() < end:
+            sum(range(1000))
+        return real(*args, **options)
+
+    real = saver_module.write_tensors
+    run = make_run(World(), Tiny(), *words(tmp_path))
+    take_steps(run, 1)
+    with patch.object(saver_module, "write_tensors", works):
+        Saver(run).save(wait=True)
+    assert integrity_error(tmp_path / "checkpoints/step_00000001") == ""
+
+
+# --- at the end of a job
+
+PLANTED = """
+import importlib, os, signal, time
+from contextlib import suppress
+from tiny import Tiny
+
+class Planted(Tiny):
+    step = 0
+
+    def on_step(self, run, report):
+        if run.step == int(first) and run.metrics.save is not None:
+            run.metrics.save.future.result()
+        Planted.step = run.step
+        if os.environ.get("PREEMPTED_AT") == f"{run.step}":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+module, name, ranks, first = os.environ["PLANT"].split(":")
+if os.environ.get("RANK", "0") in ranks.split(","):
+    owner = importlib.import_module(module)
+    *more, name = name.split(".")
+    for part in more:
+        owner = getattr(owner, part)
+    real = getattr(owner, name)
+
+    def blocks(*args, **options):
+        if Planted.step >= int(first):
+            with suppress(FileExistsError):  # the other rank's
+                os.mkfifo("pipe")
+            open("pipe", "wb")  # nobody reads it
+        return real(*args, **options)
+
+    setattr(owner, name, blocks)
+"""
+SAVER = "dist_amp.checkpoint.saver"
+SHARD = "torch.distributed.checkpoint.filesystem:FileSystem.create_stream"
+# (what blocks, the ranks, the stage that is named)
+STAGES = [
+    (f"{SAVER}:quarantine_after", 0, "find_saved"),
+    ("pathlib:Path.mkdir", 0, "make_folder"),
+    (f"{SAVER}:appears", 1, "find_folder"),
+    (SHARD, 0, "write_shards"),
+    (SHARD, 1, "write_shards"),
+    (f"{SAVER}:hash_files", 1, "write_shards"),
+    ("dist_amp.checkpoint.format:sync_folder", 0, "publish"),
+    (f"{SAVER}:remove_old_checkpoints", 0, "finish"),
+]
+
+
+def start(launch, ranks, *more, plant="os:fsync:none:0", **environ):
+    (launch.folder / "blocks.py").write_text(PLANTED)
+    run = ["--task.target", "blocks:Planted", "--train.steps", "4", "--checkpoint.every", "2"]
+    run += ["--run.dir", "run", "--run.timeout_seconds", "4", *more]
+    return launch.each(ranks, *TINY, *run, PLANT=plant, timeout=90, **environ)
+
+
+def check_end(launch, ends, ranks, stage, *more):
+    """The summary names what blocks; the checkpoint before is valid, and the run continues."""
+    assert {end.returncode for end in ends} == {1}, ends[0].stderr[-3000:]
+    summary = json.loads((launch.folder / "run/summary.json").read_text())
+    for rank in ranks:
+        assert f"rank {rank} in {stage}: " in summary["cause"]
+    assert " could not be written: " in summary["cause"]
+    assert integrity_error(launch.folder / "run/checkpoints/step_00000002") == ""
+    again = start(launch, len(ends), *more)
+    assert {end.returncode for end in again} == {0}, again[0].stderr[-3000:]
+    last = max((launch.folder / "run/checkpoints").glob("step_*"))
+    assert last.name >= "step_00000004"
+    assert integrity_error(last) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["--checkpoint.async_save", "false"], []])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("what", "rank", "stage"), STAGES)
+def test_a_job_ends_with_the_rank_and_stage_in_which_its_save_is_stuck(
+    launch, what, rank, stage, strategy, words
+):
+    more = ["--parallel.strategy", strategy, *words, "--checkpoint.on_failure", "stop"]
+    ends = start(launch, 2, *more, "--train.steps", "6", plant=f"{what}:{rank}:4")
+    check_end(launch, ends, [rank], stage)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on_failure", ["continue", "stop"])
+def test_torchrun_ends_with_ranks_whose_threads_are_stuck(launch, on_failure):
+    (launch.folder / "blocks.py").write_text(PLANTED)
+    run = ["--task.target", "blocks:Planted", "--train.steps", "6", "--checkpoint.every", "2"]
+    run += ["--run.dir", "run", "--run.timeout_seconds", "4"]
+    run += ["--checkpoint.on_failure", on_failure]
+    end = launch(2, *TINY, *run, PLANT=f"{SHARD}:1:4", timeout=120)
+    assert end.returncode == 1
+    assert "rank 1 in write_shards: blocks (blocks.py, line " in end.stderr

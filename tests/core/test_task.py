@@ -1,0 +1,352 @@
+"""Tasks: how a user's class is found, checked and built; and the two shipped ones."""
+
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from ranks import on_ranks
+from tiny import Tiny, make_run, take_steps
+
+from dist_amp.config.load import load_config, to_toml
+from dist_amp.config.task_class import build_task
+from dist_amp.errors import ConfigError, DataError, Failure
+from dist_amp.step import evaluate
+from dist_amp.task import build_split, built_model
+from dist_amp.world import World
+
+METHODS = """
+    def build_model(self): ...
+    def build_dataset(self, split): ...
+    def loss_sum(self, model, batch): ...
+    def weight(self, batch): ...
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture(autouse=True)
+def clean_imports(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield
+    for name, module in list(sys.modules.items()):
+        if (getattr(module, "__file__", None) or "").startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+def task_file(folder, parameters="", body="pass", head="", name="mine.py"):
+    """The target of a file with a task called Mine, whose constructor does `body`."""
+    constructor = f"    def __init__(self, {parameters}):\n        {body}\n"
+    (folder / name).write_text(f"{head}\n\nclass Mine:\n{constructor}{METHODS}")
+    return f"{folder / name}:Mine"
+
+
+def build(target, *argv):
+    config = load_config(["--task.target", target, *map(str, argv)], {})
+    return build_task(config)
+
+
+def refusal(call, *args, status=64):
+    """The error message for a wrong task or wrong data: one line."""
+    with pytest.raises({64: ConfigError, 65: DataError}[status]) as caught:
+        call(*args)
+    assert isinstance(caught.value, Failure)
+    assert caught.value.exit_code == status
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def assert_says(message, *parts):
+    missing = [part for part in parts if str(part) not in message]
+    assert not missing, f"{missing} not in: {message}"
+
+
+# ---- finding a task, and its arguments ----
+
+
+def test_a_task_is_found_by_module_by_file_and_by_relative_path(tmp_path, monkeypatch):
+    assert type(build("tiny:Tiny")).__name__ == "Tiny"
+    assert type(build(task_file(tmp_path, name="near.py"))).__name__ == "Mine"
+    monkeypatch.chdir(tmp_path)
+    assert type(build("near.py:Mine")).__name__ == "Mine"
+
+
+def test_a_file_beside_the_task_can_be_imported(tmp_path):
+    (tmp_path / "helper_of_mine.py").write_text("ANSWER = 42")
+    head = "from helper_of_mine import ANSWER"
+    assert build(task_file(tmp_path, head=head, body="self.answer = ANSWER")).answer == 42
+
+
+def test_arguments_set_on_the_command_line_reach_the_constructor():
+    task = build("tiny:Tiny", "--task.args.samples", 12, "--task.args.uneven", "true")
+    assert (task.samples, task.uneven, task.depth) == (12, True, 2)
+
+
+@pytest.mark.parametrize(
+    ("parameter", "words", "value"),
+    [
+        ("value: str", ["it"], "it"),
+        ("value=0.5", ["2"], 2.0),
+        ("value=(8, 8)", ["1", "2"], (1, 2)),
+        ("value: list[int] = [8, 8]", [], [8, 8]),
+        ("value: list[int] = [8, 8]", ["1", "2", "3"], [1, 2, 3]),
+        ("value", ["7"], 7),
+        ("value", ["0.5"], 0.5),
+        ("value", ["seven"], "seven"),
+    ],
+)
+def test_an_argument_has_the_type_of_its_annotation_or_default(tmp_path, parameter, words, value):
+    target = task_file(tmp_path, parameter, "self.value = value")
+    argv = ["--task.args.value", *words] if words else []
+    built = build(target, *argv).value
+    assert (built, type(built)) == (value, type(value))
+
+
+def test_an_argument_called_data_is_the_data_section(tmp_path):
+    target = task_file(tmp_path, "data, width: int = 8", "self.data = data")
+    assert build(target, "--data.path", "here").data.path == "here"
+
+
+def test_an_argument_that_is_none_reads_back_from_toml(tmp_path):
+    config = load_config(["--task.target", task_file(tmp_path, "name: str | None = None")], {})
+    (tmp_path / "written.toml").write_text(to_toml(config))
+    again = load_config(["--config", str(tmp_path / "written.toml")], {})
+    assert again == config
+
+
+def test_a_dataclass_is_a_task_too(tmp_path):
+    head = "from dataclasses import dataclass, field"
+    fields = "    width: int = 8\n    layers: list[int] = field(default_factory=lambda: [1])\n"
+    (tmp_path / "mine.py").write_text(f"{head}\n\n@dataclass\nclass Mine:\n{fields}{METHODS}")
+    task = build(f"{tmp_path}/mine.py:Mine", "--task.args.width", "4")
+    assert (task.width, task.layers) == (4, [1])
+
+
+@pytest.mark.parametrize(
+    ("head", "parts"),
+    [
+        ("raise RuntimeError('out of luck')", ["mine.py:Mine", "RuntimeError", "out of luck"]),
+        ("\ndef (", ["mine.py:Mine", "SyntaxError", "mine.py, line 2"]),
+        ("raise SystemExit(3)", ["mine.py:Mine", "SystemExit"]),
+        ("import not_there_at_all", ["No module named 'not_there_at_all'", "install"]),
+        ("import json.not_there", ["No module named 'json.not_there'"]),
+    ],
+)
+def test_a_task_whose_file_cannot_be_imported_is_quoted(tmp_path, head, parts):
+    assert_says(refusal(build, task_file(tmp_path, head=head)), *parts)
+
+
+def test_for_a_file_named_like_another_module_the_error_says_to_rename_it(tmp_path):
+    message = refusal(build, task_file(tmp_path, name="queue.py"))
+    assert_says(message, tmp_path / "queue.py", "rename")
+
+
+# ---- arguments that are wrong ----
+
+
+@pytest.mark.parametrize(
+    ("parameters", "body", "words", "parts"),
+    [
+        ("", "pass", ["--task.args.width", "1"], ["task.args.width", "no arguments"]),
+        ("count: int", "pass", [], ["task.args.count is required", "--task.args.count VALUE"]),
+        (
+            "count: int",
+            "pass",
+            ["--train.steps", "5", "--task.args.count", "x"],
+            ["task.args.count=x on the command line must be a whole number"],
+        ),
+        (
+            "count: int | None = None",
+            "pass",
+            ["--task.args.count", "x"],
+            ["task.args.count=x", "a whole number"],
+        ),
+        ("a: int = 2", "raise ValueError(f'a={a} must be odd')", [], ["a=2 must be odd"]),
+        ("a: 'Missing' = 1", "pass", [], ["Mine", "'Missing'"]),
+    ],
+)
+def test_a_wrong_argument_is_named_with_the_rule(tmp_path, parameters, body, words, parts):
+    message = refusal(build, task_file(tmp_path, parameters, body), *words)
+    assert_says(message, *parts)
+    assert "<class" not in message
+
+
+# ---- what a task's methods return ----
+
+
+class Returns(Tiny):
+    """Its methods return what the test sets: Returns(weight=-2)."""
+
+    def __init__(self, **returned):
+        super().__init__()
+        for name, value in returned.items():
+            setattr(self, name, lambda *_, value=value: value)
+
+
+class ChangingMetrics(Tiny):
+    """Its metrics() returns what `answers` has, one after the other."""
+
+    def __init__(self, *answers):
+        super().__init__()
+        self.answers = list(answers)
+
+    def metrics(self, model, batch):
+        return self.answers.pop(0)
+
+
+@pytest.mark.bad_input(
+    "`metrics(model, batch)` that returns no dict, or other names for another batch"
+)
+@pytest.mark.bad_input("a metric that is no sum or pair, or has a negative weight")
+@pytest.mark.bad_input("a metric that is a list or a text")
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [
+        ([None], "returned NoneType; return a dict of sums, or of pairs (sum, weight)"),
+        ([{"hits": (1.0, 2.0, 3.0)}], "gave hits 3 values; return a sum, or a pair (sum, weight)"),
+        ([{"hits": (1.0, -2.0)}], "gave hits the weight -2, not what counts in the batch"),
+        ([{"hits": [1, 2]}], "gave hits a list, not a number or a scalar tensor"),
+        ([{"hits": 1.0}, {}], "returned nothing for one batch and hits, loss for another"),
+        (
+            [{"hits": 1.0}, {"misses": 1.0}],
+            "returned misses for one batch and hits, loss for another",
+        ),
+    ],
+)
+def test_metrics_that_are_no_dict_or_change_their_names_are_an_error(answers, said):
+    run = make_run(World(), ChangingMetrics(*answers), "--eval.every", 1)
+    assert f"the task's metrics() {said}" in refusal(evaluate, run, status=65)
+
+
+class Counted(Tiny):
+    """`hits` per sample, whatever the samples count for, and `sum` per unit of weight."""
+
+    def metrics(self, model, batch):
+        return {"hits": ((batch["y"] > 0).sum(), len(batch["y"])), "sum": batch["y"].sum()}
+
+
+def evaluated(world, task, words):
+    run = make_run(world, task, "--eval.every", 1, "--use_amp", "false", *words)
+    return evaluate(run), run.task.build_dataset("validation")[:]
+
+
+@pytest.mark.parametrize("samples", [32, 35])
+def test_a_metric_with_its_own_weight_is_divided_by_that_one_alone(samples):
+    task, words = Counted(uneven=True, samples=samples), ["--train.micro_batch_size", 4]
+    for values, rows in on_ranks(2, evaluated, task, words):
+        assert list(values) == ["loss", "hits", "sum"]
+        assert values["hits"] == (rows["y"] > 0).sum().item() / samples  # whole numbers: exact
+        mean = (rows["y"].sum() / rows["counts"].sum()).item()
+        assert values["sum"] == pytest.approx(mean, rel=1e-5)  # float32 sums in another order
+
+
+class LossPerSample(Tiny):
+    def metrics(self, model, batch):
+        return {"loss": (2.0 * len(batch["y"]), torch.tensor(len(batch["y"]))), "none": (0.0, 0)}
+
+
+def test_a_metric_of_weight_zero_is_left_out_and_the_loss_may_have_its_own_weight():
+    values, _ = evaluated(World(), LossPerSample(uneven=True), [])
+    assert values == {"loss": 2.0}
+
+
+class MetricsOfRank(Tiny):
+    """Each rank's metrics have their names in another order; rank 1 may have one more."""
+
+    def __init__(self, *names):
+        super().__init__()
+        self.names = names
+
+    def metrics(self, model, batch):
+        rank = torch.distributed.get_rank()
+        names = self.names[:2] if rank == 0 else self.names[::-1]
+        return {name: float(len(name)) * len(batch["y"]) for name in names}
+
+
+def evaluated_by_rank(world, *names):
+    try:
+        return evaluate(make_run(world, MetricsOfRank(*names), "--eval.every", 1))
+    except DataError as error:
+        return str(error)
+
+
+@pytest.mark.bad_input("metrics that have other names on another rank")
+def test_metrics_may_differ_in_order_between_ranks_but_not_in_names():
+    for values in on_ranks(2, evaluated_by_rank, "hits", "misses"):
+        assert (values["hits"], values["misses"]) == (4.0, 6.0)
+    said = (
+        "returned loss, hits, misses on rank 0 and loss, b, hits, misses on rank 1; "
+        "return the same names on every rank"
+    )
+    assert all(said in text for text in on_ranks(2, evaluated_by_rank, "hits", "misses", "b"))
+
+
+@pytest.mark.bad_input(
+    "a `build_model` that returns no module, or a model without anything to train"
+)
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (None, "build_model returned NoneType; return the model, an nn.Module"),
+        ([torch.nn.Linear(8, 1)], "build_model returned list; return the model, an nn.Module"),
+        (torch.nn.Linear(8, 1).requires_grad_(False), "none of the 2 parameters of the task's"),
+        (torch.nn.ReLU(), "none of the 0 parameters of the task's model is trained; build_model"),
+    ],
+)
+def test_a_model_that_is_none_or_has_nothing_to_train_is_refused(model, said):
+    assert said in refusal(make_run, World(), Returns(build_model=model), status=65)
+
+
+@pytest.mark.bad_input("a `weight(batch)` that is negative or no number")
+@pytest.mark.parametrize(
+    ("weight", "said"), [(-2, "-2"), (-0.5, "-0.5"), (None, "a NoneType"), ("8", "a str")]
+)
+def test_a_weight_that_is_negative_or_no_number_is_refused(weight, said):
+    run = make_run(World(), Returns(weight=weight), "--eval.every", 1)
+    message = (
+        f"weight(batch) returned {said}, not what counts in the batch: a number or a scalar "
+        "tensor, at least 0"
+    )
+    assert message in refusal(take_steps, run, 1, status=65)
+    assert message in refusal(evaluate, run, status=65)
+
+
+@pytest.mark.bad_input("a model with trained complex parameters")
+@pytest.mark.parametrize("trained", [True, False])
+def test_only_trained_complex_parameters_are_refused(trained):
+    model = Tiny().build_model()
+    model[0].phase = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64), trained)
+    task = Returns(build_model=model)
+    if trained:
+        said = "the parameter 0.phase of the task's model is torch.complex64, and only real"
+        assert said in refusal(built_model, task, status=65)
+    else:
+        built_model(task)
+
+
+class FillsACache(Tiny):
+    def __init__(self, folder, rank):
+        super().__init__()
+        self.cache, self.rank = folder / "cache", rank
+
+    def build_dataset(self, split):
+        if self.rank == 0:
+            time.sleep(0.3)
+            self.cache.touch()
+        assert self.cache.exists(), "the node's first rank has not filled it yet"
+        return super().build_dataset(split)
+
+
+def build_in_turn(world, folder):
+    world = replace(world, local_rank=world.rank)
+    return len(build_split(FillsACache(folder, world.rank), "train", world))
+
+
+def test_the_other_ranks_of_a_node_build_their_datasets_after_its_first(tmp_path):
+    assert on_ranks(2, build_in_turn, tmp_path) == [64, 64]

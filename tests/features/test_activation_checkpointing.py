@@ -1,0 +1,172 @@
+"""What blocks that recompute in backward keep, and that gradients and buffers stay as they are
+without.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from byte_model import (
+    FP32,
+    SELECTIVE,
+    nothing_compiled_yet,  # noqa: F401
+)
+from test_step import Operations
+from tiny import Rows, Tiny, make_run, take_steps
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy
+
+from dist_amp.errors import ConfigError
+from dist_amp.scaling.activation_checkpointing import policy, recomputed
+from dist_amp.world import World
+
+
+class ConvNet(Tiny):
+    """Three convolutions, each a block. Batch: x [B, 4, 6, 6], y [B]."""
+
+    def __init__(self, norm=True, inplace=False):
+        super().__init__()
+        self.norm, self.inplace = norm, inplace
+
+    def build_model(self):
+        return nn.Sequential(*(self.block() for _ in range(3)), nn.Flatten(), nn.Linear(144, 1))
+
+    def block(self):
+        norm = [nn.BatchNorm2d(4)] if self.norm else []
+        return nn.Sequential(
+            nn.Conv2d(4, 4, 3, padding=1), *norm, nn.ReLU(self.inplace), nn.Dropout(0.3)
+        )
+
+    def blocks(self, model):
+        return list(model)[:3]
+
+    def build_dataset(self, split):
+        x = torch.randn(64, 4, 6, 6, generator=torch.Generator().manual_seed(0))
+        return Rows(x=x, y=x.flatten(1).sum(1).sin(), counts=torch.ones(64))
+
+
+def equal(ones, others):
+    return len(ones) == len(others) > 0 and all(map(torch.equal, ones, others))
+
+
+class Codebook(nn.Module):
+    """Reads a buffer in its forward, and changes it: by assignment, and not in every call."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.ones(8))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        y = torch.sin(self.linear(x) * self.mean)
+        if self.calls % 2 == 0:
+            self.mean = 0.5 * self.mean + 0.5 * y.detach().mean(0)
+        self.calls += 1
+        return y
+
+
+def codebook_after(rounds, wrap):
+    torch.manual_seed(0)
+    block = Codebook()
+    if wrap:
+        block.forward = recomputed(block)
+    for _ in range(rounds):
+        block(torch.randn(4, 8)).square().sum().backward()
+    return [block.linear.weight.grad, block.mean, block.calls]
+
+
+def test_the_second_run_reads_the_buffers_that_the_first_one_read():
+    assert equal(codebook_after(4, wrap=True), codebook_after(4, wrap=False))
+
+
+def test_a_buffer_that_is_first_written_to_later_is_still_updated_once():
+    block = nn.BatchNorm1d(2, momentum=0.0)
+    block.forward = recomputed(block)
+    for momentum in (0.0, 0.5, 0.5):
+        block.momentum = momentum
+        block(torch.tensor([[0.0, 4.0], [4.0, 0.0]], requires_grad=True)).sum().backward()
+    assert block.running_mean.tolist() == [1.5, 1.5]
+
+
+class Attention(nn.Module):
+    """[B, T, C] -> the same: attention and a product, each followed by dropout."""
+
+    def __init__(self, dropout=0.3):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.dropout = dropout
+
+    def forward(self, x):
+        query, key, value = (
+            part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1)
+        )
+        y = F.scaled_dot_product_attention(query, key, value, dropout_p=self.dropout)
+        y = self.out(y.transpose(1, 2).flatten(2))
+        return F.dropout(x + y, self.dropout)
+
+
+def attended(wrap, dropout):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Attention(dropout) for _ in range(2)))
+    for block in model if wrap else ():
+        block.forward = recomputed(block, selective=True)
+    model(torch.randn(2, 6, 16)).square().sum().backward()
+    return [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_dropout_in_attention_and_after_it_gives_the_gradients_of_none(dropout):
+    assert equal(attended(True, dropout), attended(False, dropout))
+
+
+def recomputed_names(block, *inputs):
+    """What the second run of a block computes."""
+    block.forward = recomputed(block, selective=True)
+    loss = block(*inputs).square().sum()
+    with Operations() as operations:
+        loss.backward()
+    return [name for name in operations.names if "backward" not in name]
+
+
+class Scores(nn.Module):
+    """Attention without the fused kernel: [B, T, 8] -> the same."""
+
+    def forward(self, x):
+        scores = torch.bmm(x, x.transpose(1, 2))
+        return torch.bmm(scores.softmax(-1), x).sin()
+
+
+def test_attention_and_convolutions_are_kept_and_what_is_cheap_or_large_is_recomputed():
+    x = torch.randn(2, 6, 16, requires_grad=True)
+    names = recomputed_names(Attention(dropout=0.0), x)
+    assert not [name for name in names if "attention" in name or "addmm" in name]
+    picture = torch.randn(2, 4, 6, 6, requires_grad=True)
+    names = recomputed_names(
+        nn.Sequential(nn.Conv2d(4, 4, 3), nn.GELU(), nn.Conv2d(4, 4, 3), nn.Sigmoid()), picture
+    )
+    assert "aten.gelu.default" in names
+    assert "aten.convolution.default" not in names
+    names = recomputed_names(Scores(), torch.randn(2, 64, 8, requires_grad=True))
+    assert names.count("aten.bmm.default") == 2 + 4, "two again, and two for each one's gradients"
+
+
+@pytest.mark.parametrize(("kernel", "more"), [("flash", ()), ("efficient", (None, True))])
+def test_attention_that_draws_random_numbers_is_recomputed(kernel, more):
+    operation = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention").default
+    inputs = ("q", "k", "v", *more)
+    keep, again = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
+    assert policy(None, operation, *inputs, 0.0, True, scale=0.5) is keep
+    assert policy(None, operation, *inputs, is_causal=True) is keep
+    assert policy(None, operation, *inputs, 0.1, True, scale=0.5) is again
+    assert policy(None, operation, *inputs, dropout_p=0.1) is again
+
+
+@pytest.mark.bad_input(
+    "`parallel.activation_checkpointing=selective` and a block that changes a product in place"
+)
+def test_a_product_that_is_changed_in_place_is_refused_in_one_line():
+    run = make_run(World(), ConvNet(norm=False, inplace=True), *FP32, *SELECTIVE)
+    with pytest.raises(
+        ConfigError, match=r"activation_checkpointing=selective: .* use inplace=False, or full$"
+    ):
+        take_steps(run, 1)

@@ -1,0 +1,354 @@
+"""`debug.audit_every`: silent corruption is found and its rank named, and nothing else is."""
+
+import random
+from collections import Counter
+from functools import partial
+from unittest.mock import patch
+
+import numpy
+import pytest
+import torch
+from bit_exact_models import Augmented
+from ranks import on_ranks
+from tiny import Tiny, make_run, parameters_of
+
+from dist_amp.config.load import load_config
+from dist_amp.diagnostics import audit
+from dist_amp.diagnostics.audit import Audit, check_settings, choose, verdict
+from dist_amp.diagnostics.consistency import BITS
+from dist_amp.errors import ConfigError, NumericsError
+from dist_amp.step import train_step
+from dist_amp.world import World, local
+
+EXACT = ["--parallel.bit_exact", "true", "--train.global_batch_size", 16]
+EXACT += ["--train.micro_batch_size", 2, "--train.steps", 1000]
+EACH = ["--debug.audit_every", 1]
+FP32 = ["--use_amp", "false"]
+
+
+@torch.no_grad()
+def flip(tensor):
+    """Flip one bit of one element: in the mantissa, high enough to change a result."""
+    bits = tensor.view(-1)[:1].view(BITS[tensor.element_size()])
+    bits.bitwise_xor_(1 << (9 * tensor.element_size() // 2))
+
+
+class FlipOnce:
+    """Flips a bit in one micro-batch of the next step, `number`; or in each call from then on."""
+
+    def __init__(self, number=0, always=False):
+        self.waits_for = number
+        self.always = always
+
+    def output(self, module, inputs, output):
+        if self._is_now():
+            output = output.clone()
+            flip(output)
+        return output
+
+    def gradient(self, module, inputs, output):
+        if self._is_now():
+            output.register_hook(self._flipped)
+
+    def _flipped(self, gradient):
+        gradient = gradient.clone()
+        flip(gradient)
+        return gradient
+
+    def weight(self, module, inputs):
+        """Of the copy that this forward uses: under FSDP2 it is gathered anew for the next one."""
+        if self._is_now():
+            flip(module.weight.data)
+
+    def _is_now(self):
+        self.waits_for -= 1
+        return self.waits_for == -1 or (self.always and self.waits_for < 0)
+
+
+def in_product(run, number, **options):
+    run.parallel.module[0][0].register_forward_hook(FlipOnce(number, **options).output)
+
+
+def in_gradient(run, number):
+    run.parallel.module[1][0].register_forward_hook(FlipOnce(number).gradient)
+
+
+def in_gathered_weight(run, number):
+    run.parallel.module[1][0].register_forward_pre_hook(FlipOnce(number).weight)
+
+
+def in_weight(run, number):
+    flip(local(run.parallel.module[1][0].weight))
+
+
+def step_audited(run, observer):
+    micro_batches = next(run.data)
+    observer.before_step(micro_batches)
+    report = train_step(run, micro_batches)
+    observer.after_step(report, micro_batches)
+
+
+def trained(world, task, words, steps=3, plant=None, culprit=0):
+    """(what ends a run, its warnings); plant(run, number of the micro-batch) before its last step.
+
+    On rank `culprit` alone.
+    """
+    run = make_run(world, task, *EXACT, *words)
+    observer = Audit(run)
+    warnings = []
+    with patch.object(World, "warn", lambda world, text: warnings.append(text)):
+        for step in range(steps):
+            if plant is not None and step == steps - 1 and world.rank == culprit:
+                number, _ = choose(0, 1, step, world.world_size, 8 // world.world_size)
+                plant(run, number)
+            try:
+                step_audited(run, observer)
+            except NumericsError as error:
+                return str(error), warnings
+    return "", warnings
+
+
+def error_of(ranks, *args):
+    """The error that all ranks raise."""
+    results = on_ranks(ranks, trained, *args)
+    assert all(result == results[0] for result in results)
+    error, warnings = results[0]
+    assert not warnings
+    return error
+
+
+# ---- what is found
+
+
+OF_ALL = "loss, gradient of 0.0.weight, gradient of 0.0.bias and "
+OF_GRADIENTS = "gradient of 0.0.weight, gradient of 0.0.bias, gradient of 1.0.weight"
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize(
+    ("strategy", "plant", "first"),
+    [
+        ("ddp", in_product, OF_ALL),
+        ("ddp", in_gradient, OF_GRADIENTS),
+        ("fsdp", in_product, OF_ALL),
+        ("fsdp", in_gradient, OF_GRADIENTS),
+        ("fsdp", in_gathered_weight, OF_ALL),
+    ],
+)
+def test_a_bit_that_one_rank_flips_once_is_found_and_the_rank_named(
+    strategy, plant, first, culprit
+):
+    words = [*EACH, *FP32, "--parallel.strategy", strategy]
+    # In the first 16 forwards FSDP2's hooks refuse a model that writes to its parameters.
+    error = error_of(2, Tiny(), words, 6, plant, culprit)
+    assert error.startswith("audit of step 6, micro-batch ")
+    assert f"other bits of {first}" in error
+    assert f"; wrong is rank {culprit} (" in error
+    assert "in 1 of 2 computations; resume from a checkpoint without faulty hardware. If " in error
+    assert "verify --bit_exact fails for this task on other machines too, it is not the" in error
+
+
+def test_a_bit_flipped_in_a_copy_of_the_weights_is_found_and_the_rank_named():
+    """Of four ranks, three agree."""
+    words = [*EACH, *FP32, "--parallel.strategy", "ddp"]
+    for culprit in (0, 2):
+        error = error_of(4, Tiny(), words, 3, in_weight, culprit)
+        assert f"; wrong is rank {culprit} (" in error
+        assert "in 2 of 2 computations; the parameter 1.0.weight is not the same on ranks" in error
+
+
+def test_of_two_ranks_with_other_weights_both_are_named():
+    words = [*EACH, *FP32, "--parallel.strategy", "ddp"]
+    error = error_of(2, Tiny(), words, 3, in_weight, 1)
+    assert "; ranks [0] against ranks [1], each with the same result twice: which is" in error
+    assert "the parameter 1.0.weight is not the same on ranks 0 and 1 after step 2" in error
+
+
+def test_under_hsdp_the_replicas_with_other_weights_are_named():
+    words = [*EACH, *FP32, "--parallel.strategy", "hsdp"]
+    for step in range(8):  # until another replica's rank computes
+        error = error_of(4, Tiny(), words, step + 1, in_weight, 0)
+        if error:
+            break
+    assert "ranks [0, 1] against ranks [2, 3]" in error or "ranks [2, 3] against" in error
+    assert "the parameter 1.0.weight is not the same on ranks 0 and 2" in error
+
+
+def test_a_rank_that_is_always_wrong_is_named_among_four():
+    words = [*EACH, *FP32, "--parallel.strategy", "fsdp"]
+    error = error_of(4, Tiny(), words, 3, partial(in_product, always=True), 3)
+    assert "; wrong is rank 3 (" in error
+
+
+def test_a_skipped_step_is_audited_too():
+    """With an optimizer that a skipped step does not call."""
+    words = [*EACH, "--parallel.strategy", "ddp", "--precision.dtype", "fp16"]
+    words += ["--precision.scaler.init_scale", 2.0**40]
+    assert "; wrong is rank 1 (" in error_of(2, Tiny(), words, 1, in_product, 1)
+
+
+# ---- what is not
+
+
+class UnseededSamples(Tiny):
+    """Noise from the system's random numbers, which no seed repeats."""
+
+    def build_dataset(self, split):
+        rows = super().build_dataset(split)
+        return Noisy(rows.columns)
+
+
+class Noisy:
+    def __init__(self, columns):
+        self.columns = columns
+
+    def __len__(self):
+        return len(self.columns["x"])
+
+    def __getitem__(self, index):
+        noise = torch.from_numpy(numpy.random.default_rng().normal(size=8)).float()
+        row = {name: column[index] for name, column in self.columns.items()}
+        return row | {"x": row["x"] + noise}
+
+
+class UnseededLoss(Tiny):
+    def loss_sum(self, model, batch):
+        return super().loss_sum(model, batch) * random.SystemRandom().random()
+
+
+@pytest.mark.bad_input("an audit of a task that draws from generators that it does not seed")
+@pytest.mark.parametrize(
+    ("task", "first"), [(UnseededSamples(), "samples, loss,"), (UnseededLoss(), "loss,")]
+)
+def test_a_task_that_is_not_repeatable_is_no_corruption(task, first):
+    words = [*EACH, "--parallel.strategy", "ddp"]
+    for error, warnings in on_ranks(2, trained, task, words, 4):
+        assert not error
+        assert len(warnings) == 1
+        assert f"other bits of {first}" in warnings[0]
+        assert "a task that is not repeatable" in warnings[0]
+        assert warnings[0].endswith("no more steps are audited")
+
+
+def trained_bits(world, words, steps):
+    run = make_run(world, Augmented(), *EXACT, *words)
+    observer = Audit(run) if "--debug.audit_every" in words else None
+    for _ in range(steps):
+        if observer is None:
+            train_step(run, next(run.data))
+        else:
+            step_audited(run, observer)
+    return parameters_of(run), run.step
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_an_audited_run_has_the_bits_of_one_that_is_not(strategy, dtype):
+    """Dropout, augmentation, idle experts, accumulation, padding, skips, and no alarm."""
+    words = ["--parallel.strategy", strategy, "--precision.dtype", dtype]
+    words += ["--precision.scaler.init_scale", 2.0**24] if dtype == "fp16" else []
+    expected = on_ranks(2, trained_bits, words, 7)
+    audited = on_ranks(2, trained_bits, [*words, *EACH], 7)
+    for (mine, _), (others, _) in zip(audited, expected, strict=True):
+        for name, value in mine.items():
+            assert torch.equal(value, others[name]), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_ten_thousand_clean_audits_give_no_alarm(strategy):
+    words = [*EACH, "--parallel.strategy", strategy, "--train.steps", 10_000]
+    words += ["--train.global_batch_size", 4]
+    for error, warnings in on_ranks(2, trained, Tiny(), words, 10_000, timeout_seconds=3000):
+        assert (error, warnings) == ("", [])
+
+
+# ---- what is chosen, and how it is judged
+
+
+def test_one_step_of_each_window_is_chosen_by_seed_and_step_alone():
+    chosen = [choose(7, 10, step, 4, 3) for step in range(3000)]
+    assert chosen == [choose(7, 10, step, 4, 3) for step in range(3000)]
+    assert all(sum(c is not None for c in chosen[i : i + 10]) == 1 for i in range(0, 3000, 10))
+    # Each place, micro-batch and rank comes about equally often.
+    places = Counter(step % 10 for step, choice in enumerate(chosen) if choice)
+    assert len(places) == 10
+    kinds = Counter(filter(None, chosen))
+    assert set(kinds) == {(number, shift) for number in range(3) for shift in (1, 2, 3)}
+    # Binomial: 33 expected, standard deviation 5.4; five of them.
+    assert max(kinds.values()) < 60
+    assert chosen != [choose(8, 10, step, 4, 3) for step in range(3000)]
+
+
+GOOD, BAD, WORSE, WORST = (0, 1), (0, 2), (0, 3), (0, 4)
+OTHER_SAMPLES = (9, 1)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "values", "text"),
+    [
+        ([1, 0, 0, 1], [BAD, GOOD, GOOD, GOOD], "wrong is rank 1 (b) in 1 of 2 computations"),
+        ([1, 0, 0, 1], [GOOD, BAD, GOOD, GOOD], "wrong is rank 0 (a) in 1 of 2 computations"),
+        ([1, 0, 0, 1], [BAD, GOOD, GOOD, WORSE], "wrong is rank 1 (b) in 2 of 2 computations"),
+        ([0, 1, 0, 1], [BAD, GOOD, BAD, GOOD], "ranks [0] against ranks [1], each with the same"),
+        ([0, 1, 0, 1], [BAD, GOOD, WORSE, WORST], ""),
+        ([0, 1, 0, 1], [OTHER_SAMPLES, GOOD, GOOD, GOOD], ""),
+        ([0, 1, 0, 1], [OTHER_SAMPLES, GOOD, OTHER_SAMPLES, GOOD], "ranks [0] against ranks [1]"),
+        ([0, 2, 0, 1, 2, 3], [GOOD, BAD, GOOD, GOOD, BAD, GOOD], "wrong is rank 2 (c) in 2 of 2"),
+        (
+            [0, 2, 0, 1, 2, 3],
+            [GOOD, BAD, GOOD, BAD, BAD, GOOD],
+            "ranks [0, 3] against ranks [1, 2]",
+        ),
+    ],
+)
+def test_the_majority_decides_and_a_draw_is_called_one(ranks, values, text):
+    said = verdict(ranks, values, "abcd")
+    assert said.startswith(text)
+    assert bool(said) == bool(text)
+
+
+# ---- what can't be audited
+
+
+@pytest.mark.bad_input("`debug.audit_every` of 0, below it, or a word")
+@pytest.mark.parametrize("value", ["0", "-1", "often", "0.5"])
+def test_an_interval_of_audits_is_a_whole_number_or_off(value):
+    with pytest.raises(ConfigError, match=f"debug.audit_every={value} .* or off$"):
+        load_config(["--debug.audit_every", value], environ={})
+
+
+def refused(world, words, kinds):
+    config = load_config([str(word) for word in [*EACH, *words]], environ={})
+    with patch.object(audit, "kind_of", lambda device: kinds[world.rank]):
+        try:
+            check_settings(config, world)
+        except ConfigError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.bad_input("an audit without bit_exact, on one process, or on devices of two kinds")
+def test_where_equal_bits_can_not_be_expected_the_audit_is_refused():
+    says = partial(on_ranks, 2, refused)
+    for error in says([], "AA"):
+        assert "debug.audit_every=1 needs parallel.bit_exact=true" in error
+        assert error.endswith("; use debug.audit_every=off")
+    for error in says(EXACT, ["H100", "H200"]):
+        assert "needs ranks on equal devices: H100 (rank 0), H200 (rank 1)" in error
+    assert on_ranks(1, refused, EXACT, "A")[0].startswith(
+        "debug.audit_every=1 needs another rank, which computes again, and this is one process"
+    )
+    assert says(EXACT, "AA") == ["", ""]
+
+
+# ---- the main job
+
+
+@pytest.mark.bad_input("an audit on one process, in the main job")
+def test_an_audit_on_one_process_is_refused_before_the_runs_folder_is_made(launch, tmp_path):
+    words = ["--task.target", "tiny:Tiny", "--run.device", "cpu", "--run.dir", "run"]
+    done = launch(0, *EXACT, *EACH, *words)
+    assert done.returncode == 64
+    assert "debug.audit_every=1 needs another rank" in done.stderr.splitlines()[-1]
+    assert not (tmp_path / "run").exists()

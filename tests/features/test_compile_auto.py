@@ -1,0 +1,178 @@
+"""Compiled by default on GPUs: what auto decides, graph breaks, and where the code is kept."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch._dynamo
+from tiny import Tiny, make_run, take_steps
+from torch import nn
+
+from dist_amp import train
+from dist_amp.config.load import load_config
+from dist_amp.errors import ConfigError, Failure
+from dist_amp.scaling import compile as compiling
+from dist_amp.scaling.compile import pick_compile
+from dist_amp.world import World
+
+GPU = World(device=torch.device("cuda", 0))
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_yet():
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=8):
+        yield
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """As if Triton and a C compiler were installed."""
+    monkeypatch.setattr(compiling, "_missing_compiler", lambda device: "")
+
+
+def picked(*words, task=None, world=GPU):
+    task = task or Tiny()
+    config = load_config([str(word) for word in words], environ={})
+    return pick_compile(config, "single", task, task.build_model(), world).blocks
+
+
+def test_blocks_are_compiled_on_a_gpu_with_a_compiler_and_not_on_a_cpu(compiler):
+    assert picked() == "auto"
+    assert picked("--compile.blocks", "dynamic") == "dynamic"
+    assert picked("--compile.blocks", "false") is False
+    assert picked(world=World()) is False
+
+
+@pytest.mark.bad_input("`compile.blocks=auto` on a GPU without a compiler")
+def test_auto_compiles_nothing_without_a_compiler_and_names_what_is_missing(monkeypatch, capsys):
+    monkeypatch.setattr(compiling, "_missing_compiler", lambda device: "a C compiler")
+    assert picked() is False
+    said = "compile.blocks=auto: nothing is compiled, because it needs a C compiler"
+    assert said in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="needs a C compiler"):
+        picked("--compile.blocks", "true")
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """compile.blocks=auto compiles on this CPU, too."""
+    monkeypatch.setattr(compiling, "_not_compiled", lambda *_: "")
+
+
+def losses(task, *words):
+    run = make_run(World(), task, *words)
+    return [float(report.loss_sum) for report in take_steps(run, 3)]
+
+
+@pytest.mark.bad_input("a block that the backend fails on, under `compile.blocks=auto`")
+def test_a_block_that_the_backend_fails_on_runs_as_written_under_auto(
+    as_on_a_gpu, monkeypatch, capsys
+):
+    def fails(graph, inputs):
+        raise ValueError("no kernel")
+
+    plain = losses(Tiny(), "--compile.blocks", "false")
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **more: real(f, **more | {"backend": fails}))
+    assert losses(Tiny(), "--compile.mode", "aot_eager") == plain
+    assert "compile.blocks=auto leaves a block as it is: 0 is not one graph: " in (
+        capsys.readouterr().err
+    )
+
+
+class Chosen(nn.Module):
+    """Experts that read which of them are chosen, as a mixture does."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        chosen = (x[:, 0] > 0).long()
+        result = torch.zeros_like(x)
+        for number in chosen.unique().tolist():
+            rows = chosen == number
+            result[rows] = self.experts[number](x[rows]).to(x.dtype)
+        return result
+
+
+class Mixture(Tiny):
+    def build_model(self):
+        return nn.Sequential(Chosen(), nn.Linear(8, 8), nn.Linear(8, 1))
+
+    def blocks(self, model):
+        return list(model[:2])
+
+
+@pytest.mark.bad_input("a block whose graph depends on values, under `compile.blocks=auto`")
+def test_a_block_that_depends_on_values_runs_as_written_under_auto(as_on_a_gpu, capsys):
+    plain = losses(Mixture(), "--compile.blocks", "false")
+    assert losses(Mixture(), "--compile.mode", "eager") == plain
+    said = capsys.readouterr().err
+    assert said.count("compile.blocks=auto leaves a block as it is: 0 is not one graph: ") == 1
+    assert "1 is not one graph" not in said
+
+
+def test_an_error_of_the_model_is_its_own_under_auto(as_on_a_gpu):
+    class Misfit(Tiny):
+        def loss_sum(self, model, batch):
+            return model(batch["x"][:, :3]).sum()
+
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied|same reduction dim"):
+        losses(Misfit(), "--compile.mode", "eager")
+
+
+def trained(folder, *words):
+    """What a process prints that trains with inductor's code, whose cache is empty at first."""
+    environ = {name: value for name, value in os.environ.items() if "CACHE_DIR" not in name}
+    words = ["--run.dir", str(folder), "--compile.blocks", "true", "--use_amp", "false", *words]
+    command = [sys.executable, "-c", SCRIPT, *words]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    return done.stdout, json.loads(done.stdout.splitlines()[-1])
+
+
+SCRIPT = """
+import json, sys
+from dist_amp.train import main
+code = main(sys.argv[1:])
+from torch._dynamo.utils import counters
+print(json.dumps(counters["inductor"]))
+sys.exit(code)
+"""
+
+
+@pytest.mark.slow
+def test_a_resumed_run_finds_its_compiled_code_beside_the_runs(tmp_path):
+    words = ["--task.target", "dist_amp.tasks.sinusoid:Sinusoid", "--eval.every", "off"]
+    out, counted = trained(tmp_path / "run", *words, "--train.steps", "2")
+    assert counted["fxgraph_cache_miss"]
+    assert not counted.get("fxgraph_cache_hit")
+    cache = tmp_path / "compile_cache"
+    (line,) = (line for line in out.splitlines() if "compiling took" in line)
+    assert line.endswith(f" s up to the end of the first step; the code is kept in {cache}")
+    assert any(cache.rglob("*.py"))
+    out, counted = trained(tmp_path / "run", *words, "--train.steps", "4")
+    assert "resumed from step 2" in out
+    assert counted["fxgraph_cache_hit"]
+    assert not counted.get("fxgraph_cache_miss")
+
+
+def test_compiled_code_is_kept_beside_the_runs_where_the_next_run_finds_it(tmp_path, monkeypatch):
+    found = []
+
+    def build(*args):
+        found.append(os.environ.get("TORCHINDUCTOR_CACHE_DIR"))
+        raise Failure("here it would be built")
+
+    monkeypatch.setattr(train, "newest_run", build)
+    cache = str(tmp_path / "compile_cache")
+    for blocks in ("false", "true"):
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+        words = ["--task.target", "tiny:Tiny", "--run.device", "cpu", "--use_amp", "false"]
+        words += ["--run.dir", str(tmp_path / f"run_{blocks}"), "--compile.blocks", blocks]
+        assert train.main([*words]) == 1
+    assert found == [None, cache]

@@ -1,0 +1,301 @@
+"""The doctor: a line per check with its fix, whatever the machine lacks, and ranks that are slow
+are named.
+"""
+
+import json
+import platform
+import resource
+import shutil
+import socket
+import sys
+import time
+from collections import namedtuple
+
+import pytest
+import torch
+
+from dist_amp.commands import doctor, doctor_checks
+from dist_amp.commands.doctor_checks import fail, ok, warn
+
+usage = namedtuple("usage", "total used free")
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(doctor_checks, "cpu_slowdown", {"bf16": 0.9, "fp16": 14.0}.__getitem__)
+    for name in "RANK WORLD_SIZE MASTER_PORT TORCHELASTIC_RUN_ID CUDA_VISIBLE_DEVICES".split():
+        monkeypatch.delenv(name, raising=False)
+
+
+def only(checks):
+    (check,) = checks
+    return check
+
+
+def test_every_check_is_one_aligned_line_the_last_line_counts_them_and_json_has_the_same(capsys):
+    assert doctor.main([]) == 0
+    *lines, empty, last = capsys.readouterr().out.splitlines()
+    assert empty == ""
+    assert all(line[:6] in ("ok    ", "warn  ", "fail  ") for line in lines)
+    versions = (torch.__version__, platform.python_version())
+    columns = {line.index(v) for line in lines for v in versions if f"  {v}" in line}
+    assert len(columns) == 1
+    assert doctor.main(["--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [check["name"] for check in found["checks"]] == [
+        check.name for check in doctor_checks.machine_checks(1)
+    ]
+    assert (found["ranks"], found["fail"], found["ok"] + found["warn"]) == (1, 0, len(lines))
+    assert last == f"{found['ok']} ok, {found['warn']} warn, 0 fail: ready to train"
+
+
+@pytest.mark.bad_input("`doctor`: a check that fails itself")
+def test_a_check_that_fails_itself_is_a_line(capsys, monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: 1 / 0)
+    assert doctor.main([]) == 0
+    assert "can't be checked (ZeroDivisionError: division by zero)" in capsys.readouterr().out
+
+
+# --- versions
+
+
+def test_a_package_that_cannot_be_imported_is_a_line(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    assert doctor.main([]) == 1
+    why = "import of tyro halted; None in sys.modules"
+    fix = "pip install -e . -c launch/constraints.txt"
+    assert capsys.readouterr().out == f"fail  packages  can't be imported ({why}); {fix}\n"
+
+
+@pytest.mark.bad_input("`doctor`: a package that is missing, too old, or can't be imported")
+def test_a_missing_or_old_package_fails_with_the_command_that_installs_it(monkeypatch, capsys):
+    versions = {"torch": "2.10.0+cu126", "tyro": ""}
+    monkeypatch.setattr(doctor_checks, "installed", lambda name: versions.get(name, "99.0"))
+    assert doctor.main([]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "fail torch 2.10.0+cu126; the project needs >=2.11; pip install 'torch>=2.11'" in out
+    assert "fail tyro not installed; pip install 'tyro>=1.0'" in out
+    assert out.endswith("2 fail: fix what failed before you train")
+
+
+def test_packages_that_are_not_the_pinned_releases_are_listed(monkeypatch, tmp_path):
+    pins = tmp_path / "launch/constraints.txt"
+    pins.parent.mkdir()
+    pins.write_text(f"# made by\ntorch=={torch.__version__.split('+')[0]}\ntyro==0.1\n")
+    monkeypatch.setattr(doctor_checks, "shipped_folder", lambda: tmp_path)
+    check = only(doctor_checks.pins())
+    assert check == warn("pins", check.found, f"pip install -c {pins}")
+    assert check.found.startswith("not as tested: tyro ")
+    assert check.found.endswith(" (0.1)")
+    pins.unlink()
+    assert only(doctor_checks.pins()).status == "ok"
+
+
+# --- devices
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """two_gpus(capability, driver): two equal GPUs, and torch for CUDA 12.6."""
+
+    def make(capability, driver=560, name="Fake GPU"):
+        properties = namedtuple("properties", "total_memory major minor")(80 * 2**30, *capability)
+        for function, value in {
+            "is_available": True,
+            "device_count": 2,
+            "get_device_name": name,
+            "get_device_capability": capability,
+            "get_device_properties": properties,
+            "get_arch_list": ["sm_70", "sm_80", "sm_90"],
+        }.items():
+            monkeypatch.setattr(torch.cuda, function, lambda *_, value=value: value)
+        monkeypatch.setattr(torch.version, "cuda", "12.6")
+        monkeypatch.setattr(doctor_checks, "driver_branch", lambda: driver)
+
+    return make
+
+
+@pytest.mark.bad_input("`doctor`: GPUs that torch can't use, or has no code for; no NCCL")
+def test_gpus_that_torch_cannot_use_or_has_no_code_for_and_a_missing_nccl_fail(
+    two_gpus, monkeypatch
+):
+    monkeypatch.setattr(doctor_checks, "why_unused", lambda: "8 NVIDIA GPUs, and driver 525 ...")
+    assert only(doctor_checks.gpus()) == fail("gpu", "8 NVIDIA GPUs, and driver 525 ...")
+    two_gpus((6, 0), name="Old GPU")
+    gpu, _ = doctor_checks.gpus()
+    assert gpu.status == "fail"
+    assert gpu.found.startswith("Old GPU is sm_60, and torch ")
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    missing = fail("nccl", "missing in this build of torch", "install one from pytorch.org")
+    assert only(doctor_checks.communication()) == missing
+
+
+def test_gpus_are_counted_and_their_driver_is_compared_with_the_build(two_gpus):
+    two_gpus((9, 0))
+    compared = "560; torch is built for CUDA 12.6, which needs 525 or newer"
+    assert list(doctor_checks.gpus()) == [
+        ok("gpu", "2 x Fake GPU, 80 GiB, sm_90"),
+        ok("driver", compared),
+    ]
+    two_gpus((9, 0), driver=470)
+    assert list(doctor_checks.gpus())[1].status == "warn"
+
+
+@pytest.mark.parametrize(
+    ("capability", "status", "text"),
+    [
+        ((8, 0), "ok", "bf16 native, fp16 native on Fake GPU"),
+        ((7, 5), "warn", "bf16 emulated, fp16 native on Fake GPU"),
+        ((5, 0), "warn", "bf16 none, fp16 none on Fake GPU"),
+    ],
+)
+def test_what_a_gpu_computes_natively_is_said_per_dtype(two_gpus, capability, status, text):
+    two_gpus(capability)
+    gpu, cpu = doctor_checks.precisions()
+    assert (gpu.status, gpu.found) == (status, text)
+    on_cpu = "bf16 native, fp16 emulated (14x slower) on the CPU"
+    assert cpu == ok("precision", on_cpu)
+
+
+def test_a_cpu_that_emulates_bf16_is_a_warning_where_it_trains(monkeypatch):
+    monkeypatch.setattr(doctor_checks, "cpu_slowdown", lambda dtype: 30.0)
+    check = only(doctor_checks.precisions())
+    assert (check.status, check.fix) == ("warn", "train with --use_amp false on this CPU")
+
+
+# --- network, limits, folders
+
+
+@pytest.mark.bad_input("`doctor`: a host name that does not resolve")
+@pytest.mark.parametrize("why", ["Name or service not known", "no answer within 0.1 s"])
+def test_a_host_name_that_does_not_resolve_warns_that_torchrun_may_hang(monkeypatch, why):
+    def getaddrinfo(*_):
+        if why.startswith("no answer"):
+            time.sleep(60)
+        raise socket.gaierror(-2, why)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(doctor_checks, "RESOLVE_SECONDS", 0.1)
+    check = only(doctor_checks.hostname())
+    assert check.status == "warn"
+    assert why in check.found
+    assert "torchrun --local-addr 127.0.0.1" in check.fix
+
+
+@pytest.mark.bad_input("`doctor`: a MASTER_PORT that is in use, or is none")
+def test_a_master_port_that_is_in_use_fails_and_a_launchers_own_does_not(monkeypatch):
+    with socket.create_server(("", 0)) as other:
+        monkeypatch.setenv("MASTER_PORT", str(other.getsockname()[1]))
+        check = only(doctor_checks.ports())
+        assert (check.status, check.fix) == ("fail", "choose another")
+        assert "(Address already in use" in check.found
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+        assert only(doctor_checks.ports()).status == "ok"
+        monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    assert only(doctor_checks.ports()).status == "ok"
+    monkeypatch.setenv("MASTER_PORT", "seven")
+    assert only(doctor_checks.ports()).found == "MASTER_PORT='seven' is no port"
+
+
+@pytest.mark.bad_input("`doctor`: little shared memory")
+def test_a_small_or_missing_dev_shm_names_what_raises_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(64 * 2**20, 0, 64 * 2**20))
+    check = only(doctor_checks.shared_memory(tmp_path))
+    assert check.status == "warn"
+    assert "--shm-size=16g" in check.fix
+    assert only(doctor_checks.shared_memory(tmp_path / "none")).status == "fail"
+
+
+@pytest.mark.bad_input("`doctor`: too few open files for the ranks")
+@pytest.mark.parametrize(
+    ("hard", "ranks", "status", "text"),
+    [
+        (1024, 8, "ok", "1,024 per process: enough for 275 ranks"),
+        (1024, 276, "fail", "1,024 per process: enough for 275 ranks"),
+        (100, 2, "fail", "100 per process: enough for 1 ranks"),
+        (resource.RLIM_INFINITY, 10_000, "ok", "no limit"),
+    ],
+)
+def test_the_limit_of_open_files_says_for_how_many_ranks_it_suffices(
+    monkeypatch, hard, ranks, status, text
+):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, hard))
+    check = only(doctor_checks.open_files(ranks))
+    assert (check.status, check.found) == (status, text)
+    assert ("ulimit -Hn" in check.fix) == (status != "ok")
+
+
+@pytest.mark.bad_input("`doctor`: a folder that can't be written, or a full disk")
+def test_a_folder_that_cannot_be_written_fails_and_a_full_one_warns(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "file"))
+    runs, cache, _ = doctor_checks.folders()
+    assert runs.found.startswith(f"{tmp_path}/runs is writable, ")
+    assert not (tmp_path / "runs").exists(), "it leaves nothing behind"
+    why = f"{tmp_path}/file can't be written (Not a directory)"
+    assert cache == fail("data cache", why, "choose another by HF_HOME")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**40, 0, 2**30))
+    runs, _, _ = doctor_checks.folders()
+    assert (runs.status, runs.fix) == ("warn", "choose another by --run.dir")
+
+
+# --- several ranks
+
+
+def test_what_is_ok_everywhere_is_said_once_and_what_fails_on_some_machines_with_their_names():
+    gpus = [ok("gpu", "4 x A"), ok("gpu", "4 x B")]
+    small = warn("/dev/shm", "0.06 GiB", "raise it")
+    old = fail("torch", "2.0")
+    found = doctor_checks.merge(
+        [
+            ("a", [*gpus, old, ok("/dev/shm", "9 GiB")]),
+            ("b", [*gpus, old, small]),
+            ("c", [ok("gpu", "8 x A"), old, small]),
+        ]
+    )
+    said = [(check.title, check.found) for check in found]
+    good = [("gpu", "4 x A"), ("gpu", "4 x B"), ("/dev/shm", "9 GiB")]
+    assert said == [*good, ("torch", "2.0"), ("/dev/shm (b, c)", "0.06 GiB")]
+
+
+@pytest.mark.bad_input(
+    "`doctor`: ranks that do not find one another, or differ in code or versions"
+)
+@pytest.mark.parametrize(
+    ("environ", "why"),
+    [
+        ({"WORLD_SIZE": "2"}, "RANK is not set"),
+        ({"WORLD_SIZE": "x", "RANK": "0"}, "WORLD_SIZE='x' in the environment is not a"),
+        ({"WORLD_SIZE": "2", "RANK": "1"}, "no rank 0 at 127.0.0.1:9 within "),
+    ],
+)
+def test_ranks_that_do_not_find_one_another_are_a_failed_check(capsys, monkeypatch, environ, why):
+    monkeypatch.setattr(doctor, "JOIN_SECONDS", 0.2)
+    place = {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    for name, value in (place | environ).items():
+        monkeypatch.setenv(name, value)
+    assert doctor.main([]) == 1
+    assert f"they can't work together: {why}" in capsys.readouterr().out
+
+
+def test_a_rank_whose_products_are_slow_is_named_with_its_host_and_factor():
+    hosts = ["a"] * 4 + ["b"] * 4
+    even = doctor_checks.judge_rates([1.0, 0.9, 1.1, 0.95] * 2, hosts, "bfloat16")
+    assert even.status == "ok"
+    check = doctor_checks.judge_rates([1.0] * 6 + [0.5, 1.0], hosts, "bfloat16")
+    assert check.status == "warn"
+    assert check.found.endswith(": rank 6 on b is 2.0x slower")
+
+
+@pytest.mark.bad_input("`doctor`: a slow rank or link")
+def test_a_slow_link_is_named_among_those_of_its_kind():
+    hosts = ["a", "a", "b", "b", "c", "c"]  # the links to 0, 2 and 4 cross machines
+    rates = "100 GB/s in a machine, 10 GB/s between machines from each rank to the next (medians)"
+    assert doctor_checks.judge_links([10.0, 100.0] * 3, hosts) == ok("links", rates)
+    check = doctor_checks.judge_links([10.0, 100.0, 2.0, 100.0, 10.0, 100.0], hosts)
+    assert check.status == "warn"
+    assert check.found == f"{rates}: rank 1 on a to rank 2 on b is 5.0x slower"
+    check = doctor_checks.judge_links([10.0, 20.0, 2.0, 100.0, 10.0, 100.0], hosts)
+    assert check.found.count(": ") == 1  # both kinds in one list
+    assert check.found.count("x slower") == 2

@@ -1,0 +1,134 @@
+"""optim.ema: a moving average of the parameters that follows applied steps, is saved, and is what
+is evaluated.
+"""
+
+import pytest
+import torch
+from optimizer_runs import LAYOUTS, Counter, words
+from own_optimizers import Own
+from ranks import on_ranks
+from tiny import Tiny, make_run, parameters_of, save, take_steps, whole
+
+from dist_amp.step import evaluate, train_step
+from dist_amp.world import World
+
+EMA = ["--optim.ema", 0.75, "--optim.lr", 0.05]
+
+
+def averages_of(run):
+    return {name: whole(average) for name, average in run.extra_states["ema"].tensors.items()}
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def follows(world, strategy, kind):
+    """Whether the average is the textbook's after each of five steps, of which the second is
+    skipped.
+    """
+    half = ["--precision.dtype", "fp16", "--precision.scaler.init_scale", 64]
+    task = Own(kind, bad=(2 * world.world_size,))
+    run = make_run(world, task, *words("unused", strategy, *half, *EMA))
+    expected = averages_of(run)
+    found = [equal(expected, parameters_of(run))]
+    for _ in range(5):
+        before = averages_of(run)
+        if take_steps(run, 1)[0].applied:
+            now = parameters_of(run)
+            expected = {name: 0.75 * value + 0.25 * now[name] for name, value in expected.items()}
+            # Two orders of the same three operations of float32.
+            near = {"rtol": 1e-6, "atol": 1e-7}
+            after = averages_of(run)
+            found.append(all(torch.allclose(after[name], expected[name], **near) for name in after))
+        else:
+            found.append(equal(before, averages_of(run)))
+    return found, run.schedule.counters.tolist()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "kind"),
+    [(1, "single", "lion"), (2, "ddp", "fused adamw"), (2, "fsdp", "fused adamw")],
+)
+def test_the_average_follows_applied_steps_and_a_skipped_one_leaves_it_bit_for_bit(
+    ranks, strategy, kind
+):
+    for found, counters in on_ranks(ranks, follows, strategy, kind):
+        assert counters == [4, 1, 0]
+        assert all(found)
+
+
+def evaluated_saved_and_resumed(world, folder, strategy, more):
+    """The loss of an evaluation and what it should be; what stays as without it, and on a resume;
+    the saved averages.
+    """
+    small = [*EMA, "--eval.every", 5, "--train.global_batch_size", 8, *more]
+    small = words(folder, strategy, *small)
+    plain, run = (make_run(world, Tiny(), *small) for _ in range(2))
+    for one in (plain, run):
+        take_steps(one, 2)
+    before = parameters_of(run)
+    averages = averages_of(run)
+    loss = evaluate(run)["loss"]
+    same = [equal(before, parameters_of(run)), equal(averages, averages_of(run))]
+    model = Tiny().build_model()
+    model.load_state_dict(averages)
+    rows = Tiny().build_dataset("validation").columns
+    with torch.no_grad():
+        expected = (Tiny().loss_sum(model, rows) / len(rows["x"])).item()
+    save(run)
+    resumed = make_run(world, Tiny(), *small, "--run.resume", "auto")
+    same.append(equal(averages, averages_of(resumed)))
+    for one in (plain, run, resumed):
+        take_steps(one, 2)
+    for one in (run, resumed):
+        same.append(equal(parameters_of(plain), parameters_of(one)))
+        same.append(equal(averages_of(plain), averages_of(one)))
+    return loss, expected, same, averages
+
+
+def loaded_elsewhere(world, folder, strategy):
+    small = words(folder, strategy, *EMA, "--train.global_batch_size", 8, "--use_amp", "false")
+    return averages_of(make_run(world, Tiny(), *small, "--run.resume", "auto"))
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), LAYOUTS)
+def test_an_evaluation_uses_the_average_and_a_resume_continues_it_bit_for_bit_on_any_layout(
+    tmp_path, ranks, strategy
+):
+    results = on_ranks(
+        ranks, evaluated_saved_and_resumed, tmp_path, strategy, ["--use_amp", "false"]
+    )
+    for loss, expected, same, _ in results:
+        assert loss == pytest.approx(expected, rel=1e-6)
+        assert all(same)
+    other = {"single": (2, "fsdp"), "ddp": (1, "single"), "fsdp": (2, "ddp")}[strategy]
+    for loaded in on_ranks(other[0], loaded_elsewhere, tmp_path, other[1]):
+        assert equal(loaded, results[0][3])
+
+
+def test_parameters_that_are_stored_in_bf16_have_a_float32_average(tmp_path):
+    more = ["--parallel.param_dtype", "bf16"]
+    for loss, expected, same, averages in on_ranks(
+        2, evaluated_saved_and_resumed, tmp_path, "fsdp", more
+    ):
+        assert loss == pytest.approx(expected, rel=0.02)  # bf16 keeps 8 bits
+        assert all(same)
+        assert {average.dtype for average in averages.values()} == {torch.float32}
+
+
+def test_an_average_that_starts_on_a_resume_begins_at_the_parameters_and_says_so(tmp_path, capsys):
+    run = make_run(World(), Tiny(), *words(tmp_path, "single"))
+    take_steps(run, 2)
+    save(run)
+    more = ["--optim.ema", 0.9, "--run.resume", "auto"]
+    resumed = make_run(World(), Tiny(), *words(tmp_path, "single", *more))
+    assert "optim.ema starts at step 2: the checkpoint has no average\n" in capsys.readouterr().out
+    assert equal(averages_of(resumed), parameters_of(resumed))
+    batch = next(resumed.data)
+    with Counter("_local_scalar_dense") as counter:
+        train_step(resumed, batch)
+    assert counter.count == 0, "host reads"
+    save(resumed)
+    without = make_run(World(), Tiny(), *words(tmp_path, "single", "--run.resume", "auto"))
+    assert (without.step, without.extra_states) == (3, {})

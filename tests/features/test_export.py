@@ -1,0 +1,149 @@
+"""A checkpoint of any layout becomes one safetensors file, and what its model makes is seen."""
+
+import pytest
+import torch
+from ranks import on_ranks
+from safetensors.torch import load_file, load_model
+from tiny import Tiny, make_run, save, take_steps
+from torch import nn
+
+from dist_amp.checkpoint.format import CONFIG
+from dist_amp.checkpoint.weights import load_weights
+from dist_amp.commands import export
+from dist_amp.commands.export import build_model
+from dist_amp.config.load import load_config
+from dist_amp.config.task_class import build_task
+from dist_amp.errors import DataError
+from dist_amp.world import World
+
+FEW_STEPS = "--train.steps 10 --train.micro_batch_size 2 --use_amp false --optim.lr 0.1"
+
+
+class Counted(nn.Module):
+    """A float32 layer and buffers of all kinds."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+        self.register_buffer("calls", torch.tensor(2**40 + 1))
+        self.register_buffer("scale", torch.ones(1))
+        # The same only if the seed is.
+        self.register_buffer("drawn", torch.rand(1), persistent=False)
+
+    def forward(self, x):
+        return self.layer(x) * self.scale * self.drawn
+
+
+class WithBuffers(Tiny):
+    def build_model(self):
+        return Counted()
+
+
+def inputs_for(task):
+    if hasattr(task, "context"):
+        return torch.arange(16).reshape(2, 8)
+    return torch.linspace(-1, 1, 24).reshape(3, 8)
+
+
+def run_in(world, folder, target, words=""):
+    words = f"--run.dir {folder} --task.target {target} {FEW_STEPS} {words}"
+    return make_run(world, None, *words.split())
+
+
+def saved_run(world, folder, target, words=""):
+    """Train `target` two steps and save; returns the checkpoint and the model's answer."""
+    run = run_in(world, folder, target, words)
+    take_steps(run, 2)
+    checkpoint = save(run)
+    with torch.no_grad(), run.evaluating():
+        return checkpoint, run.parallel.module(inputs_for(run.task))
+
+
+def saved(folder, target, words=""):
+    return saved_run(World(), folder, target, words)
+
+
+def exports(*words):
+    """Whether the export has worked."""
+    return export.main([str(word) for word in words]) == 0
+
+
+def test_integer_buffers_stay_and_what_is_drawn_and_not_saved_is_drawn_as_in_the_run(tmp_path):
+    checkpoint, answer = saved(tmp_path / "run", "test_export:WithBuffers", "--run.seed 7")
+    assert exports(tmp_path / "run", "--out", tmp_path / "out", "--dtype", "bf16")
+    tensors = load_file(tmp_path / "out/model.safetensors")
+    assert tensors["calls"] == torch.tensor(2**40 + 1)
+    assert {tensors[name].dtype for name in ("scale", "layer.weight")} == {torch.bfloat16}
+    config = load_config([f"--config={checkpoint / CONFIG}"])
+    model = build_model(build_task(config), config)
+    assert load_weights(model, checkpoint) == (2, "model")
+    with torch.no_grad():
+        assert torch.equal(model(inputs_for(None)), answer)
+
+
+class Shares(nn.Module):
+    """Two parameters on one memory, as some ways of tying leave them, and a buffer of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Parameter(torch.randn(4, 2))
+        self.two = nn.Parameter(self.one.data)
+        self.register_buffer("own", torch.randn(4, 2))
+
+
+class OfAPart(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("part", torch.zeros(10)[:5])
+
+
+def write(out, model, dtype):
+    export.cast(model, dtype)
+    with export.replacing(out) as folder:
+        (folder / CONFIG).touch()
+        export.save_model(model, str(folder / export.MODEL))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_shares_memory_is_stored_once_and_loads(tmp_path, dtype):
+    model, again = Shares(), Shares()
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    write(tmp_path / "out", model, dtype)
+    assert len(load_file(tmp_path / "out/model.safetensors")) == 2
+    load_model(again, tmp_path / "out/model.safetensors")
+    for name, value in again.state_dict().items():
+        assert torch.equal(value, values[name].to(dtype).float()), name
+    modes = {path.stat().st_mode for path in (tmp_path / "out").iterdir()}
+    assert len(modes) == 1, "whoever may read the config may read the weights"
+
+
+def test_what_safetensors_can_not_store_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"amongst: \{'part'\}; let build_model make ordinary ten"):
+        write(tmp_path / "out", OfAPart(), torch.float32)
+    assert not list(tmp_path.iterdir())
+
+
+def test_parameters_that_were_trained_in_bf16_are_exported(tmp_path):
+    words = "--parallel.strategy fsdp --parallel.param_dtype bf16 --use_amp true"
+    on_ranks(2, saved_run, tmp_path / "run", "tiny:Tiny", words)
+    assert exports(tmp_path / "run", "--out", tmp_path / "out")
+    for tensor in load_file(tmp_path / "out/model.safetensors").values():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor, tensor.bfloat16().float())
+
+
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path, capsys):
+    run = run_in(World(), tmp_path, "tiny:Tiny")
+    take_steps(run, 1)
+    older = save(run)
+    take_steps(run, 1)
+    newest = save(run)
+    (shard,) = newest.glob("__0_*")
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    assert exports(tmp_path, "--out", tmp_path / "out")
+    shown = capsys.readouterr()
+    assert f"from step 1 ({older})" in shown.out
+    assert f"warning: checkpoint {newest}: {shard.name} is damaged" in shown.err
+    assert "using step_00000001 instead" in shown.err

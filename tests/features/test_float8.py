@@ -1,0 +1,108 @@
+"""Float8 matrix products (precision.matmul=fp8), emulated on CPUs: values, shards, checkpoints."""
+
+import importlib.util
+import sys
+
+import pytest
+import torch
+from ranks import on_ranks
+from tiny import Rows, Tiny, make_run, take_steps
+from torch import nn
+
+from dist_amp.config.load import load_config
+from dist_amp.errors import ConfigError
+from dist_amp.scaling.float8 import check_float8
+from dist_amp.world import World
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("torchao") is None, reason="torchao is not installed"
+)
+FP8 = ["--precision.matmul", "fp8"]
+
+
+class Wide(Tiny):
+    """Two blocks of 16, of which one has a hook; and a block whose weight is frozen."""
+
+    def build_model(self):
+        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)), nn.Linear(16, 1))
+        model[1].register_forward_hook(lambda part, args, output: output * 1.0)
+        model[2].requires_grad_(False)
+        model[3].weight = model[0].weight
+        return model
+
+    def blocks(self, model):
+        return list(model[:4])
+
+    def build_dataset(self, split):
+        x = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
+        return Rows(x=x, y=x[:, :1], counts=torch.ones(64))
+
+
+class Free(Wide):
+    def build_model(self):
+        model = super().build_model()
+        model[3] = nn.Linear(16, 16)
+        return model
+
+
+class Experts(nn.Module):
+    """Two experts, of which a sample's first feature chooses one."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, x):
+        result = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            chosen = (x[:, 0] > 0) == bool(number)
+            result = result.index_put((chosen,), expert(x[chosen]).to(x.dtype))
+        return x + result
+
+
+class Mixture(Free):
+    def build_model(self):
+        return nn.Sequential(Experts(), Experts(), nn.Linear(16, 1))
+
+    def blocks(self, model):
+        return list(model[:2])
+
+
+def mixture_losses(world, words):
+    run = make_run(world, Mixture(), "--train.micro_batch_size", 1, *words)
+    return [float(report.loss_sum) for report in take_steps(run, 6)]
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_experts_without_a_sample_are_idle_in_float8_as_in_bf16(strategy):
+    words = ["--parallel.strategy", strategy]
+    ranks = 1 if strategy == "single" else 2
+    bf16, fp8 = (on_ranks(ranks, mixture_losses, [*words, *more])[0] for more in ([], FP8))
+    # e4m3 rounds by 2^-4, here of outputs of about 1: a square of 0.15^2 moves by up to 0.02.
+    assert fp8 == pytest.approx(bf16, rel=0.1, abs=0.02)
+
+
+@pytest.mark.bad_input("`precision.matmul=fp8` for a model without a layer that it can convert")
+@pytest.mark.parametrize("task", [Tiny(), Wide()])
+def test_a_model_without_convertible_layers_is_refused(task):
+    with pytest.raises(ConfigError, match="none of the . linear layers .* multiples of 16, and"):
+        make_run(World(), task, *FP8)
+
+
+@pytest.mark.bad_input("`precision.matmul=fp8` on a GPU without float8 tensor cores")
+def test_a_gpu_without_float8_tensor_cores_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    config = load_config(FP8, environ={})
+    said = "needs compute capability 8.9 .* NVIDIA A100 has 8.0; or use precision.matmul=auto"
+    with pytest.raises(ConfigError, match=said):
+        check_float8(config, World(device=torch.device("cuda", 0)))
+
+
+@pytest.mark.bad_input("`precision.matmul=fp8` without torchao")
+def test_float8_without_torchao_is_refused_with_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    with pytest.raises(
+        ConfigError, match=r"needs torchao .*: pip install 'dist_amp\[float8\]', or"
+    ):
+        make_run(World(), Free(), *FP8)

@@ -1,0 +1,349 @@
+"""`dist_amp.follow`: every line reaches the (fake) tracker once, whatever is killed."""
+
+import json
+import math
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from dist_amp.commands import follow, trackers
+from dist_amp.errors import ConfigError, DataError, Failure
+from dist_amp.supervise.preflight import InUse
+from dist_amp.telemetry.writers import JsonlWriter
+
+
+class WrittenRun:
+    """A run's folder as the main job writes it: takes steps, is killed and resumed, and ends."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        folder.mkdir()
+        self.start(0)
+
+    def start(self, step):
+        """Start, or continue from the checkpoint of a step."""
+        (self.folder / "config.toml").write_text('[train]\nsteps = 20\n[run]\ndir = "x"\n')
+        self.log = JsonlWriter(self.folder / "metrics.jsonl", step, lambda message: None)
+
+    def take(self, *steps, **more):
+        for step in steps:
+            ranks = [{"memory/peak_bytes": 2.0**20}]
+            self.log.append({"step": step, "train/loss": 1 / step, "ranks": ranks, **more})
+
+    def end(self, stopped_by="completed", **more):
+        summary = {"stopped_by": stopped_by, "steps": 20, **more}
+        (self.folder / "summary.json").write_text(json.dumps(summary))
+
+    def follow(self, *actions, once=False):
+        return follow.Follower(self.folder, "fake", "").follow(once, Script(*actions))
+
+
+class Killed(BaseException):
+    """The follower's process ends here, and nothing after it runs."""
+
+
+class Fake(trackers.Tracker):
+    """Keeps all runs in `runs` by id; dies at `dies_at` = (number, before or after it has it)."""
+
+    project_variable, where = "FAKE_PROJECT", "a fake"
+
+    def __init__(self, project, id, name, config):
+        self.has_run = id in self.runs
+        new = {"project": project, "config": config, "lines": {}, "ends": []}
+        self.run = self.runs.setdefault(id, new)
+
+    def log(self, number, step, seconds, values):
+        if self.dies_at == (number, "before"):
+            raise Killed
+        assert self.run["lines"].setdefault(number, (step, values)) == (step, values)
+        if self.dies_at == (number, "after"):
+            raise Killed
+
+    def end(self, step, summary, values, sample):
+        self.run["ends"].append((step, summary, values, sample))
+
+
+@pytest.fixture(autouse=True)
+def runs(monkeypatch):
+    """{id: run} of the fake tracker."""
+    monkeypatch.setattr(Fake, "runs", {}, raising=False)
+    monkeypatch.setattr(Fake, "dies_at", None, raising=False)
+    monkeypatch.setitem(trackers.TRACKERS, "fake", Fake)
+    return Fake.runs
+
+
+class Script(threading.Event):
+    """Between two polls, the next of the actions; after the last one, a signal to stop."""
+
+    def __init__(self, *actions):
+        super().__init__()
+        self.actions = list(actions)
+
+    def wait(self, timeout=None):
+        self.actions.pop(0)() if self.actions else self.set()
+        return self.is_set()
+
+
+@pytest.fixture
+def run(tmp_path):
+    return WrittenRun(tmp_path / "my run")
+
+
+def the_only(runs):
+    (run,) = runs.values()
+    return run
+
+
+def steps_of(run, tag="train/loss"):
+    return [step for step, values in run["lines"].values() if tag in values]
+
+
+def test_a_live_run_is_sent_as_it_comes_and_its_summary_at_the_end(run, runs):
+    (run.folder / "sample.txt").write_text("def f(x):")
+    metrics = run.folder / "metrics.jsonl"
+    seen = []
+
+    def later():
+        seen.append(steps_of(the_only(runs)))
+        run.take(3)
+        run.log.append({"step": 3, "eval/loss": 0.25})
+        metrics.write_text(metrics.read_text() + '{"step": 4, "eval/l')
+
+    def end():
+        metrics.write_text(metrics.read_text() + 'oss": 0.5}\n')
+        run.end(final_loss=0.5, ranks=[{"rank": 0}])
+
+    run.take(1, 2)
+    assert run.follow(later, end) == 0
+    assert seen == [[1, 2]]
+    (identity, sent), *others = runs.items()
+    assert not others
+    assert identity.startswith("my-run-")
+    assert (sent["project"], sent["config"]["train"]) == ("dist_amp", {"steps": 20})
+    assert list(sent["lines"].values()) == [
+        (1, {"train/loss": 1.0, "rank00000/memory/peak_bytes": 2.0**20}),
+        (2, {"train/loss": 0.5, "rank00000/memory/peak_bytes": 2.0**20}),
+        (3, {"train/loss": 1 / 3, "rank00000/memory/peak_bytes": 2.0**20}),
+        (3, {"eval/loss": 0.25}),
+        (4, {"eval/loss": 0.5}),
+    ]
+    ((step, summary, values, sample),) = sent["ends"]
+    assert (step, sample) == (20, "def f(x):")
+    assert values == {"summary/steps": 20.0, "summary/final_loss": 0.5}
+    assert summary["ranks"] == [{"rank": 0}]
+
+
+def test_afterwards_it_continues_in_the_same_run_and_sends_nothing_twice(run, runs):
+    run.take(1, 2)
+    assert run.follow(once=True) == 0
+    run.take(3)
+    run.end()
+    for _ in range(3):
+        assert run.follow() == 0
+    assert steps_of(the_only(runs)) == [1, 2, 3]
+    assert len(the_only(runs)["ends"]) == 1
+
+
+@pytest.mark.parametrize("seen", [5, 12, 15])  # the last step sent when the run was killed at 15
+def test_of_a_resumed_run_each_step_is_sent_once_and_none_is_lost(run, runs, seen):
+    def killed_and_resumed_from_step_10():
+        run.take(*range(seen + 1, 16))
+        run.start(10)
+        run.take(*range(11, 14), **{"train/new": 1.0})
+
+    run.take(*range(1, seen + 1))
+    run.follow(killed_and_resumed_from_step_10, lambda: run.take(*range(14, 21)), run.end)
+    assert steps_of(the_only(runs)) == list(range(1, 21))
+    new = steps_of(the_only(runs), "train/new")
+    assert new == [11, 12, 13], "a tag that the first attempt did not have"
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("number", [0, 1, 4])
+@pytest.mark.parametrize("writes_at_once", [True, False])
+def test_a_follower_that_is_killed_sends_lines_again_under_the_same_numbers_and_misses_none(
+    run, runs, monkeypatch, number, when, writes_at_once
+):
+    monkeypatch.setattr(Fake, "writes_within_a_second", writes_at_once)
+    monkeypatch.setattr(Fake, "dies_at", (number, when))
+    run.take(1, 2)
+    with pytest.raises(Killed):
+        run.follow(lambda: run.take(3, 4), lambda: run.take(5, 6))
+    if not writes_at_once:  # what it had in memory dies with the process
+        the_only(runs)["lines"].clear()
+    monkeypatch.setattr(Fake, "dies_at", None)
+    run.end()
+    run.follow()
+    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
+    assert list(the_only(runs)["lines"]) == list(range(len(lines)))
+    assert steps_of(the_only(runs)) == list(range(1, len(lines) + 1))
+
+
+def test_a_run_that_starts_again_from_step_0_is_a_new_run_in_the_tracker(run, runs, capsys):
+    def killed_before_its_first_checkpoint():
+        run.start(0)
+        run.take(1, 2, 3)
+
+    run.take(1, 2)
+    run.follow(killed_before_its_first_checkpoint, run.end)
+    first, second = runs.values()
+    assert (steps_of(first), steps_of(second)) == ([1, 2], [1, 2, 3])
+    assert (len(first["ends"]), len(second["ends"])) == (0, 1)
+    assert "has started again from step 0: this is a new run in fake" in capsys.readouterr().out
+
+
+def test_a_tag_written_ahead_of_the_step_before_costs_neither_and_odd_values_and_names(run, runs):
+    run.take(1)
+    odd = {"amp/loss_scale": math.inf, "numerics/a[0]=b": 0.1, "what": "x", "nan": math.nan}
+    run.log.append({"step": 3, **odd})
+    run.take(2, 3)
+    run.follow(once=True)
+    assert steps_of(the_only(runs)) == [1, 2, 3]
+    step, values = the_only(runs)["lines"][1]
+    assert math.isnan(values.pop("nan"))
+    assert (step, values) == (3, {"amp/loss_scale": math.inf, "numerics/a_0__b": 0.1})
+
+
+def test_the_summary_of_an_attempt_that_was_restarted_ends_nothing(run, runs, monkeypatch):
+    monkeypatch.setattr(follow, "RESTART_SECONDS", 60.0)
+
+    def restarted():
+        time.sleep(0.02)  # the clock of a file system may tick a hundred times a second only
+        run.start(2)
+        run.take(3)
+
+    run.take(1, 2)
+    run.end("failed", cause="out of memory")
+    run.follow(restarted, lambda: run.take(4), run.end)
+    assert steps_of(the_only(runs)) == [1, 2, 3, 4]
+    ((_, summary, _, _),) = the_only(runs)["ends"]
+    assert summary["stopped_by"] == "completed"
+
+
+def test_a_run_that_is_not_restarted_has_ended_after_a_while(run, capsys):
+    run.take(1)
+    run.end("failed")
+    long_ago = time.time() - follow.RESTART_SECONDS
+    for name in ("config.toml", "summary.json"):
+        os.utime(run.folder / name, (long_ago, long_ago))
+    assert run.follow() == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("1 lines sent; failed")
+
+
+# ---- the command ----
+
+
+def command(*words):
+    return follow.main([str(word) for word in words])
+
+
+def refused(capsys, folder, *words, to="fake"):
+    """(exit status, the last line of stderr, which is all of it but warnings)"""
+    status = command(folder, "--to", to, "--once", *words)
+    *_, line = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("error: ")
+    return status, line
+
+
+def test_a_signal_stops_it_after_the_line_and_the_next_start_continues(
+    run, runs, monkeypatch, capsys
+):
+    log = Fake.log
+
+    def interrupted(self, number, *line):
+        log(self, number, *line)
+        if number == 1:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(Fake, "log", interrupted)
+    monkeypatch.setenv("FAKE_PROJECT", "mine")
+    run.take(1, 2, 3)
+    run.end()
+    assert command(run.folder, "--to", "fake") == 75
+    assert "stopped after 2 lines; start the same command again" in capsys.readouterr().out
+    assert (steps_of(the_only(runs)), the_only(runs)["ends"]) == ([1, 2], [])
+    assert command(run.folder, "--to", "fake") == 0
+    assert steps_of(the_only(runs)) == [1, 2, 3]
+    assert the_only(runs)["project"] == "mine"
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.bad_input("`follow` on a folder that is no run")
+def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text("")
+    for path in (tmp_path, tmp_path / "notes.txt"):
+        status, line = refused(capsys, path)
+        assert status == DataError.exit_code
+        assert f"{path} is not a run's folder: it has no config.toml; give the folder" in line
+
+
+@pytest.mark.bad_input("`follow` on a run that does not exist")
+def test_a_run_that_does_not_exist_is_waited_for_and_then_refused(tmp_path, capsys):
+    folder = tmp_path / "run"
+    missing = f"error: {folder} has no run yet; start the run, or check the path"
+    assert refused(capsys, folder) == (DataError.exit_code, missing)
+    started = Script(lambda: WrittenRun(folder).end())
+    follow.wait_for_run(folder, 1000.0, started)
+    assert not started.is_set()
+
+
+def full(path, text):
+    raise OSError(28, "No space left on device", str(path))
+
+
+def failing(self, *line):
+    raise RuntimeError("API request failed: 500\nsome page")
+
+
+def locked(path):
+    raise InUse("process 7 on a")
+
+
+@pytest.mark.bad_input("a tracker that fails, in a request or at the start")
+@pytest.mark.bad_input("two `follow` of one run to one tracker")
+@pytest.mark.bad_input("a run's folder in which `follow` can't write")
+@pytest.mark.parametrize(
+    ("place", "name", "fails", "message"),
+    [
+        (Fake, "log", failing, "fake: API request failed: 500; start the same command again to c"),
+        (follow, "only_process", locked, "is followed to fake by another process already (proces"),
+        (follow, "write_durably", full, "fake: [Errno 28] No space left on device: '"),
+    ],
+)
+def test_what_fails_is_one_line_that_says_how_to_continue(
+    run, runs, monkeypatch, capsys, place, name, fails, message
+):
+    monkeypatch.setattr(place, name, fails)
+    run.take(1)
+    status, line = refused(capsys, run.folder)
+    assert status == Failure.exit_code
+    assert message in line
+    assert all(not one["lines"] for one in runs.values()), "nothing was sent"
+
+
+@pytest.mark.bad_input("a `follow_TRACKER.json` that is damaged")
+@pytest.mark.parametrize("text", ["", '{"id": "x"}', "[]"])
+def test_a_damaged_note_of_what_was_sent_is_refused(run, capsys, text):
+    (run.folder / "follow_fake.json").write_text(text)
+    status, line = refused(capsys, run.folder)
+    assert status == DataError.exit_code
+    assert "remove it to send the run again, as a new one" in line
+
+
+@pytest.mark.bad_input(
+    "`follow` to another project than before, or to a tracker that has lost the run"
+)
+def test_another_project_or_a_tracker_that_has_lost_the_run_is_refused(run, runs, capsys):
+    run.take(1)
+    assert command(run.folder, "--to", "fake", "--once") == 0
+    run.take(2)
+    status, line = refused(capsys, run.folder, "--project", "other")
+    assert status == ConfigError.exit_code
+    assert "--project other: this run goes to dist_amp; leave the option out" in line
+    runs.clear()
+    status, line = refused(capsys, run.folder)
+    assert status == ConfigError.exit_code
+    assert "to which 1 lines were sent; set its server or folder as before, or remove" in line

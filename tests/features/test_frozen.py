@@ -1,0 +1,134 @@
+"""Checkpoints of partly frozen models: what is trained, and a checksum of the rest."""
+
+import pytest
+import torch
+from ranks import on_ranks
+from test_checkpoint import settings
+from tiny import Tiny, make_run, parameters_of, save, take_steps
+from torch import nn
+
+from dist_amp.checkpoint.format import Reader
+from dist_amp.errors import DataError
+from dist_amp.scaling.frozen import checksum
+from dist_amp.supervise.banner import print_banner
+from dist_amp.world import World
+
+
+class Adapted(nn.Module):
+    """A frozen base whose output matrix is tied to its input, and a small trained part."""
+
+    def __init__(self, width, base):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, width, bias=False), nn.Linear(8, width, bias=False)
+        self.last.weight = self.first.weight
+        self.base = nn.Linear(width, width)
+        self.requires_grad_(False)
+        with torch.no_grad():
+            self.base.weight.add_(base)
+        self.adapter = nn.Linear(width, 1)
+
+    def forward(self, x):
+        return self.adapter(torch.tanh(self.base(self.first(x) + self.last(x))))
+
+
+class AdapterTask(Tiny):
+    def __init__(self, width=64, base=0.0, freeze=True, dtype="float32"):
+        super().__init__()
+        self.width, self.base, self.freeze, self.dtype = width, base, freeze, dtype
+
+    def build_model(self):
+        model = Adapted(self.width, self.base).to(getattr(torch, self.dtype))
+        return model if self.freeze else model.requires_grad_(True)
+
+
+def stored(folder):
+    """{name: shape} of the model's entries in a checkpoint."""
+    entries = Reader(folder).read_metadata().state_dict_metadata
+    return {
+        name: list(entry.size)
+        for name, entry in entries.items()
+        if name.startswith(("model.", "frozen"))
+    }
+
+
+def trained_run(world, folder, strategy, steps, *words, task=None, saves=True):
+    """The parameters after so many steps, continued from the folder's checkpoint if it has one."""
+    more = settings(folder, strategy, "fp32", "--run.resume", "auto", *words)
+    run = make_run(world, task or AdapterTask(), *more)
+    take_steps(run, steps - run.step)
+    if saves:
+        save(run)
+    return parameters_of(run)
+
+
+def size_of(folder):
+    return sum(path.stat().st_size for path in folder.glob("*.distcp"))
+
+
+def test_a_checkpoint_of_an_adapter_holds_the_trained_parameters_and_one_number_per_frozen_one(
+    tmp_path,
+):
+    trained_run(World(), tmp_path / "a", "single", 1, task=AdapterTask(width=1024))
+    trained_run(World(), tmp_path / "b", "single", 1, task=AdapterTask(width=1024, freeze=False))
+    adapter, full = (tmp_path / name / "checkpoints/step_00000001" for name in "ab")
+    assert stored(adapter) == {
+        "model.adapter.weight": [1, 1024],
+        "model.adapter.bias": [1],
+        "frozen": [3],
+    }
+    assert size_of(adapter) < 0.02 * size_of(full)
+
+
+@pytest.mark.parametrize(
+    ("first", "then"), [((2, "fsdp"), (1, "single")), ((4, "hsdp"), (2, "ddp"))]
+)
+def test_an_adapter_survives_another_strategy_and_number_of_ranks(tmp_path, first, then):
+    same = ["--train.global_batch_size", 16, "--train.accumulation_steps", "auto"]
+    whole = trained_run(World(), tmp_path / "whole", "single", 4, *same)
+    for steps, (ranks, strategy) in ((2, first), (4, then)):
+        results = on_ranks(ranks, trained_run, tmp_path / "parts", strategy, steps, *same)
+    for name, value in results[0].items():
+        # Rounding of float32 sums in another order.
+        torch.testing.assert_close(value, whole[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.bad_input("a checkpoint with another number of frozen parameters")
+def test_another_number_of_frozen_parameters_is_refused_with_both(tmp_path):
+    trained_run(World(), tmp_path, "single", 1)
+    with pytest.raises(DataError, match="has 3 frozen parameters and this model 0; freeze"):
+        trained_run(World(), tmp_path, "single", 2, task=AdapterTask(freeze=False))
+
+
+class Teacher(AdapterTask):
+    """A frozen teacher that follows the model, changed behind autograd's back as such code often
+    does.
+    """
+
+    def loss_sum(self, model, batch):
+        module = getattr(model, "module", model)
+        module.base.weight.data.mul_(0.99)
+        return super().loss_sum(model, batch)
+
+
+def test_a_frozen_parameter_that_changes_during_training_is_saved_and_restored(tmp_path):
+    whole = trained_run(World(), tmp_path / "whole", "single", 4, task=Teacher())
+    trained_run(World(), tmp_path / "parts", "single", 2, task=Teacher())
+    assert "model.base.weight" in stored(tmp_path / "parts/checkpoints/step_00000002")
+    resumed = trained_run(World(), tmp_path / "parts", "single", 4, task=Teacher())
+    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
+    assert "model.base.weight" in stored(tmp_path / "parts/checkpoints/step_00000004")
+
+
+def test_a_checksum_depends_on_each_value_and_not_on_the_dtype_that_holds_it():
+    tensor = torch.randn(3000).bfloat16()
+    other = tensor.clone()
+    other[1234] *= -1
+    assert checksum(tensor) == checksum(tensor.float())
+    assert checksum(tensor) == checksum(tensor[:100]) + checksum(tensor[100:])
+    assert checksum(tensor) != checksum(other)
+    assert checksum(torch.arange(5)) != checksum(torch.arange(1, 6))
+
+
+def test_the_banner_says_how_many_parameters_are_trained(capsys):
+    print_banner(make_run(World(), AdapterTask()))
+    assert "model  4,737 parameters (65 trained), single on 1 x CPU" in capsys.readouterr().out

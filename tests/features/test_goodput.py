@@ -1,0 +1,149 @@
+"""Goodput: the share of the run folder's whole life in which steps were applied, over restarts."""
+
+import json
+import shutil
+import time
+from datetime import UTC, datetime
+
+import numpy as np
+import pytest
+import torch
+from tiny import Tiny, log, make_run, save, take_steps
+
+from dist_amp.clock import PHASES
+from dist_amp.supervise.banner import closing_table
+from dist_amp.supervise.lifecycle import write_summary
+from dist_amp.telemetry.goodput import Goodput, process_started, spent
+from dist_amp.telemetry.step_report import INDEX, RANK_METRICS, LogRow
+from dist_amp.world import World
+
+
+def row(applied, skipped=0, **seconds):
+    """A log interval of one rank."""
+    table = np.zeros((1, len(RANK_METRICS)))
+    values = {"applied_in_interval": applied, "skipped_in_interval": skipped, **seconds}
+    for name, value in values.items():
+        table[0, INDEX[name]] = value
+    return LogRow(10, table)
+
+
+def goodput_of(folder):
+    return Goodput(make_run(World(), Tiny()).metrics, folder)
+
+
+def test_skipped_steps_evaluations_and_checkpoints_are_not_applied_steps(tmp_path):
+    goodput = goodput_of(tmp_path)
+    goodput.tags(row(3, 1, forward=3.0, communication=1.0, evaluation=5.0, checkpoint=2.0))
+    assert goodput.seconds.tolist() == [3.0, 1.0, 5.0, 2.0, 0.0]
+    assert spent(dict.fromkeys(PHASES, 0.0), 0, 0).sum() == 0, "an interval without steps"
+
+
+def test_a_folders_life_begins_with_its_first_process(tmp_path):
+    assert 0 < time.time() - process_started() < 24 * 3600
+    first = datetime.fromtimestamp(time.time() - 1000, UTC)
+    (tmp_path / "started.txt").write_text(first.isoformat() + "\n")
+    goodput = goodput_of(tmp_path)
+    tags = goodput.tags(row(1, forward=250.0))
+    assert tags["perf/goodput_pct"] == pytest.approx(25, abs=1)  # the seconds that this test takes
+    summary = goodput.summary(failed=True)
+    assert summary["goodput"] == pytest.approx(0.25, abs=0.01)
+    seconds = summary["spent_seconds"]
+    assert sum(seconds.values()) == pytest.approx(summary["wall_seconds"], rel=1e-3)
+    assert seconds["elsewhere"] == pytest.approx(750, abs=10)
+
+
+@pytest.mark.bad_input("a `started.txt` that is damaged, or lies in the future")
+@pytest.mark.parametrize("content", ["", "not a time\n", "2999-01-01T00:00:00+00:00\n"])
+def test_a_damaged_started_txt_ends_no_run(tmp_path, content):
+    (tmp_path / "started.txt").write_text(content)
+    assert 0 <= goodput_of(tmp_path).summary(failed=True)["goodput"] <= 1
+
+
+def lines_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_steps_that_are_taken_again_count_once(launch):
+    words = ("--task.target", "tiny:Tiny", "--run.dir", "run", "--metrics.log_every", 2)
+    words = (*words, "--eval.every", 8, "--train.steps", 8)
+    assert launch(0, *words, "--checkpoint.every", 4).returncode == 0
+    folder = launch.folder / "run"
+    fourth = next(line for line in lines_of(folder) if line["step"] == 4)
+    shutil.rmtree(folder / "checkpoints" / "step_00000008")
+    (folder / "summary.json").unlink()
+    began = (folder / "started.txt").read_text()
+    done = launch(0, *words)
+    assert done.returncode == 0
+    logs = [line for line in lines_of(folder) if "ranks" in line]
+    seconds = {line["step"]: line["spent_seconds"]["applied_steps"] for line in logs}
+    assert seconds[6] > fourth["spent_seconds"]["applied_steps"]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (folder / "started.txt").read_text() == began
+    added = sum(line["ranks"][0]["time/step_seconds"] * 2 for line in logs)
+    in_all = summary["spent_seconds"]
+    assert in_all["applied_steps"] == pytest.approx(added, rel=0.01), "of four lines, each once"
+    share = in_all["applied_steps"] / summary["wall_seconds"]
+    assert summary["goodput"] == pytest.approx(share, abs=1e-3)
+    assert min(in_all["evaluation"], in_all["checkpoint"], in_all["elsewhere"]) > 0
+    assert "goodput" not in done.stdout, "it says nothing of so short a run"
+    table = closing_table({**summary, "wall_seconds": 600.0}, folder)
+    (line,) = [line for line in table.splitlines() if line.startswith("goodput ")]
+    assert line.endswith(" 0:10:00 in applied steps; the rest: mostly starting, ending and pauses")
+
+
+def test_after_a_failure_the_summary_asks_the_device_for_nothing(tmp_path, monkeypatch):
+    run = make_run(World(), Tiny(), "--run.dir", tmp_path)
+    goodput = Goodput(run.metrics, tmp_path)
+    run.metrics.more_tags["goodput"] = goodput.tags
+    run.metrics.summaries["goodput"] = goodput.summary
+    for report in take_steps(run, 2):
+        run.metrics.record(report)
+    log(run)
+    monkeypatch.setattr(run.world.clock, "so_far", lambda: pytest.fail("the device may not answer"))
+    write_summary(tmp_path, run, "failed", 1, "a rank hangs")
+    assert json.loads((tmp_path / "summary.json").read_text())["spent_seconds"]["applied_steps"] > 0
+
+
+# ---- what a checkpoint keeps of a log interval ----
+
+
+class TenTokens(Tiny):
+    """A sample has ten tokens."""
+
+    def tokens(self, batch):
+        return 10 * len(batch["y"])
+
+
+def test_tokens_seen_continue_after_a_resume(tmp_path):
+    words = ("--run.dir", tmp_path, "--checkpoint.every", 100, "--use_amp", "false")
+    words = (*words, "--train.micro_batch_size", 4)
+    run = make_run(World(), TenTokens(), *words)
+    take_steps(run, 3)
+    save(run)
+    again = make_run(World(), TenTokens(), *words, "--run.resume", "auto")
+    take_steps(again, 2)
+    tags = log(again).global_tags()
+    assert (tags["train/tokens_seen"], tags["train/samples_seen"]) == (200, 20)
+    assert tags["train/epoch"] == pytest.approx(20 / again.data.plan.length)
+
+
+@pytest.mark.parametrize("same_world", [True, False])
+def test_counts_of_an_interval_that_a_checkpoint_cuts_continue(same_world):
+    words = ("--use_amp", "false", "--train.max_grad_norm", 1e-6)
+    run, again = (make_run(World(), Tiny(), *words) for _ in range(2))
+    for report in take_steps(run, 3):
+        run.metrics.record(report)
+    again.metrics.resume_unfinished(run.metrics.unfinished(run.data)[None], same_world)
+    for report in take_steps(again, 2):
+        again.metrics.record(report)
+    again.schedule.counters[0] += 3
+    logged = log(again)
+    names = ("applied_in_interval", "skipped_in_interval", "clipped_in_interval")
+    assert [logged[name] for name in names] == [5, 0, 5]
+
+
+def test_tokens_seen_are_left_out_after_an_older_checkpoint_that_does_not_know_them():
+    run = make_run(World(), TenTokens(), "--use_amp", "false")
+    run.metrics.resume_unfinished(torch.zeros(1, 3, dtype=torch.float64), True)
+    take_steps(run, 1)
+    assert "train/tokens_seen" not in log(run).global_tags()

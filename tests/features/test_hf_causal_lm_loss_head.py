@@ -1,0 +1,242 @@
+"""The loss of a large vocabulary, whose logits exist a chunk of tokens at a time."""
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import make_run, take_steps
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+pytest.importorskip("transformers")
+from peft import LoraConfig, get_peft_model
+from tiny_hf import chats, make_model, make_tokenizer, write_rows
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    LlamaConfig,
+    MambaConfig,
+)
+
+from dist_amp.errors import ConfigError
+from dist_amp.settings import DataConfig
+from dist_amp.tasks import loss_head
+from dist_amp.tasks.hf_causal_lm import HFCausalLM
+from dist_amp.tasks.huggingface import make_loss_head, next_token_losses
+from dist_amp.tasks.loss_head import LossHead
+from dist_amp.world import World
+
+TOKENS, WIDTH, VOCABULARY, CHUNK = 64, 32, 300, 20
+FP32 = ["--use_amp", "false"]
+
+
+def inputs(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, TOKENS // 4, WIDTH, generator=generator).to(dtype).requires_grad_()
+    targets = torch.randint(0, VOCABULARY, (4, TOKENS // 4), generator=generator)
+    targets[0, 3] = -100
+    head = LossHead(WIDTH, VOCABULARY, bias=False)
+    nn.init.normal_(head.weight, std=0.2, generator=generator)
+    return head.to(dtype), x, targets
+
+
+def loss_and_gradients(head, x, targets, chunk, scale=1.0, reduction="sum"):
+    """none: of a loss whose gradient by each token's is another, some negative and one 0."""
+    head.chunk = chunk
+    loss = head(x, targets, reduction)
+    if reduction == "none":
+        assert loss.shape == (TOKENS,)
+        loss = (loss.view(targets.shape).sum(1) * torch.tensor([1.0, -2.0, 0.0, 0.3])).sum()
+    return [loss, *torch.autograd.grad(loss * scale, [x, head.weight])]
+
+
+def worst(values, truth):
+    pairs = zip(values, truth, strict=True)
+    return max(float((a.double() - b).abs().max() / b.abs().max()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("chunk", [1, CHUNK, TOKENS - 1])
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_loss_and_gradients_are_those_of_all_logits_at_once(reduction, chunk, autocast):
+    head, x, targets = inputs()
+    truth = loss_and_gradients(*inputs(torch.float64), "off", reduction=reduction)
+    with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+        plain = loss_and_gradients(head, x, targets, "off", reduction=reduction)
+        values = loss_and_gradients(head, x, targets, chunk, reduction=reduction)
+    assert all(value.dtype == torch.float32 for value in values)
+    # As near to float64 as the whole logits are; in float32 both are some roundings of 2^-24 away.
+    assert worst(values, truth) <= max(1.5 * worst(plain, truth), 2e-6)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_float16_keeps_gradients_that_are_too_small_for_it_before_the_loss_scale(reduction):
+    head, x, targets = inputs()
+    with torch.no_grad():
+        head.weight.mul_(40)  # most probabilities are below 6e-8
+    with torch.autocast("cpu", torch.float16):
+        values = loss_and_gradients(head, x, targets, CHUNK, 2.0**16, reduction)
+    x = x.double().detach().requires_grad_()
+    truth = loss_and_gradients(head.double(), x, targets, "off", reduction=reduction)
+    assert all(value.isfinite().all() for value in values)
+    assert worst([values[1] / 2**16], [truth[1]]) < 0.02  # float16 rounds the logits by 2^-11 of 90
+
+
+class Largest(TorchDispatchMode):
+    """The most rows of a tensor with a vocabulary at its end."""
+
+    rows = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.shape[-1:] == (VOCABULARY,):
+                self.rows = max(self.rows, tensor.numel() // VOCABULARY)
+        return out
+
+
+def test_auto_holds_as_many_logits_as_its_bytes_allow(monkeypatch):
+    head, x, targets = inputs()
+    monkeypatch.setattr(loss_head, "AUTO_BYTES", 4 * VOCABULARY * 40)
+    for reduction in ("sum", "none", "hits"):
+        with Largest() as largest:
+            loss = head(x, targets, reduction)
+            if reduction != "hits":
+                loss.sum().backward()
+        assert largest.rows == 40
+
+
+def test_each_targets_loss_and_hit_have_no_gradient_and_add_up():
+    head, x, targets = inputs()
+    head.chunk = CHUNK
+    losses, hits = head(x, targets, "hits")
+    assert not losses.requires_grad
+    torch.testing.assert_close(losses.sum(), head(x, targets).detach())
+    logits = head(x).flatten(0, 1)
+    assert hits.sum() == (logits.argmax(1) == targets.flatten()).sum()
+    assert losses[3] == 0  # -100
+    torch.testing.assert_close(losses, head(x, targets, "none").detach())
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_a_frozen_head_gets_no_gradient_and_evaluation_computes_none(reduction):
+    head, x, targets = inputs()
+    _, expected, _ = loss_and_gradients(head, x, targets, "off", reduction=reduction)
+    head.chunk = CHUNK
+    head.weight.requires_grad_(False)
+    loss = head(x, targets, reduction)
+    if reduction == "none":
+        loss = (loss.view(4, -1).sum(1) * torch.tensor([1.0, -2.0, 0.0, 0.3])).sum()
+    loss.backward()
+    assert head.weight.grad is None
+    torch.testing.assert_close(x.grad, expected)
+    with torch.no_grad():
+        assert not head(x, targets, reduction).requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reduction", ["sum", "none", "hits"])
+def test_the_chunks_read_nothing_from_the_device(reduction, dtype, monkeypatch):
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: True)
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda device: dtype)
+    monkeypatch.setattr(torch, "autocast", lambda *args, **options: nullcontext())
+    head, x, targets = inputs()
+    head.chunk = CHUNK
+    head.to("meta")  # where a read raises
+    x = x.detach().to("meta").requires_grad_()
+    losses = head(x, targets.to("meta"), reduction)
+    if reduction != "hits":
+        losses.sum().backward()
+        assert x.grad.shape == x.shape
+        assert head.weight.grad.shape == head.weight.shape
+
+
+@pytest.mark.bad_input("a second derivative of a loss in chunks")
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_a_second_derivative_is_refused_and_not_wrong(reduction):
+    head, x, targets = inputs()
+    head.chunk = CHUNK
+    with pytest.raises(RuntimeError, match="no second derivative; use --task.args.loss_chunk off"):
+        torch.autograd.grad(head(x, targets, reduction).sum(), x, create_graph=True)
+
+
+# ---- models of transformers
+
+
+def task_of(folder, name="llama", **options):
+    make_model(folder, name)
+    make_tokenizer(folder)
+    data = DataConfig(path=str(write_rows(folder / "rows.jsonl", chats())), validation_split=0.25)
+    return HFCausalLM(data, str(folder), **options)
+
+
+def test_a_language_model_makes_no_more_logits_than_a_chunks(tmp_path, monkeypatch):
+    task = task_of(tmp_path, loss_chunk=33)
+    vocabulary = make_run(World(), task, *FP32).parallel.module.config.vocab_size
+    monkeypatch.setitem(globals(), "VOCABULARY", vocabulary)
+    run = make_run(World(), task, "--train.micro_batch_size", 4, *FP32)
+    with Largest() as largest:
+        take_steps(run, 1)
+    assert largest.rows == 33
+
+
+SIZES = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+CHANGED = [
+    Gemma2Config(**SIZES, **HEADS, head_dim=8),  # caps its logits
+    CohereConfig(**SIZES, **HEADS, logit_scale=0.5),
+]
+
+
+@pytest.mark.parametrize("config", CHANGED, ids=lambda config: config.model_type)
+def test_a_model_that_changes_its_logits_keeps_its_head(config):
+    model = AutoModelForCausalLM.from_config(config)
+    make_loss_head(model, "auto")
+    assert type(model.get_output_embeddings()) is nn.Linear
+
+
+@pytest.mark.bad_input("`task.args.loss_chunk` of a model that changes its logits")
+@pytest.mark.parametrize("config", CHANGED, ids=lambda config: config.model_type)
+def test_a_chunk_for_a_model_that_changes_its_logits_is_refused(config):
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ConfigError, match="task.args.loss_chunk=64 needs a model whose logits"):
+        make_loss_head(model, 64)
+
+
+@pytest.mark.parametrize(
+    "options", [{"target_modules": ["lm_head"]}, {"modules_to_save": ["lm_head"]}]
+)
+def test_a_head_that_peft_trains_keeps_all_logits_and_a_frozen_one_does_not(options):
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, **HEADS))
+    peft = get_peft_model(model, LoraConfig(**{"target_modules": ["q_proj"], **options}))
+    make_loss_head(peft, "auto")
+    assert not isinstance(peft.get_output_embeddings(), LossHead)
+    ids = torch.arange(12).view(2, 6)
+    losses, _ = next_token_losses(peft, {"input_ids": ids}, ids, "none")
+    logits = peft(input_ids=ids).logits[:, :-1].flatten(0, 1)
+    expected = F.cross_entropy(logits, ids[:, 1:].flatten(), reduction="none")
+    torch.testing.assert_close(losses.view(2, 6)[:, :-1].flatten(), expected)
+    assert losses.requires_grad
+    frozen = get_peft_model(AutoModelForCausalLM.from_config(model.config), LoraConfig())
+    make_loss_head(frozen, "auto")
+    assert isinstance(frozen.get_output_embeddings(), LossHead)
+
+
+def test_a_model_without_attention_is_either_way_right():
+    model = AutoModelForCausalLM.from_config(
+        MambaConfig(vocab_size=300, hidden_size=32, num_hidden_layers=1, state_size=4)
+    )
+    before = copy.deepcopy(model)
+    make_loss_head(model, "auto")
+    ids = torch.arange(12)[None]
+    assert torch.equal(model(ids).logits, before(ids).logits)
+    head = model.get_output_embeddings()
+    if isinstance(head, LossHead):
+        with head.losses_of(ids):
+            loss = model(ids).logits
+        expected = F.cross_entropy(before(ids).logits[0], ids[0], reduction="sum")
+        torch.testing.assert_close(loss, expected)

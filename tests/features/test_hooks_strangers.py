@@ -1,0 +1,236 @@
+"""Core as test_strangers.py tests it, with hooks."""
+
+import pytest
+import torch
+from ranks import on_ranks
+from test_strangers import (
+    DropsLayers,
+    Mixture,
+    message_of_a_step,
+    mixture_run,
+    refusal_of_a_build,
+    with_forward,
+)
+from tiny import Tiny, make_run, parameters_of, take_steps
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from dist_amp.errors import DataError
+from dist_amp.scaling import hooks
+from dist_amp.scaling.hooks import BlockCalls
+from dist_amp.world import World
+
+
+def test_a_block_that_the_forward_does_not_call_is_named():
+    model = DropsLayers(1).build_model()
+    BlockCalls(model, [model[0], model[1]], World(rank=3))
+    with pytest.raises(DataError, match="rank 3: the model's forward did not call its block 1 "):
+        model(torch.zeros(1, 8))
+
+
+@pytest.mark.bad_input("a block on which the loss does not depend under fsdp")
+@pytest.mark.parametrize(("chosen", "block"), [(0, "3"), (3, "3"), (1, None)])
+def test_a_block_on_which_the_loss_does_not_depend_is_named_unless_ranks_may_skip_blocks(
+    chosen, block
+):
+    model = BranchedModel()
+    blocks = list(model.blocks[2:])  # of the right branch
+    BlockCalls(model, blocks, World(rank=3))
+    loss = model(torch.zeros(1, 8), torch.tensor(chosen)).sum()
+    if block is None:
+        loss.backward()
+        return
+    with pytest.raises(DataError) as error:
+        loss.backward()
+    assert f"rank 3: the loss does not depend on the block blocks.{block}, whose" in str(
+        error.value
+    )
+    assert "ranks_skip_blocks = True" in str(error.value)
+
+
+def test_ranks_compare_their_blocks_in_the_first_forwards_alone():
+    on_ranks(2, compare_for_some_forwards)
+
+
+def compare_for_some_forwards(world):
+    task = OrderOfTheRank([0, 1], [0, 1])
+    run = make_run(world, task, "--parallel.strategy", "fsdp", "--use_amp", "false")
+    block = run.parallel.module.blocks[0]
+    before = len(block._forward_pre_hooks)
+    take_steps(run, hooks.COMPARED_FORWARDS)
+    assert len(block._forward_pre_hooks) == before - 1
+
+
+class SkippingMixture(Mixture):
+    ranks_skip_blocks = True
+
+
+def steps_under_a_policy(world):
+    """Idle experts with bf16 gradients, in the ways that work; and the refusal of the others."""
+    results = []
+    for task, reduce in ((SkippingMixture(24), "last"), (Mixture(24), "every")):
+        run = mixture_run(world, task, "fsdp", "--parallel.accumulate_reduce", reduce)
+        take_steps(run, 4)
+        results.append(parameters_of(run))
+    run = mixture_run(world, Mixture(24), "fsdp")
+    try:
+        take_steps(run, 4)
+    except DataError as error:
+        return results, str(error)
+    return [*results, parameters_of(run)], ""
+
+
+@pytest.mark.bad_input("idle experts under fsdp's policy with accumulation")
+def test_idle_experts_under_a_bf16_policy_mix_with_accumulated_gradients_or_are_refused():
+    (ones, refusal), (twos, _) = on_ranks(2, steps_under_a_policy)
+    for one, two in zip(ones, twos, strict=True):
+        assert all(torch.equal(one[name], two[name]) for name in one)
+        assert all(value.isfinite().all() for value in one.values())
+    if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        assert "had a gradient in some of the step's micro-batches only" in refusal
+        assert "ranks_skip_blocks = True" in refusal
+    else:  # before torch 2.13, whose own way is used from there on
+        skipping, _, plain = ones
+        assert all(torch.equal(plain[name], skipping[name]) for name in plain)
+
+
+class BranchedModel(nn.Module):
+    """Four blocks of one shape, which are all called; a sample chooses from their outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(8, 8), nn.Linear(8, 1)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x, chosen):
+        x = self.first(x)
+        left, right = self.blocks[1](self.blocks[0](x)), self.blocks[3](self.blocks[2](x))
+        return self.head({0: left, 1: right, 2: left + right, 3: x}[chosen.item()])
+
+
+class Output:
+    """No tensor, nor a container that torch looks into."""
+
+    def __init__(self, prediction):
+        self.prediction = prediction
+
+
+class PlainOutput(Tiny):
+    def __init__(self, has_blocks):
+        super().__init__()
+        self.has_blocks = has_blocks
+
+    def build_model(self):
+        return with_forward(lambda model, x: Output(model.net(x)), net=super().build_model())
+
+    def blocks(self, model):
+        return list(model.net[:-1]) if self.has_blocks else []
+
+    def loss_sum(self, model, batch):
+        return super().loss_sum(lambda x: model(x).prediction, batch)
+
+
+def steps_with_a_plain_output(world, strategy):
+    words = ["--parallel.strategy", strategy, "--use_amp", "false", "--data.shuffle", "false"]
+    words += ["--train.micro_batch_size", 4 // world.world_size]
+    run = make_run(world, PlainOutput(has_blocks=True), *words)
+    take_steps(run, 3)
+    return parameters_of(run)
+
+
+@pytest.mark.bad_input("a model whose output is a plain object, under fsdp without blocks")
+def test_a_plain_output_is_refused_under_fsdp_where_no_block_starts_the_reduction():
+    for message in on_ranks(2, message_of_a_step, PlainOutput(has_blocks=False), "fsdp"):
+        assert "the model's output, of type Output, has no tensor that FSDP2 finds" in message
+        assert message.endswith("or dataclass, or use parallel.strategy=ddp")
+    alone = steps_with_a_plain_output(World(), "single")
+    for parameters in on_ranks(2, steps_with_a_plain_output, "fsdp"):
+        for name, value in parameters.items():
+            # Rounding of float32 sums in another order.
+            torch.testing.assert_close(value, alone[name], rtol=0, atol=2e-6)
+
+
+# ---- what works in one process alone, or is refused by its cause
+
+
+class Limited(Tiny):
+    def build_model(self):
+        model = nn.Sequential(nn.Embedding(8, 8, max_norm=1.0), nn.Linear(8, 1))
+        return nn.Sequential(super().build_model(), model)
+
+
+class CompiledInPlace(Tiny):
+    def build_model(self):
+        model = super().build_model()
+        model[0].compile(backend="eager")
+        return model
+
+
+@pytest.mark.bad_input("an embedding with max_norm on several ranks, or compile() under fsdp")
+@pytest.mark.parametrize(
+    ("task", "strategy", "said"),
+    [
+        (Limited(), "ddp", "the layer 1.0 has max_norm=1, by which its forward rescales"),
+        (Limited(), "fsdp", "the layer 1.0 has max_norm=1, by which its forward rescales"),
+        (CompiledInPlace(), "fsdp", "0 is compiled in place, by compile(), and FSDP2's hooks"),
+    ],
+)
+def test_what_several_ranks_rule_out_is_refused_before_the_first_step(task, strategy, said):
+    for message in on_ranks(2, refusal_of_a_build, task, "--parallel.strategy", strategy):
+        assert message.startswith(said)
+
+
+class FastWeights(Tiny):
+    def loss_sum(self, model, batch):
+        fast = {name: p * 0.5 for name, p in model.named_parameters()}
+        return super().loss_sum(lambda x: torch.func.functional_call(model, fast, (x,)), batch)
+
+
+class InnerGradient(Tiny):
+    def loss_sum(self, model, batch):
+        loss = super().loss_sum(model, batch)
+        torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        return loss
+
+
+class InAnyOrder(nn.Module):
+    """Calls its blocks in an order, and as often, as each rank says."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x, order):
+        for number in order:
+            x = self.blocks[number](x)
+        return self.head(x)
+
+
+class OrderOfTheRank(Tiny):
+    def __init__(self, *orders):
+        super().__init__()
+        self.orders = orders
+
+    def build_model(self):
+        return InAnyOrder()
+
+    def loss_sum(self, model, batch):
+        order = self.orders[torch.distributed.get_rank()]
+        return super().loss_sum(lambda x: model(x, order), batch)
+
+
+@pytest.mark.bad_input("functional_call, an inner gradient, or another order of blocks, under fsdp")
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        (FastWeights(), "than its own, as by torch.func.functional_call in meta-learning, and"),
+        (InnerGradient(), "the loss calls torch.autograd.grad, as meta-learning does, and FSDP2"),
+        (OrderOfTheRank([0, 1], [1, 0]), "rank 0 calls its block blocks.0 where rank 1 calls its"),
+        (OrderOfTheRank([0, 1], [0, 1, 1]), "0 calls no further where rank 1 calls its block bloc"),
+    ],
+)
+def test_what_sharding_rules_out_is_named_before_the_ranks_part(task, said):
+    for message in on_ranks(2, message_of_a_step, task, "fsdp"):
+        assert said in message
+        assert "use parallel.strategy=ddp" in message

@@ -1,0 +1,156 @@
+"""Length bucketing: an order that is a pure function of seed, epoch and position."""
+
+from itertools import pairwise
+
+import numpy
+import pytest
+import torch
+from tiny import Rows
+
+from dist_amp.data import Padding, build_batches
+from dist_amp.errors import ConfigError, DataError
+from dist_amp.loading.length_groups import LengthGroups, grouped
+from dist_amp.loading.plan import LOOKED_UP, TABLE_LENGTH, epoch_order, shuffled_order
+from dist_amp.settings import DataConfig
+from dist_amp.world import World
+
+BATCH = 12
+
+
+def lengths_of(samples):
+    return numpy.random.default_rng(0).lognormal(4, 1, samples).astype(numpy.int64) + 1
+
+
+def grouping(samples, steps):
+    return LengthGroups(Rows(index=torch.arange(samples)), steps, lengths_of(samples))
+
+
+def order_of(samples, steps, seed=0, epoch=0):
+    """The samples of an epoch in the order in which steps take them."""
+    _, order = grouping(samples, steps).shuffled(BATCH, 1)
+    return order(seed, epoch)(torch.arange(samples))
+
+
+def plain_order(samples):
+    return epoch_order(shuffled_order(samples), samples, 0, 0)(torch.arange(samples))
+
+
+@pytest.mark.parametrize(
+    ("samples", "steps"),
+    [
+        (5 * BATCH + 5, 1),
+        (6 * BATCH, 4),
+        (BATCH - 1, 3),
+        (TABLE_LENGTH + 100, 3),
+        (2 * LOOKED_UP, 1000),
+    ],
+)
+def test_each_window_has_the_samples_of_the_plain_order_sorted_and_cut_into_steps(samples, steps):
+    order, plain = order_of(samples, steps), plain_order(samples)
+    lengths = torch.from_numpy(lengths_of(samples))[order]
+    assert sorted(order.tolist()) == list(range(samples))
+    assert all((step.diff() >= 0).all() for step in lengths.split(BATCH))
+    full = samples - samples % BATCH
+    for start in range(0, full, BATCH * steps):
+        window = slice(start, min(start + BATCH * steps, full))
+        assert sorted(order[window].tolist()) == sorted(plain[window].tolist())
+        ranges = sorted((step[0].item(), step[-1].item()) for step in lengths[window].split(BATCH))
+        assert all(before[1] <= after[0] for before, after in pairwise(ranges))
+    left_over = sorted(order[full:].tolist()), sorted(plain[full:].tolist())
+    assert left_over[0] == left_over[1], "what drop_last would leave out"
+
+
+def test_steps_take_place_in_another_order_in_every_window_and_epoch():
+    firsts = []
+    for epoch in range(2):
+        lengths = torch.from_numpy(lengths_of(40 * BATCH))[order_of(40 * BATCH, 20, epoch=epoch)]
+        firsts += [tuple(window[::BATCH].argsort().tolist()) for window in lengths.split(240)]
+    assert len(set(firsts)) == 4
+    assert tuple(range(20)) not in firsts, "short before long would be a curriculum"
+
+
+def test_the_order_depends_on_seed_and_epoch_and_on_nothing_else():
+    samples = 3 * LOOKED_UP
+    whole = order_of(samples, 7)
+    _, again = grouping(samples, 7).shuffled(BATCH, world_size=4)
+    some = torch.randperm(samples)[:999]
+    assert torch.equal(again(0, 0)(some), whole[some]), "positions are looked up in any order"
+    for other in ({"seed": 1}, {"epoch": 1}):
+        assert not torch.equal(order_of(samples, 7, **other), whole)
+
+
+def steps_of(ranks, micro_batch, position, steps):
+    """([step] -> its sorted samples, over all ranks; the position after them)."""
+    sizes = {"micro_batch_size": micro_batch, "accumulation_steps": BATCH // (ranks * micro_batch)}
+    of_ranks = []
+    for rank in range(ranks):
+        world = World(rank, 0, ranks)
+        data = build_batches(DataConfig(), object(), grouping(100, 3), world, seed=0, **sizes)
+        data.position = position
+        of_ranks.append(data)
+    assert data.plan.order == "randperm, sorted by length over 3 steps of 12", "in checkpoints"
+    found = []
+    for _ in range(steps):
+        parts = [b["index"] for one in of_ranks for b in next(one) if not isinstance(b, Padding)]
+        found.append(sorted(torch.cat(parts).tolist()))
+    return found, data.position
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "stop"), [((2, 3), (4, 1), 5), ((4, 3), (1, 6), 9), ((1, 12), (2, 2), 13)]
+)
+def test_a_run_resumes_with_the_same_steps_at_another_world_size(before, after, stop):
+    expected, _ = steps_of(1, BATCH, 0, 20)
+    first, position = steps_of(*before, 0, stop)
+    rest, _ = steps_of(*after, position, 20 - stop)
+    assert first + rest == expected
+
+
+def test_samples_and_fingerprint_are_the_datasets_own():
+    class Own(Rows):
+        fingerprint = "abc"
+        lengths = numpy.arange(1, 6)
+
+    dataset = LengthGroups(Own(index=torch.arange(5)), 1)
+    assert (len(dataset), dataset.fingerprint, dataset[3]["index"].item()) == (5, "abc", 3)
+    assert [sample["index"].item() for sample in dataset.__getitems__([4, 0])] == [4, 0]
+
+
+def test_the_setting_groups_a_dataset_once_and_off_leaves_it_alone():
+    dataset = grouping(50, 3)
+    assert grouped(DataConfig(), dataset.dataset) is dataset.dataset
+    config = DataConfig(group_by_length=5)
+    assert grouped(config, dataset) is dataset
+    by_setting = grouped(config, dataset.dataset, torch.from_numpy(lengths_of(50)))
+    assert by_setting.steps == 5
+
+
+FIVE = Rows(index=torch.arange(5))
+BY_ROW_GROUP = Rows(index=torch.arange(5))
+BY_ROW_GROUP.shuffled = None
+
+
+@pytest.mark.bad_input(
+    "`data.group_by_length` without lengths, or with as many as there are not samples"
+)
+@pytest.mark.bad_input(
+    "`data.group_by_length` where there is no padding to save: packed rows, a single length"
+)
+@pytest.mark.bad_input(
+    "`data.group_by_length` with `data.shuffle=false`, or with an order of the dataset's own"
+)
+@pytest.mark.parametrize(
+    ("dataset", "lengths", "settings", "said"),
+    [
+        (FIVE, None, {}, " needs each sample's length, and a Rows has no `lengths`; write its"),
+        (FIVE, lengths_of(4), {}, ": there are 4 lengths for 5 samples"),
+        (FIVE, [7] * 5, {}, " saves no padding: all samples have the length 7"),
+        (FIVE, lengths_of(5), {"pack": "cut"}, " saves no padding with data.pack=cut; set one"),
+        (FIVE, lengths_of(5), {"shuffle": False}, " changes the order, which data.shuffle=false"),
+        (BY_ROW_GROUP, lengths_of(5), {}, ": the data is read by row group, in an order of its"),
+    ],
+)
+def test_what_can_not_be_grouped_is_refused_with_the_reason(dataset, lengths, settings, said):
+    with pytest.raises((ConfigError, DataError)) as error:
+        grouped(DataConfig(group_by_length=5, **settings), dataset, lengths)
+    assert f"data.group_by_length=5{said}" in str(error.value)

@@ -1,0 +1,177 @@
+"""MFU is the model's arithmetic over the device's peak, where both are known; else not shown."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+from tiny import Tiny, make_run
+
+from dist_amp.config.load import load_config
+from dist_amp.errors import ConfigError, DataError
+from dist_amp.supervise.lifecycle import write_summary
+from dist_amp.telemetry.metrics import Metrics
+from dist_amp.telemetry.mfu import PEAKS, count_flops, known_peak, log_mfu
+from dist_amp.world import World
+
+
+class Counted(Tiny):
+    """Counts its arithmetic by its parameters; under FSDP their numel is the full parameter's."""
+
+    def flops_per_item(self, model):
+        return 6 * sum(p.numel() for p in model.parameters())
+
+
+FLOPS = 6 * (2 * (64 + 8) + 8 + 1)  # of Counted
+
+
+def log_mfu_of(run):
+    log_mfu(run.metrics, run.config, run.task, run.parallel)
+
+
+def test_a_finished_runs_mfu_is_read_again_from_metrics_jsonl(tmp_path):
+    line = {"step": 4, "train/loss": 1.0, "amp/skipped_steps": 0, "amp/loss_scale": 1.0}
+    rank = {"memory/peak_bytes": 1, "throughput/items_per_second": 2.0}
+    line["ranks"] = [rank | {"throughput/mfu": 0.5}, rank]
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    run = make_run(World(), Tiny())
+    run.metrics.open(tmp_path, 4, "")
+    run.metrics.close()
+    summary = write_summary(tmp_path, run, "completed", 0, "")
+    assert [rank.get("mfu") for rank in summary["ranks"]] == [0.5, None]
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """on_a_gpu(name, task, ...): the MFU at one item per second on a GPU of that name, or None."""
+
+    def mfu_of(name, task, *words):
+        run = make_run(World(), task, *words)
+        metrics = Metrics(World(device=torch.device("cuda:0")), run.clip)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+        log_mfu(metrics, run.config, run.task, run.parallel)
+        if not metrics.more_rank_tags:
+            return None
+        one_per_second = SimpleNamespace(per_second=lambda name: numpy.ones(1))
+        return metrics.more_rank_tags["throughput/mfu"](one_per_second).item()
+
+    return mfu_of
+
+
+def test_on_a_gpu_the_table_has_the_peak_of_the_dtype_that_is_computed_in(on_a_gpu):
+    name = "NVIDIA A100-SXM4-40GB"
+    assert on_a_gpu(name, Counted()) == FLOPS / 312e12
+    assert on_a_gpu(name, Counted(), "--use_amp", "false") == FLOPS / 19.5e12
+    tf32 = ("--precision.tf32", "true")
+    assert on_a_gpu(name, Counted(), "--use_amp", "false", *tf32) == FLOPS / 156e12
+    assert on_a_gpu(name, Counted(), *tf32) == FLOPS / 312e12
+    assert on_a_gpu(name, Counted(), "--metrics.peak_flops", "1e12") == FLOPS / 1e12
+
+
+def test_on_a_gpu_what_is_missing_is_said_with_the_fix(on_a_gpu, capsys):
+    assert on_a_gpu("NVIDIA Foo", Tiny()) is None
+    said = capsys.readouterr().out
+    assert said.startswith(
+        "mfu    not shown: the peak of NVIDIA Foo in bf16 is not known; set metr"
+    )
+    assert "; and the task has no flops_per_item(model); dist_amp.telemetry.mfu.count_flops" in said
+    assert on_a_gpu("Tesla T4", Counted()) is None
+    assert capsys.readouterr().out.endswith("not known; set metrics.peak_flops, in FLOP/s\n")
+
+
+BF16_PEAKS = {
+    "NVIDIA H100 80GB HBM3": 989.4,
+    "NVIDIA H100 PCIe": 756,
+    "NVIDIA GH200 480GB": 989.4,
+    "A100-SXM4-40GB": 312,  # an old driver's
+    "NVIDIA RTX 6000 Ada Generation": 364.2,
+    "AMD Instinct MI300X OAM": 1307.4,
+    "NVIDIA H100": 0,
+    "NVIDIA GeForce RTX 4090 Laptop GPU": 0,
+    "NVIDIA A100-SXM4-40GB MIG 3g.20gb": 0,
+    "Quadro RTX 6000": 0,  # fp16 alone
+    "AMD Instinct MI250X / MI250": 0,  # either
+    "": 0,
+}
+
+
+def test_a_device_is_known_by_its_whole_name():
+    peaks = {name: known_peak(name, "bf16") for name in BF16_PEAKS}
+    assert peaks == {name: tflops * 1e12 for name, tflops in BF16_PEAKS.items()}
+
+
+def test_the_table_of_peaks_has_dense_rates():
+    for pattern, *tflops, _ in PEAKS:
+        fp32, tf32, bf16, fp16 = map(float, tflops)
+        assert bf16 in (0, fp16), "tensor cores that have both run both at the same rate"
+        # In float32 at most half as fast, in tf32 about half: a sparse rate would be seen.
+        assert fp32 <= fp16 / 2 + 0.5, pattern
+        assert tf32 == 0 or tf32 / fp16 == pytest.approx(0.5, rel=0.02), pattern
+
+
+class Says(Tiny):
+    """Its flops_per_item returns, or raises, the given answer."""
+
+    def __init__(self, answer):
+        super().__init__()
+        self.answer = answer
+
+    def flops_per_item(self, model):
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@pytest.mark.bad_input("a `flops_per_item` that fails or does not return a number above 0")
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (-1, "returned -1; it must be a finite number above 0"),
+        (math.nan, "returned nan; it must"),
+        ("6e9", "returned str; it must"),
+        (torch.ones(2), "returned Tensor; it must"),
+        (ZeroDivisionError("by zero"), "failed: ZeroDivisionError: by zero (test_mfu.py, line "),
+    ],
+)
+def test_flops_that_are_no_number_of_operations_are_named(answer, said):
+    run = make_run(World(), Says(answer), "--metrics.peak_flops", "1e12")
+    with pytest.raises(DataError) as caught:
+        log_mfu_of(run)
+    assert str(caught.value).startswith(f"the task's flops_per_item(model) {said}")
+
+
+class Dropping(Tiny):
+    """Counts by running its model, which draws random numbers."""
+
+    def build_model(self):
+        return torch.nn.Sequential(super().build_model(), torch.nn.Dropout())
+
+    def flops_per_item(self, model):
+        rows = self.build_dataset("train")
+        return count_flops(self, model, {name: column[:1] for name, column in rows.columns.items()})
+
+
+def test_a_task_that_counts_by_running_its_model_does_not_change_the_run():
+    run = make_run(World(), Dropping(), "--metrics.peak_flops", "1e12")
+    before = torch.get_rng_state()
+    log_mfu_of(run)
+    assert "throughput/mfu" in run.metrics.more_rank_tags
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(p.grad is None for p in run.parallel.parameters)
+
+
+@pytest.mark.bad_input("a `metrics.peak_flops` that is not a peak, or is in TFLOP/s")
+@pytest.mark.parametrize(
+    ("value", "rule"),
+    [
+        ("0", "must be at least 1e+09 or auto"),
+        ("989", "must be at least 1e+09 or auto"),  # in TFLOP/s
+        ("fast", "must be a number or auto"),
+    ],
+)
+def test_a_peak_that_is_none_is_refused(value, rule):
+    with pytest.raises(ConfigError) as caught:
+        load_config(["--metrics.peak_flops", value], {})
+    assert str(caught.value).endswith(f"on the command line {rule}")

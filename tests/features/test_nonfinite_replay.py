@@ -1,0 +1,306 @@
+"""A skipped step is replayed, and its first inf or nan is named."""
+
+import json
+import threading
+from dataclasses import asdict
+from unittest.mock import patch
+
+import pytest
+import torch
+from ranks import on_ranks
+from tiny import Overflow, Tiny, log_row, make_run
+from torch import nn
+
+from dist_amp.diagnostics.nonfinite import NonFinite, stats_of
+from dist_amp.diagnostics.nonfinite_replay import NonfiniteReplay
+from dist_amp.step import train_step
+from dist_amp.world import World
+
+LAYOUTS = [(1, "single"), (2, "ddp"), (2, "fsdp")]
+FP32 = ["--use_amp", "false"]
+FP16 = ["--precision.dtype", "fp16"]
+IN_ORDER = ["--data.shuffle", "false", "--train.micro_batch_size", 2]
+
+
+class LogOf(nn.Module):
+    """Takes a logarithm before a layer: finite in, nan out; the layer is not to blame."""
+
+    def __init__(self):
+        super().__init__()
+        self.after = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.after(x.log())
+
+
+class RootOf(nn.Module):
+    """Finite forward; at zero the root's gradient is infinite."""
+
+    def __init__(self):
+        super().__init__()
+        self.before = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return (self.before(x) * 0.0).sqrt_()
+
+
+class Made(Tiny):
+    """Tiny with one of this file's modules, `kind`, as model[1]."""
+
+    def __init__(self, kind: str = "LogOf"):
+        super().__init__(samples=32)
+        self.kind = kind
+
+    def build_model(self):
+        return nn.Sequential(nn.Linear(8, 8), globals()[self.kind](), nn.Linear(8, 1))
+
+
+class HarmlessRoot(nn.Module):
+    """Its infinite gradient becomes zero in the ReLU before it, and spoils nothing."""
+
+    def forward(self, x):
+        return (x * 0.0).relu_().sqrt()
+
+
+class WideMask(nn.Module):
+    """Its inner module's -inf is intended, and goes no further."""
+
+    def __init__(self):
+        super().__init__()
+        self.mask = MinusInf()
+
+    def forward(self, x):
+        return self.mask(x).softmax(-1)
+
+
+class MinusInf(nn.Module):
+    def forward(self, x):
+        return x.masked_fill(torch.arange(8) > 3, -torch.inf)
+
+
+def step_and_observe(run, observer):
+    micro_batches = next(run.data)
+    report = train_step(run, micro_batches)
+    run.metrics.record(report)
+    observer.after_step(report, micro_batches)
+
+
+def replayed(world, task, words, folder, steps=1, spoil=None):
+    """(what each rank found, its warnings) after `steps` steps and a log step."""
+    run = make_run(world, task, *words, "--run.dir", folder)
+    warnings = []
+    observer = NonfiniteReplay(run)
+    if spoil:
+        spoil(run)
+    with patch.object(World, "warn", lambda world, text: warnings.append(text)):
+        for _ in range(steps):
+            step_and_observe(run, observer)
+        observer.on_log(log_row(run))
+    return observer.faults, warnings
+
+
+def replay(ranks, task, words, folder, *more):
+    """The fault that all ranks agree on, and rank 0's warnings."""
+    results = on_ranks(ranks, replayed, task, words, str(folder), *more)
+    assert all(faults == results[0][0] for faults, _ in results)
+    faults, warnings = results[0]
+    assert len(faults) <= 1
+    return (faults[0] if faults else None), warnings
+
+
+def replayed_each(world, strategy, folder):
+    """Of a batch, a forward and a backward that are not finite."""
+    words = ["--parallel.strategy", strategy, *IN_ORDER]
+    bad_batch = Overflow(bad=(world.world_size - 1,))
+    return [
+        replayed(world, bad_batch, words, f"{folder}/batch"),
+        replayed(world, Made("LogOf"), words, f"{folder}/forward"),
+        replayed(world, Made("RootOf"), [*words, *FP32], f"{folder}/backward"),
+    ]
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), LAYOUTS)
+def test_the_first_inf_or_nan_of_each_kind_is_named(tmp_path, ranks, strategy):
+    for name in ("batch", "forward", "backward"):
+        (tmp_path / name).mkdir()
+    results = on_ranks(ranks, replayed_each, strategy, str(tmp_path))
+    for of_rank in results:
+        assert [faults for faults, _ in of_rank] == [faults for faults, _ in results[0]]
+    batch, forward, backward = ((faults[0], warnings) for faults, warnings in results[0])
+
+    fault, warnings = batch
+    assert (fault.phase, fault.step, fault.rank, fault.micro_batch) == ("batch", 1, ranks - 1, 0)
+    assert fault.samples == ([0, 1] if ranks == 1 else [1, 3])
+    assert str(fault.tensors[0]).startswith("batch['x'] fp32 [2, 8] has 8 inf, finite part -")
+    command = f"dist_amp replay {tmp_path / 'batch'} --step 1"
+    assert warnings == [f"step 1 was skipped: on {fault}; see {command}"]
+    assert ", the batch itself: batch['x'] fp32" in warnings[0]
+    line = json.loads((tmp_path / "batch/nonfinite/reports.jsonl").read_text())
+    assert (line["step"], line["rank"], line["phase"]) == (1, ranks - 1, "batch")
+
+    fault, warnings = forward
+    assert (fault.phase, fault.module, fault.module_class) == ("forward", "1", "LogOf")
+    assert (fault.rank, fault.other_ranks) == (0, list(range(1, ranks)))
+    output, given = fault.tensors
+    assert (output.what, output.dtype, output.shape, output.nan) == ("output", "bf16", [2, 8], 16)
+    assert (given.what, given.dtype, given.finite) == ("input", "bf16", True)
+    assert given.span[0] < 0 < given.span[1]
+    said = "forward of 1 (LogOf): output bf16 [2, 8] has 16 nan, nothing finite; input bf16"
+    assert said in warnings[0]
+
+    fault, warnings = backward
+    assert (fault.phase, fault.module, fault.operation) == ("backward", "1", "SqrtBackward0")
+    finite = {tensor.what: tensor.finite for tensor in fault.tensors}
+    assert [what for what in finite if not finite[what]] == ["gradient returned"]
+    assert len(finite) > 1
+    assert "backward of 1 (RootOf), in SqrtBackward0: gradient returned fp32" in warnings[0]
+
+
+class ShareOf(nn.Module):
+    """Divides by a sum: nan for a sample of zeros."""
+
+    def forward(self, x):
+        return x / x.abs().sum(-1, keepdim=True)
+
+
+class ZeroRow(Made):
+    """The third sample of four is zeros after model[0]."""
+
+    def __init__(self):
+        super().__init__("ShareOf")
+
+    def build_model(self):
+        model = super().build_model()
+        nn.init.zeros_(model[0].bias)
+        return model
+
+    def build_dataset(self, split):
+        rows = super().build_dataset(split)
+        rows.columns["x"][2] = 0.0
+        return rows
+
+
+def test_the_sample_whose_row_is_not_finite_is_named(tmp_path):
+    words = ["--data.shuffle", "false", "--train.micro_batch_size", 4]
+    fault, (warning,) = replay(1, ZeroRow(), words, tmp_path)
+    assert (fault.module_class, fault.tensors[0].rows) == ("ShareOf", [2])
+    assert "micro-batch 0 (samples 0, 1, 2, 3; not finite: 2), forward of 1 (ShareOf)" in warning
+    old = json.loads(json.dumps(asdict(fault)))
+    for tensor in old["tensors"]:
+        del tensor["rows"]  # as in reports of earlier versions
+    assert "(samples 0, 1, 2, 3), forward" in str(NonFinite.from_json(json.dumps(old)))
+
+
+def test_a_report_of_many_bad_rows_stays_small():
+    (stats,) = stats_of("output", torch.full((2**16, 2), torch.nan))
+    assert (stats.nan, stats.rows) == (2**17, list(range(9)))
+
+
+def test_a_rank_without_a_sample_takes_part_in_the_replay(tmp_path):
+    words = ["--parallel.strategy", "fsdp", *IN_ORDER]
+    words += ["--train.micro_batch_size", 1, "--train.accumulation_steps", 2]
+    fault, _ = replay(2, Overflow(bad=(4,), samples=7), words, tmp_path, 2)
+    assert (fault.step, fault.rank, fault.micro_batch, fault.samples) == (2, 0, 0, [4])
+    assert fault.other_ranks == [1], "padding repeats the same sample, and 0 x nan is nan"
+
+
+def infinite_loss(run):
+    loss_sum = run.task.loss_sum
+    run.task.loss_sum = lambda model, batch: loss_sum(model, batch) * torch.inf
+
+
+def infinite_norm(run):
+    global_grad_norm = run.parallel.global_grad_norm
+    run.parallel.global_grad_norm = lambda *args: global_grad_norm(*args) * torch.inf
+
+
+def test_an_infinity_that_goes_no_further_is_not_blamed(tmp_path):
+    words = [*FP32, *IN_ORDER]
+    folder = str(tmp_path)
+    (fault,), (warning,) = replayed(World(), Made("WideMask"), words, folder, 1, infinite_loss)
+    assert (fault.phase, fault.module) == ("loss", "the task's loss_sum")
+    assert "the task's loss_sum: loss fp32 [] has 1 inf, nothing finite; output" in warning
+    task = Made("HarmlessRoot")
+    faults, (warning,) = replayed(World(), task, words, folder, 1, infinite_norm)
+    assert faults == []
+    assert "step 1 was skipped, but its replay is finite" in warning
+
+
+def nan_in_the_last_parameter(run):
+    from dist_amp.world import local
+
+    part = local(run.parallel.parameters[0])
+    if run.world.rank == run.world.world_size - 1:
+        with torch.no_grad():
+            part[-1] = torch.nan
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "fsdp")])
+def test_a_nan_parameter_is_named_wherever_its_shard_is(tmp_path, ranks, strategy):
+    words = ["--parallel.strategy", strategy, *IN_ORDER]
+    fault, warnings = replay(ranks, Tiny(), words, tmp_path, 1, nan_in_the_last_parameter)
+    assert (fault.phase, fault.module, fault.rank) == ("parameters", "0.0", ranks - 1)
+    assert fault.tensors[0].what == "0.0.weight"
+    assert "the parameters of 0.0 (Linear): 0.0.weight fp32 [8, 8] has 8 nan" in warnings[0]
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "fsdp")])
+def test_fp16_that_overflows_by_the_loss_scale_alone_is_silent(tmp_path, ranks, strategy):
+    words = [*FP16, "--precision.scaler.init_scale", 2**40]
+    words += ["--parallel.strategy", strategy, *IN_ORDER]
+    assert replay(ranks, Tiny(), words, tmp_path, 3) == (None, [])
+    assert not (tmp_path / "nonfinite").exists()
+
+
+class Kept(Overflow):
+    """Counts its losses in a list; locked: and can't be copied."""
+
+    def __init__(self, locked=False):
+        super().__init__()
+        self.losses = []
+        self.lock = threading.Lock() if locked else None
+
+    def loss_sum(self, model, batch):
+        self.losses.append(None)
+        return super().loss_sum(model, batch)
+
+
+@pytest.mark.parametrize("locked", [False, True])
+def test_a_replay_moves_nothing_that_the_task_keeps_and_is_left_out_where_it_would(
+    locked, tmp_path
+):
+    task = Kept(locked)
+    words = ["--train.micro_batch_size", 64, "--use_amp", "false"]
+    faults, warnings = replayed(World(), task, words, str(tmp_path))
+    assert len(task.losses) == 1
+    assert len(faults) == (not locked)
+    assert ("is not taken again: the task can't be copied" in warnings[0]) == locked
+
+
+def test_a_repeated_fault_is_recorded_and_not_reported_again(tmp_path):
+    words = [*FP32, *IN_ORDER, "--debug.nonfinite", "step"]
+    faults, warnings = replayed(World(), Made("LogOf"), words, str(tmp_path), 3)
+    assert (len(faults), len(warnings)) == (3, 1)
+    reports = (tmp_path / "nonfinite/reports.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in reports] == [1, 2, 3]
+
+
+def test_a_run_without_a_folder_reports_and_writes_nothing(tmp_path):
+    words = [*FP32, *IN_ORDER]
+    faults, warnings = replayed(World(), Made("LogOf"), words, str(tmp_path / "never_opened"))
+    assert len(faults) == len(warnings) == 1
+    assert "dist_amp replay" not in warnings[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_error_that_ends_the_run_names_where_the_skips_began(launch, tmp_path):
+    words = ["--task.target", "test_nonfinite_replay:Made", *map(str, IN_ORDER)]
+    words += ["--metrics.log_every", "2", "--train.max_skips_in_a_row", "4", "--eval.every", "off"]
+    done = launch.each(2, *words, "--run.dir", "run")
+    errors = "".join(rank.stderr for rank in done)
+    place = "first: step 1, rank 0, micro-batch 0 (samples 0, 2), forward of 1 (LogOf)"
+    assert place in errors
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["exit_code"] == 70
+    assert summary["cause"].endswith(place)
+    assert errors.count("warning: step 1 was skipped: on rank 0") == 1

@@ -1,0 +1,449 @@
+"""What `dist_amp.plan` says is what runs hold and send; it needs neither GPUs nor memory."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+from tiny import Rows, Tiny
+from torch import nn
+
+from dist_amp.commands.plan import main, make_plan
+from dist_amp.config import native_precision
+from dist_amp.config.load import load_config
+from dist_amp.errors import DataError
+
+SETTINGS = "--train.micro_batch_size 2 --train.steps 8 --checkpoint.every off --eval.every off"
+
+
+class Uneven(Tiny):
+    """Three blocks whose rows two ranks can't share evenly, a layer before them, a root head."""
+
+    def __init__(self):
+        super().__init__(samples=4096)
+
+    def build_model(self):
+        blocks = [nn.Sequential(nn.Linear(9, 9), nn.Tanh()) for _ in range(3)]
+        return nn.Sequential(nn.Linear(8, 9), *blocks, nn.Linear(9, 1))
+
+    def blocks(self, model):
+        return list(model)[1:-1]
+
+
+class TiedWords:
+    """Batch: words [B, 5] int64. The embedding's weight is the head's too."""
+
+    def build_model(self):
+        hidden = [nn.Linear(6, 6) for _ in range(2)]
+        model = nn.Sequential(nn.Embedding(11, 6), *hidden, nn.Linear(6, 11, bias=False))
+        model[-1].weight = model[0].weight
+        return model
+
+    def blocks(self, model):
+        return [model[1], model[2]]
+
+    def build_dataset(self, split):
+        return Rows(words=torch.arange(1280).view(256, 5) % 11)
+
+    def loss_sum(self, model, batch):
+        logits = model(batch["words"]).float().flatten(0, 1)
+        return nn.functional.cross_entropy(logits, batch["words"].flatten(), reduction="sum")
+
+    def weight(self, batch):
+        return batch["words"].numel()
+
+
+def planned(task, words, ranks):
+    """The plan of a task in this file, for processes on a CPU, and its chosen strategy."""
+    words = f"--task.target test_plan:{task} --run.device cpu {SETTINGS} {words}".split()
+    plan, _ = make_plan(load_config(words, environ={}), ranks, 0)
+    return plan, next(one for one in plan.strategies if one.chosen)
+
+
+@pytest.mark.parametrize(("every", "count"), [("8", 1), ("1", 4), ("off", 0)])
+def test_the_disk_holds_no_more_checkpoints_than_there_will_be(every, count):
+    plan, _ = planned("Uneven", f"--checkpoint.every {every}", 1)
+    assert plan.checkpoints_on_disk == count, "the newest two, the best, and one being written"
+
+
+class Layer(nn.Module):
+    """One of Llama 3 70B, by its shapes."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.out = (nn.Linear(8192, 8192, bias=False) for _ in range(2))
+        self.key_value = nn.Linear(8192, 2048, bias=False)
+        self.gate, self.up = (nn.Linear(8192, 28672, bias=False) for _ in range(2))
+        self.down = nn.Linear(28672, 8192, bias=False)
+
+    def forward(self, x):
+        queries = self.query(x).view(*x.shape[:2], 64, 128).transpose(1, 2)
+        keys, values = self.key_value(x).view(*x.shape[:2], 16, 128).transpose(1, 2).chunk(2, 1)
+        attention = nn.functional.scaled_dot_product_attention(
+            queries, keys, values, is_causal=True, enable_gqa=True
+        )
+        x = x + self.out(attention.transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+class Large(TiedWords):
+    """Of 70 B parameters. Batch: words [B, 8192] int64."""
+
+    def __init__(self, layers: int = 80):
+        self.layers = layers
+
+    def build_model(self):
+        layers = [Layer() for _ in range(self.layers)]
+        head = nn.Linear(8192, 128_256, bias=False)
+        return nn.Sequential(nn.Embedding(128_256, 8192), *layers, head)
+
+    def build_dataset(self, split):
+        return Rows(words=torch.zeros(1, 8192, dtype=torch.int64).expand(20_000, -1))
+
+    def blocks(self, model):
+        return list(model)[1:-1]
+
+    def units(self, model):
+        return [model[0], model[-1]]
+
+    def tokens(self, batch):
+        return batch["words"].numel()
+
+    def flops_per_item(self, model):
+        return 6.0 * sum(p.numel() for p in model.parameters()) * 8192
+
+
+LARGE = "--task.target test_plan:Large"
+TOP = f"{LARGE} --task.args.layers 2"  # 3.8 B parameters
+UNEVEN = "--task.target test_plan:Uneven"
+
+
+def test_70_billion_parameters_are_planned_in_one_gibibyte():
+    code = f"import sys; sys.path[:0] = ['tests', 'tests/features']; {LIMITED}"
+    words = f"{LARGE} --world_size 64 --device_memory_GiB 80 --json --train.micro_batch_size 1"
+    words = f"{words} --parallel.activation_checkpointing full".split()
+    run = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=ROOT
+    )
+    assert run.returncode == 0, run.stderr
+    plan, peak = run.stdout.rsplit("\n", 2)[:2]
+    plan = json.loads(plan)
+    assert int(peak) < 2**30, "the parameters alone would take 263 GiB"
+    model = {"parameters": 70_552_387_584, "blocks": {"Layer": 80}}
+    assert plan["model"].items() >= model.items()
+    assert plan["tokens_per_step"] == 524_288
+    assert [one["name"] for one in plan["strategies"] if one["fits"]] == ["fsdp"]
+
+
+LIMITED = """
+from dist_amp.commands.plan import main, make_plan
+from dist_amp.telemetry.metrics import resident_bytes
+status = main(sys.argv[1:])
+print(resident_bytes()[0])
+sys.exit(status)
+""".strip().replace("\n", "; ")
+
+
+def shown(capsys, words):
+    """(exit status, standard output, standard error) of the command."""
+    status = main(words.split())
+    return status, *capsys.readouterr()
+
+
+def facts(capsys, words):
+    status, out, _ = shown(capsys, f"--json {words}")
+    assert status == 0
+    return json.loads(out)
+
+
+def test_auto_is_resolved_by_the_memory_of_a_device_that_is_not_here(capsys):
+    def strategies(words):
+        return facts(capsys, words)["strategies"]
+
+    small = strategies(f"{UNEVEN} --world_size 4 --device_memory_GiB 80")
+    assert [one["chosen"] for one in small] == [True, False, False]
+    large = strategies(f"{TOP} --world_size 8 --device_memory_GiB 24")
+    assert [one["name"] for one in large if one["chosen"]] == ["fsdp"]
+    assert [one["fits"] for one in large] == [False, False, False]
+    assert large[1]["peaks"]["backward"] > 100 * 2**30, "activations of 65,536 tokens"
+    unknown = facts(capsys, f"{TOP} --world_size 8")
+    assert not any(one["chosen"] for one in unknown["strategies"])
+    assert (
+        "auto depends on the GPU's memory; give --device or --device_memory_GiB"
+        in unknown["notes"][0]
+    )
+
+
+def test_a_plan_that_does_not_fit_names_the_least_change_that_does(capsys):
+    words = f"{TOP} --world_size 8 --parallel.strategy fsdp"
+    _, out, _ = shown(capsys, f"{words} --device h200")
+    kept = "--parallel.strategy fsdp --parallel.activation_checkpointing"
+    assert f"it fits with: {kept} selective" in out
+    _, out, _ = shown(capsys, f"{words} --device_memory_GiB 40 --train.accumulation_steps 2")
+    smaller = "--train.micro_batch_size 2 --train.accumulation_steps 8"
+    assert f"--parallel.activation_checkpointing full {smaller}" in out
+
+
+def test_the_largest_micro_batch_fits_and_a_sixteenth_more_does_not(capsys):
+    words = f"{TOP} --world_size 8 --parallel.strategy fsdp --device h100-80gb"
+    size = facts(capsys, f"{words} --largest_micro_batch")["largest_micro_batch"]
+    fits = []
+    for tried in (size, math.ceil(size * 17 / 16)):
+        plan = facts(capsys, f"{words} --train.micro_batch_size {tried}")
+        fits += [one["fits"] for one in plan["strategies"] if one["chosen"]]
+    assert fits == [True, False]
+
+
+def test_a_table_over_ranks_shows_where_a_model_begins_to_fit(capsys):
+    words = f"{TOP} --parallel.strategy fsdp --device h100-80gb --train.micro_batch_size 2"
+    rows = facts(capsys, f"{words} --over_ranks --train.global_batch_size 2048")["over_ranks"]
+    assert [row["ranks"] for row in rows] == [8, 64, 512, 4096]
+    assert "train.global_batch_size=2048 is not a multiple" in rows[3]["problem"]
+    assert rows[0]["on_device"] > rows[1]["on_device"] > rows[2]["on_device"]
+    _, out, _ = shown(capsys, f"{words} --over_ranks")
+    assert re.search(r"^8 +fsdp +[\d.]+ GiB +yes", out, re.MULTILINE)
+
+
+def test_time_is_that_of_arithmetic_memory_or_sending(capsys):
+    words = f"{TOP} --world_size 8 --parallel.strategy fsdp --train.micro_batch_size 1"
+    plan = facts(capsys, f"{words} --device h100-80gb --parallel.activation_checkpointing full")
+    seconds = plan["strategies"][1]["seconds"]
+    # A forward of the blocks and one more, at 60 % of 989.4 TFLOP/s, and a backward of twice it.
+    blocks = 2 * 2 * sum(p.numel() for p in Layer().to("meta").parameters()) * 8192
+    assert seconds["forward"] > blocks / (0.6 * 989.4e12)
+    assert seconds["backward"] > 3 * blocks / (0.6 * 989.4e12)
+    computing = seconds["forward"] + seconds["backward"] + seconds["optimizer"]
+    assert seconds["step"] == max(computing, seconds["sending"])
+
+
+class Taught(Tiny):
+    """Keeps a teacher of 4 MiB beside its model."""
+
+    def __init__(self):
+        super().__init__(samples=4096)
+        self.teacher = nn.Linear(8, 2**17)
+
+    def loss_sum(self, model, batch):
+        with torch.no_grad():
+            taught = self.teacher(batch["x"]).mean(1)
+        return (model(batch["x"]).squeeze(-1) - taught).float().square().sum()
+
+
+def test_a_teacher_beside_the_model_is_counted():
+    peaks = [planned(task, "", 1)[1].peaks["optimizer"] for task in ("Uneven", "Taught")]
+    assert peaks[1] - peaks[0] == pytest.approx(4 * 9 * 2**17, rel=0.01)  # Uneven is of 2 KiB
+
+
+class CountsPositives(Tiny):
+    """Its forward depends on values."""
+
+    def loss_sum(self, model, batch):
+        positive = batch["x"][batch["x"].sum(1) > 0]
+        return model(positive).sum()
+
+
+@pytest.mark.bad_input("`plan` of a step whose shapes depend on values")
+def test_a_step_that_needs_values_is_planned_without_activations_and_named(capsys):
+    _, out, _ = shown(capsys, "--task.target test_plan:CountsPositives --world_size 2")
+    assert "sum, without activations" in out
+    assert "a step on tensors without values raised DynamicOutputShapeException: " in out
+    assert "nonzero" in out
+    assert "(test_plan.py, line " in out
+
+
+@pytest.mark.bad_input("`plan` for a device that is not in the table, or without a device")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--device h100-80g", "--device=h100-80g is not in the table; did you mean h100-80gb?"),
+        ("--device h100", "did you mean h100-80gb?"),
+        ("--device l4 --run.device cpu", "--device=l4 is a GPU, and run.device=cpu plans for"),
+        ("--device tpu", "use one of a100-40gb, a100-80gb, "),
+        ("--largest_micro_batch", "--largest_micro_batch needs --device or --device_memory_GiB"),
+    ],
+)
+def test_a_device_that_is_not_known_is_refused(capsys, words, message):
+    status, out, err = shown(capsys, f"{UNEVEN} --world_size 2 {words}")
+    assert (status, out) == (64, "")
+    assert message in err
+
+
+def test_a_model_that_fits_nowhere_is_said_to_need_more_ranks(capsys):
+    _, out, _ = shown(capsys, f"{TOP} --world_size 4 --device_memory_GiB 15")
+    assert "nothing fits into 95 % of the device; use more ranks" in out
+    assert out.count("too large") == 3
+
+
+@pytest.mark.bad_input("`plan` of a strategy that the model rules out")
+def test_the_strategy_that_is_set_is_marked_and_one_that_the_model_rules_out_says_why(capsys):
+    words = "--task.target test_plan:ScalarGain --world_size 4 --parallel.strategy"
+    _, out, _ = shown(capsys, f"{words} ddp")
+    assert "ddp *" in out
+    assert "fsdp: not possible: fsdp can't shard the parameter gain, which is a scalar" in out
+    status, _, err = shown(capsys, f"{words} fsdp")
+    assert (status, err[:44]) == (64, "error: fsdp can't shard the parameter gain, ")
+
+
+class ScalarGain(Tiny):
+    def build_model(self):
+        model = super().build_model()
+        model.register_parameter("gain", nn.Parameter(torch.ones(())))
+        return model
+
+
+def test_batch_epochs_and_flops(capsys):
+    plan = facts(capsys, f"{TOP} --world_size 64 --train.accumulation_steps 2")
+    assert plan["samples_per_step"] == 8 * 64 * 2
+    assert (plan["samples"], plan["steps_per_epoch"]) == (20_000, 20)
+    assert plan["tokens_per_step"] == 8192 * 1024
+    _, out, _ = shown(capsys, f"{TOP} --world_size 64 --train.steps 400")
+    # 6 x 3.8e9 x 8192, for 8 samples of a rank
+    assert "1.874e+14 FLOP per sample, 1.499e+15 per rank and step" in out
+    assert "400 steps are 10 epochs" in out
+
+
+def test_a_gpu_that_is_not_here_is_not_asked_what_it_can_do(capsys, monkeypatch):
+    monkeypatch.setattr(native_precision, "cpu_slowdown", pytest.fail)
+    words = f"{UNEVEN} --world_size 4 --parallel.strategy fsdp --compile.blocks true"
+    plan = facts(capsys, f"{words} --precision.scaler.growth_factor 4")
+    assert "planned without compile.blocks, which takes as much memory or less" in plan["notes"]
+    warning = "precision.scaler has no effect in bf16: only fp16 needs a loss scaler"
+    assert f"warning: {warning}" in plan["notes"]
+    precisions = [one["precision"] for one in plan["strategies"]]
+    assert precisions == ["bf16, autocast", "bf16, policy", "bf16, policy"]
+
+
+def test_a_bit_exact_run_gathers_in_float32_and_keeps_the_sums_of_its_micro_batches(capsys):
+    words = "--world_size 2 --train.global_batch_size 16 --train.micro_batch_size 2"
+    words += " --parallel.bit_exact"
+    exact, ordinary = (facts(capsys, f"{UNEVEN} {words} {on}") for on in ("true", "false"))
+    assert [one["name"] for one in exact["strategies"]] == ["ddp", "fsdp", "hsdp of 2"]
+    assert exact["strategies"][1]["precision"] == "bf16, autocast"
+    # Four micro-batches per rank: sums of one and of two, beside the gradients.
+    of_exact, of_every = exact["strategies"][1], ordinary["strategies"][2]
+    assert of_exact["memory"]["gradients"] == 3 * of_every["memory"]["gradients"]
+    ddp = [plan["strategies"][0]["sent_bytes"] for plan in (exact, ordinary)]
+    assert ddp[0] - 4 == 4 * (ddp[1] - 4)  # but for the loss's divisor
+
+
+def test_under_cpu_offload_the_state_is_the_hosts(capsys):
+    words = f"{TOP} --world_size 64 --parallel.strategy fsdp --parallel.cpu_offload"
+    on_device = {}
+    for offload in ("false", "true"):
+        strategies = facts(capsys, f"{words} {offload}")["strategies"]
+        (fsdp,) = [one for one in strategies if one["chosen"]]
+        on_device[offload] = fsdp["on_device"]
+    memory = fsdp["memory"]
+    # Of the same peak in forward or backward; the gradients' shards are on their way.
+    assert on_device["false"] - on_device["true"] == memory["parameters"] + memory["moments"]
+
+
+@pytest.mark.bad_input("`plan` of a model that needs its parameters to be built")
+def test_a_model_that_needs_its_parameters_is_built_whole_with_a_note(capsys):
+    words = "--task.target test_plan:ReadsParameters --world_size 4 --run.device cpu"
+    _, out, _ = shown(capsys, words)
+    assert "warning: every rank will hold the whole model in host memory until it is sharded" in out
+
+
+class ReadsParameters(Tiny):
+    def build_model(self):
+        model = super().build_model()
+        assert model[-1].weight.mean().item() < 1
+        return model
+
+
+@pytest.mark.bad_input("`plan` of a task's optimizer whose step reads values")
+def test_a_tasks_optimizer_is_assumed_to_be_adamw(capsys):
+    words = "--task.target test_plan:ReadingSGD --world_size 2 --parallel.strategy ddp"
+    plan = facts(capsys, words)
+    memory = plan["strategies"][0]["memory"]
+    assert memory["moments"] == 2 * memory["gradients"]
+    assert "the task's optimizer is assumed to keep two values per parameter" in plan["notes"][0]
+
+
+class ReadingSGD(Tiny):
+    def optimizer(self, groups, lr):
+        assert groups[0]["params"][0].norm().item() > 0
+        return torch.optim.SGD(groups, lr=lr)
+
+
+@pytest.mark.bad_input(
+    "`plan` with `--world_size 0`, a negative memory, or a setting that training would refuse"
+)
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--world_size 0", "--world_size=0 must be at least 1"),
+        ("--device_memory_GiB -1", "--device_memory_GiB=-1 at least 0"),
+        ("--world_size many", "argument --world_size/--world-size: invalid int value: 'many'"),
+        ("--optim.rl 1", "unknown key optim.rl"),
+        ("--world_size 3 --train.global_batch_size 16", "of micro_batch_size 8 x world size 3"),
+        ("--world_size 4 --parallel.strategy hsdp --parallel.replicas 3", "does not divide 4 ra"),
+        ("--worldsize 8", "unknown option --worldsize; did you mean --world_size?"),
+        ("--world_size 3 --parallel.bit_exact true", "needs a power of two of ranks, not 3"),
+    ],
+)
+def test_a_wrong_plan_is_one_line_with_status_64(capsys, words, message):
+    status, out, err = shown(capsys, f"{UNEVEN} {words}")
+    assert (status, out) == (64, "")
+    assert err.startswith("error: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.bad_input(
+    "`plan` with data that is missing, fails, or is smaller than a global batch on so many ranks"
+)
+def test_data_that_training_would_refuse_ends_the_plan_with_its_error_and_status(capsys):
+    status, out, err = shown(capsys, f"{UNEVEN} --world_size 1024 --data.drop_last true")
+    assert status == 65
+    assert "sent per step" in out, "the plan itself needs no data"
+    assert err.startswith("error: the training dataset has 4096 samples, fewer than one global ba")
+
+
+class NoData(Tiny):
+    def build_dataset(self, split):
+        raise DataError("no such table")
+
+
+class Exits(Tiny):
+    def build_model(self):
+        raise SystemExit(4)
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ("NoData", "no such table"),
+        ("Exits", "the task ended the process: SystemExit: 4 (test_plan.py, line "),
+    ],
+)
+def test_what_a_task_raises_in_its_building_is_reported_as_in_training(capsys, task, message):
+    status, _, err = shown(capsys, f"--task.target test_plan:{task} --world_size 2")
+    assert status == 65
+    assert err.startswith(f"error: {message}")
+
+
+def test_the_page_shows_what_its_command_prints(capsys):
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    words, *lines = page.split("$ python -m dist_amp.plan ")[1].split("```")[0].splitlines()
+    status, out, _ = shown(capsys, words.replace("configs/", f"{ROOT}/configs/"))
+    assert status == 0
+    assert [line for line in lines if line not in out.splitlines()] == []
+
+
+class Prints(Tiny):
+    def build_model(self):
+        print("building")
+        return super().build_model()
+
+
+def test_json_is_json_whatever_the_task_prints(capsys):
+    words = "--json --world-size 4 --task.target test_plan:Prints"
+    status, out, err = shown(capsys, f"{words} {SETTINGS}")
+    assert (status, json.loads(out)["world_size"]) == (0, 4)
+    assert "building" in err

@@ -1,0 +1,279 @@
+"""DPO: the loss and its gradient are a plain reference's, and pairs train on every strategy."""
+
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import on_ranks
+from tiny import make_run, parameters_of, take_steps
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("transformers")
+from tiny import save
+from tiny_hf import LLAMA, VOCABULARY, chats, make_model, make_tokenizer, write_rows
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from dist_amp.errors import ConfigError, DataError
+from dist_amp.scaling.meta import build_whole
+from dist_amp.settings import DataConfig
+from dist_amp.step import evaluate
+from dist_amp.tasks.preference import DPO
+from dist_amp.world import World
+
+CPU = torch.device("cpu")
+
+
+class Products(TorchDispatchMode):
+    """rows: of each matrix product with the vocabulary's width."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.mm.default and out.shape[1] == VOCABULARY:
+            self.rows.append(len(out))
+        return out
+
+
+QUICK = "--train.micro_batch_size 2 --use_amp false --optim.warmup_steps 0 --eval.every 1".split()
+
+
+def pairs(count=300, chats=False):
+    """Prompts of different lengths, of which the answer in small letters is preferred."""
+    rows = []
+    for number in range(count):
+        row = {"prompt": f"say {number}: ", "chosen": "ab" * (1 + number % 3), "rejected": "XY"}
+        if chats:
+            row["prompt"] = [{"role": "user", "content": row["prompt"]}]
+            for name in ("chosen", "rejected"):
+                row[name] = [{"role": "assistant", "content": row[name]}]
+        rows.append(row)
+    return rows
+
+
+def dpo(folder, rows, **options):
+    data = DataConfig(path=str(write_rows(folder / "rows.jsonl", rows)), validation_split=0.25)
+    return DPO(data, str(folder), **options)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    make_tokenizer(make_model(tmp_path, "llama"))
+    return tmp_path
+
+
+def moved_off(model):
+    """The model after the policy was trained a little, so that it is not its reference."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def plain_loss(policy, reference, tokenizer, rows, beta):
+    """The sum over pairs of the paper's equation 7, a row at a time, without padding."""
+
+    def log_probability(model, prompt, answer):
+        start = len(tokenizer(prompt)["input_ids"])
+        ids = torch.tensor([tokenizer(prompt + answer)["input_ids"] + [tokenizer.eos_token_id]])
+        logs = model(input_ids=ids).logits[0, :-1].log_softmax(-1)
+        return logs.gather(1, ids[0, 1:, None])[start - 1 :].sum()
+
+    total = 0.0
+    for row in rows:
+        rewards = []
+        for answer in (row["chosen"], row["rejected"]):
+            with torch.no_grad():
+                base = log_probability(reference, row["prompt"], answer)
+            rewards.append(beta * (log_probability(policy, row["prompt"], answer) - base))
+        total = total - F.logsigmoid(rewards[0] - rewards[1])
+    return total
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_the_loss_and_its_gradient_are_those_of_a_plain_reference(rank, folder):
+    task = dpo(folder, pairs(), beta=0.3, lora_rank=rank)
+    rows = pairs()[:4]
+    model = moved_off(build_whole(task, CPU))
+    dataset = task.build_dataset("train")
+    dataset.rows = rows
+    batch = task.collate([dataset[number] for number in range(4)])
+    loss = task.loss_sum(model, batch)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    gradients = torch.autograd.grad(loss, trained)
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    plain = plain_loss(model.policy, base, task.tokenizer, rows, 0.3)
+    # Sums of some tens of terms of at most 10 in another order: 2^-24 of each.
+    torch.testing.assert_close(loss, plain, rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(gradients, torch.autograd.grad(plain, trained), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert task.weight(batch) == 4
+    assert all(p.grad is None for p in model.parameters())
+    alone = [task.loss_sum(model, task.collate([dataset[number]])) for number in range(4)]
+    torch.testing.assert_close(torch.stack(alone).sum(), loss, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"lora_rank": 2}])
+def test_training_begins_at_the_reference_where_every_pair_costs_log_2(options, folder):
+    task = dpo(folder, pairs(chats=True), **options)
+    dataset = task.build_dataset("train")
+    batch = task.collate([dataset[number] for number in range(4)])
+    model = build_whole(task, CPU)
+    assert task.loss_sum(model, batch).item() == pytest.approx(4 * math.log(2), rel=1e-6)
+    assert model.train().policy.training
+    values = task.metrics(model, batch)
+    assert values["margin"] == 0
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_in_training_the_reference_is_read_without_dropout_and_the_policy_with_it(rank, folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
+    run = make_run(World(), dpo(folder, pairs(), lora_rank=rank), *QUICK)
+    (batch,) = next(run.data)
+    names = ("input_ids", "attention_mask", "labels")
+    one, two = [run.model(**{name: batch[name] for name in names}) for _ in range(2)]
+    assert torch.equal(one[1], two[1])
+    assert not torch.equal(one[0], two[0])
+    with run.evaluating():
+        torch.testing.assert_close(run.model(**{name: batch[name] for name in names})[1], one[1])
+    assert run.model.policy.training
+
+
+def trained(world, folder, strategy, options):
+    """Four steps, saved after two and resumed: parameters, losses and the evaluation."""
+    task = dpo(folder, pairs(), beta=0.5, **options)
+    words = ["--train.global_batch_size", 4, "--train.micro_batch_size", 4 // world.world_size]
+    words += ["--parallel.strategy", strategy, "--optim.lr", 0.02, "--train.steps", 8]
+    words += ["--run.dir", folder / strategy, "--optim.name", "sgd"]
+    run = make_run(world, task, *QUICK, *words)
+    take_steps(run, 2)
+    save(run)
+    take_steps(run, 6)
+    resumed = make_run(world, task, *QUICK, *words, "--run.resume", "auto")
+    assert resumed.step == 2
+    take_steps(resumed, 6)
+    ends = parameters_of(run)
+    again = parameters_of(resumed)
+    assert all(torch.equal(ends[name], again[name]) for name in ends)
+    return ends, evaluate(run)
+
+
+@pytest.mark.parametrize(
+    ("options", "strategy"),
+    [({}, "ddp"), ({}, "fsdp"), ({"lora_rank": 2}, "ddp"), ({"lora_rank": 2}, "fsdp")],
+)
+def test_two_ranks_learn_what_one_does_and_resume_bit_for_bit(options, strategy, folder):
+    ((alone, values),) = on_ranks(1, trained, folder, "single", options)
+    assert values.keys() == {"loss", "accuracy", "margin"}
+    if not options:
+        assert values["loss"] < 0.9 * math.log(2)
+        assert values["margin"] > 0
+        assert values["accuracy"] == 1
+    for parameters, others in on_ranks(2, trained, folder, strategy, options):
+        # Eight steps of 0.02 times gradients of some units, in another order: 2^-24 of each.
+        torch.testing.assert_close(parameters, alone, rtol=0, atol=2e-6)
+        assert others == pytest.approx(values, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_no_more_logits_exist_than_a_chunks_and_the_reference_makes_them_once(rank, folder):
+    task = dpo(folder, pairs(), loss_chunk=50, lora_rank=rank)
+    run = make_run(None, task, *QUICK)
+    with Products() as products:
+        take_steps(run, 1)
+    tokens = run.data.last_step[0][0]["labels"].numel()
+    assert max(products.rows) == 50
+    # The reference's, the policy's, and those again for the policy's gradient.
+    assert sum(products.rows) == 3 * tokens
+
+
+# ---- wrong inputs ----
+
+
+TURN = [{"role": "user", "content": "a"}]
+ANSWER = [{"role": "assistant", "content": "b"}]
+SILENT = [{"role": "assistant", "content": ""}]
+
+
+@pytest.mark.bad_input(
+    "a preference whose chosen and rejected answers are equal, or equal when cut"
+)
+@pytest.mark.bad_input("a preference with an empty answer, as text and as messages")
+@pytest.mark.bad_input("a preference with a prompt longer than `task.args.length`")
+@pytest.mark.bad_input(
+    "a preference with a prompt as text and answers as messages, or a null answer"
+)
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are equal within"),
+        (
+            {"prompt": "a", "chosen": "b" * 9, "rejected": "b" * 8},
+            "equal within task.args.length=8",
+        ),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": " "},
+            "the answer rejected is empty; write one",
+        ),
+        ({"prompt": TURN, "chosen": SILENT, "rejected": ANSWER}, "the answer chosen is empty"),
+        (
+            {"prompt": "abcdefgh", "chosen": "b", "rejected": "c"},
+            "ends before the answer chosen, of",
+        ),
+        (
+            {"prompt": "a", "chosen": ANSWER, "rejected": ANSWER},
+            "the column chosen holds list, not text",
+        ),
+        ({"prompt": "a", "chosen": "b", "rejected": None}, "the column rejected holds NoneType"),
+        (
+            {"prompt": TURN, "chosen": [{"role": "a"}], "rejected": ANSWER},
+            "chosen holds .* make it a li",
+        ),
+    ],
+)
+def test_a_pair_of_which_nothing_can_be_learned_is_refused(row, said, folder):
+    dataset = dpo(folder, pairs(), length=8).build_dataset("train")
+    dataset.rows = [row]
+    with pytest.raises(DataError, match=said):
+        dataset[0]
+
+
+@pytest.mark.bad_input("preferences without a column prompt, chosen or rejected")
+def test_a_missing_column_is_named_with_those_there_are(folder):
+    with pytest.raises(DataError, match="no column prompt; the columns are chosen, rejected: re"):
+        dpo(folder, [{"chosen": "a", "rejected": "b"}] * 8).build_dataset("train")
+    with pytest.raises(DataError, match="nor prompt or chosen or rejected; the columns are"):
+        dpo(folder, chats()).build_dataset("train")
+
+
+@pytest.mark.bad_input("preferences as messages with a tokenizer without a chat template")
+def test_messages_need_a_chat_template(folder):
+    (folder / "chat_template.jinja").unlink()
+    dataset = dpo(folder, pairs(chats=True)).build_dataset("train")
+    with pytest.raises(DataError, match="the tokenizer has no chat template; use a chat model, or"):
+        dataset[0]
+
+
+@pytest.mark.bad_input("a reference model with another vocabulary")
+def test_a_reference_of_another_vocabulary_is_refused(folder, tmp_path):
+    other = AutoModelForCausalLM.from_config(LlamaConfig(**{**LLAMA, "vocab_size": 300}))
+    other.save_pretrained(tmp_path / "other")
+    make_tokenizer(tmp_path / "other")
+    task = dpo(folder, pairs(), reference=str(tmp_path / "other"))
+    with pytest.raises(ConfigError, match="other has a vocabulary of 300 tokens and the model 260"):
+        task.build_model()
+
+
+def test_a_reference_of_its_own_is_used_also_with_adapters(folder, tmp_path):
+    make_tokenizer(make_model(tmp_path / "other", "llama_tied"))
+    task = dpo(folder, pairs(), reference=str(tmp_path / "other"), lora_rank=2)
+    dataset = task.build_dataset("train")
+    model = build_whole(task, CPU)
+    assert task.metrics(model, task.collate([dataset[0], dataset[1]]))["margin"] != 0

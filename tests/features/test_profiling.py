@@ -1,0 +1,213 @@
+"""Which steps are profiled, on which ranks, and what is written."""
+
+import gzip
+import json
+from contextlib import suppress
+from itertools import groupby, pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ranks import on_ranks
+from test_train import TINY
+from tiny import Tiny, make_run
+from torch._C._autograd import DeviceType
+
+from dist_amp.clock import PHASES
+from dist_amp.diagnostics.profiling import (
+    MAX_ALLOCATIONS,
+    Profile,
+    memory_history,
+    time_per_step,
+    window,
+)
+from dist_amp.step import train_step
+from dist_amp.train import main
+from dist_amp.world import World
+
+
+def steps_of(world, folder, steps, *words):
+    """A run that took `steps` steps with a Profile, as in the main job."""
+    run = make_run(world, Tiny(), "--run.dir", folder, "--train.micro_batch_size", 2, *words)
+    with Profile(run) as profile:
+        take(run, profile, steps)
+    return run
+
+
+def take(run, profile, steps):
+    for _ in range(steps):
+        micro_batches = next(run.data)
+        report = train_step(run, micro_batches)
+        profile.after_step(report, micro_batches)
+
+
+def ranges(path):
+    """{name: [(start, end), ...]} of the labelled ranges in a trace, in microseconds."""
+    found = {}
+    with gzip.open(path) as file:
+        for event in json.load(file)["traceEvents"]:
+            if event.get("cat") == "user_annotation":
+                span = (event["ts"], event["ts"] + event["dur"])
+                found.setdefault(event["name"], []).append(span)
+    return found
+
+
+def test_each_phase_of_each_recorded_step_is_a_range_in_the_trace(tmp_path, capsys):
+    words = ["--train.steps", 15, "--train.accumulation_steps", 3, "--debug.profile", 2]
+    run = steps_of(World(), tmp_path, 15, *words)
+    name = "rank00000_step_00000013-00000014"
+    written = sorted(path.name for path in (tmp_path / "profile").iterdir())
+    assert written == [f"{name}.json.gz", f"{name}_table.txt"]
+    found = ranges(tmp_path / f"profile/{name}.json.gz")
+    in_order = sorted((*span, label) for label in PHASES if label in found for span in found[label])
+    labels = [label for label, _ in groupby(label for _, _, label in in_order)]
+    once = ["other", "data", "other", *["forward", "backward"] * 3, "optimizer"]
+    assert labels == [*once, *once, "other"]
+    assert all(end <= start for (_, end, _), (start, _, _) in pairwise(in_order))
+    steps = [found[f"ProfilerStep#{number}"] for number in (13, 14)]
+    assert [len(spans) for spans in steps] == [1, 1]
+    assert steps[0][0][0] <= in_order[0][0]
+    assert in_order[-1][1] <= steps[1][0][1]
+
+    table = (tmp_path / f"profile/{name}_table.txt").read_text()
+    assert table.startswith("steps 13 to 14 of rank 0 of 1\n")
+    assert "aten::addmm" in table
+    said = capsys.readouterr().out
+    assert "profile  steps 13 to 14 of rank 0 of 1\n" in said
+    assert "ms per step on the host: data " in said
+    assert f"{name}.json.gz opens in ui.perfetto.dev" in said
+    assert "enter" not in vars(run.world.clock), "the wrapper is removed"
+
+
+def profiled(world, folder):
+    words = ["--train.steps", 8, "--train.accumulation_steps", 2, "--precision.dtype", "fp16"]
+    steps_of(world, folder, 8, *words, "--debug.profile", 2)
+    steps_of(world, folder, 8, *words, "--debug.profile", 1, "--parallel.strategy", "fsdp")
+
+
+def test_all_ranks_write_the_same_steps(tmp_path):
+    on_ranks(2, profiled, tmp_path)
+    paths = list((tmp_path / "profile").glob("*.gz"))
+    steps = ("00000007-00000008", "00000008-00000008")  # ddp, fsdp
+    names = {f"rank0000{rank}_step_{span}.json.gz" for span in steps for rank in range(2)}
+    assert {path.name for path in paths} == names
+    for path in paths:
+        found = ranges(path)
+        assert {"data", "forward", "backward", "optimizer"} <= set(found)
+        assert any(label.startswith("gloo:") for label in found), "collectives have their names"
+
+
+@pytest.mark.parametrize(
+    ("done", "last_step", "count", "pauses", "expected"),
+    [
+        (0, 100, 3, [], (13, 15)),
+        (50, 100, 3, [], (63, 65)),  # counted from where this process started
+        (0, 9, 3, [], (7, 9)),  # a short run's last steps
+        (0, 3, 5, [], (2, 3)),  # at least one step for the profiler's warm-up
+        (0, 1, 1, [], (2, 1)),  # nothing
+        (0, 100, 3, [100, 15], (13, 15)),
+        (0, 100, 3, [14], (13, 14)),  # up to the evaluation
+        (0, 100, 3, [1], (13, 13)),  # an evaluation after each
+    ],
+)
+def test_the_recorded_steps_start_after_a_warm_up_and_contain_no_evaluation(
+    done, last_step, count, pauses, expected
+):
+    assert window(done, last_step, count, pauses) == expected
+
+
+@pytest.mark.bad_input("a run that ends before the steps of `debug.profile` do")
+def test_a_run_that_ends_early_writes_what_was_recorded_or_says_that_nothing_was(tmp_path, capsys):
+    words = ["--train.steps", 100, "--debug.profile", 5]
+    steps_of(World(), tmp_path, 14, *words)
+    said = "profile  steps 13 to 14 of rank 0 of 1, up to an evaluation, a checkpoint or the end: 2"
+    assert said in capsys.readouterr().out
+    assert len(list((tmp_path / "profile").iterdir())) == 2
+    steps_of(World(), tmp_path, 12, *words)
+    said = "debug.profile=5 recorded nothing: the run ended after step 12, and step 13 would have"
+    assert said in capsys.readouterr().err
+
+
+def test_a_failure_in_a_recorded_step_is_raised_unchanged(monkeypatch, tmp_path):
+    words = ["--run.dir", tmp_path, "--train.steps", 100, "--debug.profile", 5]
+    run = make_run(World(), Tiny(), *words)
+
+    def fail_in_step_14(*_):
+        if run.step == 13:
+            raise ZeroDivisionError
+
+    run.optimizer.register_step_pre_hook(fail_in_step_14)
+    with pytest.raises(ZeroDivisionError), Profile(run) as profile:
+        take(run, profile, 20)
+    assert run.step == 13
+    assert "enter" not in vars(run.world.clock)
+    assert not (tmp_path / "profile").exists()
+
+
+def test_a_folder_that_cannot_be_written_does_not_end_the_run(tmp_path, capsys):
+    (tmp_path / "profile").write_text("a file in its place")
+    assert steps_of(World(), tmp_path, 20, "--train.steps", 20, "--debug.profile", 2).step == 20
+    warning = "warning: rank 0: the profile could not be written: FileExistsError"
+    assert warning in capsys.readouterr().err
+
+
+def profile_of_gpu(kernels):
+    """What torch's profiler returns for two steps on a GPU, in microseconds."""
+    averages = [
+        SimpleNamespace(key=key, device_type=device, cpu_time_total=on_host)
+        for key, device, on_host in (
+            ("ProfilerStep*", DeviceType.CPU, 8000),
+            ("forward", DeviceType.CPU, 2000),
+            ("forward", DeviceType.CUDA, 0),
+        )
+    ]
+    events = []
+    spans = [(DeviceType.CPU, False, (0, 30000)), (DeviceType.CUDA, True, (0, 20000))]
+    for device, is_range, span in [*spans, *((DeviceType.CUDA, False, span) for span in kernels)]:
+        time_range = SimpleNamespace(start=span[0], end=span[1])
+        kind = {"device_type": device, "is_user_annotation": is_range}
+        events.append(SimpleNamespace(time_range=time_range, **kind))
+    return SimpleNamespace(key_averages=lambda: averages, events=lambda: events)
+
+
+def test_the_idle_time_of_a_gpu_is_reported():
+    gpu = profile_of_gpu([(5000, 8000), (1000, 7000), (10000, 11000), (2000, 3000)])
+    assert time_per_step(gpu, 2, DeviceType.CUDA) == (
+        "4.00 ms per step on the host: forward 25.0 %\n"
+        "5.00 ms per step on the device, which was idle for 20.0 % of it"
+    )
+    assert time_per_step(profile_of_gpu([]), 2, DeviceType.CUDA).endswith(
+        "is missing or not permitted"
+    )
+
+
+def test_memory_history_starts_before_the_model_and_is_written_if_memory_runs_out(
+    tmp_path, capsys, monkeypatch
+):
+    calls = []
+    memory = "torch.cuda.memory"
+    monkeypatch.setattr(f"{memory}._record_memory_history", lambda **given: calls.append(given))
+    monkeypatch.setattr(f"{memory}._dump_snapshot", calls.append)
+    with memory_history(tmp_path, World()):
+        assert calls == []
+    world = World(rank=1, world_size=2, device=torch.device("cuda"))
+    with suppress(torch.OutOfMemoryError), memory_history(tmp_path, world):
+        assert calls == [{"max_entries": MAX_ALLOCATIONS, "stacks": "python"}]
+        raise torch.OutOfMemoryError
+    snapshot = str(tmp_path / "profile/rank00001_out_of_memory.pickle")
+    assert calls[1:] == [snapshot, {"enabled": None}]
+    assert "open it at pytorch.org/memory_viz" in capsys.readouterr().out
+
+
+def test_the_main_job_profiles_and_tensorboard_has_the_table(monkeypatch, tmp_path, capsys):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.chdir(tmp_path)
+    words = ["--train.steps", "20", "--debug.profile", "3", "--run.dir", "run"]
+    words += ["--eval.every", "16"]
+    assert main([*TINY, *words, "--run.device", "cpu"]) == 0
+    assert "profile  steps 13 to 15 of rank 0 of 1\n" in capsys.readouterr().out
+    board = EventAccumulator(str(tmp_path / "run/tensorboard/rank00000")).Reload()
+    text = board.Tensors("profile/text_summary")[0]
+    assert text.step == 15
+    assert b"aten::addmm" in text.tensor_proto.string_val[0]

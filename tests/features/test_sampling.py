@@ -1,0 +1,111 @@
+"""The samples of a run, at every evaluation and at the end; they change nothing."""
+
+import re
+
+import pytest
+import torch
+from ranks import on_ranks
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny import Tiny, make_run, take_steps
+
+from dist_amp.supervise import sampling
+from dist_amp.train import main
+
+
+class Drawn(Tiny):
+    def sample(self, model):
+        """Eight random numbers."""
+        return str(torch.rand(8))
+
+
+WORDS_OF_SIX = "--train.steps 6 --eval.every 2 --run.dir run --train.micro_batch_size 4".split()
+
+
+def six_steps(monkeypatch, tmp_path, task):
+    monkeypatch.chdir(tmp_path)
+    return main(["--task.target", f"test_sampling:{task}", *WORDS_OF_SIX])
+
+
+def texts_of(folder):
+    events = EventAccumulator(str(folder / "run/tensorboard/rank00000")).Reload()
+    events = events.Tensors("sample/text_summary")
+    return [(event.step, event.tensor_proto.string_val[0].decode()) for event in events]
+
+
+def test_every_evaluation_has_a_sample_of_the_same_random_numbers_with_its_step_and_what_it_shows(
+    monkeypatch, tmp_path, capsys
+):
+    assert six_steps(monkeypatch, tmp_path, "Drawn") == 0
+    texts = texts_of(tmp_path)
+    assert [step for step, _ in texts] == [2, 4, 6]
+    for step, text in texts:
+        assert text.startswith(f"**step {step}, held-out loss ")
+        assert "**: Eight random numbers.\n```\n" in text
+    assert len({text.split("```")[1] for _, text in texts}) == 1
+    printed = capsys.readouterr().out
+    assert printed.count("tensor(") == 1, "the last one, at the end"
+    assert len(re.findall(r"(?m)^sample +\d  [\d.]+ s; see TensorBoard's text$", printed)) == 3
+    assert "tensor(" in (tmp_path / "run/sample.txt").read_text()
+
+
+class Pictures(Tiny):
+    def sample(self, model):
+        return torch.rand(3, 4, 6).bfloat16()
+
+
+def test_a_picture_of_every_evaluation_is_in_tensorboard(monkeypatch, tmp_path):
+    assert six_steps(monkeypatch, tmp_path, "Pictures") == 0
+    events = EventAccumulator(str(tmp_path / "run/tensorboard/rank00000")).Reload()
+    images = [(image.step, image.width, image.height) for image in events.Images("sample")]
+    assert images == [(2, 6, 4), (4, 6, 4), (6, 6, 4)]
+
+
+class Wrong(Tiny):
+    def sample(self, model):
+        return torch.rand(8)
+
+
+@pytest.mark.bad_input("a `sample(model)` that fails or returns something else at every evaluation")
+def test_a_sample_that_is_wrong_each_time_is_one_warning(monkeypatch, tmp_path, capsys):
+    assert six_steps(monkeypatch, tmp_path, "Wrong") == 0
+    (warning,) = [line for line in capsys.readouterr().err.splitlines() if "sample" in line]
+    assert "sample(model) returned [8]; return text, or an image [1, 3 or 4, H, W] in" in warning
+
+
+@pytest.mark.bad_input("a `sample.txt` that can't be written")
+def test_a_sample_file_that_can_not_be_written_ends_no_run(monkeypatch, tmp_path, capsys):
+    (tmp_path / "run/sample.txt").mkdir(parents=True)
+    assert six_steps(monkeypatch, tmp_path, "Drawn") == 0
+    said = "run/sample.txt can't be written (Is a directory); the sample is in TensorBoard"
+    assert said in capsys.readouterr().err
+    assert len(texts_of(tmp_path)) == 3
+
+
+class FailsOnRank1(Tiny):
+    """Its sample fails on one rank, before it calls the model."""
+
+    rank = 0
+
+    def sample(self, model):
+        if self.rank == 1:
+            raise ValueError("no such file")
+        with torch.no_grad():
+            return str(model(torch.ones(1, 8)).shape)
+
+
+def sampled_on_one_rank_only(world, folder):
+    task = FailsOnRank1()
+    task.rank = world.rank
+    words = ["--parallel.strategy", "fsdp", "--use_amp", "false", "--run.dir", folder]
+    run = make_run(world, task, *words)
+    take_steps(run, 1)
+    warning = sampling.write_sample(run)
+    take_steps(run, 1)  # in step with the other rank
+    return warning, [p.full_tensor().sum().item() for p in run.parallel.parameters]
+
+
+def test_a_sample_that_fails_on_one_rank_of_a_sharded_model_leaves_the_ranks_in_step(tmp_path):
+    (fine, first), (warning, second) = on_ranks(2, sampled_on_one_rank_only, str(tmp_path))
+    assert fine == ""
+    assert "ValueError: no such file" in warning
+    assert first == second

@@ -1,0 +1,100 @@
+"""dist_amp schema: what editors accept in a config is what a run accepts."""
+
+import json
+import tomllib
+
+import pytest
+from conftest import ROOT
+from jsonschema import Draft202012Validator
+
+from dist_amp.commands.schema import json_schema, main
+from dist_amp.config.load import load_config
+from dist_amp.errors import ConfigError
+from dist_amp.settings import Config
+
+CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
+SCHEMA = json_schema(Config)
+WRONG = """
+train.stepz = 5
+trian.steps = 5
+train.steps = "5"
+train.steps = 0
+train.steps = 10000001
+train.steps = 1.5
+train.steps = true
+train.accumulation_steps = "automatic"
+train.accumulation_steps = 0
+train.clip_by = "norms"
+train.max_grad_norm = 0.0
+optim.lr = 0
+optim.lr = "high"
+optim.betas = [0.9]
+optim.betas = [0.9, 1.0]
+optim.betas = 0.9
+optim.name = "adam"
+optim.ema = 1.0
+precision.dtype = "fp32"
+precision.use_amp = "yes"
+precision.scaler.init_scale = 0.5
+precision.scaler.growth = 2.0
+parallel.strategy = "zero3"
+parallel.replicas = -1
+parallel.activation_checkpointing = "some"
+compile.blocks = "yes"
+eval.every = 0
+checkpoint.keep = 1
+data.workers = -1
+data.max_bad_samples = 0.0
+data.sources.wiki.weight = 0
+data.sources.wiki.pth = "a.txt"
+run.seed = -1
+run.timeout_seconds = 0
+metrics.log_every = "never"
+""".strip().splitlines()
+
+
+def problems(text, of=SCHEMA):
+    errors = Draft202012Validator(of).iter_errors(tomllib.loads(text))
+    return [f"{list(error.path)}: {error.message}" for error in errors]
+
+
+def test_the_schema_is_one_of_draft_2020_12_and_the_stored_one_is_the_commands(capsys):
+    Draft202012Validator.check_schema(SCHEMA)
+    assert main([]) == 0
+    assert (ROOT / "configs/schema.json").read_text() == capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_names_the_schema_and_is_valid(path):
+    text = path.read_text()
+    assert text.startswith("#:schema schema.json\n")
+    assert (path.parent / "schema.json").exists()
+    assert problems(text) == []
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_what_the_schema_rejects_is_what_a_run_rejects(line, tmp_path):
+    assert len(problems(line)) == 1
+    path = tmp_path / "wrong.toml"
+    path.write_text(line + "\n")
+    with pytest.raises(ConfigError):
+        load_config(["--config", str(path)], environ={})
+
+
+def test_every_setting_has_its_meaning_and_a_default_that_is_valid():
+    def check(table, name=""):
+        for key, about in table["properties"].items():
+            if "properties" in about:
+                check(about, f"{name}{key}.")
+            elif key not in ("args", "sources"):
+                assert about["description"], f"{name}{key}"
+                Draft202012Validator(about).validate(about["default"])
+
+    listed = json.loads(json.dumps(SCHEMA))  # betas as a list
+    check(listed)
+
+
+@pytest.mark.bad_input("`dist_amp schema` of a task that can't be imported")
+def test_a_task_that_is_not_there_is_named(capsys):
+    assert main(["--task.target", "nothing.py:Task"]) == 64
+    assert "there is no file nothing.py; check the path" in capsys.readouterr().err

@@ -1,0 +1,134 @@
+"""A rank slower than the others is named with host, phase and factor; nobody in a clean run."""
+
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import slow_ranks
+from slow_ranks import PHASES
+
+from dist_amp.clock import OWN_PHASES
+from dist_amp.diagnostics.slow_ranks import SlowRanks, find_slow_ranks
+from dist_amp.telemetry.step_report import INDEX, RANK_METRICS, LogRow
+
+
+def table(intervals, ranks, seed=0, noise=0.05):
+    """[intervals, ranks, phases] seconds per step: 20 ms in each phase, with noise."""
+    random = np.random.default_rng(seed)
+    return 0.02 * random.lognormal(0, noise, (intervals, ranks, len(OWN_PHASES)))
+
+
+HOSTS = [f"host{rank}" for rank in range(1000)]
+
+
+def warned(phases):
+    """The warnings of a run whose ranks spend `phases` seconds: [intervals, ranks, phases]."""
+    warnings = []
+    run = SimpleNamespace(
+        world=SimpleNamespace(is_main=True, warn=warnings.append),
+        metrics=SimpleNamespace(hosts=HOSTS, write_text=lambda *_: None),
+        config=SimpleNamespace(data=SimpleNamespace(workers=2)),
+    )
+    observer = SlowRanks(run)
+    waits = phases.sum(axis=2).max(axis=1)
+    for step, (ranks, wait) in enumerate(zip(phases, waits, strict=True)):
+        table = np.zeros((len(ranks), len(RANK_METRICS)))
+        table[:, INDEX["steps"]] = 1
+        table[:, [INDEX[phase] for phase in OWN_PHASES]] = ranks
+        table[:, INDEX["communication"]] = wait - ranks.sum(axis=1)
+        observer.on_log(LogRow(step, table))
+    return warnings
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 1000])
+def test_a_rank_that_takes_half_as_long_again_is_named_with_phase_and_factor(ranks):
+    phases = table(10, ranks)
+    phases[:, 1, OWN_PHASES.index("backward")] += 0.05
+    (line,) = warned(phases)
+    compared = "the median rank" if ranks > 2 else "the other rank"
+    found = re.fullmatch(
+        rf"rank 1 on host1 spends (.*) times as long as {compared}, without waiting for other "
+        r"ranks: (.*) ms per step more in backward \(up to step \d+\)",
+        line,
+    )
+    # Three standard errors of five intervals, rounded.
+    assert float(found[1]) == pytest.approx(1.5, abs=0.15)
+    assert float(found[2]) == pytest.approx(50, abs=5)
+
+
+@pytest.mark.parametrize("noise", [0.01, 0.1, 0.5])
+def test_nobody_is_named_where_ranks_differ_by_chance(noise):
+    assert [warned(table(20, 4, seed, noise)) for seed in range(20)] == [[]] * 20
+
+
+def test_a_spike_of_one_interval_names_nobody():
+    phases = table(20, 4)
+    phases[7, 2, 0] += 1.0
+    assert warned(phases) == []
+
+
+def test_a_rank_is_named_again_only_after_it_was_as_fast_as_the_others():
+    phases = table(80, 4)
+    phases[5:25, 2, 0] += 0.1
+    phases[27:30, 2, 0] += 0.1  # it stays quiet for ten log steps
+    phases[60:, 2, 0] += 0.1
+    assert len(warned(phases)) == 2
+
+
+def test_a_rank_that_differs_by_little_of_a_long_step_is_not_named():
+    phases = table(5, 4, noise=0.001)
+    phases[:, 2] *= 1.5
+    assert find_slow_ranks(phases, np.full(5, phases.sum(axis=2).max())) != []
+    assert find_slow_ranks(phases, np.full(5, 5.0)) == [], "the others wait for something else"
+
+
+def test_steps_that_wait_for_data_on_all_ranks_are_warned_of_once():
+    phases = table(30, 2, noise=0.01)
+    data = OWN_PHASES.index("data")
+    phases[:, :, data] += 0.1
+    others = phases.sum(axis=2).mean() - phases[:, :, data].mean()
+    share = phases[:, :, data].mean() / (phases[:, :, data].mean() + others)
+    (line,) = warned(phases)
+    assert line == (
+        f"steps wait for data in {share:.0%} of their time (up to step 5): raise data.workers=2, "
+        "or make samples cheaper to read"
+    )
+    phases[:, 1, data] -= 0.1
+    assert not [line for line in warned(phases) if "wait for data" in line], "of one rank alone"
+
+
+def test_a_slowdown_that_lasts_is_named_once_in_a_run():
+    for seed in range(10):
+        phases = table(40, 4, seed, noise=0.1)
+        phases[20:, :, OWN_PHASES.index("forward")] += 0.05
+        (line,) = warned(phases)
+        assert line.startswith("all ranks spend 1.")
+        assert "times as long as before" in line
+        assert "in forward" in line
+
+
+def warnings_of(launch, phase, strategy="ddp", ranks=4):
+    """What rank 0 says of slow ranks in a run whose last rank takes twice as long in one phase."""
+    words = ["--task.args.phase", phase, "--parallel.strategy", strategy, "--train.steps", 40]
+    words += ["--metrics.log_every", 4, "--checkpoint.every", "off", "--eval.every", "off"]
+    words += ["--task.args.rank", ranks - 1]
+    done = launch.each(ranks, "--task.target", f"{slow_ranks.__file__}:SlowRank", *words)
+    assert [one.returncode for one in done] == [0] * ranks, done[0].stderr
+    lines = done[0].stderr.splitlines()
+    return [line for line in lines if "without waiting for other ranks" in line]
+
+
+def check_is_named(rank, lines, phase):
+    where = {"data": "data wait", "other": "callbacks and checks"}.get(phase, phase)
+    # A neighbour on a busy machine may slow another rank for a while, which is then named as well.
+    named = [line for line in lines if line.startswith(f"warning: rank {rank} on ")]
+    assert named, lines
+    assert f"ms per step more in {where} (up to step" in named[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("phase", PHASES)
+def test_the_rank_that_sleeps_is_named_in_every_phase(launch, phase, strategy):
+    check_is_named(3, warnings_of(launch, phase, strategy), phase)

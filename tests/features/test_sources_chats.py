@@ -1,0 +1,454 @@
+"""Chats as tokens under the templates of popular models: what is learned, and what is refused."""
+
+import json
+import re
+from dataclasses import replace
+
+import chat_templates
+import datasets
+import pytest
+
+pytest.importorskip("transformers")
+from messages import message_of
+from test_sources_tokens import source
+from tiny_hf import MARKED_TEMPLATE, TEMPLATE, chats, make_tokenizer
+
+from dist_amp.errors import DataError
+from dist_amp.settings import DataConfig
+from dist_amp.sources.conversations import IGNORE_INDEX, asks_in_turns, check_rows, encode
+from dist_amp.sources.packing import Packing
+from dist_amp.sources.tokenizer import of_transformers, open_tokenizer
+from dist_amp.sources.tokens import token_documents, tokenize
+
+HI = {"role": "user", "content": "hi"}
+ONE = {"role": "assistant", "content": "one"}
+MORE = {"role": "user", "content": "more"}
+TWO = {"role": "assistant", "content": "two"}
+THINKING = {"role": "assistant", "content": "<think>\nhmm\n</think>\n\ntwo"}
+REASONED = {**TWO, "reasoning_content": "hmm"}
+FULL = "<think>\nhmm\n</think>\n\ntwo<|im_end|>\n"
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+@pytest.fixture(scope="module")
+def open_with(tmp_path_factory):
+    """A template's name, or the template -> its tokenizer, as it is read from a folder."""
+    opened = {}
+
+    def open_one(template):
+        if template not in opened:
+            folder = tmp_path_factory.mktemp("tokenizer")
+            make_tokenizer(folder, getattr(chat_templates, template, template))
+            opened[template] = open_tokenizer(str(folder))
+        return opened[template]
+
+    return open_one
+
+
+def texts(ids, labels, tokenizer):
+    """(the whole text, the stretches of it that are learned)."""
+    pieces = [" " if label == IGNORE_INDEX else chr(label + 500) for label in labels]
+    learned = [[ord(one) - 500 for one in piece] for piece in "".join(pieces).split()]
+    return tokenizer.decode(ids), [tokenizer.decode(piece) for piece in learned]
+
+
+def learned(row, tokenizer):
+    return texts(*encode(row, tokenizer, "text"), tokenizer)[1]
+
+
+# The answers "one" and "two" of a chat, by template.
+ANSWERS = {
+    "QWEN": ["one<|im_end|>\n", "two<|im_end|>\n"],
+    "LLAMA3": ["one<|eot_id|>", "two<|eot_id|>"],
+    "GEMMA": ["one<end_of_turn>\n", "two<end_of_turn>\n"],
+    "MISTRAL": [" one</s>", " two</s>"],
+    "DEEPSEEK_R1": ["one</s>", "two</s>"],
+    MARKED_TEMPLATE: ["one</s>", "two</s>"],
+    # They render the thoughts of the last turn alone, which are empty here.
+    "QWEN3": ["<think>\n\n</think>\n\ntwo<|im_end|>\n"],
+    "QWEN_THINKING": ["<think>\n\n</think>\n\ntwo<|im_end|>\n"],
+}
+
+
+@pytest.mark.parametrize("template", ANSWERS)
+def test_answers_are_learned_with_their_ends_under_popular_templates(template, open_with):
+    tokenizer = open_with(template)
+    assert learned({"messages": [HI, ONE, MORE, TWO]}, tokenizer) == ANSWERS[template]
+    prompted = {"prompt": [HI, ONE, MORE], "completion": [TWO]}
+    assert learned(prompted, tokenizer) == ANSWERS[template][-1:]
+
+
+@pytest.mark.parametrize("template", [name for name in ANSWERS if "QWEN_" not in name])
+def test_an_answer_with_weight_0_is_context_alone(template, open_with):
+    """A weight of 1 is the default; other messages have a weight of 0."""
+    messages = [{**HI, "weight": 0}, {**ONE, "weight": 0}, MORE, {**TWO, "weight": 1}]
+    tokenizer = open_with(template)
+    assert learned({"messages": messages}, tokenizer) == ANSWERS[template][-1:]
+    if len(ANSWERS[template]) > 1:
+        messages = [HI, ONE, MORE, {**TWO, "weight": 0.0}]
+        assert learned({"messages": messages}, tokenizer) == ANSWERS[template][:1]
+        assert learned({"messages": messages[2:]}, tokenizer) == []
+
+
+@pytest.mark.parametrize("template", ["QWEN", "LLAMA3", "DEEPSEEK_R1", MARKED_TEMPLATE, TEMPLATE])
+@pytest.mark.parametrize("first", ["one", "0", "1"])
+def test_a_chat_that_begins_with_the_assistant_learns_its_content_and_end_alone(
+    template, first, open_with
+):
+    """Not the header, nor Qwen's default system prompt."""
+    tokenizer = open_with(template)
+    end = {"QWEN": "<|im_end|>\n", "LLAMA3": "<|eot_id|>"}.get(template, "</s>")
+    messages = [{"role": "assistant", "content": first}, MORE, TWO]
+    assert learned({"messages": messages}, tokenizer) == [first + end, "two" + end]
+    assert learned({"messages": messages[:1]}, tokenizer) == [first + end]
+    prompted = {"prompt": [], "completion": messages[:1]}
+    assert learned(prompted, tokenizer) == [first + end]
+
+
+@pytest.mark.parametrize("answer", [THINKING, REASONED])
+@pytest.mark.parametrize("template", ["QWEN3", "QWEN_THINKING"])
+def test_thoughts_are_learned_with_the_tag_that_a_template_forces(template, answer, open_with):
+    assert learned({"messages": [HI, answer]}, open_with(template)) == [FULL]
+    assert learned({"messages": [HI, answer, MORE, answer]}, open_with(template)) == [FULL]
+
+
+def test_what_a_template_writes_before_an_answer_is_learned_where_the_prompt_lacks_it(open_with):
+    messages = [HI, {**TWO, "thinking": "hmm"}]
+    assert learned({"messages": messages}, open_with("GPT_OSS")) == [
+        "<|channel|>analysis<|message|>hmm<|end|><|start|>assistant<|channel|>final<|message|>two"
+        "<|return|>"
+    ]
+    assert learned({"messages": [ONE]}, open_with("GPT_OSS")) == [
+        "<|channel|>final<|message|>one<|return|>"
+    ]
+
+
+@pytest.mark.bad_input("thoughts in an answer that the chat template drops")
+@pytest.mark.parametrize(
+    ("template", "messages"),
+    [
+        ("DEEPSEEK_R1", [HI, THINKING]),
+        ("DEEPSEEK_R1", [HI, {**TWO, "content": "hmm</think>two"}]),
+        ("LLAMA3", [HI, REASONED]),
+        (MARKED_TEMPLATE, [HI, REASONED]),
+    ],
+)
+def test_thoughts_that_a_template_drops_are_refused(template, messages, open_with):
+    tokenizer = open_with(template)
+    assert message_of(65, encode, {"messages": messages}, tokenizer, "text") == (
+        f"the chat template of {tokenizer.name} drops the thoughts of an answer, 'hmm'; use one "
+        "that keeps them, or remove them from the rows"
+    )
+
+
+def warnings_of(template, rows, open_with, capsys):
+    rows = datasets.Dataset.from_list(rows)
+    for split in ("train", "validation"):
+        check_rows(rows, split, "text", open_with(template))
+    return [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+
+
+@pytest.mark.bad_input(
+    "a chat template that asks with `<think>` and answers without, or that changes earlier answers"
+)
+def test_answers_that_are_left_out_or_differ_from_what_is_asked_are_warned_of_once(
+    open_with, capsys
+):
+    several = [{"messages": [HI, ONE, MORE, TWO]}] * 3
+    (line,) = warnings_of("QWEN3", several, open_with, capsys)
+    assert line.startswith("warning: of the 2 answers of a chat 1 can be learned: the chat templat")
+    (line,) = warnings_of("DEEPSEEK_R1", several, open_with, capsys)
+    assert line.startswith("warning: the chat template ends a prompt with <think>, and leaves it o")
+    for template in ("QWEN", "LLAMA3", "GEMMA", "MISTRAL", MARKED_TEMPLATE):
+        assert not warnings_of(template, several, open_with, capsys)
+    assert not warnings_of("QWEN3", chats(3), open_with, capsys)
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+CALLING = [
+    HI,
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "2"},
+    ONE,
+]
+
+
+@pytest.mark.parametrize("stored", [lambda tools: tools, json.dumps])
+def test_tools_and_their_calls_are_rendered_and_calls_are_learned(stored, open_with):
+    """Arrow gives each message and tool the keys of all, with nulls, which no template expects."""
+    other = {"type": "function", "function": {"name": "sub", "strict": True}}
+    tables = [
+        {"messages": CALLING, "tools": stored([TOOL, other])},
+        {"messages": [{**HI, "name": "Ann"}, ONE], "tools": stored([other])},
+    ]
+    row = datasets.Dataset.from_list(tables)[0]
+    tokenizer = open_with("QWEN")
+    text, parts = texts(*encode(row, tokenizer, "text"), tokenizer)
+    shown = "".join(json.dumps(tool) for tool in (TOOL, other))
+    assert f"Be helpful.\n<tools>{shown}</tools><|im_end|>" in text
+    assert parts == [
+        '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>\n',
+        "one<|im_end|>\n",
+    ]
+    assert learned({**row, "tools": stored([])}, tokenizer) == parts
+
+
+def changed(**change):
+    return {"messages": [HI, {**ONE, **change}]}
+
+
+LEAVES_OUT = "the row has tools, which the chat template of .* leaves out; use a template that"
+TWICE = [HI, {**ONE, "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}]}]
+FILE = [{"type": "image", "url": "a.png"}]
+
+
+@pytest.mark.bad_input(
+    "a chat's unknown role, weight other than 0 or 1, content that is no text, tools or calls that "
+    "are no list or that the template leaves out, arguments of a call as JSON, two system prompts"
+)
+@pytest.mark.parametrize(
+    ("row", "template", "said"),
+    [
+        (changed(weight=0.5), "QWEN", r"messages has the weight 0.5 at a message of the assistant"),
+        (changed(weight="0"), "QWEN", r"messages has the weight '0' at a message of the assistant"),
+        (changed(weight=float("nan")), "QWEN", r"messages has the weight nan at"),
+        ({"messages": [{**HI, "weight": 1}, ONE]}, "QWEN", "messages has the weight 1 at a messag"),
+        (changed(training=False), "QWEN", "messages has the key training, which is not read; for"),
+        (changed(role="bot"), "QWEN", r"messages has the unknown role bot; use one of system, de"),
+        (
+            changed(role="Assistant"),
+            "QWEN",
+            r"messages has the unknown role Assistant \(is it assi",
+        ),
+        (changed(role=None), "QWEN", "messages holds .*; make it a list of messages, each with"),
+        (changed(content=None), "QWEN", "messages holds .*; make it a list of messages, each with"),
+        (changed(content=7), "QWEN", "messages has the content 7, which is not text; this task"),
+        (changed(content=FILE), "QWEN", "messages has the content .*a.png.*, which is not text"),
+        ({"messages": None}, "QWEN", "messages holds None; make it a list of messages, each with"),
+        ({"messages": json.dumps([HI, ONE])}, "QWEN", "messages holds .*; make it a list of"),
+        ({"messages": [HI, ONE], "tools": [TOOL]}, "LLAMA3", LEAVES_OUT),
+        ({"messages": [HI, ONE], "tools": "add"}, "QWEN", "tools holds add; make it a list of JS"),
+        ({"messages": [HI, ONE], "tools": TOOL}, "QWEN", "tools holds {'type.*; make it a list of"),
+        ({"messages": CALLING}, "LLAMA3", "the chat template of .* leaves out tool_calls; use one"),
+        (
+            {"messages": [HI, ONE], "tools": "[" * 100000},
+            "QWEN",
+            r"tools holds \[\[.*; make it a l",
+        ),
+        (changed(tool_calls="add"), "QWEN", "messages has the tool_calls add; make them a list of"),
+        (changed(tool_calls=["add"]), "QWEN", "messages has the tool_calls .'add'.; make them a"),
+        (changed(content=["a"]), "QWEN", "messages has the content .'a'., which is not text; this"),
+        (
+            changed(content=[{"type": "text", "text": None}]),
+            "QWEN",
+            "messages has the content .*, wh",
+        ),
+        (
+            changed(reasoning_content=5),
+            "QWEN",
+            "the chat template of .* drops the thoughts of an an",
+        ),
+        (
+            {"conversations": [{**HI, "role": "system"}, HI, ONE], "system": "s"},
+            "QWEN",
+            "conversations has a message of the system beside the column system; keep one",
+        ),
+        (
+            {"messages": TWICE},
+            "QWEN",
+            r"the chat template of .* puts the arguments \{\"a\": 1\} of a",
+        ),
+        ({"prompt": [HI], "completion": "a"}, "QWEN", "completion holds a; make it a list of mess"),
+        (
+            {"prompt": "a", "completion": [ONE]},
+            "QWEN",
+            "the column completion holds list, not text",
+        ),
+        ({"instruction": None, "output": "a"}, "QWEN", "the column instruction holds NoneType, no"),
+        (
+            {"instruction": "a", "output": None},
+            "QWEN",
+            "the column output holds NoneType, not text",
+        ),
+    ],
+)
+def test_a_chat_that_can_not_be_learned_as_it_stands_is_refused(row, template, said, open_with):
+    assert re.match(said, message_of(65, encode, row, open_with(template), "text"))
+
+
+@pytest.mark.bad_input("a message that the chat template leaves out")
+def test_a_message_that_the_template_leaves_out_is_refused(open_with):
+    tool = {"role": "tool", "content": 'a "b"\n'}
+    row = {"messages": [HI, ONE, tool, TWO]}
+    said = message_of(65, encode, row, open_with("DEEPSEEK_R1"), "text")
+    assert re.match(
+        'the chat template of .* leaves out the message of the tool a "b"; use one', said
+    )
+    quoting = TEMPLATE.replace("{% else %}{{ m['content'] ", "{% else %}{{ m['content'] | tojson ")
+    assert learned(row, open_with(quoting)) == learned(row, open_with(TEMPLATE))
+
+
+@pytest.mark.bad_input("an empty answer, beside others and alone")
+def test_empty_answers_are_not_learned(open_with):
+    empty = {**ONE, "content": ""}
+    for template in ("QWEN", MARKED_TEMPLATE):
+        rest = learned({"messages": [HI, empty, MORE, TWO]}, open_with(template))
+        assert rest == ANSWERS[template][-1:]
+        for messages in ([HI, empty], [HI], []):
+            assert learned({"messages": messages}, open_with(template)) == []
+    assert learned({"instruction": "hi", "output": ""}, open_with("QWEN")) == []
+
+
+@pytest.mark.bad_input("weights of 0 in a chat whose template does not mark each answer once")
+def test_marks_that_do_not_tell_answers_apart_are_refused_where_some_are_not_learned(open_with):
+    whole = "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}"
+    row = {"messages": [HI, {**ONE, "weight": 0}, MORE, TWO]}
+    said = message_of(65, encode, row, open_with(whole), "text")
+    assert said.startswith("the chat template marks 1 stretches of 2 answers, so those that")
+
+
+def test_a_role_that_the_template_names_and_the_roles_of_other_layouts_are_known(open_with):
+    template = TEMPLATE.replace("{% for", "{% if messages[0].role == 'critic' %}{% endif %}{% for")
+    messages = [{**HI, "role": "critic"}, ONE]
+    assert learned({"messages": messages}, open_with(template)) == ["one</s>"]
+    for template in ("GEMMA", "QWEN"):
+        messages = [HI, {**ONE, "role": "model"}]
+        assert learned({"messages": messages}, open_with(template)) == ANSWERS[template][:1]
+
+
+def test_texts_in_parts_are_joined(open_with):
+    parts = [{"type": "text", "text": "o"}, {"type": "text", "text": "ne", "image": None}]
+    assert learned(changed(content=parts), open_with("QWEN")) == ANSWERS["QWEN"][:1]
+
+
+# Other layouts.
+
+
+def said(role, text):
+    return {"from": role, "value": text}
+
+
+OTHERS = [
+    ({"conversations": [said("human", "hi"), said("gpt", "one")]}, [HI, ONE]),
+    (
+        {"conversations": [said("system", "s"), said("human", "hi"), said("gpt", "one")]},
+        [{"role": "system", "content": "s"}, HI, ONE],
+    ),
+    ({"conversations": [said("gpt", "one")], "system": ""}, [ONE]),
+    (
+        {"conversations": [HI, ONE], "system": "s"},
+        [{"role": "system", "content": "s"}, HI, ONE],
+    ),
+    ({"instruction": "hi", "input": "", "output": "one"}, [HI, ONE]),
+    ({"instruction": "hi", "input": None, "output": "one"}, [HI, ONE]),
+    ({"instruction": "hi", "output": "one"}, [HI, ONE]),
+    (
+        {"instruction": "hi", "input": "a", "output": "one", "system": "s"},
+        [{"role": "system", "content": "s"}, {**HI, "content": "hi\n\na"}, ONE],
+    ),
+]
+
+
+@pytest.mark.parametrize(("row", "messages"), OTHERS)
+def test_rows_of_sharegpt_and_alpaca_are_chats(row, messages, open_with):
+    tokenizer = open_with("QWEN")
+    assert encode(row, tokenizer, "text") == encode({"messages": messages}, tokenizer, "text")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """An empty cache of tokens."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache/datasets")
+    return tmp_path / "cache/dist-amp/tokens"
+
+
+@pytest.mark.parametrize(
+    ("row", "line"),
+    [
+        ({**OTHERS[0][0], "id": 1}, "data: chats from the columns conversations; not read: id"),
+        (
+            {**OTHERS[4][0], "history": "x"},
+            "data: chats from the columns instruction, input, output; not read: history",
+        ),
+    ],
+)
+def test_another_layout_is_said_once_with_the_columns_that_are_not_read(
+    row, line, tmp_path, open_with, caplog
+):
+    data, tokenizer = source(tmp_path, [row] * 8), open_with("QWEN")
+    with caplog.at_level("INFO", "dist_amp"):
+        for split in ("train", "validation"):
+            documents = token_documents(data, split, tokenizer)
+            _, parts = texts(*documents[0].values(), tokenizer)
+            assert parts == ["one<|im_end|>\n"]
+    assert [said for said in caplog.messages if "not read" in said] == [line]
+    assert asks_in_turns(data, tokenizer.chat)
+    view = datasets.Dataset.from_list([row] * 8)
+    view.to_parquet(tmp_path / "rows.parquet")
+    data = replace(data, path=f"{tmp_path}/rows.parquet", view="parquet", validation_split="train")
+    assert texts(*token_documents(data, "train", tokenizer)[0].values(), tokenizer)[1] == parts
+
+
+def test_a_text_column_is_read_before_the_columns_of_other_layouts(tmp_path, open_with):
+    row = {**OTHERS[4][0], "text": "ab"}
+    documents = token_documents(source(tmp_path, [row] * 8), "train", open_with("QWEN"))
+    assert texts(*documents[0].values(), open_with("QWEN"))[0] == "ab</s>"
+    assert learned({**row, "messages": [HI, ONE]}, open_with("QWEN")) == ANSWERS["QWEN"][:1]
+    assert (
+        encode({"instruction": "ab", "output": "b"}, open_with("QWEN"), "instruction")[0]
+        == (encode({"text": "ab"}, open_with("QWEN"), "text")[0])
+    )
+
+
+def test_chats_that_the_text_column_names_need_a_chat_template_too():
+    rows = datasets.Dataset.from_list([{"messages": [HI, ONE]}] * 4)
+    with pytest.raises(DataError, match="rows are chats, but the tokenizer has no chat template"):
+        check_rows(rows, "train", "messages", open_tokenizer("bytes"))
+
+
+# Tokens that were made before.
+
+
+def test_weights_and_tools_are_kept_in_the_cache_in_files_and_in_packed_rows(
+    tmp_path, open_with, cache
+):
+    tokenizer = open_with("QWEN")
+    messages = [HI, {**ONE, "weight": 0}, MORE, TWO]
+    rows = [{"messages": messages, "tools": json.dumps([TOOL])}] * 8
+    expected = texts(*encode(rows[0], tokenizer, "text"), tokenizer)
+    assert expected[1] == ["two<|im_end|>\n"]
+    cached = token_documents(source(tmp_path, rows), "train", tokenizer)
+    tokenize(tmp_path / "files", {"train": datasets.Dataset.from_list(rows)}, tokenizer, "text")
+    files = token_documents(DataConfig(path=str(tmp_path / "files")), "train", tokenizer)
+    packing = Packing.of(DataConfig(pack="best_fit"), 1000, auto="off")
+    for documents in (cached, files):
+        assert texts(*documents[0].values(), tokenizer) == expected
+        batch = packing.collate([packing.rows(documents, "train")[0]], 0, attention_mask=False)
+        _, parts = texts(batch["input_ids"][0], batch["labels"][0].tolist(), tokenizer)
+        assert len(parts) > 1
+        assert set(parts) == set(expected[1])
+    source_of_less = source(tmp_path, [{"messages": messages}] * 8)
+    assert "<tools>" not in tokenizer.decode(
+        token_documents(source_of_less, "train", tokenizer)[0]["input_ids"]
+    )
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_the_cache_is_not_that_of_a_version_with_other_rules_for_chats(
+    tmp_path, open_with, cache, monkeypatch
+):
+    """Texts are, which the rules don't concern."""
+    from dist_amp.sources import tokens
+
+    for rows, folders in ((chats(), 2), ([{"text": "ab"}] * 8, 3)):
+        data = source(tmp_path, rows)
+        for version in (2, 3):
+            monkeypatch.setattr(tokens, "CHAT_ENCODING", version)
+            token_documents(data, "train", open_with("QWEN"))
+        assert len(list(cache.iterdir())) == folders
+
+
+def test_of_transformers_and_from_a_folder_chats_are_the_same(open_with):
+    tokenizer = open_with("QWEN")
+    row = {"messages": [ONE, MORE, TWO]}
+    assert encode(row, of_transformers(tokenizer.chat), "text") == encode(row, tokenizer, "text")

@@ -1,0 +1,238 @@
+"""Documents as tokens: tokenizers by name, what of a row is learned, where tokens come from."""
+
+import json
+import re
+from dataclasses import replace
+
+import datasets
+import pytest
+import torch
+
+from dist_amp.settings import DataConfig
+from dist_amp.sources import conversations
+from dist_amp.sources.conversations import asks_in_turns
+from dist_amp.sources.token_shards import TokenShards
+from dist_amp.sources.tokenizer import check_vocabulary, of_transformers, open_tokenizer
+from dist_amp.sources.tokens import TokenizedWhenRead, token_documents, tokenize
+
+pytest.importorskip("transformers")
+from messages import message_of
+from tiny_hf import CHAT, MARKED_TEMPLATE, chats, make_tokenizer, write_rows
+from transformers import AutoTokenizer
+
+BYTES = open_tokenizer("bytes")
+TEXTS = [{"text": "ab" * (1 + number % 5)} for number in range(24)]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """An empty cache of tokens."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache/datasets")
+    return tmp_path / "cache/dist-amp/tokens"
+
+
+def source(folder, rows):
+    return DataConfig(path=str(write_rows(folder / "rows.jsonl", rows)), validation_split=0.25)
+
+
+def write_tokens(folder, tokenizer=BYTES, **splits):
+    splits = {name: datasets.Dataset.from_list(rows) for name, rows in splits.items()}
+    tokenize(folder, splits, tokenizer, "text")
+    return DataConfig(path=str(folder))
+
+
+# Tokenizers.
+
+
+def test_bytes_are_a_tokenizer():
+    assert BYTES.encode("aé\n") == [97, 0xC3, 0xA9, 10]
+    assert BYTES.decode(BYTES.encode("aé\n")) == "aé\n"
+    assert (BYTES.vocabulary, BYTES.end) == (256, 0)
+
+
+def test_a_tokenizer_is_the_same_as_a_file_a_folder_of_it_alone_and_a_folder_of_transformers(
+    tmp_path,
+):
+    make_tokenizer(tmp_path / "whole", template=None)
+    (tmp_path / "alone").mkdir()
+    file = tmp_path / "alone/tokenizer.json"
+    content = json.loads((tmp_path / "whole/tokenizer.json").read_text())
+    cut = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    file.write_text(json.dumps({**content, "truncation": cut}))  # which is not done
+    first, *others = [open_tokenizer(str(path)) for path in (file, file.parent, tmp_path / "whole")]
+    for tokenizer in (first, *others):
+        assert tokenizer.encode("ab</s>") == [68, 69, 2]
+        assert tokenizer.decode([68, 69, 2]) == "ab</s>"
+        assert (tokenizer.vocabulary, tokenizer.end, tokenizer.chat) == (260, 2, None)
+        assert tokenizer.identity == first.identity
+
+
+def test_the_identity_is_what_decides_the_ids_and_nothing_else(tmp_path):
+    """Not the path, the padding or what was encoded before; but words, end and chat template."""
+    one = make_tokenizer(tmp_path / "one")
+    make_tokenizer(tmp_path / "same")
+    same = AutoTokenizer.from_pretrained(tmp_path / "same")
+    same.pad_token = same.eos_token
+    same(["a", "abc"], padding=True, truncation=True, max_length=2)
+    assert of_transformers(same).identity == of_transformers(one).identity
+    without_end = make_tokenizer(tmp_path / "end")
+    without_end.eos_token = None
+    marked = make_tokenizer(tmp_path / "marked", MARKED_TEMPLATE)
+    more = make_tokenizer(tmp_path / "more", extra=1)
+    assert len({of_transformers(each).identity for each in (one, without_end, marked, more)}) == 4
+
+
+EMPTY = json.dumps({"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}})
+
+
+@pytest.mark.bad_input(
+    "a tokenizer that is missing, no JSON, without a model or empty, or a folder or hub name "
+    "without one"
+)
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("tokenizer.json", None, "it does not exist"),
+        ("tokenizer.json", "words", "expected value at line 1 column 1"),
+        ("tokenizer.json", "{}", "Model missing. at line 1 column 2"),
+        ("tokenizer.json", EMPTY, "its model has no tokens"),
+        ("", None, ".*"),
+        ("nobody/nothing", None, ".*"),
+    ],
+)
+def test_a_tokenizer_that_can_not_be_read(name, content, said, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    path = name if "/" in name else str(tmp_path / name)
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    said = rf"data.tokenizer={path} can't be read: {said}; give a tokenizer.json, a folder that .*"
+    assert re.fullmatch(said, message_of(65, open_tokenizer, path))
+
+
+@pytest.mark.bad_input("a tokenizer with more tokens than the task's model has rows")
+def test_a_tokenizer_with_more_tokens_than_the_model_has_rows():
+    check_vocabulary(BYTES, 256)
+    said = "the tokenizer bytes has 256 tokens and the model's embedding 255 rows; use task"
+    assert message_of(65, check_vocabulary, BYTES, 255).startswith(said)
+
+
+# What of a row is learned: tests/together/test_hf_tasks.py has more of it.
+
+
+NOTHING_MARKED = CHAT.replace("BEGIN", "{% generation %}{% endgeneration %}").replace("END", "")
+COUNTED = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+
+
+@pytest.mark.bad_input("a chat template by which no token of the answers is found")
+@pytest.mark.parametrize("template", [NOTHING_MARKED, COUNTED])
+def test_a_template_that_finds_no_answer_is_refused_by_its_name_and_row(template, tmp_path):
+    make_tokenizer(tmp_path / "model", template)
+    tokenizer = open_tokenizer(str(tmp_path / "model"))
+    said = message_of(65, token_documents, source(tmp_path, chats()), "train", tokenizer)
+    assert re.sub(r"^row \d+", "row 0", said) == (
+        f"row 0: the chat template of {tmp_path}/model finds no token of the assistant's answers; "
+        "put {% generation %} and {% endgeneration %} around what the assistant writes"
+    )
+
+
+# Where the documents come from.
+
+
+def test_rows_are_tokenized_once_and_then_read_from_the_cache(tmp_path, cache, monkeypatch):
+    data = source(tmp_path, TEXTS)
+    first = token_documents(data, "train", BYTES)
+    assert isinstance(first, TokenShards)
+    assert len(first) == 18
+    monkeypatch.setattr(conversations, "encode", None)  # it would fail
+    assert token_documents(data, "train", BYTES).fingerprint == first.fingerprint
+    assert len(list(cache.iterdir())) == 1
+
+
+@pytest.mark.bad_input("empty documents, and rows with nothing to learn")
+def test_rows_without_anything_to_learn_are_left_out_and_counted_in_the_log(tmp_path, caplog):
+    data = source(tmp_path, [{"text": "ab" * (n % 3)} for n in range(24)])
+    with caplog.at_level("INFO", "dist_amp"):
+        documents = token_documents(data, "train", BYTES)
+    empty, total = 18 - len(documents), int(documents.lengths.sum())
+    assert 2 <= empty <= 8  # of the 8, all but those held out
+    assert caplog.messages[-1] == (
+        f"data: train: {18 - empty} documents, {total} tokens, of which {total - len(documents)} "
+        f"count; {empty} of 18 rows have nothing to learn and are left out ({documents.folder})"
+    )
+
+
+def test_the_cache_knows_rows_tokenizer_column_and_split_apart(tmp_path, cache):
+    make_tokenizer(tmp_path / "model")
+    rows = [{**row, "body": "c"} for row in TEXTS]
+    data = source(tmp_path, rows)
+    (tmp_path / "other").mkdir()
+    for config, split, tokenizer in (
+        (data, "train", BYTES),
+        (data, "validation", BYTES),
+        (data, "train", open_tokenizer(str(tmp_path / "model"))),
+        (replace(data, text_column="body"), "train", BYTES),
+        (source(tmp_path / "other", rows[:-1]), "train", BYTES),
+    ):
+        token_documents(config, split, tokenizer)
+    assert len(list(cache.iterdir())) == 5
+
+
+def test_a_folder_of_tokens_is_a_source_of_its_splits(tmp_path):
+    both = write_tokens(tmp_path / "both", train=TEXTS, validation=TEXTS[1:3])
+    one = write_tokens(tmp_path / "one", train=TEXTS)
+    assert len(token_documents(both, "train", BYTES)) == 24
+    assert len(token_documents(both, "validation", BYTES)) == 2
+    assert token_documents(one, "validation", BYTES) is None
+    assert token_documents(one, "train", BYTES)[2]["input_ids"].tolist() == [*b"ababab", 0]
+
+
+@pytest.mark.bad_input(
+    "tokens of another tokenizer than the task's, or `data.tokenizer` that is not the task's"
+)
+def test_tokens_of_another_tokenizer_are_refused_with_both(tmp_path):
+    make_tokenizer(tmp_path / "model")
+    other = open_tokenizer(str(tmp_path / "model"))
+    data = write_tokens(tmp_path / "tokens", train=TEXTS)
+    assert message_of(64, token_documents, data, "train", other) == (
+        f"data.path={tmp_path}/tokens holds tokens of the tokenizer bytes (bytes), not of "
+        f"{tmp_path}/model ({other.identity}); set data.tokenizer=bytes, or make them again"
+    )
+    data = replace(source(tmp_path, TEXTS), tokenizer="bytes")
+    said = message_of(64, token_documents, data, "train", other)
+    assert said.startswith("data.tokenizer=bytes (bytes) is not the task's, ")
+    data = replace(data, tokenizer=str(tmp_path / "model"))
+    assert len(token_documents(data, "train", other)) == 18
+
+
+def view(folder, rows):
+    datasets.Dataset.from_list(rows).to_parquet(folder / "rows.parquet", batch_size=8)
+    return DataConfig(path=f"{folder}/rows.parquet", view="parquet", validation_split="train")
+
+
+def test_rows_of_a_view_are_tokenized_as_they_are_read(tmp_path, cache):
+    data = view(tmp_path, [{**row, "image": b"", "body": "b"} for row in TEXTS])
+    documents = token_documents(data, "train", BYTES)
+    assert isinstance(documents, TokenizedWhenRead)
+    assert not cache.exists()
+    assert not hasattr(documents, "lengths")
+    assert documents.rows.column_names == ["text"]
+    ahead = token_documents(write_tokens(tmp_path / "tokens", train=TEXTS), "train", BYTES)
+    for number, sample in zip([4, 1], documents.__getitems__([4, 1]), strict=True):
+        torch.testing.assert_close(sample, ahead[number])
+    other = token_documents(replace(data, text_column="body"), "train", BYTES)
+    assert documents.fingerprint != other.fingerprint
+
+
+def test_a_row_of_a_view_without_tokens_is_named(tmp_path):
+    data = view(tmp_path, [{"text": "a"}, {"text": ""}])
+    documents = token_documents(data, "train", replace(BYTES, end=None))
+    said = "row 1 has no tokens; remove it, or use dist_amp.tokenize, which leaves it out"
+    assert message_of(65, documents.__getitems__, [0, 1]) == said
+
+
+@pytest.mark.parametrize("rows", [chats(), TEXTS], ids=["chats", "texts"])
+def test_a_folder_of_tokens_knows_whether_its_rows_were_chats(rows, tmp_path):
+    tokenizer = make_tokenizer(tmp_path / "model")
+    data = write_tokens(tmp_path / "tokens", of_transformers(tokenizer), train=rows)
+    assert asks_in_turns(data, tokenizer) == ("messages" in rows[0])

@@ -1,0 +1,66 @@
+"""Every config runs as it is: three steps on the number of ranks in its first line, made small
+enough for a CPU.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+# Only sizes are reduced, so that two cores without half-precision instructions can run it; never
+# the way of running.
+SMALL = "--train.steps 3 --train.micro_batch_size 2 --eval.batches 1 --metrics.log_every 1"
+GPT = "--task.args.context 32 --task.args.width 32 --task.args.sample_bytes 8"
+REDUCED = {
+    "gpt_124m": "--train.global_batch_size 16 --task.args.context 16 --task.args.width 24 "
+    "--task.args.layers 2 --task.args.vocabulary 256 --task.args.sample_bytes 8",
+    "sinusoid": "",
+    "images": "",
+    "hf_finetune": "--task.args.sample_tokens 3",
+}
+
+# One of each number of ranks and strategy; the others are slow tests.
+QUICK = ("debug", "demo", "fsdp_bf16")
+
+
+def stated_ranks(path):
+    """The ranks in the second line: torchrun --nproc_per_node=N, python -m (0), or 2."""
+    first = path.read_text().splitlines()[1]
+    if match := re.search(r"--nproc_per_node=(\d+)", first):
+        return int(match[1])
+    return 0 if "python -m" in first else 2
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=[] if path.stem in QUICK else pytest.mark.slow)
+        for path in sorted(CONFIGS.glob("*.toml"))
+    ],
+)
+def test_config_runs_as_it_is(path, launch, tmp_path):
+    if path.stem == "hf_finetune":
+        tiny_hf = pytest.importorskip("tiny_hf")
+        tiny_hf.make_tokenizer(tiny_hf.make_model(tmp_path / "model"))
+        tiny_hf.write_rows(tmp_path / "chats.jsonl", tiny_hf.chats(48))
+    if path.stem == "images":
+        pytest.importorskip("sklearn")
+    ranks = stated_ranks(path)
+    words = [
+        "--config",
+        path,
+        "--run.dir",
+        "run",
+        *f"{SMALL} {REDUCED.get(path.stem, GPT)}".split(),
+    ]
+    for done in launch.each(ranks, *words) if ranks else [launch(0, *words)]:
+        assert done.returncode == 0, done.stderr[-2000:]
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["stopped_by"] == "completed"
+    assert summary["steps"] == 3
+    assert summary["world_size"] == max(ranks, 1)
+    name = path.stem.split("_")
+    if name[-1] in ("bf16", "fp16"):
+        assert (summary["strategy"], summary["precision"]) == (name[0], name[-1])

@@ -1,0 +1,69 @@
+"""The loop in docs/own_loop.md, with two models and two optimizers, under every strategy."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import on_ranks
+from tiny import whole
+
+from dist_amp.config.load import load_config
+from dist_amp.world import World
+
+PAGE = Path(__file__).parents[2] / "docs/own_loop.md"
+
+
+def train_function():
+    code, _ = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    names = {"__name__": "gan"}
+    exec(compile(code, PAGE, "exec"), names)
+    return names["train"]
+
+
+def trained(world, *words):
+    """Both models' parameters after some steps of the page's loop."""
+    torch.manual_seed(0)
+    config = load_config(["--train.steps", "6", "--optim.lr", "1e-2", *words], environ={})
+    sides = train_function()(world, config)
+    return [whole(p) for side in sides for p in side.parameters]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "dtype"),
+    [(1, "single", "bf16"), (2, "ddp", "fp16"), (2, "fsdp", "bf16"), (4, "hsdp", "fp16")],
+)
+def test_two_models_learn_in_a_custom_loop(ranks, strategy, dtype):
+    words = ["--precision.dtype", dtype, "--parallel.strategy", strategy]
+    results = on_ranks(ranks, trained, *words)
+    start = on_ranks(ranks, trained, *words, "--train.steps", "1")
+    for parameters in results:
+        assert all(map(torch.equal, parameters, results[0])), "the ranks differ"
+        assert not any(map(torch.equal, parameters, start[0])), "one did not learn"
+        assert all(p.isfinite().all() for p in parameters)
+
+
+def trained_on_the_same_data(world, *words):
+    """As `trained`, but with rank 0's data on every rank: the average is what one rank computes."""
+    manual_seed, seeds = torch.manual_seed, []
+    torch.manual_seed = lambda seed: manual_seed(seeds.append(seed) or len(seeds))
+    try:
+        return trained(world, *words)
+    finally:
+        torch.manual_seed = manual_seed
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(2, "ddp"), (4, "hsdp")])
+def test_ranks_with_the_same_data_take_the_steps_of_one_process(ranks, strategy):
+    alone = trained_on_the_same_data(World(), "--use_amp", "false")
+    words = ["--parallel.strategy", strategy, "--use_amp", "false"]
+    for parameters in on_ranks(ranks, trained_on_the_same_data, *words):
+        # Six steps of Adam add up roundings of 1e-7.
+        torch.testing.assert_close(parameters, alone, rtol=0, atol=1e-5)
+
+
+def test_an_overflow_skips_the_step():
+    words = ["--precision.dtype", "fp16", "--precision.scaler.init_scale", str(2.0**60)]
+    words += ["--train.steps", "1"]
+    skipped, begun = trained(World(), *words), trained(World(), *words, "--optim.lr", "1e-30")
+    assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(skipped, begun, strict=True))

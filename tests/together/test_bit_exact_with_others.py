@@ -1,0 +1,327 @@
+"""What test_bit_exact.py tests, with other features."""
+
+import re
+from collections import Counter
+from itertools import pairwise
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from bit_exact_models import Blocks, Crossed
+from ranks import on_ranks
+from test_bit_exact import (
+    SETTINGS,
+    compare,
+    sha1,
+    threads,  # noqa: F401
+)
+from tiny import Tiny, log_row, make_run, moments_of, parameters_of, take_steps
+from torch import nn
+
+from benchmarks.bit_exact import Made, kept_bytes, made_bytes
+from benchmarks.collectives import Counting
+from benchmarks.collectives import check as check_collectives
+from dist_amp.bit_exact import AllReduce, ReduceScatter, exact_config
+from dist_amp.commands.estimates import Setup, of_a_step
+from dist_amp.config.load import load_config
+from dist_amp.config.memory import tensor_bytes
+from dist_amp.errors import ConfigError
+from dist_amp.step import train_step
+from dist_amp.world import World, local
+
+# ---- what it costs
+
+
+def sent_by(world, strategy, micro_batches, exact):
+    """({(kind, ranks of its group): bytes that this rank sends} of a step and its record, plan)."""
+    name, *replicas = strategy.split(" replicas=")
+    size = 2 * world.world_size * micro_batches
+    words = [*SETTINGS, "--use_amp", "false", "--train.steps", 4, "--parallel.strategy", name]
+    words += ["--train.global_batch_size", size, "--parallel.bit_exact", exact]
+    if replicas:
+        words += ["--parallel.replicas", *replicas]
+    run = make_run(world, Blocks(samples=4 * size), *words)
+    take_steps(run, 2)
+    batches = next(run.data)
+    with Counting() as counting:
+        run.metrics.record(train_step(run, batches))
+    run.close()
+    sent = Counter()
+    for one, times in counting.collectives.items():
+        sent[one.kind, one.ranks] += times * one.sent
+    config = run.config
+    if exact == "true":
+        config = exact_config(config, world)
+    setup = Setup(config, name, world, run.task, run.parallel.module, run.precision)
+    return sent, sum(times * one.sent for one, times in of_a_step(setup).items())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy"),
+    [
+        (2, "ddp"),
+        (2, "fsdp"),
+        (4, "hsdp"),
+        pytest.param(8, "hsdp replicas=4", marks=pytest.mark.slow),
+    ],
+)
+def test_a_micro_batch_sends_what_an_ordinary_step_does_and_a_few_scalars(ranks, strategy):
+    micro_batches = 3
+    ordinary, _ = on_ranks(ranks, sent_by, strategy, 1, "false")[0]
+    sent, planned = on_ranks(ranks, sent_by, strategy, micro_batches, "true")[0]
+    # All ranks sum each micro-batch's weight and loss, and the square of each row.
+    ring = 2 * (ranks - 1) / ranks
+    scalars = 2 * ranks * micro_batches
+    if strategy != "ddp":
+        scalars += sum(p.shape[:1].numel() for p in Blocks().build_model().parameters())
+    assert sent.pop(("all_reduce", ranks)) == 4 * scalars * ring
+    ordinary_scalars = 4 * ring  # the weight, and the norm
+    if strategy != "ddp":
+        ordinary_scalars *= 2
+    expected = sum(ordinary.values()) - ordinary_scalars
+    if strategy.endswith("replicas=4"):  # summed by an all-to-all, and again by FSDP2
+        expected += ordinary["all_reduce", 4] / 2
+    # Each bucket or part of a unit is padded to a multiple of the ranks.
+    padding = 4 * ranks * len(list(Blocks().build_model().modules()))
+    assert 0 <= sum(sent.values()) - micro_batches * expected <= micro_batches * padding
+    assert 0 <= sum(sent.values()) - (planned - ordinary_scalars) <= micro_batches * padding
+
+
+@pytest.mark.bad_input("`benchmarks.collectives` of a bit-exact run")
+def test_the_bench_of_collectives_names_the_one_of_a_bit_exact_run():
+    with pytest.raises(ConfigError, match="torchrun -m benchmarks.bit_exact counts them"):
+        check_collectives(make_run(World(), Tiny(), *SETTINGS))
+
+
+def kept_by(world, strategy, micro_batches):
+    """The most bytes that sums take after a micro-batch, over those of this rank's gradients."""
+    size = 2 * world.world_size * micro_batches
+    words = ["--train.global_batch_size", size, "--parallel.strategy", strategy]
+    run = make_run(world, Blocks(samples=2 * size), *SETTINGS, *words, "--train.steps", 2)
+    return kept_bytes(run, run.parallel) / tensor_bytes(map(local, run.parallel.parameters))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("micro_batches", "copies"), [(1, 0), (2, 1), (3, 1), (4, 2), (6, 2), (8, 3)]
+)
+def test_sums_take_one_copy_of_a_ranks_gradients_per_power_of_two(strategy, micro_batches, copies):
+    assert on_ranks(2, kept_by, strategy, micro_batches) == [copies, copies]
+
+
+def made_by(world, strategy, micro_batches):
+    """(most bytes alive at once of what a step makes, bytes of this rank's gradients)."""
+    size = 2 * world.world_size * micro_batches
+    words = ["--train.global_batch_size", size, "--parallel.strategy", strategy]
+    words += ["--use_amp", "false", "--train.steps", 4]
+    run = make_run(world, Blocks(samples=4 * size), *SETTINGS, *words)
+    take_steps(run, 2)
+    made = made_bytes(run)
+    run.close()
+    return made, tensor_bytes(map(local, run.parallel.parameters))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_twice_the_micro_batches_take_one_more_copy_of_a_ranks_gradients(strategy):
+    steps = [on_ranks(2, made_by, strategy, micro_batches) for micro_batches in (2, 4, 8)]
+    for fewer, more in pairwise(steps):
+        for (before, gradients), (after, _) in zip(fewer, more, strict=True):
+            assert after - before in range(gradients, gradients + 200)  # and losses, weights
+
+
+def all_to_all_of_equals(output, given, group):
+    """Of ranks that give the same; gloo's own holds on to its output for a while."""
+    output.copy_(given)
+
+
+@patch("torch.distributed.all_to_all_single", all_to_all_of_equals)
+def exchange_by(world, elements):
+    """Bytes that an exchange of gradients takes besides them, over theirs: DDP's, FSDP2's."""
+    gradients = torch.ones(elements)
+    bucket = SimpleNamespace(buffer=lambda: gradients)
+    with Made() as of_ddp:
+        AllReduce(world).hook(bucket)
+    part = torch.empty(elements // world.world_size)
+    unsharded = torch.ones(len(part) * world.world_size)  # FSDP2 pads it
+    with Made() as of_fsdp:
+        ReduceScatter(SimpleNamespace(strategy="fsdp"))(part, unsharded, dist.group.WORLD, None)
+    return of_ddp.most / (4 * elements), of_fsdp.most / (4 * elements)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_an_exchange_takes_one_and_a_half_buckets_or_units(ranks):
+    # What is received, and the first sum of pairs.
+    assert on_ranks(ranks, exchange_by, 400) == [(1.5, 1.5)] * ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_only_a_bucket_that_ranks_do_not_divide_is_copied(ranks):
+    elements = 401
+    whole = (elements + ranks - 1) // ranks * ranks
+    for of_ddp, _ in on_ranks(ranks, exchange_by, elements):
+        assert of_ddp == 2.5 * whole / elements
+
+
+QUICK = [(1, "single"), (2, "ddp"), (2, "fsdp")]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_runs_of_one_and_two_ranks_have_the_same_bits(dtype):
+    precision = ["--use_amp", "false"]
+    if dtype != "fp32":
+        precision = ["--precision.dtype", dtype]
+    compare(Blocks(), QUICK, 12, *precision)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_gradients_with_several_uses_are_added_in_one_order(dtype):
+    precision = ["--use_amp", "false"]
+    if dtype != "fp32":
+        precision = ["--precision.dtype", dtype]
+    compare(Crossed(), QUICK, 4, *precision)
+
+
+def continued(world, task, strategy, folder, steps, *words):
+    """Resume from the folder's newest checkpoint, train up to `steps`, and save there."""
+    more = ["--run.dir", folder, "--run.resume", "auto", "--checkpoint.every", 1000, *words]
+    name, *replicas = strategy.split(" replicas=")
+    if replicas:
+        more += ["--parallel.replicas", *replicas]
+    run = make_run(world, task, *SETTINGS, *more, "--train.steps", 24, "--parallel.strategy", name)
+    logged = []
+    while run.step < steps:
+        run.metrics.record(*take_steps(run, 1))
+        if run.step % 4 == 0:  # what is checkpointed in between is part of an interval
+            row = log_row(run)
+            logged.append((run.step, row.loss.hex(), row["grad_norm"].hex(), row["lr"].hex()))
+    run.save()
+    hashes = sha1(parameters_of(run).values()), sha1(moments_of(run))
+    run.close()
+    return logged, hashes
+
+
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
+def test_a_run_that_changes_ranks_and_strategy_ends_with_the_undisturbed_runs_bits(tmp_path, dtype):
+    # The scale falls at first, so that steps are skipped, and grows later.
+    words = ["--precision.dtype", dtype]
+    if dtype == "fp16":
+        words += ["--precision.scaler.init_scale", 2.0**40]
+        words += ["--precision.scaler.growth_interval", 3, "--train.max_skips_in_a_row", 60]
+    alone = on_ranks(1, continued, Blocks(), "single", str(tmp_path / "alone"), 24, *words)[0]
+    changing = str(tmp_path / "changing")
+    logged = []
+    hashes = ()
+    for ranks, strategy, steps in [
+        (4, "ddp", 5),
+        (2, "fsdp", 10),
+        (1, "single", 15),
+        (4, "hsdp", 19),
+        (2, "ddp", 24),
+    ]:
+        more, hashes = on_ranks(ranks, continued, Blocks(), strategy, changing, steps, *words)[0]
+        logged += more
+    assert (logged, hashes) == alone
+
+
+@pytest.mark.bad_input("`parallel.bit_exact` with a number of ranks that is no power of two")
+@pytest.mark.bad_input("`parallel.bit_exact` without `train.global_batch_size`")
+@pytest.mark.bad_input("`parallel.bit_exact` with a setting whose sums can't be exact")
+@pytest.mark.parametrize(
+    ("ranks", "words", "error"),
+    [
+        (3, [], "needs a power of two of ranks, not 3: .*; use 2 or 4 ranks"),
+        (12, [], "not 12: .*; use 8 or 16 ranks"),
+        (2, ["--train.global_batch_size", "auto"], "use train.global_batch_size=16 or"),
+        (2, ["--parallel.comm_dtype", "fp16"], r"parallel.comm_dtype=fp16: .*; use off"),
+        (2, ["--parallel.param_dtype", "bf16"], "parallel.param_dtype=bf16: .*; use fp32"),
+        (2, ["--parallel.reduce_dtype", "bf16"], "parallel.reduce_dtype=bf16: .*; use fp32"),
+        (2, ["--parallel.cpu_offload", "true"], "parallel.cpu_offload=true: .*; use false"),
+        (2, ["--precision.cast_by", "policy"], "precision.cast_by=policy: .*; use auto"),
+        (2, ["--compile.mode", "max-autotune"], "compile.mode=max-autotune: .*; use default"),
+    ],
+)
+def test_settings_that_cannot_be_exact_are_rejected_by_name(ranks, words, error):
+    words = ["--train.global_batch_size", 96, "--parallel.bit_exact", "true", *words]
+    config = load_config([str(word) for word in words], environ={})
+    with pytest.raises(ConfigError, match=error):
+        exact_config(config, World(world_size=ranks))
+
+
+class Normed(Tiny):
+    def build_model(self):
+        return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+
+
+class Coupled(Tiny):
+    couples_samples = True
+
+
+class Fused(Tiny):
+    def optimizer(self, groups, lr):
+        return torch.optim.AdamW(groups, lr=lr, fused=True)
+
+
+@pytest.mark.bad_input("`parallel.bit_exact` with batch norm")
+@pytest.mark.bad_input("`parallel.bit_exact` with a loss that couples samples of several ranks")
+@pytest.mark.bad_input("`parallel.bit_exact` on a CPU with a fused optimizer of the task's")
+@pytest.mark.parametrize(
+    ("task", "error"),
+    [
+        (Normed(), r'module "1" \(BatchNorm1d\) keeps statistics of each rank.*; use GroupNorm'),
+        (Coupled(), "the task has couples_samples=True"),
+        (Fused(), "the task's optimizer is fused"),
+    ],
+)
+def test_what_a_task_does_that_cannot_be_exact_is_rejected_by_name(task, error):
+    words = [*SETTINGS, "--data.drop_last", "true"]
+    with pytest.raises(ConfigError, match=error):
+        make_run(World(), task, *words)
+
+
+class Follows(Tiny):
+    """A teacher that moves in each forward: twice as often with twice the micro-batches."""
+
+    def __init__(self, buffer: bool = False):
+        super().__init__()
+        self.buffer = buffer
+
+    def build_model(self):
+        return Follower(self.buffer)
+
+
+class Follower(nn.Module):
+    def __init__(self, buffer):
+        super().__init__()
+        self.student = nn.Linear(8, 1)
+        self.teacher = nn.Linear(8, 1).requires_grad_(False)
+        self.register_buffer("mean", torch.zeros(8))
+        self.in_buffer = buffer
+
+    def forward(self, x):
+        with torch.no_grad():
+            if self.in_buffer:
+                self.mean.lerp_(x.mean(0), 0.1)
+            else:
+                self.teacher.weight.lerp_(self.student.weight, 0.1)
+        return self.student(x) - self.teacher(x) + self.mean.sum()
+
+
+@pytest.mark.bad_input("`parallel.bit_exact` with a model whose forward changes a state")
+@pytest.mark.parametrize(("buffer", "name"), [(False, "teacher.weight"), (True, "mean")])
+def test_a_state_that_the_forward_changes_is_named(buffer, name):
+    run = make_run(World(), Follows(buffer), *SETTINGS)
+    with pytest.raises(ConfigError, match=f"forward changes {name}, once per micro-batch"):
+        take_steps(run, 1)
+
+
+def test_the_bench_compares_time_bytes_and_memory_with_the_ordinary_step(launch):
+    words = ["--task.target", "tiny:Tiny", "--train.global_batch_size", "8"]
+    words += ["--train.micro_batch_size", "2", "--train.steps", "1000", "--use_amp", "false"]
+    done = launch.module("benchmarks.bit_exact", *words)
+    assert done.returncode == 0, done.stderr
+    assert "single on 1 x cpu, fp32, 4 micro-batches per rank" in done.stdout
+    assert re.search(r"^processor ms +[\d.]+ +[\d.]+  [\d.]+ \[", done.stdout, re.MULTILINE)
+    assert re.search(r"^bytes made in a step +\d+ +\d+  [\d.]+$", done.stdout, re.MULTILINE)
+    assert re.search(r"^bytes kept for sums +0 +\d+ +2.00 x the", done.stdout, re.MULTILINE)

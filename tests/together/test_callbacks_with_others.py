@@ -1,0 +1,96 @@
+"""What test_callbacks.py tests, with other features."""
+
+import re
+import textwrap
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT
+from test_callbacks import Watched
+from tiny import Tiny, log_row, make_run, take_steps
+from torch.utils.data import default_collate
+
+from dist_amp.checkpoint.format import all_checkpoints
+from dist_amp.diagnostics.consistency import check_schedule
+from dist_amp.errors import ConfigError
+from dist_amp.supervise.callbacks import misspelt_methods, train_metrics
+from dist_amp.tasks.causal_lm import CausalLM
+from dist_amp.tasks.hf_causal_lm import HFCausalLM
+from dist_amp.tasks.hf_classification import HFClassification
+from dist_amp.tasks.sinusoid import Sinusoid
+from dist_amp.world import World
+
+
+class ByState(Tiny):
+    share = 1.0
+
+    def schedule(self, step):
+        return self.share
+
+
+@pytest.mark.bad_input("a `schedule(step)` that depends on what changes in training")
+def test_a_schedule_that_changes_later_is_refused_in_a_script_too(tmp_path):
+    run = make_run(World(), ByState(), "--eval.every", 1, "--run.dir", tmp_path)
+    run.evaluate()
+    take_steps(run, 2)
+    run.task.share = 0.5
+    said = "schedule(2) makes the learning rate 0.00015 now, and 0.0003 when the run was built"
+    for call in (run.evaluate, run.save):
+        with pytest.raises(ConfigError) as error:
+            call()
+        assert said in str(error.value)
+    assert all_checkpoints(tmp_path), "the steps so far are saved"
+    with pytest.raises(ConfigError, match=r"schedule\(1\) makes the learning rate"):
+        check_schedule(run, log_row(run))
+
+
+class Helpers(Tiny):
+    """Helpers of a task, some with names much like an optional method's."""
+
+    def collate(self, samples):
+        return self.collated(samples)
+
+    def on_step(self, run, report):
+        return self.on_log_step(run)
+
+    def collated(self, samples): ...
+    def on_log_step(self, run): ...
+    def tokenize(self, text): ...
+    def load_rows(self, path): ...
+    def _metric(self): ...
+
+
+def test_helpers_of_a_task_are_not_warned_of():
+    assert misspelt_methods(Helpers()) == {}
+    for kind in (Tiny, Watched, CausalLM, Sinusoid, HFCausalLM, HFClassification):
+        assert misspelt_methods(kind.__new__(kind)) == {}
+
+
+def test_the_metrics_that_the_recipes_show_compare_with_the_runs_own():
+    page = (ROOT / "docs/recipes.md").read_text()
+    (example,) = re.findall(r"(?sm)^    def train_metrics.*?^        }\n", page)
+    shown = {}
+    exec(textwrap.dedent(example), shown)
+    shown["share"] = 0.25  # the page's loss_sum sets it
+    task = type("Shown", (Tiny,), {name: shown[name] for name in ("share", "train_metrics")})()
+    run = make_run(World(), task, "--train.max_grad_norm", 1e-3)
+    report = take_steps(run, 1)[0]
+    values = train_metrics(run, report)
+    assert values["train/share"] == 0.25
+    assert values["train/clipped"] == 1
+    assert values["train/loss_of_this_rank"] == report.loss_sum / report.weight
+
+
+def test_the_weights_of_classes_that_the_recipes_show_give_torchs_weighted_mean():
+    page = (ROOT / "docs/recipes.md").read_text()
+    (example,) = re.findall(r"(?sm)^    class_weights = .*?(?=^```)", page)
+    shown = {"F": F, "torch": torch, "default_collate": default_collate}
+    exec(textwrap.dedent(example), shown)
+    task = type("Shown", (), shown)()
+    scores = torch.randn(6, 3, 4)
+    labels = torch.randint(3, (6, 4)).index_fill_(1, torch.tensor([2]), -100)
+    batch = task.collate([{"x": x, "y": y} for x, y in zip(scores, labels, strict=True)])
+    mean = task.loss_sum(lambda x: x, batch) / task.weight(batch)
+    expected = F.cross_entropy(scores, labels, task.class_weights, ignore_index=-100)
+    torch.testing.assert_close(mean, expected)

@@ -1,0 +1,127 @@
+"""What test_compile_auto.py tests, with other features."""
+
+import re
+
+import pytest
+import test_compile_auto
+import tiny_hf
+import torch
+import torch._dynamo
+from test_compile_auto import (
+    nothing_compiled_yet,  # noqa: F401
+    picked,
+)
+from tiny import Tiny, make_run, take_steps
+from torch import nn
+from torch._dynamo.utils import counters
+
+from dist_amp.world import World
+
+# Fixtures.
+compiler = test_compile_auto.compiler
+
+EAGER = ["--compile.blocks", "true", "--compile.mode", "eager"]
+
+
+class Penalty(Tiny):
+    def loss_sum(self, model, batch):
+        x = batch["x"].requires_grad_()
+        y = model(x)
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return super().loss_sum(model, batch) + slope.square().sum()
+
+
+class OneLayer(Tiny):
+    def build_model(self):
+        return nn.Linear(8, 1)
+
+
+@pytest.mark.parametrize(
+    ("task", "words", "said"),
+    [
+        (Tiny(), ["--parallel.bit_exact", "true"], "what another machine compiles may round"),
+        (Tiny(), ["--debug.detect_anomaly", "true"], "names operations, not compiled code"),
+        (Penalty(), [], r"the task differentiates twice \(create_graph\)"),
+        (OneLayer(), [], "the model has no blocks"),
+    ],
+)
+def test_auto_says_why_it_compiles_nothing_on_a_gpu(task, words, said, compiler, capsys):
+    assert picked(*words, task=task) is False
+    out = capsys.readouterr().out
+    assert out.startswith("compile.blocks=auto: nothing is compiled, because ")
+    assert re.search(said, out)
+
+
+def breaks(task, *words):
+    """Reasons of graph breaks in two steps, but for the loss's call of the model."""
+    counters.clear()
+    take_steps(make_run(World(), task, *EAGER, *words), 2)
+    return [why for why in counters["graph_break"] if "torch.compiler.disable" not in why]
+
+
+FAMILIES = {
+    "llama": {},
+    "qwen3": {"head_dim": 8},
+    "gemma": {"head_dim": 8},
+    "mistral": {},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4},
+}
+TEXT = "--task.target dist_amp.tasks.hf_causal_lm:HFCausalLM --task.args.model model".split()
+TEXT += "--data.path rows.jsonl --task.args.length 32".split()
+
+
+@pytest.mark.parametrize("pack", ["off", "best_fit"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_language_models_have_no_graph_break(family, pack, tmp_path, monkeypatch, capsys):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    monkeypatch.chdir(tmp_path)
+    config = AutoConfig.for_model(family, **{**tiny_hf.LLAMA, **FAMILIES[family]})
+    AutoModelForCausalLM.from_config(config).save_pretrained("model")
+    tiny_hf.make_tokenizer("model")
+    tiny_hf.write_rows(tmp_path / "rows.jsonl", [{"text": "ab" * (1 + n % 9)} for n in range(64)])
+    words = [
+        "--task.target",
+        "dist_amp.tasks.hf_causal_lm:HFCausalLM",
+        "--task.args.model",
+        "model",
+    ]
+    assert breaks(None, *words, *TEXT, "--data.pack", pack) == []
+    assert "is not one graph" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "dist_amp.tasks.sinusoid:Sinusoid",
+        "dist_amp.tasks.image_classification:ImageClassification",
+        "dist_amp.tasks.causal_lm:CausalLM",
+    ],
+)
+def test_the_shipped_tasks_have_no_graph_break(target, capsys):
+    assert breaks(None, "--task.target", target) == []
+    assert "is not one graph" not in capsys.readouterr().err
+
+
+def classifier(folder):
+    tiny_hf.make_model(folder, "bert")
+    tiny_hf.make_tokenizer(folder)
+    rows = [{"text": "ab" * (1 + n % 9), "label": n % 2} for n in range(64)]
+    return ["dist_amp.tasks.hf_classification:HFClassification", "--task.args.classes", 2], rows
+
+
+def preference(folder):
+    tiny_hf.make_model(folder, "llama")
+    tiny_hf.make_tokenizer(folder)
+    row = {"prompt": "say", "chosen": "abab", "rejected": "ba"}
+    return ["dist_amp.tasks.preference:DPO"], [row] * 64
+
+
+@pytest.mark.parametrize("make", [classifier, preference])
+def test_the_tasks_of_transformers_have_no_graph_break(make, tmp_path, capsys):
+    target, rows = make(tmp_path / "model")
+    path = tiny_hf.write_rows(tmp_path / "rows.jsonl", rows)
+    words = ["--task.target", *target, "--task.args.model", tmp_path / "model"]
+    words += ["--data.path", path]
+    assert breaks(None, *words, "--task.args.length", 32) == []
+    assert "is not one graph" not in capsys.readouterr().err

@@ -1,0 +1,413 @@
+"""Attention within packed documents: torch's kernel for them has the values of the mask, and
+transformers' models read nothing of the device. The kernel runs on GPUs; here it has a CPU's.
+"""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from messages import message_of
+from optimizer_runs import Counter
+from test_activation_checkpointing import recomputed_names
+from test_packing_leak import VOCABULARY, Packed, packed_run, reference_of, write_model
+from tiny import make_run, take_steps
+from torch import nn
+from torch.nn.attention import varlen
+
+from dist_amp.settings import DataConfig
+from dist_amp.tasks import packed_attention
+from dist_amp.tasks.causal_lm import CausalLM
+from dist_amp.tasks.packed_attention import (
+    Documents,
+    attend,
+    document_bounds,
+    document_mask,
+)
+from dist_amp.verify.findings import inspect_task
+from dist_amp.world import World
+
+KERNEL = "torch_attn._varlen_attn.default"
+POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 3, 4, 5, 6, 0], [*range(8)]])
+BOUNDS = document_bounds(POSITIONS)
+
+
+# ---- a CPU's kernel ----
+
+
+def documents_of(bounds, *parts):
+    """Each one's part [heads, tokens, width] of [tokens, heads, width]."""
+    sizes = bounds.diff().tolist()
+    split = (part.transpose(0, 1).split(sizes, dim=1) for part in parts)
+    return [document for document in zip(*split, strict=True) if document[0].numel()]
+
+
+def attended(query, key, scale):
+    """The weights, and keys for each query's head."""
+    key = key.repeat_interleave(len(query) // len(key), 0)
+    scores = query @ key.mT * (scale or query.shape[-1] ** -0.5)
+    later = torch.ones(scores.shape[1:]).triu(1).bool()
+    return scores.masked_fill(later, -torch.inf).softmax(-1), key
+
+
+def forward_kernel(query, key, value, bounds, keys_bounds, most, keys_most, causal, scale, *_):
+    assert causal
+    assert most >= bounds.diff().max()
+    assert bounds.dtype is torch.int32
+    outputs = []
+    for q, k, v in documents_of(bounds, query, key, value):
+        weights, _ = attended(q, k, scale)
+        outputs.append(weights @ v.repeat_interleave(len(q) // len(v), 0))
+    out = torch.cat(outputs, dim=1).transpose(0, 1).contiguous()
+    lse = query.new_zeros((query.shape[1], len(query)), dtype=torch.float32)
+    return out, lse, torch.zeros(2, dtype=torch.uint64)
+
+
+def backward_kernel(gradient, query, key, value, out, lse, bounds, *rest):
+    scale = rest[5]
+    gradients = []
+    for g, q, k, v in documents_of(bounds, gradient, query, key, value):
+        weights, keys = attended(q, k, scale)
+        of_weights = g @ v.repeat_interleave(len(q) // len(v), 0).mT
+        of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True))
+        of_scores = of_scores * (scale or q.shape[-1] ** -0.5)
+        by_group = (len(v), len(q) // len(v))
+        of_keys = (of_scores.mT @ q).unflatten(0, by_group).sum(1)
+        of_values = (weights.mT @ g).unflatten(0, by_group).sum(1)
+        gradients.append((of_scores @ keys, of_keys, of_values))
+    parts = zip(*gradients, strict=True)
+    return tuple(torch.cat(part, dim=1).transpose(0, 1).contiguous() for part in parts)
+
+
+if torch.__version__ < "2.13":
+    pytest.skip("this torch has no such kernel", allow_module_level=True)
+varlen._varlen_attn.register_kernel("cpu")(forward_kernel)
+varlen._varlen_attn_backward.register_kernel("cpu")(backward_kernel)
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """The kernel runs here, in float32 and float64 too."""
+    monkeypatch.setattr(packed_attention, "kernel_runs_on", lambda device: True)
+    monkeypatch.setattr(packed_attention, "DTYPES", (torch.float32, torch.float64, torch.bfloat16))
+
+
+def drawn(heads=4, of_keys=4, width=8, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((3, number, 8, width) for number in (heads, of_keys, of_keys))
+    parts = [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
+    return [part.requires_grad_() for part in parts]
+
+
+def by_kernel(*parts, scale=None):
+    out, mask = attend(parts, VARLEN, scale)
+    assert mask is None
+    return out
+
+
+def by_mask(*parts, scale=None):
+    mask = document_mask(POSITIONS)
+    return F.scaled_dot_product_attention(*parts, mask, scale=scale, enable_gqa=True)
+
+
+VARLEN = Documents(POSITIONS, BOUNDS, mask=None, required=True)
+TRIED = VARLEN._replace(required=False)
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("of_keys", [4, 2])
+def test_the_kernel_gets_documents_whose_values_and_gradients_are_the_masks(kernel, of_keys, scale):
+    inputs = drawn(of_keys=of_keys, dtype=torch.float64)
+    results = []
+    for attention in (by_kernel, by_mask):
+        out = attention(*inputs, scale=scale)
+        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    # Sums of at most 8 terms in another order: float64 rounds by 1e-16.
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-14)
+    with Counter(KERNEL) as counter:
+        by_kernel(*inputs)
+    assert counter.count == 1
+
+
+@pytest.mark.parametrize(("width", "dropout"), [(8, 0.0), (12, 0.0), (264, 0.0), (8, 0.1)])
+def test_what_the_kernel_does_not_take_gets_a_mask(width, dropout):
+    parts = drawn(width=width)  # float32
+    out, mask = attend(parts, TRIED, dropout=dropout)
+    assert out is None
+    assert torch.equal(mask, document_mask(POSITIONS))
+
+
+def test_the_kernel_gets_the_dtype_of_autocast(kernel):
+    query, key, value = drawn()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert by_kernel(query, key, value.bfloat16()).dtype is torch.bfloat16
+
+
+@pytest.mark.bad_input("`task.args.packed_attention=varlen` where the kernel can't run")
+@pytest.mark.parametrize(
+    ("width", "dropout", "said"),
+    [
+        (12, 0.0, "these are torch.float32, 12 wide, with dropout 0.0; use auto"),
+        (8, 0.1, "these are torch.float32, 8 wide, with dropout 0.1; use auto"),
+    ],
+)
+def test_a_kernel_that_is_asked_for_and_can_not_run_is_an_error(kernel, width, dropout, said):
+    parts = drawn(width=width)
+    assert said in message_of(64, attend, parts, VARLEN, dropout=dropout)
+
+
+def test_on_a_cpu_a_kernel_that_is_asked_for_is_an_error_and_else_there_is_a_mask():
+    said = message_of(64, Documents.of, POSITIONS, BOUNDS, "varlen")
+    assert said.endswith(f"; this is torch {torch.__version__} on cpu; use auto")
+    for how in ("auto", "mask"):
+        assert torch.equal(Documents.of(POSITIONS, BOUNDS, how).mask, document_mask(POSITIONS))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "bounds"),
+    [
+        ([[8]], [0, 8]),
+        ([[3, 5], [8]], [0, 3, 8, 16, 16]),
+        ([[2, 2, 2, 2], [4, 4]], [0, 2, 4, 6, 8, 12, 16, 16, 16]),
+    ],
+)
+def test_bounds_have_few_shapes_and_their_last_documents_are_empty(lengths, bounds):
+    rows = [torch.cat([torch.arange(length) for length in row]) for row in lengths]
+    assert document_bounds(torch.stack(rows)).tolist() == bounds
+
+
+class Attends(nn.Module):
+    """[3, 8, 32] -> the same: packed attention, then something to recompute."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+
+    def forward(self, x, scale):
+        query, key, value = (
+            part.unflatten(-1, (4, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1)
+        )
+        y = by_kernel(query, key, value, scale=scale)
+        return y.transpose(1, 2).flatten(2).sin().sin()
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_selective_checkpointing_keeps_what_the_kernel_computed(kernel, scale):
+    names = recomputed_names(Attends(), torch.randn(3, 8, 32, requires_grad=True), scale)
+    assert "aten.sin.default" in names
+    assert KERNEL not in names
+
+
+# ---- the shipped GPT ----
+
+
+class OfTheGPT(Packed):
+    """Its width of a head is 16."""
+
+    def __init__(self, how):
+        shape = {"context": 23, "width": 32, "layers": 2, "heads": 2, "vocabulary": VOCABULARY}
+        self.task = CausalLM(DataConfig(pack="best_fit"), **shape, packed_attention=how)
+        self.build_model, self.loss_sum = self.task.build_model, self.task.loss_sum
+        self.blocks, self.collate = self.task.blocks, self.task.collate
+
+
+def test_no_gradient_crosses_documents_with_the_kernel(kernel):
+    with Counter(KERNEL) as counter:
+        findings = inspect_task(reference_of(OfTheGPT("varlen")))
+    assert counter.count
+    said = "no cross-document attention in packed rows: 8 rows, gradient exactly 0"
+    assert any(said in finding.text for finding in findings)
+
+
+SELECTIVE = ["--parallel.activation_checkpointing", "selective"]
+COMPILED = ["--compile.blocks", "true", "--compile.mode", "aot_eager"]
+
+
+@pytest.mark.parametrize("words", [[], SELECTIVE, COMPILED], ids=["plain", "selective", "compiled"])
+def test_steps_with_the_kernel_are_those_with_the_mask(kernel, words, capsys):
+    losses = []
+    for how in ("varlen", "mask"):
+        run = make_run(World(), OfTheGPT(how), "--use_amp", "false", *words)
+        losses.append([float(loss) for report in take_steps(run, 3) for loss in report.losses])
+    assert "is not one graph" not in capsys.readouterr().err
+    # A sum of some 100 rounded losses, of three steps of an optimizer.
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+# ---- transformers' models ----
+
+
+transformers = pytest.importorskip("transformers")
+import tiny_hf  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+
+from dist_amp.tasks import hf_causal_lm, huggingface  # noqa: E402
+from dist_amp.tasks.huggingface import PLAIN, inputs_of  # noqa: E402
+from dist_amp.tasks.preference import log_probabilities  # noqa: E402
+
+SIZES = {**tiny_hf.TRANSFORMER, "num_key_value_heads": 2, "head_dim": 8}
+SIZES |= {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+IDS = torch.randint(3, 64, POSITIONS.shape, generator=torch.Generator().manual_seed(0))
+FILLED = (torch.arange(8) < torch.tensor([[8], [3], [5]])).long()
+PADDED = {"input_ids": IDS, "attention_mask": FILLED}
+PACKED = {"input_ids": IDS, "position_ids": POSITIONS, "bounds": BOUNDS}
+CUT = {"input_ids": IDS}
+OTHERS = {
+    "gemma2": {},
+    "gemma3_text": {},
+    "mixtral": {},
+    "mistral": {"sliding_window": 4},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    "gemma": {"use_bidirectional_attention": True},
+    "gpt_neo": {"attention_types": [[["global"], 2]]},
+}
+
+
+def model_of(kind, **more):
+    """As the tasks build it."""
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        more |= {"n_embd": 32, "n_layer": 2, "n_head": 4}
+    with tempfile.TemporaryDirectory() as folder:
+        AutoConfig.for_model(kind, **{**SIZES, **more}).save_pretrained(folder)
+        return huggingface.build(AutoModelForCausalLM, Path(folder))
+
+
+def sdpa(model, **inputs):
+    """The logits with transformers' own attention."""
+    before = model.config._attn_implementation
+    model.config._attn_implementation = "sdpa"
+    logits = model(**inputs, use_cache=False).logits
+    model.config._attn_implementation = before
+    return logits
+
+
+@pytest.mark.parametrize("batch", [PADDED, PACKED, CUT], ids=["padded", "packed", "cut"])
+@pytest.mark.parametrize("kind", PLAIN)
+def test_a_plain_model_reads_nothing_and_its_logits_are_those_of_transformers(kind, batch):
+    model = model_of(kind).eval()
+    with Counter("_local_scalar_dense") as counter:
+        logits = model(**inputs_of(model, batch)).logits
+    assert counter.count == 0
+    inputs = {name: value for name, value in batch.items() if name != "bounds"}
+    with Counter("_local_scalar_dense") as counter:
+        expected = sdpa(model, **inputs)
+    assert counter.count > 0, "what they read for is to be looked at again"
+    filled = batch.get("attention_mask", torch.ones_like(IDS)).bool()
+    # The same kernel of a CPU, with a mask or without: logits of 0.1 that float32 rounds by 1e-8.
+    torch.testing.assert_close(logits[filled], expected[filled], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_a_plain_models_step_reads_nothing_of_a_device_without_values(kind):
+    model = model_of(kind, attn_pdrop=0.0).to("meta")
+    for batch in (PADDED, PACKED, CUT):
+        batch = {name: value.to("meta") for name, value in batch.items()}
+        model(**inputs_of(model, batch)).logits.sum().backward()
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_a_plain_model_takes_the_kernel(kind, kernel):
+    model = model_of(kind).eval()  # without GPT-2's dropout
+    results = []
+    for how in ("varlen", "mask"):
+        with Counter(KERNEL) as counter:
+            logits = model(**inputs_of(model, PACKED, how)).logits
+        assert counter.count == (2 if how == "varlen" else 0)  # layers
+        loss = logits.square().sum()
+        results.append([logits, *torch.autograd.grad(loss, list(model.parameters()))])
+    torch.testing.assert_close(
+        *results, rtol=1e-4, atol=1e-5
+    )  # float32, two layers and their norms
+    assert hf_causal_lm.leaked_share(model, IDS, "varlen") <= hf_causal_lm.LEAK
+
+
+def test_pairs_of_answers_are_padded_and_read_nothing():
+    model = model_of("llama")
+    with Counter("_local_scalar_dense") as counter:
+        log_probabilities(model, {**PADDED, "labels": IDS.where(FILLED.bool(), -100)})
+    assert counter.count == 0
+
+
+def test_dropout_in_attention_takes_the_mask(kernel):
+    model = model_of("gpt2", attn_pdrop=0.1).train()
+    inputs = inputs_of(model, PACKED, "varlen")
+    inputs["documents"] = TRIED
+    with Counter(KERNEL) as counter:
+        model(**inputs)
+    assert counter.count == 0
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_models_are_called_as_before(kind):
+    model = model_of(kind, **OTHERS[kind])
+    length = IDS.shape[1]
+    assert not huggingface.takes_documents(model.config, length)
+    for batch in (PADDED, PACKED, CUT):
+        inputs = inputs_of(model, batch)
+        assert inputs.pop("use_cache") is False
+        assert inputs == {name: value for name, value in batch.items() if name != "bounds"}
+
+
+def test_a_window_that_is_longer_than_the_rows_does_not_count():
+    model = model_of("mistral", sliding_window=8)
+    assert huggingface.takes_documents(model.config, 8)
+    assert not huggingface.takes_documents(model.config, 9)
+    # Whatever the mask, of a call that is not the tasks'.
+    model.config.sliding_window = 4
+    expected = sdpa(model, **PADDED)
+    assert torch.equal(model(**PADDED, use_cache=False).logits, expected)
+
+
+def test_a_mask_of_another_call_is_respected_and_no_file_names_our_attention(tmp_path):
+    model = model_of("llama")
+    padded_on_the_left = {"input_ids": IDS, "attention_mask": FILLED.flip(1)}
+    assert torch.equal(
+        model(**padded_on_the_left, use_cache=False).logits, sdpa(model, **padded_on_the_left)
+    )
+    generated = [model.generate(**padded_on_the_left, max_new_tokens=4, do_sample=False)]
+    model.config._attn_implementation = "sdpa"
+    generated.append(model.generate(**padded_on_the_left, max_new_tokens=4, do_sample=False))
+    assert torch.equal(*generated)
+    model.config._attn_implementation = huggingface.OURS
+    model.save_pretrained(tmp_path)
+    assert huggingface.OURS not in (tmp_path / "config.json").read_text()
+
+
+@pytest.mark.parametrize("words", ["", "--parallel.strategy fsdp", "--task.args.lora_rank 2"])
+def test_the_task_trains_packed_rows_with_the_kernel(kernel, tmp_path, words):
+    folder = write_model(tmp_path, "llama")
+    words = f"--use_amp false {words} --task.args.packed_attention"
+    losses = []
+    for how in ("varlen", "mask"):
+        run = packed_run(World(), folder, f"{words} {how}")
+        with Counter(KERNEL) as counter:
+            reports = take_steps(run, 2)
+            run.task.train_metrics(run, reports[-1])
+        assert bool(counter.count) == (how == "varlen")
+        losses.append([float(loss) for report in reports for loss in report.losses])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)  # as above
+
+
+@pytest.mark.bad_input("`task.args.packed_attention=varlen` with a model that can't take it")
+def test_a_model_that_can_not_take_the_kernel_that_is_asked_for_is_refused(tmp_path):
+    folder = write_model(tmp_path, "mixtral")
+    words = "--task.args.packed_attention varlen"
+    said = message_of(64, packed_run, World(), folder, words)
+    assert said.startswith("task.args.packed_attention=varlen needs a model with attention to all ")
+    assert said.endswith("; MixtralForCausalLM is none; use auto")
+
+
+def test_a_leak_of_the_kernel_is_found_in_the_precision_in_which_it_runs(
+    kernel, tmp_path, monkeypatch
+):
+    run = packed_run(World(), write_model(tmp_path, "llama"), "--use_amp false")
+    run.task.packed_attention = "varlen"
+    monkeypatch.setattr(
+        hf_causal_lm,
+        "document_bounds",
+        lambda positions: torch.arange(0, positions.numel() + 1, positions.shape[1]).int(),
+    )
+    (report,) = take_steps(run, 1)
+    assert "separates documents" in message_of(64, run.task.train_metrics, run, report)

@@ -1,0 +1,190 @@
+"""What test_plan.py tests, with other features."""
+
+import pytest
+from ranks import on_ranks
+from test_plan import SETTINGS, Uneven, planned
+from tiny import Tiny, make_run
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.collectives import measure
+from dist_amp.checkpoint.background import without_replicas
+from dist_amp.checkpoint.state import take_snapshot
+from dist_amp.commands.simulation import ImaginedDevice
+from dist_amp.step import train_step
+from dist_amp.world import World, local
+
+
+class Frozen(Uneven):
+    def build_model(self):
+        model = super().build_model()
+        model[0].requires_grad_(False)
+        return model
+
+
+class Normed(Uneven):
+    """Has buffers, and batch statistics that FSDP2's policy can't cast."""
+
+    def build_model(self):
+        return nn.Sequential(*super().build_model()[:-1], nn.BatchNorm1d(9), nn.Linear(9, 1))
+
+
+def run_of(world, task, words):
+    return make_run(world, globals()[task](), *SETTINGS.split(), *words.split())
+
+
+def bytes_of(tensors):
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def fsdp_parameters(module):
+    """FSDP2's own records of the parameters; each holds the gathered parameter and its gradient."""
+    parts = [part._get_fsdp_state() for part in module.modules() if isinstance(part, FSDPModule)]
+    groups = [part._fsdp_param_group for part in parts if part._fsdp_param_group]
+    return [one for group in groups for one in group.fsdp_params]
+
+
+def unsharded_gradients(module):
+    for one in fsdp_parameters(module):
+        whole = getattr(one, "_unsharded_param", None)
+        if one.unsharded_accumulated_grad is not None:
+            yield one.unsharded_accumulated_grad
+        elif whole is not None and whole.grad is not None:
+            yield whole.grad
+
+
+def real(world, task, words):
+    """What this rank holds in a real run, sends in a step, and writes of a checkpoint; bytes."""
+    run = run_of(world, task, words)
+    gradients = []
+
+    def note_gradients(*_):
+        gradients.append(bytes_of(local(p.grad) for p in run.parallel.parameters))
+
+    loss_sum = run.task.loss_sum
+
+    def note_accumulated(model, batch):
+        accumulated = bytes_of(unsharded_gradients(run.parallel.module))
+        if run.parallel.strategy == "ddp":  # beside its buckets
+            parameters = run.parallel.parameters
+            accumulated = bytes_of([p.grad for p in parameters if p.grad is not None])
+            accumulated += bytes_of(parameters)
+        gradients.append(accumulated)
+        return loss_sum(model, batch)
+
+    run.task.loss_sum = note_accumulated
+    run.optimizer.register_step_pre_hook(note_gradients)
+    _, counted = measure(run)
+    module = run.parallel.module
+    moments = [v for values in run.optimizer.state.values() for v in values.values() if v.ndim]
+    average = [t for extra in run.extra_states.values() for t in extra.tensors.values()]
+    holds = {
+        "parameters": bytes_of(map(local, [*module.parameters(), *module.buffers()])),
+        "gradients": max(gradients),
+        "moments": bytes_of(map(local, moments)),
+        "average": bytes_of(map(local, average)),
+    }
+    sends = sum(times * one.sent for one, times in counted.items()), counted.total()
+    state = without_replicas(take_snapshot(run).state, world)  # what this rank writes
+    saved = [v for values in state["optimizer"].values() for v in values.values() if v.ndim]
+    saved += [*state.get("model", {}).values(), *state.get("ema", {}).values()]
+    return holds, sends, bytes_of(map(local, saved))
+
+
+def real_cases(world, cases):
+    return [real(world, task, words) for task, words in cases]
+
+
+ACCUMULATES = "--train.accumulation_steps 3"
+HALF = "--parallel.param_dtype bf16"
+FP16 = "--precision.dtype fp16"
+CASES = {
+    2: [
+        ("Frozen", f"ddp --optim.name sgd --optim.ema 0.9 {ACCUMULATES}"),
+        ("Uneven", f"ddp --optim.name muon {FP16}"),
+        ("TiedWords", f"ddp {FP16} --parallel.comm_dtype fp16"),
+        ("Normed", "ddp --use_amp false"),
+        ("Uneven", f"fsdp {FP16} --optim.ema 0.9"),
+        ("Uneven", f"fsdp {ACCUMULATES} --parallel.accumulate_reduce every"),
+        ("Uneven", f"fsdp {ACCUMULATES} --parallel.reduce_dtype bf16"),
+        ("Uneven", f"fsdp {HALF} --optim.ema 0.9 {ACCUMULATES}"),
+        ("Uneven", "fsdp --optim.name muon --use_amp false"),
+        ("Frozen", f"fsdp {ACCUMULATES}"),
+        ("Normed", f"fsdp --optim.name sgd {ACCUMULATES}"),
+    ],
+    4: [("TiedWords", f"hsdp {HALF}"), ("Uneven", "hsdp --optim.name muon")],
+}
+
+
+@pytest.mark.parametrize("ranks", CASES)
+def test_a_rank_holds_sends_and_saves_what_was_planned(ranks):
+    cases = [(task, f"--parallel.strategy {words}") for task, words in CASES[ranks]]
+    every_rank = on_ranks(ranks, real_cases, cases)
+    for case, *of_ranks in zip(cases, *every_rank, strict=True):
+        plan, chosen = planned(*case, ranks)
+        holds, sends, saves = zip(*of_ranks, strict=True)
+        most = {name: max(one[name] for one in holds) for name in holds[0]}
+        assert {name: getattr(chosen.memory, name) for name in most} == most, case
+        assert sum(saves) == plan.checkpoint_bytes, case
+        assert set(sends) == {(chosen.sent_bytes, chosen.collectives)}, case
+
+
+def counted_for_real(world, task, words):
+    """The peaks of the third step of a real run, by phase."""
+    run = run_of(world, task, words)
+    batches = [next(run.data) for _ in range(3)]
+    module = run.parallel.module
+    held = [*module.parameters(), *module.buffers(), *tree_leaves(batches[:1])]
+    held += [tensor for extra in run.extra_states.values() for tensor in extra.tensors.values()]
+    device = ImaginedDevice(None)
+    for tensor in held:
+        device.count(local(tensor).untyped_storage())
+    with device.watched(), device:
+        for micro_batches in batches:
+            device.forget()
+            train_step(run, micro_batches)
+    return {phase: device.peaks[phase] for phase in ("forward", "backward", "optimizer")}
+
+
+REAL = [
+    ("Uneven", "--parallel.strategy fsdp --use_amp false --optim.ema 0.9"),
+    ("TiedWords", "--parallel.strategy fsdp --parallel.reduce_dtype bf16"),
+    ("Normed", "--parallel.strategy fsdp --optim.name sgd"),
+    ("Deep", "--parallel.strategy fsdp"),
+    ("Deep", "--parallel.strategy fsdp --parallel.activation_checkpointing full"),
+]
+
+
+class Deep(Tiny):
+    """Whose activations are most of what a step takes."""
+
+    def __init__(self):
+        super().__init__(samples=4096)
+
+    def build_model(self):
+        blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in "abcd"]
+        return nn.Sequential(nn.Linear(8, 64), *blocks, nn.Linear(64, 1))
+
+    def blocks(self, model):
+        return list(model)[1:-1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_simulated_step_allocates_what_a_real_one_does(ranks):
+    words = "--train.micro_batch_size 64"
+    cases = [(task, f"{more if ranks > 1 else ''} {words}") for task, more in REAL]
+    if ranks == 1:
+        cases = [(task, words) for task in ("Uneven", "TiedWords", "Normed", "Deep")]
+        real = [counted_for_real(World(), *case) for case in cases]
+    else:
+        real = on_ranks(2, counted_on_ranks, cases)[0]
+    for case, peaks in zip(cases, real, strict=True):
+        simulated = planned(*case, ranks)[1].peaks
+        for phase, peak in peaks.items():
+            # The batches of all three steps, the metrics, and gloo's handles: a few KiB.
+            assert simulated[phase] == pytest.approx(peak, abs=24 * 512), (case, phase)
+
+
+def counted_on_ranks(world, cases):
+    return [counted_for_real(world, *case) for case in cases]

@@ -1,0 +1,109 @@
+"""What test_sampling.py tests, with other features."""
+
+import io
+import random
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from ranks import on_ranks
+from tiny import Tiny, make_run, moments_of, parameters_of, take_steps
+from torch import nn
+
+from benchmarks.collectives import Counting
+from dist_amp.supervise import sampling
+from dist_amp.supervise.stop import AgreedStop
+from dist_amp.train import train
+
+WORDS = ["--use_amp", "false", "--optim.ema", 0.5, "--train.global_batch_size", 16]
+
+
+class Sampled(Tiny):
+    def sample(self, model):
+        out = [model(torch.full((1, 8), float(n))).item() for n in range(10)]
+        return " ".join(f"{value:.4f}" for value in out)
+
+
+def sampled(world, strategy, free=None):
+    """(the sample, how many gathers it took, what was printed as warnings)."""
+    run = make_run(world, Sampled(), "--parallel.strategy", strategy, *WORDS)
+    take_steps(run, 2)
+    found = []
+    run.metrics.write_sample = lambda step, sample, about: found.append(sample)
+    old = sampling.capacity_of
+    if free is not None:
+        sampling.capacity_of = lambda world: (free, 0)
+    before = gathers_of(lambda: take_steps(run, 1))
+    try:
+        with redirect_stderr(io.StringIO()) as output:
+            gathers = gathers_of(sampling.Sampling(run).after_evaluation)
+    finally:
+        sampling.capacity_of = old
+    assert gathers_of(lambda: take_steps(run, 1)) == before, "units reshard as before"
+    return found, gathers, output.getvalue()
+
+
+def gathers_of(call):
+    """How many collectives of the call gather parameters."""
+    with Counting() as counting:
+        call()
+    found = counting.collectives.items()
+    return sum(times for one, times in found if one.kind == "all_gather" and one.bytes_in > 8)
+
+
+def test_a_sharded_model_is_gathered_once_per_sample_and_not_once_per_token():
+    ((expected, _, _),) = on_ranks(1, sampled, "single")
+    for found, gathers, _ in on_ranks(2, sampled, "fsdp"):
+        assert found == expected
+        assert gathers == 3  # two blocks and the head; ten tokens
+
+
+@pytest.mark.bad_input("a `sample(model)` of a sharded model that does not fit on one device")
+def test_a_sample_of_a_model_that_does_not_fit_is_skipped_and_the_command_that_makes_it_is_named():
+    (found, gathers, output), _ = on_ranks(2, sampled, "fsdp", 100.0)
+    assert (found, gathers) == ([], 0)
+    assert f"python -m dist_amp.sample {Path('unused')} makes one on one device" in output
+
+
+class Restless(Tiny):
+    """Its sample draws from every generator, trains batch statistics and leaves its mode."""
+
+    samples_taken = 0
+
+    def build_model(self):
+        layers = [nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.2)]
+        return nn.Sequential(nn.Sequential(*layers), nn.Linear(8, 1))
+
+    def sample(self, model):
+        self.samples_taken += 1
+        random.random(), numpy.random.rand()  # noqa: NPY002
+        model.train()
+        return f"{model(torch.randn(4, 8)).sum().item():.3f}"
+
+
+class Quiet(Restless):
+    sample = property()  # hasattr says no
+
+
+def trained(world, task, strategy):
+    words = "--train.steps 6 --train.micro_batch_size 4 --eval.every 2 --optim.ema 0.9".split()
+    run = make_run(world, task, "--parallel.strategy", strategy, *words)
+    with redirect_stdout(io.StringIO()), AgreedStop(world) as stop:
+        train(run, stop)
+    state = [*parameters_of(run).values(), *moments_of(run), *run.parallel.module.buffers()]
+    state.append(torch.get_rng_state())
+    return getattr(task, "samples_taken", 0), [tensor.clone() for tensor in state]
+
+
+def with_and_without(world, strategy):
+    taken, first = trained(world, Restless(), strategy)
+    none, second = trained(world, Quiet(), strategy)
+    assert (taken, none) == (3, 0)
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "fsdp")])
+def test_a_run_with_samples_ends_bit_identical_to_one_without(ranks, strategy):
+    assert on_ranks(ranks, with_and_without, strategy) == [True] * ranks

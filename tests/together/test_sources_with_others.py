@@ -1,0 +1,65 @@
+"""What test_sources.py tests, with other features."""
+
+import json
+import re
+import textwrap
+from types import SimpleNamespace
+
+import torch
+from conftest import ROOT
+from messages import message_of
+from test_config import assert_says
+from test_sources import (
+    all_rows,
+    in_memory,
+    own_cache,  # noqa: F401
+    rows_of,
+    section,
+    write,
+)
+from tiny import make_run, parameters_of, take_steps
+
+from dist_amp.settings import DataConfig
+from dist_amp.sources.load import load_split
+from dist_amp.world import World
+
+
+def test_the_task_in_the_docs_learns_from_any_of_these(tmp_path):
+    page = (ROOT / "docs/data.md").read_text().split("## Larger")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict = {}
+    exec(code, names)
+    rows = [{"x": [n % 5, 1, 0, n % 3], "y": n % 7} for n in range(40)]
+    write(tmp_path, "rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    run = make_run(World(), names["Table"](section(path=in_memory(tmp_path))))
+    before = parameters_of(run)["weight"].clone()
+    take_steps(run, 1)
+    assert not torch.equal(parameters_of(run)["weight"], before)
+    assert run.data.plan.length == 38
+
+
+def test_the_windows_of_the_docs_are_of_neighbours_and_split_by_time(tmp_path):
+    page = (ROOT / "docs/data.md").read_text()
+    (example,) = re.findall(r"(?m)^    def build_dataset.*\n        prices .*\n.*\n", page)
+    shown = {"load_split": load_split, "torch": torch}
+    exec(textwrap.dedent(example), shown)
+    write(tmp_path, "prices.csv", "price\n" + "".join(f"{n / 2}\n" for n in range(100)))
+    data = DataConfig(path=str(tmp_path), validation_split="last:0.1")
+    task = SimpleNamespace(data=data, context=3)
+    starts = {"train": range(87), "validation": range(90, 97)}
+    for split, first in starts.items():
+        windows = shown["build_dataset"](task, split)
+        assert windows.tolist() == [[(n + i) / 2 for i in range(4)] for n in first]
+
+
+def test_rows_of_a_table_that_do_not_fit_its_header_can_be_left_out_and_are_named(tmp_path, caplog):
+    write(tmp_path, "rows.csv", "text,n\nx,a,1\nb\nc,3\n")
+    path = tmp_path / "rows.csv"
+    said = f"fields: 2, {path}, line 2 (fields: 3), {path}, line 3 (fields: 1)"
+    for _ in range(2):  # read, and from the cache
+        caplog.clear()
+        assert list(all_rows(path, on_bad_sample="skip")) == [{"text": "c", "n": 3}]
+        assert_says(caplog.text, said)
+    few = message_of(65, rows_of, path, on_bad_sample="skip", max_bad_samples=0.5)
+    assert_says(few, said, "more than data.max_bad_samples=0.5")
+    assert_says(message_of(65, rows_of, path), "line 2 has another number of fields")

@@ -1,0 +1,80 @@
+"""Core as test_startup.py tests it, with several features."""
+
+import json
+import time
+
+from test_train import TINY
+
+from dist_amp.telemetry.startup import FAILED_AT, PHASES
+
+SLOW = """
+import time
+from tiny import Tiny
+
+class Rows:
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        time.sleep(0.05)
+        return self.rows[index]
+
+class Slow(Tiny):
+    def build_model(self):
+        time.sleep(0.6)
+        return super().build_model()
+
+    def build_dataset(self, split):
+        return Rows(super().build_dataset(split))
+
+    def load_state_dict(self, state):
+        time.sleep(0.7)
+
+    def state_dict(self):
+        return {}
+
+    def loss_sum(self, model, batch):
+        time.sleep(0.2)
+        return super().loss_sum(model, batch)
+
+    def on_step(self, run, report):
+        if run.step in (1, 3):
+            open(f"stepped{run.step}", "w").write(str(time.time()))
+"""
+WORDS = ("--task.target", "slow:Slow", "--run.dir", "run", "--eval.every", "off")
+WORDS += ("--train.micro_batch_size", 4, "--data.workers", 0, "--metrics.log_every", 1)
+
+
+def start_seconds(folder):
+    return json.loads((folder / "run/summary.json").read_text())["start_seconds"]
+
+
+def test_each_phase_of_a_start_and_of_a_resume_has_its_time_and_they_add_up(launch, tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW)
+    words = (*TINY, *WORDS, "--checkpoint.every", 2)
+    began = time.time()
+    first = launch(0, *words, "--train.steps", 2, fresh=True)
+    assert first.returncode == 0, first.stderr
+    seconds = start_seconds(tmp_path)
+    assert list(seconds) == list(PHASES)
+    assert seconds["processes"] == 0, "nothing has failed"
+    assert seconds["imports"] > seconds["rendezvous"]
+    assert seconds["model"] >= 0.6
+    assert seconds["data"] >= 4 * 0.05
+    assert seconds["first_step"] >= 0.2
+    stepped = float((tmp_path / "stepped1").read_text())
+    # The process is started before its first clock tick is known, to a hundredth of a second.
+    assert 0 < sum(seconds.values()) <= stepped - began + 0.02
+    parts = [line for line in first.stdout.splitlines() if line.startswith("start ")]
+    assert len(parts) == 1
+    assert " s to the first step: " in parts[0]
+
+    again = {FAILED_AT: str(time.time() - 100)}
+    assert launch(0, *words, "--train.steps", 4, fresh=True, **again).returncode == 0
+    seconds = start_seconds(tmp_path)
+    assert 99.98 <= seconds["processes"] < 200, "to two ticks of the kernel's clock"
+    assert seconds["restore"] >= 0.7
+    assert float((tmp_path / "stepped3").read_text()) > stepped

@@ -1,0 +1,205 @@
+"""Core as test_tensorboard.py tests it, with several features."""
+
+import errno
+import json
+import os
+import re
+import time
+from fnmatch import fnmatchcase
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+from conftest import ROOT
+from ranks import on_ranks
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.record_writer import RecordWriter
+from tiny import Tiny, make_run, take_steps
+
+from dist_amp.commands.board import main as board
+from dist_amp.commands.board import main_tags, pinned_url
+from dist_amp.diagnostics.numerics import Numerics
+from dist_amp.step import evaluate
+from dist_amp.supervise.callbacks import train_metrics
+from dist_amp.supervise.environment import (
+    code_folder,
+    source_of,
+)
+from dist_amp.supervise.lifecycle import open_run
+from dist_amp.telemetry import writers
+from dist_amp.telemetry.writers import TensorBoardWriter
+from dist_amp.world import World
+
+
+class Complete(Tiny):
+    """Has every optional method that leads to a tag."""
+
+    def tokens(self, batch):
+        return batch["x"].numel()
+
+    def flops_per_item(self, model):
+        return 1e6
+
+    def metrics(self, model, batch):
+        return {"error": batch["y"].abs().sum()}
+
+    def train_metrics(self, run, report):
+        return {"norm_squared": report.norm**2}
+
+
+def everything(world, folder):
+    """Write all that a run may write to TensorBoard."""
+    words = ["--run.dir", folder, "--precision.dtype", "fp16", "--debug.numerics", "true"]
+    words += ["--eval.every", 2, "--metrics.log_every", 2, "--train.steps", 4]
+    words += ["--precision.scaler.init_scale", 2.0**40, "--metrics.peak_flops", 1e12]
+    run = make_run(world, Complete(), *words)
+    open_run(run)
+    numerics = Numerics(run)
+    for _ in range(2):
+        for report in take_steps(run, 2):
+            run.metrics.record(report)
+        batch = next(run.data)
+        run.step -= 1
+        numerics.before_step(batch)
+        run.step += 1
+        numerics.after_step(report, batch)
+        run.metrics.begin(run.step, run.schedule, run.scaler, run.data, train_metrics(run, report))
+        run.metrics.write(run.metrics.read())
+        run.metrics.write_evaluation(run.step, evaluate(run))
+    run.metrics.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    on_ranks(2, everything, str(folder))
+    return folder
+
+
+def events_of(folder, rank=0):
+    return EventAccumulator(str(folder / "tensorboard" / f"rank{rank:05d}")).Reload()
+
+
+def scalars(events, tag):
+    return [(event.step, event.value) for event in events.Scalars(tag)]
+
+
+def test_every_tag_that_a_run_writes_is_in_the_table_of_the_docs(folder):
+    written = {tag for rank in (0, 1) for tag in events_of(folder, rank).Tags()["scalars"]}
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    tags = re.findall(r"^\| `(.+?)` \| .+ \| .+ \|$", text, re.MULTILINE)
+    assert [tag for tag in sorted(written) if not any(fnmatchcase(tag, t) for t in tags)] == []
+    unused = {pattern for pattern in tags if not any(fnmatchcase(tag, pattern) for tag in written)}
+    on_a_gpu = {tag for tag in tags if tag.startswith(("gpu/", "memory/allocator", "memory/res"))}
+    # Of a run that ends, of many ranks, of groups, of tasks that read tokens; the last one needs a
+    # step that is taken by the optimizer that is hooked.
+    elsewhere = {tag for tag in tags if tag.startswith(("host/", "memory/host", "train/counted"))}
+    elsewhere |= {"train/lr_*", "ranks/slowest_rank", "train/padding_pct", "eval/loss_*"}
+    elsewhere |= {"train/skipped_samples"}  # with data.on_bad_sample=skip
+    elsewhere |= {"start/*_seconds"}  # of the train command
+    assert unused <= on_a_gpu | elsewhere | {"numerics/lost_update_share/*"}
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+def test_the_address_pins_six_charts_that_a_run_has(folder, has_tokens):
+    url = urlsplit(pinned_url(has_tokens))
+    assert (url.hostname, url.port, url.fragment) == ("localhost", 6006, "timeseries")
+    assert not set(url.query) & set(' "{}[]()|<>'), "a terminal makes a link of all of it"
+    cards = json.loads(parse_qs(url.query)["pinnedCards"][0])
+    tags = {card["tag"] for card in cards}
+    assert len(cards) == len(tags) == 6
+    assert {card["plugin"] for card in cards} == {"scalars"}
+    assert tags <= set(events_of(folder).Tags()["scalars"])
+    assert ("throughput/tokens_per_second" in tags) == has_tokens
+    assert "eval/loss" in tags
+    assert not any("scale" in tag for tag in tags), "it is constant but in fp16"
+    (colours,) = parse_qs(url.query)["runColorGroup"]
+    names = [
+        "rank00000",
+        "rank00001",
+        *(f"run1/tensorboard/rank0000{n}" for n in (0, 1)),
+        "run2/tensorboard/rank00000",
+    ]
+    groups = [re.search(colours.removeprefix("regex:"), name).groups() for name in names]
+    assert len(set(groups[:2])) == 2, "one run: a colour per rank"
+    assert groups[2] == groups[3] != groups[4], "several runs: a colour per run"
+
+
+def test_the_local_time_that_shows_a_slow_rank_is_pinned_and_samples_are_the_first_texts(folder):
+    assert "time/local_seconds" in main_tags(has_tokens=True)
+    texts = sorted(["sample", "slow_ranks", *events_of(folder).Tags()["tensors"]])
+    assert texts[:2] == ["sample", "slow_ranks"]
+    assert len(texts) > 2
+
+
+def test_board_prints_the_address_of_the_main_charts_and_becomes_tensorboard(
+    folder, monkeypatch, capsys
+):
+    started = []
+    monkeypatch.setattr(os, "execv", lambda program, words: started.append(words[3:]))
+    board([str(folder), "--port", "7000"])
+    board([str(folder.parent)])
+    assert started == [
+        ["--logdir", str(folder / "tensorboard"), "--port", "7000"],
+        ["--logdir", str(folder.parent), "--port", "6006"],
+    ]
+    assert capsys.readouterr().out.split() == [pinned_url(True, 7000), pinned_url(True)]
+
+
+@pytest.mark.bad_input("a disk that is full for a while")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_after_a_full_disk_values_are_written_again(tmp_path, monkeypatch):
+    def no_space(self, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    warnings = []
+    monkeypatch.setattr(writers, "RETRY_SECONDS", 0.0)
+    writer = TensorBoardWriter(tmp_path / "tensorboard/rank00000", 1, warnings.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(RecordWriter, "write", no_space)
+        deadline = time.monotonic() + 30
+        while not warnings and time.monotonic() < deadline:  # a later write gets the thread's error
+            writer.write_scalars({"train/loss": 1.0}, 1)
+            time.sleep(0.01)
+    writer._writer = None  # as the next error makes it
+    writer.write_scalars({"train/loss": 2.0}, 2)
+    writer.close()
+    assert len(warnings) == 1
+    assert scalars(events_of(tmp_path), "train/loss")[-1] == (2, 2.0)
+
+
+def test_the_code_of_a_task_is_in_its_files_folder_or_the_current_one_if_ours_or_a_notebooks():
+    from dist_amp.tasks.sinusoid import Sinusoid
+
+    assert code_folder(source_of(Tiny())) == Path(__file__).parents[1]
+    assert code_folder(source_of(Sinusoid())) == Path.cwd()
+    in_a_notebook = type("Defined", (), {"__module__": "__main__"})()
+    assert code_folder(source_of(in_a_notebook)) in {Path.cwd(), Path(__file__).parent}
+
+
+@pytest.mark.bad_input("an `environment.json` that can't be written")
+def test_an_environment_that_can_not_be_written_is_a_warning(tmp_path, capsys):
+    (tmp_path / "environment.json").mkdir()  # a folder can't be replaced by a file
+    run = make_run(World(), Tiny(), "--run.dir", tmp_path)
+    open_run(run)
+    run.metrics.close()
+    said = (
+        "environment.json can't be written (Is a directory); TensorBoard's text `start/environment`"
+    )
+    assert said in capsys.readouterr().err
+    texts = {"start/config/text_summary", "start/environment/text_summary"}
+    assert texts <= set(events_of(tmp_path).Tags()["tensors"])
+
+
+def test_what_starts_tensorboard_here_listens_on_this_machine_alone():
+    files = [ROOT / "README.md", ROOT / "Dockerfile", ROOT / "docker-compose.yml"]
+    files += [*ROOT.glob("docs/*.md"), *ROOT.glob("launch/*.*"), *ROOT.glob("dist_amp/**/*.py")]
+    lines = [(path, line) for path in files for line in path.read_text().splitlines()]
+    starts = [found for found in lines if re.search("tensorboard,? --", found[1])]
+    assert len(starts) > 2
+    assert not [line for _, line in starts if "bind_all" in line]
+    opened = {path.name: path.read_text() for path, line in starts if "--host" in line}
+    assert set(opened) == {"Dockerfile", "docker-compose.yml"}, "containers publish a port"
+    for text in opened.values():
+        assert "127.0.0.1:6006:6006" in text
+        assert not re.search(r"(?<!127\.0\.0\.1:)\b6006:6006", text)
