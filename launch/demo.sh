@@ -5,4 +5,10 @@ set -euo pipefail
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
-exec "$PYTHON" -m dist_amp.demo "$@"
+if [ -f "$root/dist_amp/commands/demo.py" ]; then
+    exec "$PYTHON" -m dist_amp.demo "$@"
+fi
+ranks="$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() or 2)')"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+exec "$PYTHON" -m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc_per_node="$ranks" \
+    -m dist_amp.train --config "$root/configs/demo.toml" "$@"
