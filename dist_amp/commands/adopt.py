@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dist_amp.commands.base import find_base, rebase
+from dist_amp.commands.base import add_source, find_base, rebase
 from dist_amp.errors import ConfigError
 from dist_amp.supervise.command_line import Parser, command
 
@@ -23,9 +23,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--remove", action="append", default=[], metavar="FEATURE,...", help="to remove"
     )
-    parser.add_argument(
-        "--from", dest="source", default="", metavar="PATH_OR_URL", help="where dist_amp's files are"
-    )
+    add_source(parser)
     options = parser.parse_args(argv)
     added = [name for name in ",".join(options.features).split(",") if name]
     removed = [name for name in ",".join(options.remove).split(",") if name]

@@ -1,7 +1,7 @@
 """A project's base on its git branch `dist_amp`: the files as they were made, without later edits.
 
-`dist_amp new` of the source, a clone of dist_amp, makes them again with other features or of a newer
-version. They become the next commit of that branch, which is merged into the project's branch.
+`dist_amp new` of the source, a clone of dist_amp, makes them again, with other features or of a
+newer version. They become the next commit of that branch, and reach the project by a merge.
 """
 
 import os
@@ -21,6 +21,7 @@ from packaging.version import Version
 
 from dist_amp.distributed.signals import ignore_stop_signals
 from dist_amp.errors import ConfigError, some_of
+from dist_amp.supervise.command_line import Parser
 
 BRANCH = "dist_amp"
 MADE_BY = "Made by dist_amp"  # begins the message of each of its commits
@@ -93,6 +94,8 @@ def find_base(folder: Path, may_have_changes: bool = False) -> Base:
             f"{root} is on {branch or 'a detached HEAD'}; switch to the branch that you work on, "
             f"not {BRANCH}, which holds the files as they were made: git switch BRANCH"
         )
+    if run_git(root, "rev-parse", "--verify", "MERGE_HEAD").returncode == 0:
+        raise ConfigError(f"{root}: a merge is in progress; git commit, or git merge --abort")
     if changed := run_git(root, "diff", "--name-only", "HEAD").stdout.splitlines():
         said = f"{root} has changes that are not committed, in {some_of(changed)}"
         if not may_have_changes:
@@ -112,8 +115,8 @@ def find_base(folder: Path, may_have_changes: bool = False) -> Base:
         base = Base(root, commit, name, record)
         if "source" not in record:
             raise ConfigError(
-                f"{root} was made by dist_amp {base.version}, before packages kept their name; make "
-                "a new project with `dist_amp new NAME --task FILE.py:Class` from your task's file"
+                f"{root} was made by dist_amp {base.version}, before packages kept their name; "
+                "make a new one beside it: dist_amp new NAME --task FILE.py:Class, your task's file"
             )
     except (KeyError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(
@@ -121,6 +124,11 @@ def find_base(folder: Path, may_have_changes: bool = False) -> Base:
             "`dist_amp new` wrote; that branch must not be edited"
         ) from None
     return base
+
+
+def add_source(parser: Parser) -> None:
+    about = "where dist_amp's files are, if not where they were"
+    parser.add_argument("--from", dest="source", default="", metavar="PATH_OR_URL", help=about)
 
 
 @contextmanager

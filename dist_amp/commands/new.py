@@ -1,8 +1,8 @@
 """python -m dist_amp.new NAME [--with FEATURE,...] [--without FEATURE,...] [--task FILE.py:Class]
 
-Make a project of your own in the folder NAME: your package NAME with a task to start from, and beside
-it dist_amp with the features that you choose, its tests, configs and scripts. Without a choice the
-smallest that trains by DDP and FSDP2, resumes and reports. On a terminal without arguments it asks.
+Make a project of your own in the folder NAME: your package NAME with a task to start from, and
+beside it dist_amp with the features that you choose, tests, configs and scripts. Without a choice
+it trains by DDP and FSDP2, resumes and reports. On a terminal without arguments it asks.
 
     dist_amp new my_project
     dist_amp new my_project --with ema,slurm --task my_file.py:MyTask
@@ -104,10 +104,11 @@ def check_name(target: Path, root: Path) -> None:
     """Errors: ConfigError for a name that can't be a package's, or is another module's."""
     name = target.name
     if not (name.isascii() and name.isidentifier()) or keyword.iskeyword(name) or name[0] == "_":
-        usable = "".join(letter if letter.isalnum() else "_" for letter in name).strip("_")
+        usable = name.replace("-", "_").lower()
+        usable = usable if usable.isidentifier() else "my_project"
         raise ConfigError(
             f"new {target}: {name!r} can't be a package's name, which has letters, digits and _, "
-            f"and begins with a letter; use one such as {usable if usable.isidentifier() else 'my_project'}"
+            f"and begins with a letter; use one such as {usable}"
         )
     spec = find_spec(name)
     taken = ""
@@ -211,10 +212,8 @@ def choose(
 def source_of(root: Path) -> str:
     """Where others find these files: the clone's remote if it has this commit, or this folder."""
     url = run_git(root, "remote", "get-url", "origin").stdout.strip()
-    if (root / ".git").exists() and url:
-        if run_git(root, "branch", "--remotes", "--contains", "HEAD").stdout:
-            return url
-    return str(root)
+    is_there = run_git(root, "branch", "--remotes", "--contains", "HEAD").stdout
+    return url if (root / ".git").exists() and url and is_there else str(root)
 
 
 def make(project: Project, target: Path, source: str) -> int:

@@ -125,7 +125,9 @@ class Package:
 
     def files_with(self, names: Iterable[str]) -> set[str]:
         """Core, these features and what they take along."""
-        own = [file for name in names if name in self.features for file in self.features[name].files]
+        own = [
+            file for name in names if name in self.features for file in self.features[name].files
+        ]
         files = self.core | self.reached(own)
         folders = {file.rpartition(".")[0] for file in files}
         return files | {"__init__", *(f"{each}.__init__" for each in folders if each)}

@@ -60,7 +60,9 @@ class Project:
         for module in self.modules:
             copy(self.package.files[module], self.package.folder.parent, folder)
         copy(self.package.folder / "py.typed", self.package.folder.parent, folder)
-        scripts = [self.package.scripts[each].files for each in self.features if self.is_script(each)]
+        scripts = [
+            self.package.scripts[each].files for each in self.features if self.is_script(each)
+        ]
         for name in {*EVERY_SCRIPT, *(name for files in scripts for name in files)}:
             copy(self.root / "launch" / name, self.root, folder)
         for path in self.tests():
@@ -102,10 +104,8 @@ class Project:
 
     def can_use(self, config: str) -> bool:
         """Whether the project has all that a config's text names."""
-        modules = {module.removeprefix("commands.") for module in self.modules}
-        for module in self.package.files:
-            short = module.removeprefix("commands.").removesuffix(".__init__")
-            if short not in modules and f"dist_amp.{short}" in config:
+        for module in self.package.files.keys() - self.modules:
+            if f"dist_amp.{module.removeprefix('commands.')}" in config:
                 return False
         sections = tomllib.loads(config)
         for key, free, feature in SETTINGS:
@@ -145,20 +145,22 @@ class Project:
             file_.write(tools.replace(', "examples"]', "]").rstrip() + "\n")
         pins = (self.root / "launch/constraints.txt").read_text(encoding="utf-8")
         needed = closure([*requirements, *(line for lines in extras.values() for line in lines)])
-        kept = [line for line in pins.splitlines(keepends=True) if is_needed(line, needed)]
-        (folder / "launch/constraints.txt").write_text("".join(kept), encoding="utf-8")
+        lines = ["# The versions that dist_amp was tested with, of what pyproject.toml requires."]
+        for line in pins.splitlines():
+            if not line.startswith("#") and (needed is None or distribution(line) in needed):
+                lines.append(line)
+        (folder / "launch/constraints.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     def requirements(
         self, folder: Path, ours: dict[str, Any]
     ) -> tuple[list[str], dict[str, list[str]]]:
         """(dependencies, extras) of this repository's that the project's code imports."""
-        used = ALWAYS | {DISTRIBUTIONS.get(name, name) for name in imported(folder.rglob("*.py"))}
-        used = {canonicalize_name(name) for name in used}
+        used = ALWAYS | imported(folder.rglob("*.py"))
         dependencies = [line for line in ours["dependencies"] if distribution(line) in used]
-        known = [*ours["dependencies"], *sum(ours["optional-dependencies"].values(), [])]
-        own = set(imported([folder / self.name / "task.py"])) - {"dist_amp", self.name}
-        own -= set(map(distribution, known)) | DISTRIBUTIONS.keys()
-        dependencies += sorted(own)  # of the user's task: as if named like what is imported
+        every = [ours["dependencies"], *ours["optional-dependencies"].values()]
+        of_task = imported([folder / self.name / "task.py"])
+        of_task -= {distribution(line) for lines in every for line in lines}
+        dependencies += sorted(of_task - {"dist-amp", canonicalize_name(self.name)})
         extras = {}
         for extra, lines in ours["optional-dependencies"].items():
             if extra not in ("test", "bench", "engines") and used & set(map(distribution, lines)):
@@ -176,15 +178,18 @@ def copy(path: Path, root: Path, folder: Path) -> None:
     shutil.copy(path, target)
 
 
-def imported(paths: Iterable[Path]) -> Iterator[str]:
-    """The top-level modules that files import, in functions too, but for Python's own."""
+def imported(paths: Iterable[Path]) -> set[str]:
+    """The distributions that files import, in functions too, but for Python's own modules."""
+    found = set()
     for path in paths:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom):
+            if isinstance(node, ast.ImportFrom) and not node.level:
                 names = [node.module or ""]
-            tops = {name.partition(".")[0] for name in names}
-            yield from tops - sys.stdlib_module_names
+            found |= {name.partition(".")[0] for name in names}
+    return {
+        canonicalize_name(DISTRIBUTIONS.get(name, name)) for name in found - sys.stdlib_module_names
+    }
 
 
 def distribution(requirement: str) -> str:
@@ -210,11 +215,6 @@ def closure(requirements: Iterable[str]) -> set[str] | None:
                 if need.marker is None or need.marker.evaluate({"extra": extra}):
                     left.append(need)
     return {name for name, _ in found}
-
-
-def is_needed(line: str, names: set[str] | None) -> bool:
-    """Whether a line of constraints.txt pins one of these."""
-    return names is None or line.startswith("#") or distribution(line) in names
 
 
 def commit_of(root: Path) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dist_amp.config.task_class import GIVEN
-from dist_amp.files import run_dir
+from dist_amp.files import present, run_dir
 from dist_amp.run import Run
 
 
@@ -39,7 +39,8 @@ def print_banner(run: Run) -> None:
     if run.config.eval.every != "off":
         held_out = f"{run.validation.plan.length if run.validation else 0:,} held out"
     world.say(f"data   {plan.length:,} samples to train on, {held_out}")
-    world.say(f"watch  dist_amp board {run.folder}")
+    watch = "dist_amp board" if present("commands.board") else "tensorboard --logdir"
+    world.say(f"watch  {watch} {run.folder}")
 
 
 def resumed_text(run: Run, source: Path) -> str:
