@@ -225,7 +225,7 @@ def make_again(
             "--from PATH_OR_URL"
         )
     # The task as it was made, not as the user has it by now: a merge would see that as an edit.
-    task = git(base.root, "show", f"{base.commit}:{base.name}/task.py") + "\n"
+    task = run_git(base.root, "show", f"{base.commit}:{base.name}/task.py").stdout
     (into / "task.py").write_text(task, encoding="utf-8")
     record = {"tool": {"dist_amp": {**base.record, "source": source}}}
     (into / "like.toml").write_text(tomli_w.dumps(record), encoding="utf-8")
