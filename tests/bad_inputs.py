@@ -22,7 +22,7 @@ one line, its exit status, and that nothing is lost. Run one with `bash launch/t
 def rows() -> list[tuple[str, str]]:
     """(input, file::test) for each mark, by file and line."""
     rows = []
-    for path in sorted(TESTS.glob("test_*.py")):
+    for path in sorted(TESTS.rglob("test_*.py")):
         for node in ast.parse(path.read_text()).body:
             if not isinstance(node, ast.FunctionDef):
                 continue
