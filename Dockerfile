@@ -31,8 +31,8 @@ RUN torch="$(grep '^torch==' launch/constraints.txt)" \
 COPY pyproject.toml ./
 RUN python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
     extras = project["optional-dependencies"]; \
-    wanted = project["dependencies"] + sum((extras[name] for name in ("hf", "images", "float8", "plot", "test")), []); \
-    print(*(one for one in wanted if not one.startswith("dist_amp[")), sep="\n")' >/tmp/wanted.txt \
+    wanted = sum((extras.get(name, []) for name in ("hf", "images", "float8", "plot", "test")), project["dependencies"]); \
+    print(*(one for one in wanted if not one.startswith(project["name"] + "[")), sep="\n")' >/tmp/wanted.txt \
     && pip install --no-cache-dir -c launch/constraints.txt -r /tmp/wanted.txt && rm /tmp/wanted.txt
 
 # Who trains is not root, and owns nothing here but runs/: a volume that is mounted there for the first time is theirs.

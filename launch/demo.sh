@@ -6,4 +6,10 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 export DIST_AMP_COMMAND="bash $0 ${*@Q}" # for the line that says how a stopped run continues
-exec "$PYTHON" -m dist_amp.demo "$@"
+if [ -f "$root/dist_amp/commands/demo.py" ]; then
+    exec "$PYTHON" -m dist_amp.demo "$@"
+fi
+ranks="$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() or 2)')"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+exec "$PYTHON" -m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc_per_node="$ranks" \
+    -m dist_amp.train --config "$root/configs/demo.toml" "$@"

@@ -3,6 +3,7 @@
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 bash launch/many_nodes.sh --config C.toml --run.dir /shared/mine
 # All need the same code, packages and settings, and a shared disk for run.dir. If a rank dies or a machine loses the
 # network, all restart from the last checkpoint; a machine that is not back after RDZV_TIMEOUT seconds ends the run.
+# Docs: docs/launching.md
 #
 # Change, here or in the environment:
 #   NNODES, NODE_RANK   number of machines, or MIN:MAX for those that may come and go; number of this one, from 0

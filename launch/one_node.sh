@@ -4,6 +4,7 @@
 #   bash launch/one_node.sh --config configs/ddp_fp16.toml --run.dir runs/mine
 # If a rank dies, all restart from the last checkpoint. SIGTERM, SIGUSR1 and Ctrl-C save and stop, with status 75; the
 # same command continues. It is `python3 -m dist_amp.launch`, which takes torchrun's options too; its --help says more.
+# Docs: docs/launching.md
 #
 # Change, here or in the environment:
 #   NPROC_PER_NODE    ranks (number of GPUs, or 2)

@@ -6,6 +6,8 @@ All machines need this checkout and the working directory at the same path, and 
 disk. To change: --workers (default 2; one GPU each, if there are any), --restarts (how often Ray
 may restart from the newest checkpoint when workers or nodes are lost), and in ScalingConfig a
 worker's other resources, such as CPU cores.
+
+Docs: docs/launching.md
 """
 
 import argparse

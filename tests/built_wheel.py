@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import venv
 from collections.abc import Iterator
 from importlib.metadata import Distribution, distribution
@@ -62,7 +61,6 @@ def install(wheel: Path, folder: Path) -> Path:
     torchrun = folder / "bin/torchrun"
     torchrun.write_text(TORCHRUN.format(python=python))
     torchrun.chmod(0o755)
-    (folder / "bin/ruff").symlink_to(Path(sysconfig.get_path("scripts"), "ruff"))
     return folder / "bin"
 
 

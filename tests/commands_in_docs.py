@@ -44,9 +44,8 @@ NEEDS = {
     r"taskset ": "the number of a process",
     r"(bash )?\.ci/run": "hours: it runs all tests",
     r"bash launch/chaos\.sh( --any_world)?$": "twenty minutes: tests/slow/test_chaos.py",
-    r"python tests/deletable\.py$": "an hour: tests/test_deletable.py",
     r"\(ulimit": "memory that runs out: tests/features/test_explain.py",
-    r"dist_amp (update|adopt muon( --remove ema)?)$": "a project in git: tests/test_update.py",
+    r"dist_amp (update|adopt muon( --remove ema)?)$": "a project in git: tests/repo/test_update.py",
 }
 
 
@@ -122,7 +121,6 @@ STAND_INS = {
     "my_file:MyTask": "my_file:TinyRegression",
     "--step N": "--step 2",
     "-k NAME": "-k accumulation",
-    "deletable.py NAME": "deletable.py ema",
     "--check tokens": "--check other",
     " ARGS": "",
     "torchrun ": "torchrun --standalone --local-addr 127.0.0.1 ",

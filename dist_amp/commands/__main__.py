@@ -16,8 +16,8 @@ from dist_amp.distributed.signals import BEFORE_RANKS, exit_on_signals, quiet_on
 from dist_amp.errors import ConfigError, nearest_name
 
 COMMANDS = {
-    "new": "make a project of your own: the package under its name, with the features you choose",
-    "update": "bring a project to this version of dist_amp, by a git merge",
+    "new": "make a project of your own: a package for your task, and dist_amp with chosen features",
+    "update": "bring a project to the newest version of dist_amp, by a git merge",
     "adopt": "add optional features to a project, or remove them, by a git merge",
     "train": "train a task in this process, or as a rank under torchrun",
     "demo": "train a small GPT on Python's own source; the arguments are those of launch",
@@ -40,9 +40,9 @@ COMMANDS = {
 }
 # What they take beside settings; a test compares. Those of launch are torchrun's.
 OPTIONS = {
-    "new": "--with --without --task --yes",
-    "update": "--dry_run",
-    "adopt": "--remove --yes",
+    "new": "--with --without --task --yes --like",
+    "update": "--dry_run --from",
+    "adopt": "--remove --from",
     "verify": "--world_sizes --strategies --precisions --dtypes --bit_exact",
     "plan": "--world_size --device --device_memory_GiB --largest_micro_batch --over_ranks --json",
     "tokenize": "--out --check --workers --shard_tokens",

@@ -1,26 +1,30 @@
 """A project's base on its git branch `dist_amp`: the files as they were made, without later edits.
 
-A new base is a commit on that branch, and reaches the project's files by a merge.
+`dist_amp new` of the source, a clone of dist_amp, makes them again, with other features or of a
+newer version. They become the next commit of that branch, and reach the project by a merge.
 """
 
 import os
-import shlex
 import signal
 import subprocess
+import sys
 import tempfile
 import tomllib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import dist_amp
+import tomli_w
+from packaging.version import Version
+
 from dist_amp.distributed.signals import ignore_stop_signals
-from dist_amp.errors import ConfigError, Failure, some_of
+from dist_amp.errors import ConfigError, some_of
+from dist_amp.supervise.command_line import Parser
 
 BRANCH = "dist_amp"
 MADE_BY = "Made by dist_amp"  # begins the message of each of its commits
-# What git waits for, and the file in .git that says so.
-PENDING = {"rebase": "rebase-merge", "merge": "MERGE_HEAD", "cherry-pick": "CHERRY_PICK_HEAD"}
 
 
 @dataclass(frozen=True)
@@ -37,22 +41,20 @@ class Base:
         return f"{self.record['version']} ({self.record['commit'][:7] or 'no commit'})"
 
 
-def git(folder: Path, *words: str, **environment: str) -> str:
+def git(folder: Path, *words: str) -> str:
     """The output of a git command. Errors: ConfigError with git's message."""
-    done = run_git(folder, *words, **environment)
+    done = run_git(folder, *words)
     if done.returncode:
-        raise ConfigError(f"git {words[0]} failed: {done.stderr.strip()}; fix it, and repeat")
+        said = " ".join((done.stderr.strip() or done.stdout.strip()).split())
+        raise ConfigError(f"git {words[0]} failed: {said}; fix it, and repeat")
     return done.stdout.strip()
 
 
-def run_git(folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    # A git hook's variables name another repository.
-    environ = {"GIT_OPTIONAL_LOCKS": "0"}  # which a git that is killed would leave behind
-    for name, value in os.environ.items():
-        if not name.startswith("GIT_"):
-            environ[name] = value
-    environ.update(environment)
-    # In a new session, the terminal's Ctrl-C does not reach git.
+def run_git(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    # A git hook's variables name another repository. Without optional locks, a git that is killed
+    # leaves none behind. In a new session, the terminal's Ctrl-C does not reach git.
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    environ |= {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"}
     command = ["git", *words]
     return subprocess.run(
         command, cwd=folder, env=environ, capture_output=True, text=True, start_new_session=True
@@ -66,17 +68,15 @@ def user_of(folder: Path) -> list[str]:
     return ["-c", "user.name=dist_amp", "-c", "user.email=dist_amp@localhost"]
 
 
-def message(features: tuple[str, ...]) -> str:
-    return f"{MADE_BY} {dist_amp.__version__}, with {', '.join(features) or 'no optional feature'}"
+def message(record: dict[str, Any]) -> str:
+    features = ", ".join(record["features"]) or "no optional feature"
+    return f"{MADE_BY} {record['version']}, with {features}"
 
 
-def initialise(folder: Path, features: tuple[str, ...]) -> None:
-    """Make the repository of a new project; its first commit is the first base."""
-    git(folder, "init", "--quiet", "--initial-branch=main")
-    git(folder, "add", "--all")
-    words = ["-c", "commit.gpgsign=false", "commit", "--quiet", "--no-verify"]
-    git(folder, *user_of(folder), *words, "--message", message(features))
-    git(folder, "branch", BRANCH)
+def record_of(pyproject: str) -> tuple[str, dict[str, Any]]:
+    """(the project's name, [tool.dist_amp]) in the text of a pyproject.toml."""
+    content = tomllib.loads(pyproject)
+    return content["project"]["name"], content["tool"]["dist_amp"]
 
 
 def find_base(folder: Path, may_have_changes: bool = False) -> Base:
@@ -88,65 +88,161 @@ def find_base(folder: Path, may_have_changes: bool = False) -> Base:
     if top.returncode:
         raise ConfigError(f"{folder.resolve()} is in no git repository; go to the project's folder")
     root = Path(top.stdout.strip())
-    if not commit_at(root, "HEAD"):
-        raise ConfigError(f"{root} has no commit; commit the project first")
-    check_branch(root)
-    if changed := git(root, "diff", "--name-only", "HEAD").splitlines():
-        said = f"{root} has changes that are not committed, in {some_of(changed)}"
-        if not may_have_changes:
-            raise ConfigError(f"{said}; commit or stash them")
-        print(f"{said}; they are left out")
-    commit = commit_at(root, f"refs/heads/{BRANCH}")
-    if not commit:  # not fetched: what this branch was merged from
-        commit = git(root, "log", "--max-count=1", "--format=%H", f"--grep=^{MADE_BY} ", "HEAD")
-    if not commit:
-        raise ConfigError(
-            f"{root} has no branch {BRANCH}, and no commit that `dist_amp new` made; if the branch "
-            f"is elsewhere: git fetch origin {BRANCH}:{BRANCH}"
-        )
-    try:
-        project = tomllib.loads(git(root, "show", f"{commit}:pyproject.toml"))
-        return Base(root, commit, project["project"]["name"], project["tool"]["dist_amp"])
-    except (KeyError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(
-            f"pyproject.toml in branch {BRANCH}, commit {commit[:7]}, lacks {error}, which "
-            "`dist_amp new` wrote; that branch must not be edited"
-        ) from None
-
-
-def check_branch(root: Path) -> None:
-    """Errors: ConfigError unless a branch can be merged into."""
-    folder = Path(git(root, "rev-parse", "--absolute-git-dir"))
-    for what, file in PENDING.items():
-        if (folder / file).exists():
-            finish = "git commit" if what == "merge" else f"git {what} --continue"
-            raise ConfigError(
-                f"a {what} is in progress: finish it ({finish}) or undo it: git {what} --abort"
-            )
     branch = run_git(root, "symbolic-ref", "--short", "HEAD").stdout.strip()
     if branch in ("", BRANCH):
         raise ConfigError(
             f"{root} is on {branch or 'a detached HEAD'}; switch to the branch that you work on, "
             f"not {BRANCH}, which holds the files as they were made: git switch BRANCH"
         )
+    if run_git(root, "rev-parse", "--verify", "MERGE_HEAD").returncode == 0:
+        raise ConfigError(f"{root}: a merge is in progress; git commit, or git merge --abort")
+    if changed := run_git(root, "diff", "--name-only", "HEAD").stdout.splitlines():
+        said = f"{root} has changes that are not committed, in {some_of(changed)}"
+        if not may_have_changes:
+            raise ConfigError(f"{said}; commit or stash them")
+        print(f"{said}; they are left out")
+    commit = run_git(root, "rev-parse", "--verify", "--quiet", f"refs/heads/{BRANCH}").stdout
+    if not commit:  # not fetched: what this branch was merged from
+        commit = run_git(root, "log", "-1", "--format=%H", f"--grep=^{MADE_BY} ", "HEAD").stdout
+    if not commit:
+        raise ConfigError(
+            f"{root} has no branch {BRANCH}, and no commit that `dist_amp new` made; go to a "
+            f"project's folder, or fetch the branch: git fetch origin {BRANCH}:{BRANCH}"
+        )
+    commit = commit.strip()
+    try:
+        name, record = record_of(git(root, "show", f"{commit}:pyproject.toml"))
+        base = Base(root, commit, name, record)
+        if "source" not in record:
+            raise ConfigError(
+                f"{root} was made by dist_amp {base.version}, before packages kept their name; "
+                "make a new one beside it: dist_amp new NAME --task FILE.py:Class, your task's file"
+            )
+    except (KeyError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(
+            f"pyproject.toml in branch {BRANCH}, commit {commit[:7]}, lacks {error}, which "
+            "`dist_amp new` wrote; that branch must not be edited"
+        ) from None
+    return base
 
 
-def commit_at(root: Path, name: str) -> str:
-    """The commit that a branch or the like is at; "" if there is none."""
-    return run_git(root, "rev-parse", "--verify", "--quiet", name).stdout.strip()
+def add_source(parser: Parser) -> None:
+    about = "where dist_amp's files are, if not where they were"
+    parser.add_argument("--from", dest="source", default="", metavar="PATH_OR_URL", help=about)
 
 
-def commit_files(base: Base, folder: Path, features: tuple[str, ...]) -> str:
-    """A commit of these files after the base, on no branch yet; the base where nothing changed."""
-    repository = git(base.root, "rev-parse", "--absolute-git-dir")
+@contextmanager
+def fetched(source: str, commit: str | None = None) -> Iterator[Path]:
+    """A folder with a source's files at a commit, by default its newest; "": as they lie there."""
+    folder = Path(source).expanduser()
+    if folder.is_dir() and (commit == "" or not (folder / ".git").exists()):
+        yield folder
+        return
     with tempfile.TemporaryDirectory() as temporary:
-        index = {"GIT_INDEX_FILE": f"{temporary}/index", "GIT_DIR": repository}
-        git(folder, "--work-tree=.", "add", "--all", "--force", ".", **index)
-        tree = git(folder, "write-tree", **index)
-    if tree == git(base.root, "rev-parse", f"{base.commit}^{{tree}}"):
-        return base.commit
-    words = ["commit-tree", tree, "-p", base.commit, "-m", message(features)]
-    return git(base.root, *user_of(base.root), *words)
+        clone = Path(temporary, "dist_amp")
+        words = ["clone", "--quiet", "--shared", "--no-checkout", source, str(clone)]
+        done = run_git(Path(temporary), *words)
+        if done.returncode == 0:
+            done = run_git(clone, "checkout", "--quiet", commit or "HEAD")
+        if done.returncode:
+            reason = (done.stderr.strip().splitlines() or ["git says nothing"])[0]
+            raise ConfigError(
+                f"dist_amp's files can't be fetched from source {source}: {reason}; say where they "
+                "are: --from PATH_OR_URL"
+            )
+        yield clone
+
+
+def rebase(
+    base: Base,
+    source: str,
+    commit: str | None = None,
+    added: Sequence[str] = (),
+    removed: Sequence[str] = (),
+    dry_run: bool = False,
+) -> int:
+    """Make the base again from a source, and merge it; returns the exit status: 1 for conflicts.
+
+    commit: of the source; its newest if None. Errors: ConfigError; then nothing has changed.
+    """
+    with fetched(source, commit) as folder, tempfile.TemporaryDirectory() as temporary:
+        if commit is None:
+            check_not_newer(base, folder)
+        made = make_again(base, source, folder, Path(temporary), added, removed)
+        git(base.root, "fetch", "--quiet", str(made), "main")
+        _, record = record_of((made / "pyproject.toml").read_text(encoding="utf-8"))
+    if Version(record["version"]) < Version(base.record["version"]):
+        raise is_newer(base, f"version {record['version']}")
+    tree = git(base.root, "rev-parse", "FETCH_HEAD^{tree}")
+    new = base.commit
+    if tree != git(base.root, "rev-parse", f"{base.commit}^{{tree}}"):
+        words = ["commit-tree", tree, "-p", base.commit, "-m", message(record)]
+        new = git(base.root, *user_of(base.root), *words)
+    if run_git(base.root, "merge-base", "--is-ancestor", new, "HEAD").returncode == 0:
+        print("nothing to do")
+        return 0
+    if dry_run:
+        return preview(base, new)
+    before = set(base.record["features"])
+    for what, names in (
+        ("added", [name for name in record["features"] if name not in before]),
+        ("removed", sorted(before - set(record["features"]))),
+    ):
+        if names:
+            print(f"{what} {', '.join(names)}")
+    return merge(base, new, f"Merge dist_amp {record['version']}")
+
+
+def check_not_newer(base: Base, folder: Path) -> None:
+    """Errors: ConfigError if the project was made from a commit that is not in the clone's history.
+
+    Prints what its changelog has that is new.
+    """
+    made_from = base.record["commit"]
+    if not made_from or not (folder / ".git").exists():
+        return
+    if run_git(folder, "merge-base", "--is-ancestor", made_from, "HEAD").returncode:
+        raise is_newer(base, f"commit {git(folder, 'rev-parse', '--short', 'HEAD')}")
+    for line in git(folder, "diff", "-U0", made_from, "HEAD", "--", "CHANGELOG.md").splitlines():
+        if line.startswith("+") and not line.startswith("+++"):
+            print(line[1:])
+
+
+def is_newer(base: Base, source: str) -> ConfigError:
+    return ConfigError(
+        f"{base.root} was made by dist_amp {base.version}, which is newer than the source's "
+        f"{source}, or not in its history; update the source, or name another: --from PATH_OR_URL"
+    )
+
+
+def make_again(
+    base: Base, source: str, folder: Path, into: Path, added: Sequence[str], removed: Sequence[str]
+) -> Path:
+    """Run the source's `dist_amp new` with the project's choices; returns what it made."""
+    if not (folder / "dist_amp/commands/new.py").is_file():
+        raise ConfigError(
+            f"source {source} has no dist_amp/commands/new.py; say where dist_amp's files are: "
+            "--from PATH_OR_URL"
+        )
+    # The task as it was made, not as the user has it by now: a merge would see that as an edit.
+    task = run_git(base.root, "show", f"{base.commit}:{base.name}/task.py").stdout
+    (into / "task.py").write_text(task, encoding="utf-8")
+    record = {"tool": {"dist_amp": {**base.record, "source": source}}}
+    (into / "like.toml").write_text(tomli_w.dumps(record), encoding="utf-8")
+    words = ["--like", "like.toml", "--with", ",".join(added), "--without", ",".join(removed)]
+    words += ["--task", f"task.py:{base.record['task']}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "dist_amp.new", base.name, *words],
+        cwd=into,
+        env=os.environ | {"PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or ["no reason"]
+        raise ConfigError(said[-1].removeprefix("error: "))
+    print(done.stdout, end="")
+    return into / base.name
 
 
 def preview(base: Base, commit: str) -> int:
@@ -165,34 +261,20 @@ def preview(base: Base, commit: str) -> int:
 def merge(base: Base, commit: str, title: str) -> int:
     """Merge a new base into the current branch; returns the exit status: 1 for conflicts.
 
-    Errors: Failure if git does not begin to merge; then nothing has changed.
+    Errors: ConfigError if git does not begin to merge; then nothing has changed.
     """
-    before = commit_at(base.root, "HEAD")
-    words = ["merge", "--no-ff", "--no-edit", "-m", title, commit]
     # A signal would leave half of what follows, and the command would say that nothing changed.
     ignore_stop_signals((signal.SIGINT, signal.SIGTERM))
     # First: if this is killed before the merge, the next update merges.
     git(base.root, "update-ref", f"refs/heads/{BRANCH}", commit)
+    words = ["merge", "--no-ff", "--no-edit", "--stat", "-m", title, commit]
     done = run_git(base.root, *user_of(base.root), *words)
-    if done.returncode and not commit_at(base.root, "MERGE_HEAD"):
+    if done.returncode and run_git(base.root, "rev-parse", "--verify", "MERGE_HEAD").returncode:
         git(base.root, "update-ref", f"refs/heads/{BRANCH}", base.commit)
-        raise Failure(f"git merge failed: {done.stderr.strip() or done.stdout.strip()}")
-    if done.returncode == 0:
-        print(git(base.root, "diff", "--stat", before, "HEAD"))
-        return 0
-    print(done.stdout.strip() or done.stderr.strip())
-    say_how_to_resolve(base.root)
-    return 1
-
-
-def say_how_to_resolve(root: Path) -> None:
-    """Print the git commands for each file in conflict."""
-    print("resolve the conflicts, and tell git:")
-    status = run_git(root, "status", "--porcelain", "-z", "--no-renames").stdout
-    for entry in status.split("\0"):
-        file = shlex.quote(os.path.relpath(root / entry[3:]))
-        if entry[:2] in ("DU", "UD", "DD"):  # one side has deleted it
-            print(f"  git rm {file}, which deletes it, or git add {file}, which keeps it")
-        elif entry[:2] in ("UU", "AA", "AU", "UA"):
-            print(f"  git add {file}")
-    print("then: git commit; or undo all: git merge --abort")
+        said = " ".join(done.stderr.split()) or done.stdout.strip()
+        raise ConfigError(f"git merge failed: {said}")
+    print(done.stdout.strip())
+    if done.returncode:
+        print("resolve the conflicts, git add or git rm each file, then: git commit")
+        print("or undo all: git merge --abort")
+    return int(done.returncode != 0)

@@ -1,213 +1,228 @@
-"""What a project is made of: a copy of the repository without some features, renamed."""
+"""The files of a project that `dist_amp new` makes: whole files of this repository, and those from
+template/ in which the project's name, features and dependencies are filled in.
+"""
 
 import ast
 import json
-import os
-import re
 import shutil
-import signal
-import subprocess
 import sys
-import tempfile
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import tomli_w
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import dist_amp
-from dist_amp.commands.base import git, initialise
-from dist_amp.commands.deletion import delete, tidy
-from dist_amp.commands.features import package_of, read_table
-from dist_amp.commands.project_tests import copy_tests, imported
-from dist_amp.distributed.signals import ignore_stop_signals
-from dist_amp.errors import ConfigError
+from dist_amp.commands.base import git
+from dist_amp.commands.parts import EVERY_SCRIPT, Package
+from dist_amp.config.features import SETTINGS
 
-DEFAULT_TARGET = "dist_amp.tasks.causal_lm:CausalLM"
-EXAMPLE = "template/example.py"
+HELPERS = ("conftest.py", "forked.py", "ranks.py", "tiny.py")  # of tests/
 # Imported names that differ from the distribution's.
 DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "pynvml": "nvidia-ml-py"}
-ALWAYS = {"torch", "tensorboard"}  # torch imports the second
-SUFFIXES = {".py", ".sh", ".sbatch", ".yaml", ".toml", ".md", ""}
+DISTRIBUTIONS |= {"mlflow": "mlflow-skinny"}
+ALWAYS = {"torch", "tensorboard", "numpy"}  # torch imports the others
+FOR_TESTS = {"pytest", "pytest-xdist", "ruff", "mypy"}
 IGNORED = ".venv/\nruns/\n__pycache__/\n*.egg-info/\n.*_cache/\n"
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What to make. name: the package's. task: (file, class) of the user's."""
+class Project:
+    """root: the repository's other folders, as files.shipped_folder() says. file: the task's."""
 
     name: str
-    features: tuple[str, ...]
-    task: tuple[Path, str] | None = None
+    root: Path
+    package: Package
+    features: list[str]
+    file: Path
+    task: str
+
+    def record(self, source: str) -> dict[str, Any]:
+        """[tool.dist_amp] of its pyproject.toml."""
+        return {
+            "version": dist_amp.__version__,
+            "commit": commit_of(self.package.folder.parent),
+            "source": source,
+            "task": self.task,
+            "features": self.features,
+        }
+
+    def write(self, folder: Path, source: str) -> None:
+        own = folder / self.name
+        for path in (own, folder / "tests", folder / "configs", folder / "launch"):
+            path.mkdir(parents=True)
+        for module in self.modules:
+            copy(self.package.files[module], self.package.folder.parent, folder)
+        copy(self.package.folder / "py.typed", self.package.folder.parent, folder)
+        scripts = [
+            self.package.scripts[each].files for each in self.features if self.is_script(each)
+        ]
+        for name in {*EVERY_SCRIPT, *(name for files in scripts for name in files)}:
+            copy(self.root / "launch" / name, self.root, folder)
+        for path in self.tests():
+            copy(path, self.root, folder)
+        copy(self.root / "Dockerfile", self.root, folder)
+        (folder / ".gitignore").write_text(IGNORED)
+        (own / "__init__.py").write_text(f'"""{self.name}: a task that dist_amp trains."""\n')
+        shutil.copy(self.file, own / "task.py")
+        self.write_configs(folder)
+        self.write_texts(folder, source)
+
+    @property
+    def modules(self) -> set[str]:
+        return self.package.files_with(self.features)
+
+    def is_script(self, feature: str) -> bool:
+        return feature in self.package.scripts
+
+    def tests(self) -> Iterator[Path]:
+        tests = self.root / "tests"
+        yield from (tests / name for name in HELPERS)
+        yield from sorted((tests / "core").rglob("*.py"))
+        paths = [tests / f"features/test_{name}.py" for name in self.features]
+        yield from (path for path in paths if path.exists())
+
+    # --- configs
+
+    def write_configs(self, folder: Path) -> None:
+        """Those whose settings and modules are there; they train the project's task, unless they
+        name another.
+        """
+        shutil.copy(self.root / "configs/schema.json", folder / "configs")
+        for path in (self.root / "configs").glob("*.toml"):
+            text = path.read_text(encoding="utf-8")
+            if path.name != "demo.toml" and self.can_use(text):
+                if "target" not in tomllib.loads(text).get("task", {}):
+                    text += f'\n[task]\ntarget = "{self.name}.task:{self.task}"\n'
+                (folder / "configs" / path.name).write_text(text, encoding="utf-8")
+
+    def can_use(self, config: str) -> bool:
+        """Whether the project has all that a config's text names."""
+        for module in self.package.files.keys() - self.modules:
+            if f"dist_amp.{module.removeprefix('commands.')}" in config:
+                return False
+        sections = tomllib.loads(config)
+        for key, free, feature in SETTINGS:
+            section, name = key.split(".")
+            value = sections.get(section, {}).get(name, free[0])
+            if value not in free and feature not in self.modules:
+                return False
+        return True
+
+    # --- pyproject.toml, README.md and the others of template/
+
+    def write_texts(self, folder: Path, source: str) -> None:
+        ours = (self.root / "pyproject.toml").read_text(encoding="utf-8")
+        requirements, extras = self.requirements(folder, tomllib.loads(ours)["project"])
+        about = self.package.features | self.package.scripts
+        words = {
+            "name": self.name,
+            "task": self.task,
+            "requirements": tomli_w.dumps({"dependencies": requirements}),
+            "extras": tomli_w.dumps(extras),
+            "record": tomli_w.dumps(self.record(source)),
+            "features": "\n".join(
+                f"| {name} | {about[name].about.replace('|', ', ')} | {about[name].docs} |"
+                for name in self.features
+            ),
+        }
+        for template, file in (
+            ("pyproject.toml.in", "pyproject.toml"),
+            ("README.md.in", "README.md"),
+            ("demo.toml.in", "configs/demo.toml"),
+            ("test_task.py.in", "tests/test_task.py"),
+        ):
+            text = (self.root / "template" / template).read_text(encoding="utf-8")
+            (folder / file).write_text(Template(text).substitute(words), encoding="utf-8")
+        tools = ours[ours.index("[tool.pytest.ini_options]") : ours.index("[dependency-groups]")]
+        with (folder / "pyproject.toml").open("a") as file_:
+            file_.write(tools.replace(', "examples"]', "]").rstrip() + "\n")
+        pins = (self.root / "launch/constraints.txt").read_text(encoding="utf-8")
+        needed = closure([*requirements, *(line for lines in extras.values() for line in lines)])
+        lines = ["# The versions that dist_amp was tested with, of what pyproject.toml requires."]
+        for line in pins.splitlines():
+            if not line.startswith("#") and (needed is None or distribution(line) in needed):
+                lines.append(line)
+        (folder / "launch/constraints.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+    def requirements(
+        self, folder: Path, ours: dict[str, Any]
+    ) -> tuple[list[str], dict[str, list[str]]]:
+        """(dependencies, extras) of this repository's that the project's code imports."""
+        used = ALWAYS | imported(folder.rglob("*.py"))
+        dependencies = [line for line in ours["dependencies"] if distribution(line) in used]
+        every = [ours["dependencies"], *ours["optional-dependencies"].values()]
+        of_task = imported([folder / self.name / "task.py"])
+        of_task -= {distribution(line) for lines in every for line in lines}
+        dependencies += sorted(of_task - {"dist-amp", canonicalize_name(self.name)})
+        extras = {}
+        for extra, lines in ours["optional-dependencies"].items():
+            if extra not in ("test", "bench", "engines") and used & set(map(distribution, lines)):
+                extras[extra] = lines
+        first, *for_tests = ours["optional-dependencies"]["test"]  # dist_amp[hf,...], and others
+        shared = [extra for extra in extras if extra in Requirement(first).extras]
+        tests = [f"{self.name}[{','.join(shared)}]"] if shared else []
+        tests += [line for line in for_tests if distribution(line) in used | FOR_TESTS]
+        return dependencies, {**extras, "test": tests}
 
 
-def make(plan: Plan, target: Path, root: Path) -> None:
-    """Make the project and say so; its folder appears when it is complete."""
-    parent = target.resolve().parent
-    with tempfile.TemporaryDirectory(prefix=f".{plan.name}.", dir=parent) as temporary:
-        folder = Path(temporary, plan.name)
-        fill(folder, plan, root)
-        initialise(folder, plan.features)
-        ignore_stop_signals((signal.SIGINT, signal.SIGTERM))  # from here on something was made
-        os.replace(folder, target)
-    lines = [len(path.read_text().splitlines()) for path in (target / plan.name).rglob("*.py")]
-    print(
-        f"{target}: {sum(lines):,} lines in {len(lines)} files, with "
-        f"{', '.join(plan.features) or 'no optional feature'}; next: cd {target} && "
-        "bash launch/demo.sh"
-    )
+def copy(path: Path, root: Path, folder: Path) -> None:
+    target = folder / path.relative_to(root)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(path, target)
 
 
-def fill(folder: Path, plan: Plan, root: Path) -> None:
-    """Write all files of a project. root: the repository."""
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(package_of(root), folder / "dist_amp", ignore=ignored)
-    for name in ("launch", "configs"):
-        shutil.copytree(root / name, folder / name)
-    for name in ("Dockerfile", "features.toml", "pyproject.toml"):
-        shutil.copy(root / name, folder)
-    table = read_table(root)
-    left_out = set(table) - set(plan.features)
-    delete(left_out, folder)
-    settings: set[str] = set()
-    for name in left_out:
-        settings.update(table[name].get("settings", ()))
-    copy_tests(root, folder, set(plan.features), settings)
-    rename(folder, plan.name)
-    for name in ("tests", plan.name):
-        tidy(folder / name)
-    target = place_task(folder, plan, root)
-    write_texts(folder, plan, root, target)
-    schema = folder / "configs/schema.json"
-    if schema.exists():  # a project with the command for it, of the settings that are left
-        command = [sys.executable, "-m", f"{plan.name}.schema"]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
-        schema.write_text(done.stdout, encoding="utf-8")
-    (folder / "features.toml").unlink()
-
-
-# --- what belongs to the project
-
-
-def place_task(folder: Path, plan: Plan, root: Path) -> str:
-    """Copy the task that is trained by default, as it is; returns its target."""
-    default = renamed(DEFAULT_TARGET, plan.name)
-    tasks = folder / plan.name / "tasks"
-    if plan.task is None and (tasks / "causal_lm.py").exists():
-        return default
-    file, name = plan.task or (root / EXAMPLE, "Example")
-    if (tasks / file.name).exists():
-        raise ConfigError(f"--task {file}: the project has a tasks/{file.name}; rename yours")
-    tasks.mkdir(exist_ok=True)
-    for source in (package_of(root) / "tasks/__init__.py", file):
-        text = source.read_text(encoding="utf-8")
-        (tasks / source.name).write_text(renamed(text, plan.name), encoding="utf-8")
-    target = f"{plan.name}.tasks.{file.stem}:{name}"
-    settings = folder / plan.name / "settings.py"
-    settings.write_text(settings.read_text().replace(default, target))
-    return target
-
-
-def rename(folder: Path, name: str) -> None:
-    (folder / "dist_amp").rename(folder / name)
-    for path in folder.rglob("*"):
-        if path.is_file() and path.suffix in SUFFIXES:
-            path.write_text(renamed(path.read_text(encoding="utf-8"), name), encoding="utf-8")
-
-
-def renamed(text: str, name: str) -> str:
-    return text.replace("dist_amp", name).replace("DIST_AMP", name.upper())
-
-
-# --- its pyproject.toml and README.md
-
-
-def write_texts(folder: Path, plan: Plan, root: Path, target: str) -> None:
-    ours = (folder / "pyproject.toml").read_text(encoding="utf-8")
-    requirements, extras = requirements_of(folder, plan.name, tomllib.loads(ours)["project"])
-    module, _, task = target.partition(":")
-    file = module.replace(".", "/") + ".py"
-    rows = read_table(root)
-    folders = []
-    for path, what in layout(folder, plan.name):
-        folders.append(f"| {path}/ | {what} |")
-    chosen = []
-    for name in plan.features:
-        line = f"- {name}: {rows[name]['about']}; {rows[name]['docs']}"
-        settings = rows[name].get("settings", ())
-        if settings:
-            line += f" (`{'`, `'.join(settings)}`)"
-        chosen.append(line)
-    words = {
-        "NAME_": f"{plan.name.upper()}_",
-        "NAME": plan.name,
-        "VERSION": dist_amp.__version__,
-        "COMMIT": commit_of(root),
-        "TASK": target,
-        "REQUIREMENTS": tomli_w.dumps({"dependencies": requirements}),
-        "EXTRAS": tomli_w.dumps(extras),
-        "FEATURES": tomli_w.dumps({"features": plan.features}),
-        "TARGET": f"`{task}` in {file}",
-        "MODEL_FILE": f"[{file}]({file})",
-        "LAYOUT": "\n".join(folders),
-        "CHOSEN": "\n".join(chosen),
+def imported(paths: Iterable[Path]) -> set[str]:
+    """The distributions that files import, in functions too, but for Python's own modules."""
+    found = set()
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module or ""]
+            found |= {name.partition(".")[0] for name in names}
+    return {
+        canonicalize_name(DISTRIBUTIONS.get(name, name)) for name in found - sys.stdlib_module_names
     }
-    pattern = re.compile("|".join(words))
-    tools = ours[ours.index("[tool.pytest.ini_options]") :].replace(', "examples"]', "]")
-    for name, end in (("pyproject.toml", tools), ("README.md", "")):
-        text = (root / f"template/{name}.in").read_text(encoding="utf-8")
-        text = pattern.sub(lambda match: words[match.group()], text)
-        (folder / name).write_text(text + end, encoding="utf-8")
-    (folder / ".gitignore").write_text(IGNORED)
-
-
-def requirements_of(
-    folder: Path, name: str, project: dict[str, Any]
-) -> tuple[list[str], dict[str, list[str]]]:
-    """(dependencies, extras) of ours that the project's code imports."""
-    used = set(ALWAYS)
-    for path in (folder / name, folder / "launch"):
-        for module in imported(path.rglob("*.py")):
-            used.add(DISTRIBUTIONS.get(module, module).replace("_", "-"))
-    requirements = [line for line in project["dependencies"] if distribution(line) in used]
-    extras = {}
-    of_tests = []
-    for extra, lines in project["optional-dependencies"].items():
-        if extra == "test":
-            of_tests = lines
-        elif extra not in ("bench", "engines") and used & set(map(distribution, lines)):
-            extras[extra] = lines
-    first, *others = of_tests  # dist_amp[hf,...], and what tests alone need
-    listed = re.findall(r"\w+", first)
-    shared = [extra for extra in extras if extra in listed]
-    if shared:
-        others.insert(0, f"{name}[{','.join(shared)}]")
-    extras["test"] = others
-    return requirements, extras
 
 
 def distribution(requirement: str) -> str:
-    return re.split(r"[<>=\[ ]", requirement)[0]
+    return canonicalize_name(Requirement(requirement).name)
 
 
-def layout(folder: Path, name: str) -> Iterator[tuple[str, str]]:
-    """(folder of the package, its docstring)."""
-    for path in sorted((folder / name).glob("*/__init__.py")):
-        about = ast.get_docstring(ast.parse(path.read_text())) or ""
-        yield f"{name}/{path.parent.name}", about
-    yield "configs", "One file of settings per way of running."
-    yield "launch", "Scripts that start training."
-    yield "tests", "Tests of what is here."
+def closure(requirements: Iterable[str]) -> set[str] | None:
+    """Names of what these need, directly or not; None if something of it is not installed."""
+    found: set[tuple[str, str]] = set()
+    left = [Requirement(line) for line in requirements]
+    while left:
+        each = left.pop()
+        for extra in ("", *each.extras):
+            key = (canonicalize_name(each.name), extra)
+            if key in found:
+                continue
+            found.add(key)
+            try:
+                needs = metadata.requires(each.name) or ()
+            except metadata.PackageNotFoundError:
+                return None
+            for need in map(Requirement, needs):
+                if need.marker is None or need.marker.evaluate({"extra": extra}):
+                    left.append(need)
+    return {name for name, _ in found}
 
 
 def commit_of(root: Path) -> str:
-    """The commit of the clone, or of what pip installed; "" if unknown."""
+    """The commit of the clone, or of what pip installed; "" if unknown, or if files differ."""
     if (root / ".git").exists():
-        return git(root, "rev-parse", "HEAD")
-    if package_of(root).parent != root:
+        return "" if git(root, "status", "--porcelain") else git(root, "rev-parse", "HEAD")
+    try:
         origin = metadata.distribution("dist_amp").read_text("direct_url.json") or "{}"
-        return str(json.loads(origin).get("vcs_info", {}).get("commit_id", ""))
-    return ""
+    except metadata.PackageNotFoundError:
+        return ""
+    return str(json.loads(origin).get("vcs_info", {}).get("commit_id", ""))

@@ -130,10 +130,10 @@ def import_problem(error: BaseException, target: str, folder: str) -> str:
     fix = "fix it"
     if isinstance(error, ModuleNotFoundError):
         fix = f"install it, or check the path: {folder} was searched too"
-        if target.startswith("dist_amp.tasks.") and str(error.name).startswith("dist_amp."):
-            lacks = target.partition(":")[0]  # or what it imports
-            lacks = lacks if lacks.startswith(str(error.name)) else str(error.name)
-            feature = lacks.removeprefix("dist_amp.")
+        name = str(error.name)
+        if target.startswith("dist_amp.tasks.") and name.startswith("dist_amp."):
+            module = target.partition(":")[0]  # its folder may be missing too
+            feature = (module if module.startswith(name) else name).removeprefix("dist_amp.")
             return f"task.target={target}: {missing(feature)}, or name another task"
         if error.name in EXTRA_HF:
             fix = "pip install 'dist_amp[hf]'"

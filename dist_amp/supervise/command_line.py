@@ -12,7 +12,6 @@ from dist_amp.config.suggestions import check_unknown
 from dist_amp.distributed import signals
 from dist_amp.errors import ConfigError, Failure
 from dist_amp.files import present
-from dist_amp.supervise.failure import as_failure, report_failure
 
 Run = Callable[[Sequence[str]], int | None]
 
@@ -74,6 +73,8 @@ def exit_status(run: Run, argv: Sequence[str] | None = None, when: str = "") -> 
             with signals.quiet_on_closed_pipe():
                 return run(sys.argv[1:] if argv is None else argv) or 0
         except (Failure, ModuleNotFoundError) as error:
+            from dist_amp.supervise.failure import as_failure, report_failure  # imports torch
+
             failure = as_failure(error)
             if not isinstance(failure, Failure):
                 raise

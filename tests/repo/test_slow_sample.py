@@ -10,7 +10,7 @@ def test_a_sample_depends_on_the_seed_alone_and_may_be_a_share_of_the_tests():
     assert len(set(chosen)) == 12
     assert sample_of(TESTS[::-1], 12, "5a3b") == chosen
     assert set(sample_of(TESTS, 12, "5a3c")) != set(chosen)
-    with_another = sample_of([*TESTS, "tests/test_new.py::test"], 12, "5a3b")
+    with_another = sample_of([*TESTS, "tests/repo/test_new.py::test"], 12, "5a3b")
     assert len({*chosen} - {*with_another}) <= 1, "a new test displaces at most one"
     assert len(sample_of(TESTS, 0.25, "")) == 25
     assert sample_of(TESTS, 1000, "") == sample_of(TESTS, 100, "")
