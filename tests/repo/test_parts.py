@@ -19,7 +19,12 @@ import dist_amp.verify.__main__  # noqa: F401
 from dist_amp.commands.parts import Package, imported
 
 PACKAGE = Package(ROOT / "dist_amp")
-CLONE_ONLY = {"bench"}  # runs benchmarks/, which no project has
+CLONE_ONLY = {
+    "bench",
+    "commands.new",
+    "commands.parts",
+    "commands.project",
+}  # benchmarks; makes projects
 
 
 class Missing(MetaPathFinder):
