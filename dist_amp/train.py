@@ -21,6 +21,7 @@ from dist_amp.checkpoint.resume import checkpoint_to_resume, with_dtype
 from dist_amp.checkpoint.saver import Saver, best_metric_problem
 from dist_amp.checkpoint.state import load
 from dist_amp.config.load import load_config, to_toml
+from dist_amp.config.task_class import find_task
 from dist_amp.diagnostics.limits import FirstSteps, Limits
 from dist_amp.errors import Failure
 from dist_amp.files import present, run_dir
@@ -214,6 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             show_if_asked(argv, "python -m dist_amp.train", __doc__)
             return 0
         config = load_config(argv)
+        find_task(config.task.target)  # the default may be missing
         check_launch()
         with supervised(config, start(config.run)) as job, ExitStack() as contexts:
             return run_job(config, job, contexts)

@@ -5,7 +5,6 @@ import logging
 import os
 import shlex
 import sys
-from pathlib import Path
 
 import pytest
 import tiny  # noqa: F401
@@ -14,16 +13,14 @@ from forked import FOLDERS, Launch
 from forked import ROOT as ROOT
 from forked import TESTS as TESTS
 
-import dist_amp
+from dist_amp.files import present
 
 sys.path += map(str, FOLDERS)
 
 
 def needs(feature: str) -> pytest.MarkDecorator:
     """For a test's row that needs a file, such as "optimizers.muon", which a project may lack."""
-    path = Path(dist_amp.__file__).parent / feature.replace(".", "/")
-    missing = not path.with_suffix(".py").exists() and not path.is_dir()
-    return pytest.mark.skipif(missing, reason=f"needs {feature}")
+    return pytest.mark.skipif(not present(feature), reason=f"needs {feature}")
 
 
 # Two threads that wait for each other on a busy core take ten times as long.

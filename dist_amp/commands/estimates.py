@@ -1,6 +1,6 @@
 """What each rank holds and sends under a strategy, from the shapes of the parameters alone.
 
-docs/collectives.md has the formulas. tests/test_plan.py and tests/test_scale.py compare them with
+docs/collectives.md has the formulas. tests/features/test_plan.py and tests/together/test_scale.py compare them with
 the tensors and the collectives of real runs.
 """
 

@@ -71,6 +71,11 @@ class Package:
     def feature_of(self) -> dict[str, str]:
         return {file: name for name, each in self.features.items() for file in each.files}
 
+    def feature_of_test(self, path: Path) -> str:
+        """NAME of a file test_NAME.py or test_NAME_something.py, the longest there is; or ""."""
+        names = [each for each in self.features if f"{path.stem}_".startswith(f"test_{each}_")]
+        return max(names, key=len, default="")
+
     @cached_property
     def core(self) -> set[str]:
         """The files that every project has."""

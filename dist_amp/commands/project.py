@@ -7,7 +7,7 @@ import json
 import shutil
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -23,7 +23,6 @@ from dist_amp.commands.base import git
 from dist_amp.commands.parts import EVERY_SCRIPT, Package
 from dist_amp.config.features import SETTINGS
 
-HELPERS = ("conftest.py", "forked.py", "ranks.py", "tiny.py")  # of tests/
 # Imported names that differ from the distribution's.
 DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "pynvml": "nvidia-ml-py"}
 DISTRIBUTIONS |= {"mlflow": "mlflow-skinny"}
@@ -81,12 +80,22 @@ class Project:
     def is_script(self, feature: str) -> bool:
         return feature in self.package.scripts
 
-    def tests(self) -> Iterator[Path]:
+    def tests(self) -> set[Path]:
+        """The tests of core and of the features, with the helpers that they import."""
         tests = self.root / "tests"
-        yield from (tests / name for name in HELPERS)
-        yield from sorted((tests / "core").rglob("*.py"))
-        paths = [tests / f"features/test_{name}.py" for name in self.features]
-        yield from (path for path in paths if path.exists())
+        left = [tests / "conftest.py", *(tests / "core").glob("test_*.py")]
+        for path in (tests / "features").glob("test_*.py"):
+            if self.package.feature_of_test(path) in self.features:
+                left.append(path)
+        found: set[Path] = set()
+        while left:
+            path = left.pop()
+            if path not in found:
+                found.add(path)
+                for name in modules_imported(path):
+                    helpers = [tests / f"{name}.py", tests / "features" / f"{name}.py"]
+                    left += [each for each in helpers if each.exists()]
+        return found
 
     # --- configs
 
@@ -136,7 +145,7 @@ class Project:
             ("pyproject.toml.in", "pyproject.toml"),
             ("README.md.in", "README.md"),
             ("demo.toml.in", "configs/demo.toml"),
-            ("test_task.py.in", "tests/test_task.py"),
+            ("test_task.py.in", "tests/test_own_task.py"),
         ):
             text = (self.root / "template" / template).read_text(encoding="utf-8")
             (folder / file).write_text(Template(text).substitute(words), encoding="utf-8")
@@ -180,16 +189,21 @@ def copy(path: Path, root: Path, folder: Path) -> None:
 
 def imported(paths: Iterable[Path]) -> set[str]:
     """The distributions that files import, in functions too, but for Python's own modules."""
-    found = set()
-    for path in paths:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and not node.level:
-                names = [node.module or ""]
-            found |= {name.partition(".")[0] for name in names}
+    found = {name for path in paths for name in modules_imported(path)}
     return {
         canonicalize_name(DISTRIBUTIONS.get(name, name)) for name in found - sys.stdlib_module_names
     }
+
+
+def modules_imported(path: Path) -> set[str]:
+    """The top-level modules that a file imports, in functions too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module or ""]
+        found |= {name.partition(".")[0] for name in names}
+    return found
 
 
 def distribution(requirement: str) -> str:

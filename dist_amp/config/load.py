@@ -24,11 +24,12 @@ from dist_amp.config.task_class import (
     find_task,
 )
 from dist_amp.errors import MASK, ConfigError, DataError, first_line, masked, nearest_name
-from dist_amp.files import shipped_folder
+from dist_amp.files import present, shipped_folder
 from dist_amp.settings import Config, DataConfig, MixedSourceConfig, TaskConfig
 
 ALIASES = {"use_amp": "precision.use_amp"}
 ENVIRONMENT_PREFIX = "DIST_AMP_"
+DEFAULT_TASK = "tasks.causal_lm"  # a feature
 # Used by the launch scripts, set by `dist_amp launch` for its ranks, and by optional features.
 NOT_SETTINGS = {"DIST_AMP_PYTHON", "DIST_AMP_LAUNCHER", "DIST_AMP_CACHE", "DIST_AMP_METADATA"}
 NOT_SETTINGS |= {"DIST_AMP_COMMAND", "DIST_AMP_FAILED_AT"}  # of a demo; of a restarted rank
@@ -54,7 +55,9 @@ def load_config(argv: Sequence[str] = (), environ: Mapping[str, str] = os.enviro
             )
     if any(key.startswith("precision.") or key.endswith("_dtype") for key in settings):
         settings.setdefault("precision.dtype", Setting(("bf16",), "by default"))
-    task = find_task(target_in(settings))
+    task: type = object  # a script gives one to build_run
+    if "task.target" in settings or present(DEFAULT_TASK):
+        task = find_task(target_in(settings))
     config: Config = build(schema(task, source_names(settings)), settings)
     check_features(config, task)
     return config

@@ -1,22 +1,16 @@
 """Each test file is in the folder of what it needs: projects get whole files."""
 
 import ast
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, TESTS
 
 from dist_amp.commands.parts import Package
 
-FEATURES = list(Package(ROOT / "dist_amp").features)
+PACKAGE = Package(ROOT / "dist_amp")
 FOLDERS = ("core", "features", "together", "repo", "slow", "gpu")
 FILES = sorted(TESTS.rglob("test_*.py"))
-
-
-def feature_of(module):
-    """test_NAME or test_NAME_something -> NAME, the longest that there is."""
-    name = module.removeprefix("test_")
-    names = [each for each in FEATURES if f"{name}_".startswith(f"{each}_")]
-    return max(names, key=len, default=None)
 
 
 def imported_modules(path):
@@ -42,12 +36,12 @@ def test_no_two_files_of_tests_have_one_name():
 
 @pytest.mark.parametrize("path", files_in("features"), ids=lambda path: path.stem)
 def test_a_file_is_named_by_its_feature_and_imports_no_other_features_tests(path):
-    feature = feature_of(path.stem)
+    feature = PACKAGE.feature_of_test(path)
     assert feature, f"there is no feature whose name {path.stem} has"
     core = {other.stem for other in files_in("core")}
     for module in imported_modules(path):
         if module.startswith("test_") and module not in core:
-            assert feature_of(module) == feature
+            assert PACKAGE.feature_of_test(Path(module)) == feature
 
 
 @pytest.mark.parametrize("path", files_in("core"), ids=lambda path: path.stem)

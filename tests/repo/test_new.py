@@ -345,7 +345,7 @@ def test_the_demo_and_the_tests_run_with_any_choice(root, tmp_path):
     environ = environment(root, tmp_path) | {"DIST_AMP_PYTHON": sys.executable}
     for words in (
         "launch/demo.sh --run.device cpu --train.steps 20 --run.dir runs/a".split(),
-        "launch/test.sh tests/test_task.py".split(),
+        "launch/test.sh tests/test_own_task.py".split(),
     ):
         done = subprocess.run(
             ["bash", *words], cwd=root, env=environ, capture_output=True, text=True
