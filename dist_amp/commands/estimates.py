@@ -1,7 +1,7 @@
 """What each rank holds and sends under a strategy, from the shapes of the parameters alone.
 
-docs/collectives.md has the formulas. tests/features/test_plan.py and tests/together/test_scale.py compare them with
-the tensors and the collectives of real runs.
+docs/collectives.md has the formulas. tests/features/test_plan.py and tests/together/test_scale.py
+compare them with the tensors and the collectives of real runs.
 """
 
 from collections import Counter

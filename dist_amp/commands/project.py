@@ -8,6 +8,7 @@ import shutil
 import sys
 import tomllib
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -156,7 +157,7 @@ class Project:
         needed = closure([*requirements, *(line for lines in extras.values() for line in lines)])
         lines = ["# The versions that dist_amp was tested with, of what pyproject.toml requires."]
         for line in pins.splitlines():
-            if not line.startswith("#") and (needed is None or distribution(line) in needed):
+            if not line.startswith("#") and distribution(line) in needed:
                 lines.append(line)
         (folder / "launch/constraints.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -210,8 +211,8 @@ def distribution(requirement: str) -> str:
     return canonicalize_name(Requirement(requirement).name)
 
 
-def closure(requirements: Iterable[str]) -> set[str] | None:
-    """Names of what these need, directly or not; None if something of it is not installed."""
+def closure(requirements: Iterable[str]) -> set[str]:
+    """Names of what these need, directly or not, as far as it is installed here."""
     found: set[tuple[str, str]] = set()
     left = [Requirement(line) for line in requirements]
     while left:
@@ -221,10 +222,9 @@ def closure(requirements: Iterable[str]) -> set[str] | None:
             if key in found:
                 continue
             found.add(key)
-            try:
+            needs: Iterable[str] = ()
+            with suppress(metadata.PackageNotFoundError):
                 needs = metadata.requires(each.name) or ()
-            except metadata.PackageNotFoundError:
-                return None
             for need in map(Requirement, needs):
                 if need.marker is None or need.marker.evaluate({"extra": extra}):
                     left.append(need)
