@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,10 @@ def code_hashes(target: str) -> dict[str, str]:
 
 def versions() -> dict[str, str]:
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return {"python": python, "torch": torch.__version__, "datasets": version("datasets")}
+    found = {"python": python, "torch": torch.__version__}
+    if find_spec("datasets"):  # which a project may do without
+        found["datasets"] = version("datasets")
+    return found
 
 
 def make_folder(folder: Path, config: Config, world: World) -> None:

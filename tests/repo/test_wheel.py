@@ -98,12 +98,12 @@ def trained(installed, tmp_path_factory):
 
 @pytest.mark.parametrize("project", ["pyproject.toml", "template/pyproject.toml.in"])
 def test_a_folder_of_the_packages_name_does_not_shadow_an_editable_install(tmp_path, project):
-    text = re.sub("^[A-Z]+$", "", (ROOT / project).read_text(), flags=re.MULTILINE)
+    text = re.sub(r"^\$[a-z]+$", "", (ROOT / project).read_text(), flags=re.MULTILINE)
     clone = tmp_path / "clone"
     here = tmp_path / "here"
     (here / "dist_amp").mkdir(parents=True)
     (clone / "dist_amp").mkdir(parents=True)
-    (clone / "pyproject.toml").write_text(text.replace("NAME", "dist_amp"))
+    (clone / "pyproject.toml").write_text(text.replace("$name", "dist_amp"))
     (clone / "dist_amp/__init__.py").write_text("__version__ = '1'\n")
     for name in ("README.md", "LICENSE"):
         shutil.copy(ROOT / name, clone)

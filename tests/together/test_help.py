@@ -222,8 +222,7 @@ def test_what_only_the_task_or_the_command_can_know_is_left_to_them():
     [
         ("train", " before any rank had started"),
         ("launch", " before any rank had started"),
-        ("new", "; nothing was made or changed"),
-        ("update", "; nothing was made or changed"),
+        ("doctor", "; nothing was made or changed"),
     ],
 )
 def test_ctrl_c_during_the_imports_is_one_line(command, end, tmp_path):
