@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dist_amp.config.load import to_toml
+from dist_amp.config.text import to_toml
 from dist_amp.config.validate import check_loss, check_model_use, check_weight
 from dist_amp.data import Batches, Padding
 from dist_amp.errors import DataError

@@ -20,8 +20,9 @@ from dist_amp.checkpoint.compatibility import with_rows_as_begun
 from dist_amp.checkpoint.resume import checkpoint_to_resume, with_dtype
 from dist_amp.checkpoint.saver import Saver, best_metric_problem
 from dist_amp.checkpoint.state import load
-from dist_amp.config.load import load_config, to_toml
+from dist_amp.config.load import load_config
 from dist_amp.config.task_class import find_task
+from dist_amp.config.text import to_toml
 from dist_amp.diagnostics.limits import FirstSteps, Limits
 from dist_amp.errors import Failure
 from dist_amp.files import present, run_dir

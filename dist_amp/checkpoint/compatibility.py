@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from dist_amp.checkpoint.format import CONFIG, Manifest, fetch_missing, read_manifest
 from dist_amp.config.auto import accumulation_steps
-from dist_amp.config.load import flat, to_toml
 from dist_amp.config.task_class import GIVEN
+from dist_amp.config.text import flat, to_toml
 from dist_amp.data import Batches
 from dist_amp.distributed.process import random_state, set_random_state
 from dist_amp.errors import ConfigError, DataError, first_line

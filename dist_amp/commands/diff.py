@@ -33,7 +33,7 @@ from dist_amp.checkpoint.format import (
     read_manifest,
     step_of,
 )
-from dist_amp.config.load import leaves, read_flat
+from dist_amp.config.text import leaves, read_flat
 from dist_amp.errors import CheckpointRejected, ConfigError, DataError
 from dist_amp.files import present, read_steps
 from dist_amp.precision import TOLERANCE

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dist_amp.checkpoint.format import config_at
 from dist_amp.commands.replay import run_at
-from dist_amp.config.load import read_flat
+from dist_amp.config.text import read_flat
 from dist_amp.diagnostics.consistency import hash_samples, hash_tensor
 from dist_amp.diagnostics.nonfinite import clean_name
 from dist_amp.distributed.process import random_state, set_random_state

@@ -20,8 +20,9 @@ import torch.distributed as dist
 from packaging.requirements import Requirement
 
 from dist_amp.clock import wait_for_device
-from dist_amp.config.load import load_config, to_toml
+from dist_amp.config.load import load_config
 from dist_amp.config.native_precision import CAPABILITY, EMULATED, cpu_slowdown, support
+from dist_amp.config.text import to_toml
 from dist_amp.distributed.gpu_checks import (
     OLDEST_DRIVER,
     check_architecture,

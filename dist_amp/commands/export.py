@@ -38,8 +38,9 @@ from torch import Tensor, nn
 from dist_amp.checkpoint.format import CONFIG, MANIFEST, all_checkpoints
 from dist_amp.checkpoint.resume import checkpoints_at, newest_valid
 from dist_amp.checkpoint.weights import load_weights
-from dist_amp.config.load import load_saved, to_toml
+from dist_amp.config.load import load_saved
 from dist_amp.config.task_class import build_task
+from dist_amp.config.text import to_toml
 from dist_amp.distributed.process import seed_all
 from dist_amp.errors import ConfigError, DataError, Failure, first_line
 from dist_amp.files import present

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_amp.commands.trackers import TRACKERS, Tracker
-from dist_amp.config.load import hidden
+from dist_amp.config.text import hidden
 from dist_amp.distributed.signals import handle_signals
 from dist_amp.errors import SAVED_AND_STOPPED, ConfigError, DataError, Failure, first_line, masked
 from dist_amp.files import InUse, only_process, write_durably

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dist_amp import __version__
 from dist_amp.checkpoint.format import Manifest, read_manifest
-from dist_amp.config.load import flat, to_toml
+from dist_amp.config.text import flat, to_toml
 from dist_amp.settings import Config
 from dist_amp.sources.mixture import tables_of
 

@@ -36,7 +36,8 @@ from dist_amp.checkpoint.format import all_checkpoints, config_at, read_manifest
 from dist_amp.checkpoint.resume import newest_valid
 from dist_amp.checkpoint.state import load
 from dist_amp.config.auto import SHARDED, accumulation_steps, batch_statistics, pick_cast
-from dist_amp.config.load import collect, flat, load_saved, read_flat, to_toml
+from dist_amp.config.load import collect, load_saved
+from dist_amp.config.text import flat, read_flat, to_toml
 from dist_amp.data import Indexed
 from dist_amp.diagnostics.nonfinite import NonFinite, class_name, clean_name, unpadded
 from dist_amp.diagnostics.nonfinite_replay import find_in_micro_batches

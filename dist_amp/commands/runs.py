@@ -20,7 +20,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from dist_amp.config.load import flat, load_config, read_flat, to_toml
+from dist_amp.config.load import load_config
+from dist_amp.config.text import flat, read_flat, to_toml
 from dist_amp.distributed.process import warn
 from dist_amp.errors import DataError, first_line
 from dist_amp.files import InUse, check_numbers, only_process, plain_json

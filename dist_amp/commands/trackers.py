@@ -9,7 +9,7 @@ from contextlib import redirect_stdout
 from io import StringIO
 from typing import Any
 
-from dist_amp.config.load import leaves
+from dist_amp.config.text import leaves
 from dist_amp.errors import ConfigError, first_line
 
 # In one request, at most. Source: mlflow.org/docs, "REST API", limits.

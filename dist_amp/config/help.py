@@ -14,8 +14,8 @@ from typing import Annotated, Any, get_type_hints
 
 import tyro
 
-from dist_amp.config.load import collect, load_config, schema, source_names, target_in, to_toml
-from dist_amp.config.task_class import find_task
+from dist_amp.config.load import collect, load_config, schema, source_names, task_in
+from dist_amp.config.text import to_toml
 from dist_amp.distributed.signals import quiet_on_closed_pipe
 from dist_amp.errors import ConfigError, nearest_name
 
@@ -62,7 +62,7 @@ def show_if_asked(argv: Sequence[str], prog: str, description: str) -> bool:
             about = f"{EXAMPLES}\n{description.strip()}"
         settings = collect(words)
         sources = source_names(settings) or ("NAME",)  # a table to show the keys of a source
-        full = schema(find_task(target_in(settings)), sources)
+        full = schema(task_in(settings), sources)
         sections = sections_of(full)
         if not section or section in sections:
             print(show_help(full, prog, about, section))

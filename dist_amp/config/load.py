@@ -3,12 +3,10 @@
 import keyword
 import os
 import re
-import shlex
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, field, make_dataclass
-from enum import Enum
+from dataclasses import field, make_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,8 @@ from dist_amp.config.task_class import (
     check_saved_target,
     find_task,
 )
-from dist_amp.errors import MASK, ConfigError, DataError, first_line, masked, nearest_name
+from dist_amp.config.text import leaves
+from dist_amp.errors import MASK, ConfigError, nearest_name
 from dist_amp.files import present, shipped_folder
 from dist_amp.settings import Config, DataConfig, MixedSourceConfig, TaskConfig
 
@@ -33,11 +32,6 @@ DEFAULT_TASK = "tasks.causal_lm"  # a feature
 # Used by the launch scripts, set by `dist_amp launch` for its ranks, and by optional features.
 NOT_SETTINGS = {"DIST_AMP_PYTHON", "DIST_AMP_LAUNCHER", "DIST_AMP_CACHE", "DIST_AMP_METADATA"}
 NOT_SETTINGS |= {"DIST_AMP_COMMAND", "DIST_AMP_FAILED_AT"}  # of a demo; of a restarted rank
-# A task's arguments with such names are not written.
-SECRET = re.compile(
-    r"(^|_)(password|passwd|pwd|passphrase|secret|credentials?|api_?key|"
-    r"(access|account|private|secret)_key|(access|api|auth|hf|sas)_token)$|^token$"
-)
 MASKED = re.compile(rf"(^|//|=){re.escape(MASK)}(@|&|$)")
 
 
@@ -55,9 +49,7 @@ def load_config(argv: Sequence[str] = (), environ: Mapping[str, str] = os.enviro
             )
     if any(key.startswith("precision.") or key.endswith("_dtype") for key in settings):
         settings.setdefault("precision.dtype", Setting(("bf16",), "by default"))
-    task: type = object  # a script gives one to build_run
-    if "task.target" in settings or present(DEFAULT_TASK):
-        task = find_task(target_in(settings))
+    task = task_in(settings)
     config: Config = build(schema(task, source_names(settings)), settings)
     check_features(config, task)
     return config
@@ -131,6 +123,13 @@ def target_in(settings: Settings) -> str:
     return TaskConfig.target
 
 
+def task_in(settings: Settings) -> type:
+    """The class that the settings name; `object` where the default is not in this project."""
+    if "task.target" in settings or present(DEFAULT_TASK):
+        return find_task(target_in(settings))
+    return object
+
+
 def source_names(settings: Settings) -> tuple[str, ...]:
     """The names of the mixture's sources. Errors: ConfigError for one that can't be a name."""
     names = []
@@ -144,71 +143,6 @@ def source_names(settings: Settings) -> tuple[str, ...]:
                 )
             names.append(name)
     return tuple(dict.fromkeys(names))
-
-
-def to_toml(config: Config) -> str:
-    """The config as TOML that `--config` reads back, without secrets."""
-    import tomli_w
-
-    return tomli_w.dumps(hidden(asdict(config, dict_factory=_without_none)))
-
-
-def hidden(value: Any, name: str = "") -> Any:
-    """Settings without secrets: those that are named so, and passwords in addresses."""
-    if isinstance(value, dict):
-        return {key: hidden(part, key) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [hidden(part, name) for part in value]
-    if isinstance(value, str) and value:
-        return MASK if SECRET.search(name) else masked(value)
-    return value
-
-
-def command_line(words: Sequence[str]) -> str:
-    """As for a shell, without the values of secret settings."""
-    shown = []
-    key = ""
-    for word in words:
-        name, equals, value = word.partition("=")
-        if word.startswith("-"):
-            key = name.replace("-", "_").strip("_").rpartition(".")[2]
-            shown.append(name + equals + hidden(value, key))
-        else:
-            shown.append(hidden(word, key))
-    return shlex.join(shown)
-
-
-def _without_none(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    """TOML has no null, and neither paths nor enums."""
-    kept = {name: value for name, value in items if value is not None}
-    paths = {name: str(value) for name, value in items if isinstance(value, Path)}
-    return kept | paths | {name: value.name for name, value in items if isinstance(value, Enum)}
-
-
-def flat(toml: str) -> dict[str, Any]:
-    """{dotted key: value} of a config in TOML, without secrets."""
-    return dict(leaves(hidden(tomllib.loads(toml))))
-
-
-def read_flat(path: Path) -> dict[str, Any]:
-    """{dotted key: value} of a run's config.toml. Errors: DataError."""
-    try:
-        return flat(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or f"it is not TOML: {first_line(error)}"
-        raise DataError(
-            f"{path.parent} is not the folder of a run: {path.name}: {reason}; give the folder "
-            "that run.dir names"
-        ) from None
-
-
-def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of nested tables."""
-    for name, value in table.items():
-        if isinstance(value, dict):
-            yield from leaves(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
 
 
 def collect(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Settings:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 import dist_amp
-from dist_amp.config.load import command_line
+from dist_amp.config.text import command_line
 from dist_amp.errors import masked
 from dist_amp.files import present, write_durably
 from dist_amp.run import Run

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from dist_amp.checkpoint.format import MANIFEST, all_checkpoints
-from dist_amp.config.load import flat
 from dist_amp.config.memory import size_text, tensor_bytes
 from dist_amp.config.task_class import GIVEN, INJECTED, find_task
+from dist_amp.config.text import flat
 from dist_amp.distributed.process import LAUNCHER, attempt, environment_number
 from dist_amp.errors import ConfigError, Failure, some_of
 from dist_amp.files import InUse, appears, only_process

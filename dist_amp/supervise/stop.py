@@ -13,7 +13,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from dist_amp.config.load import command_line
+from dist_amp.config.text import command_line
 from dist_amp.distributed.signals import handle_signals
 from dist_amp.errors import SAVED_AND_STOPPED
 from dist_amp.files import run_dir

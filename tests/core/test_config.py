@@ -11,8 +11,9 @@ from tiny import Tiny
 
 from dist_amp.config import native_precision
 from dist_amp.config.auto import accumulation_steps
-from dist_amp.config.load import flat, load_config, to_toml
+from dist_amp.config.load import load_config
 from dist_amp.config.suggestions import REMOVED
+from dist_amp.config.text import flat, to_toml
 from dist_amp.errors import ConfigError
 from dist_amp.precision import build_precision
 from dist_amp.run import run_folder

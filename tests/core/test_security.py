@@ -9,7 +9,8 @@ from ranks import on_ranks
 from tiny import Tiny, make_run, save, take_steps
 
 from dist_amp.checkpoint.format import CONFIG, MANIFEST, hash_files, read_manifest
-from dist_amp.config.load import hidden, load_config, to_toml
+from dist_amp.config.load import load_config
+from dist_amp.config.text import hidden, to_toml
 from dist_amp.errors import Failure, masked
 from dist_amp.world import World
 

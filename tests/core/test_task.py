@@ -9,8 +9,9 @@ import torch
 from ranks import on_ranks
 from tiny import Tiny, make_run, take_steps
 
-from dist_amp.config.load import load_config, to_toml
+from dist_amp.config.load import load_config
 from dist_amp.config.task_class import build_task
+from dist_amp.config.text import to_toml
 from dist_amp.errors import ConfigError, DataError, Failure
 from dist_amp.step import evaluate
 from dist_amp.task import build_split, built_model

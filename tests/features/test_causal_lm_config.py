@@ -3,7 +3,7 @@
 import pytest
 from test_config import assert_says, load, refusal, values, written
 
-from dist_amp.config.load import to_toml
+from dist_amp.config.text import to_toml
 
 
 @pytest.mark.parametrize("text", ["true", "--dashes first", "", "two\nlines", "a = 'b' \"c\" # d"])

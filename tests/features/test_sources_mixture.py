@@ -11,7 +11,8 @@ from messages import message_of
 from tiny import Rows, Tiny, make_run, save, take_steps
 
 from dist_amp.checkpoint.compatibility import check_config
-from dist_amp.config.load import load_config, to_toml
+from dist_amp.config.load import load_config
+from dist_amp.config.text import to_toml
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.settings import DataConfig, MixedSourceConfig
 from dist_amp.sources.mixture import (

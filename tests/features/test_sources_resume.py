@@ -8,7 +8,8 @@ from tiny import Tiny, make_run, save
 
 from dist_amp.checkpoint.compatibility import with_rows_as_begun
 from dist_amp.checkpoint.format import CONFIG, MANIFEST, checkpoint_folder, signed_text
-from dist_amp.config.load import load_config, to_toml
+from dist_amp.config.load import load_config
+from dist_amp.config.text import to_toml
 from dist_amp.sources.mixture import tables_of
 from dist_amp.world import World
 

@@ -10,7 +10,8 @@ import pytest
 from conftest import ROOT
 
 from benchmarks.__main__ import BENCHES
-from dist_amp.config.load import flat, load_config, to_toml
+from dist_amp.config.load import load_config
+from dist_amp.config.text import flat, to_toml
 from dist_amp.step import train_step
 
 README = ROOT / "README.md"

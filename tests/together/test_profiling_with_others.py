@@ -4,7 +4,8 @@ import re
 
 from conftest import ROOT
 
-from dist_amp.config.load import flat, load_config, to_toml
+from dist_amp.config.load import load_config
+from dist_amp.config.text import flat, to_toml
 
 
 def test_every_debugging_setting_is_documented_and_every_documented_setting_exists():

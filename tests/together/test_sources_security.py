@@ -5,7 +5,8 @@ import test_security_with_features
 from test_security import ADDRESS
 from test_security_with_features import given
 
-from dist_amp.config.load import load_config, to_toml
+from dist_amp.config.load import load_config
+from dist_amp.config.text import to_toml
 from dist_amp.errors import ConfigError
 from dist_amp.sources.files import file_system
 
