@@ -96,7 +96,7 @@ def test_a_list_is_several_words_or_an_array(tmp_path):
 @pytest.mark.parametrize("option", ["--print_config", "--print-config"])
 def test_what_print_config_prints_reads_back_the_same(tmp_path, monkeypatch, capsys, option):
     monkeypatch.chdir(tmp_path)
-    words = ["--train.steps", "7", "--use_amp", "false"]
+    words = ["--train.steps", "7", "--use_amp", "false", "--task.target", "tiny:Tiny"]
     assert main([*words, option]) == 0
     path = written(tmp_path, capsys.readouterr().out)
     assert values(load("--config", path)) == values(load(*words))
