@@ -165,7 +165,7 @@ class Project:
         self, folder: Path, ours: dict[str, Any]
     ) -> tuple[list[str], dict[str, list[str]]]:
         """(dependencies, extras) of this repository's that the project's code imports."""
-        used = ALWAYS | imported(folder.rglob("*.py"))
+        used = ALWAYS | imported(path for path in folder.rglob("*.py") if "tests" not in path.parts)
         dependencies = [line for line in ours["dependencies"] if distribution(line) in used]
         every = [ours["dependencies"], *ours["optional-dependencies"].values()]
         of_task = imported([folder / self.name / "task.py"])

@@ -57,9 +57,9 @@ class TiedWords:
         return batch["words"].numel()
 
 
-def planned(task, words, ranks):
-    """The plan of a task in this file, for processes on a CPU, and its chosen strategy."""
-    words = f"--task.target test_plan:{task} --run.device cpu {SETTINGS} {words}".split()
+def planned(task, words, ranks, module="test_plan"):
+    """The plan of a module's task, for processes on a CPU, and its chosen strategy."""
+    words = f"--task.target {module}:{task} --run.device cpu {SETTINGS} {words}".split()
     plan, _ = make_plan(load_config(words, environ={}), ranks, 0)
     return plan, next(one for one in plan.strategies if one.chosen)
 

@@ -2,7 +2,12 @@
 
 import pytest
 from ranks import on_ranks
-from test_plan import SETTINGS, Uneven, planned
+from test_plan import (
+    SETTINGS,
+    TiedWords,  # noqa: F401 (a case names it)
+    Uneven,
+    planned,
+)
 from tiny import Tiny, make_run
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -122,7 +127,7 @@ def test_a_rank_holds_sends_and_saves_what_was_planned(ranks):
     cases = [(task, f"--parallel.strategy {words}") for task, words in CASES[ranks]]
     every_rank = on_ranks(ranks, real_cases, cases)
     for case, *of_ranks in zip(cases, *every_rank, strict=True):
-        plan, chosen = planned(*case, ranks)
+        plan, chosen = planned(*case, ranks, module=__name__)
         holds, sends, saves = zip(*of_ranks, strict=True)
         most = {name: max(one[name] for one in holds) for name in holds[0]}
         assert {name: getattr(chosen.memory, name) for name in most} == most, case
@@ -180,7 +185,7 @@ def test_a_simulated_step_allocates_what_a_real_one_does(ranks):
     else:
         real = on_ranks(2, counted_on_ranks, cases)[0]
     for case, peaks in zip(cases, real, strict=True):
-        simulated = planned(*case, ranks)[1].peaks
+        simulated = planned(*case, ranks, module=__name__)[1].peaks
         for phase, peak in peaks.items():
             # The batches of all three steps, the metrics, and gloo's handles: a few KiB.
             assert simulated[phase] == pytest.approx(peak, abs=24 * 512), (case, phase)

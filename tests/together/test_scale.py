@@ -29,7 +29,7 @@ from dist_amp.commands.plan_report import table
 from dist_amp.config.load import load_config
 from dist_amp.diagnostics import consistency
 from dist_amp.errors import Failure
-from dist_amp.scaling import hooks
+from dist_amp.scaling import reduction
 from dist_amp.step import train_step
 from dist_amp.supervise.stop import AgreedStop
 from dist_amp.train import observers_of, train
@@ -73,7 +73,7 @@ def run_of(world, task, *words):
     words = ("--train.micro_batch_size", 1, "--train.steps", 8, *words)
     with ExitStack() as patches:
         if dist.get_backend() == "fake":  # it reduces nothing, before the hook below too
-            patches.enter_context(patch.object(hooks, "fix_buckets"))
+            patches.enter_context(patch.object(reduction, "fix_buckets"))
         run = make_run(world, TASKS[task](samples=LOTS), *words)
     if run.parallel.strategy == "ddp" and dist.get_backend() == "fake":
 

@@ -76,12 +76,15 @@ def test_verify_names_the_first_module_that_differs(verify_bits, tmp_path, monke
 @pytest.mark.parametrize(
     ("task", "reason"),
     [
-        ("Normed", 'module "1" (BatchNorm1d) keeps'),
-        ("FollowsInBuffer", "the model's forward changes mean, once per micro-batch"),
+        ("test_bit_exact_with_others:Normed", 'module "1" (BatchNorm1d) keeps'),
+        (
+            "test_verify_bit_exact:FollowsInBuffer",
+            "the model's forward changes mean, once per micro-batch",
+        ),
     ],
 )
 def test_verify_says_why_a_task_cannot_be_bit_exact(verify_bits, task, reason):
-    words = f"--task.target test_bit_exact:{task} --world_sizes 1,2 --strategies single,ddp"
+    words = f"--task.target {task} --world_sizes 1,2 --strategies single,ddp"
     status, output, _ = verify_bits(words)
     assert status == 1
     assert output.count(f"  refused: parallel.bit_exact=true can't hold: {reason}") == 2
