@@ -40,7 +40,7 @@ def supervised(config: Config, ranks: Ranks, raises: bool = False) -> Iterator[J
             from dist_amp.supervise.watchdog import Watchdog
 
             watchdog = Watchdog(job, end=lambda error: _end_failed(error, job))
-            last.callback(watchdog.has_ended.set)
+            last.callback(watchdog.close)
             contexts.callback(watchdog.time_the_end)
             contexts.enter_context(watchdog)
         try:

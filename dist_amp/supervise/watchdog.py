@@ -237,7 +237,7 @@ class Watchdog(AbstractContextManager["Watchdog"]):
 
     A thread watches for a failure of any rank, for ranks that are gone, and for collectives on a
     GPU that do not end; it ends the process unless the main thread does so in time. end(error):
-    reports the error and returns the exit status. has_ended: the process has left its groups.
+    reports the error and returns the exit status.
     """
 
     def __init__(self, job: Job, end: Callable[[BaseException], int]):
@@ -249,7 +249,8 @@ class Watchdog(AbstractContextManager["Watchdog"]):
         self._answer_seconds = min(ANSWER_SECONDS, self._timeout / 4)
         self._failed = threading.Event()
         self._closed = threading.Event()
-        self.has_ended = threading.Event()
+        self._has_ended = threading.Event()
+        self._at_the_end: threading.Thread | None = None
         self._unfinished: dict[Any, float] = {}  # since when: see _blocked_on_gpu
         prefix = f"dist_amp/watchdog/{world.from_main(str(time.time_ns()))}"  # unique to this run
         store = dist.PrefixStore(prefix, job.store)  # type: ignore[attr-defined, arg-type]
@@ -277,12 +278,19 @@ class Watchdog(AbstractContextManager["Watchdog"]):
         """End this process if it does not leave its groups within run.timeout_seconds."""
 
         def wait() -> None:
-            if not self.has_ended.wait(self._timeout):
+            if not self._has_ended.wait(self._timeout):
                 where = main_thread_is_in()
                 error = Transient(f"rank {self._name(self._rank)} hangs at its end, in {where}")
                 self._end_hanging(error)
 
-        threading.Thread(target=wait, daemon=True).start()
+        self._at_the_end = threading.Thread(target=wait, daemon=True)
+        self._at_the_end.start()
+
+    def close(self) -> None:
+        """Called once the process has left its groups: leaves no thread running."""
+        self._has_ended.set()
+        if self._at_the_end is not None:
+            self._at_the_end.join(self._answer_seconds)
 
     def _watch(self) -> None:
         event = ""
