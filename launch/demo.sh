@@ -6,7 +6,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 export DIST_AMP_COMMAND="bash $0 ${*@Q}" # for the line that says how a stopped run continues
-if [ -f "$root/dist_amp/commands/demo.py" ]; then
+if [ -f "$root/dist_amp/commands/demo.py" ] && [ -f "$root/dist_amp/commands/launch.py" ]; then
     exec "$PYTHON" -m dist_amp.demo "$@"
 fi
 ranks="$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() or 2)')"

@@ -110,6 +110,10 @@ def read_state(run: Run, reader: Reader) -> State:
         del state["ranks"]
     for name in run.extra_states.keys() - saved:
         del state[name]
+    if "ema" in saved and "ema" not in run.extra_states:
+        run.world.warn(
+            f"the average of the weights in {reader.folder} is dropped, since optim.ema=off"
+        )
     # With fewer columns in older checkpoints.
     size: Any = getattr(metadata.state_dict_metadata.get("interval"), "size", ())
     if len(size) != 2 or size[0] != manifest.world_size or size[1] < 3:

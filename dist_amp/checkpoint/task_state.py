@@ -104,6 +104,7 @@ class Unsaved:
         if not methods:
             self._owners["the task"] = run.task
         self._digests = self._current()
+        self._named: set[tuple[str, str]] = set()
 
     def warn_of_changes(self) -> None:
         """Name the attributes that have changed, once each."""
@@ -111,6 +112,8 @@ class Unsaved:
         for owner, before in self._digests.items():
             changed = [name for name in now[owner] if now[owner][name] != before.get(name)]
             changed = [name for name in changed if name not in self._unsaved]
+            changed = [name for name in changed if (owner, name) not in self._named]
+            self._named |= {(owner, name) for name in changed}
             if changed:
                 self._run.world.warn(
                     f"{owner} keeps {', '.join(changed)}, which changed and is in no checkpoint: a "

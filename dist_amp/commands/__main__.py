@@ -14,6 +14,7 @@ from dist_amp.config.parse import build
 from dist_amp.config.suggestions import check_unknown
 from dist_amp.distributed.signals import BEFORE_RANKS, exit_on_signals, quiet_on_closed_pipe
 from dist_amp.errors import ConfigError, nearest_name
+from dist_amp.files import missing
 
 COMMANDS = {
     "new": "make a project of your own: a package for your task, and dist_amp with chosen features",
@@ -95,6 +96,8 @@ def main() -> int:
         hint = f"the commands are {', '.join(commands)}"
         if near := nearest_name(name, commands):
             hint = f"did you mean {near}?"
+        if name in COMMANDS and name != "new":
+            hint = missing(f"commands.{name}")
         print(f"error: there is no command {name}; {hint}", file=sys.stderr)
         return 64
     exit_on_signals(BEFORE_RANKS if name in WITH_SETTINGS else "; nothing was made or changed")

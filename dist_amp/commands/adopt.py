@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dist_amp.commands.base import add_source, find_base, rebase
+from dist_amp.commands.base import BRANCH, add_source, find_base, rebase
 from dist_amp.errors import ConfigError
 from dist_amp.supervise.command_line import Parser, command
 
@@ -33,7 +33,10 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"adopt: name a feature to add, or to --remove; it has {', '.join(has)}")
     for name in added:
         if name in has:
-            raise ConfigError(f"adopt {name}: the project has it already; leave it out")
+            raise ConfigError(
+                f"adopt {name}: the project has it already; leave it out, or bring back a file "
+                f"that you deleted: git checkout {BRANCH} -- FILE"
+            )
     for name in removed:
         if name not in has:
             raise ConfigError(

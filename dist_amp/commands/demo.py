@@ -25,7 +25,7 @@ from dist_amp.config.help import show_if_asked
 from dist_amp.config.load import collect
 from dist_amp.config.native_precision import native_precision
 from dist_amp.errors import ConfigError
-from dist_amp.files import shipped_folder
+from dist_amp.files import missing, present, shipped_folder
 from dist_amp.supervise.command_line import command
 
 PRECISION: dict[str, list[str]] = {
@@ -40,6 +40,8 @@ def main(argv: Sequence[str]) -> None:
     asks_for_help = {"-h", "--help"} & {*argv}
     if asks_for_help and show_if_asked(argv, "python -m dist_amp.demo", __doc__ or ""):
         return
+    if not present("commands.launch"):
+        raise ConfigError(f"dist_amp demo: {missing('commands.launch')}")
     config = str(shipped_folder() / "configs/demo.toml")
     words = ["--config", config, *precision_settings(argv), *argv]
     os.environ.setdefault("DIST_AMP_COMMAND", shlex.join(sys.orig_argv))

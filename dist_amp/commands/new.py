@@ -33,7 +33,7 @@ from dist_amp.errors import ConfigError, Failure, nearest_name
 from dist_amp.files import shipped_folder
 from dist_amp.supervise.command_line import Parser, command
 
-DEFAULT = ("console", "demo", "launch")
+DEFAULT = ("console", "demo", "explain", "launch", "watchdog")
 FOLDERS = ("configs", "dist_amp", "launch", "runs", "tests")  # of each project
 
 
@@ -105,6 +105,7 @@ def check_name(target: Path, root: Path) -> None:
     name = target.name
     if not (name.isascii() and name.isidentifier()) or keyword.iskeyword(name) or name[0] == "_":
         usable = name.replace("-", "_").lower()
+        usable = f"{usable}_project" if keyword.iskeyword(usable) else usable
         usable = usable if usable.isidentifier() else "my_project"
         raise ConfigError(
             f"new {target}: {name!r} can't be a package's name, which has letters, digits and _, "
@@ -202,7 +203,7 @@ def choose(
     if added := [name for name in chosen if name not in asked]:
         print(f"with {', '.join(added)}, needed by the others")
     if gone := [name for name in present if blocked[name] and name not in left_out]:
-        print(f"without {', '.join(gone)}, which needs {', '.join(left_out)}")
+        print(f"without {', '.join(gone)}, which need {', '.join(left_out)}")
     return chosen
 
 

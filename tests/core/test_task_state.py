@@ -171,6 +171,14 @@ class SetAnew(Remembers):
     unsaved = ("queue", "calls")
 
 
+def test_a_change_is_warned_of_once(tmp_path, capsys):
+    run = make_run(World(), Remembers(), "--run.dir", tmp_path / "run")
+    for _ in range(3):
+        take_steps(run, 1)
+        save(run)
+    assert capsys.readouterr().err.count("the task keeps queue, calls") == 1
+
+
 def test_what_the_task_names_as_set_anew_in_each_step_is_not_warned_of(tmp_path, capsys):
     losses_after_a_resume(World(), tmp_path, "single", SetAnew)
     assert "keeps" not in capsys.readouterr().err

@@ -131,4 +131,5 @@ def test_an_average_that_starts_on_a_resume_begins_at_the_parameters_and_says_so
     assert counter.count == 0, "host reads"
     save(resumed)
     without = make_run(World(), Tiny(), *words(tmp_path, "single", "--run.resume", "auto"))
+    assert "the average of the weights in" in capsys.readouterr().err
     assert (without.step, without.extra_states) == (3, {})

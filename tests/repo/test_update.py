@@ -109,7 +109,7 @@ def test_a_feature_is_adopted_and_removed_beside_edits(project, source, capsys):
     assert "Newer." not in (project / "dist_amp/optimizers/ema.py").read_text(), "the same commit"
     assert inside(project, adopt, "--remove", "muon,many_nodes") == 0
     said = capsys.readouterr().out
-    assert "without slurm, which needs muon, many_nodes" in said
+    assert "without slurm, which need muon, many_nodes" in said
     assert "removed many_nodes, muon, slurm" in said
     assert git(project, "rev-parse", "HEAD^{tree}") == before
 
