@@ -52,13 +52,17 @@ class RunConfig(WithPaths):
     deterministic: bool = False
     """Use deterministic kernels only: slower, and bit-identical from run to run."""
     resume: str = "auto"
-    """auto: run.dir's newest valid checkpoint, if any; never; or a path of a checkpoint or run."""
+    """auto: from the newest valid checkpoint in run.dir, if any; never: start anew; or the path of
+    a checkpoint or a run.
+    """
     allow_config_change: bool = False
     """Resume even if the data, or settings that affect the result, differ from the checkpoint's."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA (or ROCm) if there is a GPU, else the CPU."""
     timeout_seconds: Annotated[float, Range(above=0)] = 300.0
-    """How long collectives and the last uploads may wait, a save or the only rank stand still."""
+    """Timeout of collectives, of a save without progress, of a single rank that makes no progress,
+    and of the uploads at the end.
+    """
     eviction_notice: Literal["auto", "off", "aws", "gcp", "azure"] = "auto"
     """Which cloud's notice of an eviction stops the run, as a signal does; auto: the machine's."""
 

@@ -7,10 +7,13 @@ import under `if present(...)` is of something that may be missing. A script in 
 """
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 ENTRY_POINTS = ("train", "commands.__main__", "commands.adopt", "commands.update")
 EVERY_SCRIPT = ("constraints.txt", "demo.sh", "setup.sh", "test.sh")  # of launch/, in each project
@@ -83,14 +86,7 @@ class Package:
 
     def reached(self, modules: Iterable[str]) -> set[str]:
         """These files and what they import, one by the other, but for features."""
-        reached: set[str] = set()
-        left = list(modules)
-        while left:
-            module = left.pop()
-            if module not in reached:
-                reached.add(module)
-                left += [name for name in self.imports(module) if name not in self.feature_of]
-        return reached
+        return closure(modules, lambda module: self.imports(module) - self.feature_of.keys())
 
     def imports(self, module: str) -> set[str]:
         """The package's files that a file can't do without, in functions too."""
@@ -119,13 +115,7 @@ class Package:
 
     def chosen(self, names: Iterable[str]) -> list[str]:
         """Features with all that they need, in order."""
-        chosen: set[str] = set()
-        left = list(names)
-        while left:
-            name = left.pop()
-            if name not in chosen:
-                chosen.add(name)
-                left += self.needs(name)
+        chosen = closure(names, self.needs)
         return [name for name in (*self.features, *self.scripts) if name in chosen]
 
     def files_with(self, names: Iterable[str]) -> set[str]:
@@ -136,6 +126,17 @@ class Package:
         files = self.core | self.reached(own)
         folders = {file.rpartition(".")[0] for file in files}
         return files | {"__init__", *(f"{each}.__init__" for each in folders if each)}
+
+
+def closure(start: Iterable[T], following: Callable[[T], Iterable[T]]) -> set[T]:
+    """`start`, what follows on it, and so on."""
+    found: set[T] = set()
+    left = list(start)
+    while left:
+        if (item := left.pop()) not in found:
+            found.add(item)
+            left += following(item)
+    return found
 
 
 @cache

@@ -21,7 +21,7 @@ from packaging.utils import canonicalize_name
 
 import dist_amp
 from dist_amp.commands.base import git
-from dist_amp.commands.parts import EVERY_SCRIPT, Package
+from dist_amp.commands.parts import EVERY_SCRIPT, Package, closure
 from dist_amp.config.features import SETTINGS
 
 # Imported names that differ from the distribution's.
@@ -84,19 +84,17 @@ class Project:
     def tests(self) -> set[Path]:
         """The tests of core and of the features, with the helpers that they import."""
         tests = self.root / "tests"
-        left = [tests / "conftest.py", *(tests / "core").glob("test_*.py")]
+        start = [tests / "conftest.py", *(tests / "core").glob("test_*.py")]
         for path in (tests / "features").glob("test_*.py"):
             if self.package.feature_of_test(path) in self.features:
-                left.append(path)
-        found: set[Path] = set()
-        while left:
-            path = left.pop()
-            if path not in found:
-                found.add(path)
-                for name in modules_imported(path):
-                    helpers = [tests / f"{name}.py", tests / "features" / f"{name}.py"]
-                    left += [each for each in helpers if each.exists()]
-        return found
+                start.append(path)
+
+        def helpers(path: Path) -> list[Path]:
+            names = [f"{name}.py" for name in modules_imported(path)]
+            beside = [folder / name for folder in (tests, tests / "features") for name in names]
+            return [each for each in beside if each.exists()]
+
+        return closure(start, helpers)
 
     # --- configs
 
@@ -154,7 +152,7 @@ class Project:
         with (folder / "pyproject.toml").open("a") as file_:
             file_.write(tools.replace(', "examples"]', "]").rstrip() + "\n")
         pins = (self.root / "launch/constraints.txt").read_text(encoding="utf-8")
-        needed = closure([*requirements, *(line for lines in extras.values() for line in lines)])
+        needed = needed_by([*requirements, *(line for lines in extras.values() for line in lines)])
         lines = ["# The versions that dist_amp was tested with, of what pyproject.toml requires."]
         for line in pins.splitlines():
             if not line.startswith("#") and distribution(line) in needed:
@@ -211,7 +209,7 @@ def distribution(requirement: str) -> str:
     return canonicalize_name(Requirement(requirement).name)
 
 
-def closure(requirements: Iterable[str]) -> set[str]:
+def needed_by(requirements: Iterable[str]) -> set[str]:
     """Names of what these need, directly or not, as far as it is installed here."""
     found: set[tuple[str, str]] = set()
     left = [Requirement(line) for line in requirements]

@@ -87,7 +87,8 @@ class FirstSteps(Observer):
             self._before = [part.clone() for part in self._sampled()]
 
     def after_step(self, report: StepReport, micro_batches: Sequence[Any]) -> None:
-        if self._run.step == self._first_step and present("scaling.compile"):
+        compiles = self._run.config.compile.blocks and present("scaling.compile")
+        if self._run.step == self._first_step and compiles:
             from dist_amp.scaling.compile import say_cost
 
             say_cost(self._run.world)
