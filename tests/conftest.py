@@ -1,10 +1,12 @@
-"""What every test gets, and the choice of a sample of the slow tests."""
+"""Fixtures, the shares of the slow tests, and what a failed test and the end of a run show."""
 
-import hashlib
 import logging
 import os
 import shlex
 import sys
+import zlib
+from collections import Counter
+from pathlib import Path
 
 import pytest
 import tiny  # noqa: F401
@@ -16,6 +18,13 @@ from forked import TESTS as TESTS
 from dist_amp.files import present
 
 sys.path += map(str, FOLDERS)
+
+# .ci/run runs one share of the slow tests per landing: each test within ten.
+SHARES = 10
+# New interpreters that the default tests may start: one costs 3 to 15 s of processor time.
+MOST_LAUNCHED = 15
+DEFAULT_MARKS = "not slow and not gpu"  # as in pyproject.toml
+launched: list[str] = []
 
 
 def needs(feature: str) -> pytest.MarkDecorator:
@@ -35,53 +44,42 @@ REQUIRED = os.environ.get("DIST_AMP_ENGINES") == "required"
 
 
 def pytest_addoption(parser):
-    group = parser.getgroup("slow tests")
-    group.addoption(
-        "--slow-sample",
-        type=float,
+    parser.addoption(
+        "--slow-share",
         metavar="N",
-        help="with -m slow: run N of the slow tests (below 1: that share), and all marked `engine`",
-    )
-    group.addoption(
-        "--slow-seed",
-        default="",
-        metavar="TEXT",
-        help="what chooses them: a commit's hash, for instance",
+        type=int,
+        help=f"with -m slow: share N (modulo {SHARES}) of {SHARES}, and all marked `engine`",
     )
 
 
-def sample_of(tests, amount, seed):
-    """`amount` of the tests (below 1: that share), those whose hash with the seed is lowest."""
-    count = round(amount * len(tests)) if amount < 1 else int(amount)
-    by_hash = sorted(tests, key=lambda test: hashlib.sha256(f"{seed} {test}".encode()).digest())
-    return by_hash[:count]
+def share_of(test: str) -> int:
+    """The share of the slow tests that a test is in: 0 to SHARES - 1, whatever tests there are."""
+    return zlib.crc32(test.encode()) % SHARES
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(config, items):
-    amount = config.getoption("slow_sample")
-    if amount is None:
+    if (share := config.getoption("slow_share")) is None:
         return
-    slow = [
-        item.nodeid
+    left_out = [
+        item
         for item in items
-        if item.get_closest_marker("slow") and not item.get_closest_marker("engine")
+        if item.get_closest_marker("slow")
+        and not item.get_closest_marker("engine")
+        and share_of(item.nodeid) != share % SHARES
     ]
-    left_out = set(slow) - set(sample_of(slow, amount, config.getoption("slow_seed")))
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
-    items[:] = [item for item in items if item.nodeid not in left_out]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_report_collectionfinish(config, items):
-    if (amount := config.getoption("slow_sample")) is None:
+    if (share := config.getoption("slow_share")) is None:
         return []
-    seed = shlex.quote(config.getoption("slow_seed"))
-    again = f"bash launch/test.sh -m slow --slow-sample {amount:g} --slow-seed {seed}"
-    lines = [
-        f"{len(items)} tests, chosen by: {again}",
+    return [
+        f"{len(items)} tests, chosen by: bash launch/test.sh -m slow --slow-share {share}",
         "one of them again: bash launch/test.sh -m slow NAME",
+        *(f"  {shlex.quote(item.nodeid)}" for item in items),
     ]
-    return [*lines, *(f"  {shlex.quote(item.nodeid)}" for item in items)]
 
 
 def pytest_runtest_protocol(item):
@@ -93,9 +91,42 @@ def pytest_runtest_setup():
     os.environ.pop("DIST_AMP_ENGINES", None)  # it is no setting of what the tests launch
 
 
+def count_interpreters(event: str, args: tuple) -> None:
+    """An audit hook that notes each Python process that a test starts; forks are not counted."""
+    if event == "subprocess.Popen":
+        executable, words, *_ = args
+        program = Path(os.fsdecode(executable or words[0])).name
+        if program.startswith(("python", "bash", "dist_amp", "torchrun")):
+            launched.append(os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0])
+
+
+sys.addaudithook(count_interpreters)
+
+
+def pytest_sessionfinish(session):
+    config = session.config
+    if hasattr(config, "workeroutput"):  # one of pytest-xdist's processes
+        config.workeroutput["launched"] = launched
+    elif len(launched) > MOST_LAUNCHED and not selected(config):
+        session.exitstatus = max(session.exitstatus, pytest.ExitCode.TESTS_FAILED)
+
+
+def selected(config: pytest.Config) -> bool:
+    """Whether the command line chooses tests; otherwise the run is the default one."""
+    chosen = config.option.keyword or config.args_source is not config.ArgsSource.TESTPATHS
+    return bool(chosen) or config.option.markexpr != DEFAULT_MARKS
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    launched.extend(getattr(node, "workeroutput", {}).get("launched", []))
+
+
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item):
+def pytest_runtest_makereport(item, call):
     report = yield
+    if report.failed and (launch := item.funcargs.get("launch")):
+        report.sections += [(f"output of {run}", text) for run, text in launch.outputs()]
     if REQUIRED and report.skipped and item.path.stem in ENGINES:
         report.outcome = "failed"
         report.longrepr = f"DIST_AMP_ENGINES=required, and skipped: {report.longrepr[2]}"
@@ -108,11 +139,18 @@ def say(record_property):
     return lambda line: record_property("said", line)
 
 
-def pytest_terminal_summary(terminalreporter):
+def pytest_terminal_summary(terminalreporter, config):
     for report in (report for reports in terminalreporter.stats.values() for report in reports):
         lines = [line for name, line in getattr(report, "user_properties", []) if name == "said"]
         if lines and report.when == "call":
             terminalreporter.write_line("\n  ".join([f"{report.nodeid}:", *lines]))
+    if not selected(config):
+        counts = Counter(launched)
+        terminalreporter.write_line(
+            f"{counts.total()} Python processes launched, of {MOST_LAUNCHED}"
+        )
+        for test, count in counts.most_common() if counts.total() > MOST_LAUNCHED else ():
+            terminalreporter.write_line(f"  {count}  {test}")
 
 
 @pytest.fixture(autouse=True)

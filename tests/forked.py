@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 TESTS = Path(__file__).parent
@@ -60,6 +61,10 @@ class Forked:
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         self.wait(timeout)
+        return self.written()
+
+    def written(self) -> tuple[str, str]:
+        """What it has written so far: stdout, stderr."""
         return (self._output / "stdout").read_text(), (self._output / "stderr").read_text()
 
     def send_signal(self, number: int) -> None:
@@ -109,11 +114,24 @@ class Launch:
 
     def __init__(self, folder: Path):
         self.folder = folder
+        self.started: list[Forked] = []
+        self.finished: list[subprocess.CompletedProcess] = []
 
     def __call__(
         self, ranks: int, *args: object, timeout: float = 300, **options
     ) -> subprocess.CompletedProcess:
-        return finish(self.start(ranks, *args, **options), timeout)
+        process = self.start(ranks, *args, **options)
+        result = finish(process, timeout)
+        if process not in self.started:
+            self.finished.append(result)
+        return result
+
+    def outputs(self, most: int = 4000) -> Iterator[tuple[str, str]]:
+        """(command, end of its output) of each run, for the report of a test that failed."""
+        texts = [(run.args, *run.written()) for run in self.started]
+        texts += [(run.args, run.stdout, run.stderr) for run in self.finished]
+        for args, *output in texts:
+            yield " ".join(args), "\n".join(text[-most:] for text in output if text)
 
     def start(
         self,
@@ -126,7 +144,8 @@ class Launch:
     ):
         words, environ = list(map(str, args)), self.environ(environment)
         if ranks == 0 and not fresh:
-            return Forked(words, self.folder, environ, module)
+            self.started.append(Forked(words, self.folder, environ, module))
+            return self.started[-1]
         launcher = []
         if ranks:
             options = f"--standalone --local-addr 127.0.0.1 --nproc_per_node={ranks}"
@@ -137,9 +156,7 @@ class Launch:
 
     def module(self, module: str, *args: object, timeout: float = 300, **environment: str):
         """`python -m MODULE ARGS` or `python script.py`, forked; main() returns the exit status."""
-        return finish(
-            Forked(list(map(str, args)), self.folder, self.environ(environment), module), timeout
-        )
+        return self(0, *args, timeout=timeout, module=module, **environment)
 
     def environ(self, more: dict[str, str]) -> dict[str, str]:
         return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATHS, **more}
