@@ -8,20 +8,17 @@ import numpy
 import pytest
 import torch
 from messages import message_of
-from tiny import Rows, Tiny, make_run, save, take_steps
+from tiny import Tiny, make_run, save, take_steps
 
 from dist_amp.checkpoint.compatibility import check_config
 from dist_amp.config.load import load_config
 from dist_amp.config.text import to_toml
-from dist_amp.errors import ConfigError, DataError
 from dist_amp.settings import DataConfig, MixedSourceConfig
 from dist_amp.sources.mixture import (
     Mixture,
-    counts_in_block,
     counts_of,
     losses_by_source,
     mixed,
-    portion,
 )
 from dist_amp.train import main
 from dist_amp.world import World
@@ -53,44 +50,10 @@ def drawn(mix):
     return [source_and_number(sample) for sample in mix.__getitems__(range(len(mix)))]
 
 
-# Shares.
-
-
-@pytest.mark.parametrize(
-    ("weights", "counts"),
-    [
-        ([3.0], [1]),
-        ([0.7, 0.2, 0.1], [7, 2, 1]),
-        ([2, 1], [2, 1]),
-        ([0.3, 0.3, 0.3, 0.1], [3, 3, 3, 1]),
-        ([999, 1], [999, 1]),
-        ([1e-3, 1e-3], [1, 1]),
-    ],
-)
-def test_a_block_is_as_short_as_the_shares_allow(weights, counts):
-    assert counts_in_block(dict(zip("abcd", weights, strict=False))) == counts
-
-
-def test_every_share_is_met_within_a_thousandth_or_as_closely_as_a_block_allows():
-    for seed in range(20):
-        weights = numpy.random.default_rng(seed).dirichlet([3.0] * 4)
-        counts = numpy.array(counts_in_block(dict(zip("abcd", weights, strict=True))))
-        assert (abs(counts / counts.sum() / weights - 1) <= 1e-3).all()
-    # The smallest of these shares is 0.02 %: two samples in 10,000, or three.
-    weights = {chr(97 + n): math.pi**-n for n in range(8)}
-    counts = numpy.array(counts_in_block(weights))
-    shares = numpy.array(list(weights.values())) / sum(weights.values())
-    assert abs(counts / counts.sum() / shares - 1).max() > 1e-3
-    # Largest remainder is off by less than one sample, whatever the block.
-    assert (abs(counts - counts.sum() * shares) < 1).all()
-    assert counts.sum() <= 10_000
-
-
 @pytest.mark.parametrize(
     ("weights", "sizes", "length"),
     [
         ([1.0, 1e-6], [1000, 3], 3_000_003),
-        ([1.0, 1e-9, 0.333], [1000, 70, 5], 93_310_000_070),
         ([0.3333, 0.6667], [100_000, 1000], 300_031),
         ([math.pi**-n for n in range(8)], [100] * 8, 443_013),
     ],
@@ -122,19 +85,7 @@ def test_shares_that_a_short_block_has_exactly_keep_its_order():
     assert mix.locate(range(9))[0].tolist() == [0, 0, 1, 0, 0, 0, 1, 0, 0], "as in older runs"
 
 
-def test_a_portion_of_a_large_number_is_exact():
-    rng = numpy.random.default_rng(0)
-    for whole in rng.integers(2**40, 2**52, 200).tolist():
-        count = rng.integers(1, whole).item()
-        places = rng.integers(0, whole, 20, endpoint=True)
-        assert portion(places, count, whole).tolist() == [
-            place * count // whole for place in places.tolist()
-        ]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "counts"), [((10, 10), (2, 1)), ((7, 100, 3), (3, 4, 1)), ((1, 9), (1, 3))]
-)
+@pytest.mark.parametrize(("sizes", "counts"), [((7, 100, 3), (3, 4, 1)), ((1, 9), (1, 3))])
 def test_every_sample_is_taken_and_a_sources_samples_equally_often_in_as_few_blocks_as_possible(
     sizes, counts
 ):
@@ -164,12 +115,6 @@ def test_samples_come_in_the_order_asked_for_with_their_source_beside_each_token
         mix[len(mix)]
 
 
-def test_what_a_source_lacks_the_mixture_lacks():
-    mix = Mixture({"a": Tokens(6), "b": Rows(x=torch.arange(4))}, [1, 1])
-    assert not any(hasattr(mix, name) for name in ("fingerprint", "lengths"))
-    assert mix[1] == {"x": torch.tensor(0)}, "samples without tokens are left as they are"
-
-
 def test_the_fingerprint_is_of_the_sources_their_names_and_their_shares():
     def fingerprint(counts=(2, 1), **prints):
         sources = {name: Tokens(6, fingerprint=one) for name, one in prints.items()}
@@ -186,9 +131,6 @@ def test_the_fingerprint_is_of_the_sources_their_names_and_their_shares():
     assert fingerprint(a="x", b="y") == different[0]
 
 
-# From the config.
-
-
 def config_of(*words, **environ):
     return load_config([str(word) for word in words], environ)
 
@@ -200,11 +142,6 @@ def tables(**weights):
 
 def build(data):
     return Tokens({"wiki": 30, "code": 4, "chat": 6}[data.path])
-
-
-def test_without_tables_the_one_source_is_built():
-    assert mixed(DataConfig(path="x"), "train", lambda data: [data.path]) == ["x"]
-    assert mixed(DataConfig(), "validation", lambda data: None) is None
 
 
 def test_each_source_is_built_from_its_own_keys_and_weights_count_rows(caplog):
@@ -242,9 +179,6 @@ def test_held_out_parts_are_joined_without_weights_and_interleaved(caplog):
     assert caplog.messages[-1] == said
     assert mixed(data, "validation", lambda data: None) is None
     assert mixed(data, "validation", lambda data: []) is None
-
-
-# Settings.
 
 
 TOML = """
@@ -313,12 +247,6 @@ def test_a_weight_that_is_not_positive_and_finite_is_refused(weight):
     assert message.startswith(f"data.sources.wiki.weight={weight} on the command line must be ")
 
 
-@pytest.mark.bad_input("a weight so small that an epoch would have more than 2^52 samples")
-def test_a_weight_whose_epoch_can_not_be_counted_is_refused():
-    said = "data.sources.code.weight=1e-15 is too small: to read its rows once takes 4.0e+17 of the"
-    assert message_of(64, counts_of, {"wiki": 1.0, "code": 1e-15}, [1, 400]).startswith(said)
-
-
 @pytest.mark.bad_input("a source so small that an epoch repeats each row more than 20 times")
 def test_a_source_that_an_epoch_repeats_too_often_is_warned_of_with_both_numbers(caplog, capsys):
     caplog.set_level("INFO", "dist_amp")
@@ -376,19 +304,6 @@ def test_a_source_that_can_not_be_mixed_is_refused(path, rows, status, said):
         assert message.startswith(f"data.sources.wiki {said}")
 
 
-@pytest.mark.bad_input(
-    "an error of one source of a mixture: its files, columns or a damaged sample"
-)
-def test_what_a_source_raises_names_its_table():
-    for error in (ConfigError, DataError):
-
-        def build(data, error=error):
-            raise error("data.path=x is no file")
-
-        message = message_of(error.exit_code, mixed, tables(wiki=1.0), "train", build)
-        assert message == "data.sources.wiki: data.path=x is no file"
-
-
 def test_a_sample_that_cannot_be_read_is_named_by_its_source():
     class Damaged(Tokens):
         def __getitem__(self, index):
@@ -424,9 +339,6 @@ def test_a_resumed_mixture_may_move_its_files_but_not_change_its_weights_or_sour
     ):
         message = message_of(64, check, [*words, *more])
         assert f"data.sources.{said}: use the old values" in message
-
-
-# Losses of each source.
 
 
 def test_the_losses_of_each_source_are_summed_over_what_counts():

@@ -41,15 +41,6 @@ def write_tokens(folder, tokenizer=BYTES, **splits):
     return DataConfig(path=str(folder))
 
 
-# Tokenizers.
-
-
-def test_bytes_are_a_tokenizer():
-    assert BYTES.encode("aé\n") == [97, 0xC3, 0xA9, 10]
-    assert BYTES.decode(BYTES.encode("aé\n")) == "aé\n"
-    assert (BYTES.vocabulary, BYTES.end) == (256, 0)
-
-
 def test_a_tokenizer_is_the_same_as_a_file_a_folder_of_it_alone_and_a_folder_of_transformers(
     tmp_path,
 ):
@@ -68,7 +59,6 @@ def test_a_tokenizer_is_the_same_as_a_file_a_folder_of_it_alone_and_a_folder_of_
 
 
 def test_the_identity_is_what_decides_the_ids_and_nothing_else(tmp_path):
-    """Not the path, the padding or what was encoded before; but words, end and chat template."""
     one = make_tokenizer(tmp_path / "one")
     make_tokenizer(tmp_path / "same")
     same = AutoTokenizer.from_pretrained(tmp_path / "same")
@@ -94,7 +84,6 @@ EMPTY = json.dumps({"version": "1.0", "model": {"type": "BPE", "vocab": {}, "mer
     [
         ("tokenizer.json", None, "it does not exist"),
         ("tokenizer.json", "words", "expected value at line 1 column 1"),
-        ("tokenizer.json", "{}", "Model missing. at line 1 column 2"),
         ("tokenizer.json", EMPTY, "its model has no tokens"),
         ("", None, ".*"),
         ("nobody/nothing", None, ".*"),
@@ -117,9 +106,6 @@ def test_a_tokenizer_with_more_tokens_than_the_model_has_rows():
     assert message_of(65, check_vocabulary, BYTES, 255).startswith(said)
 
 
-# What of a row is learned: tests/together/test_hf_tasks.py has more of it.
-
-
 NOTHING_MARKED = CHAT.replace("BEGIN", "{% generation %}{% endgeneration %}").replace("END", "")
 COUNTED = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
@@ -134,9 +120,6 @@ def test_a_template_that_finds_no_answer_is_refused_by_its_name_and_row(template
         f"row 0: the chat template of {tmp_path}/model finds no token of the assistant's answers; "
         "put {% generation %} and {% endgeneration %} around what the assistant writes"
     )
-
-
-# Where the documents come from.
 
 
 def test_rows_are_tokenized_once_and_then_read_from_the_cache(tmp_path, cache, monkeypatch):
@@ -178,15 +161,6 @@ def test_the_cache_knows_rows_tokenizer_column_and_split_apart(tmp_path, cache):
     assert len(list(cache.iterdir())) == 5
 
 
-def test_a_folder_of_tokens_is_a_source_of_its_splits(tmp_path):
-    both = write_tokens(tmp_path / "both", train=TEXTS, validation=TEXTS[1:3])
-    one = write_tokens(tmp_path / "one", train=TEXTS)
-    assert len(token_documents(both, "train", BYTES)) == 24
-    assert len(token_documents(both, "validation", BYTES)) == 2
-    assert token_documents(one, "validation", BYTES) is None
-    assert token_documents(one, "train", BYTES)[2]["input_ids"].tolist() == [*b"ababab", 0]
-
-
 @pytest.mark.bad_input(
     "tokens of another tokenizer than the task's, or `data.tokenizer` that is not the task's"
 )
@@ -222,6 +196,8 @@ def test_rows_of_a_view_are_tokenized_as_they_are_read(tmp_path, cache):
         torch.testing.assert_close(sample, ahead[number])
     other = token_documents(replace(data, text_column="body"), "train", BYTES)
     assert documents.fingerprint != other.fingerprint
+    order, _ = documents.shuffled(3, 1)
+    assert order == documents.rows.shuffled(3, 1)[0], "by row group, as the view is read"
 
 
 def test_a_row_of_a_view_without_tokens_is_named(tmp_path):
