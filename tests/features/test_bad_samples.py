@@ -101,7 +101,7 @@ def listed(folder):
     return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
 
 
-def test_a_micro_batch_without_a_good_sample_is_padding_and_the_samples_of_padding_are_not_listed():
+def test_a_micro_batch_without_a_good_sample_is_padding():
     fetch = SkippingFetch(Torn(unreadable=(3, 4, 5)).build_dataset("train"), Tiny(), "training")
     rest = fetch[Shard((3, 5))]
     assert rest.shard == Shard((7, 7), counts=False), "3 + 1 and 3 + 2 are bad too"
@@ -184,8 +184,8 @@ def limit_of_ranks(world, folder):
 
 
 def test_the_limit_is_of_all_ranks_together(tmp_path):
-    said = "5 of the 16 samples of the training split are bad in one epoch, more than data.max_"
-    assert on_ranks(2, limit_of_ranks, tmp_path) == [said, said]
+    fragment = "5 of the 16 samples of the training split are bad in one epoch, more than data.max_"
+    assert on_ranks(2, limit_of_ranks, tmp_path) == [fragment, fragment]
 
 
 @pytest.mark.bad_input("a dataset or `collate` of which no sample can be used, with skip")

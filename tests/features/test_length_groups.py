@@ -103,16 +103,6 @@ def test_a_run_resumes_with_the_same_steps_at_another_world_size(before, after, 
     assert first + rest == expected
 
 
-def test_samples_and_fingerprint_are_the_datasets_own():
-    class Own(Rows):
-        fingerprint = "abc"
-        lengths = numpy.arange(1, 6)
-
-    dataset = LengthGroups(Own(index=torch.arange(5)), 1)
-    assert (len(dataset), dataset.fingerprint, dataset[3]["index"].item()) == (5, "abc", 3)
-    assert [sample["index"].item() for sample in dataset.__getitems__([4, 0])] == [4, 0]
-
-
 def test_the_setting_groups_a_dataset_once_and_off_leaves_it_alone():
     dataset = grouping(50, 3)
     assert grouped(DataConfig(), dataset.dataset) is dataset.dataset
@@ -137,7 +127,7 @@ BY_ROW_GROUP.shuffled = None
     "`data.group_by_length` with `data.shuffle=false`, or with an order of the dataset's own"
 )
 @pytest.mark.parametrize(
-    ("dataset", "lengths", "settings", "said"),
+    ("dataset", "lengths", "settings", "fragment"),
     [
         (FIVE, None, {}, " needs each sample's length, and a Rows has no `lengths`; write its"),
         (FIVE, lengths_of(4), {}, ": there are 4 lengths for 5 samples"),
@@ -147,7 +137,7 @@ BY_ROW_GROUP.shuffled = None
         (BY_ROW_GROUP, lengths_of(5), {}, ": the data is read by row group, in an order of its"),
     ],
 )
-def test_what_can_not_be_grouped_is_refused_with_the_reason(dataset, lengths, settings, said):
+def test_what_can_not_be_grouped_is_refused_with_the_reason(dataset, lengths, settings, fragment):
     with pytest.raises((ConfigError, DataError)) as error:
         grouped(DataConfig(group_by_length=5, **settings), dataset, lengths)
-    assert f"data.group_by_length=5{said}" in str(error.value)
+    assert f"data.group_by_length=5{fragment}" in str(error.value)

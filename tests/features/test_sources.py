@@ -290,6 +290,7 @@ UNFIT = "another number of fields"
     "damaged JSON lines, CSV, Parquet or compressed files; text that is not UTF-8"
 )
 @pytest.mark.bad_input("a share of the last rows that is no share")
+@pytest.mark.bad_input("a file without rows")
 @pytest.mark.bad_input(
     "a row of a table with more or fewer fields than the header, or in other ones"
 )
@@ -328,6 +329,7 @@ UNFIT = "another number of fields"
         ({"a.csv": "text,n,n\na,1,2\n"}, {}, 65, "line 1 names column n twice; rename one"),
         ({"a.csv": ""}, {}, 65, "a.csv is empty; its first line must name the columns"),
         ({"a.csv": "text,n\n"}, {}, 65, "it has no rows"),
+        ({"a.jsonl": "\n\n"}, {}, 65, "a.jsonl could not be loaded: it has no rows; check"),
         ({"a.jsonl": '{"x": 42}', "b.jsonl": '{"x": "00042"}'}, {}, 65, "b.jsonl could not be"),
         ({"a.jsonl": '{"x": 42}', "b.jsonl": '{"x": true}'}, {}, 65, "column x is "),
         ({"a.jsonl": '{"x": true}', "b.jsonl": '{"x": 7}'}, {}, 65, "column x is "),

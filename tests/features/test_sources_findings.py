@@ -151,8 +151,10 @@ def test_files_behind_symbolic_links_are_read_and_a_link_to_nothing_is_named(tmp
 def test_settings_of_rows_are_refused_for_tokens(key, value, tmp_path):
     write_tokens(tmp_path)
     data = load_config(["--data.path", str(tmp_path), f"--data.{key}", value], {}).data
-    said = message_of(64, token_documents, data, "train", BYTES)
-    assert said.startswith(f"data.{key}={value} has no effect: data.path={tmp_path} holds tokens")
+    fragment = message_of(64, token_documents, data, "train", BYTES)
+    assert fragment.startswith(
+        f"data.{key}={value} has no effect: data.path={tmp_path} holds tokens"
+    )
 
 
 @pytest.mark.bad_input("`data.name` beside `data.path`")
@@ -164,8 +166,8 @@ def test_two_sources_at_once_are_refused():
 def test_a_row_that_can_not_be_encoded_is_named_by_its_number_in_the_file(tmp_path):
     path = write_texts(tmp_path / "a.jsonl", ["text"] * 31 + [None] + ["text"] * 8)
     data = DataConfig(path=path, validation_split=0.01)
-    said = message_of(65, token_documents, data, "train", BYTES)
-    assert said.startswith("row 31: the column text")
+    fragment = message_of(65, token_documents, data, "train", BYTES)
+    assert fragment.startswith("row 31: the column text")
 
 
 @pytest.mark.bad_input("documents that do not fill one row")
@@ -174,8 +176,10 @@ def test_data_that_do_not_fill_one_row_are_refused_with_their_size(tmp_path):
     data = DataConfig(path=path, validation_split=0.1)
     rows = Packing(100, "cut", "split").rows
     documents = token_documents(data, "train", BYTES)
-    said = message_of(65, rows, documents, "train")
-    assert f"have {int(sum(documents.lengths))} tokens in all, fewer than one row of 100" in said
+    fragment = message_of(65, rows, documents, "train")
+    assert (
+        f"have {int(sum(documents.lengths))} tokens in all, fewer than one row of 100" in fragment
+    )
     assert rows(token_documents(data, "validation", BYTES), "validation") is None
 
 
@@ -199,9 +203,9 @@ def test_a_full_disk_is_named_with_the_cache_and_not_with_a_file(tmp_path, monke
 
     monkeypatch.setattr(converted, "convert", full)
     data = DataConfig(path=write_texts(tmp_path / "a.jsonl", ["a", "b"]))
-    said = message_of(1, load_rows, data, "train")
-    assert "the disk of the cache " in said
-    assert said.endswith("is full; make room, or set HF_DATASETS_CACHE")
+    fragment = message_of(1, load_rows, data, "train")
+    assert "the disk of the cache " in fragment
+    assert fragment.endswith("is full; make room, or set HF_DATASETS_CACHE")
 
 
 @pytest.mark.bad_input("tokens without `tokens.json`, or `--out` that is a file")
@@ -209,7 +213,7 @@ def test_tokens_without_their_manifest_are_named_and_a_file_is_no_folder_for_the
     write_tokens(tmp_path / "tokens")
     (tmp_path / "tokens/tokens.json").unlink()
     data = DataConfig(path=str(tmp_path / "tokens"))
-    said = message_of(65, token_documents, data, "train", BYTES)
-    assert "holds tokens without their tokens.json" in said
+    fragment = message_of(65, token_documents, data, "train", BYTES)
+    assert "holds tokens without their tokens.json" in fragment
     (tmp_path / "file").write_text("")
     assert "file is a file; give a folder" in message_of(64, write_tokens, tmp_path / "file")

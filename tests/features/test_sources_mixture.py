@@ -1,6 +1,7 @@
 """Mixtures: exact shares, nothing left out, and resuming at any world size."""
 
 import math
+import re
 from collections import Counter
 from dataclasses import fields, replace
 
@@ -175,8 +176,8 @@ def test_held_out_parts_are_joined_without_weights_and_interleaved(caplog):
     for start in range(0, 36, 6):
         batch = Counter(source for source, _ in draws[start : start + 6])
         assert batch == {0: 5, 2: 1}, "some batches have all"
-    said = "data: nothing is held out of code, so no evaluation has a loss of it"
-    assert caplog.messages[-1] == said
+    fragment = "data: nothing is held out of code, so no evaluation has a loss of it"
+    assert caplog.messages[-1] == fragment
     assert mixed(data, "validation", lambda data: None) is None
     assert mixed(data, "validation", lambda data: []) is None
 
@@ -222,29 +223,22 @@ def test_a_mixture_is_printed_as_it_is_read_and_help_shows_the_keys_of_a_source(
 
 
 @pytest.mark.bad_input("an unknown key in a source's table, or a value in its place")
-def test_an_unknown_key_of_a_source_names_the_nearest_right_one(mine):
-    mine.write_text(TOML.replace("weight", "wieght"))
-    assert message_of(64, config_of, "--config", mine) == (
-        f"unknown key data.sources.wiki.wieght in {mine}, line 4; did you mean "
-        "data.sources.wiki.weight?"
-    )
-    said = "unknown key data.sources.wiki on the command line; did you mean data.sources.wiki."
-    assert message_of(64, config_of, "--data.sources.wiki", "w.jsonl").startswith(said)
-
-
 @pytest.mark.bad_input("a source whose name is not made of letters, digits and _")
-@pytest.mark.parametrize("name", ["my wiki", "2024", "class", ""])
-def test_a_source_whose_name_is_no_name_is_refused(name, tmp_path):
-    (tmp_path / "mine.toml").write_text(f'[data.sources."{name}"]\npath = "x"')
-    message = message_of(64, config_of, "--config", tmp_path / "mine.toml")
-    assert f"{name!r} can't name a source; use letters, digits and _" in message
-
-
 @pytest.mark.bad_input("a mixture's weight that is 0, negative, nan or infinite")
-@pytest.mark.parametrize("weight", ["0", "nan", "inf"])
-def test_a_weight_that_is_not_positive_and_finite_is_refused(weight):
-    message = message_of(64, config_of, "--data.sources.wiki.weight", weight)
-    assert message.startswith(f"data.sources.wiki.weight={weight} on the command line must be ")
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ("wiki]\nwieght = 1.0", "unknown key .*wiki.wieght in .*, line 2; did you mean .*.weight"),
+        ('"my wiki"]\npath = "x"', "'my wiki' can't name a source; use letters, digits and _"),
+        ('"2024"]\npath = "x"', "'2024' can't name a source; use letters, digits and _"),
+        ("wiki]\nweight = 0.0", "data.sources.wiki.weight=0.* must be "),
+        ("wiki]\nweight = nan", "data.sources.wiki.weight=nan .* must be "),
+        ("wiki]\nweight = inf", "data.sources.wiki.weight=inf .* must be "),
+    ],
+)
+def test_a_wrong_name_key_or_weight_of_a_source_is_refused(table, message, mine):
+    mine.write_text(f"[data.sources.{table}")
+    assert re.search(message, message_of(64, config_of, "--config", mine))
 
 
 @pytest.mark.bad_input("a source so small that an epoch repeats each row more than 20 times")
@@ -254,12 +248,12 @@ def test_a_source_that_an_epoch_repeats_too_often_is_warned_of_with_both_numbers
     data = tables(wiki=0.99, tiny=0.01)
     rows = mixed(data, "train", lambda data: Tokens(sizes[data.path]))
     assert rows.counts.tolist() == [99, 1]
-    said = (
+    fragment = (
         "warning: data.sources.tiny: an epoch, in which wiki is read once, takes each of its 1 "
         "rows 415 times, more than data.max_repeats=20; lower its weight, raise wiki's, or raise "
         "data.max_repeats\n"
     )
-    assert capsys.readouterr().err == said
+    assert capsys.readouterr().err == fragment
     mixed(replace(data, max_repeats=415), "train", lambda data: Tokens(sizes[data.path]))
     assert capsys.readouterr().err == ""
 
@@ -281,7 +275,7 @@ NO_SAMPLES = "has no samples; check its path, split and columns"
 @pytest.mark.bad_input("a Parquet view, read by row group, in a mixture")
 @pytest.mark.bad_input("a source that names no data, or has no samples")
 @pytest.mark.parametrize(
-    ("path", "rows", "status", "said"),
+    ("path", "rows", "status", "fragment"),
     [
         (
             "x",
@@ -294,14 +288,14 @@ NO_SAMPLES = "has no samples; check its path, split and columns"
         ("x", [], 65, NO_SAMPLES),
     ],
 )
-def test_a_source_that_can_not_be_mixed_is_refused(path, rows, status, said):
+def test_a_source_that_can_not_be_mixed_is_refused(path, rows, status, fragment):
     for more in {}, {"big": MixedSourceConfig(path="big", weight=1e7)}:
         data = DataConfig(sources={"wiki": MixedSourceConfig(path=path), **more})
         build = {path: rows, "big": Tokens(9)}
         message = message_of(
             status, mixed, data, "train", lambda data, build=build: build[data.path]
         )
-        assert message.startswith(f"data.sources.wiki {said}")
+        assert message.startswith(f"data.sources.wiki {fragment}")
 
 
 def test_a_sample_that_cannot_be_read_is_named_by_its_source():
@@ -313,8 +307,8 @@ def test_a_sample_that_cannot_be_read_is_named_by_its_source():
 
     mix = Mixture({"wiki": Tokens(5), "code": Damaged(5)}, [1, 1])
     assert len(mix.__getitems__([0, 1, 2, 3, 8])) == 5
-    said = "data.sources.code, sample 3: ValueError: bad block (test_sources_mixture.py, line "
-    assert message_of(65, mix.__getitems__, [7]).startswith(said)
+    fragment = "data.sources.code, sample 3: ValueError: bad block (test_sources_mixture.py, line "
+    assert message_of(65, mix.__getitems__, [7]).startswith(fragment)
 
 
 @pytest.mark.bad_input("a resume with other weights, or a source more or less")
@@ -332,13 +326,13 @@ def test_a_resumed_mixture_may_move_its_files_but_not_change_its_weights_or_sour
 
     moved = "--data.sources.wiki.path elsewhere --data.sources.wiki.format tokens".split()
     check([*words, *both, *moved])
-    for more, said in (
+    for more, fragment in (
         ([*both, "--data.sources.wiki.weight", "0.5"], "wiki.weight=1.0, now 0.5"),
         ([*both, "--data.sources.more.path", "c"], "more.weight=unset, now 1.0"),
         ([], "code.weight=2.0, now unset"),
     ):
         message = message_of(64, check, [*words, *more])
-        assert f"data.sources.{said}: use the old values" in message
+        assert f"data.sources.{fragment}: use the old values" in message
 
 
 def test_the_losses_of_each_source_are_summed_over_what_counts():

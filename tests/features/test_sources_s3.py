@@ -130,8 +130,10 @@ def test_an_answer_that_is_too_short_is_asked_for_again(counted, monkeypatch, ca
     rows = text_of(counted, ["/bucket/a.parquet"])
     assert list(rows) == expected
     size = column_bytes(content)
-    said = f"counted:///bucket/a.parquet can't be reached: {size - 1} bytes came in place of {size}"
-    assert any(f"warning: {said}; trying again for 120 s" == text for text in caplog.messages)
+    fragment = (
+        f"counted:///bucket/a.parquet can't be reached: {size - 1} bytes came in place of {size}"
+    )
+    assert any(f"warning: {fragment}; trying again for 120 s" == text for text in caplog.messages)
 
 
 @pytest.mark.bad_input("a store that does not answer for two minutes")

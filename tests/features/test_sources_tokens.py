@@ -80,7 +80,7 @@ EMPTY = json.dumps({"version": "1.0", "model": {"type": "BPE", "vocab": {}, "mer
     "without one"
 )
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "fragment"),
     [
         ("tokenizer.json", None, "it does not exist"),
         ("tokenizer.json", "words", "expected value at line 1 column 1"),
@@ -89,21 +89,23 @@ EMPTY = json.dumps({"version": "1.0", "model": {"type": "BPE", "vocab": {}, "mer
         ("nobody/nothing", None, ".*"),
     ],
 )
-def test_a_tokenizer_that_can_not_be_read(name, content, said, tmp_path, monkeypatch):
+def test_a_tokenizer_that_can_not_be_read(name, content, fragment, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     path = name if "/" in name else str(tmp_path / name)
     if content is not None:
         (tmp_path / name).write_text(content)
-    said = rf"data.tokenizer={path} can't be read: {said}; give a tokenizer.json, a folder that .*"
-    assert re.fullmatch(said, message_of(65, open_tokenizer, path))
+    fragment = (
+        rf"data.tokenizer={path} can't be read: {fragment}; give a tokenizer.json, a folder that .*"
+    )
+    assert re.fullmatch(fragment, message_of(65, open_tokenizer, path))
 
 
 @pytest.mark.bad_input("a tokenizer with more tokens than the task's model has rows")
 def test_a_tokenizer_with_more_tokens_than_the_model_has_rows():
     check_vocabulary(BYTES, 256)
-    said = "the tokenizer bytes has 256 tokens and the model's embedding 255 rows; use task"
-    assert message_of(65, check_vocabulary, BYTES, 255).startswith(said)
+    fragment = "the tokenizer bytes has 256 tokens and the model's embedding 255 rows; use task"
+    assert message_of(65, check_vocabulary, BYTES, 255).startswith(fragment)
 
 
 NOTHING_MARKED = CHAT.replace("BEGIN", "{% generation %}{% endgeneration %}").replace("END", "")
@@ -115,8 +117,8 @@ COUNTED = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% en
 def test_a_template_that_finds_no_answer_is_refused_by_its_name_and_row(template, tmp_path):
     make_tokenizer(tmp_path / "model", template)
     tokenizer = open_tokenizer(str(tmp_path / "model"))
-    said = message_of(65, token_documents, source(tmp_path, chats()), "train", tokenizer)
-    assert re.sub(r"^row \d+", "row 0", said) == (
+    fragment = message_of(65, token_documents, source(tmp_path, chats()), "train", tokenizer)
+    assert re.sub(r"^row \d+", "row 0", fragment) == (
         f"row 0: the chat template of {tmp_path}/model finds no token of the assistant's answers; "
         "put {% generation %} and {% endgeneration %} around what the assistant writes"
     )
@@ -173,8 +175,8 @@ def test_tokens_of_another_tokenizer_are_refused_with_both(tmp_path):
         f"{tmp_path}/model ({other.identity}); set data.tokenizer=bytes, or make them again"
     )
     data = replace(source(tmp_path, TEXTS), tokenizer="bytes")
-    said = message_of(64, token_documents, data, "train", other)
-    assert said.startswith("data.tokenizer=bytes (bytes) is not the task's, ")
+    fragment = message_of(64, token_documents, data, "train", other)
+    assert fragment.startswith("data.tokenizer=bytes (bytes) is not the task's, ")
     data = replace(data, tokenizer=str(tmp_path / "model"))
     assert len(token_documents(data, "train", other)) == 18
 
@@ -203,8 +205,8 @@ def test_rows_of_a_view_are_tokenized_as_they_are_read(tmp_path, cache):
 def test_a_row_of_a_view_without_tokens_is_named(tmp_path):
     data = view(tmp_path, [{"text": "a"}, {"text": ""}])
     documents = token_documents(data, "train", replace(BYTES, end=None))
-    said = "row 1 has no tokens; remove it, or use dist_amp.tokenize, which leaves it out"
-    assert message_of(65, documents.__getitems__, [0, 1]) == said
+    fragment = "row 1 has no tokens; remove it, or use dist_amp.tokenize, which leaves it out"
+    assert message_of(65, documents.__getitems__, [0, 1]) == fragment
 
 
 @pytest.mark.parametrize("rows", [chats(), TEXTS], ids=["chats", "texts"])

@@ -235,8 +235,8 @@ def test_a_command_does_not_continue_with_other_content_of_the_same_size(
     before = content(tmp_path / "tokens")
     rows_file(tmp_path, [*texts(100)[:-1], {"text": "é" * 4 + "98"}])
     status = run(tmp_path, "--out", tmp_path / "tokens", "--shard_tokens", 40)
-    said = refused(capsys, status)
-    assert said.startswith(f"{tmp_path}/tokens holds tokens of splits ")
+    fragment = refused(capsys, status)
+    assert fragment.startswith(f"{tmp_path}/tokens holds tokens of splits ")
     assert content(tmp_path / "tokens") == before
 
 
@@ -247,14 +247,6 @@ def run(folder, *words, tokenizer="bytes"):
 
 def rows_file(folder, rows):
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-@pytest.mark.bad_input("a file without rows")
-def test_a_file_without_rows_is_named(tmp_path, capsys):
-    rows_file(tmp_path, [])
-    message = refused(capsys, run(tmp_path, "--out", tmp_path / "tokens"), 65)
-    cause = "could not be loaded: it has no rows; check the files"
-    assert message == f"data.path={tmp_path}/rows.jsonl {cause}"
 
 
 def test_the_command_writes_both_splits_and_prints_exact_counts(tmp_path, capsys):
@@ -282,7 +274,7 @@ def refused(capsys, status, code=64):
     "worker that dies"
 )
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "fragment"),
     [
         ("", "--out is missing; name the folder to write, as in --out tokens"),
         ("--out o --data.tokenizer auto", "data.tokenizer=auto names none here; give a"),
@@ -292,9 +284,9 @@ def refused(capsys, status, code=64):
         ("--check o", "--check takes a folder alone, without --data.path"),
     ],
 )
-def test_a_wrong_command_line_is_one_line(words, said, tmp_path, capsys):
+def test_a_wrong_command_line_is_one_line(words, fragment, tmp_path, capsys):
     rows_file(tmp_path, texts())
-    assert refused(capsys, run(tmp_path, *words.split())).startswith(said)
+    assert refused(capsys, run(tmp_path, *words.split())).startswith(fragment)
 
 
 @pytest.mark.parametrize("phase", ["encoding", "starting"])
@@ -313,31 +305,38 @@ def test_a_folder_of_other_tokens_is_never_written_over(tmp_path, capsys):
     made = {"rows": texts(), "shard_tokens": 40, "tokenizer": BYTES}
     write(out, **made)
     before = content(out)
-    for change, said in (
+    for change, fragment in (
         ({"shard_tokens": 9}, "shard_tokens 40, not 9"),
         ({"tokenizer": other}, "identity bytes, not other"),
         ({"rows": texts(41)}, "splits {'train': {'source': "),
     ):
         message = message_of(64, write, out, **{**made, **change})
-        assert message.startswith(f"{out} holds tokens of {said}")
+        assert message.startswith(f"{out} holds tokens of {fragment}")
         assert message.endswith("give another folder, or remove this one")
     assert content(out) == before
     rows_file(tmp_path, texts())
-    said = refused(capsys, run(tmp_path, "--out", tmp_path))
-    assert said.startswith(f"{tmp_path} holds other files, such as ")
+    fragment = refused(capsys, run(tmp_path, "--out", tmp_path))
+    assert fragment.startswith(f"{tmp_path} holds other files, such as ")
 
 
-def test_check_finds_a_flipped_bit_in_any_file(tmp_path, capsys):
+@pytest.mark.bad_input("a file of tokens that is missing, truncated or damaged")
+def test_a_missing_truncated_or_damaged_file_is_named(tmp_path, capsys):
     write(tmp_path, pairs())
     assert command.main(["--check", str(tmp_path)]) == 0
     assert f"{tmp_path}: all files are as they were written" in capsys.readouterr().out
-    files = list((tmp_path / "train").iterdir())
+    files = sorted((tmp_path / "train").iterdir())
     assert len(files) > 6
     for path in files:
         data = path.read_bytes()
         path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-        said = refused(capsys, command.main(["--check", str(tmp_path)]), 65)
-        assert said.startswith(f"{path} is damaged: its hash differs from the manifest's")
+        message = refused(capsys, command.main(["--check", str(tmp_path)]), 65)
+        assert message.startswith(f"{path} is damaged: its hash differs from the manifest's")
+        path.write_bytes(data[:-1])
+        message = f"{path} has {len(data) - 1:,} bytes, not {len(data):,}; copy it again"
+        assert message_of(65, opened, tmp_path).startswith(message)
+        path.unlink()
+        message = f"{path} can't be read (No such file or directory); copy it"
+        assert message_of(65, opened, tmp_path).startswith(message)
         path.write_bytes(data)
 
 
@@ -349,11 +348,13 @@ def test_a_disk_without_room_is_named_and_the_run_goes_on_once_there_is(tmp_path
         bytes_of_a_file = 30_000  # a shard has more
         resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_of_a_file, bytes_of_a_file))
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        said = f"the tokens in {tmp_path / 'full'} can't be written (File too large); make room or"
+        fragment = (
+            f"the tokens in {tmp_path / 'full'} can't be written (File too large); make room or"
+        )
         try:
             write(tmp_path / "full", rows, workers=2, shard_tokens=40_000)
         except Failure as error:
-            os._exit(not str(error).startswith(said))
+            os._exit(not str(error).startswith(fragment))
         os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     write(tmp_path / "full", rows, shard_tokens=40_000)
@@ -369,7 +370,7 @@ NOT_TEXT = "holds NoneType, not text; name a column of text, or"
 
 @pytest.mark.bad_input("a text that is none, or a row that can't be encoded")
 @pytest.mark.parametrize(
-    ("rows", "workers", "tokenizer", "said"),
+    ("rows", "workers", "tokenizer", "fragment"),
     [
         ([{"text": "a"}, {"text": None}], 2, {}, f"row 1: the column text {NOT_TEXT}"),
         ([{"prompt": "a", "completion": None}], 0, {}, f"row 0: the column completion {NOT_TEXT}"),
@@ -378,24 +379,28 @@ NOT_TEXT = "holds NoneType, not text; name a column of text, or"
         (texts(), 0, {"vocabulary": 50}, "row 1: the tokenizer bytes makes the id 195, and its"),
     ],
 )
-def test_rows_that_make_no_tokens(rows, workers, tokenizer, said, tmp_path):
+def test_rows_that_make_no_tokens(rows, workers, tokenizer, fragment, tmp_path):
     tokenizer = replace(BYTES, **tokenizer)
     message = message_of(65, write, tmp_path, rows, workers=workers, tokenizer=tokenizer)
-    assert message.startswith(said)
+    assert message.startswith(fragment)
 
 
-@pytest.mark.bad_input("a file of tokens that is missing, truncated or damaged")
-def test_a_missing_or_truncated_file_is_named_by_its_size(tmp_path):
-    write(tmp_path, pairs())
-    for path in sorted((tmp_path / "train").iterdir()):
-        data = path.read_bytes()
-        path.write_bytes(data[:-1])
-        said = f"{path} has {len(data) - 1:,} bytes, not {len(data):,}; copy it again"
-        assert message_of(65, opened, tmp_path).startswith(said)
-        path.unlink()
-        said = f"{path} can't be read (No such file or directory); copy it"
-        assert message_of(65, opened, tmp_path).startswith(said)
-        path.write_bytes(data)
+@pytest.mark.bad_input(
+    "a token id that the vocabulary does not have, or an index that points elsewhere"
+)
+def test_an_id_out_of_range_or_a_damaged_index_names_the_document(tmp_path):
+    write(tmp_path, texts(), tokenizer=replace(BYTES, vocabulary=300))
+    path = tmp_path / "train/tokens_00001.bin"
+    path.write_bytes(path.read_bytes()[:-2] + (300).to_bytes(2, "little"))
+    index = np.memmap(tmp_path / "train/documents.bin", "<i8", "r+").reshape(-1, 3)
+    index[4, 1] = 10**6
+    index.flush()
+    documents = opened(tmp_path)
+    last = sum(shard.documents for shard in documents.of.shards[:2]) - 1
+    for number in (last, 4):
+        message = f"document {number} of {tmp_path}/train is damaged: documents.bin points to "
+        assert message_of(65, documents.__getitem__, number).startswith(message)
+    assert len(documents[last - 1]["input_ids"]) > 1
 
 
 @pytest.mark.bad_input(
@@ -403,14 +408,14 @@ def test_a_missing_or_truncated_file_is_named_by_its_size(tmp_path):
     "complete"
 )
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "fragment"),
     [
         ({"format": 2}, "holds tokens of format 2, and this version reads up to 1; use a newer"),
         ("{", "tokens.json can't be read (JSONDecodeError: "),
         (None, "tokens.json can't be read (FileNotFoundError: "),
     ],
 )
-def test_a_manifest_that_can_not_be_used(change, said, tmp_path):
+def test_a_manifest_that_can_not_be_used(change, fragment, tmp_path):
     write(tmp_path, texts())
     path = tmp_path / MANIFEST
     if isinstance(change, dict):
@@ -418,7 +423,7 @@ def test_a_manifest_that_can_not_be_used(change, said, tmp_path):
     path.unlink()
     if change:
         path.write_text(change)
-    assert said in message_of(65, opened, tmp_path)
+    assert fragment in message_of(65, opened, tmp_path)
 
 
 def test_complete_tokens_are_used_where_nothing_can_be_written(tmp_path):
@@ -428,5 +433,7 @@ def test_complete_tokens_are_used_where_nothing_can_be_written(tmp_path):
     (tmp_path / ".lock").mkdir()  # so that it can't be taken, even by root
     assert write(tmp_path, texts()) == made
     replace(made, complete=False).write(tmp_path)
-    said = f"the tokens in {tmp_path} can't be written (Is a directory); make room or name another"
-    assert message_of(1, write, tmp_path, texts()).startswith(said)
+    fragment = (
+        f"the tokens in {tmp_path} can't be written (Is a directory); make room or name another"
+    )
+    assert message_of(1, write, tmp_path, texts()).startswith(fragment)

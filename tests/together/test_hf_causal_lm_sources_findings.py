@@ -43,8 +43,8 @@ def test_whether_documents_leak_is_decided_by_what_all_ranks_found(shares, leak,
     run = packed_run(lambda numbers: [[share] for share in shares])
     monkeypatch.setattr(hf_causal_lm, "leaked_share", lambda model, ids, how: shares[0])
     if leak:
-        said = message_of(64, hf_causal_lm.check_documents_are_apart, run, "auto")
-        assert said.endswith("0.5 as much as its own; use data.pack=off")
+        fragment = message_of(64, hf_causal_lm.check_documents_are_apart, run, "auto")
+        assert fragment.endswith("0.5 as much as its own; use data.pack=off")
     else:
         hf_causal_lm.check_documents_are_apart(run, "auto")
 
