@@ -124,6 +124,14 @@ def test_a_glob_names_some_of_the_files_of_a_folder(tmp_path, place):
     assert all_rows(f"{place(tmp_path)}/a*.jsonl")["text"][:] == ["a1", "b1"]
 
 
+def test_splits_are_read_by_the_names_of_files(tmp_path):
+    names = ["en/train_a.jsonl", "de/train_b.jsonl", "en/dev_a.jsonl"]
+    for name in names:
+        write(tmp_path, name, json.dumps({"text": name}) + "\n")
+    assert sorted(rows_of(tmp_path)["text"]) == sorted(names[:2])
+    assert rows_of(tmp_path, "validation")["text"][:] == names[2:]
+
+
 def test_hidden_files_and_a_readme_are_not_data(tmp_path):
     files = {"README.md": "about", "LICENSE": "free", ".cache/more.csv": CSV, "rows.jsonl": LINES}
     for name, content in files.items():
@@ -366,6 +374,8 @@ def test_a_saved_folder_that_is_damaged_or_of_another_kind_is_refused(tmp_path):
     arrow.write_bytes(arrow.read_bytes()[:-100])
     shutil.copytree(tmp_path / "cut", tmp_path / "half")
     (tmp_path / "half/state.json").unlink()
+    message = message_of(64, rows_of, tmp_path / "cut", format="csv")
+    assert_says(message, "a folder of the format saved")
     for folder, cause in {"cut": "Expected to", "half": "neither a `Dataset` directory"}.items():
         message = message_of(65, rows_of, tmp_path / folder)
         loaded = f"data.path={tmp_path}/{folder} could not be loaded: "

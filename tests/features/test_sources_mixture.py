@@ -14,12 +14,14 @@ from tiny import Tiny, make_run, save, take_steps
 from dist_amp.checkpoint.compatibility import check_config
 from dist_amp.config.load import load_config
 from dist_amp.config.text import to_toml
+from dist_amp.errors import DataError
 from dist_amp.settings import DataConfig, MixedSourceConfig
 from dist_amp.sources.mixture import (
     Mixture,
     counts_of,
     losses_by_source,
     mixed,
+    portion,
 )
 from dist_amp.train import main
 from dist_amp.world import World
@@ -84,6 +86,15 @@ def test_shares_that_a_short_block_has_exactly_keep_its_order():
     assert counts_of({"a": 0.3333, "b": 0.6667}, [100, 100]) == [1, 2], "to a sample"
     mix = Mixture({"a": range(7), "b": range(2)}, [7, 2])
     assert mix.locate(range(9))[0].tolist() == [0, 0, 1, 0, 0, 0, 1, 0, 0], "as in older runs"
+
+
+def test_a_portion_of_a_large_number_is_exact():
+    rng = numpy.random.default_rng(0)
+    for whole in rng.integers(2**40, 2**52, 20).tolist():
+        count = rng.integers(1, whole).item()
+        places = rng.integers(0, whole, 20, endpoint=True)
+        exact = [place * count // whole for place in places.tolist()]
+        assert portion(places, count, whole).tolist() == exact
 
 
 @pytest.mark.parametrize(("sizes", "counts"), [((7, 100, 3), (3, 4, 1)), ((1, 9), (1, 3))])
@@ -296,6 +307,24 @@ def test_a_source_that_can_not_be_mixed_is_refused(path, rows, status, fragment)
             status, mixed, data, "train", lambda data, build=build: build[data.path]
         )
         assert message.startswith(f"data.sources.wiki {fragment}")
+
+
+@pytest.mark.bad_input("a weight so small that an epoch would have more than 2^52 samples")
+@pytest.mark.bad_input(
+    "an error of one source of a mixture: its files, columns or a damaged sample"
+)
+def test_an_error_of_one_source_names_its_table():
+    def fail(data):
+        raise DataError("data.path=x is no file")
+
+    message = message_of(65, mixed, tables(wiki=1.0), "train", fail)
+    assert message == "data.sources.wiki: data.path=x is no file"
+    message = message_of(64, counts_of, {"wiki": 1.0, "code": 1e-15}, [1, 400])
+    assert message.startswith("data.sources.code.weight=1e-15 is too small: to read its rows once")
+
+
+def test_without_a_mixture_the_single_source_is_built():
+    assert mixed(DataConfig(path="x"), "train", lambda data: [data.path]) == ["x"]
 
 
 def test_a_sample_that_cannot_be_read_is_named_by_its_source():

@@ -41,6 +41,11 @@ def write_tokens(folder, tokenizer=BYTES, **splits):
     return DataConfig(path=str(folder))
 
 
+def test_bytes_are_a_tokenizer():
+    assert BYTES.encode("aé\n") == [97, 0xC3, 0xA9, 10]
+    assert BYTES.decode(BYTES.encode("aé\n")) == "aé\n"
+
+
 def test_a_tokenizer_is_the_same_as_a_file_a_folder_of_it_alone_and_a_folder_of_transformers(
     tmp_path,
 ):
@@ -161,6 +166,14 @@ def test_the_cache_knows_rows_tokenizer_column_and_split_apart(tmp_path, cache):
     ):
         token_documents(config, split, tokenizer)
     assert len(list(cache.iterdir())) == 5
+
+
+def test_a_folder_of_tokens_is_a_source_of_its_splits(tmp_path):
+    both = write_tokens(tmp_path / "both", train=TEXTS, validation=TEXTS[1:3])
+    one = write_tokens(tmp_path / "one", train=TEXTS)
+    assert len(token_documents(both, "validation", BYTES)) == 2
+    assert token_documents(one, "validation", BYTES) is None
+    assert token_documents(one, "train", BYTES)[2]["input_ids"].tolist() == [*b"ababab", 0]
 
 
 @pytest.mark.bad_input(
