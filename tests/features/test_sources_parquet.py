@@ -229,6 +229,22 @@ def test_rows_are_as_the_datasets_library_gives_them(tmp_path):
         rows[3]
 
 
+def test_pictures_are_decoded(tmp_path):
+    import datasets
+    import numpy as np
+
+    pixels = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
+    label = datasets.ClassLabel(names=["a", "b"])
+    features = datasets.Features({"image": datasets.Image(), "label": label})
+    path = str(tmp_path / "images.parquet")
+    columns = {"image": [pixels] * 3, "label": [0, 1, 0]}
+    datasets.Dataset.from_dict(columns, features=features).to_parquet(path)
+    rows = view([path], streams=1)
+    assert rows.features == features
+    assert (np.asarray(rows[1]["image"]) == pixels).all()
+    assert rows.select_columns(["label"])[1] == {"label": 1}
+
+
 @pytest.mark.bad_input("a Parquet file that is empty, cut off or something else")
 def test_a_file_that_is_no_parquet_is_named(tmp_path):
     paths = written(tmp_path, EVEN)

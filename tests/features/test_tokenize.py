@@ -86,10 +86,10 @@ def test_documents_are_the_rows_with_something_to_learn_in_order(make, tmp_path)
 
 
 def test_a_shard_ends_before_the_document_that_would_exceed_it_and_a_long_one_has_its_own(tmp_path):
-    rows = [{"text": "a" * size} for size in (10, 27, 5, 99, 3, 3)]  # and one token more each
+    rows = [{"text": "a" * size} for size in (10, 28, 5, 99, 3, 3)]  # and one token more each
     shards = write(tmp_path, rows).splits["train"].shards
     ends = [(shard.end_row, shard.tokens) for shard in shards]
-    assert ends == [(2, 39), (3, 6), (4, 100), (6, 8)]
+    assert ends == [(2, 40), (3, 6), (4, 100), (6, 8)]
 
 
 @pytest.mark.parametrize(
