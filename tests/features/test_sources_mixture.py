@@ -1,6 +1,7 @@
 """Mixtures: exact shares, nothing left out, and resuming at any world size."""
 
 import math
+import re
 from collections import Counter
 from dataclasses import fields, replace
 
@@ -8,16 +9,15 @@ import numpy
 import pytest
 import torch
 from messages import message_of
-from tiny import Rows, Tiny, make_run, save, take_steps
+from tiny import Tiny, make_run, save, take_steps
 
 from dist_amp.checkpoint.compatibility import check_config
 from dist_amp.config.load import load_config
 from dist_amp.config.text import to_toml
-from dist_amp.errors import ConfigError, DataError
+from dist_amp.errors import DataError
 from dist_amp.settings import DataConfig, MixedSourceConfig
 from dist_amp.sources.mixture import (
     Mixture,
-    counts_in_block,
     counts_of,
     losses_by_source,
     mixed,
@@ -53,44 +53,10 @@ def drawn(mix):
     return [source_and_number(sample) for sample in mix.__getitems__(range(len(mix)))]
 
 
-# Shares.
-
-
-@pytest.mark.parametrize(
-    ("weights", "counts"),
-    [
-        ([3.0], [1]),
-        ([0.7, 0.2, 0.1], [7, 2, 1]),
-        ([2, 1], [2, 1]),
-        ([0.3, 0.3, 0.3, 0.1], [3, 3, 3, 1]),
-        ([999, 1], [999, 1]),
-        ([1e-3, 1e-3], [1, 1]),
-    ],
-)
-def test_a_block_is_as_short_as_the_shares_allow(weights, counts):
-    assert counts_in_block(dict(zip("abcd", weights, strict=False))) == counts
-
-
-def test_every_share_is_met_within_a_thousandth_or_as_closely_as_a_block_allows():
-    for seed in range(20):
-        weights = numpy.random.default_rng(seed).dirichlet([3.0] * 4)
-        counts = numpy.array(counts_in_block(dict(zip("abcd", weights, strict=True))))
-        assert (abs(counts / counts.sum() / weights - 1) <= 1e-3).all()
-    # The smallest of these shares is 0.02 %: two samples in 10,000, or three.
-    weights = {chr(97 + n): math.pi**-n for n in range(8)}
-    counts = numpy.array(counts_in_block(weights))
-    shares = numpy.array(list(weights.values())) / sum(weights.values())
-    assert abs(counts / counts.sum() / shares - 1).max() > 1e-3
-    # Largest remainder is off by less than one sample, whatever the block.
-    assert (abs(counts - counts.sum() * shares) < 1).all()
-    assert counts.sum() <= 10_000
-
-
 @pytest.mark.parametrize(
     ("weights", "sizes", "length"),
     [
         ([1.0, 1e-6], [1000, 3], 3_000_003),
-        ([1.0, 1e-9, 0.333], [1000, 70, 5], 93_310_000_070),
         ([0.3333, 0.6667], [100_000, 1000], 300_031),
         ([math.pi**-n for n in range(8)], [100] * 8, 443_013),
     ],
@@ -124,17 +90,14 @@ def test_shares_that_a_short_block_has_exactly_keep_its_order():
 
 def test_a_portion_of_a_large_number_is_exact():
     rng = numpy.random.default_rng(0)
-    for whole in rng.integers(2**40, 2**52, 200).tolist():
+    for whole in rng.integers(2**40, 2**52, 20).tolist():
         count = rng.integers(1, whole).item()
         places = rng.integers(0, whole, 20, endpoint=True)
-        assert portion(places, count, whole).tolist() == [
-            place * count // whole for place in places.tolist()
-        ]
+        exact = [place * count // whole for place in places.tolist()]
+        assert portion(places, count, whole).tolist() == exact
 
 
-@pytest.mark.parametrize(
-    ("sizes", "counts"), [((10, 10), (2, 1)), ((7, 100, 3), (3, 4, 1)), ((1, 9), (1, 3))]
-)
+@pytest.mark.parametrize(("sizes", "counts"), [((7, 100, 3), (3, 4, 1)), ((1, 9), (1, 3))])
 def test_every_sample_is_taken_and_a_sources_samples_equally_often_in_as_few_blocks_as_possible(
     sizes, counts
 ):
@@ -164,12 +127,6 @@ def test_samples_come_in_the_order_asked_for_with_their_source_beside_each_token
         mix[len(mix)]
 
 
-def test_what_a_source_lacks_the_mixture_lacks():
-    mix = Mixture({"a": Tokens(6), "b": Rows(x=torch.arange(4))}, [1, 1])
-    assert not any(hasattr(mix, name) for name in ("fingerprint", "lengths"))
-    assert mix[1] == {"x": torch.tensor(0)}, "samples without tokens are left as they are"
-
-
 def test_the_fingerprint_is_of_the_sources_their_names_and_their_shares():
     def fingerprint(counts=(2, 1), **prints):
         sources = {name: Tokens(6, fingerprint=one) for name, one in prints.items()}
@@ -186,9 +143,6 @@ def test_the_fingerprint_is_of_the_sources_their_names_and_their_shares():
     assert fingerprint(a="x", b="y") == different[0]
 
 
-# From the config.
-
-
 def config_of(*words, **environ):
     return load_config([str(word) for word in words], environ)
 
@@ -200,11 +154,6 @@ def tables(**weights):
 
 def build(data):
     return Tokens({"wiki": 30, "code": 4, "chat": 6}[data.path])
-
-
-def test_without_tables_the_one_source_is_built():
-    assert mixed(DataConfig(path="x"), "train", lambda data: [data.path]) == ["x"]
-    assert mixed(DataConfig(), "validation", lambda data: None) is None
 
 
 def test_each_source_is_built_from_its_own_keys_and_weights_count_rows(caplog):
@@ -238,13 +187,10 @@ def test_held_out_parts_are_joined_without_weights_and_interleaved(caplog):
     for start in range(0, 36, 6):
         batch = Counter(source for source, _ in draws[start : start + 6])
         assert batch == {0: 5, 2: 1}, "some batches have all"
-    said = "data: nothing is held out of code, so no evaluation has a loss of it"
-    assert caplog.messages[-1] == said
+    fragment = "data: nothing is held out of code, so no evaluation has a loss of it"
+    assert caplog.messages[-1] == fragment
     assert mixed(data, "validation", lambda data: None) is None
     assert mixed(data, "validation", lambda data: []) is None
-
-
-# Settings.
 
 
 TOML = """
@@ -288,35 +234,22 @@ def test_a_mixture_is_printed_as_it_is_read_and_help_shows_the_keys_of_a_source(
 
 
 @pytest.mark.bad_input("an unknown key in a source's table, or a value in its place")
-def test_an_unknown_key_of_a_source_names_the_nearest_right_one(mine):
-    mine.write_text(TOML.replace("weight", "wieght"))
-    assert message_of(64, config_of, "--config", mine) == (
-        f"unknown key data.sources.wiki.wieght in {mine}, line 4; did you mean "
-        "data.sources.wiki.weight?"
-    )
-    said = "unknown key data.sources.wiki on the command line; did you mean data.sources.wiki."
-    assert message_of(64, config_of, "--data.sources.wiki", "w.jsonl").startswith(said)
-
-
 @pytest.mark.bad_input("a source whose name is not made of letters, digits and _")
-@pytest.mark.parametrize("name", ["my wiki", "2024", "class", ""])
-def test_a_source_whose_name_is_no_name_is_refused(name, tmp_path):
-    (tmp_path / "mine.toml").write_text(f'[data.sources."{name}"]\npath = "x"')
-    message = message_of(64, config_of, "--config", tmp_path / "mine.toml")
-    assert f"{name!r} can't name a source; use letters, digits and _" in message
-
-
 @pytest.mark.bad_input("a mixture's weight that is 0, negative, nan or infinite")
-@pytest.mark.parametrize("weight", ["0", "nan", "inf"])
-def test_a_weight_that_is_not_positive_and_finite_is_refused(weight):
-    message = message_of(64, config_of, "--data.sources.wiki.weight", weight)
-    assert message.startswith(f"data.sources.wiki.weight={weight} on the command line must be ")
-
-
-@pytest.mark.bad_input("a weight so small that an epoch would have more than 2^52 samples")
-def test_a_weight_whose_epoch_can_not_be_counted_is_refused():
-    said = "data.sources.code.weight=1e-15 is too small: to read its rows once takes 4.0e+17 of the"
-    assert message_of(64, counts_of, {"wiki": 1.0, "code": 1e-15}, [1, 400]).startswith(said)
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ("wiki]\nwieght = 1.0", "unknown key .*wiki.wieght in .*, line 2; did you mean .*.weight"),
+        ('"my wiki"]\npath = "x"', "'my wiki' can't name a source; use letters, digits and _"),
+        ('"2024"]\npath = "x"', "'2024' can't name a source; use letters, digits and _"),
+        ("wiki]\nweight = 0.0", "data.sources.wiki.weight=0.* must be "),
+        ("wiki]\nweight = nan", "data.sources.wiki.weight=nan .* must be "),
+        ("wiki]\nweight = inf", "data.sources.wiki.weight=inf .* must be "),
+    ],
+)
+def test_a_wrong_name_key_or_weight_of_a_source_is_refused(table, message, mine):
+    mine.write_text(f"[data.sources.{table}")
+    assert re.search(message, message_of(64, config_of, "--config", mine))
 
 
 @pytest.mark.bad_input("a source so small that an epoch repeats each row more than 20 times")
@@ -326,12 +259,12 @@ def test_a_source_that_an_epoch_repeats_too_often_is_warned_of_with_both_numbers
     data = tables(wiki=0.99, tiny=0.01)
     rows = mixed(data, "train", lambda data: Tokens(sizes[data.path]))
     assert rows.counts.tolist() == [99, 1]
-    said = (
+    fragment = (
         "warning: data.sources.tiny: an epoch, in which wiki is read once, takes each of its 1 "
         "rows 415 times, more than data.max_repeats=20; lower its weight, raise wiki's, or raise "
         "data.max_repeats\n"
     )
-    assert capsys.readouterr().err == said
+    assert capsys.readouterr().err == fragment
     mixed(replace(data, max_repeats=415), "train", lambda data: Tokens(sizes[data.path]))
     assert capsys.readouterr().err == ""
 
@@ -353,7 +286,7 @@ NO_SAMPLES = "has no samples; check its path, split and columns"
 @pytest.mark.bad_input("a Parquet view, read by row group, in a mixture")
 @pytest.mark.bad_input("a source that names no data, or has no samples")
 @pytest.mark.parametrize(
-    ("path", "rows", "status", "said"),
+    ("path", "rows", "status", "fragment"),
     [
         (
             "x",
@@ -366,27 +299,32 @@ NO_SAMPLES = "has no samples; check its path, split and columns"
         ("x", [], 65, NO_SAMPLES),
     ],
 )
-def test_a_source_that_can_not_be_mixed_is_refused(path, rows, status, said):
+def test_a_source_that_can_not_be_mixed_is_refused(path, rows, status, fragment):
     for more in {}, {"big": MixedSourceConfig(path="big", weight=1e7)}:
         data = DataConfig(sources={"wiki": MixedSourceConfig(path=path), **more})
         build = {path: rows, "big": Tokens(9)}
         message = message_of(
             status, mixed, data, "train", lambda data, build=build: build[data.path]
         )
-        assert message.startswith(f"data.sources.wiki {said}")
+        assert message.startswith(f"data.sources.wiki {fragment}")
 
 
+@pytest.mark.bad_input("a weight so small that an epoch would have more than 2^52 samples")
 @pytest.mark.bad_input(
     "an error of one source of a mixture: its files, columns or a damaged sample"
 )
-def test_what_a_source_raises_names_its_table():
-    for error in (ConfigError, DataError):
+def test_an_error_of_one_source_names_its_table():
+    def fail(data):
+        raise DataError("data.path=x is no file")
 
-        def build(data, error=error):
-            raise error("data.path=x is no file")
+    message = message_of(65, mixed, tables(wiki=1.0), "train", fail)
+    assert message == "data.sources.wiki: data.path=x is no file"
+    message = message_of(64, counts_of, {"wiki": 1.0, "code": 1e-15}, [1, 400])
+    assert message.startswith("data.sources.code.weight=1e-15 is too small: to read its rows once")
 
-        message = message_of(error.exit_code, mixed, tables(wiki=1.0), "train", build)
-        assert message == "data.sources.wiki: data.path=x is no file"
+
+def test_without_a_mixture_the_single_source_is_built():
+    assert mixed(DataConfig(path="x"), "train", lambda data: [data.path]) == ["x"]
 
 
 def test_a_sample_that_cannot_be_read_is_named_by_its_source():
@@ -398,8 +336,8 @@ def test_a_sample_that_cannot_be_read_is_named_by_its_source():
 
     mix = Mixture({"wiki": Tokens(5), "code": Damaged(5)}, [1, 1])
     assert len(mix.__getitems__([0, 1, 2, 3, 8])) == 5
-    said = "data.sources.code, sample 3: ValueError: bad block (test_sources_mixture.py, line "
-    assert message_of(65, mix.__getitems__, [7]).startswith(said)
+    fragment = "data.sources.code, sample 3: ValueError: bad block (test_sources_mixture.py, line "
+    assert message_of(65, mix.__getitems__, [7]).startswith(fragment)
 
 
 @pytest.mark.bad_input("a resume with other weights, or a source more or less")
@@ -417,16 +355,13 @@ def test_a_resumed_mixture_may_move_its_files_but_not_change_its_weights_or_sour
 
     moved = "--data.sources.wiki.path elsewhere --data.sources.wiki.format tokens".split()
     check([*words, *both, *moved])
-    for more, said in (
+    for more, fragment in (
         ([*both, "--data.sources.wiki.weight", "0.5"], "wiki.weight=1.0, now 0.5"),
         ([*both, "--data.sources.more.path", "c"], "more.weight=unset, now 1.0"),
         ([], "code.weight=2.0, now unset"),
     ):
         message = message_of(64, check, [*words, *more])
-        assert f"data.sources.{said}: use the old values" in message
-
-
-# Losses of each source.
+        assert f"data.sources.{fragment}: use the old values" in message
 
 
 def test_the_losses_of_each_source_are_summed_over_what_counts():

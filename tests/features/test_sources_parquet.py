@@ -52,7 +52,7 @@ def view(paths, streams=8):
 
 
 class Index:
-    """A batch is its rows' `index`."""
+    """A task whose batch is its rows' `index`."""
 
     def collate(self, rows):
         return [row["index"] for row in rows]
@@ -88,9 +88,6 @@ def close(batches):
         one.close()
 
 
-# ---- the order of rows ----
-
-
 def uneven(groups, seed=0, most=50):
     """Sizes of groups, from 1 row to `most`."""
     return torch.randint(1, most + 1, (groups,), generator=torch.Generator().manual_seed(seed))
@@ -102,51 +99,26 @@ def whole_order(rows, streams, shuffle_groups, seed=0, epoch=0):
 
 GROUPED = {
     "one_row": torch.tensor([1]),
-    "even": torch.full((128,), 25),
     "uneven": uneven(333),
     "one_giant": torch.cat((uneven(40), torch.tensor([10_000]), uneven(40))),
     "one_row_among_thousands": torch.tensor([10_000, 1, 10_000, 10_000]),
-    "all_of_one_row": torch.ones(97, dtype=torch.int64),
 }
 
 
 @pytest.mark.parametrize("rows", GROUPED.values(), ids=GROUPED)
 def test_every_row_comes_once_per_epoch_in_another_order_each(rows):
     everything = torch.arange(int(rows.sum()))
-    for streams in {1, 2, 3, 6, 64, len(rows)}:
-        for window in (1, 2, 1000):
+    for streams in {1, 3, len(rows)}:
+        for window in (1, 1000):
             if streams <= len(rows):
-                epochs = [whole_order(rows, streams, window, epoch=epoch) for epoch in range(2)]
-                assert all(torch.equal(epoch.sort().values, everything) for epoch in epochs)
-                assert len(everything) < 20 or not torch.equal(*epochs)
+                first, second = (whole_order(rows, streams, window, epoch=n) for n in range(2))
+                torch.testing.assert_close(first.sort().values, everything, rtol=0, atol=0)
+                torch.testing.assert_close(second.sort().values, everything, rtol=0, atol=0)
+                if len(everything) > 1:
+                    seeded = whole_order(rows, streams, window, seed=1)
+                    assert not torch.equal(first, second)
+                    assert not torch.equal(first, seeded)
 
-
-def test_a_checkpoint_names_the_order_with_its_streams(tmp_path):
-    order, _ = view(written(tmp_path, EVEN), streams=8).shuffled(24, 1)
-    assert order == "parquet streams=8 shuffle_groups=2", "so that another one is refused"
-
-
-def test_another_seed_gives_another_order_and_any_portion_of_it_is_the_same():
-    rows = uneven(20)
-    order, whole = stream_order(rows, 8, 2, 0, 0), whole_order(rows, 8, 2)
-    assert not torch.equal(whole, whole_order(rows, 8, 2, seed=1))
-    for size in (1, 7, 100):
-        parts = [order(part) for part in torch.arange(len(whole)).split(size)]
-        assert torch.equal(torch.cat(parts), whole)
-
-
-@pytest.mark.parametrize("ranks", [2, 4, 16])
-def test_a_rank_reads_only_its_own_groups_and_shares_at_most_one_with_the_next(ranks):
-    for seed in range(5):
-        rows = uneven(100, seed)
-        order = whole_order(rows, streams=16, shuffle_groups=2, seed=seed)
-        group = torch.searchsorted(rows.cumsum(0), order, right=True)
-        of_ranks = [set(group[rank::ranks].tolist()) for rank in range(ranks)]
-        assert set.union(*of_ranks) == set(range(100))
-        assert sum(map(len, of_ranks)) <= 100 + ranks - 1
-
-
-# ---- the same samples ----
 
 STEPS_PER_EPOCH = 66  # the last with 16 of 24 rows
 
@@ -164,7 +136,7 @@ def uninterrupted(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("before", "after", "steps", "workers"),
-    [(1, 2, 1, 0), (2, 4, 3, 1), (4, 1, STEPS_PER_EPOCH - 2, 0), (2, 1, STEPS_PER_EPOCH, 0)],
+    [(1, 2, 1, 1), (4, 1, STEPS_PER_EPOCH - 2, 0), (2, 1, STEPS_PER_EPOCH, 0)],
 )
 def test_a_run_takes_the_same_rows_at_any_world_size_from_any_step_with_any_workers(
     before, after, steps, workers, uninterrupted
@@ -177,10 +149,7 @@ def test_a_run_takes_the_same_rows_at_any_world_size_from_any_step_with_any_work
     close(resumed)
 
 
-# ---- what is read ----
-
-
-@pytest.mark.parametrize(("ranks", "window"), [(1, 3), (2, 1), (4, 3)])
+@pytest.mark.parametrize(("ranks", "window"), [(1, 3), (4, 1)])
 def test_each_row_group_is_read_once_per_epoch_over_all_ranks(ranks, window, tmp_path, monkeypatch):
     reads, read = [], pq.ParquetFile.read_row_group
 
@@ -208,18 +177,6 @@ def test_only_the_columns_that_are_asked_for_are_read(tmp_path):
         dataset.select_columns(["label"])
 
 
-def test_few_row_groups_and_files_are_kept_and_none_after_its_last_row(tmp_path, monkeypatch):
-    monkeypatch.setattr(parquet, "SHUFFLE_GROUPS", 1)
-    dataset = view(written(tmp_path, [[3, 3]] * 50), streams=4)
-    dataset.shuffled(8, 2)
-    for index in range(0, len(dataset), 3):
-        dataset[index]
-    assert len(dataset._reader.groups) == 2 * 2 * 1, "twice the streams of a rank x shuffle_groups"
-    assert dataset._reader.open.cache_info().currsize == 32
-    dataset.__getitems__([298, 299])
-    assert (49, 1) not in dataset._reader.groups
-
-
 def test_a_validation_part_is_whole_row_groups_and_the_same_each_time(tmp_path):
     dataset = view(written(tmp_path, UNEVEN))
     parts, again = (dataset.train_test_split(test_size=0.1, seed=0) for _ in range(2))
@@ -245,21 +202,6 @@ def test_large_parquet_files_are_read_by_row_group(tmp_path, monkeypatch):
         for setting, expected in {"map": False, **by_group}.items():
             rows = split_of(tmp_path / "data", view=setting)
             assert isinstance(rows, ParquetView) == expected
-
-
-def test_splits_are_files_by_their_names_or_row_groups(tmp_path):
-    def sizes(path, **settings):
-        splits = ("train", "validation")
-        return [len(split_of(path, split, view="parquet", **settings)) for split in splits]
-
-    [first, second] = written(tmp_path, [[20] * 10, [7]])
-    assert sizes(first, validation_split=0.2) == [160, 40]
-    os.rename(first, tmp_path / "train-0.parquet")
-    os.rename(second, tmp_path / "validation-0.parquet")
-    assert sizes(tmp_path) == [200, 7]
-
-
-# ---- rows of any kind ----
 
 
 def test_rows_are_as_the_datasets_library_gives_them(tmp_path):
@@ -303,19 +245,6 @@ def test_pictures_are_decoded(tmp_path):
     assert rows.select_columns(["label"])[1] == {"label": 1}
 
 
-def test_any_fsspec_file_system_is_read(tmp_path):
-    memory = fsspec.filesystem("memory")
-    for path in written(tmp_path, UNEVEN):
-        memory.pipe(f"/bucket/{os.path.basename(path)}", Path(path).read_bytes())
-    remote = open_parquet(memory, memory.glob("/bucket/*.parquet"), DataConfig(streams=8))
-    local = view(written(tmp_path, UNEVEN))
-    assert list(remote) == list(local)
-    assert remote.fingerprint == local.fingerprint, "data may move"
-
-
-# ---- bad input ----
-
-
 @pytest.mark.bad_input("a Parquet file that is empty, cut off or something else")
 def test_a_file_that_is_no_parquet_is_named(tmp_path):
     paths = written(tmp_path, EVEN)
@@ -349,56 +278,39 @@ def test_columns_that_differ_between_files_are_refused_only_if_they_are_read(tmp
     less = str(tmp_path / "c.parquet")
     pq.write_table(pa.table({"index": [1]}), less)
     for path, kind in ((other, "binary"), (less, "missing")):
-        caplog.clear()
         rows = view([first, path])
         text = f"column text is {kind} in {path} and string in {first}"
-        assert caplog.messages == [
-            f"warning: left out, unless the task asks for it: {text}; write the files with the "
-            "same columns, or name those that have them in data.path"
-        ]
+        warning = f"warning: left out, unless the task asks for it: {text}; write the files with"
+        assert caplog.messages[-1].startswith(warning)
         assert rows.select_columns("index")[5] == {"index": 0 if path == other else 1}
         assert list(rows[5]) == ["index"]
         with pytest.raises(DataError, match=text):
             rows.select_columns(["text", "index"])
-    for name in ("a", "b"):
-        os.rename(tmp_path / name / "part-000.parquet", tmp_path / f"{name}.parquet")
-    with pytest.raises(DataError, match=r"column text is binary in .*b.parquet and string in .*a"):
-        split_of(f"{tmp_path}/[ab].parquet", view="parquet")
 
 
-WIDER = {
-    "null": (pa.null(), [None]),
-    "int32": (pa.int32(), [1]),
-    "float": (pa.float64(), [1.5]),
-    "large_string": (pa.large_string(), ["x"]),
-    "dictionary": (pa.dictionary(pa.int8(), pa.string()), ["x"]),
-    "list of nulls": (pa.list_(pa.null()), [[]]),
-}
+TEXT_OR_CODES = pa.dictionary(pa.int8(), pa.string())
 
 
 @pytest.mark.parametrize(
-    ("first", "second"),
+    "tables",
     [
-        *[("null", other) for other in ("int32", "dictionary", "list of nulls")],
-        *[("dictionary", "null"), ("dictionary", "large_string"), ("int32", "float")],
+        [(pa.null(), [None]), (pa.int32(), [1])],
+        [(pa.null(), [None]), (TEXT_OR_CODES, ["x"])],
+        [(pa.list_(pa.null()), [[]]), (pa.list_(pa.int16()), [[3]])],
+        [(pa.string(), ["y"]), (pa.large_string(), ["x"]), (TEXT_OR_CODES, ["z"])],
+        [(pa.int32(), [1]), (pa.int64(), [7]), (pa.float64(), [1.5])],
     ],
 )
-def test_types_are_widened_where_that_loses_nothing(first, second, tmp_path):
-    narrow = {
-        **WIDER,
-        "large_string": (pa.string(), ["y"]),
-        "list of nulls": (pa.list_(pa.int16()), [[3]]),
-        "float": (pa.int64(), [7]),
-    }
+def test_types_are_widened_if_that_loses_nothing(tables, tmp_path):
     paths = []
-    tables = [WIDER[first], WIDER[second], narrow[second]]
     for number, (kind, values) in enumerate(tables):
         paths.append(str(tmp_path / f"{number}.parquet"))
         pq.write_table(pa.table({"value": pa.array(values, kind)}), paths[-1])
-    for order in (paths, paths[::-1]):
-        values = [row["value"] for row in view(order, streams=1)]
-        assert values == [table[1][0] for table in (tables if order == paths else tables[::-1])]
-        assert second != "float" or {type(value) for value in values} == {float}
+    expected = [values[0] for _, values in tables]
+    assert [row["value"] for row in view(paths, streams=1)] == expected
+    backwards = [row["value"] for row in view(paths[::-1], streams=1)]
+    assert backwards == expected[::-1]
+    assert len({type(value) for value in backwards if value is not None}) == 1
 
 
 def test_folders_of_hive_partitions_are_columns(tmp_path):
@@ -426,7 +338,7 @@ def test_files_without_rows_are_refused_only_if_all_are(tmp_path):
 
 @pytest.mark.bad_input("`data.streams` that the world size does not divide")
 @pytest.mark.bad_input("fewer row groups than `data.streams` or ranks")
-@pytest.mark.parametrize(("streams", "ranks"), [(64, 2), (64, 3), (8, 42), (8, 3)])
+@pytest.mark.parametrize(("streams", "ranks"), [(64, 2), (8, 3)])
 def test_streams_that_do_not_fit_are_refused_with_the_rule(streams, ranks, tmp_path):
     dataset = view(written(tmp_path, UNEVEN), streams)
     rule = f"must be a multiple of the world size {ranks}, and at most the number of row groups, 41"
@@ -436,7 +348,7 @@ def test_streams_that_do_not_fit_are_refused_with_the_rule(streams, ranks, tmp_p
 
 @pytest.mark.parametrize(
     ("groups", "ranks", "streams"),
-    [(64, 1, 64), (900, 8, 64), (900, 96, 96), (38, 4, 32), (38, 3, 24), (5, 5, 5), (1, 2, 2)],
+    [(900, 8, 64), (96, 96, 96), (38, 3, 24), (1, 2, 2)],
 )
 def test_streams_are_picked_for_any_number_of_row_groups_and_ranks(
     groups, ranks, streams, tmp_path
@@ -448,12 +360,13 @@ def test_streams_are_picked_for_any_number_of_row_groups_and_ranks(
     assert rows.sort().values.tolist() == list(range(len(dataset)))
 
 
+@pytest.mark.bad_input("a part to be held out of a single row group")
 def test_a_file_of_a_single_row_group_is_trained_on_whole_unless_a_share_is_asked_for(tmp_path):
     path = written(tmp_path, [[10]])[0]
     data = DataConfig(path=path, view="parquet", text_column="index")
     assert len(load_split(data, "train")) == 10
     assert load_split(data, "validation") is None
-    with pytest.raises(DataError, match="leaves none of the row groups"):
+    with pytest.raises(DataError, match=r"leaves none of the row groups \(1\)"):
         load_split(replace(data, validation_split=0.5), "train")
 
 
@@ -473,13 +386,6 @@ def test_a_view_of_other_formats_is_refused(tmp_path):
         split_of(tmp_path, view="parquet")
 
 
-@pytest.mark.bad_input("a part to be held out of a single row group")
-def test_nothing_can_be_held_out_of_one_row_group(tmp_path):
-    text = r"validation_split=0.05 leaves none of the row groups \(1\) to train on; name a split"
-    with pytest.raises(DataError, match=text):
-        view(written(tmp_path, [[10]])).train_test_split(test_size=0.05)
-
-
 @pytest.mark.bad_input(
     "Parquet files that changed since the checkpoint: rows, row groups, sizes, names or columns"
 )
@@ -497,9 +403,8 @@ def test_a_source_that_changed_since_the_checkpoint_is_refused(change, tmp_path)
         other = pa.array([text.upper() for text in table["text"].to_pylist()])
         pq.write_table(table.set_column(1, "text", other), paths[-1], row_group_size=20)
     if change == "name":
-        renamed = str(tmp_path / "after" / "renamed.parquet")
-        os.rename(paths[-1], renamed)
-        paths[-1] = renamed
+        paths[-1] = os.path.join(tmp_path, "renamed.parquet")
+        os.rename(tmp_path / "after/part-003.parquet", paths[-1])
     after = view(paths)
     saved = SimpleNamespace(data_length=len(before), data_fingerprint=fingerprint(before))
     text = f"was made with 640 samples of fingerprint {before.fingerprint}"

@@ -55,11 +55,11 @@ def test_the_windows_of_the_docs_are_of_neighbours_and_split_by_time(tmp_path):
 def test_rows_of_a_table_that_do_not_fit_its_header_can_be_left_out_and_are_named(tmp_path, caplog):
     write(tmp_path, "rows.csv", "text,n\nx,a,1\nb\nc,3\n")
     path = tmp_path / "rows.csv"
-    said = f"fields: 2, {path}, line 2 (fields: 3), {path}, line 3 (fields: 1)"
+    fragment = f"fields: 2, {path}, line 2 (fields: 3), {path}, line 3 (fields: 1)"
     for _ in range(2):  # read, and from the cache
         caplog.clear()
         assert list(all_rows(path, on_bad_sample="skip")) == [{"text": "c", "n": 3}]
-        assert_says(caplog.text, said)
+        assert_says(caplog.text, fragment)
     few = message_of(65, rows_of, path, on_bad_sample="skip", max_bad_samples=0.5)
-    assert_says(few, said, "more than data.max_bad_samples=0.5")
+    assert_says(few, fragment, "more than data.max_bad_samples=0.5")
     assert_says(message_of(65, rows_of, path), "line 2 has another number of fields")

@@ -16,11 +16,11 @@ from dist_amp.commands import tokenize as command
 
 @pytest.mark.bad_input("SIGTERM while `tokenize` works")
 def test_tokenize_ends_by_sigterm_in_one_line_that_says_how_to_go_on(tmp_path):
-    path = write_texts(tmp_path / "a.jsonl", [f"text {n}" * 50 for n in range(60_000)])
+    path = write_texts(tmp_path / "a.jsonl", [f"text {n}" * 50 for n in range(30_000)])
     words = f"--data.path {path} --data.tokenizer bytes --out {tmp_path}/out --workers 0"
     if (child := os.fork()) == 0:
         with (tmp_path / "said").open("w") as file, redirect_stderr(file):
-            status = command.main([*words.split(), "--shard_tokens", "1000000"])
+            status = command.main([*words.split(), "--shard_tokens", "100000"])
         os._exit(status)
     while not list(tmp_path.glob("out/train/*")):
         assert os.waitpid(child, os.WNOHANG) == (0, 0)
