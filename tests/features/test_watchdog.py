@@ -6,6 +6,7 @@ import os
 import pdb  # noqa: T100 (a debugger is what is tested)
 import re
 import signal
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,6 @@ import torch
 import torch.distributed as dist
 from filelock import FileLock, Timeout
 from filelock import _api as filelock_api
-from forked import context
 from ranks import on_ranks
 from test_train import TINY, wait_for
 from test_watchdog_guards import watchdog_of
@@ -42,7 +42,6 @@ from dist_amp.supervise.rank_reports import (
     Process,
     Report,
     busy_seconds,
-    common_verdict,
     is_kept_waiting,
     judge,
     main_thread_is_in,
@@ -120,11 +119,6 @@ PROCESSES = [Process(f"host-{rank // 8}", 100 + rank, "") for rank in range(64)]
             "waiting in all_reduce 42 of group step: rank 0 of 2; entered gather as number 42, in "
             "step 8, in loss (own.py, l: rank 1 (process 101 on host-0)",
         ),
-        (
-            [WAITING] * 56 + [None] * 8,
-            "waiting in all_reduce 42 of group step: ranks 0-55 of 64; no answer: ranks 56-63 "
-            "(process 156 on host-7, process 157 on host-7, ...)",
-        ),
         # Most wait for rank 4, which waits in another group for rank 0; that waits nowhere.
         (
             [
@@ -154,29 +148,6 @@ class CountingStore:
             return getattr(self.store, name)(*args)
 
         return call
-
-
-@pytest.mark.parametrize("size", [4, 64])
-def test_explaining_a_failure_asks_the_store_equally_often_for_4_and_for_64_ranks(size):
-    store = dist.HashStore()
-    stores = [CountingStore(store) for _ in range(size)]
-    boards = [Board(stores[rank], rank, size) for rank in range(size)]
-    here, found = Process.this(), {}
-
-    def explain(rank):
-        boards[rank].answer(WAITING if rank else report("runs", step=41))
-        stores[rank].compare_set("event", "", "timed out")
-        found[rank] = common_verdict(boards[rank], True, [here] * size, 5.0).at_fault
-
-    threads = [threading.Thread(target=explain, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [*found.values()] == [[0]] * size
-    # Its key, the report, the event, its turn to read; then 9 tries, of two requests once the
-    # verdict is there.
-    assert max(each.requests for each in stores) <= 16
 
 
 # --- in real runs
@@ -368,7 +339,7 @@ def test_a_rank_may_read_its_part_of_a_checkpoint_for_longer_than_the_timeout(tm
 
 def users_of_groups(world, folder):
     """The threads that used the control group in turn, and of each use of the background group."""
-    words = "--train.steps 24 --train.micro_batch_size 2 --checkpoint.every 3 --eval.every 8"
+    words = "--train.steps 8 --train.micro_batch_size 2 --checkpoint.every 2 --eval.every 4"
     words += " --metrics.log_every 1 --debug.profile 2"
     run = make_run(world, Tiny(), "--run.dir", folder, *words.split())
     before = {entry["record_id"] for entry in flight_recorder.dump()["gloo"]["entries"]}
@@ -389,7 +360,7 @@ def test_no_two_threads_use_one_group_in_a_run_that_saves_evaluates_and_profiles
         assert len(control) == 1, "the main thread's own"
         # A thread per save, which the next one waits for, and whose id may be that of an ended one.
         assert control[0] not in background
-        assert len(background) >= 8 * 5, "eight saves, of five stages"
+        assert len(background) >= 4 * 5, "four saves, of five stages"
 
 
 # --- the stop flag
@@ -526,7 +497,12 @@ ONES = "torch.ones(4)"
     ("first", "second", "waits", "instead", "strategy"),
     [
         # The sender of a gather does not wait: it is in the next collectives of the step.
-        (f"dist.all_reduce({ONES})", f"dist.gather({ONES}, dst=0)", "all_reduce", "gather", "fsdp"),
+        pytest.param(
+            f"dist.all_reduce({ONES})",
+            f"dist.gather({ONES}, dst=0)",
+            *("all_reduce", "gather", "fsdp"),
+            marks=pytest.mark.slow,
+        ),
         # The next collective of the step takes its place.
         ("dist.barrier()", "None", "barrier", "all_", "ddp"),
     ],
@@ -656,9 +632,7 @@ def test_a_rank_that_does_not_answer_is_named_by_another_one(job, capfd, silent)
     ranks.wait_in(set(range(4)) - {silent})
     ranks.seconds(90, silent=[silent])
     (line,) = capfd.readouterr().err.splitlines()
-    assert (
-        f"; no answer: rank {silent} (process 1 on host-{silent}); stacks of all ranks in " in line
-    )
+    assert f"; no answer: rank {silent} (process 1 on host-{silent}); stacks of all ranks" in line
 
 
 def test_a_neighbour_that_is_dead_or_gives_no_sign_is_lost_and_one_that_lives_is_not(job):
@@ -670,9 +644,8 @@ def test_a_neighbour_that_is_dead_or_gives_no_sign_is_lost_and_one_that_lives_is
     assert not any(lost[:230])
     assert {1: ("silent", 2)} in lost[230:]
     assert not any(0 in each for each in lost)
-    dead = context.Process(target=time.sleep, args=(0,))
-    dead.start()
-    dead.join()
+    dead = subprocess.Popen(["true"])
+    dead.wait()
     here = Process.this()
     first = ranks.ranks[0]
     first._processes[1] = Process(here.host, dead.pid, here.machine)
@@ -701,31 +674,24 @@ def test_a_rank_that_works_for_long_where_it_may_is_named_and_nothing_ends(job, 
     assert line.endswith(said), line
 
 
-def test_a_rank_that_does_nothing_while_others_wait_hangs_after_the_timeout(job, monkeypatch):
-    planted_work(monkeypatch, works=False)
-    ranks = job()
-    ranks.wait_in([1, 2, 3], timeout_seconds=86_400.0)
-    hang = []
-    for second in range(320):
-        ranks.seconds(1)
-        if any(event == "timed out" for event, _ in ranks.lost.values()):
-            hang.append((second, *(rank for _, rank in ranks.lost.values())))
-    assert hang[0][1:] == (0,)
-    assert 299 <= hang[0][0] <= 310, "the timeout, and two beats"
-
-
-@pytest.mark.parametrize("waits", [False, True])
-def test_the_only_rank_hangs_after_the_timeout_unless_a_person_or_a_lock_keeps_it(
-    job, monkeypatch, waits
+@pytest.mark.parametrize(("size", "is_kept"), [(4, False), (1, False), (1, True)])
+def test_a_rank_that_does_nothing_hangs_after_the_timeout_unless_a_person_or_a_lock_keeps_it(
+    job, monkeypatch, size, is_kept
 ):
     planted_work(monkeypatch, works=False)
-    monkeypatch.setattr(watchdog, "is_kept_waiting", lambda: waits)
-    ranks, hang = job(1), []
+    monkeypatch.setattr(watchdog, "is_kept_waiting", lambda: is_kept)
+    ranks = job(size)
+    ranks.wait_in(range(1, size), timeout_seconds=86_400.0)
+    hangs = []
     for second in range(320):
         ranks.seconds(1)
-        hang += [second] * bool(ranks.lost)
-    assert bool(hang) != waits
-    assert waits or 285 <= hang[0] <= 310, "the timeout, and two beats"
+        hangs += [(second, lost) for lost in ranks.lost.values()]
+    if is_kept:
+        assert hangs == []
+    else:
+        second, (event, rank) = hangs[0]
+        assert (event, rank) == ("timed out" if size > 1 else "idle", 0)
+        assert (299 if size > 1 else 285) <= second <= 310, "the timeout, and two beats"
 
 
 def test_a_debugger_and_the_lock_of_a_file_keep_a_rank_waiting(tmp_path):
@@ -760,10 +726,10 @@ def test_every_thread_but_the_watchdogs_and_torchs_own_counts_as_work():
 
     done = threading.Event()
     worker = threading.Thread(target=work)
-    idle = used(0.5)
+    idle = used(0.2)
     worker.start()
     try:
-        busy = used(0.5)
+        busy = used(0.2)
     finally:
         done.set()
         worker.join()
@@ -794,12 +760,15 @@ def short_ones_in_turn(ranks):
         ranks.seconds(1)
 
 
-LEGAL = [the_first_step_compiles, short_ones_in_turn]
-LEGAL += [every_rank_has_entered_it_as_a_gpu_computes_for_long]
-LEGAL += [nobody_is_in_a_collective_as_in_an_evaluation]
-
-
-@pytest.mark.parametrize("wait", LEGAL)
+@pytest.mark.parametrize(
+    "wait",
+    [
+        the_first_step_compiles,
+        short_ones_in_turn,
+        every_rank_has_entered_it_as_a_gpu_computes_for_long,
+        nobody_is_in_a_collective_as_in_an_evaluation,
+    ],
+)
 def test_nothing_is_said_of_a_long_wait_that_is_legal(job, capfd, tmp_path, wait):
     wait(job())
     assert capfd.readouterr().err == ""
