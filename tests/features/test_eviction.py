@@ -283,8 +283,9 @@ def start_nodes(launch, addresses, *words):
     return started
 
 
+@pytest.mark.parametrize("resumes", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_notice_to_the_second_machine_stops_both_and_the_run_resumes_bit_for_bit(
-    launch, tmp_path
+    launch, tmp_path, resumes
 ):
     words = [*TINY, "--task.target", "tiny:Slow", "--train.steps", "100", "--run.seed", "3"]
     words += ["--checkpoint.every", "1000", "--eval.every", "off", "--run.eviction_notice", "aws"]
@@ -292,14 +293,14 @@ def test_a_notice_to_the_second_machine_stops_both_and_the_run_resumes_bit_for_b
         second.notice = in_seconds("aws", 100)
         addresses = [first.address, second.address]
         ends = {}
-        for folder in ("run", "run", "through"):
+        for folder in ("run", "run", "through") if resumes else ("run",):
             started = start_nodes(launch, addresses, *words, "--run.dir", folder)
             outputs = [process.communicate(timeout=300) for process in started]
             ends.setdefault(folder, []).append([process.returncode for process in started])
             if folder == "run" and second.notice is not None:
                 stopped, said = summary_of(tmp_path / "run"), outputs
             second.notice = None
-    assert ends == {"run": [[75, 75], [0, 0]], "through": [[0, 0]]}, said
+    assert ends["run"][0] == [75, 75], said
     assert 0 < stopped["steps"] < 100
     assert (stopped["stopped_by"], stopped["exit_code"]) == ("preempted", 75)
     assert stopped["cause"].startswith("aws's notice of an eviction at 20")
@@ -308,6 +309,9 @@ def test_a_notice_to_the_second_machine_stops_both_and_the_run_resumes_bit_for_b
     closing = f"stopped after step {stopped['steps']} by {stopped['cause']}; to continue,"
     assert closing in said[0][0]
     assert "stopping within a few steps" in said[1][1], "the rank of the machine says so at once"
+    if not resumes:
+        return
+    assert ends == {"run": [[75, 75], [0, 0]], "through": [[0, 0]]}
     resumed = summary_of(tmp_path / "run")
     assert resumed["resumed_from_step"] == stopped["steps"]
     assert losses(tmp_path / "run") == losses(tmp_path / "through")

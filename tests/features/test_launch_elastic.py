@@ -305,22 +305,3 @@ def test_a_node_that_leaves_while_it_joins_does_not_stop_the_others_and_uses_up_
     said = (stays._output / "stderr").read_text()
     assert "nodes  one joins: all ranks save and restart" in said
     assert "nodes  one has left, for which ranks wait here: all restart" in said
-
-
-@pytest.mark.bad_input("a node that joins torchrun at a size that the global batch does not allow")
-@pytest.mark.slow
-def test_a_size_that_does_not_fit_under_torchrun_ends_the_run_saved_and_names_those_that_do(
-    cluster,
-):
-    words = {"train.global_batch_size": 6, "train.steps": 40, "checkpoint.every": 30}
-    nodes = cluster("1:2", TORCHRUN, **words)
-    nodes.join(0)
-    nodes.wait_for_steps(2)
-    nodes.join(1)
-    assert [node.wait(300) for node in nodes.nodes.values()] == [1, 1]
-    said = "is not a multiple of micro_batch_size 2 x world size 2 = 4; use global_batch_size=8, or"
-    assert f"train.global_batch_size=6 {said} world size 1, 3" in nodes.output()
-    again = Cluster(nodes.folder, "1:2", nodes.words, TORCHRUN)
-    again.join(0)
-    assert again.end() == [0], again.output()
-    assert [record.step for record in records(nodes.run)] == list(range(1, 41)), "each once"

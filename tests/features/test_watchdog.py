@@ -150,60 +150,7 @@ class CountingStore:
         return call
 
 
-# --- in real runs
-
-BLOCKED = """
-import os, signal, time
-from tiny import Tiny
-
-class Blocked(Tiny):
-    taken = 0
-    def loss_sum(self, model, batch):
-        self.taken += 1
-        if self.taken == 5:
-            if os.environ["RANK"] == "1":
-                {fate}
-            while True:  # as in a launch while the GPU's queue is full: no error ever comes
-                time.sleep(3600)
-        return super().loss_sum(model, batch)
-"""
-
-
-def blocked(launch, fate, timeout_seconds, loop="True"):
-    (launch.folder / "blocked.py").write_text(
-        BLOCKED.replace("while True", f"while {loop}").format(fate=fate)
-    )
-    words = [*TINY, "--task.target", "blocked:Blocked", "--run.dir", "run"]
-    return launch.each(2, *words, "--run.timeout_seconds", timeout_seconds)
-
-
-@pytest.mark.bad_input("a rank that dies while another is blocked in a call that never returns")
-def test_a_rank_that_is_blocked_forever_ends_after_a_peers_death_with_the_dead_rank_named(launch):
-    first, second = blocked(launch, "os.kill(os.getpid(), signal.SIGKILL)", 12)
-    assert second.returncode == -signal.SIGKILL
-    assert first.returncode == 1, first.stderr
-    assert "error: rank 1 (process" in first.stderr
-    assert "died without an error: it was killed" in first.stderr
-    summary = json.loads((launch.folder / "run/summary.json").read_text())
-    assert (summary["stopped_by"], summary["exit_code"]) == ("failed", 1)
-    assert "rank 1 (process" in summary["cause"]
-
-
-@pytest.mark.bad_input("a rank that hangs")
-def test_a_hanging_rank_is_named_with_the_collective_that_it_has_not_entered(launch):
-    first, second = blocked(launch, "pass", 6, 'os.environ["RANK"] == "1"')
-    assert [first.returncode, second.returncode] == [1, 1]
-    assert "error: rank 1 (process" not in first.stderr, "one of them reports"
-    assert "error: rank 1 (process" in second.stderr
-    assert "did not take part in a collective in time" in second.stderr
-    # With the seconds, if the other rank still waited when it was asked.
-    assert re.search(r"; waiting (\d+ s )?in gloo:all_reduce", second.stderr), second.stderr
-    assert "in step 5, in loss_sum (blocked.py, line " in second.stderr
-    assert "error: rank 1 hangs; its stacks:" in second.stderr
-    assert "loss_sum" in second.stderr
-    for rank in range(2):
-        path = launch.folder / f"run/flight_recorder/rank0000{rank}.json"
-        assert json.loads(path.read_text())["gloo"]["entries"]
+# --- GPUs
 
 
 def ended_by_the_thread(world):
@@ -412,9 +359,9 @@ from dist_amp.supervise import watchdog
 from tiny import Tiny
 
 watchdog.POLL_SECONDS, watchdog.ANSWER_SECONDS, watchdog.BEAT_SECONDS = 0.1, 0.5, 0.3
-watchdog.COMPARED, watchdog.NAMED = 1 / 60, 1 / 40  # of 60 s
+watchdog.COMPARED, watchdog.NAMED = 1 / 60, 1 / 40  # of the timeout
 
-def sleep_in_the_forward():
+def sleep_in_the_forward():  # and raise no error, as a launch while the GPU's queue is full
     while not os.path.exists("go"):
         time.sleep(0.05)
 
@@ -435,9 +382,9 @@ def start(launch, tmp_path):
     """start(first, second, then, strategy): two ranks of a run, and what they do."""
     started = []
 
-    def run(first="None", second="None", then="None", strategy="ddp"):
+    def run(first="None", second="None", then="None", strategy="ddp", timeout=60):
         (tmp_path / "own.py").write_text(TASK.format(first=first, second=second, then=then))
-        words = [*TINY, "--task.target", "own:Task", "--run.timeout_seconds", "60"]
+        words = [*TINY, "--task.target", "own:Task", "--run.timeout_seconds", timeout]
         words += ["--run.dir", "run", "--train.steps", "8", "--parallel.strategy", strategy]
         started.extend(launch.start_each(2, *words))
         return started
@@ -462,6 +409,36 @@ def stacks(folder, rank):
     path = folder / f"run/stacks/rank{rank:05d}.txt"
     wait_for(lambda: path.exists() and path.read_text().count("\n") > 5, f"rank {rank}'s stacks")
     return path.read_text()
+
+
+@pytest.mark.bad_input("a rank that dies while another is blocked in a call that never returns")
+def test_a_rank_that_is_blocked_forever_ends_after_a_peers_death_with_the_dead_rank_named(
+    start, tmp_path
+):
+    first, second = start("sleep_in_the_forward()", "os.kill(os.getpid(), 9)", timeout=12)
+    assert [first.wait(300), second.wait(300)] == [1, -signal.SIGKILL], said(first)
+    assert "error: rank 1 (process" in said(first)
+    assert "died without an error: it was killed" in said(first)
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["stopped_by"], summary["exit_code"]) == ("failed", 1)
+    assert "rank 1 (process" in summary["cause"]
+
+
+@pytest.mark.bad_input("a rank that hangs")
+def test_a_hanging_rank_is_named_with_the_collective_that_it_has_not_entered(start, tmp_path):
+    ranks = start(second="sleep_in_the_forward()", timeout=6)
+    assert [rank.wait(300) for rank in ranks] == [1, 1]
+    first, second = map(said, ranks)
+    assert "error: rank 1 (process" not in first, "one of them reports"
+    assert "error: rank 1 (process" in second
+    assert "did not take part in a collective in time" in second
+    # With the seconds, if the other rank still waited when it was asked.
+    assert re.search(r"; waiting (\d+ s )?in gloo:all_reduce", second), second
+    assert "in step 5, in sleep_in_the_forward (own.py, line " in second
+    assert "error: rank 1 hangs; its stacks:" in second
+    for rank in range(2):
+        path = tmp_path / f"run/flight_recorder/rank0000{rank}.json"
+        assert json.loads(path.read_text())["gloo"]["entries"]
 
 
 @pytest.mark.bad_input("a rank that keeps the others waiting in a collective")

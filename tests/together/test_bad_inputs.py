@@ -39,18 +39,6 @@ from dist_amp.world import World, start
 SMALL = ["--train.micro_batch_size", 4, "--data.shuffle", "false"]
 
 
-# ---- settings that do not exist ----
-
-
-@pytest.mark.bad_input(
-    "fp16 with the scaler off; an fp16 comm hook without a scaler; `static_graph` with accumulation"
-)
-@pytest.mark.parametrize("key", ["parallel.static_graph", "precision.scaler.enabled"])
-def test_neither_a_static_graph_nor_fp16_without_its_scaler_can_be_asked_for(key):
-    message = message_of(64, load_config, [f"--{key}", "false"], {})
-    assert message.startswith(f"unknown key {key} on the command line; ")
-
-
 # ---- rendezvous ----
 
 
