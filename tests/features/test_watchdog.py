@@ -505,24 +505,20 @@ class Job:
 
     def __init__(self, monkeypatch, folder, size):
         self.now = 1000.0
-        self.stores = []
-        self.boards = []
-        self.jobs = []
-        self.ranks = []
         self.started = [0.0] * size  # when each rank's collective was started; 0: it waits in none
         self.reports = [report("alive", step=41)] * size
         monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: self.now))
         store = dist.HashStore()
+        self.stores = [CountingStore(store) for _ in range(size)]
+        self.boards = [Board(each, rank, size) for rank, each in enumerate(self.stores)]
         config = load_config([], environ={})
         processes = [Process(f"host-{n}", 1, f"machine-{n}") for n in range(size)]
-        for rank in range(size):
-            self.stores.append(CountingStore(store))
-            self.boards.append(Board(self.stores[rank], rank, size))
-            world = World(rank, 0, size)
-            job = SimpleNamespace(config=config, world=world, folder=folder, steps_taken=5)
-            self.jobs.append(job)
-            own = partial(self.report, rank)
-            self.ranks.append(Heartbeat(job, self.boards[rank], processes, own))
+        common = {"config": config, "folder": folder, "steps_taken": 5}
+        self.jobs = [SimpleNamespace(world=World(n, 0, size), **common) for n in range(size)]
+        self.ranks = [
+            Heartbeat(self.jobs[n], self.boards[n], processes, partial(self.report, n))
+            for n in range(size)
+        ]
 
     def next_step(self):
         for job in self.jobs:
@@ -547,9 +543,9 @@ class Job:
 
     def seconds(self, count, silent=()):
         """Poll once a second; notes each rank that is lost, by the one that misses it."""
+        self.lost = {}
         for _ in range(count):
             self.now += 1.0
-            self.lost = {}
             for rank, (each, board) in enumerate(zip(self.ranks, self.boards, strict=True)):
                 if rank not in silent:
                     event, lost = each.poll(board.store.get("stall").decode())
@@ -689,28 +685,29 @@ def test_a_debugger_and_the_lock_of_a_file_keep_a_rank_waiting(tmp_path):
 
 
 def test_every_thread_but_the_watchdogs_and_torchs_own_counts_as_work():
+    def work_until(seconds):
+        while time.thread_time() < seconds:
+            sum(range(1000))
+
     def work():
         # A thread begins with the name of the one that starts it, which torchrun's main() in an
         # earlier test of this process made torch's.
         Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("work")
-        while not done.is_set():
-            sum(range(1000))
+        work_until(0.2)
+        worked.set()
+        done.wait()
 
-    def used(seconds):
-        before = busy_seconds()
-        time.sleep(seconds)
-        return busy_seconds() - before
-
-    done = threading.Event()
+    worked, done = threading.Event(), threading.Event()
+    before = busy_seconds()
+    work_until(time.thread_time() + 0.2)  # the thread that asks, as the watchdog's
+    own = busy_seconds() - before
     worker = threading.Thread(target=work)
-    idle = used(0.2)
     worker.start()
-    try:
-        busy = used(0.2)
-    finally:
-        done.set()
-        worker.join()
-    assert busy > 10 * max(idle, 0.001)
+    assert worked.wait(60)
+    another = busy_seconds() - before - own
+    done.set()
+    worker.join()
+    assert another > 10 * max(own, 0.001)
 
 
 def the_first_step_compiles(ranks):

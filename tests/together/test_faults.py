@@ -32,8 +32,8 @@ from dist_amp.world import World, local
 # ---- faults in the loop: verify's comparison finds them ----
 
 
-def loop(run, micro_batches, share=None, backward=None, before_update=None):
-    """A copy of train_step, with the places in which a fault is planted."""
+def loop(run, micro_batches, share=None, backward=None, before=None, after=None):
+    """A copy of train_step, with the places in which a fault is planted, as around its update."""
     task = run.task
     device = run.world.device
     weight = run.world.sum(weights_of(task, micro_batches, device).sum())
@@ -51,15 +51,19 @@ def loop(run, micro_batches, share=None, backward=None, before_update=None):
                 run.scaler.scale(part).backward()
         if backward is not None:
             backward(run, part)
-    if before_update is not None:
-        before_update(run)
+    if before is not None:
+        before(run)
     norm = run.parallel.global_grad_norm()
     norm = run.scaler.unscale_and_clip(run.optimizer, norm, run.clip)
     run.scaler.step(run.optimizer)
     run.scaler.update()
     run.schedule.step(run.scaler.applied)
     run.optimizer.zero_grad(set_to_none=True)
-    return StepReport(losses, weight, norm, run.scaler.applied)
+    report = StepReport(losses, weight, norm, run.scaler.applied)
+    if after is not None:
+        with torch.no_grad():
+            after(run)
+    return report
 
 
 def number_of(task, batch):
@@ -68,9 +72,6 @@ def number_of(task, batch):
 
 def without_division(run, all, batch, weight):
     return run.world.world_size * len(all) / weight
-
-
-missing_division = partial(loop, share=without_division)
 
 
 def mean_of_means(run, all, batch, weight):
@@ -89,19 +90,12 @@ def clip_too_early(run):
         local(p.grad).mul_((run.config.train.max_grad_norm / norm).clamp(max=1))
 
 
-def clip_before_unscale(run, micro_batches):
-    return loop(run, micro_batches, before_update=clip_too_early)
+def sync_in_the_backward(run, loss):
+    run.model.set_requires_gradient_sync(True)
+    run.scaler.scale(loss).backward()
 
 
-def no_sync_around_forward_only(run, micro_batches):
-    def backward(run, loss):
-        run.model.set_requires_gradient_sync(True)
-        run.scaler.scale(loss).backward()
-
-    return loop(run, micro_batches, backward=backward)
-
-
-def no_sync_around_backward_only(run, micro_batches):
+def no_sync_in_backward_only(run, micro_batches):
     sync, run.parallel.gradient_sync = run.parallel.gradient_sync, lambda on: nullcontext()
 
     def backward(run, loss):
@@ -114,23 +108,13 @@ def no_sync_around_backward_only(run, micro_batches):
         run.parallel.gradient_sync = sync
 
 
-def second_update(run, micro_batches):
-    report = loop(run, micro_batches)
-    run.scaler.update()
-    return report
+def count_a_skip(run):
+    run.schedule.applied_steps += ~run.scaler.applied
 
 
-def schedule_moved_on_a_skip(run, micro_batches):
-    report = loop(run, micro_batches)
-    run.schedule.applied_steps += ~report.applied
-    return report
-
-
-def one_rank_has_a_scale_of_its_own(run, micro_batches):
-    report = loop(run, micro_batches)
+def scale_on_one_rank(run):
     if run.world.rank == 1:
         run.scaler.scale_tensor.mul_(0.5)
-    return report
 
 
 def no_reduction_at_all(run, micro_batches):
@@ -139,25 +123,13 @@ def no_reduction_at_all(run, micro_batches):
     return loop(run, micro_batches)
 
 
-def cleared_between_micro_batches(run, micro_batches):
-    def backward(run, loss):
-        run.model.zero_grad()
-        run.scaler.scale(loss).backward()
-
-    return loop(run, micro_batches, backward=backward)
+def clear_before_each(run, loss):
+    run.model.zero_grad()
+    run.scaler.scale(loss).backward()
 
 
-def update_faults(before=None, after=None):
-    """A loop whose optimizer also does something else: before(run) or after(run) its step."""
-
-    def step(run, micro_batches):
-        report = loop(run, micro_batches, before_update=before)
-        if after is not None:
-            with torch.no_grad():
-                after(run)
-        return report
-
-    return step
+def update_scaler(run):
+    run.scaler.update()
 
 
 def lose_moments(run):
@@ -202,56 +174,56 @@ def verdict_of(world, strategy, precision, step, uneven=True, accumulation=4, **
     return check_cell(world, reference_of(world.device, uneven), cell, step).cause
 
 
+def update_verdict_of(world, strategy, precision, step, optimizer):
+    return verdict_of(world, strategy, precision, step, optimizer=optimizer)
+
+
 DIVISOR = "not by one factor: each micro-batch must be divided by the weight of all"
 NO_SYNC = "no_sync around its forward and its backward"
-LOOP_FAULTS = [
-    ("ddp", missing_division, "fp32", "division by accumulation_steps is missing"),
-    ("fsdp", partial(loop, share=mean_of_means), "fp32", DIVISOR),
-    ("ddp", partial(loop, share=local_normalisation), "fp32", DIVISOR),
-    ("fsdp", clip_before_unscale, "fp16", "they were clipped before they were unscaled"),
-    ("ddp", second_update, "fp16", "update() must run once per step"),
-    ("fsdp", one_rank_has_a_scale_of_its_own, "fp16", "on rank 1 it left the loss scale at 512,"),
-    ("ddp", schedule_moved_on_a_skip, "bf16", "on ranks 0, 1 it counted as 1 applied, 1 skipped"),
-    ("ddp", no_reduction_at_all, "fp32", "not by one factor"),
-    ("ddp", cleared_between_micro_batches, "fp32", "not by one factor"),
+UPDATE = "are right, the parameters after it are not: check clipping, learning rate,"
+ONE_SCALE = "on rank 1 it left the loss scale at 512,"
+SKIP = "on ranks 0, 1 it counted as 1 applied, 1 skipped"
+STEP_FAULTS = [
+    ("ddp", "fp32", {"share": without_division}, "division by accumulation_steps is missing"),
+    ("fsdp", "fp32", {"share": mean_of_means}, DIVISOR),
+    ("ddp", "fp32", {"share": local_normalisation}, DIVISOR),
+    ("fsdp", "fp16", {"before": clip_too_early}, "they were clipped before they were unscaled"),
+    ("ddp", "fp16", {"after": update_scaler}, "update() must run once per step"),
+    ("fsdp", "fp16", {"after": scale_on_one_rank}, ONE_SCALE),
+    ("ddp", "bf16", {"after": count_a_skip}, SKIP),
+    ("ddp", "fp32", {"backward": clear_before_each}, "not by one factor"),
     # FSDP2 reads its flag in the backward alone, DDP in the forward alone.
-    ("fsdp", no_sync_around_forward_only, "fp32", NO_SYNC),
-    ("ddp", no_sync_around_backward_only, "fp32", NO_SYNC),
+    ("fsdp", "fp32", {"backward": sync_in_the_backward}, NO_SYNC),
+]
+UPDATE_FAULTS = [
+    ("ddp", "bf16", {"after": lose_moments}, "sgd", UPDATE),
+    ("fsdp", "fp32", {"before": clip_nothing}, "sgd", UPDATE),
+    ("ddp", "bf16", {"before": decay_nothing}, "adamw", UPDATE),
+    ("fsdp", "fp32", {"before": run_ahead_with_the_rate}, "adamw", UPDATE),
+    ("ddp", "bf16", {"after": round_parameters}, "adamw", UPDATE),
+    ("fsdp", "fp32", {"after": change_rate_on_a_skip}, "sgd", "it changed the learning"),
 ]
 
 
-UPDATE = "are right, the parameters after it are not: check clipping, learning rate,"
-UPDATE_FAULTS = {
-    "moments are lost": ("sgd", "ddp", {"after": lose_moments}, UPDATE),
-    "no clipping": ("sgd", "fsdp", {"before": clip_nothing}, UPDATE),
-    "no weight decay": ("adamw", "ddp", {"before": decay_nothing}, UPDATE),
-    "a later rate": ("adamw", "fsdp", {"before": run_ahead_with_the_rate}, UPDATE),
-    "rounded parameters": ("adamw", "ddp", {"after": round_parameters}, UPDATE),
-    "a skip moves the rate": (
-        "sgd",
-        "fsdp",
-        {"after": change_rate_on_a_skip},
-        "it changed the learn",
-    ),
-}
+@pytest.mark.parametrize(("strategy", "precision", "fault", "cause"), STEP_FAULTS)
+def test_a_fault_in_the_loop_is_named_by_the_comparison(strategy, precision, fault, cause):
+    message = on_ranks(2, verdict_of, strategy, precision, partial(loop, **fault))[0]
+    assert cause in message, message
 
 
-def cause_of_update_fault(world, name):
-    optimizer, strategy, faults, _ = UPDATE_FAULTS[name]
-    precision = "bf16" if strategy == "ddp" else "fp32"
-    return verdict_of(world, strategy, precision, update_faults(**faults), optimizer=optimizer)
+@pytest.mark.parametrize(
+    ("step", "uneven", "cause"),
+    [(no_reduction_at_all, False, "not by one factor"), (no_sync_in_backward_only, True, NO_SYNC)],
+)
+def test_gradients_that_ddp_does_not_reduce_are_named_by_the_comparison(step, uneven, cause):
+    message = on_ranks(2, verdict_of, "ddp", "fp32", step, uneven)[0]
+    assert cause in message, message
 
 
-@pytest.mark.parametrize("name", UPDATE_FAULTS)
-def test_a_fault_in_the_update_is_found(name):
-    message = on_ranks(2, cause_of_update_fault, name)[0]
-    assert UPDATE_FAULTS[name][-1] in message, message
-
-
-@pytest.mark.parametrize(("strategy", "fault", "precision", "cause"), LOOP_FAULTS)
-def test_a_fault_in_the_loop_is_named_by_the_comparison(strategy, fault, precision, cause):
-    uneven = fault is not no_reduction_at_all
-    message = on_ranks(2, verdict_of, strategy, precision, fault, uneven)[0]
+@pytest.mark.parametrize(("strategy", "precision", "fault", "optimizer", "cause"), UPDATE_FAULTS)
+def test_a_fault_in_the_update_is_found(strategy, precision, fault, optimizer, cause):
+    step = partial(loop, **fault)
+    message = on_ranks(2, update_verdict_of, strategy, precision, step, optimizer)[0]
     assert cause in message, message
 
 
