@@ -1,6 +1,8 @@
-"""Out of memory: one line with what was requested, what takes how much, and what would fit."""
+"""Errors of torch or the system, such as out of memory, end in one line with what to change."""
 
+import errno
 import json
+import os
 import re
 
 import pytest
@@ -8,9 +10,17 @@ import torch
 from tiny import Tiny, make_run
 
 from dist_amp.config.load import load_config
-from dist_amp.errors import Failure
+from dist_amp.errors import ConfigError, DataError, Failure
+from dist_amp.precision import Precision
+from dist_amp.settings import PrecisionConfig
 from dist_amp.step import evaluate
-from dist_amp.supervise.explain import explain_memory, is_out_of_memory
+from dist_amp.supervise.explain import (
+    explain_copies,
+    explain_disk,
+    explain_half,
+    explain_memory,
+    is_out_of_memory,
+)
 from dist_amp.train import main
 from dist_amp.world import World
 
@@ -27,6 +37,9 @@ def test_the_state_is_measured_and_the_error_is_read():
     assert "rank 0 ran out of memory in step 1: asked for 7.81 KiB more than the " in str(explained)
     assert f"parameters take {size}, gradients {size}, optimizer state " in str(explained)
     assert "\n" not in str(explained)
+    error = MemoryError("Unable to allocate 7.00 GiB for an array with shape (1, 2)")  # numpy's
+    text = str(explain_memory(error, run.config, World(), run))
+    assert "ran out of memory in step 1: asked for 7.00 GiB more than the " in text
     other = RuntimeError("expected scalar type Float")
     assert explain_memory(other, run.config, World(), run) is other
 
@@ -98,13 +111,6 @@ def test_a_step_that_asks_for_too_much_ends_in_one_line_with_status_1(
     assert summary["cause"] == text[len("error: ") : -1]
 
 
-def test_numpys_lack_of_memory_is_recognised_and_without_a_traceback_no_line_is_named():
-    run = make_run(World(), Tiny())
-    error = MemoryError("Unable to allocate 7.00 GiB for an array with shape (1, 2)")
-    text = str(explain_memory(error, run.config, World(), run))
-    assert "ran out of memory in step 1: asked for 7.00 GiB more than the " in text
-
-
 @pytest.mark.slow
 def test_memory_that_really_runs_out_on_one_of_two_ranks_names_it_and_the_other_is_silent(
     launch, tmp_path
@@ -123,3 +129,37 @@ def test_memory_that_really_runs_out_on_one_of_two_ranks_names_it_and_the_other_
     said = "error: rank 1 ran out of memory in step 1 (wide.py, line 8): asked for 512.00 MiB more "
     assert line.startswith(said)
     assert ", of 8.00 GiB available; " in line
+
+
+@pytest.mark.parametrize(
+    ("number", "word"), [(errno.ENOSPC, "No space left"), (errno.EROFS, "Read-only")]
+)
+def test_a_full_or_read_only_disk_is_one_line_with_the_path(tmp_path, number, word):
+    error = explain_disk(OSError(number, os.strerror(number), "run/summary.json"), tmp_path)
+    assert isinstance(error, Failure)
+    assert f"run/summary.json can't be written ({word}" in str(error)
+    other = OSError(errno.ENOENT, "no such file")
+    assert explain_disk(other, tmp_path) is other
+
+
+@pytest.mark.bad_input("half precision that a CPU's library has no kernel for")
+def test_a_layer_that_a_cpu_can_not_compute_in_half_precision_is_one_line():
+    words = "could not create a primitive descriptor for the LSTM forward propagation primitive."
+    precision = Precision(PrecisionConfig(), "autocast", World().device)
+    explained = explain_half(RuntimeError(words), precision, 1)
+    assert isinstance(explained, ConfigError)
+    assert str(explained).startswith("rank 1: this CPU can't compute the model in bf16 (RuntimeErr")
+    assert str(explained).endswith("; use --use_amp false")
+    other = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+    assert explain_half(other, precision, 1) is other
+    whole = Precision(PrecisionConfig(use_amp=False), "nothing", World().device)
+    assert explain_half(explained, whole, 1) is explained
+
+
+def test_an_average_of_the_model_under_fsdp_is_explained():
+    words = "aten.copy_.default got mixed torch.Tensor and DTensor, need to convert"
+    error = DataError("the task's on_step(run, report) failed after step 1: it; fix it")
+    error.__cause__ = RuntimeError(words)
+    message = str(explain_copies(error))
+    assert message.startswith("the task's on_step(run, report) failed after step 1: it; FSDP2's")
+    assert "use optim.ema for an average of the weights" in message

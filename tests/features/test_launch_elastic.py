@@ -15,6 +15,7 @@ import torch.distributed as dist
 from chaos import Chaos, as_options, children, differences, is_there
 from conftest import ROOT
 from forked import TESTS, Forked
+from test_train import wait_for
 
 WORDS = {
     "task.target": "restless:Recording",
@@ -158,7 +159,51 @@ def disturb(nodes: Cluster, numbers: random.Random, losses: int, fewest: int) ->
 EXACT = {"parallel.bit_exact": "true", "train.global_batch_size": 16, "checkpoint.every": 10}
 
 
-@pytest.mark.parametrize("module", [LAUNCH, pytest.param(TORCHRUN, marks=pytest.mark.slow)])
+# In place of a rank of the main job, which takes seconds to start.
+NODE = """
+import json, os, signal, sys, time
+from pathlib import Path
+
+signal.signal(signal.SIGTERM, lambda *_: os._exit(75))
+Path(f"rank-{os.getpid()}").write_text(os.environ["WORLD_SIZE"])
+while not Path("end").exists():
+    time.sleep(0.05)
+    if Path("lost").exists():  # as if the connection to the other rank were closed
+        facts = {"timestamp": str(int(time.time())), "step": 6, "transient": True}
+        message = {"message": "error: a rank died", "extraInfo": facts}
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": message}))
+        Path("lost").unlink()
+        sys.exit(1)
+"""
+
+
+def test_a_lost_node_and_one_that_joins_restart_the_ranks_at_the_new_size(tmp_path, request):
+    def sizes():
+        """The WORLD_SIZE of each rank that runs."""
+        ranks = [path for path in tmp_path.glob("rank-*") if is_there(int(path.name[5:]))]
+        return sorted(path.read_text() for path in ranks)
+
+    (tmp_path / "nodes.py").write_text(NODE)
+    nodes = Cluster(tmp_path, "1:2", {})
+    request.addfinalizer(nodes.close)
+    nodes.options += ["-m", "nodes"]
+    for number in (0, 1):
+        nodes.join(number)
+    wait_for(lambda: sizes() == ["2", "2"], "the start of both", 60)
+    nodes.lose(0)
+    (tmp_path / "lost").touch()
+    wait_for(lambda: sizes() == ["1"], "the restart without the lost node", 60)
+    nodes.join(0)
+    wait_for(lambda: sizes() == ["2", "2"], "the restart with the node that joins", 60)
+    (tmp_path / "end").touch()
+    assert [node.wait(60) for node in nodes.nodes.values()] == [0, 0], nodes.output()
+    said = (nodes.nodes[1]._output / "stderr").read_text()
+    assert said.count("nodes  one joins: all ranks save and restart") == 1, said
+    assert said.count("restart 1 of 3") == 1, said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", [LAUNCH, TORCHRUN])
 def test_a_node_that_is_lost_and_one_that_joins_leave_every_bit_as_it_was(cluster, module):
     nodes = cluster("1:2", module, **EXACT, **{"train.steps": 60, "eval.every": 20})
     for number in (0, 1):
@@ -197,9 +242,7 @@ def test_ten_random_losses_and_returns_leave_every_bit_as_it_was(cluster):
 @pytest.mark.slow
 def test_three_nodes_of_which_some_are_lost_and_return_take_the_same_samples(cluster):
     words = {"train.global_batch_size": 12, "train.steps": 500, "checkpoint.every": 10}
-    words |= {
-        "data.drop_last": "true"
-    }  # else ranks without samples compute some that count 0 times
+    words |= {"data.drop_last": "true"}  # else ranks compute samples that count 0 times
     nodes = cluster("1:3", **words)
     for number in range(3):
         nodes.join(number)
@@ -234,9 +277,8 @@ def test_a_node_that_is_signalled_saves_and_leaves_and_the_others_continue(clust
     nodes.wait_for_steps(2)
     assert nodes.end() == [0, 0, 0], nodes.output()
     steps = samples(nodes.run)
-    assert {step: len(attempts) for step, attempts in steps.items()} == dict.fromkeys(
-        range(1, 61), 1
-    ), "each step was taken once"
+    taken = {step: len(attempts) for step, attempts in steps.items()}
+    assert taken == dict.fromkeys(range(1, 61), 1)
 
 
 @pytest.mark.bad_input("a node that gets a signal while it joins a run")
@@ -263,22 +305,3 @@ def test_a_node_that_leaves_while_it_joins_does_not_stop_the_others_and_uses_up_
     said = (stays._output / "stderr").read_text()
     assert "nodes  one joins: all ranks save and restart" in said
     assert "nodes  one has left, for which ranks wait here: all restart" in said
-
-
-@pytest.mark.bad_input("a node that joins torchrun at a size that the global batch does not allow")
-@pytest.mark.slow
-def test_a_size_that_does_not_fit_under_torchrun_ends_the_run_saved_and_names_those_that_do(
-    cluster,
-):
-    words = {"train.global_batch_size": 6, "train.steps": 40, "checkpoint.every": 30}
-    nodes = cluster("1:2", TORCHRUN, **words)
-    nodes.join(0)
-    nodes.wait_for_steps(2)
-    nodes.join(1)
-    assert [node.wait(300) for node in nodes.nodes.values()] == [1, 1]
-    said = "is not a multiple of micro_batch_size 2 x world size 2 = 4; use global_batch_size=8, or"
-    assert f"train.global_batch_size=6 {said} world size 1, 3" in nodes.output()
-    again = Cluster(nodes.folder, "1:2", nodes.words, TORCHRUN)
-    again.join(0)
-    assert again.end() == [0], again.output()
-    assert [record.step for record in records(nodes.run)] == list(range(1, 41)), "each once"

@@ -5,9 +5,13 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from test_train import summary_of
+from tiny import Tiny, make_run
+
+from dist_amp.supervise.stop import how_to_continue
 
 STOPS = """import os, signal
 from tiny import Tiny
@@ -19,13 +23,44 @@ class Stops(Tiny):
 """
 
 
+AGAIN = "--run.dir unused --run.resume auto"
+
+
+@pytest.mark.parametrize(
+    ("started", "environ", "said"),
+    [
+        ("python {0}/dist_amp train --a 1", {}, f"continue with dist_amp train --a 1 {AGAIN}"),
+        ("{0}/python -m dist_amp.train", {}, f"continue with python -m dist_amp.train {AGAIN}"),
+        ("python -m x --run.dir unused", {}, f"continue with python -m x {AGAIN}"),
+        ("python own.py", {"DIST_AMP_COMMAND": "demo '1 2'"}, f"continue with demo '1 2' {AGAIN}"),
+        (
+            "python -m dist_amp.train",
+            {"SLURM_JOB_ID": "7"},
+            "to continue, start the same job again with --run.dir unused (RUN_DIR of slurm.sbatch)",
+        ),
+    ],
+)
+def test_the_command_that_continues_is_the_one_that_started_with_the_runs_folder(
+    started, environ, said, tmp_path, monkeypatch
+):
+    run = make_run(None, Tiny())
+    for name in ("dist_amp", "python"):
+        (tmp_path / name).touch(mode=0o755)
+    for name, value in {"PATH": str(tmp_path), **environ}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "orig_argv", started.format(tmp_path).split())
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", SimpleNamespace(name="dist_amp.train"))
+    assert how_to_continue(run) == said
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [
         "dist_amp train",
-        pytest.param("torchrun --nproc_per_node=2 -m dist_amp.train", marks=pytest.mark.slow),
-        pytest.param("dist_amp launch --nproc_per_node=2", marks=pytest.mark.slow),
-        pytest.param("dist_amp demo --nproc_per_node=2", marks=pytest.mark.slow),
+        "torchrun --nproc_per_node=2 -m dist_amp.train",
+        "dist_amp launch --nproc_per_node=2",
+        "dist_amp demo --nproc_per_node=2",
     ],
 )
 def test_a_stopped_run_says_the_whole_command_that_continues_it(launch, tmp_path, command):
