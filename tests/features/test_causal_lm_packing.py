@@ -220,17 +220,13 @@ def test_shares_are_those_since_they_were_last_read_and_tell_sources_apart():
         assert shares.read(World()) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("pack", ["best_fit", "off"])
-def test_the_padding_logged_at_the_start_is_that_of_the_metrics(pack, caplog):
-    rows, shares = rows_of(Documents.numbered(9, 4, 3, 7), 10, pack), TokenShares()
+def test_the_padding_logged_at_the_start_is_that_of_the_metrics(caplog):
+    rows, shares = rows_of(Documents.numbered(9, 4, 3, 7), 10), TokenShares()
     with caplog.at_level("INFO", "dist_amp"):
         rows.describe("train")
     shares.count(rows.packing.collate(list(rows)))
     read = float(shares.read(World())["padding_pct"])
-    logged = f"; {read:.2f}% of the places are padding"
-    if pack == "off":
-        logged = "; a batch is padded to its longest row (train/padding_pct), not to that"
-    assert caplog.messages[0].endswith(logged)
+    assert caplog.messages[0].endswith(f"; {read:.2f}% of the places are padding")
 
 
 # ---- documents as they are read ----
@@ -336,11 +332,6 @@ def test_a_piece_read_from_shards_is_that_part_of_its_document(tmp_path, row):
 def test_documents_that_make_no_rows_are_refused(settings, documents, status, message):
     text = message_of(status, Packing(6, *settings).rows, documents, "train")
     assert text.startswith(message)
-
-
-def test_one_document_that_counts_is_enough():
-    some = Documents(torch.ones(999, 5), masked=set(range(999)) - {500})
-    assert Packing(6, "off", "split").rows(some, "train") is not None
 
 
 def test_a_parquet_view_truncates_long_documents_by_default():
