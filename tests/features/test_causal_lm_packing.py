@@ -212,11 +212,11 @@ def test_a_micro_batchs_documents_are_packed_whole_or_by_their_beginning():
 def test_shares_are_those_since_they_were_last_read_and_tell_sources_apart():
     shares = TokenShares(["wiki", "code"])
     labels, sources = torch.tensor([[-100, 1, 2, 3, -100]]), torch.tensor([[0, 0, 1, 1, 1]])
-    batch = {"labels": labels, "tokens": 4, "counted": 3, "source_ids": sources}
+    batch = {"labels": labels, "counted": 3, "source_ids": sources}
     by_source = {"counted_pct_wiki": 100 / 3, "counted_pct_code": 200 / 3}
-    for _ in range(2):
-        assert shares.count(batch) == 4
-        expected = {"padding_pct": 20, "counted_pct": 75, **by_source}
+    for tokens, padding, counted in ((4, 20, 75), (5, 0, 60)):
+        assert shares.count({**batch, "tokens": tokens}) == tokens
+        expected = {"padding_pct": padding, "counted_pct": counted, **by_source}
         assert shares.read(World()) == pytest.approx(expected)
 
 

@@ -14,6 +14,10 @@ from dist_amp.train import main
 
 
 class Drawn(Tiny):
+    def loss_sum(self, model, batch):
+        torch.rand(1)  # so that the generator is elsewhere at every step
+        return super().loss_sum(model, batch)
+
     def sample(self, model):
         """Eight random numbers."""
         return str(torch.rand(8))

@@ -182,6 +182,7 @@ NO_RUN = "is not a checkpoint and holds none"
         (export, "run --out file", 64, "--out file holds other files, and would be replaced"),
         (export, "run --out file/below", 1, "--out file/below can't be written"),
         (export, "run --out run", 64, "--out run holds other files, and would be replaced"),
+        (export, "run --out run/checkpoints/step_00000002", 64, "holds other files, and would be"),
         (export, "run --out out --dtype fp8", 64, "argument --dtype: invalid choice: 'fp8'"),
         (export, "run --out out --outt 3", 64, "unknown option --outt; did you mean --out?"),
         (export, "run stray --out out", 64, "--config stray: neither a file here nor a shipped"),
