@@ -184,6 +184,18 @@ def test_encoded_images_are_decoded_upright():
     assert (sample["image"].shape, sample["image"].argmax()) == ((1, 8, 4), 3)
 
 
+def test_a_views_own_order_and_fingerprint_are_the_samples():
+    class View(list):
+        fingerprint = "abc"
+
+        def shuffled(self, global_batch_size, world_size):
+            return "own", None
+
+    samples = samples_of(View([0]))
+    assert (samples.fingerprint, samples.shuffled(8, 1)) == ("abc", ("own", None))
+    assert not hasattr(samples_of([]), "shuffled")
+
+
 # ---- labels in a table ----
 
 FOLDER = "file_name,label\na.png,x\nb.png,x\nsub/c.png,y\n"
