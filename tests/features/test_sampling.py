@@ -1,5 +1,6 @@
 """The samples of a run, at every evaluation and at the end; they change nothing."""
 
+import json
 import re
 
 import pytest
@@ -13,6 +14,10 @@ from dist_amp.train import main
 
 
 class Drawn(Tiny):
+    def loss_sum(self, model, batch):
+        torch.rand(1)  # so that the generator is elsewhere at every step
+        return super().loss_sum(model, batch)
+
     def sample(self, model):
         """Eight random numbers."""
         return str(torch.rand(8))
@@ -65,19 +70,34 @@ class Wrong(Tiny):
         return torch.rand(8)
 
 
+class Fails(Tiny):
+    def sample(self, model):
+        raise KeyError("no prompt")
+
+
 @pytest.mark.bad_input("a `sample(model)` that fails or returns something else at every evaluation")
-def test_a_sample_that_is_wrong_each_time_is_one_warning(monkeypatch, tmp_path, capsys):
-    assert six_steps(monkeypatch, tmp_path, "Wrong") == 0
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ("Wrong", "sample(model) returned [8]; return text, or an image [1, 3 or 4, H, W] in"),
+        ("Fails", "the task's sample(model) failed: KeyError: 'no prompt' (test_sampling.py, line"),
+    ],
+)
+def test_a_sample_that_is_wrong_each_time_is_one_warning_and_ends_no_run(
+    task, message, monkeypatch, tmp_path, capsys
+):
+    assert six_steps(monkeypatch, tmp_path, task) == 0
     (warning,) = [line for line in capsys.readouterr().err.splitlines() if "sample" in line]
-    assert "sample(model) returned [8]; return text, or an image [1, 3 or 4, H, W] in" in warning
+    assert message in warning
+    assert json.loads((tmp_path / "run/summary.json").read_text())["stopped_by"] == "completed"
 
 
 @pytest.mark.bad_input("a `sample.txt` that can't be written")
 def test_a_sample_file_that_can_not_be_written_ends_no_run(monkeypatch, tmp_path, capsys):
     (tmp_path / "run/sample.txt").mkdir(parents=True)
     assert six_steps(monkeypatch, tmp_path, "Drawn") == 0
-    said = "run/sample.txt can't be written (Is a directory); the sample is in TensorBoard"
-    assert said in capsys.readouterr().err
+    text = "run/sample.txt can't be written (Is a directory); the sample is in TensorBoard"
+    assert text in capsys.readouterr().err
     assert len(texts_of(tmp_path)) == 3
 
 

@@ -1,9 +1,11 @@
-"""What test_export.py tests, with other features."""
+"""What test_export.py tests, with other features; and what sample shows."""
 
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
+from PIL import Image
 from ranks import on_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
@@ -11,7 +13,7 @@ from test_export import exports, saved, saved_run
 from tiny import Tiny
 
 from dist_amp.checkpoint.format import CONFIG, MANIFEST, hash_files, read_manifest
-from dist_amp.commands import export
+from dist_amp.commands import export, sample
 from dist_amp.config.load import load_config
 from dist_amp.config.task_class import build_task
 
@@ -77,16 +79,16 @@ def reseal(checkpoint):
 
 def test_an_export_of_a_sharded_model_gives_the_runs_logits(tmp_path, text):
     gpt = f"{SMALL_GPT} --data.path {text}"
-    words = f"{gpt} --parallel.strategy hsdp --precision.tf32 false"
-    checkpoint, logits = on_ranks(4, saved_run, tmp_path / "run", GPT, words)[0]
+    words = f"{gpt} --parallel.strategy fsdp --precision.tf32 false"
+    checkpoint, logits = on_ranks(2, saved_run, tmp_path / "run", GPT, words)[0]
     inputs = torch.arange(16).reshape(2, 8)
     for dtype in ("fp32", "bf16"):
         assert exports(tmp_path / "run", "--out", tmp_path / dtype, "--dtype", dtype)
     with torch.no_grad():
         model = loaded(tmp_path / "fp32", GPT, gpt)
-        assert torch.equal(model(inputs), logits)
-        half = loaded(tmp_path / "bf16", GPT, gpt)
-        assert torch.equal(half.bfloat16()(inputs), model.bfloat16()(inputs))
+        torch.testing.assert_close(model(inputs), logits, rtol=0, atol=0)
+        half = loaded(tmp_path / "bf16", GPT, gpt).bfloat16()
+        torch.testing.assert_close(half(inputs), model.bfloat16()(inputs), rtol=0, atol=0)
     assert (tmp_path / "fp32" / CONFIG).read_bytes() == (checkpoint / CONFIG).read_bytes()
     files = sorted(path.name for path in (tmp_path / "fp32").iterdir())
     assert files == ["README.md", CONFIG, "model.safetensors"]
@@ -137,6 +139,34 @@ def test_a_task_that_has_moved_is_named_on_the_command_line(tmp_path, draws, cap
     assert exports(draws, "--task.target", "moved_task:Moved", "--out", "out")
 
 
+@pytest.mark.parametrize("target", ["subprocess:Popen", "os:system"])
+@pytest.mark.parametrize(("command", "words"), [(export, ["--out", "out"]), (sample, [])])
+def test_a_hostile_config_starts_nothing_and_is_refused(
+    tmp_path, draws, capsys, command, words, target
+):
+    (draws / CONFIG).write_text(
+        f'[task]\ntarget = "{target}"\n[task.args]\nargs = ["touch", "{tmp_path}/started"]\n'
+    )
+    reseal(draws)
+    status, line = refusal(capsys, command, draws, *words)
+    assert status == 64
+    assert line.startswith(f"error: task.target={target}")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+def test_a_model_that_does_not_fit_names_the_parameter_and_both_shapes(tmp_path, text, capsys):
+    saved(tmp_path / "run", GPT, f"{SMALL_GPT} --data.path {text}")
+    assert exports(tmp_path / "run", "--out", tmp_path / "out")
+    capsys.readouterr()
+    wider = ["--task.args.width", "32"]
+    status, line = refusal(capsys, export, tmp_path / "run", "--out", tmp_path / "new", *wider)
+    assert status == 65
+    assert "embedding.weight is [256, 16] torch.float32 there and [256, 32] torch.float32" in line
+    status, line = refusal(capsys, sample, tmp_path / "out", *wider)
+    assert status == 65
+    assert "size mismatch for " in line
+
+
 NO_RUN = "is not a checkpoint and holds none"
 
 
@@ -144,29 +174,74 @@ NO_RUN = "is not a checkpoint and holds none"
     "an export or sample from something that is not a checkpoint, or from another model"
 )
 @pytest.mark.parametrize(
-    ("words", "status", "message"),
+    ("command", "words", "status", "message"),
     [
-        ("nowhere --out out", 65, "does not exist; give a run's folder or RUN/checkpoints/step_N"),
-        ("empty --out out", 65, f"empty {NO_RUN}; give a run's folder"),
-        ("file --out out", 65, f"file {NO_RUN}"),
-        ("run --out file", 64, "--out file holds other files, and would be replaced"),
-        ("run --out file/below", 1, "--out file/below can't be written"),
-        ("run --out run", 64, "--out run holds other files, and would be replaced"),
-        ("run --out out --dtype fp8", 64, "argument --dtype: invalid choice: 'fp8'"),
-        ("run --out out --task.args.chanels 3", 64, "did you mean task.args.channels?"),
-        ("run --out out --outt 3", 64, "unknown option --outt; did you mean --out?"),
-        ("run stray --out out", 64, "--config stray: neither a file here nor a shipped config"),
-        ("run", 64, "required: --out; see python -m dist_amp.export --help"),
-        ("", 64, "required: RUN_OR_CHECKPOINT, --out"),
+        (export, "nowhere --out out", 65, "does not exist; give a run's folder or RUN/checkpoints"),
+        (export, "empty --out out", 65, f"empty {NO_RUN}; give a run's folder"),
+        (export, "file --out out", 65, f"file {NO_RUN}"),
+        (export, "run --out file", 64, "--out file holds other files, and would be replaced"),
+        (export, "run --out file/below", 1, "--out file/below can't be written"),
+        (export, "run --out run", 64, "--out run holds other files, and would be replaced"),
+        (export, "run --out run/checkpoints/step_00000002", 64, "holds other files, and would be"),
+        (export, "run --out out --dtype fp8", 64, "argument --dtype: invalid choice: 'fp8'"),
+        (export, "run --out out --outt 3", 64, "unknown option --outt; did you mean --out?"),
+        (export, "run stray --out out", 64, "--config stray: neither a file here nor a shipped"),
+        (export, "run", 64, "required: --out; see python -m dist_amp.export --help"),
+        (sample, "nowhere", 65, "RUN/checkpoints/step_N, or an export's folder"),
+        (sample, "plain", 64, "error: task.target=tiny:Tiny has no sample(model)"),
+        (sample, "run --task.args.kind number", 65, "returned int; return text, or an image"),
+        (sample, "run --task.args.kind image --task.args.channels 2", 65, "returned [2, 3, 4]"),
+        (sample, "run --task.args.kind image", 1, "/sample.png can't be written"),
     ],
 )
-def test_bad_input_is_refused_in_one_line(tmp_path, draws, capsys, words, status, message):
+def test_bad_input_is_refused_in_one_line(tmp_path, draws, capsys, command, words, status, message):
+    if "plain" in words:
+        saved(tmp_path / "plain", "tiny:Tiny")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "sample.png").mkdir()
     (tmp_path / "file").write_text("mine")
-    config = (tmp_path / "run/checkpoints/step_00000002/config.toml").read_text()
-    reported, line = refusal(capsys, export, *words.split())
-    assert reported == status
-    assert message in line
+    config = (draws / CONFIG).read_text()
+    found, line = refusal(capsys, command, *words.split())
+    assert (found, message in line) == (status, True), line
     assert (tmp_path / "file").read_text() == "mine"
-    assert (tmp_path / "run/checkpoints/step_00000002/config.toml").read_text() == config
+    assert (draws / CONFIG).read_text() == config
     assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_export_is_refused(tmp_path, draws, capsys):
+    assert exports(draws, "--out", "out")
+    capsys.readouterr()
+    file = tmp_path / "out/model.safetensors"
+    for content in (file.read_bytes()[:-10], b"", b"\xff" * 100):
+        file.write_bytes(content)
+        status, line = refusal(capsys, sample, "out")
+        assert status == 65
+        assert line.startswith("error: out/model.safetensors can't be loaded")
+
+
+def test_sample_gives_the_same_from_run_checkpoint_and_export(tmp_path, draws, capsys):
+    shown = []
+    assert exports("run", "--out", "out")
+    written = f"153 parameters (model) in fp32, from step 2 ({draws.relative_to(tmp_path)})"
+    assert capsys.readouterr().out.endswith(f"out: {written}\n")
+    assert exports(draws, "--out", "half", "--dtype", "bf16")
+    shutil.copytree(draws, "copied")
+    capsys.readouterr()
+    for path in ("run", "copied", "out", "half"):
+        assert sample.main([path]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1] == shown[2]
+    assert "\x1b" not in shown[0]
+    assert shown[0].endswith("\N{REPLACEMENT CHARACTER}[2J\n")
+    first, _, _, half = (float(text.partition("\N{REPLACEMENT CHARACTER}")[0]) for text in shown)
+    assert first == pytest.approx(half, rel=0.05), "8 bits of mantissa, through three layers"
+
+
+@pytest.mark.parametrize(("channels", "mode"), [(1, "L"), (3, "RGB"), (4, "RGBA")])
+def test_sample_writes_an_image(tmp_path, draws, capsys, channels, mode):
+    args = ["--task.args.kind", "image", "--task.args.channels", str(channels)]
+    assert sample.main([str(draws), *args]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/sample.png: 4 x 3 pixels\n"
+    with Image.open(tmp_path / "sample.png") as image:
+        assert (image.mode, image.size) == (mode, (4, 3))
+        assert image.getextrema() == ((0, 255) if channels == 1 else ((0, 255),) * channels)

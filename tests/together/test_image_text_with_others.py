@@ -4,9 +4,9 @@ import pytest
 import test_image_text
 import torch
 from ranks import on_ranks
-from test_image_text import QUICK, TEMPLATE, questions, task_of
+from test_image_text import TEMPLATE, questions, task_of
 from tiny import make_run, save, take_steps
-from tiny_hf import write_rows
+from tiny_hf import QUICK, write_rows
 from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
@@ -35,13 +35,10 @@ def gradients(world, folder, chunk, options, strategy):
     return [state.gradients for state in states], evaluate(run)  # on rank 0 alone
 
 
-@pytest.mark.parametrize(
-    ("options", "strategy"), [({}, "single"), ({}, "fsdp"), ({"lora_rank": 2}, "ddp")]
-)
+@pytest.mark.parametrize(("options", "strategy"), [({}, "fsdp"), ({"lora_rank": 2}, "ddp")])
 def test_the_loss_in_chunks_has_the_gradients_of_all_logits_at_once(options, strategy, folder):
-    ranks = 1 if strategy == "single" else 2
     plain, chunked = (
-        on_ranks(ranks, gradients, folder, chunk, options, strategy)[0] for chunk in ("off", 37)
+        on_ranks(2, gradients, folder, chunk, options, strategy)[0] for chunk in ("off", 37)
     )
     largest = max(gradient.abs().max() for gradient in plain[0][-1].values())
     for key, true in plain[0][-1].items():
@@ -52,27 +49,24 @@ def test_the_loss_in_chunks_has_the_gradients_of_all_logits_at_once(options, str
     assert chunked[1] == pytest.approx(plain[1], rel=1e-4)
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-def test_an_export_opens_in_transformers_with_its_processor(rank, folder, monkeypatch):
+def test_an_export_opens_in_transformers_with_its_processor(folder, monkeypatch):
     monkeypatch.chdir(folder)
     write_rows(folder / "rows.jsonl", questions())
     words = ["--task.target", TARGET, "--task.args.model", folder, "--run.dir", "run"]
-    words += ["--data.path", folder / "rows.jsonl", "--task.args.lora_rank", rank]
+    words += ["--data.path", folder / "rows.jsonl", "--task.args.lora_rank", 2]
     run = make_run(None, None, *QUICK, *words, "--train.steps", 4, "--optim.lr", 0.01)
     take_steps(run, 2)
     save(run)
     batch = run.data.last_step[0][0]
-    names = ("input_ids", "attention_mask", "pixel_values")
-    inputs = {name: batch[name] for name in names}
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "pixel_values")}
     with torch.no_grad():
         expected = run.parallel.module.eval()(**inputs).logits
-    merge = ["--merge"] if rank else []
-    assert export.main(["run", "--out", "out", "--format", "hf", *merge]) == 0
+    assert export.main(["run", "--out", "out", "--format", "hf", "--merge"]) == 0
     with torch.no_grad():
         logits = AutoModelForImageTextToText.from_pretrained("out")(**inputs).logits
+    # W x + B A x and (W + B A) x round differently: some 2^-24 of values of about 1.
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
-    processor = AutoProcessor.from_pretrained("out")
-    assert processor.chat_template == TEMPLATE
+    assert AutoProcessor.from_pretrained("out").chat_template == TEMPLATE
 
 
 @pytest.mark.slow

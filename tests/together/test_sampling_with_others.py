@@ -88,7 +88,7 @@ class Quiet(Restless):
 
 
 def trained(world, task, strategy):
-    words = "--train.steps 6 --train.micro_batch_size 4 --eval.every 2 --optim.ema 0.9".split()
+    words = "--train.steps 4 --train.micro_batch_size 4 --eval.every 2 --optim.ema 0.9".split()
     run = make_run(world, task, "--parallel.strategy", strategy, *words)
     with redirect_stdout(io.StringIO()), AgreedStop(world) as stop:
         train(run, stop)
@@ -100,10 +100,10 @@ def trained(world, task, strategy):
 def with_and_without(world, strategy):
     taken, first = trained(world, Restless(), strategy)
     none, second = trained(world, Quiet(), strategy)
-    assert (taken, none) == (3, 0)
-    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert (taken, none) == (2, 0)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "fsdp")])
 def test_a_run_with_samples_ends_bit_identical_to_one_without(ranks, strategy):
-    assert on_ranks(ranks, with_and_without, strategy) == [True] * ranks
+    on_ranks(ranks, with_and_without, strategy)
