@@ -146,7 +146,7 @@ def test_a_failure_in_a_recorded_step_is_raised_unchanged(monkeypatch, tmp_path)
 
 def test_a_folder_that_cannot_be_written_does_not_end_the_run(tmp_path, capsys):
     (tmp_path / "profile").write_text("a file in its place")
-    assert steps_of(World(), tmp_path, 20, "--train.steps", 20, "--debug.profile", 2).step == 20
+    assert steps_of(World(), tmp_path, 3, "--train.steps", 3, "--debug.profile", 2).step == 3
     warning = "warning: rank 0: the profile could not be written: FileExistsError"
     assert warning in capsys.readouterr().err
 

@@ -2,13 +2,9 @@
 
 import re
 from collections import Counter
-from itertools import pairwise
-from types import SimpleNamespace
-from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from bit_exact_models import Blocks, Crossed
 from ranks import on_ranks
 from test_bit_exact import (
@@ -20,10 +16,10 @@ from test_bit_exact import (
 from tiny import Tiny, log_row, make_run, moments_of, parameters_of, take_steps
 from torch import nn
 
-from benchmarks.bit_exact import Made, kept_bytes, made_bytes
+from benchmarks.bit_exact import kept_bytes
 from benchmarks.collectives import Counting
 from benchmarks.collectives import check as check_collectives
-from dist_amp.bit_exact import AllReduce, ReduceScatter, exact_config
+from dist_amp.bit_exact import exact_config
 from dist_amp.commands.estimates import Setup, of_a_step
 from dist_amp.config.load import load_config
 from dist_amp.config.memory import tensor_bytes
@@ -112,53 +108,6 @@ def kept_by(world, strategy, counts):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_sums_take_one_copy_of_a_ranks_gradients_per_power_of_two(strategy):
     assert on_ranks(2, kept_by, strategy, (1, 2, 3, 4, 8)) == [[0, 1, 1, 2, 3]] * 2
-
-
-def made_by(world, strategy, micro_batches):
-    """(most bytes alive at once of what a step makes, bytes of this rank's gradients)."""
-    size = 2 * world.world_size * micro_batches
-    words = ["--train.global_batch_size", size, "--parallel.strategy", strategy]
-    words += ["--use_amp", "false", "--train.steps", 4]
-    run = make_run(world, Blocks(samples=4 * size), *SETTINGS, *words)
-    take_steps(run, 2)
-    made = made_bytes(run)
-    run.close()
-    return made, tensor_bytes(map(local, run.parallel.parameters))
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_twice_the_micro_batches_take_one_more_copy_of_a_ranks_gradients(strategy):
-    steps = [on_ranks(2, made_by, strategy, micro_batches) for micro_batches in (2, 4, 8)]
-    for fewer, more in pairwise(steps):
-        for (before, gradients), (after, _) in zip(fewer, more, strict=True):
-            assert after - before in range(gradients, gradients + 200)  # and losses, weights
-
-
-def all_to_all_of_equals(output, given, group):
-    """Of ranks that give the same; gloo's own holds on to its output for a while."""
-    output.copy_(given)
-
-
-@patch("torch.distributed.all_to_all_single", all_to_all_of_equals)
-def exchange_by(world, elements):
-    """Bytes that an exchange of gradients takes besides them, over theirs: DDP's, FSDP2's."""
-    gradients = torch.ones(elements)
-    bucket = SimpleNamespace(buffer=lambda: gradients)
-    with Made() as of_ddp:
-        AllReduce(world).hook(bucket)
-    part = torch.empty(elements // world.world_size)
-    unsharded = torch.ones(len(part) * world.world_size)  # FSDP2 pads it
-    with Made() as of_fsdp:
-        ReduceScatter(SimpleNamespace(strategy="fsdp"))(part, unsharded, dist.group.WORLD, None)
-    return of_ddp.most / (4 * elements), of_fsdp.most / (4 * elements)
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_an_exchange_takes_one_and_a_half_buckets_and_copies_one_that_ranks_do_not_divide(ranks):
-    # What is received, and the first sum of pairs.
-    assert on_ranks(ranks, exchange_by, 400) == [(1.5, 1.5)] * ranks
-    whole = (401 + ranks - 1) // ranks * ranks
-    assert [ddp for ddp, _ in on_ranks(ranks, exchange_by, 401)] == [2.5 * whole / 401] * ranks
 
 
 # The fifth step ends an epoch. Crossed has gradients with several uses, added in one order.
