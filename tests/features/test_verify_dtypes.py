@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.nn.functional as F
 from tiny import Rows, Tiny
 from torch import Tensor, nn
 
@@ -142,21 +141,3 @@ def test_the_report_says_whether_a_sharded_run_casts_by_policy():
     assert "FSDP's policy" in report("--parallel.strategy fsdp", Tiny()).text
     for words in ("fsdp --precision.cast_by autocast", "ddp"):
         assert "FSDP's policy" not in report(f"--parallel.strategy {words}", Tiny()).text
-
-
-class Attending(Tiny):
-    """Attention with a mask, in float32 because the user turned autocast off."""
-
-    def build_model(self):
-        return nn.MultiheadAttention(8, 2, batch_first=True)
-
-    def loss_sum(self, model, batch):
-        with torch.autocast("cpu", enabled=False):
-            q = batch["x"][:, None, None].expand(-1, 2, 4, 8)
-            y = F.scaled_dot_product_attention(q, q, q)
-        return (y.sum(1) + model(y[:, 0], y[:, 0], y[:, 0])[0].float()).sum()
-
-
-def test_attention_counts_as_one_operation_wherever_it_runs():
-    seen = report("--precision.dtype bf16", task=Attending())
-    assert names(seen.in_float32) == {("loss_sum", "attention", "fp32 x fp32 x fp32")}
