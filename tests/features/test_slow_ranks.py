@@ -108,11 +108,12 @@ def test_a_slowdown_that_lasts_is_named_once_in_a_run():
         assert "in forward" in line
 
 
-def warnings_of(launch, phase, strategy="ddp", ranks=4):
+def warnings_of(launch, phase, strategy="ddp", ranks=4, steps=40, seconds=slow_ranks.SECONDS):
     """What rank 0 says of slow ranks in a run whose last rank takes twice as long in one phase."""
-    words = ["--task.args.phase", phase, "--parallel.strategy", strategy, "--train.steps", 40]
-    words += ["--metrics.log_every", 4, "--checkpoint.every", "off", "--eval.every", "off"]
-    words += ["--task.args.rank", ranks - 1]
+    words = ["--task.args.phase", phase, "--parallel.strategy", strategy, "--train.steps", steps]
+    words += ["--metrics.log_every", steps // 10]
+    words += ["--checkpoint.every", "off", "--eval.every", "off"]
+    words += ["--task.args.rank", ranks - 1, "--task.args.seconds", seconds]
     done = launch.each(ranks, "--task.target", f"{slow_ranks.__file__}:SlowRank", *words)
     assert [one.returncode for one in done] == [0] * ranks, done[0].stderr
     lines = done[0].stderr.splitlines()

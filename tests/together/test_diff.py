@@ -319,18 +319,20 @@ def version(folder, scale):
     return {"task__target": f"{folder}/versioned.py:Mine", "train__steps": 2}
 
 
-def test_deep_compares_two_versions_of_one_module(tmp_path, diff_of):
+def test_deep_compares_two_versions_of_one_module(tmp_path, diff_of, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a run's config alone names no file elsewhere
     folders = []
     for name, scale in (("one", 1.0), ("two", 2.0)):
         folders.append(train_in(tmp_path / "runs" / name, **version(tmp_path / name, scale)))
-    status, output, _ = diff_of(*folders, "--deep")
-    assert status == 1
+    status, output, errors = diff_of(*folders, "--deep")
+    assert status == 1, errors
     assert "both replayed: step 1: the loss of the model" in output
     assert not output.startswith("the task's source file"), "versioned.py is the same"
 
 
 @pytest.mark.bad_input("`diff --deep` of a run whose task was edited since")
-def test_an_edited_task_is_the_first_line_and_the_verdict(tmp_path, diff_of):
+def test_an_edited_task_is_the_first_line_and_the_verdict(tmp_path, diff_of, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     words = version(tmp_path / "mine", 1.0)
     a = train_in(tmp_path / "a", **words)
     task = tmp_path / "mine/versioned.py"
@@ -338,8 +340,8 @@ def test_an_edited_task_is_the_first_line_and_the_verdict(tmp_path, diff_of):
     for name in ("versioned", "scaled"):
         del sys.modules[name]
     b = train_in(tmp_path / "b", **words)
-    status, output, _ = diff_of(a, b, "--deep")
-    assert status == 1
+    status, output, errors = diff_of(a, b, "--deep")
+    assert status == 1, errors
     lines = output.splitlines()
     assert lines[0].startswith("the task's source file differs (hashes ")
     assert f"not replayed: {task} was edited since {a} was started; put " in lines[-1]
