@@ -52,6 +52,7 @@ def test_the_first_and_every_nth_step_have_hashes_of_each_module_and_no_step_cha
 def test_equal_bits_have_equal_hashes_on_any_ranks_and_strategy():
     """The initial parameters are equal bit for bit; the gradients are when they are exact."""
     expected = hashed_steps(World(), Exact(), 1, "--train.global_batch_size", 16)
+    assert list(expected["1"]) == ["parameters", "gradients"]
     for ranks, strategy in ((2, "ddp"), (2, "fsdp"), (4, "hsdp")):
         words = ["--parallel.strategy", strategy, "--train.global_batch_size", 16]
         written = on_ranks(ranks, hashed_steps, Exact(), 1, *words)
