@@ -206,8 +206,8 @@ SKIPS = ["--precision.dtype", "fp16", "--precision.scaler.init_scale", 2.0**24]
 @pytest.mark.parametrize("words", [[*DDP, *SKIPS], [*FSDP, "--precision.dtype", "bf16"]])
 def test_an_audited_run_has_the_bits_of_one_that_is_not(words):
     """Dropout, augmentation, idle experts, accumulation, padding, skips, and no alarm."""
-    expected = on_ranks(2, trained_bits, words, 7)
-    audited = on_ranks(2, trained_bits, [*words, *EACH], 7)
+    expected = on_ranks(2, trained_bits, words, 5)
+    audited = on_ranks(2, trained_bits, [*words, *EACH], 5)
     for (mine, steps), (others, expected_steps) in zip(audited, expected, strict=True):
         assert steps == expected_steps
         assert [name for name in mine if not torch.equal(mine[name], others[name])] == []

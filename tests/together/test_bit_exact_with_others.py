@@ -59,7 +59,7 @@ def sent_by(world, strategy, micro_batches, exact):
     [
         (2, "ddp"),
         (2, "fsdp"),
-        (4, "hsdp"),
+        pytest.param(4, "hsdp", marks=pytest.mark.slow),
         pytest.param(8, "hsdp replicas=4", marks=pytest.mark.slow),
     ],
 )
@@ -107,12 +107,12 @@ def kept_by(world, strategy, counts):
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_sums_take_one_copy_of_a_ranks_gradients_per_power_of_two(strategy):
-    assert on_ranks(2, kept_by, strategy, (1, 2, 3, 4, 8)) == [[0, 1, 1, 2, 3]] * 2
+    assert on_ranks(2, kept_by, strategy, (1, 2, 3, 4)) == [[0, 1, 1, 2]] * 2
 
 
 # The fifth step ends an epoch. Crossed has gradients with several uses, added in one order.
 @pytest.mark.parametrize("precision", ["--use_amp false", "--precision.dtype bf16"])
-@pytest.mark.parametrize(("task", "steps"), [(Blocks(), 7), (Crossed(), 4)])
+@pytest.mark.parametrize(("task", "steps"), [(Blocks(), 6), (Crossed(), 3)])
 def test_runs_of_one_and_two_ranks_have_the_same_bits(task, steps, precision):
     compare(task, [(1, "single"), (2, "ddp"), (2, "fsdp")], steps, *precision.split())
 
@@ -134,7 +134,7 @@ def continued(world, strategy, folder, steps, *words):
     return logged, hashes
 
 
-SHORT = [(4, "ddp", 2), (2, "fsdp", 6), (1, "single", 9)]
+SHORT = [(4, "ddp", 2), (2, "fsdp", 5), (1, "single", 6)]
 LONG = [(4, "ddp", 5), (2, "fsdp", 10), (1, "single", 15), (4, "hsdp", 19), (2, "ddp", 24)]
 
 
