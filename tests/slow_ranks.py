@@ -1,9 +1,10 @@
 """A task whose steps take 20 ms on every rank, and twice that in one phase of one rank."""
 
 import os
-import time
+from time import sleep
 
 import torch
+import torch.distributed as dist
 from tiny import Rows, Tiny
 
 SECONDS = 0.02  # slept, so that what else the machine does matters little
@@ -17,7 +18,7 @@ class SleepInBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        time.sleep(SECONDS)
+        sleep(SECONDS)
         return gradient
 
 
@@ -25,7 +26,7 @@ class SlowRows(Rows):
     seconds = 0.0
 
     def __getitem__(self, index):
-        time.sleep(self.seconds)
+        sleep(self.seconds)
         return super().__getitem__(index)
 
 
@@ -34,7 +35,8 @@ class SlowRank(Tiny):
 
     def __init__(self, phase: str = "nowhere", rank: int = 2):
         super().__init__()
-        self.phase = phase if int(os.environ.get("RANK", "0")) == rank else "nowhere"
+        here = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+        self.phase = phase if here == rank else "nowhere"
         self.hooked = False
 
     def build_dataset(self, split):
@@ -44,13 +46,13 @@ class SlowRank(Tiny):
         return rows
 
     def loss_sum(self, model, batch):
-        time.sleep(2 * SECONDS if self.phase == "forward" else SECONDS)
+        sleep(2 * SECONDS if self.phase == "forward" else SECONDS)
         loss = super().loss_sum(model, batch)
         return SleepInBackward.apply(loss) if self.phase == "backward" else loss
 
     def on_step(self, run, report):
         if self.phase == "optimizer" and not self.hooked:
             self.hooked = True
-            run.optimizer.register_step_post_hook(lambda *_: time.sleep(SECONDS))
+            run.optimizer.register_step_post_hook(lambda *_: sleep(SECONDS))
         if self.phase == "other":
-            time.sleep(SECONDS)
+            sleep(SECONDS)

@@ -1,6 +1,7 @@
 """`debug.audit_every`: silent corruption is found and its rank named, and nothing else is."""
 
 import random
+import re
 from collections import Counter
 from functools import partial
 from unittest.mock import patch
@@ -108,83 +109,56 @@ def trained(world, task, words, steps=3, plant=None, culprit=0):
     return "", warnings
 
 
-def error_of(ranks, *args):
-    """The error that all ranks raise."""
-    results = on_ranks(ranks, trained, *args)
-    assert all(result == results[0] for result in results)
-    error, warnings = results[0]
-    assert not warnings
-    return error
-
-
 # ---- what is found
 
 
-OF_ALL = "loss, gradient of 0.0.weight, gradient of 0.0.bias and "
-OF_GRADIENTS = "gradient of 0.0.weight, gradient of 0.0.bias, gradient of 1.0.weight"
+DDP, FSDP, HSDP = (["--parallel.strategy", name] for name in ("ddp", "fsdp", "hsdp"))
+OVERFLOW = ["--precision.dtype", "fp16", "--precision.scaler.init_scale", 2.0**40]
+OF_ALL = (
+    r"loss, gradient of 0.0.weight, gradient of 0.0.bias and .* wrong is rank {} \(.*in 1 of 2 "
+)
+OF_GRADIENTS = (
+    r"gradient of 0.0.weight, gradient of 0.0.bias, grad.* wrong is rank {} \(.*in 1 of 2 "
+)
+OF_FOUR = (
+    r"; wrong is rank 2 \(.*in 2 of 2 computations; the parameter 1.0.weight is not the same on"
+)
+OF_TWO = (
+    r"; ranks \[0\] against ranks \[1\], each with the same result twice: which is .*; "
+    "the parameter 1.0.weight is not the same on ranks 0 and 1 after step 2"
+)
+OF_REPLICAS = (
+    r"ranks (\[0, 1\] against ranks \[2, 3\]|\[2, 3\] against ranks \[0, 1\]).*"
+    "; the parameter 1.0.weight is not the same on ranks 0 and 2"
+)
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
 @pytest.mark.parametrize(
-    ("strategy", "plant", "first"),
+    ("ranks", "words", "steps", "plant", "culprit", "said"),
     [
-        ("ddp", in_product, OF_ALL),
-        ("ddp", in_gradient, OF_GRADIENTS),
-        ("fsdp", in_product, OF_ALL),
-        ("fsdp", in_gradient, OF_GRADIENTS),
-        ("fsdp", in_gathered_weight, OF_ALL),
+        (2, [*DDP, *FP32], 3, in_product, 0, OF_ALL.format(0)),
+        (2, [*DDP, *FP32], 3, in_gradient, 1, OF_GRADIENTS.format(1)),
+        (2, [*FSDP, *FP32], 3, in_product, 1, OF_ALL.format(1)),
+        (2, [*FSDP, *FP32], 3, in_gradient, 0, OF_GRADIENTS.format(0)),
+        # In the first 16 forwards FSDP2's hooks refuse a model that writes to its parameters.
+        (2, [*FSDP, *FP32], 6, in_gathered_weight, 0, OF_ALL.format(0)),
+        (2, [*DDP, *OVERFLOW], 1, in_product, 1, r"; wrong is rank 1 \("),  # a skipped step
+        (4, [*FSDP, *FP32], 3, partial(in_product, always=True), 3, r"; wrong is rank 3 \("),
+        (4, [*DDP, *FP32], 3, in_weight, 2, OF_FOUR),
+        (2, [*DDP, *FP32], 3, in_weight, 1, OF_TWO),
+        (4, [*HSDP, *FP32], 3, in_weight, 0, OF_REPLICAS),
     ],
 )
-def test_a_bit_that_one_rank_flips_once_is_found_and_the_rank_named(
-    strategy, plant, first, culprit
+def test_a_flipped_bit_is_found_and_the_rank_named_as_far_as_can_be_known(
+    ranks, words, steps, plant, culprit, said
 ):
-    words = [*EACH, *FP32, "--parallel.strategy", strategy]
-    # In the first 16 forwards FSDP2's hooks refuse a model that writes to its parameters.
-    error = error_of(2, Tiny(), words, 6, plant, culprit)
-    assert error.startswith("audit of step 6, micro-batch ")
-    assert f"other bits of {first}" in error
-    assert f"; wrong is rank {culprit} (" in error
-    assert "in 1 of 2 computations; resume from a checkpoint without faulty hardware. If " in error
-    assert "verify --bit_exact fails for this task on other machines too, it is not the" in error
-
-
-def test_a_bit_flipped_in_a_copy_of_the_weights_is_found_and_the_rank_named():
-    """Of four ranks, three agree."""
-    words = [*EACH, *FP32, "--parallel.strategy", "ddp"]
-    for culprit in (0, 2):
-        error = error_of(4, Tiny(), words, 3, in_weight, culprit)
-        assert f"; wrong is rank {culprit} (" in error
-        assert "in 2 of 2 computations; the parameter 1.0.weight is not the same on ranks" in error
-
-
-def test_of_two_ranks_with_other_weights_both_are_named():
-    words = [*EACH, *FP32, "--parallel.strategy", "ddp"]
-    error = error_of(2, Tiny(), words, 3, in_weight, 1)
-    assert "; ranks [0] against ranks [1], each with the same result twice: which is" in error
-    assert "the parameter 1.0.weight is not the same on ranks 0 and 1 after step 2" in error
-
-
-def test_under_hsdp_the_replicas_with_other_weights_are_named():
-    words = [*EACH, *FP32, "--parallel.strategy", "hsdp"]
-    for step in range(8):  # until another replica's rank computes
-        error = error_of(4, Tiny(), words, step + 1, in_weight, 0)
-        if error:
-            break
-    assert "ranks [0, 1] against ranks [2, 3]" in error or "ranks [2, 3] against" in error
-    assert "the parameter 1.0.weight is not the same on ranks 0 and 2" in error
-
-
-def test_a_rank_that_is_always_wrong_is_named_among_four():
-    words = [*EACH, *FP32, "--parallel.strategy", "fsdp"]
-    error = error_of(4, Tiny(), words, 3, partial(in_product, always=True), 3)
-    assert "; wrong is rank 3 (" in error
-
-
-def test_a_skipped_step_is_audited_too():
-    """With an optimizer that a skipped step does not call."""
-    words = [*EACH, "--parallel.strategy", "ddp", "--precision.dtype", "fp16"]
-    words += ["--precision.scaler.init_scale", 2.0**40]
-    assert "; wrong is rank 1 (" in error_of(2, Tiny(), words, 1, in_product, 1)
+    results = on_ranks(ranks, trained, Tiny(), [*EACH, *words], steps, plant, culprit)
+    assert results == [results[0]] * ranks
+    error, warnings = results[0]
+    assert warnings == []
+    assert error.startswith(f"audit of step {steps}, micro-batch ")
+    assert re.search(said, error), error
+    assert "; resume from a checkpoint without faulty hardware. If dist_amp.verify --bit_e" in error
 
 
 # ---- what is not
@@ -193,22 +167,9 @@ def test_a_skipped_step_is_audited_too():
 class UnseededSamples(Tiny):
     """Noise from the system's random numbers, which no seed repeats."""
 
-    def build_dataset(self, split):
-        rows = super().build_dataset(split)
-        return Noisy(rows.columns)
-
-
-class Noisy:
-    def __init__(self, columns):
-        self.columns = columns
-
-    def __len__(self):
-        return len(self.columns["x"])
-
-    def __getitem__(self, index):
+    def augment(self, sample, rng):
         noise = torch.from_numpy(numpy.random.default_rng().normal(size=8)).float()
-        row = {name: column[index] for name, column in self.columns.items()}
-        return row | {"x": row["x"] + noise}
+        return sample | {"x": sample["x"] + noise}
 
 
 class UnseededLoss(Tiny):
@@ -221,13 +182,11 @@ class UnseededLoss(Tiny):
     ("task", "first"), [(UnseededSamples(), "samples, loss,"), (UnseededLoss(), "loss,")]
 )
 def test_a_task_that_is_not_repeatable_is_no_corruption(task, first):
-    words = [*EACH, "--parallel.strategy", "ddp"]
-    for error, warnings in on_ranks(2, trained, task, words, 4):
+    for error, (warning,) in on_ranks(2, trained, task, [*EACH, *DDP], 4):
         assert not error
-        assert len(warnings) == 1
-        assert f"other bits of {first}" in warnings[0]
-        assert "a task that is not repeatable" in warnings[0]
-        assert warnings[0].endswith("no more steps are audited")
+        assert f"other bits of {first}" in warning
+        assert "a task that is not repeatable" in warning
+        assert warning.endswith("no more steps are audited")
 
 
 def trained_bits(world, words, steps):
@@ -241,24 +200,23 @@ def trained_bits(world, words, steps):
     return parameters_of(run), run.step
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_an_audited_run_has_the_bits_of_one_that_is_not(strategy, dtype):
+SKIPS = ["--precision.dtype", "fp16", "--precision.scaler.init_scale", 2.0**24]
+
+
+@pytest.mark.parametrize("words", [[*DDP, *SKIPS], [*FSDP, "--precision.dtype", "bf16"]])
+def test_an_audited_run_has_the_bits_of_one_that_is_not(words):
     """Dropout, augmentation, idle experts, accumulation, padding, skips, and no alarm."""
-    words = ["--parallel.strategy", strategy, "--precision.dtype", dtype]
-    words += ["--precision.scaler.init_scale", 2.0**24] if dtype == "fp16" else []
-    expected = on_ranks(2, trained_bits, words, 7)
-    audited = on_ranks(2, trained_bits, [*words, *EACH], 7)
-    for (mine, _), (others, _) in zip(audited, expected, strict=True):
-        for name, value in mine.items():
-            assert torch.equal(value, others[name]), name
+    expected = on_ranks(2, trained_bits, words, 5)
+    audited = on_ranks(2, trained_bits, [*words, *EACH], 5)
+    for (mine, steps), (others, expected_steps) in zip(audited, expected, strict=True):
+        assert steps == expected_steps
+        assert [name for name in mine if not torch.equal(mine[name], others[name])] == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_ten_thousand_clean_audits_give_no_alarm(strategy):
-    words = [*EACH, "--parallel.strategy", strategy, "--train.steps", 10_000]
-    words += ["--train.global_batch_size", 4]
+@pytest.mark.parametrize("words", [DDP, FSDP])
+def test_ten_thousand_clean_audits_give_no_alarm(words):
+    words = [*EACH, *words, "--train.steps", 10_000, "--train.global_batch_size", 4]
     for error, warnings in on_ranks(2, trained, Tiny(), words, 10_000, timeout_seconds=3000):
         assert (error, warnings) == ("", [])
 
@@ -295,24 +253,19 @@ OTHER_SAMPLES = (9, 1)
         ([0, 1, 0, 1], [OTHER_SAMPLES, GOOD, GOOD, GOOD], ""),
         ([0, 1, 0, 1], [OTHER_SAMPLES, GOOD, OTHER_SAMPLES, GOOD], "ranks [0] against ranks [1]"),
         ([0, 2, 0, 1, 2, 3], [GOOD, BAD, GOOD, GOOD, BAD, GOOD], "wrong is rank 2 (c) in 2 of 2"),
-        (
-            [0, 2, 0, 1, 2, 3],
-            [GOOD, BAD, GOOD, BAD, BAD, GOOD],
-            "ranks [0, 3] against ranks [1, 2]",
-        ),
+        ([0, 2, 0, 1, 2, 3], [GOOD, BAD, GOOD, BAD, BAD, GOOD], "ranks [0, 3] against ranks [1, "),
     ],
 )
 def test_the_majority_decides_and_a_draw_is_called_one(ranks, values, text):
     said = verdict(ranks, values, "abcd")
-    assert said.startswith(text)
-    assert bool(said) == bool(text)
+    assert said[: len(text) or None] == text
 
 
 # ---- what can't be audited
 
 
-@pytest.mark.bad_input("`debug.audit_every` of 0, below it, or a word")
-@pytest.mark.parametrize("value", ["0", "-1", "often", "0.5"])
+@pytest.mark.bad_input("`debug.audit_every` of 0 or a word")
+@pytest.mark.parametrize("value", ["0", "often"])
 def test_an_interval_of_audits_is_a_whole_number_or_off(value):
     with pytest.raises(ConfigError, match=f"debug.audit_every={value} .* or off$"):
         load_config(["--debug.audit_every", value], environ={})
@@ -328,18 +281,19 @@ def refused(world, words, kinds):
     return ""
 
 
-@pytest.mark.bad_input("an audit without bit_exact, on one process, or on devices of two kinds")
-def test_where_equal_bits_can_not_be_expected_the_audit_is_refused():
-    says = partial(on_ranks, 2, refused)
-    for error in says([], "AA"):
-        assert "debug.audit_every=1 needs parallel.bit_exact=true" in error
-        assert error.endswith("; use debug.audit_every=off")
-    for error in says(EXACT, ["H100", "H200"]):
-        assert "needs ranks on equal devices: H100 (rank 0), H200 (rank 1)" in error
-    assert on_ranks(1, refused, EXACT, "A")[0].startswith(
-        "debug.audit_every=1 needs another rank, which computes again, and this is one process"
-    )
-    assert says(EXACT, "AA") == ["", ""]
+@pytest.mark.bad_input("an audit without bit_exact, or on devices of two kinds")
+@pytest.mark.parametrize(
+    ("words", "kinds", "said"),
+    [
+        (EXACT, "AA", ""),
+        (EXACT, "AB", "debug.audit_every=1 needs ranks on equal devices: A (rank 0), B (rank 1)"),
+        ([], "AA", "debug.audit_every=1 needs parallel.bit_exact=true"),
+    ],
+)
+def test_where_equal_bits_can_not_be_expected_the_audit_is_refused(words, kinds, said):
+    for error in on_ranks(2, refused, words, kinds):
+        assert error[: len(said) or None] == said
+        assert error == "" or error.endswith("; use debug.audit_every=off")
 
 
 # ---- the main job

@@ -1,25 +1,48 @@
-"""Core as test_step.py tests it, with consistency."""
+"""What runs train on is compared between ranks: samples, gradients and what a model keeps."""
 
 import math
+from types import SimpleNamespace
 
+import pytest
+import torch
 from ranks import on_ranks
-from test_step import DTYPES
-from tiny import (
-    Tiny,
-    log,
-    make_run,
-    take_steps,
-)
+from tiny import Tiny, log, make_run, take_steps
+from torch import nn
+from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
 
-from dist_amp.diagnostics.consistency import Consistency
+from dist_amp.data import Padding
+from dist_amp.diagnostics.consistency import Consistency, check_state, hash_samples
 from dist_amp.errors import NumericsError
-from dist_amp.world import local
+from dist_amp.step import train_step
+from dist_amp.world import World, local
+
+
+class OfObjects(Tiny):
+    """Batches that are objects with attributes, in place of dicts."""
+
+    def collate(self, samples):
+        return SimpleNamespace(**torch.utils.data.default_collate(samples))
+
+    def loss_sum(self, model, batch):
+        return super().loss_sum(model, vars(batch))
+
+    def weight(self, batch):
+        return super().weight(vars(batch))
+
+
+def test_the_main_job_trains_on_objects_and_compares_their_samples_between_ranks():
+    run = make_run(World(), OfObjects(), "--data.workers", 1)
+    first, second = next(run.data), next(run.data)
+    assert hash_samples(first, run.world.device) != hash_samples(second, run.world.device)
+    assert hash_samples([Padding(first[0])], run.world.device) == 0
+    assert train_step(run, first).applied
+    run.data.close()
 
 
 def one_rank_corrupts_its_gradient_after_the_reduction(world, strategy):
     """(whether the step was applied, the scale after it, the consistency check's message)."""
-    words = ["--parallel.strategy", strategy, "--train.micro_batch_size", 2, *DTYPES["fp16"]]
-    run = make_run(world, Tiny(), *words)
+    words = ["--parallel.strategy", strategy, "--train.micro_batch_size", 2]
+    run = make_run(world, Tiny(), *words, "--precision.dtype", "fp16")
     checks = Consistency(run)
     global_grad_norm = run.parallel.global_grad_norm
 
@@ -44,4 +67,27 @@ def test_inf_on_one_rank_after_the_reduction_skips_under_fsdp_and_is_named_under
     assert results == [(False, 32768.0, "")] * 2
     results = on_ranks(2, one_rank_corrupts_its_gradient_after_the_reduction, "ddp")
     assert [applied for applied, *_ in results] == [True, False], "DDP's norm is not summed"
-    assert all("on rank 1" in message and "on rank 0" in message for *_, message in results)
+    for *_, message in results:
+        assert "on rank 1" in message
+        assert "on rank 0" in message
+
+
+class FakeQuantised(Tiny):
+    def build_model(self):
+        quantise = FakeQuantize(observer=MovingAverageMinMaxObserver)
+        return nn.Sequential(quantise, super().build_model())
+
+
+def observed_after_evaluation(world, strategy):
+    run = make_run(world, FakeQuantised(), "--parallel.strategy", strategy, "--use_amp", "false")
+    take_steps(run, 2)
+    check_state(run)
+    run.parallel.average_batch_statistics()
+    return {name: value.tolist() for name, value in run.parallel.module.named_buffers()}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_what_fake_quantisation_observes_may_differ_until_it_is_averaged(strategy):
+    one, two = on_ranks(2, observed_after_evaluation, strategy)
+    assert one == two
+    assert one["0.scale"] > [0.0]

@@ -17,21 +17,29 @@ from dist_amp.world import World
 WORDS = ["--metrics.fingerprint", 2, "--train.micro_batch_size", 4, "--precision.use_amp", "false"]
 
 
-def hashed_steps(world, task, steps, *words):
-    """Steps as in the main job: the fingerprints that rank 0 would write, by step."""
+def steps_with_hashes(world, task, steps, *words):
+    """Steps as in the main job: (their losses, the fingerprints that rank 0 would write)."""
     run = make_run(world, task, *WORDS, *words)
     fingerprint = Fingerprint(run)
+    losses = []
     for _ in range(steps):
         micro_batches = next(run.data)
         fingerprint.before_step(micro_batches)
         report = train_step(run, micro_batches)
         fingerprint.after_step(report, micro_batches)
+        losses.append(report.loss_sum.item())
     run.metrics.begin(run.step, run.schedule, run.scaler, run.data)
-    return fingerprint.tags(run.metrics.read()).get("fingerprints", {})
+    return losses, fingerprint.tags(run.metrics.read()).get("fingerprints", {})
 
 
-def test_the_first_and_every_nth_step_have_hashes_of_each_module():
-    written = hashed_steps(World(), Tiny(), 5)
+def hashed_steps(*args):
+    return steps_with_hashes(*args)[1]
+
+
+def test_the_first_and_every_nth_step_have_hashes_of_each_module_and_no_step_changes():
+    losses, written = steps_with_hashes(World(), Tiny(), 5)
+    plain = take_steps(make_run(World(), Tiny(), *WORDS), 5)
+    assert losses == [report.loss_sum.item() for report in plain]
     assert list(written) == ["1", "2", "4"]
     for hashes in written.values():
         assert list(hashes) == ["parameters", "gradients"]
@@ -44,6 +52,7 @@ def test_the_first_and_every_nth_step_have_hashes_of_each_module():
 def test_equal_bits_have_equal_hashes_on_any_ranks_and_strategy():
     """The initial parameters are equal bit for bit; the gradients are when they are exact."""
     expected = hashed_steps(World(), Exact(), 1, "--train.global_batch_size", 16)
+    assert list(expected["1"]) == ["parameters", "gradients"]
     for ranks, strategy in ((2, "ddp"), (2, "fsdp"), (4, "hsdp")):
         words = ["--parallel.strategy", strategy, "--train.global_batch_size", 16]
         written = on_ranks(ranks, hashed_steps, Exact(), 1, *words)
@@ -92,19 +101,6 @@ def test_the_hashes_of_shards_add_up(dtype):
     assert total == hash_tensor(tensor)
 
 
-def test_hashes_do_not_change_the_steps():
-    plain = make_run(World(), Tiny(), *WORDS)
-    expected = [report.loss_sum for report in take_steps(plain, 3)]
-    run = make_run(World(), Tiny(), *WORDS)
-    fingerprint = Fingerprint(run)
-    for loss in expected:
-        micro_batches = next(run.data)
-        fingerprint.before_step(micro_batches)
-        report = train_step(run, micro_batches)
-        fingerprint.after_step(report, micro_batches)
-        assert torch.equal(report.loss_sum, loss)
-
-
 @pytest.mark.parametrize("fused", ["true", "false"])
 def test_a_skipped_step_has_its_parameters_hashes(fused):
     """Its gradients too, if the optimizer is called, as torch's fused ones are."""
@@ -135,8 +131,8 @@ def test_more_layers_than_groups_are_joined_with_their_neighbours():
     assert groups[-1] == "layers.125 to head"
 
 
-@pytest.mark.bad_input("metrics.fingerprint of 0, a negative number or a word")
-@pytest.mark.parametrize("value", ["0", "-5", "often"])
+@pytest.mark.bad_input("metrics.fingerprint of 0 or a word")
+@pytest.mark.parametrize("value", ["0", "often"])
 def test_a_fingerprint_that_is_no_count_is_rejected(value):
     with pytest.raises(ConfigError, match=rf"metrics\.fingerprint={value}"):
         load_config(["--metrics.fingerprint", value])

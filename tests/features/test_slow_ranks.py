@@ -1,13 +1,18 @@
 """A rank slower than the others is named with host, phase and factor; nobody in a clean run."""
 
+import io
 import re
+from contextlib import redirect_stderr
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import slow_ranks
+from ranks import on_ranks
 from slow_ranks import PHASES
 
+from dist_amp import train
 from dist_amp.clock import OWN_PHASES
 from dist_amp.diagnostics.slow_ranks import SlowRanks, find_slow_ranks
 from dist_amp.telemetry.step_report import INDEX, RANK_METRICS, LogRow
@@ -108,27 +113,50 @@ def test_a_slowdown_that_lasts_is_named_once_in_a_run():
         assert "in forward" in line
 
 
-def warnings_of(launch, phase, strategy="ddp", ranks=4):
-    """What rank 0 says of slow ranks in a run whose last rank takes twice as long in one phase."""
-    words = ["--task.args.phase", phase, "--parallel.strategy", strategy, "--train.steps", 40]
-    words += ["--metrics.log_every", 4, "--checkpoint.every", "off", "--eval.every", "off"]
-    words += ["--task.args.rank", ranks - 1]
-    done = launch.each(ranks, "--task.target", f"{slow_ranks.__file__}:SlowRank", *words)
-    assert [one.returncode for one in done] == [0] * ranks, done[0].stderr
-    lines = done[0].stderr.splitlines()
-    return [line for line in lines if "without waiting for other ranks" in line]
+RUN = ["--train.steps", "40", "--metrics.log_every", "4", "--checkpoint.every", "off"]
+RUN += ["--eval.every", "off"]
 
 
-def check_is_named(rank, lines, phase):
-    where = {"data": "data wait", "other": "callbacks and checks"}.get(phase, phase)
-    # A neighbour on a busy machine may slow another rank for a while, which is then named as well.
-    named = [line for line in lines if line.startswith(f"warning: rank {rank} on ")]
-    assert named, lines
-    assert f"ms per step more in {where} (up to step" in named[0]
+def said_on_a_clock_of_its_own(world, folder, phase):
+    """What a run writes to standard error if nothing takes time but the task's sleep."""
+    now = [0.0]
+
+    def advance(seconds):
+        now[0] += seconds
+
+    words = ["--task.target", "slow_ranks:SlowRank", "--task.args.phase", phase, *RUN]
+    words += ["--task.args.rank", "1", "--parallel.strategy", "ddp", "--run.dir", folder]
+    with (
+        patch.object(slow_ranks, "sleep", advance),
+        patch("time.perf_counter", lambda: now[0]),
+        redirect_stderr(io.StringIO()) as stderr,
+    ):
+        assert train.main(words) == 0
+    return stderr.getvalue()
+
+
+@pytest.mark.bad_input(
+    "a rank that is slower than the others by itself, or all ranks slower than before"
+)
+@pytest.mark.parametrize(("phase", "named"), [("backward", "backward"), ("data", "data wait")])
+def test_the_main_job_names_a_rank_that_takes_twice_as_long(tmp_path, phase, named):
+    said, _ = on_ranks(2, said_on_a_clock_of_its_own, str(tmp_path / "run"), phase)
+    (line,) = [line for line in said.splitlines() if "without waiting for other ranks" in line]
+    assert line.startswith("warning: rank 1 on ")
+    more = f" spends 2.0 times as long as the other rank, .*: 20 ms per step more in {named} "
+    assert re.search(more, line), line
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("phase", PHASES)
 def test_the_rank_that_sleeps_is_named_in_every_phase(launch, phase, strategy):
-    check_is_named(3, warnings_of(launch, phase, strategy), phase)
+    words = ["--task.target", f"{slow_ranks.__file__}:SlowRank", "--task.args.phase", phase, *RUN]
+    words += ["--task.args.rank", 3, "--parallel.strategy", strategy]
+    done = launch.each(4, *words)
+    assert [one.returncode for one in done] == [0] * 4, done[0].stderr
+    where = {"data": "data wait", "other": "callbacks and checks"}.get(phase, phase)
+    # A neighbour on a busy machine may slow another rank for a while, which is then named as well.
+    named = re.findall(r"^warning: rank 3 on .*", done[0].stderr, re.MULTILINE)
+    assert named, done[0].stderr
+    assert f"ms per step more in {where} (up to step" in named[0]

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -9,10 +10,13 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import pytest
+import torch.distributed as dist
 from planted import AT
+from ranks import on_ranks
+from tiny import Rows, Tiny
 
-from dist_amp.commands import diff
-from dist_amp.errors import ConfigError, DataError
+from dist_amp.commands import diff, diff_deep
+from dist_amp.errors import DataError
 from dist_amp.train import main as train
 
 TASK = str(Path(__file__).parent / "planted.py") + ":Planted"
@@ -52,6 +56,22 @@ def trained(tmp_path_factory):
         return train_in(tmp_path_factory.mktemp("runs") / "run", **settings)
 
     return folder
+
+
+@pytest.fixture
+def copied(trained, tmp_path):
+    return shutil.copytree(trained(), tmp_path / "copy")
+
+
+@pytest.fixture
+def diff_of(capsys):
+    """diff_of(a, b, ...): (status, output, errors) of the command."""
+
+    def run(*argv):
+        capsys.readouterr()
+        return diff.main([str(word) for word in argv]), *capsys.readouterr()
+
+    return run
 
 
 def report_of(a, b):
@@ -106,11 +126,14 @@ FAULTS = {
 }
 
 
-QUICK = {"scaled_twice", "flipped_bit", "kernel", "eps"}
-EACH = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in FAULTS]
+QUICK = {"scaled_twice", "flipped_bit"}
 
 
-@pytest.mark.parametrize("name", EACH)
+def each(names):
+    return [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", each(FAULTS))
 def test_a_planted_fault_is_found_in_its_step(name, trained):
     fault = FAULTS[name]
     settings = fault.settings or {"task__args__fault": name}
@@ -119,74 +142,54 @@ def test_a_planted_fault_is_found_in_its_step(name, trained):
     found = min(part["step"] for part in parts if "step" in part)
     cause = report["fingerprints"].get("cause", "")
     print(f"PLANTED {name}: step {found} of {fault.step}, {cause or '-'} of {fault.module or '-'}")
-    assert found == fault.step
-    assert cause == fault.cause
+    assert (found, cause) == (fault.step, fault.cause)
 
 
-OF_MODULES = [
-    pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)
-    for name, fault in FAULTS.items()
-    if fault.module
-]
-
-
-@pytest.mark.parametrize("name", OF_MODULES)
-def test_deep_names_the_module_of_a_planted_fault(name, trained, capsys):
+@pytest.mark.parametrize("name", each(name for name, fault in FAULTS.items() if fault.module))
+def test_deep_names_the_module_of_a_planted_fault(name, trained, diff_of):
     fault = FAULTS[name]
-    folders = [str(trained()), str(trained(task__args__fault=name))]
-    capsys.readouterr()
-    assert diff.main([*folders, "--deep"]) == 1
-    [line] = [line for line in capsys.readouterr().out.splitlines() if "both replayed" in line]
+    status, output, _ = diff_of(trained(), trained(task__args__fault=name), "--deep")
+    assert status == 1
+    [line] = [line for line in output.splitlines() if "both replayed" in line]
     print(f"DEEP {name}: {line}")
     assert f"step {fault.step}" in line or f"the update of step {fault.step - 1}" in line
     assert (fault.deep or fault.module) in line
 
 
-def test_deep_names_the_operation_of_another_kernel(trained, capsys):
-    folders = [str(trained()), str(trained(task__args__fault="attention_order"))]
-    assert diff.main([*folders, "--deep"]) == 1
-    assert "step 1: the forward of blocks.1.mix.attend, aten.bmm" in capsys.readouterr().out
+def test_deep_names_the_operation_of_another_kernel(trained, diff_of):
+    other = trained(task__args__fault="attention_order")
+    status, output, _ = diff_of(trained(), other, "--deep")
+    assert status == 1
+    assert "step 1: the forward of blocks.1.mix.attend, aten.bmm" in output
 
 
-def test_deep_of_equal_runs_says_that_they_are_equal(trained, tmp_path, capsys):
-    copy = shutil.copytree(trained(), tmp_path / "copy")
-    capsys.readouterr()
-    assert diff.main([str(trained()), str(copy), "--deep"]) == 0
-    assert "not replayed: nothing differs through step 6" in capsys.readouterr().out
-
-
-def test_equal_runs_are_equal_and_the_command_says_so_with_status_0(trained, tmp_path, capsys):
+def test_equal_runs_are_equal_and_the_command_says_so_with_status_0(trained, tmp_path, diff_of):
     again = train_in(tmp_path / "again", checkpoint__every=3)
-    capsys.readouterr()
-    assert diff.main([str(trained()), str(again)]) == 0
-    text = capsys.readouterr().out
+    status, text, _ = diff_of(trained(), again, "--deep")
+    assert status == 0, text
     assert "compared bit by bit: 6 logged steps" in text
     assert "metrics are equal up to step 6" in text
     assert "fingerprints are equal up to step 6" in text
     assert "checkpoint.every  2  3" in text
     assert "run.dir" not in text
+    assert "not replayed: nothing differs through step 6" in text
 
 
-def test_the_report_names_settings_step_metrics_and_module(trained, capsys):
-    other = trained(task__args__fault="scaled_twice")
-    capsys.readouterr()
-    assert diff.main([str(trained()), str(other)]) == 1
-    lines = capsys.readouterr().out.splitlines()
+def test_the_report_names_settings_step_metrics_and_module(trained, diff_of):
+    runs = [str(trained()), str(trained(task__args__fault="scaled_twice"))]
+    status, text, _ = diff_of(*runs)
+    assert status == 1
+    lines = text.splitlines()
     assert "  task.args.fault     scaled_twice" in lines
     assert "metrics part at step 1" in lines
-    assert any(line.startswith("  train/grad_norm: 0.") for line in lines)
-    assert lines[-3].endswith(
-        "parameters are equal; blocks.1.up is the module nearest to the output"
-    )
+    assert "\n  train/grad_norm: 0." in text
+    said = "parameters are equal; blocks.1.up is the module nearest to the output"
+    assert lines[-3].endswith(said)
     assert lines[-2] == "  parameters differ in 0 of 18 modules"
     assert lines[-1] == "  gradients differ in 1 of 18 modules: blocks.1.up"
-
-
-def test_json_has_the_whole_report(trained, capsys):
-    runs = [str(trained()), str(trained(task__args__fault="scaled_twice"))]
-    capsys.readouterr()
-    assert diff.main([*runs, "--json"]) == 1
-    report = json.loads(capsys.readouterr().out)
+    status, text, _ = diff_of(*runs, "--json")
+    assert status == 1
+    report = json.loads(text)
     assert report["runs"] == runs
     assert report["settings"] == {"task.args.fault": ["", "scaled_twice"]}
     assert report["fingerprints"]["cause"] == "blocks.1.up"
@@ -202,33 +205,30 @@ def test_a_resumed_run_is_equal_to_an_undisturbed_one(trained, tmp_path):
     assert report["metrics"]["equal_until"] == report["fingerprints"]["equal_until"] == STEPS
 
 
-def test_other_layouts_are_compared_within_rounding(trained):
+def test_other_layouts_are_judged_within_rounding(trained):
     """Whole batches of 8 and two micro-batches of 4 round other sums."""
     report = report_of(trained(task__target=TINY), trained(**IN_ONE))
     assert report["tolerance"] == diff.TOLERANCE["fp32"]
     assert not report["fingerprints"]
     assert "metrics are within 0.001 up to step 6" in diff.text_of(report)
-
-
-def test_random_numbers_of_other_ranks_are_no_fault(trained, capsys):
-    """The masks of dropout are others in micro-batches of another size."""
-    report = report_of(trained(), trained(train__micro_batch_size=8))
-    assert report["metrics"]["step"] == 1
-    assert not diff.parted(report)
-    assert "no fault is reported: the steps draw random numbers" in diff.text_of(report)
-    other_rate = trained(train__micro_batch_size=8, optim__lr=0.1)
-    report = report_of(trained(), other_rate)
-    assert diff.parted(report)
-    assert report["metrics"]["metrics"].keys() == {"train/lr"}
-    folders = [str(trained()), str(trained(train__micro_batch_size=8))]
-    assert diff.main([*folders, "--deep"]) == 0
-    assert "both replayed: step 1: other samples" in capsys.readouterr().out
-
-
-def test_another_layout_without_random_numbers_is_judged(trained):
     report = report_of(trained(task__target=TINY), trained(**IN_ONE, optim__lr=0.1))
     assert diff.parted(report)
     assert "no fault" not in diff.text_of(report)
+
+
+def test_random_numbers_of_other_layouts_are_no_fault(trained, diff_of):
+    """The masks of dropout are others in micro-batches of another size."""
+    other = trained(train__micro_batch_size=8)
+    report = report_of(trained(), other)
+    assert report["metrics"]["step"] == 1
+    assert not diff.parted(report)
+    assert "no fault is reported: the steps draw random numbers" in diff.text_of(report)
+    report = report_of(trained(), trained(train__micro_batch_size=8, optim__lr=0.1))
+    assert diff.parted(report)
+    assert report["metrics"]["metrics"].keys() == {"train/lr"}
+    status, output, _ = diff_of(trained(), other, "--deep")
+    assert status == 0
+    assert "both replayed: step 1: other samples" in output
 
 
 def test_each_step_is_judged_by_the_settings_with_which_it_was_taken(tmp_path):
@@ -238,20 +238,17 @@ def test_each_step_is_judged_by_the_settings_with_which_it_was_taken(tmp_path):
     for folder, size in zip(folders, (4, 8), strict=True):
         train_in(folder, **words, train__micro_batch_size=size, train__steps=4)
         train_in(folder, **words, parallel__bit_exact="true")
-    assert (folders[0] / "config_until_step_00000004.toml").is_file()
     report = report_of(*folders)
     assert report["tolerance"] == diff.TOLERANCE["fp32"]
     assert not diff.parted(report)
     assert report["metrics"]["equal_until"] == STEPS
 
 
-READS_ANOTHER_ROW = """import os
-from tiny import Rows, Tiny
-
-class Other(Rows):
+class ReadsAnotherRow(Rows):
     def __getitem__(self, index):
-        is_other = os.environ["RANK"] == "1" and index % 4 == 1  # a start compares some others
+        is_other = dist.get_rank() == 1 and index % 4 == 1  # a start compares some others
         return super().__getitem__(index + is_other)
+
 
 class Reads(Tiny):
     def __init__(self, other: bool):
@@ -260,124 +257,29 @@ class Reads(Tiny):
 
     def build_dataset(self, split):
         rows = super().build_dataset(split)
-        return Other(**rows.columns) if self.other else rows
-"""
+        return ReadsAnotherRow(**rows.columns) if self.other else rows
 
 
-def test_the_one_rank_that_reads_other_rows_is_named(launch, tmp_path, capsys):
-    (tmp_path / "reads.py").write_text(READS_ANOTHER_ROW)
-    words = ["--task.target", "reads.py:Reads", "--metrics.log_every", "1", "--train.steps", "2"]
+def train_on_ranks(world, folder, other):
+    words = {"task__target": f"{__file__}:Reads", "task__args__other": other, "train__steps": 2}
+    train_in(folder, **words, train__global_batch_size="auto")
+
+
+def test_the_one_rank_that_reads_other_rows_is_named(tmp_path, diff_of):
     for other in ("false", "true"):
-        done = launch.each(2, *words, "--task.args.other", other, "--run.dir", other)
-        assert [rank.returncode for rank in done] == [0, 0], done[0].stderr
-    assert diff.main([str(tmp_path / "false"), str(tmp_path / "true")]) == 1
-    said = "  only the losses of rank 1 differ: look at what it reads first\n"
-    assert said in capsys.readouterr().out
+        on_ranks(2, train_on_ranks, tmp_path / other, other)
+    status, output, _ = diff_of(tmp_path / "false", tmp_path / "true")
+    assert status == 1
+    assert "  only the losses of rank 1 differ: look at what it reads first\n" in output
 
 
 def test_what_a_launcher_sets_is_no_difference_of_environments():
-    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"]
-    names += ["TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "ROLE_RANK", "PET_NNODES"]
+    names = ["RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "PET_NNODES", "SLURM_JOB_ID"]
     names += ["TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"]
-    names += ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "SLURM_JOB_ID", "DIST_AMP_LAUNCHER"]
+    names += ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "DIST_AMP_LAUNCHER"]
     launched = {f"variables.{name}": "1" for name in names}
     assert diff.differences(launched, {}, diff.NOT_ENVIRONMENT) == {}
     assert diff.differences({"variables.NCCL_ALGO": "ring"}, {}, diff.NOT_ENVIRONMENT)
-
-
-# --- wrong inputs
-
-
-def error_of(argv, capsys):
-    """(exit status, the one line) of a command."""
-    capsys.readouterr()
-    status = diff.main([str(word) for word in argv])
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1
-    return status, captured.err
-
-
-@pytest.mark.bad_input("dist_amp diff of a folder that is no run, and of one that does not exist")
-@pytest.mark.parametrize("name", ["empty", "missing"])
-def test_a_folder_that_is_no_run_is_named(name, trained, tmp_path, capsys):
-    (tmp_path / "empty").mkdir()
-    status, line = error_of([trained(), tmp_path / name], capsys)
-    assert status == DataError.exit_code
-    assert f"{tmp_path / name} is not the folder of a run" in line
-    assert "config.toml" in line
-
-
-@pytest.mark.bad_input("dist_amp diff of the same folder twice")
-def test_the_same_folder_twice_is_rejected(trained, capsys):
-    folder = trained()
-    status, line = error_of([folder, folder / ".." / folder.name], capsys)
-    assert status == ConfigError.exit_code
-    assert "are the same folder; give two runs" in line
-
-
-@pytest.mark.bad_input("dist_amp diff of a run that has logged nothing yet")
-@pytest.mark.parametrize("content", ["", '{"step": 1, "trai', None])
-def test_a_run_without_a_logged_step_is_named(content, trained, tmp_path, capsys):
-    copy = Path(shutil.copytree(trained(), tmp_path / "copy"))
-    (copy / "metrics.jsonl").unlink()
-    if content is not None:
-        (copy / "metrics.jsonl").write_text(content)
-    status, line = error_of([trained(), copy], capsys)
-    assert status == DataError.exit_code
-    assert f"{copy}/metrics.jsonl has no complete line; wait for the step" in line
-
-
-@pytest.mark.bad_input("dist_amp diff of a run with a damaged line in metrics.jsonl")
-@pytest.mark.parametrize("text", ["5", "[]", "{}", '{"step": 1, "trai'])
-def test_a_damaged_line_is_named_by_its_number(text, trained, tmp_path, capsys):
-    copy = Path(shutil.copytree(trained(), tmp_path / "copy"))
-    lines = (copy / "metrics.jsonl").read_text().splitlines()
-    (copy / "metrics.jsonl").write_text("\n".join([*lines[:2], text, *lines[2:]]) + "\n")
-    status, line = error_of([trained(), copy], capsys)
-    assert status == DataError.exit_code
-    assert f"{copy}/metrics.jsonl, line 3: not a JSON object with a step; remove it" in line
-
-
-def test_a_last_line_that_a_kill_has_torn_is_left_out(trained, tmp_path):
-    copy = Path(shutil.copytree(trained(), tmp_path / "copy"))
-    with (copy / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 7, "train/lo')
-    assert report_of(trained(), copy)["metrics"]["equal_until"] == STEPS
-
-
-@pytest.mark.bad_input("dist_amp diff of a run with a damaged config.toml")
-def test_a_damaged_config_is_named(trained, tmp_path, capsys):
-    copy = Path(shutil.copytree(trained(), tmp_path / "copy"))
-    (copy / "config.toml").write_text("[train\n")
-    status, line = error_of([trained(), copy], capsys)
-    assert status == DataError.exit_code
-    assert "config.toml: it is not TOML" in line
-
-
-@pytest.mark.bad_input("dist_amp diff of runs that have no logged step in common")
-def test_runs_without_a_common_logged_step_are_rejected(trained, tmp_path, capsys):
-    copy = Path(shutil.copytree(trained(), tmp_path / "copy"))
-    lines = (copy / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    text = "".join(json.dumps({**row, "step": row["step"] + 100}) + "\n" for row in rows)
-    (copy / "metrics.jsonl").write_text(text)
-    status, line = error_of([trained(), copy], capsys)
-    assert status == DataError.exit_code
-    assert "no logged step in common" in line
-    assert "logged 1 to 6" in line
-    assert "logged 101 to 106" in line
-
-
-@pytest.mark.bad_input("dist_amp diff of runs of other tasks and models")
-def test_runs_of_other_models_are_compared_as_far_as_they_go(trained, tmp_path, capsys):
-    other = train_in(tmp_path / "tiny", task__target=TINY)
-    capsys.readouterr()
-    assert diff.main([str(trained()), str(other)]) == 1
-    text = capsys.readouterr().out
-    assert "task.target" in text
-    assert "the models have no module in common" in text
-    assert "metrics part at step 1" in text
 
 
 def test_a_log_interval_of_another_length_is_left_out(trained):
@@ -393,3 +295,145 @@ def test_without_fingerprints_the_first_logged_step_is_found(trained):
     assert report["fingerprints"] == {}
     assert report["metrics"]["step"] == AT + 1
     assert report["metrics"]["equal_until"] == AT - 1
+
+
+# ---- --deep with other files, settings and models
+
+
+VERSION = """
+from scaled import SCALE
+from tiny import Tiny
+
+class Mine(Tiny):
+    def loss_sum(self, model, batch):
+        return SCALE * super().loss_sum(model, batch)
+"""
+
+
+def version(folder, scale):
+    """A task's settings; the file has the same name in each folder."""
+    folder.mkdir(exist_ok=True)
+    (folder / "versioned.py").write_text(VERSION)
+    (folder / "scaled.py").write_text(f"SCALE = {scale}")
+    diff_deep.make_room_for(folder / "versioned.py")
+    return {"task__target": f"{folder}/versioned.py:Mine", "train__steps": 2}
+
+
+def test_deep_compares_two_versions_of_one_module(tmp_path, diff_of, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a run's config alone names no file elsewhere
+    folders = []
+    for name, scale in (("one", 1.0), ("two", 2.0)):
+        folders.append(train_in(tmp_path / "runs" / name, **version(tmp_path / name, scale)))
+    status, output, errors = diff_of(*folders, "--deep")
+    assert status == 1, errors
+    assert "both replayed: step 1: the loss of the model" in output
+    assert not output.startswith("the task's source file"), "versioned.py is the same"
+
+
+@pytest.mark.bad_input("`diff --deep` of a run whose task was edited since")
+def test_an_edited_task_is_the_first_line_and_the_verdict(tmp_path, diff_of, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = version(tmp_path / "mine", 1.0)
+    a = train_in(tmp_path / "a", **words)
+    task = tmp_path / "mine/versioned.py"
+    task.write_text(VERSION.replace("return SCALE", "return 1.5 * SCALE"))
+    for name in ("versioned", "scaled"):
+        del sys.modules[name]
+    b = train_in(tmp_path / "b", **words)
+    status, output, errors = diff_of(a, b, "--deep")
+    assert status == 1, errors
+    lines = output.splitlines()
+    assert lines[0].startswith("the task's source file differs (hashes ")
+    assert f"not replayed: {task} was edited since {a} was started; put " in lines[-1]
+
+
+def test_steps_that_are_taken_again_forget_the_settings_of_before(trained, tmp_path):
+    words = {"optim__schedule": "constant", "checkpoint__keep": 9}
+    folder = Path(shutil.copytree(trained(**words), tmp_path / "copy"))
+    words["run__allow_config_change"] = "true"
+    for step in (6, 4):
+        for later in (8, step + 2):
+            shutil.rmtree(folder / f"checkpoints/step_0000000{later}", ignore_errors=True)
+        train_in(folder, **words, optim__lr=1.0 / step, train__steps=8)
+    kept = [path.name for path in folder.glob("config_until*")]
+    assert kept == ["config_until_step_00000004.toml"]
+    assert diff.RunFiles(folder).settings_at(4)["optim.lr"] == 1e-2
+    assert diff.RunFiles(folder).settings_at(5)["optim.lr"] == 0.25
+    with pytest.raises(DataError, match="replays the steps 4 to 6 with one config"):
+        diff_deep.where_they_part([folder, folder], 3, 6)
+
+
+@pytest.mark.bad_input("dist_amp diff of runs of other tasks and models")
+def test_runs_of_other_models_are_compared_as_far_as_they_go(trained, diff_of):
+    status, text, _ = diff_of(trained(), trained(task__target=TINY))
+    assert status == 1
+    assert "task.target" in text
+    assert "the models have no module in common" in text
+    assert "metrics part at step 1" in text
+
+
+# ---- bad inputs
+
+
+def emptied(folder):
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def lines_become(change):
+    def write(folder):
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        (folder / "metrics.jsonl").write_text("\n".join(change(lines)))
+
+    return write
+
+
+def of_later_steps(lines):
+    return [json.dumps(json.loads(line) | {"step": 100 + i}) for i, line in enumerate(lines)]
+
+
+def config_is_damaged(folder):
+    (folder / "config.toml").write_text("[train\n")
+
+
+NO_LINE = "{}/metrics.jsonl has no complete line; wait for the step"
+LINE_3 = "{}/metrics.jsonl, line 3: not a JSON object with a step; remove it"
+
+
+@pytest.mark.bad_input("dist_amp diff of a folder that is no run, and of one that does not exist")
+@pytest.mark.bad_input("dist_amp diff of a run that has logged nothing yet")
+@pytest.mark.bad_input("dist_amp diff of a run with a damaged metrics.jsonl or config.toml")
+@pytest.mark.bad_input("dist_amp diff of runs that have no logged step in common")
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (emptied, "{} is not the folder of a run: config.toml"),
+        (shutil.rmtree, "{} is not the folder of a run: config.toml"),
+        (lambda folder: (folder / "metrics.jsonl").unlink(), NO_LINE),
+        (lines_become(lambda lines: ['{"step": 1, "trai']), NO_LINE),
+        (lines_become(lambda lines: [*lines[:2], "{}", *lines[2:]]), LINE_3),
+        (lines_become(lambda lines: [*lines[:2], '{"step": 1, "trai', *lines[2:]]), LINE_3),
+        (config_is_damaged, "config.toml: it is not TOML"),
+        (lines_become(of_later_steps), "no logged step in common"),
+    ],
+)
+def test_what_cannot_be_compared_is_named(change, said, trained, copied, diff_of):
+    change(copied)
+    status, output, errors = diff_of(trained(), copied)
+    assert (status, output) == (DataError.exit_code, ""), output + errors
+    assert said.format(copied) in errors
+    assert errors.count("\n") == 1
+
+
+@pytest.mark.bad_input("dist_amp diff of the same folder twice")
+def test_the_same_folder_twice_is_rejected(trained, diff_of):
+    folder = trained()
+    status, _, errors = diff_of(folder, folder / ".." / folder.name)
+    assert status == 64
+    assert "are the same folder; give two runs" in errors
+
+
+def test_a_last_line_that_a_kill_has_torn_is_left_out(trained, copied):
+    with (copied / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "train/lo')
+    assert report_of(trained(), copied)["metrics"]["equal_until"] == STEPS

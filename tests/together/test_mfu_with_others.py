@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 from ranks import on_ranks
-from test_metrics import recorded_steps, scalars
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_mfu import FLOPS, Counted, log_mfu_of
-from tiny import Tiny, log, make_run
+from tiny import Tiny, log, make_run, take_steps
 
 from dist_amp.settings import DataConfig
 from dist_amp.supervise.banner import closing_table
@@ -51,7 +51,8 @@ def in_the_run(world, folder):
     run = make_run(world, Counted(), *words, "--parallel.strategy", "fsdp", "--run.dir", folder)
     run.metrics.open(run.folder, 0, "")
     log_mfu_of(run)
-    recorded_steps(run, 2)
+    for report in take_steps(run, 2):
+        run.metrics.record(report)
     row = log(run)
     run.metrics.close()
     summary = write_summary(run.folder, run, "completed", 0, "") if world.is_main else None
@@ -62,11 +63,13 @@ def test_mfu_is_items_per_second_times_the_tasks_flops_over_the_peak_of_each_ran
     (line, summary), _ = on_ranks(2, in_the_run, str(tmp_path))
     rows = json.loads((tmp_path / "metrics.jsonl").read_text())["ranks"]
     for rank, seconds in enumerate((FLOPS / 1e9, FLOPS / 2e9)):
-        tags = {tag: values[0][1] for tag, values in scalars(tmp_path, rank).items()}
+        row = rows[rank]
+        expected = row["throughput/items_per_second"] * seconds
+        assert row["throughput/mfu"] == pytest.approx(expected, rel=1e-12)
+        board = EventAccumulator(str(tmp_path / f"tensorboard/rank{rank:05d}")).Reload()
+        (event,) = board.Scalars("throughput/mfu")
         # TensorBoard keeps float32.
-        expected = tags["throughput/items_per_second"] * seconds
-        assert tags["throughput/mfu"] == pytest.approx(expected, rel=1e-6)
-        assert rows[rank]["throughput/mfu"] == pytest.approx(tags["throughput/mfu"], rel=1e-6)
+        assert event.value == pytest.approx(row["throughput/mfu"], rel=1e-6)
         ended = summary["ranks"][rank]
         assert ended["mfu"] == pytest.approx(ended["items_per_second"] * seconds, rel=1e-12)
     assert summary["mfu"] == (summary["ranks"][0]["mfu"] + summary["ranks"][1]["mfu"]) / 2
@@ -88,7 +91,7 @@ def test_without_a_peak_or_the_tasks_flops_there_is_no_mfu_and_the_cpu_keeps_sil
     log_mfu_of(run)
     said = capsys.readouterr().out
     assert bool(said) == bool(words), "who sets the peak wants MFU"
-    recorded_steps(run, 1)
+    run.metrics.record(*take_steps(run, 1))
     row = log(run)
     assert "throughput/mfu" not in row.rank_tags(0)
     assert "mfu" not in "  ".join(columns(row, 1.0))
