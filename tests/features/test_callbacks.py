@@ -332,6 +332,8 @@ def test_freezing_or_replacing_a_part_while_training_is_refused(ranks, strategy,
 
 # ---- a save that hangs ----
 
+SLOW = pytest.mark.slow
+
 
 @pytest.mark.bad_input("a disk that blocks all ranks, or the only one, in the last save")
 @pytest.mark.bad_input("a disk that blocks the save of a run that a signal stops")
@@ -339,10 +341,10 @@ def test_freezing_or_replacing_a_part_while_training_is_refused(ranks, strategy,
     ("ranks", "plant", "words", "stuck", "environ"),
     [
         (1, f"{SHARD}:0:4", [], [0], {}),
-        (2, f"{SHARD}:0,1:4", ["--parallel.strategy", "fsdp"], [0, 1], {}),
         (2, f"{SHARD}:1:3", ["--train.steps", "8"], [1], {"PREEMPTED_AT": "3"}),
+        pytest.param(2, f"{SHARD}:0,1:4", ["--parallel.strategy", "fsdp"], [0, 1], {}, marks=SLOW),
     ],
-    ids=["one rank", "all ranks", "preempted"],
+    ids=["one rank", "preempted", "all ranks"],
 )
 def test_a_job_whose_save_is_stuck_ends_and_can_be_continued(
     launch, ranks, plant, words, stuck, environ
