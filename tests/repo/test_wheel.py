@@ -114,9 +114,8 @@ def test_a_folder_of_the_packages_name_does_not_shadow_an_editable_install(tmp_p
     imports = f"import sys, site; sys.path.insert(0, {str(here)!r})\n"
     imports += f"site.addsitedir({str(tmp_path / 'packages')!r}); import dist_amp\n"
     command = [sys.executable, "-I", "-S", "-c", f"{imports}print(dist_amp.__file__)"]
-    assert subprocess.check_output(command, text=True).strip() == str(
-        clone / "dist_amp/__init__.py"
-    )
+    found = subprocess.check_output(command, text=True).strip()
+    assert found == str(clone / "dist_amp/__init__.py")
 
 
 # ---- the README
@@ -208,7 +207,10 @@ def test_a_missing_package_is_named_with_the_extra_that_has_it(command, extra, i
 
 
 @pytest.mark.bad_input("an unknown config name, to every command that takes settings")
-@pytest.mark.parametrize("command", commands.WITH_SETTINGS)
+@pytest.mark.parametrize(
+    "command",
+    ["train", *(pytest.param(each, marks=SLOW) for each in commands.WITH_SETTINGS[1:])],
+)
 def test_every_command_names_the_nearest_config_and_all_that_are_installed(
     command, installed, tmp_path
 ):
@@ -223,11 +225,23 @@ def test_every_command_names_the_nearest_config_and_all_that_are_installed(
 
 
 @pytest.mark.bad_input("`dist_amp demo` with a wrong setting")
-def test_the_demo_refuses_a_wrong_setting(installed, tmp_path):
-    done = installed(tmp_path, "dist_amp", "demo", "--train.stps", "3")
-    assert done.returncode == 64
-    said = "error: unknown key train.stps on the command line; did you mean train.steps?\n"
-    assert done.stderr == said
+@pytest.mark.bad_input("`dist_amp bench` without a clone")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["demo", "--train.stps", "3"],
+            "unknown key train.stps on the command line; did you mean train.steps?",
+        ),
+        (
+            ["bench", "overhead"],
+            "the benchmarks are not installed; start them in the folder of a clone",
+        ),
+    ],
+)
+def test_what_can_not_be_started_is_refused_in_one_line(words, said, installed, tmp_path):
+    done = installed(tmp_path, "dist_amp", *words)
+    assert (done.returncode, done.stderr) == (64, f"error: {said}\n")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -240,14 +254,6 @@ def test_the_demo_names_a_folder_that_can_not_be_written(installed, tmp_path):
     line = done.stderr.splitlines()[-1]
     assert re.match(r"error: run\.dir=runs/\S+ can't be written \(Not a directory\); ", line)
     assert (tmp_path / "runs").read_text() == "no folder"
-
-
-@pytest.mark.bad_input("`dist_amp bench` without a clone")
-def test_the_benchmarks_are_asked_for_in_a_clone(installed, tmp_path):
-    done = installed(tmp_path, "dist_amp", "bench", "overhead")
-    assert done.returncode == 64
-    fix = "start them in the folder of a clone"
-    assert done.stderr == f"error: the benchmarks are not installed; {fix}\n"
 
 
 # ---- configs by name
@@ -289,15 +295,13 @@ def test_an_error_in_a_shipped_config_names_its_path_and_line(here, monkeypatch)
 
 
 @pytest.mark.bad_input("a package that was installed without its configs")
-@pytest.mark.parametrize("recorded", [None, [], ["dist_amp/files.py"], "configs"])
+@pytest.mark.parametrize(
+    "recorded", [None, ["dist_amp/files.py"], ["share/dist_amp/configs/debug.toml"]]
+)
 def test_an_installation_without_its_files_is_named(here, monkeypatch, recorded):
-    gone = here / "share/dist_amp/configs/debug.toml"
-    if recorded == "configs":
-        recorded = [Recorded(gone)]
-    if recorded == ["dist_amp/files.py"]:
-        recorded = [Recorded(here / "dist_amp/files.py")]
+    paths = [Recorded(here / path) for path in recorded] if recorded else None
     monkeypatch.setattr(files, "__file__", str(here / "site-packages/dist_amp/files.py"))
-    monkeypatch.setattr(importlib.metadata, "files", lambda name: recorded)
+    monkeypatch.setattr(importlib.metadata, "files", lambda name: paths)
     text = "is installed without configs/debug.toml and its other files; install its wheel"
     with pytest.raises(ConfigError, match=text):
         load_config(["--config", "demo"], {})

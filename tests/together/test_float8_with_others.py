@@ -15,7 +15,6 @@ from dist_amp.errors import ConfigError
 from dist_amp.verify.cells import full
 from dist_amp.world import World
 
-
 GPT = "--task.target dist_amp.tasks.causal_lm:CausalLM --task.args.width 64".split()
 GPT += "--task.args.context 32 --data.shuffle false".split()
 
