@@ -1,8 +1,6 @@
 """Compiled blocks, recomputed blocks and a loss in chunks give the same gradients."""
 
-import pickle
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from unittest.mock import patch
@@ -225,6 +223,11 @@ def test_shapes_without_end_stop_being_compiled_with_a_warning(capsys):
     assert "warning: " not in capsys.readouterr().err
 
 
+class Log(nn.Module):
+    def forward(self, x):
+        return x.log()
+
+
 class LogOf(nn.Linear):
     """Its inside is where a negative number becomes nan."""
 
@@ -234,11 +237,6 @@ class LogOf(nn.Linear):
 
     def forward(self, x):
         return super().forward(self.inside(x))
-
-
-class Log(nn.Module):
-    def forward(self, x):
-        return x.log()
 
 
 class Spoilt(Tiny):
@@ -335,14 +333,6 @@ def test_blocks_compile_without_any_private_name(monkeypatch, capsys):
     assert "from now on blocks are compiled in parts" in capsys.readouterr().err
 
 
-def test_anomaly_detection_works_with_both():
-    words = [*COMPILED, *FULL, "--debug.detect_anomaly", "true"]
-    try:
-        take_steps(bytes_run(World(), Bytes(CHUNK), *words), 1)
-    finally:
-        torch.autograd.set_detect_anomaly(False)
-
-
 @pytest.mark.bad_input("CUDA graphs (`compile.mode`) with parameters that FSDP gathers")
 def test_cuda_graphs_of_gathered_parameters_are_refused():
     with pytest.raises(ConfigError, match="replays CUDA graphs, .* fsdp gathers them anew"):
@@ -391,24 +381,3 @@ def test_cuda_graphs_leave_out_the_head_that_computes_the_loss():
     assert "forward" in vars(graphs.parallel.module.blocks[0])
     assert "forward" not in vars(graphs.parallel.module.head)
     assert "forward" in vars(bytes_run(World(), Bytes(), *words).parallel.module.head)
-
-
-@dataclass(frozen=True)
-class Frozen(Tiny):
-    samples: int = 64
-    uneven: bool = False
-    depth: int = 2
-    seed: int = 0
-
-    def loss_sum(self, model, batch):
-        model.seen = True
-        return super().loss_sum(model, batch)
-
-
-@pytest.mark.parametrize("words", [FP32, [*FP32, *COMPILED]])
-def test_a_task_may_be_a_frozen_dataclass_and_note_something_on_its_model(words):
-    task = Frozen()
-    run = make_run(World(), task, *words)
-    take_steps(run, 1)
-    assert run.parallel.module.seen
-    assert pickle.loads(pickle.dumps(task)) == task

@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from benchmarks.amp import ROUNDINGS, drift_of
 from dist_amp.checkpoint.state import state_of
 from dist_amp.errors import ConfigError
-from dist_amp.verify.cells import full
 from dist_amp.world import World
 
 GPT = "--task.target dist_amp.tasks.causal_lm:CausalLM --task.args.width 64".split()
@@ -43,23 +42,6 @@ def test_the_loss_in_float8_follows_that_in_bf16(capsys):
 
 def bytes_run(world, *words):
     return make_run(world, Bytes(), "--optim.lr", 0.003, "--data.shuffle", "false", *words)
-
-
-def weights(world, folder, words, save):
-    run = bytes_run(world, "--run.dir", folder, "--run.resume", "auto", *words)
-    if save:
-        take_steps(run, 2)
-        run.save(wait=True)
-    else:
-        assert run.step == 2
-    return {name: full(p).tolist() for name, p in run.parallel.module.named_parameters()}
-
-
-def test_a_checkpoint_in_float8_is_resumed_in_bf16_on_one_process(tmp_path):
-    words = [*FP8, "--parallel.strategy", "fsdp", "--train.micro_batch_size", 4]
-    saved = on_ranks(2, weights, tmp_path / "run", words, True)[0]
-    change = ["--run.allow_config_change", "true"]
-    assert weights(World(), tmp_path / "run", change, False) == saved
 
 
 def curve_of_bytes(world, *words):
