@@ -31,7 +31,7 @@ NOT_RUN = {  # what a command begins with: why it is not run here
     "python -m dist_amp.train --task": "what the fixture trained runs",
     "python -m benchmarks": "the benchmarks are in a clone",
 }
-QUICK = ("dist_amp demo", "dist_amp plan", "dist_amp$")
+QUICK = ("dist_amp plan", "dist_amp$")
 # Only the size of the work; the last of equal options counts.
 GPT = "--train.micro_batch_size 2 --eval.batches 1 --task.args.width 32 --task.args.sample_bytes 8"
 FEW_STEPS = "--train.steps 3"
@@ -181,22 +181,20 @@ def test_every_command_prints_its_help_without_extras(command, installed, tmp_pa
 # ---- what is missing
 
 
-SLOW = pytest.mark.slow
-
-
+@pytest.mark.slow
 @pytest.mark.bad_input("a command, config or setting whose optional package is not installed")
 @pytest.mark.parametrize(
     ("command", "extra"),
     [
         ("plot run", "plot"),
-        pytest.param("plot run --out loss.png", "plot", marks=SLOW),
-        pytest.param("follow run --to wandb --once", "wandb", marks=SLOW),
-        pytest.param("follow run --to trackio --once", "trackio", marks=SLOW),
-        pytest.param("follow run --to mlflow --once", "mlflow", marks=SLOW),
-        pytest.param("train --config images", "images", marks=SLOW),
-        pytest.param("train --config hf_finetune", "hf", marks=SLOW),
-        pytest.param("train --config debug --data.tokenizer gpt2", "hf", marks=SLOW),
-        pytest.param("train --config demo --precision.matmul fp8", "float8", marks=SLOW),
+        ("plot run --out loss.png", "plot"),
+        ("follow run --to wandb --once", "wandb"),
+        ("follow run --to trackio --once", "trackio"),
+        ("follow run --to mlflow --once", "mlflow"),
+        ("train --config images", "images"),
+        ("train --config hf_finetune", "hf"),
+        ("train --config debug --data.tokenizer gpt2", "hf"),
+        ("train --config demo --precision.matmul fp8", "float8"),
     ],
 )
 def test_a_missing_package_is_named_with_the_extra_that_has_it(command, extra, installed, trained):
@@ -209,7 +207,7 @@ def test_a_missing_package_is_named_with_the_extra_that_has_it(command, extra, i
 @pytest.mark.bad_input("an unknown config name, to every command that takes settings")
 @pytest.mark.parametrize(
     "command",
-    ["train", *(pytest.param(each, marks=SLOW) for each in commands.WITH_SETTINGS[1:])],
+    ["train", *(pytest.param(each, marks=pytest.mark.slow) for each in commands.WITH_SETTINGS[1:])],
 )
 def test_every_command_names_the_nearest_config_and_all_that_are_installed(
     command, installed, tmp_path
