@@ -223,7 +223,21 @@ def test_what_sharding_rules_out_is_named_before_the_ranks_part(task, said):
         assert "use parallel.strategy=ddp" in message
 
 
-# ---- times of waiting ----
+# ---- what it costs, and without torch's private names ----
+
+
+def hooks_before_and_after_steps(world):
+    task = OrderOfTheRank([0, 1], [0, 1])
+    run = make_run(world, task, "--parallel.strategy", "fsdp", "--use_amp", "false")
+    block = run.parallel.module.blocks[0]
+    before = len(block._forward_pre_hooks)
+    take_steps(run, hooks.COMPARED_FORWARDS)
+    return before, len(block._forward_pre_hooks)
+
+
+def test_ranks_compare_their_blocks_in_the_first_forwards_alone():
+    for before, after in on_ranks(2, hooks_before_and_after_steps):
+        assert after == before - 1
 
 
 def parameters_with_and_without_names(world):
