@@ -59,7 +59,7 @@ def test_a_run_that_is_watched_ends_bit_for_bit_as_one_that_is_not(tmp_path, ran
     words = ["--parallel.strategy", strategy, "--precision.dtype", "fp16", "--run.dir", tmp_path]
     words += ["--precision.cast_by", "autocast", "--precision.scaler.init_scale", 256]
     words += ["--train.micro_batch_size", 2, "--train.accumulation_steps", 2]
-    words += ["--data.shuffle", "false", "--train.steps", 6, "--metrics.log_every", 2]
+    words += ["--data.shuffle", "false", "--train.steps", 4, "--metrics.log_every", 2]
     for plain, default, watched in on_ranks(ranks, final_states, words):
         assert default == plain
         assert watched == plain
