@@ -1,5 +1,7 @@
 """Hooks into FSDP2: blocks that a rank leaves out, refusals with their cause, times of waiting."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from ranks import on_ranks
@@ -258,3 +260,14 @@ def parameters_with_and_without_names(world):
 def test_steps_are_the_same_where_torch_has_other_private_names():
     for without, named in on_ranks(2, parameters_with_and_without_names):
         assert without == named
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_on_a_gpu_what_only_queues_a_gather_is_no_wait(monkeypatch, on_gpu):
+    group = SimpleNamespace(**dict.fromkeys(hooks.WAITS, lambda: None))
+    before = dict(vars(group))
+    monkeypatch.setattr(hooks, "fsdp_groups", lambda model: [group])
+    hooks.time_gathers(SimpleNamespace(), SimpleNamespace(on_gpu=on_gpu))
+    waits = [name for name, method in before.items() if getattr(group, name) is not method]
+    expected = ["unshard", "wait_for_unshard", "post_backward", "finalize_backward"]
+    assert waits == expected[on_gpu:]
