@@ -9,7 +9,9 @@ import torch
 from optimizer_runs import Counter
 from ranks import on_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_stuck_saves import SHARD, check_end, start
 from tiny import Tiny, log, make_run, take_steps
+from torch import nn
 
 from dist_amp import task
 from dist_amp.checkpoint.format import all_checkpoints, read_manifest
@@ -17,25 +19,20 @@ from dist_amp.errors import ConfigError, DataError
 from dist_amp.optimizers.groups import call_on_evaluation
 from dist_amp.supervise.callbacks import OPTIONAL, Callbacks, train_metrics
 from dist_amp.supervise.stop import AgreedStop
-from dist_amp.telemetry.step_report import StepReport
 from dist_amp.world import World
 
 
 class Watched(Tiny):
-    """on_step stops after step stop_at on rank stop_rank, on_evaluation from `patience` on."""
+    """on_step stops after step stop_at on rank 1, on_evaluation from step `patience` on."""
 
-    def __init__(self, stop_at: int = 0, stop_rank: int = 0, patience: int = 0):
+    def __init__(self, stop_at: int = 0, patience: int = 0):
         super().__init__()
         self.stop_at = stop_at
-        self.stop_rank = stop_rank
         self.patience = patience
 
     def on_step(self, run, report):
-        assert isinstance(report, StepReport)
         print(f"on_step {run.step} on rank {run.world.rank}: {report.applied.item()}")
-        if run.step == self.stop_at and run.world.rank == self.stop_rank:
-            return "stop"
-        return None
+        return "stop" if (run.step, run.world.rank) == (self.stop_at, 1) else None
 
     def on_evaluation(self, run, values):
         is_same = values == run.metrics.evaluation
@@ -55,83 +52,60 @@ SMALL = """
 """.split()
 
 
-def summary_of(folder):
-    return json.loads((folder / "run/summary.json").read_text())
-
-
-def steps_of(folder):
-    return [path.name for path in all_checkpoints(folder / "run")]
-
-
-def rows_of(folder):
-    lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "train/loss" in line]
+def check_ended_at_step_8(folder, cause):
+    """The run says why, and its last step is logged and saved."""
+    summary = json.loads((folder / "summary.json").read_text())
+    expected = {"stopped_by": "completed", "exit_code": 0, "cause": cause, "steps": 8}
+    expected |= {"applied_steps": 8}
+    assert {key: summary[key] for key in expected} == expected
+    saved = [path.name for path in all_checkpoints(folder)]
+    assert saved == ["step_00000006", "step_00000008"]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "train/loss" in row]
+    assert [row["step"] for row in rows] == [5, 8]
+    return rows
 
 
 def scalars_of(folder, rank):
-    events = EventAccumulator(str(folder / f"run/tensorboard/rank{rank:05d}")).Reload()
+    events = EventAccumulator(str(folder / f"tensorboard/rank{rank:05d}")).Reload()
     tags = events.Tags()["scalars"]
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
 
 
-def started(launch, *words):
-    """The outputs of a run on two ranks."""
-    done = launch.each(2, *SMALL, *words)
-    assert [one.returncode for one in done] == [0, 0], done[0].stderr
-    return [one.stdout for one in done]
-
-
 def test_callbacks_are_called_on_every_rank_and_one_that_says_stop_ends_the_run(launch, tmp_path):
-    words = ["--parallel.strategy", "fsdp", "--task.args.stop_at", 7, "--task.args.stop_rank", 1]
-    outputs = started(launch, *words)
-    for rank, text in enumerate(outputs):
-        assert [line for line in text.splitlines() if line.startswith("on_")] == [
+    done = launch.each(2, *SMALL, "--parallel.strategy", "fsdp", "--task.args.stop_at", 7)
+    assert [one.returncode for one in done] == [0, 0], done[0].stderr
+    for rank, one in enumerate(done):
+        # One step after 7, on any number of ranks: what the ranks tell each other overlaps it.
+        assert [line for line in one.stdout.splitlines() if line.startswith("on_")] == [
             *(f"on_step {n} on rank {rank}: True" for n in range(1, 5)),
             f"on_evaluation 4 on rank {rank}: ['loss'] True",
             *(f"on_step {n} on rank {rank}: True" for n in range(5, 9)),
         ]
     cause = 'on_step(run, report) returned "stop" on rank 1 after step 7'
-    summary = summary_of(tmp_path)
-    # One more step, on any number of ranks: what the ranks tell each other overlaps it.
-    expected = {"stopped_by": "completed", "exit_code": 0, "cause": cause, "steps": 8}
-    assert {key: summary[key] for key in expected} == expected
-    assert summary["applied_steps"] == 8
-    assert f"ended after step 8 of 12: the task's {cause}\n" in outputs[0]
-    assert "done: 8 steps (8 applied, 0 skipped), loss " in outputs[0]
-    assert steps_of(tmp_path) == ["step_00000006", "step_00000008"]
-    assert [row["step"] for row in rows_of(tmp_path)] == [5, 8]
-    check_metrics(tmp_path)
-    before = rows_of(tmp_path)
-    again = started(launch, *words)[0]
-    finished = f"run is finished: it ended after 8 of train.steps=12, because the task's {cause};"
-    assert f"{finished} to continue, st" in again
-    assert (rows_of(tmp_path), summary_of(tmp_path)) == (before, summary)
-
-
-def check_metrics(folder):
-    """The task's metrics are written by every rank at log steps."""
-    norms = []
-    for rank in range(2):
-        scalars = scalars_of(folder, rank)
+    assert f"ended after step 8 of 12: the task's {cause}\n" in done[0].stdout
+    assert "done: 8 steps (8 applied, 0 skipped), loss " in done[0].stdout
+    rows = check_ended_at_step_8(tmp_path / "run", cause)
+    of_ranks = [scalars_of(tmp_path / "run", rank) for rank in range(2)]
+    for rank, scalars in enumerate(of_ranks):
         assert scalars["train/rank"] == [(5, rank), (8, rank)]
         assert [step for step, _ in scalars["train/loss_per_rank"]] == [5, 8]
-        norms.append(scalars["train/parameter_norm"])
+    norms = [scalars["train/parameter_norm"] for scalars in of_ranks]
     assert norms[0] == norms[1]
-    rows = rows_of(folder)
     assert [row["train/rank"] for row in rows] == [0, 0]
     assert [(row["step"], pytest.approx(row["train/parameter_norm"])) for row in rows] == norms[0]
 
 
-def test_an_evaluation_callback_ends_the_run_at_its_own_step(launch, tmp_path):
-    outputs = started(launch, "--task.args.patience", 7)
-    for rank, text in enumerate(outputs):
-        evaluations = [line for line in text.splitlines() if line.startswith("on_evaluation")]
-        assert evaluations == [f"on_evaluation {n} on rank {rank}: ['loss'] True" for n in (4, 8)]
-    summary = summary_of(tmp_path)
-    assert (summary["steps"], summary["stopped_by"]) == (8, "completed")
-    assert summary["cause"] == 'on_evaluation(run, values) returned "stop" on rank 0 after step 8'
-    assert steps_of(tmp_path) == ["step_00000006", "step_00000008"]
-    assert [row["step"] for row in rows_of(tmp_path)] == [5, 8]
+def test_an_evaluation_callback_ends_the_run_at_its_own_step_for_good(launch, tmp_path):
+    words = [*SMALL, "--task.args.patience", 7]
+    first = launch(0, *words)
+    assert first.returncode == 0, first.stderr
+    cause = 'on_evaluation(run, values) returned "stop" on rank 0 after step 8'
+    rows = check_ended_at_step_8(tmp_path / "run", cause)
+    again = launch(0, *words)
+    finished = f"run is finished: it ended after 8 of train.steps=12, because the task's {cause};"
+    assert f"{finished} to continue, st" in again.stdout
+    assert check_ended_at_step_8(tmp_path / "run", cause) == rows
 
 
 class Derived(Tiny):
@@ -147,8 +121,6 @@ class Derived(Tiny):
         if self.kind == "numbers":
             values |= {"rmse": values["loss"] ** 0.5, "nan": math.nan, "one": torch.ones(())}
             del values["loss"]
-        if self.kind == "a name":
-            values |= {"rmse": 1.0} if run.world.rank else {}
         if self.kind == "a value":
             values["rmse"] = float(run.world.rank)
         if self.kind == "a rate":
@@ -180,7 +152,6 @@ def added_on_ranks(world, kind):
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("a name", "rank 0 has [('loss', 1.0)], schedule.factor 1.0, and rank 1 has [('loss', 1.0"),
         ("a value", "and rank 1 has [('loss', 1.0), ('rmse', 1.0)], schedule.factor 1.0"),
         ("a rate", "and rank 1 has [('loss', 1.0)], schedule.factor 2.0"),
     ],
@@ -211,46 +182,38 @@ def test_a_signal_counts_more_than_the_tasks_wish():
     stop = AgreedStop(World())
     stop.every_poll = True
     stop.ended_by = "the task"
-    assert not stop.poll()
-    assert stop.poll()
-    assert stop.by_task
+    assert [stop.poll(), stop.poll(), stop.by_task] == [False, True, True]
     stop.requested_by = "SIGTERM"
-    stop.poll()
-    assert stop.poll()
-    assert not stop.by_task
-
-
-ODD = [
-    ("on_step", "return 3", "the task's on_step(run, report) returned 3 after step 1; return None"),
-    ("on_step", "return True", "on_step(run, report) returned True after step 1; return None or"),
-    ("on_evaluation", 'return "halt"', "on_evaluation(run, values) returned 'halt' after step 1"),
-    ("on_evaluation", "report['f1'] = '0.5'", "gave f1 a str, not a number or a scalar tensor"),
-    ("on_evaluation", "report['f1'] = None", "gave f1 a NoneType, not a number or a scalar tens"),
-    ("on_evaluation", "report['f1'] = [0.5]", "gave f1 a list, not a number or a scalar tensor"),
-    ("on_evaluation", "report['loss'] /= 2", "changed loss; give it another name"),
-    ("train_metrics", "return 3", "train_metrics(run, report) returned int; return a dict of num"),
-    ("train_metrics", "return {'lr': 1}", "gave lr, but train/lr is the run's own; give it anot"),
-    ("train_metrics", "return {'a': 'b'}", "gave a='b'; give a number or a scalar tensor"),
-    ("train_metrics", "return {'a': report.norm.expand(3)}", "gave a=tensor(["),
-]
+    assert [stop.poll(), stop.poll(), stop.by_task] == [True, True, False]
 
 
 @pytest.mark.bad_input("a callback or `train_metrics` that fails, or returns something else")
-def test_a_callback_that_returns_something_else_is_refused():
-    for method, body, said in ODD:
-        made = {}
-        exec(f"def {method}(self, run, report):\n    {body}", made)
-        run = make_run(World(), type("Odd", (Tiny,), {method: made[method]})())
-        report = take_steps(run, 1)[0]
-        callbacks = Callbacks(run, AgreedStop(World()))
-        calls = {
-            "on_step": lambda: callbacks.after_step(report, []),  # noqa: B023
-            "on_evaluation": lambda: call_on_evaluation(run, {"loss": 1.0}),  # noqa: B023
-            "train_metrics": lambda: train_metrics(run, report),  # noqa: B023
-        }
-        with pytest.raises(DataError) as error:
-            calls[method]()
-        assert said in str(error.value)
+@pytest.mark.parametrize(
+    ("method", "body", "said"),
+    [
+        ("on_step", "return 3", "task's on_step(run, report) returned 3 after step 1; return None"),
+        ("on_evaluation", 'return "halt"', "on_evaluation(run, values) returned 'halt' after st"),
+        ("on_evaluation", "report['f1'] = '0.5'", "gave f1 a str, not a number or a scalar tenso"),
+        ("on_evaluation", "report['loss'] /= 2", "changed loss; give it another name"),
+        ("train_metrics", "return 3", "train_metrics(run, report) returned int; return a dict of"),
+        ("train_metrics", "return {'lr': 1}", "gave lr, but train/lr is the run's own; give it a"),
+        ("train_metrics", "return {'a': 'b'}", "gave a='b'; give a number or a scalar tensor"),
+        ("train_metrics", "return {'a': report.norm.expand(3)}", "gave a=tensor(["),
+    ],
+)
+def test_a_callback_that_returns_something_else_is_refused(method, body, said):
+    made = {}
+    exec(f"def {method}(self, run, report):\n    {body}", made)
+    run = make_run(World(), type("Odd", (Tiny,), {method: made[method]})())
+    (report,) = take_steps(run, 1)
+    calls = {
+        "on_step": lambda: Callbacks(run, AgreedStop(World())).after_step(report, []),
+        "on_evaluation": lambda: call_on_evaluation(run, {"loss": 1.0}),
+        "train_metrics": lambda: train_metrics(run, report),
+    }
+    with pytest.raises(DataError) as error:
+        calls[method]()
+    assert said in str(error.value)
 
 
 @pytest.mark.bad_input("a callback or `train_metrics` that fails, or returns something else")
@@ -258,14 +221,14 @@ def test_a_callback_that_fails_is_one_line_with_the_status_of_wrong_data(launch,
     text = "from tiny import Tiny\n\nclass Odd(Tiny):\n    def on_step(self, run, report):\n"
     (tmp_path / "odd.py").write_text(f"{text}        {{}}['key']\n")
     done = launch(0, *SMALL, "--task.target", "odd:Odd")
-    assert done.returncode == 65
+    assert done.returncode == 65, done.stderr
     said = "the task's on_step(run, report) failed after step 1: KeyError: 'key' (odd.py, line 5);"
     assert f"error: {said} fix it" in done.stderr.splitlines()[-1]
 
 
 def test_the_tasks_own_metrics_are_not_waited_for():
     run = make_run(World(), Watched())
-    report = take_steps(run, 1)[0]
+    (report,) = take_steps(run, 1)
     run.metrics.record(report)
     with Counter("_local_scalar_dense") as counter:
         run.metrics.begin(run.step, run.schedule, run.scaler, run.data, train_metrics(run, report))
@@ -278,28 +241,36 @@ def test_the_tasks_own_metrics_are_not_waited_for():
 
 
 class Misspelt(Tiny):
-    def on_eval(self, run, values):
-        return "stop"
+    def on_eval(self, run, values): ...
+    def train_metric(self, run, report): ...
+    def sheduler(self, step): ...
 
-    def train_metric(self, run, report):
-        return {}
 
-    def sheduler(self, step):
-        return 1.0
+class Evaluated(Tiny):
+    def on_evaluation(self, run, values): ...
+
+
+NEAR = {"on_eval": "on_evaluation", "sheduler": "schedule", "train_metric": "train_metrics"}
+MISSPELT = [
+    f"nothing calls the task's method {name}; if it is meant for {near}, rename it"
+    for name, near in NEAR.items()
+]
+NEVER = (
+    "the task's on_evaluation is never called, because nothing is evaluated: set eval.every, and "
+    "return the samples of build_dataset('validation')"
+)
 
 
 @pytest.mark.bad_input(
     "a method of the task whose name is almost an optional one's, which nothing calls"
 )
-def test_a_method_that_looks_like_a_misspelt_optional_one_is_warned_of(capsys):
-    run = make_run(World(), Misspelt())
+@pytest.mark.bad_input("an `on_evaluation` where nothing is evaluated")
+@pytest.mark.parametrize(("kind", "warnings"), [(Misspelt, MISSPELT), (Evaluated, [NEVER])])
+def test_a_method_that_nothing_calls_is_warned_of(kind, warnings, capsys):
+    run = make_run(World(), kind(), "--eval.every", "off")
     capsys.readouterr()
     Callbacks(run, AgreedStop(World()))
-    expected = {"on_eval": "on_evaluation", "sheduler": "schedule", "train_metric": "train_metrics"}
-    assert capsys.readouterr().err.splitlines() == [
-        f"warning: nothing calls the task's method {name}; if it is meant for {near}, rename it"
-        for name, near in expected.items()
-    ]
+    assert capsys.readouterr().err.splitlines() == [f"warning: {line}" for line in warnings]
 
 
 def test_every_optional_method_is_described():
@@ -307,14 +278,65 @@ def test_every_optional_method_is_described():
     assert sorted(names) == sorted(OPTIONAL)
 
 
-class Evaluated(Tiny):
-    def on_evaluation(self, run, values):
-        pass
+class Freezes(Tiny):
+    def on_step(self, run, report):
+        next(run.model.parameters()).requires_grad_(False)
 
 
-@pytest.mark.bad_input("an `on_evaluation` where nothing is evaluated")
-def test_an_on_evaluation_that_nothing_calls_is_warned_of(capsys):
-    run = make_run(World(), Evaluated(), "--eval.every", "off")
-    Callbacks(run, AgreedStop(World()))
-    said = "warning: the task's on_evaluation is never called, because nothing is evaluated"
-    assert said in capsys.readouterr().err
+class Swaps(Tiny):
+    def on_step(self, run, report):
+        run.parallel.module[2] = nn.Linear(8, 1)
+
+
+def change_after_a_step(world, kind, strategy):
+    run = make_run(world, kind(), "--parallel.strategy", strategy, "--use_amp", "false")
+    (report,) = take_steps(run, 1)
+    with pytest.raises(DataError) as error:
+        Callbacks(run, AgreedStop(world)).after_step(report, [])
+    return str(error.value)
+
+
+@pytest.mark.bad_input("a parameter that is frozen while training")
+@pytest.mark.bad_input("a module that is replaced while training")
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Freezes, "the parameter 0.0.weight was frozen after step 1, which"),
+        (Swaps, "the parameter 2.weight came into the model after step 1"),
+    ],
+)
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "ddp"), (2, "fsdp")])
+def test_freezing_or_replacing_a_part_while_training_is_refused(ranks, strategy, kind, said):
+    for message in on_ranks(ranks, change_after_a_step, kind, strategy):
+        assert message.startswith(said)
+
+
+# ---- a save that hangs ----
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.bad_input("a disk that blocks all ranks, or the only one, in the last save")
+@pytest.mark.bad_input("a disk that blocks the save of a run that a signal stops")
+@pytest.mark.parametrize(
+    ("ranks", "plant", "words", "stuck", "environ"),
+    [
+        (1, f"{SHARD}:0:4", [], [0], {}),
+        (2, f"{SHARD}:1:3", ["--train.steps", "8"], [1], {"PREEMPTED_AT": "3"}),
+        pytest.param(2, f"{SHARD}:0,1:4", ["--parallel.strategy", "fsdp"], [0, 1], {}, marks=SLOW),
+    ],
+    ids=["one rank", "preempted", "all ranks"],
+)
+def test_a_job_whose_save_is_stuck_ends_and_can_be_continued(
+    launch, ranks, plant, words, stuck, environ
+):
+    ends = start(launch, ranks, *words, plant=plant, **environ)
+    check_end(launch, ends, stuck, "write_shards", *words)
+
+
+@pytest.mark.bad_input("a disk on which nothing can be flushed any more")
+def test_a_job_on_whose_disk_every_flush_blocks_says_so_and_ends(launch):
+    (end,) = start(launch, 1, plant="os:fsync:0:4")
+    assert end.returncode == 1, end.stderr
+    assert "error: run/checkpoints/step_00000004 could not be written: " in end.stderr
+    assert "rank 0 in make_folder: blocks (blocks.py, line " in end.stderr

@@ -36,15 +36,23 @@ def compiler(monkeypatch):
 
 def picked(*words, task=None, world=GPU):
     task = task or Tiny()
-    config = load_config([str(word) for word in words], environ={})
+    config = load_config(words, environ={})
     return pick_compile(config, "single", task, task.build_model(), world).blocks
 
 
-def test_blocks_are_compiled_on_a_gpu_with_a_compiler_and_not_on_a_cpu(compiler):
-    assert picked() == "auto"
-    assert picked("--compile.blocks", "dynamic") == "dynamic"
-    assert picked("--compile.blocks", "false") is False
-    assert picked(world=World()) is False
+@pytest.mark.parametrize(
+    ("words", "world", "blocks"),
+    [
+        ([], GPU, "auto"),
+        (["--compile.blocks", "dynamic"], GPU, "dynamic"),
+        (["--compile.blocks", "false"], GPU, False),
+        ([], World(), False),
+    ],
+)
+def test_blocks_are_compiled_on_a_gpu_with_a_compiler_and_not_on_a_cpu(
+    words, world, blocks, compiler
+):
+    assert picked(*words, world=world) == blocks
 
 
 @pytest.mark.bad_input("`compile.blocks=auto` on a GPU without a compiler")

@@ -12,35 +12,31 @@ from dist_amp.files import shipped_folder
 # Fixtures.
 cpu = test_native_precision.cpu
 
-# ---- the demo's choice ----
+EMULATED = ["--use_amp", "false"]
 
 
 @pytest.mark.parametrize(
-    ("words", "environ"),
+    ("words", "environ", "chosen"),
     [
-        (["--use_amp", "true"], {}),
-        (["--use-amp=false"], {}),
-        (["--precision.dtype", "bf16"], {}),
-        (["--precision.scaler.init_scale", "8"], {}),
-        (["--config", "mine.toml"], {}),
-        ([], {"DIST_AMP_PRECISION__DTYPE": "fp16"}),
-        ([], {"DIST_AMP_USE_AMP": "true"}),
-        (["--config", "missing.toml"], {}),
+        (["--use_amp", "true"], {}, []),
+        (["--use-amp=false"], {}, []),
+        (["--precision.scaler.init_scale", "8"], {}, []),
+        (["--config", "mine.toml"], {}, []),
+        (["--config", "missing.toml"], {}, []),
+        ([], {"DIST_AMP_PRECISION__DTYPE": "fp16"}, []),
+        ([], {"DIST_AMP_USE_AMP": "true"}, []),
+        (["--config", "other.toml", "--optim.lr", "1"], {}, EMULATED),
+        ([], {"DIST_AMP_RUN__SEED": "1"}, EMULATED),
     ],
 )
-def test_an_explicit_precision_is_kept(cpu, tmp_path, monkeypatch, words, environ):
+def test_the_demo_chooses_a_precision_unless_a_setting_does(
+    cpu, tmp_path, monkeypatch, words, environ, chosen
+):
     cpu(bf16=30)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.toml").write_text("precision.dtype = 'bf16'")
-    assert demo.precision_settings(words, environ) == []
-
-
-def test_other_settings_are_no_choice_of_a_precision(cpu, tmp_path):
-    cpu(bf16=30)
-    (tmp_path / "mine.toml").write_text("[train]\nsteps = 5")
-    words = ["--config", str(tmp_path / "mine.toml"), "--optim.lr", "1"]
-    chosen = demo.precision_settings(words, {"DIST_AMP_RUN__SEED": "1"})
-    assert chosen == ["--use_amp", "false"]
+    (tmp_path / "other.toml").write_text("[train]\nsteps = 5")
+    assert demo.precision_settings(words, environ) == chosen
 
 
 @pytest.fixture

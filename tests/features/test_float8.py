@@ -21,13 +21,18 @@ FP8 = ["--precision.matmul", "fp8"]
 
 
 class Wide(Tiny):
-    """Two blocks of 16, of which one has a hook; and a block whose weight is frozen."""
+    """Four blocks of 16: one has a hook, one a frozen weight, and two share theirs if tied."""
+
+    def __init__(self, tied=False):
+        super().__init__()
+        self.tied = tied
 
     def build_model(self):
         model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)), nn.Linear(16, 1))
         model[1].register_forward_hook(lambda part, args, output: output * 1.0)
         model[2].requires_grad_(False)
-        model[3].weight = model[0].weight
+        if self.tied:
+            model[3].weight = model[0].weight
         return model
 
     def blocks(self, model):
@@ -36,13 +41,6 @@ class Wide(Tiny):
     def build_dataset(self, split):
         x = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
         return Rows(x=x, y=x[:, :1], counts=torch.ones(64))
-
-
-class Free(Wide):
-    def build_model(self):
-        model = super().build_model()
-        model[3] = nn.Linear(16, 16)
-        return model
 
 
 class Experts(nn.Module):
@@ -60,7 +58,7 @@ class Experts(nn.Module):
         return x + result
 
 
-class Mixture(Free):
+class Mixture(Wide):
     def build_model(self):
         return nn.Sequential(Experts(), Experts(), nn.Linear(16, 1))
 
@@ -83,7 +81,7 @@ def test_experts_without_a_sample_are_idle_in_float8_as_in_bf16(strategy):
 
 
 @pytest.mark.bad_input("`precision.matmul=fp8` for a model without a layer that it can convert")
-@pytest.mark.parametrize("task", [Tiny(), Wide()])
+@pytest.mark.parametrize("task", [Tiny(), Wide(tied=True)])
 def test_a_model_without_convertible_layers_is_refused(task):
     with pytest.raises(ConfigError, match="none of the . linear layers .* multiples of 16, and"):
         make_run(World(), task, *FP8)
@@ -105,4 +103,4 @@ def test_float8_without_torchao_is_refused_with_what_to_install(monkeypatch):
     with pytest.raises(
         ConfigError, match=r"needs torchao .*: pip install 'dist_amp\[float8\]', or"
     ):
-        make_run(World(), Free(), *FP8)
+        make_run(World(), Wide(), *FP8)

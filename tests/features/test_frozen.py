@@ -1,9 +1,10 @@
-"""Checkpoints of partly frozen models: what is trained, and a checksum of the rest."""
+"""Partly frozen models: what a checkpoint holds of them, their dtypes and groups."""
 
 import pytest
 import torch
 from ranks import on_ranks
 from test_checkpoint import settings
+from test_strangers import dtypes_after_a_step
 from tiny import Tiny, make_run, parameters_of, save, take_steps
 from torch import nn
 
@@ -65,17 +66,13 @@ def size_of(folder):
     return sum(path.stat().st_size for path in folder.glob("*.distcp"))
 
 
-def test_a_checkpoint_of_an_adapter_holds_the_trained_parameters_and_one_number_per_frozen_one(
-    tmp_path,
-):
-    trained_run(World(), tmp_path / "a", "single", 1, task=AdapterTask(width=1024))
-    trained_run(World(), tmp_path / "b", "single", 1, task=AdapterTask(width=1024, freeze=False))
-    adapter, full = (tmp_path / name / "checkpoints/step_00000001" for name in "ab")
-    assert stored(adapter) == {
-        "model.adapter.weight": [1, 1024],
-        "model.adapter.bias": [1],
-        "frozen": [3],
-    }
+def test_a_checkpoint_of_an_adapter_holds_its_parameters_and_a_number_per_frozen_one(tmp_path):
+    for name, freeze in (("adapter", True), ("full", False)):
+        task = AdapterTask(width=1024, freeze=freeze)
+        trained_run(World(), tmp_path / name, "single", 1, task=task)
+    adapter, full = (tmp_path / name / "checkpoints/step_00000001" for name in ("adapter", "full"))
+    trained = {"model.adapter.weight": [1, 1024], "model.adapter.bias": [1]}
+    assert stored(adapter) == {**trained, "frozen": [3]}
     assert size_of(adapter) < 0.02 * size_of(full)
 
 
@@ -100,9 +97,7 @@ def test_another_number_of_frozen_parameters_is_refused_with_both(tmp_path):
 
 
 class Teacher(AdapterTask):
-    """A frozen teacher that follows the model, changed behind autograd's back as such code often
-    does.
-    """
+    """A frozen teacher that moves, behind autograd's back as such code often writes it."""
 
     def loss_sum(self, model, batch):
         module = getattr(model, "module", model)
@@ -115,7 +110,7 @@ def test_a_frozen_parameter_that_changes_during_training_is_saved_and_restored(t
     trained_run(World(), tmp_path / "parts", "single", 2, task=Teacher())
     assert "model.base.weight" in stored(tmp_path / "parts/checkpoints/step_00000002")
     resumed = trained_run(World(), tmp_path / "parts", "single", 4, task=Teacher())
-    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
+    torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
     assert "model.base.weight" in stored(tmp_path / "parts/checkpoints/step_00000004")
 
 
@@ -132,3 +127,38 @@ def test_a_checksum_depends_on_each_value_and_not_on_the_dtype_that_holds_it():
 def test_the_banner_says_how_many_parameters_are_trained(capsys):
     print_banner(make_run(World(), AdapterTask()))
     assert "model  4,737 parameters (65 trained), single on 1 x CPU" in capsys.readouterr().out
+
+
+class FrozenBase(Tiny):
+    """What LoRA trains: a frozen base in bf16 and a few parameters beside it."""
+
+    def build_model(self):
+        model = super().build_model().bfloat16()
+        for part in (model[0], model[1]):
+            part.requires_grad_(False)
+        return model
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "ddp"), (2, "fsdp")])
+def test_a_frozen_base_keeps_its_bf16_unless_everything_is_computed_in_float32(ranks, strategy):
+    both, one = {torch.bfloat16, torch.float32}, {torch.float32}
+    for amp, expected in (("true", both), ("false", one)):
+        words = ["--parallel.strategy", strategy, "--use_amp", amp]
+        assert on_ranks(ranks, dtypes_after_a_step, FrozenBase(), *words) == [expected] * ranks
+
+
+class TiedAndFrozen(Tiny):
+    def build_model(self):
+        layers = [nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1), nn.Linear(1, 1)]
+        layers[1].weight = layers[0].weight
+        layers[3].requires_grad_(False)
+        return nn.Sequential(*layers)
+
+    def groups(self, model):
+        tied = {"name": "a", "params": ["1.weight", "0.weight", *model[3].parameters()]}
+        return [tied, {"name": "b", "params": ["*.bias", "2.weight"]}]
+
+
+def test_a_tied_parameter_has_both_its_names_and_a_frozen_one_is_in_no_group():
+    run = make_run(World(), TiedAndFrozen())
+    assert [len(group["params"]) for group in run.optimizer.param_groups] == [1, 4]

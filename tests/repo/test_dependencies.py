@@ -15,21 +15,15 @@ from conftest import ROOT
 DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "pynvml": "nvidia-ml-py"}
 # Which extra each optional module is for.
 NEEDS_EXTRA = {
-    "hf": [
-        "tasks/hf_causal_lm",
-        "tasks/hf_classification",
-        "tasks/huggingface",
-        "tasks/image_text",
-        "tasks/preference",
-    ],
-    "images": ["sources/labelled_images"],
+    "hf": "hf_causal_lm hf_classification huggingface image_text preference".split(),
+    "images": ["labelled_images"],
 }
 # Where an extra's package is imported by a function that says what to install.
 ASKS_FOR_EXTRA = {
-    "hf": ["sources/tokenizer", "tasks/pretrained"],
-    "gpu": ["telemetry/health"],
-    "float8": ["scaling/float8"],
-    "plot": ["commands/plot"],
+    "hf": ["tokenizer", "pretrained"],
+    "gpu": ["health"],
+    "float8": ["float8"],
+    "plot": ["plot"],
 }
 
 
@@ -57,15 +51,14 @@ def imports_of(path):
 
 def undeclared(path):
     """The distributions that a module imports and can not rely on."""
-    module = path.relative_to(ROOT / "dist_amp").with_suffix("").as_posix()
     at_once = set(declared())
     later = set(declared())
     for extra, modules in NEEDS_EXTRA.items():
-        if module in modules:
+        if path.stem in modules:
             at_once |= declared(extra)
             later |= declared(extra)
     for extra, modules in ASKS_FOR_EXTRA.items():
-        if module in modules:
+        if path.stem in modules:
             later |= declared(extra)
     return {name for name, top in imports_of(path) if name not in (at_once if top else later)}
 

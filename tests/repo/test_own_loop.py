@@ -1,4 +1,4 @@
-"""The loop in docs/own_loop.md, with two models and two optimizers, under every strategy."""
+"""The loop and the cell in docs/own_loop.md: two models under every strategy, and fit."""
 
 import re
 from pathlib import Path
@@ -14,18 +14,16 @@ from dist_amp.world import World
 PAGE = Path(__file__).parents[2] / "docs/own_loop.md"
 
 
-def train_function():
-    code, _ = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    names = {"__name__": "gan"}
-    exec(compile(code, PAGE, "exec"), names)
-    return names["train"]
+LOOP, CELL = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 
 def trained(world, *words):
     """Both models' parameters after some steps of the page's loop."""
     torch.manual_seed(0)
     config = load_config(["--train.steps", "6", "--optim.lr", "1e-2", *words], environ={})
-    sides = train_function()(world, config)
+    names = {"__name__": "gan"}
+    exec(compile(LOOP, PAGE, "exec"), names)
+    sides = names["train"](world, config)
     return [whole(p) for side in sides for p in side.parameters]
 
 
@@ -38,9 +36,10 @@ def test_two_models_learn_in_a_custom_loop(ranks, strategy, dtype):
     results = on_ranks(ranks, trained, *words)
     start = on_ranks(ranks, trained, *words, "--train.steps", "1")
     for parameters in results:
-        assert all(map(torch.equal, parameters, results[0])), "the ranks differ"
-        assert not any(map(torch.equal, parameters, start[0])), "one did not learn"
-        assert all(p.isfinite().all() for p in parameters)
+        torch.testing.assert_close(parameters, results[0], rtol=0, atol=0)
+        for number, (after, before) in enumerate(zip(parameters, start[0], strict=True)):
+            assert after.isfinite().all(), number
+            assert not torch.equal(after, before), f"{number} did not learn"
 
 
 def trained_on_the_same_data(world, *words):
@@ -66,4 +65,15 @@ def test_an_overflow_skips_the_step():
     words = ["--precision.dtype", "fp16", "--precision.scaler.init_scale", str(2.0**60)]
     words += ["--train.steps", "1"]
     skipped, begun = trained(World(), *words), trained(World(), *words, "--optim.lr", "1e-30")
-    assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(skipped, begun, strict=True))
+    # The rate is no number that moves a parameter.
+    torch.testing.assert_close(skipped, begun, rtol=0, atol=1e-12)
+
+
+def test_the_cell_trains_in_a_notebook(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("my_file.py").write_text("from tiny import Tiny as TinyRegression\n")
+    monkeypatch.setenv("DIST_AMP_TRAIN__STEPS", "3")
+    names = {}
+    exec(CELL, names)
+    assert names["summary"]["steps"] == 3

@@ -3,9 +3,16 @@
 import re
 import subprocess
 import sys
+import textwrap
 
 import pytest
+import torch
 from conftest import ROOT
+from tiny import Rows, take_steps
+
+from dist_amp.config import native_precision as native
+from dist_amp.config.load import load_config
+from dist_amp.run import build_run
 
 README = (ROOT / "README.md").read_text()
 RECIPES = (ROOT / "docs/recipes.md").read_text()
@@ -55,10 +62,10 @@ def test_the_recipes_loop_is_killed_run_again_and_ends_as_if_undisturbed(ranks, 
     (tmp_path / "killed.py").write_text(script)
 
     def run(name):
-        command = [sys.executable, name]
-        if ranks > 1:
-            options = f"--standalone --local-addr 127.0.0.1 --nproc_per_node={ranks}"
-            command = [sys.executable, "-m", "torch.distributed.run", *options.split(), name]
+        if ranks == 1:
+            return launch.module(name, HOME=str(tmp_path))
+        options = f"--standalone --local-addr 127.0.0.1 --nproc_per_node={ranks}"
+        command = [sys.executable, "-m", "torch.distributed.run", *options.split(), name]
         environ = launch.environ({"HOME": str(tmp_path)})
         return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
 
@@ -73,4 +80,21 @@ def test_the_recipes_loop_is_killed_run_again_and_ends_as_if_undisturbed(ranks, 
     one, other = (tmp_path / name / "checkpoints/step_00000050" for name in ("mine", "killed_run"))
     shards = sorted(path.name for path in one.glob("*.distcp"))
     assert len(shards) == ranks
-    assert all((one / name).read_bytes() == (other / name).read_bytes() for name in shards)
+    for name in shards:
+        assert (other / name).read_bytes() == (one / name).read_bytes(), name
+
+
+def test_the_lstm_that_the_recipes_show_trains_in_float32_where_bf16_is_emulated(monkeypatch):
+    (example,) = re.findall(r"(?s)## Train an LSTM on a CPU\n\n```py\n(.*?)```", RECIPES)
+    exec(textwrap.dedent(example), shown := {"F": torch.nn.functional, "nn": torch.nn})
+    methods = {name: shown[name] for name in ("build_model", "loss_sum")}
+    rows = Rows(x=torch.randn(16, 5, 8), y=torch.zeros(16, 5, 1))
+    methods |= {"build_dataset": lambda self, split: rows, "weight": lambda self, batch: 8}
+    monkeypatch.setattr(native, "cpu_slowdown", lambda dtype: 30)
+    native.cpu_dtype.cache_clear()
+    for words in ([], ["--use_amp", "false"]):
+        config = load_config(["--run.device", "cpu", "--run.dir", "unused", *words], environ={})
+        run = build_run(config, task=type("Shown", (), methods)())
+        (report,) = take_steps(run, 1)
+        assert (run.precision.name, bool(report.losses[0].isfinite())) == ("fp32", True)
+    native.cpu_dtype.cache_clear()

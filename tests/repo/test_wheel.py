@@ -31,7 +31,7 @@ NOT_RUN = {  # what a command begins with: why it is not run here
     "python -m dist_amp.train --task": "what the fixture trained runs",
     "python -m benchmarks": "the benchmarks are in a clone",
 }
-QUICK = ("dist_amp demo", "dist_amp plan", "dist_amp$")
+QUICK = ("dist_amp plan", "dist_amp$")
 # Only the size of the work; the last of equal options counts.
 GPT = "--train.micro_batch_size 2 --eval.batches 1 --task.args.width 32 --task.args.sample_bytes 8"
 FEW_STEPS = "--train.steps 3"
@@ -114,9 +114,8 @@ def test_a_folder_of_the_packages_name_does_not_shadow_an_editable_install(tmp_p
     imports = f"import sys, site; sys.path.insert(0, {str(here)!r})\n"
     imports += f"site.addsitedir({str(tmp_path / 'packages')!r}); import dist_amp\n"
     command = [sys.executable, "-I", "-S", "-c", f"{imports}print(dist_amp.__file__)"]
-    assert subprocess.check_output(command, text=True).strip() == str(
-        clone / "dist_amp/__init__.py"
-    )
+    found = subprocess.check_output(command, text=True).strip()
+    assert found == str(clone / "dist_amp/__init__.py")
 
 
 # ---- the README
@@ -182,22 +181,20 @@ def test_every_command_prints_its_help_without_extras(command, installed, tmp_pa
 # ---- what is missing
 
 
-SLOW = pytest.mark.slow
-
-
+@pytest.mark.slow
 @pytest.mark.bad_input("a command, config or setting whose optional package is not installed")
 @pytest.mark.parametrize(
     ("command", "extra"),
     [
         ("plot run", "plot"),
-        pytest.param("plot run --out loss.png", "plot", marks=SLOW),
-        pytest.param("follow run --to wandb --once", "wandb", marks=SLOW),
-        pytest.param("follow run --to trackio --once", "trackio", marks=SLOW),
-        pytest.param("follow run --to mlflow --once", "mlflow", marks=SLOW),
-        pytest.param("train --config images", "images", marks=SLOW),
-        pytest.param("train --config hf_finetune", "hf", marks=SLOW),
-        pytest.param("train --config debug --data.tokenizer gpt2", "hf", marks=SLOW),
-        pytest.param("train --config demo --precision.matmul fp8", "float8", marks=SLOW),
+        ("plot run --out loss.png", "plot"),
+        ("follow run --to wandb --once", "wandb"),
+        ("follow run --to trackio --once", "trackio"),
+        ("follow run --to mlflow --once", "mlflow"),
+        ("train --config images", "images"),
+        ("train --config hf_finetune", "hf"),
+        ("train --config debug --data.tokenizer gpt2", "hf"),
+        ("train --config demo --precision.matmul fp8", "float8"),
     ],
 )
 def test_a_missing_package_is_named_with_the_extra_that_has_it(command, extra, installed, trained):
@@ -208,7 +205,10 @@ def test_a_missing_package_is_named_with_the_extra_that_has_it(command, extra, i
 
 
 @pytest.mark.bad_input("an unknown config name, to every command that takes settings")
-@pytest.mark.parametrize("command", commands.WITH_SETTINGS)
+@pytest.mark.parametrize(
+    "command",
+    ["train", *(pytest.param(each, marks=pytest.mark.slow) for each in commands.WITH_SETTINGS[1:])],
+)
 def test_every_command_names_the_nearest_config_and_all_that_are_installed(
     command, installed, tmp_path
 ):
@@ -223,11 +223,23 @@ def test_every_command_names_the_nearest_config_and_all_that_are_installed(
 
 
 @pytest.mark.bad_input("`dist_amp demo` with a wrong setting")
-def test_the_demo_refuses_a_wrong_setting(installed, tmp_path):
-    done = installed(tmp_path, "dist_amp", "demo", "--train.stps", "3")
-    assert done.returncode == 64
-    said = "error: unknown key train.stps on the command line; did you mean train.steps?\n"
-    assert done.stderr == said
+@pytest.mark.bad_input("`dist_amp bench` without a clone")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["demo", "--train.stps", "3"],
+            "unknown key train.stps on the command line; did you mean train.steps?",
+        ),
+        (
+            ["bench", "overhead"],
+            "the benchmarks are not installed; start them in the folder of a clone",
+        ),
+    ],
+)
+def test_what_can_not_be_started_is_refused_in_one_line(words, said, installed, tmp_path):
+    done = installed(tmp_path, "dist_amp", *words)
+    assert (done.returncode, done.stderr) == (64, f"error: {said}\n")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -240,14 +252,6 @@ def test_the_demo_names_a_folder_that_can_not_be_written(installed, tmp_path):
     line = done.stderr.splitlines()[-1]
     assert re.match(r"error: run\.dir=runs/\S+ can't be written \(Not a directory\); ", line)
     assert (tmp_path / "runs").read_text() == "no folder"
-
-
-@pytest.mark.bad_input("`dist_amp bench` without a clone")
-def test_the_benchmarks_are_asked_for_in_a_clone(installed, tmp_path):
-    done = installed(tmp_path, "dist_amp", "bench", "overhead")
-    assert done.returncode == 64
-    fix = "start them in the folder of a clone"
-    assert done.stderr == f"error: the benchmarks are not installed; {fix}\n"
 
 
 # ---- configs by name
@@ -289,15 +293,13 @@ def test_an_error_in_a_shipped_config_names_its_path_and_line(here, monkeypatch)
 
 
 @pytest.mark.bad_input("a package that was installed without its configs")
-@pytest.mark.parametrize("recorded", [None, [], ["dist_amp/files.py"], "configs"])
+@pytest.mark.parametrize(
+    "recorded", [None, ["dist_amp/files.py"], ["share/dist_amp/configs/debug.toml"]]
+)
 def test_an_installation_without_its_files_is_named(here, monkeypatch, recorded):
-    gone = here / "share/dist_amp/configs/debug.toml"
-    if recorded == "configs":
-        recorded = [Recorded(gone)]
-    if recorded == ["dist_amp/files.py"]:
-        recorded = [Recorded(here / "dist_amp/files.py")]
+    paths = [Recorded(here / path) for path in recorded] if recorded else None
     monkeypatch.setattr(files, "__file__", str(here / "site-packages/dist_amp/files.py"))
-    monkeypatch.setattr(importlib.metadata, "files", lambda name: recorded)
+    monkeypatch.setattr(importlib.metadata, "files", lambda name: paths)
     text = "is installed without configs/debug.toml and its other files; install its wheel"
     with pytest.raises(ConfigError, match=text):
         load_config(["--config", "demo"], {})

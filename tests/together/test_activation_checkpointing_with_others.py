@@ -12,7 +12,7 @@ from byte_model import (
     nothing_compiled_yet,  # noqa: F401
 )
 from ranks import on_ranks
-from test_activation_checkpointing import ConvNet, equal
+from test_activation_checkpointing import ConvNet, assert_equal
 from tiny import make_run, take_steps
 
 from benchmarks.activations import kept_and_flops
@@ -36,7 +36,7 @@ def test_batch_norm_gathers_its_statistics_once_and_gradients_are_those_of_none(
     words = ["--parallel.strategy", "ddp", *FP32]
     plain = on_ranks(2, gradients_and_buffers, ConvNet(), words)[0]
     mine = on_ranks(2, gradients_and_buffers, ConvNet(), [*words, *setting])[0]
-    assert equal(mine, plain)  # to the bit: the same operations on the same numbers
+    assert_equal(mine, plain)  # the same operations on the same numbers
 
 
 def test_selective_lies_between_full_and_none_in_memory_and_recomputes_hardly_any_arithmetic():

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT
-from test_callbacks import Watched
 from tiny import Tiny, log_row, make_run, take_steps
 from torch.utils.data import default_collate
 
@@ -63,19 +62,23 @@ class Helpers(Tiny):
 
 def test_helpers_of_a_task_are_not_warned_of():
     assert misspelt_methods(Helpers()) == {}
-    for kind in (Tiny, Watched, CausalLM, Sinusoid, HFCausalLM, HFClassification):
+    for kind in (CausalLM, Sinusoid, HFCausalLM, HFClassification):
         assert misspelt_methods(kind.__new__(kind)) == {}
 
 
+def shown_in_recipes(pattern, **names):
+    """What a class's body on the page defines."""
+    (example,) = re.findall(pattern, (ROOT / "docs/recipes.md").read_text())
+    exec(textwrap.dedent(example), names)
+    return names
+
+
 def test_the_metrics_that_the_recipes_show_compare_with_the_runs_own():
-    page = (ROOT / "docs/recipes.md").read_text()
-    (example,) = re.findall(r"(?sm)^    def train_metrics.*?^        }\n", page)
-    shown = {}
-    exec(textwrap.dedent(example), shown)
+    shown = shown_in_recipes(r"(?sm)^    def train_metrics.*?^        }\n")
     shown["share"] = 0.25  # the page's loss_sum sets it
     task = type("Shown", (Tiny,), {name: shown[name] for name in ("share", "train_metrics")})()
     run = make_run(World(), task, "--train.max_grad_norm", 1e-3)
-    report = take_steps(run, 1)[0]
+    (report,) = take_steps(run, 1)
     values = train_metrics(run, report)
     assert values["train/share"] == 0.25
     assert values["train/clipped"] == 1
@@ -83,10 +86,8 @@ def test_the_metrics_that_the_recipes_show_compare_with_the_runs_own():
 
 
 def test_the_weights_of_classes_that_the_recipes_show_give_torchs_weighted_mean():
-    page = (ROOT / "docs/recipes.md").read_text()
-    (example,) = re.findall(r"(?sm)^    class_weights = .*?(?=^```)", page)
-    shown = {"F": F, "torch": torch, "default_collate": default_collate}
-    exec(textwrap.dedent(example), shown)
+    pattern = r"(?sm)^    class_weights = .*?(?=^```)"
+    shown = shown_in_recipes(pattern, F=F, torch=torch, default_collate=default_collate)
     task = type("Shown", (), shown)()
     scores = torch.randn(6, 3, 4)
     labels = torch.randint(3, (6, 4)).index_fill_(1, torch.tensor([2]), -100)

@@ -1,6 +1,7 @@
 """What test_compile_auto.py tests, with other features."""
 
 import re
+from functools import partial
 
 import pytest
 import test_compile_auto
@@ -14,6 +15,7 @@ from test_compile_auto import (
 from tiny import Tiny, make_run, take_steps
 from torch import nn
 from torch._dynamo.utils import counters
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from dist_amp.world import World
 
@@ -52,41 +54,56 @@ def test_auto_says_why_it_compiles_nothing_on_a_gpu(task, words, said, compiler,
     assert re.search(said, out)
 
 
-def breaks(task, *words):
+def breaks(*words):
     """Reasons of graph breaks in two steps, but for the loss's call of the model."""
     counters.clear()
-    take_steps(make_run(World(), task, *EAGER, *words), 2)
+    take_steps(make_run(World(), None, *EAGER, *words), 2)
     return [why for why in counters["graph_break"] if "torch.compiler.disable" not in why]
 
 
-FAMILIES = {
-    "llama": {},
-    "qwen3": {"head_dim": 8},
-    "gemma": {"head_dim": 8},
-    "mistral": {},
-    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4},
-}
-TEXT = "--task.target dist_amp.tasks.hf_causal_lm:HFCausalLM --task.args.model model".split()
-TEXT += "--data.path rows.jsonl --task.args.length 32".split()
+def language_model(folder, family, pack):
+    more = {"gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4}, "llama": {}, "mistral": {}}
+    config = AutoConfig.for_model(family, **tiny_hf.LLAMA, **more.get(family, {"head_dim": 8}))
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    rows = [{"text": "ab" * (1 + n % 9)} for n in range(64)]
+    return ["dist_amp.tasks.hf_causal_lm:HFCausalLM", "--data.pack", pack], rows
 
 
-@pytest.mark.parametrize("pack", ["off", "best_fit"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_language_models_have_no_graph_break(family, pack, tmp_path, monkeypatch, capsys):
-    from transformers import AutoConfig, AutoModelForCausalLM
+def classifier(folder):
+    tiny_hf.make_model(folder, "bert")
+    rows = [{"text": "ab" * (1 + n % 9), "label": n % 2} for n in range(64)]
+    return ["dist_amp.tasks.hf_classification:HFClassification", "--task.args.classes", 2], rows
 
-    monkeypatch.chdir(tmp_path)
-    config = AutoConfig.for_model(family, **{**tiny_hf.LLAMA, **FAMILIES[family]})
-    AutoModelForCausalLM.from_config(config).save_pretrained("model")
-    tiny_hf.make_tokenizer("model")
-    tiny_hf.write_rows(tmp_path / "rows.jsonl", [{"text": "ab" * (1 + n % 9)} for n in range(64)])
-    words = [
-        "--task.target",
-        "dist_amp.tasks.hf_causal_lm:HFCausalLM",
-        "--task.args.model",
-        "model",
-    ]
-    assert breaks(None, *words, *TEXT, "--data.pack", pack) == []
+
+def preference(folder):
+    tiny_hf.make_model(folder, "llama")
+    row = {"prompt": "say", "chosen": "abab", "rejected": "ba"}
+    return ["dist_amp.tasks.preference:DPO"], [row] * 64
+
+
+QUICK = [("llama", "best_fit"), ("gpt2", "off"), ("gemma", "off")]
+SLOW = [("qwen3", "best_fit"), ("mistral", "off"), ("gpt2", "best_fit"), ("gemma", "best_fit")]
+MAKERS = [
+    *(pytest.param(partial(language_model, family=f, pack=p), id=f"{f}-{p}") for f, p in QUICK),
+    *(
+        pytest.param(
+            partial(language_model, family=f, pack=p), id=f"{f}-{p}", marks=pytest.mark.slow
+        )
+        for f, p in SLOW
+    ),
+    classifier,
+    preference,
+]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_the_tasks_of_transformers_have_no_graph_break(make, tmp_path, capsys):
+    target, rows = make(tmp_path / "model")
+    tiny_hf.make_tokenizer(tmp_path / "model")
+    path = tiny_hf.write_rows(tmp_path / "rows.jsonl", rows)
+    words = ["--task.target", *target, "--task.args.model", tmp_path / "model"]
+    words += ["--data.path", path]
+    assert breaks(*words, "--task.args.length", 32) == []
     assert "is not one graph" not in capsys.readouterr().err
 
 
@@ -99,29 +116,5 @@ def test_language_models_have_no_graph_break(family, pack, tmp_path, monkeypatch
     ],
 )
 def test_the_shipped_tasks_have_no_graph_break(target, capsys):
-    assert breaks(None, "--task.target", target) == []
-    assert "is not one graph" not in capsys.readouterr().err
-
-
-def classifier(folder):
-    tiny_hf.make_model(folder, "bert")
-    tiny_hf.make_tokenizer(folder)
-    rows = [{"text": "ab" * (1 + n % 9), "label": n % 2} for n in range(64)]
-    return ["dist_amp.tasks.hf_classification:HFClassification", "--task.args.classes", 2], rows
-
-
-def preference(folder):
-    tiny_hf.make_model(folder, "llama")
-    tiny_hf.make_tokenizer(folder)
-    row = {"prompt": "say", "chosen": "abab", "rejected": "ba"}
-    return ["dist_amp.tasks.preference:DPO"], [row] * 64
-
-
-@pytest.mark.parametrize("make", [classifier, preference])
-def test_the_tasks_of_transformers_have_no_graph_break(make, tmp_path, capsys):
-    target, rows = make(tmp_path / "model")
-    path = tiny_hf.write_rows(tmp_path / "rows.jsonl", rows)
-    words = ["--task.target", *target, "--task.args.model", tmp_path / "model"]
-    words += ["--data.path", path]
-    assert breaks(None, *words, "--task.args.length", 32) == []
+    assert breaks("--task.target", target) == []
     assert "is not one graph" not in capsys.readouterr().err

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from byte_model import Bytes
 from ranks import on_ranks
-from test_float8 import FP8, Free
+from test_float8 import FP8, Wide
 from tiny import make_run, take_steps
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -11,64 +12,55 @@ from torch.distributed.tensor import DTensor
 from benchmarks.amp import ROUNDINGS, drift_of
 from dist_amp.checkpoint.state import state_of
 from dist_amp.errors import ConfigError
-from dist_amp.verify.cells import full
 from dist_amp.world import World
+
+GPT = "--task.target dist_amp.tasks.causal_lm:CausalLM --task.args.width 64".split()
+GPT += "--task.args.context 32 --data.shuffle false".split()
+
+
+def curve(run, steps):
+    """The loss of each step, of all ranks."""
+    reports = take_steps(run, steps)
+    return [float(run.world.sum(report.loss_sum) / report.weight) for report in reports]
 
 
 @pytest.mark.slow
 def test_the_loss_in_float8_follows_that_in_bf16(capsys):
     calm = ["--optim.lr", 0.001]
-    single = [curve(World(), [*words, *calm]) for words in (["--use_amp", "false"], [], FP8)]
+    fp32, bf16, fp8 = (
+        curve(make_run(World(), None, *GPT, *calm, *words), 30)
+        for words in (["--use_amp", "false"], [], FP8)
+    )
     said = capsys.readouterr()
     assert "precision.matmul=fp8: 8 of 8 linear layers in blocks" in said.out
     assert "precision.matmul=fp8 is emulated on a CPU" in said.err
-    fp32, bf16, fp8 = single
     # The AMP report's band for bf16: ten of its roundings of 2^-8, of what float32 learns.
     assert drift_of(bf16, fp32) < ROUNDINGS * 2**-8
     assert drift_of(fp8, fp32) < ROUNDINGS * 2**-8
     assert fp8 != bf16
 
 
-def weights(world, folder, words, save):
-    run = make_run(world, None, *GPT, "--run.dir", folder, "--run.resume", "auto", *words)
-    if save:
-        take_steps(run, 2)
-        run.save(wait=True)
-    else:
-        assert run.step == 2
-    return {name: full(p).tolist() for name, p in run.parallel.module.named_parameters()}
+def bytes_run(world, *words):
+    return make_run(world, Bytes(), "--optim.lr", 0.003, "--data.shuffle", "false", *words)
 
 
-def test_a_checkpoint_in_float8_is_resumed_in_bf16_on_one_process(tmp_path):
-    words = [*FP8, "--parallel.strategy", "fsdp", "--train.micro_batch_size", 4]
-    saved = on_ranks(2, weights, tmp_path / "run", words, True)[0]
-    change = ["--run.allow_config_change", "true"]
-    assert weights(World(), tmp_path / "run", change, False) == saved
-
-
-GPT = "--task.target dist_amp.tasks.causal_lm:CausalLM --task.args.width 64".split()
-GPT += "--task.args.context 32 --optim.lr 0.003 --data.shuffle false".split()
-
-
-def curve(world, words, steps=30):
-    run = make_run(world, None, *GPT, *words)
-    reports = take_steps(run, steps)
-    return [float(world.sum(report.loss_sum) / report.weight) for report in reports]
+def curve_of_bytes(world, *words):
+    return curve(bytes_run(world, *words), 3)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_ranks_in_float8_learn_as_one_does(strategy):
     words = [*FP8, "--parallel.strategy", strategy, "--train.micro_batch_size"]
-    ranks = on_ranks(2, curve, [*words, 2], 3)[0]
-    single = curve(World(), [*FP8, "--train.micro_batch_size", 4], 3)
+    ranks = on_ranks(2, curve_of_bytes, *words, 2)[0]
+    single = curve_of_bytes(World(), *FP8, "--train.micro_batch_size", 4)
     # A scale is of all values in a tensor, which is half a batch on each of two ranks: products
     # are rounded elsewhere, by 2^-4 of their operands, and losses move by less than 1 %.
     assert ranks == pytest.approx(single, rel=0.01)
 
 
-def gathered(world, words):
-    """(classes that the gathered weights of blocks have, elements as float8) in a forward."""
-    run = make_run(world, None, *GPT, *FP8, "--parallel.strategy", "fsdp", *words)
+def gathered(world):
+    """(classes that the gathered weights of blocks have, their dtypes) in a forward."""
+    run = bytes_run(world, *FP8, "--parallel.strategy", "fsdp")
     block = run.parallel.module.blocks[0]
     block.unshard()
     linears = [part for part in block.modules() if isinstance(part, nn.Linear)]
@@ -79,33 +71,29 @@ def gathered(world, words):
 
 
 def test_weights_are_gathered_in_float8():
-    kinds, dtypes = on_ranks(2, gathered, [])[0]
-    assert kinds == {"Float8TrainingTensor"}
-    assert dtypes == {torch.float8_e4m3fn}
+    assert on_ranks(2, gathered)[0] == ({"Float8TrainingTensor"}, {torch.float8_e4m3fn})
 
 
 def saved_and_resumed(world, folder, words):
     """After two steps, a save, and two more; then the latter again from the checkpoint."""
-    words = [*GPT, *FP8, "--run.dir", folder, *words]
-    run = make_run(world, None, *words)
+    words = [*FP8, "--run.dir", folder, *words]
+    run = bytes_run(world, *words)
     take_steps(run, 2)
     run.save(wait=True)
-    undisturbed = curve_of(run)
-    again = make_run(world, None, *words, "--run.resume", "auto")
+    undisturbed = curve(run, 2)
+    again = bytes_run(world, *words, "--run.resume", "auto")
     plain = {type(part_of(tensor)) for tensor in state_of(again)["model"].values()}
-    return undisturbed, curve_of(again), plain
+    return undisturbed, curve(again, 2), plain
 
 
 def part_of(tensor):
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def curve_of(run):
-    return [float(report.loss_sum) for report in take_steps(run, 2)]
-
-
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
-@pytest.mark.parametrize("more", [[], ["--optim.ema", 0.9]], ids=["plain", "ema"])
+@pytest.mark.parametrize(
+    ("strategy", "more"),
+    [("single", []), ("single", ["--optim.ema", 0.9]), ("ddp", []), ("fsdp", ["--optim.ema", 0.9])],
+)
 def test_a_run_in_float8_resumes_bit_for_bit_from_plain_tensors(strategy, more, tmp_path):
     ranks = 1 if strategy == "single" else 2
     words = ["--parallel.strategy", strategy, *more]
@@ -115,7 +103,7 @@ def test_a_run_in_float8_resumes_bit_for_bit_from_plain_tensors(strategy, more, 
 
 
 def test_layers_with_hooks_and_shared_or_frozen_weights_stay_as_they_are():
-    module = make_run(World(), Free(), *FP8).parallel.module
+    module = make_run(World(), Wide(), *FP8).parallel.module
     kinds = [type(part).__name__ for part in module]
     assert kinds == ["Float8Linear", "Linear", "Linear", "Float8Linear", "Linear"]
 
@@ -134,5 +122,5 @@ def test_layers_with_hooks_and_shared_or_frozen_weights_stay_as_they_are():
 )
 def test_float8_is_refused_beside_settings_that_rule_it_out(words, said):
     with pytest.raises(ConfigError) as error:
-        make_run(World(), Free(), *FP8, *words)
+        make_run(World(), Wide(), *FP8, *words)
     assert said in str(error.value)

@@ -1,4 +1,6 @@
-"""Core as test_strangers.py tests it, with hooks."""
+"""Hooks into FSDP2: blocks that a rank leaves out, refusals with their cause, times of waiting."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from dist_amp.errors import DataError
-from dist_amp.scaling import hooks
+from dist_amp.scaling import hooks, reduction
 from dist_amp.scaling.hooks import BlockCalls
 from dist_amp.world import World
 
@@ -42,23 +44,9 @@ def test_a_block_on_which_the_loss_does_not_depend_is_named_unless_ranks_may_ski
         return
     with pytest.raises(DataError) as error:
         loss.backward()
-    assert f"rank 3: the loss does not depend on the block blocks.{block}, whose" in str(
-        error.value
-    )
+    said = f"rank 3: the loss does not depend on the block blocks.{block}, whose"
+    assert said in str(error.value)
     assert "ranks_skip_blocks = True" in str(error.value)
-
-
-def test_ranks_compare_their_blocks_in_the_first_forwards_alone():
-    on_ranks(2, compare_for_some_forwards)
-
-
-def compare_for_some_forwards(world):
-    task = OrderOfTheRank([0, 1], [0, 1])
-    run = make_run(world, task, "--parallel.strategy", "fsdp", "--use_amp", "false")
-    block = run.parallel.module.blocks[0]
-    before = len(block._forward_pre_hooks)
-    take_steps(run, hooks.COMPARED_FORWARDS)
-    assert len(block._forward_pre_hooks) == before - 1
 
 
 class SkippingMixture(Mixture):
@@ -84,14 +72,16 @@ def steps_under_a_policy(world):
 def test_idle_experts_under_a_bf16_policy_mix_with_accumulated_gradients_or_are_refused():
     (ones, refusal), (twos, _) = on_ranks(2, steps_under_a_policy)
     for one, two in zip(ones, twos, strict=True):
-        assert all(torch.equal(one[name], two[name]) for name in one)
-        assert all(value.isfinite().all() for value in one.values())
+        for name, value in one.items():
+            assert value.isfinite().all(), name
+            torch.testing.assert_close(two[name], value, rtol=0, atol=0)
     if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         assert "had a gradient in some of the step's micro-batches only" in refusal
         assert "ranks_skip_blocks = True" in refusal
     else:  # before torch 2.13, whose own way is used from there on
         skipping, _, plain = ones
-        assert all(torch.equal(plain[name], skipping[name]) for name in plain)
+        for name, value in plain.items():
+            torch.testing.assert_close(skipping[name], value, rtol=0, atol=0)
 
 
 class BranchedModel(nn.Module):
@@ -171,7 +161,6 @@ class CompiledInPlace(Tiny):
     ("task", "strategy", "said"),
     [
         (Limited(), "ddp", "the layer 1.0 has max_norm=1, by which its forward rescales"),
-        (Limited(), "fsdp", "the layer 1.0 has max_norm=1, by which its forward rescales"),
         (CompiledInPlace(), "fsdp", "0 is compiled in place, by compile(), and FSDP2's hooks"),
     ],
 )
@@ -234,3 +223,51 @@ def test_what_sharding_rules_out_is_named_before_the_ranks_part(task, said):
     for message in on_ranks(2, message_of_a_step, task, "fsdp"):
         assert said in message
         assert "use parallel.strategy=ddp" in message
+
+
+# ---- what it costs, and without torch's private names ----
+
+
+def hooks_before_and_after_steps(world):
+    task = OrderOfTheRank([0, 1], [0, 1])
+    run = make_run(world, task, "--parallel.strategy", "fsdp", "--use_amp", "false")
+    block = run.parallel.module.blocks[0]
+    before = len(block._forward_pre_hooks)
+    take_steps(run, hooks.COMPARED_FORWARDS)
+    return before, len(block._forward_pre_hooks)
+
+
+def test_ranks_compare_their_blocks_in_the_first_forwards_alone():
+    for before, after in on_ranks(2, hooks_before_and_after_steps):
+        assert after == before - 1
+
+
+def parameters_with_and_without_names(world):
+    """Of a small model after two steps, with and without FSDP2's private names."""
+    results = []
+    for renamed in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            if renamed:
+                patch.setattr(hooks, "WAITS", ("renamed",))
+                patch.setattr(hooks, "ENGINE", None)
+                patch.setattr(reduction, "ENGINE", None)
+            run = make_run(world, Tiny(), "--parallel.strategy", "fsdp", "--use_amp", "false")
+            take_steps(run, 2)
+            results.append({name: p.tolist() for name, p in parameters_of(run).items()})
+    return results
+
+
+def test_steps_are_the_same_where_torch_has_other_private_names():
+    for without, named in on_ranks(2, parameters_with_and_without_names):
+        assert without == named
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_on_a_gpu_what_only_queues_a_gather_is_no_wait(monkeypatch, on_gpu):
+    group = SimpleNamespace(**dict.fromkeys(hooks.WAITS, lambda: None))
+    before = dict(vars(group))
+    monkeypatch.setattr(hooks, "fsdp_groups", lambda model: [group])
+    hooks.time_gathers(SimpleNamespace(), SimpleNamespace(on_gpu=on_gpu))
+    waits = [name for name, method in before.items() if getattr(group, name) is not method]
+    expected = ["unshard", "wait_for_unshard", "post_backward", "finalize_backward"]
+    assert waits == expected[on_gpu:]
