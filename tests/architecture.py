@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -47,15 +46,18 @@ def package_size() -> Size:
     return Size(sum(line_count(path) for path in files().values()), len(files()))
 
 
-def modules_imported(path: Path) -> Iterator[str]:
+@cache
+def modules_imported(path: Path) -> frozenset[str]:
     """The dotted names that a file imports, in functions and for type checkers too."""
+    modules = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            modules.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}".removeprefix("dist_amp.")
-                yield f"dist_amp.{inner}" if inner in files() else node.module or ""
+                modules.add(f"dist_amp.{inner}" if inner in files() else node.module or "")
+    return frozenset(modules)
 
 
 @cache
@@ -82,15 +84,20 @@ def mutual_imports() -> list[tuple[str, str]]:
 # ---- what a process loads ----
 
 
-def import_closure(module: str) -> Size:
-    """The files of the package that a process has loaded after `import module`."""
-    code = f"import sys, {module}; print(*[n for n in sys.modules if n.startswith('dist_amp')])"
-    names = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.split()
-    keys = {name.removeprefix("dist_amp").removeprefix(".") or "__init__" for name in names}
-    paths = {files().get(key) or files()[f"{key}.__init__"] for key in keys}
-    return Size(sum(map(line_count, paths)), len(paths))
+@cache
+def import_closures(*modules: str) -> tuple[Size, ...]:
+    """The files of the package that one process has loaded after `import module`, one by one."""
+    code = "import importlib, sys\nfor module in sys.argv[1:]:\n    importlib.import_module(module)"
+    code += "\n    print(*[name for name in sys.modules if name.startswith('dist_amp')])"
+    lines = subprocess.run(
+        [sys.executable, "-c", code, *modules], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    sizes = []
+    for names in map(str.split, lines):
+        keys = {name.removeprefix("dist_amp").removeprefix(".") or "__init__" for name in names}
+        paths = {files().get(key) or files()[f"{key}.__init__"] for key in keys}
+        sizes.append(Size(sum(map(line_count, paths)), len(paths)))
+    return tuple(sizes)
 
 
 # ---- what a process executes ----
@@ -232,8 +239,9 @@ def main() -> None:
         show(f"executed by a steady step, {strategy}", size)
     for strategy in STRATEGIES:
         show(f"executed until the first backward, {strategy}", start_size(strategy))
-    for module in ("dist_amp.step", "dist_amp.train"):
-        show(f"loaded by `import {module}`", import_closure(module))
+    modules = ("dist_amp.step", "dist_amp.train")
+    for module, size in zip(modules, import_closures(*modules), strict=True):
+        show(f"loaded by `import {module}`", size)
     show("the package", package_size())
     print(f"{'folders that import each other':42}{mutual_imports()}")
 
