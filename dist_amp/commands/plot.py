@@ -21,7 +21,6 @@ from dist_amp.supervise.command_line import Parser, command
 Series = tuple[list[int], list[float]]  # steps, values
 PICTURES = (".png", ".svg", ".pdf")
 MARKERS = "*o+x#%"  # of each curve, where there are no colours
-INSTALL = "pip install 'dist_amp[plot]'"
 
 
 @command()
@@ -85,7 +84,9 @@ def draw_in_terminal(curves: dict[str, Series], metric: str) -> None:
     try:
         import plotext
     except ImportError as error:
-        raise ConfigError(f"drawing in the terminal needs plotext: {INSTALL}") from error
+        raise ConfigError(
+            "drawing in the terminal needs plotext: pip install 'plotext<6'"
+        ) from error
     in_colour = sys.stdout.isatty()
     for number, (name, (steps, values)) in enumerate(curves.items()):
         marker = "hd" if in_colour else MARKERS[number % len(MARKERS)]
@@ -104,7 +105,7 @@ def draw_picture(curves: dict[str, Series], metric: str, path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError(f"--out needs matplotlib: {INSTALL}") from error
+        raise ConfigError("--out needs matplotlib: pip install matplotlib") from error
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes: Any = figure.subplots()
     for name, (steps, values) in curves.items():

@@ -180,6 +180,4 @@ def imported(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"{error.name} is not installed; pip install 'dist_amp[{module}]'"
-        ) from error
+        raise ConfigError(f"{error.name} is not installed; pip install {error.name}") from error

@@ -136,7 +136,7 @@ def import_problem(error: BaseException, target: str, folder: str) -> str:
             feature = (module if module.startswith(name) else name).removeprefix("dist_amp.")
             return f"task.target={target}: {missing(feature)}, or name another task"
         if error.name in EXTRA_HF:
-            fix = "pip install 'dist_amp[hf]'"
+            fix = f"pip install {error.name}"
     why = f"importing it failed with {type(error).__name__}: {first_line(error)}"
     return f"task.target={target}: {why}; {fix}"
 

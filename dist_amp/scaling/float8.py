@@ -57,7 +57,7 @@ def to_float8(config: Config, task: Any, module: nn.Module, world: World) -> Non
         from torchao.float8.float8_linear import Float8Linear
     except ImportError as error:
         raise ConfigError(
-            f"precision.matmul=fp8 needs torchao ({error}): pip install 'dist_amp[float8]', or use "
+            f"precision.matmul=fp8 needs torchao ({error}): pip install torchao, or use "
             "precision.matmul=auto"
         ) from error
     linears = linears_in_blocks(task, module)

@@ -86,7 +86,7 @@ def digits(split: str, image_column: str, label_column: str) -> list[dict[str, A
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"data.name=auto is scikit-learn's digits, and {error.name} is missing; pip install "
-            "'dist_amp[images]', or set data.name or data.path"
+            "scikit-learn, or set data.name or data.path"
         ) from None
     scans = load_digits()
     rng = torch.Generator().manual_seed(0)

@@ -51,7 +51,7 @@ def open_tokenizer(name: str) -> Tokenizer:
         return of_transformers(AutoTokenizer.from_pretrained(source), name)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"data.tokenizer={name} needs {error.name}; pip install 'dist_amp[hf]'"
+            f"data.tokenizer={name} needs {error.name}; pip install {error.name}"
         ) from error
     except Exception as error:  # both libraries raise many types, with many lines
         raise DataError(

@@ -108,7 +108,7 @@ def open_gpu(device: torch.device) -> tuple["Gpu | None", str]:
         nvml.nvmlInit()
         gpu = Gpu(nvml, handle_of(nvml, torch.cuda.get_device_properties(device)))
     except ImportError:
-        why = "nvidia-ml-py is missing; pip install 'dist_amp[gpu]'"
+        why = "nvidia-ml-py is missing; pip install nvidia-ml-py"
         return None, f"no gpu/* tags: {why}"
     except Exception as error:
         # A driver without NVML, a container without the device, another package of that name.

@@ -112,7 +112,7 @@ def test_the_gpu_is_found_by_its_uuid_and_each_tag_has_its_unit(install):
 @pytest.mark.parametrize(
     ("nvml", "message"),
     [
-        (None, "no gpu/* tags: nvidia-ml-py is missing; pip install 'dist_amp[gpu]'"),
+        (None, "no gpu/* tags: nvidia-ml-py is missing; pip install nvidia-ml-py"),
         (
             FakeNvml(nvmlDeviceGetHandleByUUID=FakeError("?")),
             "no gpu/* tags: NVML failed (FakeError: ?) (1 of 1 ranks)",

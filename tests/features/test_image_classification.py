@@ -317,7 +317,7 @@ def test_a_size_or_number_of_classes_that_is_too_small_is_refused_with_the_least
 def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     text = message_of(64, ImageClassification(DataConfig()).build_model)
-    assert "is missing; pip install 'dist_amp[images]', or set data.name or data.path" in text
+    assert "is missing; pip install scikit-learn, or set data.name or data.path" in text
 
 
 @pytest.mark.bad_input("a table of labels that names a file that is not there, or one twice")

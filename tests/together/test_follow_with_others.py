@@ -28,6 +28,6 @@ def test_a_tracker_that_is_not_installed_is_refused_with_the_command_that_instal
     for name in ("wandb", "trackio", "mlflow"):
         status, line = refused(capsys, run.folder, to=name)
         assert status == ConfigError.exit_code
-        assert line.startswith(f"error: {name} is not installed; pip install 'dist_amp[{name}]'")
+        assert line.startswith(f"error: {name} is not installed; pip install {name}")
         page = (Path(__file__).parents[2] / "docs/trackers.md").read_text()
         assert f".[{name}]" in page

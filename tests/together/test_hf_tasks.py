@@ -468,4 +468,4 @@ def test_without_transformers_the_error_says_what_to_install(monkeypatch):
     text = message_of(64, find_task, "dist_amp.tasks.hf_causal_lm:HFCausalLM")
     assert "failed with ModuleNotFoundError: " in text
     assert "transformers" in text
-    assert text.endswith("; pip install 'dist_amp[hf]'")
+    assert text.endswith("; pip install transformers")
