@@ -14,7 +14,6 @@ bytes made in a step  the most that is alive at once of what a step makes: activ
                       sums, buffers
 """
 
-import json
 import sys
 import time
 from collections import Counter
@@ -59,7 +58,7 @@ def main(run: Run) -> None:
         f"rounds of {BLOCK} steps each"
     )
     world.say(LINE.format("", "ordinary", "exact", "ratio"))
-    of_ranks = [json.loads(text) for text in world.gather_texts(json.dumps(blocks))]
+    of_ranks = world.gather(blocks)
     for number, what in enumerate(("wall ms", "processor ms")):
         times = {}  # of the slowest rank, in each round
         for name in runs:

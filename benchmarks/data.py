@@ -90,7 +90,7 @@ def main(run: Run) -> None:
         run.world.say(f"{name:<11}{report.digits(report.median(rates)):>8} micro-batches/s")
     run.world.say(f"dist_amp over DataLoader: {report.interval(ratios)}")
     waiting, seconds = share_of_waiting(run)
-    slowest = max(row[0] for row in run.world.gather_numbers([waiting]))
+    slowest = max(run.world.gather(waiting))
     run.world.say(
         f"the slowest rank waits {slowest:.2%} of a step of {1e3 * seconds:.1f} ms for data"
     )

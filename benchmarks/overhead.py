@@ -14,7 +14,6 @@ parity       how far the parameters drift from the baseline's in 20 steps, each 
 """
 
 import itertools
-import json
 import sys
 import tempfile
 import time
@@ -125,8 +124,7 @@ def measure(world: World, cell: Cell, rounds: int) -> dict[str, Any]:
                 continue
             steps = BLOCK if name == TELEMETRY else 1
             reads = [host_reads(built[name], data[step % len(data)]) for step in range(steps)]
-            drifts = world.gather_texts(str(drift))
-            rows[name] = {"parity": max(map(float, drifts)), "host_reads": reads}
+            rows[name] = {"parity": max(world.gather(drift)), "host_reads": reads}
         for name, seconds in timed_rounds(world, built, data, rounds).items():
             rows[name]["seconds"] = seconds
     return {**cell._asdict(), "loops": rows}
@@ -199,7 +197,7 @@ def timed_rounds(
     factor = min(max(round(ROUND_SECONDS / (time.perf_counter() - started)), 1), MOST_ROUNDS)
     factor = int(world.from_main(str(factor)))
     times = harness.in_turns(built, block, rounds * factor)
-    of_ranks = [json.loads(text) for text in world.gather_texts(json.dumps(times))]
+    of_ranks = world.gather(times)
     found = {}
     for name in built:
         fastest, mean = np.max([times[name] for times in of_ranks], axis=0).T.tolist()

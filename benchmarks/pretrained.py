@@ -93,7 +93,7 @@ def measure(world: World, folder: str, task: Any) -> list[float]:
     started = time.perf_counter()
     before = peak_bytes()
     load(world, task(f"{folder}/large"))
-    rows = world.gather_numbers([time.perf_counter() - started, peak_bytes() - before])
+    rows = world.gather([time.perf_counter() - started, peak_bytes() - before])
     return [max(column) for column in zip(*rows, strict=True)]
 
 

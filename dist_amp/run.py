@@ -126,7 +126,7 @@ class ScriptRun(Run):
             _, self.data.position, random = self._left
             set_random_state(random, self.world.device)
         # The clock starts again, so that what it has counted so far has no throughput.
-        interval = self.world.gather(self.metrics.unfinished(self.data))
+        interval = self.world.stack(self.metrics.unfinished(self.data))
         self.metrics.resume_unfinished(interval, same_world=True)
         self.data.items = 0
         self.data.tokens = 0

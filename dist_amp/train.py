@@ -4,7 +4,6 @@ Train the task for train.steps steps; evaluate, save and report on the way; writ
 """
 
 import gc
-import json
 import sys
 import threading
 from collections.abc import Sequence
@@ -247,7 +246,7 @@ def fit(run: ScriptRun) -> dict[str, Any]:
     raises = run.world.world_size == 1
     with supervised(config, nullcontext(run.world), raises) as job, ExitStack() as contexts:
         status = run_job(config, job, contexts, run)
-    summary: dict[str, Any] = json.loads(run.world.from_main(json.dumps(saved_summary(run.folder))))
+    summary = run.world.from_main(saved_summary(run.folder))
     if status and raises and summary["cause"] == "SIGINT":
         raise KeyboardInterrupt(f"stopped after step {run.step}; fit(run) continues")
     if status:

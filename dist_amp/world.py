@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,8 @@ from dist_amp.distributed.process_group import (
 from dist_amp.errors import masked
 from dist_amp.files import present
 from dist_amp.settings import RunConfig
+
+T = TypeVar("T")
 
 # torch's name for it before 2.13, which warns there.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -75,27 +77,28 @@ class World:
             with self.clock.phase("communication"):
                 dist.barrier(group=self.control)
 
-    def from_main(self, value: str) -> str:
-        """Rank 0's value, on every rank."""
+    def from_main(self, value: T) -> T:
+        """Rank 0's value, any picklable object, on every rank."""
         box = [value]
         if self.control is not None:
             with self.clock.phase("communication"):
                 dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
 
-    def gather_texts(self, text: str) -> list[str]:
-        """Every rank's text, on every rank, in the order of the ranks."""
-        texts = [text] * self.world_size
+    def gather(self, value: T) -> list[T]:
+        """Each rank's value, any picklable object, on every rank in the order of the ranks."""
+        values = [value] * self.world_size
         if self.control is not None:
             with self.clock.phase("communication"):
-                dist.all_gather_object(texts, text, group=self.control)
-        return texts
+                dist.all_gather_object(values, value, group=self.control)
+        return values
 
-    def gather_numbers(self, row: list[float]) -> list[list[float]]:
-        """Each rank's numbers, equally many, on every rank's host, in the order of the ranks."""
-        return self.gather(torch.tensor(row, dtype=torch.float64)).numpy().tolist()
+    def raise_first(self, problem: Exception | None) -> None:
+        """Raise the problem of the first rank that has one, on every rank; every rank calls it."""
+        for first in filter(None, self.gather(problem)):
+            raise first
 
-    def gather(self, row: Tensor) -> Tensor:
+    def stack(self, row: Tensor) -> Tensor:
         """[...] on each rank -> [world_size, ...] on every rank, on the row's device."""
         if self.control is None or not row.numel():
             return row.expand(self.world_size, *row.shape).clone()

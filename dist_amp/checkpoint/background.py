@@ -76,15 +76,15 @@ class Save:
         idle = [0.0]  # seconds, of the ranks whose part has not ended
         while idle and min(idle) < self._timeout:
             wait([self.future], 0 if was_stuck else min(1.0, self._timeout / 10))
-            mine = [self.future.done(), self._idle_seconds()]
-            ranks = self._run.world.gather_numbers(mine)
+            mine = (self.future.done(), self._idle_seconds())
+            ranks = self._run.world.gather(mine)
             idle = [seconds for has_ended, seconds in ranks if not has_ended]
         if not idle:
             self.future.result()
             return
         self._run.metrics.save = self
         self._live_state.clear()  # the next step changes its tensors: they are no checkpoint
-        texts = enumerate(self._run.world.gather_texts(self._place()))
+        texts = enumerate(self._run.world.gather(self._place()))
         places = [f"rank {rank} {place}" for rank, place in texts if place]
         self.why = (
             f"{self._folder.name} has made no progress for {min(idle):.0f} s, of "

@@ -1,6 +1,5 @@
 """Resumes a run: from the newest valid checkpoint of those that `run.resume` allows."""
 
-import json
 import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -73,18 +72,17 @@ def with_dtype(config: Config, run_folder: Path, world: World) -> Config:
 
 def newest_checkpoint(resume: str, run_folder: Path, world: World) -> Path | None:
     """The newest valid checkpoint that `resume` allows; None if there are none."""
-    paths: list[str] = []
-    problem = ""
+    paths: list[Path] = []
+    problem: DataError | None = None
     # Rank 0 looks: a network disk may show another rank other files for a while.
     if world.is_main:
         try:
-            paths = [str(path) for path in _candidates(resume, run_folder)]
+            paths = list(_candidates(resume, run_folder))
         except DataError as error:
-            problem = str(error)
-    paths, problem = json.loads(world.from_main(json.dumps([paths, problem])))
-    if problem:
-        raise DataError(problem)
-    return newest_valid([Path(path) for path in paths], world) if paths else None
+            problem = error
+    world.raise_first(problem)
+    paths = world.from_main(paths)
+    return newest_valid(paths, world) if paths else None
 
 
 def newest_valid(paths: Sequence[Path], world: World) -> Path | None:
@@ -96,7 +94,7 @@ def newest_valid(paths: Sequence[Path], world: World) -> Path | None:
     for path in reversed(paths):
         error = integrity_error(path, world.rank, world.world_size)
         world.wait_long()  # one rank's files may take longer than a collective's timeout
-        error = next(filter(None, world.gather_texts(error)), "")
+        error = next(filter(None, world.gather(error)), "")
         if not error:
             for text in rejected:
                 world.warn(f"checkpoint {text}; using {path.name} instead")

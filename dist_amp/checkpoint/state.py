@@ -49,7 +49,7 @@ def take_snapshot(run: Run) -> Snapshot:
     """The current state of the run, not copied; every rank calls it."""
     state = state_of(run)
     state["model"] |= averaged_statistics(run.parallel.module, run.world)
-    state["interval"] = run.world.gather(run.metrics.unfinished(run.data))
+    state["interval"] = run.world.stack(run.metrics.unfinished(run.data))
     if run.frozen is not None:
         run.frozen.shorten(state)
     if hasattr(run.task, "state_dict"):

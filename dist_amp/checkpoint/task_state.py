@@ -6,7 +6,6 @@ By state_dict() and load_state_dict(state), each rank's. Other attributes are lo
 import copy
 import hashlib
 import io
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -220,10 +219,10 @@ def check_kept(run: Run) -> None:
         trained = sum(isinstance(leaf, nn.Parameter) and leaf.requires_grad for leaf in tensors)
         if trained:
             run.world.warn(untrained_text(name, trained))
-    texts = run.world.gather_texts(json.dumps(digests))
-    for rank, text in enumerate(texts):
-        for name, value in json.loads(text).items():
-            if value != json.loads(texts[0]).get(name):
+    first, *others = run.world.gather(digests)
+    for rank, other in enumerate(others, start=1):
+        for name, value in other.items():
+            if value != first.get(name):
                 raise DataError(
                     f"the task's attribute {name} is not the same on ranks 0 and {rank}; draw it "
                     "with a fixed seed, or from the generators of torch, NumPy and Python, which "

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(argv: Sequence[str]) -> int:
-    from dist_amp.commands.doctor_checks import Check, fail, machine_checks, merge, ranks_checks
+    from dist_amp.commands.doctor_checks import fail, machine_checks, merge, ranks_checks
     from dist_amp.errors import Failure, first_line
     from dist_amp.settings import RunConfig
     from dist_amp.supervise.command_line import Parser
@@ -66,9 +66,8 @@ def run(argv: Sequence[str]) -> int:
     shows = os.environ.get("RANK") == "0"
     try:
         with start(RunConfig(device=options.device, timeout_seconds=JOIN_SECONDS)) as world:
-            mine = json.dumps([platform.node(), [asdict(check) for check in checks]])
-            machines = [json.loads(text) for text in world.gather_texts(mine)]
-            found = [(host, [Check(**each) for each in one]) for host, one in machines if one]
+            machines = world.gather((platform.node(), checks))
+            found = [(host, of_host) for host, of_host in machines if of_host]
             checks = [*merge(found), *ranks_checks(world)]
     except Exception as error:
         shows = is_first_here  # rank 0 may not be there

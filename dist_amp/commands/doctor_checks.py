@@ -369,8 +369,8 @@ def all_reduce(world: World) -> Iterator[Check]:
     size = BYTES[world.device.type]
     large = torch.ones(size // 4, device=world.device)
     small = torch.ones(2, device=world.device)
-    seconds = max(of_ranks(world, fastest(world, lambda: dist.all_reduce(large))))
-    latency = max(of_ranks(world, fastest(world, lambda: dist.all_reduce(small))))
+    seconds = max(world.gather(fastest(world, lambda: dist.all_reduce(large))))
+    latency = max(world.gather(fastest(world, lambda: dist.all_reduce(small))))
     bandwidth = 2 * (world.world_size - 1) / world.world_size * size / seconds
     text = f"{bandwidth / 1e9:.2f} GB/s bus bandwidth with {size / 2**20:.0f} MiB"
     yield ok("all-reduce", f"{text}; {latency * 1e6:.0f} us with 8 bytes")
@@ -390,7 +390,7 @@ def links(world: World) -> Iterator[Check]:
             work.wait()
 
     rate = out.nbytes / fastest(world, exchange) / 1e9
-    yield judge_links(of_ranks(world, rate), world.gather_texts(platform.node()))
+    yield judge_links(world.gather(rate), world.gather(platform.node()))
 
 
 def judge_links(rates: Sequence[float], hosts: Sequence[str]) -> Check:
@@ -425,8 +425,8 @@ def matmul(world: World) -> Iterator[Check]:
         dtype = torch.bfloat16
     matrix = torch.ones(size, size, device=world.device, dtype=dtype)
     rate = 2 * size**3 / fastest(world, lambda: torch.mm(matrix, matrix)) / 1e12
-    hosts = world.gather_texts(platform.node())
-    yield judge_rates(of_ranks(world, rate), hosts, str(dtype).removeprefix("torch."))
+    hosts = world.gather(platform.node())
+    yield judge_rates(world.gather(rate), hosts, str(dtype).removeprefix("torch."))
 
 
 def judge_rates(rates: Sequence[float], hosts: Sequence[str], dtype: str) -> Check:
@@ -436,10 +436,6 @@ def judge_rates(rates: Sequence[float], hosts: Sequence[str], dtype: str) -> Che
     ranks = {f"rank {rank} on {hosts[rank]}": rate for rank, rate in enumerate(rates)}
     fix = "look there for other processes, throttled clocks, fewer cores or a GPU in other use"
     return judged("matmul", text, some_of(slow_ones(ranks, SLOW), 4), fix)
-
-
-def of_ranks(world: World, value: float) -> list[float]:
-    return [row[0] for row in world.gather_numbers([value])]
 
 
 def fastest(world: World, work: Callable[[], object]) -> float:

@@ -13,7 +13,6 @@ Docs: docs/debugging.md
 """
 
 import bdb
-import json
 import math
 import pdb  # noqa: T100 (what --pdb is for)
 import sys
@@ -374,7 +373,7 @@ def show_step(replay: Replay, options: Any) -> None:
             if report_of_run["step"] == run.step:
                 print(
                     "  the run skipped this step, and the replay did not reproduce it: all is "
-                    f"finite; there it was {NonFinite.from_json(json.dumps(report_of_run))}"
+                    f"finite; there it was {NonFinite.from_dict(report_of_run)}"
                 )
 
 

@@ -236,9 +236,6 @@ class ImaginedWorld(World):
     def warn(self, text: str) -> None:
         self.say(f"warning: {text}")
 
-    def gather_numbers(self, row: list[float]) -> list[list[float]]:
-        return [row] * self.world_size
-
     def mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
         with _disable_current_modes():  # a mesh needs values
             return super().mesh(shape, names)

@@ -83,14 +83,14 @@ class Audit(Observer):
             in_step = self._audited.hashes(self._names)
             self._audited = None
             again = self._compute((world.rank + self._shift) % world.world_size)
-            rows = world.gather(torch.stack([in_step, again]))
+            rows = world.stack(torch.stack([in_step, again]))
             in_step = rows[:, 0]
             again = rows[:, 1].roll(self._shift, 0)  # by the rank whose micro-batch it is
             if torch.equal(in_step, again):
                 return
             rank = int((in_step != again).any(1).nonzero()[0])
             ranks = [rank, (rank - self._shift) % world.world_size, *range(world.world_size)]
-            values = torch.stack([in_step[rank], again[rank], *world.gather(self._compute(rank))])
+            values = torch.stack([in_step[rank], again[rank], *world.stack(self._compute(rank))])
             self._report(ranks, [*map(tuple, values.tolist())])
 
     def _compute(self, rank: int) -> Tensor:
@@ -125,7 +125,7 @@ class Audit(Observer):
         different = [name for name, first, second in pairs if first != second]
         text = f"audit of step {self._step + 1}, micro-batch {self._number} of rank {ranks[0]}: "
         text += f"other bits of {some_of(different)} when computed again"
-        places = run.world.gather_texts(f"{platform.node()}, {run.world.device}")
+        places = run.world.gather(f"{platform.node()}, {run.world.device}")
         if not (who := verdict(ranks, values, places)):
             self._is_off = True
             run.world.warn(
@@ -151,7 +151,7 @@ def check_settings(config: Config, world: World) -> None:
     elif world.world_size == 1:
         reason = "needs another rank, which computes again, and this is one process"
     else:
-        kinds = world.gather_texts(kind_of(world.device))
+        kinds = world.gather(kind_of(world.device))
         for rank, kind in enumerate(kinds):
             if kind != kinds[0]:
                 reason = f"needs ranks on equal devices: {kinds[0]} (rank 0), {kind} (rank {rank})"

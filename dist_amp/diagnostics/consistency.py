@@ -7,7 +7,6 @@ Docs: docs/verification.md
 """
 
 import hashlib
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -78,8 +77,8 @@ class Consistency(Observer):
 def check_start(run: Run) -> None:
     """Check what must hold before the first step. Errors: DataError, NumericsError."""
     validation = run.validation.plan.length if run.validation else 0
-    rows = run.world.gather_numbers([run.data.plan.length, validation])
-    lengths = [f"{train:.0f} + {validation:.0f}" for train, validation in rows]
+    rows = run.world.gather([run.data.plan.length, validation])
+    lengths = [f"{train} + {validation}" for train, validation in rows]
     if len(set(lengths)) > 1:
         counts = ", ".join(f"{length} on rank {rank}" for rank, length in enumerate(lengths))
         raise DataError(
@@ -131,7 +130,7 @@ def check_samples_equal(run: Run) -> None:
             hashes[f"sample {index} of the {data.split} split"] = next(read)
         close()
     set_random_state(before, world.device)
-    of_ranks = [json.loads(text) for text in world.gather_texts(json.dumps(hashes))]
+    of_ranks = world.gather(hashes)
     for name in hashes:
         values = [of_rank.get(name) for of_rank in of_ranks]
         differing = [str(rank) for rank, value in enumerate(values) if value != values[0]]
@@ -144,9 +143,8 @@ def check_samples_equal(run: Run) -> None:
 
 def check_state(run: Run) -> None:
     """Check parameters, optimizer and buffers now. Errors: NumericsError, the same on all ranks."""
-    for rank, fault in enumerate(run.world.gather_texts(find_misplaced_parameter(run))):
-        if fault:
-            raise NumericsError(f"rank {rank}: {fault}")
+    fault = find_misplaced_parameter(run)
+    run.world.raise_first(NumericsError(f"rank {run.world.rank}: {fault}") if fault else None)
     if mismatch := find_mismatch(run):
         raise NumericsError(mismatch)
 
@@ -185,16 +183,16 @@ def find_mismatch(run: Run, with_batch_statistics: bool = False) -> str:
     buffers = compared_buffers(run, with_batch_statistics)
     names = [*parameters, *buffers]
     digest = hashlib.sha256(" ".join(names).encode()).digest()
-    digests = world.gather(torch.tensor(int.from_bytes(digest[:8], signed=True))).tolist()
+    digests = world.stack(torch.tensor(int.from_bytes(digest[:8], signed=True))).tolist()
     for rank, other in enumerate(digests):
         if other != digests[0]:
-            texts = world.gather_texts(" ".join(names))
+            texts = world.gather(" ".join(names))
             different = sorted(set(texts[0].split()) ^ set(texts[rank].split()))
             which = (*different, "their order")[0]
             return f"ranks 0 and {rank} do not have the same parameters and buffers: {which}"
     compared = [*parameters.values(), *buffers.values()]
     hashes_here = [hash_tensor(local(tensor)).to(world.device) for tensor in compared]
-    hashes = world.gather(torch.stack(hashes_here).cpu()).numpy()  # [ranks, tensors]
+    hashes = world.stack(torch.stack(hashes_here).cpu()).numpy()  # [ranks, tensors]
     # Ranks that hold the same shards are `stride` apart; buffers are whole on every rank.
     stride = world.world_size // run.parallel.replicas
     expected = hashes[np.arange(len(hashes)) % stride]
@@ -235,7 +233,7 @@ def warn_of_unsaved_buffer(run: Run) -> bool:
         for name, buffer in module.named_buffers()
         if name not in saved and _is_strided(buffer)
     }
-    rows = [json.loads(text) for text in run.world.gather_texts(json.dumps(hashes))]
+    rows = run.world.gather(hashes)
     for name, first in rows[0].items():
         for rank, row in enumerate(rows):
             if row.get(name, first) != first:
@@ -256,7 +254,7 @@ def generator_hashes(run: Run) -> list[str]:
     state = torch.get_rng_state()
     if run.world.device.type == "cuda":
         state = torch.cuda.get_rng_state(run.world.device)
-    return run.world.gather_texts(hashlib.sha256(state.numpy().tobytes()).hexdigest())
+    return run.world.gather(hashlib.sha256(state.numpy().tobytes()).hexdigest())
 
 
 def check_random_numbers_differ(before: list[str], now: list[str]) -> None:
@@ -273,7 +271,7 @@ def check_samples_differ(run: Run, samples: list[Tensor]) -> None:
     """Errors: DataError if two ranks got the same samples in every step, too often for chance."""
     if not samples or run.world.world_size == 1:
         return
-    rows = run.world.gather(torch.stack(samples)).tolist()
+    rows = run.world.stack(torch.stack(samples)).tolist()
     # Few distinct batches, as with little data, coincide now and then.
     kinds = len({value for row in rows for value in row})
     by_chance = math.comb(len(rows), 2) * float(kinds) ** -len(samples)

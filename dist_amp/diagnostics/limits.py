@@ -118,7 +118,7 @@ class FirstSteps(Observer):
         moved = not all(map(torch.equal, self._before, self._sampled()))
         lr = run.schedule.last_lr.item()
         # Of all ranks: one whose copy of the gradients was damaged may have skipped alone.
-        rows = run.world.gather_numbers([report.applied.item(), float(moved)])
+        rows = run.world.gather((report.applied.item(), moved))
         self._moved = any(applied for applied, _ in rows)
         if not self._moved or any(moved for _, moved in rows) or not report.norm.item() * lr:
             return

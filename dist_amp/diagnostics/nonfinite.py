@@ -4,7 +4,6 @@ Forward: the first module whose output is not finite while its inputs are. Backw
 operation of the graph that gets a finite gradient and returns one that is not, and its module.
 """
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -77,8 +76,8 @@ class NonFinite:
     other_ranks: list[int] = field(default_factory=list)
 
     @classmethod
-    def from_json(cls, text: str) -> "NonFinite":
-        values = json.loads(text)
+    def from_dict(cls, values: dict[str, Any]) -> "NonFinite":
+        """From a line of RUN/nonfinite/reports.jsonl."""
         return cls(**values | {"tensors": [TensorStats(**stats) for stats in values["tensors"]]})
 
     @property

@@ -100,9 +100,8 @@ class NonfiniteReplay(Observer):
                 if self._random is not None:
                     set_random_state(self._random, world.device)
                 fault = find_in_micro_batches(self.run, step, fetched, task)
-            text = json.dumps(asdict(fault)) if isinstance(fault, NonFinite) else fault
-            results = world.gather_texts(text)
-            faults = [NonFinite.from_json(text) for text in results if text.startswith("{")]
+            results = world.gather(fault)
+            faults = [result for result in results if isinstance(result, NonFinite)]
             if not faults:
                 self._warn_nothing_found(step, results)
                 return False
@@ -116,7 +115,7 @@ class NonfiniteReplay(Observer):
     def _warn_nothing_found(
         self,
         step: int,
-        results: list[str],
+        results: list[Any],
     ) -> None:
         warn = self.run.world.warn
         failures = [f"rank {rank}: {why}" for rank, why in enumerate(results) if why]

@@ -199,7 +199,7 @@ class BadSamples:
         epoch = (data.position - 1) // data.plan.length
         total = sum(split == data.split for split, _, _ in self.seen)
         counts = torch.tensor([total, self._in_epoch(data.split, epoch)])
-        total, in_epoch = self.world.gather(counts).sum(0).tolist()
+        total, in_epoch = self.world.stack(counts).sum(0).tolist()
         if total and total >= 2 * self._reported:  # not at each log step
             self._reported = total
             self.world.warn(

@@ -333,7 +333,7 @@ def call_on_evaluation(run: Any, values: dict[str, float]) -> str:
         except DataError as error:
             problem = str(error)
     outcome = problem or f"{sorted(values.items())}, schedule.factor {run.schedule.factor}"
-    for rank, other in enumerate(outcomes := run.world.gather_texts(outcome)):
+    for rank, other in enumerate(outcomes := run.world.gather(outcome)):
         if other != outcomes[0]:
             raise DataError(
                 f"the task's {name} must do the same on all ranks; rank 0 has {outcomes[0]}, and "

@@ -96,7 +96,7 @@ class FrozenBase:
         """Put checksums in place of the frozen parameters, unless they changed; on every rank."""
         if not self._changes:
             changed = not all(map(torch.equal, self._at_start, self._samples()))
-            self._changes = any(row[0] for row in self._world.gather_numbers([float(changed)]))
+            self._changes = any(self._world.gather(changed))
         if not self._changes:
             put_checksums(state, frozen_names(self._module), self.checksums().clone())
 

@@ -190,8 +190,7 @@ class BlockCalls:
             return
         places = ["", *self._names.values()]
         place = places.index(self._names.get(block, ""))
-        rows = self._world.gather_numbers([place])
-        calls = [places[int(row[0])] for row in rows]
+        calls = [places[place] for place in self._world.gather(place)]
         for rank, call in enumerate(calls):
             if call != calls[0]:
                 here, there = (

@@ -94,7 +94,7 @@ def load_parameters(task: Any, module: nn.Module, world: World, resumes: bool = 
     task.load(module)
     parts = {name: local(p) for name, p in module.named_parameters() if p.is_floating_point()}
     flags = torch.stack([part.isnan().any() for part in parts.values()]).tolist()
-    on_any_rank = map(any, zip(*world.gather_numbers(flags), strict=True))
+    on_any_rank = map(any, zip(*world.gather(flags), strict=True))
     unset = [name for name, flag in zip(parts, on_any_rank, strict=True) if flag]
     if unset:
         raise DataError(
@@ -131,7 +131,7 @@ def build_on_ranks(task: Task, world: World, resumes: bool) -> nn.Module:
     problem = ""
     if not world.is_main or resumes:
         module, problem = built_on_meta(task)
-    problem = next(filter(None, world.gather_texts(problem)), "")
+    problem = next(filter(None, world.gather(problem)), "")
     # No checkpoint fills frozen parameters.
     is_frozen = module is not None and any(not p.requires_grad for p in module.parameters())
     if module is None or problem or (world.is_main and is_frozen):
@@ -217,8 +217,8 @@ def has_other_owners(module: nn.Module) -> bool:
 def placement(module: nn.Module, world: World) -> Callable[[nn.Module], None]:
     """A function that puts a part on the device, with rank 0's weights; every rank calls both."""
     on_meta = any(p.is_meta for p in module.parameters())
-    first, *others = world.gather_numbers([float(on_meta)])
-    from_first = any(row[0] for row in others) and not first[0]
+    first_on_meta, *others_on_meta = world.gather(on_meta)
+    from_first = any(others_on_meta) and not first_on_meta
 
     @torch.no_grad()
     def place(part: nn.Module) -> None:

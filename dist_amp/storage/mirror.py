@@ -117,18 +117,18 @@ def mirrored(config: RunConfig, job: Any) -> Iterator[None]:
     check_not_shared(folder, world)
     address = run_dir(folder)
     lease: Lease | None = None
-    leases = ""  # the lease's record, and the id of the one before
+    leases: tuple[dict[str, Any], Any] = ({}, None)  # the lease's record, the id of the one before
     with ExitStack() as undo:
         with on_all_ranks(address, world):
             if world.is_main:
                 check_never(config, Store(address))
                 lease = take(Store(address), folder, world.say)
                 undo.callback(lease.release)
-                leases = json.dumps([lease.record, lease.before.get("id")])
+                leases = lease.record, lease.before.get("id")
         leases = world.from_main(leases)
         with on_all_ranks(address, world):
             if world.local_rank == 0:
-                pull_since(Store(address), folder, leases, world.is_main)
+                pull_since(Store(address), folder, *leases, world.is_main)
         undo.pop_all()
     if world.local_rank != 0:
         yield
@@ -182,16 +182,15 @@ def is_of_this_launch(holder: str) -> bool:
 @contextmanager
 def on_all_ranks(address: str, world: World) -> Iterator[None]:
     """Errors: Failure on every rank if the block fails on one."""
-    problem = ""
+    problem: Failure | None = None
     try:
         yield
     except Failure as error:
-        problem = str(error)
+        problem = error
     except Exception as error:  # each file system has errors of its own
-        problem = unusable(address, error)
+        problem = Failure(unusable(address, error))
     world.wait_long()  # for a lease of a dead run
-    if problem := next(filter(None, world.gather_texts(problem)), ""):
-        raise Failure(problem)
+    world.raise_first(problem)
 
 
 def check_never(config: RunConfig, store: Store) -> None:
@@ -226,7 +225,7 @@ def check_not_shared(folder: Path, world: World) -> None:
     others = ""
     if world.local_rank == 0:
         others = ", ".join({path.name for path in nodes.glob("*")} - {token})
-    if any(world.gather_texts(others)):
+    if any(world.gather(others)):
         raise ConfigError(
             f"{folder} is shared by several nodes, which keep their parts of checkpoints in it; "
             f"set {VARIABLE} to a folder on each node's disk"
@@ -236,9 +235,10 @@ def check_not_shared(folder: Path, world: World) -> None:
 # --- at the start
 
 
-def pull_since(store: Store, folder: Path, lease: str, is_main: bool) -> None:
-    """Pull, and note under which lease. lease: its record, and the id of the one before."""
-    record, before = json.loads(lease)
+def pull_since(
+    store: Store, folder: Path, record: dict[str, Any], before: Any, is_main: bool
+) -> None:
+    """Pull, and note under which lease. before: the id of the lease before it."""
     note = json.dumps({**record, "is_main": is_main})
     is_current = last_lease(folder) == before
     if is_current:  # it stays so if the pull fails; another is not before a pull

@@ -75,10 +75,10 @@ VARIABLES = """
 
 def report_environment(run: Run) -> None:
     """Write RUN/environment.json and TensorBoard's text on rank 0; every rank calls it."""
-    hosts = run.world.gather_texts(json.dumps(this_rank(run.world.device)))
+    ranks = run.world.gather(this_rank(run.world.device))
     if not run.world.is_main:
         return
-    text = json.dumps(environment(run, hosts), indent=2)
+    text = json.dumps(environment(run, ranks), indent=2)
     path = run.folder / "environment.json"
     try:
         write_durably(path, text + "\n")
@@ -90,18 +90,19 @@ def report_environment(run: Run) -> None:
     run.metrics.write_text("start/environment", text, run.step)
 
 
-def environment(run: Run, ranks: list[str]) -> dict[str, Any]:
-    """What rank 0 sees, and what each host's ranks see: JSON of `this_rank`."""
-    hosts: dict[str, list[str]] = {}
-    for rank, host in enumerate(ranks):
-        hosts.setdefault(host, []).append(str(rank))
+def environment(run: Run, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """What rank 0 sees, and what each host's ranks see, as `this_rank` has it."""
+    hosts: dict[str, dict[str, Any]] = {}  # ranks that see the same share an entry
+    for rank, seen in enumerate(ranks):
+        entry = hosts.setdefault(json.dumps(seen), seen | {"ranks": ""})
+        entry["ranks"] = f"{entry['ranks']}, {rank}".removeprefix(", ")
     source = source_of(run.task)
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "first_step": run.step + 1,
         "command": command_line(sys.orig_argv),
         "versions": versions(),
-        "hosts": [json.loads(host) | {"ranks": ", ".join(on)} for host, on in hosts.items()],
+        "hosts": list(hosts.values()),
         "git": git_state(code_folder(source)),
         "task": source,
         "variables": variables(os.environ),

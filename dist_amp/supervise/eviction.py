@@ -219,10 +219,9 @@ class EvictionNotice(Observer):
         self._has_ended.set()
         if error[0] is not None or not self.stop.agreed or self.stop.by_task:
             return
-        text = ""
+        notice = None
         if self.stop.notice is not None:
             end, cause = self.stop.notice
-            text = json.dumps([end - time.monotonic(), cause])
-        texts = filter(None, self.run.world.gather_texts(text))
-        if notices := sorted(map(json.loads, texts)):
+            notice = (end - time.monotonic(), cause)
+        if notices := sorted(filter(None, self.run.world.gather(notice))):
             self.stop.requested_by = notices[0][1]

@@ -185,7 +185,7 @@ def close_run(run: Run, stop: Stop) -> int:
         )
     early = ""
     if stop.by_task and run.step < run.config.train.steps:
-        early = next(filter(None, run.world.gather_texts(stop.ended_by)))
+        early = next(filter(None, run.world.gather(stop.ended_by)))
         run.world.say(
             f"ended after step {run.step} of {run.config.train.steps}: the task's {early}"
         )

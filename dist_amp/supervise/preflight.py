@@ -2,7 +2,6 @@
 
 import hashlib
 import inspect
-import json
 import math
 import os
 import platform
@@ -73,7 +72,7 @@ def check_ranks_agree(target: str, config_text: str, world: World) -> None:
     settings = flat(config_text)
     settings |= {key: "given" for key in PER_MACHINE if settings[key] != "off"}
     mine: dict[str, Any] = code_hashes(target) | versions() | settings
-    expected = json.loads(world.from_main(json.dumps(mine)))
+    expected = world.from_main(mine)
     differences = [
         f"{name} is {mine.get(name, 'absent')}, and {expected.get(name, 'absent')} on rank 0"
         for name in expected | mine
@@ -82,7 +81,7 @@ def check_ranks_agree(target: str, config_text: str, world: World) -> None:
     text = ""
     if differences:
         text = f"rank {world.rank} ({platform.node()}): {'; '.join(differences[:8])}"
-    if different := [text for text in world.gather_texts(text) if text]:
+    if different := [text for text in world.gather(text) if text]:
         raise ConfigError(
             f"the ranks differ: on {some_of(different, 1)}; start all of them with the same code, "
             "versions and settings (environment, config files)"
@@ -134,30 +133,30 @@ def make_folder(folder: Path, config: Config, world: World) -> None:
             ) from error
     world.barrier()
     is_missing = config.checkpoint.every != "off" and not appears(folder)
-    missing_on = platform.node() if is_missing else ""
-    if host := next(filter(None, world.gather_texts(missing_on)), ""):
-        raise Failure(
-            f"run.dir={folder} is not there on {host}: put it on a disk that all ranks share"
-        )
+    where = f"run.dir={folder} is not there on {platform.node()}"
+    missing = Failure(f"{where}: put it on a disk that all ranks share")
+    world.raise_first(missing if is_missing else None)
 
 
 @contextmanager
 def only_live_run(folder: Path, world: World) -> Iterator[None]:
     """Lock the run's folder for the block. Errors: Failure that names the process that holds it."""
     with ExitStack() as held:
-        problem = ""
+        problem: Failure | None = None
         if world.is_main:
             try:
                 held.enter_context(only_process(folder / ".lock", LOCK_SECONDS))
             except InUse as error:
-                problem = f"is in use by a live run ({error}); stop that one, or choose another"
+                problem = Failure(
+                    f"run.dir={folder} is in use by a live run ({error}); stop that one, or "
+                    "choose another"
+                )
             except OSError as error:  # a disk without locks
                 world.warn(
                     f"run.dir={folder} can't be locked ({error.strerror}): start no second run in "
                     "it"
                 )
-        if problem := world.from_main(problem):
-            raise Failure(f"run.dir={folder} {problem}")
+        world.raise_first(problem)
         yield
 
 
@@ -181,15 +180,14 @@ def check_free_space(run: Run) -> None:
     existing = len(all_checkpoints(run.folder))
     to_come = math.ceil((run.config.train.steps - run.step) / run.config.checkpoint.every)
     needed = size * min(max(most - existing, 1), to_come)
-    problem = ""  # of rank 0: on a network disk another rank may see other checkpoints
+    problem: Failure | None = None  # rank 0's: another may see other checkpoints on a network disk
     if run.world.is_main and needed > (free := shutil.disk_usage(run.folder).free):
-        problem = (
+        problem = Failure(
             f"run.dir={run.folder} has {size_text(free)} free, and its checkpoints need "
             f"{size_text(needed)} ({most} of {size_text(size)} at most, {existing} exist); free "
             "some, or lower checkpoint.keep"
         )
-    if problem := run.world.from_main(problem):
-        raise Failure(problem)
+    run.world.raise_first(problem)
 
 
 def warn_about_small_batches(run: Run) -> None:

@@ -118,7 +118,7 @@ def does_not_fit(run: Run) -> str:
     itemsize = run.precision.dtype.itemsize if run.precision.cast_by == "policy" else 4
     need = sum(p.numel() for p in run.parallel.module.parameters()) * itemsize
     mine = capacity_of(run.world)[0] - memory_use(run.world.device)[1]
-    free = min(row[0] for row in run.world.gather_numbers([mine]))
+    free = min(run.world.gather(mine))
     if need <= free / 2:
         return ""
     sizes = f"{size_text(need)}, and {size_text(free)} are free"

@@ -255,8 +255,7 @@ class Watchdog(AbstractContextManager["Watchdog"]):
         prefix = f"dist_amp/watchdog/{world.from_main(str(time.time_ns()))}"  # unique to this run
         store = dist.PrefixStore(prefix, job.store)  # type: ignore[attr-defined, arg-type]
         self._board = Board(store, world.rank, world.world_size)
-        texts = world.gather_texts(json.dumps(Process.this()))
-        self._processes = [Process(*json.loads(text)) for text in texts]
+        self._processes = world.gather(Process.this())
         self._heartbeat = Heartbeat(
             job, self._board, self._processes, lambda: self._report("alive")
         )

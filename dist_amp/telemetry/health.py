@@ -54,7 +54,7 @@ class Health(Observer):
         self._gpu: Gpu | None = None
         if self._world.device.type == "cuda":
             self._gpu, problem = open_gpu(self._world.device)
-            problems = [text for text in self._world.gather_texts(problem) if text]
+            problems = [text for text in self._world.gather(problem) if text]
             if problems:
                 self._world.say(
                     f"health {problems[0]} ({len(problems)} of {self._world.world_size} ranks)"

@@ -47,7 +47,7 @@ class Metrics:
         self.evaluated_step = 0
         self.best: Tags = {}  # the lowest validation loss, with its step
         self.sample = ""  # the latest, if it is a text
-        self.hosts = world.gather_texts(platform.node())
+        self.hosts = world.gather(platform.node())
         self.save: Any = None  # a checkpoint's, while it is written
         self._max_norm = clip.limit if clip.by == "norm" else math.inf
         self.interval = Interval(self._max_norm)
@@ -153,7 +153,7 @@ class Metrics:
         # Rides along, since a log step is one collective.
         values["save_done"] = self.save is None or self.save.done()
         row = torch.tensor([values[name] for name in RANK_METRICS], dtype=torch.float64)
-        table = self.world.gather(row).numpy()
+        table = self.world.stack(row).numpy()
         tags = {tag: values[tag] for tag in of_task}
         self.last = LogRow(step, table, tags, self.more_rank_tags)
         self._totals += table[:, SUMMED]

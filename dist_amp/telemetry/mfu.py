@@ -108,11 +108,11 @@ def log_mfu(metrics: Metrics, config: Config, task: Task, parallel: Parallel) ->
         missing.append(
             "the task has no flops_per_item(model); dist_amp.telemetry.mfu.count_flops computes it"
         )
-    reasons = [text for text in metrics.world.gather_texts("; and ".join(missing)) if text]
+    reasons = [text for text in metrics.world.gather("; and ".join(missing)) if text]
     if reasons:
         metrics.world.say(f"mfu    not shown: {reasons[0]}")
         return
-    item_seconds = np.array(metrics.world.gather_numbers([flops / peak]))[:, 0]
+    item_seconds = np.array(metrics.world.gather(flops / peak))
     metrics.more_rank_tags["throughput/mfu"] = lambda row: row.per_second("items") * item_seconds
 
 

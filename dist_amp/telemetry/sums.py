@@ -157,7 +157,7 @@ class WeightedMeans:
         # Ranks may have them in another order.
         names = sorted(self._sums, key=lambda name: (name != "loss", name))
         if self._names_vary:
-            texts = self._world.gather_texts(", ".join(names))
+            texts = self._world.gather(", ".join(names))
             for rank, text in enumerate(texts):
                 if text != texts[0]:
                     raise DataError(
@@ -167,7 +167,7 @@ class WeightedMeans:
         rows = torch.stack([torch.stack(self._sums[name]) for name in names])
         if self._exact:
             totals = []
-            for batches in self._world.gather(rows).transpose(0, 1):
+            for batches in self._world.stack(rows).transpose(0, 1):
                 pairs = batches.flatten(0, 1).tolist()  # of all ranks
                 totals.append([math.fsum(column) for column in zip(*pairs, strict=True)])
         else:

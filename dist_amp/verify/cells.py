@@ -54,7 +54,7 @@ def check_cell(world: World, reference: Reference, cell: Cell, step: Step = trai
     micro_batches, _ = micro_batches_at(run, reference, max(cell.accumulation), 0)
     about = f"a step that is not finite on rank {world.world_size - 1} must be skipped, but"
     fault = fault_of_skip(run, reference, micro_batches, step)
-    faults = by_rank(about, world.gather_texts(fault))
+    faults = by_rank(about, world.gather(fault))
     if faults:  # start again, so that this fault alone does not make the following steps wrong
         run = build_run(config_of(reference, cell, world), world, reference.task)
     captured = capture(run)
@@ -68,7 +68,7 @@ def check_cell(world: World, reference: Reference, cell: Cell, step: Step = trai
             step(run, micro_batches)
         reductions.append(counter.count)
     fault = fault_of_counts(run, applied=STEPS, skips_in_a_row=0)
-    counts = by_rank("after a skipped and five applied steps,", world.gather_texts(fault))
+    counts = by_rank("after a skipped and five applied steps,", world.gather(fault))
     faults.append(consistency.find_mismatch(run))
     own_sums = getattr(reference.task, "couples_samples", False)  # in each micro-batch's backward
     if cell.accumulate_reduce == "last" and len(set(reductions)) > 1 and not own_sums:

@@ -52,7 +52,7 @@ def bytes_copied_and_written(world, folder, strategy):
 
     with patch.object(Staging, "copy", counting), Saver(run) as saver:
         saver.save(wait=False)
-    copied = sum(row[0] for row in world.gather_numbers([counted.bytes]))
+    copied = sum(world.gather(counted.bytes))
     metadata = Reader(checkpoint_folder(run.folder, run.step)).read_metadata().state_dict_metadata
     tensors = [entry for entry in metadata.values() if isinstance(entry, TensorStorageMetadata)]
     return copied, sum(entry.size.numel() * entry.properties.dtype.itemsize for entry in tensors)

@@ -172,7 +172,7 @@ def test_the_sample_whose_row_is_not_finite_is_named(tmp_path):
     old = json.loads(json.dumps(asdict(fault)))
     for tensor in old["tensors"]:
         del tensor["rows"]  # as in reports of earlier versions
-    assert "(samples 0, 1, 2, 3), forward" in str(NonFinite.from_json(json.dumps(old)))
+    assert "(samples 0, 1, 2, 3), forward" in str(NonFinite.from_dict(old))
 
 
 def test_a_rank_without_a_sample_takes_part_in_the_replay(tmp_path):

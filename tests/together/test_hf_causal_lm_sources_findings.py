@@ -24,10 +24,10 @@ class OfOthers:
         return SimpleNamespace(logits=torch.full((*input_ids.shape, 7), self.value))
 
 
-def packed_run(gather_numbers):
+def packed_run(gather):
     """What the check of packed documents needs of a run."""
     return SimpleNamespace(
-        world=SimpleNamespace(gather_numbers=gather_numbers),
+        world=SimpleNamespace(gather=gather),
         data=SimpleNamespace(last_step=[({"input_ids": torch.zeros(1, 8)}, (0,))]),
         parallel=SimpleNamespace(module=OfOthers()),
         precision=SimpleNamespace(autocast=nullcontext),
@@ -40,7 +40,7 @@ def test_whether_documents_leak_is_decided_by_what_all_ranks_found(shares, leak,
     pytest.importorskip("transformers")
     from dist_amp.tasks import hf_causal_lm
 
-    run = packed_run(lambda numbers: [[share] for share in shares])
+    run = packed_run(lambda share: shares)
     monkeypatch.setattr(hf_causal_lm, "leaked_share", lambda model, ids, how: shares[0])
     if leak:
         fragment = message_of(64, hf_causal_lm.check_documents_are_apart, run, "auto")
