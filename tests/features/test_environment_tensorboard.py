@@ -1,6 +1,5 @@
 """Core as test_tensorboard.py tests it, with environment."""
 
-import json
 import subprocess
 
 import torch
@@ -72,9 +71,8 @@ def test_the_commit_and_the_changed_files_are_those_of_the_tasks_repository(tmp_
 
 def test_hosts_are_grouped_by_what_their_ranks_see():
     seen = this_rank(torch.device("cpu"))
-    one = json.dumps(seen | {"host": "a"})
-    other = json.dumps(seen | {"host": "b"})
-    found = environment(make_run(World(), Tiny()), [one, one, other, one])
+    host_a, host_b = (seen | {"host": name} for name in "ab")
+    found = environment(make_run(World(), Tiny()), [host_a, host_a, host_b, host_a])
     hosts = [(host["host"], host["ranks"]) for host in found["hosts"]]
     assert hosts == [("a", "0, 1, 3"), ("b", "2")]
     assert found["versions"]["torch"] == torch.__version__

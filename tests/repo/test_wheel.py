@@ -30,6 +30,8 @@ NOT_RUN = {  # what a command begins with: why it is not run here
     "sbatch launch/": "a clone's script, and it needs Slurm",
     "python -m dist_amp.train --task": "what the fixture trained runs",
     "python -m benchmarks": "the benchmarks are in a clone",
+    "dist_amp adopt": "changes a project; test_update.py runs it",
+    "dist_amp update": "changes a project; test_update.py runs it",
 }
 QUICK = ("dist_amp plan", "dist_amp$")
 # Only the size of the work; the last of equal options counts.
