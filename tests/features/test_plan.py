@@ -10,6 +10,7 @@ from conftest import ROOT
 from tiny import Rows, Tiny
 from torch import nn
 
+from dist_amp.commands.devices import find_device
 from dist_amp.commands.plan import main, make_plan
 from dist_amp.commands.plan_report import lines
 from dist_amp.config import native_precision
@@ -213,14 +214,15 @@ def test_a_plan_that_does_not_fit_names_the_least_change_that_does(capsys):
 
 
 def test_the_largest_micro_batch_fits_and_a_sixteenth_more_does_not(capsys):
-    words = f"{MEDIUM} --world_size 8 --parallel.strategy fsdp"
-    plan = facts(capsys, f"{words} --device_memory_GiB 0.225 --largest_micro_batch")
-    size = plan["largest_micro_batch"]
+    words = f"{MEDIUM} --parallel.strategy fsdp"
+    options = "--world_size 8 --device_memory_GiB 0.225 --largest_micro_batch"
+    size = facts(capsys, f"{words} {options}")["largest_micro_batch"]
     assert size > 16
     fits = []
     for tried in (size, math.ceil(size * 17 / 16)):
-        plan = facts(capsys, f"{words} --device_memory_GiB 0.225 --train.micro_batch_size {tried}")
-        fits += [one["fits"] for one in plan["strategies"] if one["chosen"]]
+        config = load_config(f"{words} --train.micro_batch_size {tried}".split(), environ={})
+        plan, _ = make_plan(config, 8, round(0.225 * 2**30), only_chosen=True)
+        fits += [one.fits for one in plan.strategies]
     assert fits == [True, False]
 
 
@@ -252,11 +254,12 @@ def test_a_number_of_ranks_that_a_config_does_not_allow_has_its_problem_in_the_t
     assert "train.global_batch_size=1024 is not a multiple" in rows[3]["problem"]
 
 
-def test_time_is_that_of_arithmetic_memory_or_sending(capsys):
-    words = f"{LARGE} --task.args.layers 1 --train.micro_batch_size 1"
-    words = f"{words} --world_size 8 --parallel.strategy fsdp"
-    plan = facts(capsys, f"{words} --device h100-80gb --parallel.activation_checkpointing full")
-    seconds = plan["strategies"][1]["seconds"]
+def test_time_is_that_of_arithmetic_memory_or_sending():
+    words = f"{LARGE} --task.args.layers 1 --train.micro_batch_size 1 --parallel.strategy fsdp"
+    words = f"{words} --parallel.activation_checkpointing full"
+    config = load_config(words.split(), environ={})
+    plan, _ = make_plan(config, 8, 0, find_device("h100-80gb", config.precision.tf32), True)
+    (seconds,) = [one.seconds for one in plan.strategies]
     # A forward of the blocks and one more, at 60 % of 989.4 TFLOP/s, and a backward of twice it.
     blocks = 2 * sum(p.numel() for p in Layer().to("meta").parameters()) * 8192
     assert seconds["forward"] > blocks / (0.6 * 989.4e12)
