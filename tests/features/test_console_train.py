@@ -27,10 +27,12 @@ def check_finished_run(folder, done, ranks):
 FP16 = ["--precision.dtype", "fp16", "--precision.scaler.init_scale", "256"]
 
 
-def test_torchrun_runs_the_main_job_in_a_default_folder_with_time_and_id_shared_by_all_ranks(
-    launch, tmp_path
+@pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_launcher_runs_the_main_job_in_a_default_folder_with_time_and_id_shared_by_all_ranks(
+    launch, tmp_path, torchrun
 ):
-    done = launch(2, *TINY, "--train.steps", "4", "--parallel.strategy", "fsdp", *FP16)
+    words = [*TINY, "--train.steps", "4", "--parallel.strategy", "fsdp", *FP16]
+    done = launch(2, *words) if torchrun else launch.each(2, *words)[0]
     (folder,) = (tmp_path / "runs").iterdir()
     assert re.fullmatch(r"\d{8}T\d{6}Z-[0-9a-f]{6}", folder.name)
     assert f'dir = "runs/{folder.name}"' in (folder / "config.toml").read_text()

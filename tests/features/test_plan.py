@@ -3,8 +3,6 @@
 import json
 import math
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,7 +10,9 @@ from conftest import ROOT
 from tiny import Rows, Tiny
 from torch import nn
 
+from dist_amp.commands.devices import find_device
 from dist_amp.commands.plan import main, make_plan
+from dist_amp.commands.plan_report import lines
 from dist_amp.config import native_precision
 from dist_amp.config.load import load_config
 from dist_amp.errors import DataError
@@ -60,7 +60,7 @@ class TiedWords:
 def planned(task, words, ranks, module="test_plan"):
     """The plan of a module's task, for processes on a CPU, and its chosen strategy."""
     words = f"--task.target {module}:{task} --run.device cpu {SETTINGS} {words}".split()
-    plan, _ = make_plan(load_config(words, environ={}), ranks, 0)
+    plan, _ = make_plan(load_config(words, environ={}), ranks, 0, only_chosen=True)
     return plan, next(one for one in plan.strategies if one.chosen)
 
 
@@ -117,35 +117,60 @@ class Large(TiedWords):
         return 6.0 * sum(p.numel() for p in model.parameters()) * 8192
 
 
+class Medium(Tiny):
+    """Of 33.6 M parameters, whose activations are most of what a step with many samples takes."""
+
+    def build_dataset(self, split):
+        x, ones = torch.zeros(1, 8), torch.ones(1)
+        return Rows(x=x.expand(2**20, -1), y=ones.expand(2**20), counts=ones.expand(2**20))
+
+    def build_model(self):
+        layers = [(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)) for _ in range(4)]
+        blocks = [nn.Sequential(*layer) for layer in layers]
+        return nn.Sequential(nn.Linear(8, 1024), *blocks, nn.Linear(1024, 1))
+
+    def blocks(self, model):
+        return list(model)[1:-1]
+
+
+MEDIUM = "--task.target test_plan:Medium"
 LARGE = "--task.target test_plan:Large"
 TOP = f"{LARGE} --task.args.layers 2"  # 3.8 B parameters
 UNEVEN = "--task.target test_plan:Uneven"
 
 
-def test_70_billion_parameters_are_planned_in_one_gibibyte():
-    code = f"import sys; sys.path[:0] = ['tests', 'tests/features']; {LIMITED}"
-    words = f"{LARGE} --world_size 64 --device_memory_GiB 80 --json --train.micro_batch_size 1"
-    words = f"{words} --parallel.activation_checkpointing full".split()
-    run = subprocess.run(
-        [sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=ROOT
-    )
-    assert run.returncode == 0, run.stderr
-    plan, peak = run.stdout.rsplit("\n", 2)[:2]
-    plan = json.loads(plan)
-    assert int(peak) < 2**30, "the parameters alone would take 263 GiB"
-    model = {"parameters": 70_552_387_584, "blocks": {"Layer": 80}}
-    assert plan["model"].items() >= model.items()
-    assert plan["tokens_per_step"] == 524_288
-    assert [one["name"] for one in plan["strategies"] if one["fits"]] == ["fsdp"]
-
-
 LIMITED = """
-from dist_amp.commands.plan import main, make_plan
+import sys
+
+from dist_amp.commands.plan import main
 from dist_amp.telemetry.metrics import resident_bytes
+
 status = main(sys.argv[1:])
 print(resident_bytes()[0])
 sys.exit(status)
-""".strip().replace("\n", "; ")
+"""
+
+
+@pytest.mark.parametrize(
+    ("layers", "parameters", "fitting"),
+    [
+        (1, 2_956_984_320, ["ddp", "fsdp", "hsdp of 8"]),
+        pytest.param(80, 70_552_387_584, ["fsdp"], marks=pytest.mark.slow),
+    ],
+)
+def test_a_large_model_is_planned_in_one_gibibyte(launch, layers, parameters, fitting):
+    (launch.folder / "limited.py").write_text(LIMITED)
+    words = f"{LARGE} --task.args.layers {layers} --world_size 64 --device_memory_GiB 80 --json"
+    words = f"{words} --train.micro_batch_size 1 --parallel.activation_checkpointing full"
+    run = launch.module("limited.py", *words.split())
+    assert run.returncode == 0, run.stderr
+    plan, peak = run.stdout.rsplit("\n", 2)[:2]
+    plan = json.loads(plan)
+    assert int(peak) < 2**30, "the parameters alone would take 11 GiB, or 263"
+    assert plan["model"]["parameters"] == parameters
+    assert plan["model"]["blocks"] == {"Layer": layers}
+    assert plan["tokens_per_step"] == 524_288
+    assert [one["name"] for one in plan["strategies"] if one["fits"]] == fitting
 
 
 def shown(capsys, words):
@@ -166,11 +191,10 @@ def test_auto_is_resolved_by_the_memory_of_a_device_that_is_not_here(capsys):
 
     small = strategies(f"{UNEVEN} --world_size 4 --device_memory_GiB 80")
     assert [one["chosen"] for one in small] == [True, False, False]
-    large = strategies(f"{TOP} --world_size 8 --device_memory_GiB 24")
+    large = strategies(f"{MEDIUM} --world_size 8 --device_memory_GiB 0.25")
     assert [one["name"] for one in large if one["chosen"]] == ["fsdp"]
-    assert [one["fits"] for one in large] == [False, False, False]
-    assert large[1]["peaks"]["backward"] > 100 * 2**30, "activations of 65,536 tokens"
-    unknown = facts(capsys, f"{TOP} --world_size 8")
+    assert [one["fits"] for one in large] == [False, True, False]
+    unknown = facts(capsys, f"{UNEVEN} --world_size 8")
     assert not any(one["chosen"] for one in unknown["strategies"])
     assert (
         "auto depends on the GPU's memory; give --device or --device_memory_GiB"
@@ -179,41 +203,65 @@ def test_auto_is_resolved_by_the_memory_of_a_device_that_is_not_here(capsys):
 
 
 def test_a_plan_that_does_not_fit_names_the_least_change_that_does(capsys):
-    words = f"{TOP} --world_size 8 --parallel.strategy fsdp"
-    _, out, _ = shown(capsys, f"{words} --device h200")
+    words = f"{MEDIUM} --world_size 8 --parallel.strategy fsdp --train.micro_batch_size 2048"
+    _, out, _ = shown(capsys, f"{words} --device_memory_GiB 0.35")
     kept = "--parallel.strategy fsdp --parallel.activation_checkpointing"
     assert f"it fits with: {kept} selective" in out
-    _, out, _ = shown(capsys, f"{words} --device_memory_GiB 40 --train.accumulation_steps 2")
-    smaller = "--train.micro_batch_size 2 --train.accumulation_steps 8"
+    words = f"{words} --train.accumulation_steps 2 --parallel.accumulate_reduce every"
+    _, out, _ = shown(capsys, f"{words} --device_memory_GiB 0.25")
+    smaller = "--train.micro_batch_size 512 --train.accumulation_steps 8"
     assert f"--parallel.activation_checkpointing full {smaller}" in out
 
 
 def test_the_largest_micro_batch_fits_and_a_sixteenth_more_does_not(capsys):
-    words = f"{TOP} --world_size 8 --parallel.strategy fsdp --device h100-80gb"
-    size = facts(capsys, f"{words} --largest_micro_batch")["largest_micro_batch"]
+    words = f"{MEDIUM} --parallel.strategy fsdp"
+    options = "--world_size 8 --device_memory_GiB 0.225 --largest_micro_batch"
+    size = facts(capsys, f"{words} {options}")["largest_micro_batch"]
+    assert size > 16
     fits = []
     for tried in (size, math.ceil(size * 17 / 16)):
-        plan = facts(capsys, f"{words} --train.micro_batch_size {tried}")
-        fits += [one["fits"] for one in plan["strategies"] if one["chosen"]]
+        config = load_config(f"{words} --train.micro_batch_size {tried}".split(), environ={})
+        plan, _ = make_plan(config, 8, round(0.225 * 2**30), only_chosen=True)
+        fits += [one.fits for one in plan.strategies]
     assert fits == [True, False]
 
 
-def test_a_table_over_ranks_shows_where_a_model_begins_to_fit(capsys):
-    words = f"{TOP} --parallel.strategy fsdp --device h100-80gb --train.micro_batch_size 2"
-    rows = facts(capsys, f"{words} --over_ranks --train.global_batch_size 2048")["over_ranks"]
-    assert [row["ranks"] for row in rows] == [8, 64, 512, 4096]
-    assert "train.global_batch_size=2048 is not a multiple" in rows[3]["problem"]
-    assert rows[0]["on_device"] > rows[1]["on_device"] > rows[2]["on_device"]
-    _, out, _ = shown(capsys, f"{words} --over_ranks")
-    assert re.search(r"^8 +fsdp +[\d.]+ GiB +yes", out, re.MULTILINE)
+OVER_RANKS = f"{MEDIUM} --parallel.strategy fsdp --device h100-80gb --over_ranks"
 
 
-def test_time_is_that_of_arithmetic_memory_or_sending(capsys):
-    words = f"{TOP} --world_size 8 --parallel.strategy fsdp --train.micro_batch_size 1"
-    plan = facts(capsys, f"{words} --device h100-80gb --parallel.activation_checkpointing full")
-    seconds = plan["strategies"][1]["seconds"]
+@pytest.mark.parametrize(
+    "ranks", [(8, 64), pytest.param((8, 64, 512, 4096), marks=pytest.mark.slow)]
+)
+def test_a_table_over_ranks_shows_where_a_model_begins_to_fit(capsys, monkeypatch, ranks):
+    monkeypatch.setattr("dist_amp.commands.plan.MANY_RANKS", ranks)
+    _, out, _ = shown(capsys, OVER_RANKS)
+    rows = re.findall(r"^([\d,]+) +fsdp +([\d.]+) MiB +yes", out, re.MULTILINE)
+    assert [row[0] for row in rows] == [f"{count:,}" for count in ranks]
+    sizes = [float(row[1]) for row in rows[:3]]  # of 4,096 ranks each pads its rows of 1,024
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) == len(sizes)
+
+
+def test_a_number_of_ranks_that_a_config_does_not_allow_has_its_problem_in_the_table(capsys):
+    batch = "--train.micro_batch_size 128 --train.global_batch_size 1024"
+    rows = facts(capsys, f"{OVER_RANKS} {batch}")["over_ranks"]
+    assert [(row["ranks"], "problem" in row) for row in rows] == [
+        (8, False),
+        (64, True),
+        (512, True),
+        (4096, True),
+    ]
+    assert "train.global_batch_size=1024 is not a multiple" in rows[3]["problem"]
+
+
+def test_time_is_that_of_arithmetic_memory_or_sending():
+    words = f"{MEDIUM} --train.micro_batch_size 2048 --parallel.strategy fsdp"
+    words = f"{words} --parallel.activation_checkpointing full"
+    config = load_config(words.split(), environ={})
+    plan, _ = make_plan(config, 8, 0, find_device("h100-80gb", config.precision.tf32), True)
+    (seconds,) = [one.seconds for one in plan.strategies]
     # A forward of the blocks and one more, at 60 % of 989.4 TFLOP/s, and a backward of twice it.
-    blocks = 2 * 2 * sum(p.numel() for p in Layer().to("meta").parameters()) * 8192
+    blocks = 2 * 4 * 2 * 1024 * 4096 * 2048
     assert seconds["forward"] > blocks / (0.6 * 989.4e12)
     assert seconds["backward"] > 3 * blocks / (0.6 * 989.4e12)
     computing = seconds["forward"] + seconds["backward"] + seconds["optimizer"]
@@ -273,7 +321,7 @@ def test_a_device_that_is_not_known_is_refused(capsys, words, message):
 
 
 def test_a_model_that_fits_nowhere_is_said_to_need_more_ranks(capsys):
-    _, out, _ = shown(capsys, f"{TOP} --world_size 4 --device_memory_GiB 15")
+    _, out, _ = shown(capsys, f"{MEDIUM} --world_size 4 --device_memory_GiB 0.05")
     assert "nothing fits into 95 % of the device; use more ranks" in out
     assert out.count("too large") == 3
 
@@ -295,12 +343,17 @@ class ScalarGain(Tiny):
         return model
 
 
-def test_batch_epochs_and_flops(capsys):
-    plan = facts(capsys, f"{TOP} --world_size 64 --train.accumulation_steps 2")
-    assert plan["samples_per_step"] == 8 * 64 * 2
-    assert (plan["samples"], plan["steps_per_epoch"]) == (20_000, 20)
-    assert plan["tokens_per_step"] == 8192 * 1024
-    _, out, _ = shown(capsys, f"{TOP} --world_size 64 --train.steps 400")
+def test_batch_epochs_and_flops():
+    def planned_top(words):
+        config = load_config(f"{TOP} {words}".split(), environ={})
+        plan, _ = make_plan(config, 64, 0, only_chosen=True)
+        return plan, "\n".join(lines(plan, config))
+
+    plan, _ = planned_top("--train.accumulation_steps 2")
+    assert plan.samples_per_step == 8 * 64 * 2
+    assert (plan.samples, plan.steps_per_epoch) == (20_000, 20)
+    assert plan.tokens_per_step == 8192 * 1024
+    _, out = planned_top("--train.steps 400")
     # 6 x 3.8e9 x 8192, for 8 samples of a rank
     assert "1.874e+14 FLOP per sample, 1.499e+15 per rank and step" in out
     assert "400 steps are 10 epochs" in out
@@ -330,16 +383,17 @@ def test_a_bit_exact_run_gathers_in_float32_and_keeps_the_sums_of_its_micro_batc
     assert ddp[0] - 4 == 4 * (ddp[1] - 4)  # but for the loss's divisor
 
 
-def test_under_cpu_offload_the_state_is_the_hosts(capsys):
-    words = f"{TOP} --world_size 64 --parallel.strategy fsdp --parallel.cpu_offload"
+def test_under_cpu_offload_the_state_is_the_hosts():
+    words = f"{MEDIUM} --parallel.strategy fsdp --parallel.cpu_offload"
     on_device = {}
     for offload in ("false", "true"):
-        strategies = facts(capsys, f"{words} {offload}")["strategies"]
-        (fsdp,) = [one for one in strategies if one["chosen"]]
-        on_device[offload] = fsdp["on_device"]
-    memory = fsdp["memory"]
+        config = load_config(f"{words} {offload}".split(), environ={})
+        plan, _ = make_plan(config, 64, 80 * 2**30, only_chosen=True)
+        (fsdp,) = plan.strategies
+        on_device[offload] = fsdp.on_device
     # Of the same peak in forward or backward; the gradients' shards are on their way.
-    assert on_device["false"] - on_device["true"] == memory["parameters"] + memory["moments"]
+    state = fsdp.memory.parameters + fsdp.memory.moments
+    assert on_device["false"] - on_device["true"] == state
 
 
 @pytest.mark.bad_input("`plan` of a model that needs its parameters to be built")

@@ -17,11 +17,14 @@ import time
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from forked import Launch, finish
+from forked import PATHS, Launch, finish
+from messages import message_of
+from ranks import on_ranks
 from s3_server import s3_server
 from tiny import Tiny, make_run
 
@@ -47,6 +50,7 @@ STEPS = 8
 WORDS = ["--task.target", "tiny:Tiny", "--use_amp", "false", "--eval.every", "off"]
 WORDS += ["--train.steps", STEPS, "--checkpoint.every", 2, "--metrics.log_every", 1]
 WORDS += ["--checkpoint.keep", 3, "--run.timeout_seconds", 60]
+SINGLE = ["--parallel.strategy", "single"]
 STOPS = """
 import os
 import signal
@@ -108,23 +112,49 @@ def run(launch, cache, *words, ranks=2, **environment):
 # ---- a whole run ----
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_run_continues_on_an_empty_disk_and_ends_as_one_that_was_not_stopped(
-    strategy, launch, tmp_path, bucket
+def on_nodes(folder, nodes, *words, **environment):
+    """A run of two ranks on nodes with empty disks, where their local folders have one name."""
+    ranks_of_node = 2 // nodes
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": str(ranks_of_node), "DIST_AMP_CACHE": "cache"}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    for number in range(nodes):
+        shutil.rmtree(folder / f"node{number}", ignore_errors=True)
+        (folder / f"node{number}").mkdir()
+    ranks = []
+    for rank in range(2):
+        node, local_rank = divmod(rank, ranks_of_node)
+        place = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), **world}
+        launch = Launch(folder / f"node{node}")
+        ranks.append(launch.start(0, *WORDS, *words, **place, **environment))
+    return [finish(rank, 300) for rank in ranks]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "strategy"),
+    [
+        (2, "fsdp"),
+        pytest.param(1, "fsdp", marks=pytest.mark.slow),
+        pytest.param(1, "ddp", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_continues_on_empty_disks_and_ends_as_one_that_was_not_stopped(
+    nodes, strategy, launch, tmp_path, bucket
 ):
     (tmp_path / "stops.py").write_text(STOPS)
-    layout = ["--parallel.strategy", strategy, "--task.target", "stops.py:Stops"]
+    address = address_of(tmp_path)
+    layout = ["--parallel.strategy", strategy, "--task.target", f"{tmp_path}/stops.py:Stops"]
     whole = launch.each(2, *WORDS, *layout, "--run.dir", "whole")
     assert [one.returncode for one in whole] == [0, 0], whole[0].stderr
-    stopped = run(launch, "first", *layout, AT="5")
+    stopped = on_nodes(tmp_path, nodes, *layout, "--run.dir", address, AT="5")
     assert [one.returncode for one in stopped] == [75, 75], stopped[0].stderr
-    assert f"run    {address_of(tmp_path)}, from step 0" in stopped[0].stdout
-    (name,) = [path.name for path in (tmp_path / "first").iterdir()]
-    assert f"local  first/{name}, uploaded to {address_of(tmp_path)}" in stopped[0].stdout
-    assert f"start the same job again with --run.dir {address_of(tmp_path)}\n" in stopped[0].stdout
+    assert f"run    {address}, from step 0" in stopped[0].stdout
+    (name,) = [path.name for path in (tmp_path / "node0/cache").iterdir()]
+    assert f"local  cache/{name}, uploaded to {address}" in stopped[0].stdout
+    assert f"start the same job again with --run.dir {address}\n" in stopped[0].stdout
     assert json.loads((bucket / "summary.json").read_text())["stopped_by"] == "preempted"
-    shutil.rmtree(tmp_path / "first")
-    ended = run(launch, "second", *layout)
+    assert max(complete(bucket)) >= "step_00000005"
+    ended = on_nodes(tmp_path, nodes, *layout, "--run.dir", address)
     assert [one.returncode for one in ended] == [0, 0], ended[0].stderr
     assert "resumed from step" in ended[0].stdout
     manifest = json.loads((tmp_path / "whole/checkpoints/step_00000008/manifest.json").read_text())
@@ -132,7 +162,7 @@ def test_a_run_continues_on_an_empty_disk_and_ends_as_one_that_was_not_stopped(
     assert shards(checkpoints["step_00000008"]) == shards(manifest["files"])
     assert len(checkpoints) == 3, "checkpoint.keep"
     settings = tomllib.loads((bucket / "config.toml").read_text())
-    assert settings["run"]["dir"] == address_of(tmp_path)
+    assert settings["run"]["dir"] == address
     assert not list(bucket.glob("config_until_*")), "the local folder is no setting"
     logged = [json.loads(line) for line in (bucket / "metrics.jsonl").read_text().splitlines()]
     expected = (tmp_path / "whole/metrics.jsonl").read_text().splitlines()
@@ -141,66 +171,29 @@ def test_a_run_continues_on_an_empty_disk_and_ends_as_one_that_was_not_stopped(
     assert json.loads((bucket / "summary.json").read_text())["stopped_by"] == "completed"
     events = list((bucket / "tensorboard").glob("rank0000[01]/events*"))
     assert len(events) == 4
+    if nodes == 2:
+        here = list((tmp_path / "node1").glob("cache/*/checkpoints/step_00000008/*.distcp"))
+        assert [path.name for path in here] == ["__1_0.distcp"], "each node keeps its part"
 
 
-def start_nodes(folder, at):
-    """Two nodes with a rank each, whose local folders have one name on different disks."""
-    words = [*WORDS, "--run.dir", address_of(folder), "--parallel.strategy", "fsdp"]
-    words += ["--task.target", f"{folder}/stops.py:Stops"]
-    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "AT": at}
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    nodes = []
-    for rank in "01":
-        node = folder / f"node{rank}"
-        shutil.rmtree(node, ignore_errors=True)
-        node.mkdir()
-        nodes.append(Launch(node).start(0, *words, RANK=rank, DIST_AMP_CACHE="cache", **world))
-    return [finish(node, 300) for node in nodes]
-
-
-def test_nodes_with_disks_of_their_own_save_and_resume_together(tmp_path, bucket):
-    (tmp_path / "stops.py").write_text(STOPS)
-    stopped = start_nodes(tmp_path, at="5")
-    assert [node.returncode for node in stopped] == [75, 75], stopped[0].stderr
-    assert max(complete(bucket)) >= "step_00000005"
-    ended = start_nodes(tmp_path, at="0")
-    assert [node.returncode for node in ended] == [0, 0], ended[0].stderr
-    assert "resumed from step" in ended[0].stdout
-    assert max(complete(bucket)) == "step_00000008"
-    here = list((tmp_path / "node1").glob("cache/*/checkpoints/step_00000008/*.distcp"))
-    assert [path.name for path in here] == ["__1_0.distcp"], "each node keeps its part"
-
-
-def test_a_rank_that_was_killed_loses_nothing_and_its_uploads_are_finished(
+def test_a_killed_runs_uploads_are_finished_and_its_restart_there_fetches_nothing(
     launch, tmp_path, bucket
 ):
     (tmp_path / "stops.py").write_text(STOPS)
-    layout = ["--task.target", "stops.py:Stops"]
-    killed = run(launch, "cache", *layout, AT="6", NUMBER=str(int(signal.SIGKILL)))
+    words = ["--task.target", "stops.py:Stops", "--parallel.strategy", "fsdp"]
+    killed = run(launch, "cache", *words, AT="6", NUMBER=str(int(signal.SIGKILL)))
     assert killed[0].returncode == -signal.SIGKILL
-    wait_until(lambda: json.loads((bucket / "leases/00000001").read_text()).get("released"))
+    wait_until(lambda: is_released(bucket))
     saved = sorted(path.parent.name for path in (tmp_path / "cache").rglob("manifest.json"))
     assert list(complete(bucket)) == saved
-    ended = run(launch, "elsewhere", *layout)
-    assert [one.returncode for one in ended] == [0, 0], ended
-    assert f"resumed from step {int(saved[-1][5:])}" in ended[0].stdout
-    assert max(complete(bucket)) == "step_00000008"
-
-
-def test_a_restart_reads_what_the_node_still_has_and_fetches_nothing(launch, tmp_path, bucket):
-    (tmp_path / "stops.py").write_text(STOPS)
-    words = ["--task.target", "stops.py:Stops", "--parallel.strategy", "fsdp"]
-    run(launch, "cache", *words, AT="6", NUMBER=str(int(signal.SIGKILL)))
-    wait_until(lambda: is_released(bucket))
-    newest = max(complete(bucket))
-    shards = list(bucket.glob(f"checkpoints/{newest}/*.distcp.*"))
-    assert len(shards) == 2
-    for shard in shards:
+    needed = list(bucket.glob(f"checkpoints/{saved[-1]}/*.distcp.*"))
+    assert len(needed) == 2
+    for shard in needed:
         shard.unlink()  # so that it can't be fetched
     ended = run(launch, "cache", *words)
     assert [one.returncode for one in ended] == [0, 0], ended
-    assert f"resumed from step {int(newest[5:])}" in ended[0].stdout
+    assert f"resumed from step {int(saved[-1][5:])}" in ended[0].stdout
+    assert max(complete(bucket)) == "step_00000008"
 
 
 def wait_until(condition, seconds=60):
@@ -216,23 +209,40 @@ def is_released(bucket, number=1):
 
 def test_a_run_that_fails_waits_for_its_uploads_and_keeps_its_exit_status(launch, tmp_path, bucket):
     (tmp_path / "stops.py").write_text(STOPS)
-    failed = run(launch, "cache", "--task.target", "stops.py:Stops", AT="6", RAISES="1")
-    assert failed[0].returncode == 1
-    assert "RuntimeError: of the task" in "".join(one.stderr for one in failed)
+    words = ["--task.target", "stops.py:Stops", *SINGLE]
+    (failed,) = run(launch, "cache", *words, ranks=1, AT="6", RAISES="1")
+    assert failed.returncode == 1, failed
+    assert "RuntimeError: of the task" in failed.stderr
     assert max(complete(bucket)) == "step_00000004"
     assert is_released(bucket)
 
 
+@pytest.fixture(scope="module")
+def finished_once(tmp_path_factory):
+    """The folder of a finished run of one rank, and a copy of it."""
+    folder = tmp_path_factory.mktemp("finished")
+    (done,) = run(Launch(folder), "first", *SINGLE, ranks=1)
+    assert done.returncode == 0, done.stderr
+    return folder, shutil.copytree(folder, tmp_path_factory.mktemp("kept") / "finished")
+
+
+@pytest.fixture
+def finished(finished_once, monkeypatch):
+    """The folder of a run that has just finished; this process is on another machine."""
+    folder, kept = finished_once
+    shutil.rmtree(folder)
+    shutil.copytree(kept, folder)
+    monkeypatch.setenv("DIST_AMP_CACHE", str(folder / "second"))
+    return folder
+
+
 @pytest.mark.bad_input("a wrong setting that is found after a run has taken its address")
-def test_a_start_that_fails_gives_its_address_to_the_corrected_command(launch, tmp_path, bucket):
-    words = ["--parallel.strategy", "single"]
-    run(launch, "first", *words, "--train.steps", 4, ranks=1)
-    (refused,) = run(launch, "first", *words, "--run.seed", 5, ranks=1)
+def test_a_start_that_fails_gives_its_address_to_the_corrected_command(finished, tmp_path):
+    (refused,) = run(Launch(finished), "first", *SINGLE, "--run.seed", 5, ranks=1)
     assert refused.returncode == 65, refused
-    assert is_released(bucket, 2)
-    (ended,) = run(launch, "second", *words, ranks=1)
-    assert ended.returncode == 0, ended
-    assert "waiting up to" not in ended.stdout
+    assert is_released(finished / "bucket/run", 2)
+    corrected = take(Store(address_of(finished)), tmp_path, pytest.fail)  # it does not wait
+    assert corrected.name == "leases/00000003"
 
 
 def test_a_start_whose_pull_fails_releases_its_lease(tmp_path, store, bucket, monkeypatch):
@@ -248,15 +258,16 @@ def test_a_start_whose_pull_fails_releases_its_lease(tmp_path, store, bucket, mo
     assert is_released(bucket)
 
 
+@pytest.mark.slow
 def test_the_launcher_waits_for_the_uploads_of_ranks_that_were_killed(tmp_path, bucket):
     (tmp_path / "stops.py").write_text(STOPS)
     words = ["--nproc-per-node", 1, "--max-restarts", 0, *WORDS, "--run.dir", address_of(tmp_path)]
     words += ["--run.device", "cpu", "--task.target", "stops.py:Stops"]
     environ = os.environ | {"AT": "6", "NUMBER": "9", "DIST_AMP_CACHE": "cache"}
-    environ |= {"PYTHONPATH": str(Path(__file__).parents[1])}
+    environ |= {"PYTHONPATH": PATHS}
     command = [sys.executable, "-m", "dist_amp.launch", *map(str, words)]
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
-    assert done.returncode == 1
+    assert done.returncode == 1, done.stderr
     assert "was killed by SIGKILL" in done.stderr
     saved = sorted(path.parent.name for path in (tmp_path / "cache").rglob("manifest.json"))
     assert list(complete(bucket)) == saved
@@ -272,7 +283,7 @@ def test_the_launcher_of_a_refused_run_does_not_wait_for_the_uploads_of_the_live
     text = "import sys, time; from pathlib import Path; from dist_amp.files import only_process\n"
     text += "with only_process(Path(sys.argv[1])): "
     text += "print(flush=True); time.sleep(float(sys.argv[2]))"
-    for launcher, seconds, waits in ((os.getpid() + 1, 600, False), (os.getpid(), 3, True)):
+    for launcher, seconds, waits in ((os.getpid() + 1, 600, False), (os.getpid(), 1, True)):
         uploader = subprocess.Popen(
             [sys.executable, "-c", text, str(lock), f"{seconds}"],
             env={**os.environ, LAUNCHER: f"{launcher}"},
@@ -290,17 +301,17 @@ def test_the_launcher_of_a_refused_run_does_not_wait_for_the_uploads_of_the_live
 def test_a_signal_during_the_last_upload_does_not_cut_it(launch, tmp_path, bucket, monkeypatch):
     monkeypatch.setenv("DIST_AMP_CACHE", str(tmp_path / "cache"))
     folder = local_folder(address_of(tmp_path))
-    words = [*WORDS, "--run.dir", address_of(tmp_path), "--parallel.strategy", "single"]
+    words = [*WORDS, "--run.dir", address_of(tmp_path), *SINGLE]
     with only_process(folder / ".uploader.lock"):  # the uploader waits for it
         started = launch.start(0, *words)
+        expected = "waiting up to 60 s for the uploads to"
         wait_until((folder / "summary.json").exists)
-        time.sleep(3)
+        wait_until(lambda: expected in started.written()[1])
         started.send_signal(signal.SIGTERM)
-        time.sleep(3)
+        time.sleep(0.5)
         assert started.poll() is None
     done = finish(started, 60)
     assert done.returncode == 0, done
-    assert "waiting up to 60 s for the uploads to" in done.stderr
     assert max(complete(bucket)) == "step_00000008"
 
 
@@ -310,15 +321,13 @@ def test_a_run_whose_uploads_are_not_complete_ends_with_75_and_the_same_command_
 ):
     monkeypatch.setenv("DIST_AMP_CACHE", str(tmp_path / "cache"))
     folder = local_folder(address_of(tmp_path))
-    words = [*WORDS, "--run.dir", address_of(tmp_path), "--parallel.strategy", "single"]
-    words += ["--run.timeout_seconds", 5]
+    words = [*WORDS, "--run.dir", address_of(tmp_path), *SINGLE, "--run.timeout_seconds", 3]
     with only_process(folder / ".uploader.lock"):  # the uploader waits for it
         done = launch(0, *words)
         assert done.returncode == 75, done
-        assert "waiting up to 5 s for the uploads to" in done.stderr
+        assert "waiting up to 3 s for the uploads to" in done.stderr
         assert "continues on any machine" not in done.stdout
-    wait_until(lambda: is_released(bucket))
-    done = launch(0, *words)
+    done = launch(0, *words, "--run.timeout_seconds", 60)
     assert done.returncode == 0, done
     assert f"uploaded: --run.dir {address_of(tmp_path)} continues on any machine" in done.stdout
     assert max(complete(bucket)) == "step_00000008"
@@ -535,23 +544,40 @@ def damage(kind, path):
     path.write_bytes({"flipped": flipped, "cut": content[:-1], "longer": content + b"0"}[kind])
 
 
+FILES = ["__0_0.distcp", ".metadata", "manifest.json"]
+DAMAGED = [(name, kind) for name in FILES for kind in ("flipped", "cut", "longer")]
+
+
 @pytest.mark.bad_input("a checkpoint on object storage that is damaged or forged")
-@pytest.mark.parametrize("kind", ["flipped", "cut", "longer"])
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "manifest.json"])
+@pytest.mark.parametrize(("name", "kind"), DAMAGED)
 def test_a_damaged_checkpoint_at_the_address_gives_way_to_the_one_before(
-    name, kind, launch, tmp_path, bucket
+    name, kind, finished, monkeypatch, capsys
 ):
-    run(launch, "first", "--parallel.strategy", "single", ranks=1)
-    (path,) = (bucket / "checkpoints/step_00000008").glob(f"{name}*")
+    monkeypatch.setattr(mirror, "ATTEMPTS", 1)
+    (path,) = finished.glob(f"bucket/run/checkpoints/step_00000008/{name}*")
     damage(kind, path)
-    (ended,) = run(launch, "second", "--train.steps", 10, *FREE, ranks=1)
+    address = address_of(finished)
+    pull(Store(address), local_folder(address), is_current=False, with_logs=True)
+    words = [*WORDS, *SINGLE, "--run.dir", address, "--run.resume", "auto"]
+    assert make_run(World(), None, *words).step == 6
+    assert "using step_00000006 instead" in capsys.readouterr().err
+
+
+@pytest.mark.bad_input("a checkpoint on object storage that is damaged or forged")
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(n, marks=pytest.mark.slow) for n in FILES[:2]), FILES[2]]
+)
+def test_a_run_that_continues_from_before_a_damaged_checkpoint_replaces_it(name, finished):
+    (path,) = finished.glob(f"bucket/run/checkpoints/step_00000008/{name}*")
+    damage("flipped", path)
+    (ended,) = run(Launch(finished), "second", "--train.steps", 10, *FREE, ranks=1)
     assert ended.returncode == 0, ended.stderr
     assert "resumed from step 6" in ended.stdout
     assert "using step_00000006 instead" in ended.stderr
-    assert max(complete(bucket)) == "step_00000010"
+    assert max(complete(finished / "bucket/run")) == "step_00000010"
 
 
-FREE = ["--run.allow_config_change", "true", "--parallel.strategy", "single"]
+FREE = ["--run.allow_config_change", "true", *SINGLE]
 
 
 def test_a_file_that_arrives_damaged_is_fetched_again(tmp_path, store, monkeypatch):
@@ -616,41 +642,38 @@ def test_a_checkpoint_that_is_only_here_is_kept_when_another_machine_wrote_since
 
 
 @pytest.mark.bad_input("run.resume=never at an address that holds a run, on an empty disk")
-def test_a_run_that_may_not_resume_is_refused_where_another_is(launch, tmp_path, bucket):
-    run(launch, "first", *FREE, ranks=1)
-    before = complete(bucket)
-    (refused,) = run(launch, "second", "--run.resume", "never", *FREE, ranks=1)
-    assert refused.returncode == 1
-    assert f"run.dir={address_of(tmp_path)} holds a run already" in refused.stderr
-    assert complete(bucket) == before
+def test_a_run_that_may_not_resume_is_refused_where_another_is(finished):
+    address = address_of(finished)
+    before = complete(finished / "bucket/run")
+    assert len(before) == 3
+    job = SimpleNamespace(folder=local_folder(address), world=World())
+    with pytest.raises(Failure, match=f"run.dir={address} holds a run already"):
+        mirror.mirrored(SimpleNamespace(resume="never"), job).__enter__()
+    assert complete(finished / "bucket/run") == before
 
 
-def uploader_of(folder, address, seconds=60, lease=()):
-    module = "dist_amp.storage.uploader"
-    return [sys.executable, "-m", module, str(folder), address, str(seconds), *lease]
+UPLOADER = "dist_amp.storage.uploader"
 
 
-def test_an_uploader_waits_for_the_one_that_a_killed_run_has_left(tmp_path, bucket):
+def test_an_uploader_waits_for_the_one_that_a_killed_run_has_left(launch, tmp_path, bucket):
     folder = local_run(tmp_path)
-    words = uploader_of(folder, address_of(tmp_path))
     with only_process(folder / ".uploader.lock"):
-        second = subprocess.Popen(words, stdin=subprocess.DEVNULL)
+        second = launch.start(0, folder, address_of(tmp_path), 60, module=UPLOADER)
         with pytest.raises(subprocess.TimeoutExpired):
-            second.wait(3)
+            second.wait(1)
         assert not list(bucket.rglob("*distcp*"))
     assert second.wait(60) == 0
     assert len(list(bucket.rglob("*distcp*"))) == 2
 
 
 @pytest.mark.bad_input("an object store that is away when a run has been killed")
-def test_an_uploader_whose_run_has_ended_gives_up_after_a_while(tmp_path):
+def test_an_uploader_whose_run_has_ended_gives_up_after_a_while(launch, tmp_path):
     folder = local_run(tmp_path)
     (tmp_path / "bucket").write_text("no folder")
-    words = uploader_of(folder, address_of(tmp_path), seconds=2)
-    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    assert done.returncode == UNFINISHED
+    done = launch.module(UPLOADER, folder, address_of(tmp_path), 0.5)
+    assert done.returncode == UNFINISHED, done
     (line,) = done.stderr.splitlines()
-    assert f"{address_of(tmp_path)} is not complete after 2 s ([Errno" in line
+    assert f"{address_of(tmp_path)} is not complete after 0.5 s ([Errno" in line
     assert f"the rest is in {folder}: the same command on this machine" in line
 
 
@@ -843,13 +866,13 @@ def test_a_live_runs_address_is_refused_by_its_holders_name(tmp_path, store, mon
 def test_a_dead_runs_lease_is_taken_after_a_while_and_it_notices_if_it_lives_after_all(
     tmp_path, store, monkeypatch
 ):
-    monkeypatch.setattr(leases, "DEAD_SECONDS", 2.0)
+    monkeypatch.setattr(leases, "DEAD_SECONDS", 1.0)
     said = []
     dead = take(store, tmp_path / "there", said.append)
     start = time.monotonic()
     take(store, tmp_path / "here", said.append)
-    assert time.monotonic() - start >= 2.0
-    assert "waiting up to 2 s for a sign of life" in said[0]
+    assert time.monotonic() - start >= 1.0
+    assert "waiting up to 1 s for a sign of life" in said[0]
     with pytest.raises(Lost, match="has taken over"):
         dead.renew()
 
@@ -929,21 +952,27 @@ def test_of_two_that_take_a_dead_runs_lease_one_gets_it(tmp_path, store):
         ("s3://bucket", "names no folder in the bucket; add one, as s3://bucket/my_run"),
         ("s4://bucket/run", "run.dir=s4://... isn't known to let only one of two writers create"),
         ("hf://buckets/me/all/run", "as a run needs; use an address of s3, s3a, gs, gcs, az, abfs"),
-        ("gs://bucket/run", "gs://bucket/run: Please install gcsfs to access Google Storage (pip"),
-        ("memory://run/run", "run.dir=memory://... isn't known to"),
         ("ftp://me:hush@host/run", "run.dir=ftp://... isn't known to"),
         ("simplecache::s3://bucket/run", "run.dir=simplecache::s3://... isn't known to"),
         ("s3://bucket::file:///run", "within another (::) or with a password"),
         ("s3://key:hush@bucket/run", "its environment variables for credentials"),
     ],
 )
-def test_an_address_that_can_not_be_used_is_refused_in_one_line(launch, address, said):
+def test_an_address_that_can_not_be_used_is_refused(address, said, tmp_path, monkeypatch):
+    monkeypatch.setenv("DIST_AMP_CACHE", str(tmp_path))
+    message = message_of(64, local_folder, address)
+    assert said in message
+    assert "hush" not in message
+
+
+@pytest.mark.bad_input("run.dir: an address of an unknown store, or whose package is missing")
+def test_an_address_whose_package_is_missing_is_refused_in_one_line(launch):
     (launch.folder / "gcsfs.py").write_text("raise ImportError")
-    (done,) = launch.each(1, *WORDS, "--run.dir", address, DIST_AMP_CACHE="cache")
-    assert done.returncode in (1, 64)
+    words = [*WORDS, "--run.dir", "gs://bucket/run"]
+    (done,) = launch.each(1, *words, DIST_AMP_CACHE="cache")
+    assert done.returncode == 1, done
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert said in line
-    assert "hush" not in done.stdout + done.stderr
+    assert "gs://bucket/run: Please install gcsfs to access Google Storage (pip" in line
 
 
 @pytest.mark.bad_input("run.dir: an address, with run.save() in a loop of your own")
@@ -957,21 +986,17 @@ def test_a_loop_of_ones_own_at_an_address_is_refused(tmp_path, monkeypatch):
             call()
 
 
-FIRST = {"LOCAL_RANK": "0"}
+def folder_of_two_nodes(world, folder):
+    with pytest.raises(ConfigError) as caught:
+        mirror.check_not_shared(folder, replace(world, local_rank=0))
+    return str(caught.value)
 
 
 @pytest.mark.bad_input("run.dir: an address, with a local folder that nodes share")
-def test_nodes_that_share_the_local_folder_are_refused(launch, tmp_path):
-    words = [*WORDS, "--run.dir", address_of(tmp_path)]
-    shared = {"LOCAL_WORLD_SIZE": "1", "DIST_AMP_CACHE": str(tmp_path / "cache")}
-    with pytest.MonkeyPatch.context() as patch:
-        start = Launch.start
-        patch.setattr(Launch, "start", lambda *args, **more: start(*args, **more | FIRST))
-        done = launch.each(2, *words, **shared)
-    assert done[0].returncode == 64
-    said = "".join(one.stderr for one in done)
-    assert "is shared by several nodes" in said
-    assert "set DIST_AMP_CACHE to a folder on each node's disk" in said
+def test_nodes_that_share_the_local_folder_are_refused(tmp_path):
+    for message in on_ranks(2, folder_of_two_nodes, tmp_path):
+        assert "is shared by several nodes" in message
+        assert "set DIST_AMP_CACHE to a folder on each node's disk" in message
 
 
 @pytest.mark.bad_input("run.dir: an address, with a local folder that can't be made")
@@ -986,7 +1011,7 @@ def test_a_rank_that_starts_never_reads_an_address_that_another_is_writing(monke
     monkeypatch.setenv("DIST_AMP_CACHE", str(tmp_path))
     folder = local_folder("s3://bucket/run")
     with ThreadPoolExecutor() as pool:
-        others = [pool.submit(local_folder, "s3://bucket/run") for _ in range(3000)]
+        others = [pool.submit(local_folder, "s3://bucket/run") for _ in range(300)]
         read = {run_dir(folder)}
         while not all(one.done() for one in others):
             read.add(run_dir(folder))

@@ -1,6 +1,7 @@
 """What the commands say of themselves: --help of each, in a pipe; --version, completion."""
 
 import importlib
+import json
 import os
 import pkgutil
 import re
@@ -116,6 +117,7 @@ def test_a_settings_meaning_is_wrapped_once_at_the_width_of_the_terminal(
         assert len(line) <= 70 < len(line) + 1 + len(after.split()[0])
 
 
+@pytest.mark.slow  # tests/features/test_verify.py has train's main in this process
 def test_help_in_a_pipe_that_is_closed_early_prints_no_traceback():
     head = f"{sys.executable} -m dist_amp.train --help | head -1"
     done = subprocess.run(["/bin/bash", "-c", head], capture_output=True, text=True)
@@ -145,57 +147,61 @@ def test_a_command_whose_module_is_missing_is_neither_listed_nor_started(monkeyp
 
 
 WITHOUT_TORCH = """
+import io
+import json
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from dist_amp.commands.__main__ import main
 
-sys.argv = ["dist_amp", *sys.argv[1:]]
-status = main()
-assert "torch" not in sys.modules
-sys.exit(status)
+answers = {}
+for words in json.load(sys.stdin):
+    sys.argv = ["dist_amp", *words.split()]
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        status = main()
+    answers[words] = status, out.getvalue(), err.getvalue(), "torch" in sys.modules
+print(json.dumps(answers))
 """
 
 
+MISTAKES = {
+    "trian": "there is no command trian; did you mean train?",
+    "train --learning_rate 3": "unknown key learning_rate on the command line; did you mean ",
+    "train --task.args.x 1 --train.steps five": "train.steps=five on the command line must",
+    "launch --nproc-per-node 2 --standalone --train.stepz 4": "unknown key train.stepz on",
+    "launch --optim.lr x --nnodes 2 -m mine": "optim.lr=x on the command line must be a number",
+    "launch --nnodes 2 --config nowhere.toml": "--config nowhere.toml: No such file or direct",
+    "plan --world_size 8 --eval.every of": "eval.every=of on the command line must be a whol",
+    "plan --worldsize 8": "unknown option --worldsize; did you mean --world_size?",
+    "export RUN --outt=x": "unknown option --outt; did you mean --out?",
+}
+
+
+@pytest.fixture(scope="module")
+def answers():
+    """{words: exit status, output, errors, whether torch is imported}, of one new process."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH],
+        input=json.dumps(["", *MISTAKES]),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_no_command_is_answered_without_torch(answers):
+    status, out, _, has_torch = answers[""]
+    assert (status, has_torch) == (0, False)
+    assert out.startswith("usage: dist_amp COMMAND")
+
+
 @pytest.mark.bad_input("a wrong setting of any command: said before torch is imported")
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("", ""),
-        ("trian", "there is no command trian; did you mean train?"),
-        ("train --learning_rate 3", "unknown key learning_rate on the command line; did you mean "),
-        (
-            "train --task.args.x 1 --train.steps five",
-            "train.steps=five on the command line must",
-        ),
-        (
-            "launch --nproc-per-node 2 --standalone --train.stepz 4",
-            "unknown key train.stepz on",
-        ),
-        (
-            "launch --optim.lr x --nnodes 2 -m mine",
-            "optim.lr=x on the command line must be a number",
-        ),
-        (
-            "launch --nnodes 2 --config nowhere.toml",
-            "--config nowhere.toml: No such file or direct",
-        ),
-        (
-            "plan --world_size 8 --eval.every of",
-            "eval.every=of on the command line must be a whol",
-        ),
-        ("plan --worldsize 8", "unknown option --worldsize; did you mean --world_size?"),
-        ("export RUN --outt=x", "unknown option --outt; did you mean --out?"),
-    ],
-)
-def test_nothing_and_every_mistake_that_needs_no_task_are_answered_without_torch(words, said):
-    command = [sys.executable, "-c", WITHOUT_TORCH, *words.split()]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if said:
-        assert done.returncode == 64, done.stderr
-        assert done.stderr.startswith(f"error: {said}")
-        assert done.stderr.count("\n") == 1
-    else:
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.startswith("usage: dist_amp COMMAND")
+@pytest.mark.parametrize("words", MISTAKES)
+def test_every_mistake_that_needs_no_task_is_answered_without_torch(words, answers):
+    status, _, err, has_torch = answers[words]
+    assert (status, has_torch) == (64, False), err
+    assert err.startswith(f"error: {MISTAKES[words]}")
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", commands.OPTIONS)

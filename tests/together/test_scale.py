@@ -117,7 +117,7 @@ def measured(world, tasks, command_lines):
 
 @pytest.mark.parametrize(
     ("ranks", "strategy", "tasks"),
-    [(2, "ddp", ["tiny", "rooted"]), (2, "fsdp", ["tiny", "rooted"]), (4, "hsdp", ["rooted"])],
+    [(2, "ddp", ["tiny", "rooted"]), (2, "fsdp", ["rooted"]), (4, "hsdp", ["rooted"])],
 )
 def test_a_step_calls_the_collectives_of_the_formula_with_its_bytes(ranks, strategy, tasks):
     command_lines = [*ways([strategy], (3,), [BF16]), *ways([strategy], (1,), [FP32])]
@@ -235,7 +235,10 @@ def test_objects_are_exchanged_only_at_the_start_and_where_the_state_is_checked(
         assert exchanges == {6: 3, 21: 3, 30: 3}
 
 
-@pytest.mark.parametrize("words", [[], ["--train.global_batch_size", "auto"]])
+@pytest.mark.parametrize(
+    "words",
+    [pytest.param([], marks=pytest.mark.slow), ["--train.global_batch_size", "auto"]],
+)
 def test_the_page_has_the_numbers_of_its_command(words):
     page = (ROOT / "docs" / "collectives.md").read_text()
     config = load_config(["--config", str(ROOT / "configs" / "gpt_124m.toml"), *words], environ={})
