@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dist_amp.errors import ConfigError, DataError
+from dist_amp.errors import ConfigError
 
 SHIPPED = "configs/debug.toml"  # marks the folder of the shipped files
 ADDRESS = ".address"  # in a local folder that stands for one on object storage
@@ -31,6 +31,9 @@ def missing(feature: str) -> str:
     path += "/" if "." not in feature and feature != "bit_exact" else ".py"
     name = feature.rpartition(".")[2]
     return f"this project has no {path}; get it with `dist_amp adopt {name}`"
+
+
+Row = dict[str, Any]  # a line of metrics.jsonl
 
 
 class InUse(Exception):
@@ -108,37 +111,37 @@ def appears(folder: Path, seconds: float = 60.0) -> bool:
     return True
 
 
-def read_steps(path: Path) -> list[dict[str, Any]]:
-    """The lines of a JSON file with a step each, but not a last one that a kill has torn; none
-    without the file.
+def read_rows(path: Path) -> tuple[list[Row], list[int]]:
+    """The rows of a file with a step in each line, and the numbers of the lines that are none.
 
-    Errors: DataError for another line that is not one; OSError.
+    A last line that a kill has torn is neither; without the file there are none.
     """
     rows = []
+    damaged = []
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-    for number, line in enumerate(lines, 1):
-        row: Any = None
-        with suppress(ValueError, RecursionError):
-            row = json.loads(line)
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            check_numbers(row, f"{path}, line {number}")
+    for number, line in enumerate(lines, start=1):
+        if (row := parse_row(line)) is not None:
             rows.append(row)
-        elif number < len(lines) or line.endswith(b"\n"):
-            raise DataError(f"{path}, line {number}: not a JSON object with a step; remove it")
-    return rows
+        elif line.endswith(b"\n"):
+            damaged.append(number)
+    return rows, damaged
 
 
-def check_numbers(row: dict[str, Any], where: str) -> None:
-    """Errors: DataError if a metric is no number, which nan and inf are as text. Metrics have a
-    slash in their name.
+def parse_row(line: bytes) -> Row | None:
+    """A line of metrics.jsonl; None for what is not one.
+
+    Metrics have a slash in their name, and are numbers; nan and inf are written as text.
     """
-    ranks = row.get("ranks", [])
-    if not isinstance(ranks, list) or not all(isinstance(rank, dict) for rank in ranks):
-        raise DataError(f"{where}: ranks is no list of objects; remove the line")
-    for name, value in [pair for part in (row, *ranks) for pair in part.items()]:
-        is_number = isinstance(value, int | float) or value in ("nan", "inf", "-inf")
-        if "/" in name and not is_number:
-            raise DataError(f"{where}: {name}={value!r:.60} is no number; remove the line")
+    try:
+        row = json.loads(line)
+        parts = [row, *row.get("ranks", [])]
+        values = [value for part in parts for name, value in part.items() if "/" in name]
+    except (ValueError, RecursionError, AttributeError, TypeError):
+        return None
+    is_row = isinstance(row.get("step"), int) and all(
+        isinstance(value, int | float) or value in ("nan", "inf", "-inf") for value in values
+    )
+    return row if is_row else None
 
 
 def plain_json(value: Any) -> Any:

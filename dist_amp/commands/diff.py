@@ -16,7 +16,6 @@ import json
 import math
 import re
 import sys
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -26,17 +25,15 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dist_amp.checkpoint.format import (
-    CONFIG,
     Reader,
     all_checkpoints,
     read_into,
     read_manifest,
-    step_of,
 )
-from dist_amp.config.text import leaves, read_flat
 from dist_amp.errors import CheckpointRejected, ConfigError, DataError
-from dist_amp.files import present, read_steps
+from dist_amp.files import present
 from dist_amp.precision import TOLERANCE
+from dist_amp.record import Record
 from dist_amp.supervise.command_line import Parser, columns, command
 from dist_amp.telemetry.step_report import MAX_RANK_FOLDERS
 
@@ -61,49 +58,32 @@ OF_INTERVAL = ("train/loss", "train/clipped_share", "amp/skipped_in_interval")
 SHOWN = 8  # rows of each kind; --json has all
 
 
-class RunFiles:
-    """What a run's folder says. rows: the metrics by step; fingerprints: by step, see there.
-
-    Errors: DataError if it holds no run, or one that has logged nothing.
-    """
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.settings = read_flat(folder / CONFIG)
-        earlier = sorted(folder.glob("config_until_step_*.toml"))
-        self._earlier = {step_of(path): read_flat(path) for path in earlier}
-        lines = read_steps(folder / "metrics.jsonl")
-        if not lines:
-            raise DataError(
-                f"{folder / 'metrics.jsonl'} has no complete line; wait for the step "
-                f"metrics.log_every={self.settings.get('metrics.log_every')}, or give another "
-                "run's folder"
-            )
-        self.rows: dict[int, dict[str, Any]] = defaultdict(dict)
-        self.fingerprints: dict[int, dict[str, dict[str, str]]] = {}
-        for row in lines:
-            self.rows[row["step"]] |= row
-            for step, hashes in row.get("fingerprints", {}).items():
-                self.fingerprints[int(step)] = hashes
-        self.environment = environment_of(folder)
-        self.data = ""  # fingerprint and length, of the newest checkpoint
-        for path in all_checkpoints(folder):
-            with suppress(CheckpointRejected):
-                manifest = read_manifest(path)
-                self.data = f"{manifest.data_fingerprint}, {manifest.data_length:,} samples"
-
-    def settings_at(self, step: int) -> dict[str, Any]:
-        return next((of for last, of in self._earlier.items() if last >= step), self.settings)
+def fingerprints_of(run: Record) -> dict[int, dict[str, dict[str, str]]]:
+    """By step; see telemetry's fingerprint."""
+    found = {}
+    for row in run.rows:
+        for step, hashes in row.get("fingerprints", {}).items():
+            found[int(step)] = hashes
+    return found
 
 
-def environment_of(folder: Path) -> dict[str, Any]:
-    """{dotted key: value} of environment.json; empty without one."""
-    try:
-        table = json.loads((folder / "environment.json").read_bytes())
-        table["hosts"] = {str(number): host for number, host in enumerate(table["hosts"])}
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return {}
-    return dict(leaves(table))
+def data_of(run: Record) -> str:
+    """The data's fingerprint and length, of the newest valid checkpoint."""
+    for path in reversed(run.checkpoints):
+        with suppress(CheckpointRejected):
+            manifest = read_manifest(path)
+            return f"{manifest.data_fingerprint}, {manifest.data_length:,} samples"
+    return ""
+
+
+def check_logged(run: Record) -> None:
+    """Errors: DataError if the folder is no run, or has logged nothing."""
+    every = run.settings.get("metrics.log_every")
+    if not run.rows:
+        raise DataError(
+            f"{run.folder / 'metrics.jsonl'} has no complete line; wait for the step "
+            f"metrics.log_every={every}, or give another run's folder"
+        )
 
 
 def differences(
@@ -114,17 +94,17 @@ def differences(
     return {key: [a.get(key), b.get(key)] for key in keys if a.get(key) != b.get(key)}
 
 
-def layout_of(run: RunFiles, step: int) -> dict[str, Any]:
+def layout_of(run: Record, step: int) -> dict[str, Any]:
     settings = run.settings_at(step)
     layout = {key: value for key, value in settings.items() if key.startswith(LAYOUT)}
-    ranks = len(run.rows[step].get("ranks", ()))
+    ranks = len(run.steps[step].get("ranks", ()))
     if ranks in (0, MAX_RANK_FOLDERS):  # an evaluation's line has none, another no more
         keys = [key for key in run.environment if re.fullmatch(r"hosts\..*\.ranks", key)]
         ranks = sum(len(run.environment[key].split(",")) for key in keys)
     return layout | {"ranks": ranks}
 
 
-def tolerance_of(a: RunFiles, b: RunFiles, step: int) -> float:
+def tolerance_of(a: Record, b: Record, step: int) -> float:
     """By how much losses and norms of a step may differ, relatively; 0: in no bit."""
     settings = (a.settings_at(step), b.settings_at(step))
     exact = all(of.get("parallel.bit_exact") for of in settings)
@@ -143,8 +123,8 @@ def relative_difference(a: Any, b: Any) -> float:
 
 
 def first_difference(
-    a: RunFiles,
-    b: RunFiles,
+    a: Record,
+    b: Record,
     leave_out: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """{"equal_until": step, "step": step, "metrics": {tag: [in A, in B]}, "ranks": [rank]}; the
@@ -153,9 +133,9 @@ def first_difference(
     Also "tolerance": the largest that a step was compared with, as all after it are; and "exact":
     the last step before it. Errors: DataError without a step that both have logged.
     """
-    common = sorted(a.rows.keys() & b.rows.keys())
+    common = sorted(a.steps.keys() & b.steps.keys())
     if not common:
-        logged = [f"{run.folder} logged {min(run.rows)} to {max(run.rows)}" for run in (a, b)]
+        logged = [f"{run.folder} logged {min(run.steps)} to {max(run.steps)}" for run in (a, b)]
         raise DataError(
             f"no logged step in common: {', '.join(logged)}; run both with one metrics.log_every"
         )
@@ -174,15 +154,15 @@ def first_difference(
         if every[0] != every[1]:
             left_out += OF_INTERVAL
         parted = {}
-        for tag in a.rows[step]:
-            if tag not in b.rows[step] or not tag.startswith(compared) or tag in left_out:
+        for tag in a.steps[step]:
+            if tag not in b.steps[step] or not tag.startswith(compared) or tag in left_out:
                 continue
-            pair = [a.rows[step][tag], b.rows[step][tag]]
+            pair = [a.steps[step][tag], b.steps[step][tag]]
             allowed = tolerance if tag in ROUNDED else 0.0
             if relative_difference(*pair) > allowed:
                 parted[tag] = pair
         if parted:
-            report["ranks"] = ranks_apart(a.rows[step], b.rows[step])
+            report["ranks"] = ranks_apart(a.steps[step], b.steps[step])
             return report | {"step": step, "metrics": parted}
         report["equal_until"] = step
     return report
@@ -195,16 +175,17 @@ def ranks_apart(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[int]:
     return apart if len(losses[0]) == len(losses[1]) > len(apart) else []
 
 
-def first_fingerprint(a: RunFiles, b: RunFiles) -> dict[str, Any]:
+def first_fingerprint(a: Record, b: Record) -> dict[str, Any]:
     """The first step whose hashes differ: {"equal_until", "step", "parameters", "gradients"}.
 
     The last two list modules, in the model's order; "modules": how many both have. "cause": the
     module to look at, if one stands out, and "because". Empty if not both have a common step.
     """
     report: dict[str, Any] = {}
-    for step in sorted(a.fingerprints.keys() & b.fingerprints.keys()):
-        of_a = a.fingerprints[step]
-        of_b = b.fingerprints[step]
+    hashes_a, hashes_b = fingerprints_of(a), fingerprints_of(b)
+    for step in sorted(hashes_a.keys() & hashes_b.keys()):
+        of_a = hashes_a[step]
+        of_b = hashes_b[step]
         both = [module for module in of_a["parameters"] if module in of_b["parameters"]]
         differing = {}
         for kind in of_a.keys() & of_b.keys():
@@ -241,17 +222,17 @@ def explained(report: Mapping[str, Any]) -> tuple[str, str]:
     return f"parameters are equal; {nearest} is the module nearest to the output", nearest
 
 
-def compare(a: RunFiles, b: RunFiles) -> dict[str, Any]:
+def compare(a: Record, b: Record) -> dict[str, Any]:
     """The report, as --json prints it. Errors: DataError without a common step."""
     metrics = first_difference(a, b)
     report = {
         "runs": [str(a.folder), str(b.folder)],
         "settings": differences(a.settings, b.settings, NOT_SETTINGS),
         "environment": differences(a.environment, b.environment, NOT_ENVIRONMENT),
-        "data": [a.data, b.data],
+        "data": [data_of(a), data_of(b)],
         "tolerance": metrics.pop("tolerance"),
         "exact_until": metrics.pop("exact"),
-        "last_steps": [max(a.rows), max(b.rows)],
+        "last_steps": [max(a.steps), max(b.steps)],
         "metrics": metrics,
         "random": False,
         "fingerprints": {},
@@ -266,7 +247,7 @@ def compare(a: RunFiles, b: RunFiles) -> dict[str, Any]:
     return report
 
 
-def draws_random_numbers(run: RunFiles) -> bool:
+def draws_random_numbers(run: Record) -> bool:
     """Whether its steps draw some, as dropout does: by rank 0's generators in a checkpoint."""
     for path in reversed(all_checkpoints(run.folder)):
         with suppress(CheckpointRejected, CheckpointException, OSError):
@@ -386,7 +367,10 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if options.run_a.resolve() == options.run_b.resolve():
         raise ConfigError(f"{options.run_a} and {options.run_b} are the same folder; give two runs")
-    report = compare(RunFiles(options.run_a), RunFiles(options.run_b))
+    runs = Record(options.run_a), Record(options.run_b)
+    for run in runs:
+        check_logged(run)
+    report = compare(*runs)
     parts = [part for part in (report["metrics"], report["fingerprints"]) if "step" in part]
     if options.deep and parts and present("commands.diff_deep"):
         from dist_amp.commands.diff_deep import where_they_part

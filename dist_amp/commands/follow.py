@@ -23,7 +23,6 @@ import threading
 import time
 import tomllib
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -33,7 +32,7 @@ from dist_amp.commands.trackers import TRACKERS, Tracker
 from dist_amp.config.text import hidden
 from dist_amp.distributed.signals import handle_signals
 from dist_amp.errors import SAVED_AND_STOPPED, ConfigError, DataError, Failure, first_line, masked
-from dist_amp.files import InUse, only_process, write_durably
+from dist_amp.files import InUse, only_process, parse_row, write_durably
 from dist_amp.supervise.command_line import Parser, command, run_folder
 
 POLL_SECONDS = 1.0
@@ -166,12 +165,8 @@ class Follower:
             return []
         complete = text[: text.rfind(b"\n") + 1]  # a line may be half written
         self.offset += len(complete)
-        rows = []
-        for line in complete.splitlines():
-            # A damaged one is left out, as by a run that resumes.
-            with suppress(ValueError, RecursionError):
-                rows.append(json.loads(line))
-        return rows
+        rows = map(parse_row, complete.splitlines())
+        return [row for row in rows if row is not None]  # without damaged ones, as in a resumed run
 
     def send(self, lines: Sequence[Mapping[str, Any]], stop: threading.Event) -> None:
         if self.tracker is None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from dist_amp import __version__
 from dist_amp.checkpoint.format import Manifest, read_manifest
 from dist_amp.config.text import flat, to_toml
+from dist_amp.record import Record
 from dist_amp.settings import Config
 from dist_amp.sources.mixture import tables_of
 
@@ -71,18 +72,10 @@ def data_names(config: Config) -> list[str]:
 def losses(checkpoint: Path, manifest: Manifest) -> dict[str, str]:
     """Of the last evaluation, and of the run's last logged interval before the checkpoint."""
     found = {}
-    try:
-        lines = (checkpoint.parent.parent / "metrics.jsonl").read_text().splitlines()
-    except (OSError, ValueError):
-        lines = []
-    for line in lines:
-        try:
-            row = json.loads(line)
-            step, loss = int(row["step"]), float(row["train/loss"])
-        except (ValueError, LookupError, TypeError):  # of an evaluation, or damaged
-            continue
-        if step <= manifest.step and math.isfinite(loss):
-            found["training loss"] = f"{loss:.4f} (step {step:,})"
+    for row in Record(checkpoint.parent.parent).rows:
+        loss = float(row.get("train/loss", "nan"))  # a row of an evaluation has none
+        if row["step"] <= manifest.step and math.isfinite(loss):
+            found["training loss"] = f"{loss:.4f} (step {row['step']:,})"
     if manifest.evaluation:
         values = ", ".join(f"{key} {value:.4f}" for key, value in manifest.evaluation.items())
         found["held out"] = f"{values} (step {manifest.evaluated_step:,})"

@@ -15,7 +15,7 @@ from typing import Any
 
 from dist_amp.distributed.process import warn
 from dist_amp.errors import ConfigError, DataError, Failure, nearest_name
-from dist_amp.files import read_steps
+from dist_amp.record import Record
 from dist_amp.supervise.command_line import Parser, command
 
 Series = tuple[list[int], list[float]]  # steps, values
@@ -54,7 +54,7 @@ def series_of(folder: Path, metric: str) -> Series:
     """Errors: DataError for a folder without metrics, or without this one."""
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder}; give a run's")
-    rows = read_steps(folder / "metrics.jsonl")
+    rows = Record(folder).rows
     if not rows:
         raise DataError(f"{folder} has logged nothing; give the folder of a run that has")
     series = finite_series(rows, metric)

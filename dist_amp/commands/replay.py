@@ -31,19 +31,20 @@ from torch.profiler import profile
 from torch.utils._pytree import tree_leaves
 
 from dist_amp.checkpoint.compatibility import with_rows_as_begun
-from dist_amp.checkpoint.format import all_checkpoints, config_at, read_manifest, step_of
+from dist_amp.checkpoint.format import config_at, read_manifest, step_of
 from dist_amp.checkpoint.resume import newest_valid
 from dist_amp.checkpoint.state import load
 from dist_amp.config.auto import SHARDED, accumulation_steps, batch_statistics, pick_cast
 from dist_amp.config.load import collect, load_saved
-from dist_amp.config.text import flat, read_flat, to_toml
+from dist_amp.config.text import flat, to_toml
 from dist_amp.data import Indexed
 from dist_amp.diagnostics.nonfinite import NonFinite, class_name, clean_name, unpadded
 from dist_amp.diagnostics.nonfinite_replay import find_in_micro_batches
 from dist_amp.distributed.process import random_state, set_random_state
 from dist_amp.errors import CheckpointRejected, ConfigError, DataError
-from dist_amp.files import read_steps
+from dist_amp.files import read_rows
 from dist_amp.precision import TOLERANCE
+from dist_amp.record import Record
 from dist_amp.run import ScriptRun, build_run
 from dist_amp.settings import CompileConfig, Config
 from dist_amp.step import train_step
@@ -144,10 +145,10 @@ def run_at(
 
     argv: settings that override the run's. Errors: ConfigError, DataError.
     """
-    saved = read_flat(config_at(folder, step))
-    lines = read_steps(folder / "metrics.jsonl")
-    rows = {row["step"]: row for row in lines if "train/loss" in row}
-    checkpoints = all_checkpoints(folder)
+    record = Record(folder)
+    saved = record.settings_at(step)
+    rows = {row["step"]: row for row in record.rows if "train/loss" in row}
+    checkpoints = record.checkpoints
     last = max([0, *rows, *map(step_of, checkpoints)])
     if not last:
         raise DataError(f"{folder} has logged no step and saved none; give another run's folder")
@@ -369,7 +370,7 @@ def show_step(replay: Replay, options: Any) -> None:
             fault = find_in_micro_batches(run, run.step, indexed, run.task)
         print(f"  {fault or 'every micro-batch is finite at a loss scale of 1: the norm is not'}")
     else:
-        for report_of_run in read_steps(replay.folder / "nonfinite/reports.jsonl"):
+        for report_of_run in read_rows(replay.folder / "nonfinite/reports.jsonl")[0]:
             if report_of_run["step"] == run.step:
                 print(
                     "  the run skipped this step, and the replay did not reproduce it: all is "

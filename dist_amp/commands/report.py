@@ -17,9 +17,9 @@ from typing import Any
 from dist_amp.commands.plot import Series, finite_series
 from dist_amp.commands.runs import RunRow, number, rows_of
 from dist_amp.errors import DataError
-from dist_amp.files import read_steps, write_durably
+from dist_amp.files import write_durably
+from dist_amp.record import Record
 from dist_amp.supervise.command_line import Parser, command
-from dist_amp.supervise.lifecycle import saved_summary
 
 CURVES = {  # heading: (metric, unit that it is divided by)
     "training loss": ("train/loss", 1),
@@ -79,7 +79,8 @@ def report(folder: Path) -> str:
     if not (folder / "config.toml").exists():
         raise DataError(f"{folder} is not a run's folder: it has no config.toml")
     (row,) = rows_of(folder)
-    steps = read_steps(folder / "metrics.jsonl")
+    record = Record(folder)
+    steps = record.rows
     for step in steps:
         add_extremes(step)
     pictures = []
@@ -96,7 +97,7 @@ def report(folder: Path) -> str:
         summary=escape(summary_text(row)),
         curves="\n".join(pictures) or "<p>Nothing is logged yet.</p>",
         settings=html_table([("setting", "value"), *row.settings.items()]),
-        ranks=html_table(ranks_of(saved_summary(folder))),
+        ranks=html_table(ranks_of(record.summary)),
         sample=sample,
     )
 

@@ -16,7 +16,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,9 @@ from dist_amp.config.load import load_config
 from dist_amp.config.text import flat, read_flat, to_toml
 from dist_amp.distributed.process import warn
 from dist_amp.errors import DataError, first_line
-from dist_amp.files import InUse, check_numbers, only_process, plain_json
+from dist_amp.files import Row, parse_row, plain_json
+from dist_amp.record import Record, damage
 from dist_amp.supervise.command_line import Parser, columns, command
-from dist_amp.supervise.lifecycle import saved_summary
 
 NOT_COMPARED = ("run.dir", "run.resume", "task.target")
 LETTERS = 60  # of a state with its cause in the table; --json has all
@@ -114,28 +113,31 @@ def rows_of(folder: Path) -> list[RunRow]:
 
 
 def row_of(folder: Path, settings: Mapping[str, Any], differing: dict[str, Any]) -> RunRow:
-    summary = saved_summary(folder)
+    record = Record(folder)
+    summary = record.summary
     state = str(summary.get("stopped_by", "killed")).replace("completed", "done")
     cause = str(summary.get("cause", ""))
     logged: dict[str, Any] = {}
     best = math.inf
     try:
-        logged, best = skim(folder / "metrics.jsonl")
-    except DataError as error:
-        cause = first_line(error)
+        logged, best, damaged = skim(folder / "metrics.jsonl")
+        if damaged and not cause:
+            cause = damage(damaged)
+    except OSError as error:
+        cause = f"metrics.jsonl can't be read: {first_line(error)}"
     goodput = 100 * finite(summary.get("goodput"))
     step = max(logged.get("step", 0), summary.get("steps", 0))
     if step > summary.get("steps", step):
         state, cause = "killed", ""
-    if is_locked(folder):
+    if record.is_running:
         state, cause = "running", ""
-    elif not started(folder) and not summary:
+    elif not record.started and not summary:
         state = "not started"
     if state in ("running", "killed"):
         goodput = finite(logged.get("perf/goodput_pct"))
     return RunRow(
         run=folder.name,
-        started=started(folder),
+        started=record.started,
         task=str(settings["task.target"]).rpartition(":")[2],
         state=state,
         cause=cause,
@@ -156,57 +158,29 @@ def finite(value: Any) -> float:
     return math.nan
 
 
-def skim(path: Path) -> tuple[dict[str, Any], float]:
-    """(the last step's line, the lowest held-out loss) of metrics.jsonl, which may be large.
+def skim(path: Path) -> tuple[Row, float, list[int]]:
+    """The last log step of metrics.jsonl, the lowest held-out loss, and which lines are damaged.
 
-    A line that a kill has torn is left out. Errors: DataError for a damaged one.
+    The file may be large: of the log steps, only the last line is parsed.
     """
-    last = b"{}"
-    last_number = 0
+    last = b""
     best = math.inf
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if not line.endswith(b"\n"):
-                    break
-                if b'"eval/loss"' in line:
-                    row = json.loads(line)
-                    check_numbers(row, f"{path}, line {number}")
-                    best = min(best, finite(row["eval/loss"]))
-                else:
-                    last = line
-                    last_number = number
-        row = json.loads(last)
-        if not isinstance(row.get("step", 0), int):
-            raise TypeError("its step is no number")
-        check_numbers(row, f"{path}, line {last_number}")
-        return row, best
-    except FileNotFoundError:
-        return {}, math.inf
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise DataError(f"{path} can't be read: {first_line(error)}") from error
-
-
-def is_locked(folder: Path) -> bool:
-    """Whether a process of this machine trains there."""
-    lock = folder / ".lock"
-    if not lock.exists():
-        return False
-    try:
-        with only_process(lock):
-            return False
-    except InUse:
-        return True
-    except OSError:  # a disk that can't be written to
-        return False
-
-
-def started(folder: Path) -> str:
-    """When the run's first process started, in this machine's time; "" if it is not known."""
-    with suppress(OSError, ValueError):
-        text = (folder / "started.txt").read_text().strip()
-        return datetime.fromisoformat(text).astimezone().strftime("%Y-%m-%d %H:%M:%S")
-    return ""
+    last_number = 0
+    damaged = []
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                break
+            if b'"eval/loss"' not in line:
+                last, last_number = line, number
+            elif row := parse_row(line):
+                best = min(best, finite(row.get("eval/loss")))
+            else:
+                damaged.append(number)
+    logged = parse_row(last) or {}
+    if last and not logged:
+        damaged.append(last_number)
+    return logged, best, damaged
 
 
 def table(rows: Sequence[RunRow]) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard.writer import SummaryWriter
 
-from dist_amp.files import plain_json, write_durably
+from dist_amp.files import parse_row, plain_json, write_durably
 from dist_amp.telemetry.step_report import Tags
 
 Warn = Callable[[str], object]
@@ -51,17 +51,17 @@ class JsonlWriter:
         kept = bytearray()
         unreadable = 0
         for line in path.read_bytes().splitlines():
-            try:
-                row = json.loads(line)
-                if row["step"] > step:
-                    continue
-                if row["step"] == step and "eval/loss" in row and not is_evaluated:
-                    continue
-                kept += line + b"\n"
-                if row.keys() >= OF_LOG_STEP:
-                    self.last = row
-            except Exception:  # of many types, for a damaged one
+            row = parse_row(line)
+            if row is None:
                 unreadable += 1
+                continue
+            if row["step"] > step:
+                continue
+            if row["step"] == step and "eval/loss" in row and not is_evaluated:
+                continue
+            kept += line + b"\n"
+            if row.keys() >= OF_LOG_STEP:
+                self.last = row
         if unreadable:
             self._warn(f"{path} had unreadable lines, which are removed: {unreadable}")
         write_durably(path, bytes(kept))  # a kill in between must not lose the log

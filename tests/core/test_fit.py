@@ -14,7 +14,7 @@ from tiny import moments_of, parameters_of
 
 from dist_amp.checkpoint.format import all_checkpoints
 from dist_amp.errors import ConfigError
-from dist_amp.files import read_steps
+from dist_amp.files import read_rows
 from dist_amp.step import train_step
 from dist_amp.train import fit
 from dist_amp.world import World
@@ -56,7 +56,7 @@ def end_of(run):
 
 
 def losses_of(folder):
-    rows = read_steps(folder / "metrics.jsonl")
+    rows = read_rows(folder / "metrics.jsonl")[0]
     names = ("step", "train/loss", "train/grad_norm", "eval/loss", "train/tokens_seen")
     return [{name: row[name] for name in names if name in row} for row in rows]
 

@@ -40,6 +40,7 @@ ORDER = [
     "run",
     "diagnostics",
     "supervise",
+    "record",
     "train",
     "sources",
     "tasks",

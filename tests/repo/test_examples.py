@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT
 
 from benchmarks.amp import EXPERIMENTS
-from dist_amp.files import read_steps
+from dist_amp.record import Record
 from dist_amp.train import main
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -32,7 +32,7 @@ def test_an_example_learns_by_its_own_command(path, tmp_path, monkeypatch):
     words = [*arguments_of(path), *LESS_WORK.get(path.stem, "").split(), "--use_amp", "false"]
     words += ["--train.steps", "20", "--run.device", "cpu", "--metrics.log_every", "2"]
     assert main([*words, "--run.dir", str(tmp_path / "run")]) == 0
-    rows = read_steps(tmp_path / "run/metrics.jsonl")
+    rows = Record(tmp_path / "run").rows
     losses = [row["train/loss"] for row in rows if "train/loss" in row]  # not of the evaluation
     assert losses[-1] < 0.95 * losses[0]
 
