@@ -53,12 +53,12 @@ def measure(size: int) -> tuple[float, float, float]:
     metrics._totals = metrics._totals.repeat(size, axis=0)
     rows = torch.rand(size, len(RANK_METRICS), dtype=torch.float64)
     rows[:, GLOBAL] = 1.0
-    real = World.gather
+    real = World.stack
     gathers: list[float] = []
     reads: list[float] = []
     writes: list[float] = []
 
-    def gather(world: World, row: torch.Tensor) -> torch.Tensor:
+    def stack(world: World, row: torch.Tensor) -> torch.Tensor:
         """The group has no peers to fill the result."""
         gathers.append(timed(lambda: real(world, row)))
         return rows
@@ -74,7 +74,7 @@ def measure(size: int) -> tuple[float, float, float]:
     )
     state.items = state.tokens = state.position = 0
     state.plan = SimpleNamespace(length=1)
-    with tempfile.TemporaryDirectory() as folder, patch.object(World, "gather", gather):
+    with tempfile.TemporaryDirectory() as folder, patch.object(World, "stack", stack):
         metrics.open(Path(folder), 0, "")
         for step in range(ROUNDS):
             metrics.begin(step, state, state, state)

@@ -228,11 +228,13 @@ def exchanges_of_a_run(world):
 
 def test_objects_are_exchanged_only_at_the_start_and_where_the_state_is_checked():
     for exchanges in on_ranks(2, exchanges_of_a_run):
-        # The task's tensors, a few samples, the state's faults, and the generators.
-        assert exchanges.pop(0) == 4
-        # The state at the first log step and every 12 from there, at the next log step, and at the
-        # last: the latter two, and buffers that are not saved. Metrics are read a step later.
-        assert exchanges == {6: 3, 21: 3, 30: 3}
+        # The datasets' lengths, the task's tensors, a few samples, the state's faults, and the
+        # generators.
+        assert exchanges.pop(0) == 5
+        # Whether the first step changed a parameter. The state at the first log step and every 12
+        # from there, at the next log step, and at the last: the latter two, and buffers that are
+        # not saved. Metrics are read a step later.
+        assert exchanges == {1: 1, 6: 3, 21: 3, 30: 3}
 
 
 @pytest.mark.parametrize(
@@ -293,7 +295,7 @@ def collectives_of_log_steps(world, folder):
 
 def test_a_log_step_and_a_poll_are_one_collective_also_while_a_checkpoint_is_written(tmp_path):
     # Once it has ended, the ranks tell each other how.
-    assert on_ranks(2, collectives_of_log_steps, tmp_path) == [([1, 1, 2], [True, True, False])] * 2
+    assert on_ranks(2, collectives_of_log_steps, tmp_path) == [([1, 1, 3], [True, True, False])] * 2
 
 
 def test_the_benchmark_of_a_log_step_runs():
