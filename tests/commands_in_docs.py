@@ -29,7 +29,7 @@ NEEDS = {
     r"ray start|python launch/ray_train\.py": "Ray: tests/slow/test_ray.py",
     r"torchrun --nproc_per_node=2 my_script\.py": "a script of yours: tests/repo/test_readme.py",
     r"NNODES=2 ": "several machines: tests/repo/test_launch.py",
-    r"dist_amp launch --nnodes 2": "several machines: tests/features/test_launch_command.py",
+    r"dist_amp launch --nnodes (2|1:4)": "several machines: tests/features/test_launch_command.py",
     r"python -m benchmarks gpu": "a GPU: tests/repo/test_benchmarks.py",
     r"python -m benchmarks (amp( --out benchmarks)?|overhead)$": "tests/repo/test_benchmarks.py",
     r"python -m benchmarks amp --reduced$": "minutes: tests/repo/test_benchmarks.py",
@@ -37,6 +37,7 @@ NEEDS = {
     r"(\.venv/bin/)?pip install": "the network",
     r"(DIST_AMP_FAKE_GPU=1 )?bash tests/engines\.sh": "the network",
     r".* --data\.name user/": "the network",
+    r"python -m benchmarks\.storage": "an address: tests/features/test_storage.py",
     r".* '?s3://": "an object store: tests/features/test_sources_s3.py",
     r"python -m dist_amp\.follow|wandb |trackio ": "tests/features/test_follow_trackers.py",
     r"\.venv/bin/mkdocs": "mkdocs: tests/slow/test_site.py",
@@ -149,6 +150,7 @@ LESS_WORK = {
     r"python -m benchmarks pretrained": "--layers 1",
     r"python -m benchmarks packing": "--documents 1000",
     r".*benchmarks[. ](data|activations|checkpoint|collectives|bit_exact|tripwires)": SMALL_GPT,
+    r"python -m benchmarks activations": "--task.args.layers 2",  # it recomputes every second block
     r".*benchmarks\.(bit_exact|tripwires)": "--train.steps 4 --train.global_batch_size 16 "
     "--train.micro_batch_size 2",
 }

@@ -88,10 +88,6 @@ def pytest_runtest_protocol(item):
     torch.set_num_threads(1)
 
 
-def pytest_runtest_setup():
-    os.environ.pop("DIST_AMP_ENGINES", None)  # it is no setting of what the tests launch
-
-
 def count_interpreters(event: str, args: tuple) -> None:
     """An audit hook that notes each Python process that a test starts; forks are not counted."""
     if event == "subprocess.Popen":
@@ -152,11 +148,12 @@ def pytest_terminal_summary(terminalreporter, config):
             terminalreporter.write_line(f"  {count}  {test}")
 
 
-@pytest.fixture(autouse=True)
-def clean_environment(monkeypatch):
+@pytest.fixture(autouse=True, scope="session")
+def clean_environment():
+    """No setting of the shell reaches what the tests launch, fixtures of a module included."""
     for name in list(os.environ):
         if name.startswith("DIST_AMP_"):
-            monkeypatch.delenv(name)
+            del os.environ[name]
 
 
 @pytest.fixture(autouse=True)

@@ -27,7 +27,7 @@ SETTINGS_ALONE = re.compile(
     r"|-m benchmarks\.\w+|-m benchmarks (?:data|activations)"
 )
 # `dist_amp ...`, `python -m dist_amp.NAME ...` or `python -m benchmarks ...`, and no shell syntax.
-OF_THIS_PACKAGE = re.compile(r"(?:python -m )?(dist_amp[ .]|benchmarks)([^&;|>()]*)$")
+OF_THIS_PACKAGE = re.compile(r"(?:python -m )?(dist_amp[ .]|benchmarks(?= |$))([^&;|>()]*)$")
 NOT_COPIED = shutil.ignore_patterns("__pycache__", ".git", ".venv*", ".*_cache", "runs", "build")
 
 
