@@ -148,12 +148,19 @@ def pytest_terminal_summary(terminalreporter, config):
             terminalreporter.write_line(f"  {count}  {test}")
 
 
-@pytest.fixture(autouse=True, scope="session")
-def clean_environment():
-    """No setting of the shell reaches what the tests launch, fixtures of a module included."""
+@pytest.fixture(autouse=True, scope="module")
+def clean_environment_of_fixtures():
+    """No setting of the shell reaches what a module's fixtures launch."""
     for name in list(os.environ):
         if name.startswith("DIST_AMP_"):
             del os.environ[name]
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch, clean_environment_of_fixtures):
+    for name in list(os.environ):
+        if name.startswith("DIST_AMP_"):
+            monkeypatch.delenv(name)
 
 
 @pytest.fixture(autouse=True)
