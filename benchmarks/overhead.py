@@ -195,7 +195,7 @@ def timed_rounds(
     started = time.perf_counter()
     block(BASELINE)
     factor = min(max(round(ROUND_SECONDS / (time.perf_counter() - started)), 1), MOST_ROUNDS)
-    factor = int(world.from_main(str(factor)))
+    factor = world.from_main(factor)
     times = harness.in_turns(built, block, rounds * factor)
     of_ranks = world.gather(times)
     found = {}

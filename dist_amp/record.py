@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from dist_amp.checkpoint.format import CONFIG, all_checkpoints, config_at
+from dist_amp.checkpoint.format import CONFIG, all_checkpoints, step_of
 from dist_amp.config.text import leaves, read_flat
 from dist_amp.distributed.process import warn
 from dist_amp.errors import some_of
@@ -35,10 +35,16 @@ class Record:
         """{dotted key: value} of the run's last start. Errors: DataError if it is no run."""
         return read_flat(self.folder / CONFIG)
 
+    @cached_property
+    def _earlier(self) -> dict[int, dict[str, Any]]:
+        """{last step: settings} of earlier starts that had other settings."""
+        paths = sorted(self.folder.glob("config_until_step_*.toml"))
+        return {step_of(path): read_flat(path) for path in paths}
+
     def settings_at(self, step: int) -> dict[str, Any]:
-        """The settings with which the run took a step; an earlier start may have had others."""
-        path = config_at(self.folder, step)
-        return self.settings if path.name == CONFIG else read_flat(path)
+        """The settings with which the run took a step."""
+        earlier = (settings for last, settings in self._earlier.items() if last >= step)
+        return next(earlier, self.settings)
 
     @cached_property
     def rows(self) -> list[Row]:
@@ -50,7 +56,7 @@ class Record:
 
     @cached_property
     def steps(self) -> dict[int, Row]:
-        """The metrics by step: of its evaluation, too, and of the last line that has them."""
+        """The metrics of each step and its evaluation; of two lines, the later one counts."""
         steps: dict[int, Row] = defaultdict(dict)
         for row in self.rows:
             steps[row["step"]] |= row

@@ -140,27 +140,27 @@ def pytest_terminal_summary(terminalreporter, config):
         if lines and report.when == "call":
             terminalreporter.write_line("\n  ".join([f"{report.nodeid}:", *lines]))
     if not selected(config):
-        counts = Counter(launched)
-        terminalreporter.write_line(
-            f"{counts.total()} Python processes launched, of {MOST_LAUNCHED}"
-        )
-        for test, count in counts.most_common() if counts.total() > MOST_LAUNCHED else ():
-            terminalreporter.write_line(f"  {count}  {test}")
+        counts = Counter(launched).most_common(5)
+        most = ", ".join(f"{count} by {test}" for test, count in counts)
+        line = f"{len(launched)} Python processes launched; the budget is {MOST_LAUNCHED}"
+        terminalreporter.write_line(f"{line}; most: {most}")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def clean_environment_of_fixtures():
-    """No setting of the shell reaches what a module's fixtures launch."""
+def remove_settings():
     for name in list(os.environ):
         if name.startswith("DIST_AMP_"):
             del os.environ[name]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def clean_environment_of_fixtures():
+    """No setting of the shell reaches what a module's fixtures launch."""
+    remove_settings()
+
+
 @pytest.fixture(autouse=True)
-def clean_environment(monkeypatch, clean_environment_of_fixtures):
-    for name in list(os.environ):
-        if name.startswith("DIST_AMP_"):
-            monkeypatch.delenv(name)
+def clean_environment():
+    remove_settings()  # a test before it may have set one
 
 
 @pytest.fixture(autouse=True)
