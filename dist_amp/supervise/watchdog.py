@@ -250,6 +250,7 @@ class Watchdog(AbstractContextManager["Watchdog"]):
         self._failed = threading.Event()
         self._closed = threading.Event()
         self._has_ended = threading.Event()
+        self._silent: list[int] = []  # ranks to kill once they have been named
         self._at_the_end: threading.Thread | None = None
         self._unfinished: dict[Any, float] = {}  # since when: see _blocked_on_gpu
         prefix = f"dist_amp/watchdog/{world.from_main(str(time.time_ns()))}"  # unique to this run
@@ -265,6 +266,7 @@ class Watchdog(AbstractContextManager["Watchdog"]):
 
     def __exit__(self, *error: object) -> None:
         """Stop watching; the thread is left behind if the store does not answer."""
+        self._kill(self._silent)
         if not self._thread.is_alive():
             return
         self._closed.set()
@@ -339,7 +341,11 @@ class Watchdog(AbstractContextManager["Watchdog"]):
             if not self._ends_within(0.0):
                 self._end_hanging(error)
             return
-        if event in (TIMED_OUT, SILENT):  # else a silent rank may be ending by itself
+        # Else a silent rank may be ending by itself.
+        if event in (TIMED_OUT, SILENT) and verdict.silent and not self._failed.is_set():
+            # Named first: once torchrun sees that a rank is dead, it ends this one.
+            with suppress(TimeoutError):  # its disk hangs
+                self._job.status = in_time(REPORT_SECONDS, lambda: self._end(error))
             self._kill(verdict.silent)
         # The main thread gets an error in most cases: a peer that ends closes its connections.
         seconds = self._answer_seconds if verdict.at_fault else min(30.0, self._timeout / 2)
@@ -396,7 +402,7 @@ class Watchdog(AbstractContextManager["Watchdog"]):
                 print(f"rank {self._rank}: {verdict.where}", file=sys.stderr, flush=True)
             return error
         if event == TIMED_OUT:
-            self._kill(verdict.silent)
+            self._silent = verdict.silent
             # The store may end with this process: let the ranks that hang print their stacks.
             hanging = [self._processes[rank] for rank in verdict.hanging]
             is_true_within(self._answer_seconds, lambda: all(each.is_dead for each in hanging))
