@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dist_amp.checkpoint.format import config_at
 from dist_amp.commands.replay import run_at
 from dist_amp.config.text import read_flat
-from dist_amp.diagnostics.consistency import hash_samples, hash_tensor
-from dist_amp.diagnostics.nonfinite import clean_name
+from dist_amp.diagnostics.consistency import hash_samples
+from dist_amp.diagnostics.trace import clean_name, hash_tensor
 from dist_amp.distributed.process import random_state, set_random_state
 from dist_amp.errors import DataError
 from dist_amp.loading.nested import tensors

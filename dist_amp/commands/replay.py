@@ -16,13 +16,12 @@ import bdb
 import math
 import pdb  # noqa: T100 (what --pdb is for)
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
+from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
@@ -37,9 +36,9 @@ from dist_amp.checkpoint.state import load
 from dist_amp.config.auto import SHARDED, accumulation_steps, batch_statistics, pick_cast
 from dist_amp.config.load import collect, load_saved
 from dist_amp.config.text import flat, to_toml
-from dist_amp.data import Indexed
-from dist_amp.diagnostics.nonfinite import NonFinite, class_name, clean_name, unpadded
-from dist_amp.diagnostics.nonfinite_replay import find_in_micro_batches
+from dist_amp.data import Indexed, Padding
+from dist_amp.diagnostics.nonfinite_replay import NonFinite, find_in_micro_batches
+from dist_amp.diagnostics.trace import Event, class_name, clean_name, recorded
 from dist_amp.distributed.process import random_state, set_random_state
 from dist_amp.errors import CheckpointRejected, ConfigError, DataError
 from dist_amp.files import read_rows
@@ -262,69 +261,65 @@ def layout_at(
 # ---- one step
 
 
-@dataclass
-class Layer:
-    """What a module did in a step: over its outputs, and its own parameters' gradients.
+class Layer(NamedTuple):
+    """What the outputs of a module's calls held."""
 
-    The gradients of the model itself are those of all its parameters.
-    """
-
-    kind: str
-    largest: float = 0.0
-    zeros: int = 0
-    nonfinite: int = 0
-    elements: int = 0
-    square: float = 0.0  # of the gradient's norm
-
-    def row(self, name: str) -> list[str]:
-        zeros = 100 * self.zeros / max(1, self.elements)
-        numbers = [f"{self.largest:.3e}", f"{zeros:.1f}", f"{self.nonfinite}"]
-        return [name, self.kind, *numbers, f"{math.sqrt(self.square):.3e}"]
+    largest: float
+    zeros: int
+    nonfinite: int
+    elements: int
 
 
-@contextmanager
-def watched(run: ScriptRun, layers: dict[str, Layer]) -> Iterator[None]:
-    """Inside, a step's outputs and gradients are measured into `layers`, by the module's name."""
-    norm_of = run.parallel.global_grad_norm
-
-    def measured_norm() -> Tensor:
-        norm = norm_of()  # which fills in missing gradients
-        for name, parameter in run.parallel.module.named_parameters():
-            if parameter.grad is not None:
-                scaled = parameter.grad.double() / run.scaler.get_scale()
-                square = float(scaled.square().sum())
-                layers["the model"].square += square
-                if owner := clean_name(name).rpartition(".")[0]:
-                    layers[owner].square += square
-        return norm
-
-    with ExitStack() as hooks:
-        for name, module in run.parallel.module.named_modules():
-            parameters = list(module.parameters(recurse=False))
-            parts = list(module.children())
-            if parameters or not parts or name == "":
-                layer = layers[clean_name(name) or "the model"] = Layer(class_name(module))
-                measure = partial(measure_output, layer)
-                hooks.enter_context(module.register_forward_hook(measure))
-        hooks.enter_context(patch.object(run.parallel, "global_grad_norm", measured_norm))
-        yield
-
-
-def measure_output(
-    layer: Layer,
-    module: nn.Module,
-    inputs: Any,
-    output: Any,
-) -> None:
-    for tensor in tree_leaves(output):
-        if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.numel():
-            values = tensor.detach().float()
+def layer_of(outputs: Sequence[Tensor]) -> Layer:
+    largest = 0.0
+    zeros = nonfinite = elements = 0
+    for tensor in outputs:
+        if tensor.is_floating_point() and tensor.numel():
+            values = tensor.float()
             finite = values[values.isfinite()]
-            layer.nonfinite += values.numel() - finite.numel()
-            layer.zeros += int((finite == 0).sum())
-            layer.elements += values.numel()
+            nonfinite += values.numel() - finite.numel()
+            zeros += int((finite == 0).sum())
+            elements += values.numel()
             if finite.numel():
-                layer.largest = max(layer.largest, float(finite.abs().max()))
+                largest = max(largest, float(finite.abs().max()))
+    return Layer(largest, zeros, nonfinite, elements)
+
+
+def note_gradients(module: nn.Module, squares: dict[str, float], *_: Any) -> None:
+    """Put the square of the norm of each module's own gradients into `squares`."""
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None:
+            owner = clean_name(name).rpartition(".")[0]
+            squares[owner] = squares.get(owner, 0.0) + float(parameter.grad.double().square().sum())
+
+
+def layers_table(
+    module: nn.Module, events: Sequence[Event], squares: Mapping[str, float], norm: float
+) -> list[str]:
+    """A line for each module with parameters or without parts, and for the model.
+
+    squares: of gradients as the optimizer got them, scaled or clipped, which is undone by the
+    model's norm, `norm`.
+    """
+    calls: dict[str, list[Layer]] = defaultdict(list)
+    for event in events:
+        calls[event.module].append(event.values)
+    total = math.sqrt(sum(squares.values()))
+    factor = norm / total if total and math.isfinite(norm / total) else 1.0
+    rows = [["layer", "class", "largest", "zeros %", "not finite", "gradient"]]
+    for name, part in module.named_modules():
+        name = clean_name(name)
+        if name and part._parameters == {} and list(part.children()):
+            continue
+        of_calls = calls[name]
+        largest = max((layer.largest for layer in of_calls), default=0.0)
+        elements = max(1, sum(layer.elements for layer in of_calls))
+        zeros = 100 * sum(layer.zeros for layer in of_calls) / elements
+        nonfinite = sum(layer.nonfinite for layer in of_calls)
+        gradient = factor * math.sqrt(squares.get(name, 0.0)) if name else factor * total
+        numbers = [f"{largest:.3e}", f"{zeros:.1f}", f"{nonfinite}", f"{gradient:.3e}"]
+        rows.append([name or "the model", class_name(part), *numbers])
+    return [f"  {line}" for line in columns(rows, left=2)]
 
 
 def show_step(replay: Replay, options: Any) -> None:
@@ -334,25 +329,31 @@ def show_step(replay: Replay, options: Any) -> None:
     micro_batches = next(run.data)
     indexed = run.data.last_step
     random = random_state(run.world.device)
-    layers: dict[str, Layer] = {}
     scale = run.scaler.get_scale()
-    with watched(run, layers):
-        if options.pdb:
-            stop_before_backward(run, indexed)
-        report = (
-            profiled_step(replay, micro_batches) if options.profile else replay.step(micro_batches)
-        )
+    squares: dict[str, float] = {}
+    module = run.parallel.module
+    task = run.task
+    if options.pdb:
+        run.task = Stopping(run, indexed)  # type: ignore[assignment]
+    note = run.optimizer.register_step_pre_hook(partial(note_gradients, module, squares))
+    with note, recorded(run, layer_of, ["forward"]) as events:
+        if options.profile:
+            report = profiled_step(replay, micro_batches)
+        else:
+            report = replay.step(micro_batches)
+    run.task = task
     print(f"\nstep {run.step}, after {position:,} samples")
     for number, (batch, samples) in enumerate(indexed):
+        content = batch.batch if isinstance(batch, Padding) else batch
         loss = float(report.losses[number])
-        weight = float(torch.as_tensor(run.task.weight(unpadded(batch))))
+        weight = float(torch.as_tensor(task.weight(content)))
         shown = ", ".join(map(str, samples[:16])) + (", ..." if len(samples) > 16 else "")
         print(f"  micro-batch {number}: loss {loss:.6g}, weight {weight:g}, samples {shown}")
-        for text in shown_samples(run.task, unpadded(batch)):
+        for text in shown_samples(task, content):
             print(f"    {text}")
         if options.pictures:
             name = f"replay_step_{run.step}_micro_batch_{number}.png"
-            print(f"    {write_pictures(unpadded(batch), name)}")
+            print(f"    {write_pictures(content, name)}")
     norm = float(report.norm)
     applied = bool(report.applied)
     clip = run.clip
@@ -361,13 +362,11 @@ def show_step(replay: Replay, options: Any) -> None:
         f"  gradient norm {norm:.6g}, clipped by {clip.by} (factor {factor:.4g}), loss scale "
         f"{scale:g}, {'applied' if applied else 'skipped: the norm is not finite'}"
     )
-    header = ["layer", "class", "largest", "zeros %", "not finite", "gradient"]
-    table = columns([header, *(layer.row(name) for name, layer in layers.items())], left=2)
-    print("\n".join(f"  {line}" for line in table))
+    print("\n".join(layers_table(module, events, squares, norm)))
     if not applied:
         with run.parallel.no_side_effects():
             set_random_state(random, run.world.device)
-            fault = find_in_micro_batches(run, run.step, indexed, run.task)
+            fault = find_in_micro_batches(run, run.step, indexed, task)
         print(f"  {fault or 'every micro-batch is finite at a loss scale of 1: the norm is not'}")
     else:
         for report_of_run in read_rows(replay.folder / "nonfinite/reports.jsonl")[0]:
@@ -408,23 +407,29 @@ def write_pictures(batch: Any, name: str) -> str:
     return "no picture: the batch has no tensor of the shape [samples, 1 or 3, height, width]"
 
 
-def stop_before_backward(run: ScriptRun, indexed: Indexed) -> None:
-    """Stop in pdb at each micro-batch's backward, with run, batch, samples and loss at hand."""
-    scale = run.scaler.scale
-    batches = iter(indexed)
+class Stopping:
+    """A task that stops in pdb before each backward, with run, batch, samples and loss at hand."""
 
-    def stop(loss: Tensor) -> Any:
-        batch, samples = next(batches)  # noqa: RUF059 (for the user)
+    def __init__(self, run: ScriptRun, indexed: Indexed):
+        self.task = run.task
+        self._run = run
+        self._samples = iter([samples for _, samples in indexed])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.task, name)
+
+    def loss_sum(self, model: nn.Module, batch: Any) -> Tensor:
+        run = self._run
+        samples = next(self._samples)
+        loss = self.task.loss_sum(model, batch)
         print(
             f"step {run.step + 1}, before the backward of samples {samples}; `batch` is what the "
-            "task gets, `loss` what backward starts from (the sum over the step's weight, not "
-            "scaled), `run.parallel.module` the model; c continues, q ends",
+            "task gets, `loss` what backward starts from (not yet divided by the step's weight, "
+            "nor scaled), `run.parallel.module` the model; c continues, q ends",
             flush=True,
         )
         pdb.set_trace()  # noqa: T100
-        return scale(loss)
-
-    run.scaler.scale = stop  # type: ignore[method-assign, assignment]
+        return loss
 
 
 def profiled_step(replay: Replay, micro_batches: Sequence[Any]) -> StepReport:

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from dist_amp.bit_exact import seed_micro_batch
-from dist_amp.diagnostics.consistency import find_mismatch, hash_samples, hash_tensor
+from dist_amp.diagnostics.consistency import find_mismatch, hash_samples
+from dist_amp.diagnostics.trace import hash_tensor
 from dist_amp.errors import ConfigError, NumericsError, some_of
 from dist_amp.parallel import Parallel
 from dist_amp.run import Run

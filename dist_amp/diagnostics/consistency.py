@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dist_amp.config.auto import batch_statistics
 from dist_amp.data import Padding
+from dist_amp.diagnostics.trace import hash_tensor
 from dist_amp.distributed.process import random_state, set_random_state
 from dist_amp.errors import DataError, NumericsError, some_of
 from dist_amp.loading.loader import load
@@ -30,8 +31,6 @@ CHECK_EVERY = 100  # steps; assumed: it hashes all parameters, in less than a st
 SAMPLED_STEPS = 16  # consecutive steps whose samples are compared between ranks
 SAMPLED_ELEMENTS = 2**16  # of a batch's tensor that are hashed, evenly spread
 COMPARED_SAMPLES = 5  # of each split, at the start
-CHUNK = 2**20  # elements hashed at a time, which bounds the memory it takes
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Consistency(Observer):
@@ -338,28 +337,6 @@ def check_schedule(run: Run, row: LogRow) -> None:
 
 
 # ---- hashes ----
-
-
-def hash_tensor(tensor: Tensor, first: int = 0) -> Tensor:
-    """A hash of a tensor's bits and their order: scalar int64 on its device.
-
-    first: the index of the tensor's first element in the whole tensor that it is a part of; the
-    hashes of the parts add up to the whole's. Each element is mixed with its index by splitmix64's
-    finaliser (Steele et al. 2014, doi:10.1145/2660193.2660195); integers wrap around.
-    """
-    values = tensor.detach().resolve_conj().resolve_neg()
-    if values.is_complex():
-        values = torch.view_as_real(values)
-    bits = values.reshape(-1).view(BITS[values.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for chunk in bits.split(CHUNK):
-        mixed = torch.arange(first + 1, first + 1 + len(chunk), device=bits.device)
-        mixed.mul_(-7046029254386353131).add_(chunk)
-        mixed.bitwise_xor_(mixed >> 30).mul_(-4658895280553007687)
-        mixed.bitwise_xor_(mixed >> 27).mul_(-7723592293110705685)
-        total += mixed.sum()
-        first += len(chunk)
-    return total
 
 
 def hash_samples(micro_batches: Iterable[Any], device: torch.device) -> Tensor:

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dist_amp.diagnostics.consistency import hash_tensor
-from dist_amp.diagnostics.nonfinite import clean_name
+from dist_amp.diagnostics.trace import clean_name, hash_tensor
 from dist_amp.run import Run
 from dist_amp.telemetry.step_report import LogRow, Observer, StepReport
 from dist_amp.world import local

@@ -1,30 +1,247 @@
 """Replay of skipped steps: report the module that caused an inf or nan.
 
-At a log step after a skip, all ranks run that step's micro-batches again, with hooks and a loss
-scale of 1, so that an overflow by fp16's scale alone is not reported.
+At a log step after a skip, all ranks run that step's micro-batches again, recorded, with a loss
+scale of 1, so that an overflow by fp16's scale alone is not reported. In a forward it is the first
+module whose output is not finite while its inputs are; in a backward, the first operation of the
+graph that gets a finite gradient and returns one that is not, and its module.
 
 Docs: docs/debugging.md
 """
 
 import json
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from dist_amp.checkpoint.task_state import without_effects
-from dist_amp.data import Indexed
-from dist_amp.diagnostics.nonfinite import NonFinite, find_nonfinite
+from dist_amp.data import Indexed, Padding
+from dist_amp.diagnostics.trace import TASK, Event, Recorder, call_of
 from dist_amp.distributed.process import random_state, set_random_state
 from dist_amp.errors import in_one_line
+from dist_amp.precision import DTYPES
 from dist_amp.run import Run
-from dist_amp.step import mark_last, weights_of
+from dist_amp.scaling.compile import stance
+from dist_amp.step import loss_of, mark_last, weights_of
 from dist_amp.telemetry.step_report import LogRow, Observer, StepReport
+from dist_amp.world import local
 
 MAX_REPLAYS = 3  # of an interval in fp16, where the loss scale alone explains most skips
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+LISTED = 8  # samples that are shown
+
+
+# ---- what is reported
+
+
+@dataclass(frozen=True)
+class TensorStats:
+    """What a tensor held when it was recorded."""
+
+    what: str
+    dtype: str
+    shape: list[int]
+    nan: int
+    inf: int
+    span: list[float]  # lowest and highest finite value; empty if there is none
+    rows: list[int] = field(default_factory=list)  # of dimension 0, not finite: the first few
+
+    @property
+    def finite(self) -> bool:
+        return not self.nan + self.inf
+
+    def __str__(self) -> str:
+        what = f"{self.what} {self.dtype} {self.shape}"
+        span = "..".join(f"{bound:.6g}" for bound in self.span)
+        if self.finite:
+            return f"{what} {span or 'empty'}"
+        counts = {"nan": self.nan, "inf": self.inf}
+        text = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+        rest = f"finite part {span}" if span else "nothing finite"
+        return f"{what} has {text}, {rest}"
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """The first inf or nan of a step, and where it appeared."""
+
+    phase: Literal["batch", "parameters", "forward", "loss", "backward"]
+    module: str  # "" is the model itself
+    module_class: str
+    tensors: list[TensorStats]  # first what is not finite, then what it was computed from
+    operation: str = ""  # of the backward graph
+    step: int = 0
+    rank: int = 0
+    micro_batch: int = 0
+    samples: list[int] = field(default_factory=list)
+    other_ranks: list[int] = field(default_factory=list)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "NonFinite":
+        """From a line of RUN/nonfinite/reports.jsonl."""
+        return cls(**values | {"tensors": [TensorStats(**stats) for stats in values["tensors"]]})
+
+    @property
+    def where(self) -> str:
+        samples = listed(self.samples)
+        if self.phase in ("batch", "forward"):
+            first = self.tensors[0]
+            by_sample = first.shape[:1] == [len(self.samples)]
+            if by_sample and 0 < len(first.rows) < len(self.samples):
+                samples += f"; not finite: {listed([self.samples[row] for row in first.rows])}"
+        module = self.module
+        if self.module_class:
+            module = f"{module or 'the model'} ({self.module_class})"
+        place = {
+            "batch": "the batch itself",
+            "parameters": f"the parameters of {module}",
+            "loss": module,
+            "forward": f"forward of {module}",
+            "backward": f"backward of {module}, in {self.operation}",
+        }[self.phase]
+        return f"rank {self.rank}, micro-batch {self.micro_batch} (samples {samples}), {place}"
+
+    def __str__(self) -> str:
+        text = f"{self.where}: {'; '.join(map(str, self.tensors))}"
+        if self.other_ranks:
+            text += f"; also on ranks {', '.join(map(str, self.other_ranks))}"
+        return text
+
+
+def listed(samples: Sequence[int]) -> str:
+    shown = list(map(str, samples[:LISTED]))
+    if len(samples) > LISTED:
+        shown.append("...")
+    return ", ".join(shown)
+
+
+def stats_of(values: Sequence[Tensor], what: str = "") -> list[TensorStats]:
+    """Of this rank's part of each floating-point tensor; reads the device."""
+    stats = []
+    for tensor in values:
+        part = local(tensor).detach()
+        # float8 lacks the operations below.
+        if part.layout != torch.strided or not part.is_floating_point() or part.element_size() == 1:
+            continue
+        dtype = DTYPE_NAMES.get(part.dtype, str(part.dtype).removeprefix("torch."))
+        nan = inf = 0
+        rows: list[int] = []
+        span: list[float] = []
+        if part.numel():
+            span = [bound.item() for bound in torch.aminmax(part)]  # allocates nothing
+        if not all(map(math.isfinite, span)):
+            is_finite = part.isfinite()
+            nan, inf = int(part.isnan().sum()), int(part.isinf().sum())
+            finite = part[is_finite]
+            span = [bound.item() for bound in torch.aminmax(finite)] if finite.numel() else []
+            bad_rows = (~is_finite).reshape(*part.shape[:1], -1).any(-1)
+            rows = bad_rows.nonzero().flatten()[: LISTED + 1].tolist()
+        stats.append(TensorStats(what, dtype, list(tensor.shape), nan, inf, span, rows))
+    return stats
+
+
+def bad(stats: Sequence[TensorStats]) -> list[TensorStats]:
+    return [each for each in stats if not each.finite]
+
+
+def named(what: str, stats: Sequence[TensorStats]) -> list[TensorStats]:
+    return [replace(each, what=what) for each in stats]
+
+
+# ---- the first inf or nan of a micro-batch
+
+
+def first_nonfinite(events: Sequence[Event]) -> NonFinite | None:
+    """What made the loss, or a parameter's gradient, not finite; events with `stats_of`."""
+    (loss,) = (event for event in events if event.kind == "loss")
+    spoilt = [event for event in events if event.kind == "gradient" and bad(event.values)]
+    if not (bad(loss.values) or spoilt):
+        return None
+    for event in events:
+        if event.kind == "parameter" and bad(event.values):
+            stats = named(event.name, bad(event.values))
+            return NonFinite("parameters", event.module, event.module_class, stats)
+    if bad(loss.values):
+        calls = [event for event in events if event.kind == "forward"]
+        for call in calls:
+            made = bad(call.values) and not bad(call.inputs)
+            # Unlike a mask's -inf, it is in what every outer call returned.
+            if made and all(bad(outer.values) for outer in call.callers):
+                return NonFinite("forward", call.module, call.module_class, both_of(call))
+        outputs = [each for call in calls[-1:] for each in named("output", call.values)]
+        return NonFinite("loss", TASK, "", named("loss", loss.values) + outputs)
+    for event in events:
+        if event.kind == "backward" and bad(event.values) and not bad(event.inputs):
+            gradients = named("gradient returned", bad(event.values))
+            gradients += named("gradient received", event.inputs)
+            if owner := call_of(event, events):
+                stats = gradients + both_of(owner)
+                return NonFinite("backward", owner.module, owner.module_class, stats, event.name)
+            return NonFinite("backward", TASK, "", gradients, event.name)
+    return None
+
+
+def both_of(call: Event) -> list[TensorStats]:
+    return named("output", call.values) + named("input", call.inputs)
+
+
+def find_nonfinite(run: Run, task: Any, batch: Any, share: Tensor) -> NonFinite | None:
+    """The first inf or nan of a micro-batch's forward and backward, which leaves gradients behind.
+
+    batch: as a step takes it; share: what its loss is multiplied by, scalar float32.
+    """
+    kinds = ("parameter", "forward", "backward", "gradient")
+    recorder = Recorder(task, run.parallel.module, stats_of, kinds, inputs=True)
+    # Compiled code calls no hooks, and anomaly detection would raise before the cause is found.
+    with stance("force_eager"), torch.autograd.set_detect_anomaly(False), recorder:
+        with run.precision.autocast():
+            loss = loss_of(recorder, run.parallel.module, batch, run.world.device)
+        (loss * share).backward()
+    fault = first_nonfinite(recorder.events)
+    if loss.isfinite() and not share.isfinite():
+        stats = stats_of([share], "world_size / weight")
+        fault = NonFinite("loss", "the task's weight", "", stats)
+    if fault is None or fault.phase == "parameters":
+        return fault
+    content = batch.batch if isinstance(batch, Padding) else batch
+    stats = []
+    for path, leaf in tree_flatten_with_path(content)[0]:
+        if isinstance(leaf, Tensor):
+            stats += bad(stats_of([leaf], f"batch{keystr(path)}"))
+    return NonFinite("batch", "", "", stats) if stats else fault
+
+
+def find_in_micro_batches(
+    run: Run, step: int, micro_batches: Indexed, task: Any
+) -> NonFinite | str:
+    """This rank's first fault, or why its replay failed, or ""."""
+    weights = weights_of(task, [batch for batch, _ in micro_batches], run.world.device)
+    share = run.world.world_size / run.world.sum(weights.sum())
+    first: NonFinite | str = ""
+    # A bit-exact run draws random numbers by the step and the micro-batch.
+    steps_taken = run.step
+    run.step = step - 1
+    exact = run.config.parallel.bit_exact
+    for number, (is_last, (batch, samples)) in enumerate(mark_last(micro_batches)):
+        fault = None
+        try:
+            with run.parallel.gradient_sync(is_last or not exact):
+                fault = find_nonfinite(run, task, batch, share)
+        except Exception as error:
+            if run.parallel.sharded:
+                raise  # the other ranks are in a collective of this forward
+            first = first or f"{type(error).__name__}: {error}"
+        run.optimizer.zero_grad(set_to_none=True)
+        if fault is not None and not isinstance(first, NonFinite):
+            at: dict[str, Any] = {"step": step, "rank": run.world.rank, "micro_batch": number}
+            first = replace(fault, **at, samples=list(samples))
+    run.step = steps_taken
+    return first
 
 
 class NonfiniteReplay(Observer):
@@ -46,11 +263,7 @@ class NonfiniteReplay(Observer):
         if self._at_each_step:
             self._random = random_state(run.world.device)
 
-    def after_step(
-        self,
-        report: StepReport,
-        micro_batches: Sequence[Any],
-    ) -> None:
+    def after_step(self, report: StepReport, micro_batches: Sequence[Any]) -> None:
         if self._at_each_step:
             if not report.applied.item():
                 self._replay(self.run.step, self._position)
@@ -81,11 +294,7 @@ class NonfiniteReplay(Observer):
                 return f"; first: step {fault.step}, {fault.where}"
         return ""
 
-    def _replay(
-        self,
-        step: int,
-        position: int,
-    ) -> bool:
+    def _replay(self, step: int, position: int) -> bool:
         """Replay a step on all ranks and report its first inf or nan; return whether it has one."""
         world = self.run.world
         with world.clock.hold("diagnostics"):
@@ -112,11 +321,7 @@ class NonfiniteReplay(Observer):
             self._report(replace(first, other_ranks=others))
         return True
 
-    def _warn_nothing_found(
-        self,
-        step: int,
-        results: list[Any],
-    ) -> None:
+    def _warn_nothing_found(self, step: int, results: list[Any]) -> None:
         warn = self.run.world.warn
         failures = [f"rank {rank}: {why}" for rank, why in enumerate(results) if why]
         if failures:
@@ -144,33 +349,3 @@ class NonfiniteReplay(Observer):
         if key not in self._reported:
             self._reported.add(key)
             run.world.warn(f"step {fault.step} was skipped: on {fault}{look}")
-
-
-def find_in_micro_batches(
-    run: Run, step: int, micro_batches: Indexed, task: Any
-) -> NonFinite | str:
-    """This rank's first fault, or why its replay failed, or ""."""
-    device = run.world.device
-    weights = weights_of(task, [batch for batch, _ in micro_batches], device)
-    share = run.world.world_size / run.world.sum(weights.sum())
-    first: NonFinite | str = ""
-    # A bit-exact run draws random numbers by the step and the micro-batch.
-    taken = run.step
-    run.step = step - 1
-    exact = run.config.parallel.bit_exact
-    for number, (is_last, (batch, samples)) in enumerate(mark_last(micro_batches)):
-        fault = None
-        try:
-            with run.parallel.gradient_sync(is_last or not exact):
-                module = run.parallel.module
-                fault = find_nonfinite(task, module, batch, share, run.precision)
-        except Exception as error:
-            if run.parallel.sharded:
-                raise  # the other ranks are in a collective of this forward
-            first = first or f"{type(error).__name__}: {error}"
-        run.optimizer.zero_grad(set_to_none=True)
-        if fault is not None and not isinstance(first, NonFinite):
-            at: dict[str, Any] = {"step": step, "rank": run.world.rank, "micro_batch": number}
-            first = replace(fault, **at, samples=list(samples))
-    run.step = taken
-    return first

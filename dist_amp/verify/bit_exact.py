@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from dist_amp.bit_exact import check_ranks
 from dist_amp.config.load import load_config
 from dist_amp.data import Padding
-from dist_amp.diagnostics import consistency
-from dist_amp.diagnostics.nonfinite import class_name, clean_name
+from dist_amp.diagnostics import trace
+from dist_amp.diagnostics.trace import class_name, clean_name
 from dist_amp.errors import ConfigError
 from dist_amp.loading.nested import tensors
 from dist_amp.run import Run, build_run
@@ -195,7 +195,7 @@ def hash_output(
 
 def hash_tensor(tensor: Tensor) -> str:
     """Of the whole tensor; a collective if it is sharded."""
-    return str(consistency.hash_tensor(full(tensor)).item())
+    return str(trace.hash_tensor(full(tensor)).item())
 
 
 def first_difference(expected: Sequence[Hashes], hashes: Sequence[Hashes]) -> str:

@@ -16,7 +16,7 @@ from tiny import Tiny, make_run, parameters_of
 from dist_amp.config.load import load_config
 from dist_amp.diagnostics import audit
 from dist_amp.diagnostics.audit import Audit, check_settings, choose, verdict
-from dist_amp.diagnostics.consistency import BITS
+from dist_amp.diagnostics.trace import BITS
 from dist_amp.errors import ConfigError, NumericsError
 from dist_amp.step import train_step
 from dist_amp.world import World, local

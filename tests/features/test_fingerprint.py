@@ -8,8 +8,8 @@ from ranks import on_ranks
 from tiny import Overflow, Tiny, make_run, take_steps
 
 from dist_amp.config.load import load_config
-from dist_amp.diagnostics.consistency import hash_tensor
 from dist_amp.diagnostics.fingerprint import MAX_GROUPS, Fingerprint, group_names
+from dist_amp.diagnostics.trace import hash_tensor
 from dist_amp.errors import ConfigError
 from dist_amp.step import train_step
 from dist_amp.world import World

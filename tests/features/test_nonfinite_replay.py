@@ -11,8 +11,7 @@ from ranks import on_ranks
 from tiny import Overflow, Tiny, log_row, make_run
 from torch import nn
 
-from dist_amp.diagnostics.nonfinite import NonFinite
-from dist_amp.diagnostics.nonfinite_replay import NonfiniteReplay
+from dist_amp.diagnostics.nonfinite_replay import NonFinite, NonfiniteReplay
 from dist_amp.step import train_step
 from dist_amp.world import World, local
 

@@ -71,7 +71,7 @@ AS_GOOD_AS_PUBLIC = ("torch.utils._pytree", "torch.utils._python_dispatch")
 PRIVATE = {
     "checkpoint.allow_list": "DCP's memory formats, allow-listed for the unpickler",
     "commands.simulation": "tensors without memory, and a process group without ranks",
-    "diagnostics.nonfinite": "the sequence numbers of the autograd graph",
+    "diagnostics.trace": "the sequence numbers of the autograd graph",
     "diagnostics.profiling": "the allocator's history and snapshot",
     "distributed.flight_recorder": "c10d's record of collectives",
     "distributed.process_group": "c10d's time-outs, abort and store",

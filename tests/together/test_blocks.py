@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dist_amp.diagnostics.nonfinite import find_nonfinite
+from dist_amp.diagnostics.nonfinite_replay import find_nonfinite
 from dist_amp.errors import ConfigError
 from dist_amp.scaling import compile as compiling
 from dist_amp.scaling.compile import check_compile, stance
@@ -248,9 +248,7 @@ def first_fault(world, words):
     run = make_run(world, Spoilt(), *FP32, *words)
     take_steps(run, 1)  # it is compiled by now
     with run.parallel.gradient_sync(True):
-        return find_nonfinite(
-            run.task, run.parallel.module, next(run.data)[0], torch.ones(()), run.precision
-        )
+        return find_nonfinite(run, run.task, next(run.data)[0], torch.ones(()))
 
 
 def test_a_replay_sees_into_compiled_and_recomputed_blocks():

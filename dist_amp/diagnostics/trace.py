@@ -1,0 +1,307 @@
+"""What a forward and backward compute, event by event, to be compared or judged.
+
+`Recorder` is a task around the user's task. While its `loss_sum` runs, hooks on the modules note
+what they return, and a dispatch mode what operations do. Then hooks on the graph of the loss note,
+while backward runs, what each of its nodes returns and what arrives at each parameter: the gradient
+of this micro-batch on this rank, before it is reduced. `look` says what is kept of the tensors:
+hashes, statistics, dtypes. What activation checkpointing computes again lies outside of `loss_sum`,
+and is no event. A compiled block is one call, unless it runs under `stance("force_eager")`. No
+value is changed, and afterwards no hook is left.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dist_amp.loading.nested import tensors
+from dist_amp.step import Run
+
+Kind = Literal["parameter", "forward", "op", "loss", "backward", "gradient"]
+Look = Callable[[list[Tensor]], Any]
+
+TASK = "the task's loss_sum"  # in place of a module, where none runs
+LEAF = "torch::autograd::AccumulateGrad"
+CHUNK = 2**20  # elements hashed at a time, which bounds the memory it takes
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+# The number that autograd will give to the next node of the graph; it has no public name.
+sequence_number = torch._C._autograd._get_sequence_nr
+
+
+@dataclass(eq=False)
+class Event:
+    """Something that was computed, and what `look` kept of it."""
+
+    kind: Kind
+    module: str  # by its name in the user's model, which is "" for the model itself
+    values: Any  # of what it returned, or of the parameter, loss or gradient
+    name: str = ""  # of the parameter, the operation, or the node of the backward graph
+    inputs: Any = None  # of what it was computed from, if that is recorded
+    micro_batch: int = 0  # counting calls of loss_sum; -1 for a parameter, before the first
+    module_class: str = ""
+    callers: Sequence["Event"] = ()  # the calls of modules that a forward is inside of
+    nodes: range = field(default_factory=lambda: range(0))  # of the backward graph, by number
+
+    @property
+    def label(self) -> str:
+        """The module's name and class."""
+        if not self.module_class:
+            return self.module
+        return f"{self.module or 'the model'} ({self.module_class})"
+
+
+class Recorder:
+    """A task whose loss_sum is recorded. kinds: what of; a loss always is."""
+
+    def __init__(
+        self, task: Any, model: nn.Module, look: Look, kinds: Collection[str], inputs: bool = False
+    ):
+        """inputs: whether to look at what modules, operations and nodes get, too."""
+        self.task = task
+        self.events: list[Event] = []
+        self._model = model
+        self._look = look
+        self._kinds = kinds
+        self._with_inputs = inputs
+        self._micro_batch = -1  # before the first call of loss_sum
+        self._is_on = False
+        self._running: list[Event] = []  # calls of modules, innermost last
+        self._names: dict[int, str] = {}  # of parameters, by id
+        self._hooks = ExitStack()
+        self._graph_hooks = ExitStack()  # of one micro-batch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.task, name)
+
+    def __enter__(self) -> Self:
+        for name, parameter in self._model.named_parameters():
+            self._names[id(parameter)] = clean_name(name)
+            if "parameter" in self._kinds:
+                owner = name.rpartition(".")[0]
+                self._add("parameter", clean_name(owner), [parameter], clean_name(name))
+                self.events[-1].module_class = class_name(self._model.get_submodule(owner))
+        module: nn.Module
+        for name, module in self._model.named_modules():
+            if isinstance(module, FSDPModule):
+                self._hooks.enter_context(
+                    module.register_forward_pre_hook(partial(self._name_parameters, name))
+                )
+            if "forward" in self._kinds or "op" in self._kinds:
+                enter = partial(self._enter, clean_name(name))
+                self._hooks.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
+                self._hooks.enter_context(
+                    module.register_forward_hook(self._leave, always_call=True)
+                )
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._graph_hooks.close()
+        self._hooks.close()
+
+    def loss_sum(self, model: nn.Module, batch: Any) -> Tensor:
+        self._micro_batch += 1
+        self._graph_hooks.close()
+        with ExitStack() as contexts:
+            if "op" in self._kinds:
+                contexts.enter_context(Operations(self._operation))
+            self._is_on = True
+            try:
+                loss = self.task.loss_sum(model, batch)
+            finally:
+                self._is_on = False
+                self._running.clear()
+        self._add("loss", TASK, loss)
+        self._watch_backward(getattr(loss, "grad_fn", None))
+        return loss
+
+    def _add(
+        self, kind: Kind, module: str, content: Any, name: str = "", inputs: Any = None
+    ) -> None:
+        values = self._seen(content)
+        inputs = self._seen(inputs) if self._with_inputs else None
+        self.events.append(Event(kind, module, values, name, inputs, self._micro_batch))
+
+    def _seen(self, content: Any) -> Any:
+        before, self._is_on = self._is_on, False  # what `look` computes is no operation
+        with torch.no_grad():
+            values = self._look([tensor.detach() for tensor in tensors(content)])
+        self._is_on = before
+        return values
+
+    # ---- forward
+
+    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        # A compiler that looks into a block sees hooks that do nothing.
+        if not torch.compiler.is_compiling() and self._is_on:
+            call = Event("forward", name, None, callers=list(self._running))
+            call.micro_batch = self._micro_batch
+            call.module_class = class_name(module)
+            if self._with_inputs:  # before an in-place module overwrites them
+                call.inputs = self._seen((args, kwargs))
+            call.nodes = range(sequence_number(), 0)
+            self._running.append(call)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling() and self._is_on:
+            call = self._running.pop()
+            call.nodes = range(call.nodes.start, sequence_number())
+            call.values = self._seen(output)
+            if "forward" in self._kinds:
+                self.events.append(call)
+
+    def _operation(self, name: str, inputs: Any, output: Any) -> None:
+        if self._is_on:
+            module = self._running[-1].module if self._running else TASK
+            self._add("op", module, output, name, inputs)
+
+    def _name_parameters(self, prefix: str, module: nn.Module, args: Any) -> None:
+        """FSDP2 gathers a unit's parameters, as other tensors, right before its forward."""
+        for name, parameter in module.named_parameters(prefix):
+            self._names[id(parameter)] = clean_name(name)
+
+    # ---- backward
+
+    def _watch_backward(self, node: Any) -> None:
+        seen: set[Any] = set()
+        ahead = [node]
+        while ahead:
+            node = ahead.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            ahead += [following for following, _ in node.next_functions]
+            if node.name() == LEAF:
+                name = self._names.get(id(node.variable))
+                if name and "gradient" in self._kinds:
+                    arrive = partial(self._arrive, name)
+                    self._graph_hooks.callback(node.register_prehook(arrive).remove)
+            elif "backward" in self._kinds:
+                note = partial(self._node, node.name(), node._sequence_nr())
+                self._graph_hooks.callback(node.register_hook(note).remove)
+
+    def _node(self, name: str, number: int, returned: Any, received: Any) -> None:
+        self._add("backward", TASK, returned, name, received)
+        self.events[-1].nodes = range(number, number + 1)
+
+    def _arrive(self, name: str, gradients: Any) -> None:
+        self._add("gradient", name.rpartition(".")[0], gradients, name)
+
+
+class Operations(TorchDispatchMode):
+    """Calls note(name, inputs, output) after each operation that computes something."""
+
+    def __init__(self, note: Callable[[str, Any, Any], None]):
+        super().__init__()
+        self._note = note
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        output = function(*args, **(kwargs or {}))
+        if not function.is_view:
+            self._note(str(function.overloadpacket), (args, kwargs), output)
+        return output
+
+
+@contextmanager
+def recorded(
+    run: Run, look: Look, kinds: Collection[str], inputs: bool = False
+) -> Iterator[list[Event]]:
+    """Record the micro-batches of `run` inside; they are steps as ever. Arguments: see Recorder."""
+    task = run.task
+    with Recorder(task, run.parallel.module, look, kinds, inputs) as recorder:
+        run.task = recorder  # type: ignore[assignment]
+        try:
+            yield recorder.events
+        finally:
+            run.task = task
+
+
+# ---- what events say
+
+
+def call_of(event: Event, events: Iterable[Event]) -> Event | None:
+    """The innermost call of a module that made this node of the backward graph."""
+    calls = (call for call in events if call.kind == "forward")
+    return next((call for call in calls if event.nodes.start in call.nodes), None)
+
+
+def unequal(a: Any, b: Any) -> float:
+    return float(a != b)
+
+
+def first_difference(
+    a: Iterable[Event],
+    b: Iterable[Event],
+    error: Callable[[Any, Any], float] = unequal,
+    tolerance: float = 0.0,
+) -> tuple[Event, Event] | None:
+    """The first event whose values differ though its inputs do not, in `a` and in `b`.
+
+    An event's counterpart has the same kind, module and name, and is the nth of these in its
+    micro-batch too. What only one side has is left out: a rank's idle expert, another operation.
+    """
+    counterparts: dict[tuple[Any, ...], deque[Event]] = defaultdict(deque)
+    for event in b:
+        counterparts[event.kind, event.micro_batch, event.module, event.name].append(event)
+    for event in a:
+        if same := counterparts[event.kind, event.micro_batch, event.module, event.name]:
+            other = same.popleft()
+            from_the_same = error(event.inputs, other.inputs) <= tolerance
+            if from_the_same and error(event.values, other.values) > tolerance:
+                return event, other
+    return None
+
+
+def clean_name(name: str) -> str:
+    """A module's or parameter's name in the user's model, without the parts that wrappers add."""
+    parts = name.split(".")
+    return ".".join(p for p in parts if p not in ("_checkpoint_wrapped_module", "_orig_mod"))
+
+
+def class_name(module: nn.Module) -> str:
+    """The class in the user's code: FSDP derives another."""
+    return next(cls.__name__ for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
+
+
+# ---- hashes
+
+
+def hash_tensor(tensor: Tensor, first: int = 0) -> Tensor:
+    """A hash of a tensor's bits and their order: scalar int64 on its device.
+
+    first: the index of the tensor's first element in the whole tensor that it is a part of; the
+    hashes of the parts add up to the whole's. Each element is mixed with its index by splitmix64's
+    finaliser (Steele et al. 2014, doi:10.1145/2660193.2660195); integers wrap around.
+    """
+    values = tensor.detach().resolve_conj().resolve_neg()
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    bits = values.reshape(-1).view(BITS[values.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for chunk in bits.split(CHUNK):
+        mixed = torch.arange(first + 1, first + 1 + len(chunk), device=bits.device)
+        mixed.mul_(-7046029254386353131).add_(chunk)
+        mixed.bitwise_xor_(mixed >> 30).mul_(-4658895280553007687)
+        mixed.bitwise_xor_(mixed >> 27).mul_(-7723592293110705685)
+        total += mixed.sum()
+        first += len(chunk)
+    return total
+
+
+def hash_of(parts: Iterable[Tensor]) -> int:
+    """One hash of several tensors and their order; sparse and nested ones are left out."""
+    total = 0
+    for number, tensor in enumerate(parts):
+        if tensor.layout == torch.strided and not tensor.is_nested:
+            # Times an odd number, so that exchanged tensors are noticed.
+            total += int(hash_tensor(tensor)) * (2 * number + 1)
+    return total % 2**64

@@ -1,0 +1,126 @@
+"""What a forward and backward compute is recorded in every layout, and nothing is changed by it."""
+
+from collections import Counter
+
+import pytest
+import torch
+from ranks import on_ranks
+from tiny import Tiny, make_run, parameters_of, take_steps
+from torch import nn
+
+from dist_amp.diagnostics.trace import Recorder, first_difference, hash_of, recorded
+from dist_amp.world import World
+
+KINDS = ("parameter", "forward", "loss", "backward", "gradient", "op")
+FP32 = ["--use_amp", "false", "--train.micro_batch_size", 4, "--train.accumulation_steps", 2]
+FULL = ["--parallel.activation_checkpointing", "full"]
+COMPILED = ["--compile.blocks", "true", "--compile.mode", "eager"]
+
+
+class Twice(nn.Module):
+    """Calls a layer that it shares two times."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.head(self.shared(self.shared(x).tanh()))
+
+
+class Shares(Tiny):
+    def build_model(self):
+        return Twice()
+
+
+def trace_of(world, task, kinds, *words):
+    """(events of a step, the parameters after it)."""
+    run = make_run(world, task, *FP32, *words)
+    with recorded(run, hash_of, kinds) as events:
+        take_steps(run, 1)
+    for module in run.parallel.module.modules():
+        assert not [hook for hook in module._forward_hooks.values() if "Recorder" in str(hook)]
+    return events, parameters_of(run)
+
+
+def test_events_come_in_the_order_of_the_computation_and_each_call_of_a_module_is_one():
+    events, _ = trace_of(World(), Shares(), KINDS)
+    first = [event for event in events if event.micro_batch < 1 and event.kind != "op"]
+    order = list(dict.fromkeys(event.kind for event in first))
+    assert order == ["parameter", "forward", "loss", "backward", "gradient"]
+    calls = [event.module for event in first if event.kind == "forward"]
+    assert calls == ["shared", "shared", "head", ""]
+    gradients = [event.name for event in first if event.kind == "gradient"]
+    assert sorted(gradients) == ["head.bias", "head.weight", "shared.bias", "shared.weight"]
+    products = [event.module for event in events if event.name == "aten.addmm"]
+    assert products == ["shared", "shared", "head"] * 2
+    assert Counter(event.kind for event in events)["loss"] == 2
+
+
+def test_a_recorded_step_has_the_bits_of_one_that_is_not():
+    run = make_run(World(), Shares(), *FP32)
+    take_steps(run, 1)
+    _, recorded_parameters = trace_of(World(), Shares(), KINDS)
+    for name, parameter in parameters_of(run).items():
+        assert torch.equal(parameter, recorded_parameters[name]), name
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [(1, FULL), (2, ["--parallel.strategy", "fsdp"]), (4, ["--parallel.strategy", "hsdp", *FULL])],
+)
+def test_sharded_and_recomputed_modules_have_the_events_of_whole_ones(ranks, words):
+    """Gradients are those of a rank's micro-batch before they are reduced, and so the same."""
+    kinds = ("forward", "loss", "gradient")
+    plain = ["--parallel.strategy", "single" if ranks == 1 else "ddp"]
+    expected = on_ranks(ranks, trace_of, Tiny(), kinds, *plain)
+    for (events, _), (events_here, _) in zip(
+        expected, on_ranks(ranks, trace_of, Tiny(), kinds, *words), strict=True
+    ):
+        assert len(events) == len(events_here) == 2 * (8 + 1 + 6)
+        assert first_difference(events, events_here) is None
+        assert first_difference(events_here, events) is None
+
+
+def test_a_compiled_block_is_one_call_and_stays_compiled(capsys):
+    events, _ = trace_of(World(), Tiny(), ("forward", "gradient"), *COMPILED)
+    names = [event.module for event in events if event.kind == "forward" and not event.micro_batch]
+    assert names == ["0", "1", "2", ""]
+    assert sum(event.kind == "gradient" for event in events) == 2 * 6
+    assert "compiled in parts" not in capsys.readouterr().err
+
+
+def test_the_first_event_whose_values_differ_though_its_inputs_do_not_is_named():
+    traces = []
+    for factor in (1.0, 1.5):
+        model = Twice()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.1)
+            model.head.weight.mul_(factor)
+        recorder = Recorder(Tiny(), model, hash_of, ("forward", "op"), inputs=True)
+        batch = {"x": torch.ones(4, 8), "y": torch.zeros(4), "counts": torch.ones(4)}
+        with recorder:
+            recorder.loss_sum(model, batch)
+        traces.append(recorder.events)
+    calls = [[event for event in events if event.kind == "forward"] for events in traces]
+    a, b = first_difference(*calls)
+    assert (a.module, b.module) == ("head", "head")
+    assert first_difference(calls[0], calls[0]) is None
+
+
+class Shift(nn.Module):
+    def forward(self, x):
+        return x + 1e-3
+
+
+def test_a_model_of_ten_thousand_modules_is_recorded():
+    model = nn.Sequential(nn.Linear(8, 1), *[Shift() for _ in range(10_000)])
+    batch = {"x": torch.ones(4, 8), "y": torch.zeros(4), "counts": torch.ones(4)}
+    with Recorder(Tiny(), model, len, ("forward", "backward", "gradient")) as recorder:
+        recorder.loss_sum(model, batch).backward()
+    counts = Counter(event.kind for event in recorder.events)
+    assert counts["forward"] == 10_002
+    assert counts["backward"] > 10_000
+    assert counts["gradient"] == 2
