@@ -3,7 +3,7 @@ and loss in every precision.
 
 mlp        three linear layers of 4096 (examples/mlp.py): matrix products; also by batch size, and
            in float32 with the loss scaler
-sinusoid   1 x 1 convolutions that draw a picture of 512 x 512: memory traffic
+sinusoid   1 x 1 convolutions that draw a picture (examples/sinusoid.py): memory traffic
 cnn        two convolutions on 3 x 32 x 32 (examples/cnn.py): small operations
 linear     10 numbers to 1 (examples/linear.py): nothing but overhead
 gpt        a GPT of 124 M parameters: mostly matrix products
@@ -51,7 +51,6 @@ from dist_amp.run import Run, build_run
 from dist_amp.settings import RunConfig
 from dist_amp.step import train_step
 from dist_amp.supervise.command_line import Parser
-from dist_amp.tasks.sinusoid import Sinusoid
 from dist_amp.telemetry.metrics import memory_use
 from dist_amp.verify.dtypes import dtype_report
 from dist_amp.world import start
@@ -112,7 +111,7 @@ ALL = (
     ),
     Experiment(
         "sinusoid",
-        "--task.target dist_amp.tasks.sinusoid:Sinusoid --task.args.size 512 --task.args.crop 512 "
+        "--task.target examples/sinusoid.py:Sinusoid --task.args.size 512 --task.args.crop 512 "
         "--task.args.crops 1 --train.steps 512 --train.micro_batch_size 1 --train.clip_by off "
         f"--optim.lr 0.001 {PLAIN}",
         "--task.args.size 32 --task.args.crop 32 --task.args.width 64 --task.args.frequencies 1 "
@@ -235,7 +234,7 @@ def measure(bench: Bench, experiment: Experiment, result: dict[str, Any], drawn:
                 raise
             absent[name] = {"note": harness.note_of(error)}
             continue
-        if isinstance(task, Sinusoid):
+        if experiment.name == "sinusoid":
             with torch.no_grad(), run.precision.autocast():
                 drawn[name] = task.sample(run.parallel.module)[0]
         del run

@@ -131,7 +131,7 @@ RUNS = "RUN A B RUN_A RUN_B runs/a runs/b runs/20260131T093000Z-1f6b2c".split()
 
 # Words added to the commands that match, for less work; of equal options the last one counts.
 TRAINS = r".*(dist_amp[. ](train|launch|demo)\b(?!.*--help| -m)|launch/(demo|one_node)\.sh)"
-OTHER_TASK = "my_file|hf_finetune|images|sinusoid"
+OTHER_TASK = "my_file|hf_finetune|images|examples/"
 SMALL_GPT = "--task.args.width 32 --task.args.layers 1 --task.args.heads 2 --task.args.context 32"
 LESS_WORK = {
     TRAINS: "--train.steps 4 --train.micro_batch_size 2 --eval.batches 1",

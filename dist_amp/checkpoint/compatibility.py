@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from dist_amp.checkpoint.format import CONFIG, Manifest, fetch_missing, read_manifest
 from dist_amp.config.auto import accumulation_steps
-from dist_amp.config.task_class import GIVEN
+from dist_amp.config.task_class import GIVEN, new_target
 from dist_amp.config.text import flat, to_toml
 from dist_amp.data import Batches
 from dist_amp.distributed.process import random_state, set_random_state
@@ -121,6 +121,7 @@ def settings_of(path: Path, config: Config) -> dict[str, Any]:
         raise DataError(
             f"{path / CONFIG} can't be read: {first_line(error)}; restore it from a backup"
         ) from None
+    saved["task.target"] = new_target(saved.get("task.target", ""))
     named_by_user: tuple[str, ...] = ("data.sources.", "task.")
     known = flat(to_toml(config)).keys()
     for key in saved.keys() - known:

@@ -21,7 +21,7 @@ from dist_amp.errors import ConfigError, nearest_name
 
 EXAMPLES = """\
 examples:
-  dist_amp train --config sinusoid                                  one process
+  dist_amp train --config debug                                     one process
   dist_amp launch --task.target my_file:MyTask --run.dir runs/mine  all GPUs, or two CPU processes
   dist_amp train --help optim                   a section of the settings below, or those on a word
 """

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import re
 import sys
 from collections.abc import Mapping
 from copy import deepcopy
@@ -49,6 +50,11 @@ def find_task(target: str) -> type:
                 f"task.target={target} lacks the method {method}; add `def {signature}`"
             )
     return cls
+
+
+def new_target(target: str) -> str:
+    """The name of a task that earlier versions had in the package, now in the clone's examples."""
+    return re.sub(r"^dist_amp.tasks.(sinusoid|preference|image_text):", r"examples/\1.py:", target)
 
 
 def check_saved_target(target: str, folder: Path) -> None:
@@ -127,6 +133,9 @@ def import_problem(error: BaseException, target: str, folder: str) -> str:
             f"build_run; name its class and its arguments, as --task.target my_file:{name} "
             "--task.args.NAME VALUE"
         )
+    if (now := new_target(target)) != target:
+        what = f"task.target={target} is no longer in the package but a file to copy"
+        return f"{what}: give --task.target {now}, in a clone, or your copy's path"
     fix = "fix it"
     if isinstance(error, ModuleNotFoundError):
         fix = f"install it, or check the path: {folder} was searched too"

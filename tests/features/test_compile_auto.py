@@ -155,7 +155,7 @@ sys.exit(code)
 
 @pytest.mark.slow
 def test_a_resumed_run_finds_its_compiled_code_beside_the_runs(tmp_path):
-    words = ["--task.target", "dist_amp.tasks.sinusoid:Sinusoid", "--eval.every", "off"]
+    words = ["--task.target", "tiny:Tiny", "--eval.every", "off"]
     out, counted = trained(tmp_path / "run", *words, "--train.steps", "2")
     assert counted["fxgraph_cache_miss"]
     assert not counted.get("fxgraph_cache_hit")

@@ -14,7 +14,6 @@ GPT = "--task.args.context 32 --task.args.width 32 --task.args.sample_bytes 8"
 REDUCED = {
     "gpt_124m": "--train.global_batch_size 16 --task.args.context 16 --task.args.width 24 "
     "--task.args.layers 2 --task.args.vocabulary 256 --task.args.sample_bytes 8",
-    "sinusoid": "",
     "images": "",
     "hf_finetune": "--task.args.sample_tokens 3",
 }

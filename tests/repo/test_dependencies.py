@@ -15,7 +15,7 @@ from conftest import ROOT
 DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "pynvml": "nvidia-ml-py"}
 # Which extra each optional module is for.
 NEEDS_EXTRA = {
-    "hf": "hf_causal_lm hf_classification huggingface image_text preference".split(),
+    "hf": "hf_causal_lm hf_classification huggingface".split(),
     "images": ["labelled_images"],
 }
 # Where an extra's package is imported by a function that says what to install.

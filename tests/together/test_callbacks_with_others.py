@@ -17,7 +17,6 @@ from dist_amp.supervise.callbacks import misspelt_methods, train_metrics
 from dist_amp.tasks.causal_lm import CausalLM
 from dist_amp.tasks.hf_causal_lm import HFCausalLM
 from dist_amp.tasks.hf_classification import HFClassification
-from dist_amp.tasks.sinusoid import Sinusoid
 from dist_amp.world import World
 
 
@@ -62,7 +61,7 @@ class Helpers(Tiny):
 
 def test_helpers_of_a_task_are_not_warned_of():
     assert misspelt_methods(Helpers()) == {}
-    for kind in (CausalLM, Sinusoid, HFCausalLM, HFClassification):
+    for kind in (CausalLM, HFCausalLM, HFClassification):
         assert misspelt_methods(kind.__new__(kind)) == {}
 
 

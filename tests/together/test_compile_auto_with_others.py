@@ -8,6 +8,7 @@ import test_compile_auto
 import tiny_hf
 import torch
 import torch._dynamo
+from conftest import ROOT
 from test_compile_auto import (
     nothing_compiled_yet,  # noqa: F401
     picked,
@@ -78,7 +79,7 @@ def classifier(folder):
 def preference(folder):
     tiny_hf.make_model(folder, "llama")
     row = {"prompt": "say", "chosen": "abab", "rejected": "ba"}
-    return ["dist_amp.tasks.preference:DPO"], [row] * 64
+    return [f"{ROOT}/examples/preference.py:DPO"], [row] * 64
 
 
 QUICK = [("llama", "best_fit"), ("gpt2", "off"), ("gemma", "off")]
@@ -110,7 +111,7 @@ def test_the_tasks_of_transformers_have_no_graph_break(make, tmp_path, capsys):
 @pytest.mark.parametrize(
     "target",
     [
-        "dist_amp.tasks.sinusoid:Sinusoid",
+        f"{ROOT}/examples/sinusoid.py:Sinusoid",
         "dist_amp.tasks.image_classification:ImageClassification",
         "dist_amp.tasks.causal_lm:CausalLM",
     ],

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from conftest import ROOT
 from reference import reference
 from test_config import load, values
 
@@ -16,7 +17,7 @@ def test_a_command_line_may_be_written_in_several_ways():
     assert not load("--use-amp=false").precision.use_amp
     for word in ("true", "True"):
         assert load("--precision.tf32", word).precision.tf32
-    target = ("--task.target", "dist_amp.tasks.sinusoid:Sinusoid")
+    target = ("--task.target", f"{ROOT}/examples/sinusoid.py:Sinusoid")
     assert load(*target, "--task.args.frequencies", "-4", "2").task.args.frequencies == (-4, 2)
 
 

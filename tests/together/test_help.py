@@ -68,7 +68,7 @@ def test_trains_help_begins_with_three_examples_and_the_options_that_are_no_keys
 
 @pytest.mark.parametrize("section", ["optim", "precision.scaler", "task.args"])
 def test_help_of_a_section_shows_its_keys_alone_also_of_the_task_that_is_given(section, capsys):
-    task = ["--task.target", "dist_amp.tasks.sinusoid:Sinusoid"]
+    task = ["--task.target", f"{ROOT}/examples/sinusoid.py:Sinusoid"]
     assert train([*task, "--help", section]) == 0
     out = capsys.readouterr().out
     options = [line.split()[0] for line in out.splitlines() if re.match("  --[a-z]", line)]
@@ -95,7 +95,7 @@ def test_a_section_that_is_not_there_is_named_with_the_nearest(capsys):
     ],
 )
 def test_help_of_a_word_shows_the_settings_whose_name_or_meaning_has_it(word, first, also, capsys):
-    task = ["--task.target", "dist_amp.tasks.sinusoid:Sinusoid"]
+    task = ["--task.target", f"{ROOT}/examples/sinusoid.py:Sinusoid"]
     assert train([*task, "--help", word]) == 0
     out = capsys.readouterr().out
     assert out.strip().startswith(first)

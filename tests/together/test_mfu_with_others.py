@@ -13,7 +13,6 @@ from dist_amp.settings import DataConfig
 from dist_amp.supervise.banner import closing_table
 from dist_amp.supervise.lifecycle import write_summary
 from dist_amp.tasks.causal_lm import CausalLM
-from dist_amp.tasks.sinusoid import Sinusoid
 from dist_amp.telemetry.console import columns
 from dist_amp.telemetry.mfu import count_flops, flops_per_item
 from dist_amp.world import World
@@ -25,18 +24,11 @@ def of_a_text(**shape):
     return task, {"input_ids": tokens, "labels": tokens}
 
 
-def of_a_picture(**shape):
-    task = Sinusoid(size=64, **shape)
-    coordinates, levels = (torch.zeros(2, n, task.crop, task.crop, device="meta") for n in (2, 1))
-    return task, {"coordinates": coordinates, "levels": levels}
-
-
 @pytest.mark.parametrize(
     ("task", "batch"),
     [
         of_a_text(tied=False, vocabulary=300),
         of_a_text(context=1024, width=768, layers=12, heads=12, vocabulary=50304),
-        of_a_picture(crop=16, width=3, hidden_layers=5),
     ],
 )
 def test_a_tasks_flops_per_item_are_those_that_the_counter_of_torch_counts(task, batch):

@@ -4,12 +4,12 @@ from test_schema import problems
 
 from dist_amp.commands.schema import json_schema
 from dist_amp.config.load import schema
-from dist_amp.tasks.sinusoid import Sinusoid
+from examples.sinusoid import Sinusoid
 
 
 def test_the_arguments_of_a_task_are_checked_if_it_is_named():
     of_task = json_schema(schema(Sinusoid))
-    arguments = '[task]\ntarget = "dist_amp.tasks.sinusoid:Sinusoid"\n[task.args]\n'
+    arguments = '[task]\ntarget = "examples/sinusoid.py:Sinusoid"\n[task.args]\n'
     assert problems(arguments + "hidden_layers = 8", of_task) == []
     (said,) = problems(arguments + "hidden_layer = 8", of_task)
     assert "hidden_layer" in said

@@ -169,10 +169,11 @@ def test_after_a_full_disk_values_are_written_again(tmp_path, monkeypatch):
 
 
 def test_the_code_of_a_task_is_in_its_files_folder_or_the_current_one_if_ours_or_a_notebooks():
-    from dist_amp.tasks.sinusoid import Sinusoid
+    from dist_amp.settings import DataConfig
+    from dist_amp.tasks.causal_lm import CausalLM
 
     assert code_folder(source_of(Tiny())) == Path(__file__).parents[1]
-    assert code_folder(source_of(Sinusoid())) == Path.cwd()
+    assert code_folder(source_of(CausalLM(DataConfig()))) == Path.cwd()
     in_a_notebook = type("Defined", (), {"__module__": "__main__"})()
     assert code_folder(source_of(in_a_notebook)) in {Path.cwd(), Path(__file__).parent}
 

@@ -7,6 +7,7 @@ import test_verify
 import torch
 import torch.distributed as dist
 from bit_exact_models import Blocks
+from conftest import ROOT
 from test_bit_exact import threads  # noqa: F401
 from tiny import Tiny
 
@@ -15,7 +16,9 @@ from dist_amp.errors import DataError
 # Fixtures.
 verify = test_verify.verify
 
-SINUSOID = "--task.target dist_amp.tasks.sinusoid:Sinusoid --task.args.crop 8 --task.args.width 16"
+SINUSOID = (
+    f"--task.target {ROOT}/examples/sinusoid.py:Sinusoid --task.args.crop 8 --task.args.width 16"
+)
 BITS = "--bit_exact --train.micro_batch_size 2 --precisions fp32 --world_sizes 1,2"
 
 

@@ -1,4 +1,4 @@
-"""DPO: the loss and its gradient are a plain reference's, and pairs train on every strategy."""
+"""examples/preference.py: the loss and its gradient are a plain reference's, on every strategy."""
 
 import json
 import math
@@ -6,44 +6,35 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import ROOT
 from messages import message_of
 from ranks import on_ranks
-from tiny import make_run, take_steps
-from torch.utils._python_dispatch import TorchDispatchMode
+from tiny import make_run, save, take_steps
 
 pytest.importorskip("transformers")
+from peft import AutoPeftModelForCausalLM
 from tiny_hf import (
-    LLAMA,
     QUICK,
-    VOCABULARY,
     chats,
     make_model,
     make_tokenizer,
     trained_and_resumed,
     write_rows,
 )
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
+from dist_amp.commands import export
 from dist_amp.scaling.meta import build_whole
 from dist_amp.settings import DataConfig
-from dist_amp.tasks.preference import DPO
+from dist_amp.step import evaluate
+from dist_amp.tasks.loss_head import LossHead
+from dist_amp.verify import __main__ as verify
+from dist_amp.verify.cells import capture
 from dist_amp.world import World
+from examples.preference import DPO
 
 CPU = torch.device("cpu")
-
-
-class Products(TorchDispatchMode):
-    """rows: of each matrix product with the vocabulary's width."""
-
-    def __init__(self):
-        super().__init__()
-        self.rows = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        if function is torch.ops.aten.mm.default and out.shape[1] == VOCABULARY:
-            self.rows.append(len(out))
-        return out
+TARGET = f"{ROOT}/examples/preference.py:DPO"
 
 
 def pairs(count=24, chats=False):
@@ -166,24 +157,78 @@ def test_two_ranks_learn_what_one_does_and_resume_bit_for_bit(options, strategy,
         assert evaluation == pytest.approx(values, rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-def test_no_more_logits_exist_than_a_chunks_and_the_reference_makes_them_once(rank, folder):
-    task = dpo(folder, pairs(), loss_chunk=50, lora_rank=rank)
-    run = make_run(None, task, *QUICK)
-    with Products() as products:
-        take_steps(run, 1)
-    tokens = run.data.last_step[0][0]["labels"].numel()
-    assert max(products.rows) == 50
-    # The reference's, the policy's, and those again for the policy's gradient.
-    assert sum(products.rows) == 3 * tokens
-
-
 def test_a_reference_of_its_own_is_used_also_with_adapters(folder, tmp_path):
     make_tokenizer(make_model(tmp_path / "other", "llama_tied"))
     task = dpo(folder, pairs(), reference=str(tmp_path / "other"), lora_rank=2)
     dataset = task.build_dataset("train")
     model = build_whole(task, CPU)
     assert task.metrics(model, task.collate([dataset[0], dataset[1]]))["margin"] != 0
+
+
+def second_gradients(world, folder, chunk, options, words):
+    """Of the second step, when the policy is no longer the reference; and the evaluation."""
+    task = dpo(folder, pairs(), beta=0.5, loss_chunk=chunk, pad_to_multiple_of=1, **options)
+    words = ["--optim.lr", 0.05, "--optim.name", "sgd", "--train.accumulation_steps", 2, *words]
+    run = make_run(world, task, *QUICK, "--eval.batches", 1, *words)
+    heads = [part for part in run.parallel.module.modules() if isinstance(part, LossHead)]
+    assert bool(heads) == (chunk != "off")
+    states = capture(run)
+    take_steps(run, 2)
+    return [state.gradients for state in states], evaluate(run)  # on rank 0 alone
+
+
+RECOMPUTED = "--parallel.strategy fsdp --parallel.activation_checkpointing full"
+COMPILED = " --compile.blocks true --compile.mode aot_eager"
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "words"),
+    [
+        ({}, "llama_tied", RECOMPUTED),  # the head is in the root's unit
+        ({"lora_rank": 2}, "llama", "--parallel.strategy fsdp"),  # a frozen head
+        pytest.param({}, "llama", RECOMPUTED + COMPILED, marks=pytest.mark.slow),
+    ],
+)
+def test_the_loss_in_chunks_has_the_gradients_of_all_logits_at_once(options, name, words, tmp_path):
+    make_tokenizer(make_model(tmp_path, name))
+    plain, chunked = (
+        on_ranks(2, second_gradients, tmp_path, chunk, options, words.split())[0]
+        for chunk in ("off", 5)
+    )
+    for key, true in plain[0][-1].items():
+        # Sums in another order, of two steps: some roundings of 2^-24 of the largest.
+        torch.testing.assert_close(chunked[0][-1][key], true, rtol=0, atol=4e-6 * true.abs().max())
+    assert chunked[1] == pytest.approx(plain[1], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize(("rank", "merge"), [(0, ""), (2, ""), (2, "--merge")])
+def test_an_export_is_the_policy_alone(rank, merge, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    words = "--train.steps 4 --optim.lr 0.01 --run.dir run --data.path rows.jsonl"
+    words += f" --task.target {TARGET} --task.args.model {folder} --task.args.lora_rank {rank}"
+    write_rows(folder / "rows.jsonl", pairs())
+    run = make_run(None, None, *QUICK, *words.split())
+    take_steps(run, 2)
+    save(run)
+    ids = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        expected = run.parallel.module.policy(input_ids=ids).logits
+    assert export.main(f"run --out out --format hf {merge} --task.target {TARGET}".split()) == 0
+    kind = AutoPeftModelForCausalLM if rank and not merge else AutoModelForCausalLM
+    model = kind.from_pretrained("out")
+    with torch.no_grad():
+        # float32 rounds logits of about 1 by 2^-24, in several products.
+        torch.testing.assert_close(model(input_ids=ids).logits, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 2])
+def test_verify_passes_on_one_and_two_ranks(rank, folder, capfd):
+    write_rows(folder / "rows.jsonl", pairs(300))
+    words = f"--task.target {TARGET} --task.args.model {folder} --data.path {folder}/rows.jsonl"
+    words += f" --world_sizes 1,2 --precisions fp32 --task.args.lora_rank {rank}"
+    status = verify.main(words.split())
+    assert status == 0, capfd.readouterr().out
 
 
 # ---- bad inputs ----
@@ -207,19 +252,19 @@ SILENT = [{"role": "assistant", "content": ""}]
     [
         ("a", "b", "b", "chosen and rejected are equal within"),
         ("a", "b" * 9, "b" * 8, "equal within task.args.length=8"),
-        ("a", "b", " ", "the answer rejected is empty; write one"),
-        (TURN, SILENT, ANSWER, "the answer chosen is empty"),
-        ("abcdefgh", "b", "c", "ends before the answer chosen, of"),
-        ("a", ANSWER, ANSWER, "the column chosen holds list, not text"),
-        ("a", "b", None, "the column rejected holds NoneType"),
-        (TURN, [{"role": "a"}], ANSWER, "chosen holds ["),
-        (TURN, ANSWER, SILENT, "the tokenizer has no chat template; use a chat model, or"),
+        ("a", "b", " ", "nothing of the answer rejected is left"),
+        (TURN, SILENT, ANSWER, "nothing of the answer chosen is left"),
+        ("abcdefgh", "b", "c", "nothing of the answer chosen is left within task.args.length=8"),
+        ("a", ANSWER, ANSWER, "the column completion holds list, not text"),
+        ("a", "b", None, "the column completion holds NoneType"),
+        (TURN, [{"role": "a"}], ANSWER, "completion holds ["),
+        (TURN, ANSWER, SILENT, "the tokenizer has no template; use texts"),
     ],
 )
 def test_a_pair_of_which_nothing_can_be_learned_is_refused(
     prompt, chosen, rejected, message, folder
 ):
-    if "template" in message:
+    if "no template" in message:
         (folder / "chat_template.jinja").unlink()
     dataset = dpo(folder, pairs(), length=8).build_dataset("train")
     dataset.rows = [{"prompt": prompt, "chosen": chosen, "rejected": rejected}]
@@ -236,13 +281,3 @@ def test_a_pair_of_which_nothing_can_be_learned_is_refused(
 )
 def test_a_missing_column_is_named_with_those_there_are(rows, message, folder):
     assert message in message_of(65, dpo(folder, rows * 8).build_dataset, "train")
-
-
-@pytest.mark.bad_input("a reference model with another vocabulary")
-def test_a_reference_of_another_vocabulary_is_refused(folder, tmp_path):
-    other = AutoModelForCausalLM.from_config(LlamaConfig(**{**LLAMA, "vocab_size": 300}))
-    other.save_pretrained(tmp_path / "other")
-    make_tokenizer(tmp_path / "other")
-    task = dpo(folder, pairs(), reference=str(tmp_path / "other"))
-    text = message_of(64, task.build_model)
-    assert "other has a vocabulary of 300 tokens and the model 260" in text

@@ -1,15 +1,17 @@
 """Train a causal language model on preferences by DPO (arXiv:2305.18290), whole or with LoRA.
 
-Rows: prompt, chosen and rejected, which are texts, or lists of messages. The reference is a frozen
-copy of the model; with LoRA, the base weights without the adapters.
+python -m dist_amp.train --task.target examples/preference.py:DPO --data.path pairs.jsonl \
+    --task.args.model Qwen/Qwen2.5-0.5B-Instruct --train.micro_batch_size 4 --optim.lr 1e-6 \
+    --optim.weight_decay 0
 
-Docs: docs/huggingface.md
+A row has prompt, chosen and rejected: texts, or lists of messages. The reference is a frozen copy
+of the model; with `--task.args.lora_rank 16`, the base weights without the adapters.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,31 +19,31 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from dist_amp.errors import ConfigError, DataError
-from dist_amp.settings import Count, Range
-from dist_amp.sources.conversations import Row, encode, text_of, turns
+from dist_amp.errors import DataError
+from dist_amp.sources.conversations import encode
 from dist_amp.sources.load import Converted, load_split
 from dist_amp.sources.packing import Packing
 from dist_amp.sources.token_shards import IGNORE_INDEX
 from dist_amp.sources.tokenizer import of_transformers
 from dist_amp.tasks import huggingface
+from dist_amp.tasks.loss_head import Chunk
 from dist_amp.tasks.pretrained import load_pretrained
 
+Batch = dict[str, Any]
 COLUMNS = ("prompt", "chosen", "rejected")
-Batch = Row
 
 
 @dataclass(eq=False)
 class DPO(huggingface.FineTuning):
     """Batch: input_ids, attention_mask, labels [2 B, T]: B chosen answers, then B rejected ones.
 
-    reference: a model to use in place of the one that is trained.
+    reference: a model with the same tokenizer, to use in place of the one that is trained.
     """
 
-    beta: Annotated[float, Range(above=0)] = 0.1
+    beta: float = 0.1
     length: huggingface.Length = 1024
-    pad_to_multiple_of: Count = 128
-    loss_chunk: Count | Literal["auto", "off"] = "auto"
+    pad_to_multiple_of: int = 128
+    loss_chunk: Chunk = "auto"
     reference: str = "auto"
 
     def __post_init__(self) -> None:
@@ -54,18 +56,11 @@ class DPO(huggingface.FineTuning):
         self.has_copy = self.reference != "auto" or self.lora_rank == 0
 
     def build_model(self) -> nn.Module:
-        kind = AutoModelForCausalLM
-        policy: Any = self.build(kind, self.tokenizer)
+        policy = self.build(AutoModelForCausalLM, self.tokenizer)
         huggingface.make_loss_head(policy, self.loss_chunk)
         if not self.has_copy:
             return WithReference(policy, None)
-        reference: Any = huggingface.build(kind, self.reference_folder, self.tokenizer)
-        sizes = [one.config.get_text_config().vocab_size for one in (policy, reference)]
-        if sizes[0] != sizes[1]:
-            raise ConfigError(
-                f"task.args.reference: {self.reference_folder} has a vocabulary of {sizes[1]} "
-                f"tokens and the model {sizes[0]}; use a reference with the model's own tokenizer"
-            )
+        reference = huggingface.build(AutoModelForCausalLM, self.reference_folder, self.tokenizer)
         huggingface.make_loss_head(reference, self.loss_chunk)
         return WithReference(policy, reference.requires_grad_(False))
 
@@ -84,13 +79,11 @@ class DPO(huggingface.FineTuning):
         if rows is None:
             return None
         if missing := [name for name in COLUMNS if name not in rows.column_names]:
-            raise DataError(
-                f"the rows have no column {missing[0]}; the columns are "
-                f"{', '.join(rows.column_names)}: rename one"
-            )
+            there = ", ".join(rows.column_names)
+            raise DataError(f"the rows have no column {missing[0]}; the columns are {there}")
         return Converted(rows, self.pair)
 
-    def pair(self, row: Row) -> list[Batch]:
+    def pair(self, row: Batch) -> list[Batch]:
         """[chosen, rejected] as tokens. Errors: DataError if there is nothing to prefer."""
         pair = [self.encoded(row, name) for name in COLUMNS[1:]]
         if pair[0]["input_ids"].tolist() == pair[1]["input_ids"].tolist():
@@ -100,33 +93,20 @@ class DPO(huggingface.FineTuning):
             )
         return pair
 
-    def encoded(self, row: Row, name: str) -> Batch:
-        """The prompt and the answer `name`, cut to `length`; of labels the answer's alone count."""
-        if not isinstance(row["prompt"], list):
-            answer: Any = text_of(row, name)
-            is_empty = not answer.strip()
-        elif self.tokenizer.chat_template:
-            answer = turns(row, name, self.tokenizer)
-            is_empty = not any(one["content"] for one in answer)
-        else:
+    def encoded(self, row: Batch, name: str) -> Batch:
+        """The prompt and the answer `name`, cut to `length`; only the answer has labels."""
+        answer = row[name]
+        if isinstance(row["prompt"], list) and not self.tokenizer.chat_template:
+            raise DataError("the rows are chats, and the tokenizer has no template; use texts")
+        ids, labels = encode({"prompt": row["prompt"], "completion": answer}, self.encoder, name)
+        labels = labels[: self.length]
+        is_blank = isinstance(answer, str) and not answer.strip()
+        if is_blank or all(label == IGNORE_INDEX for label in labels[1:]):
             raise DataError(
-                "the rows are chats, but the tokenizer has no chat template; use a chat model, or "
-                "texts"
+                f"nothing of the answer {name} is left within task.args.length={self.length} of "
+                f"its {len(ids)} tokens; write one, use a greater length, or remove the row"
             )
-        if is_empty:
-            raise DataError(f"the answer {name} is empty; write one, or remove the row")
-        whole = {"prompt": row["prompt"], "completion": answer}
-        ids, labels = encode(whole, self.encoder, name)
-        sample = {
-            "input_ids": torch.tensor(ids[: self.length]),
-            "labels": torch.tensor(labels[: self.length]),
-        }
-        if (sample["labels"][1:] == IGNORE_INDEX).all():
-            raise DataError(
-                f"task.args.length={self.length} ends before the answer {name}, of which nothing "
-                f"is left of {len(ids)} tokens; use a greater length, or remove the row"
-            )
-        return sample
+        return {"input_ids": torch.tensor(ids[: self.length]), "labels": torch.tensor(labels)}
 
     def collate(self, pairs: list[list[Batch]]) -> Batch:
         sides = [pair[side] for side in (0, 1) for pair in pairs]
@@ -135,13 +115,13 @@ class DPO(huggingface.FineTuning):
         return rows.collate(sides, pad_id, attention_mask=True)
 
     def tokens(self, batch: Batch) -> int:
-        return batch["tokens"]  # type: ignore[no-any-return]
+        return batch["tokens"]
 
     def rewards(self, model: nn.Module, batch: Batch) -> Tensor:
         """beta times how much likelier an answer is than to the reference: [2, B] float32."""
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "labels")}
         policy, reference = model(**inputs)
-        return self.beta * (policy - reference).view(2, -1)  # type: ignore[no-any-return]
+        return self.beta * (policy - reference).view(2, -1)
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         chosen, rejected = self.rewards(model, batch)
@@ -168,7 +148,7 @@ class WithReference(nn.Module):
 
     def __init__(self, policy: nn.Module, reference: nn.Module | None):
         super().__init__()
-        self.policy = policy
+        self.policy: Any = policy
         self.reference = reference
 
     def train(self, mode: bool = True) -> "WithReference":
@@ -189,12 +169,12 @@ class WithReference(nn.Module):
 
     def merge_and_unload(self) -> "WithReference":
         """For `export --merge`."""
-        self.policy = self.policy.merge_and_unload()  # type: ignore[operator]
+        self.policy = self.policy.merge_and_unload()
         return self
 
 
 def log_probabilities(model: nn.Module, batch: Batch) -> Tensor:
-    """Of each row's answer, the sum over its tokens: [rows] float32."""
+    """The sum over the tokens of each row's answer: [rows] float32."""
     inputs = huggingface.inputs_of(model, batch)
     losses, _ = huggingface.next_token_losses(model, inputs, batch["labels"], "none")
     return -losses.view_as(batch["labels"]).sum(1)
