@@ -108,7 +108,7 @@ MORE_HANGS = [
     ("planted:build_model", 1, ()),
     ("planted:at_last_step", 0, ()),
     ("planted:at_last_step", 1, SAVES_NOTHING),
-    ("dist_amp.loading.loader:_shut_down", 0, ("--data.workers", "1")),
+    ("dist_amp.loading.workers:_shut_down", 0, ("--data.workers", "1")),
     ("dist_amp.telemetry.metrics:Metrics.close", 0, SAVES_NOTHING),
     ("dist_amp.supervise.lifecycle:write_summary", 0, ()),
     ("torch.distributed:destroy_process_group", 0, ()),
