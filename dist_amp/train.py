@@ -22,7 +22,7 @@ from dist_amp.checkpoint.state import load
 from dist_amp.config.load import load_config
 from dist_amp.config.task_class import find_task
 from dist_amp.config.text import to_toml
-from dist_amp.diagnostics.limits import FirstSteps, Limits
+from dist_amp.diagnostics.limits import Limits
 from dist_amp.errors import Failure
 from dist_amp.files import present, run_dir
 from dist_amp.run import Run, ScriptRun, build_run, run_folder
@@ -73,7 +73,11 @@ def observers_of(run: Run, stop: Stop) -> list[Observer]:
         nonfinite = NonfiniteReplay(run)
         limits.first_nonfinite = nonfinite.where
         observers.append(nonfinite)
-    observers += [limits, FirstSteps(run)]
+    observers.append(limits)
+    if present("diagnostics.first_steps"):
+        from dist_amp.diagnostics.first_steps import FirstSteps
+
+        observers.append(FirstSteps(run))
     rounds = config.parallel.param_dtype == "bf16" and present("diagnostics.numerics")
     if config.debug.numerics or rounds:
         from dist_amp.diagnostics.numerics import Numerics

@@ -1,7 +1,5 @@
 """What `auto` and counts of settings resolve to, for this model and these ranks."""
 
-import inspect
-import re
 from dataclasses import replace
 
 import torch
@@ -13,8 +11,6 @@ from dist_amp.settings import ParallelConfig, PrecisionConfig, Strategy, TrainCo
 from dist_amp.world import World
 
 SHARDED = ("fsdp", "hsdp")
-
-IN_FLOAT32 = re.compile(r"self\.(\w+)\(\s*[\w.]+\.(?:float\(\)|(?:to|type)\(torch\.float32\))")
 
 
 def pick_strategy(config: ParallelConfig, module: nn.Module, world: World) -> Strategy:
@@ -66,7 +62,7 @@ def pick_cast(
     config: PrecisionConfig, strategy: Strategy, module: nn.Module, world: World
 ) -> PrecisionConfig:
     """The config with `cast_by=auto` resolved to autocast where the policy can't be used, which
-    casts neither buffers nor what a forward casts itself; says why.
+    casts no buffers; says why.
     """
     if not config.use_amp or config.cast_by != "auto" or strategy not in SHARDED:
         return config
@@ -89,23 +85,7 @@ def not_for_policy(module: nn.Module) -> str:
         if is_parametrized and any(buffer.is_floating_point() for buffer in part.buffers()):
             layer = path.partition(".parametrizations")[0]
             return f"the policy would not cast the buffers of {layer}'s parametrization"
-        for name in layers_in_float32(part):
-            layer = f"{path}.{name}".lstrip(".")
-            return f"the forward calls {layer} in float32, and the policy would cast its weights"
     return ""
-
-
-def layers_in_float32(part: nn.Module) -> list[str]:
-    """The linear layers that a forward calls as `self.gate(x.float())`, by its source."""
-    layers = [name for name, child in part.named_children() if isinstance(child, nn.Linear)]
-    if not layers or type(part).__module__.startswith("torch."):
-        return []
-    try:
-        source = inspect.getsource(type(part).forward)
-    except (OSError, TypeError):  # made by exec, or by a compiler
-        return []
-    calls = IN_FLOAT32.findall(source)
-    return [name for name in layers if name in calls]
 
 
 def batch_statistics(module: nn.Module) -> dict[str, Tensor]:

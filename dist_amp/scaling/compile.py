@@ -8,7 +8,6 @@ Docs: docs/recipes.md
 
 import importlib
 import importlib.util
-import inspect
 import logging
 import os
 import shutil
@@ -83,18 +82,9 @@ def _not_compiled(config: Config, task: Any, module: nn.Module, world: World) ->
         return "parallel.bit_exact=true, and what another machine compiles may round otherwise"
     if config.debug.detect_anomaly:
         return "debug.detect_anomaly=true names operations, not compiled code"
-    if _differentiates_twice(task):
-        return "the task differentiates twice (create_graph), which compiled code can't"
     if not blocks_of(task, module):
         return "the model has no blocks"
     return ""
-
-
-def _differentiates_twice(task: Any) -> bool:
-    """Whether the source of the task's class says so."""
-    with suppress(OSError, TypeError):  # made by exec
-        return "create_graph" in inspect.getsource(type(task))
-    return False
 
 
 def check_compile(config: CompileConfig, strategy: str, micro_batches: int, world: World) -> None:

@@ -4,12 +4,9 @@ They are filled from files, a checkpoint, or rank 0, which alone draws a sharded
 weights: the bits that one process gets. Buffers are real from the start: no file has them.
 """
 
-import gc
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partialmethod
-from types import FrameType
 from typing import Any
 
 import torch
@@ -48,16 +45,12 @@ def build_whole(
 
 
 @contextmanager
-def parameters_on_meta() -> Iterator[list[weakref.ref[nn.Parameter]]]:
-    """Move every parameter to the meta device as its module registers it; a tied one stays one.
-
-    Gives weak references to the originals, which only the model itself should have held.
-    """
+def parameters_on_meta() -> Iterator[None]:
+    """Move every parameter to the meta device as its module registers it; a tied one stays one."""
     register = nn.Module.register_parameter
-    originals: list[weakref.ref[nn.Parameter]] = []
-    nn.Module.register_parameter = partialmethod(_register_on_meta, register, originals)  # type: ignore[assignment]
+    nn.Module.register_parameter = partialmethod(_register_on_meta, register)  # type: ignore[assignment]
     try:
-        yield originals
+        yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
@@ -104,18 +97,13 @@ def load_parameters(task: Any, module: nn.Module, world: World, resumes: bool = 
 
 
 def _register_on_meta(
-    module: nn.Module,
-    register: Any,
-    originals: list[Any],
-    name: str,
-    parameter: nn.Parameter | None,
+    module: nn.Module, register: Any, name: str, parameter: nn.Parameter | None
 ) -> None:
     if parameter is not None and not parameter.is_meta:
         real: Any = parameter
         if not hasattr(real, "on_meta"):  # the same parameter may be registered a second time
             on_meta = like(parameter, parameter.detach().to("meta"))
             real.on_meta = on_meta
-            originals.append(weakref.ref(real))
         parameter = real.on_meta
     register(module, name, parameter)
 
@@ -177,7 +165,7 @@ def built_on_meta(task: Task) -> tuple[nn.Module | None, str]:
     """(the model with its parameters on meta or None, "" or why not)."""
     draws = _Draws()
     try:
-        with parameters_on_meta() as originals, draws:
+        with parameters_on_meta(), draws:
             module = built_model(task)
     except Exception as error:
         return None, in_one_line(error)
@@ -194,24 +182,7 @@ def built_on_meta(task: Task) -> tuple[nn.Module | None, str]:
         return module, (
             "it draws random numbers besides its parameters, which would differ from rank 0's"
         )
-    gc.collect()
-    if any(original() is not None for original in originals) or has_other_owners(module):
-        return module, (
-            "something besides the model's modules refers to its parameters, such as a list or a "
-            "closure; sharded, it would not see what is trained"
-        )
     return module, ""
-
-
-def has_other_owners(module: nn.Module) -> bool:
-    """Whether an object other than the model's modules refers to one of its parameters."""
-    parameters = list(module.parameters())
-    owners = {id(parameters)}
-    for part in module.modules():
-        for name in ("_parameters", "_flat_weights"):  # a recurrent layer's list, kept up to date
-            owners.add(id(vars(part).get(name)))
-    referrers = gc.get_referrers(*parameters)
-    return any(id(one) not in owners and not isinstance(one, FrameType) for one in referrers)
 
 
 def placement(module: nn.Module, world: World) -> Callable[[nn.Module], None]:

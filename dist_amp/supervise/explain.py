@@ -67,6 +67,7 @@ def explain_error(error: BaseException, job: Job) -> BaseException:
     error = explain_memory(error, job.config, job.world, job.run)
     if job.run is not None:
         error = explain_half(error, job.run.precision, job.world.rank)
+        error = explain_double_backward(error, job.world.rank)
         if job.run.parallel.sharded:
             error = explain_copies(error)
     if job.folder is not None:
@@ -142,6 +143,16 @@ def explain_copies(error: BaseException) -> BaseException:
             "go with whole tensors, such as those of an AveragedModel: use optim.ema for an "
             "average of the weights, parameter.full_tensor() on every rank, or "
             "parallel.strategy=ddp"
+        )
+    return error
+
+
+def explain_double_backward(error: BaseException, rank: int) -> BaseException:
+    """A ConfigError where compiled blocks are differentiated twice."""
+    if "does not currently support double backward" in str(error):
+        return ConfigError(
+            f"rank {rank}: the loss differentiates twice (create_graph), as a gradient penalty "
+            "does, and compiled blocks can't; use compile.blocks=false"
         )
     return error
 

@@ -55,12 +55,6 @@ def derived_buffer():
     return model
 
 
-def listed():
-    model = Mixer()
-    model.weights = [model.head.weight]
-    return model
-
-
 def random_parameter():
     model = Mixer()
     model.token = nn.Parameter(torch.randn(4))
@@ -130,7 +124,6 @@ FALLBACKS = {
     "before_seeding": (Regression(drawn_before_seeding), "it draws random numbers besides"),
     "state_put_back": (Regression(drawn_from_a_state_put_back), "it draws random numbers besides"),
     "one_generator": (Regression(drawn_from_one_generator), "it draws random numbers besides"),
-    "listed": (Regression(listed), "something besides the model's modules refers to"),
 }
 
 

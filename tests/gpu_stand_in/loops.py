@@ -15,7 +15,7 @@ from dist_amp.checkpoint.background import Save, Staging, without_replicas
 from dist_amp.checkpoint.state import Snapshot, take_snapshot
 from dist_amp.config.load import load_config
 from dist_amp.diagnostics import consistency
-from dist_amp.diagnostics.limits import FirstSteps
+from dist_amp.diagnostics.first_steps import FirstSteps
 from dist_amp.optim import learning_rate
 from dist_amp.run import Run, ScriptRun, build_run
 from dist_amp.scaling import hooks

@@ -18,6 +18,9 @@ from torch import nn
 from torch._dynamo.utils import counters
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from dist_amp.errors import ConfigError
+from dist_amp.supervise.explain import explain_error
+from dist_amp.supervise.lifecycle import Job
 from dist_amp.world import World
 
 # Fixtures.
@@ -34,6 +37,18 @@ class Penalty(Tiny):
         return super().loss_sum(model, batch) + slope.square().sum()
 
 
+@pytest.mark.bad_input("a loss that differentiates twice, with compiled blocks")
+def test_a_loss_that_differentiates_compiled_blocks_twice_is_told_to_leave_them_as_they_are():
+    words = ["--compile.blocks", "true", "--compile.mode", "aot_eager"]
+    run = make_run(World(), Penalty(), *words, "--use_amp", "false")
+    with pytest.raises(RuntimeError) as error:
+        take_steps(run, 1)
+    explained = explain_error(error.value, Job(run.config, run.world, run=run))
+    assert isinstance(explained, ConfigError)
+    assert str(explained).startswith("rank 0: the loss differentiates twice (create_graph)")
+    assert str(explained).endswith("use compile.blocks=false")
+
+
 class OneLayer(Tiny):
     def build_model(self):
         return nn.Linear(8, 1)
@@ -44,7 +59,6 @@ class OneLayer(Tiny):
     [
         (Tiny(), ["--parallel.bit_exact", "true"], "what another machine compiles may round"),
         (Tiny(), ["--debug.detect_anomaly", "true"], "names operations, not compiled code"),
-        (Penalty(), [], r"the task differentiates twice \(create_graph\)"),
         (OneLayer(), [], "the model has no blocks"),
     ],
 )

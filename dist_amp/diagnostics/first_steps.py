@@ -1,0 +1,156 @@
+"""Checks of the first steps: the loss is a sum, the parameters move, and each gets a gradient.
+
+Docs: docs/verification.md
+"""
+
+import copy
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dist_amp.errors import NumericsError, some_of
+from dist_amp.files import present
+from dist_amp.loading.plan import Shard
+from dist_amp.parallel import norms_of
+from dist_amp.run import Run
+from dist_amp.telemetry.step_report import Observer, StepReport
+from dist_amp.world import local
+
+WATCHED_STEPS = 20  # long enough for a mixture's rarely chosen expert to get a sample
+COMPARED_ELEMENTS = 1024  # of each parameter, before and after a step
+
+
+class FirstSteps(Observer):
+    """Checks the first applied step and the first WATCHED_STEPS steps, with few host reads."""
+
+    def __init__(self, run: Run):
+        self._run = run
+        self._first_step = run.step + 1
+        self._last_step = run.step + WATCHED_STEPS
+        self._before: list[Tensor] = []
+        self._moved = False
+        parallel = run.parallel
+        # [parameters]: sums of the norms of this rank's part of the gradients.
+        self._gradient_sums = torch.zeros(len(parallel.parameters), device=parallel.state_device)
+        self._hook = run.optimizer.register_step_pre_hook(self._add_gradients)
+
+    def __exit__(self, *error: object) -> None:
+        self._hook.remove()
+
+    def before_step(self, micro_batches: Sequence[Any]) -> None:
+        if not self._moved:
+            self._before = [part.clone() for part in self._sampled()]
+
+    def after_step(self, report: StepReport, micro_batches: Sequence[Any]) -> None:
+        compiles = self._run.config.compile.blocks and present("scaling.compile")
+        if self._run.step == self._first_step and compiles:
+            from dist_amp.scaling.compile import say_cost
+
+            say_cost(self._run.world)
+        if self._run.step == 1:
+            warn_of_mean(self._run)
+        if not self._moved:
+            self._check_moved(report)
+        if self._run.step == self._last_step:
+            self._hook.remove()
+            self._warn_of_idle_parameters()
+
+    def _sampled(self) -> list[Tensor]:
+        """Some elements of this rank's part of each parameter."""
+        parameters = self._run.parallel.parameters
+        return [local(p.detach()).reshape(-1)[:COMPARED_ELEMENTS] for p in parameters]
+
+    @torch.no_grad()
+    def _add_gradients(self, *_: Any) -> None:
+        gradients = [p.grad for p in self._run.parallel.parameters]
+        norms = norms_of([local(gradient) for gradient in gradients if gradient is not None])
+        has_gradient = torch.tensor([gradient is not None for gradient in gradients])
+        self._gradient_sums[has_gradient] += norms
+
+    def _check_moved(self, report: StepReport) -> None:
+        """Errors: NumericsError where an applied step changed no sampled element on any rank."""
+        run = self._run
+        moved = not all(map(torch.equal, self._before, self._sampled()))
+        lr = run.schedule.last_lr.item()
+        # Of all ranks: one whose copy of the gradients was damaged may have skipped alone.
+        rows = run.world.gather((report.applied.item(), moved))
+        self._moved = any(applied for applied, _ in rows)
+        if not self._moved or any(moved for _, moved in rows) or not report.norm.item() * lr:
+            return
+        cause = (
+            f"step {run.step} was applied with grad_norm {report.norm.item():.3g} at lr {lr:.3g}, "
+            "but changed no parameter; "
+        )
+        if any(p.dtype != torch.float32 for p in run.parallel.parameters):
+            # They may yet move, at a higher rate.
+            run.world.warn(
+                f"{cause}at this rate updates are lost to rounding: use parallel.param_dtype=fp32"
+            )
+            return
+        raise NumericsError(
+            f"{cause}check that the optimizer got the parameters of the model, and raise optim.lr"
+        )
+
+    def _warn_of_idle_parameters(self) -> None:
+        """Name the parameters whose gradients were missing or zero in all steps on all ranks."""
+        run = self._run
+        parameters = run.parallel.parameters
+        totals = run.world.sum(self._gradient_sums.to(run.world.device)).tolist()
+        if not any(totals):  # all steps were skipped, and the optimizer was not called
+            return
+        names = {parameter: name for name, parameter in run.parallel.module.named_parameters()}
+        idle = [names[p] for p, total in zip(parameters, totals, strict=True) if total == 0]
+        if idle:
+            run.world.warn(
+                f"{some_of(idle)} got no gradient in {WATCHED_STEPS} steps: it counts as zero, and "
+                "weight decay shrinks them; use them in the loss, or set requires_grad=False. For "
+                "a mixture's experts that no sample chose yet, nothing is wrong"
+            )
+
+
+def warn_of_mean(run: Run) -> None:
+    """Warn if loss_sum does not grow with the samples, by giving it those of a micro-batch twice.
+
+    It is called on a deep copy of the task and its model, so that the run takes the same steps.
+    Every rank calls it. None is made of shards, nor of what a task with a state_dict keeps, such
+    as a teacher, which may be large; `verify` finds a mean there.
+    """
+    if run.parallel.sharded or hasattr(run.task, "state_dict"):
+        return
+    _, indices = run.data.last_step[0]
+    dataset = run.data.fetch.dataset
+    # The samples are shared: there may be many, and they are only read.
+    shared = (
+        [dataset, *getattr(dataset, "__dict__", {}).values()] if dataset is not run.task else []
+    )
+    values = []
+    torch.cuda.empty_cache()  # a larger batch between the others leaves their memory in pieces
+    with (
+        run.parallel.no_side_effects(),
+        torch.no_grad(),
+        torch.compiler.set_stance("force_eager"),  # nothing is compiled for the larger batch
+        suppress(Exception),  # of a task that can't be copied, or take twice the samples
+    ):
+        originals = (run.task, run.parallel.module, run.data.fetch)
+        task, model, fetch = copy.deepcopy(originals, {id(part): part for part in shared})
+        model.eval()
+        for samples in (indices, indices + indices):
+            (batch,) = run.data.to_device([fetch[Shard(samples)]])
+            with run.precision.autocast():
+                loss = task.loss_sum(model, batch)
+            values.append((float(loss), float(task.weight(batch))))
+    torch.cuda.empty_cache()
+    if len(values) < 2:
+        return
+    (loss_of_one, weight_of_one), (loss_of_two, weight_of_two) = values
+    grows = abs(loss_of_two - loss_of_one) > 0.25 * abs(loss_of_one)
+    if not grows and loss_of_one and weight_of_two > 1.5 * weight_of_one:
+        run.world.warn(
+            f"loss_sum returns {loss_of_one:.4g} for {len(indices)} samples and {loss_of_two:.4g} "
+            f"for each of them twice, though weight(batch) grows from {weight_of_one:g} to "
+            f"{weight_of_two:g}: it seems to be a mean; return the sum, as with reduction='sum', "
+            "or the mean times the weight"
+        )
