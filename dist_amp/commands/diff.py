@@ -4,7 +4,10 @@ It reads the runs' folders: settings, environment and data; then, of the steps t
 logged, the first in which a metric differs, and by how much. Steps of one layout, and those with
 parallel.bit_exact, are compared bit by bit; others within the rounding of another order of sums,
 where random numbers, such as dropout's, differ by rank and are no fault. With metrics.fingerprint
-in both it names the modules whose parameters or gradients differ first.
+in both it names the modules whose parameters or gradients differ first. --deep takes the steps of
+both again in this process, recorded, from where they are known to be equal: the parameters and
+samples of a step, then what each module returns, the losses, each operation of the backward, and
+the gradients that arrive at the parameters.
 
 Exit status: 0 no fault, whatever the settings, 1 the numbers differ, 64 bad arguments, 65 not a
 run's folder, a damaged one, or no logged step in common.
@@ -16,24 +19,25 @@ import json
 import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dist_amp.checkpoint.format import (
-    Reader,
-    all_checkpoints,
-    read_into,
-    read_manifest,
-)
+from dist_amp.checkpoint.format import Reader, config_at, read_into, read_manifest
+from dist_amp.commands.replay import run_at
+from dist_amp.config.text import read_flat
+from dist_amp.diagnostics.consistency import hash_samples
+from dist_amp.diagnostics.trace import Event, call_of, first_difference, hash_of, recorded
+from dist_amp.distributed.process import random_state, set_random_state
 from dist_amp.errors import CheckpointRejected, ConfigError, DataError
-from dist_amp.files import present
 from dist_amp.precision import TOLERANCE
 from dist_amp.record import Record
+from dist_amp.step import train_step
 from dist_amp.supervise.command_line import Parser, columns, command
 from dist_amp.telemetry.step_report import MAX_RANK_FOLDERS
 
@@ -56,15 +60,18 @@ ROUNDED = ("train/loss", "train/grad_norm")
 COUNTED = ("train/lr", "train/epoch", "train/samples_seen", "train/tokens_seen", "amp/")
 OF_INTERVAL = ("train/loss", "train/clipped_share", "amp/skipped_in_interval")
 SHOWN = 8  # rows of each kind; --json has all
+SAMPLED = 2**10  # elements of each tensor that are kept to say how far it is off
 
 
-def fingerprints_of(run: Record) -> dict[int, dict[str, dict[str, str]]]:
-    """By step; see telemetry's fingerprint."""
-    found = {}
-    for row in run.rows:
-        for step, hashes in row.get("fingerprints", {}).items():
-            found[int(step)] = hashes
-    return found
+# ---- what the folders say
+
+
+def differences(
+    a: Mapping[str, Any], b: Mapping[str, Any], leave_out: tuple[str, ...] = ()
+) -> dict[str, list[Any]]:
+    """{key: [its value in A, in B]} where they differ; None: it has none."""
+    keys = [key for key in dict.fromkeys([*a, *b]) if not f"{key}".startswith(leave_out)]
+    return {key: [a.get(key), b.get(key)] for key in keys if a.get(key) != b.get(key)}
 
 
 def data_of(run: Record) -> str:
@@ -76,22 +83,20 @@ def data_of(run: Record) -> str:
     return ""
 
 
-def check_logged(run: Record) -> None:
-    """Errors: DataError if the folder is no run, or has logged nothing."""
-    every = run.settings.get("metrics.log_every")
-    if not run.rows:
-        raise DataError(
-            f"{run.folder / 'metrics.jsonl'} has no complete line; wait for the step "
-            f"metrics.log_every={every}, or give another run's folder"
-        )
-
-
-def differences(
-    a: Mapping[str, Any], b: Mapping[str, Any], leave_out: tuple[str, ...] = ()
-) -> dict[str, list[Any]]:
-    """{key: [its value in A, in B]} where they differ; None: it has none."""
-    keys = [key for key in dict.fromkeys([*a, *b]) if not f"{key}".startswith(leave_out)]
-    return {key: [a.get(key), b.get(key)] for key in keys if a.get(key) != b.get(key)}
+def draws_random_numbers(run: Record) -> bool:
+    """Whether its steps draw some, as dropout does: by rank 0's generators in a checkpoint."""
+    for path in reversed(run.checkpoints):
+        with suppress(CheckpointRejected, CheckpointException, OSError):
+            reader = Reader(path)
+            of_torch = torch.Generator().manual_seed(reader.manifest.seed + 1).get_state()
+            state = {"ranks.0.random.torch": torch.empty_like(of_torch)}
+            of_gpu = "ranks.0.random.cuda"  # 8 bytes of seed, 8 that count what was drawn
+            if of_gpu in reader.read_metadata().state_dict_metadata:
+                state[of_gpu] = torch.zeros(16, dtype=torch.uint8)
+            read_into(state, reader)
+            drawn = state.get(of_gpu, torch.zeros(16))[8:].any()
+            return bool(drawn) or not state["ranks.0.random.torch"].equal(of_torch)
+    return False
 
 
 def layout_of(run: Record, step: int) -> dict[str, Any]:
@@ -106,11 +111,11 @@ def layout_of(run: Record, step: int) -> dict[str, Any]:
 
 def tolerance_of(a: Record, b: Record, step: int) -> float:
     """By how much losses and norms of a step may differ, relatively; 0: in no bit."""
-    settings = (a.settings_at(step), b.settings_at(step))
-    exact = all(of.get("parallel.bit_exact") for of in settings)
+    both = (a.settings_at(step), b.settings_at(step))
+    exact = all(settings.get("parallel.bit_exact") for settings in both)
     if exact or layout_of(a, step) == layout_of(b, step):
         return 0.0
-    used = [of["precision.dtype"] for of in settings if of["precision.use_amp"]]
+    used = [settings["precision.dtype"] for settings in both if settings["precision.use_amp"]]
     return max(TOLERANCE[dtype] for dtype in ("fp32", *used))
 
 
@@ -122,17 +127,20 @@ def relative_difference(a: Any, b: Any) -> float:
     return abs(a - b) / max(abs(a), abs(b))
 
 
-def first_difference(
-    a: Record,
-    b: Record,
-    leave_out: tuple[str, ...] = (),
-) -> dict[str, Any]:
+def compare_metrics(a: Record, b: Record, leave_out: tuple[str, ...] = ()) -> dict[str, Any]:
     """{"equal_until": step, "step": step, "metrics": {tag: [in A, in B]}, "ranks": [rank]}; the
-    last three if any.
+    last three if any differ.
 
     Also "tolerance": the largest that a step was compared with, as all after it are; and "exact":
     the last step before it. Errors: DataError without a step that both have logged.
     """
+    for run in (a, b):
+        every = run.settings.get("metrics.log_every")
+        if not run.rows:
+            raise DataError(
+                f"{run.folder / 'metrics.jsonl'} has no complete line; wait for the step "
+                f"metrics.log_every={every}, or give another run's folder"
+            )
     common = sorted(a.steps.keys() & b.steps.keys())
     if not common:
         logged = [f"{run.folder} logged {min(run.steps)} to {max(run.steps)}" for run in (a, b)]
@@ -149,33 +157,40 @@ def first_difference(
             report["exact"] = step
         if layout_of(a, step) != layout_of(b, step):
             compared = (*ROUNDED, *COUNTED)
-        every = [run.settings_at(step).get("metrics.log_every") for run in (a, b)]
-        left_out = leave_out
-        if every[0] != every[1]:
-            left_out += OF_INTERVAL
-        parted = {}
-        for tag in a.steps[step]:
-            if tag not in b.steps[step] or not tag.startswith(compared) or tag in left_out:
-                continue
-            pair = [a.steps[step][tag], b.steps[step][tag]]
-            allowed = tolerance if tag in ROUNDED else 0.0
-            if relative_difference(*pair) > allowed:
-                parted[tag] = pair
-        if parted:
-            report["ranks"] = ranks_apart(a.steps[step], b.steps[step])
-            return report | {"step": step, "metrics": parted}
+        intervals = [run.settings_at(step).get("metrics.log_every") for run in (a, b)]
+        left_out = leave_out if intervals[0] == intervals[1] else leave_out + OF_INTERVAL
+        differing = {}
+        for tag, value in a.steps[step].items():
+            if tag in b.steps[step] and tag.startswith(compared) and tag not in left_out:
+                pair = [value, b.steps[step][tag]]
+                allowed = tolerance if tag in ROUNDED else 0.0
+                if relative_difference(*pair) > allowed:
+                    differing[tag] = pair
+        if differing:
+            # The ranks alone whose own losses differ; none if all do, or in other layouts.
+            losses = [
+                [rank.get("train/loss_sum") for rank in run.steps[step].get("ranks", ())]
+                for run in (a, b)
+            ]
+            pairs = enumerate(zip(*losses, strict=False))
+            ranks = [rank for rank, pair in pairs if pair[0] != pair[1]]
+            if not len(losses[0]) == len(losses[1]) > len(ranks):
+                ranks = []
+            return report | {"step": step, "metrics": differing, "ranks": ranks}
         report["equal_until"] = step
     return report
 
 
-def ranks_apart(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[int]:
-    """The ranks alone whose own losses differ in a logged step; [] for all, or other layouts."""
-    losses = [[of.get("train/loss_sum") for of in row.get("ranks", ())] for row in (a, b)]
-    apart = [rank for rank, pair in enumerate(zip(*losses, strict=False)) if len({*pair}) > 1]
-    return apart if len(losses[0]) == len(losses[1]) > len(apart) else []
+def fingerprints_of(run: Record) -> dict[int, dict[str, dict[str, str]]]:
+    """By step; see telemetry's fingerprint."""
+    found = {}
+    for row in run.rows:
+        for step, hashes in row.get("fingerprints", {}).items():
+            found[int(step)] = hashes
+    return found
 
 
-def first_fingerprint(a: Record, b: Record) -> dict[str, Any]:
+def compare_fingerprints(a: Record, b: Record) -> dict[str, Any]:
     """The first step whose hashes differ: {"equal_until", "step", "parameters", "gradients"}.
 
     The last two list modules, in the model's order; "modules": how many both have. "cause": the
@@ -184,8 +199,7 @@ def first_fingerprint(a: Record, b: Record) -> dict[str, Any]:
     report: dict[str, Any] = {}
     hashes_a, hashes_b = fingerprints_of(a), fingerprints_of(b)
     for step in sorted(hashes_a.keys() & hashes_b.keys()):
-        of_a = hashes_a[step]
-        of_b = hashes_b[step]
+        of_a, of_b = hashes_a[step], hashes_b[step]
         both = [module for module in of_a["parameters"] if module in of_b["parameters"]]
         differing = {}
         for kind in of_a.keys() & of_b.keys():
@@ -224,7 +238,7 @@ def explained(report: Mapping[str, Any]) -> tuple[str, str]:
 
 def compare(a: Record, b: Record) -> dict[str, Any]:
     """The report, as --json prints it. Errors: DataError without a common step."""
-    metrics = first_difference(a, b)
+    metrics = compare_metrics(a, b)
     report = {
         "runs": [str(a.folder), str(b.folder)],
         "settings": differences(a.settings, b.settings, NOT_SETTINGS),
@@ -238,29 +252,13 @@ def compare(a: Record, b: Record) -> dict[str, Any]:
         "fingerprints": {},
     }
     if not report["tolerance"]:
-        report["fingerprints"] = first_fingerprint(a, b)
+        report["fingerprints"] = compare_fingerprints(a, b)
     elif "step" in metrics and (draws_random_numbers(a) or draws_random_numbers(b)):
-        others = first_difference(a, b, ROUNDED)
-        report["random"] = "step" not in others
-        if "step" in others:
-            report["metrics"] = others
+        unrounded = compare_metrics(a, b, ROUNDED)
+        report["random"] = "step" not in unrounded
+        if "step" in unrounded:
+            report["metrics"] = unrounded
     return report
-
-
-def draws_random_numbers(run: Record) -> bool:
-    """Whether its steps draw some, as dropout does: by rank 0's generators in a checkpoint."""
-    for path in reversed(all_checkpoints(run.folder)):
-        with suppress(CheckpointRejected, CheckpointException, OSError):
-            reader = Reader(path)
-            of_torch = torch.Generator().manual_seed(reader.manifest.seed + 1).get_state()
-            state = {"ranks.0.random.torch": torch.empty_like(of_torch)}
-            of_gpu = "ranks.0.random.cuda"  # 8 bytes of seed, 8 that count what was drawn
-            if of_gpu in reader.read_metadata().state_dict_metadata:
-                state[of_gpu] = torch.zeros(16, dtype=torch.uint8)
-            read_into(state, reader)
-            drawn = state.get(of_gpu, torch.zeros(16))[8:].any()
-            return bool(drawn) or not state["ranks.0.random.torch"].equal(of_torch)
-    return False
 
 
 def parted(report: Mapping[str, Any]) -> bool:
@@ -270,9 +268,11 @@ def parted(report: Mapping[str, Any]) -> bool:
     return "step" in report["metrics"] or "step" in report["fingerprints"]
 
 
+# ---- the report as text
+
+
 def text_of(report: Mapping[str, Any]) -> str:
-    a, b = report["runs"]
-    lines = [f"A  {a}", f"B  {b}"]
+    lines = ["A  {}".format(report["runs"][0]), "B  {}".format(report["runs"][1])]
     if code := report["environment"].get("task.hash"):
         text = "the task's source file differs (hashes {} | {}): look there first"
         lines.insert(0, text.format(*code))
@@ -308,32 +308,25 @@ def text_of(report: Mapping[str, Any]) -> str:
             )
     else:
         lines.append(f"metrics are {equal} up to step {metrics['equal_until']}")
-    lines += lines_of_fingerprints(report["fingerprints"])
-    if "deep" in report:
-        lines.append(report["deep"])
-    return "\n".join(lines)
+    hashes = report["fingerprints"]
+    if hashes and not hashes["modules"]:
+        lines.append("fingerprints: the models have no module in common")
+    elif hashes and "step" not in hashes:
+        lines.append(f"fingerprints are equal up to step {hashes['equal_until']}")
+    elif hashes:
+        lines.append(f"{parting('fingerprints', hashes)}: {hashes['because']}")
+        for kind in ("parameters", "gradients"):
+            modules = hashes[kind]
+            text = f"  {kind} differ in {len(modules)} of {hashes['modules']} modules"
+            if modules:
+                text += f": {', '.join(modules[:SHOWN])}{', ...' * (len(modules) > SHOWN)}"
+            lines.append(text)
+    return "\n".join([*lines, *filter(None, [report.get("deep")])])
 
 
 def parting(what: str, part: Mapping[str, Any]) -> str:
     until = f", equal up to step {part['equal_until']}" if part["equal_until"] else ""
     return f"{what} part at step {part['step']}{until}"
-
-
-def lines_of_fingerprints(report: Mapping[str, Any]) -> list[str]:
-    if not report:
-        return []
-    if not report["modules"]:
-        return ["fingerprints: the models have no module in common"]
-    if "step" not in report:
-        return [f"fingerprints are equal up to step {report['equal_until']}"]
-    lines = [f"{parting('fingerprints', report)}: {report['because']}"]
-    for kind in ("parameters", "gradients"):
-        modules = report[kind]
-        text = f"  {kind} differ in {len(modules)} of {report['modules']} modules"
-        if modules:
-            text += f": {', '.join(modules[:SHOWN])}{', ...' * (len(modules) > SHOWN)}"
-        lines.append(text)
-    return lines
 
 
 def table_of(title: str, pairs: Mapping[str, Sequence[Any]]) -> list[str]:
@@ -348,36 +341,184 @@ def table_of(title: str, pairs: Mapping[str, Sequence[Any]]) -> list[str]:
     return [title, *columns(rows, left=4)]
 
 
+# ---- --deep
+
+
+class Value(NamedTuple):
+    """What is kept of an event's tensors."""
+
+    bits: int  # a hash
+    samples: list[Tensor]
+
+
+def value_of(tensors: Sequence[Tensor]) -> Value:
+    strided = [tensor for tensor in tensors if tensor.layout == torch.strided]
+    samples = [tensor.flatten()[:: -(-tensor.numel() // SAMPLED) or 1] for tensor in strided]
+    return Value(hash_of(strided), [sample.clone() for sample in samples])
+
+
+def other_bits(a: Value, b: Value) -> float:
+    return float(a.bits != b.bits)
+
+
+class Replayed:
+    """One of the runs, with random generators of its own."""
+
+    def __init__(self, folder: Path, step: int):
+        """The run before its step `step`, or at an earlier checkpoint."""
+        # Of two versions of one module each is imported from its own file.
+        module = str(read_flat(config_at(folder, step)).get("task.target")).partition(":")[0]
+        if module.endswith(".py"):
+            make_room_for(Path(module))
+        self._replay = run_at(folder, step)
+        self.edited = self._replay.edited
+        self.run = self._replay.run
+        self._random = random_state(self.run.world.device)
+
+    def parameters(self) -> list[Event]:
+        with recorded(self.run, value_of, ["parameter"]) as events:
+            return events
+
+    def batches(self) -> list[Any]:
+        set_random_state(self._random, self.run.world.device)
+        micro_batches = next(self.run.data)
+        self._random = random_state(self.run.world.device)
+        return micro_batches
+
+    def take_step(self, micro_batches: Sequence[Any]) -> list[Event]:
+        set_random_state(self._random, self.run.world.device)
+        with recorded(self.run, value_of, ("forward", "op", "backward", "gradient")) as events:
+            report = train_step(self.run, micro_batches)
+        self._replay.callbacks.after_step(report, micro_batches)
+        self._random = random_state(self.run.world.device)
+        return events
+
+
+def make_room_for(path: Path) -> None:
+    """Forget a module of this name from another file, and what was imported from its folder."""
+    file = getattr(sys.modules.get(path.stem), "__file__", None)
+    if file and Path(file).resolve() != path.resolve():
+        folder = Path(file).resolve().parent
+        sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != folder]
+        for name, module in list(sys.modules.items()):
+            if Path(getattr(module, "__file__", None) or "").resolve().parent == folder:
+                del sys.modules[name]
+
+
+def compare_inside(folders: Sequence[Path], equal_until: int, until: int) -> str:
+    """Take the steps of both runs again, from where they are known to be equal to `until`.
+
+    Returns where they part, in words. Errors: DataError for a run that changed its settings there.
+    """
+    for folder in folders:
+        if config_at(folder, equal_until + 1) != config_at(folder, until):
+            raise DataError(
+                f"--deep replays the steps {equal_until + 1} to {until} with one config, and the "
+                f"settings of {folder} changed there; compare without it"
+            )
+    runs = [Replayed(folder, equal_until + 1) for folder in folders]
+    try:
+        if edited := "; ".join(replayed.edited for replayed in runs if replayed.edited):
+            return f"not replayed: {edited}; put that file back as it was, or look there"
+        first = max(replayed.run.step for replayed in runs) + 1
+        for replayed in runs:
+            while replayed.run.step + 1 < first:
+                replayed.take_step(replayed.batches())
+        return f"both replayed: {first_of_steps(runs, first, until)}"
+    finally:
+        for replayed in runs:
+            replayed.run.close()
+
+
+def first_of_steps(runs: Sequence[Replayed], first: int, until: int) -> str:
+    for step in range(first, until + 2):
+        a, b = [run.parameters() for run in runs]
+        if pair := first_difference(a, b, other_bits):
+            where = (
+                f"the start of step {step}" if step == first else f"the update of step {step - 1}"
+            )
+            return f"{where}: the first other parameters are in {pair[0].module}"
+        if step > until:
+            break
+        batches = [run.batches() for run in runs]
+        samples = [hash_samples(each, runs[0].run.world.device) for each in batches]
+        if samples[0] != samples[1]:
+            return f"step {step}: other samples"
+        events = [run.take_step(each) for run, each in zip(runs, batches, strict=True)]
+        if text := first_part(*events):
+            return f"step {step}: {text}"
+    return (
+        f"the replays are equal up to step {until}: what differed is not in the steps as one "
+        "process takes them, but in what one of several ranks read, a callback, the layout, the "
+        "environment or the hardware"
+    )
+
+
+def first_part(a: Sequence[Event], b: Sequence[Event]) -> str:
+    """Where one step's values part, in words; "" if they are equal."""
+    computed_a, computed_b = [[e for e in each if e.kind != "op"] for each in (a, b)]
+    pair = first_difference(computed_a, computed_b, other_bits)
+    if pair is None:
+        return ""
+    event, other = pair
+    if event.kind == "backward":
+        call = call_of(event, a)
+        owner = call.module or "the model" if call else "the loss, or what divides it"
+        text = f"the backward of {owner}, in {event.name}"
+    elif event.kind == "loss":
+        text = "the loss of the model"
+    elif event.kind == "gradient":
+        text = f"the gradient of the parameters of {event.module or 'the model'}"
+    else:
+        text = f"the forward of {event.module or 'the model'}"
+    if event.kind in ("forward", "loss"):
+        text += first_operation(*(operations_of(event, each) for each in (a, b)))
+    apart = largest = 0.0
+    for x, y in zip(event.values.samples, other.values.samples, strict=False):
+        if x.shape == y.shape and x.numel():
+            apart = max(apart, float((x.double() - y.double()).abs().max()))
+            largest = max(largest, float(x.double().abs().max()))
+    if apart:
+        text += f"; differs by {apart:.2g}, elements up to {largest:.2g}"
+    return text
+
+
+def operations_of(event: Event, events: Iterable[Event]) -> list[Event]:
+    """In a module, or the task, of this micro-batch; without those that return what memory held."""
+    place = (event.module, event.micro_batch)
+    found = [e for e in events if e.kind == "op" and (e.module, e.micro_batch) == place]
+    return [operation for operation in found if "empty" not in operation.name]
+
+
+def first_operation(a: Sequence[Event], b: Sequence[Event]) -> str:
+    for of_a, of_b in zip(a, b, strict=False):
+        if of_a.name != of_b.name:
+            return f", {of_a.name} in A, {of_b.name} in B"
+        if other_bits(of_a.values, of_b.values):
+            return f", {of_a.name}"
+    return ""
+
+
 @command()
 def main(argv: Sequence[str]) -> int:
     parser = Parser("python -m dist_amp.diff", __doc__)
-    for name in ("A", "B"):
-        parser.add_argument(
-            f"run_{name.lower()}", type=Path, metavar=f"RUN_{name}", help="its folder"
-        )
+    parser.add_argument("run_a", type=Path, metavar="RUN_A", help="its folder")
+    parser.add_argument("run_b", type=Path, metavar="RUN_B", help="its folder")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(deep=False)
-    if present("commands.diff_deep"):
-        parser.add_argument(
-            "--deep",
-            action="store_true",
-            help="take both runs' steps again on this process, and name the module and operation "
-            "that differ first",
-        )
+    deep = (
+        "take both runs' steps again on this process, and name the module and operation that "
+        "differ first"
+    )
+    parser.add_argument("--deep", action="store_true", help=deep)
     options = parser.parse_args(argv)
+    folders = (options.run_a, options.run_b)
     if options.run_a.resolve() == options.run_b.resolve():
         raise ConfigError(f"{options.run_a} and {options.run_b} are the same folder; give two runs")
-    runs = Record(options.run_a), Record(options.run_b)
-    for run in runs:
-        check_logged(run)
-    report = compare(*runs)
+    report = compare(*map(Record, folders))
     parts = [part for part in (report["metrics"], report["fingerprints"]) if "step" in part]
-    if options.deep and parts and present("commands.diff_deep"):
-        from dist_amp.commands.diff_deep import where_they_part
-
+    if options.deep and parts:
         first = min(parts, key=lambda part: part["step"])
-        folders = (options.run_a, options.run_b)
-        report["deep"] = where_they_part(folders, first["equal_until"], first["step"])
+        report["deep"] = compare_inside(folders, first["equal_until"], first["step"])
     elif options.deep:
         equal = report["metrics"]["equal_until"]
         report["deep"] = f"not replayed: nothing differs through step {equal}"

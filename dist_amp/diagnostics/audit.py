@@ -13,25 +13,29 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor
 
 from dist_amp.bit_exact import seed_micro_batch
 from dist_amp.diagnostics.consistency import find_mismatch, hash_samples
-from dist_amp.diagnostics.trace import hash_tensor
+from dist_amp.diagnostics.trace import Event, Recorder, clean_name, hash_tensor, recorded
 from dist_amp.errors import ConfigError, NumericsError, some_of
 from dist_amp.parallel import Parallel
 from dist_amp.run import Run
 from dist_amp.settings import Config
 from dist_amp.step import loss_of, weights_of
 from dist_amp.telemetry.step_report import Observer, StepReport
-from dist_amp.world import World, local
+from dist_amp.world import World
 
 Hashes = tuple[int, ...]  # of the samples, the loss, and the gradient of each parameter
+
+
+def hash_for_audit(values: Sequence[Tensor]) -> Tensor:
+    """Scalar int64 on the device, of one tensor."""
+    # Zeros are as good as no gradient: DDP gives them to an idle expert after the backward.
+    return hash_tensor(values[0]) * values[0].any()
 
 
 class Audit(Observer):
@@ -40,12 +44,12 @@ class Audit(Observer):
     def __init__(self, run: Run):
         self._run = run
         parameters = run.parallel.module.named_parameters()
-        self._names = ["samples", "loss"]
-        self._names += [f"gradient of {name}" for name, p in parameters if p.requires_grad]
+        self._trained = [clean_name(name) for name, p in parameters if p.requires_grad]
+        self._names = ["samples", "loss", *(f"gradient of {name}" for name in self._trained)]
         self._position = run.data.position  # of the data before the step
-        self._audited: Recorded | None = None  # in an audited step
+        self._events: list[Event] | None = None  # of an audited step
         self._is_off = False
-        self._hook = ExitStack()
+        self._recording = ExitStack()
 
     def before_step(self, micro_batches: Sequence[Any]) -> None:
         run = self._run
@@ -56,13 +60,15 @@ class Audit(Observer):
             return
         self._number, self._shift = choice
         self._step = run.step
+        self._task = run.task
         weights = weights_of(run.task, micro_batches, run.world.device)
         total = run.parallel.sum_over_ranks(weights).mean()
         # The gradient that train_step gives to a loss sum, rounded as there.
         self._factor = run.scaler.scale(torch.ones_like(total)) / total
-        self._audited = Recorded(run.task, run.parallel.module, self._number)
-        run.task = self._audited
-        self._hook.enter_context(run.optimizer.register_step_pre_hook(self._audit))
+        self._samples = hash_samples([micro_batches[self._number]], run.world.device)
+        recording = recorded(run, hash_for_audit, ("gradient",))
+        self._events = self._recording.enter_context(recording)
+        self._recording.enter_context(run.optimizer.register_step_pre_hook(self._audit))
 
     def after_step(
         self,
@@ -70,19 +76,18 @@ class Audit(Observer):
         micro_batches: Sequence[Any],
     ) -> None:
         self._audit()  # of a skipped step, which may not have called the optimizer
-        self._hook.close()  # not within the hook: the optimizer walks through all of them
+        self._recording.close()  # not within the hook: the optimizer walks through all of them
         self._position = self._run.data.position
 
     def _audit(self, *_: Any) -> None:
         """Compute another rank's micro-batch, and compare. Errors: NumericsError on all ranks."""
-        if self._audited is None:
+        if self._events is None:
             return
-        run = self._run
-        world = run.world
-        run.task = self._audited.task
+        world = self._run.world
         with world.clock.hold("diagnostics"):
-            in_step = self._audited.hashes(self._names)
-            self._audited = None
+            events = [event for event in self._events if event.micro_batch == self._number]
+            in_step = self._hashes(self._samples, events)
+            self._events = None
             again = self._compute((world.rank + self._shift) % world.world_size)
             rows = world.stack(torch.stack([in_step, again]))
             in_step = rows[:, 0]
@@ -104,16 +109,26 @@ class Audit(Observer):
         plan = replace(run.data.plan, rank=rank)
         _, shards = next(plan.steps(self._position))
         seed = run.config.run.seed
-        with parallel.no_side_effects(), unreduced(parallel):
+        recorder = Recorder(
+            self._task, parallel.module, hash_for_audit, ("gradient",), drop_gradients=True
+        )
+        with parallel.no_side_effects(), unreduced(parallel), recorder:
             [(batch, _)] = run.data.fetched([shards[self._number]])
             seed_micro_batch(seed, self._step, self._number * run.world.world_size + rank)
-            computed = Recorded(run.task, parallel.module, 0, keeps_gradients=False)
             with run.precision.autocast():
-                loss = loss_of(computed, run.model, batch, run.world.device)
+                loss = loss_of(recorder, run.model, batch, run.world.device)
             loss.backward(self._factor)
         for p, gradient in zip(parallel.parameters, gradients, strict=True):
             p.grad = gradient
-        return computed.hashes(self._names)
+        return self._hashes(hash_samples([batch], run.world.device), recorder.events)
+
+    def _hashes(self, samples: Tensor, events: Sequence[Event]) -> Tensor:
+        """By `names`, 0 for a parameter without a gradient: int64 on the host."""
+        (loss,) = (event.values for event in events if event.kind == "loss")
+        by_name = {event.name: event.values for event in events if event.kind == "gradient"}
+        zero = torch.zeros_like(loss)
+        hashes = [samples, loss, *(by_name.get(name, zero) for name in self._trained)]
+        return torch.stack(hashes).cpu()
 
     def _report(
         self,
@@ -196,73 +211,6 @@ def unreduced(parallel: Parallel) -> Iterator[None]:
         yield
     finally:
         model.set_requires_gradient_sync(True)
-
-
-class Recorded:
-    """A task, of which one micro-batch's samples, loss and unreduced gradients are hashed."""
-
-    def __init__(self, task: Any, module: nn.Module, number: int, keeps_gradients: bool = True):
-        """number: of the micro-batch, counting calls of loss_sum from 0."""
-        self.task = task
-        self._module = module
-        self._waits_for = number
-        self._keeps_gradients = keeps_gradients
-        self._hashes: dict[str, Tensor] = {}
-        self._hooked: dict[str, list[Any]] = {}  # the hooks of each parameter
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.task, name)
-
-    def loss_sum(
-        self,
-        model: nn.Module,
-        batch: Any,
-    ) -> Tensor:
-        self._unhook()
-        self._waits_for -= 1
-        if self._waits_for != -1:
-            return self.task.loss_sum(model, batch)
-        # FSDP2 gathers a unit's parameters right before its forward.
-        units = {self._module, *(m for m in self._module.modules() if isinstance(m, FSDPModule))}
-        with ExitStack() as hooks:
-            for unit in units:
-                hooks.enter_context(unit.register_forward_pre_hook(self._hook_parameters))
-            loss = self.task.loss_sum(model, batch)
-        self._hashes["samples"] = hash_samples([batch], loss.device)
-        self._hashes["loss"] = hash_tensor(loss)
-        return loss
-
-    def hashes(self, names: Sequence[str]) -> Tensor:
-        """By these names, 0 for a parameter without a gradient: int64 on the host."""
-        self._unhook()
-        zero = torch.zeros_like(self._hashes["loss"])
-        hashes = [self._hashes.get(name, zero) for name in names]
-        return torch.stack(hashes).cpu()
-
-    def _hook_parameters(self, *_: Any) -> None:
-        for name, p in self._module.named_parameters():
-            if p.requires_grad and local(p) is p and name not in self._hooked:
-                self._hooked[name] = [p.register_hook(partial(self._add, f"gradient of {name}"))]
-                if not self._keeps_gradients:
-                    self._hooked[name].append(p.register_post_accumulate_grad_hook(drop_gradient))
-
-    def _add(
-        self,
-        name: str,
-        gradient: Tensor,
-    ) -> None:
-        # Zeros are as good as no gradient: DDP gives them to an idle expert after the backward.
-        value = hash_tensor(gradient) * gradient.any()
-        self._hashes[name] = self._hashes.get(name, 0) * 31 + value
-
-    def _unhook(self) -> None:
-        for hook in [hook for hooks in self._hooked.values() for hook in hooks]:
-            hook.remove()
-        self._hooked = {}
-
-
-def drop_gradient(parameter: Tensor) -> None:
-    parameter.grad = None
 
 
 def verdict(

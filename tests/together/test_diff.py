@@ -15,7 +15,7 @@ from planted import AT
 from ranks import on_ranks
 from tiny import Rows, Tiny
 
-from dist_amp.commands import diff, diff_deep
+from dist_amp.commands import diff
 from dist_amp.errors import DataError
 from dist_amp.record import Record
 from dist_amp.train import main as train
@@ -91,8 +91,12 @@ class Fault(NamedTuple):
 FAULTS = {
     "initial_weights": Fault(1, "blocks.1.up", cause="blocks.1.up"),
     "scaled_twice": Fault(1, "blocks.1.up", cause="blocks.1.up"),
-    "backward_scaled": Fault(1, "blocks.1.mix.out", cause="blocks.1.mix.out", deep="blocks.1.gain"),
-    "detached": Fault(1, "blocks.0.down", cause="blocks.0.down", deep="of blocks.0"),
+    "backward_scaled": Fault(
+        1, "blocks.1.mix.out", cause="blocks.1.mix.out", deep="of blocks.1, in AddBackward0"
+    ),
+    "detached": Fault(
+        1, "blocks.0.down", cause="blocks.0.down", deep="of blocks.1, in AddBackward0"
+    ),
     "frozen": Fault(1, "blocks.1.up", cause="blocks.1.up"),
     "flipped_bit": Fault(AT + 1, "blocks.1.down", cause="blocks.1.down"),
     "flipped_gradient": Fault(AT + 1, "blocks.1.mix.out", cause="blocks.1.mix.out"),
@@ -316,7 +320,7 @@ def version(folder, scale):
     folder.mkdir(exist_ok=True)
     (folder / "versioned.py").write_text(VERSION)
     (folder / "scaled.py").write_text(f"SCALE = {scale}")
-    diff_deep.make_room_for(folder / "versioned.py")
+    diff.make_room_for(folder / "versioned.py")
     return {"task__target": f"{folder}/versioned.py:Mine", "train__steps": 2}
 
 
@@ -361,7 +365,7 @@ def test_steps_that_are_taken_again_forget_the_settings_of_before(trained, tmp_p
     assert Record(folder).settings_at(4)["optim.lr"] == 1e-2
     assert Record(folder).settings_at(5)["optim.lr"] == 0.25
     with pytest.raises(DataError, match="replays the steps 4 to 6 with one config"):
-        diff_deep.where_they_part([folder, folder], 3, 6)
+        diff.compare_inside([folder, folder], 3, 6)
 
 
 @pytest.mark.bad_input("dist_amp diff of runs of other tasks and models")
