@@ -24,7 +24,7 @@ from dist_amp.checkpoint.saver import Saver, best_metric_problem
 from dist_amp.config.auto import accumulation_steps, pick_cast, pick_reduction, pick_strategy
 from dist_amp.config.load import load_config, with_task
 from dist_amp.config.task_class import build_task
-from dist_amp.config.validate import check_parallel
+from dist_amp.config.validate import check_kept_state, check_parallel
 from dist_amp.data import Batches, build_batches, build_validation
 from dist_amp.distributed.process import (
     process_switches,
@@ -222,9 +222,7 @@ def build_run(
         from dist_amp.scaling.frozen import FrozenBase
 
         run.frozen = FrozenBase(run.parallel.module, world, run.parallel.replicas)
-    from dist_amp.checkpoint.task_state import Unsaved
-
-    run.unsaved = Unsaved(run)
+    check_kept_state(task)
     if problem := best_metric_problem(run):
         raise ConfigError(problem)
     if hasattr(task, "best_metric") and run.validation is None:

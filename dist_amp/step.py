@@ -49,7 +49,6 @@ class Run:
     validation: Batches | None
     metrics: Metrics
     frozen: Any = None  # a FrozenBase, where some parameters are not trained
-    unsaved: Any = None  # an Unsaved, which knows the task as it was before the first step
     startup: Any = None  # a Startup, which times the first step
     step: int = 0
     saved_step: int | None = None

@@ -28,6 +28,7 @@ from dist_amp.checkpoint.format import (
     remove_old_checkpoints,
 )
 from dist_amp.checkpoint.state import Snapshot, take_snapshot
+from dist_amp.checkpoint.task_state import Unsaved
 from dist_amp.errors import ConfigError, Failure
 from dist_amp.files import appears, run_dir, sync_folder, write_synced
 from dist_amp.step import Run
@@ -48,6 +49,7 @@ class Saver(Observer):
         self._planner = DefaultSavePlanner(enable_plan_caching=True)
         self._planner._cached_plans_key = uuid4().hex  # torch's is shared by all runs of a process
         self._staging: Any = None
+        self._unsaved = Unsaved(run)
 
     def save(self, wait: bool) -> None:
         """Save the state; every rank calls it. wait: until it is written. Errors: Failure."""
@@ -56,7 +58,7 @@ class Saver(Observer):
             must_succeed = wait or bool(getattr(self._run.metrics.save, "why", ""))
             self.finish()
             started = time.monotonic()
-            self._run.unsaved.warn_of_changes()
+            self._unsaved.compare()
             snapshot = take_snapshot(self._run)
             may_exist = self._run.step in (self._run.saved_step, self._run.resumed_from_step)
             self._run.saved_step = self._run.step

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dist_amp.checkpoint.task_state import digest
 from dist_amp.config.auto import batch_statistics
 from dist_amp.data import Padding
 from dist_amp.diagnostics.trace import hash_tensor
@@ -24,6 +25,7 @@ from dist_amp.loading.loader import load
 from dist_amp.loading.nested import tensors
 from dist_amp.loading.samples import sample_bytes, spread
 from dist_amp.run import Run
+from dist_amp.task import kept_by
 from dist_amp.telemetry.step_report import GLOBAL, GLOBAL_METRICS, LogRow, Observer, StepReport
 from dist_amp.world import local
 
@@ -86,8 +88,6 @@ def check_start(run: Run) -> None:
         )
     if run.world.world_size > 1:
         check_samples_equal(run)
-    from dist_amp.checkpoint.task_state import check_kept
-
     check_kept(run)
     check_state(run)
 
@@ -138,6 +138,24 @@ def check_samples_equal(run: Run) -> None:
                 f"{name} is not the same on rank {some_of(differing)} as on rank 0; build_dataset "
                 "must return the full dataset on every rank, dist_amp shards it"
             )
+
+
+def check_kept(run: Run) -> None:
+    """Errors: DataError for a tensor that the task keeps and that differs between ranks."""
+    kept = kept_by(run.task, run.parallel.module)
+    hashes = {
+        name: [digest(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+        for name, leaves in kept.items()
+    }
+    first, *others = run.world.gather(hashes)
+    for rank, other in enumerate(others, start=1):
+        for name, value in other.items():
+            if value != first.get(name):
+                raise DataError(
+                    f"the task's attribute {name} is not the same on ranks 0 and {rank}; draw it "
+                    "with a fixed seed, or from the generators of torch, NumPy and Python, which "
+                    "have the same seed on every rank in its constructor and build_model"
+                )
 
 
 def check_state(run: Run) -> None:

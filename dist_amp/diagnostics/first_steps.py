@@ -9,13 +9,14 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dist_amp.errors import NumericsError, some_of
 from dist_amp.files import present
 from dist_amp.loading.plan import Shard
 from dist_amp.parallel import norms_of
 from dist_amp.run import Run
+from dist_amp.task import kept_by
 from dist_amp.telemetry.step_report import Observer, StepReport
 from dist_amp.world import local
 
@@ -35,6 +36,7 @@ class FirstSteps(Observer):
         parallel = run.parallel
         # [parameters]: sums of the norms of this rank's part of the gradients.
         self._gradient_sums = torch.zeros(len(parallel.parameters), device=parallel.state_device)
+        warn_of_untrained(run)
         self._hook = run.optimizer.register_step_pre_hook(self._add_gradients)
 
     def __exit__(self, *error: object) -> None:
@@ -109,6 +111,22 @@ class FirstSteps(Observer):
                 "weight decay shrinks them; use them in the loss, or set requires_grad=False. For "
                 "a mixture's experts that no sample chose yet, nothing is wrong"
             )
+
+
+def warn_of_untrained(run: Run) -> None:
+    """Warn of trained parameters that the task holds and its model does not."""
+    for name, leaves in kept_by(run.task, run.parallel.module).items():
+        count = sum(isinstance(leaf, nn.Parameter) and leaf.requires_grad for leaf in leaves)
+        if count:
+            run.world.warn(untrained_text(name, count))
+
+
+def untrained_text(name: str, count: int) -> str:
+    return (
+        f"the task's attribute {name} holds {count} trained parameters that are not in the model, "
+        "so nothing trains them: put them into the module that build_model returns, or set "
+        "requires_grad=False"
+    )
 
 
 def warn_of_mean(run: Run) -> None:

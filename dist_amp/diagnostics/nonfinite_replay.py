@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from dist_amp.checkpoint.task_state import without_effects
 from dist_amp.data import Indexed, Padding
+from dist_amp.diagnostics.effects import without_effects
 from dist_amp.diagnostics.trace import TASK, Event, Recorder, call_of
 from dist_amp.distributed.process import random_state, set_random_state
 from dist_amp.errors import in_one_line

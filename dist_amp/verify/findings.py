@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from dist_amp.checkpoint.task_state import untrained_text
 from dist_amp.config.auto import batch_statistics
+from dist_amp.diagnostics.first_steps import untrained_text
 from dist_amp.distributed.process import seed_all
 from dist_amp.loading.nested import tensors
 from dist_amp.run import training_mode

@@ -3,9 +3,10 @@
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from ranks import on_ranks
+from ranks import RankFailed, on_ranks
 from tiny import Tiny, log, make_run, take_steps
 from torch import nn
 from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
@@ -91,3 +92,19 @@ def test_what_fake_quantisation_observes_may_differ_until_it_is_averaged(strateg
     one, two = on_ranks(2, observed_after_evaluation, strategy)
     assert one == two
     assert one["0.scale"] > [0.0]
+
+
+class Unseeded(Tiny):
+    def build_model(self):
+        self.target = np.random.default_rng().random(3)
+        return super().build_model()
+
+
+def kept_unequal(world):
+    Consistency(make_run(world, Unseeded()))
+
+
+@pytest.mark.bad_input("a tensor that the task keeps and that differs between ranks")
+def test_a_kept_tensor_that_differs_between_ranks_is_refused_by_name():
+    with pytest.raises(RankFailed, match="attribute target is not the same on ranks 0 and 1; draw"):
+        on_ranks(2, kept_unequal)

@@ -227,3 +227,23 @@ def test_an_applied_step_that_changes_no_parameter_ends_the_run():
         NumericsError, match=r"step 1 was applied with grad_norm .* but changed no parameter"
     ):
         observer.after_step(train_step(run, micro_batches), micro_batches)
+
+
+class ScaleOnTask(Tiny):
+    """Learns a factor that is not in the model, and holds the model itself too."""
+
+    def build_model(self):
+        self.factor = nn.Parameter(torch.ones(()))
+        self.model = super().build_model()
+        return self.model
+
+    def loss_sum(self, model, batch):
+        return super().loss_sum(model, batch) * self.factor
+
+
+@pytest.mark.bad_input("a trained parameter that the task holds and the model does not")
+def test_a_trained_parameter_outside_the_model_is_named_at_the_start(capsys):
+    FirstSteps(make_run(World(), ScaleOnTask()))
+    said = capsys.readouterr().err
+    assert "the task's attribute factor holds 1 trained parameters that are not in" in said
+    assert "attribute model" not in said
