@@ -269,8 +269,9 @@ def _shard(
             parameter.data = parameter.data.bfloat16()
 
     from dist_amp.scaling.blocks import is_embedding
-    from dist_amp.scaling.meta import placement
+    from dist_amp.scaling.meta import placement, register_fused_updates
 
+    register_fused_updates()
     place = placement(module, world)
     # The last one's backward comes first: gathering it again at once would be a waste.
     reshards: dict[Any, bool] = {unit: unit is not units[-1] for unit in units}

@@ -1,11 +1,13 @@
 """Strategies: what is picked, what is refused, and what makes replicas equal."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
@@ -437,3 +439,34 @@ def test_cpu_offload_keeps_every_unit_and_the_state_on_the_host(monkeypatch, off
     sharded = build_parallel(config, "fsdp", model, [model[0]], precision, world)
     assert shards == ["CPUOffloadPolicy" if offloads else "NoneType"] * 2
     assert sharded.state_device.type == ("cpu" if offloads else "cuda")
+
+
+class Widest(Tiny):
+    """32 MiB of parameters, in shapes of their own."""
+
+    def build_model(self):
+        wide = [nn.Linear(1040, 1040, bias=False) for _ in range(8)]
+        return nn.Sequential(nn.Linear(8, 1040), *wide, nn.Linear(1040, 1))
+
+    def blocks(self, model):
+        return list(model)[1:-1]
+
+
+def memory_of_the_first_update(world):
+    """Bytes by which the process's peak rises in the first update."""
+    run = make_run(world, Widest(), "--parallel.strategy", "fsdp", "--use_amp", "false")
+    run.model(torch.zeros(2, 8)).sum().backward()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
+    before = resident()
+    run.optimizer.step()
+    return resident() - before
+
+
+def resident():
+    return 2**10 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+
+
+def test_the_first_sharded_update_takes_no_memory_of_the_whole_models_size():
+    # Zeros of parameters, gradients and two moments would be 132 MiB; a rank's moments are 33.
+    for risen in on_ranks(2, memory_of_the_first_update):
+        assert risen < 66 * 2**20
