@@ -50,13 +50,6 @@ class Event:
     callers: Sequence["Event"] = ()  # the calls of modules that a forward is inside of
     nodes: range = field(default_factory=lambda: range(0))  # of the backward graph, by number
 
-    @property
-    def label(self) -> str:
-        """The module's name and class."""
-        if not self.module_class:
-            return self.module
-        return f"{self.module or 'the model'} ({self.module_class})"
-
 
 class Recorder:
     """A task whose loss_sum is recorded. kinds: what of; a loss always is."""

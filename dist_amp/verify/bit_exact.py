@@ -4,35 +4,27 @@ Of the first steps of an epoch and its last ones, losses, module outputs, gradie
 are compared by hash with those of the first combination in the same precision.
 """
 
-import hashlib
-import json
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
 from dist_amp.bit_exact import check_ranks
 from dist_amp.config.load import load_config
 from dist_amp.data import Padding
-from dist_amp.diagnostics import trace
-from dist_amp.diagnostics.trace import class_name, clean_name
+from dist_amp.diagnostics.trace import Event, clean_name, first_difference, hash_of, recorded
 from dist_amp.errors import ConfigError
-from dist_amp.loading.nested import tensors
 from dist_amp.run import Run, build_run
 from dist_amp.settings import Config
 from dist_amp.step import train_step
 from dist_amp.verify.cells import Row, full, rows_on_ranks
 from dist_amp.world import World
-
-# Of a step: {"output 3": a module's of micro-batch 3, ...}, in the order of the computation.
-Hashes = dict[str, str]
 
 HINT = """
 dist_amp seeds the global generators of random, numpy and torch before each micro-batch. What draws
@@ -46,7 +38,7 @@ def verify_bits(argv: Sequence[str], rows: list[Row]) -> int:
     """
     began = time.perf_counter()
     check_command(argv, rows)
-    expected: dict[str, list[Hashes]] = {}  # by precision
+    expected: dict[str, list[list[Event]]] = {}  # each step's, by precision
     results: Counter[str] = Counter()
     uncompared = {precision for _, _, precision in rows}
     print("ranks  strategy  precision  bits              result", flush=True)
@@ -55,11 +47,11 @@ def verify_bits(argv: Sequence[str], rows: list[Row]) -> int:
         bits = "-"
         text = str(result)
         if isinstance(result, list):
-            text = json.dumps(result)
-            bits = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+            values = [event.values for step in result for event in step]
+            bits = f"{hash_of([torch.tensor([value - 2**63 for value in values])]):016x}"
             if precision in expected:
                 uncompared.discard(precision)
-            text = first_difference(expected.setdefault(precision, result), result)
+            text = first_fault(expected.setdefault(precision, result), result)
         elif not text.startswith("refused: "):
             text = f"FAIL: {text}"
         results[text.partition(":")[0]] += 1
@@ -99,7 +91,7 @@ def prepare(
     largest: int,
     world: World,
     config: Config,
-) -> Callable[[Row], list[Hashes]]:
+) -> Callable[[Row], list[list[Event]]]:
     """On each rank: what takes a row's steps. largest: the highest number of ranks."""
     batch = config.train.global_batch_size
     if batch == "auto":
@@ -111,15 +103,11 @@ def prepare(
         eval=replace(config.eval, every="off"),
         checkpoint=replace(config.checkpoint, every="off"),
     )
-    return partial(hashes_of_row, world, config)
+    return partial(trace_of_row, world, config)
 
 
-def hashes_of_row(
-    world: World,
-    config: Config,
-    row: Row,
-) -> list[Hashes]:
-    """Each step's hashes, on every rank."""
+def trace_of_row(world: World, config: Config, row: Row) -> list[list[Event]]:
+    """Each step's events, on every rank."""
     strategy: Any = row[1]
     precision = row[2]
     kind: dict[str, Any] = {"use_amp": precision != "fp32"}
@@ -131,77 +119,57 @@ def hashes_of_row(
     size = run.data.plan.global_batch_size
     last = math.ceil(run.data.plan.length / size)
     steps = {0, 1, max(0, last - 2), last - 1}  # an epoch's last one may be partial
-    hashes = [hashes_of_step(run, step * size) for step in sorted(steps)]
+    traces = [trace_of_step(run, step * size) for step in sorted(steps)]
     run.close()
-    return hashes
+    return traces
 
 
-def hashes_of_step(run: Run, position: int) -> Hashes:
-    """Take the step that begins at this sample; return its hashes, the same on every rank."""
+def trace_of_step(run: Run, position: int) -> list[Event]:
+    """The events of the step that begins at this sample: of all ranks, the same on every rank."""
     micro_batches = [batch for batch, _ in run.data.at(position)]
-    outputs: list[Hashes] = []  # of each of this rank's micro-batches
-    gradients: Hashes = {}
-    gradient_sync = run.parallel.gradient_sync
-    named = dict(run.parallel.module.named_parameters())
-
-    def in_order(is_last: bool) -> AbstractContextManager[Any]:
-        outputs.append({})
-        return gradient_sync(is_last)
-
-    def at_update(*_: Any) -> None:
-        """From the last parameter to the first: the order of the backward."""
-        for name, parameter in reversed(named.items()):
-            if parameter.grad is not None:
-                gradients[f"the gradient of {clean_name(name)}"] = hash_tensor(parameter.grad)
-
-    with ExitStack() as hooks:
-        hooks.enter_context(run.optimizer.register_step_pre_hook(at_update))
-        for name, module in run.parallel.module.named_modules():
-            what = f"{clean_name(name) or 'the model'} ({class_name(module)})"
-            at_output = partial(hash_output, outputs, what)
-            hooks.enter_context(module.register_forward_hook(at_output))
-        hooks.enter_context(patch.object(run.parallel, "gradient_sync", in_order))
+    updates: list[Event] = []
+    note = run.optimizer.register_step_pre_hook(partial(note_gradients, run, updates))
+    with note, recorded(run, hash_whole, ("forward",)) as events:
         report = train_step(run, micro_batches)
-    for number, batch in enumerate(micro_batches):
-        outputs[number]["the loss"] = hash_tensor(report.losses[number])
-        if isinstance(batch, Padding):
-            outputs[number] = {}
-    ranks = run.world.gather(outputs)
-    step: Hashes = {}
-    for number, of_ranks in enumerate(zip(*ranks, strict=True)):
-        for rank, hashes in enumerate(of_ranks):
-            where = f"of micro-batch {number * run.world.world_size + rank}"
-            step |= {f"{what} {where}": one for what, one in hashes.items()}
-    step |= gradients
-    step["the gradient norm"] = hash_tensor(report.norm)
-    for name, parameter in named.items():
-        step[f"the updated parameter {clean_name(name)}"] = hash_tensor(parameter)
+    counted = []
+    for event in events:
+        event.callers = ()
+        if not isinstance(micro_batches[event.micro_batch], Padding):
+            event.micro_batch = event.micro_batch * run.world.world_size + run.world.rank
+            counted.append(event)
+    of_all = [event for events in run.world.gather(counted) for event in events]
+    step = sorted(of_all, key=lambda event: event.micro_batch)
+    step += updates
+    step.append(Event("gradient", "", hash_whole([report.norm])))
+    for name, parameter in run.parallel.module.named_parameters():
+        step.append(Event("parameter", "", hash_whole([parameter]), clean_name(name)))
     return step
 
 
-def hash_output(
-    hashes: list[Hashes],
-    what: str,
-    module: nn.Module,
-    _: Any,
-    output: Any,
-) -> None:
-    of_call = hashes[-1]
-    call = f"the output of {what}"
-    if call in of_call:
-        call = f"{call}, call {len(of_call)},"
-    of_call[call] = " ".join(map(hash_tensor, tensors(output)))
+def note_gradients(run: Run, events: list[Event], *_: Any) -> None:
+    """From the last parameter to the first: the order of the backward."""
+    for name, parameter in reversed([*run.parallel.module.named_parameters()]):
+        if parameter.grad is not None:
+            events.append(Event("gradient", "", hash_whole([parameter.grad]), clean_name(name)))
 
 
-def hash_tensor(tensor: Tensor) -> str:
-    """Of the whole tensor; a collective if it is sharded."""
-    return str(trace.hash_tensor(full(tensor)).item())
+def hash_whole(values: Sequence[Tensor]) -> int:
+    """Of whole tensors; a collective if one is sharded."""
+    return hash_of([full(value) for value in values])
 
 
-def first_difference(expected: Sequence[Hashes], hashes: Sequence[Hashes]) -> str:
+def first_fault(expected: Sequence[Sequence[Event]], traces: Sequence[Sequence[Event]]) -> str:
     """What differs first, in words, or "same". Micro-batches of padding are left out."""
-    for step, (theirs, ours) in enumerate(zip(expected, hashes, strict=True), start=1):
-        for what, one in theirs.items():
-            if ours.get(what) != one:
-                return f"FAIL: {what} differs first, in step {step}"
+    for step, (a, b) in enumerate(zip(expected, traces, strict=True), start=1):
+        if pair := first_difference(a, b):
+            event = pair[0]
+            what = {
+                "forward": f"the output of {event.module or 'the model'} ({event.module_class})",
+                "loss": "the loss",
+                "gradient": f"the gradient {'of ' if event.name else 'norm'}{event.name}",
+                "parameter": f"the updated parameter {event.name}",
+            }[event.kind]
+            if event.kind in ("forward", "loss"):
+                what += f" of micro-batch {event.micro_batch}"
+            return f"FAIL: {what} differs first, in step {step}"
     return "same"

@@ -8,17 +8,17 @@ operations are those whose FLOPs torch counts: matrix products, convolutions, at
 
 import re
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from dist_amp.config.task_class import build_task
 from dist_amp.data import build_batches
+from dist_amp.diagnostics.trace import TASK, Event, Recorder, clean_name
 from dist_amp.distributed.process import seed_all
 from dist_amp.loading.nested import tensors
 from dist_amp.precision import DTYPES, build_precision
@@ -31,16 +31,14 @@ from dist_amp.world import World, locate
 SHORT = {dtype: name for name, dtype in DTYPES.items()} | {torch.float64: "fp64"}
 WIDE = {"fp32", "fp64"}
 
-aten = torch.ops.aten
 # torch's registry lacks the CPU's attention.
-COSTLY = {aten._scaled_dot_product_flash_attention_for_cpu, *flop_registry}
+CPU_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
+COSTLY = {CPU_ATTENTION, *map(str, flop_registry)}
 
 # Operations that only move or cast elements; views are recognised by torch.
 MOVES = re.compile(
     "_to_copy|copy_|clone|_unsafe_view|detach|zeros_like|ones_like|empty_like|cat|stack"
 )
-
-LOSS = "loss_sum"  # the path of operations outside all modules
 
 WHY = """\
 Why: autocast is off there (autocast(enabled=False), custom_fwd(cast_inputs=torch.float32)), or it
@@ -129,81 +127,77 @@ def dtype_report(
     batch = next(batches)[0]
     # A policy needs ranks to shard over, so autocast is what is recorded.
     precision = build_precision(replace(config.precision, cast_by="auto"), False, world)
-    with DtypeRecorder(model) as recorder, precision.autocast():
-        recorder.add(LOSS, "inputs", batch)
-        recorder.add(LOSS, "outputs", task.loss_sum(model, batch))
+    recorder = Recorder(task, model, dtypes_of, ("forward", "op"), inputs=True)
+    with recorder, precision.autocast():
+        recorder.loss_sum(model, batch)
+    table = DtypeTable(model, recorder.events, dtypes_of([*tensors(batch)]))
     sharded = config.parallel.strategy in ("fsdp", "hsdp")
     by_policy = sharded and config.precision.cast_by != "autocast"
-    return DtypeReport(precision.name, world.device, by_policy, recorder.rows(), recorder.costly)
+    return DtypeReport(precision.name, world.device, by_policy, table.rows(), table.costly)
 
 
-class DtypeRecorder(TorchDispatchMode):
-    """Records the dtypes of the inputs, outputs and operations of each module of `model`."""
+Dtype = tuple[str, int]  # a tensor's, and its number of dimensions
 
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.modules = {name or "(model)": module for name, module in model.named_modules()}
+
+def dtypes_of(values: Sequence[Tensor]) -> list[Dtype]:
+    return [(SHORT.get(v.dtype, str(v.dtype).removeprefix("torch.")), v.ndim) for v in values]
+
+
+class DtypeTable:
+    """The dtypes of the inputs, outputs and operations of each module of a recorded `model`."""
+
+    def __init__(self, model: nn.Module, events: Sequence[Event], batch: Sequence[Dtype]):
+        self._modules = {clean_name(name): module for name, module in model.named_modules()}
         self.costly: list[Operation] = []
-        self._running = [LOSS]
         # {(path, column): distinct dtypes, in order}
         self._columns: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
-        for path, module in self.modules.items():
-            module.register_forward_pre_hook(partial(self._enter, path), with_kwargs=True)
-            module.register_forward_hook(partial(self._leave, path), always_call=True)
+        self._add(TASK, "inputs", batch)
+        for event in events:
+            if event.kind == "op":
+                self._add_operation(event)
+            else:
+                self._add(event.module, "inputs", event.inputs)
+                self._add(event.module, "outputs", event.values)
 
-    def _enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._running.append(path)
-        self.add(path, "inputs", (args, kwargs))
+    def _add(self, path: str, column: str, dtypes: Iterable[Dtype]) -> None:
+        self._columns[path, column] |= dict.fromkeys(name for name, _ in dtypes)
 
-    def _leave(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
-        self._running.pop()
-        self.add(path, "outputs", output)
-
-    def add(self, path: str, column: str, value: Any) -> None:
-        self._columns[path, column] |= dict.fromkeys(dtypes_in(value))
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        out = function(*args, **kwargs)
-        floating = [tensor for tensor in tensors((args, kwargs)) if tensor.is_floating_point()]
-        name = function.overloadpacket.__name__
-        if function.is_view or MOVES.fullmatch(name) or not floating:
-            return out
-        path = self._running[-1]
-        if function.overloadpacket in COSTLY:
-            self.add(path, "products", floating)
+    def _add_operation(self, event: Event) -> None:
+        name = event.name.removeprefix("aten.")
+        floating = [dtype for dtype in event.inputs if dtype[0].startswith(("fp", "bf", "float"))]
+        if MOVES.fullmatch(name) or not floating:
+            return
+        column = "products" if event.name in COSTLY else "other"
+        self._add(event.module, column, floating)
+        if event.name in COSTLY:
             if "attention" in name:
                 name = "attention"
-            operands = " x ".join(dtypes_in([t for t in floating if t.ndim > 1]))  # without a bias
-            self.costly.append(Operation(path, self._kind(path), name, operands))
-        else:
-            self.add(path, "other", floating)
-        return out
+            operands = " x ".join(dtype for dtype, ndim in floating if ndim > 1)  # without a bias
+            self.costly.append(Operation(*self._place(event.module), name, operands))
 
     def rows(self) -> list[Row]:
         """The modules that ran and have no children, weights of their own, or costly operations."""
         costly = {operation.path for operation in self.costly}
         rows = []
-        for path, module in self.modules.items():
+        for path, module in self._modules.items():
             weights = list(module.parameters(recurse=False))
             computes = not list(module.children()) or weights
-            if (path, "inputs") in self._columns and (path in costly or computes):
-                self.add(path, "weights", weights)
+            ran = (path, "outputs") in self._columns
+            if ran and (computes or self._place(path)[0] in costly):
+                self._add(path, "weights", dtypes_of(weights))
                 rows.append(self._row(path))
-        return [*rows, self._row(LOSS)]
+        return [*rows, self._row(TASK)]
 
-    def _kind(self, path: str) -> str:
-        return "the task" if path == LOSS else type(self.modules[path]).__name__
+    def _place(self, path: str) -> tuple[str, str]:
+        """(how a module is shown, its class)."""
+        if path == TASK:
+            return "loss_sum", "the task"
+        return path or "(model)", type(self._modules[path]).__name__
 
     def _row(self, path: str) -> Row:
         computed = "products" if self._columns[path, "products"] else "other"
         names = ("inputs", "weights", computed, "outputs")
-        cells = (" ".join(self._columns[path, name]) or "-" for name in names)
-        return Row(path, self._kind(path), *cells)
-
-
-def dtypes_in(value: Any) -> list[str]:
-    dtypes = [tensor.dtype for tensor in tensors(value)]
-    return [SHORT.get(dtype, str(dtype).removeprefix("torch.")) for dtype in dtypes]
+        return Row(
+            *self._place(path),
+            *(" ".join(self._columns[path, name]) or "-" for name in names),
+        )

@@ -4,7 +4,6 @@ Two runs of the model that should agree are compared call by call: the first mod
 output changes though its inputs do not.
 """
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from dist_amp.config.auto import batch_statistics
 from dist_amp.diagnostics.first_steps import untrained_text
+from dist_amp.diagnostics.trace import TASK, Event, Recorder, first_difference
 from dist_amp.distributed.process import seed_all
 from dist_amp.loading.nested import tensors
 from dist_amp.run import training_mode
@@ -33,7 +33,6 @@ from dist_amp.verify.reference import (
 
 SAMPLES = 8  # enough to split; the comparison itself takes more
 IGNORE_INDEX = -100  # the label that cross-entropy ignores
-LOSS = "the task's loss_sum"
 ROUNDING = 1e-6  # of gradients in float32: 3e-8 to 3e-6 in tests/families.py
 TRIES = 3  # batches, of which one must have the gradients of its halves
 AUGMENT = (
@@ -57,14 +56,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Trace:
-    """One forward and backward. calls: {(module, its how-manieth call): (inputs, outputs)}, inner
-    before outer.
-    """
+    """One forward and backward. calls: of modules, inner before outer, with copies of tensors."""
 
     loss: Tensor
     unused: list[str]  # parameters without a gradient
     gradients: Values
-    calls: dict[tuple[str, int], tuple[list[Tensor], list[Tensor]]]
+    calls: list[Event]
 
 
 def inspect_task(reference: Reference) -> list[Finding]:
@@ -77,7 +74,7 @@ def inspect_task(reference: Reference) -> list[Finding]:
     if not all(value.isfinite().all() for value in (first.loss, *first.gradients.values())):
         text = "loss or gradients of the first samples are not finite in float32, with the initial"
         return [*findings, Finding(f"{text} weights", fails=True)]
-    error, where = first_difference(first, trace(reference, batch))
+    error, where = first_change(first, trace(reference, batch))
     if error > reference.rounding_error:
         text = (
             f"{where} is not deterministic: two identical runs differ by {error:.1e}; make it "
@@ -108,51 +105,31 @@ def inspect_task(reference: Reference) -> list[Finding]:
 def trace(reference: Reference, batch: Any, seed: int = 0) -> Trace:
     """Run the model with its initial weights on a batch."""
     model = reference.model()
-    calls = {}
-    counts: Counter[str] = Counter()
-    running: list[list[Tensor]] = []  # the inputs of the modules that are running, innermost last
-
-    def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
-        running.append(_copies((args, kwargs)))  # the module may overwrite them
-
-    def end(
-        label: str,
-        module: nn.Module,
-        args: Any,
-        output: Any,
-    ) -> None:
-        counts[label] += 1
-        calls[label, counts[label]] = (running.pop(), _copies(output))
-
-    for name, module in model.named_modules():
-        module.register_forward_pre_hook(begin, with_kwargs=True)
-        module.register_forward_hook(partial(end, _label(name, module)))
+    recorder = Recorder(reference.task, model, copies, ("forward",), inputs=True)
     seed_all(seed)
-    loss = reference.loss_and_backward(model, batch)
+    with recorder:
+        loss = reference.loss_and_backward(model, batch, task=recorder)
     unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    calls = [event for event in recorder.events if event.kind == "forward"]
     return Trace(loss.detach(), unused, gradients_of(model), calls)
 
 
-def _copies(value: Any) -> list[Tensor]:
-    return [tensor.detach().clone() for tensor in tensors(value)]
+def copies(values: list[Tensor]) -> list[Tensor]:
+    return [value.clone() for value in values]
 
 
-def _label(name: str, module: nn.Module) -> str:
-    kind = type(module).__name__
+def _label(name: str, kind: str) -> str:
     return f"{name} ({kind})" if name else kind
 
 
-def first_difference(a: Trace, b: Trace, tolerance: float = 0.0) -> tuple[float, str]:
+def first_change(a: Trace, b: Trace, tolerance: float = 0.0) -> tuple[float, str]:
     """(relative error, label) of the first module whose output differs though its inputs do not;
     else of the loss. Of more rows in `a`, the first are compared.
     """
-    for call, (inputs, outputs) in a.calls.items():
-        other_inputs, other_outputs = b.calls.get(call, ([], []))
-        if call in b.calls and _error(inputs, other_inputs) <= tolerance:
-            error = _error(outputs, other_outputs)
-            if error > tolerance:
-                return error, call[0]
-    return _error([a.loss], [b.loss]), LOSS
+    if pair := first_difference(a.calls, b.calls, _error, tolerance):
+        call, other = pair
+        return _error(call.values, other.values), _label(call.module, call.module_class)
+    return _error([a.loss], [b.loss]), TASK
 
 
 def _error(a: list[Tensor], b: list[Tensor]) -> float:
@@ -181,7 +158,7 @@ def _notes(reference: Reference) -> list[Finding]:
     if converted := to_float32(module, frozen_too=False):
         findings.append(Finding(converted))
     labels = [
-        _label(name, part)
+        _label(name, type(part).__name__)
         for name, part in module.named_modules()
         if isinstance(part, _DropoutNd) or (isinstance(part, nn.RNNBase) and part.dropout)
     ]
@@ -234,7 +211,7 @@ def _random(reference: Reference, batch: Any) -> list[Finding]:
     def drawing() -> str:
         tolerance = reference.rounding_error
         traces = trace(reference, batch), trace(reference, batch, seed=1)
-        error, where = first_difference(*traces, tolerance)
+        error, where = first_change(*traces, tolerance)
         return where if error > tolerance else ""
 
     why = "the result is drawn at random in training mode"
@@ -293,15 +270,12 @@ def _not_a_sum(reference: Reference) -> str:
         if not errors[-1] > 10 * max(rounding, ROUNDING):
             return ""
     # Outputs without a dimension are losses, which need not be sums.
-    calls = {
-        call: (inputs, [value for value in outputs if value.ndim])
-        for call, (inputs, outputs) in whole.calls.items()
-    }
-    _, where = first_difference(replace(whole, calls=calls), first, tolerance)
-    if where != LOSS:
+    calls = [replace(c, values=[value for value in c.values if value.ndim]) for c in whole.calls]
+    _, where = first_change(replace(whole, calls=calls), first, tolerance)
+    if where != TASK:
         return where
     text = (
-        f"{LOSS} of {SAMPLES} samples is {whole.loss:.6g}, and its halves add up to {halves:.6g}, "
+        f"{TASK} of {SAMPLES} samples is {whole.loss:.6g}, and its halves add up to {halves:.6g}, "
         f"their gradients differ by {min(errors):.1e}, most at {max(off, key=off.__getitem__)}: "
     )
     if halves > 1.5 * whole.loss > 0:
@@ -321,11 +295,11 @@ def _in_evaluation_mode(
     findings: list[Finding] = []
     while where := find():
         kind = where.rpartition(" ")[2].strip("()")
-        if where.startswith(f"{LOSS} "):
+        if where.startswith(f"{TASK} "):
             return [*findings, Finding(where, fails=True)]
         if kind in reference.task.eval_classes:
             why += ", in evaluation mode too"
-        if where == LOSS or kind in reference.task.eval_classes:
+        if where == TASK or kind in reference.task.eval_classes:
             return [Finding(f"{where}: {why}, so it can't be compared; {fix}", fails=True)]
         reference.task.eval_classes |= {kind}
         findings.append(Finding(f"{where}: {why}; every {kind} is compared in evaluation mode"))
@@ -405,8 +379,8 @@ def leaks(reference: Reference, rows: int) -> list[Finding]:
     shuffled = {**labelled, "input_ids": torch.where(second, ids, ids.roll(1, 1))}
     before = _at_tokens(trace(reference, labelled), second)
     after = _at_tokens(trace(reference, shuffled), second)
-    _, where = first_difference(before, after)
-    where = where.replace(LOSS, "the model")
+    _, where = first_change(before, after)
+    where = where.replace(TASK, "the model")
     text = (
         f"packed documents leak in {where}: the gradient of a document's loss with respect to "
         f"another's embeddings is {share:.2g} of that with respect to its own, and must be 0: "
@@ -453,10 +427,10 @@ def _at_tokens(trace: Trace, second: Tensor) -> Trace:
         by_token = [_by_token(value, *second.shape) for value in values]
         return [value[second[:, : value.shape[1]]] for value in by_token if value is not None]
 
-    calls = {}
-    for call, (taken, given) in trace.calls.items():
-        if inputs := chosen(taken):
-            calls[call] = (inputs, chosen(given) or given)
+    calls = []
+    for call in trace.calls:
+        if inputs := chosen(call.inputs):
+            calls.append(replace(call, inputs=inputs, values=chosen(call.values) or call.values))
     return replace(trace, calls=calls)
 
 

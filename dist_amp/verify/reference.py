@@ -282,12 +282,17 @@ class Reference:
         return gradients, roundings.count
 
     def loss_and_backward(
-        self, model: nn.Module, batch: Any, precision: str = "fp32", scale: float | Tensor = 1.0
+        self,
+        model: nn.Module,
+        batch: Any,
+        precision: str = "fp32",
+        scale: float | Tensor = 1.0,
+        task: Any = None,
     ) -> Tensor:
-        """The loss of a batch in one process, after its backward."""
+        """The loss of a batch in one process, after its backward. task: by default its own."""
         with without_ranks():
             with self.autocast(precision):
-                loss = self.task.loss_sum(model, batch)
+                loss = (task or self.task).loss_sum(model, batch)
             (loss * scale).backward()
         return loss
 
