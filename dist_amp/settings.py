@@ -1,53 +1,39 @@
-"""All settings: a dataclass per section; a type, range, default and meaning per key."""
+"""All settings: a frozen dataclass per section; a type, range, default and docstring per key.
 
-import math
+Pydantic reads them: config/values.py checks a value by its key's type, and config/help.py makes
+--help and the JSON Schema from all of it. A number with a range is finite.
+"""
+
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from annotated_types import Ge, Gt, Le, Lt
 
-@dataclass(frozen=True)
-class Range:
-    """The numbers that a key accepts, as in `Annotated[float, Range(above=0)]`; all are finite."""
-
-    low: float = -math.inf
-    high: float = math.inf
-    above: float = -math.inf
-    below: float = math.inf
-
-    def __contains__(self, number: float) -> bool:
-        return self.low <= number <= self.high and self.above < number < self.below
-
-    def __str__(self) -> str:
-        rules = (
-            ("at least", self.low),
-            ("above", self.above),
-            ("at most", self.high),
-            ("below", self.below),
-        )
-        return " and ".join(f"{words} {bound:g}" for words, bound in rules if not math.isinf(bound))
-
-
-Count = Annotated[int, Range(low=1)]
-PositiveFloat = Annotated[float, Range(above=0)]
-Beta = Annotated[float, Range(low=0, below=1)]
+Count = Annotated[int, Ge(1)]
+PositiveFloat = Annotated[float, Gt(0)]
+Beta = Annotated[float, Ge(0), Lt(1)]
 Strategy = Literal["single", "ddp", "fsdp", "hsdp"]
 
 
-class WithPaths:  # ~/ is the home folder, also where no shell expands it
+class Section:
+    __pydantic_config__ = {"use_attribute_docstrings": True, "extra": "forbid"}  # noqa: RUF012
+
     def __post_init__(self) -> None:
+        """In paths, ~/ is the home folder, also where no shell expands it."""
         texts = {name: text for name, text in vars(self).items() if isinstance(text, str)}
         vars(self).update({name: os.path.expanduser(text) for name, text in texts.items()})
 
 
 @dataclass(frozen=True)
-class RunConfig(WithPaths):
+class RunConfig(Section):
     dir: str = "auto"
     """The run's folder; auto: `runs/<UTC time>-<id>`, the same on all ranks and in all restarts by
     one torchrun. Name it yourself to continue later, or where machines may be replaced. An address
     such as s3://bucket/run keeps the run on object storage.
     """
-    seed: Annotated[int, Range(low=0, high=2**63 - 1)] = 0
+    seed: Annotated[int, Ge(0), Le(2**63 - 1)] = 0
     """Seeds initialisation, data order and dropout; each rank's dropout differs."""
     deterministic: bool = False
     """Use deterministic kernels only: slower, and bit-identical from run to run."""
@@ -59,7 +45,7 @@ class RunConfig(WithPaths):
     """Resume even if the data, or settings that affect the result, differ from the checkpoint's."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA (or ROCm) if there is a GPU, else the CPU."""
-    timeout_seconds: Annotated[float, Range(above=0)] = 300.0
+    timeout_seconds: Annotated[float, Gt(0)] = 300.0
     """Timeout of collectives, of a save without progress, of a single rank that makes no progress,
     and of the uploads at the end.
     """
@@ -68,7 +54,7 @@ class RunConfig(WithPaths):
 
 
 @dataclass(frozen=True)
-class TaskConfig(WithPaths):
+class TaskConfig(Section):
     target: str = "dist_amp.tasks.causal_lm:CausalLM"
     """The task's class, as module:Class or path/to/file.py:Class."""
     args: Any = field(default_factory=dict)
@@ -76,7 +62,7 @@ class TaskConfig(WithPaths):
 
 
 @dataclass(frozen=True)
-class SourceConfig(WithPaths):
+class SourceConfig(Section):
     """The keys of [data], and of each source of a mixture."""
 
     name: str = "auto"
@@ -93,7 +79,7 @@ class SourceConfig(WithPaths):
     """
     split: str = "train"
     """The split to train on."""
-    validation_split: Annotated[float, Range(above=0, below=1)] | str = "auto"
+    validation_split: Annotated[float, Gt(0), Lt(1)] | str = "auto"
     """The split to evaluate on, or a share of the rows of `split`, drawn, such as 0.1; last, or
     last:0.1: its last rows; auto: "validation" or "test" if there is one, else a drawn 0.05.
     """
@@ -109,7 +95,7 @@ class MixedSourceConfig(SourceConfig):
 
 @dataclass(frozen=True)
 class DataConfig(SourceConfig):
-    sources: Any = field(default_factory=dict)
+    sources: Mapping[str, MixedSourceConfig] = field(default_factory=dict)
     """A mixture, in place of a name or path: a table data.sources.NAME per source, with the keys
     above and a weight.
     """
@@ -140,10 +126,10 @@ class DataConfig(SourceConfig):
     """What to do with a sample that can't be read, augmented or collated. stop: end the run; skip:
     leave it out, and list it in RUN/bad_samples/.
     """
-    max_bad_samples: Count | Annotated[float, Range(above=0, below=1)] = 100
+    max_bad_samples: Count | Annotated[float, Gt(0), Lt(1)] = 100
     """on_bad_sample=skip: end the run if an epoch has more bad samples; below 1: a share of them.
     """
-    workers: Annotated[int, Range(low=0)] = 0
+    workers: Annotated[int, Ge(0)] = 0
     """Loader processes per rank; 0: batches are prepared in the training process."""
     shuffle: bool = True
     """Reshuffle every epoch; false: keep the dataset's order."""
@@ -152,19 +138,19 @@ class DataConfig(SourceConfig):
 
 
 @dataclass(frozen=True)
-class ScalerConfig:
-    init_scale: Annotated[float, Range(low=1)] = 65536.0
+class ScalerConfig(Section):
+    init_scale: Annotated[float, Ge(1)] = 65536.0
     """The initial loss scale, which keeps small gradients from vanishing in fp16."""
-    growth_factor: Annotated[float, Range(above=1)] = 2.0
+    growth_factor: Annotated[float, Gt(1)] = 2.0
     """The scale is multiplied by this after growth_interval consecutive finite steps."""
-    backoff_factor: Annotated[float, Range(above=0, below=1)] = 0.5
+    backoff_factor: Annotated[float, Gt(0), Lt(1)] = 0.5
     """The scale is multiplied by this after a step with inf or nan gradients."""
-    growth_interval: Annotated[int, Range(low=1)] = 2000
+    growth_interval: Annotated[int, Ge(1)] = 2000
     """Consecutive finite steps before the scale grows."""
 
 
 @dataclass(frozen=True)
-class PrecisionConfig:
+class PrecisionConfig(Section):
     use_amp: bool = True
     """Mixed precision; false computes everything in float32."""
     dtype: Literal["auto", "bf16", "fp16"] = "auto"
@@ -192,13 +178,13 @@ class PrecisionConfig:
 
 
 @dataclass(frozen=True)
-class ParallelConfig:
+class ParallelConfig(Section):
     strategy: Literal["auto", "single", "ddp", "fsdp", "hsdp"] = "auto"
     """single: one process; ddp: a full copy per rank; fsdp: one copy sharded over all ranks; hsdp:
     sharded within each of `replicas` groups; auto: single for one process, ddp if the training
     state fits in half of the device's memory, hsdp if a machine's ranks hold it so, else fsdp.
     """
-    replicas: Annotated[int, Range(low=1)] | Literal["auto"] = "auto"
+    replicas: Annotated[int, Ge(1)] | Literal["auto"] = "auto"
     """hsdp: the number of copies, each sharded over world_size / replicas ranks; auto: one per
     machine, or two on a single machine.
     """
@@ -231,7 +217,7 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
-class CompileConfig:
+class CompileConfig(Section):
     blocks: bool | Literal["auto", "dynamic"] = "auto"
     """Compile each block with torch.compile, identical blocks once; the first
     step and evaluation take seconds to minutes longer. true: code per input shape, at most 8, and a
@@ -253,8 +239,8 @@ class CompileConfig:
 
 
 @dataclass(frozen=True)
-class TrainConfig:
-    steps: Annotated[int, Range(low=1, high=10_000_000)] = 100
+class TrainConfig(Section):
+    steps: Annotated[int, Ge(1), Le(10_000_000)] = 100
     """Optimizer steps to take, counting skipped ones."""
     micro_batch_size: Count = 8
     """Samples per rank in one forward and backward."""
@@ -266,9 +252,9 @@ class TrainConfig:
     """
     clip_by: Literal["norm", "value", "off"] = "norm"
     """Clip gradients by their global norm, by value (each element), or not at all (off)."""
-    max_grad_norm: Annotated[float, Range(above=0)] = 1.0
+    max_grad_norm: Annotated[float, Gt(0)] = 1.0
     """The limit of clip_by=norm."""
-    max_grad_value: Annotated[float, Range(above=0)] = 1.0
+    max_grad_value: Annotated[float, Gt(0)] = 1.0
     """The limit of clip_by=value."""
     max_skips_in_a_row: Count = 50
     """End the run after this many consecutive skipped steps; checked every metrics.log_every steps.
@@ -280,7 +266,7 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class OptimConfig:
+class OptimConfig(Section):
     name: Literal["adamw", "sgd", "muon"] = "adamw"
     """adamw: Loshchilov & Hutter 2019, arXiv:1711.05101; sgd with momentum; muon: hidden matrices
     by Muon, the rest by AdamW (optimizers/muon.py). A task's optimizer(groups, lr) takes its place.
@@ -292,11 +278,11 @@ class OptimConfig:
     the last fifth of train.steps (Hu et al. 2024, arXiv:2404.06395). A task's schedule(step) takes
     its place.
     """
-    warmup_steps: Annotated[int, Range(low=0)] = 0
+    warmup_steps: Annotated[int, Ge(0)] = 0
     """Applied steps over which lr rises linearly from zero."""
-    min_lr_ratio: Annotated[float, Range(low=0, high=1)] = 0.1
+    min_lr_ratio: Annotated[float, Ge(0), Le(1)] = 0.1
     """The learning rate at the end of the schedule, as a fraction of lr."""
-    weight_decay: Annotated[float, Range(low=0)] = 0.1
+    weight_decay: Annotated[float, Ge(0)] = 0.1
     """Decoupled weight decay of matrices; vectors (biases, norms) are not decayed. For sgd: added
     to the gradient.
     """
@@ -310,14 +296,14 @@ class OptimConfig:
     """One fused kernel that unscales, clips and steps, or skips, with no host-device sync; false:
     gradients are unscaled and clipped before the step, with two syncs.
     """
-    ema: Annotated[float, Range(above=0, below=1)] | Literal["off"] = "off"
+    ema: Annotated[float, Gt(0), Lt(1)] | Literal["off"] = "off"
     """Decay of an exponential moving average of the parameters, which evaluation, export and sample
     then use: 0.999 averages over about 1,000 applied steps.
     """
 
 
 @dataclass(frozen=True)
-class EvalConfig:
+class EvalConfig(Section):
     every: Count | Literal["off"] = 100
     """Steps between evaluations; there is also one at the end."""
     batches: Count | Literal["auto", "all"] = "auto"
@@ -325,11 +311,11 @@ class EvalConfig:
 
 
 @dataclass(frozen=True)
-class CheckpointConfig:
-    every: Annotated[int, Range(low=1)] | Literal["off"] = 100
+class CheckpointConfig(Section):
+    every: Annotated[int, Ge(1)] | Literal["off"] = 100
     """Steps between checkpoints; there is also one at the end, and one when a signal stops the run.
     """
-    keep: Annotated[int, Range(low=2)] = 2
+    keep: Annotated[int, Ge(2)] = 2
     """How many of the newest checkpoints to keep, besides the one with the lowest validation loss.
     """
     async_save: bool = True
@@ -339,12 +325,12 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
-class MetricsConfig:
-    log_every: Annotated[int, Range(low=1)] = 10
+class MetricsConfig(Section):
+    log_every: Annotated[int, Ge(1)] = 10
     """Steps between logged metrics. They are read from the device one step later, while it computes
     the next; no other step has a host-device sync.
     """
-    peak_flops: Annotated[float, Range(low=1e9)] | Literal["auto"] = "auto"
+    peak_flops: Annotated[float, Ge(1e9)] | Literal["auto"] = "auto"
     """Dense peak of one device in FLOP/s, such as 989e12, in the dtype that is used, for
     throughput/mfu; auto: on GPUs, from the table in telemetry/mfu.py.
     """
@@ -355,7 +341,7 @@ class MetricsConfig:
 
 
 @dataclass(frozen=True)
-class DebugConfig:
+class DebugConfig(Section):
     detect_anomaly: bool = False
     """Stop at the operation whose backward returns nan, with the stack of its forward; several
     times slower.
@@ -379,7 +365,7 @@ class DebugConfig:
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Section):
     """All settings of a run, by section."""
 
     run: RunConfig = field(default_factory=RunConfig)

@@ -216,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if {"-h", "--help", "--print_config", "--print-config"} & {*argv}:
             from dist_amp.config.help import show_if_asked
 
-            show_if_asked(argv, "python -m dist_amp.train", __doc__)
+            show_if_asked(argv, "python -m dist_amp.train")
             return 0
         config = load_config(argv)
         find_task(config.task.target)  # the default may be missing

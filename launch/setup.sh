@@ -11,7 +11,7 @@ fail() {
 
 if [ -n "${DIST_AMP_PYTHON:-}" ]; then
     PYTHON="$DIST_AMP_PYTHON"
-    "$PYTHON" -c 'import torch, tensorboard, tyro, tomli_w' ||
+    "$PYTHON" -c 'import torch, tensorboard, pydantic, tomli_w' ||
         fail "DIST_AMP_PYTHON=$DIST_AMP_PYTHON lacks what the lines above name; install it there, or unset the variable"
     export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 else

@@ -28,7 +28,7 @@ PRELOADED = [
     "dist_amp.train",
     "torch.utils.tensorboard",
     "torch._inductor.config",
-    "tyro._cli",
+    "pydantic",
     "pytest",
 ]
 context.set_forkserver_preload(PRELOADED)

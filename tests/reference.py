@@ -2,13 +2,12 @@
 
 import json
 import textwrap
-from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Literal, get_args, get_origin, get_type_hints
 
-from tyro._docstrings import get_field_docstring
-
-from dist_amp.config.load import load_config
+from dist_amp.config.help import described, json_schema
+from dist_amp.config.suggestions import choices_of
+from dist_amp.config.task_class import find_task
+from dist_amp.settings import TaskConfig
 
 REFERENCE = Path(__file__).parent.parent / "configs/reference.toml"
 HEAD = """\
@@ -35,32 +34,24 @@ TASK_ARGS = {
 
 
 def reference() -> str:
-    return HEAD + "".join(f"{line}\n" for line in section("", load_config([], environ={})))
+    about = described(json_schema(find_task(TaskConfig.target)), sources=[])
+    lines = [HEAD]
+    table = ""
+    for key, schema in about.items():
+        section, _, name = key.rpartition(".")
+        if section != table:
+            table = section
+            lines.append(f"\n[{section}]\n")
+        text = TASK_ARGS[name] if section == "task.args" else meaning(schema)
+        lines += [f"# {line}\n" for line in textwrap.wrap(text, 98, break_on_hyphens=False)]
+        lines.append(f"{name} = {json.dumps(schema['default'])}\n")
+    return "".join(lines)
 
 
-def section(name, config):
-    lines, inner = [], []
-    if name:
-        lines += ["", f"[{name}]"]
-    for item in fields(config):
-        value = getattr(config, item.name)
-        if is_dataclass(value):
-            inner += section(f"{name}.{item.name}".lstrip("."), value)
-        else:
-            about = TASK_ARGS.get(item.name) if name == "task.args" else meaning(config, item.name)
-            indent = {"initial_indent": "# ", "subsequent_indent": "# "}
-            lines += textwrap.wrap(about, 100, **indent, break_on_hyphens=False)
-            plain = list(value) if isinstance(value, tuple) else value
-            lines.append(f"{item.name} = {json.dumps(plain)}")
-    return lines + inner
-
-
-def meaning(config, name):
-    """The docstring of a setting and, of one with named values, these."""
-    hint = get_type_hints(type(config))[name]
-    literals = [part for part in (hint, *get_args(hint)) if get_origin(part) is Literal]
-    values = [value for part in literals for value in get_args(part)]
-    text = get_field_docstring(type(config), name, ())
+def meaning(schema):
+    """What a setting means and, if some of its named values do not stand there, these."""
+    text = schema["description"]
+    values = [value for part in schema.get("anyOf", [schema]) for value in choices_of(part)]
     words = text.replace(";", " ").replace(":", " ").split()
     unnamed = [value for value in values if value not in words]
     return f"{text} Values: {', '.join(values)}." if unnamed and len(values) > 1 else text

@@ -88,8 +88,7 @@ def with_rows_as_begun(config: Config, path: Path) -> Config:
                 return replace(table, validation_split=f"shuffled:{now}")
         return table
 
-    sources = config.data.sources
-    tables = sources if isinstance(sources, dict) else vars(sources)
+    tables = config.data.sources
     if not tables:
         return replace(config, data=as_begun(config.data, "data"))
     changed = {name: as_begun(tables[name], f"data.sources.{name}") for name in tables}
@@ -130,7 +129,8 @@ def settings_of(path: Path, config: Config) -> dict[str, Any]:
     if saved.get("task.target") == config.task.target:
         named_by_user = ("data.sources.",)  # the defaults of the task's arguments are known
     try:
-        defaults = flat(to_toml(type(config)()))
+        args = type(config.task.args)()
+        defaults = flat(to_toml(Config(task=TaskConfig(args=args))))
     except TypeError:  # the task has required arguments
         defaults = flat(to_toml(Config()))
     return {key: defaults[key] for key in defaults if not key.startswith(named_by_user)} | saved

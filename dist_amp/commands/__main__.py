@@ -9,8 +9,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 
 from dist_amp import __version__
-from dist_amp.config.load import collect, schema, source_names
-from dist_amp.config.parse import build
+from dist_amp.config.load import collect, config_of
 from dist_amp.config.suggestions import check_unknown
 from dist_amp.distributed.signals import BEFORE_RANKS, exit_on_signals, quiet_on_closed_pipe
 from dist_amp.errors import ConfigError, nearest_name
@@ -87,10 +86,10 @@ def main() -> int:
             given = " ".join(rest)
             print(f"error: --completion {given}: give one of {', '.join(SHELLS)}", file=sys.stderr)
             return 64
-        from dist_amp.config.help import completion  # tyro takes long to import
+        from dist_amp.commands.completion import script
 
         with quiet_on_closed_pipe():
-            print(completion(commands, WITH_SETTINGS, "dist_amp", rest[0]))
+            print(script(commands, WITH_SETTINGS, rest[0]))
         return 0
     if name not in commands:
         hint = f"the commands are {', '.join(commands)}"
@@ -102,6 +101,11 @@ def main() -> int:
         return 64
     exit_on_signals(BEFORE_RANKS if name in WITH_SETTINGS else "; nothing was made or changed")
     try:
+        if name == "train" and {"-h", "--help"} & {*rest}:
+            from dist_amp.config.help import show_if_asked
+
+            show_if_asked(rest, "dist_amp train")  # before torch is imported
+            return 0
         if name in WITH_SETTINGS and "RANK" not in os.environ:
             check_early(rest, has_options=name != "train")
         check_unknown(rest, OPTIONS.get(name, "").split())
@@ -128,7 +132,7 @@ def check_early(words: Sequence[str], has_options: bool) -> None:
         if not key.startswith("task.args.") and ("." in key or not has_options)
     }
     try:
-        build(schema(object, source_names(settings)), settings)
+        config_of(settings, object)
     except ConfigError as error:
         if not str(error).endswith("--help lists every key"):  # it may be the task's
             raise

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-PACKAGES = ("torch", "datasets", "tensorboard", "tyro", "tomli_w", "safetensors")
+PACKAGES = ("torch", "datasets", "tensorboard", "pydantic", "tomli_w", "safetensors")
 JOIN_SECONDS = 60.0  # how long a rank may take to start; assumed
 
 

@@ -61,7 +61,6 @@ from dist_amp.commands.elastic import Restarts, after_signal, run_agent, who_exp
 from dist_amp.config.auto import accumulation_steps
 from dist_amp.config.help import show_if_asked
 from dist_amp.config.load import collect, load_config, target_in
-from dist_amp.config.parse import Setting
 from dist_amp.config.suggestions import check_unknown
 from dist_amp.distributed.gpu_checks import check_gpus_are_used
 from dist_amp.distributed.launchers import refuse_copies
@@ -115,7 +114,7 @@ def run(argv: Sequence[str]) -> int:
 
 def wait_for_uploads(words: Sequence[str]) -> None:
     """Ranks that were killed, or failed, leave theirs to a process that a container would end."""
-    address = "".join(collect(words).get("run.dir", Setting((), "")).words)
+    address = str(collect(words).get("run.dir", ""))
     if "://" in address and present("storage"):
         from dist_amp.storage import mirror
 
@@ -322,11 +321,11 @@ def complete(options: Namespace, ranks: int, gpus: int) -> None:
 
 def gpus_to_use(words: Sequence[str]) -> int:
     """How many GPUs ranks with these settings use. Errors: ConfigError for GPUs torch can't use."""
-    device = collect(words).get("run.device", Setting(("auto",), "by default")).words[:1]
-    if device == ("cpu",):
+    device = str(collect(words).get("run.device", "auto"))
+    if device == "cpu":
         return 0
     gpus = torch.cuda.device_count()
-    if not gpus and device == ("auto",):
+    if not gpus and device == "auto":
         check_gpus_are_used()
     return gpus
 

@@ -18,7 +18,6 @@ Docs: docs/data.md
 
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 
 from dist_amp.config.load import load_config
@@ -79,7 +78,7 @@ def write(folder: Path, words: Sequence[str], workers: int, shard_tokens: int) -
     data = load_config(words).data
     if data.name == "auto" and data.path == "off":
         raise ConfigError("neither data.path nor data.name is set; name the rows to tokenize")
-    if names := [source.name for source in fields(data.sources)]:
+    if names := list(data.sources):
         raise ConfigError(
             f"data.sources has {', '.join(names)}; tokenize each source by itself, and mix the "
             "folders"

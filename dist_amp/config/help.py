@@ -1,23 +1,28 @@
-"""What --help, --print_config and shell completion print."""
+"""What --help and --print_config print, and the JSON Schema of config files: of `settings.Config`.
 
-import ast
-import io
+Each setting's meaning is the docstring below its key, which pydantic reads.
+"""
+
+import inspect
 import re
 from argparse import ArgumentParser
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import redirect_stdout, suppress
-from dataclasses import dataclass, field, is_dataclass, make_dataclass
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
 from shutil import get_terminal_size
 from textwrap import fill
-from typing import Annotated, Any, get_type_hints
+from typing import Any, get_type_hints
 
-import tyro
+from pydantic import TypeAdapter
+from pydantic.json_schema import GenerateJsonSchema
 
-from dist_amp.config.load import collect, load_config, schema, source_names, task_in
+from dist_amp.config.load import collect, load_config, names_below, task_in
+from dist_amp.config.suggestions import choices_of
+from dist_amp.config.task_class import args_dataclass
 from dist_amp.config.text import to_toml
+from dist_amp.config.values import as_word, schema_of
 from dist_amp.distributed.signals import quiet_on_closed_pipe
 from dist_amp.errors import ConfigError, nearest_name
+from dist_amp.settings import Config, SourceConfig
 
 EXAMPLES = """\
 examples:
@@ -25,153 +30,171 @@ examples:
   dist_amp launch --task.target my_file:MyTask --run.dir runs/mine  all GPUs, or two CPU processes
   dist_amp train --help optim                   a section of the settings below, or those on a word
 """
+OPTIONS = {
+    "-h, --help [SECTION or word]": "Show these settings, or some of them.",
+    "--config FILE.toml ...": "TOML files of settings, or shipped ones by name, as demo; later "
+    "files override earlier ones, and the command line overrides all of them.",
+    "--print_config": "Print all settings as TOML, as a run would use them, and exit.",
+    "--use_amp {true,false}": "Short for --precision.use_amp.",
+}
+METAVARS = {"integer": "INT", "number": "FLOAT", "string": "STR", "boolean": "{true,false}"}
+TRAINS = """\
+Train the task for train.steps steps; evaluate, save and report on the way; write RUN/summary.json.
+torchrun --nproc_per_node=8 -m dist_amp.train, with these arguments, is the same on eight ranks."""
 
-TYRO = (tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands)
-
-CONFIG_HELP = """TOML files of settings, or shipped ones by name, as demo; later files override \
-earlier ones, and the command line overrides all of them."""
-PRINT_CONFIG_HELP = "Print all settings as TOML, as a run would use them, and exit."
-FILES = tyro.conf.arg(metavar="FILE.toml ...", help_behavior_hint="", help=CONFIG_HELP)
-FLAG = tyro.conf.arg(metavar="", help_behavior_hint="", help=PRINT_CONFIG_HELP)
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options of the command line that are not settings."""
-
-    config: Annotated[tuple[Path, ...], FILES] = ()
-    print_config: Annotated[bool, FLAG] = False
-    use_amp: Annotated[bool, tyro.conf.arg(help="Short for --precision.use_amp.")] = True
+About = dict[str, Any]  # a JSON Schema
 
 
-def show_if_asked(argv: Sequence[str], prog: str, description: str) -> bool:
+def show_if_asked(argv: Sequence[str], prog: str, description: str = TRAINS) -> bool:
     """Print what --help [SECTION or word] or --print_config asks for. Errors: ConfigError."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("-h", "--help", nargs="?", const="")
     parser.add_argument("--print_config", "--print-config", action="store_true")
     asked, words = parser.parse_known_args(argv)
-    section = asked.help
-    if section is None and not asked.print_config:
+    if asked.help is None and not asked.print_config:
         return False
     with quiet_on_closed_pipe():
-        if section is None:
+        if asked.help is None:
             print(to_toml(load_config(words)), end="")
-            return True
-        about = ""
-        if not section:
-            about = f"{EXAMPLES}\n{description.strip()}"
-        settings = collect(words)
-        sources = source_names(settings) or ("NAME",)  # a table to show the keys of a source
-        full = schema(task_in(settings), sources)
-        sections = sections_of(full)
-        if not section or section in sections:
-            print(show_help(full, prog, about, section))
         else:
-            print(settings_about(section, show_help(full, prog, ""), sections), end="")
+            print(help_text(asked.help, words, prog, description), end="")
     return True
 
 
-def sections_of(schema: type, prefix: str = "") -> list[str]:
-    """Such as optim and precision.scaler."""
-    names = []
-    for name, hint in get_type_hints(schema).items():
-        if is_dataclass(hint):
-            names += [f"{prefix}{name}", *sections_of(hint, f"{prefix}{name}.")]  # type: ignore[arg-type]
-    return names
+def help_text(asked: str, words: Sequence[str], prog: str, description: str) -> str:
+    """The settings of a section or those on a word; "": all. Errors: ConfigError for no such."""
+    settings = collect(words)
+    # Importing a task takes seconds: the default's arguments are shown to those who ask for them.
+    task = None if not asked and "task.target" not in settings else task_in(settings)
+    names = names_below("data.sources", settings) or ["NAME"]  # shows the keys of a source
+    about = described(json_schema(task), names)
+    sections = list(dict.fromkeys(key.rpartition(".")[0] for key in about))
+    if asked and asked not in sections:
+        return "".join(entry(f"--{key}", about[key]) for key in on_word(asked, about, sections))
+    lines = [f"usage: {prog} [--config FILE.toml ...] [--section.key VALUE ...]\n"]
+    if not asked:
+        lines += [f"\n{EXAMPLES}\n{description.strip()}\n\noptions\n"]
+        lines += [entry(option, {"description": OPTIONS[option]}) for option in OPTIONS]
+    for section in sections:
+        if f"{section}.".startswith(f"{asked}." if asked else ""):
+            lines.append(f"\n{section}\n")
+            keys = [key for key in about if key.rpartition(".")[0] == section]
+            lines += [entry(f"--{key}", about[key]) for key in keys]
+    if task is None:
+        lines.append("\ntask.args\n        --help task.args lists the task's, of --task.target\n")
+    return "".join(lines)
 
 
-def settings_about(word: str, text: str, sections: Sequence[str]) -> str:
-    """The settings in --help's text whose name or meaning has the word, names first.
+def on_word(word: str, about: Mapping[str, About], sections: Sequence[str]) -> list[str]:
+    """The keys whose name or meaning has the word, names first.
 
     Without any, those that have it as a part of a word. Errors: ConfigError if there are none.
     """
-    settings = re.findall(r"(?m)^  --.*\n(?: {4,}.*\n)*", f"{text}\n")
     for around in ("(?<![a-z0-9]){}(?![a-z0-9])", "{}"):
         has_word = re.compile("(?i)" + around.format(re.escape(word)))
-        if found := [setting for setting in settings if has_word.search(setting)]:
-            return "".join(sorted(found, key=lambda found: not has_word.search(found.split()[0])))
+        found = [key for key in about if has_word.search(f"{key} {entry('', about[key])}")]
+        if found:
+            return sorted(found, key=lambda key: not has_word.search(key))
     hint = f"the sections are {', '.join(sections)}"
     if near := nearest_name(word, sections):
         hint = f"did you mean {near}?"
     raise ConfigError(f"--help {word}: no section or setting has this word; {hint}")
 
 
-def show_help(schema: type, prog: str, description: str, section: str = "") -> str:
-    """The text of `--help`: every key with type, default and meaning."""
-    shown = only(schema, section)
-    if not section:
-        shown = make_dataclass("Settings", [], bases=(schema, Options), frozen=True)
-    text = io.StringIO()
-    with redirect_stdout(text), suppress(SystemExit):
-        tyro.cli(
-            shown,
-            args=["--help"],
-            prog=prog,
-            description=description,
-            use_underscores=True,
-            config=TYRO,
-        )
-    # tyro keeps a docstring's line breaks, and adds its own.
-    lines = "\n".join(line.rstrip() for line in text.getvalue().splitlines())
-    return re.sub(r"(?m)^(  -\S.*?)( {2,}|\n +)(\S.*(?:\n {8,}\S.*)*)", rewrapped, lines)
-
-
-def rewrapped(setting: re.Match[str]) -> str:
-    """A setting with its meaning in lines as wide as the terminal."""
-    name, between, meaning = setting.groups()
-    indent = " " * len((name + between).rpartition("\n")[2])
-    lines = fill(
-        " ".join(meaning.split()),
-        get_terminal_size().columns,
+def entry(name: str, about: About) -> str:
+    """A setting's lines: its name and values, its meaning and default as wide as the terminal."""
+    text = about.get("description", "")
+    if "default" in about:
+        default = about["default"]
+        items = default if isinstance(default, list) else [default]
+        text += f" (default: {' '.join(map(as_word, items))})"
+    indent = " " * 8
+    width = get_terminal_size().columns
+    meaning = fill(
+        text,
+        width,
         initial_indent=indent,
         subsequent_indent=indent,
         break_long_words=False,
         break_on_hyphens=False,
     )
-    return name + between + lines.lstrip()
+    return f"  {f'{name} {metavar(about)}'.strip()}\n{meaning}\n"
 
 
-def only(schema: type, section: str) -> Any:
-    """A dataclass with this section of the schema alone, at its place; "": with all."""
-    if not section:
-        return schema
-    name, _, inner = section.partition(".")
-    part = only(get_type_hints(schema)[name], inner)
-    return make_dataclass("Section", [(name, part, field(default_factory=part))])
+def metavar(about: About) -> str:
+    """The values that a setting takes, such as INT|{auto,off}."""
+    if "anyOf" in about:
+        return "|".join(map(metavar, about["anyOf"]))
+    if choices := choices_of(about):
+        return f"{{{','.join(choices)}}}"
+    if about.get("type") == "array":
+        items = about.get("prefixItems") or [about["items"]]
+        return " ".join(map(metavar, items)) + " ..." * ("items" in about)
+    return METAVARS.get(about.get("type", ""), "")
 
 
-def completion(
-    commands: Mapping[str, str], with_settings: Collection[str], prog: str, shell: str
-) -> str:
-    """A script for bash, zsh or fish: completes `prog COMMAND --key`. commands: {name: help}."""
-    settings = (type(load_config([], {})), Options)
-    schemas: dict[str, Any] = {}
-    for name, meaning in commands.items():
-        shown = settings * (name in with_settings)
-        about = {"__doc__": meaning}
-        schemas[name] = make_dataclass("Settings", [], bases=shown, frozen=True, namespace=about)
-    text = io.StringIO()
-    with redirect_stdout(text), suppress(SystemExit):
-        tyro.extras.subcommand_cli_from_dict(
-            schemas,
-            prog=prog,
-            use_underscores=True,
-            config=TYRO[:1],
-            args=["--tyro-print-completion", shell],
-        )
-    return mended(text.getvalue())
+# ---- the JSON Schema
 
 
-def mended(script: str) -> str:
-    """tyro's script with paths after --config, and meanings of one line, as shells take them."""
-    found = re.search(r"(?m)^COMPLETION_SPEC = (.*)$", script)
-    if found is None:  # another release of tyro
-        return script
-    spec = ast.literal_eval(found[1])
-    for command in spec["subcommands"].values():
-        for option in command["options"]:
-            option["description"] = " ".join(option["description"].split())
-            if "--config" in option["flags"]:
-                option["type"] = "path"
-    script = script.replace(found[1], repr(spec))
-    return script.replace("complete -F", "complete -o filenames -F")  # folders end with a slash
+class Generator(GenerateJsonSchema):
+    """Without titles, which repeat the key."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
+def json_schema(task: type | None = None) -> About:
+    """Of config files, as draft 2020-12; with the arguments of a task if it is given."""
+    schema = TypeAdapter(Config).json_schema(schema_generator=Generator)
+    inherited = TypeAdapter(SourceConfig).json_schema()["properties"]  # pydantic leaves these out
+    for table in schema["$defs"].values():
+        del table["title"]
+        for name, about in table["properties"].items():
+            text = about.get("description") or inherited.get(name, {}).get("description", "")
+            about["description"] = " ".join(text.split())
+    if task is not None:
+        args = table_of_args(args_dataclass(task), inspect.getdoc(task) or "")
+        schema["$defs"]["TaskConfig"]["properties"]["args"] = args
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    return head | schema | {"title": "dist_amp"}
+
+
+def table_of_args(args: type, doc: str) -> About:
+    """A task's arguments: their meanings are in its docstring, each in a line `name: meaning`."""
+    properties = {}
+    hints = get_type_hints(args, include_extras=True)
+    for item in fields(args):
+        hint = hints[item.name]
+        if is_dataclass(hint):
+            properties[item.name] = table_of_args(hint, inspect.getdoc(hint) or "")  # type: ignore[arg-type]
+            continue
+        about = schema_of(hint)
+        if found := re.search(rf"(?m)^\s*{item.name}(?: \(.*\))?: +(.+)$", doc):
+            about["description"] = found[1]
+        default = item.default
+        if item.default_factory is not MISSING:
+            default = item.default_factory()
+        if default is not MISSING:
+            about["default"] = TypeAdapter(Any).dump_python(default, mode="json", fallback=str)
+        properties[item.name] = about
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+def described(schema: About, sources: Sequence[str]) -> dict[str, About]:
+    """{dotted key: its JSON Schema}, of the keys of these sources of a mixture too."""
+
+    def walk(table: About, prefix: str) -> Iterator[tuple[str, About]]:
+        for name, about in table["properties"].items():
+            key = f"{prefix}{name}"
+            if "$ref" in about:
+                about = schema["$defs"][about["$ref"].rpartition("/")[2]]
+            if "properties" in about:
+                yield from walk(about, f"{key}.")
+            elif key == "data.sources":
+                kind = about["additionalProperties"]["$ref"].rpartition("/")[2]
+                for source in sources:
+                    yield from walk(schema["$defs"][kind], f"{key}.{source}.")
+            elif about.get("type") or "anyOf" in about or "enum" in about or prefix == "task.args.":
+                yield key, about
+
+    return dict(walk(schema, ""))

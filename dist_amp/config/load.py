@@ -1,19 +1,17 @@
 """The config of a command line: defaults < TOML files < environment < arguments."""
 
-import keyword
 import os
 import re
+import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import field, make_dataclass
+from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from dist_amp.config.features import check_features
-from dist_amp.config.parse import Setting, Settings, build, word_of
-from dist_amp.config.suggestions import up_to_date, with_dashes
 from dist_amp.config.task_class import (
     GIVEN,
     args_dataclass,
@@ -22,9 +20,20 @@ from dist_amp.config.task_class import (
     find_task,
 )
 from dist_amp.config.text import leaves
+from dist_amp.config.values import (
+    INVALID,
+    Setting,
+    Settings,
+    first_valid,
+    from_toml,
+    from_words,
+    kinds_of,
+)
 from dist_amp.errors import MASK, ConfigError, nearest_name
 from dist_amp.files import present, shipped_folder
-from dist_amp.settings import Config, DataConfig, MixedSourceConfig, TaskConfig
+from dist_amp.settings import Config, TaskConfig
+
+T = TypeVar("T")
 
 ALIASES = {"use_amp": "precision.use_amp"}
 ENVIRONMENT_PREFIX = "DIST_AMP_"
@@ -33,6 +42,7 @@ DEFAULT_TASK = "tasks.causal_lm"  # a feature
 NOT_SETTINGS = {"DIST_AMP_PYTHON", "DIST_AMP_LAUNCHER", "DIST_AMP_CACHE", "DIST_AMP_METADATA"}
 NOT_SETTINGS |= {"DIST_AMP_COMMAND", "DIST_AMP_FAILED_AT"}  # of a demo; of a restarted rank
 MASKED = re.compile(rf"(^|//|=){re.escape(MASK)}(@|&|$)")
+RENAMED_VALUES = [("checkpoint.on_failure", "go_on", "continue")]
 
 
 def load_config(argv: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -> Config:
@@ -48,11 +58,25 @@ def load_config(argv: Sequence[str] = (), environ: Mapping[str, str] = os.enviro
                 f"the command line, or as {ENVIRONMENT_PREFIX}{key.upper().replace('.', '__')}"
             )
     if any(key.startswith("precision.") or key.endswith("_dtype") for key in settings):
-        settings.setdefault("precision.dtype", Setting(("bf16",), "by default"))
+        settings.setdefault("precision.dtype", from_toml("bf16", "by default"))
     task = task_in(settings)
-    config: Config = build(schema(task, source_names(settings)), settings)
+    config = config_of(settings, task)
     check_features(config, task)
     return config
+
+
+def config_of(settings: Settings, task: type) -> Config:
+    """The config of these settings for a task's class. Errors: ConfigError."""
+    for key, setting in settings.items():
+        if key.startswith("data.sources.") and not (name := key.split(".")[2]).isidentifier():
+            raise ConfigError(
+                f"{key} {setting.source}: {name!r} can't name a source; use letters, digits and _, "
+                "as in data.sources.wiki.path"
+            )
+    args = args_dataclass(task)
+    check_known(settings, {"": Config, "task.args.": args})
+    config = build(Config, settings)
+    return replace(config, task=replace(config.task, args=build(args, settings, "task.args.")))
 
 
 def load_saved(path: Path, argv: Sequence[str], folder: Path | None = None) -> Config:
@@ -65,17 +89,8 @@ def load_saved(path: Path, argv: Sequence[str], folder: Path | None = None) -> C
     words = [f"--config={path}", *argv]
     target = collect(words).get("task.target")
     if target and target.source.startswith(f"in {path}"):
-        check_saved_target(" ".join(target.words), folder)
+        check_saved_target(str(target), folder)
     return load_config(words)
-
-
-@cache
-def schema(task: type, sources: tuple[str, ...] = ()) -> type[Config]:
-    """Config with the task's arguments in task.args, and these tables in data.sources."""
-    tables = _derived(object, "Sources", **dict.fromkeys(sources, MixedSourceConfig))
-    task_section = _derived(TaskConfig, "TaskConfig", args=args_dataclass(task))
-    data_section = _derived(DataConfig, "DataConfig", sources=tables)
-    return _derived(Config, "Config", task=task_section, data=data_section)
 
 
 def with_task(config: Config, task: Any) -> Config:
@@ -93,34 +108,13 @@ def with_task(config: Config, task: Any) -> Config:
     if args is None and target.endswith(f":{cls.__name__}") and target != TaskConfig.target:
         return config
     if args is None:
-        named = TaskConfig(f"{GIVEN}{cls.__qualname__}")
-        return Config(**{**vars(config), "task": named})
-    named = TaskConfig(f"{cls.__module__}:{cls.__name__}", args)
-    return schema(cls)(**{**vars(config), "task": named})
-
-
-@cache  # so that two configs of one task have the same type and can be compared
-def _derived(base: type, name: str, **parts: type) -> Any:
-    """A dataclass with other dataclasses as some of its fields; objects of it can be pickled."""
-
-    def reduce(self: Any) -> Any:
-        return _restored, (base, name, [*parts], vars(self))
-
-    items = [(key, part, field(default_factory=part)) for key, part in parts.items()]
-    about = {"__doc__": base.__doc__, "__reduce__": reduce}
-    return make_dataclass(name, items, bases=(base,), frozen=True, namespace=about)
-
-
-def _restored(base: type, name: str, parts: Sequence[str], values: Mapping[str, Any]) -> Any:
-    types: Any = {part: type(values[part]) for part in parts}
-    return _derived(base, name, **types)(**values)
+        return replace(config, task=TaskConfig(f"{GIVEN}{cls.__qualname__}"))
+    return replace(config, task=TaskConfig(f"{cls.__module__}:{cls.__name__}", args))
 
 
 def target_in(settings: Settings) -> str:
     """The task that the settings name."""
-    if "task.target" in settings:
-        return " ".join(settings["task.target"].words)
-    return TaskConfig.target
+    return str(settings.get("task.target", TaskConfig.target))
 
 
 def task_in(settings: Settings) -> type:
@@ -130,19 +124,7 @@ def task_in(settings: Settings) -> type:
     return object
 
 
-def source_names(settings: Settings) -> tuple[str, ...]:
-    """The names of the mixture's sources. Errors: ConfigError for one that can't be a name."""
-    names = []
-    for key, setting in settings.items():
-        if key.startswith("data.sources."):
-            name = key.split(".")[2]
-            if not name.isidentifier() or keyword.iskeyword(name):
-                raise ConfigError(
-                    f"{key} {setting.source}: {name!r} can't name a source; use letters, digits "
-                    "and _, as in data.sources.wiki.path"
-                )
-            names.append(name)
-    return tuple(dict.fromkeys(names))
+# ---- where settings come from
 
 
 def collect(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Settings:
@@ -154,9 +136,9 @@ def collect(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Set
     for name, value in environ.items():
         if name.startswith(ENVIRONMENT_PREFIX) and name not in NOT_SETTINGS:
             key = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
-            settings[key] = Setting((value,), f"in the environment as {name}", unsplit=True)
+            settings[key] = from_words([value], f"in the environment as {name}", in_one_word=True)
     settings |= command_line
-    return up_to_date(settings)
+    return settings
 
 
 def _from_command_line(argv: Sequence[str]) -> tuple[Settings, list[str]]:
@@ -172,13 +154,15 @@ def _from_command_line(argv: Sequence[str]) -> tuple[Settings, list[str]]:
         elif given:
             given[-1][1].append(word)
         else:
+            from dist_amp.config.suggestions import with_dashes
+
             hint = with_dashes(argv) or f"write --section.key {word}"
             raise ConfigError(f"{word!r} on the command line belongs to no key; {hint}")
-    settings: dict[str, Setting] = {}
+    settings: Settings = {}
     paths: list[str] = []
     for key, words in given:
         if key != "config":
-            settings[key] = Setting(tuple(words), "on the command line")
+            settings[key] = from_words(words, "on the command line")
         elif words:
             paths += map(os.path.expanduser, words)
         else:
@@ -221,9 +205,24 @@ def from_file(path: str) -> Settings:
         raise ConfigError(f"{path} is not TOML: {error}; fix that line") from None
     settings = {}
     for key, value in values.items():
-        items = value if isinstance(value, list) else [value]
-        settings[key] = Setting(tuple(map(word_of, items)), f"in {path}, line {lines[key]}")
+        source = f"in {path}, line {lines[key]}"
+        if Path(path).name == "config.toml":  # of a run, perhaps of an earlier release
+            from dist_amp.config.suggestions import removed
+
+            if text := removed(key):
+                say_once(f"{key} {source}{text}")
+                continue
+        for renamed, before, now in RENAMED_VALUES:
+            value = now if (key, value) == (renamed, before) else value
+        settings[key] = from_toml(value, source)
     return settings
+
+
+@cache
+def say_once(text: str) -> None:
+    """On the first rank, however often a command reads its settings."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"note: {text}", file=sys.stderr)
 
 
 def line_numbers(toml: str) -> dict[str, int]:
@@ -241,3 +240,76 @@ def line_numbers(toml: str) -> dict[str, int]:
             begin = number + 1
             statement = ""
     return lines
+
+
+# ---- settings as the values of a section
+
+
+def build(table: type[T], settings: Settings, prefix: str = "") -> T:
+    """The dataclass with these settings, of dataclasses inside it too. Errors: ConfigError."""
+    values: dict[str, Any] = {}
+    hints = get_type_hints(table, include_extras=True)
+    for item in fields(table):  # type: ignore[arg-type]
+        key = f"{prefix}{item.name}"
+        hint: Any = hints[item.name]
+        if is_dataclass(hint):
+            values[item.name] = build(hint, settings, f"{key}.")  # type: ignore[arg-type]
+        elif is_table_of_tables(hint):
+            kind = get_args(hint)[1]
+            tables = names_below(key, settings)
+            values[item.name] = {name: build(kind, settings, f"{key}.{name}.") for name in tables}
+        elif key in settings:
+            default = item.default
+            if item.default_factory is not MISSING:
+                default = item.default_factory()
+            values[item.name] = value_of(key, hint, settings[key], default)
+        elif item.default is MISSING and item.default_factory is MISSING:
+            raise ConfigError(f"{key} is required and not set; add --{key} VALUE")
+    return table(**values)
+
+
+def check_known(settings: Settings, tables: Mapping[str, type]) -> None:
+    """Errors: ConfigError for a key that none of the tables has. tables: {prefix: dataclass}."""
+    known = [key for prefix in tables for key in keys_of(tables[prefix], settings, prefix)]
+    for key, setting in settings.items():
+        if key not in known:
+            from dist_amp.config.suggestions import suggestion
+
+            raise ConfigError(f"unknown key {key} {setting.source}{suggestion(key, known)}")
+
+
+def keys_of(table: type, settings: Settings, prefix: str = "") -> Iterator[str]:
+    """The dotted key of every field that can be set, of dataclasses inside it too."""
+    for name, hint in get_type_hints(table).items():
+        key = f"{prefix}{name}"
+        if is_dataclass(hint):
+            yield from keys_of(hint, settings, f"{key}.")  # type: ignore[arg-type]
+        elif is_table_of_tables(hint):
+            for part in names_below(key, settings):
+                yield from keys_of(get_args(hint)[1], settings, f"{key}.{part}.")
+        elif key != "task.args":  # which the task's own table has
+            yield key
+
+
+def is_table_of_tables(hint: Any) -> bool:
+    return get_origin(hint) is Mapping and is_dataclass(get_args(hint)[1])
+
+
+def names_below(key: str, settings: Settings) -> list[str]:
+    """The names of the tables that are set below a key, in the order of the settings."""
+    below = [name.removeprefix(f"{key}.") for name in settings if name.startswith(f"{key}.")]
+    return list(dict.fromkeys(name.partition(".")[0] for name in below))
+
+
+def value_of(key: str, hint: Any, setting: Setting, default: Any) -> Any:
+    """The setting as a value of this type. Errors: ConfigError with what the type accepts."""
+    value = first_valid(hint, setting.typed)
+    if value is INVALID and not kinds_of(hint) & {"integer", "number"}:
+        value = first_valid(hint, setting.untyped)
+    if value is INVALID:
+        from dist_amp.config.suggestions import rule_for
+
+        shown = str(setting) or "(nothing)"
+        rule = rule_for(hint, setting, default)
+        raise ConfigError(f"{key}={shown} {setting.source} must be {rule}")
+    return value

@@ -1,10 +1,23 @@
-"""What an unknown key may be meant for, and what became of the settings of earlier releases."""
+"""The ends of the errors for a wrong key or value: what it may be meant for, and what is accepted.
 
+Imported once there is one.
+"""
+
+import json
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import Any
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, get_args, get_origin
 
+from dist_amp.config.values import (
+    INVALID,
+    Setting,
+    as_word,
+    first_valid,
+    from_words,
+    kinds_of,
+    parts_of,
+)
 from dist_amp.errors import ConfigError, nearest_name
 
 # Removed settings, and what to do now.
@@ -24,7 +37,6 @@ REMOVED = {
     "debug.check_every": "ranks are compared every 100 steps; remove it",
     "debug.memory_snapshot": "debug.profile records GPU memory too; set debug.profile=1",
 }
-RENAMED_VALUES = {("checkpoint.on_failure", "go_on"): "continue"}
 
 # What other libraries call a setting, where no name here is like it.
 ELSEWHERE = {
@@ -35,25 +47,45 @@ ELSEWHERE = {
     "gradient_accumulation_steps": "train.accumulation_steps",
 }
 
-# Of torchrun, which are often given to the main job.
+# Options of torchrun, which are often given to the main job.
 OF_LAUNCHERS = """
     nproc nproc_per_node nnodes node_rank num_gpus gpus max_restarts master_addr master_port
     rdzv_backend rdzv_endpoint rdzv_id standalone
 """.split()
 
-# The words around the choices in "a whole number or auto", "one of bf16, fp16".
-NO_CHOICES = set("a whole number one of or and text at least most above below finite".split())
+IN_WORDS = {
+    "integer": "a whole number",
+    "number": "a number",
+    "string": "a text",
+    "boolean": "true or false",
+    "null": "None",
+    "array": "values, separated by spaces",
+    "object": "left out, as no setting can be a dict; take its values as arguments of their own",
+}
+BOUNDS = {
+    "minimum": "at least",
+    "exclusiveMinimum": "above",
+    "maximum": "at most",
+    "exclusiveMaximum": "below",
+}
+
+
+def removed(key: str) -> str:
+    """What became of a setting of an earlier release; "" for other keys."""
+    instead = REMOVED.get(re.sub(r"^data\.sources\.\w+\.", "data.", key), "")
+    return instead and f" is no longer a setting: {instead}"
 
 
 def suggestion(key: str, known: Sequence[str]) -> str:
     """The end of the error for an unknown key: a removed or similar setting, or where to look."""
-    if removed := REMOVED.get(_of_single_source(key)):
-        return f" is no longer a setting: {removed}"
+    if text := removed(key):
+        return text
     if key in OF_LAUNCHERS:
         return ": it is an option of torchrun and of dist_amp launch, which starts the ranks"
     section, _, name = key.lower().rpartition(".")
     siblings = [other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == section]
     namesakes = [other for other in known if other.rpartition(".")[2] == name]
+    near = nearest_name(key.lower(), known)
     if alias := nearest_name(name, ELSEWHERE, 0.8):
         near = ELSEWHERE[alias]
     elif sibling := nearest_name(name, siblings):
@@ -62,11 +94,17 @@ def suggestion(key: str, known: Sequence[str]) -> str:
         near = namesakes[0]
     elif section == "task.args":
         return f"; the task takes {', '.join(siblings) or 'no arguments'}"
-    else:
-        near = nearest_name(key.lower(), known)
-    if near:
-        return f"; did you mean {near}?"
-    return "; --help lists every key"
+    return f"; did you mean {near}?" if near else "; --help lists every key"
+
+
+def with_dashes(words: Sequence[str]) -> str:
+    """What to write for a key without dashes at the beginning of these words; "" for no key."""
+    key, equals, value = words[0].partition("=")
+    if not re.fullmatch(r"[a-z]\w*(\.[a-z]\w*)+", key) or key.endswith(".py"):
+        return ""
+    if not equals:
+        value = "".join(words[1:2]) or "VALUE"
+    return f"write --{key}={value}"
 
 
 def check_unknown(words: Sequence[str], known: Iterable[str]) -> None:
@@ -80,42 +118,69 @@ def check_unknown(words: Sequence[str], known: Iterable[str]) -> None:
             raise ConfigError(f"unknown option {name}; did you mean {near}?")
 
 
-def with_dashes(words: Sequence[str]) -> str:
-    """What to write for a key without dashes at the beginning of these words; "" for no key."""
-    key, equals, value = words[0].partition("=")
-    if not re.fullmatch(r"[a-z]\w*(\.[a-z]\w*)+", key) or key.endswith(".py"):
-        return ""
-    if not equals:
-        value = "".join(words[1:2]) or "VALUE"
-    return f"write --{key}={value}"
+# ---- values
 
 
-def for_value(words: Sequence[str], rule: str, default: Any) -> str:
-    """The end of the error for a wrong value: the nearest choice, or an example, by its default."""
-    choices = set(re.findall(r"\b[A-Za-z][\w-]*", rule)) - NO_CHOICES
+def rule_for(hint: Any, setting: Setting, default: Any) -> str:
+    """What a type accepts, and the nearest choice, an example or what else may be meant."""
+    kinds = kinds_of(hint)
+    rule = rule_of(hint, setting.typed[-1 if "array" in kinds else 0])
+    if '"' in json.dumps(setting.typed, default=repr) and not setting.untyped:  # a text of a file
+        unquoted = from_words(setting.words, setting.source).typed
+        if first_valid(hint, unquoted) is not INVALID:
+            rule += ", without quotes"
+    choices = [choice for part in parts_of(hint) for choice in choices_of(part)]
+    if "boolean" in kinds:
+        choices += ["true", "false"]
+    words = setting.words
     if words and (near := nearest_name(words[0].lower(), choices)):
-        return f"; did you mean {near}?"
+        return f"{rule}; did you mean {near}?"
     for at in range(1, len(words)):
-        if hint := with_dashes(words[at:]):
-            return f"; {hint}"
+        if fix := with_dashes(words[at:]):
+            return f"{rule}; {fix}"
     if isinstance(default, list | tuple) and default:
-        return f", as in {' '.join(map(str, default))}"
-    return ""
+        return f"{rule}, as in {' '.join(map(str, default))}"
+    return rule
 
 
-def up_to_date(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings, with renamed values; removed keys of a run's own config.toml are left out."""
-    kept = {}
-    for key, setting in settings.items():
-        is_of_a_run = re.search(r"(^in |/)config\.toml, line", setting.source)
-        if is_of_a_run and _of_single_source(key) in REMOVED:
-            continue
-        kept[key] = setting
-        if new_value := RENAMED_VALUES.get((key, " ".join(setting.words))):
-            kept[key] = replace(setting, words=(new_value,))
-    return kept
+def rule_of(hint: Any, reading: Any) -> str:
+    """Such as "a whole number or auto", and for a number that is out of range "at least 1 or auto".
+
+    reading: what the type does not accept.
+    """
+    if isinstance(reading, list) and get_origin(hint) in (list, tuple):
+        items = [item for item in get_args(hint) if item is not ...]
+        if len(items) == 1:
+            items *= len(reading)
+        for kind, item in zip(items, reading, strict=False):
+            if len(items) == len(reading) and first_valid(kind, [item]) is INVALID:
+                return rule_of(kind, item)
+    is_number = isinstance(reading, int | float) and not isinstance(reading, bool)
+    parts = parts_of(hint)
+    if is_number and any(map(bounds_of, parts)):
+        parts = [part for part in parts if part.get("type") != "string" or choices_of(part)]
+    rules = []
+    for part in parts:
+        choices = choices_of(part)
+        bounds = bounds_of(part)
+        if choices:
+            rules.append(choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}")
+        elif bounds and is_number and (part["type"] == "number" or isinstance(reading, int)):
+            finite = [] if abs(reading) <= sys.float_info.max else ["finite"]
+            rules.append(" and ".join([*finite, *bounds]))
+        elif "prefixItems" in part:
+            rules.append(f"{len(part['prefixItems'])} values, separated by spaces")
+        else:
+            rules.append(IN_WORDS.get(part.get("type", ""), IN_WORDS["object"]))
+    return " or ".join(dict.fromkeys(rules)) or IN_WORDS["object"]
 
 
-def _of_single_source(key: str) -> str:
-    """data.sources.wiki.path -> data.path; other keys as they are."""
-    return re.sub(r"^data\.sources\.\w+\.", "data.", key)
+def choices_of(part: Mapping[str, Any]) -> list[str]:
+    """The values of a Literal or an Enum."""
+    values = part.get("enum", [part["const"]] if "const" in part else [])
+    return list(map(as_word, values))
+
+
+def bounds_of(part: Mapping[str, Any]) -> list[str]:
+    """Such as ["at least 0", "below 1"]."""
+    return [f"{words} {part[name]:g}" for name, words in BOUNDS.items() if name in part]

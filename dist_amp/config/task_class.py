@@ -7,11 +7,12 @@ import sys
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import MISSING, field, fields, is_dataclass, make_dataclass
-from enum import Enum
+from enum import Enum, EnumType
 from functools import cache, partial
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from dist_amp.errors import ConfigError, first_line
 from dist_amp.files import missing
@@ -169,16 +170,29 @@ def args_dataclass(cls: type) -> type:
         if name == INJECTED or parameter.kind.name.startswith("VAR"):  # *args and **kwargs
             continue
         if default is parameter.empty:
-            required.append((name, hints.get(name, int | float | str)))
+            required.append((name, by_name(hints.get(name, int | float | str))))
             continue
         copy_default = partial(deepcopy, default)  # a list: every task gets its own
         declared = fields_of_a_dataclass.get(name, field())
         if declared.default_factory is not MISSING:
             copy_default = declared.default_factory
-        hint = hints.get(name, type_of(default))
+        hint = by_name(hints.get(name, type_of(default)))
         optional.append((name, hint, field(default_factory=copy_default)))
     about = {"__doc__": inspect.getdoc(cls) or ""}
     return make_dataclass("Args", [*required, *optional], frozen=True, namespace=about)
+
+
+def by_name(hint: Any) -> Any:
+    """The type for a setting: a member of an Enum is given by its name, not by its value."""
+    if isinstance(hint, EnumType):
+        from pydantic import BeforeValidator, WithJsonSchema
+
+        members: Mapping[str, Any] = hint.__members__
+        named = BeforeValidator(lambda name: members.get(name, name))
+        return Annotated[hint, named, WithJsonSchema({"enum": [*members]})]
+    if isinstance(hint, UnionType) or get_origin(hint) is Union:
+        return Union[tuple(map(by_name, get_args(hint)))]  # noqa: UP007
+    return hint
 
 
 def type_of(default: Any) -> Any:

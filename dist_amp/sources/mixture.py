@@ -4,7 +4,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, replace
 from fractions import Fraction
 from typing import Any
 
@@ -270,8 +270,6 @@ def describe(mixture: Mixture, max_repeats: int) -> None:
 def tables_of(data: DataConfig) -> dict[str, MixedSourceConfig]:
     """The tables in data.sources by name. Errors: ConfigError for keys of a single source too."""
     tables = data.sources
-    if is_dataclass(tables):
-        tables = vars(tables)
     for key in SOURCE_KEYS:
         value = getattr(data, key)
         if tables and value != getattr(SourceConfig, key):

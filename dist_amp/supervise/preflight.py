@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -219,8 +219,7 @@ def warn_about_unread_settings(run: Run) -> None:
     names = [item.name for item in fields(DataConfig) if item.name not in READ_BY_THE_LOADER]
     settings = {name: getattr(given, name) for name in names}
     unread = [f"data.{k}={v}" for k, v in settings.items() if v != getattr(DataConfig, k)]
-    if is_dataclass(given.sources):
-        unread += [f"data.sources.{item.name}" for item in fields(given.sources)]
+    unread += [f"data.sources.{name}" for name in given.sources]
     if unread:
         run.world.warn(
             f"{', '.join(unread)}: nothing reads this, because {type(run.task).__name__}'s "

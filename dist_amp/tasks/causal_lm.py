@@ -16,9 +16,10 @@ from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
+from annotated_types import Ge
 from torch import Tensor, nn
 
-from dist_amp.settings import Count, DataConfig, Range
+from dist_amp.settings import Count, DataConfig
 from dist_amp.sources.load import pick_split
 from dist_amp.sources.mixture import losses_by_source, mixed, tables_of
 from dist_amp.sources.packing import Packing, TokenShares
@@ -147,12 +148,12 @@ class CausalLM:
     width: Count = 128
     layers: Count = 2
     heads: Count = 4
-    vocabulary: Annotated[int, Range(low=256)] = 256
+    vocabulary: Annotated[int, Ge(256)] = 256
     tied: bool = True
     loss_chunk: Count | Literal["auto", "off"] = "auto"
     packed_attention: PackedAttention = "auto"
     prompt: str = "def "
-    sample_bytes: Annotated[int, Range(low=0)] = 400
+    sample_bytes: Annotated[int, Ge(0)] = 400
 
     def __post_init__(self) -> None:
         if self.width % (2 * self.heads):

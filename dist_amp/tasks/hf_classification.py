@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
+from annotated_types import Ge
 from torch import Tensor, nn
 from transformers import (
     AutoImageProcessor,
@@ -19,7 +20,6 @@ from transformers import (
 
 from dist_amp.errors import DataError, some_of
 from dist_amp.loading.length_groups import grouped
-from dist_amp.settings import Range
 from dist_amp.sources.load import class_names, load_split
 from dist_amp.tasks import huggingface
 
@@ -33,7 +33,7 @@ class HFClassification(huggingface.FineTuning):
     alphabetical order. Batch: the model's inputs, labels [B].
     """
 
-    classes: Annotated[int, Range(low=2)]
+    classes: Annotated[int, Ge(2)]
     of: Literal["text", "image"] = "text"
     length: huggingface.Length = 512
     new_head = True

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from annotated_types import Ge
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 from peft import LoraConfig, get_peft_model
@@ -25,15 +26,15 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_outputs import BaseModelOutput
 
 from dist_amp.errors import ConfigError, DataError, first_line
-from dist_amp.settings import DataConfig, Range
+from dist_amp.settings import DataConfig
 from dist_amp.sources.files import stay_local_without_network
 from dist_amp.sources.token_shards import IGNORE_INDEX
 from dist_amp.tasks.loss_head import Chunk, LossHead, Reduction, losses_of
 from dist_amp.tasks.packed_attention import Documents, PackedAttention, attend
 from dist_amp.tasks.pretrained import load_pretrained
 
-Length = Annotated[int, Range(low=2)]  # of a sample, in tokens
-Rank = Annotated[int, Range(low=0)]  # of LoRA
+Length = Annotated[int, Ge(2)]  # of a sample, in tokens
+Rank = Annotated[int, Ge(0)]  # of LoRA
 # Types whose attention differs from a causal one only by a window, and takes keyword arguments.
 PLAIN = ("gemma", "gpt2", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3")
 OURS = "dist_amp"  # transformers' name of `attention`

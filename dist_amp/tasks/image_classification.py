@@ -13,15 +13,16 @@ from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
+from annotated_types import Ge, Le
 from torch import Tensor, nn
 
 from dist_amp.errors import DataError
-from dist_amp.settings import Count, DataConfig, Range
+from dist_amp.settings import Count, DataConfig
 from dist_amp.sources.labelled_images import LabelledImage, labelled_rows
 from dist_amp.sources.load import Converted, class_names
 from dist_amp.telemetry.mfu import count_flops
 
-Side = Annotated[int, Range(low=4)]  # two poolings halve it twice
+Side = Annotated[int, Ge(4)]  # two poolings halve it twice
 Batch = dict[str, Tensor]
 
 
@@ -50,12 +51,12 @@ class ImageClassification:
     data: DataConfig
     size: tuple[Side, Side] = (8, 8)
     channels: Literal[1, 3] = 1
-    classes: Annotated[int, Range(low=2)] | Literal["auto"] = "auto"
+    classes: Annotated[int, Ge(2)] | Literal["auto"] = "auto"
     image_column: str = "image"
     label_column: str = "label"
     width: Count = 32
-    shift_pixels: Annotated[float, Range(low=0)] = 1.0
-    rotation_degrees: Annotated[float, Range(low=0, high=180)] = 10.0
+    shift_pixels: Annotated[float, Ge(0)] = 1.0
+    rotation_degrees: Annotated[float, Ge(0), Le(180)] = 10.0
     flip: bool = False
     channels_last: bool = True
 

@@ -61,32 +61,32 @@ def test_a_check_that_fails_itself_is_a_line(capsys, monkeypatch):
 
 
 def test_a_package_that_cannot_be_imported_is_a_line(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "tyro", None)
+    monkeypatch.setitem(sys.modules, "pydantic", None)
     assert doctor.main([]) == 1
-    why = "import of tyro halted; None in sys.modules"
+    why = "import of pydantic halted; None in sys.modules"
     fix = "pip install -e . -c launch/constraints.txt"
     assert capsys.readouterr().out == f"fail  packages  can't be imported ({why}); {fix}\n"
 
 
 @pytest.mark.bad_input("`doctor`: a package that is missing, too old, or can't be imported")
 def test_a_missing_or_old_package_fails_with_the_command_that_installs_it(monkeypatch, capsys):
-    versions = {"torch": "2.10.0+cu126", "tyro": ""}
+    versions = {"torch": "2.10.0+cu126", "safetensors": ""}
     monkeypatch.setattr(doctor_checks, "installed", lambda name: versions.get(name, "99.0"))
     assert doctor.main([]) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "fail torch 2.10.0+cu126; the project needs >=2.11; pip install 'torch>=2.11'" in out
-    assert "fail tyro not installed; pip install 'tyro>=1.0'" in out
+    assert "fail safetensors not installed; pip install 'safetensors>=0.5'" in out
     assert out.endswith("2 fail: fix what failed before you train")
 
 
 def test_packages_that_are_not_the_pinned_releases_are_listed(monkeypatch, tmp_path):
     pins = tmp_path / "launch/constraints.txt"
     pins.parent.mkdir()
-    pins.write_text(f"# made by\ntorch=={torch.__version__.split('+')[0]}\ntyro==0.1\n")
+    pins.write_text(f"# made by\ntorch=={torch.__version__.split('+')[0]}\npydantic==0.1\n")
     monkeypatch.setattr(doctor_checks, "shipped_folder", lambda: tmp_path)
     check = only(doctor_checks.pins())
     assert check == warn("pins", check.found, f"pip install -c {pins}")
-    assert check.found.startswith("not as tested: tyro ")
+    assert check.found.startswith("not as tested: pydantic ")
     assert check.found.endswith(" (0.1)")
     pins.unlink()
     assert only(doctor_checks.pins()).status == "ok"

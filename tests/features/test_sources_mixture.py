@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy
 import pytest
@@ -212,9 +212,9 @@ def mine(tmp_path):
 def test_a_source_is_set_in_a_file_in_the_environment_and_on_the_command_line(mine):
     words = ("--config", mine, "--data.sources.code.weight", 0.5)
     sources = config_of(*words, DIST_AMP_DATA__SOURCES__CODE__SPLIT="a").data.sources
-    assert sources.wiki == MixedSourceConfig(path="w/*.jsonl", weight=0.7)
-    assert sources.code == MixedSourceConfig(name="me/code", weight=0.5, split="a")
-    assert [item.name for item in fields(sources)] == ["wiki", "code"], "in the order of the file"
+    assert sources["wiki"] == MixedSourceConfig(path="w/*.jsonl", weight=0.7)
+    assert sources["code"] == MixedSourceConfig(name="me/code", weight=0.5, split="a")
+    assert list(sources) == ["wiki", "code"], "in the order of the file"
 
 
 def test_a_mixture_is_printed_as_it_is_read_and_help_shows_the_keys_of_a_source(

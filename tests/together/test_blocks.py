@@ -285,7 +285,7 @@ RECOMPUTE = "--parallel.activation_checkpointing"
         (Tiny(), [RECOMPUTE, "half"], "must be a whole number or one of none, full, selective"),
         (Tiny(), ["--compile.mode", "fast"], "=fast on the command line must be one of default, "),
         (Tiny(), ["--compile.blocks", "maybe"], "must be true or false or one of auto, dynamic"),
-        (None, ["--task.args.loss_chunk", 0], "must be at least 1 or auto or off"),
+        (None, ["--task.args.loss_chunk", 0], "must be at least 1 or one of auto, off"),
         (None, ["--task.args.loss_chunk", "none"], "must be a whole number or one of auto, off"),
     ],
 )

@@ -268,7 +268,7 @@ try dist_amp train --run.dir comp
 """
 
 
-@pytest.mark.slow  # 5 to 15 s: tyro reads the settings of every command
+@pytest.mark.slow  # bash starts, and the default task is imported
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not there")
 def test_bash_completes_commands_settings_and_paths_and_offers_no_help_as_a_value(
     monkeypatch, capsys, tmp_path

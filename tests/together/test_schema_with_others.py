@@ -2,13 +2,12 @@
 
 from test_schema import problems
 
-from dist_amp.commands.schema import json_schema
-from dist_amp.config.load import schema
+from dist_amp.config.help import json_schema
 from examples.sinusoid import Sinusoid
 
 
 def test_the_arguments_of_a_task_are_checked_if_it_is_named():
-    of_task = json_schema(schema(Sinusoid))
+    of_task = json_schema(Sinusoid)
     arguments = '[task]\ntarget = "examples/sinusoid.py:Sinusoid"\n[task.args]\n'
     assert problems(arguments + "hidden_layers = 8", of_task) == []
     (said,) = problems(arguments + "hidden_layer = 8", of_task)
