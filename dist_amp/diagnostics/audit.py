@@ -19,8 +19,15 @@ import torch
 from torch import Tensor
 
 from dist_amp.bit_exact import seed_micro_batch
-from dist_amp.diagnostics.consistency import find_mismatch, hash_samples
-from dist_amp.diagnostics.trace import Event, Recorder, clean_name, hash_tensor, recorded
+from dist_amp.diagnostics.consistency import find_mismatch
+from dist_amp.diagnostics.trace import (
+    Event,
+    Recorder,
+    clean_name,
+    hash_samples,
+    hash_tensor,
+    recorded,
+)
 from dist_amp.errors import ConfigError, NumericsError, some_of
 from dist_amp.parallel import Parallel
 from dist_amp.run import Run

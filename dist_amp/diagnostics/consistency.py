@@ -1,14 +1,18 @@
-"""Consistency checks: what must be equal, or must differ, between the ranks.
+"""What must be equal, or must differ, between the ranks.
 
-At the start, at every log step by metrics that are on the host anyway, and every CHECK_EVERY steps
-by a hash of each tensor's bits.
+Before there is a run: code, versions and settings. At its start: datasets, what the task keeps, and
+parameters. At every log step: the metrics that are on the host anyway; and every CHECK_EVERY steps
+parameters, buffers and random numbers, by a hash of each tensor's bits. A step calls nothing here.
 
 Docs: docs/verification.md
 """
 
 import hashlib
-import math
-from collections.abc import Iterable, Mapping, Sequence
+import platform
+import sys
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,22 +21,76 @@ from torch import Tensor
 
 from dist_amp.checkpoint.task_state import digest
 from dist_amp.config.auto import batch_statistics
-from dist_amp.data import Padding
+from dist_amp.config.task_class import GIVEN, find_task
+from dist_amp.config.text import flat
 from dist_amp.diagnostics.trace import hash_tensor
 from dist_amp.distributed.process import random_state, set_random_state
-from dist_amp.errors import DataError, NumericsError, some_of
+from dist_amp.errors import ConfigError, DataError, NumericsError, some_of
 from dist_amp.loading.loader import load
-from dist_amp.loading.nested import tensors
 from dist_amp.loading.samples import sample_bytes, spread
 from dist_amp.run import Run
 from dist_amp.task import kept_by
-from dist_amp.telemetry.step_report import GLOBAL, GLOBAL_METRICS, LogRow, Observer, StepReport
-from dist_amp.world import local
+from dist_amp.telemetry.step_report import GLOBAL, GLOBAL_METRICS, LogRow, Observer
+from dist_amp.world import World, local
+
+# Of settings.FREE_TO_CHANGE, the settings that may differ between machines: the others decide
+# which ranks wait for which, or how much data there is.
+PER_MACHINE = ("data.path", "data.workers")
 
 CHECK_EVERY = 100  # steps; assumed: it hashes all parameters, in less than a step's time
-SAMPLED_STEPS = 16  # consecutive steps whose samples are compared between ranks
-SAMPLED_ELEMENTS = 2**16  # of a batch's tensor that are hashed, evenly spread
 COMPARED_SAMPLES = 5  # of each split, at the start
+
+
+# ---- before there is a run: code, versions and settings ----
+
+
+def check_ranks_agree(target: str, config_text: str, world: World) -> None:
+    """Errors: ConfigError with what differs from rank 0: code, versions and settings."""
+    if world.world_size == 1:
+        return
+    settings = flat(config_text)
+    settings |= {key: "given" for key in PER_MACHINE if settings[key] != "off"}
+    mine: dict[str, Any] = code_hashes(target) | versions() | settings
+    expected = world.from_main(mine)
+    differences = [
+        f"{name} is {mine.get(name, 'absent')}, and {expected.get(name, 'absent')} on rank 0"
+        for name in expected | mine
+        if mine.get(name) != expected.get(name)
+    ]
+    text = ""
+    if differences:
+        text = f"rank {world.rank} ({platform.node()}): {'; '.join(differences[:8])}"
+    if different := [text for text in world.gather(text) if text]:
+        raise ConfigError(
+            f"the ranks differ: on {some_of(different, 1)}; start all of them with the same code, "
+            "versions and settings (environment, config files)"
+        )
+
+
+def code_hashes(target: str) -> dict[str, str]:
+    """A hash of the task's file, and of the package's but hidden ones, of editors and notebooks."""
+    package = Path(__file__).parent.parent
+    name = "__main__" if target.startswith(GIVEN) else find_task(target).__module__
+    task = Path(getattr(sys.modules[name], "__file__", None) or __file__)
+    hashes = {}
+    for path in (task, *sorted(package.rglob("*.py"))):
+        name = path.name
+        if path.is_relative_to(package):
+            name = f"dist_amp/{path.relative_to(package).as_posix()}"
+        if "/." not in name:
+            hashes[name] = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
+    return hashes
+
+
+def versions() -> dict[str, str]:
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    found = {"python": python, "torch": torch.__version__}
+    if find_spec("datasets"):  # which a project may do without
+        found["datasets"] = version("datasets")
+    return found
+
+
+# ---- while it runs ----
 
 
 class Consistency(Observer):
@@ -41,55 +99,31 @@ class Consistency(Observer):
     def __init__(self, run: Run):
         self._run = run
         self._next_check = run.step + 1  # at the first log step
-        self._samples: list[Tensor] = []  # a hash of each sampled step's micro-batches
         check_start(run)
         self._generators = generator_hashes(run)
-        self._has_warned = False  # of a buffer that is not saved
-
-    def after_step(self, report: StepReport, micro_batches: Sequence[Any]) -> None:
-        if len(self._samples) < SAMPLED_STEPS:
-            self._samples.append(hash_samples(micro_batches, self._run.world.device))
 
     def on_log(self, row: LogRow) -> None:
         """Check this log step's metrics and, every CHECK_EVERY steps, the state itself."""
         run = self._run
         check_metrics_agree(row)
-        check_schedule(run, row)
+        check_rate(run, row)
         if row.step < min(self._next_check, run.config.train.steps):
             return
         self._next_check = row.step + CHECK_EVERY
-        check_samples_differ(run, self._samples)
-        if len(self._samples) == SAMPLED_STEPS:
-            self._samples = []
         before = self._generators
         self._generators = generator_hashes(run)
         check_random_numbers_differ(before, self._generators)
-        check_state(run)
-        self._has_warned = self._has_warned or warn_of_unsaved_buffer(run)
+        check_state_equal(run)
 
     def after_evaluation(self) -> None:
-        if mismatch := find_mismatch(self._run, with_batch_statistics=True):
-            raise NumericsError(mismatch)
-
-
-# ---- the state: at the start, and every CHECK_EVERY steps ----
+        check_state_equal(self._run, with_batch_statistics=True)
 
 
 def check_start(run: Run) -> None:
-    """Check what must hold before the first step. Errors: DataError, NumericsError."""
-    validation = run.validation.plan.length if run.validation else 0
-    rows = run.world.gather([run.data.plan.length, validation])
-    lengths = [f"{train} + {validation}" for train, validation in rows]
-    if len(set(lengths)) > 1:
-        counts = ", ".join(f"{length} on rank {rank}" for rank, length in enumerate(lengths))
-        raise DataError(
-            f"the training + validation datasets have different lengths on the ranks ({counts}); "
-            "build_dataset must return the full dataset on every rank, dist_amp shards it"
-        )
-    if run.world.world_size > 1:
-        check_samples_equal(run)
-    check_kept(run)
-    check_state(run)
+    """Check what must be equal before the first step. Errors: DataError, NumericsError."""
+    check_samples_equal(run)
+    check_kept_equal(run)
+    check_state_equal(run)
 
 
 class SampleHashes:
@@ -109,14 +143,17 @@ class SampleHashes:
 
 
 def check_samples_equal(run: Run) -> None:
-    """Errors: DataError if a rank has other samples than rank 0, as with a shard of its own."""
+    """Errors: DataError if a rank has another dataset than rank 0, such as a shard of its own."""
     world = run.world
+    if world.world_size == 1:
+        return
     before = random_state(world.device)
-    hashes: dict[str, str] = {}
+    found: dict[str, Any] = {}
     for data in filter(None, (run.data, run.validation)):
+        found[f"the length of the {data.split} split"] = data.plan.length
         known = getattr(data.fetch.dataset, "fingerprint", None)
         if isinstance(known, str):
-            hashes[f"the {data.split} split"] = known
+            found[f"the {data.split} split"] = known
             continue
         indices = spread(data.plan.length, COMPARED_SAMPLES)
         # In a worker if there are any: a file that is open before they fork would be shared.
@@ -126,21 +163,21 @@ def check_samples_equal(run: Run) -> None:
             fetch, indices.__iter__, workers=workers, pin_memory=False, rank=world.rank
         )
         for index in indices:
-            hashes[f"sample {index} of the {data.split} split"] = next(read)
+            found[f"sample {index} of the {data.split} split"] = next(read)
         close()
     set_random_state(before, world.device)
-    of_ranks = world.gather(hashes)
-    for name in hashes:
-        values = [of_rank.get(name) for of_rank in of_ranks]
+    ranks = world.gather(found)
+    for name in dict.fromkeys(name for rank in ranks for name in rank):
+        values = [rank.get(name) for rank in ranks]
         differing = [str(rank) for rank, value in enumerate(values) if value != values[0]]
-        if differing and all(values):
+        if differing and "" not in values:
             raise DataError(
                 f"{name} is not the same on rank {some_of(differing)} as on rank 0; build_dataset "
                 "must return the full dataset on every rank, dist_amp shards it"
             )
 
 
-def check_kept(run: Run) -> None:
+def check_kept_equal(run: Run) -> None:
     """Errors: DataError for a tensor that the task keeps and that differs between ranks."""
     kept = kept_by(run.task, run.parallel.module)
     hashes = {
@@ -158,37 +195,10 @@ def check_kept(run: Run) -> None:
                 )
 
 
-def check_state(run: Run) -> None:
-    """Check parameters, optimizer and buffers now. Errors: NumericsError, the same on all ranks."""
-    fault = find_misplaced_parameter(run)
-    run.world.raise_first(NumericsError(f"rank {run.world.rank}: {fault}") if fault else None)
-    if mismatch := find_mismatch(run):
+def check_state_equal(run: Run, with_batch_statistics: bool = False) -> None:
+    """Check parameters and buffers now. Errors: NumericsError, the same on all ranks."""
+    if mismatch := find_mismatch(run, with_batch_statistics):
         raise NumericsError(mismatch)
-
-
-def find_misplaced_parameter(run: Run) -> str:
-    """Which parameters are on two meshes, or not held by the optimizer; "" if none."""
-    held = {id(p) for group in run.optimizer.param_groups for p in group["params"]}
-    lost = []
-    first_of_mesh: dict[str, str] = {}
-    for name, parameter in run.parallel.module.named_parameters():
-        mesh = getattr(parameter, "device_mesh", None)
-        text = f"{mesh} of ranks {mesh.mesh.tolist()}" if mesh else "no mesh"
-        first_of_mesh.setdefault(text, name)
-        if parameter.requires_grad and id(parameter) not in held:
-            lost.append(name)
-    if len(first_of_mesh) > 1:
-        places = [f"{name} on {mesh}" for mesh, name in first_of_mesh.items()]
-        return (
-            f"the parameters are on two meshes: {places[0]}, {places[1]}; the gradient norm and "
-            "the decision to skip need one mesh: shard the whole model over the same one"
-        )
-    if lost:
-        return (
-            f"the optimizer does not hold the model's parameter {lost[0]} ({len(lost)} in all): it "
-            "was built before the model was sharded, moved or changed; build it afterwards"
-        )
-    return ""
 
 
 def find_mismatch(run: Run, with_batch_statistics: bool = False) -> str:
@@ -199,16 +209,14 @@ def find_mismatch(run: Run, with_batch_statistics: bool = False) -> str:
     parameters = dict(run.parallel.module.named_parameters())
     buffers = compared_buffers(run, with_batch_statistics)
     names = [*parameters, *buffers]
-    digest = hashlib.sha256(" ".join(names).encode()).digest()
-    digests = world.stack(torch.tensor(int.from_bytes(digest[:8], signed=True))).tolist()
-    for rank, other in enumerate(digests):
-        if other != digests[0]:
-            texts = world.gather(" ".join(names))
-            different = sorted(set(texts[0].split()) ^ set(texts[rank].split()))
-            which = (*different, "their order")[0]
+    name_hashes = world.gather(hashlib.sha256(" ".join(names).encode()).digest())
+    for rank, other in enumerate(name_hashes):
+        if other != name_hashes[0]:
+            rank_names = world.gather(set(names))
+            which = (*sorted(rank_names[0] ^ rank_names[rank]), "their order")[0]
             return f"ranks 0 and {rank} do not have the same parameters and buffers: {which}"
-    compared = [*parameters.values(), *buffers.values()]
-    hashes_here = [hash_tensor(local(tensor)).to(world.device) for tensor in compared]
+    tensors = [*parameters.values(), *buffers.values()]
+    hashes_here = [hash_tensor(local(tensor)).to(world.device) for tensor in tensors]
     hashes = world.stack(torch.stack(hashes_here).cpu()).numpy()  # [ranks, tensors]
     # Ranks that hold the same shards are `stride` apart; buffers are whole on every rank.
     stride = world.world_size // run.parallel.replicas
@@ -229,41 +237,19 @@ def find_mismatch(run: Run, with_batch_statistics: bool = False) -> str:
     return f"the {what} {names[column]} is not the same {where}; {rule}"
 
 
-def compared_buffers(run: Run, with_batch_statistics: bool) -> dict[str, Tensor]:
-    """Persistent buffers: others are caches, and may depend on a rank's own batches."""
+def compared_buffers(run: Run, with_batch_statistics: bool = False) -> dict[str, Tensor]:
+    """Buffers that must be equal on all ranks: not batch statistics before they are averaged.
+
+    Nor caches, which no checkpoint has: they may depend on a rank's own batches.
+    """
     module = run.parallel.module
     left_out = {} if with_batch_statistics else batch_statistics(module)
-    persistent = module.state_dict().keys() - left_out.keys()
+    saved = module.state_dict().keys() - left_out.keys()
     return {
         name: buffer
         for name, buffer in module.named_buffers()
-        if name in persistent and _is_strided(buffer)
+        if name in saved and buffer.layout == torch.strided and not buffer.is_nested
     }
-
-
-def warn_of_unsaved_buffer(run: Run) -> bool:
-    """Whether an unsaved buffer differs between ranks in values, not in shape; warns of it."""
-    module = run.parallel.module
-    saved = module.state_dict().keys()
-    hashes = {
-        f"{name} {list(buffer.shape)}": int(hash_tensor(buffer))
-        for name, buffer in module.named_buffers()
-        if name not in saved and _is_strided(buffer)
-    }
-    rows = run.world.gather(hashes)
-    for name, first in rows[0].items():
-        for rank, row in enumerate(rows):
-            if row.get(name, first) != first:
-                run.world.warn(
-                    f"the buffer {name}, which no checkpoint has (persistent=False), is not the "
-                    f"same on ranks 0 and {rank}; unless it is a cache, save it, and average it "
-                    "over the ranks in forward or on_step(run, report)"
-                )
-                return True
-    return False
-
-
-# ---- random numbers and samples ----
 
 
 def generator_hashes(run: Run) -> list[str]:
@@ -276,41 +262,13 @@ def generator_hashes(run: Run) -> list[str]:
 
 def check_random_numbers_differ(before: list[str], now: list[str]) -> None:
     """Errors: NumericsError if two generators were equal, have drawn since, and are equal again."""
-    pairs = enumerate(zip(before, now, strict=True))
-    if pair := _equal_pair({rank: states for rank, states in pairs if states[0] != states[1]}):
-        raise NumericsError(
-            f"ranks {pair[0]} and {pair[1]} draw the same random numbers, and so the same dropout "
-            "masks; seed each with its rank, as build_run does after the model is built"
-        )
-
-
-def check_samples_differ(run: Run, samples: list[Tensor]) -> None:
-    """Errors: DataError if two ranks got the same samples in every step, too often for chance."""
-    if not samples or run.world.world_size == 1:
-        return
-    rows = run.world.stack(torch.stack(samples)).tolist()
-    # Few distinct batches, as with little data, coincide now and then.
-    kinds = len({value for row in rows for value in row})
-    by_chance = math.comb(len(rows), 2) * float(kinds) ** -len(samples)
-    pair = _equal_pair({rank: tuple(row) for rank, row in enumerate(rows)})
-    if pair and by_chance < 1e-6:
-        raise DataError(
-            f"ranks {pair[0]} and {pair[1]} were fed the same samples up to step {run.step}: some "
-            "samples count twice, others never; build_dataset must return the full dataset on "
-            "every rank, only data.py shards it"
-        )
-
-
-def _equal_pair(values: Mapping[int, object]) -> tuple[int, int] | None:
-    """The first two ranks with the same value; values: by rank."""
-    first: dict[object, int] = {}
-    for rank, value in values.items():
-        if first.setdefault(value, rank) != rank:
-            return first[value], rank
-    return None
-
-
-# ---- the metrics of a log step ----
+    first: dict[tuple[str, str], int] = {}
+    for rank, states in enumerate(zip(before, now, strict=True)):
+        if states[0] != states[1] and first.setdefault(states, rank) != rank:
+            raise NumericsError(
+                f"ranks {first[states]} and {rank} draw the same random numbers, and so the same "
+                "dropout masks; seed each with its rank, as build_run does after the model is built"
+            )
 
 
 def check_metrics_agree(row: LogRow) -> None:
@@ -329,15 +287,9 @@ def check_metrics_agree(row: LogRow) -> None:
     )
 
 
-def check_schedule(run: Run, row: LogRow) -> None:
-    """Errors: NumericsError if the steps, or the learning rate, don't follow the applied steps."""
+def check_rate(run: Run, row: LogRow) -> None:
+    """Errors: NumericsError if the learning rate does not follow the applied steps."""
     applied = int(row["applied_steps"])
-    skipped = int(row["skipped_steps"])
-    if applied + skipped != row.step:
-        raise NumericsError(
-            f"step {row.step}: {applied} applied and {skipped} skipped steps do not make "
-            f"{row.step} on any rank; the optimizer must be applied once per step"
-        )
     # The rate is that of the last step, which counts if it was applied.
     before = max(applied - (row["skips_in_a_row"] == 0), 0)
     if hasattr(run.task, "schedule"):
@@ -348,24 +300,7 @@ def check_schedule(run: Run, row: LogRow) -> None:
     if abs(row["lr"] - expected) > 1e-6 * max(run.config.optim.lr, expected):  # it is float32
         raise NumericsError(
             f"step {row.step}: the learning rate on all ranks is {row['lr']:.6g}, not "
-            f"{expected:.6g} as after {before} applied steps ({skipped} were skipped); the "
-            "schedule moved on a skipped step, was stepped twice, or the optimizer's rate was set "
-            "by something else: change run.schedule.factor instead"
+            f"{expected:.6g} as after {before} applied steps; the schedule moved on a skipped "
+            "step, was stepped twice, or the optimizer's rate was set by something else: change "
+            "run.schedule.factor instead"
         )
-
-
-# ---- hashes ----
-
-
-def hash_samples(micro_batches: Iterable[Any], device: torch.device) -> Tensor:
-    """A hash of what a step was fed, without padding: scalar int64 on the device."""
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    for leaf in tensors([batch for batch in micro_batches if not isinstance(batch, Padding)]):
-        if _is_strided(leaf):
-            flat = leaf.reshape(-1)
-            total += hash_tensor(flat[:: max(1, flat.numel() // SAMPLED_ELEMENTS)]).to(device)
-    return total
-
-
-def _is_strided(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_nested

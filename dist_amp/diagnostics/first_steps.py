@@ -1,9 +1,10 @@
-"""Checks of the first steps: the loss is a sum, the parameters move, and each gets a gradient.
+"""Checks of the first steps: a loss that is a sum, samples of its own, parameters that are trained.
 
 Docs: docs/verification.md
 """
 
 import copy
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dist_amp.errors import NumericsError, some_of
+from dist_amp.diagnostics.trace import hash_samples
+from dist_amp.errors import DataError, NumericsError, some_of
 from dist_amp.files import present
 from dist_amp.loading.plan import Shard
 from dist_amp.parallel import norms_of
@@ -33,6 +35,7 @@ class FirstSteps(Observer):
         self._last_step = run.step + WATCHED_STEPS
         self._before: list[Tensor] = []
         self._moved = False
+        self._samples: list[Tensor] = []  # a hash of each step's micro-batches
         parallel = run.parallel
         # [parameters]: sums of the norms of this rank's part of the gradients.
         self._gradient_sums = torch.zeros(len(parallel.parameters), device=parallel.state_device)
@@ -56,8 +59,10 @@ class FirstSteps(Observer):
             warn_of_mean(self._run)
         if not self._moved:
             self._check_moved(report)
+        self._samples.append(hash_samples(micro_batches, self._run.world.device))
         if self._run.step == self._last_step:
             self._hook.remove()
+            check_samples_differ(self._run, self._samples)
             self._warn_of_idle_parameters()
 
     def _sampled(self) -> list[Tensor]:
@@ -110,6 +115,22 @@ class FirstSteps(Observer):
                 f"{some_of(idle)} got no gradient in {WATCHED_STEPS} steps: it counts as zero, and "
                 "weight decay shrinks them; use them in the loss, or set requires_grad=False. For "
                 "a mixture's experts that no sample chose yet, nothing is wrong"
+            )
+
+
+def check_samples_differ(run: Run, samples: list[Tensor]) -> None:
+    """Errors: DataError if two ranks got the same samples in every step, too often for chance."""
+    rows = [tuple(row) for row in run.world.stack(torch.stack(samples)).tolist()]
+    # Few distinct batches, as with little data, coincide now and then.
+    kinds = len({value for row in rows for value in row})
+    by_chance = math.comb(len(rows), 2) * float(kinds) ** -len(samples)
+    first: dict[tuple[int, ...], int] = {}
+    for rank, row in enumerate(rows):
+        if first.setdefault(row, rank) != rank and by_chance < 1e-6:
+            raise DataError(
+                f"ranks {first[row]} and {rank} were fed the same samples up to step {run.step}: "
+                "some samples count twice, others never; build_dataset must return the full "
+                "dataset on every rank, only data.py shards it"
             )
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dist_amp.data import Padding
 from dist_amp.loading.nested import tensors
 from dist_amp.step import Run
 
@@ -30,6 +31,7 @@ Look = Callable[[list[Tensor]], Any]
 TASK = "the task's loss_sum"  # in place of a module, where none runs
 LEAF = "torch::autograd::AccumulateGrad"
 CHUNK = 2**20  # elements hashed at a time, which bounds the memory it takes
+SAMPLED_ELEMENTS = 2**16  # of a batch's tensor that are hashed, evenly spread
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # The number that autograd will give to the next node of the graph; it has no public name.
@@ -311,3 +313,13 @@ def hash_of(parts: Iterable[Tensor]) -> int:
             # Times an odd number, so that exchanged tensors are noticed.
             total += int(hash_tensor(tensor)) * (2 * number + 1)
     return total % 2**64
+
+
+def hash_samples(micro_batches: Iterable[Any], device: torch.device) -> Tensor:
+    """A hash of what a step was fed, without padding: scalar int64 on the device."""
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for leaf in tensors([batch for batch in micro_batches if not isinstance(batch, Padding)]):
+        if leaf.layout == torch.strided and not leaf.is_nested:
+            flat = leaf.reshape(-1)
+            total += hash_tensor(flat[:: max(1, flat.numel() // SAMPLED_ELEMENTS)]).to(device)
+    return total

@@ -1,39 +1,29 @@
-"""Checks before the first step: equal ranks, a folder of its own, enough disk, safe restarts."""
+"""Checks before the first step: a folder of its own, enough disk, safe restarts."""
 
-import hashlib
 import inspect
 import math
 import os
 import platform
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from dist_amp.checkpoint.format import MANIFEST, all_checkpoints
 from dist_amp.config.memory import size_text, tensor_bytes
-from dist_amp.config.task_class import GIVEN, INJECTED, find_task
-from dist_amp.config.text import flat
+from dist_amp.config.task_class import INJECTED
 from dist_amp.distributed.process import LAUNCHER, attempt, environment_number
-from dist_amp.errors import ConfigError, Failure, some_of
+from dist_amp.errors import ConfigError, Failure
 from dist_amp.files import InUse, appears, only_process
 from dist_amp.loading.plan import shard_step
 from dist_amp.run import Run
 from dist_amp.settings import Config, DataConfig
 from dist_amp.world import World
-
-# Of settings.FREE_TO_CHANGE, the settings that may differ between machines: the others decide
-# which ranks wait for which, or how much data there is.
-PER_MACHINE = ("data.path", "data.workers")
 
 # Checkpoints besides the newest ones: the best one, and the one that is being written.
 BESIDES_KEPT = 2
@@ -63,52 +53,6 @@ def check_launch() -> None:
             raise Failure(
                 f"the launcher (process {os.environ[LAUNCHER]}) is gone; start it again"
             ) from None
-
-
-def check_ranks_agree(target: str, config_text: str, world: World) -> None:
-    """Errors: ConfigError with what differs from rank 0: code, versions and settings."""
-    if world.world_size == 1:
-        return
-    settings = flat(config_text)
-    settings |= {key: "given" for key in PER_MACHINE if settings[key] != "off"}
-    mine: dict[str, Any] = code_hashes(target) | versions() | settings
-    expected = world.from_main(mine)
-    differences = [
-        f"{name} is {mine.get(name, 'absent')}, and {expected.get(name, 'absent')} on rank 0"
-        for name in expected | mine
-        if mine.get(name) != expected.get(name)
-    ]
-    text = ""
-    if differences:
-        text = f"rank {world.rank} ({platform.node()}): {'; '.join(differences[:8])}"
-    if different := [text for text in world.gather(text) if text]:
-        raise ConfigError(
-            f"the ranks differ: on {some_of(different, 1)}; start all of them with the same code, "
-            "versions and settings (environment, config files)"
-        )
-
-
-def code_hashes(target: str) -> dict[str, str]:
-    """A hash of the task's file, and of the package's but hidden ones, of editors and notebooks."""
-    package = Path(__file__).parent.parent
-    name = "__main__" if target.startswith(GIVEN) else find_task(target).__module__
-    task = Path(getattr(sys.modules[name], "__file__", None) or __file__)
-    hashes = {}
-    for path in (task, *sorted(package.rglob("*.py"))):
-        name = path.name
-        if path.is_relative_to(package):
-            name = f"dist_amp/{path.relative_to(package).as_posix()}"
-        if "/." not in name:
-            hashes[name] = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
-    return hashes
-
-
-def versions() -> dict[str, str]:
-    python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    found = {"python": python, "torch": torch.__version__}
-    if find_spec("datasets"):  # which a project may do without
-        found["datasets"] = version("datasets")
-    return found
 
 
 def make_folder(folder: Path, config: Config, world: World) -> None:

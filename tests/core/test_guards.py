@@ -5,24 +5,17 @@ import os
 import platform
 import shutil
 import signal
-import sys
 import time
 from functools import partial
-from importlib.metadata import version
 from types import SimpleNamespace
 
 import forked
 import pytest
-import torch
 from chaos import children, is_there
-from conftest import needs
-from ranks import on_ranks
 from test_train import TINY, wait_for
 from tiny import Tiny, make_run, save, take_steps
 
-from dist_amp.checkpoint.compatibility import FREE_TO_CHANGE
 from dist_amp.config.load import load_config
-from dist_amp.config.text import to_toml
 from dist_amp.errors import ConfigError, Failure
 from dist_amp.files import write_durably
 from dist_amp.supervise import preflight as guards
@@ -30,7 +23,6 @@ from dist_amp.supervise import stop as stops
 from dist_amp.supervise.preflight import (
     check_free_space,
     check_launch,
-    check_ranks_agree,
     make_folder,
     only_live_run,
 )
@@ -89,83 +81,6 @@ def test_restarts_into_a_store_that_outlives_its_workers_are_refused_with_the_va
     assert error.value.exit_code == 64
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
     check_launch()
-
-
-def difference_of_ranks(world, differs=None):
-    """The error of check_ranks_agree if rank 1 differs; "" for none."""
-    text = to_toml(load_config(["--task.target", "tiny:Tiny", "--data.path", "/disk"], environ={}))
-    changes = {
-        "a setting": {"lr = 0.0003": "lr = 0.001"},
-        "per-machine settings": {"workers = 0": "workers = 2", '"/disk"': '"/scratch"'},
-        "data": {'path = "/disk"': 'path = "off"'},
-    }
-    real = guards.code_hashes
-    if world.rank == 1:
-        for old, new in changes.get(differs, {}).items():
-            text = text.replace(old, new)
-    if world.rank == 1 and differs == "a file":
-        changed = real("tiny:Tiny") | {"dist_amp/step.py": "0123abcd", "own.py": "89abcdef"}
-        guards.code_hashes = lambda target: changed
-    try:
-        check_ranks_agree("tiny:Tiny", text, world)
-    except ConfigError as error:
-        return str(error)
-    finally:
-        guards.code_hashes = real
-    return ""
-
-
-@pytest.mark.parametrize("differs", [None, "per-machine settings"])
-def test_ranks_that_agree_are_not_reported(differs):
-    assert on_ranks(2, difference_of_ranks, differs) == ["", ""]
-
-
-def test_per_machine_settings_do_not_change_the_results():
-    assert all(name.startswith(FREE_TO_CHANGE) for name in guards.PER_MACHINE)
-
-
-@pytest.mark.bad_input("nodes with different code, config or versions")
-@pytest.mark.parametrize(
-    ("differs", "what"),
-    [
-        ("data", "data.path is off, and given on rank 0"),
-        ("a setting", "optim.lr is 0.001, and 0.0003 on rank 0"),
-        (
-            "a file",
-            "dist_amp/step.py is 0123abcd, and MINE on rank 0; own.py is 89abcdef, and absent on "
-            "rank 0",
-        ),
-    ],
-)
-def test_ranks_with_other_code_or_settings_get_each_difference_with_both_values(differs, what):
-    mine = guards.code_hashes("tiny:Tiny")["dist_amp/step.py"]
-    what = what.replace("MINE", mine)
-    fix = "start all of them with the same code, versions and settings (environment, config files)"
-    expected = f"the ranks differ: on rank 1 ({platform.node()}): {what}; {fix}"
-    assert on_ranks(2, difference_of_ranks, differs) == [expected] * 2
-
-
-def test_the_users_task_file_and_the_versions_are_compared():
-    assert "tiny.py" in guards.code_hashes("tiny:Tiny")
-    assert guards.versions() == {
-        "python": "{}.{}".format(*sys.version_info),
-        "torch": torch.__version__,
-        "datasets": version("datasets"),
-    }
-
-
-@needs("tasks.causal_lm")
-def test_a_task_of_the_package_is_compared_by_its_path():
-    assert "causal_lm.py" not in guards.code_hashes("dist_amp.tasks.causal_lm:CausalLM")
-
-
-def test_hidden_files_of_editors_and_notebooks_are_not_compared(tmp_path, monkeypatch):
-    for name in ("step.py", ".step.py", "tasks/own.py", ".ipynb_checkpoints/step-checkpoint.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    monkeypatch.setattr(guards, "__file__", str(tmp_path / "supervise" / "preflight.py"))
-    expected = {"dist_amp/step.py", "dist_amp/tasks/own.py", "tiny.py"}
-    assert set(guards.code_hashes("tiny:Tiny")) == expected
 
 
 @pytest.mark.bad_input("too little disk space for the coming checkpoints")

@@ -12,7 +12,8 @@ from torch import nn
 from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
 
 from dist_amp.data import Padding
-from dist_amp.diagnostics.consistency import Consistency, check_state, hash_samples
+from dist_amp.diagnostics.consistency import Consistency, find_mismatch
+from dist_amp.diagnostics.trace import hash_samples
 from dist_amp.errors import NumericsError
 from dist_amp.step import train_step
 from dist_amp.world import World, local
@@ -82,7 +83,7 @@ class FakeQuantised(Tiny):
 def observed_after_evaluation(world, strategy):
     run = make_run(world, FakeQuantised(), "--parallel.strategy", strategy, "--use_amp", "false")
     take_steps(run, 2)
-    check_state(run)
+    assert not find_mismatch(run)
     run.parallel.average_batch_statistics()
     return {name: value.tolist() for name, value in run.parallel.module.named_buffers()}
 

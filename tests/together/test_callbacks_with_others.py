@@ -11,7 +11,7 @@ from tiny import Tiny, log_row, make_run, take_steps
 from torch.utils.data import default_collate
 
 from dist_amp.checkpoint.format import all_checkpoints
-from dist_amp.diagnostics.consistency import check_schedule
+from dist_amp.diagnostics.consistency import check_rate
 from dist_amp.errors import ConfigError
 from dist_amp.supervise.callbacks import misspelt_methods, train_metrics
 from dist_amp.tasks.causal_lm import CausalLM
@@ -40,7 +40,7 @@ def test_a_schedule_that_changes_later_is_refused_in_a_script_too(tmp_path):
         assert said in str(error.value)
     assert all_checkpoints(tmp_path), "the steps so far are saved"
     with pytest.raises(ConfigError, match=r"schedule\(1\) makes the learning rate"):
-        check_schedule(run, log_row(run))
+        check_rate(run, log_row(run))
 
 
 class Helpers(Tiny):

@@ -10,8 +10,6 @@ import torch
 from ranks import on_ranks
 from tiny import Rows, Tiny, log_row, make_run
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from benchmarks.harness import HostReads
 from dist_amp.config.load import load_config
@@ -27,7 +25,7 @@ from dist_amp.train import train
 from dist_amp.verify.cells import check_cell
 from dist_amp.verify.compare import Cell
 from dist_amp.verify.reference import Reference
-from dist_amp.world import World, local
+from dist_amp.world import local
 
 # ---- faults in the loop: verify's comparison finds them ----
 
@@ -312,16 +310,6 @@ def buffers_are_never_averaged(run):
     run.parallel.average_batch_statistics = lambda: None
 
 
-def schedule_steps_on_a_skip(run):
-    step = run.schedule.step
-
-    def moved(applied):
-        step(applied)
-        run.schedule.applied_steps += ~applied
-
-    run.schedule.step = moved
-
-
 def schedule_follows_all_steps(run):
     step = run.schedule.step
 
@@ -342,14 +330,6 @@ def same_dropout_everywhere(run):
 
 def shorter_data_on_one_rank(run):
     run.data.plan = replace(run.data.plan, length=64 - run.world.rank)
-
-
-def two_meshes(run):
-    model = run.task.build_model()
-    names = {"mesh_dim_names": ("replicate", "shard")}
-    fully_shard(model[0], mesh=init_device_mesh("cpu", (2, 1), **names))
-    fully_shard(model, mesh=init_device_mesh("cpu", (1, 2), **names))
-    run.parallel.module = run.parallel.model = model
 
 
 def each_rank_has_a_shard(run):
@@ -375,6 +355,7 @@ class OneBadRow(Noisy):
         return rows
 
 
+LONG = ("--train.steps", "24")
 EVALUATED = ("--eval.every", "4")
 AUTOCAST = ("--precision.cast_by", "autocast")
 ORDERED = ("--data.shuffle", "false")
@@ -382,18 +363,16 @@ FP16 = ("--precision.dtype", "fp16")
 GROWING = (*FP16, "--precision.scaler.init_scale", "256", "--precision.scaler.growth_interval", "2")
 DIFFERS = "is not the same on ranks 0 and 1"
 RUN_FAULTS = [
-    (optimizer_built_before_sharding, "fsdp", Tiny(), (), "does not hold the model's parameter 0."),
-    (optimizer_built_before_sharding, "ddp", Tiny(), (), "built before the model was sharded"),
-    (same_shard_on_all_ranks, "ddp", Tiny(), (), "ranks 0 and 1 were fed the same samples"),
+    (optimizer_built_before_sharding, "fsdp", Tiny(), (), "check that the optimizer got the para"),
+    (optimizer_built_before_sharding, "ddp", Tiny(), (), "changed no parameter; check that the op"),
+    (same_shard_on_all_ranks, "ddp", Tiny(), LONG, "ranks 0 and 1 were fed the same samples"),
     (parameter_differs, "ddp", Tiny(), (), f"parameter 0.0.weight {DIFFERS} after step 3"),
     (buffers_are_never_averaged, "ddp", Noisy(), EVALUATED, f"buffer 1.running_mean {DIFFERS}"),
     (nothing, "ddp", RanksRemember(), (), f"the buffer 0.seen {DIFFERS} after step 3"),
-    (schedule_steps_on_a_skip, "ddp", OneBadRow(), ORDERED, "2 applied and 1 skipped steps do not"),
     (schedule_follows_all_steps, "ddp", OneBadRow(), ORDERED, "the schedule moved on a skipped"),
     (scaler_differs, "ddp", Tiny(), GROWING, "loss_scale is 512.0 on rank 1 and 1024.0 on rank 0"),
-    (two_meshes, "ddp", Tiny(), (), "the parameters are on two meshes: 0.0.weight on"),
     (same_dropout_everywhere, "ddp", Noisy(), (), "ranks 0 and 1 draw the same random numbers"),
-    (shorter_data_on_one_rank, "ddp", Tiny(), (), "64 + 0 on rank 0, 63 + 0 on rank 1"),
+    (shorter_data_on_one_rank, "ddp", Tiny(), (), "the length of the training split is not the sa"),
     (each_rank_has_a_shard, "ddp", Tiny(), (), "sample 0 of the training split is not the same on"),
     (
         one_rank_evaluates_on_other_rows,
@@ -410,7 +389,6 @@ RUN_FAULTS = [
 def test_a_fault_in_a_run_stops_it_with_rank_and_cause(fault, strategy, task, words, cause):
     for message in on_ranks(2, failure_of, fault, task, "--parallel.strategy", strategy, *words):
         assert cause in message, message
-        assert "rank" in message, message
 
 
 class Caches(nn.Module):
@@ -425,52 +403,14 @@ class Caches(nn.Module):
         return x
 
 
-class RemembersUnsaved(Remembers):
-    """The same in a buffer that no checkpoint has, beside a cache."""
-
-    def __init__(self):
-        nn.Module.__init__(self)
-        self.register_buffer("seen", torch.zeros(8), persistent=False)
-
-
 class AveragedInOnStep(RanksRemember):
     def on_step(self, run, report):
         seen = run.parallel.module[0].seen
         seen.copy_(run.world.sum(seen) / run.world.world_size)
 
 
-class RanksRememberUnsaved(AveragedInOnStep):
-    def __init__(self, averaged):
-        super().__init__()
-        self.averaged = averaged
-
-    def build_model(self):
-        return nn.Sequential(RemembersUnsaved(), Caches(), nn.Linear(8, 8), nn.Linear(8, 1))
-
-    def on_step(self, run, report):
-        if self.averaged:
-            super().on_step(run, report)
-
-
-def warnings_of(world, task):
-    with patch.object(World, "warn", autospec=True) as warn:
-        assert failure_of(world, nothing, task, "--parallel.strategy", "ddp") == ""
-    return [call.args[1] for call in warn.call_args_list]
-
-
-@pytest.mark.bad_input("a buffer, not saved, that forward updates from its rank's batch")
-def test_an_unsaved_buffer_that_differs_between_ranks_is_warned_of_once_by_name():
-    for warnings in on_ranks(2, warnings_of, RanksRememberUnsaved(averaged=False)):
-        (warning,) = [text for text in warnings if "buffer" in text]
-        said = "the buffer 0.seen [8], which no checkpoint has (persistent=False), is not"
-        assert said in warning
-        assert "ranks 0 and 1; unless it is a cache, save it, and average it over" in warning
-
-
-@pytest.mark.parametrize("task", [AveragedInOnStep(), RanksRememberUnsaved(averaged=True)])
-def test_a_buffer_that_on_step_averages_is_right(task):
-    for warnings in on_ranks(2, warnings_of, task):
-        assert not [text for text in warnings if "buffer" in text]
+def test_a_buffer_that_on_step_averages_is_right():
+    assert on_ranks(2, failure_of, nothing, AveragedInOnStep()) == ["", ""]
 
 
 class RanksCache(Tiny):
@@ -555,8 +495,7 @@ def buffers_after_training(world, checked):
     with ExitStack() as contexts:
         contexts.enter_context(patch.object(consistency, "CHECK_EVERY", 2))
         if not checked:
-            for method in ("after_step", "on_log"):
-                contexts.enter_context(patch.object(Consistency, method))
+            contexts.enter_context(patch.object(Consistency, "on_log"))
         train(run, contexts.enter_context(AgreedStop(world)))
     return [value.tolist() for value in run.parallel.module.state_dict().values()]
 
@@ -566,7 +505,7 @@ def test_a_run_that_is_checked_is_bit_identical_to_one_that_is_not():
 
 
 def reads_of_consistency_checks(world):
-    """(host reads of an ordinary step, of a log step that is not yet time to check at)."""
+    """Host reads of a log step that is not yet time to check at."""
     run = make_run(world, Tiny())
     checks = Consistency(run)
     for _ in range(2):
@@ -574,12 +513,10 @@ def reads_of_consistency_checks(world):
         report = train_step(run, batch)
         run.metrics.record(report)
         row = log_row(run)
-        with HostReads() as ordinary:
-            checks.after_step(report, batch)
-        with HostReads() as logging:
+        with HostReads() as reads:
             checks.on_log(row)  # at step 1 for the first time, then at step 101
-    return ordinary.count, logging.count
+    return reads.count
 
 
 def test_consistency_checks_read_nothing_between_checks():
-    assert on_ranks(2, reads_of_consistency_checks) == [(0, 0)] * 2
+    assert on_ranks(2, reads_of_consistency_checks) == [0, 0]
