@@ -66,16 +66,16 @@ SHOWN_SAMPLES = 4  # of a micro-batch
 
 @dataclass
 class Replay:
-    """A run again, before the step that is taken next. rows: what it logged, by step."""
+    """A run that takes its steps again. rows: what it logged, by step."""
 
     folder: Path
     run: ScriptRun
     rows: dict[int, dict[str, Any]]
     tolerance: float  # 0: the same bits
-    expected: str  # and why, in words
+    expected: str  # how far it should agree with the log, and why, in words
     start: str
     callbacks: Callbacks
-    edited: str  # that the task's file was, in words; or ""
+    edited: str  # a text if the task's source file was edited since; or ""
     compared: int = 0  # logged steps
     differences: list[str] = field(default_factory=list)
     random: bool = False  # whether its steps draw random numbers that the run did not
@@ -135,12 +135,8 @@ class Replay:
         return "all as logged"
 
 
-def run_at(
-    folder: Path,
-    step: int,
-    argv: Sequence[str] = (),
-) -> Replay:
-    """A run's state before one of its steps, as near as a checkpoint comes to it, on this process.
+def run_at(folder: Path, step: int, argv: Sequence[str] = ()) -> Replay:
+    """The run on this process, at its newest checkpoint before a step.
 
     argv: settings that override the run's. Errors: ConfigError, DataError.
     """
@@ -153,15 +149,15 @@ def run_at(
         raise DataError(f"{folder} has logged no step and saved none; give another run's folder")
     if not 1 <= step <= last:
         raise ConfigError(f"--step {step}: {folder} has taken the steps 1 to {last}; choose one")
-    given = load_saved(config_at(folder, step), argv)
-    world = locate(given.run)
+    config = load_saved(config_at(folder, step), argv)
+    world = locate(config.run)
     if world.world_size > 1:
         raise ConfigError("a replay takes one process; start it without torchrun")
     checkpoint = newest_valid([path for path in checkpoints if step_of(path) < step], world)
-    if checkpoint is None and given.run.resume not in ("auto", "never"):
+    if checkpoint is None and config.run.resume not in ("auto", "never"):
         first = min(map(step_of, checkpoints), default=last) + 1
         raise DataError(
-            f"--step {step}: {folder} started from {given.run.resume}, and has no checkpoint "
+            f"--step {step}: {folder} started from {config.run.resume}, and has no checkpoint "
             f"before this step; choose a step from {first} on, or replay that run"
         )
     before = 0 if checkpoint is None else step_of(checkpoint)
@@ -173,10 +169,10 @@ def run_at(
         )
     nearest = min(rows, key=lambda logged: abs(logged - step), default=0)
     ranks, strategy, device = layout_at(step, checkpoints, rows.get(nearest, {}), world)
-    config = on_one_process(given, ranks)
+    single = on_one_process(config, ranks)
     if checkpoint is not None:
-        config = with_rows_as_begun(config, checkpoint)
-    run = build_run(config, world, resumes=checkpoint is not None)
+        single = with_rows_as_begun(single, checkpoint)
+    run = build_run(single, world, resumes=checkpoint is not None)
     if checkpoint is not None:
         load(run, checkpoint)
     exact = config.parallel.bit_exact
@@ -185,10 +181,10 @@ def run_at(
         why.append(f"{ranks} ranks added in another order")
         if batch_statistics(run.parallel.module):
             why.append("batch norm saw other batches")
-    compiled = given.compile.blocks
+    compiled = config.compile.blocks
     if compiled and (compiled != "auto" or device == "cuda"):
         why.append("the run was compiled, and its replay is not")
-    cast = pick_cast(given.precision, strategy, run.parallel.module, world)
+    cast = pick_cast(config.precision, strategy, run.parallel.module, world)
     if strategy in SHARDED and cast.use_amp and cast.cast_by != "autocast" and not exact:
         why.append("FSDP2's policy rounded otherwise than autocast does")
     if device != world.device.type:
@@ -198,7 +194,7 @@ def run_at(
     if not why:
         reason = "it was bit-exact" if exact else "it had one process"
         expected = f"the same bits, since {reason}"
-    if changed := changed_settings(given, saved, argv):
+    if changed := changed_settings(config, saved, argv):
         rows = {}
         expected = f"other values than were logged, since you changed {', '.join(changed)}"
     start = "its start" if checkpoint is None else checkpoint.name
@@ -207,11 +203,7 @@ def run_at(
     return Replay(folder, run, rows, tolerance, expected, start, callbacks, edited)
 
 
-def changed_settings(
-    config: Config,
-    saved: Mapping[str, Any],
-    argv: Sequence[str],
-) -> list[str]:
+def changed_settings(config: Config, saved: Mapping[str, Any], argv: Sequence[str]) -> list[str]:
     """The settings that change what a step computes, with their values, and those of the run."""
     now = flat(to_toml(config))
     return [
@@ -222,7 +214,7 @@ def changed_settings(
 
 
 def on_one_process(config: Config, ranks: int) -> Config:
-    """The config of the same steps on one process, without what a replay needs not."""
+    """The config of the same steps on one process, without what a replay does not need."""
     batch = config.train.global_batch_size
     if batch == "auto":
         batch = config.train.micro_batch_size * accumulation_steps(config.train, 1) * ranks
@@ -241,10 +233,7 @@ def on_one_process(config: Config, ranks: int) -> Config:
 
 
 def layout_at(
-    step: int,
-    checkpoints: Sequence[Path],
-    logged: Mapping[str, Any],
-    world: World,
+    step: int, checkpoints: Sequence[Path], logged: Mapping[str, Any], world: World
 ) -> tuple[int, Any, str]:
     """(ranks, strategy, type of device) of a step, as far as known. logged: a line near it."""
     later = [path for path in checkpoints if step_of(path) >= step]

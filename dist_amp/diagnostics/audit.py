@@ -73,15 +73,11 @@ class Audit(Observer):
         # The gradient that train_step gives to a loss sum, rounded as there.
         self._factor = run.scaler.scale(torch.ones_like(total)) / total
         self._samples = hash_samples([micro_batches[self._number]], run.world.device)
-        recording = recorded(run, hash_for_audit, ("gradient",))
+        recording = recorded(run, hash_for_audit, ("gradient",), only=self._number)
         self._events = self._recording.enter_context(recording)
         self._recording.enter_context(run.optimizer.register_step_pre_hook(self._audit))
 
-    def after_step(
-        self,
-        report: StepReport,
-        micro_batches: Sequence[Any],
-    ) -> None:
+    def after_step(self, report: StepReport, micro_batches: Sequence[Any]) -> None:
         self._audit()  # of a skipped step, which may not have called the optimizer
         self._recording.close()  # not within the hook: the optimizer walks through all of them
         self._position = self._run.data.position
@@ -92,8 +88,7 @@ class Audit(Observer):
             return
         world = self._run.world
         with world.clock.hold("diagnostics"):
-            events = [event for event in self._events if event.micro_batch == self._number]
-            in_step = self._hashes(self._samples, events)
+            in_step = self._hashes(self._samples, self._events)
             self._events = None
             again = self._compute((world.rank + self._shift) % world.world_size)
             rows = world.stack(torch.stack([in_step, again]))
@@ -137,11 +132,7 @@ class Audit(Observer):
         hashes = [samples, loss, *(by_name.get(name, zero) for name in self._trained)]
         return torch.stack(hashes).cpu()
 
-    def _report(
-        self,
-        ranks: Sequence[int],
-        values: Sequence[Hashes],
-    ) -> None:
+    def _report(self, ranks: Sequence[int], values: Sequence[Hashes]) -> None:
         """Arguments: as for `verdict`."""
         run = self._run
         pairs = zip(self._names, *values[:2], strict=True)
@@ -220,11 +211,7 @@ def unreduced(parallel: Parallel) -> Iterator[None]:
         model.set_requires_gradient_sync(True)
 
 
-def verdict(
-    ranks: Sequence[int],
-    values: Sequence[Hashes],
-    places: Sequence[str],
-) -> str:
+def verdict(ranks: Sequence[int], values: Sequence[Hashes], places: Sequence[str]) -> str:
     """Which ranks are wrong, as far as can be known; "" if the task is not repeatable.
 
     ranks: that of the micro-batch in the step, one that computed it again, then all once more.

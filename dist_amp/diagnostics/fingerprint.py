@@ -65,11 +65,7 @@ class Fingerprint(Observer):
                     hashes[self._group_of[number]] += value.to(world.device)
         self._hashes.append(hashes)
 
-    def after_step(
-        self,
-        report: StepReport,
-        micro_batches: Sequence[Any],
-    ) -> None:
+    def after_step(self, report: StepReport, micro_batches: Sequence[Any]) -> None:
         if not self._hashes:
             return
         self._hook.close()

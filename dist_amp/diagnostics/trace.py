@@ -63,11 +63,13 @@ class Recorder:
         look: Look,
         kinds: Collection[str],
         inputs: bool = False,
+        only: int | None = None,
         drop_gradients: bool = False,
     ):
         """inputs: whether to look at what modules, operations and nodes get, too.
 
-        drop_gradients: whether parameters keep no gradient, which saves its memory.
+        only: the one micro-batch that is recorded. drop_gradients: whether parameters keep no
+        gradient, which saves its memory.
         """
         self.task = task
         self.events: list[Event] = []
@@ -75,6 +77,7 @@ class Recorder:
         self._look = look
         self._kinds = kinds
         self._with_inputs = inputs
+        self._only = only
         self._drop_gradients = drop_gradients
         self._micro_batch = -1  # before the first call of loss_sum
         self._is_on = False
@@ -114,6 +117,8 @@ class Recorder:
     def loss_sum(self, model: nn.Module, batch: Any) -> Tensor:
         self._micro_batch += 1
         self._graph_hooks.close()
+        if self._only not in (None, self._micro_batch):
+            return self.task.loss_sum(model, batch)
         with ExitStack() as contexts:
             if "op" in self._kinds:
                 contexts.enter_context(Operations(self._operation))
@@ -219,11 +224,11 @@ class Operations(TorchDispatchMode):
 
 @contextmanager
 def recorded(
-    run: Run, look: Look, kinds: Collection[str], inputs: bool = False
+    run: Run, look: Look, kinds: Collection[str], only: int | None = None
 ) -> Iterator[list[Event]]:
     """Record the micro-batches of `run` inside; they are steps as ever. Arguments: see Recorder."""
     task = run.task
-    with Recorder(task, run.parallel.module, look, kinds, inputs) as recorder:
+    with Recorder(task, run.parallel.module, look, kinds, only=only) as recorder:
         run.task = recorder  # type: ignore[assignment]
         try:
             yield recorder.events

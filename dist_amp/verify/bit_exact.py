@@ -87,11 +87,7 @@ def check_command(argv: Sequence[str], rows: list[Row]) -> None:
         )
 
 
-def prepare(
-    largest: int,
-    world: World,
-    config: Config,
-) -> Callable[[Row], list[list[Event]]]:
+def prepare(largest: int, world: World, config: Config) -> Callable[[Row], list[list[Event]]]:
     """On each rank: what takes a row's steps. largest: the highest number of ranks."""
     batch = config.train.global_batch_size
     if batch == "auto":

@@ -198,6 +198,5 @@ class DtypeTable:
         computed = "products" if self._columns[path, "products"] else "other"
         names = ("inputs", "weights", computed, "outputs")
         return Row(
-            *self._place(path),
-            *(" ".join(self._columns[path, name]) or "-" for name in names),
+            *self._place(path), *(" ".join(self._columns[path, name]) or "-" for name in names)
         )
