@@ -92,6 +92,11 @@ def test_a_hash_sees_one_flipped_bit_and_two_exchanged_elements():
     assert hash_tensor(-tensor) != expected
 
 
+def test_hashes_are_those_of_earlier_versions_with_whose_runs_diff_compares():
+    assert hash_tensor(torch.arange(10.0)) == 5818009741938868526
+    assert hash_tensor(torch.arange(10).bfloat16()) == -3861425918515962914
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_the_hashes_of_shards_add_up(dtype):
     tensor = torch.randn(33, 5).to(dtype)
