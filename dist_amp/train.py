@@ -13,6 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+if __name__ == "__main__" and {"-h", "--help"} & {*sys.argv}:
+    from dist_amp.config.help import show_and_exit
+
+    show_and_exit(sys.argv[1:])  # torch's import takes seconds
+
 from torch import Tensor
 
 from dist_amp.checkpoint.compatibility import with_rows_as_begun

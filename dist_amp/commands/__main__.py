@@ -101,11 +101,6 @@ def main() -> int:
         return 64
     exit_on_signals(BEFORE_RANKS if name in WITH_SETTINGS else "; nothing was made or changed")
     try:
-        if name == "train" and {"-h", "--help"} & {*rest}:
-            from dist_amp.config.help import show_if_asked
-
-            show_if_asked(rest, "dist_amp train")  # before torch is imported
-            return 0
         if name in WITH_SETTINGS and "RANK" not in os.environ:
             check_early(rest, has_options=name != "train")
         check_unknown(rest, OPTIONS.get(name, "").split())

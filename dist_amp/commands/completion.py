@@ -28,9 +28,10 @@ _dist_amp() {{
     esac
     case $before in
 {choices}
+        *) COMPREPLY=($(compgen -f -- "$word")) ;;
     esac
 }}
-complete -o default -o filenames -F _dist_amp dist_amp"""
+complete -o filenames -F _dist_amp dist_amp"""
 ZSH = "autoload -U +X compinit bashcompinit && compinit && bashcompinit\n"
 
 

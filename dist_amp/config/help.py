@@ -5,12 +5,13 @@ Each setting's meaning is the docstring below its key, which pydantic reads.
 
 import inspect
 import re
+import sys
 from argparse import ArgumentParser
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from shutil import get_terminal_size
 from textwrap import fill
-from typing import Any, get_type_hints
+from typing import Any, NoReturn, get_type_hints
 
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
@@ -61,44 +62,58 @@ def show_if_asked(argv: Sequence[str], prog: str, description: str = TRAINS) -> 
     return True
 
 
+def show_and_exit(argv: Sequence[str]) -> NoReturn:
+    """Answer --help of dist_amp.train, and end the process."""
+    try:
+        show_if_asked(argv, "python -m dist_amp.train")
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    sys.exit(0)
+
+
 def help_text(asked: str, words: Sequence[str], prog: str, description: str) -> str:
     """The settings of a section or those on a word; "": all. Errors: ConfigError for no such."""
     settings = collect(words)
-    # Importing a task takes seconds: the default's arguments are shown to those who ask for them.
-    task = None if not asked and "task.target" not in settings else task_in(settings)
-    names = names_below("data.sources", settings) or ["NAME"]  # shows the keys of a source
-    about = described(json_schema(task), names)
+    sources = names_below("data.sources", settings) or ["NAME"]  # to show the keys of a source
+    task = None  # importing the default task takes seconds, so it is left to those who ask for it
+    if "task.target" in settings or asked.startswith("task.args"):
+        task = task_in(settings)
+    about = described(json_schema(task), sources)
     sections = list(dict.fromkeys(key.rpartition(".")[0] for key in about))
     if asked and asked not in sections:
-        return "".join(entry(f"--{key}", about[key]) for key in on_word(asked, about, sections))
+        found = on_word(asked, about)
+        if not found and task is None:
+            about = described(json_schema(task_in(settings)), sources)
+            found = on_word(asked, about)
+        if not found:
+            hint = f"the sections are {', '.join(sections)}"
+            if near := nearest_name(asked, sections):
+                hint = f"did you mean {near}?"
+            raise ConfigError(f"--help {asked}: no section or setting has this word; {hint}")
+        return "".join(entry(f"--{key}", about[key]) for key in found)
     lines = [f"usage: {prog} [--config FILE.toml ...] [--section.key VALUE ...]\n"]
     if not asked:
         lines += [f"\n{EXAMPLES}\n{description.strip()}\n\noptions\n"]
         lines += [entry(option, {"description": OPTIONS[option]}) for option in OPTIONS]
     for section in sections:
-        if f"{section}.".startswith(f"{asked}." if asked else ""):
+        if not asked or f"{section}.".startswith(f"{asked}."):
             lines.append(f"\n{section}\n")
             keys = [key for key in about if key.rpartition(".")[0] == section]
             lines += [entry(f"--{key}", about[key]) for key in keys]
-    if task is None:
-        lines.append("\ntask.args\n        --help task.args lists the task's, of --task.target\n")
+    if task is None and not asked:
+        lines.append("\ntask.args\n        --help task.args lists those of the task.\n")
     return "".join(lines)
 
 
-def on_word(word: str, about: Mapping[str, About], sections: Sequence[str]) -> list[str]:
-    """The keys whose name or meaning has the word, names first.
-
-    Without any, those that have it as a part of a word. Errors: ConfigError if there are none.
-    """
+def on_word(word: str, about: Mapping[str, About]) -> list[str]:
+    """The keys whose name or meaning has the word, names first; else as a part of a word."""
     for around in ("(?<![a-z0-9]){}(?![a-z0-9])", "{}"):
         has_word = re.compile("(?i)" + around.format(re.escape(word)))
         found = [key for key in about if has_word.search(f"{key} {entry('', about[key])}")]
         if found:
             return sorted(found, key=lambda key: not has_word.search(key))
-    hint = f"the sections are {', '.join(sections)}"
-    if near := nearest_name(word, sections):
-        hint = f"did you mean {near}?"
-    raise ConfigError(f"--help {word}: no section or setting has this word; {hint}")
+    return []
 
 
 def entry(name: str, about: About) -> str:
@@ -111,7 +126,7 @@ def entry(name: str, about: About) -> str:
     indent = " " * 8
     width = get_terminal_size().columns
     meaning = fill(
-        text,
+        text.strip(),
         width,
         initial_indent=indent,
         subsequent_indent=indent,
