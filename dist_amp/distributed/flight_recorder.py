@@ -10,7 +10,6 @@ import torch
 
 DUMPS = {"nccl": "_dump_nccl_trace_json", "gloo": "_dump_fr_trace_json"}
 
-
 # NCCL's timeout names no rank, so the watchdog, which does, comes first. Assumed: it takes 15 s.
 NCCL_MARGIN_SECONDS = 60.0
 
@@ -35,24 +34,14 @@ def watched_timeout(on_gpu: bool, timeout_seconds: float) -> timedelta:
 
 
 def dump() -> dict[str, Any]:
-    """{"nccl": ..., "gloo": ...}: all that is recorded, oldest first; 2,000 entries take 84 ms."""
-    return {name: content for name in DUMPS if (content := _read(name, True))}
+    """{"nccl": ..., "gloo": ...}: all that is recorded, oldest first; 2,000 entries take 84 ms.
 
-
-def unfinished_on_gpu() -> dict[str, str]:
-    """{group: its last finished collective} of NCCL groups with an unfinished one; cheap."""
-    groups = _read("nccl", False).get("pg_status", {})
-    return {
-        group: status["last_completed_collective"]
-        for group, status in groups.items()
-        if int(status["last_enqueued_collective"]) > int(status["last_completed_collective"])
-    }
-
-
-def _read(name: str, collectives: bool) -> dict[str, Any]:
-    """One recorder's content; empty where this build of torch has no such recorder."""
-    read = getattr(getattr(torch._C, "_distributed_c10d", None), DUMPS[name], None)
-    with suppress(Exception):  # another signature or format
-        if read is not None:
-            return dict(json.loads(read(collectives, False)))
-    return {}
+    Empty where this build of torch has no such recorder.
+    """
+    contents = {}
+    for name, function in DUMPS.items():
+        read = getattr(getattr(torch._C, "_distributed_c10d", None), function, None)
+        with suppress(Exception):  # another signature or format
+            if read is not None:
+                contents[name] = json.loads(read(True, False))
+    return contents

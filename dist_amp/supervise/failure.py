@@ -41,7 +41,6 @@ def supervised(config: Config, ranks: Ranks, raises: bool = False) -> Iterator[J
 
             watchdog = Watchdog(job, end=lambda error: _end_failed(error, job))
             last.callback(watchdog.close)
-            contexts.callback(watchdog.time_the_end)
             contexts.enter_context(watchdog)
         try:
             yield job

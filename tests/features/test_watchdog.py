@@ -11,9 +11,8 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,107 +32,110 @@ from dist_amp.checkpoint import format as files
 from dist_amp.checkpoint import saver
 from dist_amp.config.load import load_config
 from dist_amp.distributed import flight_recorder, process_group
+from dist_amp.supervise import rank_reports, watchdog
 from dist_amp.supervise import stop as stop_module
-from dist_amp.supervise import watchdog
 from dist_amp.supervise.rank_reports import (
-    Board,
     Entered,
-    Group,
+    Heartbeat,
     Process,
-    Report,
     busy_seconds,
     is_kept_waiting,
-    judge,
-    main_thread_is_in,
+    main_thread_place,
+    ranks_at_fault,
     where_they_wait,
 )
 from dist_amp.supervise.stop import AgreedStop
-from dist_amp.supervise.watchdog import Heartbeat
+from dist_amp.supervise.watchdog import Watchdog
 from dist_amp.train import train
 from dist_amp.world import World, locate
 
 # --- who is at fault
 
 
-def report(state, waits=None, **last):
-    """A report of a rank that has entered so many collectives of each group, and waits in one."""
-    groups = {name: Group("", {str(number): "all_reduce"}) for name, number in last.items()}
-    return Report(state, 7, groups, Entered(*waits, "all_reduce") if waits else None)
+def beat(state, waits=None, waited_seconds=0.0, place="", **last):
+    """A rank that has entered so many collectives of each group, and waits in one."""
+    entered = {name: {number: "all_reduce"} for name, number in last.items()}
+    waits_in = Entered(waits[0], waits[0], waits[1], "all_reduce") if waits else None
+    return Heartbeat(0.0, state, 7, entered, waits_in, waited_seconds, place=place)
 
 
-WAITING = report("waited", ("step", 42), step=42)
+WAITING = beat("waited", ("step", 42), step=42)
 
 
 @pytest.mark.parametrize(
     ("others", "at_fault"),
     [
-        ([report("runs", step=41)], [1]),
-        ([report("runs", ("step", 42), step=42)], []),  # entered later, and waits too
-        ([report("runs", step=42)], []),  # in all that the others wait in: it is the network
-        ([report("runs", ("step", 42), step=42), None], [2]),
-        ([None, report("runs", step=41)], [1, 2]),
-        ([report("failed", step=41), None], []),  # it reports its own error
+        ([beat("runs", step=41)], [1]),
+        ([beat("runs", ("step", 42), step=42)], []),  # entered later, and waits too
+        ([beat("runs", step=42)], []),  # in all that the others wait in: it is the network
+        ([beat("runs", ("step", 42), step=42), None], [2]),
+        ([None, beat("runs", step=41)], [1, 2]),
+        ([beat("left", step=41)], []),
+        ([beat("failed", step=41), None], []),  # it reports its own error
         # In the shards' group of ranks 2 and 3, rank 2 is behind because it waits for rank 1
         # elsewhere.
         (
             [
-                report("runs", step=41),
-                report("runs", ("step", 42), step=42, shards=7),
-                report("runs", ("shards", 8), step=42, shards=8),
+                beat("runs", step=41),
+                beat("runs", ("step", 42), step=42, shards=7),
+                beat("runs", ("shards", 8), step=42, shards=8),
             ],
             [1],
         ),
-        ([report("runs")], [1]),  # torch records nothing: the one whose collective does not end
+        ([beat("runs")], [1]),  # torch records nothing: the one whose collective does not end
     ],
 )
 def test_a_rank_hangs_if_it_waits_nowhere_and_others_are_in_a_collective_that_it_has_not_entered(
     others, at_fault
 ):
-    reports = dict(enumerate([WAITING, *others]))
-    assert judge(reports, timed_out=True).at_fault == at_fault
+    beats = dict(enumerate([WAITING, *others]))
+    silent, hanging = ranks_at_fault(beats, is_late=True)
+    assert sorted(silent + hanging) == at_fault
     # After a closed connection, a rank that runs is just busy.
-    assert judge(reports, timed_out=False).hanging == []
+    assert ranks_at_fault(beats, is_late=False) == (silent, [])
 
 
 # The sender of a gather does not wait: it is in the next collective, or in none.
-SENT = {"step": Group("", {"41": "all_reduce", "42": "gather", "43": "all_reduce"})}
+SENT = beat("runs", place="loss (own.py, l")
+SENT.entered = {"step": {41: "all_reduce", 42: "gather", 43: "all_reduce"}}
 PROCESSES = [Process(f"host-{rank // 8}", 100 + rank, "") for rank in range(64)]
 
 
 @pytest.mark.bad_input("ranks that wait in different collectives")
 @pytest.mark.parametrize(
-    ("reports", "line"),
+    ("beats", "line"),
     [
         (
-            [WAITING, report("runs", step=40), WAITING],
-            "waiting in all_reduce 42 of group step: ranks 0, 2 of 3; not arrived (entered 40 of "
-            "them), in step 8: rank 1 (process 101 on host-0)",
+            [WAITING, beat("runs", step=40), WAITING],
+            "waiting 0 s in all_reduce 42 of group step: rank 0, 2 of 3; not arrived (entered 40 "
+            "of them), in step 8: rank 1 (process 101 on host-0)",
         ),
         (
-            [WAITING, report("runs", ("other", 3), step=41, other=3)],
-            "waiting in all_reduce 42 of group step: rank 0 of 2; in all_reduce 3 of group other, "
-            "in step 8: rank 1 (process 101 on host-0)",
+            [WAITING, beat("runs", ("other", 3), step=41, other=3)],
+            "waiting 0 s in all_reduce 42 of group step: rank 0 of 2; in all_reduce 3 of group "
+            "other, in step 8: rank 1 (process 101 on host-0)",
         ),
         (
-            [WAITING, replace(report("runs"), groups=SENT, main_thread_is_in="loss (own.py, l")],
-            "waiting in all_reduce 42 of group step: rank 0 of 2; entered gather as number 42, in "
-            "step 8, in loss (own.py, l: rank 1 (process 101 on host-0)",
+            [WAITING, SENT],
+            "waiting 0 s in all_reduce 42 of group step: rank 0 of 2; entered gather as number 42, "
+            "in step 8, in loss (own.py, l: rank 1 (process 101 on host-0)",
         ),
         # Most wait for rank 4, which waits in another group for rank 0; that waits nowhere.
         (
             [
-                report("runs", shards=6),
-                *[report("runs", ("shards", 7), shards=7)] * 4,
-                *[replace(WAITING, waited_seconds=62.3)] * 59,
+                beat("runs", shards=6),
+                *[beat("runs", ("shards", 7), shards=7)] * 4,
+                *[beat("waited", ("step", 42), 62.3, step=42)] * 59,
             ],
-            "waiting 62 s in all_reduce 42 of group step: ranks 5-63 of 64; not arrived (entered "
-            "0 of them), in step 8: rank 0 (process 100 on host-0); in all_reduce 7 of group "
-            "shards, in step 8: ranks 1-4 (process 101 on host-0, process 102 on host-0, ...)",
+            "waiting 62 s in all_reduce 42 of group step: rank 5, 6, 7 and 56 more of 64; not "
+            "arrived (entered 0 of them), in step 8: rank 0 (process 100 on host-0); in all_reduce "
+            "7 of group shards, in step 8: rank 1 (process 101 on host-0), 2 (process 102 on "
+            "host-0), 3 (process 103 on host-0) and 1 more",
         ),
     ],
 )
-def test_the_line_says_in_which_collective_the_ranks_wait_and_what_the_others_do(reports, line):
-    assert where_they_wait(dict(enumerate(reports)), PROCESSES) == line
+def test_the_line_says_in_which_collective_the_ranks_wait_and_what_the_others_do(beats, line):
+    assert where_they_wait(dict(enumerate(beats)), PROCESSES) == line
 
 
 class CountingStore:
@@ -153,13 +155,20 @@ class CountingStore:
 # --- GPUs
 
 
+def entry(number, operation="all_reduce", group="0", done=False, age=0.0, **more):
+    """A collective as both recorders of torch describe it."""
+    fields = {"collective_seq_id": number, "profiling_name": operation, "is_p2p": False}
+    fields |= {"process_group": [group, "default_pg"], "timeout_ms": 360_000}
+    fields |= {"retired": done, "state": "completed" if done else "started"}
+    return {**fields, "time_created_ns": rank_reports.time.time_ns() - int(age * 1e9), **more}
+
+
 def ended_by_the_thread(world):
     """What the watchdog ends rank 0's process with: NCCL reports a collective that does not end."""
     groups = {"control": world.control, "background": world.background}
     gpu = World(world.rank, 0, 2, 2, torch.device("cuda"), **groups)
-    unfinished = {"0": "41"} if world.rank == 0 else {}
-    waits_in = None if world.rank else Entered("0", 42, "nccl:_reduce_scatter_base")
-    groups = {"0": Group("default_pg", {str(42 - world.rank): "nccl:_reduce_scatter_base"})}
+    collectives = [entry(41, "nccl:_reduce_scatter_base", done=True)]
+    collectives += [entry(42, "nccl:_reduce_scatter_base")] * (world.rank == 0)
     ended, exits = threading.Event(), []
 
     def exit(status):
@@ -172,16 +181,15 @@ def ended_by_the_thread(world):
         return 1
 
     with (
-        patch.object(flight_recorder, "unfinished_on_gpu", lambda: unfinished),
-        patch.object(Report, "read", lambda state, *_: Report(state, 1, groups, waits_in)),
+        patch.object(flight_recorder, "dump", lambda: {"nccl": {"entries": collectives}}),
         patch.object(watchdog.os, "_exit", exit),
         patch.object(watchdog, "POLL_SECONDS", 0.05),
         patch.object(watchdog.faulthandler, "dump_traceback", lambda **_: exits.append("stacks")),
     ):
         ranks = watchdog_of(gpu, end, seconds=1.0)
         ranks._answer_seconds = 3.0  # on a busy machine a quarter of a second is not enough
+        ranks.__enter__()
         assert ended.wait(60)
-        ranks._closed.set()
     world.barrier()
     return exits
 
@@ -193,41 +201,16 @@ def test_a_rank_that_nccl_blocks_ends_by_its_watchdog_and_the_one_that_hangs_sho
     for error, status in (first, second):
         assert status == 1
         assert error.startswith("rank 1 (process")
-    assert "; waiting in nccl:_reduce_scatter_base 42 of the default group: rank 0 of 2;" in error
+        assert "s in nccl:_reduce_scatter_base 42 of the default group: rank 0 of 2;" in error
 
 
-def test_a_collective_that_does_not_end_is_noticed_and_a_busy_gpu_is_not(monkeypatch):
-    now, finished = [0.0], itertools.count()
-    ranks = watchdog_of(World(device=torch.device("cuda")), seconds=10.0)
-    ranks._heartbeat = SimpleNamespace(poll=lambda stall: ("", 0))
-    monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
-    for unfinished in (lambda: {"0": str(next(finished))}, dict):
-        monkeypatch.setattr(flight_recorder, "unfinished_on_gpu", unfinished)
-        for _ in range(30):
-            now[0] += 1.0
-            assert ranks._alarm("") == ""
-    monkeypatch.setattr(
-        flight_recorder, "unfinished_on_gpu", lambda: {"0": "7", "1": str(next(finished))}
-    )
-    seen = []
-    for _ in range(12):
-        now[0] += 1.0
-        seen.append(ranks._alarm(""))
-    assert seen == [""] * 11 + ["timed out"]
-
-
-def test_the_nccl_recorders_status_says_which_groups_have_something_unfinished(monkeypatch):
-    status = {"0": ("42", "41"), "1": ("7", "7"), "2": ("1", "-1")}
-    names = ("last_enqueued_collective", "last_completed_collective")
-    groups = {group: dict(zip(names, numbers, strict=True)) for group, numbers in status.items()}
-    content = json.dumps({"pg_status": groups}).encode()
-    module = torch._C._distributed_c10d
-    monkeypatch.setattr(module, "_dump_nccl_trace_json", lambda *_: content, raising=False)
-    assert flight_recorder.unfinished_on_gpu() == {"0": "41", "2": "-1"}
+def test_without_torchs_private_names_nothing_is_recorded(monkeypatch):
     for name in flight_recorder.DUMPS.values():
-        monkeypatch.delattr(module, name, raising=False)
-    assert (flight_recorder.dump(), flight_recorder.unfinished_on_gpu()) == ({}, {})
-    assert Report.read("alive", 7, {}, "").groups == {}
+        monkeypatch.delattr(torch._C._distributed_c10d, name, raising=False)
+    assert flight_recorder.dump() == {}
+    now = Heartbeat(0.0)
+    now.read({}, "")
+    assert (now.entered, now.waits_in) == ({}, None)
 
 
 def test_torchs_own_supervision_comes_later_and_the_users_values_stay(monkeypatch):
@@ -359,7 +342,7 @@ from dist_amp.supervise import watchdog
 from tiny import Tiny
 
 watchdog.POLL_SECONDS, watchdog.ANSWER_SECONDS, watchdog.BEAT_SECONDS = 0.1, 0.5, 0.3
-watchdog.COMPARED, watchdog.NAMED = 1 / 60, 1 / 40  # of the timeout
+watchdog.NAMED = 1 / 40  # of the timeout
 
 def sleep_in_the_forward():  # and raise no error, as a launch while the GPU's queue is full
     while not os.path.exists("go"):
@@ -505,52 +488,65 @@ class Job:
 
     def __init__(self, monkeypatch, folder, size):
         self.now = 1000.0
-        self.started = [0.0] * size  # when each rank's collective was started; 0: it waits in none
-        self.reports = [report("alive", step=41)] * size
-        monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: self.now))
+        self.recorded = [[entry(41, done=True)] for _ in range(size)]
+        self.polled = 0
+        clock = SimpleNamespace(
+            monotonic=lambda: self.now,
+            time_ns=lambda: int(self.now * 1e9),
+            process_time=time.process_time,
+        )
+        monkeypatch.setattr(watchdog, "time", clock)
+        monkeypatch.setattr(rank_reports, "time", clock)
+        recorded = lambda: {"gloo": {"entries": self.recorded[self.polled]}}  # noqa: E731
+        monkeypatch.setattr(flight_recorder, "dump", recorded)
         store = dist.HashStore()
-        self.stores = [CountingStore(store) for _ in range(size)]
-        self.boards = [Board(each, rank, size) for rank, each in enumerate(self.stores)]
         config = load_config([], environ={})
-        processes = [Process(f"host-{n}", 1, f"machine-{n}") for n in range(size)]
-        common = {"config": config, "folder": folder, "steps_taken": 5}
-        self.jobs = [SimpleNamespace(world=World(n, 0, size), **common) for n in range(size)]
-        self.ranks = [
-            Heartbeat(self.jobs[n], self.boards[n], processes, partial(self.report, n))
-            for n in range(size)
-        ]
+        self.processes = [Process(f"host-{n}", 1, f"machine-{n}") for n in range(size)]
+        self.jobs, self.stores, self.ranks = [], [], []
+        for rank in range(size):
+            world = PlantedWorld(rank, 0, size, processes=self.processes)
+            common = {"config": config, "folder": folder, "steps_taken": 5}
+            self.jobs.append(SimpleNamespace(world=world, store=store, **common))
+            self.ranks.append(Watchdog(self.jobs[-1], end=None))
+            self.stores.append(CountingStore(self.ranks[-1]._store))
+            self.ranks[-1]._store = self.stores[-1]
 
     def next_step(self):
         for job in self.jobs:
             job.steps_taken += 1
 
-    def report(self, rank):
-        waited = self.now - self.started[rank] if self.started[rank] else 0.0
-        return replace(self.reports[rank], waited_seconds=waited)
-
-    def wait_in(self, ranks, timeout_seconds=300.0, number=42, operation="all_reduce"):
-        last = Entered("step", number, operation)
-        groups = {"step": Group("", {str(number): operation})}
-        waiting = Report("alive", 7, groups, last, timeout_seconds=timeout_seconds)
+    def wait_in(self, ranks, number=42, operation="all_reduce", **more):
         for rank in ranks:
-            self.reports[rank] = waiting
-            self.started[rank] = self.now
+            self.recorded[rank] = [entry(number, operation, timeout_ms=300_000) | more]
 
     def continue_at(self, number):
-        size = len(self.ranks)
-        self.reports = [report("alive", step=number)] * size
-        self.started = [0.0] * size
+        self.recorded = [[entry(number, done=True)] for _ in self.ranks]
 
     def seconds(self, count, silent=()):
-        """Poll once a second; notes each rank that is lost, by the one that misses it."""
-        self.lost = {}
+        """Poll once a second; notes what each rank has noticed."""
+        self.noticed = {}
         for _ in range(count):
             self.now += 1.0
-            for rank, (each, board) in enumerate(zip(self.ranks, self.boards, strict=True)):
-                if rank not in silent:
-                    event, lost = each.poll(board.store.get("stall").decode())
-                    if event:
-                        self.lost[rank] = (event, lost)
+            for rank, each in enumerate(self.ranks):
+                self.polled = rank
+                if rank not in silent and (event := each._poll()):
+                    self.noticed[rank] = event
+
+
+@dataclass(frozen=True)
+class PlantedWorld(World):
+    """Ranks of one process: what they tell each other is planted."""
+
+    processes: list = ()
+
+    def from_main(self, value):
+        return "run"
+
+    def gather(self, value):
+        return list(self.processes)
+
+
+LONG_MS = 86_400_000  # the timeout of a group whose slowest rank takes as long as it takes
 
 
 @pytest.fixture
@@ -558,7 +554,7 @@ def job(monkeypatch, tmp_path):
     def make(size=4):
         made = Job(monkeypatch, tmp_path, size)
         made.seconds(6)
-        made.next_step()  # beyond the process's first step
+        made.next_step()
         made.seconds(6)
         return made
 
@@ -575,7 +571,8 @@ def test_a_missing_rank_is_named_after_a_fifth_of_the_timeout_once_and_its_arriv
     ranks.seconds(20)
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("warning: waiting 6")
-    assert "ranks 0-1, 3 of 4; not arrived (entered 41 of them), in step 8: rank 2 (proc" in line
+    assert "rank 0, 1, 3 of 4; not arrived (entered 41 of them), in step 7" in line
+    assert ": rank 2 (process 1 on host-2); stacks of" in line
     assert sorted(path.name for path in (tmp_path / "stacks").iterdir()) == [
         f"rank0000{rank}.txt" for rank in range(4)
     ]
@@ -588,15 +585,15 @@ def test_a_missing_rank_is_named_after_a_fifth_of_the_timeout_once_and_its_arriv
     assert line.startswith("the ranks continue: they had waited 18")
     ranks.wait_in([1, 2], number=43)
     ranks.seconds(80)
-    assert "in all_reduce 43 of group step: ranks 1-2 of 4; not " in capfd.readouterr().err
+    assert "in all_reduce 43 of the default group: rank 1, 2 of 4; not " in capfd.readouterr().err
 
 
-def test_ranks_in_two_collectives_of_one_number_are_named_as_soon_as_they_compare(job, capfd):
+def test_ranks_in_two_collectives_of_one_number_are_named(job, capfd):
     ranks = job()
     ranks.wait_in([0, 1, 3])
     ranks.wait_in([2], operation="broadcast")
-    ranks.seconds(30)
-    assert "; entered broadcast as number 42, in step 8" in capfd.readouterr().err
+    ranks.seconds(80)
+    assert "; entered broadcast as number 42, in step 7" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("silent", [0, 2])
@@ -608,24 +605,27 @@ def test_a_rank_that_does_not_answer_is_named_by_another_one(job, capfd, silent)
     assert f"; no answer: rank {silent} (process 1 on host-{silent}); stacks of all ranks" in line
 
 
-def test_a_neighbour_that_is_dead_or_gives_no_sign_is_lost_and_one_that_lives_is_not(job):
+def test_a_neighbour_that_is_dead_or_gives_no_sign_is_noticed_and_one_that_lives_is_not(job):
     ranks = job(3)
-    lost = []
-    for _ in range(250):  # 240 s without a sign
-        ranks.seconds(1, silent=[2])
-        lost.append(ranks.lost)
-    assert not any(lost[:230])
-    assert {1: ("silent", 2)} in lost[230:]
-    assert not any(0 in each for each in lost)
+    ranks.seconds(230, silent=[2])
+    assert ranks.noticed == {}
+    ranks.seconds(20, silent=[2])  # 240 s without a sign
+    assert ranks.noticed == {1: "silent"}
     dead = subprocess.Popen(["true"])
     dead.wait()
     here = Process.this()
-    first = ranks.ranks[0]
-    first._processes[1] = Process(here.host, dead.pid, here.machine)
-    first._same_machine = [1]
-    assert first.poll("") == ("lost", 1)
+    ranks.processes[:] = [here, Process(here.host, dead.pid, here.machine), here]
+    first = Watchdog(ranks.jobs[0], end=None)
+    assert first._poll() == "dead"
     # Another container on the same host has a process table of its own.
     assert not Process(here.host, dead.pid, "another table").is_dead
+
+
+def test_a_rank_that_was_stopped_itself_gives_the_others_time(job):
+    ranks = job(3)
+    ranks.now += 1000
+    ranks.seconds(200)
+    assert ranks.noticed == {}
 
 
 def planted_work(monkeypatch, works):
@@ -637,10 +637,10 @@ def planted_work(monkeypatch, works):
 def test_a_rank_that_works_for_long_where_it_may_is_named_and_nothing_ends(job, capfd, monkeypatch):
     planted_work(monkeypatch, works=True)
     ranks = job()
-    ranks.wait_in([1, 2, 3], timeout_seconds=86_400.0)
+    ranks.wait_in([1, 2, 3], timeout_ms=LONG_MS)
     for _ in range(100):
         ranks.seconds(10)
-        assert ranks.lost == {}
+        assert ranks.noticed == {}
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("warning: waiting 6")
     said = "; the run ends if a missing rank does nothing for run.timeout_seconds=300"
@@ -654,17 +654,36 @@ def test_a_rank_that_does_nothing_hangs_after_the_timeout_unless_a_person_or_a_l
     planted_work(monkeypatch, works=False)
     monkeypatch.setattr(watchdog, "is_kept_waiting", lambda: is_kept)
     ranks = job(size)
-    ranks.wait_in(range(1, size), timeout_seconds=86_400.0)
-    hangs = []
+    ranks.wait_in(range(1, size), timeout_ms=LONG_MS)
+    noticed = []
     for second in range(320):
         ranks.seconds(1)
-        hangs += [(second, lost) for lost in ranks.lost.values()]
+        noticed += [(second, rank, event) for rank, event in ranks.noticed.items()]
     if is_kept:
-        assert hangs == []
+        assert noticed == []
     else:
-        second, (event, rank) = hangs[0]
-        assert (event, rank) == ("timed out" if size > 1 else "idle", 0)
-        assert (299 if size > 1 else 285) <= second <= 310, "the timeout, and two beats"
+        second, rank, event = noticed[0]
+        assert (rank, event) == (0, "idle")
+        assert 285 <= second <= 310, "the timeout, and two beats"
+
+
+def test_a_rank_that_does_nothing_while_nobody_waits_for_it_is_left_alone(job, monkeypatch):
+    planted_work(monkeypatch, works=False)
+    ranks = job(4)
+    ranks.seconds(1000)
+    assert ranks.noticed == {}
+
+
+def test_a_collective_that_does_not_end_is_noticed_and_a_busy_gpu_is_not(job):
+    ranks = job(2)
+    for number in range(42, 82):  # the host is far ahead of the GPU
+        ranks.recorded = [[entry(number, age=1000), entry(number + 1, age=999)]] * 2
+        ranks.seconds(20)
+        assert ranks.noticed == {}
+    ranks.seconds(270)
+    assert ranks.noticed == {}
+    ranks.seconds(30)
+    assert ranks.noticed == {0: "late", 1: "late"}
 
 
 def test_a_debugger_and_the_lock_of_a_file_keep_a_rank_waiting(tmp_path):
@@ -710,13 +729,6 @@ def test_every_thread_but_the_watchdogs_and_torchs_own_counts_as_work():
     assert another > 10 * max(own, 0.001)
 
 
-def the_first_step_compiles(ranks):
-    for each in ranks.ranks:
-        each._has_stepped = False
-    ranks.wait_in([1, 2, 3])
-    ranks.seconds(140)
-
-
 def every_rank_has_entered_it_as_a_gpu_computes_for_long(ranks):
     ranks.wait_in([0, 1, 2, 3])
     ranks.seconds(290)
@@ -737,7 +749,6 @@ def short_ones_in_turn(ranks):
 @pytest.mark.parametrize(
     "wait",
     [
-        the_first_step_compiles,
         short_ones_in_turn,
         every_rank_has_entered_it_as_a_gpu_computes_for_long,
         nobody_is_in_a_collective_as_in_an_evaluation,
@@ -757,41 +768,37 @@ def test_a_stall_costs_each_rank_few_requests_whatever_the_number_of_ranks(job, 
     ranks.seconds(100)
     assert "; not arrived (entered " in capfd.readouterr().err
     beats = 100 // 5
-    # A beat: a report and the neighbour's; one rank reads all of them, and says what it found.
+    # A beat: a report and the neighbour's; each that waits for long reads all of them once.
     requests = [each.requests - old for each, old in zip(ranks.stores, before, strict=True)]
-    assert max(requests) <= 100 + 4 * beats
+    assert max(requests) <= 100 + 3 * beats
 
 
-def entry(number, operation="nccl:all_reduce", group="0", done=False, age=0.0, **more):
-    """A collective as both recorders of torch describe it."""
-    fields = {"collective_seq_id": number, "profiling_name": operation, "is_p2p": False}
-    fields |= {"process_group": [group, "default_pg"], "timeout_ms": 360_000}
-    fields |= {"retired": done, "state": "completed" if done else "started"}
-    return {**fields, "time_created_ns": time.time_ns() - int(age * 1e9), **more}
-
-
-def test_of_a_recorders_entries_the_first_unfinished_one_is_where_a_rank_waits(monkeypatch):
+def test_of_a_recorders_entries_the_first_unfinished_one_is_where_a_rank_waits():
     """Under NCCL the host has started later ones, too."""
     old = [entry(number, done=True, age=100 - number) for number in range(1, 41)]
     sent = entry(7, "nccl:send", age=55, is_p2p=True)
     new = [entry(41, age=50), entry(42, "nccl:broadcast", age=40)]
     written = entry(3, "gloo:gather", group="5", age=60)
     entries = {"nccl": {"entries": [*old, sent, *new]}, "gloo": {"entries": [written]}}
-    found = Report.read("alive", 7, entries, "5")
-    assert found.waits_in == Entered("0", 41, "nccl:all_reduce")
-    assert (round(found.waited_seconds), found.timeout_seconds) == (50, 360.0)
-    assert [*found.groups] == ["0"]
-    assert [*found.groups["0"].recent] == [str(number) for number in range(35, 43)]
+    found = Heartbeat(0.0)
+    found.read(entries, leave_out="5")
+    assert found.waits_in == Entered("0", "default_pg", 41, "all_reduce")
+    assert (round(found.waited_seconds), found.may_wait_long) == (50, False)
+    assert {group: [*recent] for group, recent in found.entered.items()} == {"0": [*range(35, 43)]}
     unknown = entry(1, age=50)
     del unknown["timeout_ms"]  # of another release: it is never too late
-    found = Report.read("alive", 7, {"nccl": {"entries": [unknown]}}, "")
-    assert found.timeout_seconds == float("inf")
-    found = Report.read("waited", 7, {"nccl": {"entries": old}}, "")
-    assert found.waits_in == Entered("0", 40, "nccl:all_reduce"), "after a failure all are finished"
+    found = Heartbeat(0.0)
+    found.read({"nccl": {"entries": [unknown]}}, "")
+    assert found.may_wait_long
+    found = Heartbeat(0.0, "waited")
+    found.read({"nccl": {"entries": old}}, "")
+    assert found.waits_in.number == 40, "after a failure all are finished"
 
 
-def progress_now():
-    return Report.read("alive", 7, flight_recorder.dump(), "")
+def waits_now():
+    now = Heartbeat(0.0)
+    now.read(flight_recorder.dump(), leave_out="")
+    return now.waits_in
 
 
 def waits_during_a_save(world, folder):
@@ -805,15 +812,13 @@ def waits_during_a_save(world, folder):
         real(*args, **options)
 
     ranks = watchdog_of(world)
-    ranks._job.run = run
     with patch.object(saver, "write", later), saver.Saver(run) as saving:
         saving.save(wait=False)
         if world.rank == 0:
-            wait_for(lambda: progress_now().waits_in is not None, "the writer's wait", 60)
-            now = progress_now().waits_in
+            wait_for(lambda: waits_now() is not None, "the writer's wait", 60)
+            now = waits_now()
             is_writer = now is None or now.group == run.world.background.group_name
-            found = [is_writer, ranks._report("alive").waits_in]
-    ranks.__exit__()
+            found = [is_writer, ranks._heartbeat("").waits_in]
     return found
 
 
@@ -823,5 +828,5 @@ def test_a_checkpoint_that_takes_one_rank_long_is_not_taken_for_a_wait_of_the_ot
 
 def test_where_the_main_thread_is_leaves_out_libraries():
     with ThreadPoolExecutor(1) as pool:
-        place = pool.submit(main_thread_is_in).result()
+        place = pool.submit(main_thread_place).result()
     assert place.startswith("test_where_the_main_thread_is_leaves_out_libraries (")

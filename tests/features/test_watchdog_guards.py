@@ -30,16 +30,17 @@ def what_ranks_say(world, of_rank_1, error):
     """
     watchdog.ANSWER_SECONDS = 1.0 if of_rank_1 == "silent" else 100.0
     ranks = watchdog_of(world)
-    if of_rank_1 == "silent" and world.rank == 1:
-        ranks._closed.set()  # as if the whole process were stopped
+    if of_rank_1 != "silent" or world.rank == 0:  # else as if the whole process were stopped
+        ranks.__enter__()
     world.barrier()
     report = None
     if world.rank == 0:
         report = str(ranks.explain(RuntimeError(error)))
     elif of_rank_1 != "silent":
         ranks.explain(RuntimeError(error) if of_rank_1 == "waited" else ValueError("its own"))
+        ranks.__exit__()
+        ranks.close()
     world.barrier()
-    ranks.__exit__()
     return report
 
 
@@ -66,7 +67,7 @@ def test_a_failed_collective_names_the_rank_that_does_not_answer_unless_another_
 @pytest.mark.bad_input("a machine that loses the network during training")
 def test_a_rank_whose_store_does_not_answer_names_rank_0_and_what_may_be_wrong(monkeypatch):
     monkeypatch.setattr(watchdog, "ANSWER_SECONDS", 0.1)
-    monkeypatch.setattr(Watchdog, "_ask", lambda *args: time.sleep(3600))
+    monkeypatch.setattr(Watchdog, "_judge", lambda *args: time.sleep(3600))
     for name, value in {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400"}.items():
         monkeypatch.setenv(name, value)
     ranks = watchdog_of(World())
