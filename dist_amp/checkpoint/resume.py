@@ -18,6 +18,7 @@ from dist_amp.checkpoint.state import load
 from dist_amp.config.task_class import find_task
 from dist_amp.distributed.process import attempt
 from dist_amp.errors import DataError
+from dist_amp.files import present
 from dist_amp.settings import Config
 from dist_amp.step import Run
 from dist_amp.task import Task
@@ -62,12 +63,26 @@ def with_dtype(config: Config, run_folder: Path, world: World) -> Config:
             name = saved["dtype"] if saved["use_amp"] else "fp32"
         except (DataError, LookupError, OSError, ValueError):  # no checkpoint, or a damaged one
             if world.device.type == "cpu":
-                from dist_amp.config.native_precision import cpu_dtype
-
-                name = cpu_dtype(world)
+                name = native_on_cpu(world)
     name = world.from_main(name)
     dtype: Any = "bf16" if name == "fp32" else name
     return replace(config, precision=replace(precision, use_amp=name != "fp32", dtype=dtype))
+
+
+def native_on_cpu(world: World) -> str:
+    """ "bf16" where this CPU computes in it natively, or else "fp32", which a line explains."""
+    if not present("distributed.machine"):
+        return "fp32"
+    from dist_amp.distributed.machine import native_precision
+
+    dtype, why = native_precision("cpu")
+    if dtype == "bf16":
+        return dtype
+    world.say(
+        f"precision.dtype=auto: float32, because {why}; --use_amp true computes in bf16 all the "
+        "same"
+    )
+    return "fp32"
 
 
 def newest_checkpoint(resume: str, run_folder: Path, world: World) -> Path | None:

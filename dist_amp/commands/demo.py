@@ -21,9 +21,11 @@ from dist_amp.distributed.signals import exit_on_signals
 if __name__ == "__main__":
     exit_on_signals()  # before torch's import, which takes seconds
 
+import torch
+
 from dist_amp.config.help import show_if_asked
 from dist_amp.config.load import collect
-from dist_amp.config.native_precision import native_precision
+from dist_amp.distributed.machine import native_precision
 from dist_amp.errors import ConfigError
 from dist_amp.files import missing, present, shipped_folder
 from dist_amp.supervise.command_line import command
@@ -57,7 +59,7 @@ def precision_settings(argv: Sequence[str], environ: Mapping[str, str] = os.envi
         return []  # dist_amp.launch reports it
     if any(key == "use_amp" or key.startswith("precision.") for key in keys):
         return []
-    dtype, reason = native_precision()
+    dtype, reason = native_precision("cuda" if torch.cuda.is_available() else "cpu")
     choice = "choose with --precision.dtype bf16|fp16 or --use_amp false"
     print(f"precision  {dtype}: {reason}; {choice}", file=sys.stderr)
     return PRECISION[dtype]

@@ -1,7 +1,7 @@
 """python -m dist_amp.doctor [--json]: is this machine ready to train? A line per check: ok, warn or
 fail, and the fix.
 
-Alone it checks versions, GPUs and driver, precisions, host name, ports, shared memory, open files,
+Alone it checks versions, GPUs and driver, precisions, host name, shared memory, open files,
 memory and folders. Started on several ranks, as the training would be, also whether the ranks find
 each other and have the same code, how fast they exchange data and multiply matrices, and which of
 them are slow:

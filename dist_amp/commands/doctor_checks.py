@@ -10,6 +10,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -21,13 +22,16 @@ from packaging.requirements import Requirement
 
 from dist_amp.clock import wait_for_device
 from dist_amp.config.load import load_config
-from dist_amp.config.native_precision import CAPABILITY, EMULATED, cpu_slowdown, support
 from dist_amp.config.text import to_toml
 from dist_amp.diagnostics.consistency import check_ranks_agree
-from dist_amp.distributed.gpu_checks import (
+from dist_amp.distributed.machine import (
+    CAPABILITY,
+    EMULATED,
     OLDEST_DRIVER,
     check_architecture,
+    cpu_slowdown,
     driver_branch,
+    support,
     why_unused,
 )
 from dist_amp.distributed.process import cpu_cores, in_time
@@ -75,6 +79,28 @@ warn = partial(Check, "warn")
 fail = partial(Check, "fail")
 
 
+def judged(name: str, found: str, problem: str, fix: str) -> Check:
+    """A warning if there is a problem, whose words follow what was found."""
+    return warn(name, f"{found}: {problem}", fix) if problem else ok(name, found)
+
+
+def machine_checks(ranks: int) -> list[Check]:
+    """ranks: how many are to run together."""
+    return made(
+        {
+            "python": lambda: [ok("python", platform.python_version())],
+            "packages": packages,
+            "gpu": gpus,
+            "precision": precisions,
+            "hostname": hostname,
+            "memory": memory,
+            "/dev/shm": shared_memory,
+            "open files": partial(open_files, ranks),
+            "folders": folders,
+        }
+    )
+
+
 def made(checks: Mapping[str, Callable[[], Iterable[Check]]]) -> list[Check]:
     """What the checks find; a warning that says how for one that fails itself."""
     found: list[Check] = []
@@ -87,48 +113,32 @@ def made(checks: Mapping[str, Callable[[], Iterable[Check]]]) -> list[Check]:
     return found
 
 
-def machine_checks(ranks: int) -> list[Check]:
-    """ranks: how many are to run together."""
-    return made(
-        {
-            "python": lambda: [ok("python", platform.python_version())],
-            "packages": packages,
-            "pins": pins,
-            "gpu": gpus,
-            "nccl": communication,
-            "precision": precisions,
-            "hostname": hostname,
-            "ports": ports,
-            "memory": memory,
-            "/dev/shm": shared_memory,
-            "open files": partial(open_files, ranks),
-            "folders": folders,
-        }
-    )
-
-
-def judged(name: str, text: str, problem: str, fix: str) -> Check:
-    """A warning if there is a problem, whose words follow the text."""
-    if problem:
-        return warn(name, f"{text}: {problem}", fix)
-    return ok(name, text)
-
-
-# --- versions
+# ---- versions
 
 
 def packages() -> Iterator[Check]:
-    texts = requires("dist_amp") or []
-    for requirement in [Requirement(text) for text in texts if "extra ==" not in text]:
-        found = installed(requirement.name)
-        fix = f"pip install '{requirement}'"
+    """What the project needs, and which releases it was tested with, if that file is here."""
+    pins = ""
+    with suppress(ConfigError, OSError):
+        pins = (shipped_folder() / "launch/constraints.txt").read_text()
+    tested = dict(re.findall(r"^([\w.-]+)==(\S+)", pins, re.MULTILINE))
+    for requirement in map(Requirement, requires("dist_amp") or []):
+        name = requirement.name
+        if requirement.marker is not None and "extra" in str(requirement.marker):
+            continue
+        found = installed(name)
+        release = found.partition("+")[0]
         if not found:
-            yield fail(requirement.name, "not installed", fix)
-        elif requirement.specifier.contains(found.partition("+")[0], prereleases=True):
-            yield ok(requirement.name, found)
+            yield fail(name, "not installed", f"pip install '{requirement}'")
+        elif not requirement.specifier.contains(release, prereleases=True):
+            needed = f"{found}; the project needs {requirement.specifier}"
+            yield fail(name, needed, f"pip install '{requirement}'")
+        elif tested.get(name, release) == release:
+            yield ok(name, found)
         else:
-            needs = f"{found}; the project needs {requirement.specifier}"
-            yield fail(requirement.name, needs, fix)
+            yield warn(
+                name, f"{found}; tested with {tested[name]}", f"pip install {name}=={tested[name]}"
+            )
 
 
 def installed(name: str) -> str:
@@ -139,25 +149,7 @@ def installed(name: str) -> str:
         return ""
 
 
-def pins() -> Iterator[Check]:
-    try:
-        file = shipped_folder() / "launch/constraints.txt"
-        tested = file.read_text()
-    except (ConfigError, OSError):
-        yield ok("pins", "none: the package is installed without its launch/constraints.txt")
-        return
-    others = []
-    for name, pinned in re.findall(r"^([\w.-]+)==(\S+)", tested, re.MULTILINE):
-        found = installed(name).partition("+")[0]
-        if found not in ("", pinned):
-            others.append(f"{name} {found} ({pinned})")
-    if others:
-        yield warn("pins", f"not as tested: {some_of(others, 4)}", f"pip install -c {file}")
-    else:
-        yield ok("pins", "all packages are as launch/constraints.txt has them")
-
-
-# --- devices
+# ---- devices
 
 
 def kinds_of_gpus() -> dict[str, list[int]]:
@@ -172,10 +164,8 @@ def kinds_of_gpus() -> dict[str, list[int]]:
 def gpus() -> Iterator[Check]:
     kinds = kinds_of_gpus()
     if not kinds:
-        if reason := why_unused():
-            yield fail("gpu", reason)
-        else:
-            yield ok("gpu", "none: ranks run on the CPU")
+        reason = why_unused()
+        yield fail("gpu", reason) if reason else ok("gpu", "none: ranks run on the CPU")
         return
     for name, numbers in kinds.items():
         try:
@@ -193,43 +183,34 @@ def gpus() -> Iterator[Check]:
         build = f"torch is built for CUDA {torch.version.cuda}, which needs {oldest} or newer"
         status = "ok" if driver >= oldest else "warn"
         yield Check(status, "driver", f"{driver or 'unknown'}; {build}")
-
-
-def communication() -> Iterator[Check]:
-    if not torch.cuda.is_available():
-        yield ok("nccl", "not needed without a GPU")
-    elif not dist.is_nccl_available():
-        yield fail("nccl", "missing in this build of torch", "install one from pytorch.org")
-    else:
+    if dist.is_nccl_available():
         yield ok("nccl", ".".join(map(str, torch.cuda.nccl.version())))
+    else:
+        yield fail("nccl", "missing in this build of torch", "install one from pytorch.org")
 
 
 def precisions() -> Iterator[Check]:
-    """bf16 and fp16 on the CPU and each kind of GPU: native, emulated or none."""
+    """bf16 and fp16 on each kind of GPU and the CPU: native, emulated or none."""
     kinds = kinds_of_gpus()
     for name, numbers in kinds.items():
         capability = torch.cuda.get_device_capability(numbers[0])
         words = {dtype: support(dtype, capability) for dtype in CAPABILITY}
-        text = f"{', '.join(f'{dtype} {word}' for dtype, word in words.items())} on {name}"
-        if words["bf16"] == "native":
-            yield ok("precision", text)
-        else:
-            yield warn("precision", text, "use --precision.dtype fp16")
-    slow = {dtype: cpu_slowdown(dtype) for dtype in CAPABILITY}
-    on_cpu = []
-    for dtype, times in slow.items():
-        word = "native"
-        if times >= EMULATED:
-            word = f"emulated ({times:.0f}x slower)"
-        on_cpu.append(f"{dtype} {word}")
-    text = f"{', '.join(on_cpu)} on the CPU"
-    if kinds or slow["bf16"] < EMULATED:
-        yield ok("precision", text)
+        found = f"{', '.join(f'{dtype} {word}' for dtype, word in words.items())} on {name}"
+        is_native = words["bf16"] == "native"
+        fix = "use --precision.dtype fp16"
+        yield ok("precision", found) if is_native else warn("precision", found, fix)
+    words = {}
+    for dtype in CAPABILITY:
+        times = cpu_slowdown(dtype)
+        words[dtype] = "native" if times < EMULATED else f"emulated ({times:.0f}x slower)"
+    found = f"{', '.join(f'{dtype} {word}' for dtype, word in words.items())} on the CPU"
+    if kinds or words["bf16"] == "native":
+        yield ok("precision", found)
     else:
-        yield warn("precision", text, "train with --use_amp false on this CPU")
+        yield warn("precision", found, "train with --use_amp false on this CPU")
 
 
-# --- network
+# ---- network
 
 
 def hostname() -> Iterator[Check]:
@@ -241,29 +222,11 @@ def hostname() -> Iterator[Check]:
     except (OSError, TimeoutError) as error:
         why = getattr(error, "strerror", None) or f"no answer within {RESOLVE_SECONDS:g} s"
         fix = f"add `127.0.0.1 {name}` to /etc/hosts, or give torchrun --local-addr 127.0.0.1"
-        text = f"{name} does not resolve ({why}), and torchrun may hang"
-        yield warn("hostname", text, f"{fix} on one machine")
+        found = f"{name} does not resolve ({why}), and torchrun may hang"
+        yield warn("hostname", found, f"{fix} on one machine")
 
 
-def ports() -> Iterator[Check]:
-    """Whether a store can listen at MASTER_PORT, if it is set."""
-    port = os.environ.get("MASTER_PORT", "")
-    if not port:
-        yield ok("ports", "MASTER_PORT is not set: the launcher chooses one")
-    elif "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("RANK", "0") != "0":
-        yield ok("ports", f"MASTER_PORT={port} is the launcher's")
-    elif not port.isdigit() or not 0 < int(port) < 2**16:
-        yield fail("ports", f"MASTER_PORT={port!r} is no port", "set it to 1 to 65535, or unset it")
-    else:
-        try:
-            socket.create_server(("", int(port))).close()
-            yield ok("ports", f"MASTER_PORT={port} is free")
-        except OSError as error:
-            text = f"MASTER_PORT={port} can't be used ({error.strerror})"
-            yield fail("ports", text, "choose another")
-
-
-# --- limits and folders
+# ---- limits and folders
 
 
 def memory() -> Iterator[Check]:
@@ -279,13 +242,14 @@ def shared_memory(path: Path = Path("/dev/shm")) -> Iterator[Check]:
         yield fail("/dev/shm", "missing", "mount a tmpfs at it")
         return
     total, _, free = shutil.disk_usage(path)
-    problem = ""
-    if free < LITTLE_SHARED_MEMORY:
-        problem = "loader workers may die with `Bus error`"
-    fix = "docker run --shm-size=16g, shm_size in Compose"
-    fix += ", an emptyDir with medium: Memory in Kubernetes"
-    text = f"{free / GIB:.2f} of {total / GIB:.2f} GiB free"
-    yield judged("/dev/shm", text, problem, fix)
+    is_little = free < LITTLE_SHARED_MEMORY
+    yield judged(
+        "/dev/shm",
+        f"{free / GIB:.2f} of {total / GIB:.2f} GiB free",
+        "loader workers may die with `Bus error`" if is_little else "",
+        "docker run --shm-size=16g, shm_size in Compose, an emptyDir with medium: Memory in "
+        "Kubernetes",
+    )
 
 
 def open_files(ranks: int) -> Iterator[Check]:
@@ -295,13 +259,13 @@ def open_files(ranks: int) -> Iterator[Check]:
         yield ok("open files", "no limit")
         return
     enough_for = max((hard - OTHER_FILES) // 3 + 1, 1)
-    text = f"{hard:,} per process: enough for {enough_for:,} ranks"
+    found = f"{hard:,} per process: enough for {enough_for:,} ranks"
     if enough_for >= ranks:
-        yield ok("open files", text)
+        yield ok("open files", found)
     else:
         needed = 3 * (ranks - 1) + OTHER_FILES
         fix = f"ulimit -Hn {needed} before the launch, LimitNOFILE= of the service"
-        yield fail("open files", text, f"{fix}, docker run --ulimit nofile={needed}")
+        yield fail("open files", found, f"{fix}, docker run --ulimit nofile={needed}")
 
 
 def folders() -> Iterator[Check]:
@@ -323,13 +287,11 @@ def folders() -> Iterator[Check]:
         except OSError as error:
             yield fail(name, f"{path} can't be written ({error.strerror})", fix)
             continue
-        problem = ""
-        if free < LITTLE_DISK:
-            problem = "little for checkpoints and data"
+        problem = "little for checkpoints and data" if free < LITTLE_DISK else ""
         yield judged(name, f"{path} is writable, {free / GIB:.1f} GiB free", problem, fix)
 
 
-# --- with several ranks
+# ---- with several ranks
 
 
 def merge(machines: Sequence[tuple[str, Sequence[Check]]]) -> list[Check]:
@@ -372,8 +334,8 @@ def all_reduce(world: World) -> Iterator[Check]:
     seconds = max(world.gather(fastest(world, lambda: dist.all_reduce(large))))
     latency = max(world.gather(fastest(world, lambda: dist.all_reduce(small))))
     bandwidth = 2 * (world.world_size - 1) / world.world_size * size / seconds
-    text = f"{bandwidth / 1e9:.2f} GB/s bus bandwidth with {size / 2**20:.0f} MiB"
-    yield ok("all-reduce", f"{text}; {latency * 1e6:.0f} us with 8 bytes")
+    found = f"{bandwidth / 1e9:.2f} GB/s bus bandwidth with {size / 2**20:.0f} MiB"
+    yield ok("all-reduce", f"{found}; {latency * 1e6:.0f} us with 8 bytes")
 
 
 def links(world: World) -> Iterator[Check]:
@@ -390,32 +352,21 @@ def links(world: World) -> Iterator[Check]:
             work.wait()
 
     rate = out.nbytes / fastest(world, exchange) / 1e9
-    yield judge_links(world.gather(rate), world.gather(platform.node()))
+    yield from compare_links(world.gather(rate), world.gather(platform.node()))
 
 
-def judge_links(rates: Sequence[float], hosts: Sequence[str]) -> Check:
+def compare_links(rates: Sequence[float], hosts: Sequence[str]) -> Iterator[Check]:
     """rates: GB/s from the rank before to each rank. A link is compared with those of its kind."""
-    slow = []
-    texts = []
-    for crosses, kind in ((False, "in a machine"), (True, "between machines")):
-        links = {}
-        for rank, rate in enumerate(rates):
-            if (hosts[rank] != hosts[rank - 1]) == crosses:
-                before = (rank - 1) % len(rates)
-                links[f"rank {before} on {hosts[before]} to rank {rank} on {hosts[rank]}"] = rate
-        if links:
-            texts.append(f"{statistics.median(links.values()):.3g} GB/s {kind}")
-            slow += slow_ones(links, SLOW_LINK)
-    text = f"{', '.join(texts)} from each rank to the next (medians)"
-    return judged("links", text, some_of(slow, 4), "check that host's network, and other traffic")
-
-
-def slow_ones(rates: Mapping[str, float], factor: float) -> list[str]:
-    """Those that are slower than the median by more than the factor, the slowest first."""
-    median = statistics.median(rates.values())
-    slow = [name for name, rate in rates.items() if rate * factor < median]
-    slow.sort(key=rates.__getitem__)
-    return [f"{name} is {median / rates[name]:.1f}x slower" for name in slow]
+    kinds: dict[str, dict[str, float]] = {}
+    for rank, rate in enumerate(rates):
+        before = (rank - 1) % len(rates)
+        crosses = hosts[rank] != hosts[before]
+        kind = "links between machines" if crosses else "links in a machine"
+        link = f"rank {before} on {hosts[before]} to rank {rank} on {hosts[rank]}"
+        kinds.setdefault(kind, {})[link] = rate
+    for kind, of_kind in kinds.items():
+        fix = "check that host's network, and other traffic"
+        yield compare(kind, of_kind, "GB/s from each rank to the next", SLOW_LINK, fix)
 
 
 def matmul(world: World) -> Iterator[Check]:
@@ -425,17 +376,19 @@ def matmul(world: World) -> Iterator[Check]:
         dtype = torch.bfloat16
     matrix = torch.ones(size, size, device=world.device, dtype=dtype)
     rate = 2 * size**3 / fastest(world, lambda: torch.mm(matrix, matrix)) / 1e12
-    hosts = world.gather(platform.node())
-    yield judge_rates(world.gather(rate), hosts, str(dtype).removeprefix("torch."))
-
-
-def judge_rates(rates: Sequence[float], hosts: Sequence[str], dtype: str) -> Check:
-    """rates: TFLOP/s by rank; those that are slow are named with their hosts."""
-    spread = f"median; {min(rates):.3g} to {max(rates):.3g}"
-    text = f"{statistics.median(rates):.3g} TFLOP/s in {dtype} per rank ({spread})"
-    ranks = {f"rank {rank} on {hosts[rank]}": rate for rank, rate in enumerate(rates)}
+    ranks = dict(world.gather((f"rank {world.rank} on {platform.node()}", rate)))
+    unit = f"TFLOP/s in {str(dtype).removeprefix('torch.')} per rank"
     fix = "look there for other processes, throttled clocks, fewer cores or a GPU in other use"
-    return judged("matmul", text, some_of(slow_ones(ranks, SLOW), 4), fix)
+    yield compare("matmul", ranks, unit, SLOW, fix)
+
+
+def compare(name: str, rates: Mapping[str, float], unit: str, factor: float, fix: str) -> Check:
+    """Names what is slower than the median by more than the factor, the slowest first."""
+    median = statistics.median(rates.values())
+    slow = sorted((rate, place) for place, rate in rates.items() if rate * factor < median)
+    named = [f"{place} is {median / rate:.1f}x slower" for rate, place in slow]
+    spread = f"median; {min(rates.values()):.3g} to {max(rates.values()):.3g}"
+    return judged(name, f"{median:.3g} {unit} ({spread})", some_of(named, 4), fix)
 
 
 def fastest(world: World, work: Callable[[], object]) -> float:

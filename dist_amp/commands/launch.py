@@ -62,8 +62,8 @@ from dist_amp.config.auto import accumulation_steps
 from dist_amp.config.help import show_if_asked
 from dist_amp.config.load import collect, load_config, target_in
 from dist_amp.config.suggestions import check_unknown
-from dist_amp.distributed.gpu_checks import check_gpus_are_used
 from dist_amp.distributed.launchers import refuse_copies
+from dist_amp.distributed.machine import check_gpus_are_used
 from dist_amp.distributed.process import cpu_cores
 from dist_amp.errors import ConfigError, Failure, first_line, in_one_line
 from dist_amp.files import present

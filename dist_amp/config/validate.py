@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from numbers import Real
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.utils.data import IterableDataset
 
 from dist_amp.config.auto import SHARDED, batch_statistics, replicas_of
 from dist_amp.errors import ConfigError, DataError, first_line
+from dist_amp.files import present
 from dist_amp.settings import ParallelConfig, PrecisionConfig, ScalerConfig, Strategy, TrainConfig
 from dist_amp.world import World
 
@@ -129,10 +131,12 @@ def check_shardable(strategy: Strategy, module: nn.Module) -> None:
 
 def check_precision(config: PrecisionConfig, sharded: bool, world: World) -> None:
     """Reject a precision that the device, the strategy or its own settings rule out."""
-    if config.use_amp:
-        from dist_amp.config.native_precision import check_dtype
+    on_cpu = world.device.type == "cpu"
+    if config.use_amp and present("distributed.machine") and (world.is_main or not on_cpu):
+        from dist_amp.distributed.machine import check_dtype
 
-        check_dtype(config.name, world)
+        if warning := check_dtype(config.name, world.device):
+            warn_once(world, warning)
     if config.cast_by == "policy" and not sharded:
         raise ConfigError(
             "precision.cast_by=policy needs parallel.strategy fsdp or hsdp; use "
@@ -147,6 +151,11 @@ def check_precision(config: PrecisionConfig, sharded: bool, world: World) -> Non
         world.warn(
             f"precision.scaler has no effect in {config.name}: only fp16 needs a loss scaler"
         )
+
+
+@cache  # a process that builds several runs warns once
+def warn_once(world: World, text: str) -> None:
+    world.warn(text)
 
 
 # ---- what a task returns

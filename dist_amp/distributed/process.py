@@ -53,8 +53,8 @@ def place_of(config: RunConfig) -> tuple[int, int, int, int, torch.device]:
         die_with_parent(signal.SIGTERM)  # to save and stop, and to leave the run's folder
     rank, world_size = _rank_and_world_size()
     gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
-    if config.device != "cpu" and not gpus and present("distributed.gpu_checks"):
-        from dist_amp.distributed.gpu_checks import check_gpus_are_used
+    if config.device != "cpu" and not gpus and present("distributed.machine"):
+        from dist_amp.distributed.machine import check_gpus_are_used
 
         check_gpus_are_used(device=config.device)
     if config.device == "cuda" and not gpus:
@@ -72,8 +72,8 @@ def place_of(config: RunConfig) -> tuple[int, int, int, int, torch.device]:
             f"{gpus} GPUs; use --nproc_per_node={gpus}, or --run.device cpu"
         )
     device = torch.device("cuda", local_rank % gpus)
-    if present("distributed.gpu_checks"):
-        from dist_amp.distributed.gpu_checks import check_architecture
+    if present("distributed.machine"):
+        from dist_amp.distributed.machine import check_architecture
 
         check_architecture(device)
     return rank, local_rank, world_size, local_world_size, device

@@ -131,8 +131,8 @@ def versions() -> dict[str, str]:
     if torch.version.cuda or torch.version.hip:
         rows["cuda"] = str(torch.version.cuda)
         rows["hip"] = str(torch.version.hip)
-        if present("distributed.gpu_checks"):
-            from dist_amp.distributed.gpu_checks import driver_branch
+        if present("distributed.machine"):
+            from dist_amp.distributed.machine import driver_branch
 
             rows["driver"] = str(driver_branch())
         if dist.is_nccl_available() and torch.cuda.is_available():

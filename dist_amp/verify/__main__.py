@@ -18,7 +18,8 @@ from typing import get_args
 import torch
 
 from dist_amp.config.load import load_config
-from dist_amp.config.native_precision import warn_if_emulated
+from dist_amp.config.validate import warn_once
+from dist_amp.distributed.machine import check_dtype
 from dist_amp.distributed.process import hide_progress_bars
 from dist_amp.errors import ConfigError, first_line
 from dist_amp.settings import Config, ParallelConfig, Strategy
@@ -180,8 +181,9 @@ def ignored_settings(config: Config) -> list[str]:
 
 def is_supported(reference: Reference, precision: str) -> bool:
     """Whether plain torch can compute the task in this precision; if not, or slowly, says so."""
-    if reference.device.type == "cpu" and precision != "fp32":
-        warn_if_emulated(precision, World())
+    on_cpu = reference.device.type == "cpu" and precision != "fp32"
+    if on_cpu and (warning := check_dtype(precision, reference.device)):
+        warn_once(World(), warning)
     try:
         reference.bound(precision)
     except RuntimeError as error:

@@ -5,7 +5,6 @@ import torch
 from ranks import on_ranks
 from tiny import Tiny, make_run, take_steps
 
-from dist_amp.config.native_precision import check_dtype
 from dist_amp.errors import ConfigError
 from dist_amp.optim import build_optimizer
 from dist_amp.precision import Scaler, build_precision
@@ -140,34 +139,6 @@ def test_the_scaler_has_all_four_settings_and_keeps_its_state():
         update(other, found_inf=0)
     assert other.get_scale() == 2.0**127, "it stays finite"
     assert other.growth_tracker == 0
-
-
-@pytest.mark.bad_input("a dtype that the device does not support")
-@pytest.mark.parametrize(
-    ("dtype", "capability", "refused", "instead"),
-    [
-        ("bf16", (8, 0), False, ""),
-        ("bf16", (7, 5), False, "--precision.dtype fp16"),
-        ("bf16", (6, 1), False, "--use_amp false"),
-        ("fp16", (7, 0), False, ""),
-        ("fp16", (6, 1), False, "--use_amp false"),
-        ("fp16", (5, 0), True, "--use_amp false"),
-    ],
-)
-def test_a_dtype_that_a_gpu_lacks_is_refused_and_one_that_it_emulates_is_warned_about(
-    monkeypatch, capsys, dtype, capability, refused, instead
-):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
-    gpu = World(device=torch.device("cuda", 0))
-    if refused:
-        said = rf"=fp16: Some GPU \(compute capability 5.0\) does not support it; use {instead}$"
-        with pytest.raises(ConfigError, match=said):
-            check_dtype(dtype, gpu)
-        return
-    check_dtype(dtype, gpu)
-    end = f"only emulates {dtype}, which is slower than float32; use {instead}\n"
-    assert capsys.readouterr().err.endswith(end * bool(instead))
 
 
 def test_tf32_is_set_for_matrix_products_and_convolutions():

@@ -13,8 +13,8 @@ from torch import nn
 from dist_amp.commands.devices import find_device
 from dist_amp.commands.plan import main, make_plan
 from dist_amp.commands.plan_report import lines
-from dist_amp.config import native_precision
 from dist_amp.config.load import load_config
+from dist_amp.distributed import machine
 from dist_amp.errors import DataError
 
 SETTINGS = "--train.micro_batch_size 2 --train.steps 8 --checkpoint.every off --eval.every off"
@@ -360,7 +360,7 @@ def test_batch_epochs_and_flops():
 
 
 def test_a_gpu_that_is_not_here_is_not_asked_what_it_can_do(capsys, monkeypatch):
-    monkeypatch.setattr(native_precision, "cpu_slowdown", pytest.fail)
+    monkeypatch.setattr(machine, "cpu_slowdown", pytest.fail)
     words = f"{UNEVEN} --world_size 4 --parallel.strategy fsdp --compile.blocks true"
     plan = facts(capsys, f"{words} --precision.scaler.growth_factor 4")
     assert "planned without compile.blocks, which takes as much memory or less" in plan["notes"]

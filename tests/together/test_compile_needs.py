@@ -1,4 +1,4 @@
-"""What test_gpu_checks.py tests, with other features."""
+"""What test_machine.py tests, with other features."""
 
 import pytest
 import torch

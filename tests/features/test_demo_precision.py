@@ -1,16 +1,16 @@
-"""Core as test_native_precision.py tests it, with demo."""
+"""Core as test_machine_precision.py tests it, with demo."""
 
 import os
 import sys
 
 import pytest
-import test_native_precision
+import test_machine_precision
 
 from dist_amp.commands import demo
 from dist_amp.files import shipped_folder
 
 # Fixtures.
-cpu = test_native_precision.cpu
+cpu = test_machine_precision.cpu
 
 EMULATED = ["--use_amp", "false"]
 
@@ -65,7 +65,7 @@ def started(monkeypatch):
 def test_the_demo_takes_the_native_precision_and_says_why_in_one_line(
     started, monkeypatch, capsys, native_one, passed, said
 ):
-    monkeypatch.setattr(demo, "native_precision", lambda: native_one)
+    monkeypatch.setattr(demo, "native_precision", lambda device_type: native_one)
     config = shipped_folder() / "configs/demo.toml"
     words = started("--train.steps", "5")
     before = f"-m dist_amp.launch --config {config} "

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from dist_amp.distributed import gpu_checks, process
-from dist_amp.distributed.gpu_checks import (
+from dist_amp.distributed import machine, process
+from dist_amp.distributed.machine import (
     check_architecture,
     check_gpus_are_used,
     driver_branch,
@@ -63,7 +63,7 @@ def test_a_driver_too_old_for_the_build_is_refused_with_both_ways_out(
     (root / "proc/driver/nvidia/version").write_text(text)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     assert driver_branch(root) == branch
-    needed = gpu_checks.OLDEST_DRIVER[int(cuda.split(".")[0])]
+    needed = machine.OLDEST_DRIVER[int(cuda.split(".")[0])]
     why = f"their driver {branch} is too old for torch {torch.__version__}, built for CUDA {cuda}"
     fix = f"install driver {needed} or newer, or torch built for CUDA {fits}.x (pytorch.org)"
     assert why_unused(root).endswith(f"{why}; {fix}")
@@ -105,7 +105,7 @@ def test_rocm_is_not_judged_by_nvidias_rules(root, monkeypatch):
 
 
 def test_a_rank_refuses_such_a_machine_unless_it_is_to_train_on_the_cpu(root, monkeypatch):
-    monkeypatch.setattr(gpu_checks, "why_unused", lambda _: why_unused(root))
+    monkeypatch.setattr(machine, "why_unused", lambda _: why_unused(root))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     auto = r"^run.device=auto: this machine has 2 NVIDIA GPUs, and their driver 570 is"
     cuda = r"^run.device=cuda, but this machine has 2 NVIDIA GPUs, .*use run.device=cpu"

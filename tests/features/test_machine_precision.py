@@ -1,15 +1,14 @@
-"""Emulated precisions are measured on a CPU, looked up on a GPU, warned about, and avoided by the
-demo.
-"""
+"""Emulated precisions are measured on a CPU, looked up on a GPU, and warned about."""
 
 import pytest
 import torch
 from tiny import Tiny, make_run, save
 
 from dist_amp.checkpoint.resume import with_dtype
-from dist_amp.config import native_precision as native
 from dist_amp.config.load import load_config
-from dist_amp.config.native_precision import check_dtype
+from dist_amp.config.validate import check_precision, warn_once
+from dist_amp.distributed import machine
+from dist_amp.errors import ConfigError
 from dist_amp.precision import build_precision
 from dist_amp.settings import PrecisionConfig
 from dist_amp.world import World
@@ -21,13 +20,11 @@ def cpu(monkeypatch):
 
     def make(**slowdowns):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        monkeypatch.setattr(native, "cpu_slowdown", slowdowns.__getitem__)
-        native.warn_if_emulated.cache_clear()
-        native.cpu_dtype.cache_clear()
+        monkeypatch.setattr(machine, "cpu_slowdown", slowdowns.__getitem__)
+        warn_once.cache_clear()
 
     yield make
-    native.warn_if_emulated.cache_clear()
-    native.cpu_dtype.cache_clear()
+    warn_once.cache_clear()
 
 
 @pytest.fixture
@@ -36,11 +33,11 @@ def clock(monkeypatch):
 
     def make(float32, half):
         durations = {torch.float32: iter(float32), torch.bfloat16: iter(half)}
-        monkeypatch.setattr(native, "_seconds", lambda matrix: next(durations[matrix.dtype]))
-        native.cpu_slowdown.cache_clear()
+        monkeypatch.setattr(machine, "_seconds", lambda matrix: next(durations[matrix.dtype]))
+        machine.cpu_slowdown.cache_clear()
 
     yield make
-    native.cpu_slowdown.cache_clear()
+    machine.cpu_slowdown.cache_clear()
 
 
 # ---- detection ----
@@ -48,13 +45,13 @@ def clock(monkeypatch):
 
 def test_the_slowdown_is_the_ratio_of_the_fastest_repeats_without_the_first_measured_once(clock):
     clock(float32=[0.1, 2, 9, 1, 9, 9], half=[0.1, 40, 30, 50, 99, 60])
-    assert native.cpu_slowdown("bf16") == native.cpu_slowdown("bf16") == 30
+    assert machine.cpu_slowdown("bf16") == machine.cpu_slowdown("bf16") == 30
 
 
 def test_measuring_leaves_threads_random_state_and_grad_mode_as_they_were():
-    native.cpu_slowdown.cache_clear()
+    machine.cpu_slowdown.cache_clear()
     threads, state = torch.get_num_threads(), torch.get_rng_state()
-    assert native.cpu_slowdown("bf16") > 0
+    assert machine.cpu_slowdown("bf16") > 0
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.is_grad_enabled()
@@ -64,12 +61,12 @@ def test_measuring_leaves_threads_random_state_and_grad_mode_as_they_were():
     ("slowdown", "expected"),
     [
         (0.7, ("bf16", "native on this CPU")),
-        (29.6, ("float32", "this CPU only emulates bf16 (30x slower)")),
+        (29.6, ("float32", "this CPU only emulates bf16 (30 times slower)")),
     ],
 )
 def test_a_cpu_gets_bf16_where_that_is_native_and_float32_elsewhere(cpu, slowdown, expected):
     cpu(bf16=slowdown)
-    assert native.native_precision() == expected
+    assert machine.native_precision("cpu") == expected
 
 
 @pytest.mark.parametrize(
@@ -80,7 +77,7 @@ def test_a_gpu_gets_the_precision_of_its_compute_capability(monkeypatch, capabil
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     why = "native on GPUs of compute capability {}.{}".format(*capability)
-    assert native.native_precision() == (dtype, why)
+    assert machine.native_precision("cuda") == (dtype, why)
 
 
 # ---- the warning ----
@@ -88,11 +85,11 @@ def test_a_gpu_gets_the_precision_of_its_compute_capability(monkeypatch, capabil
 
 def test_an_emulated_dtype_is_warned_about_once_with_its_cost_and_what_to_use(cpu, capsys):
     cpu(bf16=1.1)
-    check_dtype("bf16", World())
+    check_precision(PrecisionConfig(dtype="bf16"), False, World())
     assert capsys.readouterr().err == "", "native"
     cpu(bf16=8.8)
     for _ in range(2):
-        check_dtype("bf16", World())
+        check_precision(PrecisionConfig(dtype="bf16"), False, World())
     assert capsys.readouterr().err == (
         "warning: this CPU only emulates bf16: a matrix product takes 9 times as long as in "
         "float32; use --use_amp false\n"
@@ -103,6 +100,34 @@ def test_an_emulated_dtype_is_warned_about_once_with_its_cost_and_what_to_use(cp
 def test_nothing_is_measured_in_float32_and_on_other_ranks(cpu, use_amp, rank):
     cpu()  # knows no dtype: asking it raises KeyError
     build_precision(PrecisionConfig(use_amp=use_amp), False, World(rank=rank, world_size=2))
+
+
+@pytest.mark.bad_input("a dtype that the device does not support")
+@pytest.mark.parametrize(
+    ("dtype", "capability", "refused", "instead"),
+    [
+        ("bf16", (8, 0), False, ""),
+        ("bf16", (7, 5), False, "--precision.dtype fp16"),
+        ("bf16", (6, 1), False, "--use_amp false"),
+        ("fp16", (7, 0), False, ""),
+        ("fp16", (6, 1), False, "--use_amp false"),
+        ("fp16", (5, 0), True, "--use_amp false"),
+    ],
+)
+def test_a_dtype_that_a_gpu_lacks_is_refused_and_one_that_it_emulates_is_warned_about(
+    monkeypatch, dtype, capability, refused, instead
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    gpu = torch.device("cuda", 0)
+    if refused:
+        said = rf"=fp16: Some GPU \(compute capability 5.0\) does not support it; use {instead}$"
+        with pytest.raises(ConfigError, match=said):
+            machine.check_dtype(dtype, gpu)
+        return
+    end = f"only emulates {dtype}, which is slower than float32; use {instead}"
+    assert machine.check_dtype(dtype, gpu).endswith(end if instead else "")
+    assert bool(machine.check_dtype(dtype, gpu)) == bool(instead)
 
 
 # ---- the default ----
