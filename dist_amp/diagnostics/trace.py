@@ -209,6 +209,8 @@ class Recorder:
 class Operations(TorchDispatchMode):
     """Calls note(name, inputs, output) after each operation that computes something."""
 
+    supports_higher_order_operators = True  # such as flex attention; as one operation
+
     def __init__(self, note: Callable[[str, Any, Any], None]):
         super().__init__()
         self._note = note
@@ -217,8 +219,9 @@ class Operations(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         output = function(*args, **(kwargs or {}))
-        if not function.is_view:
-            self._note(str(function.overloadpacket), (args, kwargs), output)
+        if not getattr(function, "is_view", False):
+            name = str(getattr(function, "overloadpacket", function))
+            self._note(name, (args, kwargs), output)
         return output
 
 
