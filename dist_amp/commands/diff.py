@@ -43,7 +43,6 @@ from dist_amp.distributed.process import random_state, set_random_state
 from dist_amp.errors import CheckpointRejected, ConfigError, DataError
 from dist_amp.precision import TOLERANCE
 from dist_amp.record import Record
-from dist_amp.step import train_step
 from dist_amp.supervise.command_line import Parser, columns, command
 from dist_amp.telemetry.step_report import MAX_RANK_FOLDERS
 
@@ -376,9 +375,9 @@ class Replayed:
         module = str(read_flat(config_at(folder, step)).get("task.target")).partition(":")[0]
         if module.endswith(".py"):
             make_room_for(Path(module))
-        self._replay = run_at(folder, step)
-        self.edited = self._replay.edited
-        self.run = self._replay.run
+        self.replay = run_at(folder, step)
+        self.replay.rows = {}  # here it is not compared with what it logged
+        self.run = self.replay.run
         self._random = random_state(self.run.world.device)
 
     def parameters(self) -> list[Event]:
@@ -394,8 +393,7 @@ class Replayed:
     def take_step(self, micro_batches: Sequence[Any]) -> list[Event]:
         set_random_state(self._random, self.run.world.device)
         with recorded(self.run, value_of, ("forward", "op", "backward", "gradient")) as events:
-            report = train_step(self.run, micro_batches)
-        self._replay.callbacks.after_step(report, micro_batches)
+            self.replay.step(micro_batches)
         self._random = random_state(self.run.world.device)
         return events
 
@@ -424,7 +422,7 @@ def compare_inside(folders: Sequence[Path], equal_until: int, until: int) -> str
             )
     runs = [Replayed(folder, equal_until + 1) for folder in folders]
     try:
-        if edited := "; ".join(replayed.edited for replayed in runs if replayed.edited):
+        if edited := "; ".join(run.replay.edited for run in runs if run.replay.edited):
             return f"not replayed: {edited}; put that file back as it was, or look there"
         first = max(replayed.run.step for replayed in runs) + 1
         for replayed in runs:
