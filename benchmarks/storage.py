@@ -62,20 +62,20 @@ def measure(run: Run) -> None:
             for place in order:
                 run.folder = local if place == LOCAL else mirror
                 if place == UPLOADING:
-                    wait_until(run, lambda: any(mirror.glob(".uploading-*/step_*/*")))
+                    wait_until(run, lambda: any(mirror.glob(".uploading/step_*/*")))
                 steps[place].append(step_seconds(run))
                 run.world.barrier()
                 started = time.perf_counter()
                 saver.save(wait=False)
                 waits[kind, place].append(time.perf_counter() - started)
                 if place == UPLOADING:
-                    still_uploading += any(mirror.glob(".uploading-*/step_*/*"))
+                    still_uploading += any(mirror.glob(".uploading/step_*/*"))
                 saver.finish()
                 run.world.barrier()
                 if place == UPLOADING:
                     key = f"checkpoints/{checkpoint_folder(mirror, run.step).name}/manifest.json"
                     wait_until(run, lambda key=key: key in store.sizes("checkpoints"))
-                    wait_until(run, lambda: not any(mirror.glob(".uploading-*/step_*")))
+                    wait_until(run, lambda: not any(mirror.glob(".uploading/step_*")))
             if run.world.is_main:
                 for folder in (mirror, local):
                     shutil.rmtree(folder / "checkpoints")

@@ -1,6 +1,7 @@
-"""Durable file writes, locks, JSON without nan, folders on network disks, the shipped files."""
+"""Durable file writes, hashes, locks, JSON without nan, network disks, the shipped files."""
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -11,6 +12,8 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from dist_amp.errors import ConfigError
 
@@ -109,6 +112,16 @@ def appears(folder: Path, seconds: float = 60.0) -> bool:
         with suppress(OSError):
             os.listdir(folder.parent)  # makes NFS refresh its cache
     return True
+
+
+def entry_of(path: Path) -> dict[str, Any]:
+    """A checkpoint's manifest describes a file by this: its size, and its hash.
+
+    128-bit xxh3: finds accidental damage ten times faster than sha256, but no forgery.
+    """
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, xxhash.xxh3_128)  # type: ignore[arg-type]
+    return {"bytes": path.stat().st_size, "xxh3": digest.hexdigest()}
 
 
 def read_rows(path: Path) -> tuple[list[Row], list[int]]:

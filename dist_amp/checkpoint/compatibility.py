@@ -10,7 +10,7 @@ from typing import Any, get_args
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from dist_amp.checkpoint.format import CONFIG, Manifest, fetch_missing, read_manifest
+from dist_amp.checkpoint.format import CONFIG, Manifest, read_manifest
 from dist_amp.config.auto import accumulation_steps
 from dist_amp.config.task_class import GIVEN, new_target
 from dist_amp.config.text import flat, to_toml
@@ -113,7 +113,6 @@ def settings_of(path: Path, config: Config) -> dict[str, Any]:
 
     Keys that this version no longer has are left out, unless they changed what was computed.
     """
-    fetch_missing(path, [CONFIG])
     try:
         saved = flat((path / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -5,7 +5,6 @@ and one rename publishes it. The file formats do not detect a flipped bit, so ev
 and every hash is verified before a run resumes.
 """
 
-import hashlib
 import json
 import math
 import os
@@ -22,15 +21,13 @@ import xxhash
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
-from torch.futures import Future
 
 from dist_amp.checkpoint.allow_list import Planner, read_metadata
 from dist_amp.checkpoint.typed import fits
 from dist_amp.distributed.process_group import without_timeout
 from dist_amp.errors import CheckpointRejected, DataError
-from dist_amp.files import run_dir, sync_folder, write_synced
+from dist_amp.files import entry_of, run_dir, sync_folder, write_synced
 from dist_amp.world import World
 
 FORMAT = 1  # version of the folder's layout; newer ones are rejected
@@ -117,9 +114,8 @@ def integrity_error(folder: Path, part: int = 0, parts: int = 1) -> str:
     Each verifies what the rank of its number wrote, which its node may still have.
     """
     try:
-        files = read_manifest(folder).files
+        files = fetched_manifest(folder).files
         share = [name for name in files if writer_of(name) % parts == part]
-        fetch_missing(folder, share)
     except CheckpointRejected as error:
         return str(error)
     for name in share:
@@ -140,12 +136,17 @@ def writer_of(name: str) -> int:
     return int(rank) if rank.isdigit() else 0
 
 
-def fetch_missing(folder: Path, names: Iterable[str]) -> None:
-    """Get files that are on object storage only. Errors: CheckpointRejected."""
+def fetched_manifest(folder: Path) -> Manifest:
+    """The manifest, once the files that are on object storage only are here as well.
+
+    Errors: CheckpointRejected.
+    """
+    manifest = read_manifest(folder)
     if "://" in run_dir(folder.parent.parent):
         from dist_amp.storage.mirror import fetch
 
-        fetch(folder, names)
+        fetch(folder, manifest.files)
+    return manifest
 
 
 def checkpoint_folder(run_folder: Path, step: int) -> Path:
@@ -167,16 +168,6 @@ def config_at(run_folder: Path, step: int) -> Path:
     """The config with which the run took a step: config.toml, or an earlier start's."""
     earlier = sorted(run_folder.glob("config_until_step_*.toml"))
     return next((path for path in earlier if step_of(path) >= step), run_folder / CONFIG)
-
-
-def entry_of(path: Path) -> Entry:
-    """The manifest's entry for a file: its size, and its hash.
-
-    128-bit xxh3: finds accidental damage ten times faster than sha256, but no forgery.
-    """
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, xxhash.xxh3_128)  # type: ignore[arg-type]
-    return {"bytes": path.stat().st_size, "xxh3": digest.hexdigest()}
 
 
 def hash_files(paths: Iterable[Path]) -> dict[str, Entry]:
@@ -253,19 +244,13 @@ class Reader(FileSystemReader):
     def __init__(self, folder: Path):
         super().__init__(folder)
         self.folder = folder
-        self.manifest = read_manifest(folder)
-        fetch_missing(folder, [".metadata"])
+        self.manifest = fetched_manifest(folder)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         metadata = read_metadata(self.folder, self.manifest.files)
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
-        places = [self.storage_data[item.storage_index] for item in plan.items]
-        fetch_missing(self.folder, {place.relative_path for place in places})
-        return super().read_data(plan, planner)
 
 
 def read_into(state: State, reader: Reader, world: World | None = None) -> None:

@@ -11,13 +11,13 @@ from dist_amp.checkpoint.format import (
     CONFIG,
     MANIFEST,
     all_checkpoints,
-    fetch_missing,
+    fetched_manifest,
     integrity_error,
 )
 from dist_amp.checkpoint.state import load
 from dist_amp.config.task_class import find_task
 from dist_amp.distributed.process import attempt
-from dist_amp.errors import DataError
+from dist_amp.errors import CheckpointRejected, DataError
 from dist_amp.files import present
 from dist_amp.settings import Config
 from dist_amp.step import Run
@@ -58,10 +58,11 @@ def with_dtype(config: Config, run_folder: Path, world: World) -> Config:
     if world.is_main and precision.use_amp:
         try:
             checkpoint = _candidates(config.run.resume, run_folder)[-1]
-            fetch_missing(checkpoint, [CONFIG])
+            fetched_manifest(checkpoint)
             saved = tomllib.loads((checkpoint / CONFIG).read_text())["precision"]
             name = saved["dtype"] if saved["use_amp"] else "fp32"
-        except (DataError, LookupError, OSError, ValueError):  # no checkpoint, or a damaged one
+        # There is none, or a damaged one.
+        except (CheckpointRejected, DataError, LookupError, OSError, ValueError):
             if world.device.type == "cpu":
                 name = native_on_cpu(world)
     name = world.from_main(name)

@@ -66,7 +66,6 @@ from dist_amp.distributed.launchers import refuse_copies
 from dist_amp.distributed.machine import check_gpus_are_used
 from dist_amp.distributed.process import cpu_cores
 from dist_amp.errors import ConfigError, Failure, first_line, in_one_line
-from dist_amp.files import present
 from dist_amp.settings import Config
 from dist_amp.supervise.command_line import exit_status
 
@@ -105,20 +104,7 @@ def run(argv: Sequence[str]) -> int:
     options.module = True
     options.training_script = module
     options.training_script_args = words
-    try:
-        return start(options)
-    finally:
-        if module == TRAIN:
-            wait_for_uploads(words)
-
-
-def wait_for_uploads(words: Sequence[str]) -> None:
-    """Ranks that were killed, or failed, leave theirs to a process that a container would end."""
-    address = str(collect(words).get("run.dir", ""))
-    if "://" in address and present("storage"):
-        from dist_amp.storage import mirror
-
-        mirror.wait_for_uploads(address)
+    return start(options)
 
 
 # --- the command line

@@ -1,7 +1,11 @@
-"""A run whose run.dir is an address: a local folder stands for it, and an uploader follows.
+"""A run whose run.dir is an address, such as s3://bucket/run: a local folder stands for it.
 
-The local folder holds what a run's folder does. At the start it gets the manifests that are at the
-address, and the logs; a checkpoint's other files are fetched when they are read.
+The run reads and writes that folder alone. A thread of each node's first rank puts what is new
+there at the address: a checkpoint's files, under names with their hashes, so that two writers never
+mix them; and once the store has all of them, also those of other nodes, the manifest. So at the
+address too, a checkpoint is complete or absent. What fails is tried again, and what a killed run
+has left is put by the next start on this disk. At a start the folder gets the manifests that are at
+the address, and the logs; a checkpoint's other files are fetched when it is read.
 """
 
 import getpass
@@ -9,81 +13,90 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
-from dist_amp.distributed.process import LAUNCHER, attempt
+from dist_amp.distributed.process import attempt, in_time
 from dist_amp.distributed.signals import handle_signals
 from dist_amp.errors import (
     SAVED_AND_STOPPED,
     CheckpointRejected,
     ConfigError,
+    DataError,
     Failure,
     first_line,
+    masked,
 )
-from dist_amp.files import ADDRESS, InUse, only_process, run_dir, write_durably
+from dist_amp.files import ADDRESS, only_process, run_dir, write_durably
 from dist_amp.settings import RunConfig
-from dist_amp.storage.lease import Lease, last_lease, take
 from dist_amp.storage.store import (
-    CHECKPOINTS,
-    HOLDER,
-    LOCK,
-    MANIFEST,
-    Manifest,
+    RENEW_SECONDS,
+    Claim,
+    Record,
     Store,
-    is_log,
-    key_of,
-    read_manifest,
-    remote_steps,
+    newest_claim,
+    take_claim,
 )
-from dist_amp.storage.uploader import FIRST_PAUSE, LONGEST_PAUSE, LOST, UNFINISHED
 from dist_amp.world import World
 
+T = TypeVar("T")
+
 VARIABLE = "DIST_AMP_CACHE"
-PROTOCOLS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "file")  # whose create is exclusive
-BRIEF_SECONDS = 10.0  # for a failed rank's lease, before a restart
-ATTEMPTS = 4
-SHARED = ".nodes"  # to notice nodes that share the folder
+# Of stores that let one of two writers create a file.
+USABLE = re.compile(r"(s3|s3a|gs|gcs|az|abfs|abfss|file)://[^:/]*(/((?!::)[^/])+)+")
+INSIDE = "/(?=checkpoints/)"  # what follows a run's address
+MANIFEST = "manifest.json"
+HOLDER = ".lease.json"  # in the local folder: the claim under which it was written last
+STAGING = ".uploading"  # in the local folder: links to the files of a checkpoint that is being put
+
+PARALLEL = 4  # files at a time
+POLL_SECONDS = 0.5
+LOG_SECONDS = 30.0  # between uploads of logs: stores can't append, so each takes the whole file
+PAUSES = (1.0, 4.0, 16.0, 30.0)  # after uploads that fail
+FETCH_PAUSES = (1.0, 4.0, 0.0)  # after each attempt to fetch a file
+SILENT_SECONDS = 30.0  # without success, before a warning
 
 
-def local_folder(address: str) -> Path:
+# --- the local folder
+
+
+def local_folder(address: str, ending: str = "") -> Path:
     """The folder that stands for an address on this machine; made if it is missing.
 
     In DIST_AMP_CACHE, or a folder for temporary files. Errors: ConfigError.
     """
     address = address.rstrip("/")
-    protocol, _, path = address.partition("://")
-    if protocol not in PROTOCOLS:
+    if not USABLE.fullmatch(address):
         raise ConfigError(
-            f"run.dir={protocol}://... isn't known to let only one of two writers create a file, "
-            f"as a run needs; use an address of {', '.join(PROTOCOLS)}"
+            f"run.dir={address} is no address for a run: use s3://BUCKET/RUN, gs://, az:// or "
+            "file:///FOLDER/RUN, without a password (the store's environment variables have the "
+            "credentials); other stores may let two runs create one file"
         )
-    if "::" in path or ":" in path.rpartition("@")[0]:
-        raise ConfigError(
-            "run.dir is an address within another (::) or with a password; use one of a store, "
-            "such as s3://bucket/run, and its environment variables for credentials"
-        )
-    if "/" not in path:
-        raise ConfigError(f"{address} names no folder in the bucket; add one, as {address}/my_run")
-    folder = folder_for(address)
-    parent = folder.parent
+    parent = Path(tempfile.gettempdir(), f"dist_amp-{getpass.getuser()}")
+    if VARIABLE in os.environ:
+        parent = Path(os.environ[VARIABLE]).expanduser()
+    unique = hashlib.sha256(address.encode()).hexdigest()[:8]
+    folder = parent / f"{address.rpartition('/')[2]}-{unique}{ending}"
     try:
         parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if parent.stat().st_uid != os.getuid():
             raise PermissionError(1, "it belongs to another user")
         folder.mkdir(exist_ok=True)
-        write_address(folder, address)
+        complete = folder / f"{ADDRESS}.{uuid4().hex}"
+        complete.write_text(address)
+        complete.replace(folder / ADDRESS)  # another rank, or command, may be reading it
     except OSError as error:
         raise ConfigError(
             f"{parent} can't be used ({error.strerror}); set {VARIABLE} to a folder on a local disk"
@@ -91,301 +104,401 @@ def local_folder(address: str) -> Path:
     return folder
 
 
-def write_address(folder: Path, address: str) -> None:
-    complete = folder / f"{ADDRESS}.{uuid4().hex}"
-    complete.write_text(address)
-    complete.replace(folder / ADDRESS)  # another rank, or command, may be reading it
+def last_claim(folder: Path) -> Record:
+    """The claim under which a local folder was written last; empty for a new folder."""
+    note = folder / HOLDER
+    record: Record = json.loads(note.read_text()) if note.exists() else {}
+    return record
 
 
-def folder_for(address: str) -> Path:
-    parent = Path(tempfile.gettempdir(), f"dist_amp-{getpass.getuser()}")
-    if VARIABLE in os.environ:
-        parent = Path(os.environ[VARIABLE]).expanduser()
-    unique = hashlib.sha256(address.encode()).hexdigest()[:8]
-    return parent / f"{address.rpartition('/')[2]}-{unique}"
+# --- from the address
 
 
-@contextmanager
-def mirrored(config: RunConfig, job: Any) -> Iterator[None]:
-    """Hold the lease of the address and follow the folder; every rank calls it.
-
-    job: the supervised one. Errors: Failure if another run holds the lease, or the store can't be
-    used.
-    """
-    folder = job.folder
-    world = job.world
-    check_not_shared(folder, world)
-    address = run_dir(folder)
-    lease: Lease | None = None
-    leases: tuple[dict[str, Any], Any] = ({}, None)  # the lease's record, the id of the one before
-    with ExitStack() as undo:
-        with on_all_ranks(address, world):
-            if world.is_main:
-                check_never(config, Store(address))
-                lease = take(Store(address), folder, world.say)
-                undo.callback(lease.release)
-                leases = lease.record, lease.before.get("id")
-        leases = world.from_main(leases)
-        with on_all_ranks(address, world):
-            if world.local_rank == 0:
-                pull_since(Store(address), folder, *leases, world.is_main)
-        undo.pop_all()
-    if world.local_rank != 0:
-        yield
-        return
-    world.say(f"local  {folder}, uploaded to {address}")
-    follower = Follower(address, folder, config.timeout_seconds, lease)
-    try:
-        yield
-    except KeyboardInterrupt:  # the second Ctrl-C
-        follower.end()
-        raise
-    except BaseException:
-        # The launcher waits longer, after its ranks, unless it starts them again.
-        job.at_end = partial(follower.wait, briefly=LAUNCHER in os.environ)
-        raise
-    job.at_end = follower.complete
-
-
-@contextmanager
-def until_ctrl_c() -> Iterator[None]:
-    """The block ignores other signals: the uploader needs the time that a grace period gives."""
-    ctrl_c = handle_signals(signal.default_int_handler, [signal.SIGINT])
-    with suppress(KeyboardInterrupt), handle_signals(signal.SIG_IGN), ctrl_c:
-        yield
-
-
-def wait_for_uploads(address: str) -> None:
-    """For the launcher: until its ranks' uploader has ended, which limits its time itself."""
-    lock = local_folder(address) / LOCK
-    with until_ctrl_c():
-        try:
-            with only_process(lock):
-                return
-        except InUse as error:
-            if not is_of_this_launch(str(error)):
-                return
-            print(f"waiting for the uploads to {address}", file=sys.stderr, flush=True)
-        with only_process(lock, math.inf):
-            return
-
-
-def is_of_this_launch(holder: str) -> bool:
-    """Whether an uploader, as its lock file names it, is not that of another live run."""
-    _, pid, *_ = holder.split()
-    with suppress(OSError):  # it has ended meanwhile
-        environ = Path("/proc", pid, "environ").read_bytes().split(b"\0")
-        return f"{LAUNCHER}={os.getpid()}".encode() in environ
-    return False
-
-
-@contextmanager
-def on_all_ranks(address: str, world: World) -> Iterator[None]:
-    """Errors: Failure on every rank if the block fails on one."""
-    problem: Failure | None = None
-    try:
-        yield
-    except Failure as error:
-        problem = error
-    except Exception as error:  # each file system has errors of its own
-        problem = Failure(unusable(address, error))
-    world.wait_long()  # for a lease of a dead run
-    world.raise_first(problem)
-
-
-def check_never(config: RunConfig, store: Store) -> None:
-    """Errors: Failure if run.resume=never meets a run that the local folder does not show yet."""
-    may_resume = config.resume != "never" or attempt()
-    if not may_resume and any(name.endswith(MANIFEST) for name in store.sizes(CHECKPOINTS)):
-        raise Failure(
-            f"run.dir={store.address} holds a run already; choose another, or use run.resume=auto"
-        )
-
-
-def unusable(address: str, error: BaseException) -> str:
-    """What is wrong with an address at the start, and the fix."""
-    fix = "check the credentials, which must be allowed to read, write and list, and the network"
-    kind = type(error).__name__
-    if "NotFoundError" in kind:  # Azure's is no FileNotFoundError
-        fix = "make the bucket, or check its name"
-    return f"{address} can't be used: {kind}: {first_line(error)}; {fix}"
-
-
-def check_not_shared(folder: Path, world: World) -> None:
-    """Errors: ConfigError if two nodes see one folder, in which they would mix their files."""
-    nodes = folder / SHARED
-    token = uuid4().hex
-    if world.is_main:
-        shutil.rmtree(nodes, ignore_errors=True)
-    world.barrier()
-    with on_all_ranks(str(folder), world):
-        if world.local_rank == 0:
-            nodes.mkdir(exist_ok=True)
-            (nodes / token).touch()
-    others = ""
-    if world.local_rank == 0:
-        others = ", ".join({path.name for path in nodes.glob("*")} - {token})
-    if any(world.gather(others)):
-        raise ConfigError(
-            f"{folder} is shared by several nodes, which keep their parts of checkpoints in it; "
-            f"set {VARIABLE} to a folder on each node's disk"
-        )
-
-
-# --- at the start
-
-
-def pull_since(
-    store: Store, folder: Path, record: dict[str, Any], before: Any, is_main: bool
-) -> None:
-    """Pull, and note under which lease. before: the id of the lease before it."""
-    note = json.dumps({**record, "is_main": is_main})
-    is_current = last_lease(folder) == before
-    if is_current:  # it stays so if the pull fails; another is not before a pull
+def pull(store: Store, folder: Path, claim: Record, before: Record, is_main: bool) -> None:
+    """Bring the folder up to date, and note the claim. before: the claim before it."""
+    note = json.dumps({**claim, "is_main": is_main})
+    last = last_claim(folder)
+    written_by = before.get("written_by", before.get("id"))
+    is_stale = bool(before) and written_by not in (last.get("id"), last.get("written_by"))
+    if not is_stale:  # what is only here was not put yet, and stays so if this fails
         write_durably(folder / HOLDER, note)
-    pull(store, folder, is_current, is_main)
+    elif is_main:
+        pull_logs(store, folder)
+    pull_manifests(store, folder, is_stale)
     write_durably(folder / HOLDER, note)
 
 
-def pull(store: Store, folder: Path, is_current: bool, with_logs: bool) -> None:
-    """Make the folder show what is at the address: manifests, and on the main node the logs.
+def pull_manifests(store: Store, folder: Path, is_stale: bool) -> None:
+    """is_stale: another machine has written at the address since, so what is only here goes."""
+    here = {path.name for path in folder.glob("checkpoints/step_*")}
+    complete = set()
+    for checkpoint in checkpoints_at(store):
+        path = folder / "checkpoints" / checkpoint
+        if text := store.read(f"checkpoints/{checkpoint}/{MANIFEST}"):
+            complete.add(checkpoint)
+            if not (path / MANIFEST).exists() or (path / MANIFEST).read_bytes() != text:
+                shutil.rmtree(path, ignore_errors=True)
+                path.mkdir(parents=True)
+                (path / MANIFEST).write_bytes(text)
+    for checkpoint in here - complete if is_stale else ():
+        shutil.rmtree(folder / "checkpoints" / checkpoint)
 
-    is_current: the last run wrote here: what is only here is newer than the address, and is kept.
-    """
-    complete = {}
-    for checkpoint, names in remote_steps(store).items():
-        key = f"{CHECKPOINTS}/{checkpoint}/{MANIFEST}"
-        if key in names:  # else an upload was cut
-            with suppress(FileNotFoundError):  # removed since, by the last run's uploader
-                complete[checkpoint] = store.read(key)
-    for path in folder.glob(f"{CHECKPOINTS}/step_*"):
-        if path.name in complete or is_current:
-            continue
-        if path.name > max(complete, default=""):  # it is nowhere else
-            kept = path.with_name(f"not_put_{path.name}_{uuid4().hex[:8]}")
-            print(f"warning: {path} is not at {store.address}; kept as {kept}", file=sys.stderr)
-            path.rename(kept)
-        else:
-            shutil.rmtree(path)
-    for checkpoint, text in complete.items():
-        path = folder / CHECKPOINTS / checkpoint
-        here = read_manifest(path)
-        if here is None or here.text != text:
-            shutil.rmtree(path, ignore_errors=True)
-            path.mkdir(parents=True)
-            (path / MANIFEST).write_bytes(text)
-    if is_current or not with_logs:
-        return
+
+def pull_logs(store: Store, folder: Path) -> None:
     for name in store.sizes(""):
-        if is_log(name) and name.partition("/")[0] not in ("tensorboard", "leases"):
+        if is_log(name) and not name.startswith("tensorboard/"):
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(store.read(name))
 
 
-def fetch(checkpoint: Path, names: Iterable[str]) -> None:
-    """Get files of a checkpoint that are only at the address. Errors: CheckpointRejected."""
-    manifest = read_manifest(checkpoint)
-    if manifest is None:
+def checkpoints_at(store: Store) -> dict[str, list[str]]:
+    """{checkpoint at the address, complete or not: names of its files}."""
+    checkpoints: dict[str, list[str]] = {}
+    for name in store.sizes("checkpoints"):
+        if re.fullmatch(r"checkpoints/step_\d+/[^/]+", name):
+            checkpoints.setdefault(name.split("/")[1], []).append(name)
+    return checkpoints
+
+
+def is_log(name: str) -> bool:
+    """Whether a file of the run's folder is kept at the address as it is."""
+    parts = name.split("/")
+    return parts[0] not in ("checkpoints", "leases") and not any(p.startswith(".") for p in parts)
+
+
+def fetch(checkpoint: Path, files: dict[str, Any]) -> None:
+    """Get a checkpoint's files that are at the address only. Errors: CheckpointRejected."""
+    if all((checkpoint / name).exists() for name in files):
         return
-    store = None
-    for name in names:
-        if name not in manifest.files or (checkpoint / name).exists():
-            continue
-        store = store or Store(run_dir(checkpoint.parent.parent))
-        with only_process(checkpoint / f".{name}.lock", seconds=3600.0):
-            if not (checkpoint / name).exists():
-                fetch_one(store, checkpoint, name, manifest)
+    store = Store(run_dir(checkpoint.parent.parent))
+
+    def get(name: str) -> None:
+        problem = ""
+        for pause in FETCH_PAUSES:
+            try:
+                if not (checkpoint / name).exists():
+                    store.download(
+                        key_of(checkpoint.name, name, files), checkpoint / name, files[name]
+                    )
+                return
+            except FileNotFoundError:
+                raise CheckpointRejected(f"{name} is not at {store.address}") from None
+            except Exception as error:  # each file system has errors of its own
+                problem = first_line(error) or type(error).__name__
+                time.sleep(pause)
+        raise CheckpointRejected(f"{name} can't be fetched: {problem}")
+
+    lock = only_process(checkpoint / ".fetching.lock", math.inf)
+    with lock, ThreadPoolExecutor(PARALLEL) as pool:
+        list(pool.map(get, files))
 
 
-def fetch_one(store: Store, checkpoint: Path, name: str, manifest: Manifest) -> None:
-    """Try a few times. Errors: CheckpointRejected."""
-    key = key_of(checkpoint.name, name, manifest)
-    entry = manifest.files[name]
-    pause = 1.0
-    for number in range(ATTEMPTS):
-        try:
-            store.download(key, checkpoint / name, entry["bytes"], entry["xxh3"])
-        except FileNotFoundError:
-            raise CheckpointRejected(f"{name} is not at {store.address}") from None
-        except Exception as error:  # each file system has errors of its own
-            if number == ATTEMPTS - 1:
-                what = first_line(error) or type(error).__name__
-                raise CheckpointRejected(f"{name} can't be fetched: {what}") from error
-            time.sleep(pause)
-            pause *= 4
-        else:
-            return
+def key_of(checkpoint: str, name: str, files: dict[str, Any]) -> str:
+    return f"checkpoints/{checkpoint}/{name}.{files[name]['xxh3']}"
 
 
-# --- while the run trains
+# --- to the address
 
 
-class Follower:
-    """Starts the uploader, starts it again if it dies, and stops the run if another took over."""
+class Mirror:
+    """Puts what is new at the address. claim: on the run's main node; None on the others."""
 
-    def __init__(self, address: str, folder: Path, timeout_seconds: float, lease: Lease | None):
-        self.address = address
-        self.timeout_seconds = timeout_seconds
-        words = [str(folder), address, str(timeout_seconds)]
-        self.command = [sys.executable, "-m", "dist_amp.storage.uploader", *words]
-        if lease is not None:
-            self.command.append(lease.name)
-        self.lease = lease
-        self.has_ended = False
-        self.process = self.start()
-        self.watcher = threading.Thread(target=self.watch, daemon=True)
-        self.watcher.start()
+    def __init__(self, store: Store, folder: Path, claim: Claim | None):
+        self.store = store
+        self.folder = folder
+        self.claim = claim
+        self.put: dict[str, int] = {}  # {checkpoint that is up: the time of its manifest}
+        self.sent: set[str] = set()  # files that are up
+        self.logs: dict[str, tuple[int, float]] = {}  # {log that is up: its size and time}
+        self.logs_put = 0.0
+        self.why = ""  # of the last failure
+        self.succeeded = time.monotonic()
+        self.has_warned = False
+        self.run_ended = threading.Event()
+        self.ended = threading.Event()  # this too, whatever is left
+        self.uploads = threading.Thread(target=self.upload, name="uploads", daemon=True)
+        if claim is not None:
+            threading.Thread(target=self.renew, args=[claim], name="claim", daemon=True).start()
 
-    def start(self) -> "subprocess.Popen[bytes]":
-        # A group of its own: a Ctrl-C, or the launcher's signals, must not cut an upload. But no
-        # session of its own, between which Linux may share the processors whatever the niceness.
-        # No standard output: a pipe from it would stay open as long as the uploader.
-        return subprocess.Popen(
-            self.command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, process_group=0
-        )
+    def renew(self, claim: Claim) -> None:
+        while not self.ended.wait(RENEW_SECONDS):
+            try:
+                in_time(SILENT_SECONDS, claim.renew)
+            except Exception as error:  # each file system has errors of its own
+                self.failed(error)
 
-    def watch(self) -> None:
-        pause = FIRST_PAUSE
-        while (status := self.process.wait()) not in (0, LOST, UNFINISHED):
-            print(
-                f"warning: the uploader has ended with status {status}; it is started again in "
-                f"{pause:.0f} s",
-                file=sys.stderr,
-                flush=True,
+    def failed(self, error: BaseException) -> None:
+        self.why = first_line(error) or "it does not answer"
+        seconds = time.monotonic() - self.succeeded
+        if seconds > SILENT_SECONDS and not self.has_warned:
+            self.has_warned = True
+            warn(
+                f"{self.store.address} has not been up to date for {seconds:.0f} s ({self.why}); "
+                f"checkpoints are kept in {self.folder} until it is"
             )
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
-            self.process = self.start()
-            if self.has_ended:
-                self.end()
-        if status == LOST and not self.has_ended:
-            os.kill(os.getpid(), signal.SIGTERM)
 
-    def end(self) -> None:
-        """Tell the uploader that the run has ended; loader workers may hold the pipe open."""
-        self.has_ended = True
-        with suppress(OSError, ValueError):  # it has died, or has been told
-            self.process.stdin.write(b"\n")  # type: ignore[union-attr]
-            self.process.stdin.close()  # type: ignore[union-attr]
+    def upload(self) -> None:
+        """Until the run has ended and all is put."""
+        failures = 0
+        while not self.ended.is_set():
+            is_last = self.run_ended.is_set()
+            pause = POLL_SECONDS
+            try:
+                self.put_new(is_last)
+                self.succeeded = time.monotonic()
+                if self.has_warned:
+                    warn(f"{self.store.address} is up to date again")
+                self.has_warned = False
+                failures = 0
+                if is_last:
+                    return
+            except Exception as error:  # each file system has errors of its own
+                self.failed(error)
+                pause = PAUSES[min(failures, len(PAUSES) - 1)]
+                failures += 1
+            (self.ended if is_last else self.run_ended).wait(pause)
 
-    def complete(self) -> None:
-        """Wait for the uploads. Errors: SystemExit with 75 if they are not complete."""
-        self.wait()
-        if self.process.returncode == UNFINISHED or self.watcher.is_alive():
-            raise SystemExit(SAVED_AND_STOPPED)
+    def put_new(self, is_last: bool) -> None:
+        """Put what is new, and remove what the run has removed."""
+        times = {}
+        for path in self.folder.glob(f"checkpoints/step_*/{MANIFEST}"):
+            with suppress(FileNotFoundError):  # the run has removed it
+                times[path.parent.name] = path.stat().st_mtime_ns
+        new = sorted(name for name in times if self.put.get(name) != times[name])
+        problem: Exception | None = None
+        for name in reversed(new):  # the newest first: an older one may be removed meanwhile
+            try:
+                self.put_checkpoint(name)
+                self.put[name] = times[name]
+            except Exception as error:
+                problem = problem or error
+        if is_last or time.monotonic() - self.logs_put > LOG_SECONDS:
+            self.put_logs()
+        if problem:
+            raise problem
+        if self.claim is None or not self.put or not (new or is_last):
+            return
+        for name, files in checkpoints_at(self.store).items():
+            if name < max(self.put) and name not in times:
+                for file in sorted(files, key=lambda file: not file.endswith(f"/{MANIFEST}")):
+                    self.store.remove(file)
 
-    def wait(self, briefly: bool = False) -> None:
-        """Until all is up, at most for run.timeout_seconds; the rest stays here."""
-        self.end()
-        with until_ctrl_c():
-            self.watcher.join(2.0)
-            seconds = self.timeout_seconds
-            if briefly:
-                seconds = BRIEF_SECONDS
-            elif self.watcher.is_alive():
-                text = f"waiting up to {seconds:g} s for the uploads to {self.address}"
+    def put_checkpoint(self, checkpoint: str) -> None:
+        """Put this node's files of a checkpoint; the main node publishes it."""
+        path = self.folder / "checkpoints" / checkpoint
+        text = (path / MANIFEST).read_bytes()
+        if self.store.read(f"checkpoints/{checkpoint}/{MANIFEST}") == text:
+            return  # it came from there, or an earlier start has put it
+        files = json.loads(text)["files"]
+        keys = {name: key_of(checkpoint, name, files) for name in files}
+        # Links, since the run may remove the files meanwhile.
+        links = self.folder / STAGING / checkpoint
+        shutil.rmtree(links.parent, ignore_errors=True)
+        links.mkdir(parents=True)
+        for name in files:
+            with suppress(FileNotFoundError):  # another node's
+                os.link(path / name, links / name)
+
+        def put(name: str) -> None:
+            if keys[name] not in self.sent and (links / name).exists():
+                self.store.upload(links / name, keys[name], files[name])
+                self.sent.add(keys[name])
+
+        with ThreadPoolExecutor(PARALLEL) as pool:
+            list(pool.map(put, files))
+        shutil.rmtree(links.parent)
+        if self.claim is not None:
+            sizes = {keys[name]: files[name]["bytes"] for name in files}
+            self.publish(self.claim, checkpoint, text, sizes)
+        self.sent.difference_update(keys.values())
+
+    def publish(
+        self, claim: Claim, checkpoint: str, manifest: bytes, sizes: dict[str, int]
+    ) -> None:
+        """Put the manifest once the store has all files. Errors: OSError while it has not."""
+        remote = self.store.sizes(f"checkpoints/{checkpoint}")
+        for name, size in sizes.items():
+            if remote.get(name) != size:
+                self.sent.discard(name)
+                raise OSError(f"{name} is not up yet")
+        self.put_logs()  # before it: a run that resumes here needs its metrics so far
+        claim.renew()
+        name = f"checkpoints/{checkpoint}/{MANIFEST}"
+        self.store.remove(name)  # of a checkpoint that this run has refused
+        if not self.store.create(name, manifest):
+            raise OSError(f"{name} comes from another writer")
+        for stray in remote.keys() - sizes.keys() - {name}:
+            self.store.remove(stray)
+
+    def put_logs(self) -> None:
+        if self.claim is not None:
+            self.claim.renew()
+        for path in sorted(self.folder.rglob("*")):
+            name = str(path.relative_to(self.folder))
+            if is_log(name) and path.is_file():
+                stat = path.stat()
+                if self.logs.get(name) != (stat.st_size, stat.st_mtime):
+                    self.store.write(name, path.read_bytes())
+                    self.logs[name] = (stat.st_size, stat.st_mtime)
+        self.logs_put = time.monotonic()
+
+    def finish(self, seconds: float, has_failed: bool) -> None:
+        """Wait until all is up. Errors: SystemExit with 75 if it is not, unless the run has failed.
+
+        Ctrl-C ends the wait; other signals don't: it needs the time that a grace period gives.
+        """
+        self.run_ended.set()
+        ctrl_c = handle_signals(signal.default_int_handler, [signal.SIGINT])
+        with suppress(KeyboardInterrupt), handle_signals(signal.SIG_IGN), ctrl_c:
+            self.uploads.join(2.0)
+            if self.uploads.is_alive():
+                text = f"waiting up to {seconds:g} s for the uploads to {self.store.address}"
                 print(f"{text}; Ctrl-C ends it", file=sys.stderr, flush=True)
-            self.watcher.join(seconds + 2.0)
-        if self.process.returncode == 0 and self.lease is not None:
-            print(f"uploaded: --run.dir {self.address} continues on any machine", flush=True)
+            self.uploads.join(seconds)
+        is_complete = not self.uploads.is_alive()
+        self.close()
+        if not is_complete:
+            why = self.why or "the uploads are slow"
+            warn(
+                f"{self.store.address} is not complete after {seconds:g} s ({why}); the rest is "
+                f"in {self.folder}: the same command on this machine uploads it"
+            )
+            if not has_failed:
+                raise SystemExit(SAVED_AND_STOPPED)
+        elif self.claim is not None:
+            address = self.store.address
+            print(f"uploaded: --run.dir {address} continues on any machine", flush=True)
+
+    def close(self) -> None:
+        """Let another run start at the address at once; without an answer it waits a while."""
+        self.ended.set()
+        if self.claim is not None:
+            with suppress(Exception):
+                in_time(SILENT_SECONDS, self.claim.release)
+
+
+# --- a run
+
+
+@contextmanager
+def mirrored(config: RunConfig, job: Any) -> Iterator[None]:
+    """Claim the address and follow the folder; every rank calls it. job: the supervised one.
+
+    Errors: Failure if another run holds the claim, or the store can't be used.
+    """
+    folder, world = job.folder, job.world
+    address = run_dir(folder)
+    check_not_shared(folder, world)
+
+    def take(store: Store) -> Mirror:
+        names = store.sizes("checkpoints")
+        if config.resume == "never" and not attempt() and any(MANIFEST in name for name in names):
+            raise Failure(
+                f"run.dir={address} holds a run already; choose another, or use run.resume=auto"
+            )
+        last = last_claim(folder)
+        dead = last["id"] if last.get("is_main") else ""  # this process has its lock on the folder
+        return Mirror(store, folder, take_claim(store, dead, world.say))
+
+    mirror = on_all_ranks(world, address, take if world.is_main else None)
+    claim = mirror.claim if mirror else None
+    record, before = world.from_main((claim.record, claim.before) if claim else ({}, {}))
+
+    def follow(store: Store) -> Mirror:
+        pull(store, folder, record, before, world.is_main)
+        return mirror or Mirror(store, folder, None)
+
+    try:
+        mirror = on_all_ranks(world, address, follow if world.local_rank == 0 else None)
+    except BaseException:
+        if mirror is not None:
+            mirror.close()
+        raise
+    if mirror is None:
+        yield
+        return
+    if claim is not None:
+        claim.record["written_by"] = claim.record["id"]
+    world.say(f"local  {folder}, uploaded to {address}")
+    mirror.uploads.start()
+    job.at_end = partial(mirror.finish, config.timeout_seconds, True)
+    try:
+        yield
+    except KeyboardInterrupt:  # the second Ctrl-C
+        job.at_end = mirror.close
+        raise
+    job.at_end = partial(mirror.finish, config.timeout_seconds, False)
+
+
+def on_all_ranks(world: World, address: str, call: Callable[[Store], T] | None) -> T | None:
+    """The result of this rank's call, if it has one. Errors: Failure on every rank."""
+    problem: Failure | None = None
+    result: T | None = None
+    try:
+        result = call and at_address(address, call)
+    except Failure as error:
+        problem = error
+    world.wait_long()  # for a claim of a dead run
+    world.raise_first(problem)
+    return result
+
+
+def at_address(address: str, call: Callable[[Store], T]) -> T:
+    """Call with the store at an address. Errors: Failure with what is wrong, and the fix."""
+    try:
+        return call(Store(address))
+    except Failure:
+        raise
+    except Exception as error:  # each file system has errors of its own
+        kind = type(error).__name__
+        fix = (
+            "check the credentials, which must be allowed to read, write and list, and the network"
+        )
+        if "NotFoundError" in kind:  # Azure's is no FileNotFoundError
+            fix = "make the bucket, or check its name"
+        raise Failure(f"{address} can't be used: {kind}: {first_line(error)}; {fix}") from error
+
+
+def check_not_shared(folder: Path, world: World) -> None:
+    """Errors: ConfigError if two nodes see one folder, in which they would mix their files."""
+    token = world.from_main(uuid4().hex)
+    note = folder / ".main_node"
+    if world.is_main:
+        note.write_text(token)
+    world.barrier()
+    problem: ConfigError | None = None
+    if world.local_rank == 0 and not world.is_main and note.exists() and note.read_text() == token:
+        problem = ConfigError(
+            f"{folder} is shared by several nodes, which keep their parts of checkpoints in it; "
+            f"set {VARIABLE} to a folder on each node's disk"
+        )
+    world.raise_first(problem)
+
+
+def warn(text: str) -> None:
+    print(f"warning: {masked(text)}", file=sys.stderr, flush=True)
+
+
+# --- a command
+
+
+def fetched(text: str) -> Path:
+    """The path of a run, a checkpoint or another file; what is at an address is shown in a folder.
+
+    It gets manifests and logs; a checkpoint's files follow when it is read. Errors: Failure.
+    """
+    if "://" not in text:
+        return Path(text).expanduser()
+    address, *inside = re.split(INSIDE, text.rstrip("/"), maxsplit=1)
+    folder = local_folder(address, "-read")
+
+    def show(store: Store) -> None:
+        if not newest_claim(store):
+            raise DataError(f"{address} holds no run; give what its run.dir was")
+        with only_process(folder / ".reading.lock", math.inf):
+            pull_logs(store, folder)
+            pull_manifests(store, folder, is_stale=True)
+
+    at_address(address, show)
+    return folder.joinpath(*inside)

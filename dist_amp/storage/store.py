@@ -1,37 +1,32 @@
-"""Files at an address (s3, gs, az, ... by fsspec): put and fetched whole, each byte verified.
+"""Files at an address (s3, gs, az, ... by fsspec), and which process may write there.
 
-And what a run has there, and in the local folder that stands for it. Without torch, which the
-uploader's process does without: checkpoint/format.py imports it.
+The writer at an address holds its claim of the highest number: a file that it rewrites every few
+seconds. The store lets one process create the next number. It does so once the holder has released
+its claim or, by the store's clock, has not rewritten it for a while; a holder that finds the next
+number puts nothing more.
 """
 
-import base64
-import hashlib
 import json
 import logging
 import os
+import platform
+import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import xxhash
+from dist_amp.errors import ConfigError, Failure, first_line
+from dist_amp.files import entry_of
 
-from dist_amp.errors import ConfigError, first_line
+CLOCK = ".clock"  # is written to learn the store's time
+CLAIMS = "leases"
+RENEW_SECONDS = 10.0
+DEAD_SECONDS = 45.0  # since a claim was written: a few renewals may be lost on the way
 
-CHECKPOINTS = "checkpoints"
-MANIFEST = "manifest.json"
-LOCK = ".uploader.lock"  # of the uploader that is at work here
-HOLDER = ".lease.json"  # of the lease under which the local folder was written last
-
-PART_BYTES = 64 << 20  # of an upload in parallel parts; S3 takes at most 10,000 parts
-MOST_PARTS = 10_000
-BLOCK_BYTES = 4 << 20
-
-
-class Damaged(Exception):
-    """A file has another size or hash than its manifest says."""
+Record = dict[str, Any]
 
 
 class Store:
@@ -43,10 +38,11 @@ class Store:
         logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # logs a trace of what it raises
         self.address = address.rstrip("/")
         try:
-            # Cached listings and file systems would show what was there before.
+            # Cached listings would show what was there before.
             self.fs, self.root = url_to_fs(self.address, use_listings_cache=False)
         except ImportError as error:  # its message names the package to install
             raise ConfigError(f"run.dir={address}: {first_line(error)} (pip install)") from error
+        self.is_disk = "file" in self.fs.protocol
 
     def path(self, name: str) -> str:
         return f"{self.root}/{name}".rstrip("/")
@@ -61,11 +57,15 @@ class Store:
         return {path.removeprefix(f"{self.root}/"): info["size"] for path, info in found.items()}
 
     def read(self, name: str) -> bytes:
-        content: bytes = self.fs.cat_file(self.path(name))
+        """The content of a file; empty if there is none."""
+        try:
+            content: bytes = self.fs.cat_file(self.path(name))
+        except FileNotFoundError:
+            return b""
         return content
 
     def write(self, name: str, content: bytes) -> None:
-        if "file" in self.fs.protocol:
+        if self.is_disk:
             self._place(name, content, os.replace)
         else:
             self.fs.pipe_file(self.path(name), content)
@@ -73,10 +73,10 @@ class Store:
     def create(self, name: str, content: bytes) -> bool:
         """Write a file unless it exists, which the store decides: of two writers one succeeds.
 
-        An answer that was lost on the way is no failure: then the content is the same.
+        True as well if the file has this content: an answer may be lost on its way.
         """
         try:
-            if "file" in self.fs.protocol:  # whose "create" looks first, and writes then
+            if self.is_disk:  # fsspec looks first and writes then
                 self._place(name, content, os.link)
             else:
                 self.fs.pipe_file(self.path(name), content, mode="create")
@@ -85,12 +85,13 @@ class Store:
         return True
 
     def _place(self, name: str, content: bytes, place: Callable[[Path, str], object]) -> None:
-        """On a disk: nobody sees half of it."""
-        self._make_parent(name)
+        """On a disk: the file appears with its whole content."""
+        path = Path(self.path(name))
+        path.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(self.root, f".{uuid4().hex}")
         try:
             temporary.write_bytes(content)
-            place(temporary, self.path(name))
+            place(temporary, str(path))
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -98,114 +99,117 @@ class Store:
         with suppress(FileNotFoundError):
             self.fs.rm_file(self.path(name))
 
-    def upload(self, local: Path, name: str, xxh3: str) -> None:
-        """Put a file, in parallel parts, and verify what has arrived.
+    def age(self, name: str) -> float:
+        """Seconds since a file was written, by the store's clock alone."""
+        self.write(CLOCK, b"now")
+        self.fs.invalidate_cache()
+        now, written = (self.fs.modified(self.path(file)) for file in (CLOCK, name))
+        seconds: float = (now - written).total_seconds()
+        return seconds
 
-        xxh3: what the file must hold. Errors: Damaged if it does not, or OSError if the store has
-        something else afterwards.
-        """
-        size = local.stat().st_size
-        part = max(PART_BYTES, -(-size // MOST_PARTS))
-        sent, checksums = hashes(local, part)
-        if sent != xxh3:
-            raise Damaged(f"{local} is not what its manifest says")
-        options: dict[str, Any] = {}
-        if "s3" in self.fs.protocol:
-            options["chunksize"] = part
-        self._make_parent(name)
-        self.fs.put_file(str(local), self.path(name), **options)
-        info = self.fs.info(self.path(name))
-        if info["size"] != size:
-            raise OSError(f"{info['size']} of {size} bytes have arrived")
-        if checksum_of(info) not in checksums and self._hash_of(name) != xxh3:
-            raise OSError("other bytes have arrived than were sent")
+    def upload(self, local: Path, name: str, entry: dict[str, Any]) -> None:
+        """Put a file that its manifest describes by `entry`. Errors: OSError if it is damaged."""
+        if entry_of(local) != entry:
+            raise OSError(f"{local} is not what its manifest says")
+        if self.is_disk:  # object stores have no folders
+            Path(self.path(name)).parent.mkdir(parents=True, exist_ok=True)
+        self.fs.put_file(str(local), self.path(name))
 
-    def download(self, name: str, local: Path, size: int, xxh3: str) -> None:
-        """Fetch a file; it appears when it is complete and verified. Errors: Damaged."""
+    def download(self, name: str, local: Path, entry: dict[str, Any]) -> None:
+        """Fetch a file; it appears when it is whole. Errors: OSError if it is damaged."""
         temporary = local.with_name(f".{local.name}.{uuid4().hex[:8]}.fetching")
         try:
             self.fs.get_file(self.path(name), str(temporary))
-            if temporary.stat().st_size != size or hashes(temporary, size)[0] != xxh3:
-                raise Damaged(f"{self.address}/{name} is damaged")
+            if entry_of(temporary) != entry:
+                raise OSError(f"{self.address}/{name} is damaged")
             os.replace(temporary, local)
         finally:
             temporary.unlink(missing_ok=True)
 
-    def _hash_of(self, name: str) -> str:
-        """Of what the store has, read back: some have no checksums, or of encrypted bytes."""
-        with self.fs.open(self.path(name), "rb") as file:
-            return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
-    def _make_parent(self, name: str) -> None:
-        if "file" in self.fs.protocol:  # object stores have no folders
-            self.fs.makedirs(self.fs._parent(self.path(name)), exist_ok=True)
+@dataclass
+class Claim:
+    """A claim of this process. record: what it says. before: what the one before it says."""
 
+    store: Store
+    number: int
+    record: Record
+    before: Record
 
-def hashes(path: Path, part_bytes: int) -> tuple[str, set[str]]:
-    """(xxh3, the checksums that stores may have of it: MD5 of the whole, and S3's of its parts)."""
-    xxh3 = xxhash.xxh3_128()
-    whole = hashlib.md5(usedforsecurity=False)
-    parts = []
-    with path.open("rb") as file:
-        while True:
-            part = hashlib.md5(usedforsecurity=False)
-            left = part_bytes
-            while left and (block := file.read(min(left, BLOCK_BYTES))):
-                left -= len(block)
-                for digest in (xxh3, whole, part):
-                    digest.update(block)
-            if left == part_bytes:
-                break
-            parts.append(part.digest())
-            if left:
-                break
-    of_parts = hashlib.md5(b"".join(parts), usedforsecurity=False).hexdigest()
-    return xxh3.hexdigest(), {whole.hexdigest(), f"{of_parts}-{len(parts)}"}
+    def renew(self) -> None:
+        """Show that this process lives. Errors: OSError if another has the next claim."""
+        if record := read_claim(self.store, self.number + 1):
+            raise OSError(f"{record['process']} on {record['host']} has taken over")
+        self.record["renewals"] += 1
+        self.store.write(claim_name(self.number), as_bytes(self.record))
+
+    def release(self) -> None:
+        """Let another process start at once; if the store is away, it has to wait."""
+        released = {**self.record, "released": True}
+        with suppress(Exception):
+            self.store.write(claim_name(self.number), as_bytes(released))
 
 
-def checksum_of(info: dict[str, Any]) -> str:
-    """The store's checksum of a file, in hexadecimal; "" if it has none."""
-    if "md5Hash" in info:  # Google's
-        return base64.b64decode(info["md5Hash"]).hex()
-    if "content_settings" in info:  # Azure's, which has none of a file that came in parts
-        return bytes(info["content_settings"]["content_md5"] or b"").hex()
-    return str(info.get("ETag", "")).strip('"')
+def take_claim(store: Store, ended: str, say: Callable[[str], None]) -> Claim:
+    """Become the writer at an address. ended: the id of a claim whose process is known to be dead.
+
+    Errors: Failure if a live run holds it.
+    """
+    record: Record = {"process": f"process {os.getpid()}", "host": platform.node()}
+    record |= {"id": uuid4().hex, "renewals": 0}
+    number = newest_claim(store)
+    while True:
+        before = read_claim(store, number)
+        if before and before["id"] != ended:
+            wait_for_end(store, number, before, say)
+        # Until this process has put something, what is there was written under an earlier claim.
+        record["written_by"] = before.get("written_by", before.get("id", record["id"]))
+        number += 1
+        if store.create(claim_name(number), as_bytes(record)):
+            break  # else another run was quicker, or the store lists late
+    if store.create(claim_name(number), as_bytes({**record, "released": True})):
+        raise Failure(
+            f"run.dir={store.address}: this store lets two writers create one file (it ignores "
+            "If-None-Match, or the like); update it and its fsspec package, or choose another"
+        )
+    return Claim(store, number, record, before)
 
 
-# --- of a run
+def wait_for_end(store: Store, number: int, record: Record, say: Callable[[str], None]) -> None:
+    """Return when the holder of a claim has ended. Errors: Failure if it lives."""
+    renewals = record["renewals"]
+    holder = f"{record['process']} on {record['host']}"
+    told = False
+    while not record.get("released") and store.age(claim_name(number)) < DEAD_SECONDS:
+        if record["renewals"] != renewals:
+            raise Failure(
+                f"run.dir={store.address} is in use by a live run ({holder}); stop that one, or "
+                "choose another"
+            )
+        if not told:
+            say(
+                f"{store.address} was last written by {holder}, which did not say that it ended; "
+                f"waiting up to {DEAD_SECONDS:.0f} s for a sign of life"
+            )
+        told = True
+        time.sleep(1.0)
+        record = read_claim(store, number)
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """A checkpoint's manifest, as far as its files go. text: the whole."""
-
-    text: bytes
-    files: dict[str, dict[str, Any]] = field(compare=False)
+def newest_claim(store: Store) -> int:
+    """Its number; 0 if there is none."""
+    return max((int(name.rpartition("/")[2]) for name in store.sizes(CLAIMS)), default=0)
 
 
-def read_manifest(checkpoint: Path) -> Manifest | None:
-    """None for a folder without one, or that is removed meanwhile."""
-    try:
-        text = (checkpoint / MANIFEST).read_bytes()
-        return Manifest(text, json.loads(text)["files"])
-    except (OSError, ValueError, LookupError):
-        return None
+def read_claim(store: Store, number: int) -> Record:
+    """What a claim says; empty if there is none."""
+    record: Record = json.loads(store.read(claim_name(number)) or b"{}")
+    return record
 
 
-def key_of(checkpoint: str, name: str, manifest: Manifest) -> str:
-    """A file's name at the address: with its hash, so that it never has another content."""
-    return f"{CHECKPOINTS}/{checkpoint}/{name}.{manifest.files[name]['xxh3']}"
+def claim_name(number: int) -> str:
+    return f"{CLAIMS}/{number:08d}"
 
 
-def remote_steps(store: Store) -> dict[str, list[str]]:
-    """{checkpoint at the address: names of its files}, complete or not."""
-    steps: dict[str, list[str]] = {}
-    for name in sorted(store.sizes(CHECKPOINTS)):
-        steps.setdefault(name.split("/")[1], []).append(name)
-    return steps
-
-
-def is_log(name: str) -> bool:
-    """Whether a file of the run's folder is kept at the address as it is."""
-    first = name.partition("/")[0]
-    return first != CHECKPOINTS and not any(part.startswith(".") for part in name.split("/"))
+def as_bytes(record: Record) -> bytes:
+    return json.dumps(record).encode()

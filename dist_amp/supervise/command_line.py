@@ -18,10 +18,11 @@ Run = Callable[[Sequence[str]], int | None]
 
 def run_folder(text: str) -> Path:
     """The local folder that a command line names. Errors: ConfigError for an address."""
-    if present("storage"):
-        from dist_amp.storage.reading import on_disk
-
-        return on_disk(text)
+    if "://" in text:
+        raise ConfigError(
+            f"{text} is an address, and this needs a folder on a disk; give one (the first lines "
+            "of a run at an address name its own)"
+        )
     return Path(text).expanduser()
 
 
@@ -41,7 +42,7 @@ class Parser(argparse.ArgumentParser):
         if options.get("type") is Path:
             options["type"] = run_folder
             if present("storage") and not names[0].startswith("-"):
-                from dist_amp.storage.reading import fetched
+                from dist_amp.storage.mirror import fetched
 
                 options["type"] = fetched
         hyphened = [name.replace("_", "-") for name in names if name.startswith("--")]

@@ -35,7 +35,7 @@ SILENT_SECONDS = 30.0  # without a useful answer, before a warning
 LONGEST_NOTICE = 900.0  # seconds; Azure's, of events that are no evictions
 TOKEN_SECONDS = 21600  # the longest that AWS gives
 DMI = Path("/sys/class/dmi/id")
-UPLOADS = ".uploading-*/step_*"  # in a run's folder, while storage/uploader.py puts a checkpoint
+UPLOADS = ".uploading/step_*"  # in a run's folder, while storage/mirror.py puts a checkpoint
 # Of all three clouds. For a stand-in, DIST_AMP_METADATA in the environment replaces it.
 ADDRESS = "http://169.254.169.254"
 OPENER = OpenerDirector()

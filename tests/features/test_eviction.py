@@ -403,6 +403,6 @@ def test_an_upload_that_takes_longer_than_the_usual_notice_is_warned_of(service,
         run.saved_between = (began, began + 5)
         observer.on_log(None)
         assert "checkpoint" not in capsys.readouterr().err
-        (tmp_path / ".uploading-1/step_00000001").mkdir(parents=True)
+        (tmp_path / ".uploading/step_00000001").mkdir(parents=True)
         observer.on_log(None)
     assert "warning: a checkpoint takes 300 s, longer than aws's notice" in capsys.readouterr().err

@@ -10,8 +10,6 @@ import random
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 import tomllib
@@ -22,23 +20,24 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from forked import PATHS, Launch, finish
+from forked import Launch, finish
 from messages import message_of
 from ranks import on_ranks
 from s3_server import s3_server
 from tiny import Tiny, make_run
 
-from dist_amp.distributed.process import LAUNCHER, in_time
 from dist_amp.errors import CheckpointRejected, ConfigError, Failure
-from dist_amp.files import only_process, run_dir
-from dist_amp.storage import lease as leases
+from dist_amp.files import entry_of, run_dir
 from dist_amp.storage import mirror
-from dist_amp.storage import uploader as uploading
-from dist_amp.storage.lease import Lost, take
-from dist_amp.storage.mirror import Follower, fetch, local_folder, pull, pull_since
-from dist_amp.storage.reading import fetched
-from dist_amp.storage.store import Store, checksum_of, hashes
-from dist_amp.storage.uploader import UNFINISHED, Uploader
+from dist_amp.storage.mirror import (
+    Mirror,
+    fetch,
+    fetched,
+    local_folder,
+    pull,
+    pull_manifests,
+)
+from dist_amp.storage.store import DEAD_SECONDS, Store, claim_name, take_claim
 from dist_amp.world import World
 
 needs_s3 = pytest.mark.skipif(
@@ -88,9 +87,7 @@ def complete(bucket):
     for path in sorted(bucket.glob("checkpoints/*/manifest.json")):
         files = json.loads(path.read_text())["files"]
         for name, entry in files.items():
-            key = path.parent / f"{name}.{entry['xxh3']}"
-            assert key.stat().st_size == entry["bytes"]
-            assert hashes(key, 1 << 20)[0] == entry["xxh3"]
+            assert entry_of(path.parent / f"{name}.{entry['xxh3']}") == entry
         found[path.parent.name] = files
     return found
 
@@ -176,24 +173,23 @@ def test_a_run_continues_on_empty_disks_and_ends_as_one_that_was_not_stopped(
         assert [path.name for path in here] == ["__1_0.distcp"], "each node keeps its part"
 
 
-def test_a_killed_runs_uploads_are_finished_and_its_restart_there_fetches_nothing(
+def test_what_a_killed_run_has_not_put_is_put_by_the_next_start_on_its_disk(
     launch, tmp_path, bucket
 ):
     (tmp_path / "stops.py").write_text(STOPS)
     words = ["--task.target", "stops.py:Stops", "--parallel.strategy", "fsdp"]
     killed = run(launch, "cache", *words, AT="6", NUMBER=str(int(signal.SIGKILL)))
     assert killed[0].returncode == -signal.SIGKILL
-    wait_until(lambda: is_released(bucket))
     saved = sorted(path.parent.name for path in (tmp_path / "cache").rglob("manifest.json"))
-    assert list(complete(bucket)) == saved
-    needed = list(bucket.glob(f"checkpoints/{saved[-1]}/*.distcp.*"))
-    assert len(needed) == 2
-    for shard in needed:
-        shard.unlink()  # so that it can't be fetched
+    for name in complete(bucket):
+        shutil.rmtree(bucket / "checkpoints" / name)  # as if none had been put
+    started = time.monotonic()
     ended = run(launch, "cache", *words)
     assert [one.returncode for one in ended] == [0, 0], ended
+    assert "waiting up to" not in ended[0].stdout, "for a sign of life of a run of this disk"
+    assert time.monotonic() - started < DEAD_SECONDS
     assert f"resumed from step {int(saved[-1][5:])}" in ended[0].stdout
-    assert max(complete(bucket)) == "step_00000008"
+    assert list(complete(bucket)) == ["step_00000004", "step_00000006", "step_00000008"]
 
 
 def wait_until(condition, seconds=60):
@@ -241,8 +237,8 @@ def test_a_start_that_fails_gives_its_address_to_the_corrected_command(finished,
     (refused,) = run(Launch(finished), "first", *SINGLE, "--run.seed", 5, ranks=1)
     assert refused.returncode == 65, refused
     assert is_released(finished / "bucket/run", 2)
-    corrected = take(Store(address_of(finished)), tmp_path, pytest.fail)  # it does not wait
-    assert corrected.name == "leases/00000003"
+    corrected = take_claim(Store(address_of(finished)), "", pytest.fail)  # it does not wait
+    assert corrected.number == 3
 
 
 def test_a_start_whose_pull_fails_releases_its_lease(tmp_path, store, bucket, monkeypatch):
@@ -252,99 +248,67 @@ def test_a_start_whose_pull_fails_releases_its_lease(tmp_path, store, bucket, mo
     def fail(*args):
         raise OSError("no space left")
 
-    monkeypatch.setattr(mirror, "pull_since", fail)
+    monkeypatch.setattr(mirror, "pull", fail)
     with pytest.raises(Failure, match="can't be used: OSError: no space left"):
         mirror.mirrored(SimpleNamespace(resume="auto"), job).__enter__()
     assert is_released(bucket)
 
 
-@pytest.mark.slow
-def test_the_launcher_waits_for_the_uploads_of_ranks_that_were_killed(tmp_path, bucket):
-    (tmp_path / "stops.py").write_text(STOPS)
-    words = ["--nproc-per-node", 1, "--max-restarts", 0, *WORDS, "--run.dir", address_of(tmp_path)]
-    words += ["--run.device", "cpu", "--task.target", "stops.py:Stops"]
-    environ = os.environ | {"AT": "6", "NUMBER": "9", "DIST_AMP_CACHE": "cache"}
-    environ |= {"PYTHONPATH": PATHS}
-    command = [sys.executable, "-m", "dist_amp.launch", *map(str, words)]
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
-    assert done.returncode == 1, done.stderr
-    assert "was killed by SIGKILL" in done.stderr
-    saved = sorted(path.parent.name for path in (tmp_path / "cache").rglob("manifest.json"))
-    assert list(complete(bucket)) == saved
+def test_a_signal_during_the_last_upload_does_not_cut_it(tmp_path, store, bucket):
+    one = mirror_of(local_run(tmp_path), store)
+
+    def stop(action, name):
+        if action == "upload":
+            assert one.run_ended.wait(60)
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    store.fails = stop
+    one.uploads.start()
+    one.finish(60.0, has_failed=False)
+    assert list(complete(bucket)) == ["step_00000004"]
     assert is_released(bucket)
 
 
-@pytest.mark.bad_input("`dist_amp launch` at an address whose run on the same machine is live")
-def test_the_launcher_of_a_refused_run_does_not_wait_for_the_uploads_of_the_live_one(
-    tmp_path, monkeypatch, capfd
-):
-    monkeypatch.setenv("DIST_AMP_CACHE", str(tmp_path))
-    lock = local_folder("s3://bucket/run") / ".uploader.lock"
-    text = "import sys, time; from pathlib import Path; from dist_amp.files import only_process\n"
-    text += "with only_process(Path(sys.argv[1])): "
-    text += "print(flush=True); time.sleep(float(sys.argv[2]))"
-    for launcher, seconds, waits in ((os.getpid() + 1, 600, False), (os.getpid(), 1, True)):
-        uploader = subprocess.Popen(
-            [sys.executable, "-c", text, str(lock), f"{seconds}"],
-            env={**os.environ, LAUNCHER: f"{launcher}"},
-            stdout=subprocess.PIPE,
-        )
-        assert uploader.stdout.readline()
-        in_time(60, lambda: mirror.wait_for_uploads("s3://bucket/run"))
-        assert ("waiting for the uploads to s3://bucket/run" in capfd.readouterr().err) == waits
-        if not waits:
-            assert uploader.poll() is None
-        uploader.kill()
-        uploader.wait()
-
-
-def test_a_signal_during_the_last_upload_does_not_cut_it(launch, tmp_path, bucket, monkeypatch):
-    monkeypatch.setenv("DIST_AMP_CACHE", str(tmp_path / "cache"))
-    folder = local_folder(address_of(tmp_path))
-    words = [*WORDS, "--run.dir", address_of(tmp_path), *SINGLE]
-    with only_process(folder / ".uploader.lock"):  # the uploader waits for it
-        started = launch.start(0, *words)
-        expected = "waiting up to 60 s for the uploads to"
-        wait_until((folder / "summary.json").exists)
-        wait_until(lambda: expected in started.written()[1])
-        started.send_signal(signal.SIGTERM)
-        time.sleep(0.5)
-        assert started.poll() is None
-    done = finish(started, 60)
-    assert done.returncode == 0, done
-    assert max(complete(bucket)) == "step_00000008"
-
-
 @pytest.mark.bad_input("uploads that are not complete when a run at an address has waited for them")
-def test_a_run_whose_uploads_are_not_complete_ends_with_75_and_the_same_command_completes_them(
-    launch, tmp_path, bucket, monkeypatch
+@pytest.mark.bad_input("an object store that is away while a run trains, or at its end")
+def test_a_run_whose_uploads_are_not_complete_ends_with_75_and_the_next_start_completes_them(
+    tmp_path, store, bucket, capfd
 ):
-    monkeypatch.setenv("DIST_AMP_CACHE", str(tmp_path / "cache"))
-    folder = local_folder(address_of(tmp_path))
-    words = [*WORDS, "--run.dir", address_of(tmp_path), *SINGLE, "--run.timeout_seconds", 3]
-    with only_process(folder / ".uploader.lock"):  # the uploader waits for it
-        done = launch(0, *words)
-        assert done.returncode == 75, done
-        assert "waiting up to 3 s for the uploads to" in done.stderr
-        assert "continues on any machine" not in done.stdout
-    done = launch(0, *words, "--run.timeout_seconds", 60)
-    assert done.returncode == 0, done
-    assert f"uploaded: --run.dir {address_of(tmp_path)} continues on any machine" in done.stdout
-    assert max(complete(bucket)) == "step_00000008"
+    folder = local_run(tmp_path)
+    one = mirror_of(folder, store)
+
+    def away(action, name):
+        raise OSError("the store is away")
+
+    store.fails = away
+    one.uploads.start()
+    with pytest.raises(SystemExit) as ended:
+        one.finish(0.1, has_failed=False)
+    assert ended.value.code == 75
+    said = capfd.readouterr()
+    assert "waiting up to 0.1 s for the uploads to" in said.err
+    assert f"{store.address} is not complete after 0.1 s (the store is away)" in said.err
+    assert f"the rest is in {folder}: the same command on this machine uploads it" in said.err
+    assert "continues on any machine" not in said.out
+    store.fails = lambda action, name: None
+    again = Mirror(store, folder, take_claim(store, one.claim.record["id"], pytest.fail))
+    again.uploads.start()
+    again.finish(60.0, has_failed=False)
+    assert f"uploaded: --run.dir {store.address} continues on any machine" in capfd.readouterr().out
+    assert list(complete(bucket)) == ["step_00000004"]
 
 
 def test_what_a_command_shows_follows_the_address(tmp_path, store, monkeypatch):
     monkeypatch.setenv("DIST_AMP_CACHE", str(tmp_path / "cache"))
-    first = uploader(local_run(tmp_path), store)
-    first.pass_once(is_last=True)
+    one = mirror_of(local_run(tmp_path), store)
+    one.put_new(is_last=True)
     shown = fetched(store.address)
     add_checkpoint(tmp_path / "local", 6)
-    first.pass_once(is_last=True)
+    one.put_new(is_last=True)
     fetched(store.address)
     assert len(list(shown.glob("checkpoints/step_*"))) == 2
-    first.lease.release()
     shutil.rmtree(tmp_path / "bucket/run/checkpoints/step_00000006")
-    take(store, tmp_path, print)
     fetched(store.address)
     assert [path.name for path in shown.glob("checkpoints/*")] == ["step_00000004"]
 
@@ -366,8 +330,7 @@ def add_checkpoint(folder, step, content=b"shard"):
     for number in range(2):
         name = f"__{number}_0.distcp"
         (path / name).write_bytes(content * (number + 1))
-        xxh3, _ = hashes(path / name, 1 << 20)
-        files[name] = {"bytes": len(content) * (number + 1), "xxh3": xxh3}
+        files[name] = entry_of(path / name)
     (path / "manifest.json").write_text(json.dumps({"step": step, "files": files}))
     return path
 
@@ -388,9 +351,9 @@ class Recording(Store):
         self.record("create", name)
         return super().create(name, content)
 
-    def upload(self, local, name, xxh3=""):
+    def upload(self, local, name, entry):
         self.record("upload", name)
-        super().upload(local, name, xxh3)
+        super().upload(local, name, entry)
 
     def remove(self, name):
         self.record("remove", name)
@@ -406,67 +369,97 @@ def store(tmp_path):
     return Recording(address_of(tmp_path))
 
 
-def uploader(folder, store):
-    return Uploader(folder, store, take(store, folder, print))
+def mirror_of(folder, store):
+    """The mirror of a run's main node, with a claim of its own."""
+    return Mirror(store, folder, take_claim(store, "", pytest.fail))
+
+
+def actions(store, *kinds):
+    """The names that were put, without claims."""
+    done = [(kind, name) for kind, name in store.done if not name.startswith("leases")]
+    return [name for kind, name in done if kind in kinds]
 
 
 def test_the_manifest_comes_last_after_the_shards_and_the_logs(tmp_path, store, bucket):
     folder = local_run(tmp_path)
     (folder / "metrics.jsonl").write_text("{}\n")
-    uploader(folder, store).pass_once(is_last=False)
-    names = [name.rpartition("/")[2].partition(".")[0] for _, name in store.done[2:]]
+    mirror_of(folder, store).put_new(is_last=False)
+    names = [name.rpartition("/")[2].partition(".")[0] for name in actions(store, *PUTS)]
     assert sorted(names[:2]) == ["__0_0", "__1_0"]
     assert names[2:] == ["metrics", "manifest"]
     assert list(complete(bucket)) == ["step_00000004"]
 
 
-@pytest.mark.parametrize("at", range(2, 6))
+PUTS = ("upload", "write", "create")
+
+
+@pytest.mark.parametrize("at", range(4))
 def test_an_upload_that_fails_anywhere_leaves_no_checkpoint_and_is_tried_again(
     at, tmp_path, store, bucket
 ):
     folder = local_run(tmp_path)
     (folder / "metrics.jsonl").write_text("{}\n")
-    once = uploader(folder, store)
+    one = mirror_of(folder, store)
 
     def fail(action, name):
-        if len(store.done) == at:
+        if len(actions(store, *PUTS)) == at:
             raise OSError("the store is away")
 
     store.fails = fail
     with pytest.raises(OSError, match="the store is away"):
-        once.pass_once(is_last=True)
+        one.put_new(is_last=True)
     assert complete(bucket) == {}
     store.fails = lambda action, name: None
-    once.pass_once(is_last=True)
+    one.put_new(is_last=True)
+    assert list(complete(bucket)) == ["step_00000004"]
+    shards = [name for name in actions(store, "upload") if "distcp" in name]
+    assert len(shards) == 2, "what is up is not put again"
+
+
+def test_a_checkpoint_of_two_nodes_is_published_once_both_have_put_their_files(
+    tmp_path, store, bucket
+):
+    main, other = local_run(tmp_path / "main"), local_run(tmp_path / "other")
+    (main / "checkpoints/step_00000004/__1_0.distcp").unlink()
+    (other / "checkpoints/step_00000004/__0_0.distcp").unlink()
+    one = mirror_of(main, store)
+    with pytest.raises(OSError, match=r"__1_0.distcp\.\w+ is not up yet"):
+        one.put_new(is_last=False)
+    assert complete(bucket) == {}
+    Mirror(store, other, None).put_new(is_last=False)
+    assert complete(bucket) == {}, "the other node publishes nothing"
+    one.put_new(is_last=False)
     assert list(complete(bucket)) == ["step_00000004"]
 
 
-def test_files_that_are_up_are_not_put_again(tmp_path, store):
+def test_a_checkpoint_whose_other_node_is_late_does_not_keep_an_older_one_from_the_address(
+    tmp_path, store, bucket
+):
     folder = local_run(tmp_path)
-    uploader(folder, store).pass_once(is_last=False)
-    before = len(store.done)
-    store.remove("checkpoints/step_00000004/manifest.json")
-    uploader(folder, store).pass_once(is_last=False)
-    assert not [name for action, name in store.done[before:] if action == "upload"]
+    newer = add_checkpoint(folder, 6)
+    (newer / "__1_0.distcp").unlink()
+    with pytest.raises(OSError, match="is not up yet"):
+        mirror_of(folder, store).put_new(is_last=False)
+    assert list(complete(bucket)) == ["step_00000004"]
 
 
 def test_checkpoints_that_the_run_removed_are_removed_manifests_first_never_the_newest(
     tmp_path, store, bucket
 ):
     folder = local_run(tmp_path)
-    once = uploader(folder, store)
-    once.pass_once(is_last=False)
+    one = mirror_of(folder, store)
+    one.put_new(is_last=False)
     cut = bucket / "checkpoints/step_00000002/__0_0.distcp.0123"
     cut.parent.mkdir()
     cut.write_text("left by a save that was killed")
     shutil.rmtree(folder / "checkpoints/step_00000004")
-    once.pass_once(is_last=False)
+    one.put_new(is_last=False)
     assert list(complete(bucket)) == ["step_00000004"], "the only one"
     add_checkpoint(folder, 6)
-    once.pass_once(is_last=False)
-    removed = [name for action, name in store.done if action == "remove"]
-    assert removed[0] == "checkpoints/step_00000002/__0_0.distcp.0123"
-    assert removed[1] == "checkpoints/step_00000004/manifest.json"
+    store.done.clear()
+    one.put_new(is_last=False)
+    removed = actions(store, "remove")
+    assert removed.index("checkpoints/step_00000004/manifest.json") < len(removed) - 2
     assert list(complete(bucket)) == ["step_00000006"]
     assert not [path for path in bucket.rglob("*distcp*") if "00000006" not in str(path)]
 
@@ -476,10 +469,10 @@ def test_what_the_run_removes_after_its_last_checkpoint_is_put_is_removed_at_its
 ):
     folder = local_run(tmp_path)
     add_checkpoint(folder, 6)
-    once = uploader(folder, store)
-    once.pass_once(is_last=False)
+    one = mirror_of(folder, store)
+    one.put_new(is_last=False)
     shutil.rmtree(folder / "checkpoints/step_00000004")
-    once.pass_once(is_last=True)
+    one.put_new(is_last=True)
     assert list(complete(bucket)) == ["step_00000006"]
 
 
@@ -489,27 +482,25 @@ def test_a_checkpoint_that_the_run_removes_while_it_is_put_is_put_whole(tmp_path
     def remove(action, name):
         shutil.rmtree(folder / "checkpoints/step_00000004", ignore_errors=True)
 
-    once = uploader(folder, store)
+    one = mirror_of(folder, store)
     store.fails = remove
-    once.pass_once(is_last=False)
+    one.put_new(is_last=False)
     assert list(complete(bucket)) == ["step_00000004"]
 
 
-def test_the_manifest_of_a_run_that_was_thought_dead_is_replaced_and_shards_never_mix(
+@pytest.mark.bad_input("a run at an address that was silent for so long that another has taken it")
+def test_a_run_that_was_thought_dead_publishes_nothing_and_never_mixes_its_shards(
     tmp_path, store, bucket
 ):
-    dead = uploader(local_run(tmp_path / "dead", content=b"dead!"), store)
-    leases_of = dead.lease
-    dead.lease = None  # it does not notice that it is dead
-    live = uploader(local_run(tmp_path / "live", content=b"live!"), store)
-    dead.pass_once(is_last=False)
-    dead.lease = leases_of
-    with pytest.raises(Lost, match="has taken over"):
-        dead.publish("step_00000004", dead.uploaded["step_00000004"])
-    store.create("checkpoints/step_00000004/manifest.json", b'{"files": {}}')
-    live.pass_once(is_last=False)
-    (files,) = complete(bucket).values()
-    assert shards(files) == shards(live.uploaded["step_00000004"].files)
+    dead = mirror_of(local_run(tmp_path / "dead", content=b"dead!"), store)
+    live_claim = take_claim(store, dead.claim.record["id"], pytest.fail)
+    with pytest.raises(OSError, match="has taken over"):
+        dead.put_new(is_last=True)
+    assert complete(bucket) == {}
+    (bucket / "checkpoints/step_00000004/manifest.json").write_text('{"files": {}}')
+    live = Mirror(store, local_run(tmp_path / "live", content=b"live!"), live_claim)
+    live.put_new(is_last=False)
+    assert list(complete(bucket)) == ["step_00000004"]
     assert len(list(bucket.rglob("*distcp*"))) == 2, "those of the dead one are removed"
 
 
@@ -517,21 +508,52 @@ def test_the_manifest_of_a_run_that_was_thought_dead_is_replaced_and_shards_neve
 def test_a_file_that_is_not_what_its_manifest_says_is_not_put(tmp_path, store, bucket):
     folder = local_run(tmp_path)
     (folder / "checkpoints/step_00000004/__0_0.distcp").write_bytes(b"shatd")
-    with pytest.raises(Exception, match="is not what its manifest says"):
-        uploader(folder, store).pass_once(is_last=False)
+    with pytest.raises(OSError, match="is not what its manifest says"):
+        mirror_of(folder, store).put_new(is_last=False)
     assert complete(bucket) == {}
 
 
-def test_hashes_are_those_that_stores_have(tmp_path):
-    (tmp_path / "file").write_bytes(b"hello")
-    _, checksums = hashes(tmp_path / "file", 2)
-    assert checksum_of({"ETag": '"5d41402abc4b2a76b9719d911017c592"'}) in checksums
-    assert checksum_of({"md5Hash": "XUFAKrxLKna5cZ2REBfFkg=="}) in checksums
-    of_azure = bytearray.fromhex("5d41402abc4b2a76b9719d911017c592")
-    assert checksum_of({"content_settings": {"content_md5": of_azure}}) in checksums
-    assert checksum_of({"content_settings": {"content_md5": None}}) not in checksums
-    assert {len(text) for text in checksums} == {32, 34}, "of three parts"
-    assert checksum_of({}) not in checksums
+@pytest.mark.bad_input("an object store that takes requests and does not answer")
+@pytest.mark.bad_input("a full local disk, in a run at an address")
+@pytest.mark.parametrize("fault", ["silent", "full disk"])
+def test_a_store_that_is_not_up_to_date_is_warned_of_once_and_again_when_it_is(
+    fault, tmp_path, store, monkeypatch, capsys
+):
+    monkeypatch.setattr(mirror, "RENEW_SECONDS", 0.1)
+    monkeypatch.setattr(mirror, "SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(mirror, "PAUSES", (0.1,))
+    answers = threading.Event()
+    folder = local_run(tmp_path)
+    link = os.link
+
+    def silent(action, name):
+        assert answers.wait(60)
+
+    def full(*args):
+        if not answers.is_set() and str(folder) in str(args[0]):
+            raise OSError(28, "No space left on device")
+        link(*args)
+
+    one = mirror_of(folder, store)
+    if fault == "silent":
+        store.fails = silent
+    else:
+        monkeypatch.setattr(os, "link", full)
+    one.uploads.start()
+    said = ""
+    why = {"silent": "it does not answer", "full disk": "[Errno 28] No space left on device"}
+    while f"({why[fault]})" not in said:
+        time.sleep(0.05)
+        said += capsys.readouterr().err
+    answers.set()
+    one.finish(60.0, has_failed=False)
+    lines = (said + capsys.readouterr().err).splitlines()
+    assert [line for line in lines if "waiting up to" not in line] == [
+        lines[0],
+        f"warning: {store.address} is up to date again",
+    ]
+    assert f"{store.address} has not been up to date for 0 s" in lines[0]
+    assert f"checkpoints are kept in {folder} until it is" in lines[0]
 
 
 # ---- downloads ----
@@ -545,7 +567,7 @@ def damage(kind, path):
 
 
 FILES = ["__0_0.distcp", ".metadata", "manifest.json"]
-DAMAGED = [(name, kind) for name in FILES for kind in ("flipped", "cut", "longer")]
+DAMAGED = [(FILES[0], "longer"), (FILES[1], "flipped"), (FILES[2], "cut")]
 
 
 @pytest.mark.bad_input("a checkpoint on object storage that is damaged or forged")
@@ -553,11 +575,11 @@ DAMAGED = [(name, kind) for name in FILES for kind in ("flipped", "cut", "longer
 def test_a_damaged_checkpoint_at_the_address_gives_way_to_the_one_before(
     name, kind, finished, monkeypatch, capsys
 ):
-    monkeypatch.setattr(mirror, "ATTEMPTS", 1)
+    monkeypatch.setattr(mirror, "FETCH_PAUSES", (0.0,))
     (path,) = finished.glob(f"bucket/run/checkpoints/step_00000008/{name}*")
     damage(kind, path)
     address = address_of(finished)
-    pull(Store(address), local_folder(address), is_current=False, with_logs=True)
+    pull_manifests(Store(address), local_folder(address), is_stale=False)
     words = [*WORDS, *SINGLE, "--run.dir", address, "--run.resume", "auto"]
     assert make_run(World(), None, *words).step == 6
     assert "using step_00000006 instead" in capsys.readouterr().err
@@ -580,65 +602,88 @@ def test_a_run_that_continues_from_before_a_damaged_checkpoint_replaces_it(name,
 FREE = ["--run.allow_config_change", "true", *SINGLE]
 
 
-def test_a_file_that_arrives_damaged_is_fetched_again(tmp_path, store, monkeypatch):
-    folder = local_run(tmp_path)
-    uploader(folder, store).pass_once(is_last=False)
+def without(folder, store, name):
+    """A checkpoint that is at the address, of which a file is missing here; and its files."""
+    mirror_of(folder, store).put_new(is_last=False)
     path = folder / "checkpoints/step_00000004"
-    (path / "__0_0.distcp").unlink()
-    (folder / ".address").write_text(address_of(tmp_path))
+    (path / name).unlink()
+    (folder / ".address").write_text(store.address)
+    return path, json.loads((path / "manifest.json").read_text())["files"]
+
+
+def test_a_file_that_arrives_damaged_is_fetched_again(tmp_path, store, monkeypatch):
+    path, files = without(local_run(tmp_path), store, "__0_0.distcp")
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    fetched = []
+    fetches = []
     original = type(store.fs).get_file
 
     def truncate(self, remote, local, **options):
         original(self, remote, local, **options)
-        fetched.append(remote)
-        if len(fetched) < 3:
+        fetches.append(remote)
+        if len(fetches) < 3:
             Path(local).write_bytes(b"x")
 
     monkeypatch.setattr(type(store.fs), "get_file", truncate)
-    fetch(path, ["__0_0.distcp", "__1_0.distcp"])
+    fetch(path, files)
     assert (path / "__0_0.distcp").read_bytes() == b"shard"
-    assert len(fetched) == 3, "only what was missing"
-    assert sorted(file.name for file in path.iterdir() if "fetching" in file.name) == []
+    assert len(fetches) == 3, "only what was missing"
+    assert sorted(file.name for file in path.iterdir() if "fetching" in file.name) == [
+        ".fetching.lock"
+    ]
 
 
 def test_a_file_that_is_gone_is_named(tmp_path, store, bucket):
-    folder = local_run(tmp_path)
-    uploader(folder, store).pass_once(is_last=False)
-    path = folder / "checkpoints/step_00000004"
-    (path / "__1_0.distcp").unlink()
-    (folder / ".address").write_text(address_of(tmp_path))
+    path, files = without(local_run(tmp_path), store, "__1_0.distcp")
     for file in bucket.rglob("*__1_0*"):
         file.unlink()
     with pytest.raises(CheckpointRejected, match=r"__1_0.distcp is not at file://"):
-        fetch(path, ["__1_0.distcp"])
+        fetch(path, files)
 
 
 def test_what_another_machine_wrote_since_replaces_what_is_here(tmp_path, store):
     here = local_run(tmp_path / "here", content=b"older")
-    add_checkpoint(here, 9)
+    (here / "metrics.jsonl").write_text("older")
+    first = take_claim(store, "", pytest.fail)
+    pull(store, here, first.record, first.before, is_main=True)
+    first.release()
     there = local_run(tmp_path / "there", content=b"newer")
     (there / "metrics.jsonl").write_text("newer")
-    (here / "metrics.jsonl").write_text("older")
-    uploader(there, store).pass_once(is_last=True)
-    pull(store, here, is_current=True, with_logs=True)
-    assert (here / "metrics.jsonl").read_text() == "older"
-    assert (here / "checkpoints/step_00000009").exists()
-    pull(store, here, is_current="", with_logs=True)
+    second = written(store, there)
+    add_checkpoint(here, 9)
+    third = take_claim(store, second.record["id"], pytest.fail)
+    pull(store, here, third.record, third.before, is_main=True)
     assert (here / "metrics.jsonl").read_text() == "newer"
     assert [path.name for path in here.glob("checkpoints/step*")] == ["step_00000004"]
     assert [path.name for path in here.glob("checkpoints/step*/*")] == ["manifest.json"]
 
 
-def test_a_checkpoint_that_is_only_here_is_kept_when_another_machine_wrote_since(tmp_path, store):
+def written(store, folder):
+    """A claim under which a folder was put."""
+    claim = take_claim(store, "", pytest.fail)
+    claim.record["written_by"] = claim.record["id"]
+    Mirror(store, folder, claim).put_new(is_last=True)
+    return claim
+
+
+@pytest.mark.parametrize("pulled", [False, True])
+def test_starts_that_are_killed_before_they_put_anything_leave_what_is_only_on_a_disk(
+    pulled, tmp_path, store
+):
     here = local_run(tmp_path / "here")
-    there = local_run(tmp_path / "there")
-    uploader(there, store).pass_once(is_last=True)
+    claim = take_claim(store, "", pytest.fail)
+    pull(store, here, claim.record, claim.before, is_main=True)
+    claim.record["written_by"] = claim.record["id"]
+    Mirror(store, here, claim).put_new(is_last=True)
     add_checkpoint(here, 9)
-    pull(store, here, is_current="", with_logs=True)
-    (kept,) = here.glob("checkpoints/not_put_step_00000009_*")
-    assert len(list(kept.iterdir())) == 3
+    for _ in range(2):
+        claim = take_claim(store, claim.record["id"], pytest.fail)
+        if pulled:
+            pull(store, here, claim.record, claim.before, is_main=True)
+    claim = take_claim(store, claim.record["id"], pytest.fail)
+    pull(store, here, claim.record, claim.before, is_main=True)
+    names = sorted(path.name for path in here.glob("checkpoints/step*"))
+    assert names == ["step_00000004", "step_00000009"]
+    assert len(list((here / "checkpoints/step_00000009").iterdir())) == 3
 
 
 @pytest.mark.bad_input("run.resume=never at an address that holds a run, on an empty disk")
@@ -652,173 +697,7 @@ def test_a_run_that_may_not_resume_is_refused_where_another_is(finished):
     assert complete(finished / "bucket/run") == before
 
 
-UPLOADER = "dist_amp.storage.uploader"
-
-
-def test_an_uploader_waits_for_the_one_that_a_killed_run_has_left(launch, tmp_path, bucket):
-    folder = local_run(tmp_path)
-    with only_process(folder / ".uploader.lock"):
-        second = launch.start(0, folder, address_of(tmp_path), 60, module=UPLOADER)
-        with pytest.raises(subprocess.TimeoutExpired):
-            second.wait(1)
-        assert not list(bucket.rglob("*distcp*"))
-    assert second.wait(60) == 0
-    assert len(list(bucket.rglob("*distcp*"))) == 2
-
-
-@pytest.mark.bad_input("an object store that is away when a run has been killed")
-def test_an_uploader_whose_run_has_ended_gives_up_after_a_while(launch, tmp_path):
-    folder = local_run(tmp_path)
-    (tmp_path / "bucket").write_text("no folder")
-    done = launch.module(UPLOADER, folder, address_of(tmp_path), 0.5)
-    assert done.returncode == UNFINISHED, done
-    (line,) = done.stderr.splitlines()
-    assert f"{address_of(tmp_path)} is not complete after 0.5 s ([Errno" in line
-    assert f"the rest is in {folder}: the same command on this machine" in line
-
-
-@pytest.mark.bad_input("an object store that takes requests and does not answer")
-def test_a_store_that_does_not_answer_is_warned_of(tmp_path, store, monkeypatch, capsys):
-    monkeypatch.setattr(uploading, "RENEW_SECONDS", 0.1)
-    monkeypatch.setattr(uploading, "WARN_AFTER_SECONDS", 0.5)
-    one = uploader(local_run(tmp_path), store)
-    answers = threading.Event()
-    monkeypatch.setattr(one.lease, "renew", answers.wait)
-    renewing = threading.Thread(target=one._renew)
-    renewing.start()
-    said = ""
-    while "has not been up to date for" not in said:
-        time.sleep(0.1)
-        said += capsys.readouterr().err
-    assert "(it does not answer)" in said
-    assert one.error == "it does not answer"
-    answers.set()
-    one.ended.set()
-    renewing.join()
-
-
-@pytest.mark.bad_input("a full local disk, in a run at an address")
-def test_an_uploader_on_a_full_disk_tries_again_later_and_says_so(
-    tmp_path, store, monkeypatch, capsys
-):
-    once = uploader(local_run(tmp_path), store)
-    once.run_ended.set()
-    pauses = []
-    link = os.link
-
-    def full(*args):
-        if len(pauses) < 8:
-            raise OSError(28, "No space left on device")
-        link(*args)
-
-    clock = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-
-    def sleep(seconds):
-        pauses.append(seconds)
-        clock[0] += seconds
-
-    monkeypatch.setattr(time, "sleep", sleep)
-    monkeypatch.setattr(os, "link", full)
-    once.succeeded = 0.0
-    once.run()
-    assert pauses == [1, 2, 4, 8, 16, 30, 30, 30]
-    said = capsys.readouterr().err.splitlines()
-    assert ["No space left on device" in line for line in said] == [True, True, False]
-    assert f"{store.address} is up to date again" in said[-1]
-    assert is_released(tmp_path / "bucket/run")
-
-
-def test_an_uploader_that_dies_is_started_again_with_a_growing_pause(tmp_path, monkeypatch, capsys):
-    pauses = []
-    monkeypatch.setattr(mirror.time, "sleep", pauses.append)
-    monkeypatch.setattr(Follower, "start", start_of([1, 1, -9, 0]))
-    follower = Follower(address_of(tmp_path), tmp_path, 1.0, None)
-    follower.watcher.join()
-    assert pauses == [1, 2, 4]
-    assert "the uploader has ended with status -9" in capsys.readouterr().err
-
-
-def start_of(statuses):
-    def start(self):
-        return subprocess.Popen(
-            [sys.executable, "-c", f"import os; os._exit({statuses.pop(0)} % 256)"]
-            if statuses[0] >= 0
-            else ["sh", "-c", f"kill {statuses.pop(0)} $$"],
-            stdin=subprocess.PIPE,
-        )
-
-    return start
-
-
-def test_an_uploader_yields_to_training_and_keeps_no_pipe_open(tmp_path):
-    follower = Follower(address_of(tmp_path), local_run(tmp_path), 60.0, None)
-    pid = follower.process.pid
-    assert Path(f"/proc/{pid}/fd/1").readlink() == Path(os.devnull)
-    assert os.getpgid(pid) == pid
-    wait_until(lambda: os.getpriority(os.PRIO_PROCESS, pid) > os.getpriority(os.PRIO_PROCESS, 0))
-    follower.end()
-    follower.wait()
-    assert follower.process.returncode == 0
-
-
-def test_a_run_that_has_lost_its_lease_does_not_replace_the_logs(tmp_path, store, bucket):
-    dead = uploader(local_run(tmp_path / "dead"), store)
-    (tmp_path / "dead/local/metrics.jsonl").write_text("old")
-    live = uploader(local_run(tmp_path / "live"), store)
-    (tmp_path / "live/local/metrics.jsonl").write_text("new")
-    live.pass_once(is_last=True)
-    with pytest.raises(Lost):
-        dead.pass_once(is_last=True)
-    assert (bucket / "metrics.jsonl").read_text() == "new"
-
-
-@pytest.mark.parametrize("before", ["another", "this"])
-def test_a_start_that_fails_leaves_a_stale_folder_stale_and_a_current_one_current(
-    before, tmp_path, store, monkeypatch
-):
-    folder = local_run(tmp_path)
-    first = take(store, tmp_path / "there", print)
-    first.release()
-    record = first.record if before == "this" else {"id": "of an earlier run here"}
-    (folder / ".lease.json").write_text(json.dumps(record))
-    for failing in (True, True, False):
-        lease = take(store, folder, print)
-        lease.release()
-        found = []
-
-        def pulled(store, folder, is_current, with_logs, found=found, failing=failing):
-            found.append(is_current)
-            if failing:
-                raise OSError("the store is away")
-
-        monkeypatch.setattr(mirror, "pull", pulled)
-        with suppress(OSError):
-            pull_since(store, folder, lease.record, lease.before["id"], is_main=True)
-        assert found == [before == "this"]
-    assert json.loads((folder / ".lease.json").read_text())["id"] == lease.record["id"]
-
-
-def test_ranks_that_move_between_nodes_keep_what_is_not_up_yet(tmp_path, store):
-    """Rank 0 was on another node before: this one's parts are as new as its."""
-    here = local_run(tmp_path)
-    lease = take(store, tmp_path / "there", print)
-    lease.release()
-    (here / ".lease.json").write_text(json.dumps({**lease.record, "is_main": False}))
-    moved = take(store, here, print)
-    pull_since(store, here, moved.record, moved.before["id"], is_main=True)
-    assert [path.name for path in here.glob("checkpoints/*")] == ["step_00000004"]
-
-
-@pytest.mark.bad_input("a second run at an address, on a node where the live run's rank 0 is not")
-def test_a_node_without_the_leases_holder_waits_for_a_sign_of_its_life(
-    tmp_path, store, monkeypatch
-):
-    lease = take(store, tmp_path / "there", print)
-    (tmp_path / ".lease.json").write_text(json.dumps({**lease.record, "is_main": False}))
-    monkeypatch.setattr(time, "sleep", lambda seconds: lease.renew())
-    with pytest.raises(Failure, match="is in use by a live run"):
-        take(store, tmp_path, print)
+# ---- claims ----
 
 
 def test_a_folders_file_is_created_by_one_of_two_that_looked_at_once(tmp_path, monkeypatch):
@@ -829,112 +708,96 @@ def test_a_folders_file_is_created_by_one_of_two_that_looked_at_once(tmp_path, m
     assert store.read("leases/1") == b"first"
 
 
-def test_a_store_that_forbids_removals_is_used(tmp_path, store):
-    def forbid(action, name):
-        if action == "remove":
-            raise PermissionError("AccessDenied")
-
-    store.fails = forbid
-    for number in range(1, 4):
-        lease = take(store, tmp_path, print)
-        lease.release()
-        assert lease.name == f"leases/{number:08d}"
-
-
-# ---- the lease ----
-
-
 @pytest.mark.bad_input("a run at an address that another live run writes, also on another machine")
-def test_a_live_runs_address_is_refused_by_its_holders_name(tmp_path, store, monkeypatch):
-    monkeypatch.setattr(leases, "DEAD_SECONDS", 5.0)
-    lease = take(store, tmp_path / "there", print)
-    ended = threading.Event()
-
-    def renew():
-        while not ended.wait(0.2):
-            lease.renew()
-
-    thread = threading.Thread(target=renew)
-    thread.start()
+@pytest.mark.bad_input("a run at an address from a machine whose clock is an hour off")
+@pytest.mark.parametrize("hours", [-1, 0, 1])
+def test_a_live_runs_address_is_refused_by_its_holders_name(hours, tmp_path, store, monkeypatch):
+    claim = take_claim(store, "", pytest.fail)
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 3600 * hours)
+    monkeypatch.setattr(time, "sleep", lambda seconds: claim.renew())
     with pytest.raises(Failure, match=rf"is in use by a live run \(process {os.getpid()} on "):
-        take(store, tmp_path / "here", print)
-    ended.set()
-    thread.join()
+        take_claim(store, "of another disk", print)
 
 
-def test_a_dead_runs_lease_is_taken_after_a_while_and_it_notices_if_it_lives_after_all(
+def silent_since(store, number, seconds):
+    """Make a claim older, by the store's clock."""
+    path = store.path(claim_name(number))
+    now = os.stat(path).st_mtime
+    os.utime(path, (now - seconds, now - seconds))
+
+
+def test_a_dead_runs_address_is_taken_and_it_stops_putting_if_it_lives_after_all(
     tmp_path, store, monkeypatch
 ):
-    monkeypatch.setattr(leases, "DEAD_SECONDS", 1.0)
     said = []
-    dead = take(store, tmp_path / "there", said.append)
-    start = time.monotonic()
-    take(store, tmp_path / "here", said.append)
-    assert time.monotonic() - start >= 1.0
-    assert "waiting up to 1 s for a sign of life" in said[0]
-    with pytest.raises(Lost, match="has taken over"):
+    dead = take_claim(store, "", said.append)
+    silent_since(store, 1, DEAD_SECONDS)
+    assert take_claim(store, "", said.append).number == 2
+    assert said == []
+    with pytest.raises(OSError, match="has taken over"):
         dead.renew()
+    monkeypatch.setattr(time, "sleep", lambda seconds: silent_since(store, 2, DEAD_SECONDS))
+    assert take_claim(store, "", said.append).number == 3
+    assert "did not say that it ended; waiting up to 45 s for a sign of life" in said[0]
 
 
-@pytest.mark.parametrize("how", ["released", "same folder"])
-def test_a_run_that_ended_or_was_of_the_same_folder_is_not_waited_for(how, tmp_path, store):
-    lease = take(store, tmp_path, print)
-    (tmp_path / ".lease.json").write_text(json.dumps({**lease.record, "is_main": True}))
+@pytest.mark.parametrize("how", ["released", "of this disk"])
+def test_a_run_that_ended_or_was_of_the_same_folder_is_not_waited_for(how, store):
+    claim = take_claim(store, "", print)
     if how == "released":
-        lease.release()
-        assert take(store, tmp_path / "here", pytest.fail).name == "leases/00000002"
+        claim.release()
+        assert take_claim(store, "", pytest.fail).number == 2
     else:
-        assert take(store, tmp_path, pytest.fail).name == "leases/00000002"
-
-
-@pytest.mark.bad_input("a second container of the same host name, with the same path to its folder")
-def test_a_container_of_the_same_name_is_refused_while_the_first_lives(
-    tmp_path, store, monkeypatch
-):
-    lease = take(store, tmp_path / "cache", print)
-    monkeypatch.setattr(time, "sleep", lambda seconds: lease.renew())
-    with pytest.raises(Failure, match="is in use by a live run"):
-        take(store, tmp_path / "cache", print)
+        assert take_claim(store, claim.record["id"], pytest.fail).number == 2
 
 
 @pytest.mark.bad_input("a store that lets two writers create one file")
-def test_a_store_that_can_not_tell_two_writers_apart_is_refused(tmp_path, store, monkeypatch):
+def test_a_store_that_can_not_tell_two_writers_apart_is_refused(store, monkeypatch):
     def overwrite(self, name, content):
         self.write(name, content)
         return True
 
     monkeypatch.setattr(Store, "create", overwrite)
     with pytest.raises(Failure, match="lets two writers create one file"):
-        take(store, tmp_path, print)
+        take_claim(store, "", print)
 
 
-def test_of_two_that_take_a_dead_runs_lease_one_gets_it(tmp_path, store):
-    take(store, tmp_path, print).release()
-    taken = []
+@pytest.mark.bad_input("two runs that are started at one address at once")
+@pytest.mark.bad_input("an object store that lists a file a while after it was written")
+@pytest.mark.parametrize("late", [False, True])
+def test_of_two_that_start_at_once_one_gets_the_address(late, store, monkeypatch):
+    if late:
+        monkeypatch.setattr(Store, "sizes", lambda self, folder: {})
+    else:
+        take_claim(store, "", print).release()
+    both = threading.Barrier(2)
+    create = Store.create
+
+    def together(self, name, content):
+        if not both.broken:
+            with suppress(threading.BrokenBarrierError):
+                both.wait(timeout=5)
+            both.abort()
+        return create(self, name, content)
+
+    monkeypatch.setattr(Store, "create", together)
+    monkeypatch.setattr(time, "sleep", lambda seconds: [claim.renew() for claim in claims])
+    claims = []
     refused = []
 
-    def try_it(number):
+    def start():
         try:
-            taken.append(take(Store(store.address), tmp_path / str(number), print))
+            claims.append(take_claim(Store(store.address), "", print))
         except Failure as error:
             refused.append(str(error))
 
-    original = Store.create
-    both = threading.Barrier(2)
-
-    def together(self, name, content):
-        if b"released" not in content:  # else the winner's question to the store
-            both.wait(timeout=30)
-        return original(self, name, content)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Store, "create", together)
-        threads = [threading.Thread(target=try_it, args=[number]) for number in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert len(taken) == len(refused) == 1
+    threads = [threading.Thread(target=start) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(claims) == len(refused) == 1
     assert "is in use by a live run" in refused[0]
 
 
@@ -946,21 +809,22 @@ def test_of_two_that_take_a_dead_runs_lease_one_gets_it(tmp_path, store):
 @pytest.mark.bad_input("run.dir: an address of a bucket without a folder")
 @pytest.mark.bad_input("run.dir: an address within another, or with a password")
 @pytest.mark.parametrize(
-    ("address", "said"),
+    "address",
     [
-        ("s3://bucket", "names no folder in the bucket; add one, as s3://bucket/my_run"),
-        ("s4://bucket/run", "run.dir=s4://... isn't known to let only one of two writers create"),
-        ("hf://buckets/me/all/run", "as a run needs; use an address of s3, s3a, gs, gcs, az, abfs"),
-        ("ftp://me:hush@host/run", "run.dir=ftp://... isn't known to"),
-        ("simplecache::s3://bucket/run", "run.dir=simplecache::s3://... isn't known to"),
-        ("s3://bucket::file:///run", "within another (::) or with a password"),
-        ("s3://key:hush@bucket/run", "its environment variables for credentials"),
+        "s3://bucket",
+        "s4://bucket/run",
+        "hf://buckets/me/all/run",
+        "ftp://me:hush@host/run",
+        "simplecache::s3://bucket/run",
+        "s3://bucket::file:///run",
+        "s3://bucket/run::file:///run",
+        "s3://key:hush@bucket/run",
     ],
 )
-def test_an_address_that_can_not_be_used_is_refused(address, said, tmp_path, monkeypatch):
+def test_an_address_that_can_not_be_used_is_refused(address, tmp_path, monkeypatch):
     monkeypatch.setenv("DIST_AMP_CACHE", str(tmp_path))
     message = message_of(64, local_folder, address)
-    assert said in message
+    assert "is no address for a run: use s3://BUCKET/RUN, gs://, az:// or file:///" in message
     assert "hush" not in message
 
 
@@ -986,6 +850,7 @@ def test_a_loop_of_ones_own_at_an_address_is_refused(tmp_path, monkeypatch):
 
 
 def folder_of_two_nodes(world, folder):
+    mirror.check_not_shared(folder, world)  # of two ranks on one node
     with pytest.raises(ConfigError) as caught:
         mirror.check_not_shared(folder, replace(world, local_rank=0))
     return str(caught.value)
@@ -1121,15 +986,6 @@ def test_a_store_that_can_not_be_used_is_refused_at_the_start(s3, launch, tmp_pa
         assert said in line
 
 
-def kill_uploaders(folder):
-    """Those of runs that were started in a folder."""
-    for path in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            is_uploader = b"dist_amp.storage.uploader" in (path / "cmdline").read_bytes()
-            if is_uploader and (path / "cwd").readlink() == folder:
-                os.kill(int(path.name), signal.SIGKILL)
-
-
 @needs_s3
 @pytest.mark.slow
 @pytest.mark.engine
@@ -1137,7 +993,7 @@ def kill_uploaders(folder):
 def test_whatever_is_killed_checkpoints_are_complete_or_absent_and_the_end_is_the_same(
     seed, s3, launch, tmp_path
 ):
-    """A rank, all ranks or the uploader, at random times; a new disk every other time.
+    """A rank or all ranks, at random times; a new disk every other time.
 
     A run that has ended is compared, and the next kills are another's.
     """
@@ -1150,15 +1006,12 @@ def test_whatever_is_killed_checkpoints_are_complete_or_absent_and_the_end_is_th
     while kills < KILLS or ended == 0:
         name = f"run{ended}"
         ranks = launch.start_each(2, *S3, "--run.dir", f"s3://bucket/{name}", SLEEP="0.4")
-        target = draw.choice(["rank", "ranks", "uploader"])
+        target = draw.choice(["rank", "ranks"])
         if kills < KILLS:
             time.sleep(draw.uniform(2.0, 8.0))
             kills += ranks[0].poll() is None
-            victims = {"rank": ranks[:1], "ranks": ranks}.get(target, [])
-            for one in victims:
+            for one in ranks[:1] if target == "rank" else ranks:
                 one.kill()
-            if target == "uploader":
-                kill_uploaders(tmp_path)
         statuses = [one.wait(120) for one in ranks]
         checkpoints = all_at(tmp_path / "fetched", name)
         if draw.random() < 0.5:
