@@ -52,7 +52,6 @@ class Run:
     startup: Any = None  # a Startup, which times the first step
     step: int = 0
     saved_step: int | None = None
-    saved_between: tuple[float, float] = (0.0, 0.0)  # the latest save, by time.monotonic
     resumed_from_step: int | None = None
     resumed_from: Path | None = None
 

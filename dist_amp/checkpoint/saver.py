@@ -1,7 +1,6 @@
 """Saves checkpoints: all ranks write one together, complete or not at all, with one outcome."""
 
 import shutil
-import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import wait
@@ -57,12 +56,11 @@ class Saver(Observer):
             # A run whose saves stay stuck would lose ever more steps.
             must_succeed = wait or bool(getattr(self._run.metrics.save, "why", ""))
             self.finish()
-            started = time.monotonic()
             self._unsaved.compare()
             snapshot = take_snapshot(self._run)
             may_exist = self._run.step in (self._run.saved_step, self._run.resumed_from_step)
             self._run.saved_step = self._run.step
-            work = partial(self._write, started, may_exist)
+            work = partial(write, world=self._run.world, planner=self._planner, may_exist=may_exist)
             from dist_amp.checkpoint.background import Save, Staging
 
             staging = None
@@ -74,10 +72,6 @@ class Saver(Observer):
             if problem := best_metric_problem(self._run):
                 self.finish(must_succeed=True)
                 raise ConfigError(problem)
-
-    def _write(self, started: float, may_exist: bool, snapshot: Snapshot) -> None:
-        write(snapshot, self._run.world, self._planner, may_exist)
-        self._run.saved_between = (started, time.monotonic())
 
     def on_log(self, row: LogRow) -> None:
         """Check whether the background save has ended, and how: the same on every rank."""

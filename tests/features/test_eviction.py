@@ -7,7 +7,6 @@ import subprocess
 import time
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 
 import pytest
 from messages import message_of
@@ -16,7 +15,6 @@ from ranks import on_ranks
 from test_train import TINY, losses, summary_of, wait_for
 from tiny import Tiny, make_run, take_steps
 
-from dist_amp.checkpoint import saver
 from dist_amp.config.load import load_config
 from dist_amp.supervise import eviction
 from dist_amp.supervise.eviction import EvictionNotice, recognised
@@ -69,20 +67,6 @@ def test_a_notice_is_read_as_the_cloud_gives_it(service):
     assert expected - 3 < end - time.monotonic() <= expected
     assert re.match(rf"{service.cloud}'s notice of an eviction at 20.*: \d\d s of notice$", cause)
     assert {*service.statuses} <= {200, 404}
-
-
-def test_a_token_is_renewed_before_it_expires_and_after_it_was_refused(service, monkeypatch):
-    monkeypatch.setattr(eviction, "TOKEN_SECONDS", 1)
-    with watching("aws") as stop:
-        wait_for(lambda: len(service.tokens) > 1, "a second token")
-        assert 401 not in service.statuses
-        monkeypatch.setattr(eviction, "TOKEN_SECONDS", 21600)
-        known = len(service.tokens)
-        wait_for(lambda: len(service.tokens) > known, "a token that lasts")
-        service.tokens = dict.fromkeys(service.tokens, 0.0)
-        service.notice = in_seconds("aws", 100)
-        wait_for(lambda: stop.notice is not None, "the notice")
-    assert service.statuses.count(401) == 1
 
 
 DMI = {
@@ -189,13 +173,13 @@ def test_failures_are_not_warned_of_at_first_or_right_after_an_answer(
     assert "eviction" not in capsys.readouterr().err
 
 
-PAST = r"72\d\d s ago by this machine's clock: check the clock"
+PAST = r"in -72\d\d s by this machine's clock: check the clock"
 CLOCKS = [
     ("aws", lambda: in_seconds("aws", -7200), PAST),
     ("aws", lambda: in_seconds("aws", 7200), r"in 7\d\d\d s by this machine's clock: check the"),
-    ("aws", lambda: {"action": "terminate", "time": "soon"}, r"at a time .* read, '.*soon"),
+    ("aws", lambda: {"action": "terminate", "time": "soon"}, "at a time that can't be read; it"),
     ("azure", lambda: in_seconds("azure", -7200), PAST),
-    ("azure", lambda: [event("Preempt", "")], "at a time that can't be read, '.*Started"),
+    ("azure", lambda: [event("Preempt", "")], "at a time that can't be read; it"),
 ]
 
 
@@ -353,56 +337,3 @@ def reported(world, lefts):
 )
 def test_all_ranks_name_the_notice_that_ends_first(lefts, cause):
     assert on_ranks(2, reported, lefts) == [cause] * 2
-
-
-# ---- saves that take longer than a notice ----
-
-
-@pytest.mark.parametrize("wait", [False, True])
-def test_a_save_is_timed_from_its_start_until_it_is_published(tmp_path, monkeypatch, wait):
-    words = ["--checkpoint.every", 1, "--run.dir", tmp_path, "--checkpoint.async_save", not wait]
-    run = make_run(None, Tiny(), *words)
-    take_steps(run, 1)
-    times = []
-
-    def timed(call, *args):
-        times.append(time.monotonic())
-        result = call(*args)
-        times.append(time.monotonic())
-        return result
-
-    for name in ("take_snapshot", "publish"):
-        monkeypatch.setattr(saver, name, partial(timed, getattr(saver, name)))
-    with saver.Saver(run) as saving:
-        saving.save(wait)
-        saving.finish()
-    began, ended = run.saved_between
-    assert 0 < began < times[0]
-    assert times[-1] < ended
-
-
-def test_a_save_that_takes_longer_than_the_usual_notice_is_warned_of_once(service, capsys):
-    run = make_run(None, Tiny(), "--run.eviction_notice", "aws")
-    with EvictionNotice(run, Stop()) as observer:
-        observer.after_step(None, [])
-        for seconds in (119.0, 185.0, 190.0):
-            run.saved_between = (10.0, 10.0 + seconds)
-            observer.on_log(None)
-    said = [line for line in capsys.readouterr().err.splitlines() if "checkpoint" in line]
-    assert said == [
-        "warning: a checkpoint takes 185 s, longer than aws's notice of an eviction, 120 s: use a "
-        "faster run.dir, or lower checkpoint.every to the steps that may be lost"
-    ]
-
-
-def test_an_upload_that_takes_longer_than_the_usual_notice_is_warned_of(service, tmp_path, capsys):
-    run = make_run(None, Tiny(), "--run.eviction_notice", "aws", "--run.dir", tmp_path)
-    began = time.monotonic() - 300
-    with EvictionNotice(run, Stop()) as observer:
-        observer.after_step(None, [])
-        run.saved_between = (began, began + 5)
-        observer.on_log(None)
-        assert "checkpoint" not in capsys.readouterr().err
-        (tmp_path / ".uploading/step_00000001").mkdir(parents=True)
-        observer.on_log(None)
-    assert "warning: a checkpoint takes 300 s, longer than aws's notice" in capsys.readouterr().err
