@@ -132,7 +132,7 @@ def test_dependencies_and_pins_are_those_of_what_was_chosen(name, has, made):
 
 def test_a_feature_brings_what_it_needs_and_its_test(made, capsys, tmp_path):
     assert make(tmp_path, "mine", "--with", "slurm") == 0
-    assert "with consistency, machine, rendezvous, many_nodes, needed" in capsys.readouterr().out
+    assert "with machine, rendezvous, many_nodes, needed" in capsys.readouterr().out
     assert (tmp_path / "mine/launch/many_nodes.sh").exists()
     for name in record_of(made["my_project"])["features"]:
         test = f"tests/features/test_{name}.py"

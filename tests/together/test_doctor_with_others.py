@@ -25,6 +25,7 @@ def test_two_ranks_are_started_and_rank_0_prints(launch, tmp_path):
     lines = {check["name"]: check["found"] for check in found["checks"]}
     assert lines["same code"] == "2 ranks have the same code and versions"
     assert " GB/s bus bandwidth with 4 MiB; " in lines["all-reduce"]
+    assert "links in a machine" in lines, found
     assert " GB/s from each rank to the next (median; " in lines["links in a machine"]
     assert " in float32 per rank (median; " in lines["matmul"]
     assert lines["python"] == platform.python_version()
