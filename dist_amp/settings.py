@@ -320,8 +320,6 @@ class CheckpointConfig(Section):
     """
     async_save: bool = True
     """Write in the background, from a copy of the state in host memory; false: training waits."""
-    on_failure: Literal["continue", "stop"] = "continue"
-    """If a checkpoint can't be written: warn and continue until the next one, or end the run."""
 
 
 @dataclass(frozen=True)

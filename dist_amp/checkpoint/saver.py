@@ -86,16 +86,19 @@ class Saver(Observer):
             self._complete(pending.result, must_succeed)
 
     def _complete(self, work: Callable[[], Any], must_succeed: bool = False) -> None:
-        """Errors: Failure if `work` fails and the run is configured to stop then."""
+        """A run trains on without one of its checkpoints: it has the one before.
+
+        Errors: Failure if `work` fails and must not.
+        """
         try:
             work()
         except Failure as error:
-            if must_succeed or self._run.config.checkpoint.on_failure == "stop":
+            if must_succeed:
                 raise
             then = "tries again at the next one"
             if self._run.metrics.save is not None:  # it is stuck
                 then = "trains on, and ends the run if that save has not ended at the next one"
-            self._run.world.warn(f"{error}; checkpoint.on_failure=continue {then}")
+            self._run.world.warn(f"{error}; the run {then}")
 
     def __exit__(self, *error: object) -> None:
         """Wait for the pending save; only briefly if ranks may have diverged: writing needs all."""

@@ -42,7 +42,6 @@ DEFAULT_TASK = "tasks.causal_lm"  # a feature
 NOT_SETTINGS = {"DIST_AMP_PYTHON", "DIST_AMP_LAUNCHER", "DIST_AMP_CACHE", "DIST_AMP_METADATA"}
 NOT_SETTINGS |= {"DIST_AMP_COMMAND", "DIST_AMP_FAILED_AT"}  # of a demo; of a restarted rank
 MASKED = re.compile(rf"(^|//|=){re.escape(MASK)}(@|&|$)")
-RENAMED_VALUES = [("checkpoint.on_failure", "go_on", "continue")]
 
 
 def load_config(argv: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -> Config:
@@ -212,8 +211,6 @@ def from_file(path: str) -> Settings:
             if text := removed(key):
                 say_once(f"{key} {source}{text}")
                 continue
-        for renamed, before, now in RENAMED_VALUES:
-            value = now if (key, value) == (renamed, before) else value
         settings[key] = from_toml(value, source)
     return settings
 

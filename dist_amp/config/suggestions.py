@@ -32,6 +32,7 @@ REMOVED = {
     "compile.fullgraph": "graph breaks are reported and allowed; remove it",
     "compile.dynamic": "set compile.blocks=dynamic, or remove it",
     "train.gc_every": "garbage collection no longer scans the model; remove it",
+    "checkpoint.on_failure": "a run continues without a checkpoint that fails; remove it",
     "optim.decay_ratio": "wsd decays in the last fifth; a task's schedule(step) can differ",
     "debug.ranks": "debug.profile records all ranks; remove it",
     "debug.check_every": "ranks are compared every 100 steps; remove it",

@@ -18,6 +18,7 @@ from dist_amp.errors import ConfigError
 from dist_amp.precision import build_precision
 from dist_amp.run import run_folder
 from dist_amp.settings import (
+    CheckpointConfig,
     DataConfig,
     MixedSourceConfig,
     PrecisionConfig,
@@ -235,12 +236,15 @@ def test_a_removed_setting_of_a_mixtures_source_is_rejected():
     assert_says(message, "data.sources.wiki.revision", "append it to data.name")
 
 
-def test_a_runs_own_config_of_an_earlier_release_is_read(tmp_path, monkeypatch):
-    text = '[train]\nsteps = 7\ngc_every = 10\n[checkpoint]\non_failure = "go_on"\n'
+def test_a_runs_own_config_of_an_earlier_release_is_read(tmp_path, monkeypatch, capsys):
+    text = '[train]\nsteps = 7\ngc_every = 10\n[checkpoint]\non_failure = "stop"\n'
     path = written(tmp_path, text, "config.toml")
     monkeypatch.chdir(tmp_path)
     for config in (load("--config", path), load("--config", "config.toml")):
-        assert (config.train.steps, config.checkpoint.on_failure) == (7, "continue")
+        assert (config.train.steps, config.checkpoint) == (7, CheckpointConfig())
+    left_out = [line for line in capsys.readouterr().err.splitlines() if "gc_every" in line]
+    said = f"line 3 is no longer a setting: {REMOVED['train.gc_every']}"
+    assert left_out == [f"note: train.gc_every in {name}, {said}" for name in (path, "config.toml")]
     assert_says(refusal("--config", written(tmp_path, text)), "train.gc_every", "mine.toml")
 
 
