@@ -19,8 +19,8 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -384,17 +384,24 @@ class Replayed:
         with recorded(self.run, value_of, ["parameter"]) as events:
             return events
 
-    def batches(self) -> list[Any]:
+    @contextmanager
+    def own_random_numbers(self) -> Iterator[None]:
         set_random_state(self._random, self.run.world.device)
-        micro_batches = next(self.run.data)
+        yield
         self._random = random_state(self.run.world.device)
-        return micro_batches
+
+    def skip_step(self) -> None:
+        with self.own_random_numbers():
+            self.replay.step()
+
+    def batches(self) -> list[Any]:
+        with self.own_random_numbers():
+            return next(self.run.data)
 
     def take_step(self, micro_batches: Sequence[Any]) -> list[Event]:
-        set_random_state(self._random, self.run.world.device)
-        with recorded(self.run, value_of, ("forward", "op", "backward", "gradient")) as events:
+        kinds = ("forward", "op", "backward", "gradient")
+        with self.own_random_numbers(), recorded(self.run, value_of, kinds) as events:
             self.replay.step(micro_batches)
-        self._random = random_state(self.run.world.device)
         return events
 
 
@@ -427,7 +434,7 @@ def compare_inside(folders: Sequence[Path], equal_until: int, until: int) -> str
         first = max(replayed.run.step for replayed in runs) + 1
         for replayed in runs:
             while replayed.run.step + 1 < first:
-                replayed.take_step(replayed.batches())
+                replayed.skip_step()
         return f"both replayed: {first_of_steps(runs, first, until)}"
     finally:
         for replayed in runs:
