@@ -303,8 +303,7 @@ def lay_out(
     if sharded and world.device.type == "cuda":
         config = replace(config, parallel=pick_reduction(config.parallel, module, world))
     cast = pick_cast(config.precision, strategy, module, world)
-    accumulation = accumulation_steps(config.train, world.world_size)
-    check_parallel(config.parallel, strategy, cast, module, world, accumulation)
+    check_parallel(config.parallel, strategy, cast, module, world)
     precision = build_precision(cast, sharded or config.parallel.bit_exact, world)
     if config.precision.matmul == "fp8":
         from dist_amp.scaling.float8 import to_float8

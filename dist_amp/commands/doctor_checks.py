@@ -27,8 +27,7 @@ from dist_amp.diagnostics.consistency import check_ranks_agree
 from dist_amp.distributed.machine import (
     CAPABILITY,
     EMULATED,
-    OLDEST_DRIVER,
-    check_architecture,
+    check_kernels,
     cpu_slowdown,
     driver_branch,
     support,
@@ -169,7 +168,7 @@ def gpus() -> Iterator[Check]:
         return
     for name, numbers in kinds.items():
         try:
-            check_architecture(torch.device("cuda", numbers[0]))
+            check_kernels(torch.device("cuda", numbers[0]))
         except ConfigError as error:
             yield fail("gpu", str(error))
             continue
@@ -178,11 +177,8 @@ def gpus() -> Iterator[Check]:
         architecture = f"sm_{properties.major}{properties.minor}"
         yield ok("gpu", f"{len(numbers)} x {name}, {size}, {architecture}")
     if torch.version.cuda:
-        driver = driver_branch()
-        oldest = OLDEST_DRIVER.get(int(torch.version.cuda.split(".")[0]), 0)
-        build = f"torch is built for CUDA {torch.version.cuda}, which needs {oldest} or newer"
-        status = "ok" if driver >= oldest else "warn"
-        yield Check(status, "driver", f"{driver or 'unknown'}; {build}")
+        driver = driver_branch() or "unknown"
+        yield ok("driver", f"{driver}; torch is built for CUDA {torch.version.cuda}")
     if dist.is_nccl_available():
         yield ok("nccl", ".".join(map(str, torch.cuda.nccl.version())))
     else:

@@ -26,27 +26,10 @@ def check_parallel(
     precision: PrecisionConfig,
     module: nn.Module,
     world: World,
-    accumulation: int = 1,
 ) -> None:
     """Reject a strategy that the model rules out, and settings of [parallel] that do not fit."""
     on_cpu = world.device.type == "cpu"
-    if strategy != "single" and isinstance(module, nn.ModuleDict | nn.ModuleList):
-        raise DataError(
-            f"the task's build_model returned a {type(module).__name__}, which can't be called, as "
-            f"parallel.strategy={strategy} needs; put it into an nn.Module with a forward"
-        )
     for name, part in module.named_modules():
-        is_scaled = getattr(part, "scale_grad_by_freq", False) and part.weight.requires_grad
-        if is_scaled and world.world_size * accumulation > 1:
-            raise ConfigError(
-                f"the layer {name} has scale_grad_by_freq=True, which counts indices in each "
-                "micro-batch alone; use False, or one micro-batch per step on one rank"
-            )
-        if isinstance(part, nn.SyncBatchNorm) and on_cpu and strategy != "single":
-            raise ConfigError(
-                f"the layer {name} is a SyncBatchNorm, which torch computes over the ranks on GPUs "
-                "only, and run.device is the CPU; use batch norm there, or run.device=cuda"
-            )
         if getattr(part, "max_norm", None) is not None and strategy != "single":
             raise ConfigError(
                 f"the layer {name} has max_norm={part.max_norm:g}, by which its forward rescales "

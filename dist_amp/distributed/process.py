@@ -73,9 +73,9 @@ def place_of(config: RunConfig) -> tuple[int, int, int, int, torch.device]:
         )
     device = torch.device("cuda", local_rank % gpus)
     if present("distributed.machine"):
-        from dist_amp.distributed.machine import check_architecture
+        from dist_amp.distributed.machine import check_kernels
 
-        check_architecture(device)
+        check_kernels(device)
     return rank, local_rank, world_size, local_world_size, device
 
 

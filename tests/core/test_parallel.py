@@ -89,10 +89,6 @@ def normed():
     return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
 
 
-def by_frequency():
-    return nn.Sequential(nn.Embedding(8, 8, scale_grad_by_freq=True))
-
-
 def channels_last():
     return nn.Sequential(nn.Conv2d(2, 2, 3)).to(memory_format=torch.channels_last)
 
@@ -101,7 +97,6 @@ def channels_last():
     "batch norm with `precision.cast_by=policy`, or with a half-precision `param_dtype` or "
     "`reduce_dtype`"
 )
-@pytest.mark.bad_input("an embedding with scale_grad_by_freq=True, in several micro-batches")
 @pytest.mark.bad_input("a parameter that is not contiguous (channels_last) under fsdp or hsdp")
 @pytest.mark.bad_input("a trained parameter without dimensions under fsdp or hsdp")
 @pytest.mark.parametrize(
@@ -125,8 +120,6 @@ def channels_last():
             scalar_weight,
             "the parameter scale, which is a scalar; give it the shape",
         ),
-        ("ddp", {}, {}, by_frequency, "the layer 0 has scale_grad_by_freq=True"),
-        ("fsdp", {}, {}, by_frequency, "use False, or one micro-batch per step on one"),
     ],
 )
 def test_settings_and_models_that_do_not_go_together_are_refused(

@@ -248,7 +248,8 @@ def message_of_a_step(world, task, strategy):
 
 
 @pytest.mark.bad_input("a loss that uses more of the model than its call, over several ranks")
-@pytest.mark.parametrize("task", [CallsAPart(), CallsAMethod()])
+@pytest.mark.bad_input("a model that can't be called (ModuleDict), over several ranks")
+@pytest.mark.parametrize("task", [CallsAPart(), CallsAMethod(), CanNotBeCalled()])
 def test_a_loss_that_uses_more_of_the_model_than_its_call_is_told_to_call_it(task):
     for message in on_ranks(2, message_of_a_step, task, "ddp"):
         assert message.startswith(
@@ -260,16 +261,6 @@ def test_a_loss_that_uses_more_of_the_model_than_its_call_is_told_to_call_it(tas
 def test_a_part_of_a_sharded_model_called_on_its_own_is_explained():
     for message in on_ranks(2, message_of_a_step, CallsAPart(), "fsdp"):
         assert "did more with its model than call it" in message
-
-
-@pytest.mark.bad_input("a model that can't be called (ModuleDict), over several ranks")
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_model_that_can_not_be_called_is_refused_over_several_ranks(strategy):
-    assert take_steps(make_run(World(), CanNotBeCalled()), 1)
-    for message in on_ranks(2, message_of_a_step, CanNotBeCalled(), strategy):
-        assert message.startswith(
-            "the task's build_model returned a ModuleDict, which can't be called"
-        )
 
 
 class Calls(CallsAMethod):
@@ -403,24 +394,10 @@ def with_forward(forward, **parts):
     return model
 
 
-class SyncNorm(Tiny):
-    def build_model(self):
-        return nn.Sequential(nn.Linear(8, 8), nn.SyncBatchNorm(8), nn.Linear(8, 1))
-
-
 def refusal_of_a_build(world, task, *words):
     with pytest.raises(ConfigError) as error:
         make_run(world, task, *words)
     return str(error.value)
-
-
-@pytest.mark.bad_input("SyncBatchNorm on CPU ranks")
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_synchronised_batch_norm_on_cpu_ranks_is_refused_before_the_first_step(strategy):
-    words = ["--parallel.strategy", strategy, "--use_amp", "false"]
-    for message in on_ranks(2, refusal_of_a_build, SyncNorm(), *words):
-        assert message.startswith("the layer 1 is a SyncBatchNorm, which torch computes over the")
-    take_steps(make_run(World(), SyncNorm(), "--use_amp", "false"), 1)
 
 
 class Coupled(Tiny):

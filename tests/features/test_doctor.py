@@ -16,6 +16,7 @@ import torch
 
 from dist_amp.commands import doctor, doctor_checks
 from dist_amp.commands.doctor_checks import fail, ok, warn
+from dist_amp.errors import ConfigError
 
 usage = namedtuple("usage", "total used free")
 
@@ -97,9 +98,9 @@ def test_a_package_that_is_not_the_pinned_release_is_a_warning(monkeypatch, tmp_
 
 @pytest.fixture
 def two_gpus(monkeypatch):
-    """two_gpus(capability, driver): two equal GPUs, and torch for CUDA 12.6."""
+    """two_gpus(capability): two equal GPUs, and torch for CUDA 12.6."""
 
-    def make(capability, driver=560, name="Fake GPU"):
+    def make(capability, name="Fake GPU"):
         properties = namedtuple("properties", "total_memory major minor")(80 * 2**30, *capability)
         for function, value in {
             "is_available": True,
@@ -107,11 +108,12 @@ def two_gpus(monkeypatch):
             "get_device_name": name,
             "get_device_capability": capability,
             "get_device_properties": properties,
-            "get_arch_list": ["sm_70", "sm_80", "sm_90"],
         }.items():
             monkeypatch.setattr(torch.cuda, function, lambda *_, value=value: value)
         monkeypatch.setattr(torch.version, "cuda", "12.6")
-        monkeypatch.setattr(doctor_checks, "driver_branch", lambda: driver)
+        monkeypatch.setattr(doctor_checks, "driver_branch", lambda: 560)
+        monkeypatch.setattr(doctor_checks, "check_kernels", lambda device: None)
+        monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
 
     return make
 
@@ -122,25 +124,24 @@ def test_gpus_that_torch_cannot_use_or_has_no_code_for_and_a_missing_nccl_fail(
 ):
     monkeypatch.setattr(doctor_checks, "why_unused", lambda: "8 NVIDIA GPUs, and driver 525 ...")
     assert only(doctor_checks.gpus()) == fail("gpu", "8 NVIDIA GPUs, and driver 525 ...")
-    two_gpus((6, 0), name="Old GPU")
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+
+    def refuse(device):
+        raise ConfigError("Old GPU is sm_60, and torch ...")
+
+    two_gpus((6, 0))
+    monkeypatch.setattr(doctor_checks, "check_kernels", refuse)
     gpu, _, nccl = doctor_checks.gpus()
-    assert gpu.status == "fail"
-    assert gpu.found.startswith("Old GPU is sm_60, and torch ")
+    assert gpu == fail("gpu", "Old GPU is sm_60, and torch ...")
     missing = fail("nccl", "missing in this build of torch", "install one from pytorch.org")
     assert nccl == missing
 
 
-def test_gpus_are_counted_and_their_driver_is_compared_with_the_build(two_gpus, monkeypatch):
+def test_gpus_are_counted_and_their_driver_and_the_build_are_shown(two_gpus):
     two_gpus((9, 0))
-    compared = "560; torch is built for CUDA 12.6, which needs 525 or newer"
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
     assert list(doctor_checks.gpus())[:2] == [
         ok("gpu", "2 x Fake GPU, 80 GiB, sm_90"),
-        ok("driver", compared),
+        ok("driver", "560; torch is built for CUDA 12.6"),
     ]
-    two_gpus((9, 0), driver=470)
-    assert list(doctor_checks.gpus())[1].status == "warn"
 
 
 @pytest.mark.parametrize(
