@@ -28,6 +28,7 @@ from dist_amp.config.load import load_config
 from dist_amp.config.task_class import find_task
 from dist_amp.config.text import to_toml
 from dist_amp.diagnostics.limits import Limits
+from dist_amp.distributed.process import tell_launcher
 from dist_amp.errors import Failure
 from dist_amp.files import present, run_dir
 from dist_amp.run import Run, ScriptRun, build_run, run_folder
@@ -303,8 +304,11 @@ def run_job(config: Config, job: Job, contexts: ExitStack, run: ScriptRun | None
     job.startup.lap("checks")
     train(run, stop)
     if stop.agreed and not stop.by_task:
-        return close_preempted(run, stop)
-    return close_run(run, stop)
+        status = close_preempted(run, stop)
+    else:
+        status = close_run(run, stop)
+    tell_launcher(status)
+    return status
 
 
 def newest_run(config: Config, job: Job, folder: Path) -> ScriptRun:

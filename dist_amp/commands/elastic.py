@@ -1,242 +1,53 @@
-"""torchrun's elastic agent in this process: whether to restart failed ranks, and how they ended.
+"""torchrun in this process: when it restarts failed ranks, how it is stopped, how the ranks ended.
 
-A subclass takes the agent's place in torch's module, and reads private names. Where torch has other
-ones, failures are restarted as by torchrun, and exit codes after a signal are unknown. A rank that
-fails by itself leaves its report in torchrun's error file (supervise/failure.py).
+Only public parts of torch are used. torchrun's agent reports metrics, about ten times a second, and
+an exception from a handler of them ends it in order: it stops the ranks. `Watch` is that handler.
+It ends the agent after a signal, so that none interrupts the start of a rank, and in place of a
+restart that would fail again. A rank that ends by itself leaves its status in torchrun's error
+file, the first one with its error. What torchrun logs goes into a file beside these.
 """
 
-import math
+import json
+import logging
 import os
 import re
 import signal
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
-from unittest.mock import patch
+from typing import NamedTuple
 
-import torch.distributed as dist
 from torch.distributed import run as torchrun
-from torch.distributed.elastic.agent.server.api import WorkerState
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.metrics import api as metrics
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing import api as processes
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, dynamic_rendezvous
-from torch.distributed.launcher import api
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from dist_amp.distributed.process import LAUNCHER, in_time
-from dist_amp.distributed.rendezvous import loopback_listener
-from dist_amp.errors import SAVED_AND_STOPPED, ConfigError, DataError, Failure, NumericsError
+from dist_amp.distributed.signals import BEFORE_RANKS, STOP_SIGNALS, handle_signals
+from dist_amp.errors import SAVED_AND_STOPPED, ConfigError, DataError, NumericsError
+from dist_amp.telemetry.startup import FAILED_AT
 
-GONE_SECONDS = 15.0  # assumed: by then ranks that save or fail without the lost node have ended
-SAVED_AND_LEAVES = """saved: this node leaves; those without a signal continue, unless it had the \
-rendezvous; the same command joins again"""
+SIGNALS = (*STOP_SIGNALS, signal.SIGQUIT)
 SECONDS_TO_AGAIN = 1.0  # assumed: two SIGINT in less are one Ctrl-C, sent to the launcher twice
-
-KINDS = (Failure, ConfigError, DataError, NumericsError)
-FAILS_AGAIN = (ConfigError.exit_code, NumericsError.exit_code, SAVED_AND_STOPPED)
-KNOWN = {0, SAVED_AND_STOPPED, *(kind.exit_code for kind in KINDS)}
-
-Failures = Mapping[int, ProcessFailure]  # by rank, of this machine, when the agent looked
+FAILS_AGAIN = (ConfigError.exit_code, NumericsError.exit_code)
+KNOWN = (0, 1, SAVED_AND_STOPPED, DataError.exit_code, *FAILS_AGAIN)
 
 
-# --- the agent
+class Report(NamedTuple):
+    """How a rank ended by itself. line: its error in one line. step: how many the run had taken.
 
-
-def run_agent(options: Namespace, restarts: "Restarts") -> None:
-    """Run torchrun's agent in this process until all ranks have ended.
-
-    Errors: torchrun's, with `exit_codes`: one of each rank of this machine that was started.
-    """
-    signals = Signals()
-
-    class Agent(LocalElasticAgent):
-        complete_at = 0.0  # when all nodes of this start were there
-
-        def _rendezvous(self, worker_group: Any) -> None:
-            if restarts.elastic:
-                say_waiting(worker_group.spec.rdzv_handler)
-            super()._rendezvous(worker_group)
-            self.complete_at = time.monotonic()
-            if restarts.elastic:
-                number, size = worker_group.group_rank, worker_group.group_world_size
-                say(f"this one has joined as node {number} of {size}; node 0 prints the run")
-
-        def _start_workers(self, worker_group: Any) -> Any:
-            signals.held = True  # the agent does not know these ranks yet: it would leave them
-            started = super()._start_workers(worker_group)
-            signals.held = False
-            signals.deliver()
-            return started
-
-        def run(self, *role: str) -> Any:
-            try:
-                return super().run(*role)
-            except Exception as error:
-                exit_codes = [process.returncode for process in _processes(self)]
-                error.exit_codes = exit_codes  # type: ignore[attr-defined]
-                if restarts.elastic and isinstance(error, SignalException):
-                    leave(self._worker_group.spec.rdzv_handler, self.complete_at)
-                    if {*exit_codes} == {SAVED_AND_STOPPED}:
-                        say(SAVED_AND_LEAVES)
-                raise
-
-        def _monitor_workers(self, worker_group: Any) -> Any:
-            signals.deliver()  # torch's agent may have swallowed the exception
-            result = super()._monitor_workers(worker_group)
-            left = getattr(self, "_remaining_restarts", 0)
-            runs = restarts.elastic and result.state == WorkerState.HEALTHY
-            if result.failures:
-                joins = restarts.elastic and worker_group.spec.rdzv_handler.num_nodes_waiting() > 0
-                self._remaining_restarts = restarts(result.failures, left, joins)
-            elif not runs or is_complete(worker_group):
-                self.complete_at = time.monotonic()
-            elif time.monotonic() - self.complete_at > GONE_SECONDS:
-                say("one has left, for which ranks wait here: all restart")
-                result.state = WorkerState.UNHEALTHY
-                self._remaining_restarts = left + 1  # torch's agent takes one away
-            return result
-
-        def _restart_workers(self, worker_group: Any) -> None:
-            os.environ["DIST_AMP_FAILED_AT"] = f"{time.time()}"  # for telemetry/startup.py
-            super()._restart_workers(worker_group)
-
-        def _shutdown(self, *after_signal: Any, **timeout: Any) -> None:
-            if after_signal or signals.arrived:  # a second one may have lost the first
-                signals.saving(_processes(self))
-            elif not timeout and self._worker_group.state == WorkerState.HEALTHY:
-                say("one joins: all ranks save and restart")
-                if hasattr(self, "_shutdown_timeout"):  # not the 30 s after a failure
-                    timeout["timeout"] = self._shutdown_timeout
-            super()._shutdown(*after_signal, **timeout)
-
-    os.environ[LAUNCHER] = str(os.getpid())
-    with (
-        patch.object(api, "LocalElasticAgent", Agent),
-        patch.object(c10d_rendezvous_backend, "TCPStore", local_store, create=True),
-        patch.object(processes, "_terminate_process_handler", signals, create=True),
-    ):
-        torchrun.run(options)
-
-
-def local_store(host: str, port: int, **options: Any) -> dist.Store:  # type: ignore[name-defined]
-    """torchrun's store, which other machines can't reach if it is for this one."""
-    if options.get("is_master"):
-        port, options["master_listen_fd"] = loopback_listener(host, port)
-    return dist.TCPStore(host, port, **options)  # type: ignore[attr-defined]
-
-
-def is_complete(worker_group: Any) -> bool:
-    """Whether all nodes that have started together are still there."""
-    with suppress(AttributeError):
-        state = worker_group.spec.rdzv_handler._state_holder.state  # at most 1 s old
-        return len(state.participants) >= worker_group.group_world_size
-    return True
-
-
-def leave(handler: Any, joined_at: float) -> None:
-    """Tell the other nodes that this one has left, which they would notice after 15 s."""
-    with suppress(Exception):
-        time.sleep(max(0.0, joined_at + 2 - time.monotonic()))  # they look each second
-        handler._stop_heartbeats()
-        exit_it = dynamic_rendezvous._RendezvousExitOp()
-        in_time(5.0, lambda: handler._op_executor.run(exit_it, math.inf))
-
-
-def say_waiting(handler: Any) -> None:
-    with suppress(AttributeError):  # etcd's handler has no settings
-        to = handler.settings
-        more = to.timeout.last_call.total_seconds()
-        lost = more + to.keep_alive_interval.total_seconds() * to.keep_alive_max_attempt
-        text = f"waiting for at least {to.min_nodes}, and {more:g} s for more"
-        say(f"{text} ({lost:g} s if one was lost)")
-
-
-def say(text: str) -> None:
-    print(f"nodes  {text}", file=sys.stderr, flush=True)
-
-
-class Signals:
-    """In place of torch's signal handler, whose exception may come at a bad time, or be swallowed.
-
-    Held while ranks start. Once they save, only a second Ctrl-C counts, and kills them.
+    at_start: the rank's process had taken no step. transient: another rank is the cause.
     """
 
-    def __init__(self) -> None:
-        self.held = False
-        self.arrived: signal.Signals | None = None
-        self._ranks: Sequence[Any] = ()
-        self._saving_since = 0.0
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if not self._saving_since:
-            self.arrived = signal.Signals(number)
-            if not self.held:
-                self.deliver()
-        elif number == signal.SIGINT and time.monotonic() - self._saving_since >= SECONDS_TO_AGAIN:
-            for rank in self._ranks:
-                with suppress(ProcessLookupError):
-                    rank.kill()
-
-    def deliver(self) -> None:
-        """Errors: SignalException if a signal has arrived."""
-        if self.arrived is not None:
-            text = f"process {os.getpid()} got {self.arrived.name}"
-            raise SignalException(text, sigval=self.arrived)
-
-    def saving(self, ranks: Sequence[Any]) -> None:
-        """These processes save after a signal from now on."""
-        self._ranks = ranks
-        self._saving_since = time.monotonic()
-
-
-def _processes(agent: LocalElasticAgent) -> list[Any]:
-    """The ranks of this machine, each a subprocess.Popen; [] if unknown."""
-    handlers = getattr(getattr(agent, "_pcontext", None), "subprocess_handlers", {})
-    return [handler.proc for handler in handlers.values()]
-
-
-# --- how the ranks ended
-
-
-class Ended(NamedTuple):
-    """The rank that explains a failure.
-
-    text: its report or ""; step: how many it had taken; line: the text in one line, if it is of
-    this project; at_start: its process had taken none; transient: another rank is the cause.
-    """
-
-    rank: int
-    pid: int
-    exit_code: int
+    status: int = 1
     text: str = ""
-    step: int = 0
     line: str = ""
+    step: int = 0
     at_start: bool = False
     transient: bool = False
-
-    @property
-    def cause(self) -> str:
-        """One line without the rank's traceback."""
-        if self.text:
-            return self.line or self.text.strip().splitlines()[0].removeprefix("error: ")
-        rank = f"rank {self.rank} (process {self.pid})"
-        if self.exit_code >= 0:
-            return f"{rank} ended with status {self.exit_code} and reported nothing"
-        name = signal_name(-self.exit_code)
-        hint = ""
-        if name == "SIGKILL":
-            hint = " (by the kernel, if the machine ran out of memory)"
-        return f"{rank} was killed by {name}{hint}"
-
-    @property
-    def status(self) -> int:
-        return self.exit_code if self.exit_code in KNOWN else 1
 
     @property
     def plain(self) -> str:
@@ -244,86 +55,160 @@ class Ended(NamedTuple):
         return re.sub(r"0x[0-9a-f]+", "0x", re.sub(r"^rank \d+: ", "", self.text))
 
 
-def who_explains(failures: Failures) -> Ended:
-    """The rank that left a report; else the one that failed first."""
-    ends = []
-    for rank, failure in sorted(failures.items(), key=lambda item: item[1].timestamp):
-        end = Ended(rank, failure.pid, failure.exitcode)
-        if isinstance(failure.message, dict):
-            text = str(failure.message.get("message", ""))
-            extra: dict[str, Any] = failure.message.get("extraInfo", {})
-            step = int(extra.get("step", 0))
-            at_start = bool(extra.get("at_start", step == 0))
-            transient = bool(extra.get("transient"))
-            end = Ended(*end[:3], text, step, str(extra.get("line", "")), at_start, transient)
-        ends.append(end)
-    return next((end for end in ends if end.text), ends[0])
+def report_from(path: Path) -> Report:
+    """Read an error file, which a module that is not of this project may have written."""
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        message = json.loads(path.read_text())["message"]
+        facts = {name: message["extraInfo"].get(name) for name in Report._fields}
+        known = {name: value for name, value in facts.items() if value is not None}
+        return Report(**{**known, "text": message["message"]})
+    return Report()
 
 
-def signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"
+class RestartRefused(Exception):
+    """The ranks have stopped, or failed in a way that would come again."""
 
 
-@dataclass
-class Restarts:
-    """Decides on restarts, of which there are `most`: none after a wrong setting, wrong numbers, a
-    stop, an error before the first step, or the same error twice.
+class Watch(metrics.MetricHandler):
+    """Ends torchrun's agent after a signal, and in place of a restart that would fail again.
 
-    elastic: nodes may come and go. One that leaves in order, on which all ranks stop, uses up none,
-    and an error after further steps, as the loss of a node is, has them counted from `most` again.
+    elastic: nodes may come and go. Before one leaves, the ranks of all save and stop; the others
+    restart.
     """
 
-    most: int
-    elastic: bool = False
-    furthest: int = field(default=0, init=False)  # the step of the latest error
-    last: Ended | None = field(default=None, init=False)
-    why_not: str = field(default="", init=False)
+    def __init__(self, folder: Path, restarts: int, elastic: bool = False):
+        self.folder = folder  # of torchrun's log and error files
+        self.signal: signal.Signals | None = None
+        self.why_not = ""  # there was no restart, where the report does not say it
+        self._elastic = elastic
+        self._restarts = self._left = restarts
+        self._last: Report | None = None  # the error before the latest restart
+        self._signal_at = 0.0
+        self._log = TorchrunLog(folder / "torchrun.log", delay=True)
+        logger = logging.getLogger("torch.distributed")
+        logger.propagate = False
+        logger.handlers = [self._log]
 
-    def __call__(self, failures: Failures, left: int, joins: bool = False) -> int:
-        """How many are left, with the one that follows now; 0: none. joins: a node waits to."""
-        ended = who_explains(failures)
-        if self.elastic and ended.exit_code == SAVED_AND_STOPPED:
-            say(f"one {'joins' if joins else 'has left'}: all ranks save and restart")
-            return left + 1
-        if self.elastic and ended.step > self.furthest:
-            self.furthest = ended.step
-            left = self.most
-        before = self.last
-        self.last = ended
-        reports_itself = bool(ended.text) and not ended.transient
-        # After a restart it may be what the failure before it has left, as of a disk.
-        is_first = before is None and ended.at_start and reports_itself
-        if is_first or ended.exit_code in FAILS_AGAIN or not left:
-            return 0
-        if before and reports_itself and ended.plain == before.plain and ended.step <= before.step:
-            again = "the same error came twice with no step between"
-            self.why_not = f"; not restarted: {again} (after step {ended.step})"
-            return 0
-        why = "" if ended.text else f": {ended.cause}"  # its report is on the screen
-        number = self.most - left + 1
-        print(f"restart {number} of {self.most}{why}", file=sys.stderr, flush=True)
-        return left
+    def emit(self, metric_data: metrics.MetricData) -> None:
+        """Errors: SignalException; RestartRefused."""
+        name = metric_data.name
+        if self.signal and (name.startswith("workers.") or name.endswith(".success")):
+            raise SignalException(f"got {self.signal.name}", self.signal)
+        if name.endswith(".remaining_restarts"):
+            self._left = metric_data.value
+        elif name.endswith((".failed", ".unhealthy")) and self._left:
+            self._before_restart()
 
-    def line(self, ended: Ended) -> str:
-        """What to say of the last failure; "" where the rank's report on the screen says all."""
-        if self.why_not or not (ended.text or ended.exit_code == SAVED_AND_STOPPED):
-            return f"{ended.cause}{self.why_not}"
-        return ""
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Errors: SignalException without any rank, for which the agent may wait long."""
+        if self.signal is None:
+            self.signal = signal.Signals(number)
+            self._signal_at = time.monotonic()
+            if not children():
+                raise SignalException(f"got {self.signal.name}", self.signal)
+        elif number == signal.SIGINT and time.monotonic() - self._signal_at > SECONDS_TO_AGAIN:
+            for rank in children():  # they save
+                with suppress(ProcessLookupError):
+                    os.kill(rank, signal.SIGKILL)
+
+    def reports(self) -> list[Report]:
+        """Those of this machine's ranks in the latest attempt, in the order of their ends."""
+        attempts = self.folder.glob("*/attempt_*")
+        latest = max(attempts, key=lambda path: path.stat().st_mtime_ns, default=self.folder)
+        files = sorted(latest.glob("*/error.json"), key=lambda path: path.stat().st_mtime_ns)
+        return [*map(report_from, files)]
+
+    def _before_restart(self) -> None:
+        """Errors: RestartRefused."""
+        os.environ[FAILED_AT] = f"{time.time()}"  # for the ranks that are started next
+        reports = self.reports()
+        report = explaining(reports)
+        is_first = self._left == self._restarts
+        stopped = report.status == SAVED_AND_STOPPED and not self._elastic
+        if stopped or report.status in FAILS_AGAIN:
+            raise RestartRefused
+        if report.text and not report.transient:
+            # After a restart it may be what the failure before it has left, as of a disk.
+            if is_first and report.at_start:
+                raise RestartRefused
+            last = self._last
+            self._last = report
+            if last and report.plain == last.plain and report.step <= last.step:
+                again = "the same error came twice with no step between"
+                self.why_not = f"not restarted: {again} (after step {report.step})"
+                raise RestartRefused
+        why = "" if reports else f": {self._log.death}"
+        number = self._restarts - self._left + 1
+        print(f"restart {number} of {self._restarts}{why}", file=sys.stderr, flush=True)
 
 
-def after_signal(name: str, exit_codes: Sequence[int | None]) -> tuple[int, str]:
-    """(exit status, line or ""): how the ranks here ended after a signal to the launcher."""
-    killed = {signal_name(-code) for code in exit_codes if code is not None and code < 0}
-    if killed or not exit_codes or None in exit_codes:
-        how = "their ends are unknown"
-        if killed:
-            how = f"ranks ended by {', '.join(sorted(killed))}"
-        early = f"stopped by {name} before all ranks had saved and left ({how})"
-        return 1, f"{early}; checkpoints written before are intact"
-    statuses = [code for code in exit_codes if code] or [0]
-    if SAVED_AND_STOPPED in statuses:
-        return max(set(statuses), key=statuses.count), ""
-    return next((code for code in statuses if code in KNOWN), 1), ""
+class TorchrunLog(logging.FileHandler):
+    """torchrun's log. death: how the latest failed rank ended, as far as it says so."""
+
+    death = "a rank ended and reported nothing"
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if str(record.msg).startswith("failed (exitcode: %s) local_rank: %s (pid: %s)"):
+            exit_code, local_rank, pid, *_ = map(str, record.args or ())
+            self.death = death_of(f"local rank {local_rank} (process {pid})", int(exit_code))
+        super().emit(record)
+
+
+def children() -> list[int]:
+    """This process's children, which are ranks. Source: proc(5)."""
+    path = Path(f"/proc/self/task/{os.getpid()}/children")
+    return [int(pid) for pid in path.read_text().split()]
+
+
+def run_agent(options: Namespace, ranks: int, elastic: bool) -> tuple[int, str]:
+    """Run torchrun's agent until all ranks have ended: (exit status, last line or "").
+
+    ranks: of this machine. Errors: what torchrun itself fails with.
+    """
+    watch = Watch(Path(options.log_dir), options.max_restarts, elastic)
+    metrics.configure(watch)
+    try:
+        with handle_signals(watch.on_signal, SIGNALS):
+            torchrun.run(options)
+    except SignalException as stopped:
+        if not any(watch.folder.glob("*/attempt_*")):
+            return 1, f"stopped by {stopped.sigval.name}{BEFORE_RANKS}"
+        return after_signal(stopped.sigval.name, watch.reports(), ranks)
+    except RestartRefused:
+        report = explaining(watch.reports())
+        return report.status, f"{report.line}; {watch.why_not}" if watch.why_not else ""
+    except ChildFailedError as error:
+        if reports := watch.reports():
+            return explaining(reports).status, ""
+        rank, failure = error.get_first_failure()
+        status = failure.exitcode if failure.exitcode in KNOWN else 1
+        return status, death_of(f"rank {rank} (process {failure.pid})", failure.exitcode)
+    finally:
+        metrics.configure(metrics.NullMetricHandler())
+    return 0, ""
+
+
+def explaining(reports: Sequence[Report]) -> Report:
+    """The report that says why the ranks ended: an error rather than what followed from it."""
+    return min(reports, key=lambda report: (not report.text, report.transient), default=Report())
+
+
+def death_of(rank: str, exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"{rank} ended with status {exit_code} and reported nothing"
+    name = f"signal {-exit_code}"
+    with suppress(ValueError):  # a real-time signal
+        name = signal.Signals(-exit_code).name
+    hint = " (by the kernel, if the machine ran out of memory)" if name == "SIGKILL" else ""
+    return f"{rank} was killed by {name}{hint}"
+
+
+def after_signal(name: str, reports: Sequence[Report], ranks: int) -> tuple[int, str]:
+    """(exit status, last line or ""): how the ranks of this machine ended after a signal."""
+    statuses = [report.status for report in reports]
+    if errors := [status for status in statuses if status not in (0, SAVED_AND_STOPPED)]:
+        return errors[0], ""  # a rank has said why
+    if len(statuses) == ranks:
+        return max(statuses), ""
+    early = f"stopped by {name} before all ranks had saved and left"
+    return 1, f"{early}; checkpoints written before are intact"

@@ -11,20 +11,22 @@ one line of an error, and with their exit status: 0 done, 64 wrong setting, 65 d
 70 numerics, 75 stopped by a signal and saved (the same command continues), 1 anything else. If a
 rank fails or dies, all restart from the last checkpoint, up to --max-restarts times (3).
 
-`-m MODULE ARGUMENTS` at the end starts another module. In the environment: OMP_NUM_THREADS (CPU
-threads per rank), PYTORCH_ALLOC_CONF (torch's GPU allocator; expandable_segments:True),
-TORCH_ELASTIC_SHUTDOWN_TIMEOUT (seconds for saving after a signal; 120).
-LOGLEVEL=INFO shows torchrun's own log.
+`-m MODULE ARGUMENTS` at the end starts another module. --log-dir DIR keeps torchrun's own log, as
+DIR/torchrun.log. In the environment: OMP_NUM_THREADS (CPU threads per rank), PYTORCH_ALLOC_CONF
+(torch's GPU allocator; expandable_segments:True), TORCH_ELASTIC_SHUTDOWN_TIMEOUT (seconds for
+saving after a signal; 120).
 
 Docs: docs/launching.md
 """
 
-import logging
 import math
-import multiprocessing
 import os
+import shutil
 import signal
+import subprocess
 import sys
+import tempfile
+import uuid
 from argparse import ArgumentError, ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout, suppress
@@ -45,32 +47,29 @@ if __name__ == "__main__":
         os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
 
 import torch
+import torch.distributed as dist
 from torch.distributed import DistError
 from torch.distributed import run as torchrun
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousError,
     RendezvousTimeoutError,
 )
-from torch.numa.binding import AffinityMode, NumaOptions
 
-from dist_amp.commands.elastic import Restarts, after_signal, run_agent, who_explains
+from dist_amp.commands.elastic import run_agent
 from dist_amp.config.auto import accumulation_steps
 from dist_amp.config.help import show_if_asked
 from dist_amp.config.load import collect, load_config, target_in
 from dist_amp.config.suggestions import check_unknown
 from dist_amp.distributed.launchers import refuse_copies
 from dist_amp.distributed.machine import check_gpus_are_used
-from dist_amp.distributed.process import cpu_cores
+from dist_amp.distributed.process import LAUNCHER, cpu_cores
+from dist_amp.distributed.rendezvous import loopback_listener
 from dist_amp.errors import ConfigError, Failure, first_line, in_one_line
 from dist_amp.settings import Config
 from dist_amp.supervise.command_line import exit_status
 
 TRAIN = "dist_amp.train"
-OTHER_LAUNCHERS = "-n -np --gpus --ngpus --num-gpus --num_gpus --nproc".split()  # for the ranks
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
@@ -86,10 +85,6 @@ def run(argv: Sequence[str]) -> int:
         return 0
     if module == TRAIN and show_if_asked(words, "python -m dist_amp.launch", __doc__ or ""):
         return 0
-    if not {"LOGLEVEL", "TORCH_LOGS"} & {*os.environ}:  # it comes below the line that explains
-        logger = logging.getLogger("torch.distributed")
-        logger.propagate = False
-        logger.handlers = [logging.NullHandler()]
     check_options(options)
     gpus = gpus_to_use(words if module == TRAIN else [])
     ranks = ranks_per_node(options, gpus)
@@ -100,11 +95,12 @@ def run(argv: Sequence[str]) -> int:
         check = partial(check_settings, words, options, ranks)
     if status := in_fork(what, check):
         return status
-    complete(options, ranks, gpus)
+    set_environment(ranks)
+    options.numa_binding = options.numa_binding or binding(gpus)
     options.module = True
     options.training_script = module
     options.training_script_args = words
-    return start(options)
+    return start(options, ranks)
 
 
 # --- the command line
@@ -120,9 +116,9 @@ def parse(argv: Sequence[str]) -> tuple[Namespace, str, list[str]]:
         if action.option_strings and action.dest not in ("help", "module"):
             parser._add_action(action)
     defaults = {
-        "nproc_per_node": "",  # decided in `complete`
-        "max_restarts": 3,
-        "signals_to_handle": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",  # USR1 would end it alone
+        "nproc_per_node": "",  # decided later, as the next one
+        "max_restarts": None,
+        "signals_to_handle": "SIGUSR2",  # `run_agent` handles those that stop a run
     }
     for name, value in defaults.items():
         if f"PET_{name.upper()}" not in os.environ:  # torchrun's variables
@@ -135,45 +131,36 @@ def parse(argv: Sequence[str]) -> tuple[Namespace, str, list[str]]:
         name = (error.argument_name or "").partition("/")[0]
         raise ConfigError(f"{name}: {error.message}; see torchrun --help") from None
     words = [word for word in words if word != "--"]  # torchrun allows it before the module
-    for name in names[:end]:
-        if name in OTHER_LAUNCHERS:
-            raise ConfigError(f"unknown option {name}; did you mean --nproc-per-node?")
     check_unknown(words, parser._option_string_actions)
     if end == len(argv):
         return options, TRAIN, words
-    _, _, module = argv[end].partition("=")
-    after = list(argv[end + 1 :])
-    if not module:
-        if not after:
-            raise ConfigError(f"{argv[end]}: expected one argument; see torchrun --help")
-        module = after.pop(0)
-    return options, module, words + after
+    _, equals, module = argv[end].partition("=")
+    after = [*([module] if equals else []), *argv[end + 1 :]]
+    if not after:
+        raise ConfigError(f"{argv[end]}: expected one argument; see torchrun --help")
+    return options, after[0], words + after[1:]
 
 
 def check_options(options: Namespace) -> None:
     """Errors: ConfigError for a value that torchrun would refuse."""
-    given = vars(options) | {"nproc_per_node": "1", "training_script": TRAIN}
+    complete = {"nproc_per_node": "1", "max_restarts": options.max_restarts or 0, "module": True}
+    complete |= {"training_script": TRAIN, "training_script_args": []}
     try:
-        torchrun.config_from_args(Namespace(**given, module=True, training_script_args=[]))
+        torchrun.config_from_args(Namespace(**{**vars(options), **complete}))
     except (AssertionError, RuntimeError, ValueError) as error:
         raise ConfigError(f"torchrun refuses its options: {first_line(error)}") from None
     except OSError as error:  # of --log-dir, which torchrun makes
         raise ConfigError(
             f"--log-dir={options.log_dir} can't be written ({error.strerror}); choose another"
         ) from None
-    most = torchrun.parse_min_max_nnodes(options.nnodes)[1]
+    fewest, most = torchrun.parse_min_max_nnodes(options.nnodes)
     if options.node_rank >= most:
         rule = f"must be below --nnodes={options.nnodes}; the first is 0"
         raise ConfigError(f"--node-rank={options.node_rank} {rule}")
-    has_port = options.master_port not in (None, 29500)  # the default, 29500 in torch 2.11
-    if most > 1:
-        return
-    refuse_copies()
-    if not (options.rdzv_endpoint or has_port):
-        # Any free port, which torch 2.11 does not choose by itself.
-        options.standalone = options.standalone or options.rdzv_backend == "static"
-        # torchrun hangs without a message if the host's name does not resolve.
-        options.local_addr = options.local_addr or "127.0.0.1"
+    if most == 1:
+        refuse_copies()
+    if options.max_restarts is None:  # a node that leaves uses one up, too
+        options.max_restarts = 100 if fewest < most else 3
 
 
 # --- before the ranks
@@ -200,31 +187,26 @@ def check_sizes(config: Config, nodes: range, ranks: int) -> None:
         )
     train = config.train
     size = train.global_batch_size
-    everywhere = train.micro_batch_size * ranks * math.lcm(*nodes)
+    unit = train.micro_batch_size * ranks * math.lcm(*nodes)
     if size == "auto" and config.run.allow_config_change:
         return
     if size == "auto" or train.accumulation_steps != "auto":
         raise ConfigError(
             f"{given} needs train.global_batch_size and train.accumulation_steps=auto, or the "
-            f"batch would change with the number of nodes; use global_batch_size={everywhere}"
+            f"batch would change with the number of nodes; use global_batch_size={unit}"
         )
-    near = max(1, round(size / everywhere)) * everywhere
-    for count in nodes:
-        world_size = count * ranks
+    if size % unit:
+        raise ConfigError(
+            f"train.global_batch_size={size} must be a multiple of micro_batch_size "
+            f"{train.micro_batch_size} x {ranks} ranks x each of {given}, so of {unit}; use "
+            f"{max(1, round(size / unit)) * unit}, or fewer nodes"
+        )
+    for world_size in (count * ranks for count in nodes):
         if config.parallel.bit_exact and world_size.bit_count() != 1:
-            setting, instead = "parallel.bit_exact=true", "parallel.bit_exact=false"
-            why = f"{world_size} ranks are no power of two"
-        elif size % (train.micro_batch_size * world_size):
-            setting, instead = f"train.global_batch_size={size}", f"train.global_batch_size={near}"
-            why = f"{size} is no multiple of micro_batch_size {train.micro_batch_size} x "
-            why += f"{world_size} ranks"
-        else:
-            continue
-        fits = f"doesn't fit --nnodes={count}"
-        if count > nodes[0]:
-            fits = f"fits --nnodes={nodes[0]}:{count - 1}, not {count}"
-            instead = f"that or {instead}"
-        raise ConfigError(f"{setting} {fits} ({why}); use {instead}")
+            raise ConfigError(
+                f"parallel.bit_exact=true needs a power of two of ranks, and {given} may have "
+                f"{world_size}; use fewer nodes, or parallel.bit_exact=false"
+            )
 
 
 def check_module(module: str) -> None:
@@ -244,65 +226,54 @@ def in_fork(what: str, check: Callable[[], None]) -> int:
 
     what: the setting that names the code. Errors: ConfigError if the code ends the process.
     """
-    context = multiprocessing.get_context("fork")
-    status = context.Value("i", -1)
-
-    def in_child() -> None:
+    checked = 100  # added to the status, since the code may end the process with any other
+    child = os.fork()
+    if child == 0:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
-        status.value = exit_status(lambda _: check(), ())
-        os._exit(0)  # whatever threads the code has started
-
-    child = context.Process(target=in_child)
-    child.start()
+        os._exit(checked + exit_status(lambda _: check(), ()))  # whatever threads it has started
     try:
-        child.join()
-    finally:
-        child.kill()
-    if status.value < 0:
-        code = child.exitcode
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    except KeyboardInterrupt:
+        os.kill(child, signal.SIGKILL)
+        raise
+    if code < checked:
         raise ConfigError(f"{what}: importing it ended the process with exit code {code}")
-    return status.value
+    return code - checked
 
 
 def ranks_per_node(options: Namespace, gpus: int) -> int:
     """Decide the number of ranks of this machine. Errors: ConfigError; Failure without a GPU."""
-    if not options.nproc_per_node:
-        if not gpus and torchrun.parse_min_max_nnodes(options.nnodes)[1] > 1:
-            raise Failure(
-                "torch sees no GPU on this machine; fix that, or give --nproc-per-node for ranks "
-                "on the CPU"
-            )
-        options.nproc_per_node = str(gpus or 2)
-    try:
-        ranks = torchrun.determine_local_world_size(options.nproc_per_node)
-    except ValueError:  # "gpu" without one, too
-        ranks = 0
-    if ranks < 1:
-        raise ConfigError(
-            f"--nproc-per-node={options.nproc_per_node} must be a number above 0, auto, cpu, or "
-            "gpu where there is one"
+    given = options.nproc_per_node
+    if not (given or gpus) and torchrun.parse_min_max_nnodes(options.nnodes)[1] > 1:
+        raise Failure(
+            "torch sees no GPU on this machine; fix that, or give --nproc-per-node for ranks on "
+            "the CPU"
         )
+    options.nproc_per_node = given or str(gpus or 2)
+    ranks = 0
+    with suppress(ValueError):  # "gpu" without one, too
+        ranks = torchrun.determine_local_world_size(options.nproc_per_node)
+    if ranks < 1:
+        rule = "must be a number above 0, auto, cpu, or gpu where there is one"
+        raise ConfigError(f"--nproc-per-node={given} {rule}")
     return ranks
 
 
-def complete(options: Namespace, ranks: int, gpus: int) -> None:
-    """Decide the ranks' binding to CPUs, and the environment that they inherit."""
-    if options.numa_binding is None:
-        options.numa_binding = binding(ranks, gpus)
+def set_environment(ranks: int) -> None:
+    """Set what the ranks inherit, unless the user has."""
+    if os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL") == "FATAL":
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     environ = {
         "OMP_NUM_THREADS": str(max(1, cpu_cores() // ranks)),
         # Otherwise restarted ranks read the addresses of dead ones.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "120",  # torch 2.11: always 30
     }
-    if os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL") == "FATAL":
-        os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     if not any(map(os.environ.get, ALLOCATOR)):
         environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # GPU memory fragments less
-    for name, value in environ.items():
-        if not os.environ.get(name):
-            os.environ[name] = value
+    os.environ.update({name: environ[name] for name in environ if not os.environ.get(name)})
+    os.environ[LAUNCHER] = str(os.getpid())
 
 
 def gpus_to_use(words: Sequence[str]) -> int:
@@ -316,57 +287,68 @@ def gpus_to_use(words: Sequence[str]) -> int:
     return gpus
 
 
-def binding(ranks: int, gpus: int, nodes: Path = Path("/sys/devices/system/node")) -> str | None:
+def binding(gpus: int, folder: Path = Path("/sys/devices/system/node")) -> str | None:
     """torchrun's --numa-binding; None on a machine of one node, or if it can't be done: say why.
 
-    Slurm or a container may deny numactl and CPUs: it is tried here, where torchrun would fail.
+    Slurm or a container may deny numactl or CPUs: it is tried here, where torchrun would fail.
     """
-    if not gpus or len(list(nodes.glob("node[0-9]*"))) < 2:
+    nodes = [path.name.removeprefix("node") for path in folder.glob("node[0-9]*")]
+    if not gpus or len(nodes) < 2:
         return None
-    logging.getLogger("torch.numa.binding").disabled = True  # its traceback
-    near = NumaOptions(AffinityMode.NODE)
-    try:
-        for gpu in range(ranks):
-            tried = SubprocessHandler("true", (), {}, None, None, gpu, near)
-            if tried.proc.wait():
-                raise RuntimeError("numactl fails")
-    except Exception as error:
-        why = first_line(error)
-        print(f"numa   ranks are not bound to the CPUs near their GPUs: {why}", file=sys.stderr)
-        return None
-    return near.affinity_mode.value
+    commands = [["numactl", f"--cpunodebind={node}", "true"] for node in nodes]
+    if shutil.which("numactl") and not any(map(subprocess.call, commands)):
+        return "node"
+    why = "numactl is missing, or may not use all CPUs"
+    print(f"numa   ranks are not bound to the CPUs near their GPUs: {why}", file=sys.stderr)
+    return None
 
 
-# --- the ranks, and how they ended
+# --- the ranks
 
 
-def start(options: Namespace) -> int:
+def start(options: Namespace, ranks: int) -> int:
     """Run the ranks to their end; returns their status. Errors: torchrun's, as Failure."""
     fewest, most = torchrun.parse_min_max_nnodes(options.nnodes)
-    restarts = Restarts(options.max_restarts, elastic=fewest < most)
     at = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port or 29500}"
+    store = None
     if most > 1:
-        what = "joins" if restarts.elastic else "waits for"
+        what = "joins" if fewest < most else "waits for"
         print(f"{options.nnodes} machines: this one {what} the others at {at}", flush=True)
-    status = 0
-    line = ""
+    elif not options.rdzv_endpoint and options.master_port in (None, 29500):  # torch 2.11's default
+        store = host_store(options)
+    kept = options.log_dir is not None
+    options.log_dir = options.log_dir or tempfile.mkdtemp(prefix="dist_amp_launch_")
     try:
-        run_agent(options, restarts)
-    except ChildFailedError as error:
-        ended = who_explains(error.failures)
-        status = ended.status
-        line = restarts.line(ended)
-    except SignalException as error:
-        status, line = after_signal(error.sigval.name, getattr(error, "exit_codes", []))
+        status, line = run_agent(options, ranks, elastic=fewest < most)
+    except ValueError as error:  # as an unknown --rdzv-backend
+        text = first_line(error).split(". ")[0]
+        raise ConfigError(f"torchrun refuses its options: {text}") from error
     except Exception as error:
-        started_ranks = getattr(error, "exit_codes", [])
-        if isinstance(error, ValueError) and not started_ranks:  # as an unknown --rdzv-backend
-            text = first_line(error).split(". ")[0]
-            raise ConfigError(f"torchrun refuses its options: {text}") from error
         raise Failure(why_torchrun_failed(error, at, options.nnodes)) from error
+    finally:
+        if not kept:
+            shutil.rmtree(options.log_dir, ignore_errors=True)
+        del store
     if line:
         print(f"error: {line}", file=sys.stderr, flush=True)
     return status
+
+
+def host_store(options: Namespace) -> dist.Store:  # type: ignore[name-defined]
+    """The rendezvous of one machine, which others can't reach: torchrun loads pickles from it.
+
+    Its address needs no name of the host, without which torchrun hangs.
+    """
+    port, listener = loopback_listener("127.0.0.1", 0)
+    options.standalone = False
+    options.rdzv_backend = "c10d"
+    options.rdzv_endpoint = f"127.0.0.1:{port}"
+    options.rdzv_conf = ",".join(filter(None, (options.rdzv_conf, "is_host=0")))
+    options.rdzv_id = str(uuid.uuid4())
+    options.local_addr = options.local_addr or "127.0.0.1"
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener
+    )
 
 
 def why_torchrun_failed(error: Exception, at: str, machines: str) -> str:

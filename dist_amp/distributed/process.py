@@ -1,6 +1,7 @@
 """This process: its rank and device, logging, determinism, TF32 and random generators."""
 
 import ctypes
+import json
 import logging
 import math
 import os
@@ -8,8 +9,10 @@ import random
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy
@@ -45,6 +48,19 @@ def cpu_cores() -> int:
 def attempt() -> int:
     """How many times torchrun has restarted these processes."""
     return environment_number("TORCHELASTIC_RESTART_COUNT", 0)
+
+
+def tell_launcher(status: int, text: str = "", **facts: object) -> None:
+    """Leave how this rank ends in the error file that torchrun has named, if it started the rank.
+
+    torchrun shows the text, and `dist_amp launch` reads the rest: a signal hides exit statuses.
+    """
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = {"timestamp": str(int(time.time())), "status": status, **facts}
+        # torchrun fails on a file that a killed rank left half written.
+        temporary = Path(f"{path}.tmp")
+        temporary.write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
+        temporary.replace(path)
 
 
 def place_of(config: RunConfig) -> tuple[int, int, int, int, torch.device]:

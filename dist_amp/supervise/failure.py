@@ -1,17 +1,15 @@
 """How a run fails: the cause is printed once for all ranks, last, and left in summary.json."""
 
-import json
 import os
 import sys
 import time
 import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from pathlib import Path
 
 import torch.distributed as dist
 
-from dist_amp.distributed.process import attempt, in_time
+from dist_amp.distributed.process import attempt, in_time, tell_launcher
 from dist_amp.errors import ConfigError, Failure, Transient, in_one_line, masked
 from dist_amp.files import missing, present
 from dist_amp.settings import Config
@@ -111,7 +109,6 @@ def report_failure(
     else:
         status = 1
         text = masked(f"rank {rank}: " + "".join(traceback.format_exception(error)).rstrip())
-    torchrun_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     # A rank that waited in vain says so itself: others may be what it waited for.
     waited = world is None and isinstance(error, Transient)
     is_first = waited or _is_first_to_report(world, store)
@@ -121,14 +118,9 @@ def report_failure(
         if sys.stderr.isatty():
             start = "\r\033[K"  # over rank 0's progress line
         print(start + text, file=sys.stderr, flush=True)
-        if torchrun_file:
-            extra = {"timestamp": str(int(time.time())), "step": step, "at_start": at_start}
-            extra |= {"line": cause_of(error, rank), "transient": isinstance(error, Transient)}
-            # torchrun fails on a file that a killed rank left half written.
-            temporary = Path(f"{torchrun_file}.tmp")
-            temporary.write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
-            temporary.replace(torchrun_file)
-    elif torchrun_file:
+        facts = {"step": step, "at_start": at_start, "transient": isinstance(error, Transient)}
+        tell_launcher(status, text, line=cause_of(error, rank), **facts)
+    elif "TORCHELASTIC_ERROR_FILE" in os.environ:
         # torchrun shows the first rank that exits, and ends the others once that one has.
         time.sleep(10)
     return status, is_first

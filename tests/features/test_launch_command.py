@@ -1,7 +1,6 @@
-"""dist_amp launch: torchrun's agent with our defaults, checked settings, one last line and the true
-status.
-"""
+"""dist_amp launch: torchrun with defaults, checked settings, one last line and the true status."""
 
+import json
 import os
 import re
 import signal
@@ -10,33 +9,25 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import ROOT
 from forked import Forked
 from test_security import listening
-from torch.distributed import run as torchrun
-from torch.distributed.elastic.agent.server import api as agents
-from torch.distributed.elastic.agent.server.api import WorkerState
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+from test_train import wait_for
+from torch.distributed.elastic.metrics.api import MetricData
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousTimeoutError,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
-from torch.distributed.launcher import api
 
 from dist_amp.commands import elastic
 from dist_amp.commands import launch as command
-from dist_amp.commands.elastic import Restarts, Signals, after_signal, who_explains
-from dist_amp.distributed.process import in_thread
+from dist_amp.commands.elastic import Report, RestartRefused, Watch, after_signal, death_of
+from dist_amp.distributed.process import tell_launcher
 from dist_amp.errors import ConfigError, Failure
 from dist_amp.supervise import preflight
 from dist_amp.supervise.failure import report_failure
@@ -54,7 +45,8 @@ if way == "fails":  # after so many steps, with this status and report
         time.sleep(60)
     step, status, text = more
     print(text, file=sys.stderr, flush=True)
-    facts = {"timestamp": str(int(time.time())), "step": int(step)}
+    facts = {"timestamp": str(int(time.time())), "step": int(step), "status": int(status)}
+    facts |= {"line": text, "at_start": False, "transient": False}
     message = {"message": text, "extraInfo": facts}
     open(os.environ["TORCHELASTIC_ERROR_FILE"], "w").write(json.dumps({"message": message}))
     sys.exit(int(status))
@@ -63,8 +55,14 @@ if way == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
 if way == "waits":  # for a signal, and exits with this status
+    def end(number, frame):
+        facts = {"timestamp": str(int(time.time())), "status": int(more[0])}
+        message = {"message": "", "extraInfo": facts}
+        time.sleep(0.5)
+        open(os.environ["TORCHELASTIC_ERROR_FILE"], "w").write(json.dumps({"message": message}))
+        os._exit(int(more[0]))
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, lambda *_: os._exit(int(more[0])))
+        signal.signal(number, end)
     with open(f"rank{rank}", "w") as file:
         file.write(os.environ["MASTER_ADDR"])
     time.sleep(60)
@@ -105,8 +103,7 @@ NEEDS = "--nnodes=1:4 needs train.global_batch_size and train.accumulation_steps
 
 
 @pytest.mark.bad_input(
-    "`dist_amp launch` with an option that is almost one of torchrun's, another launcher's, or has "
-    "no value"
+    "`dist_amp launch` with an option that is almost one of torchrun's, or has no value"
 )
 @pytest.mark.bad_input(
     "`dist_amp launch` with a value that torchrun refuses, a wrong setting, or no such module or "
@@ -119,7 +116,6 @@ NEEDS = "--nnodes=1:4 needs train.global_batch_size and train.accumulation_steps
     ("words", "said"),
     [
         ("--nproc-per-nod 4", "unknown option --nproc-per-nod; did you mean --nproc-per-node?"),
-        ("--gpus 2", "unknown option --gpus; did you mean --nproc-per-node?"),
         ("--train.steps 2 --nnodes", "--nnodes: expected one argument; see torchrun --help"),
         ("-m", "-m: expected one argument; see torchrun --help"),
         ("--max-restarts two", "--max-restarts: invalid int value: 'two'; see torchrun --help"),
@@ -135,18 +131,13 @@ NEEDS = "--nnodes=1:4 needs train.global_batch_size and train.accumulation_steps
         ("--help optin", "--help optin: no section or setting has this word; did you mean optim?"),
         (
             f"{SMALL} --train.global_batch_size 12",
-            "train.global_batch_size=12 fits --nnodes=1:3, not 4 (12 is no multiple of "
-            "micro_batch_size 1 x 8 ranks); use that or train.global_batch_size=24",
+            "train.global_batch_size=12 must be a multiple of micro_batch_size 1 x 2 ranks x each "
+            "of --nnodes=1:4, so of 24; use 24, or fewer nodes",
         ),
         (
             f"{SMALL} --train.global_batch_size 24 --parallel.bit_exact true",
-            "parallel.bit_exact=true fits --nnodes=1:2, not 3 (6 ranks are no power of two); use "
-            "that or parallel.bit_exact=false",
-        ),
-        (
-            f"{ELASTIC} --train.micro_batch_size 8 --train.global_batch_size 12",
-            "train.global_batch_size=12 doesn't fit --nnodes=1 (12 is no multiple of "
-            "micro_batch_size 8 x 2 ranks); use train.global_batch_size=192",
+            "parallel.bit_exact=true needs a power of two of ranks, and --nnodes=1:4 may have 6; "
+            "use fewer nodes, or parallel.bit_exact=false",
         ),
         (SMALL, f"{NEEDS} would change with the number of nodes; use global_batch_size=24"),
         (f"{SMALL} --train.global_batch_size 24 --train.accumulation_steps 2", NEEDS),
@@ -208,7 +199,12 @@ def started(monkeypatch):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     seen = []
-    monkeypatch.setattr(command, "run_agent", lambda options, *_: seen.append(options))
+
+    def run_agent(options, ranks, elastic):
+        seen.append(options)
+        return 0, ""
+
+    monkeypatch.setattr(command, "run_agent", run_agent)
 
     def run(*words):
         assert command.main([*words, "-m", "timeit"]) == 0
@@ -224,17 +220,16 @@ def test_the_defaults_are_two_processes_on_the_cpu_with_restarts_and_the_signals
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     options = started()
     assert (options.nproc_per_node, options.max_restarts) == ("2", 3)
-    assert (options.local_addr, options.standalone) == ("127.0.0.1", True)
-    assert "SIGUSR1" in options.signals_to_handle
+    assert options.local_addr == "127.0.0.1"
+    assert options.rdzv_endpoint.startswith("127.0.0.1:")
     assert os.environ["OMP_NUM_THREADS"] == "4"
     assert os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
 
 
 def test_a_rank_per_gpu_near_its_cpus_unless_told_otherwise(started, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(command, "binding", lambda ranks, gpus: "node" if ranks == gpus else None)
+    monkeypatch.setattr(command, "binding", lambda gpus: "node" if gpus else None)
     assert (started().nproc_per_node, started().numa_binding) == ("4", "node")
-    assert started("--nproc-per-node=3").numa_binding is None
     assert started("--numa-binding=socket").numa_binding == "socket"
     assert command.gpus_to_use(["--run.device", "cpu"]) == 0
 
@@ -245,8 +240,8 @@ def test_a_rank_per_gpu_near_its_cpus_unless_told_otherwise(started, monkeypatch
     [
         (1, "", None),  # nothing to bind
         (2, "exit 0", ""),
-        (2, "exit 1", "numactl fails"),
-        (2, "", "numactl CLI is required for NUMA binding"),
+        (2, "exit 1", "numactl is missing, or may not use all CPUs"),
+        (2, "", "numactl is missing, or may not use all CPUs"),
     ],
 )
 def test_ranks_are_bound_where_torchrun_can_and_otherwise_told_why_not(
@@ -258,11 +253,9 @@ def test_ranks_are_bound_where_torchrun_can_and_otherwise_told_why_not(
         (tmp_path / "numactl").write_text(f"#!/bin/sh\n{numactl}\n")
         (tmp_path / "numactl").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    of_torch = "torch.numa.binding._node_get_logical_cpus_to_bind_to"
-    monkeypatch.setattr(of_torch, lambda gpu_index: {0})
-    assert command.binding(2, 2, tmp_path) == ("node" if why == "" else None)
-    said = f"numa   ranks are not bound to the CPUs near their GPUs: {why}\n" if why else ""
-    assert capsys.readouterr().err == said
+    assert command.binding(2, tmp_path) == ("node" if why == "" else None)
+    said = f"numa   ranks are not bound to the CPUs near their GPUs: {why}" if why else ""
+    assert capsys.readouterr().err.startswith(said)
 
 
 def test_gpus_that_torch_cannot_use_are_refused_once(monkeypatch):
@@ -304,11 +297,15 @@ def test_torchruns_own_variables_and_several_machines_are_passed_on(started, mon
     ["--train.micro_batch_size 1 --train.global_batch_size 24", "--run.allow_config_change true"],
 )
 def test_sizes_that_all_keep_the_batch_are_started(words, monkeypatch):
-    started = []
-    monkeypatch.setattr(command, "run_agent", lambda *given: started.append(given))
+    seen = []
+
+    def run_agent(options, ranks, elastic):
+        seen.append((options.nnodes, options.max_restarts, ranks, elastic))
+        return 0, ""
+
+    monkeypatch.setattr(command, "run_agent", run_agent)
     assert command.main([*ELASTIC.split(), *words.split()]) == 0
-    ((options, restarts),) = started
-    assert (options.nnodes, restarts.elastic) == ("1:4", True)
+    assert seen == [("1:4", 100, 2, True)]
 
 
 @pytest.mark.bad_input("one of several machines without a GPU, and no `--nproc-per-node`")
@@ -324,60 +321,91 @@ def test_one_of_several_machines_without_a_gpu_says_so_unless_told_how_many_rank
 # ---- how the ranks ended
 
 
-def failure(status, text="", step=0, **more):
-    found = ProcessFailure(local_rank=1, pid=7, exitcode=status, error_file="none")
-    if text:
-        found.message = {"message": text, "extraInfo": {"timestamp": "0", "step": step, **more}}
-    return {1: found}
+def fail(folder, attempt, status, text="", step=0, **more):
+    """Leave the report of a rank, as the main job does."""
+    place = folder / f"run/attempt_{attempt}/1"
+    place.mkdir(parents=True)
+    if status > 0:
+        facts = {"timestamp": "0", "status": status, "step": step, "line": text, **more}
+        message = {"message": text, "extraInfo": facts}
+        (place / "error.json").write_text(json.dumps({"message": message}))
 
 
-LOST = failure(1, "error: rank 0 died without an error", transient=True)
-AT_START = failure(1, "rank 1: ValueError: x", step=500, at_start=True)
+def is_restarted(watch, left):
+    watch.emit(MetricData(0, "torchelastic", "workers.default.remaining_restarts", left))
+    try:
+        watch.emit(MetricData(0, "torchelastic", "workers.default.failed", 1))
+    except RestartRefused:
+        return False
+    return left > 0
+
+
+LOST = (1, "error: rank 0 died without an error", 0)
+SAVED = (75, "", 9)
 
 
 @pytest.mark.parametrize(
     ("failures", "restarted"),
     [
-        ([failure(64, "error: text")], [False]),
-        ([failure(75)], [False]),
-        ([failure(70, "error: text", 9)], [False]),
-        ([failure(65, "error: text")], [False]),
-        ([failure(65, "error: text", 9)], [True]),  # a disk may come back
-        ([failure(1, "error: text")], [False]),  # an exception of the task, a folder in use
-        ([failure(1, "error: text", 9)], [True]),
-        ([failure(-9), failure(-9), failure(-9)], [True, True, False]),
-        ([LOST, LOST], [True, True]),  # another rank is the cause
-        ([AT_START], [False]),  # resumed, and failed before its first step
-        ([failure(-9), AT_START], [True, True]),  # what the killed rank left may be the cause
+        ([(64, "error: text")], [False]),
+        ([SAVED], [False]),
+        ([(70, "error: text", 9)], [False]),
+        ([(65, "error: text", 9)], [True]),  # a disk may come back
+        ([(1, "error: text", 9)], [True]),
+        ([(-9,), (-9,), (-9,)], [True, True, False]),
     ],
 )
-def test_failures_that_would_come_again_are_not_restarted(failures, restarted):
-    restarts = Restarts(2)
-    found = [bool(restarts(each, 2 - number)) for number, each in enumerate(failures)]
+def test_failures_that_would_come_again_are_not_restarted(failures, restarted, tmp_path):
+    watch = Watch(tmp_path, 2)
+    found = []
+    for attempt, failure in enumerate(failures):
+        fail(tmp_path, attempt, *failure)
+        found.append(is_restarted(watch, 2 - attempt))
     assert found == restarted
 
 
+def test_an_error_before_the_first_step_is_not_restarted_unless_a_lost_rank_may_be_the_cause(
+    tmp_path,
+):
+    fail(tmp_path / "a", 0, 65, "error: text", at_start=True)
+    assert not is_restarted(Watch(tmp_path / "a", 2), 2)
+    watch = Watch(tmp_path / "b", 2)
+    fail(tmp_path / "b", 0, *LOST, at_start=True, transient=True)
+    assert is_restarted(watch, 2)
+    fail(tmp_path / "b", 1, 1, "rank 1: ValueError: x", 500, at_start=True)
+    assert is_restarted(watch, 1), "what the lost rank left may be the cause"
+
+
+def test_ranks_of_an_elastic_run_that_saved_as_a_node_left_are_restarted(tmp_path):
+    fail(tmp_path, 0, *SAVED)
+    assert is_restarted(Watch(tmp_path, 100, elastic=True), 100)
+
+
 def test_a_rank_that_is_killed_or_reports_nothing_is_named():
-    restarts = Restarts(2)
-    line = restarts.line(who_explains(failure(-9)))
-    assert line.startswith("rank 1 (process 7) was killed by SIGKILL")
-    line = restarts.line(who_explains(failure(3)))
-    assert line == "rank 1 (process 7) ended with status 3 and reported nothing"
+    rank = "rank 1 (process 7)"
+    assert death_of(rank, -9).startswith("rank 1 (process 7) was killed by SIGKILL (by the kernel")
+    assert death_of(rank, -40) == "rank 1 (process 7) was killed by signal 40"
+    assert death_of(rank, 3) == "rank 1 (process 7) ended with status 3 and reported nothing"
 
 
-def test_the_same_error_with_no_step_between_is_not_restarted_and_one_after_progress_is(capsys):
-    restarts = Restarts(5)
-    assert restarts(failure(1, "rank 1: ValueError: x at 0x7f1", step=4), 5)
-    assert restarts(failure(1, "rank 0: ValueError: x at 0x7f2", step=6), 4), "two steps further"
-    assert restarts(failure(1, "rank 0: ValueError: y", step=6), 3), "another error"
-    again = failure(1, "rank 1: ValueError: y", step=6)
-    assert not restarts(again, 2)
-    assert restarts.line(who_explains(again)).startswith("rank 1: ValueError: y; not restarted")
+def test_the_same_error_with_no_step_between_is_not_restarted_and_one_after_progress_is(
+    tmp_path, capsys
+):
+    watch = Watch(tmp_path, 5)
+    fail(tmp_path, 0, 1, "rank 1: ValueError: x at 0x7f1", 4)
+    assert is_restarted(watch, 5)
+    fail(tmp_path, 1, 1, "rank 0: ValueError: x at 0x7f2", 6)
+    assert is_restarted(watch, 4), "two steps further"
+    fail(tmp_path, 2, 1, "rank 0: ValueError: y", 6)
+    assert is_restarted(watch, 3), "another error"
+    fail(tmp_path, 3, 1, "rank 1: ValueError: y", 6)
+    assert not is_restarted(watch, 2)
+    assert watch.why_not.startswith("not restarted: the same error came twice with no step")
     numbers = re.findall(r"restart (\d) of 5", capsys.readouterr().err)
     assert numbers == ["1", "2", "3"]
 
 
-def test_the_last_line_has_the_errors_first_line_and_place(tmp_path, monkeypatch, capsys):
+def test_a_report_has_the_status_and_the_errors_first_line_and_place(tmp_path, monkeypatch):
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     monkeypatch.setenv("RANK", "0")
@@ -385,9 +413,18 @@ def test_the_last_line_has_the_errors_first_line_and_place(tmp_path, monkeypatch
         raise RuntimeError("first\nsecond\nthird")
     except RuntimeError as error:
         report_failure(error, None)
-    report = ProcessFailure(local_rank=0, pid=7, exitcode=1, error_file=str(file))
-    cause = who_explains({0: report}).cause
-    assert re.fullmatch(r"rank 0: RuntimeError: first \(test_launch_command.py, line \d+\)", cause)
+    report = elastic.report_from(file)
+    expected = r"rank 0: RuntimeError: first \(test_launch_command.py, line \d+\)"
+    assert re.fullmatch(expected, report.line)
+    assert (report.status, report.at_start, report.transient) == (1, True, False)
+    tell_launcher(75)
+    assert elastic.report_from(file) == Report(75)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"message": "as older torch has it"}'])
+def test_an_error_file_that_another_module_wrote_is_an_error_without_a_text(text, tmp_path):
+    (tmp_path / "error.json").write_text(text)
+    assert elastic.report_from(tmp_path / "error.json") == Report(1)
 
 
 @pytest.mark.parametrize(("nnodes", "status"), [("1", 64), ("2", 0)])
@@ -397,50 +434,21 @@ def test_one_launch_per_task_of_srun_is_refused_unless_it_knows_of_the_nodes(
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
     monkeypatch.setattr(command, "in_fork", lambda what, check: 0)
-    monkeypatch.setattr(command, "start", lambda options: 0)
+    monkeypatch.setattr(command, "start", lambda options, ranks: 0)
     assert command.main(["--nproc-per-node=1", f"--nnodes={nnodes}", "-m", "mine"]) == status
     assert ("SLURM_STEP_NUM_TASKS=2, but" in capsys.readouterr().err) == (status == 64)
 
 
-@pytest.mark.parametrize(("codes", "status"), [([], 64), ([1, -15], 1)])
-def test_a_value_error_is_a_mistake_in_the_options_only_before_ranks_were_started(
-    codes, status, monkeypatch, capsys
-):
-    def run_agent(*_):
-        error = ValueError("Expecting value")
-        error.exit_codes = codes
-        raise error
-
-    monkeypatch.setattr(command, "run_agent", run_agent)
-    assert command.main(["-m", "timeit"]) == status
-
-
-def test_in_an_elastic_run_a_node_that_leaves_uses_up_no_restart_and_progress_renews_them(
-    capsys,
-):
-    restarts = Restarts(3, elastic=True)
-    assert restarts(failure(75), 2) == 3, "torch's agent takes one away"
-    assert restarts(failure(75), 0, joins=True) == 1
-    left, joined = capsys.readouterr().err.splitlines()
-    assert left == "nodes  one has left: all ranks save and restart"
-    assert joined == "nodes  one joins: all ranks save and restart"
-    lost = failure(1, "error: rank 0 died without an error", step=6, transient=True)
-    assert restarts(lost, 1) == 3, "six steps were taken"
-    assert restarts(lost, 2) == 2, "none since"
-    assert restarts(lost, 0) == 0
-    assert restarts(failure(64, "error: text", 6), 3) == 0
-    assert Restarts(3)(failure(75), 3) == 0, "of a fixed number of nodes"
-
-
 @pytest.mark.bad_input("ranks that did not save after a signal to the launcher, or had not started")
 def test_after_a_signal_the_ranks_own_status_counts_and_one_that_did_not_save_is_said():
-    assert after_signal("SIGTERM", [75, 75]) == (75, "")
-    assert after_signal("SIGTERM", [0, 0]) == (0, "")
-    assert after_signal("SIGTERM", [1, 1]) == (1, ""), "they have said why"
-    status, line = after_signal("SIGINT", [75, -9])
-    early = "stopped by SIGINT before all ranks had saved and left (ranks ended by SIGKILL)"
-    assert (status, line) == (1, f"{early}; checkpoints written before are intact")
-    assert after_signal("SIGINT", [])[0] == 1
+    assert after_signal("SIGTERM", [Report(75), Report(75)], 2) == (75, "")
+    assert after_signal("SIGTERM", [Report(0), Report(75)], 2) == (75, "")
+    assert after_signal("SIGTERM", [Report(0), Report(0)], 2) == (0, "")
+    assert after_signal("SIGTERM", [Report(1, "error: text")], 2) == (1, ""), "it has said why"
+    early = "stopped by SIGINT before all ranks had saved and left"
+    said = f"{early}; checkpoints written before are intact"
+    assert after_signal("SIGINT", [Report(75)], 2) == (1, said)
+    assert after_signal("SIGINT", [], 2) == (1, said)
 
 
 @pytest.mark.bad_input(
@@ -473,7 +481,7 @@ def test_an_error_that_comes_twice_ends_the_run_with_the_ranks_status_and_a_last
     done = launch.module("dist_amp.commands.launch", *words, timeout=60)
     assert done.returncode == 65, done.stderr
     first, *others = done.stderr.splitlines()
-    assert first.startswith("restart 1 of 3: rank 1 (process ")
+    assert first.startswith("restart 1 of 3: local rank 1 (process ")
     again = "not restarted: the same error came twice with no step between (after step 3)"
     last = f"error: ValueError: x; {again}"
     assert others == ["ValueError: x", "restart 2 of 3", "ValueError: x", last]
@@ -504,124 +512,75 @@ def test_a_signal_is_passed_on_and_the_status_is_what_the_ranks_end_with(launch,
     assert (tmp_path / "rank0").read_text() == "127.0.0.1", "where the ranks listen"
 
 
-@pytest.fixture
-def agents_signals():
-    """For a launcher in this process, which sets handlers."""
-    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1]
-    handlers = {number: signal.getsignal(number) for number in numbers}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+def test_a_signal_in_the_middle_of_the_ranks_start_leaves_none_behind(tmp_path, launch):
+    """It is sent by the first rank, while the second one is not there."""
+    code = "import os, signal, time\nopen(f'rank{os.getpid()}', 'w')\n"
+    code += "os.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(60)\n"
+    (tmp_path / "sleeps.py").write_text(code)
+    job = Forked(
+        ["--nproc-per-node=8", "-m", "sleeps"],
+        tmp_path,
+        launch.environ({}),
+        "dist_amp.commands.launch",
+    )
+    _, err = job.communicate(60)
+    assert (job.returncode, err.count("\n")) == (1, 1)
+    assert err.startswith("error: stopped by SIGTERM before all ranks had saved and left")
+    for path in tmp_path.glob("rank*"):
+        assert not Path(f"/proc/{path.name[4:]}").exists()
 
 
-def test_a_signal_in_the_middle_of_the_ranks_start_leaves_none_behind(
-    tmp_path, monkeypatch, agents_signals
+def test_a_signal_ends_the_agent_at_its_next_metric_if_there_are_ranks_and_else_at_once(
+    tmp_path, monkeypatch
 ):
-    started = []
-
-    class Half(subprocess.Popen):
-        def __init__(self, *args, **options):
-            super().__init__(*args, **options)
-            started.append(self)
-            if len(started) == 1:
-                os.kill(os.getpid(), signal.SIGINT)
-
-    monkeypatch.chdir(tmp_path)
-    Path("sleeps.py").write_text("import time; time.sleep(60)")
-    monkeypatch.setattr(subprocess_handler, "Popen", Half)
-    try:
-        assert command.main(["--nproc-per-node=2", "-m", "sleeps"]) == 1
-    finally:
-        for rank in started:
-            rank.kill()
-    ended = [rank.returncode not in (None, -signal.SIGKILL) for rank in started]
-    assert ended == [True, True], "the agent ended both"
+    watch = Watch(tmp_path, 3)
+    monkeypatch.setattr(elastic, "children", lambda: [7])
+    healthy = MetricData(0, "torchelastic", "workers.default.healthy", 1)
+    watch.emit(healthy)
+    watch.on_signal(signal.SIGUSR1, None)
+    watch.on_signal(signal.SIGTERM, None)
+    with pytest.raises(SignalException) as stopped:
+        watch.emit(healthy)
+    assert stopped.value.sigval == signal.SIGUSR1
+    monkeypatch.setattr(elastic, "children", list)
+    with pytest.raises(SignalException):
+        Watch(tmp_path, 3).on_signal(signal.SIGTERM, None)
 
 
-def test_a_second_signal_before_the_agent_acts_on_the_first_is_not_taken_for_a_node_that_joins(
-    tmp_path, monkeypatch, agents_signals, capfd
+def test_a_second_interrupt_kills_ranks_that_save_but_not_one_that_is_sent_twice(
+    monkeypatch, tmp_path
 ):
-    saving = []
-
-    def send(*_):
-        os.kill(os.getpid(), signal.SIGINT)
-
-    def first(agent, group):
-        wait_for_ranks(tmp_path)
-        send()
-
-    monkeypatch.chdir(tmp_path)
-    Path("stand_in.py").write_text(RANK)
-    monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", first)
-    monkeypatch.setattr(agents.logger, "warning", send)  # what it does first on a signal
-    monkeypatch.setattr(Signals, "saving", lambda self, ranks: saving.append(len(ranks)))
-    assert command.main(["--nproc-per-node=2", "-m", "stand_in", "waits:75"]) == 75
-    assert saving == [2], "a third one that is sent at once does not end the launcher"
-    assert capfd.readouterr().err == ""
-
-
-def test_ranks_that_stop_for_a_node_that_joins_get_the_time_of_a_signal_for_saving(
-    monkeypatch, capsys
-):
-    given = []
-    monkeypatch.setattr(LocalElasticAgent, "_shutdown", lambda _, **options: given.append(options))
-
-    def stop_workers(options):
-        agent = api.LocalElasticAgent.__new__(api.LocalElasticAgent)
-        agent._shutdown_timeout = 120
-        for state in (WorkerState.HEALTHY, WorkerState.FAILED):
-            agent._worker_group = SimpleNamespace(state=state)
-            agent._stop_workers(agent._worker_group)
-
-    monkeypatch.setattr(torchrun, "run", stop_workers)
-    elastic.run_agent(None, Restarts(3))
-    assert given == [{"timeout": 120}, {}]
-    assert capsys.readouterr().err == "nodes  one joins: all ranks save and restart\n"
-
-
-@pytest.fixture
-def two_nodes():
-    """The rendezvous handlers of two nodes, which both have joined."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    handlers = []
-    for number in (1, 2):
-        client = dist.TCPStore("127.0.0.1", store.port, is_master=False)
-        backend = C10dRendezvousBackend(client, "two")
-        address = f"127.0.0.{number}"
-        handlers.append(
-            DynamicRendezvousHandler.from_backend("two", client, backend, 1, 2, address)
-        )
-    joins = [in_thread(handler.next_rendezvous) for handler in handlers]
-    for join in joins:
-        join.result(60)
-    yield handlers
-    for handler in handlers:
-        handler._stop_heartbeats()
-
-
-def test_the_others_notice_a_node_that_leaves_although_their_ranks_wait_for_it(two_nodes):
-    stays, leaves = two_nodes
-    group = SimpleNamespace(spec=SimpleNamespace(rdzv_handler=stays), group_world_size=2)
-    stays.num_nodes_waiting()
-    assert elastic.is_complete(group)
-    elastic.leave(leaves, 0)
-    time.sleep(1.1)  # torch asks its store each second
-    stays.num_nodes_waiting()
-    assert not elastic.is_complete(group)
-
-
-def test_a_second_interrupt_kills_ranks_that_save_but_not_one_that_is_sent_twice(monkeypatch):
     killed = []
     now = [1.0]
     monkeypatch.setattr(elastic.time, "monotonic", lambda: now[0])
-    signals = Signals()
-    signals.saving([SimpleNamespace(kill=lambda rank=rank: killed.append(rank)) for rank in (0, 1)])
-    for number, seconds in ((signal.SIGINT, 1.5), (signal.SIGTERM, 2.5)):
+    monkeypatch.setattr(elastic, "children", lambda: [7, 8])
+    monkeypatch.setattr(elastic.os, "kill", lambda pid, number: killed.append(pid))
+    watch = Watch(tmp_path, 3)
+    for number, seconds in (
+        (signal.SIGINT, 1.0),
+        (signal.SIGINT, 1.5),
+        (signal.SIGTERM, 2.5),
+    ):
         now[0] = seconds
-        signals(number, None)
+        watch.on_signal(number, None)
         assert killed == []
-    signals(signal.SIGINT, None)
-    assert killed == [0, 1]
+    watch.on_signal(signal.SIGINT, None)
+    assert killed == [7, 8]
+
+
+def test_a_signal_while_machines_are_waited_for_ends_the_launcher_at_once(
+    tmp_path, launch, request
+):
+    words = "--nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0"
+    words += " --rdzv-conf=is_host=1 --local-addr=127.0.0.1 -m timeit"
+    job = Forked(words.split(), tmp_path, launch.environ({}), "dist_amp.commands.launch")
+    request.addfinalizer(job.kill)
+    said = job._output / "stdout"
+    wait_for(lambda: said.exists() and "waits for" in said.read_text(), "the launcher", 60)
+    time.sleep(1)  # until it is in the rendezvous; before, it would end as quickly
+    job.send_signal(signal.SIGTERM)
+    _, err = job.communicate(10)
+    assert (job.returncode, err) == (1, "error: stopped by SIGTERM before any rank had started\n")
 
 
 def test_a_rank_whose_launcher_is_gone_does_not_start(monkeypatch):
