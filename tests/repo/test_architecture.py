@@ -133,7 +133,6 @@ def test_core_has_at_most_8000_lines():
     assert sum(architecture.line_count(package.files[name]) for name in files) <= 8000
 
 
-@unmet
 def test_the_package_does_not_grow():
     # The budget is 21,000 lines in 130 files. This is what stood last: it is lowered, never raised.
     assert fits(architecture.package_size(), lines=32853, files=173), architecture.package_size()
