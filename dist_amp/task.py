@@ -10,8 +10,6 @@ No base class and no registry: `Task` only writes the methods down. Optional met
                             scaling/blocks.py
     units(model)            more such units, such as an untied embedding and head; each forward
                             calls each once
-    ranks_skip_blocks       True if the losses of two ranks may depend on different blocks
-                            in one micro-batch; every rank still calls every block
     couples_samples         True if the loss compares a micro-batch's samples, gathered over ranks
     tokens(batch)           int: how many tokens a batch holds, for tokens per second
     flops_per_item(model)   number: floating-point operations of one sample's forward and backward,

@@ -28,7 +28,6 @@ METHODS = (
     ("on_step", "supervise.callbacks"),
     ("train_metrics", "supervise.callbacks"),
     ("sample", "supervise.sampling"),
-    ("ranks_skip_blocks", "scaling.hooks"),
 )
 
 

@@ -1,4 +1,4 @@
-"""Hooks into FSDP2: blocks that a rank leaves out, time spent waiting, errors with their cause.
+"""Hooks into FSDP2: blocks that a rank leaves out are named, waits are timed, errors explained.
 
 Without private names the waits count as forward and backward.
 
@@ -8,7 +8,7 @@ Docs: docs/collectives.md
 import math
 import re
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from dist_amp.clock import PhaseClock
 from dist_amp.errors import ConfigError, DataError, first_line
-from dist_amp.scaling.reduction import ENGINE, call_after_backward
+from dist_amp.scaling.reduction import call_after_backward
 from dist_amp.world import World
 
 # Methods of FSDP2's parameter groups that gather parameters, wait for them, reduce gradients, and
@@ -38,8 +38,8 @@ ERRORS = (
     (
         "uniform gradient dtype",
         "a parameter, such as an idle expert's, had a gradient in some of the step's micro-batches "
-        "only, which FSDP2's policy can't add up; give the task ranks_skip_blocks = True, or use "
-        "parallel.accumulate_reduce=every, or precision.cast_by=autocast",
+        "only, which FSDP2's policy can't add up; use parallel.accumulate_reduce=every, or "
+        "precision.cast_by=autocast",
     ),
     (
         "storage of size 0",
@@ -91,15 +91,18 @@ class ExplainedErrors(AbstractContextManager[Any]):
 def hook_units(
     model: nn.Module, blocks: Collection[nn.Module], world: World, skips_blocks: bool
 ) -> None:
-    """Time the waits of an FSDP2 model, and make or check that all ranks use the same blocks."""
-    time_gathers(model, world.clock)
-    kind = BlockCalls
+    """Time the waits of an FSDP2 model, and check that all ranks use the same blocks.
+
+    skips_blocks: the task's ranks_skip_blocks. Errors: ConfigError.
+    """
     if skips_blocks:
-        kind = ReduceEveryBlock
-    kind(model, blocks, world)
-    # FSDP2's own way, since torch 2.13, can't mix the float32 gradients of earlier micro-batches
-    # with half-precision ones.
-    if skips_blocks or not hasattr(model, "set_reduce_scatter_unused_params"):
+        raise ConfigError(
+            "the task's ranks_skip_blocks=True: under fsdp and hsdp all ranks gather and reduce "
+            "the same blocks; use parallel.strategy=ddp"
+        )
+    time_gathers(model, world.clock)
+    BlockCalls(model, blocks, world)
+    if not hasattr(model, "set_reduce_scatter_unused_params"):  # before torch 2.13
         for group in fsdp_groups(model):
             group.post_backward = partial(_post_backward, group, group.post_backward)
 
@@ -208,11 +211,8 @@ class BlockCalls:
             self._refuse_writes(block)
             if trained := trained_tensors(output):
                 self._called.append(block)
-                self._watch(block, trained)
-
-    def _watch(self, block: nn.Module, outputs: Sequence[Tensor]) -> None:
-        for tensor in outputs:
-            tensor.register_hook(partial(self._reach, block))
+            for tensor in trained:
+                tensor.register_hook(partial(self._reach, block))
 
     def _end(self, model: nn.Module, inputs: Any, output: Any) -> None:
         if self._comparing and torch.is_grad_enabled():
@@ -237,7 +237,8 @@ class BlockCalls:
         for parameter in [p for group in fsdp_groups(self._model) for p in group.fsdp_params]:
             place = parameter._module_info
             now = getattr(place.module, place.param_name)
-            if now is not parameter.sharded_param and now is not unsharded(parameter):
+            gathered = getattr(parameter, "_unsharded_param", None)  # None before the first time
+            if now is not parameter.sharded_param and now is not gathered:
                 names = {part: name for name, part in self._model.named_modules()}
                 raise DataError(
                     f"rank {self._rank}: the model is called with another "
@@ -277,58 +278,21 @@ class BlockCalls:
                     )
 
     def _begin_backward(self, gradient: Tensor) -> None:
-        call_after_backward(self._leave_rest)
+        call_after_backward(self._reach)
 
-    def _reach(self, block: nn.Module, *unused: Any) -> None:
-        if block in self._called:
-            while (last := self._called.pop()) is not block:
-                self._leave_out(last)
+    def _reach(self, block: nn.Module | None = None, gradient: Tensor | None = None) -> None:
+        """Autograd reaches a block, or its end: it has passed the blocks that were called later."""
+        if not self._called or block not in (None, *self._called):
+            return
+        last = self._called.pop()
+        if last is not block:
+            self._refuse_unused(last)
 
-    def _leave_rest(self) -> None:
-        while self._called:
-            self._leave_out(self._called.pop())
-
-    def _leave_out(self, block: nn.Module) -> None:
+    def _refuse_unused(self, block: nn.Module) -> None:
         raise DataError(
             f"rank {self._rank}: the loss does not depend on the block {self._names[block]}, "
-            "whose gradients all ranks reduce at once; give the task ranks_skip_blocks = True, "
-            "or use parallel.strategy=ddp"
+            "whose gradients all ranks reduce at once; use parallel.strategy=ddp"
         )
-
-
-class ReduceEveryBlock(BlockCalls):
-    """Makes every rank gather and reduce the same blocks in the same order (ranks_skip_blocks).
-
-    A block that was called and on which the loss does not depend is reduced as zeros, when the
-    backward reaches a block that was called before it, or ends.
-    """
-
-    def __init__(self, model: nn.Module, blocks: Collection[nn.Module], world: World):
-        """Errors: ConfigError if this release of torch has other private names."""
-        super().__init__(model, blocks, world)
-        if not fsdp_groups(model) or not hasattr(ENGINE, "queue_callback"):
-            raise ConfigError(
-                f"the task has ranks_skip_blocks=True, for which torch {torch.__version__} is not "
-                "known well enough; use parallel.strategy=ddp"
-            )
-        for block in self._names:
-            for group in groups_of(block):
-                group.pre_backward = partial(self._before, block, group.pre_backward)
-
-    def _watch(self, block: nn.Module, outputs: Sequence[Tensor]) -> None:
-        # FSDP2 calls `pre_backward` where autograd reaches the block. The loss may depend on blocks
-        # and not on the model's output.
-        for tensor in outputs:
-            tensor.register_hook(self._begin_backward)
-
-    def _before(self, block: nn.Module, pre_backward: Callable[..., None], *args: Any) -> None:
-        self._reach(block)
-        pre_backward(*args)
-
-    def _leave_out(self, block: nn.Module) -> None:
-        for group in groups_of(block):
-            group.pre_backward(True)
-            group.post_backward()
 
 
 @torch.no_grad()
@@ -343,11 +307,6 @@ def is_written(whole: Tensor, sharded: Any) -> bool:
     mine = whole[begin : begin + len(shard)]
     given = shard.to(whole.device, whole.dtype)
     return not torch.allclose(mine, given, rtol=0, atol=0, equal_nan=True)
-
-
-def unsharded(parameter: Any) -> Any:
-    """An FSDP2 parameter as it is gathered; None before the first time."""
-    return getattr(parameter, "_unsharded_param", None)
 
 
 def trained_tensors(output: Any) -> list[Tensor]:
@@ -365,23 +324,9 @@ def _post_backward(group: Any, post_backward: Any, *unused: Any) -> None:
         ]
         for p in trained:
             if p.unsharded_param.grad is None and p.unsharded_accumulated_grad is None:
-                dtype = getattr(p.unsharded_param, "grad_dtype", None)
-                p.unsharded_param.grad = torch.zeros_like(p.unsharded_param, dtype=dtype)
-        # Earlier micro-batches were added up in that dtype.
-        if not all(hasattr(p, "accumulate_unsharded_grad_if_needed") for p in trained):
-            _cast_to_one_dtype([p.unsharded_param for p in trained])
-        elif any(p.unsharded_accumulated_grad is not None for p in trained):
+                p.unsharded_param.grad = torch.zeros_like(p.unsharded_param)
+        if any(p.unsharded_accumulated_grad is not None for p in trained):
             for p in trained:
                 p.accumulate_unsharded_grad_if_needed()
                 p.to_accumulated_grad_if_needed()
     post_backward(*unused)
-
-
-def _cast_to_one_dtype(parameters: Sequence[Any]) -> None:
-    """For torch 2.15, which accumulates in `grad`: in float32, if two micro-batches had one."""
-    dtypes = {p.grad.dtype for p in parameters}
-    if len(dtypes) > 1:
-        widest = max(dtypes, key=lambda dtype: dtype.itemsize)
-        for p in parameters:
-            p.grad_dtype = None  # allows any
-            p.grad = p.grad.to(widest)

@@ -32,9 +32,7 @@ def test_a_block_that_the_forward_does_not_call_is_named():
 
 @pytest.mark.bad_input("a block on which the loss does not depend under fsdp")
 @pytest.mark.parametrize(("chosen", "block"), [(0, "3"), (3, "3"), (1, None)])
-def test_a_block_on_which_the_loss_does_not_depend_is_named_unless_ranks_may_skip_blocks(
-    chosen, block
-):
+def test_a_block_on_which_the_loss_does_not_depend_is_named(chosen, block):
     model = BranchedModel()
     blocks = list(model.blocks[2:])  # of the right branch
     BlockCalls(model, blocks, World(rank=3))
@@ -46,42 +44,43 @@ def test_a_block_on_which_the_loss_does_not_depend_is_named_unless_ranks_may_ski
         loss.backward()
     said = f"rank 3: the loss does not depend on the block blocks.{block}, whose"
     assert said in str(error.value)
-    assert "ranks_skip_blocks = True" in str(error.value)
+    assert "use parallel.strategy=ddp" in str(error.value)
 
 
 class SkippingMixture(Mixture):
     ranks_skip_blocks = True
 
 
+@pytest.mark.bad_input("`ranks_skip_blocks` of a task under fsdp")
+def test_ranks_that_skip_blocks_are_refused_under_fsdp():
+    words = ["--parallel.strategy", "fsdp"]
+    for message in on_ranks(2, refusal_of_a_build, SkippingMixture(24), *words):
+        assert message.startswith("the task's ranks_skip_blocks=True: under fsdp and hsdp all ")
+        assert message.endswith("; use parallel.strategy=ddp")
+
+
 def steps_under_a_policy(world):
-    """Idle experts with bf16 gradients, in the ways that work; and the refusal of the others."""
-    results = []
-    for task, reduce in ((SkippingMixture(24), "last"), (Mixture(24), "every")):
-        run = mixture_run(world, task, "fsdp", "--parallel.accumulate_reduce", reduce)
-        take_steps(run, 4)
-        results.append(parameters_of(run))
+    """Idle experts with bf16 gradients, reduced in every micro-batch; and the refusal else."""
+    run = mixture_run(world, Mixture(24), "fsdp", "--parallel.accumulate_reduce", "every")
+    take_steps(run, 4)
+    parameters = parameters_of(run)
     run = mixture_run(world, Mixture(24), "fsdp")
     try:
         take_steps(run, 4)
     except DataError as error:
-        return results, str(error)
-    return [*results, parameters_of(run)], ""
+        return parameters, str(error)
+    return parameters, ""
 
 
 @pytest.mark.bad_input("idle experts under fsdp's policy with accumulation")
 def test_idle_experts_under_a_bf16_policy_mix_with_accumulated_gradients_or_are_refused():
-    (ones, refusal), (twos, _) = on_ranks(2, steps_under_a_policy)
-    for one, two in zip(ones, twos, strict=True):
-        for name, value in one.items():
-            assert value.isfinite().all(), name
-            torch.testing.assert_close(two[name], value, rtol=0, atol=0)
-    if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+    (one, refusal), (two, _) = on_ranks(2, steps_under_a_policy)
+    for name, value in one.items():
+        assert value.isfinite().all(), name
+        torch.testing.assert_close(two[name], value, rtol=0, atol=0)
+    if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):  # else zeros are reduced here
         assert "had a gradient in some of the step's micro-batches only" in refusal
-        assert "ranks_skip_blocks = True" in refusal
-    else:  # before torch 2.13, whose own way is used from there on
-        skipping, _, plain = ones
-        for name, value in plain.items():
-            torch.testing.assert_close(skipping[name], value, rtol=0, atol=0)
+        assert "use parallel.accumulate_reduce=every" in refusal
 
 
 class BranchedModel(nn.Module):
@@ -249,7 +248,6 @@ def parameters_with_and_without_names(world):
         with pytest.MonkeyPatch.context() as patch:
             if renamed:
                 patch.setattr(hooks, "WAITS", ("renamed",))
-                patch.setattr(hooks, "ENGINE", None)
                 patch.setattr(reduction, "ENGINE", None)
             run = make_run(world, Tiny(), "--parallel.strategy", "fsdp", "--use_amp", "false")
             take_steps(run, 2)

@@ -49,9 +49,8 @@ class Mixture(nn.Module):
 class Experts(Tiny):
     """Experts in ModuleLists, of which a micro-batch leaves some idle."""
 
-    def __init__(self, ranks_skip_blocks=False):
+    def __init__(self):
         super().__init__(samples=families.SAMPLES)
-        self.ranks_skip_blocks = ranks_skip_blocks
 
     def build_model(self):
         return nn.Sequential(nn.Linear(8, 16), Mixture(), Mixture(), nn.Linear(16, 1))
@@ -80,7 +79,6 @@ LLAMA = ("Llama", "ForCausalLM")
 OWN = {
     "tied_llama": lambda: families.Language(*LLAMA, **families.LANGUAGE, tie_word_embeddings=True),
     "experts": Experts,
-    "skipping_experts": lambda: Experts(ranks_skip_blocks=True),
     "brittle": lambda: Brittle(samples=families.SAMPLES),
     "lora": lambda: Lora(*LLAMA, **families.LANGUAGE),
 }
@@ -144,7 +142,7 @@ def test_no_model_raises_a_false_alarm_in_any_strategy_and_precision(name, ranks
         strategies, optimizers = [*strategies, "hsdp"], ["sgd", "adamw"]
     if name in OWN or name in families.ALSO_IN_FP16:
         precisions.append("fp16")
-    # A cast weight has another last bit; a policy refuses idle experts, but for skipping ones.
+    # A cast weight has another last bit; a policy refuses idle experts.
     if name in ("brittle", "experts"):
         precisions = ["fp32"]
     if ranks == 1:

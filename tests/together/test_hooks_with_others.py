@@ -1,7 +1,6 @@
 """What test_hooks.py tests, with other features."""
 
 from functools import partial
-from itertools import product
 
 import pytest
 import torch
@@ -46,8 +45,6 @@ def test_blocks_below_everything_that_is_trained_are_gathered_for_the_forward_al
 
 
 class Branched(Mixture):
-    ranks_skip_blocks = True
-
     def build_model(self):
         return BranchedModel()
 
@@ -66,29 +63,17 @@ def steps_with_branches(world, strategy, *words):
     return parameters_of(run)
 
 
-LAYOUTS = [(2, "ddp"), (2, "fsdp"), (4, "fsdp"), (4, "hsdp")]
-CELLS = list(product(LAYOUTS, ["last", "every"], ["none", "full"]))
-QUICK = [
-    ((2, "ddp"), "last", "none"),
-    ((2, "fsdp"), "last", "full"),
-    ((2, "fsdp"), "every", "none"),
-    ((4, "hsdp"), "every", "full"),
-]
-
-
-@pytest.mark.parametrize(
-    ("layout", "reduce", "checkpointing"),
-    [*QUICK, *(pytest.param(*cell, marks=pytest.mark.slow) for cell in CELLS if cell not in QUICK)],
-)
-def test_branches_that_only_some_ranks_depend_on_take_the_step_of_one_process(
-    layout, reduce, checkpointing
+@pytest.mark.parametrize(("reduce", "checkpointing"), [("last", "none"), ("every", "full")])
+def test_branches_that_only_some_ranks_depend_on_take_the_step_of_one_process_under_ddp(
+    reduce, checkpointing
 ):
     words = ["--use_amp", "false", "--parallel.accumulate_reduce", reduce]
     words += ["--parallel.activation_checkpointing", checkpointing]
     alone = steps_with_branches(World(), "single", *words)
-    for parameters in on_ranks(layout[0], steps_with_branches, layout[1], *words):
+    for parameters in on_ranks(2, steps_with_branches, "ddp", *words):
         for name, value in parameters.items():
-            torch.testing.assert_close(value, alone[name], rtol=0, atol=2e-6)  # as above
+            # Rounding of float32 sums in another order, which the steps of Adam add up.
+            torch.testing.assert_close(value, alone[name], rtol=0, atol=2e-6)
 
 
 class Momentum(nn.Module):
