@@ -16,7 +16,6 @@ Docs: docs/recipes.md
 """
 
 import inspect
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,12 +26,13 @@ from dist_amp.optimizers.groups import call_back
 from dist_amp.run import Run
 from dist_amp.supervise.lifecycle import Stop
 from dist_amp.task import as_scalar, call_task
-from dist_amp.telemetry.step_report import Observer, StepReport
+from dist_amp.telemetry.step_report import LogRow, Observer, StepReport
 
-OPTIONAL = """
-    collate augment blocks units tokens flops_per_item metrics load export sample groups optimizer
-    schedule on_step on_evaluation train_metrics state_dict load_state_dict
-""".split()
+OPTIONAL = (
+    *("collate", "augment", "blocks", "units", "tokens", "flops_per_item", "metrics", "load"),
+    *("export", "sample", "groups", "optimizer", "schedule", "on_step", "on_evaluation"),
+    *("train_metrics", "state_dict", "load_state_dict"),
+)
 
 # Finds sheduler and metric; a helper such as tokenize or load_files is further from any name.
 CLOSE = 0.85
@@ -46,7 +46,8 @@ class Callbacks(Observer):
     def __init__(self, run: Run, stop: Stop):
         for name, near in misspelt_methods(run.task).items():
             run.world.warn(
-                f"nothing calls the task's method {name}; if it is meant for {near}, rename it"
+                f"the run does not call the task's method {name}; if it is meant for {near}, "
+                "rename it"
             )
         self._run = run
         self._stop = stop
@@ -61,22 +62,25 @@ class Callbacks(Observer):
         if self._calls:
             wish = call_back(self._run, "on_step(run, report)", report)
             self._stop.ended_by = self._stop.ended_by or wish
-            refuse_frozen(self._run)
+
+    def on_log(self, row: LogRow) -> None:
+        if self._calls:
+            refuse_frozen(self._run, row.step)
 
 
-def refuse_frozen(run: Run) -> None:
+def refuse_frozen(run: Run, step: int) -> None:
     """Errors: DataError for a trained parameter that was frozen, and for one that is new."""
     trained = set(run.parallel.parameters)
     advice = "in build_model, in a new run from an export of this one's weights"
     for name, parameter in run.parallel.module.named_parameters():
         if parameter.requires_grad and parameter not in trained:
             raise DataError(
-                f"the parameter {name} came into the model after step {run.step}, and nothing "
+                f"the parameter {name} came into the model up to step {step}, and nothing "
                 f"trains it; put it there {advice}"
             )
         if parameter in trained and not parameter.requires_grad:
             raise DataError(
-                f"the parameter {name} was frozen after step {run.step}, which its momentum and "
+                f"the parameter {name} was frozen up to step {step}, which its momentum and "
                 f"weight decay would ignore; freeze it {advice}"
             )
 
@@ -110,22 +114,16 @@ def train_metrics(run: Run, report: StepReport) -> dict[str, Tensor]:
 
 
 def misspelt_methods(task: Any) -> dict[str, str]:
-    """{method that nothing in its file calls: the optional one that it may be meant for}."""
-    cls = type(task)
-    try:
-        source = inspect.getsource(inspect.getmodule(cls))  # type: ignore[arg-type]
-    except (OSError, TypeError):  # made in a notebook or by a factory
-        source = ""
+    """{a method that no run calls: the optional one that it may be meant for}."""
+    missing = [known for known in OPTIONAL if not hasattr(task, known)]
+    callbacks = [known for known in missing if known.startswith("on_")]
     found = {}
-    for name, method in inspect.getmembers(cls, inspect.isfunction):
-        if name[0] == "_" or name in OPTIONAL or method.__module__ != cls.__module__:
+    for name, method in sorted(vars(type(task)).items()):
+        if name.startswith("_") or name in OPTIONAL or not inspect.isfunction(method):
             continue
-        if re.search(rf"\.{name}\b", source):
-            continue
-        missing = [known for known in OPTIONAL if not hasattr(task, known)]
         near = nearest_name(name, missing, CLOSE)
-        if name.startswith("on_"):
-            near = near or nearest_name(name, [each for each in missing if each[:3] == "on_"])
+        if not near and name.startswith("on_"):
+            near = nearest_name(name, callbacks)
         if near:
             found[name] = near
     return found

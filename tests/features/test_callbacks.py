@@ -252,7 +252,7 @@ class Evaluated(Tiny):
 
 NEAR = {"on_eval": "on_evaluation", "sheduler": "schedule", "train_metric": "train_metrics"}
 MISSPELT = [
-    f"nothing calls the task's method {name}; if it is meant for {near}, rename it"
+    f"the run does not call the task's method {name}; if it is meant for {near}, rename it"
     for name, near in NEAR.items()
 ]
 NEVER = (
@@ -290,9 +290,12 @@ class Swaps(Tiny):
 
 def change_after_a_step(world, kind, strategy):
     run = make_run(world, kind(), "--parallel.strategy", strategy, "--use_amp", "false")
+    callbacks = Callbacks(run, AgreedStop(world))
     (report,) = take_steps(run, 1)
+    callbacks.after_step(report, [])
+    run.metrics.record(report)
     with pytest.raises(DataError) as error:
-        Callbacks(run, AgreedStop(world)).after_step(report, [])
+        callbacks.on_log(log(run))
     return str(error.value)
 
 
@@ -301,8 +304,8 @@ def change_after_a_step(world, kind, strategy):
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (Freezes, "the parameter 0.0.weight was frozen after step 1, which"),
-        (Swaps, "the parameter 2.weight came into the model after step 1"),
+        (Freezes, "the parameter 0.0.weight was frozen up to step 1, which"),
+        (Swaps, "the parameter 2.weight came into the model up to step 1"),
     ],
 )
 @pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "ddp"), (2, "fsdp")])
