@@ -19,7 +19,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -251,61 +250,54 @@ def layout_at(
 
 
 class Layer(NamedTuple):
-    """What the outputs of a module's calls held."""
+    """What the outputs of a module's call held, or a gradient."""
 
     largest: float
     zeros: int
     nonfinite: int
     elements: int
+    square: float  # the sum of squares
 
 
-def layer_of(outputs: Sequence[Tensor]) -> Layer:
-    largest = 0.0
-    zeros = nonfinite = elements = 0
-    for tensor in outputs:
-        if tensor.is_floating_point() and tensor.numel():
-            values = tensor.float()
-            finite = values[values.isfinite()]
-            nonfinite += values.numel() - finite.numel()
-            zeros += int((finite == 0).sum())
-            elements += values.numel()
-            if finite.numel():
-                largest = max(largest, float(finite.abs().max()))
-    return Layer(largest, zeros, nonfinite, elements)
+def layer_of(values: Sequence[Tensor]) -> Layer:
+    floats = [value.flatten().float() for value in values if value.is_floating_point()]
+    flat = torch.cat(floats) if floats else torch.empty(0)
+    finite = flat[flat.isfinite()]
+    return Layer(
+        largest=float(finite.abs().max()) if finite.numel() else 0.0,
+        zeros=int((finite == 0).sum()),
+        nonfinite=flat.numel() - finite.numel(),
+        elements=flat.numel(),
+        square=float(flat.double().square().sum()),
+    )
 
 
-def note_gradients(module: nn.Module, squares: dict[str, float], *_: Any) -> None:
-    """Put the square of the norm of each module's own gradients into `squares`."""
-    for name, parameter in module.named_parameters():
-        if parameter.grad is not None:
-            owner = clean_name(name).rpartition(".")[0]
-            squares[owner] = squares.get(owner, 0.0) + float(parameter.grad.double().square().sum())
-
-
-def layers_table(
-    module: nn.Module, events: Sequence[Event], squares: Mapping[str, float], norm: float
-) -> list[str]:
+def layers_table(module: nn.Module, events: Sequence[Event], norm: float) -> list[str]:
     """A line for each module with parameters or without parts, and for the model.
 
-    squares: of gradients as the optimizer got them, scaled or clipped, which is undone by the
-    model's norm, `norm`.
+    norm: that of the model's gradients, by which the scaling and clipping of what the optimizer
+    got is undone; nan where it can't be.
     """
     calls: dict[str, list[Layer]] = defaultdict(list)
+    squares: dict[str, float] = defaultdict(float)
     for event in events:
-        calls[event.module].append(event.values)
+        if event.kind == "update":
+            squares[event.module] += event.values.square
+        elif event.kind == "forward":
+            calls[event.module].append(event.values)
     total = math.sqrt(sum(squares.values()))
     factor = norm / total if total and math.isfinite(norm / total) else 1.0
     rows = [["layer", "class", "largest", "zeros %", "not finite", "gradient"]]
     for name, part in module.named_modules():
         name = clean_name(name)
-        if name and part._parameters == {} and list(part.children()):
+        if name and not part._parameters and list(part.children()):
             continue
-        of_calls = calls[name]
-        largest = max((layer.largest for layer in of_calls), default=0.0)
-        elements = max(1, sum(layer.elements for layer in of_calls))
-        zeros = 100 * sum(layer.zeros for layer in of_calls) / elements
-        nonfinite = sum(layer.nonfinite for layer in of_calls)
-        gradient = factor * math.sqrt(squares.get(name, 0.0)) if name else factor * total
+        outputs = calls[name]
+        largest = max((layer.largest for layer in outputs), default=0.0)
+        elements = max(1, sum(layer.elements for layer in outputs))
+        zeros = 100 * sum(layer.zeros for layer in outputs) / elements
+        nonfinite = sum(layer.nonfinite for layer in outputs)
+        gradient = factor * math.sqrt(squares[name]) if name else factor * total
         numbers = [f"{largest:.3e}", f"{zeros:.1f}", f"{nonfinite}", f"{gradient:.3e}"]
         rows.append([name or "the model", class_name(part), *numbers])
     return [f"  {line}" for line in columns(rows, left=2)]
@@ -319,13 +311,10 @@ def show_step(replay: Replay, options: Any) -> None:
     indexed = run.data.last_step
     random = random_state(run.world.device)
     scale = run.scaler.get_scale()
-    squares: dict[str, float] = {}
-    module = run.parallel.module
     task = run.task
     if options.pdb:
         run.task = Stopping(run, indexed)  # type: ignore[assignment]
-    note = run.optimizer.register_step_pre_hook(partial(note_gradients, module, squares))
-    with note, recorded(run, layer_of, ["forward"]) as events:
+    with recorded(run, layer_of, ("forward", "update")) as events:
         if options.profile:
             report = profiled_step(replay, micro_batches)
         else:
@@ -347,11 +336,12 @@ def show_step(replay: Replay, options: Any) -> None:
     applied = bool(report.applied)
     clip = run.clip
     factor = min(1.0, clip.limit / (norm + 1e-6)) if clip.by == "norm" else 1.0
+    unclipped = math.nan if clip.by == "value" else norm
     print(
         f"  gradient norm {norm:.6g}, clipped by {clip.by} (factor {factor:.4g}), loss scale "
         f"{scale:g}, {'applied' if applied else 'skipped: the norm is not finite'}"
     )
-    print("\n".join(layers_table(module, events, squares, norm)))
+    print("\n".join(layers_table(run.parallel.module, events, unclipped)))
     if not applied:
         with run.parallel.no_side_effects():
             set_random_state(random, run.world.device)

@@ -3,10 +3,11 @@
 `Recorder` is a task around the user's task. While its `loss_sum` runs, hooks on the modules note
 what they return, and a dispatch mode what operations do. Then hooks on the graph of the loss note,
 while backward runs, what each of its nodes returns and what arrives at each parameter: the gradient
-of this micro-batch on this rank, before it is reduced. `look` says what is kept of the tensors:
-hashes, statistics, dtypes. What activation checkpointing computes again lies outside of `loss_sum`,
-and is no event. A compiled block is one call, unless it runs under `stance("force_eager")`. No
-value is changed, and afterwards no hook is left.
+of this micro-batch on this rank, before it is reduced. `recorded` records the steps of a run, and
+the gradients that its optimizer gets. `look` says what is kept of the tensors: hashes, statistics,
+dtypes. What activation checkpointing computes again lies outside of `loss_sum`, and is no event. A
+compiled block is one call, unless it runs under `stance("force_eager")`. No value is changed, and
+afterwards no hook is left.
 """
 
 from collections import defaultdict, deque
@@ -25,7 +26,7 @@ from dist_amp.data import Padding
 from dist_amp.loading.nested import tensors
 from dist_amp.step import Run
 
-Kind = Literal["parameter", "forward", "op", "loss", "backward", "gradient"]
+Kind = Literal["parameter", "forward", "op", "loss", "backward", "gradient", "update"]
 Look = Callable[[list[Tensor]], Any]
 
 TASK = "the task's loss_sum"  # in place of a module, where none runs
@@ -44,7 +45,7 @@ class Event:
 
     kind: Kind
     module: str  # by its name in the user's model, which is "" for the model itself
-    values: Any  # of what it returned, or of the parameter, loss or gradient
+    values: Any  # of what it returned, or of the parameter, loss or gradient ("update": the step's)
     name: str = ""  # of the parameter, the operation, or the node of the backward graph
     inputs: Any = None  # of what it was computed from, if that is recorded
     micro_batch: int = 0  # counting calls of loss_sum; -1 for a parameter, before the first
@@ -205,6 +206,14 @@ class Recorder:
         self._add("gradient", name.rpartition(".")[0], gradients, name)
         return (None,) if self._drop_gradients else None
 
+    def before_update(self, *_: Any) -> None:
+        """A hook of the optimizer. From the last parameter to the first: backward's order."""
+        if "update" in self._kinds:
+            for name, parameter in reversed([*self._model.named_parameters()]):
+                if parameter.grad is not None:
+                    name = clean_name(name)
+                    self._add("update", name.rpartition(".")[0], parameter.grad, name)
+
 
 class Operations(TorchDispatchMode):
     """Calls note(name, inputs, output) after each operation that computes something."""
@@ -231,7 +240,8 @@ def recorded(
 ) -> Iterator[list[Event]]:
     """Record the micro-batches of `run` inside; they are steps as ever. Arguments: see Recorder."""
     task = run.task
-    with Recorder(task, run.parallel.module, look, kinds, only=only) as recorder:
+    recorder = Recorder(task, run.parallel.module, look, kinds, only=only)
+    with recorder, run.optimizer.register_step_pre_hook(recorder.before_update):
         run.task = recorder  # type: ignore[assignment]
         try:
             yield recorder.events

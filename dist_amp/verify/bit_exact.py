@@ -123,30 +123,23 @@ def trace_of_row(world: World, config: Config, row: Row) -> list[list[Event]]:
 def trace_of_step(run: Run, position: int) -> list[Event]:
     """The events of the step that begins at this sample: of all ranks, the same on every rank."""
     micro_batches = [batch for batch, _ in run.data.at(position)]
-    updates: list[Event] = []
-    note = run.optimizer.register_step_pre_hook(partial(note_gradients, run, updates))
-    with note, recorded(run, hash_whole, ("forward",)) as events:
+    with recorded(run, hash_whole, ("forward", "update")) as events:
         report = train_step(run, micro_batches)
+    updates = [event for event in events if event.kind == "update"]
     counted = []
     for event in events:
         event.callers = ()
-        if not isinstance(micro_batches[event.micro_batch], Padding):
+        padding = isinstance(micro_batches[event.micro_batch], Padding)
+        if event.kind != "update" and not padding:
             event.micro_batch = event.micro_batch * run.world.world_size + run.world.rank
             counted.append(event)
     of_all = [event for events in run.world.gather(counted) for event in events]
     step = sorted(of_all, key=lambda event: event.micro_batch)
     step += updates
-    step.append(Event("gradient", "", hash_whole([report.norm])))
+    step.append(Event("update", "", hash_whole([report.norm])))
     for name, parameter in run.parallel.module.named_parameters():
         step.append(Event("parameter", "", hash_whole([parameter]), clean_name(name)))
     return step
-
-
-def note_gradients(run: Run, events: list[Event], *_: Any) -> None:
-    """From the last parameter to the first: the order of the backward."""
-    for name, parameter in reversed([*run.parallel.module.named_parameters()]):
-        if parameter.grad is not None:
-            events.append(Event("gradient", "", hash_whole([parameter.grad]), clean_name(name)))
 
 
 def hash_whole(values: Sequence[Tensor]) -> int:
@@ -162,7 +155,7 @@ def first_fault(expected: Sequence[Sequence[Event]], traces: Sequence[Sequence[E
             what = {
                 "forward": f"the output of {event.module or 'the model'} ({event.module_class})",
                 "loss": "the loss",
-                "gradient": f"the gradient {'of ' if event.name else 'norm'}{event.name}",
+                "update": f"the gradient {'of ' if event.name else 'norm'}{event.name}",
                 "parameter": f"the updated parameter {event.name}",
             }[event.kind]
             if event.kind in ("forward", "loss"):
