@@ -16,7 +16,6 @@ from statistics import median
 
 from benchmarks.harness import on_a_run, step_seconds
 from dist_amp.checkpoint.format import all_checkpoints, read_manifest
-from dist_amp.checkpoint.saver import Saver
 from dist_amp.errors import Failure
 from dist_amp.run import Run
 
@@ -29,7 +28,7 @@ def main(run: Run) -> None:
     world = run.world
     if all_checkpoints(run.folder):
         raise Failure(f"run.dir={run.folder} has checkpoints, to be deleted; give another folder")
-    saver = Saver(run)  # as in training, one for all saves
+    saver = run.saver  # as in training, one for all saves
     size = 0
     waits: dict[str, list[float]] = {"background": [], "foreground": []}
     steps_alone = []
@@ -42,7 +41,7 @@ def main(run: Run) -> None:
         started = time.perf_counter()
         saver.save(wait=False)
         waits[kind].append(time.perf_counter() - started)
-        if (write := run.metrics.save) is not None:
+        if (write := run.saver.pending) is not None:
             steps_while_writing.append(step_seconds(run))
             write.result()
         written = all_checkpoints(run.folder)

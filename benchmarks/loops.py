@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_amp.config.load import load_config
+from dist_amp.config.text import to_toml
 from dist_amp.distributed.process import seed_all
 from dist_amp.optim import learning_rate, parameter_groups
 from dist_amp.precision import DTYPES
@@ -222,7 +223,7 @@ def dist_amp(setup: Setup) -> Loop:
 def dist_amp_with_telemetry(setup: Setup, folder: Path) -> Loop:
     """train_step and all metrics: TensorBoard, metrics.jsonl, console lines (discarded)."""
     run = build_run(setup.config, setup.world, setup.task)
-    run.metrics.open(folder, 0, run.config_text)
+    run.metrics.open(folder, 0, to_toml(run.config))
     nowhere = Path(os.devnull).open("w")  # noqa: SIM115 (open as long as the loop)
     console = Console(run.metrics, 0, setup.config.train.steps, 1.0)
     samples = setup.config.train.micro_batch_size

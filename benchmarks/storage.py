@@ -22,7 +22,6 @@ from types import SimpleNamespace
 
 from benchmarks.harness import on_a_run, step_seconds
 from dist_amp.checkpoint.format import checkpoint_folder
-from dist_amp.checkpoint.saver import Saver
 from dist_amp.errors import ConfigError
 from dist_amp.run import Run
 from dist_amp.storage.mirror import mirrored
@@ -47,7 +46,7 @@ def main(run: Run) -> None:
 
 def measure(run: Run) -> None:
     """Save in turns, and print the medians of how long training waits."""
-    saver = Saver(run)  # as in training, one for all saves
+    saver = run.saver  # as in training, one for all saves
     store = Store(run.config.run.dir)
     mirror = run.folder
     local = mirror.with_name(f"{mirror.name}-local")

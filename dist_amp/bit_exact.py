@@ -29,6 +29,7 @@ from dist_amp.parallel import Parallel, SumOverRanks
 from dist_amp.precision import takes_grad_scale
 from dist_amp.settings import Config
 from dist_amp.step import Run
+from dist_amp.telemetry.metrics import Metrics
 from dist_amp.telemetry.step_report import StepReport
 from dist_amp.world import World, all_gather_single, local
 
@@ -114,8 +115,8 @@ def check_exact(run: Run) -> None:
         raise ConfigError(f"parallel.bit_exact=true can't hold: {reason}, or bit_exact=false")
 
 
-def make_exact(run: Run) -> None:
-    """Make a run that was just built bit-exact. Errors: as for `check_exact`."""
+def exact_parallel(run: Run) -> "ExactParallel":
+    """The bit-exact layout of a run that is being built. Errors: as for `check_exact`."""
     check_exact(run)
     if isinstance(run.parallel.model, DistributedDataParallel):
         run.parallel.model.register_comm_hook(AllReduce(run.world), AllReduce.hook)
@@ -126,17 +127,10 @@ def make_exact(run: Run) -> None:
                 unit.set_gradient_divide_factor(1.0)
                 unit.set_force_sum_reduction_for_comms(True)
                 unit.set_custom_reduce_scatter(reduce_scatter)
-    if hasattr(run.optimizer, "matrices_at_once"):  # Muon: another number may round otherwise
-        run.optimizer.matrices_at_once = 1
-    run.parallel = ExactParallel(run)
-    run.metrics.combine = run.parallel.with_losses_of_all_ranks
-    for data in (run.data, run.validation):
-        if data is not None:
-            # An evaluation takes as many samples per step as training does.
-            size = run.data.plan.global_batch_size
-            data.plan = replace(data.plan, deal=deal_in_order, global_batch_size=size)
-            data.fetch.always_seeds = True
+    if hasattr(run.optimizer, "take_one_at_a_time"):  # Muon: another number may round otherwise
+        run.optimizer.take_one_at_a_time()
     run.world.say("exact  bit for bit on 1, 2, 4, ... ranks; reduces after every micro-batch")
+    return ExactParallel(run)
 
 
 # ---- micro-batches
@@ -436,10 +430,14 @@ class ExactParallel(Parallel):
             squares = self.world.sum(squares)
         return squares.double().sum().sqrt().float()
 
-    def with_losses_of_all_ranks(self, report: StepReport) -> StepReport:
-        """The report with the sum of all losses on rank 0, and zero on the others."""
+
+class ExactMetrics(Metrics):
+    """Metrics of losses that are summed over the ranks in each step, in one order."""
+
+    def record(self, report: StepReport) -> None:
+        """Rank 0 records the sum of all losses, the others zero."""
         losses = by_micro_batch(torch.stack(report.losses), self.world)
         total = tree_sum(self.world.sum(losses))
         if not self.world.is_main:
             total = torch.zeros_like(total)
-        return replace(report, losses=[total])
+        super().record(replace(report, losses=[total]))

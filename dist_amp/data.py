@@ -20,7 +20,7 @@ from dist_amp.distributed.process import seed_all
 from dist_amp.errors import DataError
 from dist_amp.loading.loader import Fetch, load
 from dist_amp.loading.nested import CopyStream
-from dist_amp.loading.plan import Plan, Shard, shuffled_order
+from dist_amp.loading.plan import Deal, Plan, Shard, shuffled_order
 from dist_amp.settings import DataConfig
 from dist_amp.task import Task
 from dist_amp.world import World
@@ -38,7 +38,8 @@ class Padding:
 class Batches:
     """This rank's micro-batches, one list per step, on the device; set `position` to resume.
 
-    clock: of the loop, which spends its time here as "data".
+    clock: of the loop, which spends its time here as "data". bad_samples: a BadSamples, which
+    leaves out what can't be read.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Batches:
         *,
         split: str = "training",
         clock: PhaseClock | None = None,
+        bad_samples: Any = None,
     ):
         self.plan = plan
         self.position = 0  # samples consumed by the steps that were yielded
@@ -58,11 +60,11 @@ class Batches:
         self.tokens = 0
         self.last_step: Indexed = []
         self.fingerprint = ""  # of rank 0's dataset, once checkpoint/ has computed it
-        self.fetch = Fetch(dataset, task, split)
+        fetch = Fetch if bad_samples is None else bad_samples.fetch
+        self.fetch = fetch(dataset, task, split, seeds=plan.deal is not None)
         self.split = split
         self._end_workers: Callable[[], Any] = lambda: None
-        self.on_evaluate: Callable[[int, int], Any] = lambda done, steps: None
-        self.bad_samples: Any = None  # a BadSamples, which leaves them out
+        self.bad_samples = bad_samples
         self._clock = clock or PhaseClock()
         self._count_tokens: Callable[[Any], int] = lambda batch: 0
         if split == "training" and hasattr(task, "tokens"):
@@ -109,16 +111,17 @@ class Batches:
             raise DataError(f"rank {self.plan.rank}: {batch}")
         return batch
 
+    def steps_in_one_epoch(self, limit: int | Literal["auto", "all"]) -> int:
+        steps = math.ceil(self.plan.length / self.plan.global_batch_size)
+        return min(limit, steps) if isinstance(limit, int) else steps
+
     def one_epoch(self, limit: int | Literal["auto", "all"]) -> Iterator[list[Any]]:
         """The first epoch's steps, at most `limit`, in the same order each time: for evaluation."""
-        steps = math.ceil(self.plan.length / self.plan.global_batch_size)
-        if isinstance(limit, int):
-            steps = min(limit, steps)
+        steps = self.steps_in_one_epoch(limit)
         self.position = 0
         self._open(steps)
         try:
-            for done in range(steps):
-                self.on_evaluate(done, steps)
+            for _ in range(steps):
                 yield next(self)
             self.last_step = []
         finally:
@@ -178,6 +181,8 @@ def build_batches(
     micro_batch_size: int,
     accumulation_steps: int,
     seed: int,
+    deal: Deal | None = None,
+    bad_samples: Any = None,
 ) -> Batches:
     """The training batches. Errors: DataError for a dataset that does not fill one global batch."""
     length = 0 if dataset is None else len(dataset)
@@ -203,25 +208,32 @@ def build_batches(
         order,
         config.drop_last,
         dataset_order,
+        deal,
     )
-    return Batches(dataset, task, plan, config.workers, world.device, clock=world.clock)
+    where = (config.workers, world.device)
+    return Batches(dataset, task, plan, *where, clock=world.clock, bad_samples=bad_samples)
 
 
 def build_validation(
-    config: DataConfig, task: Task, dataset: Any, micro_batch_size: int, world: World
+    task: Task, dataset: Any, workers: int, world: World, training: Batches
 ) -> Batches | None:
     """The held-out batches, in the dataset's order; None where the task holds nothing out."""
     if dataset is None or len(dataset) == 0:
         return None
-    batch = micro_batch_size * world.world_size
+    batch = training.plan.micro_batch_size * world.world_size
     check_coupled(task, "validation", len(dataset), batch, world)
+    if training.plan.deal is not None:  # a bit-exact run's steps have as many samples everywhere
+        batch = training.plan.global_batch_size
     plan = Plan(
         len(dataset),
         batch,
-        micro_batch_size,
+        training.plan.micro_batch_size,
         world.world_size,
         world.rank,
         seed=0,
         order="dataset",
+        deal=training.plan.deal,
     )
-    return Batches(dataset, task, plan, config.workers, world.device, split="validation")
+    where = (workers, world.device)
+    skips = training.bad_samples
+    return Batches(dataset, task, plan, *where, split="validation", bad_samples=skips)

@@ -42,6 +42,7 @@ from dist_amp.settings import Config, RunConfig
 from dist_amp.step import Run, evaluate
 from dist_amp.task import Task, build_split
 from dist_amp.telemetry.metrics import Metrics
+from dist_amp.telemetry.observer import Observers
 from dist_amp.world import World, locate
 
 LEFT_EVALUATION_MODE = (
@@ -55,7 +56,7 @@ __all__ = ["Run", "ScriptRun", "build_run", "load_config"]
 class ScriptRun(Run):
     """A run with what a loop of your own needs; every rank calls each method at the same step."""
 
-    _saver: Saver | None = None
+    saver: Saver  # from `build_run` on
     _is_fitting = False  # or was, when an error ended it
     switches: dict[str, object]  # of the process, when the run was built
     _left: Any = None  # at the end of `resume` or fit: step, position in the data, generators
@@ -101,7 +102,7 @@ class ScriptRun(Run):
                 "or another thread trains it; build it again, and fit(run) resumes it"
             )
         newest = self.world.from_main(str(next(reversed(all_checkpoints(self.folder)), "")))
-        is_new = self.saved_step is None and self.resumed_from_step is None
+        is_new = self.saver.saved_step is None and self.resumed_from_step is None
         is_later = newest > str(checkpoint_folder(self.folder, self.step))
         if self.step and newest and (is_new or is_later):
             raise ConfigError(
@@ -115,6 +116,7 @@ class ScriptRun(Run):
                     "was built: another run was built since, in this process; build this one again"
                 )
         self._is_fitting = True
+        self.observers.begin(self)
         if changed := training_mode(self.model):
             self.world.say(changed)
         self.data.close()
@@ -161,9 +163,7 @@ class ScriptRun(Run):
         wait: until it is written; else, with checkpoint.async_save, until the next save or close().
         """
         self._refuse_address("save()")
-        if self._saver is None:
-            self._saver = Saver(self)
-        self._saver.save(wait)
+        self.saver.save(wait)
         if hasattr(self.task, "schedule"):
             from dist_amp.optimizers.groups import check_formula
 
@@ -172,8 +172,7 @@ class ScriptRun(Run):
 
     def close(self) -> None:
         """Wait for a checkpoint that is being written, and end the loader's workers."""
-        if self._saver is not None:
-            self._saver.finish()
+        self.saver.finish()
         self.data.close()
         self.metrics.close()
 
@@ -193,7 +192,7 @@ def build_run(
     folder = run_folder(config.run, world)
     given = config = with_dtype(config, folder, world)
     if config.parallel.bit_exact:
-        from dist_amp.bit_exact import exact_config, make_exact
+        from dist_amp.bit_exact import exact_config, exact_parallel
 
         config = exact_config(config, world)
     set_determinism(config.run.deterministic)
@@ -210,19 +209,22 @@ def build_run(
     run = assemble(config, world, task, folder, model)
     run.config = given
     with world.clock.phase("data"):
-        run.data, run.validation = build_data(config, task, world)
+        run.data, run.validation = build_data(config, task, world, folder)
+    if run.data.bad_samples is not None:
+        run.observers.add(run.data.bad_samples, stays=True)
     seed_all(config.run.seed + 1 + world.rank)  # other dropout on every rank
-    if config.data.on_bad_sample == "skip":
-        from dist_amp.loading.bad_samples import skip_bad_samples
-
-        skip_bad_samples(run)
     if config.parallel.bit_exact:
-        make_exact(run)
+        run.parallel = exact_parallel(run)
     if any(not p.requires_grad for p in run.parallel.module.parameters()):
         from dist_amp.scaling.frozen import FrozenBase
 
-        run.frozen = FrozenBase(run.parallel.module, world, run.parallel.replicas)
+        run.observers.add(FrozenBase(run.parallel.module, world, run.parallel.replicas), stays=True)
+    run.saver = Saver(run)
     check_kept_state(task)
+    if hasattr(task, "state_dict"):
+        from dist_amp.checkpoint.packed import TaskState
+
+        run.observers.add(TaskState(task), stays=True)
     if problem := best_metric_problem(run):
         raise ConfigError(problem)
     if hasattr(task, "best_metric") and run.validation is None:
@@ -239,13 +241,18 @@ def assemble(
     seed_all(config.run.seed)  # ranks that did not draw the weights are equal to rank 0 again
     scaler = Scaler(config.precision.scaler, precision.name == "fp16", parallel.state_device)
     optimizer = build_optimizer(parallel.module, config.optim, task, world.say)
-    extra_states: dict[str, Any] = {}
+    observers = Observers()
     if config.optim.ema != "off":
         from dist_amp.optimizers.ema import Ema
 
-        extra_states["ema"] = Ema(parallel.module, config.optim.ema)
+        observers.add(Ema(parallel.module, config.optim.ema, world.say), stays=True)
     schedule = Schedule(config.optim, optimizer, config.train.steps, parallel.state_device, task)
     clip = Clip(config.train.clip_by, config.train.clip_limit)
+    metrics = Metrics(world, clip, observers)
+    if config.parallel.bit_exact:
+        from dist_amp.bit_exact import ExactMetrics
+
+        metrics = ExactMetrics(world, clip, observers)
     return ScriptRun(
         config=config,
         world=world,
@@ -257,10 +264,10 @@ def assemble(
         clip=clip,
         optimizer=optimizer,
         schedule=schedule,
-        extra_states=extra_states,
         data=None,  # type: ignore[arg-type]
         validation=None,
-        metrics=Metrics(world, clip),
+        metrics=metrics,
+        observers=observers,
     )
 
 
@@ -347,9 +354,21 @@ def lay_out(
     return precision, parallel
 
 
-def build_data(config: Config, task: Task, world: World) -> tuple[Batches, Batches | None]:
-    """(training batches, validation batches or None)."""
+def build_data(
+    config: Config, task: Task, world: World, folder: Path
+) -> tuple[Batches, Batches | None]:
+    """(training batches, validation batches or None). folder: the run's."""
     size = config.train.micro_batch_size
+    deal = None
+    if config.parallel.bit_exact:
+        from dist_amp.bit_exact import deal_in_order
+
+        deal = deal_in_order
+    bad_samples = None
+    if config.data.on_bad_sample == "skip":
+        from dist_amp.loading.bad_samples import BadSamples
+
+        bad_samples = BadSamples(world, folder, config.data.max_bad_samples)
     data = build_batches(
         config.data,
         task,
@@ -358,9 +377,13 @@ def build_data(config: Config, task: Task, world: World) -> tuple[Batches, Batch
         micro_batch_size=size,
         accumulation_steps=accumulation_steps(config.train, world.world_size),
         seed=config.run.seed,
+        deal=deal,
+        bad_samples=bad_samples,
     )
+    if bad_samples is not None:
+        bad_samples.follow(data)
     held_out = build_split(task, "validation", world) if config.eval.every != "off" else None
-    return data, build_validation(config.data, task, held_out, size, world)
+    return data, build_validation(task, held_out, config.data.workers, world, data)
 
 
 def run_folder(config: RunConfig, world: World) -> Path:

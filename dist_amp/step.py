@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dist_amp.config.text import to_toml
 from dist_amp.config.validate import check_loss, check_model_use, check_weight
 from dist_amp.data import Batches, Padding
 from dist_amp.errors import DataError
@@ -23,6 +22,7 @@ from dist_amp.precision import Clip, Precision, Scaler
 from dist_amp.settings import Config
 from dist_amp.task import Task, as_scalar
 from dist_amp.telemetry.metrics import Metrics
+from dist_amp.telemetry.observer import Observers, defines
 from dist_amp.telemetry.step_report import StepReport
 from dist_amp.telemetry.sums import WeightedMeans
 from dist_amp.world import World
@@ -42,16 +42,11 @@ class Run:
     clip: Clip
     optimizer: torch.optim.Optimizer
     schedule: Schedule
-    # What optional features keep beside the parameters, by name: `tensors` to save, `after_step`,
-    # `evaluating` and `start`, as optimizers/ema.py has them.
-    extra_states: dict[str, Any]
     data: Batches
     validation: Batches | None
     metrics: Metrics
-    frozen: Any = None  # a FrozenBase, where some parameters are not trained
-    startup: Any = None  # a Startup, which times the first step
+    observers: Observers
     step: int = 0
-    saved_step: int | None = None
     resumed_from_step: int | None = None
     resumed_from: Path | None = None
 
@@ -59,10 +54,6 @@ class Run:
         steps = f"step {self.step} of {self.config.train.steps}"
         ranks = f"{self.parallel.strategy} on {self.world.world_size} ranks"
         return f"<Run of {type(self.task).__name__}: {steps}, {ranks}, in {self.folder}>"
-
-    @property
-    def config_text(self) -> str:
-        return to_toml(self.config)
 
     @property
     def model(self) -> nn.Module:
@@ -74,8 +65,9 @@ class Run:
         """The model in evaluation mode, without gradients, equal on all ranks."""
         with ExitStack() as contexts:
             contexts.enter_context(self.parallel.evaluating())
-            for extra in self.extra_states.values():
-                contexts.enter_context(extra.evaluating())
+            for observer in self.observers:
+                if defines(observer, "evaluating"):
+                    contexts.enter_context(observer.evaluating())
             yield
 
 
@@ -85,6 +77,8 @@ def train_step(run: Run, micro_batches: Sequence[Any]) -> StepReport:
     Nothing here waits for the device (with optim.fused). Every rank calls it with equally many
     micro-batches; `Padding` counts for nothing.
     """
+    for before_step in run.observers.before_step:
+        before_step(micro_batches)
     clock = run.world.clock
     # A mean of means is biased when masks or tails are uneven: divide once, by the weight of all
     # ranks and micro-batches. The sum over ranks overlaps the first forward.
@@ -110,11 +104,12 @@ def train_step(run: Run, micro_batches: Sequence[Any]) -> StepReport:
     run.scaler.update()
     run.schedule.step(run.scaler.applied)
     run.parallel.zero_grad()
-    for extra in run.extra_states.values():
-        extra.after_step(run.scaler.applied)
     clock.enter("other")
     run.step += 1
-    return StepReport(losses, total_weight.total, norm, run.scaler.applied)
+    report = StepReport(losses, total_weight.total, norm, run.scaler.applied)
+    for after_step in run.observers.after_step:
+        after_step(report, micro_batches)
+    return report
 
 
 def evaluate(run: Run, stop: Callable[[], bool] | None = None) -> dict[str, float]:
@@ -127,8 +122,10 @@ def evaluate(run: Run, stop: Callable[[], bool] | None = None) -> dict[str, floa
         return {}
     metrics = getattr(run.task, "metrics", None)
     means = WeightedMeans(run.world, run.config.parallel.bit_exact)
+    steps = run.validation.steps_in_one_epoch(run.config.eval.batches)
     with run.world.clock.hold("evaluation"), run.evaluating():
-        for micro_batches in run.validation.one_epoch(run.config.eval.batches):
+        run.observers.tell("during_evaluation", 0, steps)
+        for done, micro_batches in enumerate(run.validation.one_epoch(steps), start=1):
             if stop is not None and stop():
                 return {}
             for batch in micro_batches:
@@ -141,6 +138,7 @@ def evaluate(run: Run, stop: Callable[[], bool] | None = None) -> dict[str, floa
                     if "loss" not in values:
                         values["loss"] = run.task.loss_sum(run.model, content)
                     means.add(values, run.task.weight(content), 0.0 if padding else 1.0)
+            run.observers.tell("during_evaluation", done, steps)
     return means.over_all_ranks()
 
 
@@ -153,10 +151,8 @@ def weights_of(task: Task, micro_batches: Sequence[Any], device: torch.device) -
         )
     weights = []
     for batch in micro_batches:
-        weight: float | Tensor = 0.0
-        if not isinstance(batch, Padding):
-            weight = task.weight(batch)
-            check_weight(weight)
+        weight = 0.0 if isinstance(batch, Padding) else task.weight(batch)
+        check_weight(weight)
         weights.append(as_scalar(weight, device).float())
     return torch.stack(weights)
 
@@ -171,9 +167,7 @@ def loss_of(task: Task, model: nn.Module, batch: Any, device: torch.device) -> T
     except Exception as error:
         check_model_use(error)
         raise
-    if padding:
-        return loss * 0.0
-    return loss
+    return loss * 0.0 if padding else loss
 
 
 def mark_last(items: Sequence[Any]) -> Iterator[tuple[bool, Any]]:

@@ -22,12 +22,11 @@ from torch import Tensor
 
 from dist_amp.checkpoint.compatibility import with_rows_as_begun
 from dist_amp.checkpoint.resume import checkpoint_to_resume, with_dtype
-from dist_amp.checkpoint.saver import Saver, best_metric_problem
+from dist_amp.checkpoint.saver import best_metric_problem
 from dist_amp.checkpoint.state import load
 from dist_amp.config.load import load_config
 from dist_amp.config.task_class import find_task
 from dist_amp.config.text import to_toml
-from dist_amp.diagnostics.limits import Limits
 from dist_amp.distributed.process import tell_launcher
 from dist_amp.errors import Failure
 from dist_amp.files import present, run_dir
@@ -43,130 +42,64 @@ from dist_amp.supervise.lifecycle import (
     open_run,
     saved_summary,
 )
+from dist_amp.supervise.observers import add_observers
 from dist_amp.supervise.preflight import check_launch, make_folder, only_live_run
 from dist_amp.supervise.stop import AgreedStop, close_preempted
-from dist_amp.telemetry.step_report import Observer, StepReport
+from dist_amp.telemetry.step_report import StepReport
 from dist_amp.world import start
 
 
-def observers_of(run: Run, stop: Stop) -> list[Observer]:
-    """What watches the run from beside the loop, in order: as settings ask, or if it is present."""
-    config = run.config
-    observers: list[Observer] = []
-    if present("telemetry.console"):
-        from dist_amp.telemetry.console import Console
-
-        scale = run.scaler.scale_tensor.item()
-        console = Console(run.metrics, run.step, config.train.steps, scale)
-        observers.append(console)
-        if run.validation is not None:
-            run.validation.on_evaluate = console.on_evaluate
-    if run.startup is not None:
-        observers.append(run.startup)
-    # Before the others, which assume that all ranks skipped the same steps.
-    if present("diagnostics.consistency"):
-        from dist_amp.diagnostics.consistency import Consistency
-
-        observers.append(Consistency(run))
-    if config.debug.audit_every != "off":
-        from dist_amp.diagnostics.audit import Audit
-
-        observers.append(Audit(run))
-    limits = Limits(run)
-    if config.debug.nonfinite != "off" and present("diagnostics.nonfinite_replay"):
-        from dist_amp.diagnostics.nonfinite_replay import NonfiniteReplay
-
-        nonfinite = NonfiniteReplay(run)
-        limits.first_nonfinite = nonfinite.where
-        observers.append(nonfinite)
-    observers.append(limits)
-    if present("diagnostics.first_steps"):
-        from dist_amp.diagnostics.first_steps import FirstSteps
-
-        observers.append(FirstSteps(run))
-    rounds = config.parallel.param_dtype == "bf16" and present("diagnostics.numerics")
-    if config.debug.numerics or rounds:
-        from dist_amp.diagnostics.numerics import Numerics
-
-        observers.append(Numerics(run))
-    if config.metrics.fingerprint != "off":
-        from dist_amp.diagnostics.fingerprint import Fingerprint
-
-        observers.append(Fingerprint(run))
-    if config.debug.profile != "off":
-        from dist_amp.diagnostics.profiling import Profile
-
-        observers.append(Profile(run))
-    if present("diagnostics.slow_ranks"):
-        from dist_amp.diagnostics.slow_ranks import SlowRanks
-
-        observers.append(SlowRanks(run))
-    if present("telemetry.health"):
-        from dist_amp.telemetry.health import Health
-
-        observers.append(Health(run.metrics))
-    if hasattr(run.task, "sample") and present("supervise.sampling"):
-        from dist_amp.supervise.sampling import Sampling
-
-        observers.append(Sampling(run))
-    if present("supervise.callbacks"):
-        from dist_amp.supervise.callbacks import Callbacks
-
-        observers.append(Callbacks(run, stop))
-    if config.run.eviction_notice != "off" and present("supervise.eviction"):
-        from dist_amp.supervise.eviction import EvictionNotice
-
-        observers.append(EvictionNotice(run, stop))
-    return observers
-
-
-def train(run: Run, stop: Stop) -> Literal["completed", "preempted"]:
+def train(run: ScriptRun, stop: Stop) -> Literal["completed", "preempted"]:
     """Take the remaining steps. Every rank takes the same path through this loop."""
-    config = run.config
-    saver = Saver(run)
-    observers = [*observers_of(run, stop), saver]
-    with ExitStack() as contexts:
-        for observer in observers:
-            contexts.enter_context(observer)
+    error: BaseException | None = None
+    try:
+        add_observers(run, stop)
         # Scanning the modules in each full collection of garbage took 127 ms.
         gc.collect()
         gc.freeze()
-        contexts.callback(gc.unfreeze)
-        stop.poll(now=True)  # a signal in the warm-up
-        if run.step and evaluation_is_due(run) and not stop.agreed:
-            run_evaluation(run, stop, observers)  # it was stopped before or in this one
-        while run.step < config.train.steps and not stop.agreed:
-            micro_batches = next(run.data)
-            for observer in observers:
-                observer.before_step(micro_batches)
-            report = train_step(run, micro_batches)
-            run.metrics.record(report)
-            for observer in observers:
-                observer.after_step(report, micro_batches)
-            stop.poll()
-            # Of the step before, if it was a log step: they have arrived by now.
-            read_metrics(run, observers)
-            is_last = run.step == config.train.steps
-            logs = is_due(config.metrics.log_every, run)
-            saves = is_due(config.checkpoint.every, run)
-            evaluates = evaluation_is_due(run)
-            if logs:
-                begin_metrics(run, report)
-            # What waits for the device anyway, or is kept, comes after the checks.
-            if stop.agreed or saves or evaluates or is_last:
-                read_metrics(run, observers)
-            if evaluates and not stop.agreed:
-                run_evaluation(run, stop, observers)
-                # Refused at the first evaluation that shows it, once its step is saved.
-                saves |= config.checkpoint.every != "off" and bool(best_metric_problem(run))
-            if stop.by_task and not logs:
-                begin_metrics(run, report)
-                read_metrics(run, observers)
-            if saves and not stop.agreed:
-                saver.save(wait=is_last)
-        if stop.agreed and config.checkpoint.every != "off":
-            saver.save(wait=True)
+        loop(run, stop)
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        gc.unfreeze()
+        run.observers.close(error)
+    run.world.raise_first(run.observers.problem)
     return "preempted" if stop.agreed and not stop.by_task else "completed"
+
+
+def loop(run: ScriptRun, stop: Stop) -> None:
+    config = run.config
+    stop.poll(now=True)  # a signal in the warm-up
+    if run.step and evaluation_is_due(run) and not stop.agreed:
+        run_evaluation(run, stop)  # it was stopped before or in this one
+    while run.step < config.train.steps and not stop.agreed:
+        report = train_step(run, next(run.data))
+        if run.observers.problem is not None:
+            stop.end(str(run.observers.problem))
+        stop.poll()
+        # Of the step before, if it was a log step: they have arrived by now.
+        read_metrics(run)
+        is_last = run.step == config.train.steps
+        logs = is_due(config.metrics.log_every, run)
+        saves = is_due(config.checkpoint.every, run)
+        evaluates = evaluation_is_due(run)
+        if logs:
+            begin_metrics(run, report)
+        # What waits for the device anyway, or is kept, comes after the checks.
+        if stop.agreed or saves or evaluates or is_last:
+            read_metrics(run)
+        if evaluates and not stop.agreed:
+            run_evaluation(run, stop)
+            # Refused at the first evaluation that shows it, once its step is saved.
+            saves |= config.checkpoint.every != "off" and bool(best_metric_problem(run))
+        if stop.by_task and not logs:
+            begin_metrics(run, report)
+            read_metrics(run)
+        if saves and not stop.agreed:
+            run.saver.save(wait=is_last)
+    if stop.agreed and config.checkpoint.every != "off":
+        run.saver.save(wait=True)
 
 
 def is_due(every: int | Literal["off"], run: Run) -> bool:
@@ -180,7 +113,7 @@ def evaluation_is_due(run: Run) -> bool:
     return is_due(run.config.eval.every, run)
 
 
-def run_evaluation(run: Run, stop: Stop, observers: Sequence[Observer]) -> None:
+def run_evaluation(run: Run, stop: Stop) -> None:
     """Evaluate and write the values. If it is interrupted, a resumed run repeats it."""
     with run.world.clock.hold("evaluation"):
         rewind = run.parallel.restore_point()
@@ -191,9 +124,8 @@ def run_evaluation(run: Run, stop: Stop, observers: Sequence[Observer]) -> None:
         from dist_amp.optimizers.groups import call_on_evaluation
 
         wish = run.metrics.write_evaluation(run.step, values, partial(call_on_evaluation, run))
-        stop.ended_by = stop.ended_by or wish
-        for observer in observers:
-            observer.after_evaluation()
+        stop.end(wish)
+        run.observers.tell("after_evaluation")
     stop.poll(now=True)
 
 
@@ -207,12 +139,11 @@ def begin_metrics(run: Run, report: StepReport) -> None:
     run.metrics.begin(run.step, run.schedule, run.scaler, run.data, of_task)
 
 
-def read_metrics(run: Run, observers: Sequence[Observer]) -> None:
+def read_metrics(run: ScriptRun) -> None:
     """Read, write and check the metrics of a log step, if there are any pending."""
-    if (row := run.metrics.read()) is not None:
+    if (row := run.metrics.read(run.saver.is_done())) is not None:
         run.metrics.write(row)
-        for observer in observers:
-            observer.on_log(row)
+        run.observers.tell("on_log", row)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -322,6 +253,7 @@ def newest_run(config: Config, job: Job, folder: Path) -> ScriptRun:
     startup.lap("restore")
     run = build_run(config, job.world, resumes=checkpoint is not None)
     startup.lap("model")
+    run.observers.begin(run)
     if checkpoint is not None:
         load(run, checkpoint)
     startup.lap("restore")

@@ -1,5 +1,7 @@
 """Small tasks for the tests: quick on one core, exact enough to compare to a millionth."""
 
+from contextlib import contextmanager
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -148,12 +150,32 @@ class Slow(Tiny):
         return super().loss_sum(model, batch)
 
 
+@contextmanager
+def watched(observer):
+    """A block that an observer watches, and which it is closed after."""
+    try:
+        yield observer
+    except BaseException as error:
+        observer.close(error)
+        raise
+    observer.close()
+
+
+def observer_of(run, kind):
+    """The run's observer of this class, by its name."""
+    return next(each for each in run.observers if type(each).__name__ == kind)
+
+
+def average_of(run):
+    """The tensors of optim.ema, by name; none without it."""
+    return next((each.tensors for each in run.observers if hasattr(each, "tensors")), {})
+
+
 def save(run):
     """Write a checkpoint of the current state and return its path; every rank calls it."""
     from dist_amp.checkpoint.format import checkpoint_folder
-    from dist_amp.checkpoint.saver import Saver
 
-    Saver(run).save(wait=True)
+    run.saver.save(wait=True)
     return checkpoint_folder(run.folder, run.step)
 
 

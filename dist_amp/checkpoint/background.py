@@ -35,7 +35,8 @@ class Save:
     """A checkpoint that each rank's thread writes: stuck once all are idle for run.timeout_seconds.
 
     Idle is a thread that uses no processor: a call blocks, or it waits for other ranks. Nothing can
-    end it, so a stuck save stays run.metrics.save, and no other starts: they share a process group.
+    end it, so a stuck save stays the saver's `pending`, and no other starts: they share a process
+    group.
     """
 
     def __init__(self, run: Run, snapshot: Snapshot, write: Callable[..., None], staging: Any):
@@ -49,8 +50,6 @@ class Save:
         self._clock = time.CLOCK_MONOTONIC  # the thread's processor time, once it has started
         self._used = 0.0
         self._idle_since = 0.0
-        if run.metrics.save is not None:
-            raise Transient(f"{snapshot.folder} could not be written: {run.metrics.save.why}")
         if staging is not None:
             state = without_replicas(snapshot.state, run.world)
             snapshot = replace(snapshot, state=staging.copy(state))
@@ -63,7 +62,6 @@ class Save:
             write(snapshot)
 
         self.future = in_thread(work, "checkpoint writer")
-        run.metrics.save = self
 
     def done(self) -> bool:
         """Whether it has ended on this rank, or has been idle for too long and nobody knows."""
@@ -82,7 +80,6 @@ class Save:
         if not idle:
             self.future.result()
             return
-        self._run.metrics.save = self
         self._live_state.clear()  # the next step changes its tensors: they are no checkpoint
         texts = enumerate(self._run.world.gather(self._place()))
         places = [f"rank {rank} {place}" for rank, place in texts if place]
@@ -167,7 +164,7 @@ def without_replicas(state: State, world: World) -> State:
     """The state without the replicas that another rank writes; they are spread over ranks by size.
 
     Of an ordinary tensor one rank keeps it, of a DTensor one replica of the mesh. Each rank keeps
-    its own entries under "ranks" and "task", which the others don't have.
+    its own entries under "ranks", "task" and "observer", which the others don't have.
     """
     bytes_of: dict[int, list[int]] = {}  # {replicas: bytes that each of them keeps}
 
@@ -189,7 +186,11 @@ def without_replicas(state: State, world: World) -> State:
                 kept[name] = value
         return kept
 
-    per_rank = {name: part for name, part in state.items() if name in ("ranks", "task")}
+    per_rank = {
+        name: part
+        for name, part in state.items()
+        if name.partition(" ")[0] in ("ranks", "task", "observer")
+    }
     shared = {name: section for name, section in state.items() if name not in per_rank}
     return {**part_of(shared), **per_rank}
 

@@ -28,20 +28,23 @@ from dist_amp.checkpoint.format import (
 )
 from dist_amp.checkpoint.state import Snapshot, take_snapshot
 from dist_amp.checkpoint.task_state import Unsaved
-from dist_amp.errors import ConfigError, Failure
+from dist_amp.errors import ConfigError, Failure, Transient
 from dist_amp.files import appears, run_dir, sync_folder, write_synced
 from dist_amp.step import Run
-from dist_amp.telemetry.step_report import LogRow, Observer
+from dist_amp.telemetry.observer import Observer
+from dist_amp.telemetry.step_report import LogRow
 from dist_amp.world import World
 
 
 class Saver(Observer):
-    """Saves checkpoints of a run, one at a time; `run.metrics.save` is one that is being written.
+    """Saves checkpoints of a run, one at a time, with checkpoint.async_save in the background.
 
-    With checkpoint.async_save in the background; as a context manager it waits for the last one.
+    pending: one that is being written, or that is stuck. saved_step: that of the latest.
     """
 
     def __init__(self, run: Run):
+        self.pending: Any = None
+        self.saved_step: int | None = None
         self._run = run
         # One planner for all saves plans only what has changed: planning takes rank 0 86 to 101 us
         # per shard of any rank (measured for 64 to 1,024 ranks).
@@ -54,36 +57,54 @@ class Saver(Observer):
         """Save the state; every rank calls it. wait: until it is written. Errors: Failure."""
         with self._run.world.clock.hold("checkpoint"):
             # A run whose saves stay stuck would lose ever more steps.
-            must_succeed = wait or bool(getattr(self._run.metrics.save, "why", ""))
+            must_succeed = wait or (self.pending is not None and bool(self.pending.why))
             self.finish()
             self._unsaved.compare()
             snapshot = take_snapshot(self._run)
-            may_exist = self._run.step in (self._run.saved_step, self._run.resumed_from_step)
-            self._run.saved_step = self._run.step
+            may_exist = self._run.step in (self.saved_step, self._run.resumed_from_step)
+            self.saved_step = self._run.step
             work = partial(write, world=self._run.world, planner=self._planner, may_exist=may_exist)
-            from dist_amp.checkpoint.background import Save, Staging
+            from dist_amp.checkpoint.background import Staging
 
             staging = None
             if self._run.config.checkpoint.async_save and not wait:
                 staging = self._staging = self._staging or Staging(self._run.world.device)
-            self._complete(partial(Save, self._run, snapshot, work, staging), must_succeed)
+            self._complete(partial(self._start, snapshot, work, staging), must_succeed)
             if staging is None:
                 self.finish(must_succeed=wait)
             if problem := best_metric_problem(self._run):
                 self.finish(must_succeed=True)
                 raise ConfigError(problem)
 
+    def _start(self, snapshot: Snapshot, work: Callable[..., None], staging: Any) -> None:
+        from dist_amp.checkpoint.background import Save
+
+        if self.pending is not None:
+            raise Transient(f"{snapshot.folder} could not be written: {self.pending.why}")
+        self.pending = Save(self._run, snapshot, work, staging)
+
+    def is_done(self) -> bool:
+        """Whether nothing is being written by this rank, as far as is known."""
+        return self.pending is None or bool(self.pending.done())
+
     def on_log(self, row: LogRow) -> None:
         """Check whether the background save has ended, and how: the same on every rank."""
-        if self._run.metrics.save is not None and row.column("save_done").all():
+        if self.pending is not None and row.column("save_done").all():
             self.finish()
 
     def finish(self, must_succeed: bool = False) -> None:
-        """Wait for the pending save, also another Saver's: they share a process group."""
-        pending = self._run.metrics.save
-        self._run.metrics.save = None
-        if pending is not None:
-            self._complete(pending.result, must_succeed)
+        """Wait for the pending save, until it ends or is stuck."""
+        if self.pending is not None:
+            self._complete(self._result, must_succeed)
+
+    def _result(self) -> None:
+        pending = self.pending
+        self.pending = None
+        try:
+            pending.result()
+        finally:
+            if pending.why:  # it is stuck
+                self.pending = pending
 
     def _complete(self, work: Callable[[], Any], must_succeed: bool = False) -> None:
         """A run trains on without one of its checkpoints: it has the one before.
@@ -96,20 +117,19 @@ class Saver(Observer):
             if must_succeed:
                 raise
             then = "tries again at the next one"
-            if self._run.metrics.save is not None:  # it is stuck
+            if self.pending is not None:  # it is stuck
                 then = "trains on, and ends the run if that save has not ended at the next one"
             self._run.world.warn(f"{error}; the run {then}")
 
-    def __exit__(self, *error: object) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """Wait for the pending save; only briefly if ranks may have diverged: writing needs all."""
-        pending = self._run.metrics.save
-        if pending is None or pending.why:
+        if self.pending is None or self.pending.why:
             return
         seconds = 5.0
-        if error[0] is None or isinstance(error[1], Failure):
+        if error is None or isinstance(error, Failure):
             # A Failure may be this rank's alone: half of the timeout of the others' collectives.
             seconds = self._run.config.run.timeout_seconds / 2
-        wait([pending.future], seconds)
+        wait([self.pending.future], seconds)
 
 
 def best_metric_problem(run: Run) -> str:

@@ -1,6 +1,7 @@
 """What a checkpoint contains, taken from a run and restored into one of any strategy."""
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,12 @@ from dist_amp.checkpoint.format import (
     rejection_as_data_error,
 )
 from dist_amp.config.auto import batch_statistics
+from dist_amp.config.text import to_toml
 from dist_amp.distributed.process import random_state, seed_all, set_random_state
 from dist_amp.errors import CheckpointRejected
 from dist_amp.parallel import averaged_statistics, set_statistics
 from dist_amp.step import Run
+from dist_amp.telemetry.observer import defines
 
 
 @dataclass(frozen=True)
@@ -50,12 +53,14 @@ def take_snapshot(run: Run) -> Snapshot:
     state = state_of(run)
     state["model"] |= averaged_statistics(run.parallel.module, run.world)
     state["interval"] = run.world.stack(run.metrics.unfinished(run.data))
-    if run.frozen is not None:
-        run.frozen.shorten(state)
-    if hasattr(run.task, "state_dict"):
-        from dist_amp.checkpoint.task_state import packed_state
+    if "frozen" in state:
+        from dist_amp.scaling.frozen import put_checksums
 
-        state["task"] = {str(run.world.rank): packed_state(run.task)}
+        put_checksums(state, run.parallel.module, state["frozen"])
+    if packs(run):
+        from dist_amp.checkpoint.packed import packed_states
+
+        state |= packed_states(run)
     manifest = Manifest(
         step=run.step,
         samples=run.data.position,
@@ -82,7 +87,7 @@ def take_snapshot(run: Run) -> Snapshot:
     folder = checkpoint_folder(run.folder, run.step)
     keep = run.config.checkpoint.keep
     best_metric = getattr(run.task, "best_metric", "loss")
-    return Snapshot(folder, state, manifest, run.config_text, keep, best_metric)
+    return Snapshot(folder, state, manifest, to_toml(run.config), keep, best_metric)
 
 
 def load(run: Run, path: Path) -> None:
@@ -108,9 +113,9 @@ def read_state(run: Run, reader: Reader) -> State:
         del state["scaler"]
     if (manifest.world_size, manifest.device) != (run.world.world_size, run.world.device.type):
         del state["ranks"]
-    for name in run.extra_states.keys() - saved:
+    for name in {"ema", "frozen"} & (state.keys() - saved):
         del state[name]
-    if "ema" in saved and "ema" not in run.extra_states:
+    if "ema" in saved and "ema" not in state:
         run.world.warn(
             f"the average of the weights in {reader.folder} is dropped, since optim.ema=off"
         )
@@ -119,18 +124,16 @@ def read_state(run: Run, reader: Reader) -> State:
     if len(size) != 2 or size[0] != manifest.world_size or size[1] < 3:
         raise CheckpointRejected(f".metadata has interval of {list(size)}, not a row per rank")
     state["interval"] = torch.zeros(size, dtype=torch.float64)
-    if run.frozen is not None or "frozen" in saved:
+    if "frozen" in saved or any(not p.requires_grad for p in run.parallel.module.parameters()):
         from dist_amp.scaling.frozen import expect_checksums
 
         expect_checksums(state, run.parallel.module, metadata, reader.folder)
     check_fit(reader.folder, manifest, metadata, state, group_sizes(run))
-    if hasattr(run.task, "state_dict"):
-        from dist_amp.checkpoint.task_state import expected_state
+    if packs(run, saved):
+        from dist_amp.checkpoint.packed import expected_states
 
-        state["task"] = expected_state(metadata.state_dict_metadata, run.world.rank)
+        state |= expected_states(run, metadata.state_dict_metadata)
     read_into(state, reader, run.world)
-    if run.frozen is not None and "frozen" in state:
-        run.frozen.check(state["frozen"], reader.folder)
     return state
 
 
@@ -141,13 +144,12 @@ def set_state(run: Run, manifest: Manifest, state: State) -> None:
         groups = get_optimizer_state_dict(run.parallel.module, run.optimizer)["param_groups"]
         moments: State = {"state": state["optimizer"], "param_groups": groups}
         set_optimizer_state_dict(run.parallel.module, run.optimizer, moments, options=options)
-    for name, extra in run.extra_states.items():
-        if name not in state:
-            run.world.say(extra.start(manifest.step))
-    if "task" in state:
-        from dist_amp.checkpoint.task_state import load_state
+    for section, observer in sections(run).items():
+        observer.load_state_dict(state.get(section, {}))
+    if packs(run, state):
+        from dist_amp.checkpoint.packed import load_packed
 
-        load_state(run.task, state["task"], manifest.world_size, run.world)
+        load_packed(run, state, manifest.world_size)
     run.schedule.load(state["counters"], manifest.lr_factor)
     if "scaler" in state:
         run.scaler.load_state_dict(state["scaler"])
@@ -190,13 +192,29 @@ def state_of(run: Run, with_moments: bool = False) -> State:
         "counters": run.schedule.counters,
         "scaler": run.scaler.state_dict(),
         "ranks": {str(run.world.rank): of_rank},
-        **{name: extra.tensors for name, extra in run.extra_states.items()},
     }
+    for section, observer in sections(run).items():
+        if (tensors := observer.state_dict()) is not None:
+            state[section] = tensors
     if run.config.precision.matmul == "fp8":
         from dist_amp.scaling.float8 import as_plain
 
         state = tree_map_only(Tensor, as_plain, state)
     return state
+
+
+def packs(run: Run, saved: Iterable[str] = ()) -> bool:
+    """Whether an observer, or the checkpoint, has a state that packed.py saves as bytes."""
+    packed = [each for each in run.observers if not hasattr(each, "section")]
+    if any(defines(observer, "state_dict") for observer in packed):
+        return True
+    return any(name.startswith("observer ") for name in saved)
+
+
+def sections(run: Run) -> dict[str, Any]:
+    """{section of a checkpoint: the observer whose tensors it holds, laid out as they are}."""
+    named = [observer for observer in run.observers if hasattr(observer, "section")]
+    return {observer.section: observer for observer in named}
 
 
 def group_sizes(run: Run) -> dict[str, int]:

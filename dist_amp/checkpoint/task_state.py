@@ -1,21 +1,14 @@
-"""What a task, or its optimizer, keeps outside the model: saved where it says how, or warned of.
-
-By state_dict() and load_state_dict(state), each rank's. Other attributes are lost on a resume.
-"""
+"""What a task without state_dict(), or its optimizer, keeps outside the model: it is warned of."""
 
 import hashlib
-import io
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from dist_amp.errors import CheckpointRejected, DataError, in_one_line
 from dist_amp.step import Run
-from dist_amp.task import call_task, kept_by
-from dist_amp.world import World, local
+from dist_amp.task import kept_by
+from dist_amp.world import local
 
 FIXES = {
     "the task": "give the task state_dict() and load_state_dict(state), or name it in the task's "
@@ -24,55 +17,6 @@ FIXES = {
 }
 
 SAMPLED_ELEMENTS = 2**16  # of a tensor, spread over it, that are compared
-
-
-# ---- a task that says what to save ----
-
-
-def packed_state(task: Any) -> Tensor:
-    """task.state_dict() as [bytes] uint8. Errors: DataError for what a load would not accept."""
-    file = io.BytesIO()
-    torch.save(call_task(DataError, "state_dict()", task.state_dict), file)
-    content = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
-    unpacked(content)
-    return content
-
-
-def unpacked(content: Tensor) -> Any:
-    """The state that `packed_state` packed; nothing in it is executed."""
-    try:
-        return torch.load(io.BytesIO(content.numpy().tobytes()), "cpu", weights_only=True)
-    except Exception as error:
-        raise DataError(
-            f"the task's state_dict() can't be read back: {in_one_line(error)}; let it hold "
-            "tensors, numbers, texts, and lists and dicts of these"
-        ) from error
-
-
-def expected_state(metadata: Mapping[str, Any], rank: int) -> dict[str, Tensor]:
-    """{name: room for the state} that this rank takes, modulo the saved world size; or {}."""
-    saved = [name for name in metadata if name.startswith("task.")]
-    if not saved:
-        return {}
-    name = str(rank % len(saved))
-    entry = metadata.get(f"task.{name}")
-    if not isinstance(entry, TensorStorageMetadata):
-        raise CheckpointRejected(f".metadata has no task.{name} that is a tensor")
-    return {name: torch.empty(entry.size, dtype=torch.uint8)}
-
-
-def load_state(task: Any, states: Mapping[str, Tensor], saved_ranks: int, world: World) -> None:
-    """Give the task what `expected_state` names, once it is read."""
-    if not states:
-        world.warn("the checkpoint has no state of the task; it starts with its first values")
-        return
-    if saved_ranks != world.world_size:
-        world.warn(
-            f"the checkpoint has a state of the task for each of {saved_ranks} ranks: rank r of "
-            f"{world.world_size} takes that of rank r mod {saved_ranks}"
-        )
-    (content,) = states.values()
-    call_task(DataError, "load_state_dict(state)", task.load_state_dict, unpacked(content))
 
 
 # ---- what changes unsaved ----

@@ -33,7 +33,8 @@ from dist_amp.parallel import Parallel
 from dist_amp.run import Run
 from dist_amp.settings import Config
 from dist_amp.step import loss_of, weights_of
-from dist_amp.telemetry.step_report import Observer, StepReport
+from dist_amp.telemetry.observer import Observer
+from dist_amp.telemetry.step_report import StepReport
 from dist_amp.world import World
 
 Hashes = tuple[int, ...]  # of the samples, the loss, and the gradient of each parameter

@@ -30,7 +30,8 @@ from dist_amp.loading.loader import load
 from dist_amp.loading.samples import sample_bytes, spread
 from dist_amp.run import Run
 from dist_amp.task import kept_by
-from dist_amp.telemetry.step_report import GLOBAL, GLOBAL_METRICS, LogRow, Observer
+from dist_amp.telemetry.observer import Observer
+from dist_amp.telemetry.step_report import GLOBAL, GLOBAL_METRICS, LogRow
 from dist_amp.world import World, local
 
 # Of settings.FREE_TO_CHANGE, the settings that may differ between machines: the others decide

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from dist_amp.diagnostics.trace import clean_name, hash_tensor
 from dist_amp.run import Run
-from dist_amp.telemetry.step_report import LogRow, Observer, StepReport
+from dist_amp.telemetry.observer import Observer
+from dist_amp.telemetry.step_report import LogRow, StepReport
 from dist_amp.world import local
 
 MAX_GROUPS = 64  # hashes of parameters in a line; assumed: 64 of each kind take 4 KB
@@ -43,7 +44,6 @@ class Fingerprint(Observer):
         self._hashes: list[Tensor] = []  # of this step
         self._hook = ExitStack()  # in a step that is hashed
         self._copies: dict[int, Tensor] = {}  # by step, on their way to the host
-        run.metrics.more_tags["fingerprint"] = self.tags
 
     def before_step(self, micro_batches: Sequence[Any]) -> None:
         step = self._run.step + 1
@@ -75,7 +75,7 @@ class Fingerprint(Observer):
             self._copies[self._run.step] = hashes.to("cpu", non_blocking=True)
         self._hashes = []
 
-    def __exit__(self, *error: object) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         self._hook.close()
 
     def tags(self, row: LogRow) -> dict[str, Any]:

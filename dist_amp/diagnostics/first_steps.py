@@ -19,7 +19,8 @@ from dist_amp.loading.plan import Shard
 from dist_amp.parallel import norms_of
 from dist_amp.run import Run
 from dist_amp.task import kept_by
-from dist_amp.telemetry.step_report import Observer, StepReport
+from dist_amp.telemetry.observer import Observer
+from dist_amp.telemetry.step_report import StepReport
 from dist_amp.world import local
 
 WATCHED_STEPS = 20  # long enough for a mixture's rarely chosen expert to get a sample
@@ -42,7 +43,7 @@ class FirstSteps(Observer):
         warn_of_untrained(run)
         self._hook = run.optimizer.register_step_pre_hook(self._add_gradients)
 
-    def __exit__(self, *error: object) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         self._hook.remove()
 
     def before_step(self, micro_batches: Sequence[Any]) -> None:
@@ -62,6 +63,7 @@ class FirstSteps(Observer):
         self._samples.append(hash_samples(micro_batches, self._run.world.device))
         if self._run.step == self._last_step:
             self._hook.remove()
+            self._run.observers.rest(self)
             check_samples_differ(self._run, self._samples)
             self._warn_of_idle_parameters()
 

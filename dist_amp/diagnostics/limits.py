@@ -1,21 +1,26 @@
 """When to stop a run that can't learn."""
 
 import math
-from collections.abc import Callable
+from typing import Any
 
 from dist_amp.errors import DataError, NumericsError
 from dist_amp.run import Run
-from dist_amp.telemetry.step_report import LogRow, Observer
+from dist_amp.telemetry.observer import Observer
+from dist_amp.telemetry.step_report import LogRow
 
 MIN_SCALE = 1.0  # of the loss: what is still not finite at this scale has another cause
 
 
 class Limits(Observer):
-    """Stops a run that can't recover, with `first_nonfinite`. Errors: DataError, NumericsError."""
+    """Stops a run that can't recover. Errors: DataError, NumericsError."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: Run, nonfinite: Any = None):
+        """nonfinite: a NonfiniteReplay, which knows where skips began."""
         self._config = run.config
-        self.first_nonfinite: Callable[[LogRow], str] = lambda row: ""
+        self._nonfinite = nonfinite
+
+    def first_nonfinite(self, row: LogRow) -> str:
+        return "" if self._nonfinite is None else str(self._nonfinite.where(row))
 
     def on_log(self, row: LogRow) -> None:
         precision = self._config.precision

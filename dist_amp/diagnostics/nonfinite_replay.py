@@ -28,7 +28,8 @@ from dist_amp.precision import DTYPES
 from dist_amp.run import Run
 from dist_amp.scaling.compile import stance
 from dist_amp.step import loss_of, mark_last, weights_of
-from dist_amp.telemetry.step_report import LogRow, Observer, StepReport
+from dist_amp.telemetry.observer import Observer
+from dist_amp.telemetry.step_report import LogRow, StepReport
 from dist_amp.world import local
 
 MAX_REPLAYS = 3  # of an interval in fp16, where the loss scale alone explains most skips

@@ -19,7 +19,8 @@ from dist_amp.errors import ConfigError
 from dist_amp.run import Run
 from dist_amp.scaling.compile import stance
 from dist_amp.step import loss_of, weights_of
-from dist_amp.telemetry.step_report import LogRow, Observer, StepReport, Tags
+from dist_amp.telemetry.observer import Observer
+from dist_amp.telemetry.step_report import LogRow, StepReport, Tags
 from dist_amp.world import local
 
 # Above these shares there is a warning. Assumed, with a reason: gradients of which 5 % would vanish
@@ -37,7 +38,6 @@ class Numerics(Observer):
     def __init__(self, run: Run):
         self.run = run
         self.measured: dict[int, Tags] = {}  # by step, until its metrics are written
-        run.metrics.more_tags["numerics"] = self.tags
         self._groups: dict[str, list[Tensor]] = {}
         for number, group in enumerate(run.optimizer.param_groups):
             self._groups[group.get("name", f"group {number}")] = group["params"]
@@ -89,7 +89,7 @@ class Numerics(Observer):
         if not self._hooks:
             return
         run = self.run
-        self.__exit__()
+        self.close(None)
         with run.world.clock.hold("diagnostics"):
             underflow = self._shares(self._underflow)
             # The fused kernel is called for skipped steps too.
@@ -113,7 +113,7 @@ class Numerics(Observer):
         tags = self.measured.pop(row.step, {})
         return tags if self.run.world.is_main else {}
 
-    def __exit__(self, *error: object) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

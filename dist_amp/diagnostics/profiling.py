@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -21,7 +21,8 @@ from torch.profiler import ProfilerAction, profile, record_function
 from dist_amp.clock import STEP_PHASES, PhaseClock
 from dist_amp.errors import in_one_line
 from dist_amp.run import Run
-from dist_amp.telemetry.step_report import Observer, StepReport
+from dist_amp.telemetry.observer import Observer
+from dist_amp.telemetry.step_report import StepReport
 from dist_amp.world import World
 
 # Not recorded: they compile, size DDP's buckets and fill caches. Assumed to be enough.
@@ -69,6 +70,7 @@ class Profile(Observer):
         # Without acc_events it warns that it will clear them.
         self._profiler = profile(schedule=self._action, acc_events=True)
         self._profiler.step_num = run.step + 1  # its step numbers are the run's
+        self._profiler.start()
 
     def _action(self, step: int) -> ProfilerAction:
         step = max(step, self._run.step + 1)  # the profiler asks for step 0 when it is made
@@ -77,11 +79,6 @@ class Profile(Observer):
         if step >= self.first - WARM_UP_STEPS:
             return ProfilerAction.WARMUP
         return ProfilerAction.NONE
-
-    def __enter__(self) -> Self:
-        if self._profiler is not None:
-            self._profiler.start()
-        return self
 
     def after_step(self, report: StepReport, micro_batches: Sequence[Any]) -> None:
         if self._finished:
@@ -94,8 +91,8 @@ class Profile(Observer):
             if self._run.step >= self.first - 1:
                 self._ranges.enter_context(phases_as_ranges(self._run.world.clock))
 
-    def __exit__(self, *error: object) -> None:
-        if not self._finished and error[0] is None:  # the run ended before the last recorded step
+    def close(self, error: BaseException | None = None) -> None:
+        if not self._finished and error is None:  # the run ended before the last recorded step
             self._finish()
         self._ranges.close()
         world = self._run.world

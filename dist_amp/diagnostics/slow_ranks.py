@@ -11,7 +11,8 @@ import numpy as np
 
 from dist_amp.clock import OWN_PHASES
 from dist_amp.run import Run
-from dist_amp.telemetry.step_report import LogRow, Observer
+from dist_amp.telemetry.observer import Observer
+from dist_amp.telemetry.step_report import LogRow
 
 FACTOR = 1.2  # of the ranks' median, or of the past
 DATA_SHARE = 0.5  # of the step, on every rank: above it, data are the bottleneck

@@ -92,27 +92,25 @@ class SkippingFetch(Fetch):
         return DataError(f"no sample can be used, the last because: {batch}")
 
 
-def skip_bad_samples(run: Any) -> None:
-    skipped = BadSamples(run)
-    run.metrics.more_tags["bad_samples"] = skipped.tags
-    for data in (run.data, run.validation):
-        if data is not None:
-            data.fetch = SkippingFetch(data.fetch.dataset, run.task, data.split)
-            data.bad_samples = skipped
-
-
 class BadSamples:
     """Lists what a run skips in RUN/bad_samples/, a file per rank, and ends it above a limit."""
 
-    def __init__(self, run: Any):
-        self.world: World = run.world
-        self.folder: Path = run.folder / FOLDER
-        self.training = run.data
-        self.most: float = run.config.data.max_bad_samples  # of an epoch; below 1 a share
+    fetch = SkippingFetch
+    training: Any  # the run's Batches, from `follow` on
+
+    def __init__(self, world: World, folder: Path, most: float):
+        """folder: the run's. most: in an epoch; below 1 a share of the samples."""
+        self.world = world
+        self.folder = folder / FOLDER
+        self.most = most
         self.seen: set[tuple[str, int, int]] = set()  # split, epoch and sample, in this rank's list
         self._is_continued = False
         self._reported = 0
         self._unwritten: list[dict[str, Any]] = []
+
+    def follow(self, training: Any) -> None:
+        """Count by the epochs of the training batches."""
+        self.training = training
 
     def leave_out(
         self, data: Any, batches: Sequence[Any], shards: Sequence[Shard], *, is_new: bool

@@ -18,15 +18,15 @@ class Fetch:
     A DataError in a micro-batch's place is raised by the rank: a worker's own reaches it as text.
     """
 
-    def __init__(self, dataset: Any, task: Any, split: str):
+    def __init__(self, dataset: Any, task: Any, split: str, seeds: bool = False):
         self.dataset = dataset
         self.collate = getattr(task, "collate", default_collate)
         self.split = split
         self.augment: Any = getattr(task, "augment", None) if split == "training" else None
-        self.always_seeds = False  # in the training process too
+        self._seeds = seeds  # in the training process too
 
     def __getitem__(self, shard: Shard) -> Any:
-        if self.always_seeds or get_worker_info() is not None:
+        if self._seeds or get_worker_info() is not None:
             # A worker's own random numbers would depend on how many workers there are.
             seed_host(shard.seed)
         indices = shard.indices

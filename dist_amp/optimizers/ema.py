@@ -6,8 +6,9 @@ Float32, sharded as the parameters are. Source: Polyak & Juditsky 1992; decay as
 Docs: docs/recipes.md
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,35 +18,42 @@ from dist_amp.world import local
 
 
 class Ema:
-    """tensors: {name of the parameter: its average}, float32, sharded as the parameter is."""
+    """An observer. tensors: {name of the parameter: its average}, float32, sharded as it is."""
+
+    section = "ema"
 
     @torch.no_grad()
-    def __init__(self, module: nn.Module, decay: float):
+    def __init__(self, module: nn.Module, decay: float, say: Callable[[str], object] = print):
         self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._units = [part for part in module.modules() if isinstance(part, FSDPModule)]
         self.tensors = {
             name: parameter.detach().float().clone() for name, parameter in self._parameters.items()
         }
         self._averages = [local(average) for average in self.tensors.values()]
+        self._say = say
         self._weight = torch.tensor(1 - decay, device=self._averages[0].device)
 
     def _local_parameters(self) -> list[Tensor]:
         return [local(p.detach()) for p in self._parameters.values()]
 
     @torch.no_grad()
-    def after_step(self, applied: Tensor) -> None:
-        """Move towards the parameters if the step was applied, a scalar bool on the device.
+    def after_step(self, report: Any, micro_batches: Sequence[Any]) -> None:
+        """Move towards the parameters if the step was applied.
 
         Reads nothing, and allocates as much as the averages take.
         """
         moves = torch._foreach_sub(self._local_parameters(), self._averages)
-        torch._foreach_mul_(moves, self._weight * applied)
+        torch._foreach_mul_(moves, self._weight * report.applied)
         torch._foreach_add_(self._averages, moves)
 
-    def start(self, step: int) -> str:
-        """Start at a checkpoint without an average; returns what to tell the user."""
-        self._write(self._averages, self._local_parameters())
-        return f"optim.ema starts at step {step}: the checkpoint has no average"
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.tensors
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """state: the tensors themselves, which a load fills in place; empty if it has none."""
+        if not state:
+            self._write(self._averages, self._local_parameters())
+            self._say("optim.ema starts here: the checkpoint has no average")
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -81,6 +81,9 @@ class Muon(torch.optim.Optimizer):
         self._dealt: Any = set()  # the matrices whose owners are known
         self._exchanges: Any = []
 
+    def take_one_at_a_time(self) -> None:
+        self.matrices_at_once = 1
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         adamw: Any = self._adamw

@@ -63,16 +63,20 @@ def expect_checksums(
             "same ones as then"
         )
     if saved:
-        put_checksums(state, names, torch.zeros(saved, dtype=torch.int64))
+        put_checksums(state, module, torch.zeros(saved, dtype=torch.int64))
 
 
-def put_checksums(state: dict[str, Any], names: set[str], checksums: Tensor) -> None:
+def put_checksums(state: dict[str, Any], module: nn.Module, checksums: Tensor) -> None:
+    """Put checksums in place of the frozen parameters."""
+    names = frozen_names(module)
     state["model"] = {name: state["model"][name] for name in state["model"] if name not in names}
     state["frozen"] = checksums
 
 
 class FrozenBase:
-    """What the frozen parameters of a run were before its first step, and whether they change."""
+    """An observer: what the frozen parameters were before the first step, and if they change."""
+
+    section = "frozen"
 
     def __init__(self, module: nn.Module, world: World, replicas: int):
         """Call it before anything is restored into the model. replicas: copies of the model."""
@@ -92,13 +96,19 @@ class FrozenBase:
             samples.append(flat[::every].clone())
         return samples
 
-    def shorten(self, state: dict[str, Any]) -> None:
-        """Put checksums in place of the frozen parameters, unless they changed; on every rank."""
+    def state_dict(self) -> Tensor | None:
+        """The checksums to save in place of the parameters; None once these have changed."""
         if not self._changes:
             changed = not all(map(torch.equal, self._at_start, self._samples()))
             self._changes = any(self._world.gather(changed))
-        if not self._changes:
-            put_checksums(state, frozen_names(self._module), self.checksums().clone())
+        return None if self._changes else self.checksums().clone()
+
+    def load_state_dict(self, saved: Tensor) -> None:
+        """Errors: DataError that names the first frozen parameter that differs from `saved`."""
+        if len(saved):
+            differs = (self.checksums().cpu() != saved.cpu()).tolist()
+            names = zip(self._frozen, differs, strict=True)
+            refuse("the checkpoint", [name for name, other in names if other])
 
     def checksums(self) -> Tensor:
         """Of each whole parameter at the start: [frozen parameters] int64; every rank calls it."""
@@ -111,11 +121,6 @@ class FrozenBase:
             self._checksums = self._world.sum(sums)
         return self._checksums
 
-    def check(self, saved: Tensor, path: Path) -> None:
-        """Errors: DataError that names the first frozen parameter that differs from `saved`."""
-        differs = (self.checksums().cpu() != saved.cpu()).tolist()
-        refuse(path, [name for name, other in zip(self._frozen, differs, strict=True) if other])
-
 
 def check_frozen(module: nn.Module, saved: Tensor, path: Path) -> None:
     """The same for a whole model; parallel.param_dtype=bf16 rounded the values in the run."""
@@ -125,13 +130,13 @@ def check_frozen(module: nn.Module, saved: Tensor, path: Path) -> None:
         for (name, p), value in zip(frozen, saved.tolist(), strict=True)
         if value not in (checksum(p), checksum(p.bfloat16()))
     ]
-    refuse(path, differing)
+    refuse(f"checkpoint {path}", differing)
 
 
-def refuse(path: Path, differing: list[str]) -> None:
+def refuse(checkpoint: str, differing: list[str]) -> None:
     if differing:
         raise DataError(
-            f"checkpoint {path} was trained on another frozen {differing[0]} ({len(differing)} "
+            f"{checkpoint} was trained on another frozen {differing[0]} ({len(differing)} "
             "such), which it does not contain; give the task the same pretrained weights, "
             "arguments and seed as then"
         )

@@ -26,7 +26,8 @@ from dist_amp.optimizers.groups import call_back
 from dist_amp.run import Run
 from dist_amp.supervise.lifecycle import Stop
 from dist_amp.task import as_scalar, call_task
-from dist_amp.telemetry.step_report import LogRow, Observer, StepReport
+from dist_amp.telemetry.observer import Observer
+from dist_amp.telemetry.step_report import LogRow, StepReport
 
 OPTIONAL = (
     *("collate", "augment", "blocks", "units", "tokens", "flops_per_item", "metrics", "load"),
@@ -51,7 +52,11 @@ class Callbacks(Observer):
             )
         self._run = run
         self._stop = stop
-        self._calls = stop.every_poll = hasattr(run.task, "on_step")
+        self._calls = hasattr(run.task, "on_step")
+        if self._calls:
+            stop.ask_at_every_step()
+        else:
+            run.observers.rest(self)
         if hasattr(run.task, "on_evaluation") and run.validation is None:
             run.world.warn(
                 "the task's on_evaluation is never called, because nothing is evaluated: set "
@@ -60,8 +65,7 @@ class Callbacks(Observer):
 
     def after_step(self, report: StepReport, micro_batches: Sequence[Any]) -> None:
         if self._calls:
-            wish = call_back(self._run, "on_step(run, report)", report)
-            self._stop.ended_by = self._stop.ended_by or wish
+            self._stop.end(call_back(self._run, "on_step(run, report)", report))
 
     def on_log(self, row: LogRow) -> None:
         if self._calls:

@@ -26,7 +26,7 @@ from dist_amp.distributed.process import LAUNCHER, in_thread
 from dist_amp.errors import first_line
 from dist_amp.run import Run
 from dist_amp.supervise.lifecycle import Stop
-from dist_amp.telemetry.step_report import Observer
+from dist_amp.telemetry.observer import Observer
 
 POLL_SECONDS = 2.0  # little of a notice of 30 s; AWS advises 5 s, Azure 1 s
 ANSWER_SECONDS = 2.0  # the service is on the same host
@@ -101,18 +101,17 @@ def unix_time(text: str) -> float:
 
 
 class EvictionNotice(Observer):
-    """Sets `stop.notice` on a rank of the machine."""
+    """Tells `stop` of a notice, on a rank of the machine."""
 
     def __init__(self, run: Run, stop: Stop):
         self._run = run
         self._stop = stop
-        self._has_begun = False
         self._has_ended = threading.Event()
 
     def after_step(self, *_: object) -> None:
-        if self._has_begun or self._run.world.local_rank:
+        self._run.observers.rest(self)
+        if self._run.world.local_rank:
             return
-        self._has_begun = True
         setting = self._run.config.run.eviction_notice
         cloud = recognised() if setting == "auto" else setting
         if cloud:
@@ -135,7 +134,7 @@ class EvictionNotice(Observer):
                         "machines use auto or off"
                     )
             if at is not None:
-                self._stop.notice = self._noticed(cloud, at)
+                self._stop.announce(*self._noticed(cloud, at))
                 if LAUNCHER in os.environ:  # it leaves; those of other nodes may continue
                     os.kill(int(os.environ[LAUNCHER]), signal.SIGTERM)
                 return
@@ -159,17 +158,17 @@ class EvictionNotice(Observer):
         _warn(f"{cause}; stopping within a few steps")
         return time.monotonic() + seconds, cause
 
-    def __exit__(self, *error: object) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """On all ranks, the earliest notice is the cause of the stop."""
         self._has_ended.set()
-        if error[0] is not None or not self._stop.agreed or self._stop.by_task:
+        if error is not None or not self._stop.agreed or self._stop.by_task:
             return
         notice = None
         if self._stop.notice is not None:
             end, cause = self._stop.notice
             notice = (end - time.monotonic(), cause)
         if notices := sorted(filter(None, self._run.world.gather(notice))):
-            self._stop.requested_by = notices[0][1]
+            self._stop.name_cause(notices[0][1])
 
 
 def _warn(text: str) -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from dist_amp.checkpoint.format import (
@@ -17,6 +16,7 @@ from dist_amp.checkpoint.format import (
     quarantine_after,
     step_of,
 )
+from dist_amp.config.text import to_toml
 from dist_amp.data import Batches
 from dist_amp.errors import NumericsError
 from dist_amp.files import plain_json, present, write_durably
@@ -25,7 +25,6 @@ from dist_amp.run import Run
 from dist_amp.settings import Config
 from dist_amp.supervise.banner import closing_table, print_banner, print_next_command
 from dist_amp.supervise.preflight import check_run
-from dist_amp.telemetry.metrics import Metrics
 from dist_amp.telemetry.startup import Startup
 from dist_amp.telemetry.step_report import Tags
 from dist_amp.world import World
@@ -66,7 +65,22 @@ class Stop:
     ended_by = ""  # which callback asked, on the ranks where one did
     every_poll = False  # it may ask after any step
     requested_by = ""  # the signal's name, on the ranks that got one
-    notice: Any = None  # of an eviction, on ranks that saw one; another thread sets it
+    notice: tuple[float, str] | None = None  # of an eviction: its end by time.monotonic, in words
+
+    def end(self, wish: str) -> None:
+        """End the run as completed; wish: who asked, or "" for nobody."""
+        self.ended_by = self.ended_by or wish
+
+    def ask_at_every_step(self) -> None:
+        self.every_poll = True
+
+    def announce(self, end: float, cause: str) -> None:
+        """An eviction, which another thread knows of."""
+        self.notice = (end, cause)
+
+    def name_cause(self, cause: str) -> None:
+        """What all ranks know as the cause of a stop by a signal or notice."""
+        self.requested_by = cause
 
     def poll(self, now: bool = False) -> bool:
         """Called by all ranks after each step and between batches of an evaluation."""
@@ -108,20 +122,8 @@ def open_run(run: Run) -> None:
             )
         if (run.folder / CONFIG).exists():
             keep_earlier_config(run)
-        (run.folder / CONFIG).write_text(run.config_text)
-    metrics.open(run.folder, run.step, run.config_text)
-    log_group_rates(metrics, run.optimizer)
-    shows_mfu = run.world.device.type == "cuda" or run.config.metrics.peak_flops != "auto"
-    if shows_mfu and present("telemetry.mfu"):
-        from dist_amp.telemetry.mfu import log_mfu
-
-        log_mfu(metrics, run.config, run.task, run.parallel)
-    if present("telemetry.goodput"):
-        from dist_amp.telemetry.goodput import Goodput
-
-        goodput = Goodput(metrics, run.folder)
-        metrics.more_tags["goodput"] = goodput.tags
-        metrics.summaries["goodput"] = goodput.summary
+        (run.folder / CONFIG).write_text(to_toml(run.config))
+    metrics.open(run.folder, run.step, to_toml(run.config))
     if present("supervise.environment"):
         from dist_amp.supervise.environment import report_environment
 
@@ -131,7 +133,7 @@ def open_run(run: Run) -> None:
 def keep_earlier_config(run: Run) -> None:
     """Rename the config of the steps so far, if it was another."""
     before = config_at(run.folder, run.step)
-    if run.step and before.read_text() != run.config_text:
+    if run.step and before.read_text() != to_toml(run.config):
         before.replace(run.folder / f"config_until_step_{run.step:08d}.toml")
     for path in run.folder.glob("config_until_step_*.toml"):
         if step_of(path) > run.step:  # of steps that are taken again
@@ -159,18 +161,6 @@ def bound_evaluation(run: Run, validation: Batches) -> None:
         f"eval   takes {samples:,} of the {plan.length:,} held-out samples, the same each time, "
         "and about a tenth of the run's time; --eval.batches all takes all samples"
     )
-
-
-def log_group_rates(metrics: Metrics, optimizer: torch.optim.Optimizer) -> None:
-    """Log the learning rate of each parameter group, where they differ."""
-    groups = optimizer.param_groups
-    if not metrics.world.is_main or not any("lr_scale" in group for group in groups):
-        return
-    scales = {
-        f"train/lr_{group.get('name', number)}": group.get("lr_scale", 1.0)
-        for number, group in enumerate(groups)
-    }
-    metrics.more_tags["lr"] = lambda row: {tag: row["lr"] * scale for tag, scale in scales.items()}
 
 
 def close_run(run: Run, stop: Stop) -> int:
@@ -235,8 +225,7 @@ def summary_of(run: Run, failed: bool) -> dict[str, Any]:
         "evaluation": metrics.evaluation,
         "best_evaluation": metrics.best,
     }
-    for entries in metrics.summaries.values():
-        summary |= entries(failed)
+    summary |= run.observers.tell("summary", failed)
     if ranks and all("mfu" in rank for rank in ranks):
         summary["mfu"] = sum(rank["mfu"] for rank in ranks) / len(ranks)
     if logged := metrics.last_logged:

@@ -118,7 +118,7 @@ def check_free_space(run: Run) -> None:
     states: list[Any] = [run.parallel.module.state_dict(), *run.optimizer.state.values()]
     if not run.optimizer.state:  # made in the first step: assumed to be two moments, as AdamW's
         states += 2 * run.parallel.parameters
-    states += [extra.tensors for extra in run.extra_states.values()]
+    states += [getattr(observer, "tensors", {}) for observer in run.observers]
     size = tensor_bytes(leaf for leaf in tree_leaves(states) if isinstance(leaf, Tensor))
     most = run.config.checkpoint.keep + BESIDES_KEPT
     existing = len(all_checkpoints(run.folder))

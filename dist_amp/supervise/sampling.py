@@ -19,7 +19,7 @@ from dist_amp.parallel import Parallel
 from dist_amp.run import Run
 from dist_amp.scaling.compile import stance
 from dist_amp.telemetry.metrics import memory_use
-from dist_amp.telemetry.step_report import Observer
+from dist_amp.telemetry.observer import Observer
 
 
 class Sampling(Observer):

@@ -10,13 +10,14 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
-from typing import Any, Self
+from typing import Any
 
 from tqdm import tqdm
 from tqdm.contrib import DummyTqdmFile
 
 from dist_amp.telemetry.metrics import Metrics
-from dist_amp.telemetry.step_report import LogRow, Observer, StepReport
+from dist_amp.telemetry.observer import Observer
+from dist_amp.telemetry.step_report import LogRow, StepReport
 
 BAR = "step {n_fmt:>6}/{total_fmt} {percentage:3.0f}%  {elapsed} eta {remaining}{postfix}"
 # Between two signs of life of an evaluation: on a terminal; in a log at first, then twice as long
@@ -44,15 +45,11 @@ class Console(Observer):
         if self._world.is_main and sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
             self._patience = SECONDS_ON_A_TERMINAL
             self._bar = bar(first_step, last_step)
-
-    def __enter__(self) -> Self:
-        if self._bar is not None:
             self._restore.callback(self._bar.close)
             self._restore.enter_context(redirect_stdout(DummyTqdmFile(sys.stdout)))
             self._restore.enter_context(redirect_stderr(DummyTqdmFile(sys.stderr)))
-        return self
 
-    def __exit__(self, *error: object) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """Leave the bar as it is; what is printed from now on goes to the terminal itself."""
         self._restore.close()
 
@@ -80,7 +77,7 @@ class Console(Observer):
             line = line[: shutil.get_terminal_size().columns - 1]
         self._world.say(line)
 
-    def on_evaluate(self, done: int, steps: int) -> None:
+    def during_evaluation(self, done: int, steps: int) -> None:
         """Show how far an evaluation is, before each of its `steps` batches."""
         now = time.monotonic()
         if not done:

@@ -17,13 +17,14 @@ import numpy as np
 
 from dist_amp.clock import PHASES, STEP_PHASES
 from dist_amp.telemetry.metrics import Metrics
+from dist_amp.telemetry.observer import Observer
 from dist_amp.telemetry.startup import process_started
 from dist_amp.telemetry.step_report import LogRow
 
 KINDS = ("applied_steps", "skipped_steps", "evaluation", "checkpoint", "diagnostics")
 
 
-class Goodput:
+class Goodput(Observer):
     """seconds: what this rank has spent by KINDS, over all attempts; [len(KINDS)] float64."""
 
     def __init__(self, metrics: Metrics, folder: Path):

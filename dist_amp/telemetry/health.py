@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from dist_amp.telemetry.metrics import Metrics, resident_bytes
-from dist_amp.telemetry.step_report import LogRow, Observer, Tags
+from dist_amp.telemetry.observer import Observer
+from dist_amp.telemetry.step_report import LogRow, Tags
 
 GIB = 2**30
 # Why clocks are lower than they could be. Source: NVML API reference, nvmlClocksEventReasons. Left
@@ -63,7 +64,6 @@ class Health(Observer):
         self._thread = threading.Thread()
         # Made by the thread, taken by this one: step, tags, warnings.
         self._reading: tuple[int, Tags, list[str]] = (0, {}, [])
-        metrics.more_tags["health"] = self.tags
 
     def tags(self, row: LogRow) -> Tags:
         """What was read at the last log step; starts reading for the next one."""
@@ -73,7 +73,7 @@ class Health(Observer):
             self._thread.start()
         return tags
 
-    def __exit__(self, *error: object) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         if self._thread.ident is not None:
             self._thread.join(EXIT_SECONDS)
         self._metrics.write_rank_scalars(*self._take_reading())

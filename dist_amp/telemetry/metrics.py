@@ -9,6 +9,7 @@ import platform
 import re
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from torch import Tensor
 from dist_amp.data import Batches
 from dist_amp.optim import Schedule
 from dist_amp.precision import Clip, Scaler
+from dist_amp.telemetry.observer import Observers
 from dist_amp.telemetry.step_report import (
     MAX_RANK_FOLDERS,
     MEMORY,
@@ -38,9 +40,9 @@ if TYPE_CHECKING:  # TensorBoard takes half a second to import, and a notebook n
 
 
 class Metrics:
-    """Collects step reports; writes metrics.jsonl and TensorBoard at log steps, after `open`."""
+    """Collects step reports; writes them, and the observers' tags, at log steps, after `open`."""
 
-    def __init__(self, world: World, clip: Clip):
+    def __init__(self, world: World, clip: Clip, observers: Observers | None = None):
         self.world = world
         self.last: LogRow | None = None
         self.evaluation: Tags = {}  # the latest
@@ -48,7 +50,6 @@ class Metrics:
         self.best: Tags = {}  # the lowest validation loss, with its step
         self.sample = ""  # the latest, if it is a text
         self.hosts = world.gather(platform.node())
-        self.save: Any = None  # a checkpoint's, while it is written
         self._max_norm = clip.limit if clip.by == "norm" else math.inf
         self.interval = Interval(self._max_norm)
         # Per rank, since the start or resume.
@@ -56,13 +57,7 @@ class Metrics:
         self._pending: tuple[Any, ...] | None = None  # a log step's, on their way to the host
         self._jsonl: JsonlWriter | None = None
         self._tensorboard: TensorBoardWriter | None = None
-        # How an optional feature sums a step's losses over ranks.
-        self.combine: Callable[[StepReport], StepReport] | None = None
-        # What optional features add, by name: tags of every rank, [ranks] each; this rank's tags,
-        # or entries of rank 0's line of metrics.jsonl; entries of summary.json, given if it failed.
-        self.more_rank_tags: dict[str, Callable[[LogRow], np.ndarray]] = {}
-        self.more_tags: dict[str, Callable[[LogRow], Mapping[str, Any]]] = {}
-        self.summaries: dict[str, Callable[[bool], Mapping[str, Any]]] = {}
+        self._observers = observers or Observers()
 
     def open(self, folder: Path, first_step: int, config_text: str) -> None:
         """Start writing into the run's folder, replacing the entries of steps after first_step."""
@@ -100,8 +95,6 @@ class Metrics:
         self.interval = Interval(self._max_norm, mine)
 
     def record(self, report: StepReport) -> None:
-        if self.combine is not None:
-            report = self.combine(report)
         self.interval.add(report)
 
     def begin(
@@ -142,27 +135,25 @@ class Metrics:
         data.items = 0
         data.tokens = 0
 
-    def read(self) -> LogRow | None:
-        """The pending metrics of all ranks, or None; every rank calls it at the same step."""
+    def read(self, save_done: bool = True) -> LogRow | None:
+        """The pending metrics of all ranks, and save_done of each, or None; every rank calls it."""
         pending = self._pending
         self._pending = None
         if pending is None:
             return None
         step, interval, lap, on_host, of_task = pending
         values = interval.read() | interval.sums | lap.seconds() | on_host
-        # Rides along, since a log step is one collective.
-        values["save_done"] = self.save is None or self.save.done()
-        row = torch.tensor([values[name] for name in RANK_METRICS], dtype=torch.float64)
-        table = self.world.stack(row).numpy()
+        values["save_done"] = save_done
+        numbers = torch.tensor([values[name] for name in RANK_METRICS], dtype=torch.float64)
+        table = self.world.stack(numbers).numpy()
         tags = {tag: values[tag] for tag in of_task}
-        self.last = LogRow(step, table, tags, self.more_rank_tags)
+        row = LogRow(step, table, tags)
+        self.last = replace(row, observed=self._observers.tell("rank_tags", row))
         self._totals += table[:, SUMMED]
         return self.last
 
     def write(self, row: LogRow) -> None:
-        more: dict[str, Any] = dict(row.of_task)
-        for more_of in self.more_tags.values():
-            more |= more_of(row)
+        more = {**row.of_task, **self._observers.tell("tags", row)}
         if not self.world.is_main:
             self.write_rank_scalars(row.step, row.rank_tags(self.world.rank) | more)
         elif self._jsonl is not None:
@@ -223,7 +214,8 @@ class Metrics:
             return self.last_logged.get("ranks", [])  # type: ignore[no-any-return]
         table = self.last.table.copy()
         table[:, SUMMED] = self._totals
-        return LogRow(self.last.step, table, more_rank_tags=self.more_rank_tags).tags_of_ranks()
+        row = LogRow(self.last.step, table)
+        return replace(row, observed=self._observers.tell("rank_tags", row)).tags_of_ranks()
 
     def close(self) -> None:
         if self._tensorboard is not None:

@@ -23,7 +23,9 @@ from dist_amp.errors import DataError
 from dist_amp.parallel import Parallel
 from dist_amp.settings import Config
 from dist_amp.task import Task, call_task
-from dist_amp.telemetry.metrics import Metrics
+from dist_amp.telemetry.observer import Observer
+from dist_amp.telemetry.step_report import LogRow
+from dist_amp.world import World
 
 # Dense TFLOP/s of one device, as torch counts devices; 0 if the vendor gives no number, or two that
 # differ. If a datasheet has only the rate with structured sparsity, which is twice the dense one,
@@ -86,17 +88,27 @@ def known_peak(device_name: str, dtype: str) -> float:
     return 0.0
 
 
-def log_mfu(metrics: Metrics, config: Config, task: Task, parallel: Parallel) -> None:
-    """Log MFU, or say what is missing; every rank calls it. Errors: as `flops_per_item`."""
+class Mfu(Observer):
+    """Adds throughput/mfu of each rank. item_seconds: at its device's peak, [ranks]."""
+
+    def __init__(self, item_seconds: np.ndarray):
+        self._item_seconds = item_seconds
+
+    def rank_tags(self, row: LogRow) -> dict[str, np.ndarray]:
+        return {"throughput/mfu": row.per_second("items") * self._item_seconds}
+
+
+def find_mfu(world: World, config: Config, task: Task, parallel: Parallel) -> Mfu | None:
+    """The run's, or None and a line on what is missing. Errors: as `flops_per_item`."""
     peak = config.metrics.peak_flops
-    if peak == "auto" and metrics.world.device.type != "cuda":
-        return
+    if peak == "auto" and world.device.type != "cuda":
+        return None
     missing = []
     if peak == "auto":
         dtype = config.precision.name
         if dtype == "fp32" and config.precision.tf32:
             dtype = "tf32"
-        name = torch.cuda.get_device_name(metrics.world.device)
+        name = torch.cuda.get_device_name(world.device)
         peak = known_peak(name, dtype)
         if not peak:
             missing.append(
@@ -108,12 +120,11 @@ def log_mfu(metrics: Metrics, config: Config, task: Task, parallel: Parallel) ->
         missing.append(
             "the task has no flops_per_item(model); dist_amp.telemetry.mfu.count_flops computes it"
         )
-    reasons = [text for text in metrics.world.gather("; and ".join(missing)) if text]
+    reasons = [text for text in world.gather("; and ".join(missing)) if text]
     if reasons:
-        metrics.world.say(f"mfu    not shown: {reasons[0]}")
-        return
-    item_seconds = np.array(metrics.world.gather(flops / peak))
-    metrics.more_rank_tags["throughput/mfu"] = lambda row: row.per_second("items") * item_seconds
+        world.say(f"mfu    not shown: {reasons[0]}")
+        return None
+    return Mfu(np.array(world.gather(flops / peak)))
 
 
 def flops_per_item(task: Task, model: nn.Module) -> float:

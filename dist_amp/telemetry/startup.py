@@ -5,7 +5,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dist_amp.telemetry.step_report import LogRow, Observer, Tags
+from dist_amp.telemetry.observer import Observer
+from dist_amp.telemetry.step_report import LogRow, Tags
 
 FAILED_AT = "DIST_AMP_FAILED_AT"  # Unix time at which `dist_amp launch` saw the failure
 
@@ -23,7 +24,6 @@ class Startup(Observer):
         self.seconds["processes"] = max(started - failed, 0.0)
         self.seconds["imports"] = max(now - started, 0.0)
         self._since = now
-        self._has_stepped = False
         self._is_logged = False
 
     def lap(self, phase: str) -> None:
@@ -37,26 +37,23 @@ class Startup(Observer):
         in_data = run.world.clock.so_far()["data"]  # while the run was built
         self.seconds["model"] -= in_data
         self.seconds["data"] += in_data
-        run.startup = self
-        run.metrics.more_tags["startup"] = self._tags
-        run.metrics.summaries["startup"] = self._summary
+        self._observers = run.observers
+        self._observers.add(self)
 
     def before_step(self, micro_batches: Any) -> None:
-        if not self._has_stepped:
-            self.lap("data")
+        self.lap("data")
 
     def after_step(self, report: Any, micro_batches: Any) -> None:
-        if not self._has_stepped:
-            self.lap("first_step")
-            self._has_stepped = True
+        self.lap("first_step")
+        self._observers.rest(self)
 
-    def _tags(self, row: LogRow) -> Tags:
+    def tags(self, row: LogRow) -> Tags:
         if self._is_logged:
             return {}
         self._is_logged = True
         return {f"start/{phase}_seconds": seconds for phase, seconds in self.seconds.items()}
 
-    def _summary(self, failed: bool) -> dict[str, Any]:
+    def summary(self, failed: bool) -> dict[str, Any]:
         return {"start_seconds": {phase: round(self.seconds[phase], 3) for phase in PHASES}}
 
 

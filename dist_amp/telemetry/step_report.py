@@ -1,10 +1,9 @@
-"""What a step and a log interval report, and the interface of what watches a run."""
+"""What a step and a log interval report."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Self
 
 import numpy as np
 import torch
@@ -75,13 +74,13 @@ class LogRow:
 
     table: [ranks, len(RANK_METRICS)] float64 on the host; only array operations walk over ranks.
     of_task: what this rank's task returned of train_metrics.
-    more_rank_tags: {tag: row -> [ranks]}, of optional features.
+    observed: {tag: [ranks]} of the observers.
     """
 
     step: int
     table: np.ndarray
     of_task: Tags = field(default_factory=dict)
-    more_rank_tags: Mapping[str, Callable[["LogRow"], np.ndarray]] = field(default_factory=dict)
+    observed: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def loss(self) -> float:
@@ -139,7 +138,7 @@ class LogRow:
         if self.column("reserved_bytes").any():
             tags["memory/reserved_bytes"] = self.column("reserved_bytes")
             tags["memory/allocator_retries"] = self.column("allocator_retries")
-        return tags | {tag: values(self) for tag, values in self.more_rank_tags.items()}
+        return {**tags, **self.observed}
 
     def rank_tags(self, rank: int) -> Tags:
         return {tag: float(values[rank]) for tag, values in self.rank_columns.items()}
@@ -186,25 +185,3 @@ class LogRow:
             tags[f"ranks/{name}_median"] = float(np.median(values))
             tags[f"ranks/{name}_max"] = float(values.max())
         return tags
-
-
-class Observer:
-    """Watches a run, which takes the same steps without it; called on every rank, in order."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def before_step(self, micro_batches: Sequence[Any]) -> None:
-        """Before a step on `micro_batches`; `run.step` counts the steps before it."""
-
-    def after_step(self, report: StepReport, micro_batches: Sequence[Any]) -> None:
-        """After a step, before any evaluation or checkpoint; `run.step` counts this step."""
-
-    def on_log(self, row: LogRow) -> None:
-        """Given the metrics of a log interval, of all ranks; at the log step or one step later."""
-
-    def after_evaluation(self) -> None:
-        """After an evaluation, which averaged the batch statistics over the ranks."""

@@ -7,7 +7,7 @@ import pickle
 import random
 import shutil
 import time
-from contextlib import redirect_stderr
+from contextlib import closing, redirect_stderr
 from unittest.mock import patch
 
 import pytest
@@ -37,7 +37,6 @@ from dist_amp.checkpoint.format import (
     signed_text,
 )
 from dist_amp.checkpoint.resume import newest_checkpoint
-from dist_amp.checkpoint.saver import Saver
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.world import World
 
@@ -459,11 +458,11 @@ def full_disk_on_rank_1(world, folder):
             return super().write_data(plan, planner)
 
     full = patch.object(checkpoint_writing, "FileSystemWriter", Full)
-    with full, Saver(run) as saver, redirect_stderr(io.StringIO()) as said:
+    with full, closing(run.saver) as saver, redirect_stderr(io.StringIO()) as said:
         for _ in range(2):
             take_steps(run, 1)
             saver.save(wait=False)
-            while run.metrics.save is not None:
+            while run.saver.pending is not None:
                 saver.on_log(log_row(run))
     world.barrier()
     return said.getvalue(), [path.name for path in folder.glob("checkpoints/*")]
@@ -489,7 +488,7 @@ def saves_in_a_row(world, folder):
         under_way.pop()
         return result
 
-    with patch.object(checkpoint_writing, "write_tensors", slow), Saver(run) as saver:
+    with patch.object(checkpoint_writing, "write_tensors", slow), closing(run.saver) as saver:
         for _ in range(5):
             take_steps(run, 1)
             saver.save(wait=False)
@@ -506,7 +505,7 @@ def saved_while_training_goes_on(world, folder):
     for background in ("true", "false"):
         words = settings(folder / background, "fsdp", "fp16", "--checkpoint.async_save", background)
         run = make_run(world, Tiny(), *words)
-        with Saver(run) as saver:
+        with closing(run.saver) as saver:
             take_steps(run, 3)
             saver.save(wait=False)
             take_steps(run, 4)

@@ -90,13 +90,6 @@ def test_one_epoch_is_the_same_each_time_and_leaves_nothing_out():
     assert len(list(held_out.one_epoch(2))) == 2
 
 
-def test_an_evaluation_tells_how_far_it_is():
-    held_out, told = batches(plan(length=23, micro_batch=4)), []
-    held_out.on_evaluate = lambda done, steps: told.append((done, steps))
-    list(held_out.one_epoch(3))
-    assert told == [(0, 3), (1, 3), (2, 3)]
-
-
 def sizes(length, ranks, micro_batch):
     """[rank][micro-batch] -> its number of samples; 0: padding."""
     shares = [shard_step(range(length), ranks, micro_batch, rank) for rank in range(ranks)]

@@ -19,7 +19,7 @@ from dist_amp.clock import STEP_PHASES
 from dist_amp.diagnostics.limits import Limits
 from dist_amp.errors import DataError, NumericsError
 from dist_amp.step import evaluate
-from dist_amp.supervise.lifecycle import log_group_rates
+from dist_amp.supervise.observers import GroupRates
 from dist_amp.telemetry import writers
 from dist_amp.telemetry.metrics import memory_use, resident_bytes
 from dist_amp.telemetry.step_report import MAX_RANK_FOLDERS, RANK_METRICS, SUMMED_METRICS, LogRow
@@ -346,7 +346,7 @@ def test_each_groups_learning_rate_is_logged_where_they_differ(tmp_path):
         folder.mkdir()
         run = make_run(World(), task)
         run.metrics.open(folder, 0, "")
-        log_group_rates(run.metrics, run.optimizer)
+        run.observers.add(GroupRates(run))
         recorded_steps(run, 1)
         log(run)
         run.metrics.close()

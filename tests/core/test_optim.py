@@ -15,7 +15,6 @@ from ranks import on_ranks
 from tiny import Tiny, log_row, make_run, parameters_of, save, take_steps
 from torch.optim import SGD
 
-from dist_amp.checkpoint.saver import Saver
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.optim import build_optimizer, learning_rate
 from dist_amp.optimizers.sgd import FusedSGD
@@ -57,10 +56,10 @@ def skipped_and_resumed(world, folder, strategy, kind, width):
         return make_run(world, task, *words(folder, strategy, *FP16, *more))
 
     def resumed():
-        saver = Saver(run)
+        saver = run.saver
         saver.save(wait=False)  # in the background, where the state can be copied
         saver.on_log(log_row(run))
-        while run.metrics.save is not None:
+        while run.saver.pending is not None:
             saver.on_log(log_row(run))
         return fresh("--run.resume", "auto")
 

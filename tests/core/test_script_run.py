@@ -11,7 +11,6 @@ from torch import nn
 
 from dist_amp import train
 from dist_amp.checkpoint.format import all_checkpoints, hash_files, read_manifest
-from dist_amp.checkpoint.saver import Saver
 from dist_amp.config.load import load_config
 from dist_amp.errors import ConfigError
 from dist_amp.run import build_run
@@ -107,7 +106,7 @@ class Counts(Tiny):
         return super().loss_sum(model, batch)
 
 
-@pytest.mark.parametrize("writes", [save, lambda run: Saver(run).save(wait=True)])
+@pytest.mark.parametrize("writes", [save, lambda run: run.saver.save(wait=True)])
 def test_a_new_saver_for_each_save_still_sees_what_has_changed_since_the_start(
     writes, tmp_path, capsys
 ):

@@ -1,6 +1,7 @@
 """A background save copies each byte of its rank's state once, into the memory of earlier saves."""
 
 from collections import namedtuple
+from contextlib import closing
 from unittest.mock import patch
 
 import pytest
@@ -50,7 +51,7 @@ def bytes_copied_and_written(world, folder, strategy):
         with counted:
             return stage(staging, state)
 
-    with patch.object(Staging, "copy", counting), Saver(run) as saver:
+    with patch.object(Staging, "copy", counting), closing(run.saver) as saver:
         saver.save(wait=False)
     copied = sum(world.gather(counted.bytes))
     metadata = Reader(checkpoint_folder(run.folder, run.step)).read_metadata().state_dict_metadata
@@ -68,10 +69,10 @@ def memory_over_saves(world, folder):
     """Where saves copy to: before an applied step, after one, and after another."""
     more = ("--data.shuffle", "false", "--optim.fused", "false")
     run = make_run(world, Overflow(bad=(0,)), *words(folder, "fsdp", *more))
-    saver, addresses = Saver(run), []
+    saver, addresses = run.saver, []
     for _ in range(3):
         take_steps(run, 1)
-        with saver:
+        with closing(saver):
             saver.save(wait=False)
         kept = saver._staging._kept.values()
         addresses.append({tensor.data_ptr() for tensor in kept if tensor.numel()})
@@ -188,7 +189,7 @@ def saves_of_one_run(world, folder, strategy, changes_on_last_rank):
     the same. changes_on_last_rank: before the last save the state of a rank has an entry more.
     """
     run = make_run(world, Tiny(), *words(folder, strategy))
-    saver = Saver(run)
+    saver = run.saver
     create_local_plan, reused = saver._planner.create_local_plan, []
 
     def watched():
@@ -201,7 +202,7 @@ def saves_of_one_run(world, folder, strategy, changes_on_last_rank):
         take_steps(run, 1)
         if step == 2 and changes_on_last_rank and world.rank == world.world_size - 1:
             run.optimizer.state[run.parallel.parameters[0]]["note"] = "new"
-        with saver:
+        with closing(saver):
             saver.save(wait=False)
     again = checkpoint_folder(run.folder, run.step)
     first = again.with_name("first")
@@ -209,7 +210,7 @@ def saves_of_one_run(world, folder, strategy, changes_on_last_rank):
     if world.is_main:
         again.rename(first)
     world.barrier()
-    with Saver(run) as other:
+    with closing(Saver(run)) as other:
         other.save(wait=False)
     return reused, content_of(first) == content_of(again)
 

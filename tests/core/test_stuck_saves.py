@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from dist_amp.checkpoint import saver as saver_module
 from dist_amp.checkpoint.format import integrity_error
-from dist_amp.checkpoint.saver import Saver
 from dist_amp.errors import Transient
 from dist_amp.world import World
 
@@ -45,12 +44,12 @@ def saves_around_a_stuck_one(world, folder, strategy, copies):
         return real(*args)
 
     said = StringIO()
-    saving = Saver(run)
+    saving = run.saver
     with redirect_stderr(said):
         with patch.object(FileSystem, "create_stream", stuck):
             take_steps(run, 1)
             saving.save(wait=False)
-            save = run.metrics.save
+            save = run.saver.pending
             for is_first in (copies, False):  # to find that it is stuck; else it was known
                 take_steps(run, 1)
                 with nullcontext() if is_first else pytest.raises(Transient) as error:
@@ -93,15 +92,14 @@ def test_a_save_that_must_succeed_fails_at_once_while_another_is_stuck(tmp_path)
     take_steps(run, 1)
     try:
         with patch.object(saver_module, "publish", lambda *_: released.wait(300)):
-            saving = Saver(run)
+            saving = run.saver
             saving.save(wait=False)
-            save = run.metrics.save
+            save = run.saver.pending
             take_steps(run, 1)
             for _ in range(2):
                 with pytest.raises(Transient, match=r"step_00000002 could not .* in finish: "):
                     saving.save(wait=True)
-            with saving:
-                pass  # nor does leaving wait for it
+            saving.close()  # nor does leaving wait for it
             assert not save.future.done()
     finally:
         released.set()
@@ -118,7 +116,7 @@ def test_a_save_that_works_for_longer_than_the_timeout_is_not_stuck(tmp_path):
     run = make_run(World(), Tiny(), *words(tmp_path))
     take_steps(run, 1)
     with patch.object(saver_module, "write_tensors", works):
-        Saver(run).save(wait=True)
+        run.saver.save(wait=True)
     assert integrity_error(tmp_path / "checkpoints/step_00000001") == ""
 
 
@@ -133,8 +131,8 @@ class Planted(Tiny):
     step = 0
 
     def on_step(self, run, report):
-        if run.step == int(first) and run.metrics.save is not None:
-            run.metrics.save.future.result()
+        if run.step == int(first) and run.saver.pending is not None:
+            run.saver.pending.future.result()
         Planted.step = run.step
         if os.environ.get("PREEMPTED_AT") == f"{run.step}":
             os.kill(os.getpid(), signal.SIGTERM)

@@ -2,6 +2,7 @@
 
 import copy
 import random
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -11,8 +12,8 @@ from ranks import on_ranks
 from test_checkpoint import settings
 from tiny import Tiny, make_run, save, take_steps
 
-from dist_amp.checkpoint.saver import Saver
-from dist_amp.checkpoint.task_state import Unsaved, packed_state
+from dist_amp.checkpoint.packed import TaskState, packed
+from dist_amp.checkpoint.task_state import Unsaved
 from dist_amp.config.load import load_config
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.run import build_run
@@ -101,7 +102,7 @@ class Saves(Remembers):
 def losses_after_a_resume(world, folder, strategy, task, background=False):
     words = settings(folder, strategy, "fp32")
     through = make_run(world, task(), *words)
-    with Saver(through) as saver:
+    with closing(through.saver) as saver:
         take_steps(through, 2)
         saver.save(wait=not background)
     after = [report.loss_sum.item() for report in take_steps(through, 3)]
@@ -123,7 +124,7 @@ def test_what_a_task_saves_itself_is_resumed_bit_for_bit_on_every_rank(tmp_path,
 def warnings_of_saves(task, folder, capsys, *words, saves=2):
     """What is said by the saves after each of so many steps."""
     run = make_run(World(), task, "--run.dir", folder, *words)
-    with Saver(run) as saver:
+    with closing(run.saver) as saver:
         for _ in range(saves):
             take_steps(run, 1)
             saver.save(wait=True)
@@ -192,7 +193,7 @@ class Unloadable(Saves):
 @pytest.mark.bad_input("a task's `state_dict()` with an object that a checkpoint can't hold")
 def test_a_state_that_could_not_be_loaded_safely_is_refused_when_it_is_saved():
     with pytest.raises(DataError, match=r"the task's state_dict\(\) .*let it hold tensors"):
-        packed_state(Unloadable())
+        packed(TaskState(Unloadable()).state_dict(), "the task")
 
 
 class OnlySaves(Remembers):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from bit_exact_models import Augmented, Blocks, Convolutions
 from ranks import on_ranks
-from tiny import Tiny, log_row, make_run, moments_of, parameters_of, take_steps, whole
+from tiny import Tiny, average_of, log_row, make_run, moments_of, parameters_of, take_steps, whole
 
 from dist_amp.bit_exact import AllReduce, row_squares, tree_sum
 from dist_amp.step import evaluate
@@ -45,7 +45,7 @@ def trace(world, task, strategy, steps, *words):
     hashes = {
         "parameters": sha1(parameters_of(run).values()),
         "moments": sha1(moments_of(run)),
-        "average": sha1(whole(one) for one in run.extra_states["ema"].tensors.values()),
+        "average": sha1(whole(one) for one in average_of(run).values()),
         "evaluation": evaluate(run)["loss"].hex(),
     }
     run.close()

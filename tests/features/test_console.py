@@ -82,7 +82,7 @@ def test_a_long_evaluation_says_how_far_it_is_ever_more_rarely(capsys, monkeypat
     console = Console(Metrics(World(), Clip("off", math.inf)), 0, 20, 1.0)
     for seconds in (0.1, 1.0):  # a quick one is silent
         for done in range(100):
-            console.on_evaluate(done, 100)
+            console.during_evaluation(done, 100)
             now[0] += seconds
     assert capsys.readouterr().out.splitlines() == [
         "evaluation: batch 10 of 100, 0:10 eta 1:30",

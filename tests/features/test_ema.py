@@ -5,7 +5,7 @@ import torch
 from optimizer_runs import LAYOUTS, Counter, words
 from own_optimizers import Own
 from ranks import on_ranks
-from tiny import Tiny, make_run, parameters_of, save, take_steps, whole
+from tiny import Tiny, average_of, make_run, parameters_of, save, take_steps, whole
 
 from dist_amp.step import evaluate, train_step
 from dist_amp.world import World
@@ -14,7 +14,7 @@ EMA = ["--optim.ema", 0.75, "--optim.lr", 0.05]
 
 
 def averages_of(run):
-    return {name: whole(average) for name, average in run.extra_states["ema"].tensors.items()}
+    return {name: whole(average) for name, average in average_of(run).items()}
 
 
 def assert_equal(a, b):
@@ -112,7 +112,7 @@ def test_an_average_that_starts_on_a_resume_begins_at_the_parameters_and_says_so
     save(run)
     more = ["--optim.ema", 0.9, "--run.resume", "auto"]
     resumed = make_run(World(), Tiny(), *words(tmp_path, "single", *more))
-    assert "optim.ema starts at step 2: the checkpoint has no average\n" in capsys.readouterr().out
+    assert "optim.ema starts here: the checkpoint has no average\n" in capsys.readouterr().out
     assert_equal(averages_of(resumed), parameters_of(resumed))
     batch = next(resumed.data)
     with Counter("_local_scalar_dense") as counter:
@@ -121,4 +121,4 @@ def test_an_average_that_starts_on_a_resume_begins_at_the_parameters_and_says_so
     save(resumed)
     without = make_run(World(), Tiny(), *words(tmp_path, "single", "--run.resume", "auto"))
     assert "the average of the weights in" in capsys.readouterr().err
-    assert (without.step, without.extra_states) == (3, {})
+    assert (without.step, [*without.observers]) == (3, [])

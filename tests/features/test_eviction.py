@@ -13,7 +13,7 @@ from messages import message_of
 from metadata_server import FAULTS, event, in_seconds, metadata_server
 from ranks import on_ranks
 from test_train import TINY, losses, summary_of, wait_for
-from tiny import Tiny, make_run, take_steps
+from tiny import Tiny, make_run, take_steps, watched
 
 from dist_amp.config.load import load_config
 from dist_amp.supervise import eviction
@@ -41,7 +41,7 @@ def watching(name, **world):
     run.world = replace(run.world, **world)
     stop = Stop()
     observer = EvictionNotice(run, stop)
-    with observer:
+    with watched(observer):
         observer.after_step(None, [])
         yield stop
 
@@ -232,7 +232,7 @@ def test_a_machine_that_is_not_of_the_named_cloud_is_told_so_once_and_trains(
     monkeypatch.setenv("DIST_AMP_METADATA", address)
     run = make_run(None, Tiny(), "--run.eviction_notice", "aws")
     stop = Stop()
-    with EvictionNotice(run, stop) as observer:
+    with watched(EvictionNotice(run, stop)) as observer:
         observer.after_step(None, [])
         time.sleep(0.5)
         take_steps(run, 2)
@@ -322,7 +322,7 @@ def reported(world, lefts):
     left = lefts[world.rank]
     if left is not None:
         stop.notice = (time.monotonic() + left, f"a notice to rank {world.rank}")
-    EvictionNotice(run, stop).__exit__(None, None, None)
+    EvictionNotice(run, stop).close()
     return stop.requested_by
 
 

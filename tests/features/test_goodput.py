@@ -92,9 +92,7 @@ def test_steps_that_are_taken_again_count_once(launch):
 
 def test_after_a_failure_the_summary_asks_the_device_for_nothing(tmp_path, monkeypatch):
     run = make_run(World(), Tiny(), "--run.dir", tmp_path)
-    goodput = Goodput(run.metrics, tmp_path)
-    run.metrics.more_tags["goodput"] = goodput.tags
-    run.metrics.summaries["goodput"] = goodput.summary
+    run.observers.add(Goodput(run.metrics, tmp_path))
     for report in take_steps(run, 2):
         run.metrics.record(report)
     log(run)

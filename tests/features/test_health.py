@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny import watched
 
 from dist_amp.telemetry import health
 from dist_amp.telemetry.health import Gpu, Health, handle_of, host_tags, open_gpu
@@ -77,18 +78,16 @@ class Metrics:
 
     def __init__(self, **world):
         self.world = World(**world)
-        self.more_tags = {}
         self.written = []
 
     def write_rank_scalars(self, step, tags):
         self.written.append((step, tags))
 
-    def log(self, *steps):
+    def log(self, health, *steps):
         """Log steps, each once the thread has read."""
-        (tags_of,) = self.more_tags.values()
         for step in steps:
-            self.written.append((step, tags_of(SimpleNamespace(step=step))))
-            tags_of.__self__._thread.join(10)
+            self.written.append((step, health.tags(SimpleNamespace(step=step))))
+            health._thread.join(10)
 
 
 def test_the_gpu_is_found_by_its_uuid_and_each_tag_has_its_unit(install):
@@ -129,8 +128,8 @@ def test_what_nvml_can_not_do_is_one_line_of_rank_0_and_the_run_goes_on(
 ):
     install(nvml)
     metrics = Metrics(device=GPU)
-    with Health(metrics):
-        metrics.log(10, 20)
+    with watched(Health(metrics)) as observer:
+        metrics.log(observer, 10, 20)
     out, err = capsys.readouterr()
     assert out.startswith("health ")
     assert message in out
@@ -145,7 +144,7 @@ def test_amd_gpus_and_cpus_have_no_gpu_tags(install, monkeypatch, capsys):
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert open_gpu(GPU) == (None, "no gpu/* tags: AMD's GPUs have no NVML")
     monkeypatch.undo()
-    with Health(Metrics()):
+    with watched(Health(Metrics())):
         pass
     assert capsys.readouterr() == ("", "")
     assert nvml.calls == []
@@ -174,11 +173,11 @@ def test_a_reason_is_warned_of_once_with_rank_host_and_step(install, capsys, mon
     monkeypatch.setattr(health.platform, "node", lambda: "host-b")
     nvml = install(FakeNvml())
     metrics = Metrics(rank=3, local_rank=1, device=GPU)
-    with Health(metrics):
-        metrics.log(10)
+    with watched(Health(metrics)) as observer:
+        metrics.log(observer, 10)
         for step, bits in ((20, 0x40), (30, 0), (40, 0x40), (50, 0x80)):
             nvml.values["nvmlDeviceGetCurrentClocksEventReasons"] = bits
-            metrics.log(step)
+            metrics.log(observer, step)
     assert capsys.readouterr().err.splitlines() == [
         "warning: rank 3 (host-b), step 20: the GPU is throttled: hardware thermal slowdown",
         "warning: rank 3 (host-b), step 50: the GPU is throttled: external power brake",
@@ -199,12 +198,12 @@ def test_ecc_errors_are_counted_from_the_runs_start():
 @pytest.mark.bad_input("NVML failing in a run, as on a lost GPU")
 def test_a_gpu_that_is_lost_is_said_once_and_not_asked_again(install, capsys):
     nvml, metrics = install(FakeNvml()), Metrics(device=GPU)
-    with Health(metrics):
-        metrics.log(10)
+    with watched(Health(metrics)) as observer:
+        metrics.log(observer, 10)
         nvml.values["nvmlDeviceGetPowerUsage"] = FakeError("GPU is lost")
-        metrics.log(20)
+        metrics.log(observer, 20)
         asked = len(nvml.calls)
-        metrics.log(30, 40)
+        metrics.log(observer, 30, 40)
     assert len(nvml.calls) == asked
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith("step 20: no more gpu/* tags: PowerUsage failed (GPU is lost)")
@@ -215,14 +214,13 @@ def test_a_gpu_that_is_lost_is_said_once_and_not_asked_again(install, capsys):
 def test_a_call_that_never_returns_holds_up_neither_a_step_nor_the_end(install, monkeypatch):
     monkeypatch.setattr(health, "EXIT_SECONDS", 0.05)
     nvml, metrics, release = install(FakeNvml()), Metrics(device=GPU), threading.Event()
-    with Health(metrics):
+    with watched(Health(metrics)) as observer:
         # Neither torch.cuda nor the device's stream is used after the start.
         monkeypatch.setattr(torch.cuda, "get_device_properties", pytest.fail)
         monkeypatch.setattr(torch.cuda, "synchronize", pytest.fail)
-        metrics.log(10)
+        metrics.log(observer, 10)
         nvml.values["nvmlDeviceGetTemperature"] = lambda sensor: release.wait(60)
-        (tags_of,) = metrics.more_tags.values()
-        read = [tags_of(SimpleNamespace(step=step)) for step in range(20, 200, 10)]
+        read = [observer.tags(SimpleNamespace(step=step)) for step in range(20, 200, 10)]
     assert [bool(tags) for tags in read] == [True] + [False] * 17
     release.set()
 

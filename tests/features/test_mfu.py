@@ -12,8 +12,7 @@ from tiny import Tiny, make_run
 from dist_amp.config.load import load_config
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.supervise.lifecycle import write_summary
-from dist_amp.telemetry.metrics import Metrics
-from dist_amp.telemetry.mfu import PEAKS, count_flops, known_peak, log_mfu
+from dist_amp.telemetry.mfu import PEAKS, count_flops, find_mfu, known_peak
 from dist_amp.world import World
 
 
@@ -28,7 +27,8 @@ FLOPS = 6 * (2 * (64 + 8) + 8 + 1)  # of Counted
 
 
 def log_mfu_of(run):
-    log_mfu(run.metrics, run.config, run.task, run.parallel)
+    if (mfu := find_mfu(run.world, run.config, run.task, run.parallel)) is not None:
+        run.observers.add(mfu)
 
 
 def test_a_finished_runs_mfu_is_read_again_from_metrics_jsonl(tmp_path):
@@ -49,13 +49,12 @@ def on_a_gpu(monkeypatch):
 
     def mfu_of(name, task, *words):
         run = make_run(World(), task, *words)
-        metrics = Metrics(World(device=torch.device("cuda:0")), run.clip)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-        log_mfu(metrics, run.config, run.task, run.parallel)
-        if not metrics.more_rank_tags:
+        world = World(device=torch.device("cuda:0"))
+        if (mfu := find_mfu(world, run.config, run.task, run.parallel)) is None:
             return None
         one_per_second = SimpleNamespace(per_second=lambda name: numpy.ones(1))
-        return metrics.more_rank_tags["throughput/mfu"](one_per_second).item()
+        return mfu.rank_tags(one_per_second)["throughput/mfu"].item()
 
     return mfu_of
 
@@ -159,7 +158,7 @@ def test_a_task_that_counts_by_running_its_model_does_not_change_the_run():
     run = make_run(World(), Runs(), "--metrics.peak_flops", "1e12")
     before = torch.get_rng_state()
     log_mfu_of(run)
-    assert "throughput/mfu" in run.metrics.more_rank_tags
+    assert [type(observer).__name__ for observer in run.observers] == ["Mfu"]
     assert torch.equal(torch.get_rng_state(), before)
     assert [p for p in run.parallel.parameters if p.grad is not None] == []
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from ranks import on_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny import Tiny, make_run
+from tiny import Tiny, make_run, watched
 from torch._C._autograd import DeviceType
 
 from dist_amp.clock import PHASES
@@ -29,7 +29,7 @@ from dist_amp.world import World
 def steps_of(world, folder, steps, *words):
     """A run that took `steps` steps with a Profile, as in the main job."""
     run = make_run(world, Tiny(), "--run.dir", folder, "--train.micro_batch_size", 2, *words)
-    with Profile(run) as profile:
+    with watched(Profile(run)) as profile:
         take(run, profile, steps)
     return run
 
@@ -137,7 +137,7 @@ def test_a_failure_in_a_recorded_step_is_raised_unchanged(monkeypatch, tmp_path)
             raise ZeroDivisionError
 
     run.optimizer.register_step_pre_hook(fail_in_step_14)
-    with pytest.raises(ZeroDivisionError), Profile(run) as profile:
+    with pytest.raises(ZeroDivisionError), watched(Profile(run)) as profile:
         take(run, profile, 20)
     assert run.step == 13
     assert "enter" not in vars(run.world.clock)

@@ -10,7 +10,7 @@ import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from io import StringIO
@@ -812,7 +812,7 @@ def waits_during_a_save(world, folder):
         real(*args, **options)
 
     ranks = watchdog_of(world)
-    with patch.object(saver, "write", later), saver.Saver(run) as saving:
+    with patch.object(saver, "write", later), closing(run.saver) as saving:
         saving.save(wait=False)
         if world.rank == 0:
             wait_for(lambda: waits_now() is not None, "the writer's wait", 60)

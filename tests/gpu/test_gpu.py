@@ -7,7 +7,7 @@ import pickle
 import re
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import pytest
 import torch
@@ -21,13 +21,12 @@ from tiny import Tiny, log, log_row, make_run, parameters_of, save, take_steps
 from benchmarks.gpu import SAME_LOSS
 from benchmarks.gpu import main as gpu_bench
 from benchmarks.report import BASELINE
-from dist_amp.checkpoint.saver import Saver
 from dist_amp.diagnostics.consistency import Consistency
 from dist_amp.diagnostics.nonfinite_replay import NonfiniteReplay
 from dist_amp.diagnostics.profiling import memory_history
 from dist_amp.settings import RunConfig
 from dist_amp.step import train_step
-from dist_amp.telemetry.mfu import log_mfu
+from dist_amp.telemetry.mfu import find_mfu
 from dist_amp.world import World, locate
 
 pytestmark = [
@@ -144,9 +143,10 @@ def test_a_bit_exact_run_has_the_same_bits_again(words):
 
 def test_mfu_is_measured_where_the_peak_of_the_gpu_is_known():
     run = make_run(gpu(), Counted())
-    log_mfu(run.metrics, run.config, run.task, run.parallel)
-    if not run.metrics.more_rank_tags:
+    mfu = find_mfu(run.world, run.config, run.task, run.parallel)
+    if mfu is None:
         pytest.skip(f"{torch.cuda.get_device_name()} is not in the table of peaks")
+    run.observers.add(mfu)
     for report in take_steps(run, 3):
         run.metrics.record(report)
     assert 0 < log(run).rank_tags(0)["throughput/mfu"] < 1
@@ -157,7 +157,7 @@ def test_a_checkpoint_written_in_the_background_is_resumed_bit_for_bit(tmp_path,
     words = ["--run.dir", tmp_path, "--precision.dtype", dtype, "--train.steps", 9]
     words += ["--run.deterministic", "true"]
     through = make_run(gpu(), Tiny(), *words)
-    with Saver(through) as saver:
+    with closing(through.saver) as saver:
         take_steps(through, 4)
         saver.save(wait=False)
         take_steps(through, 4)

@@ -218,8 +218,9 @@ def overwritten_in_evaluation(words: Sequence[object], ranks: int) -> int:
     run = started([*words, "--eval.every", 1, "--eval.batches", 2], ranks)
     with patch.object(hooks, "is_written", lambda whole, sharded: False), counted() as happened:
         train_step(run, next(run.data))
-        for average in run.extra_states["ema"].tensors.values():
-            average.add_(1)
+        for observer in run.observers:  # of the weights' average
+            for average in observer.state_dict().values():
+                average.add_(1)
         evaluate(run)
         torch.cuda.synchronize()
     return happened["overwritten"]

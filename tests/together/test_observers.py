@@ -6,8 +6,9 @@ from ranks import on_ranks
 from tiny import Overflow, Tiny, make_run, moments_of, parameters_of
 from torch import nn
 
+from dist_amp.supervise.observers import add_observers
 from dist_amp.supervise.stop import AgreedStop
-from dist_amp.train import observers_of, train
+from dist_amp.train import train
 
 
 class Residual(nn.Module):
@@ -74,5 +75,6 @@ def test_parameters_in_bf16_and_only_they_have_their_updates_measured(param_dtyp
 
 def watches_numerics(world, param_dtype):
     words = ["--parallel.strategy", "fsdp", "--parallel.param_dtype", param_dtype]
-    observers = observers_of(make_run(world, Tiny(), *words), AgreedStop(world))
-    return "Numerics" in [type(observer).__name__ for observer in observers]
+    run = make_run(world, Tiny(), *words)
+    add_observers(run, AgreedStop(world))
+    return "Numerics" in [type(observer).__name__ for observer in run.observers]

@@ -8,7 +8,7 @@ from test_plan import (
     Uneven,
     planned,
 )
-from tiny import Tiny, make_run
+from tiny import Tiny, average_of, make_run
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
@@ -83,7 +83,7 @@ def real(world, task, words):
     _, counted = measure(run)
     module = run.parallel.module
     moments = [v for values in run.optimizer.state.values() for v in values.values() if v.ndim]
-    average = [t for extra in run.extra_states.values() for t in extra.tensors.values()]
+    average = list(average_of(run).values())
     holds = {
         "parameters": bytes_of(map(local, [*module.parameters(), *module.buffers()])),
         "gradients": max(gradients),
@@ -144,7 +144,7 @@ def counted_for_real(world, task, words):
     batches = [next(run.data) for _ in range(3)]
     module = run.parallel.module
     held = [*module.parameters(), *module.buffers(), *tree_leaves(batches[:1])]
-    held += [tensor for extra in run.extra_states.values() for tensor in extra.tensors.values()]
+    held += average_of(run).values()
     device = ImaginedDevice(None)
     for tensor in held:
         device.count(local(tensor).untyped_storage())

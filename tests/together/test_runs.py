@@ -12,6 +12,7 @@ import pytest
 from tiny import make_run, take_steps
 
 from dist_amp.commands import diff, plot, report, runs
+from dist_amp.config.text import to_toml
 from dist_amp.errors import DataError
 from dist_amp.files import only_process
 from dist_amp.record import Record
@@ -25,7 +26,7 @@ def write_run(folder, *words, stopped_by="", cause="", steps=4):
     with redirect_stdout(io.StringIO()):
         run = make_run(World(), None, "--run.dir", folder, *task, *words)
         (folder / "checkpoints").mkdir(parents=True)
-        (folder / "config.toml").write_text(run.config_text)
+        (folder / "config.toml").write_text(to_toml(run.config))
         open_run(run)
     for taken in take_steps(run, steps):
         run.metrics.record(taken)

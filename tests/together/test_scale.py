@@ -22,7 +22,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import log_step as log_step_bench
 from benchmarks.collectives import Counting, check, measure
-from dist_amp.checkpoint.saver import Saver
 from dist_amp.commands.estimates import Collective
 from dist_amp.commands.plan import make_plan
 from dist_amp.commands.plan_report import table
@@ -31,8 +30,9 @@ from dist_amp.diagnostics import consistency
 from dist_amp.errors import Failure
 from dist_amp.scaling import reduction
 from dist_amp.step import train_step
+from dist_amp.supervise.observers import add_observers
 from dist_amp.supervise.stop import AgreedStop
-from dist_amp.train import observers_of, train
+from dist_amp.train import train
 from dist_amp.world import World
 
 LOTS = 20_480  # samples: no epoch ends in ten steps of 1,024 ranks
@@ -265,16 +265,16 @@ def test_a_step_that_sends_other_bytes_than_the_formulas_is_an_error(capsys):
 def collectives_of_log_steps(world, folder):
     """What on_log and reading the metrics send while a checkpoint is being written, and later."""
     run = make_run(world, Tiny(), "--run.dir", folder, "--checkpoint.every", 1)
-    with AgreedStop(world) as stop, Saver(run) as saver:
-        observers = observers_of(run, stop)
+    saver = run.saver
+    with AgreedStop(world) as stop:
+        add_observers(run, stop)
         take_steps(run, 1)
         run.metrics.begin(run.step, run.schedule, run.scaler, run.data)
         row = run.metrics.read()
-        for observer in observers:
-            observer.on_log(row)  # the first has checks of its own
+        run.observers.tell("on_log", row)  # the first has checks of its own
         saver.save(wait=False)
-        end = run.metrics.save.future
-        pending = run.metrics.save.future = Future()  # ends on rank 1 later than on rank 0
+        end = run.saver.pending.future
+        pending = run.saver.pending.future = Future()  # ends on rank 1 later than on rank 0
         counted, waiting = [], []
         for done_on in ((), (0,), (0, 1)):
             if world.rank in done_on and not pending.done():
@@ -282,11 +282,11 @@ def collectives_of_log_steps(world, folder):
             run.metrics.begin(run.step, run.schedule, run.scaler, run.data)
             with Counting() as counting:
                 row = run.metrics.read()
-                for observer in (*observers, saver):
-                    observer.on_log(row)
+                run.observers.tell("on_log", row)
             counted.append(counting.collectives.total())
-            waiting.append(run.metrics.save is not None)
+            waiting.append(run.saver.pending is not None)
         end.result()
+        run.observers.close(None)
     with AgreedStop(world) as stop, Counting() as polling:
         stop.poll()
     assert polling.collectives == {Collective("all_reduce", 2, 8, 8): 1}
