@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from dist_amp.commands.estimates import Memory
 from dist_amp.config.memory import USABLE, size_text
 from dist_amp.settings import Config
 from dist_amp.supervise.command_line import columns
@@ -23,21 +22,22 @@ PHASES = ("forward", "backward", "optimizer")
 
 @dataclass
 class StrategyPlan:
-    """One strategy. Bytes are of the rank that holds most."""
+    """One strategy: what a step takes of a rank, or the problem for which training refuses it."""
 
-    name: str
-    chosen: bool
+    name: str = ""
+    ranks: int = 0
+    chosen: bool = False
+    problem: str = ""
     fits: bool | None = None  # into the device, with room for fragments; None: not known
     precision: str = ""  # and who casts
-    memory: Memory | None = None
-    peaks: dict[str, int] = field(default_factory=dict)  # on the device, by phase
-    on_device: int = 0  # the highest of them; without one, of the state
+    memory: dict[str, int] = field(default_factory=dict)  # bytes of what is kept, by ROWS
+    peaks: dict[str, int] = field(default_factory=dict)  # bytes on the device, by phase
+    on_device: int = 0  # the highest of them
     seconds: dict[str, float] = field(default_factory=dict)  # by phase; sending; the whole step
     limits: dict[str, str] = field(default_factory=dict)  # of each phase: compute or memory
-    sent_bytes: float = 0.0  # by each rank in a step
+    sent_bytes: float = 0.0
     collectives: int = 0
-    without_peaks: str = ""  # why they are not known: the step needs values
-    problem: str = ""  # why training would refuse it
+    checkpoint_bytes: int = 0  # of all ranks
 
 
 @dataclass
@@ -61,19 +61,19 @@ class Plan:
     checkpoints_on_disk: int = 0  # the most at once
     fits_with: str = ""  # settings that make it fit, if it doesn't
     largest_micro_batch: int = 0
-    over_ranks: list[dict[str, Any]] = field(default_factory=list)
+    over_ranks: list[StrategyPlan] = field(default_factory=list)
     strategies: list[StrategyPlan] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
 def lines(plan: Plan, config: Config) -> list[str]:
     text = [f"{name:<12}{value}" for name, value in heads(plan, config).items() if value]
-    text += ["", *table(plan), ""]
+    text += ["", *table(plan.strategies, plan.device_memory_bytes), ""]
     if any(one.chosen for one in plan.strategies):
         text.append("* what this config runs")
-    text += [f"{one.name}: not possible: {one.problem}" for one in plan.strategies if one.problem]
-    for problem in sorted({one.without_peaks for one in plan.strategies} - {""}):
-        text.append(f"without activations: a step on tensors without values raised {problem}")
+    for one in (*plan.strategies, *plan.over_ranks):
+        if one.problem:
+            text.append(f"{one.name}: not possible: {one.problem}")
     if plan.fits_with:
         text.append(f"it fits with: {plan.fits_with}")
     elif all(one.fits is False for one in plan.strategies if not one.problem):
@@ -81,7 +81,7 @@ def lines(plan: Plan, config: Config) -> list[str]:
     if plan.largest_micro_batch:
         text.append(f"largest train.micro_batch_size that fits: {plan.largest_micro_batch}")
     if plan.over_ranks:
-        text += [*table_over_ranks(plan), ""]
+        text += ["", *table(plan.over_ranks, plan.device_memory_bytes), ""]
     notes = [note for note in plan.notes if not note.startswith("blocks: ")]
     return text + sorted(notes, key=lambda note: note.startswith("warning: "))  # warnings last
 
@@ -126,10 +126,9 @@ def heads(plan: Plan, config: Config) -> dict[str, str]:
     }
 
 
-def table(plan: Plan) -> list[str]:
-    """A column per strategy: what each rank holds, and what it sends."""
-    strategies = [one for one in plan.strategies if not one.problem]
-    memories = [one.memory for one in strategies if one.memory]
+def table(plans: list[StrategyPlan], device_memory: int) -> list[str]:
+    """A column per strategy, or number of ranks: what each rank holds, sends and takes."""
+    strategies = [one for one in plans if not one.problem]
     rows = [["on each rank", *(one.name + " *" * one.chosen for one in strategies)]]
 
     def add(label: str, values: Iterable[float]) -> None:
@@ -137,15 +136,13 @@ def table(plan: Plan) -> list[str]:
             rows.append([label, *(size_text(value) if value else "" for value in values)])
 
     for name, label in ROWS.items():
-        add(label, (getattr(memory, name) for memory in memories))
+        add(label, (one.memory[name] for one in strategies))
     for phase in PHASES:
         add(f"peak in {phase}", (one.peaks.get(phase, 0) for one in strategies))
-    if not any(one.peaks for one in strategies):
-        add("sum, without activations", (memory.total for memory in memories))
-    if plan.device_memory_bytes:
-        left = [f"left of {size_text(plan.device_memory_bytes)}"]
+    if device_memory:
+        left = [f"left of {size_text(device_memory)}"]
         for one in strategies:
-            room = size_text(plan.device_memory_bytes - one.on_device)
+            room = size_text(device_memory - one.on_device)
             left.append("too large" if one.fits is False else room)
         rows.append(left)
     add("sent per step", (one.sent_bytes for one in strategies))
@@ -165,24 +162,3 @@ def time_text(one: StrategyPlan, phase: str) -> str:
     if phase in one.limits:
         text += f", {one.limits[phase]}"
     return text
-
-
-def table_over_ranks(plan: Plan) -> list[str]:
-    """A row per number of ranks."""
-    problems = []
-    rows = [["ranks", "strategy", "on each rank", "fits", "sent per step", "time of a step"]]
-    for row in plan.over_ranks:
-        if "on_device" not in row:
-            rows.append([f"{row['ranks']:,}", "not known", *4 * [""]])
-            if "problem" in row:
-                problems.append(f"{row['ranks']:,} ranks: {row['problem']}")
-            continue
-        fits = "not known"
-        if row["fits"] is not None:
-            fits = "yes" if row["fits"] else "no"
-        seconds = ""
-        if row["seconds"]:
-            seconds = f"{1000 * row['seconds']:,.1f} ms"
-        sizes = [size_text(row["on_device"]), fits, size_text(row["sent_bytes"])]
-        rows.append([f"{row['ranks']:,}", row["strategy"], *sizes, seconds])
-    return [*columns(rows, left=2), *problems]

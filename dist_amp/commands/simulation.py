@@ -1,8 +1,10 @@
-"""Steps of a config on imagined ranks, with tensors that have no memory: bytes, and seconds.
+"""The real step of a config on ranks and a device that do not exist: memory, traffic and time.
 
-The project's own step runs under torch's FakeTensorMode, which computes shapes alone. Allocations
-are counted as a GPU's allocator does, and each operation takes the larger of its arithmetic and its
-memory traffic. Not seen: what a kernel allocates within itself, compiled blocks, diagnostics.
+`train_step` runs under torch's FakeTensorMode, which computes shapes alone, in a process group
+whose collectives return at once. Of each operation, `ImaginedDevice` counts what it allocates, as a
+GPU's allocator does; what it sends; and its time, the larger of its arithmetic and its memory
+traffic. DDP, whose C++ code reads values, is replaced by its buckets. Not seen: what a kernel
+allocates within itself, compiled blocks, diagnostics.
 """
 
 import copy
@@ -11,12 +13,12 @@ import math
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -30,29 +32,35 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from dist_amp.bit_exact import exact_parallel
 from dist_amp.clock import PhaseClock
-from dist_amp.commands.devices import Device
-from dist_amp.commands.estimates import Setup
-from dist_amp.config.memory import USABLE
+from dist_amp.commands.devices import SENDS, Device
+from dist_amp.commands.plan_report import PHASES, StrategyPlan
+from dist_amp.config.auto import accumulation_steps
+from dist_amp.config.memory import USABLE, tensor_bytes
+from dist_amp.errors import DataError
+from dist_amp.loading.loader import Fetch
+from dist_amp.loading.plan import Shard
+from dist_amp.precision import DTYPES
 from dist_amp.run import assemble, lay_out
-from dist_amp.scaling.meta import like
+from dist_amp.scaling.meta import like, register_fused_updates
+from dist_amp.settings import Config, Strategy
 from dist_amp.step import Run, train_step
-from dist_amp.task import kept_by
-from dist_amp.world import World
+from dist_amp.task import Task, kept_by
+from dist_amp.world import World, local
 
 aten = torch.ops.aten
 
 ROUNDING = 512  # an allocation is a multiple of it. Source: torch's CUDACachingAllocator.cpp
 # The forward's and the backward's thread each have one. Source: torch's CUDABlas.cpp, for Hopper.
 WORKSPACES = 2 * 32 * 2**20
-STEPS = 2  # the optimizer's state and all gradients exist from the second on
-MICRO_BATCHES = 2  # of many, the second takes as much memory as any other
+
+# DDP's buckets, in bytes. Source: torch.nn.parallel.DistributedDataParallel, bucket_cap_mb.
+FIRST_BUCKET = 2**20
+BUCKET = 25 * 2**20
 
 # What the host reads from the device is 1 or true here: checks pass, and divisions work.
 READS = (aten._local_scalar_dense, aten.allclose, aten.equal)
-
-# In place, without a rule for shapes: FakeTensorMode would run them on zeros.
-FUSED = (aten._fused_adamw_, aten._fused_adam_, aten._fused_sgd_)
 
 # What CUDA's autocast computes in float32, and a CPU's does not. Source: torch's autocast_mode.h.
 NAMES = "cumsum exp log log_softmax pow prod rsqrt softmax sum"
@@ -70,6 +78,57 @@ FLOPS = {
     aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[FORWARD],
     aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[BACKWARD],
 }
+
+KINDS = {  # of collectives, by torch's operations
+    "allreduce_": "all_reduce",
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "alltoall_base_": "all_to_all",
+    "broadcast_": "broadcast",
+}
+
+
+class Collective(NamedTuple):
+    """One collective as a rank sees it: the ranks of its group, and the bytes in and out."""
+
+    kind: str
+    ranks: int
+    bytes_in: int
+    bytes_out: int
+
+    @property
+    def sent(self) -> float:
+        """Bytes that each rank sends in a ring. Source: doi:10.1016/j.jpdc.2008.09.002."""
+        rounds = 2 if self.kind == "all_reduce" else 1
+        return rounds * (self.ranks - 1) / self.ranks * max(self.bytes_in, self.bytes_out)
+
+    def seconds(self, gpu: Device, world: World) -> float:
+        """Its time at the rate of a machine's links, or of the network cards that it crosses."""
+        # A ring over several machines enters and leaves each by every network card.
+        rate = min(gpu.machine, world.local_world_size * gpu.network)
+        inside_hsdp = self.ranks < world.world_size
+        if world.world_size == world.local_world_size or inside_hsdp:
+            rate = gpu.machine
+        if inside_hsdp and self.kind == "all_reduce":
+            rate = gpu.network
+        return self.sent / (SENDS * rate * 1e9)
+
+
+def collective_of(function: Any, args: Sequence[Any]) -> Collective | None:
+    """The collective that an operation is; None for another one, or in a group of one rank."""
+    if function.namespace == "_c10d_functional" and function._opname == "all_gather_into_tensor":
+        kind, ranks = "all_gather", args[1]  # a DTensor's
+        sizes = [ranks * args[0].nbytes, args[0].nbytes]
+    elif function.namespace == "c10d":
+        kind = KINDS.get(function._opname, function._opname)
+        group = next(value for value in args if isinstance(value, torch.ScriptObject))
+        ranks = dist.ProcessGroup.unbox(group).size()
+        tensors = [[t for t in tree_iter(value) if isinstance(t, Tensor)] for value in args]
+        sizes = [tensor_bytes(some) for some in tensors if tensor_bytes(some)] or [0]
+    else:
+        return None
+    return Collective(kind, ranks, sizes[-1], sizes[0]) if ranks > 1 else None  # outputs are first
 
 
 @contextmanager
@@ -111,24 +170,23 @@ def in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def in_full(tensor: Tensor) -> Tensor:
     """A half-precision tensor as float32."""
-    if tensor.dtype in (torch.bfloat16, torch.float16):
-        return tensor.float()
-    return tensor
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 class ImaginedDevice(TorchDispatchMode):
-    """The device of rank 0: what is allocated on it, and how long it computes.
+    """The device of one rank: what is allocated on it, how long it computes, what it sends.
 
-    taken: bytes that are allocated from the start to the end.
+    allocated: bytes from the start to the end.
     """
 
-    def __init__(self, device: Device | None, taken: int = 0) -> None:
+    def __init__(self, device: Device | None, allocated: int = 0) -> None:
         super().__init__()
         self.phase = "other"
         self.peaks: Counter[str] = Counter()  # bytes, by the phase of a step
-        self.seconds: Any = Counter()  # by a step's phase, and limit: compute, memory
+        self.seconds: Any = Counter()  # by phase, and limit: compute, memory
+        self.collectives: Counter[Collective] = Counter()
         self._device = device
-        self._bytes = taken
+        self._bytes = allocated
         self._sizes: dict[int, int] = {}  # of the storages alive, by their address
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
@@ -138,30 +196,25 @@ class ImaginedDevice(TorchDispatchMode):
         is_fake = any(issubclass(kind, FakeTensor) for kind in types)
         if is_fake and function.overloadpacket in READS:
             return True
-        result = None
-        if not (is_fake and function.overloadpacket in FUSED):
-            result = function(*args, **kwargs)
+        if collective := collective_of(function, args):
+            self.collectives[collective] += 1
+        result = function(*args, **kwargs)
         results = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
         for tensor in results:
             self.count(tensor.untyped_storage())
         peak = self._bytes + within_kernel(function, args)
         self.peaks[self.phase] = max(self.peaks[self.phase], peak)
         if self._device is not None and not function.is_view:
-            given = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
-            memory = sum(leaf.nbytes for leaf in (*given, *results)) / self._device.bytes_per_second
+            inputs = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+            traffic = sum(leaf.nbytes for leaf in (*inputs, *results))
+            memory = traffic / self._device.bytes_per_second
             compute = 0.0
             if formula := FLOPS.get(function.overloadpacket):
                 flops = formula(*args, **kwargs, out_val=result)
-                compute = flops / self._device.flop_per_second(given[0].dtype)
-            self._add_time(memory, compute)
+                compute = flops / self._device.flop_per_second(inputs[0].dtype)
+            limit = "compute" if compute > memory else "memory"
+            self.seconds[self.phase, limit] += max(compute, memory)
         return result
-
-    def _add_time(self, memory: float, compute: float) -> None:
-        """Of an operation: its memory traffic or its arithmetic, whichever takes more seconds."""
-        limit = "memory"
-        if compute > memory:
-            limit = "compute"
-        self.seconds[self.phase, limit] += max(compute, memory)
 
     def count(self, storage: Any) -> None:
         """Count a storage until it is freed, or its new size."""
@@ -169,8 +222,7 @@ class ImaginedDevice(TorchDispatchMode):
         if key not in self._sizes:
             weakref.finalize(storage, self._free, key)
         size = math.ceil(storage.nbytes() / ROUNDING) * ROUNDING
-        before = self._sizes.get(key, 0)
-        self._bytes += size - before
+        self._bytes += size - self._sizes.get(key, 0)
         self._sizes[key] = size
         self.peaks[self.phase] = max(self.peaks[self.phase], self._bytes)
 
@@ -179,8 +231,9 @@ class ImaginedDevice(TorchDispatchMode):
 
     def forget(self) -> None:
         """Begin again to measure; what is allocated remains."""
-        self.peaks.clear()
-        self.seconds.clear()
+        self.peaks = Counter()
+        self.seconds = Counter()
+        self.collectives = Counter()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -225,9 +278,10 @@ def within_kernel(function: Any, args: Any) -> int:
 
 @dataclass(frozen=True)
 class ImaginedWorld(World):
-    """Rank 0 of ranks that do not exist. notes: what a training would print at its start."""
+    """A rank among ranks that do not exist. notes: what a training would print at its start."""
 
     notes: list[str] = field(default_factory=list, compare=False)
+    is_main = False  # which would measure what this CPU computes in half precision
 
     def say(self, text: str) -> None:
         if text not in self.notes:
@@ -241,20 +295,40 @@ class ImaginedWorld(World):
             return super().mesh(shape, names)
 
 
-@dataclass(frozen=True)
-class Job(Setup):
-    """What a plan is made for; its module is on the meta device."""
+class Buckets:
+    """Gradients as DDP keeps and sends them: its buckets exist from the start, and the backward of
+    the last micro-batch copies each gradient there.
+    """
 
-    world: ImaginedWorld
-    device_memory: int = 0  # bytes; 0: not known
-    gpu: Device | None = None
-    dataset: Any = None
-    batch: Any = None  # a micro-batch
+    def __init__(self, parameters: Sequence[nn.Parameter], sent_in: torch.dtype | None) -> None:
+        self._sent_in = sent_in
+        self._synchronises = True
+        self._gradients: dict[Tensor, Tensor] = {}
+        filled: list[list[nn.Parameter]] = [[]]
+        for parameter in reversed(parameters):
+            limit = BUCKET if len(filled) > 1 else FIRST_BUCKET
+            if tensor_bytes(filled[-1]) >= limit:
+                filled.append([])
+            filled[-1].append(parameter)
+            parameter.is_replicated = True  # type: ignore[attr-defined]
+            parameter.register_post_accumulate_grad_hook(self._copy)
+        sizes = [[parameter.numel() for parameter in bucket] for bucket in filled]
+        self._buckets = [parameters[0].new_empty(sum(numbers)) for numbers in sizes]
+        for bucket, flat, numbers in zip(filled, self._buckets, sizes, strict=True):
+            for parameter, gradient in zip(bucket, flat.split(numbers), strict=True):
+                self._gradients[parameter] = gradient.view_as(parameter)
 
-    @property
-    def room(self) -> float:
-        """Bytes to plan for; inf if the device is not known."""
-        return USABLE * self.device_memory or math.inf
+    def _copy(self, parameter: Tensor) -> None:
+        if self._synchronises:
+            parameter.grad = self._gradients[parameter].copy_(parameter.grad)  # type: ignore[arg-type]
+
+    @contextmanager
+    def gradient_sync(self, on: bool) -> Iterator[None]:
+        self._synchronises = on
+        yield
+        if on:
+            for bucket in self._buckets:
+                dist.all_reduce(bucket.to(self._sent_in or bucket.dtype))
 
 
 @contextmanager
@@ -273,100 +347,198 @@ def imagined_ranks(world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def without_memory(module: nn.Module, fake: FakeTensorMode, device: ImaginedDevice) -> nn.Module:
-    """A copy with parameters on the meta device, tied ones tied, and buffers that are counted."""
+def without_memory(module: nn.Module, on_device: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A copy on the imagined device; tied parameters stay tied."""
     module = copy.deepcopy(module)
-    on_meta: dict[nn.Parameter, nn.Parameter] = {}
+    made: dict[nn.Parameter, nn.Parameter] = {}
     for part in module.modules():
         for name, parameter in list(part.named_parameters(recurse=False, remove_duplicate=False)):
-            if parameter not in on_meta:
-                on_meta[parameter] = like(parameter, parameter.detach().to("meta"))
-            setattr(part, name, on_meta[parameter])
+            if parameter not in made:
+                made[parameter] = like(parameter, on_device(parameter))
+            setattr(part, name, made[parameter])
         for name, buffer in list(part.named_buffers(recurse=False)):
-            part._buffers[name] = on_device(buffer, fake, device)
+            part._buffers[name] = on_device(buffer)
     return module
 
 
-def on_device(tensor: Tensor, fake: FakeTensorMode, device: ImaginedDevice) -> Tensor:
-    """A tensor of the shape that is counted."""
-    made = fake.from_tensor(tensor)
-    device.count(made.untyped_storage())
-    return made
+@dataclass(frozen=True)
+class Job:
+    """A config under one strategy.
 
-
-def hold_buckets(run: Run) -> None:
-    """Keep gradients as DDP does: they exist from the start, and a backward's are copied there."""
-    parallel = run.parallel
-    buckets = {p: torch.empty_like(p) for p in parallel.parameters}
-    no_sync = parallel.gradient_sync(False)
-    is_last = True
-
-    def gradient_sync(on: bool) -> Any:
-        nonlocal is_last
-        is_last = on
-        return no_sync
-
-    def copy_to_bucket(parameter: Tensor) -> None:
-        if is_last:
-            parameter.grad = buckets[parameter]  # type: ignore[index]
-
-    parallel.gradient_sync = gradient_sync
-    for parameter in parallel.parameters:
-        parameter.is_replicated = True  # type: ignore[attr-defined]
-        parameter.register_post_accumulate_grad_hook(copy_to_bucket)
-
-
-def simulate(job: Job) -> ImaginedDevice:
-    """The device of rank 0 after a step of a job that has a batch.
-
-    Errors: what the task raises; torch's for an operation that depends on values, since there are
-    none.
+    module: it is copied. memory: bytes of a rank's device; 0: not known.
     """
-    config, world, task = job.config, job.world, job.task
-    size = world.world_size
+
+    config: Config
+    strategy: Strategy
+    world: ImaginedWorld
+    task: Task
+    module: nn.Module
+    dataset: Any
+    gpu: Device | None
+    memory: int
+
+    @property
+    def micro_batches(self) -> int:
+        return accumulation_steps(self.config.train, self.world.world_size)
+
+
+def batch_of(job: Job) -> Any:
+    """A micro-batch of the first samples, which come again if there are too few. Errors: its."""
+    size = job.config.train.micro_batch_size
+    indices = tuple(index % len(job.dataset) for index in range(size))
+    batch = Fetch(job.dataset, job.task, "training")[Shard(indices, seed=job.config.run.seed)]
+    if isinstance(batch, DataError):
+        raise batch
+    return batch
+
+
+def simulate(job: Job) -> StrategyPlan:
+    """A later step of rank 0, whose micro-batches are all like this one.
+
+    Errors: what training raises for its settings; what the task raises; torch's for an operation
+    that depends on values, since there are none.
+    """
     # It prints a traceback before it raises.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
-    simulated = min(MICRO_BATCHES, job.micro_batches)
-    on_gpu = world.device.type == "cuda"
-    strategy = job.strategy
-    if strategy == "ddp":  # torch's needs values; its memory is that of one rank and its buckets
-        size = 1
-        strategy = "single"
-    parallel = replace(config.parallel, strategy=strategy, cpu_offload=False, bit_exact=False)
-    config = replace(config, parallel=parallel, compile=replace(config.compile, blocks=False))
-    config = replace(config, precision=replace(config.precision, matmul="auto"))
-    # Not as the first, which would measure what this CPU computes in half precision.
-    ranks = ImaginedWorld(
-        rank=1, world_size=size, local_world_size=min(size, world.local_world_size)
-    )
+    register_fused_updates()
+    batch = batch_of(job)
+    on_gpu = job.world.device.type == "cuda"
     fake = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
-    rank0 = ImaginedDevice(job.gpu, taken=WORKSPACES if on_gpu else 0)
-    with imagined_ranks(world.world_size), warnings.catch_warnings():
+    device = ImaginedDevice(job.gpu, allocated=WORKSPACES if on_gpu else 0)
+
+    def on_device(tensor: Tensor) -> Tensor:
+        with fake:
+            made = torch.empty_like(tensor, device="cpu")
+        device.count(made.untyped_storage())
+        return made
+
+    with imagined_ranks(job.world.world_size), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those that training prints
-        beside_model = [
-            on_device(leaf.detach(), fake, rank0)
-            for leaf in tree_iter(kept_by(task, job.module))
-            if isinstance(leaf, nn.Parameter)  # a teacher's
-        ]
-        module = without_memory(job.module, fake, rank0)
+        module = without_memory(job.module, on_device)
+        kept = tree_iter(kept_by(job.task, job.module))
+        beside_model = [on_device(leaf) for leaf in kept if isinstance(leaf, nn.Parameter)]
         batches = [
-            tree_map_only(Tensor, lambda t: on_device(t, fake, rank0), job.batch)
-            for _ in range(simulated)
+            tree_map_only(Tensor, on_device, batch) for _ in range(min(3, job.micro_batches))
         ]
         with ExitStack() as modes:
             modes.enter_context(fake)
-            modes.enter_context(rank0)
-            modes.enter_context(rank0.watched())
+            modes.enter_context(device)
+            modes.enter_context(device.watched())
             if on_gpu:
                 modes.enter_context(as_on_gpu())
-            run = assemble(config, ranks, task, Path(), lay_out(config, task, module, ranks))
-            if job.strategy == "ddp":
-                hold_buckets(run)
-            for _ in range(STEPS):
-                rank0.forget()
-                train_step(run, batches)
+            run = imagined_run(job, module)
+            # The optimizer's state and all gradients exist from the second step on. The third of
+            # many micro-batches does what each further one does, unless sums are kept for pairs.
+            train_step(run, batches[:1])
+            sizes = [job.micro_batches]
+            if job.micro_batches > 2 and not job.config.parallel.bit_exact:
+                sizes = [2, 3]
+            steps = []
+            for size in sizes:
+                device.forget()
+                train_step(run, (batches * size)[:size])
+                steps.append((device.seconds, device.collectives))
             del beside_model
-    for phase, limit in rank0.seconds:
-        if phase in ("forward", "backward"):
-            rank0.seconds[phase, limit] *= job.micro_batches / simulated
-    return rank0
+            held, checkpoint_bytes = held_by(run)
+    more = job.micro_batches - sizes[-1]
+    seconds, collectives = (extrapolated(counted, more) for counted in zip(*steps, strict=True))
+    peaks = dict(device.peaks)
+    if run.parallel.sharded and job.config.parallel.cpu_offload:
+        on_host = sum(held.values()) - held["gradients"]
+        peaks = {phase: peaks[phase] - on_host for phase in ("forward", "backward")}
+    planned = StrategyPlan(
+        precision=run.precision.name,
+        memory=held,
+        peaks=peaks,
+        on_device=max(peaks.values()),
+        sent_bytes=sum(times * each.sent for each, times in collectives.items()),
+        collectives=sum(collectives.values()),
+        checkpoint_bytes=checkpoint_bytes,
+    )
+    if run.precision.cast_by != "nothing":
+        planned.precision += f", {run.precision.cast_by}"
+    if job.memory:
+        planned.fits = planned.on_device <= USABLE * job.memory
+    if job.gpu is not None:
+        computing, planned.limits = computing_seconds(seconds)
+        sending = sum(
+            times * each.seconds(job.gpu, job.world) for each, times in collectives.items()
+        )
+        planned.seconds = computing | {
+            "sending": sending,
+            "step": max(sending, sum(computing.values())),  # they overlap
+        }
+    return planned
+
+
+def imagined_run(job: Job, module: nn.Module) -> Run:
+    """A run on the CPU, whose parameters have their shards' shapes."""
+    config, task, strategy = job.config, job.task, job.strategy
+    exact = config.parallel.bit_exact
+    layout: Strategy = "single" if strategy == "ddp" else strategy
+    config = replace(
+        config,
+        parallel=replace(config.parallel, strategy=layout, cpu_offload=False),
+        precision=replace(config.precision, matmul="auto"),
+        compile=replace(config.compile, blocks=False),
+        optim=replace(config.optim, fused=config.optim.fused and not exact),  # as on a CPU
+    )
+    world = replace(job.world, device=torch.device("cpu"), _meshes={})
+    if strategy != "ddp":
+        precision, parallel = lay_out(config, task, module, world)
+    else:
+        alone = replace(world, world_size=1, local_world_size=1)
+        precision, parallel = lay_out(config, task, module, alone)
+        buckets = Buckets(parallel.parameters, DTYPES.get(config.parallel.comm_dtype))
+        parallel = replace(
+            parallel,
+            strategy="ddp",
+            world=world,
+            gradient_sync=buckets.gradient_sync,
+            replicas=world.world_size,
+        )
+    run = assemble(config, world, task, Path(), (precision, parallel))
+    if exact:
+        run.parallel = exact_parallel(run)
+    return run
+
+
+def held_by(run: Run) -> tuple[dict[str, int], int]:
+    """(bytes of this rank: parameters with buffers, gradients at the update, moments, average;
+    bytes of a checkpoint).
+    """
+    module = run.parallel.module
+    states = tree_iter(list(run.optimizer.state.values()))
+    moments = [leaf for leaf in states if isinstance(leaf, Tensor) and leaf.ndim]
+    average = tree_iter([getattr(observer, "tensors", {}) for observer in run.observers])
+    averages = [leaf for leaf in average if isinstance(leaf, Tensor)]
+    held: dict[str, list[Tensor]] = {
+        "parameters": [*module.parameters(), *module.buffers()],
+        "gradients": [*run.parallel.parameters],
+        "moments": moments,
+        "average": averages,
+    }
+    frozen = {
+        name
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if not parameter.requires_grad
+    }
+    saved = [value for name, value in module.state_dict().items() if name not in frozen]
+    in_bytes = {name: tensor_bytes(map(local, tensors)) for name, tensors in held.items()}
+    return in_bytes, tensor_bytes([*saved, *moments, *averages])
+
+
+def extrapolated(counted: Sequence[Counter[Any]], more: int) -> dict[Any, Any]:
+    """A step with so many more micro-batches than the last of these steps, which differ by one."""
+    first, last = counted[0], counted[-1]
+    return {key: last[key] + more * (last[key] - first[key]) for key in last}
+
+
+def computing_seconds(counted: dict[Any, float]) -> tuple[dict[str, float], dict[str, str]]:
+    """(seconds of each phase, what limits most of it: compute or memory)."""
+    seconds, limits = {}, {}
+    for phase in PHASES:
+        parts = {limit: counted.get((phase, limit), 0.0) for limit in ("compute", "memory")}
+        seconds[phase] = sum(parts.values())
+        limits[phase] = max(parts, key=lambda limit: parts[limit])
+    return seconds, limits

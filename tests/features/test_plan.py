@@ -60,7 +60,7 @@ class TiedWords:
 def planned(task, words, ranks, module="test_plan"):
     """The plan of a module's task, for processes on a CPU, and its chosen strategy."""
     words = f"--task.target {module}:{task} --run.device cpu {SETTINGS} {words}".split()
-    plan, _ = make_plan(load_config(words, environ={}), ranks, 0, only_chosen=True)
+    plan = make_plan(load_config(words, environ={}), ranks, 0, only_chosen=True)
     return plan, next(one for one in plan.strategies if one.chosen)
 
 
@@ -221,7 +221,7 @@ def test_the_largest_micro_batch_fits_and_a_sixteenth_more_does_not(capsys):
     fits = []
     for tried in (size, math.ceil(size * 17 / 16)):
         config = load_config(f"{words} --train.micro_batch_size {tried}".split(), environ={})
-        plan, _ = make_plan(config, 8, round(0.225 * 2**30), only_chosen=True)
+        plan = make_plan(config, 8, round(0.225 * 2**30), only_chosen=True)
         fits += [one.fits for one in plan.strategies]
     assert fits == [True, False]
 
@@ -235,9 +235,11 @@ OVER_RANKS = f"{MEDIUM} --parallel.strategy fsdp --device h100-80gb --over_ranks
 def test_a_table_over_ranks_shows_where_a_model_begins_to_fit(capsys, monkeypatch, ranks):
     monkeypatch.setattr("dist_amp.commands.plan.MANY_RANKS", ranks)
     _, out, _ = shown(capsys, OVER_RANKS)
-    rows = re.findall(r"^([\d,]+) +fsdp +([\d.]+) MiB +yes", out, re.MULTILINE)
-    assert [row[0] for row in rows] == [f"{count:,}" for count in ranks]
-    sizes = [float(row[1]) for row in rows[:3]]  # of 4,096 ranks each pads its rows of 1,024
+    assert re.findall(r"([\d,]+) x fsdp", out) == [f"{count:,}" for count in ranks]
+    table = out.partition(" x fsdp")[2]
+    assert "too large" not in table
+    shards = re.search("optimizer state(.*)", table)[1]
+    sizes = [float(size) for size in re.findall(r"([\d.]+) [MK]iB", shards)[:2]]
     assert sizes == sorted(sizes, reverse=True)
     assert len(set(sizes)) == len(sizes)
 
@@ -245,7 +247,7 @@ def test_a_table_over_ranks_shows_where_a_model_begins_to_fit(capsys, monkeypatc
 def test_a_number_of_ranks_that_a_config_does_not_allow_has_its_problem_in_the_table(capsys):
     batch = "--train.micro_batch_size 128 --train.global_batch_size 1024"
     rows = facts(capsys, f"{OVER_RANKS} {batch}")["over_ranks"]
-    assert [(row["ranks"], "problem" in row) for row in rows] == [
+    assert [(row["ranks"], row["problem"] != "") for row in rows] == [
         (8, False),
         (64, True),
         (512, True),
@@ -258,7 +260,7 @@ def test_time_is_that_of_arithmetic_memory_or_sending():
     words = f"{MEDIUM} --train.micro_batch_size 2048 --parallel.strategy fsdp"
     words = f"{words} --parallel.activation_checkpointing full"
     config = load_config(words.split(), environ={})
-    plan, _ = make_plan(config, 8, 0, find_device("h100-80gb", config.precision.tf32), True)
+    plan = make_plan(config, 8, 0, find_device("h100-80gb"), True)
     (seconds,) = [one.seconds for one in plan.strategies]
     # A forward of the blocks and one more, at 60 % of 989.4 TFLOP/s, and a backward of twice it.
     blocks = 2 * 4 * 2 * 1024 * 4096 * 2048
@@ -295,20 +297,25 @@ class CountsPositives(Tiny):
 
 
 @pytest.mark.bad_input("`plan` of a step whose shapes depend on values")
-def test_a_step_that_needs_values_is_planned_without_activations_and_named(capsys):
-    _, out, _ = shown(capsys, "--task.target test_plan:CountsPositives --world_size 2")
-    assert "sum, without activations" in out
-    assert "a step on tensors without values raised DynamicOutputShapeException: " in out
-    assert "nonzero" in out
-    assert "(test_plan.py, line " in out
+@pytest.mark.parametrize("words", ["--world_size 2", "--world_size 1"])
+def test_a_step_that_needs_values_is_refused_in_one_line(capsys, words):
+    status, out, err = shown(capsys, f"--task.target test_plan:CountsPositives {words}")
+    assert (status, out) == (65, "")
+    assert (
+        "error: a plan runs the step on tensors without values, and this one can't run so: " in err
+    )
+    assert "DynamicOutputShapeException: aten.nonzero" in err
+    assert "(test_plan.py, line " in err
 
 
 @pytest.mark.bad_input("`plan` for a device that is not in the table, or without a device")
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--device h100-80g", "--device=h100-80g is not in the table; did you mean h100-80gb?"),
-        ("--device h100", "did you mean h100-80gb?"),
+        (
+            "--device h100",
+            "--device=h100 is not in the table; use one of a100-40gb, a100-80gb, h100",
+        ),
         ("--device l4 --run.device cpu", "--device=l4 is a GPU, and run.device=cpu plans for"),
         ("--device tpu", "use one of a100-40gb, a100-80gb, "),
         ("--largest_micro_batch", "--largest_micro_batch needs --device or --device_memory_GiB"),
@@ -346,7 +353,7 @@ class ScalarGain(Tiny):
 def test_batch_epochs_and_flops():
     def planned_top(words):
         config = load_config(f"{TOP} {words}".split(), environ={})
-        plan, _ = make_plan(config, 64, 0, only_chosen=True)
+        plan = make_plan(config, 64, 0, only_chosen=True)
         return plan, "\n".join(lines(plan, config))
 
     plan, _ = planned_top("--train.accumulation_steps 2")
@@ -370,17 +377,15 @@ def test_a_gpu_that_is_not_here_is_not_asked_what_it_can_do(capsys, monkeypatch)
     assert precisions == ["bf16, autocast", "bf16, policy", "bf16, policy"]
 
 
-def test_a_bit_exact_run_gathers_in_float32_and_keeps_the_sums_of_its_micro_batches(capsys):
+def test_a_bit_exact_run_gathers_in_float32_and_reduces_each_micro_batch(capsys):
     words = "--world_size 2 --train.global_batch_size 16 --train.micro_batch_size 2"
     words += " --parallel.bit_exact"
     exact, ordinary = (facts(capsys, f"{UNEVEN} {words} {on}") for on in ("true", "false"))
     assert [one["name"] for one in exact["strategies"]] == ["ddp", "fsdp", "hsdp of 2"]
     assert exact["strategies"][1]["precision"] == "bf16, autocast"
-    # Four micro-batches per rank: sums of one and of two, beside the gradients.
-    of_exact, of_every = exact["strategies"][1], ordinary["strategies"][2]
-    assert of_exact["memory"]["gradients"] == 3 * of_every["memory"]["gradients"]
     ddp = [plan["strategies"][0]["sent_bytes"] for plan in (exact, ordinary)]
-    assert ddp[0] - 4 == 4 * (ddp[1] - 4)  # but for the loss's divisor
+    # Each of four micro-batches is reduced, with a few scalars of each micro-batch and row.
+    assert ddp[0] == pytest.approx(4 * ddp[1], abs=64)
 
 
 def test_under_cpu_offload_the_state_is_the_hosts():
@@ -388,11 +393,11 @@ def test_under_cpu_offload_the_state_is_the_hosts():
     on_device = {}
     for offload in ("false", "true"):
         config = load_config(f"{words} {offload}".split(), environ={})
-        plan, _ = make_plan(config, 64, 80 * 2**30, only_chosen=True)
+        plan = make_plan(config, 64, 80 * 2**30, only_chosen=True)
         (fsdp,) = plan.strategies
         on_device[offload] = fsdp.on_device
     # Of the same peak in forward or backward; the gradients' shards are on their way.
-    state = fsdp.memory.parameters + fsdp.memory.moments
+    state = fsdp.memory["parameters"] + fsdp.memory["moments"]
     assert on_device["false"] - on_device["true"] == state
 
 
@@ -411,18 +416,16 @@ class ReadsParameters(Tiny):
 
 
 @pytest.mark.bad_input("`plan` of a task's optimizer whose step reads values")
-def test_a_tasks_optimizer_is_assumed_to_be_adamw(capsys):
+def test_the_state_of_a_tasks_optimizer_is_counted(capsys):
     words = "--task.target test_plan:ReadingSGD --world_size 2 --parallel.strategy ddp"
-    plan = facts(capsys, words)
-    memory = plan["strategies"][0]["memory"]
-    assert memory["moments"] == 2 * memory["gradients"]
-    assert "the task's optimizer is assumed to keep two values per parameter" in plan["notes"][0]
+    memory = facts(capsys, words)["strategies"][0]["memory"]
+    assert memory["moments"] == memory["gradients"], "its momentum"
 
 
 class ReadingSGD(Tiny):
     def optimizer(self, groups, lr):
         assert groups[0]["params"][0].norm().item() > 0
-        return torch.optim.SGD(groups, lr=lr)
+        return torch.optim.SGD(groups, lr=lr, momentum=0.9)
 
 
 @pytest.mark.bad_input(
@@ -454,8 +457,7 @@ def test_a_wrong_plan_is_one_line_with_status_64(capsys, words, message):
 )
 def test_data_that_training_would_refuse_ends_the_plan_with_its_error_and_status(capsys):
     status, out, err = shown(capsys, f"{UNEVEN} --world_size 1024 --data.drop_last true")
-    assert status == 65
-    assert "sent per step" in out, "the plan itself needs no data"
+    assert (status, out) == (65, "")
     assert err.startswith("error: the training dataset has 4096 samples, fewer than one global ba")
 
 

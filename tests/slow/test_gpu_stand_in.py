@@ -212,7 +212,7 @@ def test_a_planned_peak_is_the_allocators_within_3_percent(model, strategy, rank
         words += ["--parallel.replicas", "8"]
     real = on_fake_gpus(min(ranks, 8), peaks_of, words, ranks, values=strategy == "ddp")
     config = load_config(words, environ={})
-    plan, _ = make_plan(config, ranks, 0, only_chosen=True)
+    plan = make_plan(config, ranks, 0, only_chosen=True)
     (chosen,) = plan.strategies
     assert chosen.on_device == pytest.approx(max(real.values()), rel=0.03)
 
