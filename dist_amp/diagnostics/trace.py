@@ -130,7 +130,8 @@ class Recorder:
                 self._is_on = False
                 self._running.clear()
         self._add("loss", TASK, loss)
-        self._watch_backward(getattr(loss, "grad_fn", None))
+        if "backward" in self._kinds or "gradient" in self._kinds:
+            self._watch_backward(getattr(loss, "grad_fn", None))
         return loss
 
     def _add(
