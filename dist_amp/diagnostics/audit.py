@@ -83,6 +83,9 @@ class Audit(Observer):
         self._recording.close()  # not within the hook: the optimizer walks through all of them
         self._position = self._run.data.position
 
+    def close(self, error: BaseException | None = None) -> None:
+        self._recording.close()
+
     def _audit(self, *_: Any) -> None:
         """Compute another rank's micro-batch, and compare. Errors: NumericsError on all ranks."""
         if self._events is None:
