@@ -99,8 +99,6 @@ class DataConfig(SourceConfig):
     """A mixture, in place of a name or path: a table data.sources.NAME per source, with the keys
     above and a weight.
     """
-    max_repeats: Count = 20
-    """Warn of a source of a mixture whose rows come more often than this in an epoch."""
     view: Literal["auto", "parquet", "map"] = "auto"
     """parquet: read Parquet files by row group; map: convert files once into a memory-mapped
     dataset; auto: map, but Parquet files of more than 4 GiB by row group.
@@ -384,7 +382,7 @@ class Config(Section):
 FREE_TO_CHANGE = (
     *("run.", "eval.", "checkpoint.", "metrics.", "debug.", "compile."),
     *("data.name", "data.path", "data.format", "data.split", "data.validation_split"),
-    *("data.tokenizer", "data.workers", "data.view", "data.streams", "data.max_repeats"),
+    *("data.tokenizer", "data.workers", "data.view", "data.streams"),
     *("data.on_bad_sample", "data.max_bad_samples"),
     *("parallel.strategy", "parallel.replicas", "parallel.accumulate_reduce"),
     *("parallel.activation_checkpointing", "parallel.cpu_offload", "parallel.bit_exact"),

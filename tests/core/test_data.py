@@ -220,9 +220,9 @@ def test_settings_of_data_that_the_task_does_not_take_are_warned_of_by_name(tmp_
     words = ["--data.drop_last", "true", "--data.workers", 0, "--run.dir", tmp_path]
     open_run(make_run(World(), Tiny(), *words))
     assert "nothing reads this" not in capsys.readouterr().err
-    words = ["--data.view", "parquet", "--data.streams", 8, "--data.max_repeats", 3]
+    words = ["--data.view", "parquet", "--data.streams", 8, "--data.pack", "cut"]
     open_run(make_run(World(), Tiny(), *words, "--run.dir", tmp_path))
-    told = "warning: data.max_repeats=3, data.view=parquet, data.streams=8: nothing reads this"
+    told = "warning: data.view=parquet, data.streams=8, data.pack=cut: nothing reads this"
     assert told in capsys.readouterr().err
 
 
