@@ -365,10 +365,10 @@ def build_data(
 
         deal = deal_in_order
     bad_samples = None
-    if config.data.on_bad_sample == "skip":
+    if config.data.most_bad_samples:
         from dist_amp.loading.bad_samples import BadSamples
 
-        bad_samples = BadSamples(world, folder, config.data.max_bad_samples)
+        bad_samples = BadSamples(world, folder, config.data.most_bad_samples)
     data = build_batches(
         config.data,
         task,

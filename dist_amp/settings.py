@@ -120,12 +120,10 @@ class DataConfig(SourceConfig):
     """Length-bucketing window in steps: batches are formed from samples of similar length within
     it, which saves padding; off: no bucketing.
     """
-    on_bad_sample: Literal["stop", "skip"] = "stop"
+    on_bad_sample: Count | Annotated[float, Gt(0), Lt(1)] | Literal["stop", "skip"] = "stop"
     """What to do with a sample that can't be read, augmented or collated. stop: end the run; skip:
-    leave it out, and list it in RUN/bad_samples/.
-    """
-    max_bad_samples: Count | Annotated[float, Gt(0), Lt(1)] = 100
-    """on_bad_sample=skip: end the run if an epoch has more bad samples; below 1: a share of them.
+    leave it out, list it in RUN/bad_samples/, and end the run at more than 100 in an epoch; or
+    another number in place of 100, below 1 a share of the epoch.
     """
     workers: Annotated[int, Ge(0)] = 0
     """Loader processes per rank; 0: batches are prepared in the training process."""
@@ -133,6 +131,13 @@ class DataConfig(SourceConfig):
     """Reshuffle every epoch; false: keep the dataset's order."""
     drop_last: bool = False
     """Drop the last samples of an epoch if they do not fill a step."""
+
+    @property
+    def most_bad_samples(self) -> float:
+        """How many of an epoch may be left out; below 1: a share of them."""
+        if isinstance(self.on_bad_sample, str):
+            return 100 if self.on_bad_sample == "skip" else 0
+        return self.on_bad_sample
 
 
 @dataclass(frozen=True)
@@ -383,7 +388,7 @@ FREE_TO_CHANGE = (
     *("run.", "eval.", "checkpoint.", "metrics.", "debug.", "compile."),
     *("data.name", "data.path", "data.format", "data.split", "data.validation_split"),
     *("data.tokenizer", "data.workers", "data.view", "data.streams"),
-    *("data.on_bad_sample", "data.max_bad_samples"),
+    "data.on_bad_sample",
     *("parallel.strategy", "parallel.replicas", "parallel.accumulate_reduce"),
     *("parallel.activation_checkpointing", "parallel.cpu_offload", "parallel.bit_exact"),
     *("train.steps", "train.micro_batch_size", "train.accumulation_steps"),

@@ -26,6 +26,7 @@ REMOVED = {
     "data.validation_fraction": "set data.validation_split to it",
     "data.mix_by": "the weights of a mixture count rows; remove it",
     "data.map_up_to_gib": "set data.view=parquet, or data.view=map",
+    "data.max_bad_samples": "give data.on_bad_sample this number",
     "data.max_repeats": "a source whose rows come more than 20 times is warned of; remove it",
     "data.shuffle_groups": "the rows of two row groups are shuffled together; remove it",
     "precision.scaler.min_scale": "a run ends if its loss scale falls below 1; remove it",

@@ -160,8 +160,8 @@ class BadSamples:
         if count > limit:
             raise DataError(
                 f"{count:,} of the {data.plan.length:,} samples of the {data.split} split are bad "
-                f"in one epoch, more than data.max_bad_samples={self.most:g}; fix or remove them, "
-                f"or raise it: {error}"
+                f"in one epoch, more than {self.most:g}; fix or remove them, or give "
+                f"data.on_bad_sample a higher number: {error}"
             )
 
     def _continue(self) -> None:

@@ -138,7 +138,7 @@ def convert(config: DataConfig, files: Files, splits: dict[str, list[str]]) -> A
         tables = Tables(config, options.get("sep", ","))
         # Each value of these settings has its own conversion in the cache.
         options = {**options, "na_values": config.text_column}
-        if config.on_bad_sample == "skip":
+        if config.most_bad_samples:
             options["on_bad_lines"] = "skip"
     # The library takes names as patterns.
     escape = glob.escape if is_local(files.fs) else files.address
@@ -167,13 +167,16 @@ def convert(config: DataConfig, files: Files, splits: dict[str, list[str]]) -> A
         converted = builder.as_dataset()
     if tables is not None and builder.info.description:
         left_out = builder.info.description.splitlines()
-        limit = config.max_bad_samples
+        limit = config.most_bad_samples
         if limit < 1:
             rows = sum(converted.num_rows.values())
             limit *= rows + len(left_out)
         text = f"rows left out for their number of fields: {len(left_out):,}, {some_of(left_out)}"
         if len(left_out) > limit:
-            raise DataError(f"{text}; more than data.max_bad_samples={config.max_bad_samples:g}")
+            raise DataError(
+                f"{text}; more than {config.most_bad_samples:g}; raise "
+                f"data.on_bad_sample={config.on_bad_sample}"
+            )
         log.warning("warning: %s", text)
     return converted
 
@@ -230,7 +233,7 @@ class Tables:
 
     def __init__(self, config: DataConfig, delimiter: str):
         self.text_column = config.text_column
-        self.skips = config.on_bad_sample == "skip"
+        self.skips = config.most_bad_samples > 0
         self.delimiter = delimiter
         self.kinds: dict[str, set[str]] = defaultdict(set)  # of the values of a column
         self.left_out: list[str] = []  # where rows have more or fewer fields than the header

@@ -32,7 +32,7 @@ LOCK_SECONDS = 10.0  # how long a run that was just killed may take to release i
 
 # Of the data section; a task's build_dataset reads the others.
 READ_BY_THE_LOADER = (
-    *("sources", "group_by_length", "on_bad_sample", "max_bad_samples"),
+    *("sources", "group_by_length", "on_bad_sample"),
     *("workers", "shuffle", "drop_last"),
 )
 

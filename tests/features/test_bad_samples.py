@@ -161,22 +161,22 @@ def test_a_resumed_run_lists_each_sample_once_and_ends_equal(tmp_path):
     assert last["train/skipped_samples"] == len(expected) + 1, "a lost rank's too"
 
 
-@pytest.mark.bad_input("more bad samples in an epoch than `data.max_bad_samples`")
+@pytest.mark.bad_input("more bad samples in an epoch than `data.on_bad_sample` allows")
 @pytest.mark.parametrize(("most", "limit"), [("2", 3), ("0.15", 3), ("1", 2)])
 def test_more_bad_samples_than_allowed_end_the_run_with_both_numbers(most, limit, tmp_path):
-    words = [*SKIP, "--data.max_bad_samples", most, "--run.dir", tmp_path]
+    words = [*SKIP, "--data.on_bad_sample", most, "--run.dir", tmp_path]
     run = make_run(World(), Torn(**BAD), *words)
     open_run(run)
     message = message_of(65, take_steps, run, 8)
     assert message.startswith(
         f"{limit} of the 16 samples of the training split are bad in one epoch, more than "
-        f"data.max_bad_samples={most}; fix or remove them, or raise it: sample"
+        f"{most}; fix or remove them, or give data.on_bad_sample a higher number: sample"
     )
     assert len(listed(tmp_path)) == limit
 
 
 def limit_of_ranks(world, folder):
-    words = [*SKIP, "--data.max_bad_samples", 4, "--data.shuffle", "false", "--run.dir", folder]
+    words = [*SKIP, "--data.on_bad_sample", 4, "--data.shuffle", "false", "--run.dir", folder]
     run = make_run(world, Torn(unreadable=(0, 1, 4, 5, 8)), *words)
     open_run(run)
     take_steps(run, 3)
@@ -184,7 +184,7 @@ def limit_of_ranks(world, folder):
 
 
 def test_the_limit_is_of_all_ranks_together(tmp_path):
-    fragment = "5 of the 16 samples of the training split are bad in one epoch, more than data.max_"
+    fragment = "5 of the 16 samples of the training split are bad in one epoch, more than 4; fix or"
     assert on_ranks(2, limit_of_ranks, tmp_path) == [fragment, fragment]
 
 

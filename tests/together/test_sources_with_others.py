@@ -60,6 +60,6 @@ def test_rows_of_a_table_that_do_not_fit_its_header_can_be_left_out_and_are_name
         caplog.clear()
         assert list(all_rows(path, on_bad_sample="skip")) == [{"text": "c", "n": 3}]
         assert_says(caplog.text, fragment)
-    few = message_of(65, rows_of, path, on_bad_sample="skip", max_bad_samples=0.5)
-    assert_says(few, fragment, "more than data.max_bad_samples=0.5")
+    few = message_of(65, rows_of, path, on_bad_sample=0.5)
+    assert_says(few, fragment, "more than 0.5; raise data.on_bad_sample=0.5")
     assert_says(message_of(65, rows_of, path), "line 2 has another number of fields")
