@@ -39,6 +39,8 @@ OTHER_WEIGHTS = {"train", "training", "trainable", "loss", "loss_mask", "mask"}
 THOUGHTS = re.compile(r"(?:<think>)?(.*?)</think>", re.DOTALL)
 # The tag with which a template may end a prompt, such as <think> or [THINK].
 FORCED = re.compile(r"[<\[][\w:|]*(think|thought|reason)\w*[|>\]]+\s*$", re.IGNORECASE)
+# An empty thought, with which a template may end a prompt as well.
+NO_THOUGHT = re.compile(r"[<\[]think[>\]]\s*[<\[]/think[>\]]\s*$", re.IGNORECASE)
 MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\b")
 ROWS_TO_TRY = 32
 Encoded = tuple[list[int], list[int]]  # token ids, labels
@@ -93,28 +95,16 @@ def check_rows(rows: Any, split: str, text_column: str, tokenizer: Tokenizer) ->
 
 
 def warn_of_template(rows: list[Any], text_column: str, tokenizer: Any) -> None:
-    """Warn where answers differ from those asked for, or can't all be learned; never fails."""
-    ask = [{"role": "user", "content": "a"}]
-    with suppress(Exception):
-        prompt = tokenizer.apply_chat_template(ask, tokenize=False, add_generation_prompt=True)
-        answer = [{"role": "assistant", "content": "b"}]
-        chat = tokenizer.apply_chat_template([*ask, *answer], tokenize=False)
-        tag = FORCED.search(prompt)
-        if tag and tag[0].strip() not in chat:
-            warn(
-                f"the chat template ends a prompt with {tag[0].strip()}, and leaves it out of "
-                "answers: the model will be asked in another way than it is trained; use a "
-                "template that keeps it in both"
-            )
+    """Warn if a template keeps answers of these rows from being learned; never fails."""
     for row in rows:
         with suppress(Exception):
             messages, learned_from = chat_of(row, text_column, tokenizer)
-            wanted = len(to_learn(messages, learned_from))
+            answers = len(to_learn(messages, learned_from))
             _, labels = encode_chat(messages, tokenizer, learned_from, row.get("tools"))
             found = sum(a < 0 <= b for a, b in pairwise([IGNORE_INDEX, *labels]))
-            if found < wanted:
+            if found < answers:
                 warn(
-                    f"of the {wanted} answers of a chat {found} can be learned: the chat template "
+                    f"of the {answers} answers of a chat {found} can be learned: the chat template "
                     "renders the others in another way once more is said; put {% generation %} "
                     "and {% endgeneration %} around what the assistant writes to learn all"
                 )
@@ -423,8 +413,12 @@ def encode_unmarked(
     ids = ids_of(text, tokenizer)
     labels = [IGNORE_INDEX] * len(ids)
     for number in learned:
-        prompt = ids_of(prompt_of(messages, number, apply), tokenizer)
+        asked = prompt_of(messages, number, apply)
+        prompt = ids_of(asked, tokenizer)
         start = common_prefix(ids, prompt)
+        if start < len(prompt) and NO_THOUGHT.search(asked):  # the answer has thoughts
+            prompt = ids_of(NO_THOUGHT.sub("", asked), tokenizer)
+            start = common_prefix(ids, prompt)
         if number and start < len(prompt):
             # What opens an answer may differ, but not what was said before; its last token may
             # merge with the next.

@@ -10,7 +10,7 @@ import posixpath
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, islice
@@ -21,15 +21,13 @@ from unittest.mock import patch
 
 import datasets
 import fsspec
-import numpy as np
 import pyarrow as pa
 import pyarrow.json
 from datasets.packaged_modules.json import json as json_loader
 from fsspec.utils import infer_compression
 from huggingface_hub import constants
 
-from dist_amp.config.memory import host_memory, size_text
-from dist_amp.errors import DataError, Failure, in_one_line, some_of
+from dist_amp.errors import DataError, Failure, first_line, in_one_line, some_of
 from dist_amp.settings import DataConfig, SourceConfig
 from dist_amp.sources.files import Files, stay_local_without_network
 from dist_amp.sources.footers import read_source
@@ -44,13 +42,6 @@ LOADERS: dict[str, tuple[str, dict[str, str]]] = {
     "tsv": ("csv", {"sep": "\t"}),
     "parquet": ("parquet", {}),
 }
-# Arrow's JSON reader needs some 1 KiB of stack per level: it crashed at 20,000, not at 5,000
-# (pyarrow 26, 8 MiB of stack; threads have less).
-MOST_NESTED = 1000
-# Text shrinks to a third to a tenth, logs of few different lines to a hundredth.
-MOST_EXPANDED = 100
-BLOCK = 2**20
-NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 # In a column of a table. Leading zeros are those of a name, such as a postcode.
 INTEGER = re.compile(r"\s*[+-]?(0|[1-9]\d*)\s*", re.ASCII)
 DECIMAL = re.compile(
@@ -113,7 +104,7 @@ def from_files(config: DataConfig, files: Files) -> Any:
                 fix = "write the folder again with save_to_disk, of a Dataset or DatasetDict"
                 saved = datasets.load_from_disk(files.address(files.root))
                 return saved if isinstance(saved, dict) else datasets.DatasetDict(train=saved)
-            return convert(config, files, files.splits)
+            return convert(config, files)
     except DataError as error:
         raise DataError(f"data.path={config.path}: {error}") from error
     except Exception as error:
@@ -122,15 +113,12 @@ def from_files(config: DataConfig, files: Files) -> Any:
         source = f"data.path={config.path}"
         if problem := access_problem(files.fs, error):
             raise DataError(f"{source} could not be loaded: {problem}") from error
-        if files.format in LOADERS and not is_full(error):
-            broken = first_broken(config, files)
-            fix = broken_line(files, broken) + fix
-            if broken and broken != config.path:
-                source += f": {files.address(broken)}"
+        if files.format in ("text", "json", "csv", "tsv") and not is_full(error):
+            fix = broken_line(files) + fix
         raise not_loaded(source, error, fix) from error
 
 
-def convert(config: DataConfig, files: Files, splits: dict[str, list[str]]) -> Any:
+def convert(config: DataConfig, files: Files) -> Any:
     """A `datasets.DatasetDict` of files that the library converts, once."""
     loader, options = LOADERS[files.format]
     tables = None
@@ -142,19 +130,24 @@ def convert(config: DataConfig, files: Files, splits: dict[str, list[str]]) -> A
             options["on_bad_lines"] = "skip"
     # The library takes names as patterns.
     escape = glob.escape if is_local(files.fs) else files.address
-    data_files = {split: [escape(path) for path in paths] for split, paths in splits.items()}
+    data_files = {split: [escape(path) for path in paths] for split, paths in files.splits.items()}
     builder = datasets.load_dataset_builder(loader, data_files=data_files, **options)
+    is_converted = Path(builder.cache_dir, "dataset_info.json").exists()
     manager = None  # the library's, which knows addresses within others
-    if not Path(builder.cache_dir, "dataset_info.json").exists():
-        if not files.rest:
-            # By its ETag, a file that has changed in its store is fetched again.
-            cache = str(Path(datasets.config.HF_DATASETS_CACHE) / "downloads")
-            download = datasets.DownloadConfig(cache_dir=cache, use_etag=True)
-            manager = datasets.DownloadManager(builder.dataset_name, download_config=download)
-        for inside in splits.values():
-            for path in inside:
-                check(files, path, manager, tables)
+    if not is_converted and not files.rest:
+        # By its ETag, a file that has changed in its store is fetched again.
+        cache = str(Path(datasets.config.HF_DATASETS_CACHE) / "downloads")
+        download = datasets.DownloadConfig(cache_dir=cache, use_etag=True)
+        manager = datasets.DownloadManager(builder.dataset_name, download_config=download)
+    if files.format == "parquet" and not is_converted:
+        read_source(files.fs, files.paths)  # names a damaged one
     if tables is not None:
+        for path in files.paths if not is_converted else ():
+            place, fs = path, files.fs
+            if not is_local(fs) and manager is not None:
+                place, fs = manager.download(files.address(path)), fsspec.filesystem("file")
+            with fs.open(place, "rb", compression=infer_compression(path)) as content:
+                tables.read_types(content, files.address(path))
         builder._generate_tables = tables.of_files
         builder.info.description = builder.info.description or "\n".join(tables.left_out)
     if files.format == "json":
@@ -162,9 +155,6 @@ def convert(config: DataConfig, files: Files, splits: dict[str, list[str]]) -> A
     # Also of converted files: the builder may have looked before another process wrote them.
     builder.download_and_prepare(dl_manager=manager)
     converted = builder.as_dataset()
-    if files.format == "json" and "timestamp" in str(converted.values()):  # by an earlier version
-        builder.download_and_prepare(dl_manager=manager, download_mode="force_redownload")
-        converted = builder.as_dataset()
     if tables is not None and builder.info.description:
         left_out = builder.info.description.splitlines()
         limit = config.most_bad_samples
@@ -179,49 +169,6 @@ def convert(config: DataConfig, files: Files, splits: dict[str, list[str]]) -> A
             )
         log.warning("warning: %s", text)
     return converted
-
-
-def check(files: Files, path: str, manager: Any, tables: "Tables | None") -> None:
-    """Errors: DataError for a file that would crash the library or fill the memory, or a table
-    whose rows don't fit its header.
-    """
-    if files.format == "parquet":
-        source = read_source(files.fs, [path])
-        for number, group in source.large:
-            source.check_memory(number, group, source.schema.names)
-        return
-    fs = files.fs
-    place = path
-    if not is_local(fs) and manager is not None:
-        place = manager.download(files.address(path))
-        fs = fsspec.filesystem("file")
-    compression = infer_compression(path)
-    name = files.address(path)
-    if compression is not None or files.format == "json":
-        with fs.open(place, "rb", compression=compression) as content:
-            check_content(content, name, fs.size(place), is_json=files.format == "json")
-    if tables is not None:
-        with fs.open(place, "rb", compression=compression) as content:
-            tables.read_types(content, name)
-
-
-def check_content(content: Any, name: str, size: int, is_json: bool) -> None:
-    """Errors: DataError for a file that expands too far, or JSON that is nested too deeply."""
-    nesting = Nesting()
-    expanded = 0
-    while block := content.read(BLOCK):
-        expanded += len(block)
-        if expanded > max(MOST_EXPANDED * size, host_memory() // 4):
-            raise DataError(
-                f"{name} has {size_text(size)} and expands to more than {size_text(expanded)}, "
-                f"{MOST_EXPANDED} times as much and a quarter of the memory; if that is right, "
-                "give it decompressed"
-            )
-        if is_json and nesting.add(block) > MOST_NESTED:
-            raise DataError(
-                f"{name} has JSON that is nested more than {MOST_NESTED} levels deep, in its "
-                f"first {size_text(expanded)}; remove that row"
-            )
 
 
 class Tables:
@@ -271,37 +218,13 @@ class Tables:
 
     def _batches(self, content: Any, address: str) -> Iterator[dict[str, tuple[str, ...]]]:
         """{column: texts}, first of no row. address: of a file whose other rows are not known."""
-        rows = self._rows(content, address)
-        if (names := next(rows, None)) is None:
-            return
-        yield dict.fromkeys(names, ())
-        while batch := list(islice(rows, ROWS_AT_ONCE)):
+        rows = csv_rows(content, address, self.delimiter, self._leave_out if address else None)
+        names = [name for _, header in islice(rows, 1) for name in header]
+        if names:
+            yield dict.fromkeys(names, ())
+        while batch := [row for _, row in islice(rows, ROWS_AT_ONCE)]:
             columns = zip(*batch, strict=True)
             yield dict(zip(names, columns, strict=True))
-
-    def _rows(self, content: Any, address: str) -> Iterator[list[str]]:
-        csv.field_size_limit(sys.maxsize)
-        lines = io.TextIOWrapper(content, encoding="utf-8-sig", newline="")
-        reader = csv.reader(lines, delimiter=self.delimiter, strict=True)
-        names: list[str] = []
-        line = 1
-        try:
-            for row in reader:
-                where = f"{address}, line {line}"
-                line = reader.line_num + 1
-                if not row or (len(row) == 1 and row[0].isspace()):
-                    continue
-                if not names:
-                    names = [name or f"Unnamed: {number}" for number, name in enumerate(row)]
-                    if repeated := [name for name in names if names.count(name) > 1]:
-                        raise DataError(f"{where} names column {repeated[0]} twice; rename one")
-                    yield names
-                elif len(row) == len(names):
-                    yield row
-                elif address:
-                    self._leave_out(where, len(row), names)
-        except csv.Error as error:
-            raise DataError(f"{address}, line {line} can't be read as CSV: {error}") from None
 
     def _leave_out(self, where: str, fields: int, names: list[str]) -> None:
         if self.skips:
@@ -330,6 +253,41 @@ class Tables:
             numbers = [None if text in MISSING else float(text) for text in texts]
             return pa.array(numbers, pa.float64())
         return pa.array([text or None for text in texts], pa.large_string())
+
+
+def csv_rows(
+    content: Any,
+    address: str,
+    delimiter: str = ",",
+    on_misfit: Callable[[str, int, list[str]], None] | None = None,
+) -> Iterator[tuple[str, list[str]]]:
+    """(file and line, texts) of the header of a CSV file, then of its rows. Errors: DataError.
+
+    on_misfit(line, number of its fields, names): for rows that have more or fewer, which are left
+    out.
+    """
+    csv.field_size_limit(sys.maxsize)
+    lines = io.TextIOWrapper(content, encoding="utf-8-sig", newline="")
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    names: list[str] = []
+    line = 1
+    try:
+        for row in reader:
+            where = f"{address}, line {line}"
+            line = reader.line_num + 1
+            if not row or (len(row) == 1 and row[0].isspace()):
+                continue
+            if not names:
+                names = [name or f"Unnamed: {number}" for number, name in enumerate(row)]
+                if repeated := [name for name in names if names.count(name) > 1]:
+                    raise DataError(f"{where} names column {repeated[0]} twice; rename one")
+                yield where, names
+            elif len(row) == len(names):
+                yield where, row
+            elif on_misfit:
+                on_misfit(where, len(row), names)
+    except csv.Error as error:
+        raise DataError(f"{address}, line {line} can't be read as CSV: {error}") from None
 
 
 def kind_of(text: str) -> str:
@@ -384,58 +342,22 @@ def is_number(kind: pa.DataType) -> bool:
     return pa.types.is_integer(kind) or pa.types.is_floating(kind)
 
 
-class Nesting:
-    """How deeply JSON is nested, block by block; strings don't count, wherever a block ends."""
-
-    def __init__(self) -> None:
-        self.depth = 0
-        self.is_in_string = False
-        self.rest = b""  # a backslash at a block's end
-
-    def add(self, block: bytes) -> int:
-        # Without escapes, each quote begins a string or ends one.
-        plain = (self.rest + block).replace(b"\\\\", b"").replace(b'\\"', b"")
-        self.rest = b"\\" if plain.endswith(b"\\") else b""
-        pieces = plain.split(b'"')
-        outside = b"".join(pieces[self.is_in_string :: 2])
-        self.is_in_string ^= len(pieces) % 2 == 0
-        brackets = np.frombuffer(outside.translate(None, NOT_BRACKETS), np.uint8)
-        # [ is 91 and ] 93, { is 123 and } 125.
-        depths = self.depth + np.where((brackets & 2) != 0, 1, -1).cumsum()
-        if not len(depths):
-            return self.depth
-        self.depth = max(0, int(depths[-1]))
-        return int(depths.max())
-
-
-def first_broken(config: DataConfig, files: Files) -> str:
-    """The first file that can't be read, or not together with the first; "" if none."""
-    paths = [path for inside in files.splits.values() for path in inside]
-    for path in paths:
+def broken_line(files: Files) -> str:
+    """The first file with a line that is no UTF-8, or no JSON, in words; "" if there is none."""
+    for path in files.paths:
+        where = f"{files.address(path)} "
         try:
-            with library(files):
-                convert(config, files, {"train": sorted({paths[0], path})})
-        except Exception:
-            return path
-    return ""
-
-
-def broken_line(files: Files, path: str) -> str:
-    """Where a file has its first line that is no UTF-8, or no JSON, in words; "" if it has none."""
-    if not path or files.format == "parquet":
-        return ""
-    try:
-        with files.fs.open(path, "rb", compression="infer") as lines:
-            for number, line in enumerate(lines, 1):
-                try:
+            with files.fs.open(path, "rb", compression="infer") as lines:
+                for number, line in enumerate(lines, 1):
+                    where = f"line {number} of {files.address(path)} "
                     if line.decode().strip() and ".jsonl" in path:
                         json.loads(line)
-                except json.JSONDecodeError as error:
-                    return f"the first broken line is {number}, at column {error.colno}; "
-                except UnicodeDecodeError:
-                    return f"the first line that is not UTF-8 is {number}; "
-    except Exception:  # it is compressed and damaged, or gone
-        return ""
+        except UnicodeDecodeError:
+            return f"{where}is not UTF-8; "
+        except ValueError as error:
+            return f"{where}is not JSON ({first_line(error)}); "
+        except Exception as error:  # it is compressed and damaged, or gone
+            return f"{where}can't be read ({first_line(error)}); "
     return ""
 
 
@@ -455,8 +377,11 @@ def image_rows(files: Files) -> Any:
     label. Texts in the only column, or label, are classes. Nothing is copied, nor read before it
     is needed.
     """
-    paths = [path for inside in files.splits.values() for path in inside]
-    columns = columns_of_tables(files, paths) if files.tables else folders_of(files, paths)
+    paths = files.paths
+    try:
+        columns = columns_of_tables(files) if files.tables else folders_of(files, paths)
+    except UnicodeDecodeError as error:
+        raise DataError(f"a table of labels can't be read as CSV: {error}; write UTF-8") from None
     images = [files.address(path) for path in paths]
     everything = datasets.Dataset.from_dict({"image": images, **columns})
     everything = everything.cast_column("image", NamedImage())
@@ -488,59 +413,46 @@ def folders_of(files: Files, paths: list[str]) -> dict[str, list[Any]]:
     return {"label": ["/".join(folder) for folder in folders]}
 
 
-def columns_of_tables(files: Files, paths: list[str]) -> dict[str, list[Any]]:
-    """{column: its value for each image}."""
-    rows: dict[str, dict[str, str]] = {}
+def columns_of_tables(files: Files) -> dict[str, list[Any]]:
+    """{column: its value for each image}, of the CSV tables beside images."""
+    rows: dict[str, dict[str, str]] = {path: {} for path in files.paths}
+    columns: list[str] = []
+
+    def refuse(where: str, fields: int, names: list[str]) -> None:
+        raise DataError(f"{where} has more or fewer values than the {len(names)} columns")
+
     for table in files.tables:
-        log.info("data: labels are those of %s", files.address(table))
-        try:
-            read_table(files, table, set(paths), rows)
-        except (csv.Error, UnicodeDecodeError) as error:
-            address = files.address(table)
-            raise DataError(f"{address} can't be read as CSV: {error}; write it as UTF-8") from None
-    without = [path for path in paths if path not in rows]
+        address = files.address(table)
+        log.info("data: labels are those of %s", address)
+        with files.fs.open(table, "rb") as content:
+            lines = csv_rows(content, address, ",", refuse)
+            names = [name.strip() for _, header in islice(lines, 1) for name in header]
+            key, label = columns_of_table(address, names)
+            here = [name for name in names if name != key]
+            columns = columns or here
+            if {*here} != {*columns}:
+                raise DataError(
+                    f"{address} has the columns {', '.join(here)}, and another table beside "
+                    f"images {', '.join(columns)}; write the same ones"
+                )
+            for where, texts in lines:
+                values = dict(zip(names, (text.strip() for text in texts), strict=True))
+                name = values.pop(key)
+                path = posixpath.normpath(posixpath.join(posixpath.dirname(table), name))
+                if path not in rows:
+                    raise DataError(f"{where} names {name!r}, which is no image that is there")
+                if rows[path]:
+                    raise DataError(f"{where} names {name}, which has a row already; remove one")
+                if not values.get(label, "unknown"):
+                    raise DataError(f"{where} has no {label} for {name}; write one, or remove both")
+                rows[path] = values
+    without = [path for path in files.paths if not rows[path]]
     if without:
         raise DataError(
             f"the image {files.address(without[0])} has no row in {files.address(files.tables[0])} "
             f"({len(without):,} have none); add one, or remove the image"
         )
-    return {name: typed([rows[path][name] for path in paths]) for name in rows[paths[0]]}
-
-
-def read_table(
-    files: Files,
-    table: str,
-    paths: set[str],
-    rows: dict[str, dict[str, str]],
-) -> None:
-    """Add {image: {column: text}} of a CSV table to `rows`; DataError for what does not fit."""
-    address = files.address(table)
-    with files.fs.open(table, "r", encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file, strict=True)
-        names = [name.strip() for name in reader.fieldnames or ()]
-        reader.fieldnames = names
-        key, label = columns_of_table(address, names)
-        for row in reader:
-            where = f"{address}, line {reader.line_num}"
-            if None in row or None in row.values():
-                raise DataError(f"{where} has more or fewer values than the {len(names)} columns")
-            values = {column: text.strip() for column, text in row.items()}
-            name = values.pop(key)
-            first = next(iter(rows.values()), values)
-            if first.keys() != values.keys():
-                raise DataError(
-                    f"{address} has the columns {', '.join(values)}, and another table beside "
-                    f"images {', '.join(first)}; write the same ones"
-                )
-            path = posixpath.join(posixpath.dirname(table), name)
-            path = posixpath.normpath(path)
-            if path not in paths:
-                raise DataError(f"{where} names {name!r}, which is no image that is there")
-            if path in rows:
-                raise DataError(f"{where} names {name}, which has a row already; remove one")
-            if not values.get(label, "unknown"):
-                raise DataError(f"{where} has no {label} for {name}; write one, or remove both")
-            rows[path] = values
+    return {name: typed([rows[path][name] for path in files.paths]) for name in columns}
 
 
 def columns_of_table(address: str, names: list[str]) -> tuple[str, str]:

@@ -58,6 +58,10 @@ class Files:
     rest: str = ""  # after :: in an address within another, as zip://*.csv::s3://bucket/all.zip
     tables: tuple[str, ...] = ()  # of labels, beside images
 
+    @property
+    def paths(self) -> list[str]:
+        return [path for inside in self.splits.values() for path in inside]
+
     def address(self, path: str) -> str:
         return address_of(self.fs, path) + self.rest
 

@@ -3,7 +3,6 @@
 import hashlib
 import os
 import re
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,17 +15,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from dist_amp.config.memory import host_memory, size_text
 from dist_amp.errors import DataError, first_line
 from dist_amp.sources.remote import address_of, fetch, patiently
 
 AT_ONCE = 16  # threads: an object store takes some 50 ms per request (assumed)
 LIKELY_BYTES = 2**16  # of a footer: what is fetched first
-MOST_ROWS = 2**40  # of a row group: their sums fit into 64 bits
 MAGIC = b"PAR1"
 NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
-# Bytes of a value in memory, at least, by its type in the file; of others 4.
-WIDTHS = {"BOOLEAN": 1, "INT64": 8, "DOUBLE": 8, "INT96": 8}
 Version = tuple[int, str]  # a file's size and, if its store has one, the mark of its content
 Columns = dict[str, Any]  # by their names: types, values or Arrow arrays
 
@@ -47,24 +42,12 @@ class Source:
     refused: dict[str, str]  # the other columns, and why
     partitions: list[Columns]  # {key: value} of each file
     versions: list[Version]
-    large: dict[tuple[int, int], dict[str, int]]
     fingerprint: str
-
-    def check_memory(self, file: int, group: int, columns: Sequence[str]) -> None:
-        """Errors: DataError for a row group whose columns would take too much memory."""
-        size = sum(self.large.get((file, group), {}).get(name, 0) for name in columns)
-        if size > host_memory() // 4:
-            raise DataError(
-                f"row group {group} of {self.files[file]} takes {size_text(size)} in memory, as "
-                f"its footer says, above a quarter of {size_text(host_memory())}; write smaller "
-                "row groups, or read fewer columns"
-            )
 
 
 def read_source(fs: Any, files: Sequence[str]) -> Source:
     partitions = partitions_of(files)
     groups = []
-    large = {}
     schemas = []
     identities: list[Any] = []
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -72,11 +55,7 @@ def read_source(fs: Any, files: Sequence[str]) -> Source:
         tails = pool.map(partial(read_tail, fs), files, versions)
         for number, tail in enumerate(tails):
             schema, content = content_of(fs, files[number], tail)
-            for group, (rows, columns) in enumerate(content):
-                if rows:
-                    groups.append((number, group, rows))
-                if sum(columns.values()) > host_memory() // 4:
-                    large[number, group] = columns
+            groups += [(number, group, rows) for group, rows in enumerate(content) if rows]
             schemas.append(schema)
             name = os.path.basename(files[number])
             identity = (name, versions[number][0], hashlib.sha256(tail).hexdigest())
@@ -95,7 +74,6 @@ def read_source(fs: Any, files: Sequence[str]) -> Source:
         refused,
         partitions,
         versions,
-        large,
         fingerprint,
     )
 
@@ -122,37 +100,19 @@ def read_tail(fs: Any, file: str, version: Version) -> bytes:
     return tail[-length:]
 
 
-def content_of(
-    fs: Any,
-    file: str,
-    tail: bytes,
-) -> tuple[Any, list[tuple[int, dict[str, int]]]]:
-    """(Arrow schema; rows, and bytes of each column, of each row group), as a footer says."""
+def content_of(fs: Any, file: str, tail: bytes) -> tuple[Any, list[int]]:
+    """(Arrow schema, the rows of each row group), as a footer says."""
     try:
         metadata = pq.read_metadata(pa.BufferReader(MAGIC + tail))
         groups = map(metadata.row_group, range(metadata.num_row_groups))
-        content = [(group.num_rows, bytes_of(group)) for group in groups]
-        if any(rows < 0 or rows > MOST_ROWS for rows, _ in content):
-            raise ValueError("a number of rows is negative, or above 2^40")
-        return metadata.schema.to_arrow_schema(), content
-    except Exception as error:  # of many types, in a forged one
+        return metadata.schema.to_arrow_schema(), [group.num_rows for group in groups]
+    except Exception as error:  # of many types
         raise no_parquet(fs, file, f"{type(error).__name__}: {first_line(error)}") from error
 
 
 def no_parquet(fs: Any, file: str, why: str) -> DataError:
     where = address_of(fs, file)
     return DataError(f"{where} can't be read as Parquet: {why}; download or write it again")
-
-
-def bytes_of(group: Any) -> dict[str, int]:
-    """{column: bytes in memory, at least} of a row group, as its footer says."""
-    sizes: Counter[str] = Counter()
-    for chunk in map(group.column, range(group.num_columns)):
-        # A run of equal values takes next to nothing in the file.
-        decoded = chunk.num_values * WIDTHS.get(chunk.physical_type, 4)
-        name = chunk.path_in_schema.partition(".")[0]
-        sizes[name] += max(chunk.total_uncompressed_size, decoded)
-    return sizes
 
 
 def partitions_of(files: Sequence[str]) -> list[Columns]:

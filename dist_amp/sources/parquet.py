@@ -151,8 +151,6 @@ class ParquetView:
                     f"data.streams={streams} must be a multiple of the world size {world_size}, "
                     f"and at most the number of row groups, {groups}; choose such a number, or auto"
                 )
-        for file, number, _ in self._groups.tolist():
-            self._source.check_memory(file, number, self._columns)
         # Twice what is open: where workers share a stream, none knows when a window has ended.
         self._kept_groups = 2 * streams // world_size * SHUFFLE_GROUPS
         self._reader = None
@@ -210,7 +208,6 @@ class Reader:
     def _read(self, number: int, group: int) -> tuple[Row, int]:
         """(Arrow columns, rows) of a row group. Errors: DataError if it is damaged."""
         source = self.source
-        source.check_memory(number, group, self.columns)
         partition = source.partitions[number]
         columns = {}
         try:
@@ -257,7 +254,8 @@ def stream_order(
     cut belongs to two neighbouring streams: one rank's lie side by side, and every other one runs
     backwards, so that neighbours reach the group at the same time and it is read once. All ranks
     make groups + ranks - 1 reads at most, if the world size is a product of the first prime factors
-    of `streams`; otherwise groups + streams - 1.
+    of `streams`; otherwise groups + streams - 1. A partial last step of an epoch is shared by all
+    ranks anew, and may add a read per rank and group that it lies in.
     """
     total = int(rows.sum())
     groups = epoch_order("randperm", len(rows), seed, epoch)(torch.arange(len(rows)))
