@@ -257,13 +257,12 @@ def exchanges_of_a_run(world):
 
 def test_objects_are_exchanged_only_at_the_start_and_where_the_state_is_checked():
     for exchanges in on_ranks(2, exchanges_of_a_run):
-        # The datasets' lengths, the task's tensors, a few samples, the state's faults, and the
-        # generators.
-        assert exchanges.pop(0) == 5
-        # Whether the first step changed a parameter. The state at the first log step and every 12
-        # from there, at the next log step, and at the last: the latter two, and buffers that are
-        # not saved. Metrics are read a step later.
-        assert exchanges == {1: 1, 6: 3, 21: 3, 30: 3}
+        # The datasets with a few samples, the task's tensors, the state, and the generators.
+        assert exchanges.pop(0) == 4
+        # Whether the first step changed a parameter. The state after each evaluation; state and
+        # generators at the first log step and every 12 from there, at the next log step, and at
+        # the last, and there whether an observer failed at its end. Metrics are read a step later.
+        assert exchanges == {1: 1, 6: 2, 12: 1, 21: 2, 24: 1, 30: 4}
 
 
 @pytest.mark.parametrize(
