@@ -129,19 +129,29 @@ def pull(store: Store, folder: Path, claim: Record, before: Record, is_main: boo
 
 
 def pull_manifests(store: Store, folder: Path, is_stale: bool) -> None:
-    """is_stale: another machine has written at the address since, so what is only here goes."""
-    here = {path.name for path in folder.glob("checkpoints/step_*")}
-    complete = set()
+    """Show the checkpoints that are at the address.
+
+    is_stale: another machine has written there since. Else what is here is at least as new.
+    """
+    complete = {}
     for checkpoint in checkpoints_at(store):
-        path = folder / "checkpoints" / checkpoint
         if text := store.read(f"checkpoints/{checkpoint}/{MANIFEST}"):
-            complete.add(checkpoint)
-            if not (path / MANIFEST).exists() or (path / MANIFEST).read_bytes() != text:
-                shutil.rmtree(path, ignore_errors=True)
-                path.mkdir(parents=True)
-                (path / MANIFEST).write_bytes(text)
-    for checkpoint in here - complete if is_stale else ():
-        shutil.rmtree(folder / "checkpoints" / checkpoint)
+            complete[checkpoint] = text
+    for path in folder.glob("checkpoints/step_*") if is_stale else ():
+        if (
+            not (path / MANIFEST).exists()
+            or complete.get(path.name) != (path / MANIFEST).read_bytes()
+        ):
+            if path.name > max(complete, default=""):
+                warn(
+                    f"{path} never came to {store.address}, written elsewhere since: it is removed"
+                )
+            shutil.rmtree(path)
+    for checkpoint, text in complete.items():
+        path = folder / "checkpoints" / checkpoint
+        if not (path / MANIFEST).exists():
+            path.mkdir(parents=True, exist_ok=True)
+            (path / MANIFEST).write_bytes(text)
 
 
 def pull_logs(store: Store, folder: Path) -> None:

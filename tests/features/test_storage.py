@@ -183,11 +183,9 @@ def test_what_a_killed_run_has_not_put_is_put_by_the_next_start_on_its_disk(
     saved = sorted(path.parent.name for path in (tmp_path / "cache").rglob("manifest.json"))
     for name in complete(bucket):
         shutil.rmtree(bucket / "checkpoints" / name)  # as if none had been put
-    started = time.monotonic()
     ended = run(launch, "cache", *words)
     assert [one.returncode for one in ended] == [0, 0], ended
     assert "waiting up to" not in ended[0].stdout, "for a sign of life of a run of this disk"
-    assert time.monotonic() - started < DEAD_SECONDS
     assert f"resumed from step {int(saved[-1][5:])}" in ended[0].stdout
     assert list(complete(bucket)) == ["step_00000004", "step_00000006", "step_00000008"]
 
@@ -552,7 +550,7 @@ def test_a_store_that_is_not_up_to_date_is_warned_of_once_and_again_when_it_is(
         lines[0],
         f"warning: {store.address} is up to date again",
     ]
-    assert f"{store.address} has not been up to date for 0 s" in lines[0]
+    assert f"{store.address} has not been up to date for " in lines[0]
     assert f"checkpoints are kept in {folder} until it is" in lines[0]
 
 
@@ -640,7 +638,7 @@ def test_a_file_that_is_gone_is_named(tmp_path, store, bucket):
         fetch(path, files)
 
 
-def test_what_another_machine_wrote_since_replaces_what_is_here(tmp_path, store):
+def test_what_another_machine_wrote_since_replaces_what_is_here(tmp_path, store, capsys):
     here = local_run(tmp_path / "here", content=b"older")
     (here / "metrics.jsonl").write_text("older")
     first = take_claim(store, "", pytest.fail)
@@ -655,6 +653,26 @@ def test_what_another_machine_wrote_since_replaces_what_is_here(tmp_path, store)
     assert (here / "metrics.jsonl").read_text() == "newer"
     assert [path.name for path in here.glob("checkpoints/step*")] == ["step_00000004"]
     assert [path.name for path in here.glob("checkpoints/step*/*")] == ["manifest.json"]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"step_00000009 never came to {store.address}, written elsewhere since" in line
+
+
+def test_a_checkpoint_that_this_disk_has_made_anew_replaces_the_one_that_was_refused(
+    tmp_path, store, bucket
+):
+    here = local_run(tmp_path, content=b"refused")
+    claim = take_claim(store, "", pytest.fail)
+    pull(store, here, claim.record, claim.before, is_main=True)
+    claim.record["written_by"] = claim.record["id"]
+    Mirror(store, here, claim).put_new(is_last=True)
+    shutil.rmtree(here / "checkpoints/step_00000004")
+    add_checkpoint(here, 4, content=b"anew!")  # and the run is killed before it is put
+    again = take_claim(store, claim.record["id"], pytest.fail)
+    pull(store, here, again.record, again.before, is_main=True)
+    Mirror(store, here, again).put_new(is_last=True)
+    (files,) = complete(bucket).values()
+    assert (here / "checkpoints/step_00000004/__0_0.distcp").read_bytes() == b"anew!"
+    assert len(list(bucket.rglob("*distcp*"))) == len(files) == 2
 
 
 def written(store, folder):
