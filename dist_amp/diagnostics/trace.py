@@ -169,9 +169,10 @@ class Recorder:
             if "forward" in self._kinds:
                 self.events.append(call)
 
-    def _operation(self, name: str, inputs: Any, output: Any) -> None:
-        if self._is_on:
+    def _operation(self, function: Any, inputs: Any, output: Any) -> None:
+        if self._is_on and not getattr(function, "is_view", False):
             module = self._running[-1].module if self._running else TASK
+            name = str(getattr(function, "overloadpacket", function))
             self._add("op", module, output, name, inputs)
 
     def _name_parameters(self, prefix: str, module: nn.Module, args: Any) -> None:
@@ -217,21 +218,23 @@ class Recorder:
 
 
 class Operations(TorchDispatchMode):
-    """Calls note(name, inputs, output) after each operation that computes something."""
+    """Calls note(function, inputs, output) after each operation of torch's dispatcher."""
 
-    supports_higher_order_operators = True  # such as flex attention; as one operation
+    supports_higher_order_operators = True  # compiled code has them
 
-    def __init__(self, note: Callable[[str, Any, Any], None]):
+    def __init__(self, note: Callable[[Any, Any, Any], None]):
         super().__init__()
         self._note = note
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # otherwise torch runs compiled blocks eagerly, and verify would check that
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         output = function(*args, **(kwargs or {}))
-        if not getattr(function, "is_view", False):
-            name = str(getattr(function, "overloadpacket", function))
-            self._note(name, (args, kwargs), output)
+        self._note(function, (args, kwargs), output)
         return output
 
 

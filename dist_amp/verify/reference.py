@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import default_collate
 
 from dist_amp.config.task_class import build_task
+from dist_amp.diagnostics.trace import Operations
 from dist_amp.distributed.process import random_state, seed_all, set_random_state
 from dist_amp.errors import DataError
 from dist_amp.loading.nested import to_device
@@ -370,26 +370,16 @@ def without_ranks() -> Iterator[None]:
         dist.GroupMember.WORLD = group
 
 
-class OperationCounter(TorchDispatchMode):
+class OperationCounter(Operations):
     """Counts the operations for which `counts(function, output)` is true."""
 
-    supports_higher_order_operators = True  # compiled code has them
-
     def __init__(self, counts: Callable[[Any, Any], bool]) -> None:
-        super().__init__()
+        super().__init__(self._add)
         self.counts = counts
         self.count = 0
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True  # otherwise torch runs compiled blocks eagerly, and verify would check that
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        out = function(*args, **(kwargs or {}))
-        self.count += self.counts(function, out)
-        return out
+    def _add(self, function: Any, inputs: Any, output: Any) -> None:
+        self.count += self.counts(function, output)
 
 
 def rounds(function: Any, out: Any) -> bool:
