@@ -141,7 +141,11 @@ def edit_in_ten_ways(root):
         (package / file).write_text((package / file).read_text() + f"\n{MARK}\n")
         kept[f"dist_amp/{file}"] = MARK
     edit(package / "step.py", '"""', f'"""{MARK} ')
-    edit(package / "settings.py", "class OptimConfig(Section):", f"class OptimConfig(Section):  {MARK}")
+    edit(
+        package / "settings.py",
+        "class OptimConfig(Section):",
+        f"class OptimConfig(Section):  {MARK}",
+    )
     edit(root / "pyproject.toml", "dependencies = [\n", 'dependencies = [\n    "einops>=0.8",\n')
     edit(root / "configs/ddp_bf16.toml", "steps = 1000", "steps = 7")
     (root / "README.md").write_text(f"{MARK}\n")
