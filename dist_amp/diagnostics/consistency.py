@@ -210,9 +210,10 @@ def find_mismatch(run: Run, with_batch_statistics: bool = False) -> str:
     parameters = dict(run.parallel.module.named_parameters())
     buffers = compared_buffers(run, with_batch_statistics)
     names = [*parameters, *buffers]
-    name_hashes = world.gather(hashlib.sha256(" ".join(names).encode()).digest())
-    for rank, other in enumerate(name_hashes):
-        if other != name_hashes[0]:
+    names_hash = hashlib.sha256(" ".join(names).encode()).digest()[:8]
+    names_hashes = world.stack(torch.tensor(int.from_bytes(names_hash, signed=True))).tolist()
+    for rank, other in enumerate(names_hashes):
+        if other != names_hashes[0]:
             rank_names = world.gather(set(names))
             which = (*sorted(rank_names[0] ^ rank_names[rank]), "their order")[0]
             return f"ranks 0 and {rank} do not have the same parameters and buffers: {which}"
