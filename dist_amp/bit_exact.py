@@ -44,7 +44,7 @@ EXACT = (
     ("parallel", "cpu_offload", (False,), "the host rounds otherwise than the GPU"),
     ("precision", "cast_by", ("auto", "autocast"), "only sharded runs have a policy"),
     ("compile", "mode", ("default", "reduce-overhead"), "timings decide which kernels it takes"),
-    ("precision", "matmul", ("auto",), "a scale depends on all values of a tensor"),
+    ("precision", "dtype", ("auto", "bf16", "fp16"), "float8 scales by a whole tensor"),
 )
 
 

@@ -277,7 +277,7 @@ def _shard(
     reshards: dict[Any, bool] = {unit: unit is not units[-1] for unit in units}
     for unit in units:
         place(unit)
-        if precision.matmul == "fp8":
+        if precision.in_float8:
             from dist_amp.scaling.float8 import gather_in_float8
 
             gather_in_float8(unit)
@@ -292,7 +292,7 @@ def _shard(
         policy = replace(policy, output_dtype=torch.float32)
     # Backward begins with the root's parameters, such as a tied head's.
     model = fully_shard(module, mp_policy=policy, reshard_after_forward=False, **options)
-    if precision.matmul == "fp8":
+    if precision.in_float8:
         from dist_amp.scaling.float8 import scale_before_forwards
 
         scale_before_forwards(model)

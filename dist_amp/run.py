@@ -312,7 +312,7 @@ def lay_out(
     cast = pick_cast(config.precision, strategy, module, world)
     check_parallel(config.parallel, strategy, cast, module, world)
     precision = build_precision(cast, sharded or config.parallel.bit_exact, world)
-    if config.precision.matmul == "fp8":
+    if config.precision.dtype == "fp8":
         from dist_amp.scaling.float8 import to_float8
 
         to_float8(config, task, module, world)

@@ -156,17 +156,14 @@ class ScalerConfig(Section):
 class PrecisionConfig(Section):
     use_amp: bool = True
     """Mixed precision; false computes everything in float32."""
-    dtype: Literal["auto", "bf16", "fp16"] = "auto"
-    """The dtype of mixed precision; fp16 uses the loss scaler; auto: bf16, but float32 on a CPU
-    that only emulates bf16, unless another setting of precision is given.
+    dtype: Literal["auto", "bf16", "fp16", "fp8"] = "auto"
+    """The dtype of mixed precision. fp16 uses the loss scaler; fp8: bf16, but matrix products of
+    the blocks' linear layers in float8, by torchao, on GPUs from compute capability 8.9 on; auto:
+    bf16, but float32 on a CPU that only emulates it, unless another precision setting is given.
     """
     cast_by: Literal["auto", "autocast", "policy"] = "auto"
     """What casts to dtype: autocast (any strategy) or FSDP2's mixed-precision policy (fsdp, hsdp);
     auto: the policy if sharded, unless the model has batch norm.
-    """
-    matmul: Literal["auto", "fp8"] = "auto"
-    """fp8: matrix products of the blocks' linear layers in float8, by torchao, on GPUs from compute
-    capability 8.9 on; auto: in dtype.
     """
     tf32: bool = False
     """Allow TF32 tensor cores (10 bits of mantissa) in float32 matrix products on CUDA."""

@@ -120,6 +120,8 @@ def settings_of(path: Path, config: Config) -> dict[str, Any]:
             f"{path / CONFIG} can't be read: {first_line(error)}; restore it from a backup"
         ) from None
     saved["task.target"] = new_target(saved.get("task.target", ""))
+    if saved.pop("precision.matmul", "auto") == "fp8":  # the key of an earlier version
+        saved["precision.dtype"] = "fp8"
     named_by_user: tuple[str, ...] = ("data.sources.", "task.")
     known = flat(to_toml(config)).keys()
     for key in saved.keys() - known:

@@ -196,7 +196,7 @@ def state_of(run: Run, with_moments: bool = False) -> State:
     for section, observer in sections(run).items():
         if (tensors := observer.state_dict()) is not None:
             state[section] = tensors
-    if run.config.precision.matmul == "fp8":
+    if run.config.precision.dtype == "fp8":
         from dist_amp.scaling.float8 import as_plain
 
         state = tree_map_only(Tensor, as_plain, state)

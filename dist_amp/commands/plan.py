@@ -170,8 +170,8 @@ def make_plan(
         world.say(f"without memory for the parameters {error}; FLOPs are left out")
     if config.compile.blocks and device.type == "cuda":
         world.say("planned without compile.blocks, which takes as much memory or less")
-    if config.precision.matmul == "fp8":
-        world.say("precision.matmul=fp8 is planned as bf16: products take less time")
+    if config.precision.dtype == "fp8":
+        world.say("precision.dtype=fp8 is planned as bf16: products take less time")
     plan_strategies(plan, job, only_chosen)
     if largest:
         if not (strategy and memory):

@@ -476,10 +476,13 @@ def imagined_run(job: Job, module: nn.Module) -> Run:
     config, task, strategy = job.config, job.task, job.strategy
     exact = config.parallel.bit_exact
     layout: Strategy = "single" if strategy == "ddp" else strategy
+    products = config.precision
+    if products.dtype == "fp8":
+        products = replace(products, dtype="bf16")
     config = replace(
         config,
         parallel=replace(config.parallel, strategy=layout, cpu_offload=False),
-        precision=replace(config.precision, matmul="auto"),
+        precision=products,
         compile=replace(config.compile, blocks=False),
         optim=replace(config.optim, fused=config.optim.fused and not exact),  # as on a CPU
     )

@@ -21,7 +21,7 @@ SETTINGS = (
     ("optim.name", ("adamw", "sgd"), "optimizers.muon"),
     ("parallel.activation_checkpointing", ("none",), "scaling.activation_checkpointing"),
     ("parallel.bit_exact", (False,), "bit_exact"),
-    ("precision.matmul", ("auto",), "scaling.float8"),
+    ("precision.dtype", ("auto", "bf16", "fp16"), "scaling.float8"),
     ("run.eviction_notice", ("auto", "off"), "supervise.eviction"),
 )
 METHODS = (

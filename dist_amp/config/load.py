@@ -210,6 +210,8 @@ def from_file(path: str) -> Settings:
 
             if text := removed(key):
                 say_once(f"{key} {source}{text}")
+                if (key, value) == ("precision.matmul", "fp8"):
+                    settings["precision.dtype"] = from_toml(value, source)
                 continue
         settings[key] = from_toml(value, source)
     return settings

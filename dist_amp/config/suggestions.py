@@ -29,6 +29,7 @@ REMOVED = {
     "data.max_bad_samples": "give data.on_bad_sample this number",
     "data.max_repeats": "a source whose rows come more than 20 times is warned of; remove it",
     "data.shuffle_groups": "the rows of two row groups are shuffled together; remove it",
+    "precision.matmul": "float8 is precision.dtype=fp8",
     "precision.scaler.min_scale": "a run ends if its loss scale falls below 1; remove it",
     "compile.backend": "set compile.mode=aot_eager or eager to generate no code, or remove it",
     "compile.fullgraph": "graph breaks are reported and allowed; remove it",

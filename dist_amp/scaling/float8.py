@@ -1,4 +1,4 @@
-"""Float8 matrix products in the blocks' linear layers, by torchao: precision.matmul=fp8.
+"""Float8 matrix products in the blocks' linear layers, by torchao: precision.dtype=fp8.
 
 Each product casts its operands with a scale per tensor, from their largest value; results,
 parameters, gradients and checkpoints keep their dtypes. Under fsdp and hsdp weights are gathered in
@@ -29,8 +29,6 @@ def check_float8(config: Config, world: World) -> None:
     problem = ""
     if config.precision.name == "fp32":
         problem = "use_amp=false computes in float32: use --use_amp true"
-    elif config.precision.name == "fp16":
-        problem = "float8 goes with bf16 alone: use precision.dtype=bf16"
     elif world.device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(world.device)
         if (major, minor) < CAPABILITY:
@@ -40,7 +38,7 @@ def check_float8(config: Config, world: World) -> None:
                 f"has {major}.{minor}"
             )
     if problem:
-        raise ConfigError(f"precision.matmul=fp8: {problem}; or use precision.matmul=auto")
+        raise ConfigError(f"precision.dtype=fp8: {problem}; or use precision.dtype=bf16")
 
 
 def to_float8(config: Config, task: Any, module: nn.Module, world: World) -> None:
@@ -57,16 +55,16 @@ def to_float8(config: Config, task: Any, module: nn.Module, world: World) -> Non
         from torchao.float8.float8_linear import Float8Linear
     except ImportError as error:
         raise ConfigError(
-            f"precision.matmul=fp8 needs torchao ({error}): pip install torchao, or use "
-            "precision.matmul=auto"
+            f"precision.dtype=fp8 needs torchao ({error}): pip install torchao, or use "
+            "precision.dtype=bf16"
         ) from error
     linears = linears_in_blocks(task, module)
     chosen = {part for part in linears if takes_float8(part)}
     if not chosen:
         raise ConfigError(
-            f"precision.matmul=fp8: none of the {len(linears)} linear layers in the model's blocks "
+            f"precision.dtype=fp8: none of the {len(linears)} linear layers in the model's blocks "
             f"can be converted; their sizes must be multiples of {MULTIPLE}, and their weights "
-            "trained, not shared and without hooks; use precision.matmul=auto"
+            "trained, not shared and without hooks; use precision.dtype=bf16"
         )
     on_gpu = world.device.type == "cuda"
     # A weight's gradient sums over rows, whose number may be no multiple of 16.
@@ -77,11 +75,11 @@ def to_float8(config: Config, task: Any, module: nn.Module, world: World) -> Non
     for part in module.modules():
         if isinstance(part, Float8Linear):
             take_no_rows(part)
-    world.say(f"precision.matmul=fp8: {len(chosen)} of {len(linears)} linear layers in blocks")
+    world.say(f"precision.dtype=fp8: {len(chosen)} of {len(linears)} linear layers in blocks")
     if not on_gpu:
-        world.warn("precision.matmul=fp8 is emulated on a CPU: slower, and rounded as on a GPU")
+        world.warn("precision.dtype=fp8 is emulated on a CPU: slower, and rounded as on a GPU")
     elif config.compile.blocks is False:
-        world.warn("precision.matmul=fp8 gains speed only with compile.blocks, which is off")
+        world.warn("precision.dtype=fp8 gains speed only with compile.blocks, which is off")
 
 
 def linears_in_blocks(task: Any, module: nn.Module) -> list[nn.Linear]:

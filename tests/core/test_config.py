@@ -243,6 +243,8 @@ def test_a_runs_own_config_of_an_earlier_release_is_read(tmp_path, monkeypatch, 
     for config in (load("--config", path), load("--config", "config.toml")):
         assert (config.train.steps, config.checkpoint) == (7, CheckpointConfig())
     left_out = [line for line in capsys.readouterr().err.splitlines() if "gc_every" in line]
+    path.write_text('[precision]\ndtype = "bf16"\nmatmul = "fp8"\n')
+    assert load("--config", path).precision.dtype == "fp8"
     said = f"line 3 is no longer a setting: {REMOVED['train.gc_every']}"
     assert left_out == [f"note: train.gc_every in {name}, {said}" for name in (path, "config.toml")]
     assert_says(refusal("--config", written(tmp_path, text)), "train.gc_every", "mine.toml")
@@ -305,7 +307,7 @@ def test_a_config_that_is_no_file_is_rejected(tmp_path):
         ("train.accumulation_steps", "all", "a whole number or auto"),
         ("eval.every", "never", "a whole number or off"),
         pytest.param("task.args.width", "wide", "a whole number", marks=needs("tasks.causal_lm")),
-        ("precision.dtype", "fp8", "one of auto, bf16, fp16"),
+        ("precision.dtype", "int8", "one of auto, bf16, fp16, fp8"),
         ("parallel.strategy", "zero3", "one of auto, single, ddp, fsdp, hsdp"),
     ],
 )

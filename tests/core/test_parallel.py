@@ -428,7 +428,7 @@ def test_cpu_offload_keeps_every_unit_and_the_state_on_the_host(monkeypatch, off
     config = ParallelConfig(cpu_offload=offloads)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     world = MagicMock(world_size=2, device=torch.device("cuda", 0))
-    precision = MagicMock(cast_by="policy", dtype=torch.bfloat16, matmul="off")
+    precision = MagicMock(cast_by="policy", dtype=torch.bfloat16, in_float8=False)
     sharded = build_parallel(config, "fsdp", model, [model[0]], precision, world)
     assert shards == ["CPUOffloadPolicy" if offloads else "NoneType"] * 2
     assert sharded.state_device.type == ("cpu" if offloads else "cuda")

@@ -1,4 +1,4 @@
-"""Float8 matrix products (precision.matmul=fp8), emulated on CPUs: values, shards, checkpoints."""
+"""Float8 matrix products (precision.dtype=fp8), emulated on CPUs: values, shards, checkpoints."""
 
 import importlib.util
 import sys
@@ -17,7 +17,7 @@ from dist_amp.world import World
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torchao") is None, reason="torchao is not installed"
 )
-FP8 = ["--precision.matmul", "fp8"]
+FP8 = ["--precision.dtype", "fp8"]
 
 
 class Wide(Tiny):
@@ -80,24 +80,24 @@ def test_experts_without_a_sample_are_idle_in_float8_as_in_bf16(strategy):
     assert fp8 == pytest.approx(bf16, rel=0.1, abs=0.02)
 
 
-@pytest.mark.bad_input("`precision.matmul=fp8` for a model without a layer that it can convert")
+@pytest.mark.bad_input("`precision.dtype=fp8` for a model without a layer that it can convert")
 @pytest.mark.parametrize("task", [Tiny(), Wide(tied=True)])
 def test_a_model_without_convertible_layers_is_refused(task):
     with pytest.raises(ConfigError, match="none of the . linear layers .* multiples of 16, and"):
         make_run(World(), task, *FP8)
 
 
-@pytest.mark.bad_input("`precision.matmul=fp8` on a GPU without float8 tensor cores")
+@pytest.mark.bad_input("`precision.dtype=fp8` on a GPU without float8 tensor cores")
 def test_a_gpu_without_float8_tensor_cores_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     config = load_config(FP8, environ={})
-    said = "needs compute capability 8.9 .* NVIDIA A100 has 8.0; or use precision.matmul=auto"
+    said = "needs compute capability 8.9 .* NVIDIA A100 has 8.0; or use precision.dtype=bf16"
     with pytest.raises(ConfigError, match=said):
         check_float8(config, World(device=torch.device("cuda", 0)))
 
 
-@pytest.mark.bad_input("`precision.matmul=fp8` without torchao")
+@pytest.mark.bad_input("`precision.dtype=fp8` without torchao")
 def test_float8_without_torchao_is_refused_with_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with pytest.raises(ConfigError, match=r"needs torchao .*: pip install torchao, or"):

@@ -196,7 +196,7 @@ def test_every_command_prints_its_help_without_extras(command, installed, tmp_pa
         ("train --config images", "scikit-learn"),
         ("train --config hf_finetune", "transformers"),
         ("train --config debug --data.tokenizer gpt2", "transformers"),
-        ("train --config demo --precision.matmul fp8", "torchao"),
+        ("train --config demo --precision.dtype fp8", "torchao"),
     ],
 )
 def test_a_missing_package_is_named_with_the_command_that_installs_it(

@@ -10,7 +10,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from benchmarks.amp import ROUNDINGS, drift_of
+from dist_amp.checkpoint.compatibility import settings_of
 from dist_amp.checkpoint.state import state_of
+from dist_amp.config.load import load_config
+from dist_amp.config.text import flat, to_toml
 from dist_amp.errors import ConfigError
 from dist_amp.world import World
 
@@ -32,8 +35,8 @@ def test_the_loss_in_float8_follows_that_in_bf16(capsys):
         for words in (["--use_amp", "false"], [], FP8)
     )
     said = capsys.readouterr()
-    assert "precision.matmul=fp8: 8 of 8 linear layers in blocks" in said.out
-    assert "precision.matmul=fp8 is emulated on a CPU" in said.err
+    assert "precision.dtype=fp8: 8 of 8 linear layers in blocks" in said.out
+    assert "precision.dtype=fp8 is emulated on a CPU" in said.err
     # The AMP report's band for bf16: ten of its roundings of 2^-8, of what float32 learns.
     assert drift_of(bf16, fp32) < ROUNDINGS * 2**-8
     assert drift_of(fp8, fp32) < ROUNDINGS * 2**-8
@@ -108,15 +111,14 @@ def test_layers_with_hooks_and_shared_or_frozen_weights_stay_as_they_are():
     assert kinds == ["Float8Linear", "Linear", "Linear", "Float8Linear", "Linear"]
 
 
-@pytest.mark.bad_input("`precision.matmul=fp8` in float32, in fp16 or bit-exact")
+@pytest.mark.bad_input("`precision.dtype=fp8` in float32 or bit-exact")
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--use_amp", "false"], "use_amp=false computes in float32: use --use_amp true"),
-        (["--precision.dtype", "fp16"], "float8 goes with bf16 alone: use precision.dtype=bf16"),
         (
             ["--parallel.bit_exact", "true", "--train.global_batch_size", 8],
-            "bit_exact=true does not allow precision.matmul=fp8: a scale depends on all values",
+            "bit_exact=true does not allow precision.dtype=fp8: float8 scales by a whole",
         ),
     ],
 )
@@ -124,3 +126,13 @@ def test_float8_is_refused_beside_settings_that_rule_it_out(words, said):
     with pytest.raises(ConfigError) as error:
         make_run(World(), Wide(), *FP8, *words)
     assert said in str(error.value)
+
+
+def test_float8_of_an_earlier_version_is_a_dtype_now(tmp_path):
+    config = load_config(FP8, environ={})
+    now = to_toml(config)
+    before = now.replace('\ndtype = "fp8"', '\ndtype = "bf16"\nmatmul = "fp8"')
+    assert before != now
+    (tmp_path / "config.toml").write_text(before)
+    assert settings_of(tmp_path, config) == flat(now)
+    assert load_config(["--config", str(tmp_path / "config.toml")], environ={}) == config
