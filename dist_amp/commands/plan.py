@@ -139,6 +139,8 @@ def make_plan(
     room = memory if memory and device.type == "cuda" else math.inf
     config = replace(config, parallel=pick_reduction(config.parallel, module, world, room))
     strategy = choose(config.parallel, module, world, memory)
+    if largest and not (strategy and memory):
+        raise ConfigError("--largest_micro_batch needs --device or --device_memory_GiB")
     job = Job(config, strategy, world, task, module, dataset, gpu, memory)  # type: ignore[arg-type]
     blocks = blocks_of(task, module)
     plan = Plan(
@@ -174,8 +176,6 @@ def make_plan(
         world.say("precision.dtype=fp8 is planned as bf16: products take less time")
     plan_strategies(plan, job, only_chosen)
     if largest:
-        if not (strategy and memory):
-            raise ConfigError("--largest_micro_batch needs --device or --device_memory_GiB")
         train = replace(config.train, global_batch_size="auto")
         plan.largest_micro_batch = largest_micro_batch(
             replace(job, config=replace(config, train=train))
@@ -248,7 +248,8 @@ def plan_strategies(plan: Plan, job: Job, only_chosen: bool) -> None:
             continue
         one.name, one.chosen = name, is_chosen
         plan.strategies.append(one)
-        plan.checkpoint_bytes = one.checkpoint_bytes
+        if is_chosen or not plan.checkpoint_bytes:
+            plan.checkpoint_bytes = one.checkpoint_bytes
         if is_chosen and one.fits is False:
             plan.fits_with = settings_that_fit(candidate)
     if failure and all(one.problem for one in plan.strategies):

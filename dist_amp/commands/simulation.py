@@ -460,14 +460,14 @@ def simulate(job: Job) -> StrategyPlan:
     if job.memory:
         planned.fits = planned.on_device <= USABLE * job.memory
     if job.gpu is not None:
-        computing, planned.limits = computing_seconds(seconds)
-        sending = sum(
-            times * each.seconds(job.gpu, job.world) for each, times in collectives.items()
-        )
-        planned.seconds = computing | {
-            "sending": sending,
-            "step": max(sending, sum(computing.values())),  # they overlap
-        }
+        for phase in PHASES:
+            parts = {limit: seconds.get((phase, limit), 0.0) for limit in ("compute", "memory")}
+            planned.seconds[phase] = sum(parts.values())
+            planned.limits[phase] = max(parts, key=lambda limit: parts[limit])
+        computing = sum(planned.seconds.values())
+        sent = ((each.seconds(job.gpu, job.world), times) for each, times in collectives.items())
+        sending = sum(seconds * times for seconds, times in sent)
+        planned.seconds |= {"sending": sending, "step": max(sending, computing)}  # they overlap
     return planned
 
 
@@ -535,13 +535,3 @@ def extrapolated(counted: Sequence[Counter[Any]], more: int) -> dict[Any, Any]:
     """A step with so many more micro-batches than the last of these steps, which differ by one."""
     first, last = counted[0], counted[-1]
     return {key: last[key] + more * (last[key] - first[key]) for key in last}
-
-
-def computing_seconds(counted: dict[Any, float]) -> tuple[dict[str, float], dict[str, str]]:
-    """(seconds of each phase, what limits most of it: compute or memory)."""
-    seconds, limits = {}, {}
-    for phase in PHASES:
-        parts = {limit: counted.get((phase, limit), 0.0) for limit in ("compute", "memory")}
-        seconds[phase] = sum(parts.values())
-        limits[phase] = max(parts, key=lambda limit: parts[limit])
-    return seconds, limits

@@ -1,4 +1,4 @@
-"""Models that dist_amp was not written around, of 50 to 400 M parameters, on data of zeros."""
+"""Models that dist_amp was not written around, of 50 M to 8 B parameters, on data of zeros."""
 
 from typing import Any
 
@@ -10,6 +10,14 @@ from torch.nn import functional as F
 TEXT = {"vocab_size": 32_000, "hidden_size": 768, "intermediate_size": 2048}
 DEEP = {"num_hidden_layers": 8, "num_attention_heads": 12}
 GROUPED = {**TEXT, **DEEP, "num_key_value_heads": 4}
+LLAMA_8B = {
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
 BERT = {**TEXT, **DEEP, "num_labels": 5}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
 HALVES = {"d_model": 512, "encoder_layers": 4, "decoder_layers": 4, "vocab_size": 32_000}
@@ -17,6 +25,7 @@ HEADS = {"encoder_attention_heads": 8, "decoder_attention_heads": 8}
 
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {  # name: (class, kind, its config)
     "llama": ("LlamaForCausalLM", "text", GROUPED),
+    "llama_8b": ("LlamaForCausalLM", "text", LLAMA_8B),
     "mistral": ("MistralForCausalLM", "text", GROUPED),
     "qwen3": ("Qwen3ForCausalLM", "text", {**GROUPED, "head_dim": 64}),
     "gemma": ("GemmaForCausalLM", "text", {**GROUPED, "head_dim": 64}),

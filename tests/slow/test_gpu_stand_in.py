@@ -187,7 +187,9 @@ PLANNED = [
     ("whisper", "fsdp", 64, "selective"),
     ("dinov2", "hsdp", 64, "none"),
     ("resnet", "ddp", 2, "none"),
+    ("llama_8b", "fsdp", 8, "none"),
 ]
+GPT_124M = "--config gpt_124m --train.global_batch_size auto --task.args.loss_chunk"
 
 
 def test_casts_to_float8_are_fused_with_what_computes_their_operands(tmp_path):
@@ -201,20 +203,30 @@ def test_casts_to_float8_are_fused_with_what_computes_their_operands(tmp_path):
     assert on_fake_gpus(ranks, kernels_of, [*words, *odd])
 
 
+def check_plan(words, ranks=1, values=False):
+    words = [*words, "--compile.blocks", "false"]
+    real = on_fake_gpus(min(ranks, 8), peaks_of, words, ranks, values=values)
+    plan = make_plan(load_config(words, environ={}), ranks, 0, only_chosen=True)
+    (chosen,) = plan.strategies
+    assert chosen.on_device == pytest.approx(max(real.values()), rel=0.03)
+
+
 @pytest.mark.parametrize(("model", "strategy", "ranks", "recomputed"), PLANNED)
 def test_a_planned_peak_is_the_allocators_within_3_percent(model, strategy, ranks, recomputed):
     words = ["--task.target", "gpu_stand_in.strangers:Stranger", "--task.args.name", model]
     words += ["--parallel.activation_checkpointing", recomputed, "--precision.tf32", "true"]
-    words += ["--compile.blocks", "false"]
     if ranks > 1:
         words += ["--parallel.strategy", strategy]
     if strategy == "hsdp":
         words += ["--parallel.replicas", "8"]
-    real = on_fake_gpus(min(ranks, 8), peaks_of, words, ranks, values=strategy == "ddp")
-    config = load_config(words, environ={})
-    plan = make_plan(config, ranks, 0, only_chosen=True)
-    (chosen,) = plan.strategies
-    assert chosen.on_device == pytest.approx(max(real.values()), rel=0.03)
+    check_plan(words, ranks, values=strategy == "ddp")
+
+
+@pytest.mark.parametrize(
+    "words", ["off", "4096", "off --parallel.activation_checkpointing selective"]
+)
+def test_the_planned_peak_of_a_gpt_of_124_m_is_the_allocators_within_3_percent(words):
+    check_plan([*GPT_124M.split(), *words.split()])
 
 
 # ---- the main job ----
