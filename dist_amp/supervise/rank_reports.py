@@ -76,18 +76,17 @@ class Entered(NamedTuple):
         return f"{self.operation} {self.number} of {group}"
 
 
-# A heartbeat's state: nothing has failed as far as this rank knows; the rest is its last word: the
-# main thread still runs, its collective failed, it failed by itself, it has left the run in order.
-STATES = ("", "runs", "waited", "failed", "left")
-
-
 @dataclass
 class Heartbeat:
-    """What a rank does."""
+    """What a rank does.
+
+    state: in answer to a failure, "runs", "waited" if its collective failed, "failed" by an error
+    of its own, or "left" in order.
+    """
 
     at: float  # seconds since all ranks began to watch
-    state: str = ""
     step: int = -1  # steps taken; -1 before there is a run
+    state: str = ""
     entered: dict[str, dict[int, str]] = field(default_factory=dict)  # {group: {number: operation}}
     waits_in: Entered | None = None  # its first unfinished collective; if it "waited", its last one
     waited_seconds: float = 0.0

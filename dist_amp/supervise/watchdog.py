@@ -8,8 +8,8 @@ that the rank has entered, the one in which it waits, and the line at which its 
   behind or gives no sign of life, it prints a line, and every rank writes its threads' stacks.
 - The run ends if a collective fails or takes longer than the timeout, if a process is dead or its
   heartbeat stops, or if a rank that the others wait for, or the only one, does nothing for so long.
-  Who notices it sets "event" in the store; every rank answers with a last heartbeat, and by these
-  each one says which ranks are silent, and which hang: behind in a collective and waiting in none.
+  Who notices it sets "event" in the store; every rank answers once, with what it does, and by the
+  answers each says which ranks are silent, and which hang: behind in a collective, waiting in none.
 - A rank that hangs prints its stacks. The first one to report prints the error; the thread ends
   the process unless the main thread does so in time.
 """
@@ -27,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -36,7 +36,6 @@ from dist_amp.distributed.process import in_time
 from dist_amp.errors import Transient, first_line
 from dist_amp.supervise.lifecycle import Job
 from dist_amp.supervise.rank_reports import (
-    STATES,
     Entered,
     Heartbeat,
     Process,
@@ -107,8 +106,6 @@ class Watchdog(AbstractContextManager["Watchdog"]):
         self._left = threading.Event()  # it has left the run
         self._ended = threading.Event()  # and its process groups
         self._silent: Sequence[int] = ()  # ranks to kill once they have been named
-        self._lock = threading.Lock()
-        self._state = ""  # of the last heartbeat
         self._step = -1
         self._busy_seconds = 0.0
         self._waits_in: Entered | None = None
@@ -122,8 +119,8 @@ class Watchdog(AbstractContextManager["Watchdog"]):
         self._ranks = range(world.world_size)
         self._same_machine = [r for r in self._ranks if self._processes[r].machine == machine]
         # Every key is there before a rank reads it: reading never waits.
-        self._store.set("event", "")
-        self._store.set("line", "")
+        for key in ("event", "line", f"answer/{self._rank}"):
+            self._store.set(key, "")
         self._write(Heartbeat(0.0))
         world.barrier()  # after which the heartbeats' times can be compared
         self._began = time.monotonic()
@@ -171,7 +168,7 @@ class Watchdog(AbstractContextManager["Watchdog"]):
         if event:
             return event
         for rank in self._same_machine:
-            if self._processes[rank].is_dead and not self._read(rank)[rank].state:
+            if self._processes[rank].is_dead and self._answers(rank)[rank] is None:
                 return DEAD
         now = time.monotonic()
         pause = now - self._beat_at
@@ -190,11 +187,9 @@ class Watchdog(AbstractContextManager["Watchdog"]):
         if now - self._waits_since >= self._timeout and not beat.may_wait_long:
             return LATE  # on a GPU, whose host sees no error
         neighbour = (self._rank + 1) % len(self._ranks)
-        beat = self._read(neighbour)[neighbour]
-        silent_since = max(self._began + beat.at, self._awake_since)
-        if not beat.state and now - silent_since > 0.8 * self._timeout:
-            return SILENT
-        return ""
+        silent_since = max(self._began + self._read(neighbour)[neighbour].at, self._awake_since)
+        is_silent = now - silent_since > 0.8 * self._timeout
+        return SILENT if is_silent and self._answers(neighbour)[neighbour] is None else ""
 
     def _arm(self) -> None:
         """Have C print the stacks if a call that keeps the interpreter stops this thread, too."""
@@ -208,7 +203,7 @@ class Watchdog(AbstractContextManager["Watchdog"]):
         if is_busy or beat.step != self._step or is_kept_waiting():
             self._busy_at = now
         if beat.step == self._step:  # reading torch's records is too slow for every heartbeat
-            beat = self._heartbeat("")
+            beat = self._heartbeat()
             beat.idle_seconds = now - self._busy_at
         if beat.waits_in != self._waits_in:
             self._waits_in = beat.waits_in
@@ -300,7 +295,7 @@ class Watchdog(AbstractContextManager["Watchdog"]):
             try:
                 verdict = self._judge(event, "runs")
             except Exception:  # the store was on a rank that has ended meanwhile
-                beat = self._heartbeat("runs")
+                beat = self._heartbeat()
                 if event in (LATE, IDLE) and beat.waits_in is None:
                     verdict = Verdict(event, hanging=[self._rank], where=where_it_stands(beat))
         error = Transient("another rank has failed, and this one's main thread did not end")
@@ -325,25 +320,18 @@ class Watchdog(AbstractContextManager["Watchdog"]):
         """Answer, wait for the other ranks' answers, and find who is at fault."""
         self._answer(state)
         event = self._store.compare_set("event", "", event).decode()  # the first one stays
-        is_late = event in (LATE, IDLE)
-        beats: dict[int, Heartbeat | None] = {}
 
-        def has_all_answers() -> bool:
-            for rank, beat in self._read().items():
-                beats[rank] = beat if beat.state else None
-            answered = [beat for beat in beats.values() if beat is not None]
-            if any(beat.state == "failed" for beat in answered):
-                return True
-            # Where torch records nothing, each rank that waits has yet to say so.
-            if is_late and any(beat.state == "runs" and not beat.entered for beat in answered):
-                return False
-            return all(beat or self._processes[rank].is_dead for rank, beat in beats.items())
+        def are_enough() -> bool:
+            answers = self._answers().items()
+            has_failed = any(answer and answer.state == "failed" for _, answer in answers)
+            return has_failed or all(a or self._processes[rank].is_dead for rank, a in answers)
 
-        is_true_within(self._answer_seconds, has_all_answers)
-        silent, hanging = ranks_at_fault(beats, is_late)
-        where = where_they_wait(beats, self._processes)
-        where = where or "; ".join(where_it_stands(self._read(rank)[rank]) for rank in hanging)
-        return Verdict(event, silent, hanging, where)
+        is_true_within(self._answer_seconds, are_enough)
+        answers = self._answers()
+        silent, hanging = ranks_at_fault(answers, event in (LATE, IDLE))
+        where = where_they_wait(answers, self._processes)
+        stands = [where_it_stands(a) for rank, a in answers.items() if a and rank in hanging]
+        return Verdict(event, silent, hanging, where or "; ".join(stands))
 
     def _end_hanging(self, error: Transient) -> None:
         print(f"error: rank {self._rank} hangs; its stacks:", file=sys.stderr, flush=True)
@@ -374,15 +362,24 @@ class Watchdog(AbstractContextManager["Watchdog"]):
 
     # --- heartbeats
 
-    def _heartbeat(self, state: str) -> Heartbeat:
-        beat = Heartbeat(time.monotonic() - self._began, state, self._job.steps_taken)
+    def _heartbeat(self, state: str = "") -> Heartbeat:
+        beat = Heartbeat(time.monotonic() - self._began, self._job.steps_taken, state)
         saves = self._job.world.background  # its group's collectives are those of another thread
         beat.read(flight_recorder.dump(), saves.group_name if saves is not None else "")
         return beat
 
+    def _write(self, beat: Heartbeat) -> None:
+        self._store.set(f"beat/{self._rank}", pickle.dumps(beat))  # type: ignore[arg-type]
+
+    def _read(self, *ranks: int) -> dict[int, Heartbeat]:
+        """The last heartbeats of these ranks, or of all."""
+        texts = self._store.multi_get([f"beat/{rank}" for rank in ranks or self._ranks])
+        return dict(zip(ranks or self._ranks, map(pickle.loads, texts), strict=True))
+
     def _answer(self, state: str) -> None:
-        """Write the last heartbeat, and what torch has recorded into the run's folder."""
-        self._write(self._heartbeat(state))
+        """Answer, unless another thread has, and write torch's records into the run's folder."""
+        answer: Any = pickle.dumps(self._heartbeat(state))
+        self._store.compare_set(f"answer/{self._rank}", "", answer)
         if state in ("runs", "waited") and self._job.folder is not None:
             folder = self._job.folder / "flight_recorder"
             with suppress(OSError):
@@ -390,18 +387,11 @@ class Watchdog(AbstractContextManager["Watchdog"]):
                 text = json.dumps(flight_recorder.dump())
                 (folder / f"rank{self._rank:05d}.json").write_text(text)
 
-    def _write(self, beat: Heartbeat) -> None:
-        """Write it unless another thread's has a later state, which is the last word."""
-        with self._lock:
-            if STATES.index(beat.state) < STATES.index(self._state):
-                return
-            self._state = beat.state
-            self._store.set(f"beat/{self._rank}", pickle.dumps(beat))  # type: ignore[arg-type]
-
-    def _read(self, *ranks: int) -> dict[int, Heartbeat]:
-        """The last heartbeats of these ranks, or of all."""
-        texts = self._store.multi_get([f"beat/{rank}" for rank in ranks or self._ranks])
-        return dict(zip(ranks or self._ranks, map(pickle.loads, texts), strict=True))
+    def _answers(self, *ranks: int) -> dict[int, Heartbeat | None]:
+        """Of these ranks, or of all; None for one that has not answered."""
+        texts = self._store.multi_get([f"answer/{rank}" for rank in ranks or self._ranks])
+        answers = [pickle.loads(text) if text else None for text in texts]
+        return dict(zip(ranks or self._ranks, answers, strict=True))
 
     def _text(self, verdict: Verdict) -> str:
         names = ", ".join(map(self._name, verdict.at_fault))

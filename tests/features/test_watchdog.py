@@ -56,7 +56,7 @@ def beat(state, waits=None, waited_seconds=0.0, place="", **last):
     """A rank that has entered so many collectives of each group, and waits in one."""
     entered = {name: {number: "all_reduce"} for name, number in last.items()}
     waits_in = Entered(waits[0], waits[0], waits[1], "all_reduce") if waits else None
-    return Heartbeat(0.0, state, 7, entered, waits_in, waited_seconds, place=place)
+    return Heartbeat(0.0, 7, state, entered, waits_in, waited_seconds, place=place)
 
 
 WAITING = beat("waited", ("step", 42), step=42)
@@ -790,7 +790,7 @@ def test_of_a_recorders_entries_the_first_unfinished_one_is_where_a_rank_waits()
     found = Heartbeat(0.0)
     found.read({"nccl": {"entries": [unknown]}}, "")
     assert found.may_wait_long
-    found = Heartbeat(0.0, "waited")
+    found = Heartbeat(0.0, state="waited")
     found.read({"nccl": {"entries": old}}, "")
     assert found.waits_in.number == 40, "after a failure all are finished"
 
@@ -818,7 +818,7 @@ def waits_during_a_save(world, folder):
             wait_for(lambda: waits_now() is not None, "the writer's wait", 60)
             now = waits_now()
             is_writer = now is None or now.group == run.world.background.group_name
-            found = [is_writer, ranks._heartbeat("").waits_in]
+            found = [is_writer, ranks._heartbeat().waits_in]
     return found
 
 
