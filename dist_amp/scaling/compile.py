@@ -166,66 +166,56 @@ def compile_blocks(
 
 
 class Compiler:
-    """Compiles forwards at their first calls: each as one graph, until one of them can't be."""
+    """Compiles forwards at their first calls.
+
+    With compile.blocks=auto each as one graph, or from the compiler's first error on as written;
+    else in parts where it breaks, which torch logs (TORCH_LOGS=graph_breaks,recompiles).
+    """
 
     def __init__(self, config: CompileConfig, world: World):
         self._config = config
         self._world = world
-        self._one_graph = True  # until a block can't be; with "auto" the others stay so
         # A dispatch mode, such as a FLOP counter, sees no operations of compiled code.
         name = "torch.utils._python_dispatch.is_in_any_mode_without_ignore_compile_internals"
         self._is_observed = private(name, lambda: False)
-        self._as_written: set[str] = set()  # what compile.blocks=auto leaves as it is
+        self._as_written: set[str] = set()
         self._options: Any = {"backend": "inductor", "mode": config.mode}
         if config.mode in GENERATE_NO_CODE:
             self._options = {"backend": config.mode}
         self._options["dynamic"] = config.blocks == "dynamic"
+        self._options["fullgraph"] = config.blocks == "auto"
 
     def wrap(self, forward: Forward, name: str) -> Forward:
-        """The forward, compiled. Its calls may raise ConfigError.
-
-        With compile.blocks=auto it is as written from the compiler's first error on.
-        """
-        one_graph = torch.compile(forward, fullgraph=True, **self._options)
-        in_parts = torch.compile(forward, fullgraph=False, **self._options)
+        """The forward, compiled. Its calls may raise ConfigError."""
+        compiled = torch.compile(forward, **self._options)
 
         @wraps(forward)
         def call(*args: Any, **kwargs: Any) -> Any:
             if name in self._as_written or self._is_observed():
                 return forward(*args, **kwargs)
             try:
-                if self._one_graph:
-                    return one_graph(*args, **kwargs)
-                return in_parts(*args, **kwargs)
+                return compiled(*args, **kwargs)
             except Exception as error:
-                self._take_another_way(error, name)
-            return call(*args, **kwargs)
+                self._leave_as_written(error, name)
+            return forward(*args, **kwargs)
 
         return call
 
-    def _take_another_way(self, error: Exception, name: str) -> None:
-        """After the compiler's error, at which nothing of a block has run. Errors: any other."""
-        kinds = [kind.__name__ for kind in type(error).__mro__]
+    def _leave_as_written(self, error: Exception, name: str) -> None:
+        """After the compiler's error with "auto": nothing of a block has run. Errors: any other."""
         of_the_compiler = type(error).__module__.startswith(OF_THE_COMPILER)
-        if self._config.blocks == "auto":
-            if not of_the_compiler:
-                raise error
-            why = _graph_break(error, name)
+        if self._config.blocks == "auto" and of_the_compiler:
             self._as_written.add(name)
+            why = _graph_break(error, name)
             self._world.warn(f"compile.blocks=auto leaves a block as it is: {why}")
             return
-        if "BackendCompilerFailed" in kinds:
+        if "BackendCompilerFailed" in [kind.__name__ for kind in type(error).__mro__]:
             cause = getattr(error, "inner_exception", error)
             raise ConfigError(
                 f"compile.mode={self._config.mode} can't compile {name}: {first_line(cause)}; use "
                 "another, or compile.blocks=false"
             ) from error
-        # TorchRuntimeError: the block's own, such as shapes that do not fit.
-        if "TorchRuntimeError" in kinds or not (of_the_compiler and self._one_graph):
-            raise error
-        why = _graph_break(error, name)
-        self._world.warn(f"{why}; from now on blocks are compiled in parts")
-        self._one_graph = False
+        raise error
 
 
 def keep_code(folder: Path, config: CompileConfig, world: World) -> None:
