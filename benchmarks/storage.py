@@ -10,6 +10,7 @@ the local wait. It also says what a step takes alone and during an upload, which
 time for hashes.
 """
 
+import math
 import shutil
 import sys
 import time
@@ -61,7 +62,8 @@ def measure(run: Run) -> None:
             for place in order:
                 run.folder = local if place == LOCAL else mirror
                 if place == UPLOADING:
-                    wait_until(run, lambda: any(mirror.glob(".uploading/step_*/*")))
+                    # At most a while: a small checkpoint may be up already.
+                    wait_until(run, lambda: any(mirror.glob(".uploading/step_*/*")), 2.0)
                 steps[place].append(step_seconds(run))
                 run.world.barrier()
                 started = time.perf_counter()
@@ -103,9 +105,10 @@ def report(
     say(f"{still_uploading} of {2 * (ROUNDS + 1)} uploads lasted until training continued")
 
 
-def wait_until(run: Run, condition: Callable[[], bool]) -> None:
+def wait_until(run: Run, condition: Callable[[], bool], seconds: float = math.inf) -> None:
     """On the main node; the others wait for it."""
-    while run.world.is_main and not condition():
+    deadline = time.monotonic() + seconds
+    while run.world.is_main and not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
     run.world.wait_long()
 
