@@ -192,7 +192,7 @@ def wait_for_end(store: Store, number: int, record: Record, say: Callable[[str],
                 f"waiting up to {DEAD_SECONDS:.0f} s for a sign of life"
             )
         told = True
-        time.sleep(1.0)
+        time.sleep(2.0)  # Google's takes a write per second to one file
         record = read_claim(store, number)
 
 
