@@ -272,9 +272,10 @@ def check_known(settings: Settings, tables: Mapping[str, type]) -> None:
     known = [key for prefix in tables for key in keys_of(tables[prefix], settings, prefix)]
     for key, setting in settings.items():
         if key not in known:
-            from dist_amp.config.suggestions import suggestion
+            from dist_amp.config.suggestions import removed, suggestion
 
-            raise ConfigError(f"unknown key {key} {setting.source}{suggestion(key, known)}")
+            name = key if removed(key) else f"unknown key {key}"
+            raise ConfigError(f"{name} {setting.source}{suggestion(key, known)}")
 
 
 def keys_of(table: type, settings: Settings, prefix: str = "") -> Iterator[str]:

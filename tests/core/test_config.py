@@ -225,7 +225,7 @@ def test_a_number_in_quotes_is_refused_with_its_line(tmp_path, text, said):
 @pytest.mark.bad_input("a setting of an earlier release")
 @pytest.mark.parametrize("key", REMOVED)
 def test_a_removed_setting_is_rejected_with_what_to_do_now(key, tmp_path):
-    message = f"unknown key {key} on the command line is no longer a setting: {REMOVED[key]}"
+    message = f"{key} on the command line is no longer a setting: {REMOVED[key]}"
     assert refusal(f"--{key}", "1") == message
     assert key not in values(load())
 
