@@ -96,6 +96,7 @@ def run(argv: Sequence[str]) -> int:
     if status := in_fork(what, check):
         return status
     set_environment(ranks)
+    os.environ["DIST_AMP_NNODES"] = options.nnodes  # for the ranks' check
     options.numa_binding = options.numa_binding or binding(gpus)
     options.module = True
     options.training_script = module

@@ -53,6 +53,13 @@ def check_launch() -> None:
             raise Failure(
                 f"the launcher (process {os.environ[LAUNCHER]}) is gone; start it again"
             ) from None
+    machines = environment_number("GROUP_WORLD_SIZE", 1)
+    nnodes = os.environ.get("DIST_AMP_NNODES", "1")  # as the launcher has set it
+    if LAUNCHER in os.environ and machines < int(nnodes.partition(":")[0]):
+        raise Failure(
+            f"torchrun has lost all but {machines} of --nnodes={nnodes} machines "
+            "while they joined; set their clocks to one time, and start again"
+        )
 
 
 def make_folder(folder: Path, config: Config, world: World) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -588,9 +589,22 @@ def test_a_rank_whose_launcher_is_gone_does_not_start(monkeypatch):
     gone.wait()
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     monkeypatch.setenv("DIST_AMP_LAUNCHER", str(os.getpid()))
+    monkeypatch.setenv("DIST_AMP_NNODES", "1")
     preflight.check_launch()
     monkeypatch.setenv("DIST_AMP_LAUNCHER", str(gone.pid))
     with pytest.raises(Failure, match="the launcher .* is gone"):
+        preflight.check_launch()
+
+
+@pytest.mark.bad_input("a machine whose clock is an hour off, which torchrun takes for dead")
+@pytest.mark.parametrize(("nnodes", "is_enough"), [("2", False), ("1:4", True), ("2:4", False)])
+def test_fewer_machines_than_were_asked_for_do_not_train_alone(nnodes, is_enough, monkeypatch):
+    names = {"TORCHELASTIC_RUN_ID": "1", "DIST_AMP_LAUNCHER": str(os.getpid())}
+    names |= {"GROUP_WORLD_SIZE": "1", "DIST_AMP_NNODES": nnodes}
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    said = f"all but 1 of --nnodes={nnodes} machines while they joined"
+    with nullcontext() if is_enough else pytest.raises(Failure, match=said):
         preflight.check_launch()
 
 
