@@ -7,7 +7,7 @@ import pytest
 import torch
 from ranks import on_ranks
 from test_strangers import Mixture
-from tiny import Tiny, make_run, parameters_of
+from tiny import Tiny, make_run, parameters_of, take_steps
 from torch import nn
 from torch.utils.data import default_collate
 
@@ -247,3 +247,14 @@ def test_a_trained_parameter_outside_the_model_is_named_at_the_start(capsys):
     said = capsys.readouterr().err
     assert "the task's attribute factor holds 1 trained parameters that are not in" in said
     assert "attribute model" not in said
+
+
+def test_a_step_after_the_first_ones_calls_no_check():
+    run = make_run(World(), Tiny())
+    run.observers.add(FirstSteps(run))
+    take_steps(run, WATCHED_STEPS - 1)
+    assert run.observers.before_step
+    assert run.observers.after_step
+    take_steps(run, 1)
+    assert not run.observers.before_step
+    assert not run.observers.after_step
