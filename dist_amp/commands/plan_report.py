@@ -4,11 +4,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from dist_amp.config.memory import USABLE, size_text
+from dist_amp.config.memory import size_text
 from dist_amp.settings import Config
 from dist_amp.supervise.command_line import columns
 
 RANKS_PER_MACHINE = 8  # assumed where no ranks were launched
+USABLE = 0.95  # the share of a device to plan for; fragmentation takes the rest. Assumed.
 
 ROWS = {
     "parameters": "parameters, buffers",

@@ -35,9 +35,9 @@ from torch.utils.flop_counter import flop_registry
 from dist_amp.bit_exact import exact_parallel
 from dist_amp.clock import PhaseClock
 from dist_amp.commands.devices import SENDS, Device
-from dist_amp.commands.plan_report import PHASES, StrategyPlan
+from dist_amp.commands.plan_report import PHASES, USABLE, StrategyPlan
 from dist_amp.config.auto import accumulation_steps
-from dist_amp.config.memory import USABLE, tensor_bytes
+from dist_amp.config.memory import tensor_bytes
 from dist_amp.errors import DataError
 from dist_amp.loading.loader import Fetch
 from dist_amp.loading.plan import Shard
@@ -125,7 +125,7 @@ def collective_of(function: Any, args: Sequence[Any]) -> Collective | None:
         group = next(value for value in args if isinstance(value, torch.ScriptObject))
         ranks = dist.ProcessGroup.unbox(group).size()
         tensors = [[t for t in tree_iter(value) if isinstance(t, Tensor)] for value in args]
-        sizes = [tensor_bytes(some) for some in tensors if tensor_bytes(some)] or [0]
+        sizes = [size for size in map(tensor_bytes, tensors) if size] or [0]
     else:
         return None
     return Collective(kind, ranks, sizes[-1], sizes[0]) if ranks > 1 else None  # outputs are first

@@ -1,6 +1,5 @@
-"""Bytes: of parameters, gradients and moments by their shapes, and what a rank's device has."""
+"""Bytes: of tensors, of what a model's training keeps, and of a rank's device."""
 
-import math
 import os
 import resource
 from collections.abc import Iterable
@@ -13,22 +12,12 @@ from torch import Tensor, nn
 from dist_amp.settings import OptimConfig, Strategy
 from dist_amp.world import World
 
-USABLE = 0.95  # the share of a device to plan for; fragmentation takes the rest. Assumed.
-
 UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
 
 
-def tensor_bytes(
-    tensors: Iterable[Tensor], shards: int = 0, dtype: torch.dtype | None = None
-) -> int:
-    """Bytes of tensors, in `dtype` or their own; with `shards`, of the first rank's rows."""
-    total = 0
-    for tensor in tensors:
-        count = tensor.numel()
-        if shards:
-            count = math.ceil(tensor.shape[0] / shards) * math.prod(tensor.shape[1:])
-        total += count * (dtype or tensor.dtype).itemsize
-    return total
+def tensor_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of tensors; of sharded ones, on all ranks together."""
+    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors)
 
 
 def moments_per_parameter(config: OptimConfig) -> int:
@@ -40,9 +29,9 @@ def moments_per_parameter(config: OptimConfig) -> int:
 
 def auto_strategy(module: nn.Module, world: World, memory: int) -> Strategy:
     """What "auto" picks for several ranks; says why. memory: the device's bytes; 0: the host's."""
-    trained = (p for p in module.parameters() if p.requires_grad)
+    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
     # Gradients and AdamW's two moments: with the weights 16 bytes per float32 parameter.
-    need = tensor_bytes(module.parameters()) + 3 * tensor_bytes(trained, dtype=torch.float32)
+    need = tensor_bytes(module.parameters()) + 3 * 4 * trained
     strategy: Strategy = "ddp"
     why = "fit in the host's memory"
     if memory:
