@@ -176,7 +176,7 @@ class Watchdog(AbstractContextManager["Watchdog"]):
             return ""
         self._beat_at = now
         if pause > 3 * self._period:  # it was stopped, and the others may have been, too
-            self._awake_since = self._busy_at = now
+            self._awake_since = self._busy_at = self._waits_since = now
         self._arm()
         beat = self._beat(now, pause)
         self._name_the_missing(beat, line)

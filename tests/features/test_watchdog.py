@@ -623,6 +623,8 @@ def test_a_neighbour_that_is_dead_or_gives_no_sign_is_noticed_and_one_that_lives
 
 def test_a_rank_that_was_stopped_itself_gives_the_others_time(job):
     ranks = job(3)
+    ranks.wait_in(range(3))
+    ranks.seconds(10)
     ranks.now += 1000
     ranks.seconds(200)
     assert ranks.noticed == {}
