@@ -170,6 +170,7 @@ def json_schema(task: type | None = None) -> About:
     if task is not None:
         args = table_of_args(args_dataclass(task), inspect.getdoc(task) or "")
         schema["$defs"]["TaskConfig"]["properties"]["args"] = args
+    schema.pop("description", None)  # not in every release of pydantic
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
     return head | schema | {"title": "dist_amp"}
 
