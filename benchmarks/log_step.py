@@ -80,7 +80,7 @@ def measure(size: int) -> tuple[float, float, float]:
             metrics.begin(step, state, state, state)
             reads.append(timed(read))
             writes.append(timed(lambda: metrics.write(cast(LogRow, metrics.last))))
-        metrics.close()
+        metrics.close_files()
     checks = [read - gather for read, gather in zip(reads, gathers, strict=True)]
     return median(gathers), median(checks), median(writes)
 

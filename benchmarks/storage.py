@@ -16,10 +16,8 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from statistics import median
-from types import SimpleNamespace
 
 from benchmarks.harness import on_a_run, step_seconds
 from dist_amp.checkpoint.format import checkpoint_folder
@@ -27,6 +25,7 @@ from dist_amp.errors import ConfigError
 from dist_amp.run import Run
 from dist_amp.storage.mirror import mirrored
 from dist_amp.storage.store import Store
+from dist_amp.supervise.lifecycle import Job
 
 ROUNDS = 10  # after one that allocates memory and is not counted
 KINDS = ("background", "foreground")
@@ -39,7 +38,7 @@ UPLOADING = "at the address during an upload"
 def main(run: Run) -> None:
     if "://" not in run.config.run.dir:
         raise ConfigError(f"run.dir={run.config.run.dir} is no address; give s3://bucket/new_run")
-    job = SimpleNamespace(folder=run.folder, world=run.world, at_end=nullcontext)
+    job = Job(run.config, run.world, folder=run.folder)
     with mirrored(run.config.run, job):
         measure(run)
     job.at_end()

@@ -174,7 +174,7 @@ class ScriptRun(Run):
         """Wait for a checkpoint that is being written, and end the loader's workers."""
         self.saver.finish()
         self.data.close()
-        self.metrics.close()
+        self.metrics.close_files()
 
 
 def build_run(
@@ -201,11 +201,15 @@ def build_run(
 
     seed_all(config.run.seed)  # the same initial weights everywhere
     module = initial_module(config, task, world, resumes)
-    model = lay_out(config, task, module, world)
-    if hasattr(task, "load"):
-        from dist_amp.scaling.meta import load_parameters
+    try:
+        model = lay_out(config, task, module, world)
+        if hasattr(task, "load"):
+            from dist_amp.scaling.meta import load_parameters
 
-        load_parameters(task, module, world, resumes)
+            load_parameters(task, module, world, resumes)
+    except Exception as error:
+        vars(error)["module"] = module  # it may not fit: supervise/explain.py says what it takes
+        raise
     run = assemble(config, world, task, folder, model)
     run.config = given
     with world.clock.phase("data"):

@@ -47,6 +47,7 @@ class Run:
     metrics: Metrics
     observers: Observers
     step: int = 0
+    current_batch: Any = None  # the micro-batch in use, or the last one
     resumed_from_step: int | None = None
     resumed_from: Path | None = None
 
@@ -89,6 +90,7 @@ def train_step(run: Run, micro_batches: Sequence[Any]) -> StepReport:
         for is_last, batch in mark_last(micro_batches):
             # DDP's no_sync, or FSDP2's set_requires_gradient_sync, until the last one.
             with run.parallel.gradient_sync(is_last):
+                run.current_batch = batch
                 clock.enter("forward")
                 with run.precision.autocast():
                     loss = loss_of(run.task, run.model, batch, run.world.device)
@@ -129,6 +131,7 @@ def evaluate(run: Run, stop: Callable[[], bool] | None = None) -> dict[str, floa
             if stop is not None and stop():
                 return {}
             for batch in micro_batches:
+                run.current_batch = batch
                 padding = isinstance(batch, Padding)
                 content = batch.batch if padding else batch
                 with run.precision.autocast():
@@ -145,10 +148,7 @@ def evaluate(run: Run, stop: Callable[[], bool] | None = None) -> dict[str, floa
 def weights_of(task: Task, micro_batches: Sequence[Any], device: torch.device) -> Tensor:
     """What each of this rank's micro-batches counts: [micro-batches] float32 on the device."""
     if not micro_batches:
-        raise DataError(
-            "train_step got no micro-batches; give it those of one step, as next(run.data) returns "
-            "them"
-        )
+        raise DataError("train_step got no micro-batches; give it those of next(run.data)")
     weights = []
     for batch in micro_batches:
         weight = 0.0 if isinstance(batch, Padding) else task.weight(batch)

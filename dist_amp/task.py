@@ -36,6 +36,7 @@ No base class and no registry: `Task` only writes the methods down. Optional met
     best_metric             whose best checkpoint is kept: "max:accuracy", "min:error"; or the loss
     on_step(run, report), on_evaluation(run, values), train_metrics(run, report)
                             called by the main job: see supervise/callbacks.py
+    observers(run)          objects that watch the run: see telemetry/observer.py
 
 A constructor parameter called `data` gets the `[data]` section; every other one is set by
 `--task.args.NAME VALUE`.

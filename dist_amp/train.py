@@ -1,16 +1,26 @@
 """torchrun --nproc_per_node=8 -m dist_amp.train [--config FILE ...] [--section.key VALUE ...]
 
 Train the task for train.steps steps; evaluate, save and report on the way; write RUN/summary.json.
+
+After each step every rank does what is due, each thing once and in this order:
+
+    log       start to copy the step's metrics to the host; they are read one step later
+    evaluate  on the held-out samples, unless the run is to stop
+    save      a checkpoint, unless the run is to stop
+    stop      after the last step, or as the ranks have agreed: then save, whatever was due
+
+A signal to any rank, the task, or a failed observer stops all of them, also within an evaluation,
+which a resumed run repeats. What comes after `log` reads and checks the metrics first: it waits for
+the device anyway, and what is not sound is neither evaluated nor saved.
 """
 
 import gc
 import sys
 import threading
-from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 if __name__ == "__main__" and {"-h", "--help"} & {*sys.argv}:
@@ -20,37 +30,24 @@ if __name__ == "__main__" and {"-h", "--help"} & {*sys.argv}:
 
 from torch import Tensor
 
-from dist_amp.checkpoint.compatibility import with_rows_as_begun
-from dist_amp.checkpoint.resume import checkpoint_to_resume, with_dtype
 from dist_amp.checkpoint.saver import best_metric_problem
-from dist_amp.checkpoint.state import load
 from dist_amp.config.load import load_config
-from dist_amp.config.task_class import find_task
-from dist_amp.config.text import to_toml
-from dist_amp.distributed.process import tell_launcher
+from dist_amp.config.task_class import find_class, find_task
 from dist_amp.errors import Failure
-from dist_amp.files import present, run_dir
-from dist_amp.run import Run, ScriptRun, build_run, run_folder
-from dist_amp.settings import Config
+from dist_amp.run import ScriptRun
 from dist_amp.step import evaluate, train_step
-from dist_amp.supervise.failure import report_failure, supervised
-from dist_amp.supervise.lifecycle import (
-    Job,
-    Stop,
-    close_run,
-    is_finished,
-    open_run,
-    saved_summary,
-)
-from dist_amp.supervise.observers import add_observers
-from dist_amp.supervise.preflight import check_launch, make_folder, only_live_run
-from dist_amp.supervise.stop import AgreedStop, close_preempted
+from dist_amp.supervise.failure import report_failure, supervise
+from dist_amp.supervise.lifecycle import add_observers, run_job, saved_summary
+from dist_amp.supervise.preflight import check_launch
+from dist_amp.supervise.stop import AgreedStop
 from dist_amp.telemetry.step_report import StepReport
 from dist_amp.world import start
 
+Action = Literal["log", "evaluate", "save", "stop", "step"]
 
-def train(run: ScriptRun, stop: Stop) -> Literal["completed", "preempted"]:
-    """Take the remaining steps. Every rank takes the same path through this loop."""
+
+def train(run: ScriptRun, stop: AgreedStop) -> None:
+    """Take the remaining steps. Errors: Failure, once the run is saved, of an observer."""
     error: BaseException | None = None
     try:
         add_observers(run, stop)
@@ -65,56 +62,62 @@ def train(run: ScriptRun, stop: Stop) -> Literal["completed", "preempted"]:
         gc.unfreeze()
         run.observers.close(error)
     run.world.raise_first(run.observers.problem)
-    return "preempted" if stop.agreed and not stop.by_task else "completed"
 
 
-def loop(run: ScriptRun, stop: Stop) -> None:
-    config = run.config
+def loop(run: ScriptRun, stop: AgreedStop) -> None:
+    """Every rank takes the same path through this loop."""
+    is_last = run.step == run.config.train.steps
+    report: StepReport | None = None
+    done: set[Action] = {"log", "save"}  # since the latest step; they are not due before the first
     stop.poll(now=True)  # a signal in the warm-up
-    if run.step and evaluation_is_due(run) and not stop.agreed:
-        run_evaluation(run, stop)  # it was stopped before or in this one
-    while run.step < config.train.steps and not stop.agreed:
-        report = train_step(run, next(run.data))
-        if run.observers.problem is not None:
-            stop.end(str(run.observers.problem))
-        stop.poll()
-        # Of the step before, if it was a log step: they have arrived by now.
-        read_metrics(run)
-        is_last = run.step == config.train.steps
-        logs = is_due(config.metrics.log_every, run)
-        saves = is_due(config.checkpoint.every, run)
-        evaluates = evaluation_is_due(run)
-        if logs:
+    while (action := due(run, stop, done)) != "stop":
+        done.add(action)
+        if action == "step":
+            report = train_step(run, next(run.data))
+            done = set()
+            is_last = run.step == run.config.train.steps
+            if run.observers.problem is not None:
+                stop.end(str(run.observers.problem))
+            stop.poll()
+            read_metrics(run)  # of the step before, if it was a log step: they have arrived by now
+        elif action == "log":
+            assert report is not None
             begin_metrics(run, report)
-        # What waits for the device anyway, or is kept, comes after the checks.
-        if stop.agreed or saves or evaluates or is_last:
+        elif action == "evaluate":
             read_metrics(run)
-        if evaluates and not stop.agreed:
             run_evaluation(run, stop)
-            # Refused at the first evaluation that shows it, once its step is saved.
-            saves |= config.checkpoint.every != "off" and bool(best_metric_problem(run))
-        if stop.by_task and not logs:
-            begin_metrics(run, report)
+        elif action == "save":
             read_metrics(run)
-        if saves and not stop.agreed:
             run.saver.save(wait=is_last)
-    if stop.agreed and config.checkpoint.every != "off":
+    read_metrics(run)
+    if stop.agreed and run.config.checkpoint.every != "off":
         run.saver.save(wait=True)
 
 
-def is_due(every: int | Literal["off"], run: Run) -> bool:
-    """Whether what happens every `every` steps, and at the last one, happens after this step."""
-    return every != "off" and (run.step % every == 0 or run.step == run.config.train.steps)
+def due(run: ScriptRun, stop: AgreedStop, done: Collection[Action]) -> Action:
+    """What comes next, in the order above. done: since the latest step."""
+    config = run.config
+    is_last = run.step >= config.train.steps
+
+    def falls(every: int | Literal["off"]) -> bool:
+        return every != "off" and (is_last or run.step % every == 0)
+
+    if "log" not in done and (falls(config.metrics.log_every) or stop.by_task):
+        return "log"
+    if stop.agreed:
+        return "stop"
+    is_evaluated = run.metrics.evaluated_step == run.step
+    if run.validation is not None and not is_evaluated and falls(config.eval.every):
+        return "evaluate"
+    # A best_metric that no evaluation has is refused once the step of the first is saved.
+    refused = is_evaluated and config.checkpoint.every != "off" and best_metric_problem(run)
+    if "save" not in done and (falls(config.checkpoint.every) or refused):
+        return "save"
+    return "stop" if is_last else "step"
 
 
-def evaluation_is_due(run: Run) -> bool:
-    if run.validation is None or run.metrics.evaluated_step == run.step:
-        return False
-    return is_due(run.config.eval.every, run)
-
-
-def run_evaluation(run: Run, stop: Stop) -> None:
-    """Evaluate and write the values. If it is interrupted, a resumed run repeats it."""
+def run_evaluation(run: ScriptRun, stop: AgreedStop) -> None:
+    """Evaluate and write the values, unless it is interrupted."""
     with run.world.clock.hold("evaluation"):
         rewind = run.parallel.restore_point()
         values = evaluate(run, stop.poll)
@@ -123,13 +126,12 @@ def run_evaluation(run: Run, stop: Stop) -> None:
             return
         from dist_amp.optimizers.groups import call_on_evaluation
 
-        wish = run.metrics.write_evaluation(run.step, values, partial(call_on_evaluation, run))
-        stop.end(wish)
+        stop.end(run.metrics.write_evaluation(run.step, values, partial(call_on_evaluation, run)))
         run.observers.tell("after_evaluation")
     stop.poll(now=True)
 
 
-def begin_metrics(run: Run, report: StepReport) -> None:
+def begin_metrics(run: ScriptRun, report: StepReport) -> None:
     """Start copying the metrics of a log step to the host."""
     of_task: dict[str, Tensor] = {}
     if hasattr(run.task, "train_metrics"):
@@ -157,9 +159,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         config = load_config(argv)
         find_task(config.task.target)  # the default may be missing
+        for target in config.run.observers:
+            find_class(target, "run.observers")
         check_launch()
-        with supervised(config, start(config.run)) as job, ExitStack() as contexts:
-            return run_job(config, job, contexts)
+        return supervise(config, start(config.run), partial(run_job, train=train))
     except Failure as error:  # before this process joined the others
         return report_failure(error, None)[0]
     except SystemExit as reported:
@@ -185,80 +188,14 @@ def fit(run: ScriptRun) -> dict[str, Any]:
     if run.step:  # its own checkpoints don't stop run.resume=never
         config = replace(config, run=replace(config.run, resume="auto"))
     raises = run.world.world_size == 1
-    with supervised(config, nullcontext(run.world), raises) as job, ExitStack() as contexts:
-        status = run_job(config, job, contexts, run)
+    work = partial(run_job, train=train, run=run)
+    status = supervise(config, nullcontext(run.world), work, raises)
     summary = run.world.from_main(saved_summary(run.folder))
     if status and raises and summary["cause"] == "SIGINT":
         raise KeyboardInterrupt(f"stopped after step {run.step}; fit(run) continues")
     if status:
         raise SystemExit(status)
     return summary
-
-
-def run_job(config: Config, job: Job, contexts: ExitStack, run: ScriptRun | None = None) -> int:
-    """Build the run, unless it is given, train it and leave its summary; return the exit status."""
-    world = job.world
-    if present("diagnostics.consistency"):
-        from dist_amp.diagnostics.consistency import check_ranks_agree
-
-        check_ranks_agree(config.task.target, to_toml(config), world)
-    if config.debug.audit_every != "off":
-        from dist_amp.diagnostics.audit import check_settings
-
-        check_settings(config, world)
-    job.folder = folder = run_folder(config.run, world)
-    config = replace(config, run=replace(config.run, dir=run_dir(folder)))
-    make_folder(folder, config, world)
-    contexts.enter_context(only_live_run(folder, world))
-    if config.debug.profile != "off":
-        from dist_amp.diagnostics.profiling import memory_history
-
-        contexts.enter_context(memory_history(folder, world))
-    # From here on a signal stops the run after a step; one that comes earlier, before the first.
-    stop = contexts.enter_context(AgreedStop(world))
-    if "://" in config.run.dir:
-        from dist_amp.storage.mirror import mirrored
-
-        contexts.enter_context(mirrored(config.run, job))
-    if config.compile.blocks and present("scaling.compile"):
-        from dist_amp.scaling.compile import keep_code
-
-        keep_code(folder, config.compile, world)
-    if run is not None:
-        contexts.enter_context(run.fitting())
-    else:
-        run = newest_run(config, job, folder)
-    job.run = run
-    if run.step and is_finished(run):
-        return 0
-    open_run(run)
-    job.startup.lap("checks")
-    train(run, stop)
-    if stop.agreed and not stop.by_task:
-        status = close_preempted(run, stop)
-    else:
-        status = close_run(run, stop)
-    tell_launcher(status)
-    return status
-
-
-def newest_run(config: Config, job: Job, folder: Path) -> ScriptRun:
-    """The config's run, from the newest checkpoint in its folder if there is one."""
-    startup = job.startup
-    startup.lap("checks")
-    config = with_dtype(config, folder, job.world)
-    checkpoint = checkpoint_to_resume(config, folder, job.world)
-    if checkpoint is not None:
-        config = with_rows_as_begun(config, checkpoint)
-    startup.lap("restore")
-    run = build_run(config, job.world, resumes=checkpoint is not None)
-    startup.lap("model")
-    run.observers.begin(run)
-    if checkpoint is not None:
-        load(run, checkpoint)
-    startup.lap("restore")
-    startup.watch(run)
-    return run
 
 
 if __name__ == "__main__":

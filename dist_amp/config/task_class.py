@@ -33,23 +33,29 @@ GIVEN = "given:"  # in place of a module: the task was an object that no config 
 
 def find_task(target: str) -> type:
     """The class that `target` names. Errors: ConfigError if it is missing or lacks a method."""
-    module_name, _, class_name = target.partition(":")
-    if not (module_name and class_name):
-        raise ConfigError(f"task.target={target} must be module:Class or path/to/file.py:Class")
-    module = _import(module_name, target)
-    cls = getattr(module, class_name, None)
-    if not inspect.isclass(cls):
-        members = inspect.getmembers(module, inspect.isclass)
-        classes = [name for name, kind in members if kind.__module__ == module.__name__]
-        raise ConfigError(
-            f"task.target={target}: there is no class {class_name} in {module_name}, which has "
-            f"{', '.join(classes) or 'none'}"
-        )
+    cls = find_class(target, "task.target")
     for method, signature in SIGNATURES.items():
         if not callable(getattr(cls, method, None)):
             raise ConfigError(
                 f"task.target={target} lacks the method {method}; add `def {signature}`"
             )
+    return cls
+
+
+def find_class(target: str, key: str) -> type:
+    """The class that a setting names. Errors: ConfigError if it is missing."""
+    module_name, _, class_name = target.partition(":")
+    if not (module_name and class_name):
+        raise ConfigError(f"{key}={target} must be module:Class or path/to/file.py:Class")
+    module = _import(module_name, target, key)
+    cls = getattr(module, class_name, None)
+    if not inspect.isclass(cls):
+        members = inspect.getmembers(module, inspect.isclass)
+        classes = [name for name, kind in members if kind.__module__ == module.__name__]
+        raise ConfigError(
+            f"{key}={target}: there is no class {class_name} in {module_name}, which has "
+            f"{', '.join(classes) or 'none'}"
+        )
     return cls
 
 
@@ -100,14 +106,14 @@ def files_of(module: str) -> list[Path]:
     return files
 
 
-def _import(module_name: str, target: str) -> Any:
+def _import(module_name: str, target: str, key: str) -> Any:
     """A module by its dotted name, from the working directory too, or by the path of its file."""
     path = Path(module_name)
     name = module_name
     folder = str(Path.cwd())
     if module_name.endswith(".py"):
         if not path.is_file():
-            raise ConfigError(f"task.target={target}: there is no file {path}; check the path")
+            raise ConfigError(f"{key}={target}: there is no file {path}; check the path")
         name = path.stem
         folder = str(path.parent.resolve())
     if folder not in sys.path:
@@ -115,17 +121,16 @@ def _import(module_name: str, target: str) -> Any:
     try:
         module = importlib.import_module(name)
     except (Exception, SystemExit) as error:
-        raise ConfigError(import_problem(error, target, folder)) from error
+        raise ConfigError(import_problem(error, target, folder, key)) from error
     file = getattr(module, "__file__", None) or "built in"
     if module_name.endswith(".py") and Path(file).resolve() != path.resolve():
         raise ConfigError(
-            f"task.target={target}: another module has the name {name} ({file}); rename "
-            f"{module_name}"
+            f"{key}={target}: another module has the name {name} ({file}); rename {module_name}"
         )
     return module
 
 
-def import_problem(error: BaseException, target: str, folder: str) -> str:
+def import_problem(error: BaseException, target: str, folder: str, key: str) -> str:
     """Why the task's module can't be imported, and the fix."""
     if target.startswith(GIVEN):
         name = target.rpartition(".")[2].removeprefix(GIVEN)
@@ -148,7 +153,7 @@ def import_problem(error: BaseException, target: str, folder: str) -> str:
         if error.name in EXTRA_HF:
             fix = f"pip install {error.name}"
     why = f"importing it failed with {type(error).__name__}: {first_line(error)}"
-    return f"task.target={target}: {why}; {fix}"
+    return f"{key}={target}: {why}; {fix}"
 
 
 @cache

@@ -354,3 +354,18 @@ def call_back(run: Any, name: str, argument: Any) -> str:
     if not isinstance(answer, str) or answer != "stop":
         raise DataError(f'the task\'s {name} returned {answer!r:.60}{when}; return None or "stop"')
     return f'{name} returned "stop" on rank {run.world.rank}{when}'
+
+
+class GroupRates:
+    """An observer: logs the learning rate of each parameter group, where they may differ."""
+
+    def __init__(self, run: Any):
+        groups = run.optimizer.param_groups
+        self._scales = {
+            f"train/lr_{group.get('name', number)}": group.get("lr_scale", 1.0)
+            for number, group in enumerate(groups)
+            if run.world.is_main and any("lr_scale" in each for each in groups)
+        }
+
+    def tags(self, row: Any) -> dict[str, float]:
+        return {tag: row["lr"] * scale for tag, scale in self._scales.items()}

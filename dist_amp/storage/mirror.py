@@ -432,13 +432,13 @@ def mirrored(config: RunConfig, job: Any) -> Iterator[None]:
         claim.record["written_by"] = claim.record["id"]
     world.say(f"local  {folder}, uploaded to {address}")
     mirror.uploads.start()
-    job.at_end = partial(mirror.finish, config.timeout_seconds, True)
+    job.call_at_end(partial(mirror.finish, config.timeout_seconds, True))
     try:
         yield
     except KeyboardInterrupt:  # the second Ctrl-C
-        job.at_end = mirror.close
+        job.call_at_end(mirror.close)
         raise
-    job.at_end = partial(mirror.finish, config.timeout_seconds, False)
+    job.call_at_end(partial(mirror.finish, config.timeout_seconds, False))
 
 
 def on_all_ranks(world: World, address: str, call: Callable[[Store], T] | None) -> T | None:

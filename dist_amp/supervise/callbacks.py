@@ -8,6 +8,8 @@
                                 written as train/NAME to the rank's TensorBoard folder, and rank
                                 0's to metrics.jsonl
 
+    observers(run)              objects that watch the run, as `run.observers` names them
+
 The `on_` methods return None or "stop", which ends the run early: on all ranks if any says so,
 saved, as completed. A stop by on_step comes one step later, since the ranks tell each other while
 they take it.
@@ -21,18 +23,21 @@ from typing import Any
 
 from torch import Tensor
 
-from dist_amp.errors import DataError, nearest_name
+from dist_amp.config.task_class import find_class
+from dist_amp.errors import ConfigError, DataError, Failure, in_one_line, nearest_name
 from dist_amp.optimizers.groups import call_back
 from dist_amp.run import Run
-from dist_amp.supervise.lifecycle import Stop
+from dist_amp.supervise.stop import AgreedStop
 from dist_amp.task import as_scalar, call_task
-from dist_amp.telemetry.observer import Observer
+from dist_amp.telemetry.observer import Observer, defines
 from dist_amp.telemetry.step_report import LogRow, StepReport
+
+METHODS = [name for name in vars(Observer) if name[0] != "_"]
 
 OPTIONAL = (
     *("collate", "augment", "blocks", "units", "tokens", "flops_per_item", "metrics", "load"),
     *("export", "sample", "groups", "optimizer", "schedule", "on_step", "on_evaluation"),
-    *("train_metrics", "state_dict", "load_state_dict"),
+    *("train_metrics", "state_dict", "load_state_dict", "observers"),
 )
 
 # Finds sheduler and metric; a helper such as tokenize or load_files is further from any name.
@@ -44,7 +49,7 @@ TAKEN = ("loss", "grad_norm", "lr")  # train/NAME that the run writes itself
 class Callbacks(Observer):
     """Calls the task's callbacks, and ends the run where one returns "stop". Errors: DataError."""
 
-    def __init__(self, run: Run, stop: Stop):
+    def __init__(self, run: Run, stop: AgreedStop):
         for name, near in misspelt_methods(run.task).items():
             run.world.warn(
                 f"the run does not call the task's method {name}; if it is meant for {near}, "
@@ -131,3 +136,29 @@ def misspelt_methods(task: Any) -> dict[str, str]:
         if near:
             found[name] = near
     return found
+
+
+def add_own_observers(run: Run) -> None:
+    """Add them, once per run.
+
+    Errors: ConfigError for one that is not there or has no method; Failure if its class raises.
+    """
+    if any(not type(each).__module__.startswith("dist_amp.") for each in run.observers):
+        return  # in an earlier fit
+    own: list[Any] = []
+    for target in run.config.run.observers:
+        cls: Any = find_class(target, "run.observers")
+        try:
+            own.append(cls(run))
+        except Exception as error:
+            raise Failure(
+                f"run.observers={target}: {cls.__name__}(run) failed: {in_one_line(error)}; fix it"
+            ) from error
+    if hasattr(run.task, "observers"):
+        own += call_task(DataError, "observers(run)", run.task.observers, run)
+    for observer in own:
+        if not any(defines(observer, method) for method in METHODS):
+            raise ConfigError(
+                f"the observer {type(observer).__name__} has none of {', '.join(METHODS)}; name one"
+            )
+        run.observers.add(observer, stays=True)

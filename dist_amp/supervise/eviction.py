@@ -25,7 +25,7 @@ from urllib.request import HTTPHandler, OpenerDirector, Request
 from dist_amp.distributed.process import LAUNCHER, in_thread
 from dist_amp.errors import first_line
 from dist_amp.run import Run
-from dist_amp.supervise.lifecycle import Stop
+from dist_amp.supervise.stop import AgreedStop
 from dist_amp.telemetry.observer import Observer
 
 POLL_SECONDS = 2.0  # little of a notice of 30 s; AWS advises 5 s, Azure 1 s
@@ -103,7 +103,7 @@ def unix_time(text: str) -> float:
 class EvictionNotice(Observer):
     """Tells `stop` of a notice, on a rank of the machine."""
 
-    def __init__(self, run: Run, stop: Stop):
+    def __init__(self, run: Run, stop: AgreedStop):
         self._run = run
         self._stop = stop
         self._has_ended = threading.Event()

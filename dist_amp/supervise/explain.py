@@ -6,7 +6,7 @@ Docs: docs/debugging.md
 import errno
 import re
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from dist_amp.config.memory import (
     size_text,
     tensor_bytes,
 )
-from dist_amp.data import Batches
 from dist_amp.errors import (
     ConfigError,
     DataError,
@@ -62,8 +61,7 @@ _REQUESTED = re.compile(r"(?:[Tt]ried to|Unable to) allocate ([\d.]+) ?(bytes|Ki
 
 def explain_error(error: BaseException, job: Job) -> BaseException:
     """A Failure for an error whose cause is known; any other unchanged, as in all of these."""
-    splits = (job.run.data, job.run.validation) if job.run is not None else ()
-    error = explain_data(error, job.world.rank, [split for split in splits if split is not None])
+    error = explain_data(error, job.world.rank, job.run)
     error = explain_memory(error, job.config, job.world, job.run)
     if job.run is not None:
         error = explain_half(error, job.run.precision, job.world.rank)
@@ -87,8 +85,8 @@ def explain_disk(error: BaseException, folder: Path) -> BaseException:
     )
 
 
-def explain_data(error: BaseException, rank: int, splits: Sequence[Batches] = ()) -> BaseException:
-    """A DataError for a dead loader worker, or what is wrong in the samples of these splits."""
+def explain_data(error: BaseException, rank: int, run: Run | None = None) -> BaseException:
+    """A DataError for a dead loader worker, or what is wrong in the run's current batch."""
     for reported in (error.__context__, error):  # the first of two has the signal
         if died := _WORKER_DIED.match(str(reported)):
             how = died[2].replace("is killed", "was killed").strip()
@@ -99,15 +97,10 @@ def explain_data(error: BaseException, rank: int, splits: Sequence[Batches] = ()
                 advice = "it had too many open files, one per tensor that waits: collate fewer and "
                 advice += "larger tensors, raise the limit (ulimit -n), or use data.workers=0"
             return DataError(f"rank {rank}: loader worker (pid {died[1]}) {how}; {advice}")
-    batch = None
-    seen = locals_of(error)
-    if seen.keys() & {"weights_of", "loss_of", "evaluate"}:
-        batch = seen.get("batch")
-    last = ((split, *step) for split in splits for step in split.last_step)
-    named = [f"{samples_text(i)} of the {split.split} split" for split, b, i in last if b is batch]
+    batch, named = current_batch(run)
     if _OUT_OF_RANGE.match(str(error)) and named:
         return DataError(
-            f"rank {rank}: a token id or label is out of range in {named[0]}: {first_line(error)}; "
+            f"rank {rank}: a token id or label is out of range in {named}: {first_line(error)}; "
             "fix the data, or give the model that many embeddings or classes"
         )
     is_key = isinstance(error, KeyError) and error.args
@@ -132,6 +125,18 @@ def explain_data(error: BaseException, rank: int, splits: Sequence[Batches] = ()
             "out of range; the same run with --run.device cpu names the samples"
         )
     return error
+
+
+def current_batch(run: Run | None) -> tuple[Any, str]:
+    """(the micro-batch in use, the name of its samples), where they are known."""
+    if run is None:
+        return None, ""
+    for split in filter(None, (run.data, run.validation)):
+        for batch, samples in split.last_step:
+            if batch is run.current_batch:
+                return batch, f"{samples_text(samples)} of the {split.split} split"
+    # A step weighs its micro-batches, which have the same keys, before it uses the first.
+    return next((batch for batch, _ in run.data.last_step), None), ""
 
 
 def explain_copies(error: BaseException) -> BaseException:
@@ -168,15 +173,6 @@ def explain_half(error: BaseException, precision: Precision, rank: int) -> BaseE
     return error
 
 
-def locals_of(error: BaseException) -> dict[str, Any]:
-    """The variables of run.py's and step.py's functions in the traceback, and these functions."""
-    seen: dict[str, Any] = {}
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_globals.get("__name__") in ("dist_amp.run", "dist_amp.step"):
-            seen |= {**frame.f_locals, frame.f_code.co_name: True}
-    return seen
-
-
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether the error or a cause is a lack of memory: compilers wrap the errors that they get."""
     while error is not None:
@@ -200,7 +196,6 @@ def explain_memory(
         takes = _model_text(error, config, world, run)
     except RuntimeError:  # the device does not answer any more
         return error
-    seen = locals_of(error)
     requested = 0
     used = f"used {peak}"
     if match := _REQUESTED.search(str(error)):
@@ -209,7 +204,7 @@ def explain_memory(
     when = "before the first step"
     if run is not None:
         when = f"in step {run.step + 1}"
-        if "evaluate" in seen:
+        if run.validation and "validation" in current_batch(run)[1]:
             when = f"in the evaluation after step {run.step}"
     when += _users_line(error)
     kind = "GPU memory" if world.device.type == "cuda" else "memory"
@@ -219,7 +214,7 @@ def explain_memory(
             "PYTORCH_ALLOC_CONF=expandable_segments:True in the environment "
             f"({size_text(unused)} are reserved but fragmented)"
         )
-    settings += _smaller_settings(config, world, run, seen.get("strategy", "single"))
+    settings += _smaller_settings(error, config, world, run)
     return Failure(
         f"rank {world.rank} ran out of {kind} {when}: {used}, of {size_text(capacity)} available; "
         f"{takes}; use {', or '.join(settings)}"
@@ -254,13 +249,10 @@ def _model_text(error: BaseException, config: Config, world: World, run: Run | N
             moments = moments_per_parameter(config.optim) * gradients
         count = ""
     else:
-        seen = locals_of(error)
-        module = seen.get("module")
-        if "parallel" in seen:
-            module = seen["parallel"].module
+        module = getattr(error, "module", None)  # as build_run notes it
         if module is None:
             return "there was no model yet"
-        share = world.world_size if seen.get("strategy") in ("fsdp", "hsdp") else 1
+        share = world.world_size if _is_sharded(error, config) else 1
         total = sum(p.numel() for p in module.parameters())
         parameters = 4 * total // share
         gradients = 4 * sum(p.numel() for p in module.parameters() if p.requires_grad) // share
@@ -272,11 +264,22 @@ def _model_text(error: BaseException, config: Config, world: World, run: Run | N
     )
 
 
-def _smaller_settings(config: Config, world: World, run: Run | None, strategy: str) -> list[str]:
+def _is_sharded(error: BaseException, config: Config) -> bool:
+    """Whether the model that was being laid out is, or is to be, sharded."""
+    module: Any = getattr(error, "module", None)
+    parameters = module.parameters() if module is not None else ()
+    has_shards = any(hasattr(parameter, "device_mesh") for parameter in parameters)
+    return has_shards or config.parallel.strategy in ("fsdp", "hsdp")
+
+
+def _smaller_settings(
+    error: BaseException, config: Config, world: World, run: Run | None
+) -> list[str]:
     """The settings that take less memory, the least costly first."""
     settings = []
+    is_sharded = _is_sharded(error, config)
     if run is not None:
-        strategy = run.parallel.strategy
+        is_sharded = run.parallel.sharded
         size = run.data.plan.micro_batch_size
         if size > 1:
             settings.append(
@@ -284,7 +287,6 @@ def _smaller_settings(config: Config, world: World, run: Run | None, strategy: s
             )
         if config.parallel.activation_checkpointing != "full":
             settings.append("parallel.activation_checkpointing=selective or full")
-    is_sharded = strategy in ("fsdp", "hsdp")
     if is_sharded and world.device.type == "cuda" and not config.parallel.cpu_offload:
         settings.append("parallel.cpu_offload=true")
     if not is_sharded and world.world_size > 1:

@@ -1,11 +1,21 @@
-"""How a run fails: the cause is printed once for all ranks, last, and left in summary.json."""
+"""The process around a run: how it starts and ends, and how a failure is reported once.
+
+`supervise` reads from top to bottom. It joins the ranks, has the watchdog watch them, and does the
+work: lifecycle.py locks the folder, handles signals (stop.py), builds or resumes the run, adds its
+observers and writes the summary; train.py has the loop. An error is explained (explain.py, from the
+run's `current_batch` and the error; watchdog.py, from what the ranks say of each other), printed by
+the first rank that has one, left in RUN/summary.json, and turned into the exit status. Whatever
+happens, workers and files are closed and the process groups left, before the last uploads.
+"""
 
 import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 
@@ -18,57 +28,69 @@ from dist_amp.telemetry.startup import Startup
 from dist_amp.world import World
 
 Ranks = AbstractContextManager[World]  # such as `world.start`
+Work = Callable[[Job], int]
 
 
-@contextmanager
-def supervised(config: Config, ranks: Ranks, raises: bool = False) -> Iterator[Job]:
-    """Report what ends the block, close the run. Errors: SystemExit, or it if `raises`."""
+def supervise(config: Config, ranks: Ranks, work: Work, raises: bool = False) -> int:
+    """Do the work of a job among the ranks; report what ends it; return the exit status.
+
+    Errors: the error itself if `raises`, for its caller to show; else SystemExit.
+    """
+    job: Job | None = None
+    watchdog: Any = None
     startup = Startup()
-    with ExitStack() as ended, ExitStack() as last, ranks as world, ExitStack() as contexts:
-        job = Job(config, world, raises=raises)
-        startup.lap("rendezvous")
-        job.startup = startup
-        ended.callback(lambda: job.at_end())
-        job.store = dist.HashStore()  # type: ignore[attr-defined]
-        if dist.group.WORLD is not None:
-            job.store = dist.group.WORLD.get_group_store()  # works where collectives do not
-        contexts.callback(job.close)
-        watchdog = None
-        if present("supervise.watchdog"):
-            from dist_amp.supervise.watchdog import Watchdog
+    try:
+        with ranks as world:
+            startup.lap("rendezvous")
+            job = Job(config, world, startup)
+            if present("supervise.watchdog"):
+                from dist_amp.supervise.watchdog import Watchdog
 
-            watchdog = Watchdog(job, end=lambda error: _end_failed(error, job))
-            last.callback(watchdog.close)
-            contexts.enter_context(watchdog)
-        try:
-            yield job
-            job.close()
-            world.barrier()  # while a rank that does not arrive can be named
-        except BaseException as error:
-            explained = as_failure(error)
-            if present("supervise.explain"):
-                from dist_amp.supervise.explain import explain_error
-
-                explained = explain_error(explained, job)
-            if watchdog is not None:
-                explained = watchdog.explain(explained)
-            job.status = _end_failed(explained, job)
-            if raises:
-                raise explained  # noqa: B904 (often the error itself, which is no cause of itself)
-            raise SystemExit(job.status) from error
+                watchdog = Watchdog(job, end=partial(end_failed, job=job)).start()
+            try:
+                status = work(job)
+                job.close()
+                world.barrier()  # while a rank that does not arrive can be named
+                return status
+            except BaseException as error:
+                failure = explained(error, job, watchdog)
+                job.status = end_failed(failure, job, is_shown=raises)
+                if raises:
+                    raise failure  # noqa: B904 (often the error itself, which is no cause of itself)
+                raise SystemExit(job.status) from error
+            finally:
+                if watchdog is not None:
+                    watchdog.leave()
+                job.close()
+    finally:  # this process has left its groups
+        if watchdog is not None:
+            watchdog.close()
+        if job is not None:
+            job.at_end()
 
 
-def _end_failed(error: BaseException, job: Job) -> int:
-    """Print the error and write the summary, if it is the first rank's; return the exit status."""
+def explained(error: BaseException, job: Job, watchdog: Any) -> BaseException:
+    """A Failure that names the cause, where it is known."""
+    error = as_failure(error)
+    if present("supervise.explain"):
+        from dist_amp.supervise.explain import explain_error
+
+        error = explain_error(error, job)
+    if watchdog is not None:
+        error = watchdog.explain(error)
+    return error
+
+
+def end_failed(error: BaseException, job: Job, is_shown: bool = False) -> int:
+    """Print the error, unless it is shown elsewhere, and write the summary; the exit status."""
     run = job.run
     folder = job.folder
     step = max(job.steps_taken, 0)
     at_start = run is None or step == (run.resumed_from_step or 0)
-    if job.raises:
-        status = getattr(error, "exit_code", 1)
-        is_first = True
-    else:
-        status, is_first = report_failure(error, job.world, job.store, step, at_start)
+    status = getattr(error, "exit_code", 1)
+    is_first = True
+    if not is_shown:
+        status, is_first = report_failure(error, job.world, step, at_start)
     with suppress(OSError):  # the folder may not even be readable, or its disk hangs
         # A run that failed before it was built leaves the summary of an earlier one in place.
         keeps = run is None and folder is not None and (folder / "summary.json").exists()
@@ -91,16 +113,12 @@ def cause_of(error: BaseException, rank: int) -> str:
 
 
 def report_failure(
-    error: BaseException,
-    world: World | None,
-    store: dist.Store | None = None,  # type: ignore[name-defined]
-    step: int = 0,
-    at_start: bool = True,
+    error: BaseException, world: World | None, step: int = 0, at_start: bool = True
 ) -> tuple[int, bool]:
     """Print the error, unless another rank has printed its own: (exit status, was it the first).
 
-    world, store: None before the ranks are connected. step: how many were taken; at_start: none of
-    them by this process. By these the launcher decides on a restart.
+    world: None before the ranks are connected. step: how many were taken; at_start: none of them by
+    this process. By these the launcher decides on a restart.
     """
     rank = world.rank if world is not None else int(os.environ.get("RANK", "0"))
     if isinstance(error, Failure):
@@ -111,7 +129,7 @@ def report_failure(
         text = masked(f"rank {rank}: " + "".join(traceback.format_exception(error)).rstrip())
     # A rank that waited in vain says so itself: others may be what it waited for.
     waited = world is None and isinstance(error, Transient)
-    is_first = waited or _is_first_to_report(world, store)
+    is_first = waited or _is_first_to_report(world)
     if is_first:
         sys.stdout.flush()
         start = ""
@@ -126,8 +144,9 @@ def report_failure(
     return status, is_first
 
 
-def _is_first_to_report(world: World | None, store: dist.Store | None) -> bool:  # type: ignore[name-defined]
-    if world is None or store is None:
+def _is_first_to_report(world: World | None) -> bool:
+    group: Any = dist.group.WORLD
+    if world is None or group is None:
         # Before the ranks are connected, all of a machine make the same mistake, maybe not all
         # machines.
         return os.environ.get("LOCAL_RANK", "0") == "0"
@@ -135,6 +154,7 @@ def _is_first_to_report(world: World | None, store: dist.Store | None) -> bool: 
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it outlives this attempt
         key += f"/{attempt()}"
     try:
-        return in_time(5.0, lambda: store.add(key, 1) == 1)
+        # Torch's store works where collectives do not.
+        return in_time(5.0, lambda: bool(group.get_group_store().add(key, 1) == 1))
     except Exception:  # the store's host is dead or unreachable: two reports are better than none
         return True

@@ -2,13 +2,12 @@
 
 import json
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
+from dist_amp.checkpoint.compatibility import with_rows_as_begun
 from dist_amp.checkpoint.format import (
     CONFIG,
     all_checkpoints,
@@ -16,18 +15,25 @@ from dist_amp.checkpoint.format import (
     quarantine_after,
     step_of,
 )
+from dist_amp.checkpoint.resume import checkpoint_to_resume, with_dtype
+from dist_amp.checkpoint.state import load
 from dist_amp.config.text import to_toml
 from dist_amp.data import Batches
-from dist_amp.errors import NumericsError
-from dist_amp.files import plain_json, present, write_durably
+from dist_amp.diagnostics.limits import Limits
+from dist_amp.distributed.process import tell_launcher
+from dist_amp.errors import SAVED_AND_STOPPED, NumericsError
+from dist_amp.files import plain_json, present, run_dir, write_durably
 from dist_amp.loading.plan import shuffled_order
-from dist_amp.run import Run
+from dist_amp.run import Run, ScriptRun, build_run, run_folder
 from dist_amp.settings import Config
 from dist_amp.supervise.banner import closing_table, print_banner, print_next_command
-from dist_amp.supervise.preflight import check_run
+from dist_amp.supervise.preflight import check_run, make_folder, only_live_run
+from dist_amp.supervise.stop import AgreedStop, how_to_continue
 from dist_amp.telemetry.startup import Startup
 from dist_amp.telemetry.step_report import Tags
 from dist_amp.world import World
+
+Train = Callable[[ScriptRun, AgreedStop], None]
 
 FEWEST_EVALUATED = 16  # micro-batches per rank: fewer would be too noisy a loss
 
@@ -38,53 +44,183 @@ class Job:
 
     config: Config
     world: World
-    folder: Path | None = None
-    run: Run | None = None
-    store: dist.Store | None = None  # type: ignore[name-defined]
-    status: int | None = None
-    raises: bool = False  # the error, for its caller to show
     startup: Startup = field(default_factory=Startup)
-    at_end: Callable[[], object] = nullcontext  # called once this process has left its groups
+    folder: Path | None = None
+    run: ScriptRun | None = None
+    status: int | None = None
+    at_end: Callable[[], object] = nullcontext
 
     @property
     def steps_taken(self) -> int:
         """-1 before there is a run."""
         return self.run.step if self.run is not None else -1
 
+    def call_at_end(self, finish: Callable[[], object]) -> None:
+        """Call it, in place of any before, once this process has left its groups."""
+        self.at_end = finish
+
     def close(self) -> None:
         if self.run is not None:
             self.run.data.close()
-            self.run.metrics.close()
+            self.run.metrics.close_files()
 
 
-class Stop:
-    """Whether the run ends before its last step: never, unless a subclass decides it."""
+def run_job(job: Job, train: Train, run: ScriptRun | None = None) -> int:
+    """Build the run, unless it is given, train it and leave its summary; return the exit status."""
+    config, world = job.config, job.world
+    if present("diagnostics.consistency"):
+        from dist_amp.diagnostics.consistency import check_ranks_agree
 
-    agreed = False  # the same on all ranks, after the same step
-    by_task = False  # what all agreed on is the wish of the task, not a signal's
-    ended_by = ""  # which callback asked, on the ranks where one did
-    every_poll = False  # it may ask after any step
-    requested_by = ""  # the signal's name, on the ranks that got one
-    notice: tuple[float, str] | None = None  # of an eviction: its end by time.monotonic, in words
+        check_ranks_agree(config.task.target, to_toml(config), world)
+    if config.debug.audit_every != "off":
+        from dist_amp.diagnostics.audit import check_settings
 
-    def end(self, wish: str) -> None:
-        """End the run as completed; wish: who asked, or "" for nobody."""
-        self.ended_by = self.ended_by or wish
+        check_settings(config, world)
+    job.folder = folder = run_folder(config.run, world)
+    config = replace(config, run=replace(config.run, dir=run_dir(folder)))
+    make_folder(folder, config, world)
+    with ExitStack() as contexts:
+        contexts.enter_context(only_live_run(folder, world))
+        if config.debug.profile != "off":
+            from dist_amp.diagnostics.profiling import memory_history
 
-    def ask_at_every_step(self) -> None:
-        self.every_poll = True
+            contexts.enter_context(memory_history(folder, world))
+        # From here on a signal stops the run after a step; an earlier one, before the first.
+        stop = contexts.enter_context(AgreedStop(world))
+        if "://" in config.run.dir:
+            from dist_amp.storage.mirror import mirrored
 
-    def announce(self, end: float, cause: str) -> None:
-        """An eviction, which another thread knows of."""
-        self.notice = (end, cause)
+            contexts.enter_context(mirrored(config.run, job))
+        if config.compile.blocks and present("scaling.compile"):
+            from dist_amp.scaling.compile import keep_code
 
-    def name_cause(self, cause: str) -> None:
-        """What all ranks know as the cause of a stop by a signal or notice."""
-        self.requested_by = cause
+            keep_code(folder, config.compile, world)
+        if run is None:
+            run = newest_run(config, job, folder)
+        else:
+            add_own(run)
+            contexts.enter_context(run.fitting())
+        job.run = run
+        world.raise_first(run.observers.problem)  # of an observer that could not continue
+        if run.step and is_finished(run):
+            return 0
+        open_run(run)
+        job.startup.lap("checks")
+        train(run, stop)
+        if stop.agreed and not stop.by_task:
+            status = close_preempted(run, stop)
+        else:
+            status = close_run(run, stop)
+        world.raise_first(run.observers.problem)  # of one whose summary() failed
+        tell_launcher(status)
+        return status
 
-    def poll(self, now: bool = False) -> bool:
-        """Called by all ranks after each step and between batches of an evaluation."""
-        return self.agreed
+
+def add_own(run: ScriptRun) -> None:
+    if run.config.run.observers or hasattr(run.task, "observers"):
+        from dist_amp.supervise.callbacks import add_own_observers
+
+        add_own_observers(run)
+
+
+def newest_run(config: Config, job: Job, folder: Path) -> ScriptRun:
+    """The config's run, from the newest checkpoint in its folder if there is one."""
+    startup = job.startup
+    startup.lap("checks")
+    config = with_dtype(config, folder, job.world)
+    checkpoint = checkpoint_to_resume(config, folder, job.world)
+    if checkpoint is not None:
+        config = with_rows_as_begun(config, checkpoint)
+    startup.lap("restore")
+    run = build_run(config, job.world, resumes=checkpoint is not None)
+    startup.lap("model")
+    add_own(run)
+    run.observers.begin(run)
+    if checkpoint is not None:
+        load(run, checkpoint)
+    startup.lap("restore")
+    startup.watch(run)
+    return run
+
+
+def add_observers(run: ScriptRun, stop: AgreedStop) -> None:
+    """Add what watches a fit, in order: what settings ask for, and features that are present."""
+    config = run.config
+    add = run.observers.add
+    add(run.metrics)
+    if any("lr_scale" in group for group in run.optimizer.param_groups):
+        from dist_amp.optimizers.groups import GroupRates
+
+        add(GroupRates(run))
+    shows_mfu = run.world.device.type == "cuda" or config.metrics.peak_flops != "auto"
+    if shows_mfu and present("telemetry.mfu"):
+        from dist_amp.telemetry.mfu import find_mfu
+
+        if (mfu := find_mfu(run.world, config, run.task, run.parallel)) is not None:
+            add(mfu)
+    if present("telemetry.goodput"):
+        from dist_amp.telemetry.goodput import Goodput
+
+        add(Goodput(run.metrics, run.folder))
+    if present("telemetry.console"):
+        from dist_amp.telemetry.console import Console
+
+        scale = run.scaler.scale_tensor.item()
+        add(Console(run.metrics, run.step, config.train.steps, scale))
+    # Before the others, which assume that all ranks skipped the same steps.
+    if present("diagnostics.consistency"):
+        from dist_amp.diagnostics.consistency import Consistency
+
+        add(Consistency(run))
+    if config.debug.audit_every != "off":
+        from dist_amp.diagnostics.audit import Audit
+
+        add(Audit(run))
+    nonfinite = None
+    if config.debug.nonfinite != "off" and present("diagnostics.nonfinite_replay"):
+        from dist_amp.diagnostics.nonfinite_replay import NonfiniteReplay
+
+        nonfinite = NonfiniteReplay(run)
+        add(nonfinite)
+    add(Limits(run, nonfinite))
+    if present("diagnostics.first_steps"):
+        from dist_amp.diagnostics.first_steps import FirstSteps
+
+        add(FirstSteps(run))
+    rounds = config.parallel.param_dtype == "bf16" and present("diagnostics.numerics")
+    if config.debug.numerics or rounds:
+        from dist_amp.diagnostics.numerics import Numerics
+
+        add(Numerics(run))
+    if config.metrics.fingerprint != "off":
+        from dist_amp.diagnostics.fingerprint import Fingerprint
+
+        add(Fingerprint(run))
+    if config.debug.profile != "off":
+        from dist_amp.diagnostics.profiling import Profile
+
+        add(Profile(run))
+    if present("diagnostics.slow_ranks"):
+        from dist_amp.diagnostics.slow_ranks import SlowRanks
+
+        add(SlowRanks(run))
+    if present("telemetry.health"):
+        from dist_amp.telemetry.health import Health
+
+        add(Health(run.metrics))
+    if hasattr(run.task, "sample") and present("supervise.sampling"):
+        from dist_amp.supervise.sampling import Sampling
+
+        add(Sampling(run))
+    if present("supervise.callbacks"):
+        from dist_amp.supervise.callbacks import Callbacks
+
+        add(Callbacks(run, stop))
+    if config.run.eviction_notice != "off" and present("supervise.eviction"):
+        from dist_amp.supervise.eviction import EvictionNotice
+
+        add(EvictionNotice(run, stop))
+    add(run.saver)
 
 
 def is_finished(run: Run) -> bool:
@@ -163,7 +299,21 @@ def bound_evaluation(run: Run, validation: Batches) -> None:
     )
 
 
-def close_run(run: Run, stop: Stop) -> int:
+def close_preempted(run: Run, stop: AgreedStop) -> int:
+    """Write the summary of a run that a signal stopped; return 75, or 1 if nothing was saved."""
+    cause = stop.requested_by or "a signal to another rank"
+    status = 1
+    then = "checkpoint.every=off, so nothing was saved"
+    if run.config.checkpoint.every != "off":
+        status = SAVED_AND_STOPPED
+        then = how_to_continue(run)
+    if run.world.is_main:
+        write_summary(run.folder, run, "preempted", status, cause)
+    run.world.say(f"stopped after step {run.step} by {cause}; {then}")
+    return status
+
+
+def close_run(run: Run, stop: AgreedStop) -> int:
     """Write summary and sample; return the status. Errors: NumericsError if the end was skipped."""
     in_a_row = int(run.schedule.skips_in_a_row)
     if in_a_row > 1 or not run.schedule.applied_steps:

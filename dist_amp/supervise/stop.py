@@ -15,10 +15,8 @@ import torch.distributed as dist
 
 from dist_amp.config.text import command_line
 from dist_amp.distributed.signals import handle_signals
-from dist_amp.errors import SAVED_AND_STOPPED
 from dist_amp.files import run_dir
 from dist_amp.run import Run
-from dist_amp.supervise.lifecycle import Stop, write_summary
 from dist_amp.world import World
 
 # What the ranks exchange; of two the larger counts, since a run that is preempted is continued.
@@ -30,14 +28,22 @@ SECONDS_BETWEEN = 1.0
 MOST_POLLS_BETWEEN = 32  # should the steps become slower meanwhile
 
 
-class AgreedStop(Stop):
+class AgreedStop:
     """Stops all ranks after the same step when any gets a stop signal, or its task asks to end.
 
     The handler sets a flag. About once a second `poll` starts an exchange of flags and of seconds
     per poll, by which all start the next one at the same step; the next poll reads the result.
+    agreed: the same on all ranks, after the same step; by_task: it was no signal's wish.
     """
 
     def __init__(self, world: World):
+        self.agreed = False
+        self.by_task = False
+        self.ended_by = ""  # who of the task asked, on the ranks where one did
+        self.every_poll = False  # it may ask after any step
+        self.requested_by = ""  # the signal's name, on the ranks that got one
+        # Of an eviction, on ranks that saw one: its end by time.monotonic, and in words.
+        self.notice: tuple[float, str] | None = None
         self._requested_at = 0.0
         self._world = world
         self._flags: torch.Tensor | None = None  # of an exchange that is still to be read
@@ -55,6 +61,21 @@ class AgreedStop(Stop):
         if error[0] is None:
             self._finish_exchange()
         self._handled.__exit__(None, None, None)
+
+    def end(self, wish: str) -> None:
+        """End the run as completed; wish: who asked, or "" for nobody."""
+        self.ended_by = self.ended_by or wish
+
+    def ask_at_every_step(self) -> None:
+        self.every_poll = True
+
+    def announce(self, end: float, cause: str) -> None:
+        """Another thread knows of an eviction."""
+        self.notice = (end, cause)
+
+    def name_cause(self, cause: str) -> None:
+        """All ranks know it as the cause of a stop by a signal or notice."""
+        self.requested_by = cause
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         # torchrun forwards a Ctrl-C that the rank already got.
@@ -110,20 +131,6 @@ class AgreedStop(Stop):
         # At most twice as many polls as before, because the first ones may be the fastest.
         most = min(2 * self._interval, MOST_POLLS_BETWEEN)
         self._interval = max(1, min(most, int(SECONDS_BETWEEN / max(seconds, 1e-6))))
-
-
-def close_preempted(run: Run, stop: Stop) -> int:
-    """Write the summary of a run that a signal stopped; return 75, or 1 if nothing was saved."""
-    cause = stop.requested_by or "a signal to another rank"
-    status = 1
-    then = "checkpoint.every=off, so nothing was saved"
-    if run.config.checkpoint.every != "off":
-        status = SAVED_AND_STOPPED
-        then = how_to_continue(run)
-    if run.world.is_main:
-        write_summary(run.folder, run, "preempted", status, cause)
-    run.world.say(f"stopped after step {run.step} by {cause}; {then}")
-    return status
 
 
 def how_to_continue(run: Run) -> str:

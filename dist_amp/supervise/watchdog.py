@@ -26,7 +26,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -91,7 +91,7 @@ class Verdict(NamedTuple):
         return sorted([*self.silent, *self.hanging])
 
 
-class Watchdog(AbstractContextManager["Watchdog"]):
+class Watchdog:
     """Watches this rank and the others from a thread. end(error): report it; the exit status."""
 
     def __init__(self, job: Job, end: Callable[[BaseException], int]):
@@ -113,7 +113,9 @@ class Watchdog(AbstractContextManager["Watchdog"]):
         self._written = ""  # the line with which this rank's stacks were written
 
         prefix = f"dist_amp/watchdog/{world.from_main(str(time.time_ns()))}"  # unique to this run
-        self._store = dist.PrefixStore(prefix, job.store)  # type: ignore[attr-defined, arg-type]
+        group: Any = dist.group.WORLD
+        store = dist.HashStore() if group is None else group.get_group_store()  # type: ignore[attr-defined]
+        self._store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
         self._processes = world.gather(Process.this())
         machine = self._processes[self._rank].machine
         self._ranks = range(world.world_size)
@@ -127,12 +129,12 @@ class Watchdog(AbstractContextManager["Watchdog"]):
         self._beat_at = self._awake_since = self._busy_at = self._waits_since = self._began
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
-    def __enter__(self) -> "Watchdog":
+    def start(self) -> "Watchdog":
         self._arm()
         self._thread.start()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def leave(self) -> None:
         """The main thread has left the run; from here on only its end is watched."""
         self._kill(self._silent)
         if not self._returns.is_set():
@@ -343,7 +345,6 @@ class Watchdog(AbstractContextManager["Watchdog"]):
     def _end_by(self, error: Transient) -> None:
         """Report the error, if none has been, and end the process, even if its disk hangs."""
         status = self._job.status or 1
-        self._job.raises = False  # nobody is left to show it
         try:
             if self._job.status is None:
                 status = in_time(REPORT_SECONDS, lambda: self._end(error))

@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # TensorBoard takes half a second to import, and a notebook n
 
 
 class Metrics:
-    """Collects step reports; writes them, and the observers' tags, at log steps, after `open`."""
+    """An observer of each step, which writes the figures and all tags at log steps, once open."""
 
     def __init__(self, world: World, clip: Clip, observers: Observers | None = None):
         self.world = world
@@ -93,6 +93,9 @@ class Metrics:
             for column in (0, 3):  # loss_sum and tokens_seen
                 mine[column] = sum(row[column] for row in rows) * self.world.is_main
         self.interval = Interval(self._max_norm, mine)
+
+    def after_step(self, report: StepReport, micro_batches: Any) -> None:
+        self.record(report)
 
     def record(self, report: StepReport) -> None:
         self.interval.add(report)
@@ -217,7 +220,7 @@ class Metrics:
         row = LogRow(self.last.step, table)
         return replace(row, observed=self._observers.tell("rank_tags", row)).tags_of_ranks()
 
-    def close(self) -> None:
+    def close_files(self) -> None:
         if self._tensorboard is not None:
             self._tensorboard.close()
 

@@ -11,7 +11,7 @@ main job ends all ranks after the same step, saved; an error of the package's ow
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -48,10 +48,6 @@ class Observer:
     def summary(self, failed: bool) -> Mapping[str, Any]:
         """Entries of summary.json. failed: ask neither the device nor other ranks for anything."""
         return {}
-
-    def evaluating(self) -> AbstractContextManager[Any]:
-        """The context of evaluations and samples, such as one with other weights."""
-        return nullcontext()
 
     def state_dict(self) -> Any:
         """What a checkpoint must hold of this rank's: tensors, numbers, texts, lists and dicts."""
@@ -137,4 +133,4 @@ class Observers:
 def defines(observer: Any, method: str) -> bool:
     """Whether it has the method, other than as `Observer` has it."""
     own = getattr(type(observer), method, None)
-    return own is not None and own is not getattr(Observer, method)
+    return own is not None and own is not getattr(Observer, method, None)

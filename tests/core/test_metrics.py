@@ -18,8 +18,8 @@ from tiny import NothingCounts, Overflow, Tiny, log, log_row, make_run, take_ste
 from dist_amp.clock import STEP_PHASES
 from dist_amp.diagnostics.limits import Limits
 from dist_amp.errors import DataError, NumericsError
+from dist_amp.optimizers.groups import GroupRates
 from dist_amp.step import evaluate
-from dist_amp.supervise.observers import GroupRates
 from dist_amp.telemetry import writers
 from dist_amp.telemetry.metrics import memory_use, resident_bytes
 from dist_amp.telemetry.step_report import MAX_RANK_FOLDERS, RANK_METRICS, SUMMED_METRICS, LogRow
@@ -57,7 +57,7 @@ def logged(world, folder):
         reports += recorded_steps(run, 3)
         log(run)
         run.metrics.write_evaluation(run.step, evaluate(run))
-    run.metrics.close()
+    run.metrics.close_files()
     return [(r.loss_sum.item(), r.weight.item()) for r in reports], run.metrics.last.loss
 
 
@@ -161,7 +161,7 @@ def test_a_line_lists_at_most_64_ranks_and_the_summary_all(tmp_path):
         assert line["ranks"][1]["memory/peak_bytes"] == metrics.last.column("peak_bytes")[1]
         rates = [tags["throughput/items_per_second"] for tags in metrics.rank_table()]
         assert rates == pytest.approx([1 / len(STEP_PHASES)] * size)
-    metrics.close()
+    metrics.close_files()
 
 
 @pytest.mark.bad_input("a total weight of inf or nan")
@@ -248,7 +248,7 @@ def test_lines_that_find_no_space_are_written_once_there_is_some(tmp_path, capsy
         patch.setattr(writers, "open", lambda path, mode, **_: NearlyFull(path, mode), False)
         write_rows(metrics, 2, 3)
     write_rows(metrics, 4)
-    metrics.close()
+    metrics.close_files()
     assert steps_of(tmp_path) == [1, 2, 3, 4]
     assert capsys.readouterr().err.count("its lines are kept in memory and written later") == 1
 
@@ -263,7 +263,7 @@ def test_a_removed_tensorboard_folder_is_made_anew_and_nothing_else_is_lost(
     metrics.write_to_tensorboard(lambda writer: writer.flush())
     shutil.rmtree(tmp_path / "tensorboard")
     write_rows(metrics, 2, 3)
-    metrics.close()
+    metrics.close_files()
     assert [step for step, _ in scalars(tmp_path, 0)["train/loss"]] == [3]
     assert steps_of(tmp_path) == [1, 2, 3]
     said = "rank00000 can't be written (No such file or directory); metrics.jsonl will"
@@ -281,7 +281,7 @@ def test_a_resume_after_a_kill_keeps_the_complete_lines_of_steps_not_taken_again
     (tmp_path / "metrics.jsonl").write_text("\n".join(whole) + '\n{"step": 8, "train')
     metrics = make_run(World(), Tiny()).metrics
     metrics.open(tmp_path, 5, "")
-    metrics.close()
+    metrics.close_files()
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == whole[:5]
     assert metrics.last_logged == rows[4]
 
@@ -297,7 +297,7 @@ def test_a_resume_removes_unreadable_lines_and_counts_them(damaged, tmp_path, ca
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([whole[0], damaged, whole[1]]) + b"\n")
     metrics = make_run(World(), Tiny()).metrics
     metrics.open(tmp_path, 2, "")
-    metrics.close()
+    metrics.close_files()
     assert (tmp_path / "metrics.jsonl").read_bytes().splitlines() == whole
     assert "had unreadable lines, which are removed: 1" in capsys.readouterr().err
 
@@ -349,7 +349,7 @@ def test_each_groups_learning_rate_is_logged_where_they_differ(tmp_path):
         run.observers.add(GroupRates(run))
         recorded_steps(run, 1)
         log(run)
-        run.metrics.close()
+        run.metrics.close_files()
         lines.append(json.loads((folder / "metrics.jsonl").read_text()))
     two, one = lines
     assert two["train/lr_body"] == two["train/lr"]

@@ -305,7 +305,7 @@ def test_a_loss_that_is_no_float32_scalar_with_a_gradient_is_refused(task, words
 
 @pytest.mark.bad_input("`train_step` without micro-batches")
 def test_a_step_without_micro_batches_is_refused():
-    expected = r"got no micro-batches; give it those of one step, as next\(run.data\) returns"
+    expected = r"got no micro-batches; give it those of next\(run.data\)"
     with pytest.raises(DataError, match=expected):
         train_step(make_run(World(), Tiny()), [])
 

@@ -16,6 +16,8 @@ from ranks import on_ranks
 from tiny import Tiny, make_run
 
 from dist_amp.supervise.lifecycle import bound_evaluation
+from dist_amp.supervise.stop import AgreedStop
+from dist_amp.train import train
 from dist_amp.world import World
 
 TINY = ["--task.target", "tiny:Tiny", "--train.micro_batch_size", "2", "--metrics.log_every", "1"]
@@ -268,6 +270,65 @@ def test_the_samples_of_a_bounded_evaluation_depend_on_no_world_size_and_are_spr
     assert max(alone) > 4500
     of_ranks = on_ranks(2, evaluated_samples, 2)
     assert sorted(of_ranks[0] + of_ranks[1]) == alone
+
+
+# --- what is due after a step
+
+
+class Noted:
+    """An observer that notes what happens in which order, and asks for a stop in step `at`."""
+
+    def __init__(self, run, stop, asks="", at=0):
+        self.run, self.stop, self.asks, self.at = run, stop, asks, at
+        self.noted = []
+
+    def note(self, what):
+        self.noted.append(f"{what} {self.run.step}")
+
+    def ask(self, when):
+        if self.asks == when and self.run.step == self.at:
+            self.stop.requested_by = "SIGTERM"
+
+    def after_step(self, report, micro_batches):
+        self.ask("a signal in a step")
+        if self.asks == "the task" and self.run.step == self.at:
+            self.stop.end("the task's on_step")
+
+    def during_evaluation(self, done, steps):
+        self.ask("a signal in an evaluation")
+
+    def after_evaluation(self):
+        self.note("evaluate")
+
+    def on_log(self, row):
+        self.note("log")
+
+    def state_dict(self):
+        self.note("save")
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("asks", "at", "expected"),
+    [
+        ("", 0, "log 4, evaluate 4, save 4, log 6, evaluate 6, save 6"),
+        ("a signal in a step", 3, "log 4, save 4"),
+        ("a signal in a step", 4, "log 4, save 4"),
+        ("a signal in an evaluation", 4, "log 4, save 4"),
+        ("the task", 2, "log 3, save 3"),
+        ("the task", 5, "log 4, evaluate 4, save 4, log 6, save 6"),
+    ],
+)
+def test_what_is_due_after_a_step_happens_once_and_in_one_order(tmp_path, asks, at, expected):
+    words = ["--train.steps", 6, "--metrics.log_every", 4, "--eval.every", 4]
+    run = make_run(World(), Tiny(), *words, "--checkpoint.every", 4, "--run.dir", tmp_path)
+    stop = AgreedStop(World())
+    stop.ask_at_every_step()
+    observer = Noted(run, stop, asks, at)
+    run.observers.add(observer)
+    train(run, stop)
+    run.close()
+    assert ", ".join(observer.noted) == expected
 
 
 def main_with_a_group(world, folder):

@@ -140,7 +140,7 @@ def test_a_resumed_run_lists_each_sample_once_and_ends_equal(tmp_path):
     take_steps(run, 3)
     save(run)
     take_steps(run, 4)
-    run.metrics.close()
+    run.metrics.close_files()
     killed = listed(tmp_path / "run")
     with (tmp_path / "run/bad_samples/rank00000.jsonl").open("a") as file:
         file.write('{"split": "trai')  # a torn line

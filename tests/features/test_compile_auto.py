@@ -186,7 +186,7 @@ def test_compiled_code_is_kept_beside_the_runs_where_the_next_run_finds_it(tmp_p
         found.append(os.environ.get("TORCHINDUCTOR_CACHE_DIR"))
         raise Failure("here it would be built")
 
-    monkeypatch.setattr(train, "newest_run", build)
+    monkeypatch.setattr("dist_amp.supervise.lifecycle.newest_run", build)
     cache = str(tmp_path / "compile_cache")
     for blocks in ("false", "true"):
         monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)

@@ -18,7 +18,8 @@ from tiny import Tiny, make_run, take_steps, watched
 from dist_amp.config.load import load_config
 from dist_amp.supervise import eviction
 from dist_amp.supervise.eviction import EvictionNotice, recognised
-from dist_amp.supervise.lifecycle import Stop
+from dist_amp.supervise.stop import AgreedStop
+from dist_amp.world import World
 
 USUAL = {"aws": 120, "gcp": 30, "azure": 30}
 
@@ -39,7 +40,7 @@ def watching(name, **world):
     """A run that has taken its first step and asks the cloud."""
     run = make_run(None, Tiny(), "--run.eviction_notice", name)
     run.world = replace(run.world, **world)
-    stop = Stop()
+    stop = AgreedStop(World())
     observer = EvictionNotice(run, stop)
     with watched(observer):
         observer.after_step(None, [])
@@ -231,7 +232,7 @@ def test_a_machine_that_is_not_of_the_named_cloud_is_told_so_once_and_trains(
         address = f"http://127.0.0.1:{closed.getsockname()[1]}"
     monkeypatch.setenv("DIST_AMP_METADATA", address)
     run = make_run(None, Tiny(), "--run.eviction_notice", "aws")
-    stop = Stop()
+    stop = AgreedStop(World())
     with watched(EvictionNotice(run, stop)) as observer:
         observer.after_step(None, [])
         time.sleep(0.5)
@@ -317,7 +318,7 @@ def test_a_notice_to_the_second_machine_stops_both_and_the_run_resumes_bit_for_b
 def reported(world, lefts):
     """What the ranks make of notices that end in so many seconds; None: no notice."""
     run = make_run(world, Tiny())
-    stop = Stop()
+    stop = AgreedStop(World())
     stop.agreed = True
     left = lefts[world.rank]
     if left is not None:

@@ -38,7 +38,7 @@ def test_a_finished_runs_mfu_is_read_again_from_metrics_jsonl(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     run = make_run(World(), Tiny())
     run.metrics.open(tmp_path, 4, "")
-    run.metrics.close()
+    run.metrics.close_files()
     summary = write_summary(tmp_path, run, "completed", 0, "")
     assert [rank.get("mfu") for rank in summary["ranks"]] == [0.5, None]
 

@@ -188,7 +188,7 @@ def ended_by_the_thread(world):
     ):
         ranks = watchdog_of(gpu, end, seconds=1.0)
         ranks._answer_seconds = 3.0  # on a busy machine a quarter of a second is not enough
-        ranks.__enter__()
+        ranks.start()
         assert ended.wait(60)
     world.barrier()
     return exits
@@ -274,7 +274,7 @@ def users_of_groups(world, folder):
     run = make_run(world, Tiny(), "--run.dir", folder, *words.split())
     before = {entry["record_id"] for entry in flight_recorder.dump()["gloo"]["entries"]}
     with AgreedStop(world) as stop:
-        assert train(run, stop) == "completed"
+        train(run, stop)
     entries = flight_recorder.dump()["gloo"]["entries"]
     entries = [entry for entry in entries if entry["record_id"] not in before]
     entries.sort(key=lambda entry: entry["time_created_ns"])

@@ -5,7 +5,6 @@ import platform
 import time
 
 import pytest
-import torch.distributed as dist
 from ranks import on_ranks
 
 from dist_amp.config.load import load_config
@@ -19,8 +18,6 @@ from dist_amp.world import World
 def watchdog_of(world, end=None, seconds=300.0):
     config = load_config(["--run.timeout_seconds", str(seconds)], environ={})
     job = Job(config, world)
-    group = dist.group.WORLD
-    job.store = dist.HashStore() if group is None else group.get_group_store()
     return Watchdog(job, end)
 
 
@@ -31,14 +28,14 @@ def what_ranks_say(world, of_rank_1, error):
     watchdog.ANSWER_SECONDS = 1.0 if of_rank_1 == "silent" else 100.0
     ranks = watchdog_of(world)
     if of_rank_1 != "silent" or world.rank == 0:  # else as if the whole process were stopped
-        ranks.__enter__()
+        ranks.start()
     world.barrier()
     report = None
     if world.rank == 0:
         report = str(ranks.explain(RuntimeError(error)))
     elif of_rank_1 != "silent":
         ranks.explain(RuntimeError(error) if of_rank_1 == "waited" else ValueError("its own"))
-        ranks.__exit__()
+        ranks.leave()
         ranks.close()
     world.barrier()
     return report

@@ -20,9 +20,11 @@ from dist_amp.optim import learning_rate
 from dist_amp.run import Run, ScriptRun, build_run
 from dist_amp.scaling import hooks
 from dist_amp.step import evaluate, train_step
-from dist_amp.supervise.lifecycle import Stop, open_run
+from dist_amp.supervise.lifecycle import open_run
+from dist_amp.supervise.stop import AgreedStop
 from dist_amp.telemetry.sums import Interval
 from dist_amp.train import train
+from dist_amp.world import World
 from gpu_stand_in.records import Syncs, counted, launches_of, traced
 from gpu_stand_in.stand_in import imagined
 
@@ -44,10 +46,11 @@ class Steps:
     reserved_bytes: int
 
 
-class Window(Stop):
+class Window(AgreedStop):
     """Watches the loop from the end of step WARM_UP on, for STEPS steps. It never stops it."""
 
     def __init__(self) -> None:
+        super().__init__(World())
         self.run: Any = None
         self.syncs = Syncs()
         self.counts: dict[str, int] = {}

@@ -287,7 +287,7 @@ class Classes(Tiny):
 def explained(run, call, *args):
     with pytest.raises(Exception) as caught:  # noqa: PT011 (whatever torch raises)
         call(*args)
-    return explain(caught.value, 3, [run.data, run.validation])
+    return explain(caught.value, 3, run)
 
 
 @pytest.mark.parametrize(
@@ -515,7 +515,7 @@ def test_a_key_that_the_batch_does_not_have_is_named_with_those_it_has(task, key
     run = make_run(World(), task)
     with pytest.raises(KeyError) as error:
         take_steps(run, 1)
-    explained = explain(error.value, 0)
+    explained = explain(error.value, 0, run)
     assert isinstance(explained, DataError)
     said = f"the task looks for '{key}' in a batch that has x, y, counts (KeyError: '{key}' ("
     assert f"rank 0: {said}" in str(explained)

@@ -266,7 +266,7 @@ def failure_of(world, plant, task, *words):
     plant(run)
     try:
         with patch.object(consistency, "CHECK_EVERY", 2), AgreedStop(world) as stop:
-            assert train(run, stop) == "completed"
+            train(run, stop)
     except Failure as error:
         return str(error)
     finally:

@@ -46,7 +46,7 @@ def in_the_run(world, folder):
     for report in take_steps(run, 2):
         run.metrics.record(report)
     row = log(run)
-    run.metrics.close()
+    run.metrics.close_files()
     summary = write_summary(run.folder, run, "completed", 0, "") if world.is_main else None
     return "  ".join(columns(row, 1.0)), summary
 

@@ -1,14 +1,17 @@
 """What watches a run changes none of its steps."""
 
+import json
+import sys
+
 import pytest
 import torch
 from ranks import on_ranks
 from tiny import Overflow, Tiny, make_run, moments_of, parameters_of
 from torch import nn
 
-from dist_amp.supervise.observers import add_observers
+from dist_amp.supervise.lifecycle import add_observers
 from dist_amp.supervise.stop import AgreedStop
-from dist_amp.train import train
+from dist_amp.train import main, train
 
 
 class Residual(nn.Module):
@@ -43,7 +46,7 @@ def final_states(world, words):
     for more in (OFF, [], WATCHED):
         run = make_run(world, Restless(), *words, *more)
         with AgreedStop(world) as stop:
-            assert train(run, stop) == "completed"
+            train(run, stop)
         run.data.close()
         tensors = [*parameters_of(run).values(), *moments_of(run), *run.parallel.module.buffers()]
         tensors += [run.scaler.scale_tensor, run.schedule.counters, torch.get_rng_state()]
@@ -78,3 +81,113 @@ def watches_numerics(world, param_dtype):
     run = make_run(world, Tiny(), *words)
     add_observers(run, AgreedStop(world))
     return "Numerics" in [type(observer).__name__ for observer in run.observers]
+
+
+# ---- observers of a user's own
+
+RAISES = """
+class Raises:
+    def __init__(self, run):
+        if METHOD == "__init__":
+            raise ValueError("planted")
+
+def planted(self, *_):
+    raise ValueError("planted")
+
+METHOD = {method!r}
+if METHOD != "__init__":
+    setattr(Raises, METHOD, planted)
+    Raises.state_dict = getattr(Raises, "state_dict", lambda self: {{}})
+"""
+
+
+@pytest.mark.bad_input("an observer that raises in one of its methods")
+@pytest.mark.parametrize(
+    "method",
+    [
+        *("__init__", "before_step", "after_step", "during_evaluation", "after_evaluation", "tags"),
+        *("rank_tags", "on_log", "state_dict", "summary", "close"),
+    ],
+)
+def test_an_observer_that_raises_is_named_the_run_saved_and_the_status_1(tmp_path, capfd, method):
+    (tmp_path / "raises.py").write_text(RAISES.format(method=method))
+    words = ["--task.target", "tiny:Tiny", "--train.steps", "6", "--eval.every", "2"]
+    words += ["--metrics.log_every", "2", "--checkpoint.every", "3", "--use_amp", "false"]
+    words += ["--run.observers", f"{tmp_path}/raises.py:Raises", "--run.dir", f"{tmp_path}/run"]
+    status = main([*words, "--run.device", "cpu"])
+    sys.modules.pop("raises")
+    assert status == 1
+    said = capfd.readouterr().err
+    name = "Raises(run) failed" if method == "__init__" else f"Raises failed in {method}() at step "
+    assert name in said
+    assert "ValueError: planted (raises.py, line " in said.splitlines()[-1]
+    if method != "__init__":  # else there was nothing to save
+        summary = json.loads((tmp_path / "run/summary.json").read_text())
+        assert (summary["stopped_by"], summary["exit_code"]) == ("failed", 1)
+        assert (tmp_path / f"run/checkpoints/step_{summary['steps']:08d}").is_dir()
+
+
+class Counts:
+    """Its state is the steps that it saw, of this rank."""
+
+    def __init__(self, run):
+        self.seen = 0
+
+    def after_step(self, report, micro_batches):
+        self.seen += 1
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
+    def summary(self, failed):
+        return {"seen": self.seen}
+
+
+class Watched(Tiny):
+    def observers(self, run):
+        return [Counts(run)]
+
+
+@pytest.mark.parametrize("by_setting", [True, False])
+def test_an_own_observers_state_is_resumed_and_it_writes_into_the_summary(tmp_path, by_setting):
+    words = ["--run.dir", f"{tmp_path}/run", "--use_amp", "false", "--run.device", "cpu"]
+    words += ["--eval.every", "off", "--checkpoint.every", "2"]
+    words += ["--task.target", "test_observers:Watched"]
+    if by_setting:
+        words[-1] = "tiny:Tiny"
+        words += ["--run.observers", "test_observers:Counts"]
+    for steps in ("2", "5"):
+        assert main([*words, "--train.steps", steps]) == 0
+        assert json.loads((tmp_path / "run/summary.json").read_text())["seen"] == int(steps)
+
+
+class Forgets(Counts):
+    def load_state_dict(self, state):
+        raise ValueError("planted")
+
+
+@pytest.mark.bad_input("an observer that raises in one of its methods")
+def test_an_observer_that_can_not_continue_is_named_before_the_first_step(tmp_path, capfd):
+    words = ["--task.target", "tiny:Tiny", "--run.dir", f"{tmp_path}/run", "--run.device", "cpu"]
+    words += ["--use_amp", "false", "--run.observers", "test_observers:Forgets", "--train.steps"]
+    assert [main([*words, "2"]), main([*words, "5"])] == [0, 1]
+    said = capfd.readouterr().err.splitlines()[-1]
+    assert "the observer Forgets failed in load_state_dict() at step 0: ValueError: planted" in said
+
+
+@pytest.mark.bad_input("`run.observers` that names no class, or one without a method")
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("nothing", "run.observers=nothing must be module:Class or path/to/file.py:Class"),
+        ("tiny:Nothing", "run.observers=tiny:Nothing: there is no class Nothing in tiny"),
+        ("ranks:RankFailed", "the observer RankFailed has none of before_step, after_step"),
+    ],
+)
+def test_a_name_that_is_no_observers_is_refused(tmp_path, capfd, name, said):
+    words = ["--task.target", "tiny:Tiny", "--run.dir", f"{tmp_path}/run", "--run.device", "cpu"]
+    assert main([*words, "--use_amp", "false", "--run.observers", name]) == 64
+    assert said in capfd.readouterr().err

@@ -30,7 +30,7 @@ from dist_amp.diagnostics import consistency
 from dist_amp.precision import DTYPES
 from dist_amp.scaling import reduction
 from dist_amp.step import train_step
-from dist_amp.supervise.observers import add_observers
+from dist_amp.supervise.lifecycle import add_observers
 from dist_amp.supervise.stop import AgreedStop
 from dist_amp.train import train
 from dist_amp.world import World
@@ -252,7 +252,7 @@ def exchanges_of_a_run(world):
         patch.object(consistency, "CHECK_EVERY", 12),
         patch.multiple(dist, **{name: noted(getattr(dist, name)) for name in names}),
     ):
-        assert train(run, stop) == "completed"
+        train(run, stop)
     return dict(exchanges)
 
 

@@ -66,7 +66,7 @@ def everything(world, folder):
         run.metrics.begin(run.step, run.schedule, run.scaler, run.data, train_metrics(run, report))
         run.metrics.write(run.metrics.read())
         run.metrics.write_evaluation(run.step, evaluate(run))
-    run.metrics.close()
+    run.metrics.close_files()
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +183,7 @@ def test_an_environment_that_can_not_be_written_is_a_warning(tmp_path, capsys):
     (tmp_path / "environment.json").mkdir()  # a folder can't be replaced by a file
     run = make_run(World(), Tiny(), "--run.dir", tmp_path)
     open_run(run)
-    run.metrics.close()
+    run.metrics.close_files()
     said = (
         "environment.json can't be written (Is a directory); TensorBoard's text `start/environment`"
     )
