@@ -66,6 +66,7 @@ IN_WORDS = {
     "array": "values, separated by spaces",
     "object": "left out, as no setting can be a dict; take its values as arguments of their own",
 }
+NOT_A_SETTING = "left out, as no setting can have its type; set it in the task"
 BOUNDS = {
     "minimum": "at least",
     "exclusiveMinimum": "above",
@@ -175,8 +176,8 @@ def rule_of(hint: Any, reading: Any) -> str:
         elif "prefixItems" in part:
             rules.append(f"{len(part['prefixItems'])} values, separated by spaces")
         else:
-            rules.append(IN_WORDS.get(part.get("type", ""), IN_WORDS["object"]))
-    return " or ".join(dict.fromkeys(rules)) or IN_WORDS["object"]
+            rules.append(IN_WORDS.get(part.get("type", ""), NOT_A_SETTING))
+    return " or ".join(dict.fromkeys(rules))
 
 
 def choices_of(part: Mapping[str, Any]) -> list[str]:

@@ -73,23 +73,35 @@ INVALID = object()
 
 def first_valid(hint: Any, readings: Sequence[Any]) -> Any:
     """The first reading that is valid, as a value of the type; INVALID if none is."""
-    from pydantic import PydanticUserError, TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
-    for reading in readings:
+    validator = validator_of(hint)
+    for reading in readings if validator else ():
         text = json.dumps(reading, default=str)  # of dates
-        with suppress(ValidationError, PydanticUserError):
-            return TypeAdapter(hint, config=config_of(hint)).validate_json(text, strict=True)
+        with suppress(ValidationError):
+            return validator.validate_json(text, strict=True)
     return INVALID
 
 
 def schema_of(hint: Any) -> dict[str, Any]:
     """A type's JSON Schema; {} for one whose values no setting can give."""
-    from pydantic import PydanticUserError, TypeAdapter
+    from pydantic import PydanticUserError
 
+    validator = validator_of(hint)
+    with suppress(PydanticUserError):
+        return validator.json_schema() if validator else {}
+    return {}
+
+
+def validator_of(hint: Any) -> Any:
+    """Pydantic's validator of a type; None for one that it can't check, such as a Protocol."""
+    from pydantic import TypeAdapter
+
+    config: Any = {"arbitrary_types_allowed": True, "allow_inf_nan": not has_range(hint)}
     try:
-        return TypeAdapter(hint, config=config_of(hint)).json_schema()
-    except PydanticUserError:
-        return {}
+        return TypeAdapter(hint, config=config)
+    except Exception:  # pydantic's, its core's, or of a hint's own hooks
+        return None
 
 
 def parts_of(hint: Any) -> list[dict[str, Any]]:
@@ -100,10 +112,6 @@ def parts_of(hint: Any) -> list[dict[str, Any]]:
 
 def kinds_of(hint: Any) -> set[str]:
     return {part.get("type", "") for part in parts_of(hint)}
-
-
-def config_of(hint: Any) -> Any:
-    return {"arbitrary_types_allowed": True, "allow_inf_nan": not has_range(hint)}
 
 
 def has_range(hint: Any) -> bool:

@@ -4,8 +4,10 @@ import tomllib
 from dataclasses import fields
 from enum import Enum
 from pathlib import Path
+from typing import Protocol
 
 import pytest
+import torch
 from conftest import needs
 from tiny import Tiny
 
@@ -477,3 +479,22 @@ def test_a_home_folders_path_is_expanded_from_files_environment_and_flags(tmp_pa
     assert run_folder(RunConfig(dir="~/h"), World()) == tmp_path / "h"
     made = [RunConfig(resume="~/a").resume, DataConfig(path="~/a").path, TaskConfig("~/a").target]
     assert made == [f"{tmp_path}/a"] * 3
+
+
+class Given(Protocol):
+    """Not checked at run time."""
+
+
+class OddTypes(Tiny):
+    def __init__(self, a: Given | None = None, b: torch.dtype = torch.float32, **more):
+        super().__init__()
+
+
+@pytest.mark.bad_input("a task argument of a type that no setting can have, or that **kwargs takes")
+def test_an_argument_whose_type_no_setting_can_have_is_refused_and_the_others_work(capsys):
+    task = ["--task.target", "test_config:OddTypes"]
+    for words in (["--task.args.a", "x"], ["--task.args.b", "torch.bfloat16"]):
+        assert_says(refusal(*task, *words), f"{words[0][2:]}={words[1]}", "no setting can have its")
+    assert_says(refusal(*task, "--task.args.more", 3), "unknown key", "the task takes a, b")
+    assert main([*task, "--help", "task.args"]) == 0
+    assert "--task.args.b" in capsys.readouterr().out
