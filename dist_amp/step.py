@@ -47,7 +47,7 @@ class Run:
     metrics: Metrics
     observers: Observers
     step: int = 0
-    current_batch: Any = None  # the micro-batch in use, or the last one
+    current_batch: Any = None  # the micro-batch in use
     resumed_from_step: int | None = None
     resumed_from: Path | None = None
 
@@ -99,6 +99,7 @@ def train_step(run: Run, micro_batches: Sequence[Any]) -> StepReport:
                 loss = loss / total_weight.mean()
                 clock.enter("backward")
                 run.scaler.scale(loss).backward()
+    run.current_batch = None
     clock.enter("optimizer")
     norm = run.parallel.global_grad_norm()
     norm = run.scaler.unscale_and_clip(run.optimizer, norm, run.clip)
@@ -141,6 +142,7 @@ def evaluate(run: Run, stop: Callable[[], bool] | None = None) -> dict[str, floa
                     if "loss" not in values:
                         values["loss"] = run.task.loss_sum(run.model, content)
                     means.add(values, run.task.weight(content), 0.0 if padding else 1.0)
+            run.current_batch = None
             run.observers.tell("during_evaluation", done, steps)
     return means.over_all_ranks()
 

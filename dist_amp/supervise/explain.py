@@ -98,6 +98,9 @@ def explain_data(error: BaseException, rank: int, run: Run | None = None) -> Bas
                 advice += "larger tensors, raise the limit (ulimit -n), or use data.workers=0"
             return DataError(f"rank {rank}: loader worker (pid {died[1]}) {how}; {advice}")
     batch, named = current_batch(run)
+    places = [place.name for place in traceback.extract_tb(error.__traceback__)]
+    if run is not None and run.data.last_step and "weights_of" in places:
+        batch = run.data.last_step[0][0]  # any of them: they have the same keys
     if _OUT_OF_RANGE.match(str(error)) and named:
         return DataError(
             f"rank {rank}: a token id or label is out of range in {named}: {first_line(error)}; "
@@ -135,8 +138,7 @@ def current_batch(run: Run | None) -> tuple[Any, str]:
         for batch, samples in split.last_step:
             if batch is run.current_batch:
                 return batch, f"{samples_text(samples)} of the {split.split} split"
-    # A step weighs its micro-batches, which have the same keys, before it uses the first.
-    return next((batch for batch, _ in run.data.last_step), None), ""
+    return None, ""
 
 
 def explain_copies(error: BaseException) -> BaseException:
