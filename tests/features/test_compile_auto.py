@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 import torch._dynamo
+from forked import TESTS
 from tiny import Tiny, make_run, take_steps
 from torch import nn
 
@@ -165,7 +166,7 @@ sys.exit(code)
 
 @pytest.mark.slow
 def test_a_resumed_run_finds_its_compiled_code_beside_the_runs(tmp_path):
-    words = ["--task.target", "tiny:Tiny", "--eval.every", "off"]
+    words = ["--task.target", f"{TESTS}/tiny.py:Tiny", "--eval.every", "off"]
     out, counted = trained(tmp_path / "run", *words, "--train.steps", "2")
     assert counted["fxgraph_cache_miss"]
     assert not counted.get("fxgraph_cache_hit")
