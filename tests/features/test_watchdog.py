@@ -500,13 +500,14 @@ class Job:
         recorded = lambda: {"gloo": {"entries": self.recorded[self.polled]}}  # noqa: E731
         monkeypatch.setattr(flight_recorder, "dump", recorded)
         store = dist.HashStore()
+        monkeypatch.setattr(dist, "HashStore", lambda: store)  # one for the ranks of this process
         config = load_config([], environ={})
         self.processes = [Process(f"host-{n}", 1, f"machine-{n}") for n in range(size)]
         self.jobs, self.stores, self.ranks = [], [], []
         for rank in range(size):
             world = PlantedWorld(rank, 0, size, processes=self.processes)
             common = {"config": config, "folder": folder, "steps_taken": 5}
-            self.jobs.append(SimpleNamespace(world=world, store=store, **common))
+            self.jobs.append(SimpleNamespace(world=world, **common))
             self.ranks.append(Watchdog(self.jobs[-1], end=None))
             self.stores.append(CountingStore(self.ranks[-1]._store))
             self.ranks[-1]._store = self.stores[-1]
