@@ -16,7 +16,8 @@ from dist_amp.config.text import to_toml
 from dist_amp.errors import DataError
 from dist_amp.files import only_process
 from dist_amp.record import Record
-from dist_amp.supervise.lifecycle import open_run, write_summary
+from dist_amp.supervise.lifecycle import add_observers, open_run, write_summary
+from dist_amp.supervise.stop import AgreedStop
 from dist_amp.world import World
 
 
@@ -28,6 +29,8 @@ def write_run(folder, *words, stopped_by="", cause="", steps=4):
         (folder / "checkpoints").mkdir(parents=True)
         (folder / "config.toml").write_text(to_toml(run.config))
         open_run(run)
+        with AgreedStop(run.world) as stop:
+            add_observers(run, stop)
     for taken in take_steps(run, steps):
         run.metrics.record(taken)
         run.metrics.begin(run.step, run.schedule, run.scaler, run.data)
