@@ -298,7 +298,7 @@ def collectives_of_log_steps(world, folder):
         add_observers(run, stop)
         take_steps(run, 1)
         run.metrics.begin(run.step, run.schedule, run.scaler, run.data)
-        row = run.metrics.read()
+        row = run.metrics.read(saver.is_done())
         run.observers.tell("on_log", row)  # the first has checks of its own
         saver.save(wait=False)
         end = run.saver.pending.future
@@ -309,7 +309,7 @@ def collectives_of_log_steps(world, folder):
                 pending.set_result(None)
             run.metrics.begin(run.step, run.schedule, run.scaler, run.data)
             with Counting() as counting:
-                row = run.metrics.read()
+                row = run.metrics.read(saver.is_done())
                 run.observers.tell("on_log", row)
             counted.append(counting.collectives.total())
             waiting.append(run.saver.pending is not None)

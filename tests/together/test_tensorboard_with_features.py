@@ -14,20 +14,19 @@ from conftest import ROOT
 from ranks import on_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer.record_writer import RecordWriter
-from tiny import Tiny, make_run, take_steps
+from tiny import Tiny, make_run
 
 from dist_amp.commands.board import main as board
 from dist_amp.commands.board import main_tags, pinned_url
-from dist_amp.diagnostics.numerics import Numerics
-from dist_amp.step import evaluate
-from dist_amp.supervise.callbacks import train_metrics
 from dist_amp.supervise.environment import (
     code_folder,
     source_of,
 )
 from dist_amp.supervise.lifecycle import open_run
+from dist_amp.supervise.stop import AgreedStop
 from dist_amp.telemetry import writers
 from dist_amp.telemetry.writers import TensorBoardWriter
+from dist_amp.train import train
 from dist_amp.world import World
 
 
@@ -54,18 +53,8 @@ def everything(world, folder):
     words += ["--precision.scaler.init_scale", 2.0**40, "--metrics.peak_flops", 1e12]
     run = make_run(world, Complete(), *words)
     open_run(run)
-    numerics = Numerics(run)
-    for _ in range(2):
-        for report in take_steps(run, 2):
-            run.metrics.record(report)
-        batch = next(run.data)
-        run.step -= 1
-        numerics.before_step(batch)
-        run.step += 1
-        numerics.after_step(report, batch)
-        run.metrics.begin(run.step, run.schedule, run.scaler, run.data, train_metrics(run, report))
-        run.metrics.write(run.metrics.read())
-        run.metrics.write_evaluation(run.step, evaluate(run))
+    with AgreedStop(world) as stop:
+        train(run, stop)
     run.metrics.close_files()
 
 
