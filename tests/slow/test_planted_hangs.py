@@ -91,7 +91,7 @@ SAVES_NOTHING = ("--checkpoint.every", "off")
 HANGS = [
     (f"{SAVER}:take_snapshot", 0, ()),
     ("planted:build_dataset", 0, ()),
-    ("dist_amp.telemetry.metrics:Metrics.close", 1, ()),
+    ("dist_amp.telemetry.metrics:Metrics.close_files", 1, ()),
 ]
 MORE_HANGS = [
     ("planted:metrics", 1, EVALUATES),
@@ -109,7 +109,7 @@ MORE_HANGS = [
     ("planted:at_last_step", 0, ()),
     ("planted:at_last_step", 1, SAVES_NOTHING),
     ("dist_amp.loading.workers:_shut_down", 0, ("--data.workers", "1")),
-    ("dist_amp.telemetry.metrics:Metrics.close", 0, SAVES_NOTHING),
+    ("dist_amp.telemetry.metrics:Metrics.close_files", 0, SAVES_NOTHING),
     ("dist_amp.supervise.lifecycle:write_summary", 0, ()),
     ("torch.distributed:destroy_process_group", 0, ()),
     ("torch.distributed:destroy_process_group", 1, ()),
@@ -147,7 +147,7 @@ MORE_ALONE = [
     ("planted:on_evaluation", "hangs", "in step 3, in hangs (planted.py, ", *EVALUATES),
     ("planted:at_last_step", "hangs", "in step 5, in hangs (planted.py, "),
     (f"{SAVER}:take_snapshot", "hangs", "in step 3, in hangs (planted.py, "),
-    ("dist_amp.telemetry.metrics:Metrics.close", "hangs", "in step 5, in hangs (planted.py, "),
+    ("dist_amp.telemetry.metrics:Metrics.close_files", "hangs", "in step 5, in hangs (planted.py, "),
 ]
 
 
