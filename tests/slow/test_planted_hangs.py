@@ -147,7 +147,11 @@ MORE_ALONE = [
     ("planted:on_evaluation", "hangs", "in step 3, in hangs (planted.py, ", *EVALUATES),
     ("planted:at_last_step", "hangs", "in step 5, in hangs (planted.py, "),
     (f"{SAVER}:take_snapshot", "hangs", "in step 3, in hangs (planted.py, "),
-    ("dist_amp.telemetry.metrics:Metrics.close_files", "hangs", "in step 5, in hangs (planted.py, "),
+    (
+        "dist_amp.telemetry.metrics:Metrics.close_files",
+        "hangs",
+        "in step 5, in hangs (planted.py, ",
+    ),
 ]
 
 
