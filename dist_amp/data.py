@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Literal
 
-import torch
-
 from dist_amp.clock import PhaseClock
 from dist_amp.config.validate import check_coupled, check_length
 from dist_amp.distributed.process import seed_all
@@ -38,8 +36,8 @@ class Padding:
 class Batches:
     """This rank's micro-batches, one list per step, on the device; set `position` to resume.
 
-    clock: of the loop, which spends its time here as "data". bad_samples: a BadSamples, which
-    leaves out what can't be read.
+    The run's clock counts the time that training waits for them as "data". bad_samples: a
+    BadSamples, which leaves out what can't be read.
     """
 
     def __init__(
@@ -48,10 +46,8 @@ class Batches:
         task: Task,
         plan: Plan,
         workers: int,
-        device: torch.device,
-        *,
+        world: World,
         split: str = "training",
-        clock: PhaseClock | None = None,
         bad_samples: Any = None,
     ):
         self.plan = plan
@@ -65,15 +61,15 @@ class Batches:
         self.split = split
         self._end_workers: Callable[[], Any] = lambda: None
         self.bad_samples = bad_samples
-        self._clock = clock or PhaseClock()
+        self._clock = world.clock if split == "training" else PhaseClock()
         self._count_tokens: Callable[[Any], int] = lambda batch: 0
         if split == "training" and hasattr(task, "tokens"):
             self._count_tokens = task.tokens
         self._workers = workers
-        self._pin_memory = device.type == "cuda"
+        self._pin_memory = world.device.type == "cuda"
         self.to_device: Callable[[Any], Any] = lambda batches: batches  # on a CPU already
-        if device.type == "cuda":
-            self.to_device = CopyStream(device)
+        if self._pin_memory:
+            self.to_device = CopyStream(world.device)
         self._batches: Iterator[Any] | None = None
         self._steps: Iterator[tuple[int, list[Shard]]] = iter(())
 
@@ -210,8 +206,7 @@ def build_batches(
         dataset_order,
         deal,
     )
-    where = (config.workers, world.device)
-    return Batches(dataset, task, plan, *where, clock=world.clock, bad_samples=bad_samples)
+    return Batches(dataset, task, plan, config.workers, world, bad_samples=bad_samples)
 
 
 def build_validation(
@@ -234,6 +229,4 @@ def build_validation(
         order="dataset",
         deal=training.plan.deal,
     )
-    where = (workers, world.device)
-    skips = training.bad_samples
-    return Batches(dataset, task, plan, *where, split="validation", bad_samples=skips)
+    return Batches(dataset, task, plan, workers, world, "validation", training.bad_samples)

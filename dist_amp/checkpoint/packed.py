@@ -74,20 +74,19 @@ def unpacked(content: Tensor, name: str) -> Any:
         ) from error
 
 
-def expected_states(run: Run, metadata: Mapping[str, Any]) -> State:
+def expected_states(run: Run, metadata: Mapping[str, Any], saved_ranks: int) -> State:
     """{name: {rank: room for the state}} of what the checkpoint has for this rank."""
-    saved: dict[str, list[str]] = {}
-    for key in metadata:
-        name, _, rank = key.rpartition(".")
-        if name == "task" or name.startswith(OBSERVER):
-            saved.setdefault(name, []).append(rank)
+    rank = str(run.world.rank % saved_ranks)
     states: State = {}
-    for name, ranks in saved.items():
-        rank = str(run.world.rank % len(ranks))
-        entry = metadata.get(f"{name}.{rank}")
-        if not isinstance(entry, TensorStorageMetadata):
-            raise CheckpointRejected(f".metadata has no {name}.{rank} that is a tensor")
-        states[name] = {rank: torch.empty(entry.size, dtype=torch.uint8)}
+    for name in sorted({key.rpartition(".")[0] for key in metadata}):
+        is_observer = name.startswith(OBSERVER)
+        if is_observer and sum(key.rpartition(".")[0] == name for key in metadata) < saved_ranks:
+            continue  # it failed on some ranks, which saved the run without it
+        if is_observer or name == "task":
+            entry = metadata.get(f"{name}.{rank}")
+            if not isinstance(entry, TensorStorageMetadata):
+                raise CheckpointRejected(f".metadata has no {name}.{rank} that is a tensor")
+            states[name] = {rank: torch.empty(entry.size, dtype=torch.uint8)}
     return states
 
 

@@ -113,8 +113,8 @@ def read_state(run: Run, reader: Reader) -> State:
         del state["scaler"]
     if (manifest.world_size, manifest.device) != (run.world.world_size, run.world.device.type):
         del state["ranks"]
-    for name in {"ema", "frozen"} & (state.keys() - saved):
-        del state[name]
+    for name in sections(run).keys() - saved:
+        state.pop(name, None)
     if "ema" in saved and "ema" not in state:
         run.world.warn(
             f"the average of the weights in {reader.folder} is dropped, since optim.ema=off"
@@ -132,7 +132,7 @@ def read_state(run: Run, reader: Reader) -> State:
     if packs(run, saved):
         from dist_amp.checkpoint.packed import expected_states
 
-        state |= expected_states(run, metadata.state_dict_metadata)
+        state |= expected_states(run, metadata.state_dict_metadata, manifest.world_size)
     read_into(state, reader, run.world)
     return state
 

@@ -5,7 +5,7 @@ weights: the bits that one process gets. Buffers are real from the start: no fil
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partialmethod
 from typing import Any
 
@@ -145,7 +145,8 @@ def register_fused_updates() -> None:
     bytes per parameter on every rank. Measured with torch 2.13 and 2.14.
     """
     for name in ("adam_.tensor_lr", "adamw_.tensor_lr", "sgd_", "sgd_.tensor_lr"):
-        torch.library.register_fake(f"aten::_fused_{name}", lambda *args, **kwargs: None)
+        with suppress(RuntimeError):  # a release that has no such operation, or a rule for it
+            torch.library.register_fake(f"aten::_fused_{name}", lambda *args, **kwargs: None)
 
 
 class _Draws(TorchDispatchMode):

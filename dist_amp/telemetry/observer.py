@@ -6,8 +6,8 @@ define them, so that the others cost nothing; the main job calls the rest. A run
 steps without its observers. Some stay with the run, such as the average of its weights; others are
 there for one fit, and are forgotten when the next one begins.
 
-A user's observer that raises is asked nothing more. Its error is kept as `problem`, by which the
-main job ends all ranks after the same step, saved; an error of the package's own ends it at once.
+A user's observer that raises is not called again. Its error is kept as `problem`: the main job ends
+all ranks after the same step and saves the run. An error in one of the package's ends it at once.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -93,7 +93,7 @@ def test_the_items_and_tokens_of_steps_are_counted_without_padding():
     def batches(length, ranks, rank):
         plan = Plan(length, 4 * ranks, 2, ranks, rank, 0, "dataset")
         rows = Rows(index=torch.arange(length))
-        return Batches(rows, Words(), plan, 0, torch.device("cpu"))
+        return Batches(rows, Words(), plan, 0, World())
 
     one = batches(40, 1, 0)
     next(one)

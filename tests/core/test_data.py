@@ -21,7 +21,6 @@ from dist_amp.loading.plan import Plan, shard_step
 from dist_amp.supervise.lifecycle import open_run
 from dist_amp.world import World
 
-CPU = torch.device("cpu")
 STEP = ["--train.micro_batch_size", 4]
 
 
@@ -31,7 +30,7 @@ def plan(length=23, ranks=1, rank=0, micro_batch=2, accumulation=1, order="randp
 
 def batches(plan, workers=0, position=0):
     """Samples that are their own index, so that a batch tells which ones it holds."""
-    data = Batches(Rows(index=torch.arange(plan.length)), object(), plan, workers, CPU)
+    data = Batches(Rows(index=torch.arange(plan.length)), object(), plan, workers, World())
     data.position = position
     return data
 

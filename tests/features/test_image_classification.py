@@ -22,8 +22,6 @@ from dist_amp.step import evaluate
 from dist_amp.tasks.image_classification import ImageClassification
 from dist_amp.world import World
 
-CPU = torch.device("cpu")
-
 
 @pytest.fixture
 def digits():
@@ -271,7 +269,7 @@ GOOD = {"image": encoded(picture()), "label": 0}
 def test_a_row_that_is_no_labelled_image_is_named_with_the_reason(row, message):
     rows = samples_of([GOOD, {**GOOD, **row}], classes=10, number_of={"cat": 0})
     plan = Plan(2, 2, 2, 1, 0, 0, order="dataset")
-    text = message_of(65, lambda: next(Batches(rows, object(), plan, 0, CPU)))
+    text = message_of(65, lambda: next(Batches(rows, object(), plan, 0, World())))
     assert text.startswith("rank 0: sample 1 of the training split could not be read: ")
     assert message in text
     assert text.endswith("; fix or remove it")

@@ -1,14 +1,17 @@
 """What watches a run changes none of its steps."""
 
+import io
 import json
 import sys
+from contextlib import redirect_stderr
 
 import pytest
 import torch
 from ranks import on_ranks
-from tiny import Overflow, Tiny, make_run, moments_of, parameters_of
+from tiny import Overflow, Tiny, make_run, moments_of, parameters_of, take_steps
 from torch import nn
 
+from dist_amp.checkpoint.state import load
 from dist_amp.supervise.lifecycle import add_observers
 from dist_amp.supervise.stop import AgreedStop
 from dist_amp.train import main, train
@@ -162,6 +165,27 @@ def test_an_own_observers_state_is_resumed_and_it_writes_into_the_summary(tmp_pa
     for steps in ("2", "5"):
         assert main([*words, "--train.steps", steps]) == 0
         assert json.loads((tmp_path / "run/summary.json").read_text())["seen"] == int(steps)
+
+
+def resumed_where_one_failed(world, folder):
+    """(step, what the observer has seen, warnings), resumed from a save without rank 0's."""
+    run = make_run(world, Tiny(), "--run.dir", folder)
+    if world.rank == 1:  # one that fails is dropped on its rank
+        run.observers.add(Counts(run), stays=True)
+    take_steps(run, 3)
+    path = run.save()
+    run = make_run(world, Tiny(), "--run.dir", folder)
+    observer = Counts(run)
+    run.observers.add(observer, stays=True)
+    with redirect_stderr(io.StringIO()) as warnings:
+        load(run, path)
+    return run.step, observer.seen, warnings.getvalue()
+
+
+def test_a_run_whose_observer_failed_on_one_rank_resumes_with_its_first_values(tmp_path):
+    first, second = on_ranks(2, resumed_where_one_failed, f"{tmp_path}/run")
+    assert first[:2] == second[:2] == (3, 0)
+    assert "no state of the observer Counts; it starts with its first values" in first[2]
 
 
 class Forgets(Counts):
