@@ -138,14 +138,18 @@ def pull_manifests(store: Store, folder: Path, is_stale: bool) -> None:
         if text := store.read(f"checkpoints/{checkpoint}/{MANIFEST}"):
             complete[checkpoint] = text
     for path in folder.glob("checkpoints/step_*") if is_stale else ():
-        if (
-            not (path / MANIFEST).exists()
-            or complete.get(path.name) != (path / MANIFEST).read_bytes()
-        ):
-            if path.name > max(complete, default=""):
-                warn(
-                    f"{path} never came to {store.address}, written elsewhere since: it is removed"
-                )
+        manifest = path / MANIFEST
+        if manifest.exists() and complete.get(path.name) == manifest.read_bytes():
+            continue
+        # A run's, in place of what a command shows, is nowhere else.
+        if path.name > max(complete, default="") and (folder / HOLDER).exists():
+            kept = path.with_name(f"not_put_{path.name}_{uuid4().hex[:8]}")
+            path.rename(kept)
+            warn(
+                f"{path} never came to {store.address}, written elsewhere since; it is kept as "
+                f"{kept.name}"
+            )
+        else:
             shutil.rmtree(path)
     for checkpoint, text in complete.items():
         path = folder / "checkpoints" / checkpoint

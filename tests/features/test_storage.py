@@ -673,6 +673,9 @@ def test_what_another_machine_wrote_since_replaces_what_is_here(tmp_path, store,
     assert [path.name for path in here.glob("checkpoints/step*/*")] == ["manifest.json"]
     (line,) = capsys.readouterr().err.splitlines()
     assert f"step_00000009 never came to {store.address}, written elsewhere since" in line
+    (kept,) = here.glob("checkpoints/not_put_step_00000009_*")
+    assert (kept / "manifest.json").exists()
+    assert kept.name in line
 
 
 def test_a_checkpoint_that_this_disk_has_made_anew_replaces_the_one_that_was_refused(
