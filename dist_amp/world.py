@@ -189,11 +189,12 @@ def joined(config: RunConfig) -> Iterator[World]:
     failed = True
     try:
         with ExitStack() as joining:
-            timeout = timedelta(seconds=config.timeout_seconds)
+            timeout = once_connected = timedelta(seconds=config.timeout_seconds)
             if joins:
                 place = (world.rank, world.world_size, world.device)
-                joining.enter_context(join(*place, config.timeout_seconds))
+                once_connected = joining.enter_context(join(*place, config.timeout_seconds))
             control = dist.new_group(backend="gloo", timeout=timeout, group_desc="control")
+            set_timeout(control, once_connected)
             # No timeout: a large checkpoint takes the slowest rank as long as it takes.
             background = dist.new_group(backend="gloo", timeout=A_DAY)
         world = replace(world, control=control, background=background)

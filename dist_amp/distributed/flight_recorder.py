@@ -10,8 +10,8 @@ import torch
 
 DUMPS = {"nccl": "_dump_nccl_trace_json", "gloo": "_dump_fr_trace_json"}
 
-# NCCL's timeout names no rank, so the watchdog, which does, comes first. Assumed: it takes 15 s.
-NCCL_MARGIN_SECONDS = 60.0
+# A backend's own timeout names no rank, so the watchdog, which does, comes first: it takes 15 s.
+MARGIN_SECONDS = 60.0
 
 # torch's own default; 1 MB as JSON. Measured on one gloo rank: 4 to 5 us per collective.
 RECORDED_COLLECTIVES = 2000
@@ -20,11 +20,9 @@ RECORDED_COLLECTIVES = 2000
 HEARTBEAT_SECONDS = 480
 
 
-def watched_timeout(on_gpu: bool, timeout_seconds: float) -> timedelta:
-    """How long a collective of the model may take; sets up torch's own supervision accordingly."""
-    seconds = timeout_seconds
-    if on_gpu:
-        seconds += NCCL_MARGIN_SECONDS
+def watched_timeout(timeout_seconds: float) -> timedelta:
+    """The process groups' timeout, after the watchdog's; sets torch's own supervision to match."""
+    seconds = timeout_seconds + MARGIN_SECONDS
     # Variables that are set stay. What torch records of collectives is read by the watchdog, and
     # its check of NCCL's threads, which ends the process, has to come last.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED_COLLECTIVES))

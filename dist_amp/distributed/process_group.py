@@ -16,18 +16,21 @@ A_DAY = timedelta(days=1)  # for collectives whose slowest rank takes as long as
 @contextmanager
 def join(
     rank: int, world_size: int, device: torch.device, timeout_seconds: float
-) -> Iterator[None]:
-    """Make the default process group of all ranks, gloo and NCCL on GPUs; the block makes more."""
+) -> Iterator[timedelta]:
+    """Make the default process group of all ranks, gloo and NCCL on GPUs; the block makes more.
+
+    Yields the timeout of its collectives, once all are connected.
+    """
     backend = "gloo"
     device_id = None
     if device.type == "cuda":
         backend = "cpu:gloo,cuda:nccl"
         device_id = device
-    timeout = timedelta(seconds=timeout_seconds)
+    timeout = once_connected = timedelta(seconds=timeout_seconds)
     if present("supervise.watchdog"):
         from dist_amp.distributed.flight_recorder import watched_timeout
 
-        timeout = watched_timeout(device.type == "cuda", timeout_seconds)
+        once_connected = watched_timeout(timeout_seconds)
     # torch's own rendezvous at MASTER_ADDR and MASTER_PORT has store=None.
     connected: AbstractContextManager[Any] = nullcontext()
     if present("distributed.rendezvous"):
@@ -44,7 +47,8 @@ def join(
             rank=rank,
             world_size=world_size,
         )
-        yield
+        set_timeout(None, once_connected)
+        yield once_connected
 
 
 def timeout_of(group: Any) -> timedelta | None:

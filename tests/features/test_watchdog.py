@@ -218,11 +218,10 @@ def test_torchs_own_supervision_comes_later_and_the_users_values_stay(monkeypatc
     for name in names:
         monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)
-    assert flight_recorder.watched_timeout(False, 900.0) == timedelta(seconds=900)
-    assert flight_recorder.watched_timeout(True, 900.0) == timedelta(seconds=960)
-    assert [os.environ[name] for name in names] == ["2000", "960"]
-    assert flight_recorder.watched_timeout(True, 9000.0) == timedelta(seconds=9060)
-    assert [os.environ[name] for name in names] == ["2000", "960"]
+    assert flight_recorder.watched_timeout(900.0) == timedelta(seconds=960)
+    assert [os.environ[name] for name in names] == ["2000", "1020"]
+    assert flight_recorder.watched_timeout(9000.0) == timedelta(seconds=9060)
+    assert [os.environ[name] for name in names] == ["2000", "1020"]
 
 
 # --- timeouts, and which thread uses which group

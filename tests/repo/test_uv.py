@@ -70,9 +70,8 @@ def test_after_uv_sync_uv_run_trains_with_the_pinned_versions(synced):
     done = synced(UV, "run", "python", "-m", "dist_amp.train", *words.split())
     assert "done: 3 steps" in done.stdout, done.stderr
     checked = synced(UV, "run", "python", "-m", "dist_amp.doctor").stdout
-    assert re.search(r"^ok +pins +all packages are as launch/constraints.txt", checked, re.M), (
-        checked
-    )
+    assert re.search(r"^ok +torch", checked, re.M), checked
+    assert "tested with" not in checked, checked
 
 
 @pytest.mark.slow
