@@ -118,15 +118,6 @@ def test_dropout_in_attention_and_after_it_gives_the_gradients_of_none(dropout):
     assert_equal(attended(True, dropout), attended(False, dropout))
 
 
-def recomputed_names(block, *inputs):
-    """What the second run of a block computes."""
-    block.forward = recomputed(block, selective=True)
-    loss = block(*inputs).square().sum()
-    with Operations() as operations:
-        loss.backward()
-    return [name for name in operations.names if "backward" not in name]
-
-
 class Scores(nn.Module):
     """Attention without the fused kernel: [B, T, 8] -> the same."""
 
@@ -135,19 +126,28 @@ class Scores(nn.Module):
         return torch.bmm(scores.softmax(-1), x).sin()
 
 
-def test_attention_and_convolutions_are_kept_and_what_is_cheap_or_large_is_recomputed():
-    x = torch.randn(2, 6, 16, requires_grad=True)
-    names = recomputed_names(Attention(dropout=0.0), x)
-    assert not [name for name in names if "attention" in name or "addmm" in name]
-    picture = torch.randn(2, 4, 6, 6, requires_grad=True)
-    names = recomputed_names(
-        nn.Sequential(nn.Conv2d(4, 4, 3), nn.GELU(), nn.Conv2d(4, 4, 3), nn.Sigmoid()), picture
-    )
-    assert "aten.gelu.default" in names
-    assert "aten.convolution.default" not in names
-    names = recomputed_names(Scores(), torch.randn(2, 64, 8, requires_grad=True))
-    # Two are computed again, and two more for each one's gradients.
-    assert names.count("aten.bmm.default") == 2 + 4
+CONVOLUTIONS = nn.Sequential(nn.Conv2d(4, 4, 3), nn.GELU(), nn.Conv2d(4, 4, 3), nn.Sigmoid())
+
+
+# Of the two products in Scores, each is computed again, and two more for its gradients.
+@pytest.mark.parametrize(
+    ("block", "shape", "recomputed_again"),
+    [
+        (Attention(0.0), (2, 6, 16), {"attention": 0, "addmm": 0}),
+        (CONVOLUTIONS, (2, 4, 6, 6), {"gelu": 1, "convolution": 0}),
+        (Scores(), (2, 64, 8), {"aten.bmm": 2 + 4}),
+    ],
+)
+def test_attention_and_convolutions_are_kept_and_what_is_cheap_or_large_is_recomputed(
+    block, shape, recomputed_again
+):
+    block.forward = recomputed(block, selective=True)
+    loss = block(torch.randn(*shape, requires_grad=True)).square().sum()
+    with Operations() as operations:
+        loss.backward()
+    names = [name for name in operations.names if "backward" not in name]
+    counts = {part: sum(part in name for name in names) for part in recomputed_again}
+    assert counts == recomputed_again
 
 
 @pytest.mark.parametrize(("kernel", "more"), [("flash", ()), ("efficient", (None, True))])
@@ -156,7 +156,6 @@ def test_attention_that_draws_random_numbers_is_recomputed(kernel, more):
     inputs = ("q", "k", "v", *more)
     keep, again = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
     assert policy(None, operation, *inputs, 0.0, True, scale=0.5) is keep
-    assert policy(None, operation, *inputs, is_causal=True) is keep
     assert policy(None, operation, *inputs, 0.1, True, scale=0.5) is again
     assert policy(None, operation, *inputs, dropout_p=0.1) is again
 

@@ -109,9 +109,6 @@ def trained(world, task, words, steps=3, plant=None, culprit=0):
     return "", warnings
 
 
-# ---- what is found
-
-
 DDP, FSDP, HSDP = (["--parallel.strategy", name] for name in ("ddp", "fsdp", "hsdp"))
 OVERFLOW = ["--precision.dtype", "fp16", "--precision.scaler.init_scale", 2.0**40]
 OF_ALL = (
@@ -122,10 +119,6 @@ OF_GRADIENTS = (
 )
 OF_FOUR = (
     r"; wrong is rank 2 \(.*in 2 of 2 computations; the parameter 1.0.weight is not the same on"
-)
-OF_TWO = (
-    r"; ranks \[0\] against ranks \[1\], each with the same result twice: which is .*; "
-    "the parameter 1.0.weight is not the same on ranks 0 and 1 after step 2"
 )
 OF_REPLICAS = (
     r"ranks (\[0, 1\] against ranks \[2, 3\]|\[2, 3\] against ranks \[0, 1\]).*"
@@ -138,14 +131,11 @@ OF_REPLICAS = (
     [
         (2, [*DDP, *FP32], 3, in_product, 0, OF_ALL.format(0)),
         (2, [*DDP, *FP32], 3, in_gradient, 1, OF_GRADIENTS.format(1)),
-        (2, [*FSDP, *FP32], 3, in_product, 1, OF_ALL.format(1)),
-        (2, [*FSDP, *FP32], 3, in_gradient, 0, OF_GRADIENTS.format(0)),
         # In the first 16 forwards FSDP2's hooks refuse a model that writes to its parameters.
         (2, [*FSDP, *FP32], 6, in_gathered_weight, 0, OF_ALL.format(0)),
         (2, [*DDP, *OVERFLOW], 1, in_product, 1, r"; wrong is rank 1 \("),  # a skipped step
         (4, [*FSDP, *FP32], 3, partial(in_product, always=True), 3, r"; wrong is rank 3 \("),
         (4, [*DDP, *FP32], 3, in_weight, 2, OF_FOUR),
-        (2, [*DDP, *FP32], 3, in_weight, 1, OF_TWO),
         (4, [*HSDP, *FP32], 3, in_weight, 0, OF_REPLICAS),
     ],
 )
@@ -158,35 +148,31 @@ def test_a_flipped_bit_is_found_and_the_rank_named_as_far_as_can_be_known(
     assert warnings == []
     assert error.startswith(f"audit of step {steps}, micro-batch ")
     assert re.search(said, error), error
-    assert "; resume from a checkpoint without faulty hardware. If dist_amp.verify --bit_e" in error
 
 
-# ---- what is not
+class Unseeded(Tiny):
+    """Noise in its samples, or in its loss, from the system's random numbers."""
 
-
-class UnseededSamples(Tiny):
-    """Noise from the system's random numbers, which no seed repeats."""
+    def __init__(self, in_samples: bool):
+        super().__init__()
+        self.in_samples = in_samples
 
     def augment(self, sample, rng):
         noise = torch.from_numpy(numpy.random.default_rng().normal(size=8)).float()
-        return sample | {"x": sample["x"] + noise}
+        return sample | {"x": sample["x"] + noise * self.in_samples}
 
-
-class UnseededLoss(Tiny):
     def loss_sum(self, model, batch):
-        return super().loss_sum(model, batch) * random.SystemRandom().random()
+        noise = 1.0 if self.in_samples else random.SystemRandom().random()
+        return super().loss_sum(model, batch) * noise
 
 
 @pytest.mark.bad_input("an audit of a task that draws from generators that it does not seed")
-@pytest.mark.parametrize(
-    ("task", "first"), [(UnseededSamples(), "samples, loss,"), (UnseededLoss(), "loss,")]
-)
-def test_a_task_that_is_not_repeatable_is_no_corruption(task, first):
-    for error, (warning,) in on_ranks(2, trained, task, [*EACH, *DDP], 4):
+@pytest.mark.parametrize(("in_samples", "first"), [(True, "samples, loss,"), (False, "loss,")])
+def test_a_task_that_is_not_repeatable_is_no_corruption(in_samples, first):
+    for error, (warning,) in on_ranks(2, trained, Unseeded(in_samples), [*EACH, *DDP], 4):
         assert not error
         assert f"other bits of {first}" in warning
         assert "a task that is not repeatable" in warning
-        assert warning.endswith("no more steps are audited")
 
 
 def trained_bits(world, words, steps):
@@ -221,16 +207,11 @@ def test_ten_thousand_clean_audits_give_no_alarm(words):
         assert (error, warnings) == ("", [])
 
 
-# ---- what is chosen, and how it is judged
-
-
 def test_one_step_of_each_window_is_chosen_by_seed_and_step_alone():
     chosen = [choose(7, 10, step, 4, 3) for step in range(3000)]
-    assert chosen == [choose(7, 10, step, 4, 3) for step in range(3000)]
     assert all(sum(c is not None for c in chosen[i : i + 10]) == 1 for i in range(0, 3000, 10))
     # Each place, micro-batch and rank comes about equally often.
-    places = Counter(step % 10 for step, choice in enumerate(chosen) if choice)
-    assert len(places) == 10
+    assert len({step % 10 for step, choice in enumerate(chosen) if choice}) == 10
     kinds = Counter(filter(None, chosen))
     assert set(kinds) == {(number, shift) for number in range(3) for shift in (1, 2, 3)}
     # Binomial: 33 expected, standard deviation 5.4; five of them.
@@ -261,16 +242,6 @@ def test_the_majority_decides_and_a_draw_is_called_one(ranks, values, text):
     assert said[: len(text) or None] == text
 
 
-# ---- what can't be audited
-
-
-@pytest.mark.bad_input("`debug.audit_every` of 0 or a word")
-@pytest.mark.parametrize("value", ["0", "often"])
-def test_an_interval_of_audits_is_a_whole_number_or_off(value):
-    with pytest.raises(ConfigError, match=f"debug.audit_every={value} .* or off$"):
-        load_config(["--debug.audit_every", value], environ={})
-
-
 def refused(world, words, kinds):
     config = load_config([str(word) for word in [*EACH, *words]], environ={})
     with patch.object(audit, "kind_of", lambda device: kinds[world.rank]):
@@ -281,28 +252,16 @@ def refused(world, words, kinds):
     return ""
 
 
-@pytest.mark.bad_input("an audit without bit_exact, or on devices of two kinds")
+@pytest.mark.bad_input("an audit without bit_exact, on one process, or on devices of two kinds")
 @pytest.mark.parametrize(
-    ("words", "kinds", "said"),
+    ("ranks", "words", "kinds", "said"),
     [
-        (EXACT, "AA", ""),
-        (EXACT, "AB", "debug.audit_every=1 needs ranks on equal devices: A (rank 0), B (rank 1)"),
-        ([], "AA", "debug.audit_every=1 needs parallel.bit_exact=true"),
+        (2, EXACT, "AA", ""),
+        (2, EXACT, "AB", "debug.audit_every=1 needs ranks on equal devices: A (rank 0), B (rank 1"),
+        (2, [], "AA", "debug.audit_every=1 needs parallel.bit_exact=true"),
+        (1, EXACT, "A", "debug.audit_every=1 needs another rank"),
     ],
 )
-def test_where_equal_bits_can_not_be_expected_the_audit_is_refused(words, kinds, said):
-    for error in on_ranks(2, refused, words, kinds):
+def test_where_equal_bits_can_not_be_expected_the_audit_is_refused(ranks, words, kinds, said):
+    for error in on_ranks(ranks, refused, words, kinds):
         assert error[: len(said) or None] == said
-        assert error == "" or error.endswith("; use debug.audit_every=off")
-
-
-# ---- the main job
-
-
-@pytest.mark.bad_input("an audit on one process, in the main job")
-def test_an_audit_on_one_process_is_refused_before_the_runs_folder_is_made(launch, tmp_path):
-    words = ["--task.target", "tiny:Tiny", "--run.device", "cpu", "--run.dir", "run"]
-    done = launch(0, *EXACT, *EACH, *words)
-    assert done.returncode == 64
-    assert "debug.audit_every=1 needs another rank" in done.stderr.splitlines()[-1]
-    assert not (tmp_path / "run").exists()

@@ -1,37 +1,41 @@
-"""Ranks with other code, versions or settings are refused before there is a run."""
+"""What must be equal on all ranks: code and settings, samples, gradients and what a model keeps."""
 
+import math
 import platform
-import sys
-from importlib.metadata import version
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from conftest import needs
-from ranks import on_ranks
+from ranks import RankFailed, on_ranks
+from tiny import Tiny, log, make_run, take_steps
+from torch import nn
+from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
 
 from dist_amp.checkpoint.compatibility import FREE_TO_CHANGE
 from dist_amp.config.load import load_config
 from dist_amp.config.text import to_toml
+from dist_amp.data import Padding
 from dist_amp.diagnostics import consistency
-from dist_amp.diagnostics.consistency import check_ranks_agree
-from dist_amp.errors import ConfigError
+from dist_amp.diagnostics.consistency import Consistency, check_ranks_agree, find_mismatch
+from dist_amp.diagnostics.trace import hash_samples
+from dist_amp.errors import ConfigError, NumericsError
+from dist_amp.step import train_step
+from dist_amp.world import World, local
+
+# ---- before there is a run
 
 
-def difference_of_ranks(world, differs=None):
-    """The error of check_ranks_agree if rank 1 differs; "" for none."""
+def difference_of_ranks(world, changes, files):
+    """The error of check_ranks_agree if rank 1 differs in its settings or files; "" for none."""
     text = to_toml(load_config(["--task.target", "tiny:Tiny", "--data.path", "/disk"], environ={}))
-    changes = {
-        "a setting": {"lr = 0.0003": "lr = 0.001"},
-        "per-machine settings": {"workers = 0": "workers = 2", '"/disk"': '"/scratch"'},
-        "data": {'path = "/disk"': 'path = "off"'},
-    }
     real = consistency.code_hashes
     if world.rank == 1:
-        for old, new in changes.get(differs, {}).items():
+        for old, new in changes.items():
+            assert old in text
             text = text.replace(old, new)
-    if world.rank == 1 and differs == "a file":
-        changed = real("tiny:Tiny") | {"dist_amp/step.py": "0123abcd", "own.py": "89abcdef"}
-        consistency.code_hashes = lambda target: changed
+        consistency.code_hashes = lambda target: real(target) | files
     try:
         check_ranks_agree("tiny:Tiny", text, world)
     except ConfigError as error:
@@ -41,43 +45,45 @@ def difference_of_ranks(world, differs=None):
     return ""
 
 
-@pytest.mark.parametrize("differs", [None, "per-machine settings"])
-def test_ranks_that_agree_are_not_reported(differs):
-    assert on_ranks(2, difference_of_ranks, differs) == ["", ""]
+FILES = {"dist_amp/step.py": "0123abcd", "own.py": "89abcdef"}
+OTHER_FILES = (
+    "dist_amp/step.py is 0123abcd, and MINE on rank 0; own.py is 89abcdef, and absent on rank 0"
+)
+
+
+@pytest.mark.bad_input("nodes with different code, config or versions")
+@pytest.mark.parametrize(
+    ("changes", "files", "what"),
+    [
+        ({}, {}, ""),
+        ({"workers = 0": "workers = 2", '"/disk"': '"/scratch"'}, {}, ""),
+        ({'path = "/disk"': 'path = "off"'}, {}, "data.path is off, and given on rank 0"),
+        ({"lr = 0.0003": "lr = 0.001"}, {}, "optim.lr is 0.001, and 0.0003 on rank 0"),
+        ({}, FILES, OTHER_FILES),
+    ],
+    ids=["the same", "settings of a machine", "data", "a setting", "files"],
+)
+def test_ranks_with_other_code_or_settings_get_each_difference_with_both_values(
+    changes, files, what
+):
+    what = what.replace("MINE", consistency.code_hashes("tiny:Tiny")["dist_amp/step.py"])
+    for error in on_ranks(2, difference_of_ranks, changes, files):
+        said = f"the ranks differ: on rank 1 ({platform.node()}): {what}; start all of them with "
+        assert error.startswith(said) if what else not error
 
 
 def test_per_machine_settings_do_not_change_the_results():
     assert all(name.startswith(FREE_TO_CHANGE) for name in consistency.PER_MACHINE)
 
 
-@pytest.mark.bad_input("nodes with different code, config or versions")
-@pytest.mark.parametrize(
-    ("differs", "what"),
-    [
-        ("data", "data.path is off, and given on rank 0"),
-        ("a setting", "optim.lr is 0.001, and 0.0003 on rank 0"),
-        (
-            "a file",
-            "dist_amp/step.py is 0123abcd, and MINE on rank 0; own.py is 89abcdef, and absent on "
-            "rank 0",
-        ),
-    ],
-)
-def test_ranks_with_other_code_or_settings_get_each_difference_with_both_values(differs, what):
-    mine = consistency.code_hashes("tiny:Tiny")["dist_amp/step.py"]
-    what = what.replace("MINE", mine)
-    fix = "start all of them with the same code, versions and settings (environment, config files)"
-    expected = f"the ranks differ: on rank 1 ({platform.node()}): {what}; {fix}"
-    assert on_ranks(2, difference_of_ranks, differs) == [expected] * 2
-
-
-def test_the_users_task_file_and_the_versions_are_compared():
-    assert "tiny.py" in consistency.code_hashes("tiny:Tiny")
-    assert consistency.versions() == {
-        "python": "{}.{}".format(*sys.version_info),
-        "torch": torch.__version__,
-        "datasets": version("datasets"),
-    }
+def test_the_users_file_and_torch_are_compared_and_hidden_files_are_not(tmp_path, monkeypatch):
+    assert consistency.versions()["torch"] == torch.__version__
+    for name in ("step.py", ".step.py", "tasks/own.py", ".ipynb_checkpoints/step-checkpoint.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.setattr(consistency, "__file__", str(tmp_path / "diagnostics" / "consistency.py"))
+    expected = {"dist_amp/step.py", "dist_amp/tasks/own.py", "tiny.py"}
+    assert set(consistency.code_hashes("tiny:Tiny")) == expected
 
 
 @needs("tasks.causal_lm")
@@ -85,10 +91,96 @@ def test_a_task_of_the_package_is_compared_by_its_path():
     assert "causal_lm.py" not in consistency.code_hashes("dist_amp.tasks.causal_lm:CausalLM")
 
 
-def test_hidden_files_of_editors_and_notebooks_are_not_compared(tmp_path, monkeypatch):
-    for name in ("step.py", ".step.py", "tasks/own.py", ".ipynb_checkpoints/step-checkpoint.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    monkeypatch.setattr(consistency, "__file__", str(tmp_path / "diagnostics" / "consistency.py"))
-    expected = {"dist_amp/step.py", "dist_amp/tasks/own.py", "tiny.py"}
-    assert set(consistency.code_hashes("tiny:Tiny")) == expected
+# ---- while it runs
+
+
+class OfObjects(Tiny):
+    """Batches that are objects with attributes, in place of dicts."""
+
+    def collate(self, samples):
+        return SimpleNamespace(**torch.utils.data.default_collate(samples))
+
+    def loss_sum(self, model, batch):
+        return super().loss_sum(model, vars(batch))
+
+    def weight(self, batch):
+        return super().weight(vars(batch))
+
+
+def test_the_main_job_trains_on_objects_and_compares_their_samples_between_ranks():
+    run = make_run(World(), OfObjects(), "--data.workers", 1)
+    first, second = next(run.data), next(run.data)
+    assert hash_samples(first, run.world.device) != hash_samples(second, run.world.device)
+    assert hash_samples([Padding(first[0])], run.world.device) == 0
+    assert train_step(run, first).applied
+    run.data.close()
+
+
+def one_rank_corrupts_its_gradient_after_the_reduction(world, strategy):
+    """(whether the step was applied, the scale after it, the consistency check's message)."""
+    words = ["--parallel.strategy", strategy, "--train.micro_batch_size", 2]
+    run = make_run(world, Tiny(), *words, "--precision.dtype", "fp16")
+    checks = Consistency(run)
+    global_grad_norm = run.parallel.global_grad_norm
+
+    def corrupted():
+        if world.rank == 1:
+            local(run.parallel.parameters[0].grad)[0] = math.inf
+        return global_grad_norm()
+
+    run.parallel.global_grad_norm = corrupted
+    report = take_steps(run, 1)[0]
+    run.metrics.record(report)
+    message = ""
+    try:
+        checks.on_log(log(run))
+    except NumericsError as error:
+        message = str(error)
+    return report.applied.item(), run.scaler.get_scale(), message
+
+
+def test_inf_on_one_rank_after_the_reduction_skips_under_fsdp_and_is_named_under_ddp():
+    results = on_ranks(2, one_rank_corrupts_its_gradient_after_the_reduction, "fsdp")
+    assert results == [(False, 32768.0, "")] * 2
+    results = on_ranks(2, one_rank_corrupts_its_gradient_after_the_reduction, "ddp")
+    assert [applied for applied, *_ in results] == [True, False], "DDP's norm is not summed"
+    for *_, message in results:
+        assert "on rank 1" in message
+        assert "on rank 0" in message
+
+
+class FakeQuantised(Tiny):
+    def build_model(self):
+        quantise = FakeQuantize(observer=MovingAverageMinMaxObserver)
+        return nn.Sequential(quantise, super().build_model())
+
+
+def observed_after_evaluation(world, strategy):
+    run = make_run(world, FakeQuantised(), "--parallel.strategy", strategy, "--use_amp", "false")
+    take_steps(run, 2)
+    assert not find_mismatch(run)
+    run.parallel.average_batch_statistics()
+    return {name: value.tolist() for name, value in run.parallel.module.named_buffers()}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_what_fake_quantisation_observes_may_differ_until_it_is_averaged(strategy):
+    one, two = on_ranks(2, observed_after_evaluation, strategy)
+    assert one == two
+    assert one["0.scale"] > [0.0]
+
+
+class Unseeded(Tiny):
+    def build_model(self):
+        self.target = np.random.default_rng().random(3)
+        return super().build_model()
+
+
+def kept_unequal(world):
+    Consistency(make_run(world, Unseeded()))
+
+
+@pytest.mark.bad_input("a tensor that the task keeps and that differs between ranks")
+def test_a_kept_tensor_that_differs_between_ranks_is_refused_by_name():
+    with pytest.raises(RankFailed, match="attribute target is not the same on ranks 0 and 1; draw"):
+        on_ranks(2, kept_unequal)

@@ -1,7 +1,6 @@
 """What rank 0 prints: a line per log step, with the time left; on a terminal a progress bar."""
 
 import fcntl
-import io
 import json
 import math
 import os
@@ -9,21 +8,36 @@ import pty
 import re
 import select
 import struct
-import subprocess
 import sys
 import termios
+from statistics import median
 
 import numpy as np
-from forked import ROOT, TESTS
+import pytest
+import test_fit
+import torch
+from forked import context
+from test_fit import OFTEN, end_of, handlers
+from test_metrics import random_row, steps_of
+from test_script_run import built, same
+from test_train import TINY, losses, summary_of
 
-from dist_amp.errors import Failure
+from dist_amp.clock import OWN_PHASES, STEP_PHASES
+from dist_amp.config.load import load_config
 from dist_amp.precision import Clip
-from dist_amp.supervise.failure import report_failure
+from dist_amp.run import build_run
 from dist_amp.telemetry import console as consoles
-from dist_amp.telemetry.console import Console, columns, duration, power_of_two
+from dist_amp.telemetry.console import Console, columns, power_of_two
 from dist_amp.telemetry.metrics import Metrics
-from dist_amp.telemetry.step_report import RANK_METRICS, LogRow
+from dist_amp.telemetry.step_report import MAX_RANK_FOLDERS, RANK_METRICS, LogRow
+from dist_amp.train import fit, main
 from dist_amp.world import World
+
+# Fixtures.
+undisturbed = test_fit.undisturbed
+
+
+# ---- a line per log step
 
 
 def row(step=5, ranks=2, **values):
@@ -46,27 +60,24 @@ def test_a_log_interval_in_columns():
 
 def test_skipped_steps_are_shown_with_the_reason_and_the_scale_and_no_nan():
     none = {"applied_in_interval": 0.0, "loss_sum": 0.0, "weight_sum": 0.0, "grad_norm": np.nan}
-    skipped = row(**none, skipped_in_interval=5.0, loss_scale=2.0**35)
-    assert columns(skipped, 2.0**40)[0] == "skipped 5 (gradients not finite)"
-    assert "scale 2^40 -> 2^35" in columns(skipped, 2.0**40)
-    assert "nan" not in " ".join(columns(skipped, 2.0**40))
-    some = row(applied_in_interval=3.0, skipped_in_interval=2.0, loss_scale=2.0**38)
-    expected = ["loss 1.5000", "skipped 2 (gradients not finite)", "items/s 20"]
-    assert columns(some, 2.0**40)[:3] == expected
-    assert "scale 2^40 -> 2^38" in columns(some, 2.0**40)
-    bf16 = row(applied_in_interval=4.0, skipped_in_interval=1.0, grad_norm=np.inf)
-    assert columns(bf16, 1.0)[:2] == ["loss 1.5000", "skipped 1 (gradients not finite)"]
+    skipped = columns(row(**none, skipped_in_interval=5.0, loss_scale=2.0**35), 2.0**40)
+    assert skipped[0] == "skipped 5 (gradients not finite)"
+    assert "scale 2^40 -> 2^35" in skipped
+    assert "nan" not in " ".join(skipped)
+    some = row(applied_in_interval=3.0, skipped_in_interval=2.0)
+    assert columns(some, 1.0)[:2] == ["loss 1.5000", "skipped 2 (gradients not finite)"]
 
 
-def test_durations():
-    texts = {5: "0:05", 72: "1:12", 3600: "1:00:00", 100_000: "27:46:40"}
-    assert {seconds: duration(seconds) for seconds in texts} == texts
-
-
-def test_a_line_in_a_pipe_has_elapsed_and_remaining_time(capsys, monkeypatch):
+@pytest.fixture
+def clocked(monkeypatch):
+    """A console of a run of 20 steps, and a list of one number, the time."""
     now = [100.0]
     monkeypatch.setattr(consoles.time, "monotonic", lambda: now[0])
-    console = Console(Metrics(World(), Clip("off", math.inf)), 0, 20, 1.0)
+    return Console(Metrics(World(), Clip("off", math.inf)), 0, 20, 1.0), now
+
+
+def test_a_line_in_a_pipe_has_elapsed_and_remaining_time(clocked, capsys):
+    console, now = clocked
     for step in (0, 5, 10):
         console.on_log(row(step=step))
         now[0] += 40.0 if step == 0 else 10.0
@@ -76,10 +87,8 @@ def test_a_line_in_a_pipe_has_elapsed_and_remaining_time(capsys, monkeypatch):
     assert third.startswith("step     10/20  50%  0:50 eta 0:50")
 
 
-def test_a_long_evaluation_says_how_far_it_is_ever_more_rarely(capsys, monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(consoles.time, "monotonic", lambda: now[0])
-    console = Console(Metrics(World(), Clip("off", math.inf)), 0, 20, 1.0)
+def test_a_long_evaluation_says_how_far_it_is_ever_more_rarely(clocked, capsys):
+    console, now = clocked
     for seconds in (0.1, 1.0):  # a quick one is silent
         for done in range(100):
             console.during_evaluation(done, 100)
@@ -92,29 +101,148 @@ def test_a_long_evaluation_says_how_far_it_is_ever_more_rarely(capsys, monkeypat
     ]
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
+@pytest.mark.parametrize("ranks", [1, 2, 1000])
+def test_what_is_computed_for_all_ranks_at_once_is_what_each_rank_gives(ranks):
+    row, each = random_row(ranks)
+    rates = [own["items"] / sum(own[phase] for phase in STEP_PHASES) for own in each]
+    tags = row.global_tags()
+    expected = {"train/loss": sum(own["loss_sum"] for own in each) / each[0]["weight_sum"]}
+    local = [sum(own[phase] for phase in OWN_PHASES) / own["steps"] for own in each]
+    if ranks > 1:
+        expected["ranks/items_per_second_min"] = min(rates)
+        expected["ranks/items_per_second_median"] = median(rates)
+        expected["ranks/peak_bytes_max"] = max(own["peak_bytes"] for own in each)
+        expected["ranks/data_wait_seconds_max"] = max(own["data"] / own["steps"] for own in each)
+    if ranks > MAX_RANK_FOLDERS:
+        expected["ranks/slowest_rank"] = local.index(max(local))
+    # Sums in another order; seconds are rounded to 0.1 us.
+    assert {tag: tags[tag] for tag in expected} == pytest.approx(expected, rel=1e-12, abs=1e-7)
+    assert ("ranks/forward_seconds_median" in tags) == (ranks > MAX_RANK_FOLDERS)
+    assert f"items/s {sum(rates):,.0f}" in columns(row, 1.0)
+    last = row.rank_tags(ranks - 1)["throughput/items_per_second"]
+    assert last == pytest.approx(rates[-1], rel=1e-12)
+    assert json.loads(json.dumps(tags)) == tags, "plain numbers"
+
+
+# ---- a whole run
+
+
+def check_finished_run(folder, done, ranks):
+    """What a run of four steps prints and leaves in its folder."""
+    assert done.returncode == 0, done.stderr[-2000:]
+    summary = summary_of(folder)
+    expected = {"stopped_by": "completed", "exit_code": 0, "cause": "", "steps": 4}
+    expected |= {"applied_steps": 4, "skipped_steps": 0, "world_size": ranks}
+    expected["resumed_from_step"] = None
+    assert {key: summary[key] for key in expected} == expected
+    assert [rank["rank"] for rank in summary["ranks"]] == list(range(ranks))
+    assert all(rank["items_per_second"] > 0 for rank in summary["ranks"])
+    assert all(rank["peak_memory_bytes"] > 2**20 for rank in summary["ranks"])
+    assert summary["final_loss"] == losses(folder)[4]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for rank, entry in enumerate(summary["ranks"]):
+        seconds = [row["ranks"][rank]["time/local_seconds"] for row in rows if "ranks" in row]
+        # The lines are rounded to 0.1 us.
+        assert entry["local_seconds"] == pytest.approx(sum(seconds) / len(seconds), abs=2e-7)
+    assert len(list((folder / "tensorboard").iterdir())) == ranks
+    assert (folder / "checkpoints/step_00000004").is_dir()
+    assert "step      4/4" in done.stdout
+    assert "local s/step" in done.stdout
+    assert "done: 4 steps (4 applied, 0 skipped)" in done.stdout
+
+
+FP16 = ["--precision.dtype", "fp16", "--precision.scaler.init_scale", "256"]
+
+
+@pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_launcher_runs_the_main_job_in_a_default_folder_with_time_and_id_shared_by_all_ranks(
+    launch, tmp_path, torchrun
+):
+    words = [*TINY, "--train.steps", "4", "--parallel.strategy", "fsdp", *FP16]
+    done = launch(2, *words) if torchrun else launch.each(2, *words)[0]
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert re.fullmatch(r"\d{8}T\d{6}Z-[0-9a-f]{6}", folder.name)
+    assert f'dir = "runs/{folder.name}"' in (folder / "config.toml").read_text()
+    check_finished_run(folder, done, 2)
+
+
+@pytest.mark.bad_input("run.resume=never in a folder that holds a run")
+def test_a_finished_run_says_so_and_a_longer_one_continues(launch, tmp_path):
+    words = [*TINY, "--run.dir", "run", "--train.steps"]
+    check_finished_run(tmp_path / "run", launch(0, *words, "4"), 1)
+    again = launch(0, *words, "4")
+    assert again.returncode == 0
+    assert "it took 4 of train.steps=4; raise train.steps to continue" in again.stdout
+    assert launch(0, *words, "5").returncode == 0
+    summary = summary_of(tmp_path / "run")
+    assert (summary["steps"], summary["resumed_from_step"]) == (5, 4)
+    refused = launch(0, *words, "9", "--run.resume", "never")
+    assert refused.returncode == 64
+    assert "run.dir=run holds a run already" in refused.stderr
+    assert summary_of(tmp_path / "run")["stopped_by"] == "completed", "it stays as it was"
+
+
+def shown(text):
+    """The first two words of the lines of log steps and evaluations."""
+    lines = (line.split() for line in text.splitlines())
+    return [tuple(line[:2]) for line in lines if line[:1] in (["step"], ["eval"])]
+
+
+def test_fit_ends_bit_for_bit_as_the_command_does_and_both_show_each_step_in_order(
+    tmp_path, undisturbed, capfd
+):
+    words = ["--run.dir", f"{tmp_path}/run", "--task.target", "tests/core/test_script_run.py:Noisy"]
+    words += ["--train.steps", "6", "--optim.lr", "1e-2", *map(str, OFTEN)]
+    capfd.readouterr()
+    assert main(words) == 0
+    # A step's line comes before the evaluation and the checkpoint that follow it.
+    in_order = [("step", "2/6"), ("eval", "3"), ("step", "4/6"), ("step", "6/6"), ("eval", "6")]
+    assert shown(capfd.readouterr().out) == in_order
+    assert steps_of(tmp_path / "run") == [2, 3, 4, 6, 6]
+    by_command = build_run(load_config(words, environ={}))
+    by_command.resume()
+    assert same(list(end_of(by_command)), list(undisturbed))
+    run = built(World(), tmp_path / "peeked", *OFTEN)
+    before = handlers()
+    next(run.data)
+    torch.rand(3)
+    fit(run)
+    assert same(list(end_of(run)), list(undisturbed))
+    assert handlers() == before
+    said = capfd.readouterr().out
+    assert shown(said) == in_order
+    assert "done: 6 steps" in said
+    assert fit(run)["stopped_by"] == "completed"
+    assert f"{run.folder} is finished: it took 6 of train.steps=6" in capfd.readouterr().out
+
+
+# ---- on a terminal
+
+
+def train_on(terminal, folder, words):
+    """The main job in a process whose output is a terminal."""
+    os.environ |= {"TERM": "xterm", "TQDM_DISABLE": "1"}  # what a user set for other programs
+    for number in (1, 2):
+        os.dup2(os.open(terminal, os.O_WRONLY | os.O_NOCTTY), number)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
+    os.chdir(folder)
+    sys.exit(main(words))
 
 
 def on_a_terminal(folder, width, *words):
     """What a run writes to a terminal of that width: (exit status, text)."""
     ours, of_run = pty.openpty()
-    with os.fdopen(ours, "rb", buffering=0) as screen:
-        fcntl.ioctl(of_run, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
-        environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{TESTS}", "OMP_NUM_THREADS": "1"}
-        environ |= {"TERM": "xterm", "TQDM_DISABLE": "1"}  # what a user set for other programs
-        command = [sys.executable, "-m", "dist_amp.train", "--task.target", "tiny:Tiny"]
-        command += map(str, words)
-        process = subprocess.Popen(command, cwd=folder, stdout=of_run, stderr=of_run, env=environ)
-        os.close(of_run)
-        text = b""
-        while select.select([screen], [], [], 120)[0]:
-            try:
-                text += os.read(ours, 4096)
-            except OSError:  # the other end is closed
-                break
-        return process.wait(60), text.decode()
+    fcntl.ioctl(of_run, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
+    args = (os.ttyname(of_run), folder, ["--task.target", "tiny:Tiny", *map(str, words)])
+    process = context.Process(target=train_on, args=args)
+    process.start()
+    text = b""
+    while ours in select.select([ours, process.sentinel], [], [], 120)[0]:
+        text += os.read(ours, 4096)
+    process.join(60)
+    os.close(ours)
+    os.close(of_run)
+    return process.exitcode, text.decode()
 
 
 def test_on_a_terminal_one_bar_is_updated_and_what_is_printed_stays_above_it(tmp_path):
@@ -126,11 +254,11 @@ def test_on_a_terminal_one_bar_is_updated_and_what_is_printed_stays_above_it(tmp
     assert max(map(len, drawn)) <= 80
     assert all(name in drawn[-1] for name in ("loss ", "items/s ", "peak "))
     lines = text.replace("\r\n", "\n").split("\n")
-    screen = [line.rstrip().split("\r")[-1].rstrip() for line in lines]  # what is left of each line
-    assert [line.split()[1] for line in screen if line.startswith("eval ")] == ["3", "6"]
-    steps = [line.split()[1] for line in screen if line.startswith("step ")]
+    screen = "\n".join(line.rstrip().split("\r")[-1] for line in lines)  # what is left of each line
+    assert [number for name, number in shown(screen) if name == "eval"] == ["3", "6"]
+    steps = [number for name, number in shown(screen) if name == "step"]
     assert steps == ["2/6", "4/6", "6/6", "6/6"], "the history, and the bar that is left below it"
-    assert any(line.startswith("done: 6 steps") for line in screen)
+    assert "\ndone: 6 steps" in screen
 
 
 def test_on_a_terminal_an_error_is_the_last_thing_on_the_screen(tmp_path):
@@ -139,12 +267,3 @@ def test_on_a_terminal_an_error_is_the_last_thing_on_the_screen(tmp_path):
     assert status == 70, text
     last = text.replace("\r\n", "\n").rstrip().split("\n")[-1]
     assert last.split("\r")[-1].startswith("\033[Kerror: 2 steps in a row"), last
-
-
-def test_torchruns_error_file_has_the_error_without_control_characters(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    report_failure(Failure("the disk is full; free some"), None)
-    assert sys.stderr.getvalue().startswith("\r\033[K")
-    message = json.loads((tmp_path / "error.json").read_text())["message"]["message"]
-    assert message == "error: the disk is full; free some"

@@ -7,18 +7,16 @@ import torch
 from ranks import on_ranks
 from tiny import Overflow, Tiny, make_run, take_steps
 
-from dist_amp.config.load import load_config
 from dist_amp.diagnostics.fingerprint import MAX_GROUPS, Fingerprint, group_names
 from dist_amp.diagnostics.trace import hash_tensor
-from dist_amp.errors import ConfigError
 from dist_amp.step import train_step
 from dist_amp.world import World
 
 WORDS = ["--metrics.fingerprint", 2, "--train.micro_batch_size", 4, "--precision.use_amp", "false"]
 
 
-def steps_with_hashes(world, task, steps, *words):
-    """Steps as in the main job: (their losses, the fingerprints that rank 0 would write)."""
+def hashed_steps(world, task, steps, *words):
+    """Steps as in the main job: (the fingerprints that rank 0 would write, the steps' losses)."""
     run = make_run(world, task, *WORDS, *words)
     fingerprint = Fingerprint(run)
     losses = []
@@ -29,15 +27,11 @@ def steps_with_hashes(world, task, steps, *words):
         fingerprint.after_step(report, micro_batches)
         losses.append(report.loss_sum.item())
     run.metrics.begin(run.step, run.schedule, run.scaler, run.data)
-    return losses, fingerprint.tags(run.metrics.read()).get("fingerprints", {})
-
-
-def hashed_steps(*args):
-    return steps_with_hashes(*args)[1]
+    return fingerprint.tags(run.metrics.read()).get("fingerprints", {}), losses
 
 
 def test_the_first_and_every_nth_step_have_hashes_of_each_module_and_no_step_changes():
-    losses, written = steps_with_hashes(World(), Tiny(), 5)
+    written, losses = hashed_steps(World(), Tiny(), 5)
     plain = take_steps(make_run(World(), Tiny(), *WORDS), 5)
     assert losses == [report.loss_sum.item() for report in plain]
     assert list(written) == ["1", "2", "4"]
@@ -47,17 +41,6 @@ def test_the_first_and_every_nth_step_have_hashes_of_each_module_and_no_step_cha
             assert list(kind) == ["0.0", "1.0", "2"]
             assert all(len(text) == 16 and int(text, 16) for text in kind.values())
     json.dumps(written)
-
-
-def test_equal_bits_have_equal_hashes_on_any_ranks_and_strategy():
-    """The initial parameters are equal bit for bit; the gradients are when they are exact."""
-    expected = hashed_steps(World(), Exact(), 1, "--train.global_batch_size", 16)
-    assert list(expected["1"]) == ["parameters", "gradients"]
-    for ranks, strategy in ((2, "ddp"), (2, "fsdp"), (4, "hsdp")):
-        words = ["--parallel.strategy", strategy, "--train.global_batch_size", 16]
-        written = on_ranks(ranks, hashed_steps, Exact(), 1, *words)
-        assert written[0] == expected
-        assert not any(written[1:])
 
 
 class Exact(Tiny):
@@ -82,14 +65,26 @@ class Exact(Tiny):
         return len(batch["x"])
 
 
-def test_a_hash_sees_one_flipped_bit_and_two_exchanged_elements():
-    tensor = torch.randn(33, 5)
+def test_equal_bits_have_equal_hashes_on_any_ranks_and_strategy():
+    """The initial parameters are equal bit for bit; the gradients are when they are exact."""
+    expected, _ = hashed_steps(World(), Exact(), 1, "--train.global_batch_size", 16)
+    for ranks, strategy in ((2, "ddp"), (2, "fsdp"), (4, "hsdp")):
+        words = ["--parallel.strategy", strategy, "--train.global_batch_size", 16]
+        first, *others = on_ranks(ranks, hashed_steps, Exact(), 1, *words)
+        assert first[0] == expected
+        assert not any(written for written, _ in others)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_hash_sees_one_flipped_bit_and_two_exchanged_elements_and_those_of_shards_add_up(dtype):
+    tensor = torch.randn(33, 5).to(dtype)
     expected = hash_tensor(tensor)
     flipped = tensor.clone()
-    flipped.view(torch.int32)[32, 4] ^= 1
-    assert hash_tensor(flipped) != expected
-    assert hash_tensor(tensor.flip(0)) != expected
-    assert hash_tensor(-tensor) != expected
+    flipped.view(torch.uint8)[32, 4] ^= 1
+    for other in (flipped, tensor.flip(0), -tensor):
+        assert hash_tensor(other) != expected
+    parts = [hash_tensor(tensor[first : first + 9], first * 5) for first in range(0, 33, 9)]
+    assert sum(parts) == expected
 
 
 def test_hashes_are_those_of_earlier_versions_with_whose_runs_diff_compares():
@@ -97,47 +92,24 @@ def test_hashes_are_those_of_earlier_versions_with_whose_runs_diff_compares():
     assert hash_tensor(torch.arange(10).bfloat16()) == -3861425918515962914
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_the_hashes_of_shards_add_up(dtype):
-    tensor = torch.randn(33, 5).to(dtype)
-    total = torch.zeros((), dtype=torch.int64)
-    for first in range(0, 33, 9):
-        total += hash_tensor(tensor[first : first + 9], first * 5)
-    assert total == hash_tensor(tensor)
-
-
 @pytest.mark.parametrize("fused", ["true", "false"])
 def test_a_skipped_step_has_its_parameters_hashes(fused):
     """Its gradients too, if the optimizer is called, as torch's fused ones are."""
-    written = hashed_steps(
-        World(), Overflow(bad=tuple(range(64))), 1, "--optim.fused", fused, "--run.seed", 3
-    )
+    words = ["--optim.fused", fused, "--run.seed", 3]
+    written, _ = hashed_steps(World(), Overflow(bad=tuple(range(64))), 1, *words)
     assert ("gradients" in written["1"]) == (fused == "true")
     assert "parameters" in written["1"]
 
 
 def test_groups_are_the_smallest_modules_that_are_few_enough():
-    assert group_names(["embedding.weight", "blocks.0.up.weight", "blocks.0.up.bias", "scale"]) == [
-        "embedding",
-        "blocks.0.up",
-        "blocks.0.up",
-        "scale",
-    ]
+    names = ["embedding.weight", "blocks.0.up.weight", "blocks.0.up.bias", "scale"]
+    assert group_names(names) == ["embedding", "blocks.0.up", "blocks.0.up", "scale"]
     parts = ("query", "key", "value", "out")
     names = [f"model.layers.{n}.mix.{part}.weight" for n in range(20) for part in parts]
     assert set(group_names(names)) == {f"model.layers.{n}.mix" for n in range(20)}
-
-
-def test_more_layers_than_groups_are_joined_with_their_neighbours():
+    # More layers than groups are joined with their neighbours.
     names = ["embed.weight", *(f"layers.{number}.w" for number in range(126)), "head.weight"]
     groups = list(dict.fromkeys(group_names(names)))
     assert len(groups) == MAX_GROUPS == 64
     assert groups[:2] == ["embed to layers.0", "layers.1 to layers.2"]
     assert groups[-1] == "layers.125 to head"
-
-
-@pytest.mark.bad_input("metrics.fingerprint of 0 or a word")
-@pytest.mark.parametrize("value", ["0", "often"])
-def test_a_fingerprint_that_is_no_count_is_rejected(value):
-    with pytest.raises(ConfigError, match=rf"metrics\.fingerprint={value}"):
-        load_config(["--metrics.fingerprint", value])

@@ -1,6 +1,7 @@
 """The first steps name a loss that is a mean, a parameter without gradients, and a still model."""
 
 from collections import deque
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ from dist_amp.diagnostics.first_steps import WATCHED_STEPS, FirstSteps
 from dist_amp.errors import NumericsError
 from dist_amp.step import train_step
 from dist_amp.world import World
+
+LAYOUTS = [(1, "single"), (2, "ddp"), (2, "fsdp")]
 
 
 class Forgotten(Tiny):
@@ -33,37 +36,39 @@ def moved_in_a_list(batches):
     return batches
 
 
-def watched_steps(world, task, strategy, steps=WATCHED_STEPS):
-    run = make_run(world, task, "--parallel.strategy", strategy, "--train.micro_batch_size", 2)
+def watched_run(world, task, strategy, steps=WATCHED_STEPS, observed=True):
+    """(the run after so many steps, the warnings of what watched it)"""
+    words = ["--train.micro_batch_size", 2, "--use_amp", "false"]
+    run = make_run(world, task, "--parallel.strategy", strategy, *words)
     run.data.to_device = moved_in_a_list
     observer = FirstSteps(run)
     warnings = []
-    object.__setattr__(run.world, "warn", warnings.append)
-    try:
+    with patch.object(World, "warn", lambda world, text: warnings.append(text)):
         for _ in range(steps):
             micro_batches = next(run.data)
             observer.before_step(micro_batches)
-            observer.after_step(train_step(run, micro_batches), micro_batches)
-    finally:
-        object.__delattr__(run.world, "warn")
-    return warnings
+            report = train_step(run, micro_batches)
+            if observed:
+                observer.after_step(report, micro_batches)
+    return run, warnings
+
+
+def warnings_of(world, *args):
+    return watched_run(world, *args)[1]
 
 
 @pytest.mark.bad_input("a parameter that gets no gradient")
-@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "ddp"), (2, "fsdp")])
+@pytest.mark.parametrize(("ranks", "strategy"), LAYOUTS)
 def test_a_parameter_that_never_gets_a_gradient_is_named_after_some_steps(ranks, strategy):
-    for warnings in on_ranks(ranks, watched_steps, Forgotten(), strategy):
-        assert len(warnings) == 1
-        assert warnings[0].startswith(
-            f"forgotten got no gradient in {WATCHED_STEPS} steps: it counts as zero"
-        )
+    for (warning,) in on_ranks(ranks, warnings_of, Forgotten(), strategy):
+        said = f"forgotten got no gradient in {WATCHED_STEPS} steps: it counts as zero"
+        assert warning.startswith(said)
 
 
 def test_experts_that_no_sample_chose_are_named_and_said_to_be_harmless():
-    (warning,) = watched_steps(World(), Mixture(), "single")
-    assert (
-        "blocks.0.experts.3.bias, blocks.1.experts.3.weight and 1 more got no gradient" in warning
-    )
+    (warning,) = warnings_of(World(), Mixture(), "single")
+    said = "blocks.0.experts.3.bias, blocks.1.experts.3.weight and 1 more got no gradient"
+    assert said in warning
     assert warning.endswith("For a mixture's experts that no sample chose yet, nothing is wrong")
 
 
@@ -73,7 +78,7 @@ class Mean(Tiny):
 
 
 class FixedSize(Mean):
-    """Takes batches of one size alone, and says how often its model was called."""
+    """Takes batches of one size alone."""
 
     def loss_sum(self, model, batch):
         assert len(batch["x"]) == 2
@@ -83,60 +88,31 @@ class FixedSize(Mean):
 @pytest.mark.bad_input("a loss_sum that returns a mean")
 @pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "ddp")])
 def test_a_loss_that_is_a_mean_is_named_after_the_first_step(ranks, strategy):
-    for warnings in on_ranks(ranks, watched_steps, Mean(), strategy, 1):
-        assert len(warnings) == 1
-        assert "for each of them twice, though weight(batch) grows from 2 to 4" in warnings[0]
-        assert "it seems to be a mean; return the sum" in warnings[0]
+    for (warning,) in on_ranks(ranks, warnings_of, Mean(), strategy, 1):
+        assert "for each of them twice, though weight(batch) grows from 2 to 4" in warning
+        assert "it seems to be a mean; return the sum" in warning
 
 
 @pytest.mark.parametrize("task", [Tiny(), Tiny(uneven=True), Mixture(), FixedSize()])
 @pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "fsdp")])
 def test_a_sum_is_not_taken_for_a_mean_nor_is_a_task_of_one_batch_size(task, ranks, strategy):
-    for warnings in on_ranks(ranks, watched_steps, task, strategy, 2):
+    for warnings in on_ranks(ranks, warnings_of, task, strategy, 2):
         assert not warnings
-
-
-class Counting(Tiny):
-    """Its loss depends on how often it was called."""
-
-    def build_model(self):
-        self.calls = 0
-        return nn.Sequential(nn.Dropout(0.5), super().build_model())
-
-    def loss_sum(self, model, batch):
-        self.calls += 1
-        return super().loss_sum(model, batch) * self.calls
-
-
-def observed_steps(world, observed):
-    run = make_run(world, Counting(), "--train.micro_batch_size", 2)
-    observer = FirstSteps(run)
-    for _ in range(3):
-        micro_batches = next(run.data)
-        observer.before_step(micro_batches)
-        report = train_step(run, micro_batches)
-        if observed:
-            observer.after_step(report, micro_batches)
-    return parameters_of(run)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_looking_for_a_mean_changes_nothing_in_the_run(ranks):
-    plain = on_ranks(ranks, observed_steps, False)
-    for one, other in zip(plain, on_ranks(ranks, observed_steps, True), strict=True):
-        assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 class CountsItsCalls(nn.Linear):
     def __init__(self):
         super().__init__(8, 1)
-        self.calls = 0
         self.batches = []
+        self.dropout = nn.Dropout(0.5)
 
     def forward(self, x):
-        self.calls += 1
         self.batches.append(len(x))
-        return super().forward(x)
+        return super().forward(self.dropout(x))
+
+
+class Inner:
+    count = 0
 
 
 class Queues(Mean):
@@ -145,7 +121,7 @@ class Queues(Mean):
     shrinks: also a parameter of the model.
     """
 
-    def __init__(self, shrinks: bool = False):
+    def __init__(self, shrinks: bool):
         super().__init__()
         self.shrinks = shrinks
 
@@ -167,46 +143,25 @@ class Queues(Mean):
         self.kept["array"] += 1
         if self.shrinks:
             getattr(model, "module", model).weight.data.mul_(0.9)
-        return super().loss_sum(model, batch)
+        return super().loss_sum(model, batch) * len(self.queue)
 
 
-class Inner:
-    count = 0
-
-
-def kept_after_steps(world, task, strategy, observed):
-    words = ["--parallel.strategy", strategy, "--train.micro_batch_size", 2]
-    run = make_run(world, task, *words, "--use_amp", "false")
-    observer, warnings = FirstSteps(run), []
-    object.__setattr__(run.world, "warn", warnings.append)
-    for _ in range(3):
-        micro_batches = next(run.data)
-        observer.before_step(micro_batches)
-        report = train_step(run, micro_batches)
-        if observed:
-            observer.after_step(report, micro_batches)
-    object.__delattr__(run.world, "warn")
-    model = run.parallel.module
-    kept = [[*task.queue], str(task.kept), task.inner.count, model.calls, model.batches]
-    state = task.generator.get_state().tolist()
+def kept_after_steps(world, shrinks, strategy, observed):
+    task = Queues(shrinks)
+    run, warnings = watched_run(world, task, strategy, 3, observed)
+    kept = [[*task.queue], str(task.kept), task.inner.count, run.parallel.module.batches]
+    kept.append(task.generator.get_state().tolist())
     weights = {name: value.tolist() for name, value in parameters_of(run).items()}
-    return [*kept, state, weights], warnings
+    return [*kept, weights], warnings
 
 
+@pytest.mark.parametrize("shrinks", [False, True])
 @pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "ddp")])
-def test_what_a_task_or_model_keeps_moves_once_per_step_though_a_mean_is_looked_for(
-    ranks, strategy
+def test_looking_for_a_mean_changes_nothing_that_a_task_or_model_keeps_nor_the_steps(
+    ranks, strategy, shrinks
 ):
-    plain = on_ranks(ranks, kept_after_steps, Queues(), strategy, False)
-    observed = on_ranks(ranks, kept_after_steps, Queues(), strategy, True)
-    assert [kept for kept, _ in observed] == [kept for kept, _ in plain]
-    assert all("it seems to be a mean" in warnings[0] for _, warnings in observed)
-
-
-@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "ddp")])
-def test_a_parameter_that_the_task_changes_is_changed_once_per_step(ranks, strategy):
-    plain = on_ranks(ranks, kept_after_steps, Queues(True), strategy, False)
-    observed = on_ranks(ranks, kept_after_steps, Queues(True), strategy, True)
+    plain = on_ranks(ranks, kept_after_steps, shrinks, strategy, False)
+    observed = on_ranks(ranks, kept_after_steps, shrinks, strategy, True)
     assert [kept for kept, _ in observed] == [kept for kept, _ in plain]
 
 
