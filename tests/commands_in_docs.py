@@ -44,7 +44,6 @@ NEEDS = {
     r"sysctl ": "root",
     r"taskset ": "the number of a process",
     r"(bash )?\.ci/run": "hours: it runs all tests",
-    r"bash launch/chaos\.sh( --any_world)?$": "twenty minutes: tests/slow/test_chaos.py",
     r"\(ulimit": "memory that runs out: tests/features/test_explain.py",
     r"dist_amp (update|adopt muon( --remove ema)?)$": "a project in git: tests/repo/test_update.py",
 }

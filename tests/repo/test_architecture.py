@@ -1,53 +1,22 @@
 """The budgets of what a reader follows and a process loads, and the one direction of imports.
 
-`python tests/architecture.py` prints the figures.
+`python tests/architecture.py` prints the budgets, which stand there, and the figures.
 """
 
 import ast
 import re
 import sys
 
-import architecture
 import pytest
-from architecture import ROOT, Size, files, imports_of, modules_imported, unit_of
+from architecture import BUDGETS, figures, files, imports_of, modules_imported, unit_of
 from torch.distributed.fsdp import FSDPModule
 
-from dist_amp.commands.parts import Package
-
 # Lower ones first; a file imports from its own folder, or from what stands before it.
-ORDER = [
-    "__init__",
-    "errors",
-    "settings",
-    "files",
-    "distributed",
-    "clock",
-    "world",
-    "config",
-    "task",
-    "loading",
-    "optimizers",
-    "precision",
-    "optim",
-    "scaling",
-    "parallel",
-    "data",
-    "telemetry",
-    "step",
-    "bit_exact",
-    "storage",
-    "checkpoint",
-    "run",
-    "diagnostics",
-    "supervise",
-    "record",
-    "train",
-    "sources",
-    "tasks",
-    "verify",
-    "commands",
-    "bench",
-]
+ORDER = """
+    __init__ errors settings files distributed clock world config task loading optimizers precision
+    optim scaling parallel data telemetry step bit_exact storage checkpoint run diagnostics
+    supervise record train sources tasks verify commands bench
+""".split()
 IMPORTED_BY_NOTHING_ABOVE = {"sources", "tasks", "verify", "commands", "train"}
 
 HEAVY = {  # package: the files that may import it
@@ -83,100 +52,35 @@ PRIVATE = {
 }
 
 
-def fits(size, lines, files):
-    return size.lines <= lines and size.files <= files
-
-
-# ---- budgets ----
-
-# Not met since strangers' faults were fixed. The limits stay as they are: strict, so that the mark
-# goes as soon as one is met again.
-unmet = pytest.mark.xfail(strict=True, reason="this budget is not met; `architecture.py` prints it")
-
-
-@pytest.fixture(scope="module")
-def step_sizes():
-    return architecture.step_sizes()
-
-
 @pytest.mark.skipif(
     not hasattr(FSDPModule, "set_reduce_scatter_unused_params"),
     reason="before torch 2.13 this project's code gives unused parameters their gradients",
 )
-@pytest.mark.parametrize("strategy", architecture.STRATEGIES)
-def test_a_steady_step_executes_at_most_400_lines_in_9_files(step_sizes, strategy):
-    assert fits(step_sizes[strategy], lines=400, files=9), step_sizes[strategy]
-
-
-# The goal is 1,600 lines in 40 files; this is the limit of today, which only rises for a check of
-# what would be wrong in silence (tensors of the task, hooks and writes in forward, secrets).
-@unmet
-def test_what_runs_until_the_first_backward_does_not_grow():
-    size = architecture.start_size("fsdp")  # which takes the longest way
-    assert fits(size, lines=3650, files=56), size
-
-
-def test_importing_the_step_loads_at_most_4350_lines_in_30_files():  # the budget is 4,000
-    size, _ = architecture.import_closures("dist_amp.step", "dist_amp.train")
-    assert fits(size, lines=4350, files=30), size
-
-
-def test_importing_the_main_job_loads_at_most_8500_lines_in_56_files():  # the budget is 7,500
-    _, size = architecture.import_closures("dist_amp.step", "dist_amp.train")
-    assert fits(size, lines=8500, files=56), size
-
-
-@unmet
-def test_core_has_at_most_8000_lines():
-    package = Package(ROOT / "dist_amp")
-    files = package.reached(["train"])
-    assert sum(architecture.line_count(package.files[name]) for name in files) <= 8000
-
-
-def test_the_package_does_not_grow():
-    # The budget is 21,000 lines in 130 files. This is what stood last: it is lowered, never raised.
-    assert fits(architecture.package_size(), lines=31856, files=172), architecture.package_size()
-
-
-def test_no_two_folders_import_each_other():
-    assert architecture.mutual_imports() == []
-
-
-# ---- the measures themselves ----
-
-
-def test_a_function_counts_whole_and_once(tmp_path):
-    file = tmp_path / "counted.py"
-    file.write_text(
-        "def outer():\n    def inner():\n        return 1\n    return inner\n\n\nx = 1\n"
-    )
-    assert architecture.size_of({(str(file), 1)}) == Size(4, 1)
-    assert architecture.size_of({(str(file), 1), (str(file), 2)}) == Size(4, 1)
-    assert architecture.size_of({(str(file), 2), (str(file), 7)}) == Size(2, 1)
+def test_no_limit_is_exceeded_and_no_limit_is_below_its_budget():
+    now = figures()
+    assert now.keys() == BUDGETS.keys()
+    assert {name: now[name] for name, (_, limit) in BUDGETS.items() if now[name] > limit} == {}
+    assert [name for name, (budget, limit) in BUDGETS.items() if limit < budget] == []
 
 
 # ---- imports ----
 
 
+def imports():
+    """(a file, a file that it imports)"""
+    return {(name, other) for name in files() for other in imports_of(name)}
+
+
 def test_imports_point_down():
-    upward = {
-        (name, other)
-        for name in files()
-        for other in imports_of(name)
-        if ORDER.index(unit_of(other)) > ORDER.index(unit_of(name))
-    }
-    assert upward == set()
+    rank = ORDER.index
+    assert [pair for pair in imports() if rank(unit_of(pair[1])) > rank(unit_of(pair[0]))] == []
 
 
 def test_what_uses_the_training_is_imported_by_nothing_below_it():
-    ends = {
-        (name, other)
-        for name in files()
-        for other in imports_of(name)
-        if unit_of(other) in IMPORTED_BY_NOTHING_ABOVE
-        and unit_of(name) not in IMPORTED_BY_NOTHING_ABOVE
-    }
-    assert ends == set()
+    ends = IMPORTED_BY_NOTHING_ABOVE
+    assert [
+        pair for pair in imports() if unit_of(pair[1]) in ends and unit_of(pair[0]) not in ends
+    ] == []
 
 
 def test_no_files_import_each_other_in_a_circle():
@@ -196,11 +100,15 @@ def test_no_files_import_each_other_in_a_circle():
         visit(name)
 
 
+def packages_of(path):
+    return {module.split(".")[0] for module in modules_imported(path)}
+
+
 def test_heavy_packages_are_imported_only_where_they_are_needed():
     elsewhere = {
         (name, package)
         for name, path in files().items()
-        for package in {module.split(".")[0] for module in modules_imported(path)} & set(HEAVY)
+        for package in packages_of(path) & set(HEAVY)
         if name not in HEAVY[package] and unit_of(name) not in HEAVY[package]
     }
     assert elsewhere == set()
@@ -208,11 +116,9 @@ def test_heavy_packages_are_imported_only_where_they_are_needed():
 
 def test_files_at_the_top_import_torch_and_the_standard_library():
     allowed = {"dist_amp", "torch", *sys.stdlib_module_names}
+    top = {name: path for name, path in files().items() if "." not in name}
     more = {
-        (name, module)
-        for name, path in files().items()
-        for module in {module.split(".")[0] for module in modules_imported(path)} - allowed
-        if "." not in name
+        (name, package) for name, path in top.items() for package in packages_of(path) - allowed
     }
     allowed_more = {("files", "filelock"), ("files", "xxhash"), ("settings", "annotated_types")}
     assert more == allowed_more
@@ -241,10 +147,7 @@ def private_names_of_torch(path):
 
 
 def test_private_names_of_torch_are_used_in_the_listed_files_only():
-    elsewhere = {
-        (name, private)
-        for name, path in files().items()
-        if name not in PRIVATE
-        for private in private_names_of_torch(path)
-    }
-    assert elsewhere == set()
+    others = {name: path for name, path in files().items() if name not in PRIVATE}
+    assert {
+        name: found for name, path in others.items() if (found := [*private_names_of_torch(path)])
+    } == {}

@@ -84,11 +84,10 @@ def test_a_command_parses_and_its_files_options_and_settings_exist(command, monk
         assert benchmarks([words[3], "--help"]) == 0
         told = capsys.readouterr().out
         assert [option for option in options_of(words) if option not in told] == []
-    for script in re.findall(r"(?:launch|tests)/\w+\.(?:sh|py)", command):
-        if script in ("launch/chaos.sh", "launch/ray_train.py"):
-            text = (ROOT / script.replace("launch/chaos.sh", "tests/chaos.py")).read_text()
-            missing = [word for word in options_of(words) if f'"{word}"' not in text]
-            assert [word for word in missing if "." not in word] == []
+    if words[1:2] == ["launch/ray_train.py"]:
+        text = (ROOT / "launch/ray_train.py").read_text()
+        missing = [word for word in options_of(words) if f'"{word}"' not in text]
+        assert [word for word in missing if "." not in word] == []
 
 
 # ---- those that can run here
