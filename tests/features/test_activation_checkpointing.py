@@ -3,36 +3,24 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from byte_model import (
-    FP32,
-    SELECTIVE,
-    nothing_compiled_yet,  # noqa: F401
-)
+from byte_model import nothing_compiled_yet  # noqa: F401
 from test_step import Operations
-from tiny import Rows, Tiny, make_run, take_steps
+from tiny import Rows, Tiny
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
-from dist_amp.errors import ConfigError
 from dist_amp.scaling.activation_checkpointing import policy, recomputed
-from dist_amp.world import World
 
 
 class ConvNet(Tiny):
     """Three convolutions, each a block. Batch: x [B, 4, 6, 6], y [B]."""
 
-    def __init__(self, norm=True, inplace=False):
-        super().__init__()
-        self.norm, self.inplace = norm, inplace
-
     def build_model(self):
         return nn.Sequential(*(self.block() for _ in range(3)), nn.Flatten(), nn.Linear(144, 1))
 
     def block(self):
-        norm = [nn.BatchNorm2d(4)] if self.norm else []
-        return nn.Sequential(
-            nn.Conv2d(4, 4, 3, padding=1), *norm, nn.ReLU(self.inplace), nn.Dropout(0.3)
-        )
+        convolution = nn.Conv2d(4, 4, 3, padding=1)
+        return nn.Sequential(convolution, nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.3))
 
     def blocks(self, model):
         return list(model)[:3]
@@ -158,14 +146,3 @@ def test_attention_that_draws_random_numbers_is_recomputed(kernel, more):
     assert policy(None, operation, *inputs, 0.0, True, scale=0.5) is keep
     assert policy(None, operation, *inputs, 0.1, True, scale=0.5) is again
     assert policy(None, operation, *inputs, dropout_p=0.1) is again
-
-
-@pytest.mark.bad_input(
-    "`parallel.activation_checkpointing=selective` and a block that changes a product in place"
-)
-def test_a_product_that_is_changed_in_place_is_refused_in_one_line():
-    run = make_run(World(), ConvNet(norm=False, inplace=True), *FP32, *SELECTIVE)
-    with pytest.raises(
-        ConfigError, match=r"activation_checkpointing=selective: .* use inplace=False, or full$"
-    ):
-        take_steps(run, 1)

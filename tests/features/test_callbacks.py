@@ -166,15 +166,6 @@ def test_an_on_evaluation_that_ranks_or_steps_would_undo_is_refused_on_all_ranks
     assert said in errors[0]
 
 
-def test_a_signal_counts_more_than_the_tasks_wish():
-    stop = AgreedStop(World())
-    stop.every_poll = True
-    stop.ended_by = "the task"
-    assert [stop.poll(), stop.poll(), stop.by_task] == [False, True, True]
-    stop.requested_by = "SIGTERM"
-    assert [stop.poll(), stop.poll(), stop.by_task] == [True, True, False]
-
-
 @pytest.mark.bad_input("a callback or `train_metrics` that fails, or returns something else")
 @pytest.mark.parametrize(
     ("method", "body", "said"),
@@ -182,8 +173,6 @@ def test_a_signal_counts_more_than_the_tasks_wish():
         ("on_step", "return 3", "task's on_step(run, report) returned 3 after step 1; return None"),
         ("on_step", "{}['key']", "on_step(run, report) failed after step 1: KeyError: 'key'"),
         ("on_evaluation", "report['f1'] = '0.5'", "gave f1 a str, not a number or a scalar tenso"),
-        ("on_evaluation", "report['loss'] /= 2", "changed loss; give it another name"),
-        ("train_metrics", "return 3", "train_metrics(run, report) returned int; return a dict of"),
         ("train_metrics", "return {'lr': 1}", "gave lr, but train/lr is the run's own; give it a"),
         ("train_metrics", "return {'a': report.norm.expand(3)}", "gave a=tensor(["),
     ],
@@ -279,32 +268,8 @@ def test_freezing_or_replacing_a_part_while_training_is_refused(ranks, strategy)
         assert message.startswith("the parameter 2.weight came into the model up to step 1")
 
 
-# ---- a save that hangs ----
-
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.bad_input("a disk that blocks all ranks, or the only one, in the last save")
 @pytest.mark.bad_input("a disk that blocks the save of a run that a signal stops")
-@pytest.mark.parametrize(
-    ("ranks", "plant", "words", "stuck", "environ"),
-    [
-        pytest.param(1, f"{SHARD}:0:4", [], [0], {}, marks=SLOW),
-        (2, f"{SHARD}:1:3", ["--train.steps", "8"], [1], {"PREEMPTED_AT": "3"}),
-        pytest.param(2, f"{SHARD}:0,1:4", ["--parallel.strategy", "fsdp"], [0, 1], {}, marks=SLOW),
-    ],
-    ids=["one rank", "preempted", "all ranks"],
-)
-def test_a_job_whose_save_is_stuck_ends_and_can_be_continued(
-    launch, ranks, plant, words, stuck, environ
-):
-    ends = start(launch, ranks, *words, plant=plant, **environ)
-    check_end(launch, ends, stuck, "write_shards", *words)
-
-
-@SLOW
-@pytest.mark.bad_input("a disk on which nothing can be flushed any more")
-def test_a_job_on_whose_disk_every_flush_blocks_says_so_and_ends(launch):
-    (end,) = start(launch, 1, plant="os:fsync:0:4")
-    assert end.returncode == 1, end.stderr
-    assert "error: run/checkpoints/step_00000004 could not be written: " in end.stderr
+def test_a_job_whose_save_is_stuck_ends_and_can_be_continued(launch):
+    words = ["--train.steps", "8"]
+    ends = start(launch, 2, *words, plant=f"{SHARD}:1:3", PREEMPTED_AT="3")
+    check_end(launch, ends, [1], "write_shards", *words)

@@ -112,25 +112,6 @@ def test_a_block_that_can_not_be_compiled_runs_as_written_under_auto(
     assert ("1 is not one graph" in said) == bool(options)
 
 
-@pytest.mark.bad_input("too many different shapes to compile")
-def test_shapes_without_end_stop_being_compiled_with_a_warning(as_on_a_gpu, capsys):
-    run = make_run(World(), Tiny(depth=1), "--use_amp", "false", "--compile.mode", "eager")
-    for rows in range(2, 20):
-        run.model(torch.randn(rows, 8)).sum().backward()
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
-    assert len(said) == 2, "one for each block"
-    assert "0 got more than 16 shapes, or values that it depends on: try compile.blocks" in said[0]
-
-
-def test_an_error_of_the_model_is_its_own_under_auto(as_on_a_gpu):
-    class Misfit(Tiny):
-        def loss_sum(self, model, batch):
-            return model(batch["x"][:, :3]).sum()
-
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied|same reduction dim"):
-        losses(Misfit(), "--compile.mode", "eager")
-
-
 @pytest.mark.slow
 def test_a_resumed_run_finds_its_compiled_code_beside_the_runs(launch, tmp_path):
     words = ["--task.target", f"{TESTS}/tiny.py:Tiny", "--eval.every", "off", "--run.dir", "run"]

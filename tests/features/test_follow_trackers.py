@@ -129,20 +129,3 @@ def test_wandb_has_each_step_under_one_number_and_the_config_and_summary(tmp_pat
     ended = {"final_loss": 1 / 30, "sample": "def f(x):"}
     assert any(ended.items() <= summary.items() for summary in summaries)
     assert any(record.HasField("exit") for record in records)
-
-
-@pytest.mark.bad_input("`follow --to wandb` without a login")
-def test_wandb_without_a_login_is_refused_in_one_line(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("wandb")
-    WrittenRun(tmp_path / "run").take(1)
-    for name in ("WANDB_API_KEY", "WANDB_MODE"):
-        monkeypatch.delenv(name, raising=False)
-    folders = {"HOME": str(tmp_path), "WANDB_DIR": str(tmp_path)}
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **folders}
-    command = [sys.executable, "-m", "dist_amp.follow", "run", "--to", "wandb", "--once"]
-    options = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": 300}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, **options)
-    assert done.returncode == 64
-    *_, line = done.stderr.splitlines()
-    assert line.startswith("error: wandb: No API key configured")
-    assert line.endswith(", or set WANDB_MODE=offline")

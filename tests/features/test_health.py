@@ -105,49 +105,37 @@ def test_the_gpu_is_found_by_its_uuid_and_each_tag_has_its_unit(install):
     assert handle_of(FakeNvml(nvmlDeviceGetHandleByUUID=only_mig), PROPERTIES) == "a part of it"
 
 
+NO_HANDLE = FakeNvml(nvmlDeviceGetHandleByUUID=FakeError("?"))
+NO_ECC = FakeNvml(nvmlDeviceGetTotalEccErrors=FakeError("Not Supported"))
+
+
 @pytest.mark.bad_input(
     "a GPU without nvidia-ml-py, driver or NVML, an AMD one, or one that lacks some counters"
 )
 @pytest.mark.parametrize(
-    ("nvml", "message"),
+    ("nvml", "device", "hip", "message"),
     [
-        (None, "no gpu/* tags: nvidia-ml-py is missing; pip install nvidia-ml-py"),
-        (
-            FakeNvml(nvmlDeviceGetHandleByUUID=FakeError("?")),
-            "no gpu/* tags: NVML failed (FakeError: ?) (1 of 1 ranks)",
-        ),
-        (SimpleNamespace(), "NVML failed (AttributeError: "),  # another package of that name
-        (
-            FakeNvml(nvmlDeviceGetTotalEccErrors=FakeError("Not Supported")),
-            "no gpu/ecc_uncorrected, gpu/ecc_uncorrected_lifetime: not supported by this GPU or",
-        ),
+        (None, GPU, None, "no gpu/* tags: nvidia-ml-py is missing; pip install nvidia-ml-py"),
+        (NO_HANDLE, GPU, None, "no gpu/* tags: NVML failed (FakeError: ?) (1 of 1 ranks)"),
+        (NO_ECC, GPU, None, "no gpu/ecc_uncorrected, gpu/ecc_uncorrected_lifetime: not supported"),
+        (FakeNvml(), GPU, "7.0", "no gpu/* tags: AMD's GPUs have no NVML"),
+        (FakeNvml(), torch.device("cpu"), None, ""),
     ],
 )
 def test_what_nvml_can_not_do_is_one_line_of_rank_0_and_the_run_goes_on(
-    install, capsys, nvml, message
+    install, monkeypatch, capsys, nvml, device, hip, message
 ):
     install(nvml)
-    metrics = Metrics(device=GPU)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    metrics = Metrics(device=device)
     with watched(Health(metrics)) as observer:
         metrics.log(observer, 10, 20)
     out, err = capsys.readouterr()
-    assert out.startswith("health ")
     assert message in out
-    assert (out.count("\n"), err) == (1, "")
+    assert (out.count("\n"), err) == (bool(message), "")
     assert [step for step, _ in metrics.written] == [10, 20, 20]
     has_tags = ["memory/host_rss_GiB" in tags for _, tags in metrics.written]
     assert has_tags == [False, True, True], "one log step later, or at the end"
-
-
-def test_amd_gpus_and_cpus_have_no_gpu_tags(install, monkeypatch, capsys):
-    nvml = install(FakeNvml())
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert open_gpu(GPU) == (None, "no gpu/* tags: AMD's GPUs have no NVML")
-    monkeypatch.undo()
-    with watched(Health(Metrics())):
-        pass
-    assert capsys.readouterr() == ("", "")
-    assert nvml.calls == []
 
 
 @pytest.mark.parametrize(
@@ -169,45 +157,34 @@ def test_reasons_of_throttling_are_named(bits, throttled, capped, reasons):
 @pytest.mark.bad_input(
     "a GPU that is throttled by heat or hardware, or has new uncorrected memory errors"
 )
-def test_a_reason_is_warned_of_once_with_rank_host_and_step(install, capsys, monkeypatch):
+@pytest.mark.bad_input("NVML failing in a run, as on a lost GPU")
+def test_what_is_wrong_is_said_once_with_rank_host_and_step(install, capsys, monkeypatch):
     monkeypatch.setattr(health.platform, "node", lambda: "host-b")
-    nvml = install(FakeNvml())
+    counts = {0: 2, 1: 7}
+    nvml = install(FakeNvml(nvmlDeviceGetTotalEccErrors=lambda kind, counter: counts[counter]))
     metrics = Metrics(rank=3, local_rank=1, device=GPU)
     with watched(Health(metrics)) as observer:
         metrics.log(observer, 10)
-        for step, bits in ((20, 0x40), (30, 0), (40, 0x40), (50, 0x80)):
+        for step, bits in ((20, 0x40), (30, 0), (40, 0x40)):
             nvml.values["nvmlDeviceGetCurrentClocksEventReasons"] = bits
             metrics.log(observer, step)
+        counts.update({0: 3, 1: 8})
+        metrics.log(observer, 50, 60)
+        nvml.values["nvmlDeviceGetPowerUsage"] = FakeError("GPU is lost")
+        metrics.log(observer, 70)
+        asked = len(nvml.calls)
+        metrics.log(observer, 80, 90)
+    assert len(nvml.calls) == asked, "it is not asked again"
+    ecc = "the GPU had uncorrected memory errors since the run's start; test or replace it"
     assert capsys.readouterr().err.splitlines() == [
         "warning: rank 3 (host-b), step 20: the GPU is throttled: hardware thermal slowdown",
-        "warning: rank 3 (host-b), step 50: the GPU is throttled: external power brake",
+        f"warning: rank 3 (host-b), step 50: {ecc}",
+        "warning: rank 3 (host-b), step 70: no more gpu/* tags: PowerUsage failed (GPU is lost)",
     ]
-
-
-def test_ecc_errors_are_counted_from_the_runs_start():
-    counts = {0: 2, 1: 7}
-    gpu = Gpu(FakeNvml(nvmlDeviceGetTotalEccErrors=lambda kind, counter: counts[counter]), "handle")
-    tags, warnings = gpu.tags()
-    assert (tags["gpu/ecc_uncorrected"], warnings) == (0, [])
-    counts.update({0: 3, 1: 8})
-    tags, (warning,) = gpu.tags()
-    assert (tags["gpu/ecc_uncorrected"], tags["gpu/ecc_uncorrected_lifetime"]) == (1, 8)
-    assert warning.startswith("the GPU had uncorrected memory errors since the run's start; ")
-
-
-@pytest.mark.bad_input("NVML failing in a run, as on a lost GPU")
-def test_a_gpu_that_is_lost_is_said_once_and_not_asked_again(install, capsys):
-    nvml, metrics = install(FakeNvml()), Metrics(device=GPU)
-    with watched(Health(metrics)) as observer:
-        metrics.log(observer, 10)
-        nvml.values["nvmlDeviceGetPowerUsage"] = FakeError("GPU is lost")
-        metrics.log(observer, 20)
-        asked = len(nvml.calls)
-        metrics.log(observer, 30, 40)
-    assert len(nvml.calls) == asked
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("step 20: no more gpu/* tags: PowerUsage failed (GPU is lost)")
-    assert ["gpu/power_W" in tags for _, tags in metrics.written] == [False, True, *[False] * 3]
+    written = dict(metrics.written)
+    names = ("gpu/ecc_uncorrected", "gpu/ecc_uncorrected_lifetime")
+    assert [[written[step][name] for name in names] for step in (50, 60)] == [[0, 7], [1, 8]]
+    assert ["gpu/power_W" in written[step] for step in (70, 80, 90)] == [True, False, False]
 
 
 @pytest.mark.bad_input("NVML not returning from a call")
@@ -224,8 +201,6 @@ def test_a_call_that_never_returns_holds_up_neither_a_step_nor_the_end(install, 
     assert [bool(tags) for tags in read] == [True] + [False] * 17
     release.set()
 
-
-# ---- host ----
 
 MEMINFO = f"MemTotal: {64 * 2**20} kB\nMemFree: 1 kB\nMemAvailable: {24 * 2**20} kB\n"
 

