@@ -85,25 +85,26 @@ def loaded_elsewhere(world, folder, strategy):
     return averages_of(make_run(world, Tiny(), *small, "--run.resume", "auto"))
 
 
-@pytest.mark.parametrize(("ranks", "strategy"), LAYOUTS)
+FP32, BF16 = ["--use_amp", "false"], ["--parallel.param_dtype", "bf16"]
+
+
+# A sum of float32 in another order; bf16 keeps 8 bits of a parameter, and float32 of its average.
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "more", "rel"),
+    [*((*layout, FP32, 1e-6) for layout in LAYOUTS), (2, "fsdp", BF16, 0.02)],
+)
 def test_an_evaluation_uses_the_average_and_a_resume_continues_it_bit_for_bit_on_any_layout(
-    tmp_path, ranks, strategy
+    tmp_path, ranks, strategy, more, rel
 ):
-    more = ["--use_amp", "false"]
     results = on_ranks(ranks, evaluated_saved_and_resumed, tmp_path, strategy, more)
-    for loss, expected, _ in results:
-        assert loss == pytest.approx(expected, rel=1e-6)  # a sum of float32 in another order
+    for loss, expected, averages in results:
+        assert loss == pytest.approx(expected, rel=rel)
+        assert {average.dtype for average in averages.values()} == {torch.float32}
+    if more == BF16:
+        return
     other = {"single": (2, "fsdp"), "ddp": (1, "single"), "fsdp": (2, "ddp")}[strategy]
     for loaded in on_ranks(other[0], loaded_elsewhere, tmp_path, other[1]):
         assert_equal(loaded, results[0][2])
-
-
-def test_parameters_that_are_stored_in_bf16_have_a_float32_average(tmp_path):
-    more = ["--parallel.param_dtype", "bf16"]
-    results = on_ranks(2, evaluated_saved_and_resumed, tmp_path, "fsdp", more)
-    for loss, expected, averages in results:
-        assert loss == pytest.approx(expected, rel=0.02)  # bf16 keeps 8 bits
-        assert {average.dtype for average in averages.values()} == {torch.float32}
 
 
 def test_an_average_that_starts_on_a_resume_begins_at_the_parameters_and_says_so(tmp_path, capsys):

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 import numpy as np
 import pytest
-from tiny import Tiny, log, make_run, save, take_steps
+from tiny import Tiny, log, make_run, take_steps
 
 from dist_amp.clock import PHASES
 from dist_amp.supervise.banner import closing_table
@@ -99,29 +99,6 @@ def test_after_a_failure_the_summary_asks_the_device_for_nothing(tmp_path, monke
     monkeypatch.setattr(run.world.clock, "so_far", lambda: pytest.fail("the device may not answer"))
     write_summary(tmp_path, run, "failed", 1, "a rank hangs")
     assert json.loads((tmp_path / "summary.json").read_text())["spent_seconds"]["applied_steps"] > 0
-
-
-# ---- what a checkpoint keeps of a log interval ----
-
-
-class TenTokens(Tiny):
-    """A sample has ten tokens."""
-
-    def tokens(self, batch):
-        return 10 * len(batch["y"])
-
-
-def test_tokens_seen_continue_after_a_resume(tmp_path):
-    words = ("--run.dir", tmp_path, "--checkpoint.every", 100, "--use_amp", "false")
-    words = (*words, "--train.micro_batch_size", 4)
-    run = make_run(World(), TenTokens(), *words)
-    take_steps(run, 3)
-    save(run)
-    again = make_run(World(), TenTokens(), *words, "--run.resume", "auto")
-    take_steps(again, 2)
-    tags = log(again).global_tags()
-    assert (tags["train/tokens_seen"], tags["train/samples_seen"]) == (200, 20)
-    assert tags["train/epoch"] == pytest.approx(20 / again.data.plan.length)
 
 
 @pytest.mark.parametrize("same_world", [True, False])

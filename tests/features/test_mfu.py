@@ -9,8 +9,7 @@ import pytest
 import torch
 from tiny import Tiny, make_run
 
-from dist_amp.config.load import load_config
-from dist_amp.errors import ConfigError, DataError
+from dist_amp.errors import DataError
 from dist_amp.supervise.lifecycle import write_summary
 from dist_amp.telemetry.mfu import PEAKS, count_flops, find_mfu, known_peak
 from dist_amp.world import World
@@ -86,15 +85,11 @@ def test_on_a_gpu_what_is_missing_is_said_with_the_fix(on_a_gpu, capsys):
 BF16_PEAKS = {
     "NVIDIA H100 80GB HBM3": 989.4,
     "NVIDIA H100 PCIe": 756,
-    "NVIDIA GH200 480GB": 989.4,
     "A100-SXM4-40GB": 312,  # an old driver's
-    "NVIDIA RTX 6000 Ada Generation": 364.2,
     "AMD Instinct MI300X OAM": 1307.4,
-    "NVIDIA H100": 0,
     "NVIDIA GeForce RTX 4090 Laptop GPU": 0,
     "NVIDIA A100-SXM4-40GB MIG 3g.20gb": 0,
     "Quadro RTX 6000": 0,  # fp16 alone
-    "AMD Instinct MI250X / MI250": 0,  # either
     "": 0,
 }
 
@@ -113,31 +108,20 @@ def test_the_table_of_peaks_has_dense_rates():
         assert tf32 == 0 or tf32 / fp16 == pytest.approx(0.5, rel=0.02), pattern
 
 
-class Says(Tiny):
-    """Its flops_per_item returns, or raises, the given answer."""
-
-    def __init__(self, answer):
-        super().__init__()
-        self.answer = answer
-
-    def flops_per_item(self, model):
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        return self.answer
-
-
 @pytest.mark.bad_input("a `flops_per_item` that fails or does not return a number above 0")
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (-1, "returned -1; it must be a finite number above 0"),
-        (math.nan, "returned nan; it must"),
-        (torch.ones(2), "returned Tensor; it must"),
-        (ZeroDivisionError("by zero"), "failed: ZeroDivisionError: by zero (test_mfu.py, line "),
+        (lambda: -1, "returned -1; it must be a finite number above 0"),
+        (lambda: math.nan, "returned nan; it must"),
+        (lambda: torch.ones(2), "returned Tensor; it must"),
+        (lambda: 1 // 0, "failed: ZeroDivisionError: "),
     ],
 )
 def test_flops_that_are_no_number_of_operations_are_named(answer, said):
-    run = make_run(World(), Says(answer), "--metrics.peak_flops", "1e12")
+    task = Tiny()
+    task.flops_per_item = lambda model: answer()
+    run = make_run(World(), task, "--metrics.peak_flops", "1e12")
     with pytest.raises(DataError) as caught:
         log_mfu_of(run)
     assert str(caught.value).startswith(f"the task's flops_per_item(model) {said}")
@@ -161,18 +145,3 @@ def test_a_task_that_counts_by_running_its_model_does_not_change_the_run():
     assert [type(observer).__name__ for observer in run.observers] == ["Mfu"]
     assert torch.equal(torch.get_rng_state(), before)
     assert [p for p in run.parallel.parameters if p.grad is not None] == []
-
-
-@pytest.mark.bad_input("a `metrics.peak_flops` that is not a peak, or is in TFLOP/s")
-@pytest.mark.parametrize(
-    ("value", "rule"),
-    [
-        ("0", "must be at least 1e+09 or auto"),
-        ("989", "must be at least 1e+09 or auto"),  # in TFLOP/s
-        ("fast", "must be a number or auto"),
-    ],
-)
-def test_a_peak_that_is_none_is_refused(value, rule):
-    with pytest.raises(ConfigError) as caught:
-        load_config(["--metrics.peak_flops", value], {})
-    assert str(caught.value).endswith(f"on the command line {rule}")

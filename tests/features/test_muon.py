@@ -9,11 +9,8 @@ import torch
 from optimizer_runs import Counter, given_gradients, words
 from own_optimizers import Own
 from ranks import on_ranks
-from test_optim import Grouped
 from tiny import make_run, moments_of, parameters_of, save
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from dist_amp.optim import build_optimizer
@@ -72,20 +69,6 @@ def test_optim_name_muon_orthogonalises_hidden_matrices_alone(fused):
         "matrices": [False, "embedding.weight", "head.weight"],
         "vectors": [False, "hidden.bias", "head.bias"],
     }
-
-
-@pytest.mark.parametrize(
-    ("make", "options"),
-    [
-        (None, {"betas": (0.8, 0.9), "eps": 1e-6}),
-        (Muon, {"use_muon": False, "betas": (0.8, 0.9)}),
-    ],
-)
-def test_a_group_takes_the_options_of_its_optimizer(make, options):
-    weights = {"name": "weights", "params": ["*.weight"], **options}
-    groups = [weights, {"name": "biases", "params": "*.bias"}]
-    run = make_run(World(), Grouped(lambda model: groups, make))
-    assert {key: run.optimizer.param_groups[0][key] for key in options} == options
 
 
 # ---- on several ranks ----
@@ -198,15 +181,3 @@ def test_a_run_resumes_on_other_ranks_and_strategies(tmp_path):
     on_ranks(4, saved_or_resumed, "hsdp", tmp_path, (2,))
     for tensors in on_ranks(3, saved_or_resumed, "fsdp", tmp_path, (3,)):
         assert_equal(tensors, expected)
-
-
-def columns_refused(world):
-    mesh = init_device_mesh("cpu", (2,))
-    matrix = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)]))
-    matrix.grad = torch.ones_like(matrix)
-    with pytest.raises(ValueError, match=r"Muon takes matrices that are sharded by rows, once"):
-        Muon([{"params": [matrix]}]).step()
-
-
-def test_matrices_that_are_sharded_otherwise_are_refused():
-    on_ranks(2, columns_refused)

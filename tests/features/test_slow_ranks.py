@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import slow_ranks
 from ranks import on_ranks
-from slow_ranks import PHASES
 
 from dist_amp import train
 from dist_amp.clock import OWN_PHASES
-from dist_amp.diagnostics.slow_ranks import SlowRanks, find_slow_ranks
+from dist_amp.diagnostics.slow_ranks import SlowRanks
 from dist_amp.telemetry.step_report import INDEX, RANK_METRICS, LogRow
 
 
@@ -63,12 +62,9 @@ def test_a_rank_that_takes_half_as_long_again_is_named_with_phase_and_factor(ran
 
 
 @pytest.mark.parametrize("noise", [0.01, 0.1, 0.5])
-def test_nobody_is_named_where_ranks_differ_by_chance(noise):
+def test_nobody_is_named_where_ranks_differ_by_chance_or_in_one_interval(noise):
     assert [warned(table(20, 4, seed, noise)) for seed in range(20)] == [[]] * 20
-
-
-def test_a_spike_of_one_interval_names_nobody():
-    phases = table(20, 4)
+    phases = table(20, 4, noise=noise)
     phases[7, 2, 0] += 1.0
     assert warned(phases) == []
 
@@ -79,13 +75,6 @@ def test_a_rank_is_named_again_only_after_it_was_as_fast_as_the_others():
     phases[27:30, 2, 0] += 0.1  # it stays quiet for ten log steps
     phases[60:, 2, 0] += 0.1
     assert len(warned(phases)) == 2
-
-
-def test_a_rank_that_differs_by_little_of_a_long_step_is_not_named():
-    phases = table(5, 4, noise=0.001)
-    phases[:, 2] *= 1.5
-    assert find_slow_ranks(phases, np.full(5, phases.sum(axis=2).max())) != []
-    assert find_slow_ranks(phases, np.full(5, 5.0)) == [], "the others wait for something else"
 
 
 def test_steps_that_wait_for_data_on_all_ranks_are_warned_of_once():
@@ -113,6 +102,8 @@ def test_a_slowdown_that_lasts_is_named_once_in_a_run():
         assert "in forward" in line
 
 
+SLOW = pytest.mark.slow
+REST = ("forward", "optimizer", "other")
 RUN = ["--train.steps", "40", "--metrics.log_every", "4", "--checkpoint.every", "off"]
 RUN += ["--eval.every", "off"]
 
@@ -138,25 +129,13 @@ def said_on_a_clock_of_its_own(world, folder, phase):
 @pytest.mark.bad_input(
     "a rank that is slower than the others by itself, or all ranks slower than before"
 )
-@pytest.mark.parametrize(("phase", "named"), [("backward", "backward"), ("data", "data wait")])
-def test_the_main_job_names_a_rank_that_takes_twice_as_long(tmp_path, phase, named):
+@pytest.mark.parametrize(
+    "phase", ["data", "backward", *(pytest.param(p, marks=SLOW) for p in REST)]
+)
+def test_the_main_job_names_a_rank_that_takes_twice_as_long(tmp_path, phase):
     said, _ = on_ranks(2, said_on_a_clock_of_its_own, str(tmp_path / "run"), phase)
     (line,) = [line for line in said.splitlines() if "without waiting for other ranks" in line]
     assert line.startswith("warning: rank 1 on ")
+    named = {"data": "data wait", "other": "callbacks and checks"}.get(phase, phase)
     more = f" spends 2.0 times as long as the other rank, .*: 20 ms per step more in {named} "
     assert re.search(more, line), line
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("phase", PHASES)
-def test_the_rank_that_sleeps_is_named_in_every_phase(launch, phase, strategy):
-    words = ["--task.target", f"{slow_ranks.__file__}:SlowRank", "--task.args.phase", phase, *RUN]
-    words += ["--task.args.rank", 3, "--parallel.strategy", strategy]
-    done = launch.each(4, *words)
-    assert [one.returncode for one in done] == [0] * 4, done[0].stderr
-    where = {"data": "data wait", "other": "callbacks and checks"}.get(phase, phase)
-    # A neighbour on a busy machine may slow another rank for a while, which is then named as well.
-    named = re.findall(r"^warning: rank 3 on .*", done[0].stderr, re.MULTILINE)
-    assert named, done[0].stderr
-    assert f"ms per step more in {where} (up to step" in named[0]

@@ -1,11 +1,9 @@
 """The dtype report shows what autocast did: per module, per costly operation, and in the loss."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
-from tiny import Rows, Tiny
-from torch import Tensor, nn
+from tiny import Tiny
+from torch import nn
 
 from dist_amp.config.load import load_config
 from dist_amp.verify.dtypes import dtype_report
@@ -20,10 +18,6 @@ def report(words="", task=None):
 
 def row(report, path):
     return next(row for row in report.rows if row.path == path)
-
-
-def names(operations):
-    return {(operation.path, operation.name, operation.operands) for operation in operations}
 
 
 @pytest.fixture(scope="module")
@@ -56,26 +50,6 @@ def test_products_and_attention_are_in_half_precision_and_norms_and_loss_in_floa
     )
 
 
-class Pictures(Tiny):
-    def build_model(self):
-        return nn.Sequential(
-            nn.Sequential(nn.Conv2d(1, 4, 3), nn.GELU()), nn.Sequential(nn.Conv2d(4, 1, 3))
-        )
-
-    def build_dataset(self, split):
-        return Rows(x=torch.randn(16, 1, 8, 8))
-
-    def loss_sum(self, model, batch):
-        return model(batch["x"]).float().sum()
-
-
-def test_a_convolution_net_in_fp16():
-    seen = report("--precision.dtype fp16", Pictures())
-    assert [operation.name for operation in seen.costly] == ["convolution"] * 2
-    assert row(seen, "0.0")[2:] == ("fp32", "fp32", "fp16", "fp16")
-    assert not seen.in_float32
-
-
 def test_without_mixed_precision_all_is_float32_by_request(gpt):
     seen = report(f"{gpt} --use_amp false")
     assert {row.computed for row in seen.rows if row[0] != "loss_sum"} == {"fp32"}
@@ -98,53 +72,15 @@ class Careful(nn.Module):
             return self.head(x.float())
 
 
-class CarefulTask(Tiny):
-    def build_model(self):
-        return Careful()
-
-
 def test_a_product_where_autocast_is_off_is_flagged():
-    seen = report("--precision.dtype bf16", task=CarefulTask())
-    assert names(seen.in_float32) == {("head", "addmm", "fp32 x fp32")}
+    task = Tiny()
+    task.build_model = Careful
+    seen = report("--precision.dtype bf16", task=task)
+    (product,) = seen.in_float32
+    assert (product.path, product.name, product.operands) == ("head", "addmm", "fp32 x fp32")
     assert "1 of 3 costly operations:\n  head (Linear): addmm fp32 x fp32" in seen.text
     assert "autocast(enabled=False)" in seen.text
     assert row(seen, "body").inputs == "fp32 bf16", "called twice"
-
-
-@dataclass
-class Output:
-    logits: Tensor
-    hidden: dict
-
-
-class Scorer(nn.Module):
-    """Called by keywords; its input and its output are nested."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(8, 8))
-
-    def forward(self, *, inputs, mask):
-        logits = torch.einsum("bti,io->bto", inputs["hidden"], self.weight)
-        return Output(logits, {"states": (inputs["hidden"], [mask])})
-
-
-class LibraryTask(Tiny):
-    def build_model(self):
-        return nn.ModuleDict({"scorer": Scorer()})
-
-    def build_dataset(self, split):
-        return Rows(hidden=torch.zeros(16, 4, 8), mask=torch.ones(16, 4).bool())
-
-    def loss_sum(self, model, batch):
-        inputs = {"hidden": batch["hidden"]}
-        return model["scorer"](inputs=inputs, mask=batch["mask"]).logits.float().sum()
-
-
-def test_nested_keyword_inputs_and_nested_outputs_are_recorded():
-    seen = report("--precision.dtype bf16", task=LibraryTask())
-    assert row(seen, "scorer")[1:] == ("Scorer", "fp32 bool", "fp32", "bf16", "bf16 fp32 bool")
-    assert names(seen.costly) == {("scorer", "bmm", "bf16 x bf16")}
 
 
 def test_the_report_says_whether_a_sharded_run_casts_by_policy():
