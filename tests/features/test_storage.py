@@ -10,6 +10,7 @@ import random
 import shutil
 import signal
 import socket
+import sys
 import threading
 import time
 import tomllib
@@ -29,14 +30,7 @@ from tiny import Tiny, make_run
 from dist_amp.errors import CheckpointRejected, ConfigError, Failure
 from dist_amp.files import entry_of, run_dir
 from dist_amp.storage import mirror
-from dist_amp.storage.mirror import (
-    Mirror,
-    fetch,
-    fetched,
-    local_folder,
-    pull,
-    pull_manifests,
-)
+from dist_amp.storage.mirror import Mirror, fetch, fetched, local_folder, pull, pull_manifests
 from dist_amp.storage.store import (
     DEAD_SECONDS,
     Claim,
@@ -48,41 +42,28 @@ from dist_amp.storage.store import (
 )
 from dist_amp.world import World
 
-needs_s3 = pytest.mark.skipif(
-    not all(map(importlib.util.find_spec, ("s3fs", "moto", "flask"))),
-    reason="needs s3fs and moto: bash tests/engines.sh",
-)
 KILLS = int(os.environ.get("DIST_AMP_KILLS", 6))  # of each seed
-STEPS = 8
-WORDS = ["--task.target", "tiny:Tiny", "--use_amp", "false", "--eval.every", "off"]
-WORDS += ["--train.steps", STEPS, "--checkpoint.every", 2, "--metrics.log_every", 1]
+WORDS = ["--task.target", "test_storage:Stops", "--use_amp", "false", "--eval.every", "off"]
+WORDS += ["--train.steps", 8, "--checkpoint.every", 2, "--metrics.log_every", 1]
 WORDS += ["--checkpoint.keep", 3, "--run.timeout_seconds", 60]
 SINGLE = ["--parallel.strategy", "single"]
-STOPS = """
-import os
-import signal
-import time
-from tiny import Tiny
+FSDP = ["--parallel.strategy", "fsdp"]
+LONGER = ["--train.steps", 10, "--run.allow_config_change", "true"]
+
 
 class Stops(Tiny):
+    """Raises or gets a signal in the training step AT, by the environment; SLEEP: in each step."""
+
+    calls = 0
+
     def loss_sum(self, model, batch):
-        self.calls = getattr(self, "calls", 0) + model.training
+        self.calls += model.training
         time.sleep(float(os.environ.get("SLEEP", 0)))
         if self.calls == int(os.environ.get("AT", 0)):
             if "RAISES" in os.environ:
                 raise RuntimeError("of the task")
             os.kill(os.getpid(), int(os.environ.get("NUMBER", signal.SIGTERM)))
         return super().loss_sum(model, batch)
-
-    def on_step(self, run, report):
-        pass
-
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state):
-        pass
-"""
 
 
 def address_of(folder):
@@ -93,10 +74,9 @@ def complete(bucket):
     """{name of a checkpoint: its manifest}, of those at the address that are complete."""
     found = {}
     for path in sorted(bucket.glob("checkpoints/*/manifest.json")):
-        files = json.loads(path.read_text())["files"]
+        found[path.parent.name] = files = json.loads(path.read_text())["files"]
         for name, entry in files.items():
             assert entry_of(path.parent / f"{name}.{entry['xxh3']}") == entry
-        found[path.parent.name] = files
     return found
 
 
@@ -104,9 +84,19 @@ def shards(files):
     return {name: entry["xxh3"] for name, entry in files.items() if name.endswith(".distcp")}
 
 
+def last_shards(folder):
+    """The hashes of the shards of step 8, in a run on this disk."""
+    text = (folder / "checkpoints/step_00000008/manifest.json").read_text()
+    return shards(json.loads(text)["files"])
+
+
 @pytest.fixture
 def bucket(tmp_path):
     return tmp_path / "bucket/run"
+
+
+def statuses(done):
+    return [one.returncode for one in done]
 
 
 def run(launch, cache, *words, ranks=2, **environment):
@@ -146,36 +136,28 @@ def on_nodes(folder, nodes, *words, **environment):
 def test_a_run_continues_on_empty_disks_and_ends_as_one_that_was_not_stopped(
     nodes, strategy, launch, tmp_path, bucket
 ):
-    (tmp_path / "stops.py").write_text(STOPS)
-    address = address_of(tmp_path)
-    layout = ["--parallel.strategy", strategy, "--task.target", f"{tmp_path}/stops.py:Stops"]
+    layout = ["--parallel.strategy", strategy]
+    address = ["--run.dir", address_of(tmp_path)]
     whole = launch.each(2, *WORDS, *layout, "--run.dir", "whole")
-    assert [one.returncode for one in whole] == [0, 0], whole[0].stderr
-    stopped = on_nodes(tmp_path, nodes, *layout, "--run.dir", address, AT="5")
-    assert [one.returncode for one in stopped] == [75, 75], stopped[0].stderr
-    assert f"run    {address}, from step 0" in stopped[0].stdout
+    assert statuses(whole) == [0, 0], whole[0].stderr
+    stopped = on_nodes(tmp_path, nodes, *layout, *address, AT="5")
+    assert statuses(stopped) == [75, 75], stopped[0].stderr
     (name,) = [path.name for path in (tmp_path / "node0/cache").iterdir()]
-    assert f"local  cache/{name}, uploaded to {address}" in stopped[0].stdout
-    assert f"start the same job again with --run.dir {address}\n" in stopped[0].stdout
-    assert json.loads((bucket / "summary.json").read_text())["stopped_by"] == "preempted"
+    assert f"local  cache/{name}, uploaded to {address[1]}" in stopped[0].stdout
+    assert f"start the same job again with --run.dir {address[1]}\n" in stopped[0].stdout
     assert max(complete(bucket)) >= "step_00000005"
-    ended = on_nodes(tmp_path, nodes, *layout, "--run.dir", address)
-    assert [one.returncode for one in ended] == [0, 0], ended[0].stderr
-    assert "resumed from step" in ended[0].stdout
-    manifest = json.loads((tmp_path / "whole/checkpoints/step_00000008/manifest.json").read_text())
+    ended = on_nodes(tmp_path, nodes, *layout, *address)
+    assert statuses(ended) == [0, 0], ended[0].stderr
     checkpoints = complete(bucket)
-    assert shards(checkpoints["step_00000008"]) == shards(manifest["files"])
+    assert shards(checkpoints["step_00000008"]) == last_shards(tmp_path / "whole")
     assert len(checkpoints) == 3, "checkpoint.keep"
-    settings = tomllib.loads((bucket / "config.toml").read_text())
-    assert settings["run"]["dir"] == address
+    assert tomllib.loads((bucket / "config.toml").read_text())["run"]["dir"] == address[1]
     assert not list(bucket.glob("config_until_*")), "the local folder is no setting"
-    logged = [json.loads(line) for line in (bucket / "metrics.jsonl").read_text().splitlines()]
-    expected = (tmp_path / "whole/metrics.jsonl").read_text().splitlines()
-    losses = [json.loads(line)["train/loss"] for line in expected]
-    assert [row["train/loss"] for row in logged] == losses
+    rows = [(folder / "metrics.jsonl").read_text() for folder in (bucket, tmp_path / "whole")]
+    losses = [[json.loads(row)["train/loss"] for row in text.splitlines()] for text in rows]
+    assert losses[0] == losses[1]
     assert json.loads((bucket / "summary.json").read_text())["stopped_by"] == "completed"
-    events = list((bucket / "tensorboard").glob("rank0000[01]/events*"))
-    assert len(events) == 4
+    assert len(list((bucket / "tensorboard").glob("rank0000[01]/events*"))) == 4
     if nodes == 2:
         here = list((tmp_path / "node1").glob("cache/*/checkpoints/step_00000008/*.distcp"))
         assert [path.name for path in here] == ["__1_0.distcp"], "each node keeps its part"
@@ -184,15 +166,13 @@ def test_a_run_continues_on_empty_disks_and_ends_as_one_that_was_not_stopped(
 def test_what_a_killed_run_has_not_put_is_put_by_the_next_start_on_its_disk(
     launch, tmp_path, bucket
 ):
-    (tmp_path / "stops.py").write_text(STOPS)
-    words = ["--task.target", "stops.py:Stops", "--parallel.strategy", "fsdp"]
-    killed = run(launch, "cache", *words, AT="6", NUMBER=str(int(signal.SIGKILL)))
+    killed = run(launch, "cache", *FSDP, AT="6", NUMBER=str(int(signal.SIGKILL)))
     assert killed[0].returncode == -signal.SIGKILL
     saved = sorted(path.parent.name for path in (tmp_path / "cache").rglob("manifest.json"))
     for name in complete(bucket):
         shutil.rmtree(bucket / "checkpoints" / name)  # as if none had been put
-    ended = run(launch, "cache", *words)
-    assert [one.returncode for one in ended] == [0, 0], ended
+    ended = run(launch, "cache", *FSDP)
+    assert statuses(ended) == [0, 0], ended
     assert "waiting up to" not in ended[0].stdout, "for a sign of life of a run of this disk"
     assert f"resumed from step {int(saved[-1][5:])}" in ended[0].stdout
     assert list(complete(bucket)) == ["step_00000004", "step_00000006", "step_00000008"]
@@ -209,10 +189,8 @@ def is_released(bucket, number=1):
     return json.loads((bucket / f"leases/{number:08d}").read_text()).get("released", False)
 
 
-def test_a_run_that_fails_waits_for_its_uploads_and_keeps_its_exit_status(launch, tmp_path, bucket):
-    (tmp_path / "stops.py").write_text(STOPS)
-    words = ["--task.target", "stops.py:Stops", *SINGLE]
-    (failed,) = run(launch, "cache", *words, ranks=1, AT="6", RAISES="1")
+def test_a_run_that_fails_waits_for_its_uploads_and_keeps_its_exit_status(launch, bucket):
+    (failed,) = run(launch, "cache", *SINGLE, ranks=1, AT="6", RAISES="1")
     assert failed.returncode == 1, failed
     assert "RuntimeError: of the task" in failed.stderr
     assert max(complete(bucket)) == "step_00000004"
@@ -239,93 +217,41 @@ def finished(finished_once, monkeypatch):
 
 
 @pytest.mark.bad_input("a wrong setting that is found after a run has taken its address")
-def test_a_start_that_fails_gives_its_address_to_the_corrected_command(finished, tmp_path):
+def test_a_start_that_fails_gives_its_address_to_the_corrected_command(finished):
     (refused,) = run(Launch(finished), "first", *SINGLE, "--run.seed", 5, ranks=1)
     assert refused.returncode == 65, refused
     assert is_released(finished / "bucket/run", 2)
-    corrected = take_claim(Store(address_of(finished)), "", pytest.fail)  # it does not wait
-    assert corrected.number == 3
 
 
-def test_a_start_whose_pull_fails_releases_its_lease(tmp_path, store, bucket, monkeypatch):
-    monkeypatch.setenv("DIST_AMP_CACHE", str(tmp_path / "cache"))
-    job = SimpleNamespace(folder=local_folder(address_of(tmp_path)), world=World())
+@pytest.mark.bad_input("run.resume=never at an address that holds a run, on an empty disk")
+def test_a_run_that_may_not_resume_is_refused_where_another_is(finished):
+    address = address_of(finished)
+    job = SimpleNamespace(folder=local_folder(address), world=World())
+    with pytest.raises(Failure, match=f"run.dir={address} holds a run already"):
+        mirror.mirrored(SimpleNamespace(resume="never"), job).__enter__()
+    assert len(complete(finished / "bucket/run")) == 3
 
+
+def test_a_start_whose_pull_fails_releases_its_lease(tmp_path, bucket, monkeypatch):
     def fail(*args):
         raise OSError("no space left")
 
+    monkeypatch.setenv("DIST_AMP_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(mirror, "pull", fail)
+    job = SimpleNamespace(folder=local_folder(address_of(tmp_path)), world=World())
     with pytest.raises(Failure, match="can't be used: OSError: no space left"):
         mirror.mirrored(SimpleNamespace(resume="auto"), job).__enter__()
     assert is_released(bucket)
-
-
-def test_a_signal_during_the_last_upload_does_not_cut_it(tmp_path, store, bucket):
-    one = mirror_of(local_run(tmp_path), store)
-
-    def stop(action, name):
-        if action == "upload":
-            assert one.run_ended.wait(60)
-            time.sleep(0.2)
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    store.fails = stop
-    one.uploads.start()
-    one.finish(60.0, has_failed=False)
-    assert list(complete(bucket)) == ["step_00000004"]
-    assert is_released(bucket)
-
-
-@pytest.mark.bad_input("uploads that are not complete when a run at an address has waited for them")
-@pytest.mark.bad_input("an object store that is away while a run trains, or at its end")
-def test_a_run_whose_uploads_are_not_complete_ends_with_75_and_the_next_start_completes_them(
-    tmp_path, store, bucket, capfd
-):
-    folder = local_run(tmp_path)
-    one = mirror_of(folder, store)
-
-    def away(action, name):
-        raise OSError("the store is away")
-
-    store.fails = away
-    one.uploads.start()
-    with pytest.raises(SystemExit) as ended:
-        one.finish(0.1, has_failed=False)
-    assert ended.value.code == 75
-    said = capfd.readouterr()
-    assert "waiting up to 0.1 s for the uploads to" in said.err
-    assert f"{store.address} is not complete after 0.1 s (the store is away)" in said.err
-    assert f"the rest is in {folder}: the same command on this machine uploads it" in said.err
-    assert "continues on any machine" not in said.out
-    store.fails = lambda action, name: None
-    again = Mirror(store, folder, take_claim(store, one.claim.record["id"], pytest.fail))
-    again.uploads.start()
-    again.finish(60.0, has_failed=False)
-    assert f"uploaded: --run.dir {store.address} continues on any machine" in capfd.readouterr().out
-    assert list(complete(bucket)) == ["step_00000004"]
-
-
-def test_what_a_command_shows_follows_the_address(tmp_path, store, monkeypatch):
-    monkeypatch.setenv("DIST_AMP_CACHE", str(tmp_path / "cache"))
-    one = mirror_of(local_run(tmp_path), store)
-    one.put_new(is_last=True)
-    shown = fetched(store.address)
-    add_checkpoint(tmp_path / "local", 6)
-    one.put_new(is_last=True)
-    fetched(store.address)
-    assert len(list(shown.glob("checkpoints/step_*"))) == 2
-    shutil.rmtree(tmp_path / "bucket/run/checkpoints/step_00000006")
-    fetched(store.address)
-    assert [path.name for path in shown.glob("checkpoints/*")] == ["step_00000004"]
 
 
 # ---- uploads ----
 
 
 def local_run(tmp_path, step=4, content=b"shard"):
-    """A local folder with a checkpoint of two files."""
+    """A local folder with logs, and a checkpoint of two files."""
     folder = tmp_path / "local"
     add_checkpoint(folder, step, content)
+    (folder / "metrics.jsonl").write_bytes(content)
     return folder
 
 
@@ -342,12 +268,12 @@ def add_checkpoint(folder, step, content=b"shard"):
 
 
 class Recording(Store):
-    """A store that records what is done to it, and fails as it is told."""
+    """A store that records what is done to it, and calls `before` with that and a file's name."""
 
     def __init__(self, address):
         super().__init__(address)
         self.done = []
-        self.fails = lambda action, name: None
+        self.before = lambda action, name: None
 
     def write(self, name, content):
         self.record("write", name)
@@ -366,8 +292,12 @@ class Recording(Store):
         super().remove(name)
 
     def record(self, action, name):
-        self.fails(action, name)
+        self.before(action, name)
         self.done.append((action, name))
+
+    def put(self):
+        """The names of what has been put, without claims."""
+        return [name for kind, name in self.done if kind != "remove" and "leases" not in name]
 
 
 @pytest.fixture
@@ -375,51 +305,30 @@ def store(tmp_path):
     return Recording(address_of(tmp_path))
 
 
+def away(action, name):
+    raise OSError("the store is away")
+
+
 def mirror_of(folder, store):
     """The mirror of a run's main node, with a claim of its own."""
     return Mirror(store, folder, take_claim(store, "", pytest.fail))
-
-
-def actions(store, *kinds):
-    """The names that were put, without claims."""
-    done = [(kind, name) for kind, name in store.done if not name.startswith("leases")]
-    return [name for kind, name in done if kind in kinds]
-
-
-def test_the_manifest_comes_last_after_the_shards_and_the_logs(tmp_path, store, bucket):
-    folder = local_run(tmp_path)
-    (folder / "metrics.jsonl").write_text("{}\n")
-    mirror_of(folder, store).put_new(is_last=False)
-    names = [name.rpartition("/")[2].partition(".")[0] for name in actions(store, *PUTS)]
-    assert sorted(names[:2]) == ["__0_0", "__1_0"]
-    assert names[2:] == ["metrics", "manifest"]
-    assert list(complete(bucket)) == ["step_00000004"]
-
-
-PUTS = ("upload", "write", "create")
 
 
 @pytest.mark.parametrize("at", range(4))
 def test_an_upload_that_fails_anywhere_leaves_no_checkpoint_and_is_tried_again(
     at, tmp_path, store, bucket
 ):
-    folder = local_run(tmp_path)
-    (folder / "metrics.jsonl").write_text("{}\n")
-    one = mirror_of(folder, store)
-
-    def fail(action, name):
-        if len(actions(store, *PUTS)) == at:
-            raise OSError("the store is away")
-
-    store.fails = fail
+    one = mirror_of(local_run(tmp_path), store)
+    store.before = lambda *put: away(*put) if len(store.put()) == at else None
     with pytest.raises(OSError, match="the store is away"):
         one.put_new(is_last=True)
     assert complete(bucket) == {}
-    store.fails = lambda action, name: None
+    store.before = lambda *_: None
     one.put_new(is_last=True)
     assert list(complete(bucket)) == ["step_00000004"]
-    shards = [name for name in actions(store, "upload") if "distcp" in name]
-    assert len(shards) == 2, "what is up is not put again"
+    names = [name.rpartition("/")[2].partition(".")[0] for name in store.put()]
+    assert sorted(names[:2]) == ["__0_0", "__1_0"]
+    assert names[2:] == ["metrics", "manifest"], "in this order, and nothing twice"
 
 
 def test_a_checkpoint_of_two_nodes_is_published_once_both_have_put_their_files(
@@ -428,25 +337,15 @@ def test_a_checkpoint_of_two_nodes_is_published_once_both_have_put_their_files(
     main, other = local_run(tmp_path / "main"), local_run(tmp_path / "other")
     (main / "checkpoints/step_00000004/__1_0.distcp").unlink()
     (other / "checkpoints/step_00000004/__0_0.distcp").unlink()
+    add_checkpoint(main, 2)
     one = mirror_of(main, store)
     with pytest.raises(OSError, match=r"__1_0.distcp\.\w+ is not up yet"):
         one.put_new(is_last=False)
-    assert complete(bucket) == {}
+    assert list(complete(bucket)) == ["step_00000002"], "an older one does not wait for it"
     Mirror(store, other, None).put_new(is_last=False)
-    assert complete(bucket) == {}, "the other node publishes nothing"
+    assert list(complete(bucket)) == ["step_00000002"], "the other node publishes nothing"
     one.put_new(is_last=False)
-    assert list(complete(bucket)) == ["step_00000004"]
-
-
-def test_a_checkpoint_whose_other_node_is_late_does_not_keep_an_older_one_from_the_address(
-    tmp_path, store, bucket
-):
-    folder = local_run(tmp_path)
-    newer = add_checkpoint(folder, 6)
-    (newer / "__1_0.distcp").unlink()
-    with pytest.raises(OSError, match="is not up yet"):
-        mirror_of(folder, store).put_new(is_last=False)
-    assert list(complete(bucket)) == ["step_00000004"]
+    assert max(complete(bucket)) == "step_00000004"
 
 
 def test_checkpoints_that_the_run_removed_are_removed_manifests_first_never_the_newest(
@@ -464,32 +363,21 @@ def test_checkpoints_that_the_run_removed_are_removed_manifests_first_never_the_
     add_checkpoint(folder, 6)
     store.done.clear()
     one.put_new(is_last=False)
-    removed = actions(store, "remove")
+    removed = [name for kind, name in store.done if kind == "remove"]
     assert removed.index("checkpoints/step_00000004/manifest.json") < len(removed) - 2
     assert list(complete(bucket)) == ["step_00000006"]
     assert not [path for path in bucket.rglob("*distcp*") if "00000006" not in str(path)]
-
-
-def test_what_the_run_removes_after_its_last_checkpoint_is_put_is_removed_at_its_end(
-    tmp_path, store, bucket
-):
-    folder = local_run(tmp_path)
-    add_checkpoint(folder, 6)
-    one = mirror_of(folder, store)
+    add_checkpoint(folder, 8)
     one.put_new(is_last=False)
-    shutil.rmtree(folder / "checkpoints/step_00000004")
+    shutil.rmtree(folder / "checkpoints/step_00000006")
     one.put_new(is_last=True)
-    assert list(complete(bucket)) == ["step_00000006"]
+    assert list(complete(bucket)) == ["step_00000008"], "also what goes after the last one is put"
 
 
 def test_a_checkpoint_that_the_run_removes_while_it_is_put_is_put_whole(tmp_path, store, bucket):
-    folder = local_run(tmp_path)
-
-    def remove(action, name):
-        shutil.rmtree(folder / "checkpoints/step_00000004", ignore_errors=True)
-
-    one = mirror_of(folder, store)
-    store.fails = remove
+    one = mirror_of(local_run(tmp_path), store)
+    path = tmp_path / "local/checkpoints/step_00000004"
+    store.before = lambda *_: shutil.rmtree(path, ignore_errors=True)
     one.put_new(is_last=False)
     assert list(complete(bucket)) == ["step_00000004"]
 
@@ -520,46 +408,65 @@ def test_a_file_that_is_not_what_its_manifest_says_is_not_put(tmp_path, store, b
 
 
 @pytest.mark.bad_input("an object store that takes requests and does not answer")
-@pytest.mark.bad_input("a full local disk, in a run at an address")
-@pytest.mark.parametrize("fault", ["silent", "full disk"])
 def test_a_store_that_is_not_up_to_date_is_warned_of_once_and_again_when_it_is(
-    fault, tmp_path, store, monkeypatch, capsys
+    tmp_path, store, monkeypatch, capsys
 ):
-    monkeypatch.setattr(mirror, "RENEW_SECONDS", 0.1)
-    monkeypatch.setattr(mirror, "SILENT_SECONDS", 0.3)
-    monkeypatch.setattr(mirror, "PAUSES", (0.1,))
+    for name, seconds in {"RENEW_SECONDS": 0.1, "SILENT_SECONDS": 0.3, "PAUSES": (0.1,)}.items():
+        monkeypatch.setattr(mirror, name, seconds)
     answers = threading.Event()
-    folder = local_run(tmp_path)
-    link = os.link
-
-    def silent(action, name):
-        assert answers.wait(60)
-
-    def full(*args):
-        if not answers.is_set() and str(folder) in str(args[0]):
-            raise OSError(28, "No space left on device")
-        link(*args)
-
-    one = mirror_of(folder, store)
-    if fault == "silent":
-        store.fails = silent
-    else:
-        monkeypatch.setattr(os, "link", full)
+    one = mirror_of(local_run(tmp_path), store)
+    store.before = lambda *_: answers.wait(60)
     one.uploads.start()
     said = ""
-    why = {"silent": "it does not answer", "full disk": "[Errno 28] No space left on device"}
-    while f"({why[fault]})" not in said:
+    while "(it does not answer)" not in said:
         time.sleep(0.05)
         said += capsys.readouterr().err
     answers.set()
     one.finish(60.0, has_failed=False)
     lines = (said + capsys.readouterr().err).splitlines()
-    assert [line for line in lines if "waiting up to" not in line] == [
-        lines[0],
-        f"warning: {store.address} is up to date again",
-    ]
-    assert f"{store.address} has not been up to date for " in lines[0]
-    assert f"checkpoints are kept in {folder} until it is" in lines[0]
+    first, again = [line for line in lines if "waiting up to" not in line]
+    assert f"{store.address} has not been up to date for " in first
+    assert f"checkpoints are kept in {tmp_path}/local until it is" in first
+    assert again == f"warning: {store.address} is up to date again"
+
+
+def test_a_signal_during_the_last_upload_does_not_cut_it(tmp_path, store, bucket):
+    one = mirror_of(local_run(tmp_path), store)
+
+    def stop(action, name):
+        if action == "upload":
+            assert one.run_ended.wait(60)
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    store.before = stop
+    one.uploads.start()
+    one.finish(60.0, has_failed=False)
+    assert list(complete(bucket)) == ["step_00000004"]
+    assert is_released(bucket)
+
+
+@pytest.mark.bad_input("uploads that are not complete when a run at an address has waited for them")
+@pytest.mark.bad_input("an object store that is away while a run trains, or at its end")
+def test_a_run_whose_uploads_are_not_complete_ends_with_75_and_the_next_start_completes_them(
+    tmp_path, store, bucket, capfd
+):
+    folder = local_run(tmp_path)
+    one = mirror_of(folder, store)
+    store.before = away
+    one.uploads.start()
+    with pytest.raises(SystemExit) as ended:
+        one.finish(0.1, has_failed=False)
+    assert ended.value.code == 75
+    said = capfd.readouterr().err
+    assert f"{store.address} is not complete after 0.1 s (the store is away)" in said
+    assert f"the rest is in {folder}: the same command on this machine uploads it" in said
+    store.before = lambda *_: None
+    again = Mirror(store, folder, take_claim(store, one.claim.record["id"], pytest.fail))
+    again.uploads.start()
+    again.finish(60.0, has_failed=False)
+    assert f"uploaded: --run.dir {store.address} continues on any machine" in capfd.readouterr().out
+    assert list(complete(bucket)) == ["step_00000004"]
 
 
 # ---- downloads ----
@@ -572,12 +479,11 @@ def damage(kind, path):
     path.write_bytes({"flipped": flipped, "cut": content[:-1], "longer": content + b"0"}[kind])
 
 
-FILES = ["__0_0.distcp", ".metadata", "manifest.json"]
-DAMAGED = [(FILES[0], "longer"), (FILES[1], "flipped"), (FILES[2], "cut")]
-
-
 @pytest.mark.bad_input("a checkpoint on object storage that is damaged or forged")
-@pytest.mark.parametrize(("name", "kind"), DAMAGED)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("__0_0.distcp", "longer"), (".metadata", "flipped"), ("manifest.json", "cut")],
+)
 def test_a_damaged_checkpoint_at_the_address_gives_way_to_the_one_before(
     name, kind, finished, monkeypatch, capsys
 ):
@@ -592,34 +498,23 @@ def test_a_damaged_checkpoint_at_the_address_gives_way_to_the_one_before(
 
 
 @pytest.mark.bad_input("a checkpoint on object storage that is damaged or forged")
-@pytest.mark.parametrize(
-    "name", [*(pytest.param(n, marks=pytest.mark.slow) for n in FILES[:2]), FILES[2]]
-)
-def test_a_run_that_continues_from_before_a_damaged_checkpoint_replaces_it(name, finished):
-    (path,) = finished.glob(f"bucket/run/checkpoints/step_00000008/{name}*")
-    damage("flipped", path)
-    (ended,) = run(Launch(finished), "second", "--train.steps", 10, *FREE, ranks=1)
+def test_a_run_that_continues_from_before_a_damaged_checkpoint_replaces_it(finished):
+    damage("flipped", finished / "bucket/run/checkpoints/step_00000008/manifest.json")
+    (ended,) = run(Launch(finished), "second", *LONGER, *SINGLE, ranks=1)
     assert ended.returncode == 0, ended.stderr
     assert "resumed from step 6" in ended.stdout
-    assert "using step_00000006 instead" in ended.stderr
     assert max(complete(finished / "bucket/run")) == "step_00000010"
 
 
-FREE = ["--run.allow_config_change", "true", *SINGLE]
-
-
-def without(folder, store, name):
-    """A checkpoint that is at the address, of which a file is missing here; and its files."""
+def test_a_file_that_arrives_damaged_is_fetched_again_and_one_that_is_gone_is_named(
+    tmp_path, store, bucket, monkeypatch
+):
+    folder = local_run(tmp_path)
     mirror_of(folder, store).put_new(is_last=False)
-    path = folder / "checkpoints/step_00000004"
-    (path / name).unlink()
     (folder / ".address").write_text(store.address)
-    return path, json.loads((path / "manifest.json").read_text())["files"]
-
-
-def test_a_file_that_arrives_damaged_is_fetched_again(tmp_path, store, monkeypatch):
-    path, files = without(local_run(tmp_path), store, "__0_0.distcp")
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    path = folder / "checkpoints/step_00000004"
+    (path / "__0_0.distcp").unlink()
+    files = json.loads((path / "manifest.json").read_text())["files"]
     fetches = []
     original = type(store.fs).get_file
 
@@ -629,18 +524,13 @@ def test_a_file_that_arrives_damaged_is_fetched_again(tmp_path, store, monkeypat
         if len(fetches) < 3:
             Path(local).write_bytes(b"x")
 
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
     monkeypatch.setattr(type(store.fs), "get_file", truncate)
     fetch(path, files)
     assert (path / "__0_0.distcp").read_bytes() == b"shard"
     assert len(fetches) == 3, "only what was missing"
-    assert sorted(file.name for file in path.iterdir() if "fetching" in file.name) == [
-        ".fetching.lock"
-    ]
-
-
-def test_a_file_that_is_gone_is_named(tmp_path, store, bucket):
-    path, files = without(local_run(tmp_path), store, "__1_0.distcp")
-    for file in bucket.rglob("*__1_0*"):
+    assert [file.name for file in path.glob(".*fetching*")] == [".fetching.lock"]
+    for file in (path / "__1_0.distcp", *bucket.rglob("*__1_0*")):
         file.unlink()
     with pytest.raises(CheckpointRejected, match=r"__1_0.distcp is not at file://"):
         fetch(path, files)
@@ -660,10 +550,8 @@ def put_all(store, folder, claim):
 
 def test_what_another_machine_wrote_since_replaces_what_is_here(tmp_path, store, capsys):
     here = local_run(tmp_path / "here", content=b"older")
-    (here / "metrics.jsonl").write_text("older")
     begin(store, here).release()
     there = local_run(tmp_path / "there", content=b"newer")
-    (there / "metrics.jsonl").write_text("newer")
     claim = take_claim(store, "", pytest.fail)
     put_all(store, there, claim)
     add_checkpoint(here, 9)
@@ -708,22 +596,24 @@ def test_starts_that_are_killed_before_they_put_anything_leave_what_is_only_on_a
     assert len(list((here / "checkpoints/step_00000009").iterdir())) == 3
 
 
-@pytest.mark.bad_input("run.resume=never at an address that holds a run, on an empty disk")
-def test_a_run_that_may_not_resume_is_refused_where_another_is(finished):
-    address = address_of(finished)
-    before = complete(finished / "bucket/run")
-    assert len(before) == 3
-    job = SimpleNamespace(folder=local_folder(address), world=World())
-    with pytest.raises(Failure, match=f"run.dir={address} holds a run already"):
-        mirror.mirrored(SimpleNamespace(resume="never"), job).__enter__()
-    assert complete(finished / "bucket/run") == before
+def test_what_a_command_shows_follows_the_address(tmp_path, store, bucket, monkeypatch):
+    monkeypatch.setenv("DIST_AMP_CACHE", str(tmp_path / "cache"))
+    one = mirror_of(local_run(tmp_path), store)
+    one.put_new(is_last=True)
+    shown = fetched(store.address)
+    add_checkpoint(tmp_path / "local", 6)
+    one.put_new(is_last=True)
+    fetched(store.address)
+    assert len(list(shown.glob("checkpoints/step_*"))) == 2
+    shutil.rmtree(bucket / "checkpoints/step_00000006")
+    fetched(store.address)
+    assert [path.name for path in shown.glob("checkpoints/*")] == ["step_00000004"]
 
 
 # ---- claims ----
 
 
-def test_a_folders_file_is_created_by_one_of_two_that_looked_at_once(tmp_path, monkeypatch):
-    store = Store(address_of(tmp_path))
+def test_a_folders_file_is_created_by_one_of_two_that_looked_at_once(store, monkeypatch):
     assert store.create("leases/1", b"first")
     monkeypatch.setattr(type(store.fs), "exists", lambda *args, **options: False)
     assert not store.create("leases/1", b"second")
@@ -732,8 +622,8 @@ def test_a_folders_file_is_created_by_one_of_two_that_looked_at_once(tmp_path, m
 
 @pytest.mark.bad_input("a run at an address that another live run writes, also on another machine")
 @pytest.mark.bad_input("a run at an address from a machine whose clock is an hour off")
-@pytest.mark.parametrize("hours", [-1, 0, 1])
-def test_a_live_runs_address_is_refused_by_its_holders_name(hours, tmp_path, store, monkeypatch):
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_a_live_runs_address_is_refused_by_its_holders_name(hours, store, monkeypatch):
     claim = take_claim(store, "", pytest.fail)
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() + 3600 * hours)
@@ -742,47 +632,31 @@ def test_a_live_runs_address_is_refused_by_its_holders_name(hours, tmp_path, sto
         take_claim(store, "of another disk", print)
 
 
-def silent_since(store, number, seconds):
-    """Make a claim older, by the store's clock."""
-    path = store.path(claim_name(number))
-    now = os.stat(path).st_mtime
-    os.utime(path, (now - seconds, now - seconds))
-
-
 def test_a_dead_runs_address_is_taken_and_it_stops_putting_if_it_lives_after_all(
-    tmp_path, store, monkeypatch
+    store, monkeypatch
 ):
+    def make_older(number):
+        path = store.path(claim_name(number))
+        then = os.stat(path).st_mtime - DEAD_SECONDS
+        os.utime(path, (then, then))
+
     said = []
     dead = take_claim(store, "", said.append)
-    silent_since(store, 1, DEAD_SECONDS)
+    make_older(1)
     assert take_claim(store, "", said.append).number == 2
     assert said == []
     with pytest.raises(OSError, match="has taken over"):
         dead.renew()
-    monkeypatch.setattr(time, "sleep", lambda seconds: silent_since(store, 2, DEAD_SECONDS))
+    monkeypatch.setattr(time, "sleep", lambda seconds: make_older(2))
     assert take_claim(store, "", said.append).number == 3
     assert "did not say that it ended; waiting up to 45 s for a sign of life" in said[0]
 
 
-@pytest.mark.parametrize("how", ["released", "of this disk"])
-def test_a_run_that_ended_or_was_of_the_same_folder_is_not_waited_for(how, store):
-    claim = take_claim(store, "", print)
-    if how == "released":
-        claim.release()
-        assert take_claim(store, "", pytest.fail).number == 2
-    else:
-        assert take_claim(store, claim.record["id"], pytest.fail).number == 2
-
-
 @pytest.mark.bad_input("a store that lets two writers create one file")
 def test_a_store_that_can_not_tell_two_writers_apart_is_refused(store, monkeypatch):
-    def overwrite(self, name, content):
-        self.write(name, content)
-        return True
-
-    monkeypatch.setattr(Store, "create", overwrite)
+    monkeypatch.setattr(Store, "create", lambda *written: Store.write(*written) is None)
     with pytest.raises(Failure, match="lets two writers create one file"):
-        take_claim(store, "", print)
+        take_claim(Store(store.address), "", print)
 
 
 @pytest.mark.bad_input("two runs that are started at one address at once")
@@ -803,24 +677,19 @@ def test_of_two_that_start_at_once_one_gets_the_address(late, store, monkeypatch
             both.abort()
         return create(self, name, content)
 
-    monkeypatch.setattr(Store, "create", together)
-    monkeypatch.setattr(time, "sleep", lambda seconds: [claim.renew() for claim in claims])
-    claims = []
-    refused = []
-
-    def start():
+    def start(_):
         try:
             claims.append(take_claim(Store(store.address), "", print))
         except Failure as error:
-            refused.append(str(error))
+            return str(error)
 
-    threads = [threading.Thread(target=start) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(claims) == len(refused) == 1
-    assert "is in use by a live run" in refused[0]
+    claims = []
+    monkeypatch.setattr(Store, "create", together)
+    monkeypatch.setattr(time, "sleep", lambda seconds: [claim.renew() for claim in claims])
+    with ThreadPoolExecutor(2) as pool:
+        (refused,) = filter(None, pool.map(start, range(2)))
+    assert len(claims) == 1
+    assert "is in use by a live run" in refused
 
 
 # ---- what is refused ----
@@ -832,16 +701,7 @@ def test_of_two_that_start_at_once_one_gets_the_address(late, store, monkeypatch
 @pytest.mark.bad_input("run.dir: an address within another, or with a password")
 @pytest.mark.parametrize(
     "address",
-    [
-        "s3://bucket",
-        "s4://bucket/run",
-        "hf://buckets/me/all/run",
-        "ftp://me:hush@host/run",
-        "simplecache::s3://bucket/run",
-        "s3://bucket::file:///run",
-        "s3://bucket/run::file:///run",
-        "s3://key:hush@bucket/run",
-    ],
+    ["s3://bucket", "hf://buckets/me/all/run", "s3://bucket/run::file:///run", "s3://k:hush@b/run"],
 )
 def test_an_address_that_can_not_be_used_is_refused(address, tmp_path, monkeypatch):
     monkeypatch.setenv("DIST_AMP_CACHE", str(tmp_path))
@@ -851,13 +711,10 @@ def test_an_address_that_can_not_be_used_is_refused(address, tmp_path, monkeypat
 
 
 @pytest.mark.bad_input("run.dir: an address of an unknown store, or whose package is missing")
-def test_an_address_whose_package_is_missing_is_refused_in_one_line(launch):
-    (launch.folder / "gcsfs.py").write_text("raise ImportError")
-    words = [*WORDS, "--run.dir", "gs://bucket/run"]
-    (done,) = launch.each(1, *words, DIST_AMP_CACHE="cache")
-    assert done.returncode == 64, done
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert "gs://bucket/run: Please install gcsfs to access Google Storage (pip" in line
+def test_an_address_whose_package_is_missing_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    message = message_of(64, Store, "gs://bucket/run")
+    assert "gs://bucket/run: Please install gcsfs to access Google Storage (pip" in message
 
 
 @pytest.mark.bad_input("run.dir: an address, with run.save() in a loop of your own")
@@ -865,10 +722,7 @@ def test_a_loop_of_ones_own_at_an_address_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("DIST_AMP_CACHE", str(tmp_path / "cache"))
     run = make_run(World(), Tiny(), "--run.dir", address_of(tmp_path))
     for call in (run.save, run.resume):
-        with pytest.raises(
-            ConfigError, match=r"\(\) with run.dir=file://.*: only the train command"
-        ):
-            call()
+        assert "() with run.dir=file://" in message_of(64, call)
 
 
 def folder_of_two_nodes(world, folder):
@@ -882,15 +736,13 @@ def folder_of_two_nodes(world, folder):
 def test_nodes_that_share_the_local_folder_are_refused(tmp_path):
     for message in on_ranks(2, folder_of_two_nodes, tmp_path):
         assert "is shared by several nodes" in message
-        assert "set DIST_AMP_CACHE to a folder on each node's disk" in message
 
 
 @pytest.mark.bad_input("run.dir: an address, with a local folder that can't be made")
 def test_a_local_folder_that_can_not_be_made_is_refused(monkeypatch, tmp_path):
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").touch()
     monkeypatch.setenv("DIST_AMP_CACHE", str(tmp_path / "file"))
-    with pytest.raises(ConfigError, match=r"can't be used \(.*\); set DIST_AMP_CACHE to"):
-        local_folder("s3://bucket/run")
+    assert "set DIST_AMP_CACHE to a folder" in message_of(64, local_folder, "s3://bucket/run")
 
 
 def test_a_rank_that_starts_never_reads_an_address_that_another_is_writing(monkeypatch, tmp_path):
@@ -910,6 +762,8 @@ def test_a_rank_that_starts_never_reads_an_address_that_another_is_writing(monke
 @pytest.fixture
 def s3(monkeypatch):
     """A server with a bucket; environment variables lead to it."""
+    if not all(map(importlib.util.find_spec, ("s3fs", "moto", "flask"))):
+        pytest.skip("needs s3fs and moto: bash tests/engines.sh")
     with s3_server() as server:
         server.put("bucket/other", b"")
         importlib.import_module("s3fs").S3FileSystem.clear_instance_cache()  # of another server
@@ -921,7 +775,7 @@ def s3(monkeypatch):
         yield server
 
 
-S3 = [*WORDS, "--run.dir", "s3://bucket/run", "--task.target", "stops.py:Stops"]
+S3 = [*WORDS, "--run.dir", "s3://bucket/run"]
 
 
 def all_at(folder, name="run"):
@@ -941,75 +795,66 @@ def all_at(folder, name="run"):
         return complete(folder)
 
 
-@needs_s3
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.parametrize("fault", ["503", "500", "reset", "lost", "truncate"])
 def test_a_store_that_fails_now_and_then_gets_all_checkpoints(fault, s3, launch, tmp_path):
-    (tmp_path / "stops.py").write_text(STOPS)
     s3.faults_of_writes = ["", fault] * 20
     s3.faults = [fault, ""] * 4
     done = launch.each(2, *S3)
-    assert [one.returncode for one in done] == [0, 0], done
+    assert statuses(done) == [0, 0], done
     assert len(all_at(tmp_path / "fetched")) == 3
     shutil.rmtree(tmp_path / "cache")
     s3.faults = [fault, ""] * 4
-    done = launch.each(2, *S3, "--train.steps", 10, "--run.allow_config_change", "true")
-    assert [one.returncode for one in done] == [0, 0], done
+    done = launch.each(2, *S3, *LONGER)
+    assert statuses(done) == [0, 0], done
     assert "resumed from step 8" in done[0].stdout
     assert max(all_at(tmp_path / "fetched")) == "step_00000010"
 
 
-@needs_s3
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.bad_input("an object store that is away while a run trains, or at its end")
 def test_training_continues_while_the_store_is_away_and_says_so(s3, launch, tmp_path):
-    (tmp_path / "stops.py").write_text(STOPS)
     started = launch.start_each(2, *S3, "--run.timeout_seconds", 20, SLEEP="0.5")
     wait_until(lambda: s3.requests["PUT"] > 3)
     s3.every = "503"
     done = [finish(one, 300) for one in started]
-    assert [one.returncode for one in done] == [75, 0], done
+    assert statuses(done) == [75, 0], done
     assert "s3://bucket/run is not complete after 20 s" in done[0].stderr
-    assert "the same command on this machine uploads it" in done[0].stderr
     s3.every = ""
     done = launch.each(2, *S3)
-    assert [one.returncode for one in done] == [0, 0], done
+    assert statuses(done) == [0, 0], done
     assert "is finished: it took 8 of train.steps=8" in done[0].stdout
     assert max(all_at(tmp_path / "fetched")) == "step_00000008"
 
 
-@needs_s3
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.bad_input(
     "object storage without credentials, or a bucket that is missing or read-only"
 )
-def test_a_store_that_can_not_be_used_is_refused_at_the_start(s3, launch, tmp_path, monkeypatch):
-    (tmp_path / "stops.py").write_text(STOPS)
-    cases = {
-        "none": "s3://nobucket/run can't be used: FileNotFoundError: The specified bucket does not "
-        "exist; make the bucket, or check its name",
-        "403": "check the credentials, which must be allowed to read, write and list, and the",
-        "keys": "NoCredentialsError: Unable to locate credentials; check the credentials",
-    }
-    for case, said in cases.items():
-        words = list(map(str, S3))
-        if case == "none":
-            words[words.index("s3://bucket/run")] = "s3://nobucket/run"
-        s3.every = "403" if case == "403" else ""
-        if case == "keys":
-            monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-            monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-            monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-        done = launch.each(2, *words)
-        assert [one.returncode for one in done] == [1, 1], case
-        (line,) = "".join(one.stderr for one in done).splitlines()
-        assert said in line
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("nobucket", "can't be used: FileNotFoundError: The specified bucket does not exist; make"),
+        ("403", "check the credentials, which must be allowed to read, write and list, and the"),
+        ("no keys", "NoCredentialsError: Unable to locate credentials; check the credentials"),
+    ],
+)
+def test_a_store_that_can_not_be_used_is_refused_at_the_start(case, said, s3, launch, monkeypatch):
+    s3.every = case if case == "403" else ""
+    bucket = case if case == "nobucket" else "bucket"
+    if case == "no keys":
+        monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+        monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    done = launch.each(2, *S3, "--run.dir", f"s3://{bucket}/run")
+    assert statuses(done) == [1, 1]
+    (line,) = "".join(one.stderr for one in done).splitlines()
+    assert said in line
 
 
-@needs_s3
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.parametrize("seed", range(4))
@@ -1020,11 +865,9 @@ def test_whatever_is_killed_checkpoints_are_complete_or_absent_and_the_end_is_th
 
     A run that has ended is compared, and the next kills are another's.
     """
-    (tmp_path / "stops.py").write_text(STOPS)
     draw = random.Random(seed)
     whole = launch.each(2, *S3, "--run.dir", "whole")
-    assert [one.returncode for one in whole] == [0, 0], whole
-    manifest = json.loads((tmp_path / "whole/checkpoints/step_00000008/manifest.json").read_text())
+    assert statuses(whole) == [0, 0], whole
     kills = ended = 0
     while kills < KILLS or ended == 0:
         name = f"run{ended}"
@@ -1035,14 +878,14 @@ def test_whatever_is_killed_checkpoints_are_complete_or_absent_and_the_end_is_th
             kills += ranks[0].poll() is None
             for one in ranks[:1] if target == "rank" else ranks:
                 one.kill()
-        statuses = [one.wait(120) for one in ranks]
+        ends = [one.wait(120) for one in ranks]
         store = Store(f"s3://bucket/{name}")
         if number := newest_claim(store):  # as if a while had passed: a kill in the wait is no test
             Claim(store, number, read_claim(store, number), {}).release()
         checkpoints = all_at(tmp_path / "fetched", name)
         if draw.random() < 0.5:
             shutil.rmtree(tmp_path / "cache", ignore_errors=True)
-        if statuses == [0, 0]:
-            assert shards(checkpoints["step_00000008"]) == shards(manifest["files"])
+        if ends == [0, 0]:
+            assert shards(checkpoints["step_00000008"]) == last_shards(tmp_path / "whole")
             ended += 1
     print(f"{kills} kills, {ended} runs ended as one that was not disturbed")

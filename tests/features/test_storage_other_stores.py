@@ -6,7 +6,6 @@ Store is unaware of which it is, so test_storage.py, on a folder and S3, has the
 import base64
 import importlib.util
 import json
-import os
 import shutil
 import signal
 import socket
@@ -18,10 +17,9 @@ from functools import partial
 
 import fsspec
 import pytest
-from test_storage import STOPS, WORDS, shards, wait_until
+from test_storage import FSDP, LONGER, WORDS, last_shards, shards, statuses, wait_until
 
 from dist_amp.errors import Failure
-from dist_amp.files import entry_of
 from dist_amp.storage import store as stores
 from dist_amp.storage.mirror import MANIFEST, checkpoints_at
 from dist_amp.storage.store import Store, take_claim
@@ -117,43 +115,27 @@ def test_a_live_runs_address_is_refused_and_a_dead_runs_is_taken(bucket, monkeyp
 
 
 @pytest.mark.slow
-def test_files_of_any_size_are_put_and_fetched(bucket, tmp_path):
-    store = Store(f"{bucket}/put")
-    sizes = {"empty": 0, "small": 1000, "parts": 70 << 20}  # both packages put up to 64 MiB at once
-    for name, size in sizes.items():
-        (tmp_path / name).write_bytes(os.urandom(size))
-        entry = entry_of(tmp_path / name)
-        store.upload(tmp_path / name, name, entry)
-        store.download(name, tmp_path / "back", entry)
-    assert store.sizes("") == sizes
-
-
-@pytest.mark.slow
 def test_a_run_continues_on_an_empty_disk_after_a_kill_and_after_its_end(bucket, launch, tmp_path):
-    (tmp_path / "stops.py").write_text(STOPS)
-    words = [*WORDS, "--task.target", "stops.py:Stops", "--parallel.strategy", "fsdp"]
-    run = partial(launch.each, 2, *words, DIST_AMP_CACHE="cache")
+    run = partial(launch.each, 2, *WORDS, *FSDP, DIST_AMP_CACHE="cache")
     whole = run("--run.dir", "whole")
-    assert [one.returncode for one in whole] == [0, 0], whole
+    assert statuses(whole) == [0, 0], whole
     address = ["--run.dir", f"{bucket}/run"]
     store = Store(address[1])
     killed = run(*address, AT="6", NUMBER=str(int(signal.SIGKILL)))
-    assert [one.returncode for one in killed] == [-signal.SIGKILL, -signal.SIGKILL]
+    assert statuses(killed) == [-signal.SIGKILL, -signal.SIGKILL]
     shutil.rmtree(tmp_path / "cache")
     saved = [name for name, files in checkpoints_at(store).items() if files[-1].endswith(MANIFEST)]
     resumed = f"resumed from step {int(max(saved)[5:])}" if saved else "from step 0"
 
     ended = run(*address)
-    assert [one.returncode for one in ended] == [0, 0], ended
+    assert statuses(ended) == [0, 0], ended
     assert resumed in ended[0].stdout
-    last = f"checkpoints/step_00000008/{MANIFEST}"
-    expected = json.loads((tmp_path / "whole" / last).read_text())
-    assert shards(json.loads(store.read(last))["files"]) == shards(expected["files"])
+    manifest = json.loads(store.read(f"checkpoints/step_00000008/{MANIFEST}"))
+    assert shards(manifest["files"]) == last_shards(tmp_path / "whole")
     shutil.rmtree(tmp_path / "cache")
 
-    more = ["--train.steps", 10, "--run.allow_config_change", "true"]
-    continued = run(*address, *more)
-    assert [one.returncode for one in continued] == [0, 0], continued
+    continued = run(*address, *LONGER)
+    assert statuses(continued) == [0, 0], continued
     assert "resumed from step 8" in continued[0].stdout
     assert list(checkpoints_at(store)) == ["step_00000006", "step_00000008", "step_00000010"]
 
@@ -172,8 +154,7 @@ def test_a_store_that_can_not_be_used_is_refused_in_one_line(bucket, launch):
     ]
     for changed, said in cases:
         done = launch.each(2, *words, DIST_AMP_CACHE="cache", **changed)
-        assert [one.returncode for one in done] == [1, 1], done
-        lines = "".join(one.stderr for one in done).splitlines()
-        (line,) = [line for line in lines if not line.startswith("warning: waiting")]
+        assert statuses(done) == [1, 1], done
+        (line,) = [line for one in done for line in one.stderr.splitlines() if "error: " in line]
         assert f"{bucket}-of-nobody/run can't be used: " in line
         assert said in line
