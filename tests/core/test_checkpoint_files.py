@@ -509,6 +509,8 @@ def saved_while_training_goes_on(world, folder):
             take_steps(run, 3)
             saver.save(wait=False)
             take_steps(run, 4)
+        if world.rank:
+            continue  # one rank may read a checkpoint alone
         reader = Reader(all_checkpoints(run.folder)[0])
         entries = reader.read_metadata().state_dict_metadata.items()
         content = {name: torch.empty(e.size, dtype=e.properties.dtype) for name, e in entries}
@@ -518,10 +520,10 @@ def saved_while_training_goes_on(world, folder):
 
 
 def test_a_background_save_holds_the_state_of_its_step_whatever_training_does_meanwhile(tmp_path):
-    for one, other in on_ranks(2, saved_while_training_goes_on, tmp_path):
-        assert one.keys() == other.keys()
-        same = {name: torch.equal(one[name].nan_to_num(), other[name].nan_to_num()) for name in one}
-        assert all(same.values()), same
+    one, other = on_ranks(2, saved_while_training_goes_on, tmp_path)[0]
+    assert one.keys() == other.keys()
+    same = {name: torch.equal(one[name].nan_to_num(), other[name].nan_to_num()) for name in one}
+    assert all(same.values()), same
 
 
 def test_a_checkpoints_files_are_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):

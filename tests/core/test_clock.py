@@ -2,6 +2,7 @@
 
 import time
 from contextlib import suppress
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -162,6 +163,27 @@ def test_a_slow_ranks_time_is_its_forward_and_the_other_rank_waits(strategy, acc
     # The other rank may sleep through a part of the wait if the machine has no core for it.
     assert quick["communication"] >= 0.6 * slept
     assert sum(quick[phase] for phase in OWN_PHASES) < sum(slow[phase] for phase in OWN_PHASES)
+
+
+def waited_in_each_call(world):
+    """Seconds of communication in each of World's collectives; rank 0 comes late to all."""
+    row = torch.ones(1)
+    calls = [world.barrier, partial(world.from_main, 1), partial(world.gather, 1)]
+    calls += [partial(world.stack, row), partial(world.sum, row)]
+    waits = []
+    for call in calls:
+        world.barrier()
+        world.clock.lap()
+        if world.is_main:
+            time.sleep(0.05)
+        call()
+        waits.append(world.clock.lap().seconds()["communication"])
+    return waits
+
+
+def test_a_wait_in_any_collective_is_communication():
+    _, waits = on_ranks(2, waited_in_each_call)
+    assert min(waits) > 0.03, waits
 
 
 def test_one_process_waits_for_nobody():

@@ -453,6 +453,11 @@ def test_an_enum_is_written_by_its_name_and_a_dict_is_refused_as_an_argument_of_
         load_config([*words, "--task.args.sizes", "a=1"], environ={})
 
 
+def test_the_launchers_variables_are_no_settings():
+    names = ("PYTHON", "LAUNCHER", "CACHE", "METADATA", "COMMAND", "FAILED_AT", "NNODES")
+    assert load(**{f"DIST_AMP_{name}": "1" for name in names}) == load()
+
+
 def test_a_text_from_the_environment_keeps_its_spaces():
     config = load_config([], {"DIST_AMP_RUN__DIR": "my runs/first try"})
     assert config.run.dir == "my runs/first try"

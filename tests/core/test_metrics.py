@@ -87,6 +87,9 @@ def test_every_ranks_events_hold_its_metrics_and_rank_0_and_metrics_jsonl_the_wo
     logs = [line for line in lines if "train/loss" in line]
     assert [(line["step"], len(line["ranks"])) for line in logs] == [(3, 2), (6, 2)]
     assert [line["step"] for line in lines if "eval/loss" in line] == [3, 6]
+    for line in logs:  # short numbers: a line may list 64 ranks
+        times = [value for tag, value in line["ranks"][1].items() if tag.startswith("time/")]
+        assert [line["unix_time"], *times] == [round(line["unix_time"], 3), *np.round(times, 7)]
     rates = [(line["step"], pytest.approx(line["train/lr"], rel=1e-6)) for line in logs]
     assert first["train/lr"] == rates
 

@@ -141,6 +141,12 @@ def test_the_scaler_has_all_four_settings_and_keeps_its_state():
     assert other.growth_tracker == 0
 
 
+def test_the_scalers_tensors_are_on_its_device():
+    scaler = Scaler(ScalerConfig(), True, torch.device("meta"))
+    tensors = [value for value in vars(scaler).values() if isinstance(value, torch.Tensor)]
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+
+
 def test_tf32_is_set_for_matrix_products_and_convolutions():
     for on, name in ((True, "high"), (False, "highest")):
         build(tf32=on)

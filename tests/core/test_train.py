@@ -1,14 +1,17 @@
 """The main job as users start it: real launches, real signals, real exit statuses."""
 
+import gc
 import json
 import os
 import signal
 import time
 import tomllib
+import weakref
 from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from chaos import children, is_there
 from forked import ROOT, Launch
@@ -329,6 +332,31 @@ def test_what_is_due_after_a_step_happens_once_and_in_one_order(tmp_path, asks, 
     train(run, stop)
     run.close()
     assert ", ".join(observer.noted) == expected
+
+
+class Reads:
+    """Calls `read` after each step."""
+
+    def __init__(self, read):
+        self.read, self.seen = read, []
+
+    def after_step(self, report, micro_batches):
+        self.seen.append(self.read())
+
+
+def test_garbage_from_before_a_training_is_not_kept_through_it(tmp_path):
+    run = make_run(World(), Tiny(), "--train.steps", 1, "--run.dir", tmp_path)
+    garbage = torch.nn.Module()
+    garbage.itself = [garbage]
+    observer = Reads(weakref.ref(garbage))
+    run.observers.add(observer)
+    del garbage
+    gc.disable()
+    try:
+        train(run, AgreedStop(World()))
+    finally:
+        gc.enable()
+    assert observer.seen == [None]
 
 
 def main_with_a_group(world, folder):
