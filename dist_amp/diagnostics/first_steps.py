@@ -187,8 +187,8 @@ def warn_of_mean(run: Run) -> None:
     if len(values) < 2:
         return
     (loss_of_one, weight_of_one), (loss_of_two, weight_of_two) = values
-    grows = abs(loss_of_two - loss_of_one) > 0.25 * abs(loss_of_one)
-    if not grows and loss_of_one and weight_of_two > 1.5 * weight_of_one:
+    stays = abs(loss_of_two - loss_of_one) <= 0.25 * abs(loss_of_one)  # not where one is nan
+    if stays and loss_of_one and weight_of_two > 1.5 * weight_of_one:
         run.world.warn(
             f"loss_sum returns {loss_of_one:.4g} for {len(indices)} samples and {loss_of_two:.4g} "
             f"for each of them twice, though weight(batch) grows from {weight_of_one:g} to "

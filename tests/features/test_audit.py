@@ -9,14 +9,13 @@ import pytest
 import torch
 from bit_exact_models import Augmented
 from ranks import on_ranks
-from tiny import Tiny, make_run, parameters_of
+from tiny import Tiny, make_run, parameters_of, take_steps
 
 from dist_amp.config.load import load_config
 from dist_amp.diagnostics import audit
 from dist_amp.diagnostics.audit import Audit, check_settings, choose, verdict
 from dist_amp.diagnostics.trace import BITS
 from dist_amp.errors import ConfigError, NumericsError
-from dist_amp.step import train_step
 from dist_amp.world import World, local
 
 EXACT = ["--parallel.bit_exact", "true", "--train.global_batch_size", 16]
@@ -70,20 +69,13 @@ def in_weight(run, number):
     flip(local(run.parallel.module[1][0].weight))
 
 
-def step_audited(run, observer):
-    micro_batches = next(run.data)
-    observer.before_step(micro_batches)
-    report = train_step(run, micro_batches)
-    observer.after_step(report, micro_batches)
-
-
 def trained(world, task, words, steps=3, plant=None, culprit=0):
     """(what ends a run, its warnings); plant(run, number of the micro-batch) before its last step.
 
     On rank `culprit` alone.
     """
     run = make_run(world, task, *EXACT, *words)
-    observer = Audit(run)
+    run.observers.add(Audit(run))
     warnings = []
     with patch.object(World, "warn", lambda world, text: warnings.append(text)):
         for step in range(steps):
@@ -91,7 +83,7 @@ def trained(world, task, words, steps=3, plant=None, culprit=0):
                 number, _ = choose(0, 1, step, world.world_size, 8 // world.world_size)
                 plant(run, number)
             try:
-                step_audited(run, observer)
+                take_steps(run, 1)
             except NumericsError as error:
                 return str(error), warnings
     return "", warnings
@@ -153,12 +145,9 @@ def test_a_task_that_is_not_repeatable_is_no_corruption():
 
 def trained_bits(world, words, steps):
     run = make_run(world, Augmented(), *EXACT, *words)
-    observer = Audit(run) if "--debug.audit_every" in words else None
-    for _ in range(steps):
-        if observer is None:
-            train_step(run, next(run.data))
-        else:
-            step_audited(run, observer)
+    if "--debug.audit_every" in words:
+        run.observers.add(Audit(run))
+    take_steps(run, steps)
     return parameters_of(run), run.step
 
 

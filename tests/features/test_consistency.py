@@ -2,7 +2,6 @@
 
 import math
 import platform
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,19 +9,14 @@ import torch
 from conftest import needs
 from ranks import RankFailed, on_ranks
 from tiny import Tiny, log, make_run, take_steps
-from torch import nn
-from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
 
 from dist_amp.checkpoint.compatibility import FREE_TO_CHANGE
 from dist_amp.config.load import load_config
 from dist_amp.config.text import to_toml
-from dist_amp.data import Padding
 from dist_amp.diagnostics import consistency
-from dist_amp.diagnostics.consistency import Consistency, check_ranks_agree, find_mismatch
-from dist_amp.diagnostics.trace import hash_samples
+from dist_amp.diagnostics.consistency import Consistency, check_ranks_agree
 from dist_amp.errors import ConfigError, NumericsError
-from dist_amp.step import train_step
-from dist_amp.world import World, local
+from dist_amp.world import local
 
 # ---- before there is a run
 
@@ -94,28 +88,6 @@ def test_a_task_of_the_package_is_compared_by_its_path():
 # ---- while it runs
 
 
-class OfObjects(Tiny):
-    """Batches that are objects with attributes, in place of dicts."""
-
-    def collate(self, samples):
-        return SimpleNamespace(**torch.utils.data.default_collate(samples))
-
-    def loss_sum(self, model, batch):
-        return super().loss_sum(model, vars(batch))
-
-    def weight(self, batch):
-        return super().weight(vars(batch))
-
-
-def test_the_main_job_trains_on_objects_and_compares_their_samples_between_ranks():
-    run = make_run(World(), OfObjects(), "--data.workers", 1)
-    first, second = next(run.data), next(run.data)
-    assert hash_samples(first, run.world.device) != hash_samples(second, run.world.device)
-    assert hash_samples([Padding(first[0])], run.world.device) == 0
-    assert train_step(run, first).applied
-    run.data.close()
-
-
 def one_rank_corrupts_its_gradient_after_the_reduction(world, strategy):
     """(whether the step was applied, the scale after it, the consistency check's message)."""
     words = ["--parallel.strategy", strategy, "--train.micro_batch_size", 2]
@@ -147,27 +119,6 @@ def test_inf_on_one_rank_after_the_reduction_skips_under_fsdp_and_is_named_under
     for *_, message in results:
         assert "on rank 1" in message
         assert "on rank 0" in message
-
-
-class FakeQuantised(Tiny):
-    def build_model(self):
-        quantise = FakeQuantize(observer=MovingAverageMinMaxObserver)
-        return nn.Sequential(quantise, super().build_model())
-
-
-def observed_after_evaluation(world, strategy):
-    run = make_run(world, FakeQuantised(), "--parallel.strategy", strategy, "--use_amp", "false")
-    take_steps(run, 2)
-    assert not find_mismatch(run)
-    run.parallel.average_batch_statistics()
-    return {name: value.tolist() for name, value in run.parallel.module.named_buffers()}
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_what_fake_quantisation_observes_may_differ_until_it_is_averaged(strategy):
-    one, two = on_ranks(2, observed_after_evaluation, strategy)
-    assert one == two
-    assert one["0.scale"] > [0.0]
 
 
 class Unseeded(Tiny):

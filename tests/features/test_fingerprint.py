@@ -5,11 +5,10 @@ import json
 import pytest
 import torch
 from ranks import on_ranks
-from tiny import Overflow, Tiny, make_run, take_steps
+from tiny import Overflow, Tiny, log_row, make_run, take_steps
 
 from dist_amp.diagnostics.fingerprint import MAX_GROUPS, Fingerprint, group_names
 from dist_amp.diagnostics.trace import hash_tensor
-from dist_amp.step import train_step
 from dist_amp.world import World
 
 WORDS = ["--metrics.fingerprint", 2, "--train.micro_batch_size", 4, "--precision.use_amp", "false"]
@@ -19,15 +18,9 @@ def hashed_steps(world, task, steps, *words):
     """Steps as in the main job: (the fingerprints that rank 0 would write, the steps' losses)."""
     run = make_run(world, task, *WORDS, *words)
     fingerprint = Fingerprint(run)
-    losses = []
-    for _ in range(steps):
-        micro_batches = next(run.data)
-        fingerprint.before_step(micro_batches)
-        report = train_step(run, micro_batches)
-        fingerprint.after_step(report, micro_batches)
-        losses.append(report.loss_sum.item())
-    run.metrics.begin(run.step, run.schedule, run.scaler, run.data)
-    return fingerprint.tags(run.metrics.read()).get("fingerprints", {}), losses
+    run.observers.add(fingerprint)
+    losses = [report.loss_sum.item() for report in take_steps(run, steps)]
+    return fingerprint.tags(log_row(run)).get("fingerprints", {}), losses
 
 
 def test_the_first_and_every_nth_step_have_hashes_of_each_module_and_no_step_changes():

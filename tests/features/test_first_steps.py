@@ -8,12 +8,11 @@ import pytest
 import torch
 from ranks import on_ranks
 from test_strangers import Mixture
-from tiny import Tiny, make_run, parameters_of, take_steps
+from tiny import AlwaysNan, Tiny, make_run, parameters_of, take_steps
 from torch import nn
 from torch.utils.data import default_collate
 
 from dist_amp.diagnostics.first_steps import WATCHED_STEPS, FirstSteps
-from dist_amp.step import train_step
 from dist_amp.world import World
 
 LAYOUTS = [(1, "single"), (2, "ddp"), (2, "fsdp")]
@@ -40,15 +39,11 @@ def watched_run(world, task, strategy, steps=WATCHED_STEPS, observed=True):
     words = ["--train.micro_batch_size", 2, "--use_amp", "false"]
     run = make_run(world, task, "--parallel.strategy", strategy, *words)
     run.data.to_device = moved_in_a_list
-    observer = FirstSteps(run)
+    if observed:
+        run.observers.add(FirstSteps(run))
     warnings = []
     with patch.object(World, "warn", lambda world, text: warnings.append(text)):
-        for _ in range(steps):
-            micro_batches = next(run.data)
-            observer.before_step(micro_batches)
-            report = train_step(run, micro_batches)
-            if observed:
-                observer.after_step(report, micro_batches)
+        take_steps(run, steps)
     return run, warnings
 
 
@@ -92,9 +87,11 @@ def test_a_loss_that_is_a_mean_is_named_after_the_first_step(ranks, strategy):
         assert "it seems to be a mean; return the sum" in warning
 
 
-@pytest.mark.parametrize("task", [Tiny(), Tiny(uneven=True), Mixture(), FixedSize()])
+@pytest.mark.parametrize("task", [Tiny(), Tiny(uneven=True), Mixture(), FixedSize(), AlwaysNan()])
 @pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "fsdp")])
-def test_a_sum_is_not_taken_for_a_mean_nor_is_a_task_of_one_batch_size(task, ranks, strategy):
+def test_a_sum_is_not_taken_for_a_mean_nor_is_a_batch_of_one_size_or_a_loss_of_nan(
+    task, ranks, strategy
+):
     for warnings in on_ranks(ranks, warnings_of, task, strategy, 2):
         assert not warnings
 

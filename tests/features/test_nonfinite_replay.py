@@ -8,11 +8,10 @@ from unittest.mock import patch
 import pytest
 import torch
 from ranks import on_ranks
-from tiny import Overflow, Tiny, log_row, make_run
+from tiny import Overflow, Tiny, log_row, make_run, take_steps
 from torch import nn
 
 from dist_amp.diagnostics.nonfinite_replay import NonFinite, NonfiniteReplay
-from dist_amp.step import train_step
 from dist_amp.world import World, local
 
 LAYOUTS = [(1, "single"), (2, "ddp"), (2, "fsdp")]
@@ -85,23 +84,17 @@ class Made(Tiny):
         return rows
 
 
-def step_and_observe(run, observer):
-    micro_batches = next(run.data)
-    report = train_step(run, micro_batches)
-    run.metrics.record(report)
-    observer.after_step(report, micro_batches)
-
-
 def replayed(world, task, words, folder, steps=1, spoil=None):
     """(what each rank found, its warnings) after `steps` steps and a log step."""
     run = make_run(world, task, *words, "--run.dir", folder)
     warnings = []
     observer = NonfiniteReplay(run)
+    run.observers.add(observer)
     if spoil:
         spoil(run)
     with patch.object(World, "warn", lambda world, text: warnings.append(text)):
-        for _ in range(steps):
-            step_and_observe(run, observer)
+        for report in take_steps(run, steps):
+            run.metrics.record(report)
         observer.on_log(log_row(run))
     return observer.faults, warnings
 
@@ -253,21 +246,18 @@ def test_a_replay_moves_nothing_that_the_task_keeps_and_is_left_out_where_it_wou
     assert ("is not taken again: the task can't be copied" in warnings[0]) == locked
 
 
-def test_a_repeated_fault_is_recorded_and_not_reported_again(tmp_path):
-    words = [*FP32, *IN_ORDER, "--debug.nonfinite", "step"]
-    faults, warnings = replayed(World(), Made("LogOf"), words, str(tmp_path), 3)
-    assert (len(faults), len(warnings)) == (3, 1)
-    reports = (tmp_path / "nonfinite/reports.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in reports] == [1, 2, 3]
-
-
-def test_the_error_that_ends_the_run_names_where_the_skips_began(launch, tmp_path):
+def test_each_skip_is_recorded_and_the_error_that_ends_the_run_names_where_they_began(
+    launch, tmp_path
+):
     words = ["--task.target", "test_nonfinite_replay:Made", *map(str, IN_ORDER)]
     words += ["--metrics.log_every", "2", "--train.max_skips_in_a_row", "4", "--eval.every", "off"]
-    done = launch(0, *words, "--run.dir", "run")
+    done = launch(0, *words, "--run.dir", "run", "--debug.nonfinite", "step")
     place = "first: step 1, rank 0, micro-batch 0 (samples 0, 1), forward of 1 (LogOf)"
     assert place in done.stderr
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["exit_code"] == done.returncode == 70
     assert summary["cause"].endswith(place)
     assert done.stderr.count("warning: step 1 was skipped: on rank 0") == 1
+    assert " was skipped" not in done.stderr.replace("step 1 was skipped", ""), "the same again"
+    reports = (tmp_path / "run/nonfinite/reports.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in reports][:4] == [1, 2, 3, 4]

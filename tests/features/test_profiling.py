@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import on_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny import Tiny, make_run, watched
+from tiny import Tiny, make_run, take_steps, watched
 
 from dist_amp.clock import PHASES
 from dist_amp.diagnostics.profiling import (
@@ -18,7 +18,6 @@ from dist_amp.diagnostics.profiling import (
     memory_history,
     window,
 )
-from dist_amp.step import train_step
 from dist_amp.train import main
 from dist_amp.world import World
 
@@ -26,16 +25,14 @@ from dist_amp.world import World
 def steps_of(world, folder, steps, *words):
     """A run that took `steps` steps with a Profile, as in the main job."""
     run = make_run(world, Tiny(), "--run.dir", folder, "--train.micro_batch_size", 2, *words)
-    with watched(Profile(run)) as profile:
-        take(run, profile, steps)
+    take_profiled(run, steps)
     return run
 
 
-def take(run, profile, steps):
-    for _ in range(steps):
-        micro_batches = next(run.data)
-        report = train_step(run, micro_batches)
-        profile.after_step(report, micro_batches)
+def take_profiled(run, steps):
+    with watched(Profile(run)) as profile:
+        run.observers.add(profile)
+        take_steps(run, steps)
 
 
 def ranges(path):
@@ -129,8 +126,8 @@ def test_neither_a_failure_in_a_recorded_step_nor_one_to_write_hides_another(tmp
             raise ZeroDivisionError
 
     run.optimizer.register_step_pre_hook(fail_in_step_14)
-    with pytest.raises(ZeroDivisionError), watched(Profile(run)) as profile:
-        take(run, profile, 20)
+    with pytest.raises(ZeroDivisionError):
+        take_profiled(run, 20)
     assert "enter" not in vars(run.world.clock)
     assert steps_of(World(), tmp_path, 3, "--train.steps", 3, "--debug.profile", 2).step == 3
     warning = "warning: rank 0: the profile could not be written: FileExistsError"
