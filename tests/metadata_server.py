@@ -25,18 +25,10 @@ def in_seconds(cloud, seconds):
 
 
 def event(kind, not_before, resources=("trainer_0",)):
-    """One of Azure's."""
-    return {
-        "EventId": "C1BF8322-4CBF-4FC4-9C45-B40CF3106D0E",
-        "EventStatus": "Scheduled" if not_before else "Started",
-        "EventType": kind,
-        "ResourceType": "VirtualMachine",
-        "Resources": list(resources),
-        "NotBefore": not_before,
-        "Description": "",
-        "EventSource": "Platform",
-        "DurationInSeconds": -1,
-    }
+    """One of Azure's; those that it has are documented under "Scheduled Events"."""
+    status = "Scheduled" if not_before else "Started"
+    found = {"EventId": "C1BF8322", "EventStatus": status, "EventType": kind}
+    return found | {"Resources": list(resources), "NotBefore": not_before}
 
 
 class Metadata(ThreadingHTTPServer):
@@ -55,10 +47,7 @@ class Metadata(ThreadingHTTPServer):
         self.statuses = []
         self.tokens = {}  # {token: until when it is valid}
         self.ended = threading.Event()
-
-    @property
-    def address(self):
-        return f"http://127.0.0.1:{self.server_address[1]}"
+        self.address = f"http://127.0.0.1:{self.server_address[1]}"
 
     def handle_error(self, request, client_address):
         pass  # a client that waited no longer
@@ -133,13 +122,10 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def metadata_server(cloud):
-    server = Metadata(cloud)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.ended.set()
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with Metadata(cloud) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield server
+        finally:
+            server.ended.set()
+            server.shutdown()

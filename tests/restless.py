@@ -158,13 +158,11 @@ def die_at(point, step):
 
 
 STEPS_BETWEEN = 10
-ANY_RANK = (
-    "before it is taken/before the first byte/before this rank's shard/in the midst of a shard"
-)
-ANY_RANK += "/after this rank's shard/before the hashes"
-MAIN_ONLY = "before the metadata/before the manifest/before the rename/after the rename"
-MAIN_ONLY = [*MAIN_ONLY.split("/"), "while an old one is removed"]
-POINTS = [*ANY_RANK.split("/"), *MAIN_ONLY]
+ANY_RANK = ["before it is taken", "before the first byte", "before this rank's shard"]
+ANY_RANK += ["in the midst of a shard", "after this rank's shard", "before the hashes"]
+MAIN_ONLY = ["before the metadata", "before the manifest", "before the rename"]
+MAIN_ONLY += ["after the rename", "while an old one is removed"]
+POINTS = ANY_RANK + MAIN_ONLY
 
 if FIRST and "DIE_AT" in os.environ:
     _point, _step, _rank = os.environ["DIE_AT"].split(":")

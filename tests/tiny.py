@@ -161,11 +161,6 @@ def watched(observer):
     observer.close()
 
 
-def observer_of(run, kind):
-    """The run's observer of this class, by its name."""
-    return next(each for each in run.observers if type(each).__name__ == kind)
-
-
 def average_of(run):
     """The tensors of optim.ema, by name; none without it."""
     return next((each.tensors for each in run.observers if hasattr(each, "tensors")), {})

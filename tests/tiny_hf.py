@@ -4,7 +4,6 @@ import copy
 import json
 
 import torch
-from tiny import make_run, parameters_of, save, take_steps
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModel,
@@ -113,21 +112,3 @@ def chats(count=24):
         answer = {"role": "assistant", "content": "ab" * (1 + number % 5)}
         rows.append({"messages": [question, answer]})
     return rows
-
-
-def trained_and_resumed(world, task, folder, strategy, lr):
-    """Four steps of SGD, saved after two and resumed there: the parameters and the evaluation."""
-    from dist_amp.step import evaluate
-
-    words = f"--train.global_batch_size 4 --train.micro_batch_size {4 // world.world_size} "
-    words += f"--parallel.strategy {strategy} --run.dir {folder / strategy} --train.steps 4 "
-    words += f"--optim.name sgd --optim.lr {lr}"
-    run = make_run(world, task, *QUICK, *words.split())
-    take_steps(run, 2)
-    save(run)
-    take_steps(run, 2)
-    resumed = make_run(world, task, *QUICK, *words.split(), "--run.resume", "auto")
-    assert resumed.step == 2
-    take_steps(resumed, 2)
-    torch.testing.assert_close(parameters_of(resumed), parameters_of(run), rtol=0, atol=0)
-    return parameters_of(run), evaluate(run)

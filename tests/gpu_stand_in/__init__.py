@@ -1,5 +1,5 @@
-"""Run code on GPUs that are not there: fake_gpu.c says what that shows, and what
-it can't.
+"""Run code on GPUs that are not there: fake_gpu.c, in place of CUDA under a real torch, says what
+that shows, and what it can't.
 
     result = on_fake_gpus(8, my_function, argument)    # my_function(argument), in a fresh process
 
@@ -7,7 +7,12 @@ The function must be importable. DIST_AMP_FAKE_GPU=1 bash tests/engines.sh insta
 """
 
 import atexit
+import os
+import pickle
+import re
+import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from functools import cache
@@ -15,22 +20,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from dist_amp.errors import ConfigError
-from gpu_stand_in.stand_in import StandIn, environment, find_stand_in
+import torch
 
 FOLDER = Path(__file__).parent
 TESTS = FOLDER.parent
 ROOT = TESTS.parent
-STAND_IN = StandIn("", Path(), "")
-missing = ""
-try:
-    STAND_IN = find_stand_in()
-except ConfigError as error:
-    missing = str(error)
-PYTHON = STAND_IN.python
+# An interpreter whose torch is a CUDA build: this one, or the one that engines.sh installs.
+PYTHON = sys.executable
+TORCH = Path(torch.__file__).parent
+installed = [*ROOT.glob(".venv-cuda/lib/python*/site-packages/torch")]
+if torch.version.cuda is None and installed:
+    PYTHON, TORCH = str(ROOT / ".venv-cuda/bin/python"), installed[0]
+COMPILER = next(filter(shutil.which, [os.environ.get("CC", ""), "gcc", "clang"]), "")
+HEADERS = [
+    folder
+    for folder in (TORCH.parent / "nvidia/cu13/include", Path("/usr/local/cuda/include"))
+    if (folder / "cuda_runtime_api.h").exists() and (folder / "crt/host_config.h").exists()
+]
+ANSWER = "import sys; from gpu_stand_in.stand_in import answer; answer(sys.argv[1])"
 
-needs_fake_gpus = pytest.mark.skipif(bool(missing), reason=missing)
+is_cuda_13 = re.search(r"^cuda\b.*'13\.", (TORCH / "version.py").read_text(), re.MULTILINE)
+needs_fake_gpus = pytest.mark.skipif(
+    sys.platform != "linux" or not (is_cuda_13 and COMPILER and HEADERS),
+    reason="needs Linux, a C compiler, torch for CUDA 13 (tested: 2.14.1) and CUDA's headers: "
+    "DIST_AMP_FAKE_GPU=1 bash tests/engines.sh installs them",
+)
 
 
 @cache
@@ -38,29 +52,43 @@ def library() -> Path:
     """The library, compiled once in this process."""
     folder = tempfile.TemporaryDirectory()
     atexit.register(folder.cleanup)
-    return STAND_IN.build(Path(folder.name))
+    library = Path(folder.name) / "libcuda.so.1"
+    # Whoever opens the driver by its name gets what is preloaded already.
+    options = "-std=gnu17 -shared -fPIC -O1 -w -Wl,-soname,libcuda.so.1 -lpthread -o".split()
+    source = FOLDER / "fake_gpu.c"
+    subprocess.run([COMPILER, *options, library, source, f"-I{HEADERS[0]}"], check=True)
+    (library.parent / "libcuda.so").symlink_to(library.name)  # Triton links its launchers with it
+    return library
 
 
-def environ(gpus: int, values: bool = False, **more: str) -> dict[str, str]:
+def environ(gpus: int, values: bool = False) -> dict[str, str]:
     """The variables of a process that sees so many GPUs. values: copied values can be read back."""
-    # Models come from folders; the hub is not asked for more.
-    more = {"PYTHONPATH": f"{ROOT}:{TESTS}", "HF_HUB_OFFLINE": "1", **more}
-    return environment(library(), gpus, values) | more
+    return {
+        **os.environ,
+        "LD_PRELOAD": str(library()),
+        "FAKE_GPU_COUNT": str(gpus),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{ROOT}:{TESTS}",
+        "HF_HUB_OFFLINE": "1",  # models come from folders
+        "TRITON_LIBCUDA_PATH": str(library().parent),
+        # It is chosen for attention where it is allowed, and there is none.
+        "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",
+        **({"FAKE_GPU_VALUES": "1"} if values else {}),
+    }
 
 
 def on_fake_gpus(
-    gpus: int,
-    function: Callable[..., Any],
-    *args: Any,
-    values: bool = False,
-    timeout: float = 300,
-    **more: str,
+    gpus: int, function: Callable[..., Any], *args: Any, values: bool = False, timeout: float = 300
 ) -> Any:
     """What function(*args) returns there; AssertionError with its output if it raises."""
-    try:
-        return STAND_IN.call(environ(gpus, values, **more), function, *args, timeout=timeout)
-    except subprocess.CalledProcessError as error:
-        said = f"{error.stdout}\n{error.stderr}"
-        raise AssertionError(
-            f"{function.__name__}: exit status {error.returncode}\n{said}"
-        ) from None
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "call").write_bytes(pickle.dumps((function, args)))
+        done = subprocess.run(
+            [PYTHON, "-c", ANSWER, folder],
+            env=environ(gpus, values),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+        assert done.returncode == 0, f"{function.__name__}:\n{done.stdout}\n{done.stderr}"
+        return pickle.loads((Path(folder) / "result").read_bytes())

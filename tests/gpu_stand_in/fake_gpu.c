@@ -10,7 +10,7 @@
  * copy from it and waiting for that copy is counted as overwritten.
  *
  * Not there: time, numerics, cuDNN, cuSOLVER, CUPTI (kernels in traces), graphs, expandable segments, other ranks.
- * Needs torch with CUDA 13. FAKE_GPU_COUNT: devices, 1 to 16. FAKE_GPU_MEMORY: bytes of each, below 1 TiB.
+ * Needs torch with CUDA 13. FAKE_GPU_COUNT: devices, 1 to 16.
  */
 #define _GNU_SOURCE
 #include <cuda_runtime_api.h>
@@ -59,7 +59,7 @@ API void fake_gpu_trace(const char *path) {
 /* ---- devices ---- */
 
 #define CONTEXT 629145600ull                 /* of its memory, what a CUDA context takes; assumed */
-static size_t total_memory = 85028896768ull; /* of an H100 80GB */
+static const size_t total_memory = 85028896768ull; /* of an H100 80GB */
 #define DEVICES 16
 static __thread int current;
 
@@ -165,9 +165,6 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 __attribute__((constructor)) static void start(void) {
     keeps_values = getenv("FAKE_GPU_VALUES") != NULL;
-    const char *size = getenv("FAKE_GPU_MEMORY");
-    if (size)
-        total_memory = strtoull(size, NULL, 10);
     int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     arena = mmap(0, SHARE * (DEVICES + 1), PROT_READ | PROT_WRITE, flags, -1, 0);
     if (arena == MAP_FAILED) {

@@ -5,12 +5,14 @@ import re
 import shlex
 
 import pytest
+import torch
 from conftest import ROOT
 from messages import message_of
 
 from benchmarks.amp import EXPERIMENTS
 from dist_amp.checkpoint.compatibility import settings_of
 from dist_amp.config.load import load_config
+from dist_amp.config.task_class import build_task
 from dist_amp.record import Record
 from dist_amp.settings import Config
 from dist_amp.train import main
@@ -25,7 +27,6 @@ LESS_WORK = {
     "sinusoid": "--task.args.crop 4 --task.args.size 32 --task.args.width 32 --task.args.crops 256",
 }
 MEASURED = ("cnn", "linear", "mlp")  # by `python -m benchmarks amp`, as they stand
-examples = pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 
 
 def arguments_of(path):
@@ -35,43 +36,28 @@ def arguments_of(path):
     return shlex.split(command.replace("\\\n", " "))
 
 
-def write_model_and_rows(example, folder):
-    """What the examples for models of transformers are run on: a tiny model and its rows."""
-    if example == "preference":
-        import test_example_preference as tests
-        from tiny_hf import make_model, make_tokenizer, write_rows
-
-        make_tokenizer(make_model(folder, "llama"))
-        write_rows(folder / "rows.jsonl", tests.pairs())
-    if example == "image_text":
-        import test_example_image_text as tests
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_is_short_and_learns_by_its_own_command(path, tmp_path, monkeypatch):
+    arguments = arguments_of(path)
+    lines = len(path.read_text().splitlines())
+    assert lines <= (60 if path.stem in MEASURED else 200)
+    if path.stem in MEASURED:
+        assert sorted(arguments) == sorted(EXPERIMENTS[path.stem].arguments.split())
+    if path.stem in ("preference", "image_text"):
+        from test_hf_examples import EXAMPLES
         from tiny_hf import write_rows
 
-        tests.write_model_and_images(folder)
-        write_rows(folder / "rows.jsonl", tests.questions())
-
-
-@examples
-def test_an_example_learns_by_its_own_command(path, tmp_path, monkeypatch):
+        write_model, rows, _ = EXAMPLES[path.stem]
+        write_model(tmp_path)
+        write_rows(tmp_path / "rows.jsonl", rows())
     monkeypatch.chdir(tmp_path)
-    write_model_and_rows(path.stem, tmp_path)
-    arguments = [str(ROOT / word) if ".py:" in word else word for word in arguments_of(path)]
-    words = [*arguments, *LESS_WORK.get(path.stem, "").split(), "--use_amp", "false"]
+    words = [str(ROOT / word) if ".py:" in word else word for word in arguments]
+    words += [*LESS_WORK.get(path.stem, "").split(), "--use_amp", "false", "--run.dir", "run"]
     words += ["--train.steps", "20", "--run.device", "cpu", "--metrics.log_every", "2"]
-    assert main([*words, "--run.dir", "run"]) == 0
+    assert main(words) == 0
     rows = Record(tmp_path / "run").rows
     losses = [row["train/loss"] for row in rows if "train/loss" in row]  # not of the evaluation
     assert losses[-1] < 0.95 * losses[0]
-
-
-@examples
-def test_an_example_is_short_and_is_what_the_benchmark_of_its_name_runs(path):
-    lines = len(path.read_text().splitlines())
-    if path.stem not in MEASURED:
-        assert lines <= 200
-        return
-    assert 25 <= lines <= 60
-    assert sorted(arguments_of(path)) == sorted(EXPERIMENTS[path.stem].arguments.split())
 
 
 @pytest.mark.bad_input("`task.target` names a task that is in `examples/` now")
@@ -80,7 +66,58 @@ def test_the_old_name_of_a_task_that_moved_is_refused_with_the_new_one(name, tmp
     old = f"dist_amp.tasks.{name}"
     new = f"examples/{name.replace(':', '.py:')}"
     message = message_of(64, load_config, ["--task.target", old], {})
-    assert message.count("\n") == 0
     assert f"give --task.target {new}, in a clone" in message
     (tmp_path / "config.toml").write_text(f'[task]\ntarget = "{old}"\n')
     assert settings_of(tmp_path, Config())["task.target"] == new
+
+
+# ---- the sinusoid ----
+
+SINUSOID = f"{ROOT}/examples/sinusoid.py:Sinusoid"
+
+
+def sinusoid(**settings):
+    words = [
+        word for name, value in settings.items() for word in (f"--task.args.{name}", str(value))
+    ]
+    return build_task(load_config(["--task.target", SINUSOID, *words], {}))
+
+
+def test_the_sinusoid_has_134145_parameters_four_levels_and_shows_its_drawing():
+    assert sum(p.numel() for p in sinusoid().build_model().parameters()) == 134_145
+    task = sinusoid(size=32, crop=16, width=8)
+    assert task.picture["levels"].unique().tolist() == (torch.arange(4) / 3).tolist()
+    with torch.no_grad():
+        image = task.sample(task.build_model())
+    assert image.shape == (1, 32, 64)
+    assert 0 <= image.min() <= image.max() <= 1
+    assert image[:, :, :32].tolist() == task.picture["levels"].tolist()
+    message = message_of(64, lambda: sinusoid(size=32, crop=64))
+    assert "size=32 must be a multiple of crop=64: crops tile it" in message
+
+
+def test_crops_to_train_on_are_cut_from_the_picture_and_those_to_validate_on_cover_it_once():
+    task = sinusoid(size=48, crop=16, crops=50)
+    dataset = task.build_dataset("train")
+    whole, picture = task.picture.values()
+    assert len(dataset) == 50
+    for sample in dataset:
+        left, top = ((sample["coordinates"][:, 0, 0] + 1) / 2 * 47).round().int().tolist()
+        cut = (slice(None), slice(top, top + 16), slice(left, left + 16))
+        expected = {"coordinates": whole[cut], "levels": picture[cut]}
+        torch.testing.assert_close(sample, expected, rtol=0, atol=0)
+    crops = [sample["coordinates"].flatten(1).T.tolist() for sample in task.build_dataset("valid")]
+    pixels = [tuple(pixel) for crop in crops for pixel in crop]
+    assert len(pixels) == len(set(pixels)) == 48 * 48
+
+
+@pytest.mark.slow
+def test_the_sinusoid_is_learnt(launch, tmp_path):
+    words = f"""--task.target {SINUSOID} --task.args.crop 4
+        --task.args.crops 65536 --train.steps 300 --train.micro_batch_size 256 --optim.lr 1e-3
+        --optim.schedule constant --optim.weight_decay 0 --metrics.log_every 100
+        --eval.batches 16 --run.dir run""".split()
+    done = launch(2, *words, timeout=1800)
+    assert done.returncode == 0, done.stderr[-2000:]
+    evaluation = Record(tmp_path / "run").summary["evaluation"]
+    assert evaluation["loss"] < 0.065, "the picture's variance, which a constant leaves, is 0.079"

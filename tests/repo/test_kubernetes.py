@@ -27,15 +27,17 @@ MANIFESTS = [
 CLAIM, RUNTIME, JOB, TENSORBOARD = MANIFESTS
 TRAINER = JOB["spec"]["trainer"]
 SETTINGS = {variable["name"]: variable["value"] for variable in TRAINER["env"]}
-REPLICATED = RUNTIME["spec"]["template"]["spec"]["replicatedJobs"][0]
-POD = REPLICATED["template"]["spec"]["template"]["spec"]
+NODE = RUNTIME["spec"]["template"]["spec"]["replicatedJobs"][0]
+POD = NODE["template"]["spec"]["template"]["spec"]
 BOARD_POD = TENSORBOARD["spec"]["template"]["spec"]
 TINY = "--task.target tiny:Tiny --train.steps 2 --train.micro_batch_size 2 --eval.batches 1".split()
 WHERE = "bash tests/engines.sh brings it"
 
 
-def check(document):
-    """Errors: what the schema's package raises, or AssertionError for an unknown key."""
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.parametrize("document", MANIFESTS, ids=lambda document: document["kind"])
+def test_a_manifest_is_what_its_schema_asks_for(document):
     if document["kind"] in ("TrainJob", "TrainingRuntime"):
         models = pytest.importorskip("kubeflow_trainer_api.models", reason=WHERE)
         model = getattr(models, f"TrainerV1alpha1{document['kind']}")
@@ -45,48 +47,20 @@ def check(document):
         schemas.validate(document, schemas.latest_version(), strict=True)
 
 
-@pytest.mark.engine
-@pytest.mark.slow
-@pytest.mark.parametrize("document", MANIFESTS, ids=lambda document: document["kind"])
-def test_a_manifest_is_what_its_schema_asks_for(document):
-    check(document)
-
-
-def test_the_job_and_tensorboard_share_the_claim_where_the_image_keeps_runs():
+def test_the_job_keeps_its_runs_on_a_claim_saves_before_it_is_killed_and_starts_again():
     for pod in (POD, BOARD_POD):
         (volume,) = [volume for volume in pod["volumes"] if "persistentVolumeClaim" in volume]
         assert volume["persistentVolumeClaim"]["claimName"] == CLAIM["metadata"]["name"]
         mounts = {each["name"]: each["mountPath"] for each in pod["containers"][0]["volumeMounts"]}
         assert mounts[volume["name"]] == "/app/runs"
-        of_the_image = {"runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000}
-        assert pod["securityContext"] == of_the_image
     assert CLAIM["spec"]["accessModes"] == ["ReadWriteMany"]
     (board,) = BOARD_POD["containers"]
-    assert TRAINER["image"] == board["image"]
     assert not {"--host", "--bind_all"} & set(board["command"]), "inside its pod alone"
-
-
-def test_the_jobs_runtime_is_the_one_beside_it_and_starts_all_pods_again_when_one_fails():
     named = {"kind": RUNTIME["kind"], "name": RUNTIME["metadata"]["name"]}
     assert JOB["spec"]["runtimeRef"] == named
-    labels = REPLICATED["template"]["metadata"]["labels"]
-    assert labels == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
-    names = (REPLICATED["name"], POD["containers"][0]["name"])
-    assert names == ("node", "node"), "the Trainer fills in these"
     restarts = RUNTIME["spec"]["template"]["spec"]["failurePolicy"]["maxRestarts"]
     assert restarts >= 30, "a month, at an event a day"
-    assert (REPLICATED["template"]["spec"]["backoffLimit"], POD["restartPolicy"]) == (0, "Never")
-    saving = int(SETTINGS["PET_SHUTDOWN_TIMEOUT"])
-    assert saving < POD["terminationGracePeriodSeconds"], "killed else"
-
-
-def test_the_job_may_pin_memory_and_has_shared_memory():
-    (node,) = POD["containers"]
-    assert node["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
-    volumes = {each["name"]: each.get("emptyDir", {}).get("medium") for each in POD["volumes"]}
-    (mount,) = [each for each in node["volumeMounts"] if each["mountPath"] == "/dev/shm"]
-    assert volumes[mount["name"]] == "Memory"
-    assert SETTINGS["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert int(SETTINGS["PET_SHUTDOWN_TIMEOUT"]) < POD["terminationGracePeriodSeconds"]
     assert TRAINER["numProcPerNode"] == TRAINER["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
 
 
@@ -117,8 +91,6 @@ def test_torchrun_forms_the_jobs_world_from_pet_variables_alone(tmp_path):
     assert statuses == [0, 0], said
     summary = json.loads((tmp_path / "runs/demo/summary.json").read_text())
     assert (summary["stopped_by"], summary["world_size"], summary["steps"]) == ("completed", 4, 2)
-    assert [rank["rank"] for rank in summary["ranks"]] == [0, 1, 2, 3]
-    assert "on 4 x CPU" in said[0]
     assert "step" not in said[1], "rank 0 speaks for all"
 
 

@@ -29,7 +29,7 @@ def trained(world, *words):
 
 @pytest.mark.parametrize(
     ("ranks", "strategy", "dtype"),
-    [(1, "single", "bf16"), (2, "ddp", "fp16"), (2, "fsdp", "bf16"), (4, "hsdp", "fp16")],
+    [(1, "single", "bf16"), (2, "fsdp", "bf16"), (4, "hsdp", "fp16")],
 )
 def test_two_models_learn_in_a_custom_loop(ranks, strategy, dtype):
     words = ["--precision.dtype", dtype, "--parallel.strategy", strategy]

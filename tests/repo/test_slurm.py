@@ -87,18 +87,14 @@ def test_a_job_that_was_saved_after_some_steps_is_queued_again(
     assert ("requeue" in lines) == (told != TOO_SHORT)
 
 
-def test_a_job_that_fails_is_not_queued_again_though_its_folder_holds_a_run_that_was_stopped(
+def test_a_job_that_fails_is_not_queued_again_and_has_its_own_number_of_nodes_and_time_to_save(
     tmp_path,
 ):
-    (tmp_path / "run").mkdir()
+    (tmp_path / "run").mkdir()  # of a run that was stopped
     (tmp_path / "run/summary.json").write_text('{\n  "exit_code": 75,\n  "steps": 20\n}\n')
     os.utime(tmp_path / "run/summary.json", (0, 0))
-    status, lines = submit_to_stand_ins(tmp_path, None)
+    status, lines = submit_to_stand_ins(tmp_path, None, NNODES="4", NODE_RANK="3")
     assert (status, "requeue" in lines) == (1, False)
-
-
-def test_a_job_has_its_own_number_of_nodes_and_most_of_the_warning_to_save_in(tmp_path):
-    _, lines = submit_to_stand_ins(tmp_path, {"exit_code": 1}, NNODES="4", NODE_RANK="3")
     assert not [line for line in lines if line.startswith(("NNODES=", "NODE_RANK="))]
     assert {"MASTER_ADDR=10.213.0.1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=280"} <= set(lines)
 
@@ -161,11 +157,6 @@ class Slurm:
     def has(self, job):
         """What Slurm has of a job: {"JobState": "RUNNING", ...}."""
         return dict(re.findall(r"(\w+)=(\S*)", self.ask("scontrol", "show", "job", job)))
-
-    def story(self, log):
-        """The ends of a job's log and of the daemons': what to read when it went wrong."""
-        files = [log, *sorted(self.folder.glob("*.log"))]
-        return "\n".join(f"{path.name}:\n{path.read_text()[-1500:]}" for path in files)
 
     def end(self, job):
         """The state in which a job ends: "COMPLETED", "FAILED"."""
@@ -236,6 +227,6 @@ def test_a_job_that_is_signalled_is_saved_queued_again_and_ends_bit_identical(
     assert slurm.has(job)["Restarts"] == "1"
     time.sleep(2)  # a node refuses a start in the second in which it ended the job
     slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now")  # else in two minutes
-    assert slurm.end(job) == "COMPLETED", slurm.story(log)
+    assert slurm.end(job) == "COMPLETED", log.read_text()[-3000:]
     assert "resumed from step" in log.read_text()
     assert differences(run, chaos.through()) == []

@@ -37,10 +37,11 @@ def only_for_this_python(pyproject):
     pyproject.write_text(text.replace("sys_platform == 'linux' and", f"{here} and"))
 
 
-@pytest.fixture(scope="module")
-def synced(tmp_path_factory):
-    """A function that runs a command in a clone where `uv sync` ran."""
-    folder = built_wheel.copy_source(tmp_path_factory.mktemp("clone"))
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.skipif(UV is None, reason="needs uv: bash tests/engines.sh")
+def test_after_uv_sync_uv_run_trains_with_the_pinned_versions_and_the_scripts_take_them(tmp_path):
+    folder = built_wheel.copy_source(tmp_path / "clone")
     environment = {key: value for key, value in os.environ.items() if key != "VIRTUAL_ENV"}
     environment |= {"PATH": PATH, "UV_PYTHON": sys.executable}
     settings = built_wheel.settings_of_pip()
@@ -56,27 +57,14 @@ def synced(tmp_path_factory):
 
     done = run(UV, "sync")
     assert done.returncode == 0, done.stderr
-    yield run
-    shutil.rmtree(folder)  # gigabytes
-
-
-@pytest.mark.slow
-@pytest.mark.engine
-@pytest.mark.skipif(UV is None, reason="needs uv: bash tests/engines.sh")
-def test_after_uv_sync_uv_run_trains_with_the_pinned_versions(synced):
-    listed = synced(UV, "run", "dist_amp", "--help")
+    listed = run(UV, "run", "dist_amp", "--help")
     assert listed.stdout.startswith("usage: dist_amp COMMAND"), listed.stderr
     words = "--train.steps 3 --eval.batches 1 --task.args.sample_bytes 8 --run.dir runs/uv"
-    done = synced(UV, "run", "python", "-m", "dist_amp.train", *words.split())
+    done = run(UV, "run", "python", "-m", "dist_amp.train", *words.split())
     assert "done: 3 steps" in done.stdout, done.stderr
-    checked = synced(UV, "run", "python", "-m", "dist_amp.doctor").stdout
+    checked = run(UV, "run", "python", "-m", "dist_amp.doctor").stdout
     assert re.search(r"^ok +torch", checked, re.M), checked
     assert "tested with" not in checked, checked
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(UV is None, reason="needs uv: bash tests/engines.sh")
-def test_the_scripts_take_the_environment_that_uv_made(synced):
-    done = synced("bash", "launch/test.sh", "tests/core/test_optim.py", "--collect-only", "-q")
-    assert done.returncode == 0, done.stderr
-    assert "tests collected" in done.stdout
+    done = run("bash", "launch/test.sh", "tests/core/test_optim.py", "--collect-only", "-q")
+    assert "tests collected" in done.stdout, done.stderr
+    shutil.rmtree(folder)  # gigabytes

@@ -1,11 +1,10 @@
-"""Without a clone: the installed wheel runs the README's commands and finds the shipped configs.
+"""Without a clone: the installed wheel runs every command and finds the shipped configs.
 
 The environment has the packages that the wheel declares, and no extra.
 """
 
 import importlib.metadata
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -20,57 +19,10 @@ from dist_amp.commands import __main__ as commands
 from dist_amp.config.load import collect, load_config
 from dist_amp.errors import ConfigError
 
-README = (ROOT / "README.md").read_text()
-TASK = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]
-STARTS = ("bash", "dist_amp", "pip", "python", "sbatch", "source", "torchrun")
-NOT_RUN = {  # what a command begins with: why it is not run here
-    "bash launch/": "a clone's script",
-    "source .venv/": "a clone's environment",
-    "pip install .": "what the fixture does, from the wheel that it builds",
-    "sbatch launch/": "a clone's script, and it needs Slurm",
-    "python -m dist_amp.train --task": "what the fixture trained runs",
-    "python -m benchmarks": "the benchmarks are in a clone",
-    "dist_amp adopt": "changes a project; test_update.py runs it",
-    "dist_amp update": "changes a project; test_update.py runs it",
-}
-QUICK = ("dist_amp plan", "dist_amp$")
+TASK = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
 # Only the size of the work; the last of equal options counts.
 GPT = "--train.micro_batch_size 2 --eval.batches 1 --task.args.width 32 --task.args.sample_bytes 8"
 FEW_STEPS = "--train.steps 3"
-OF_RUN = {"RUN": "run", "A": "run", "B": "copy", "N": "2"}
-
-
-def readme_commands():
-    """Those in blocks without a language and in the text, without comments."""
-    fence = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
-    blocks = [block for language, block in fence.findall(README) if not language]
-    found = "".join(blocks).splitlines() + re.findall(r"`([^`]+)`", fence.sub("", README))
-    commands = [" ".join(command.partition("  #")[0].split()) for command in found]
-    return [command for command in dict.fromkeys(commands) if command.split(" ")[0] in STARTS]
-
-
-def run_here():
-    """The README's commands that are run, as parameters of a test."""
-    found = []
-    for command in readme_commands():
-        if not command.startswith(tuple(NOT_RUN)):
-            is_quick = re.match("|".join(QUICK), command)
-            found.append(pytest.param(command, marks=[] if is_quick else pytest.mark.slow))
-    return found
-
-
-def words_of(command):
-    """Its words, for two processes and few steps, and with a run in place of RUN."""
-    words = shlex.split(command.replace("--nproc_per_node=8", "--nproc_per_node=2"))
-    words = [OF_RUN.get(word, word) for word in words]
-    trains = re.search(r"dist_amp[. ](train|launch|demo)", command)
-    if "verify" in command and "--world_sizes" not in words:
-        words += "--world_sizes 1 --precisions fp32".split()
-    elif trains and "--help" not in words:
-        words += FEW_STEPS.split()
-        if "my_file" not in command:
-            words += GPT.split()
-    return words
 
 
 @pytest.fixture(scope="module")
@@ -84,20 +36,20 @@ def installed(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(installed, tmp_path_factory):
-    """A folder with the README's task, and a run of it in `run`."""
+    """A folder with the README's task, a run of it in `run`, and one of a GPT in `gpt`."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "my_file.py").write_text(TASK)
-    train = "python -m dist_amp.train --task"
-    (command,) = (one for one in readme_commands() if one.startswith(train))
-    done = installed(folder, *words_of(command), "--run.dir", "run")
-    assert done.returncode == 0, done.stderr
+    (folder / "mine.toml").write_text("train.steps = 7\n")
+    quick = "dist_amp train --train.steps 3 --run.dir"
+    gpt = f"--config debug {GPT} --checkpoint.every 3"
+    for words in (f"{quick} run --task.target my_file.py:TinyRegression", f"{quick} gpt {gpt}"):
+        done = installed(folder, *words.split())
+        assert done.returncode == 0, done.stderr
     shutil.copytree(folder / "run", folder / "copy")
     return folder
 
 
-# ---- an editable install
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("project", ["pyproject.toml", "template/pyproject.toml.in"])
 def test_a_folder_of_the_packages_name_does_not_shadow_an_editable_install(tmp_path, project):
     text = re.sub(r"^\$[a-z]+$", "", (ROOT / project).read_text(), flags=re.MULTILINE)
@@ -120,92 +72,7 @@ def test_a_folder_of_the_packages_name_does_not_shadow_an_editable_install(tmp_p
     assert found == str(clone / "dist_amp/__init__.py")
 
 
-# ---- the README
-
-
-def test_every_command_that_is_not_run_is_in_the_readme_and_begins_as_listed():
-    for start in NOT_RUN:
-        assert any(command.startswith(start) for command in readme_commands()), start
-
-
-@pytest.mark.parametrize("command", run_here())
-def test_the_readmes_command_runs_without_a_clone(command, installed, tmp_path, request):
-    folder = tmp_path
-    (folder / "my_file.py").write_text(TASK)
-    words = words_of(command)
-    if "run" in words:
-        folder = request.getfixturevalue("trained")
-    done = installed(folder, *words)
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stdout + done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("command", "said"),
-    [
-        ("export run --out model", "model: 1,153 parameters"),
-        ("runs .", "TinyRegression  done"),
-        ("report run", "run/report.html"),
-        ("doctor --device cpu", "ready to train"),
-        ("schema --config debug", '"title": "dist_amp"'),
-        ("train --config demo --print_config", "steps = 1500"),
-        ("launch --config demo --config mine.toml --print_config", "steps = 7"),
-        ("plan --config demo --world_size 2", "426,624 parameters"),
-        ("sample gpt --config debug", "def "),
-        ("verify --config debug --world_sizes 1 --precisions fp32", "passed: "),
-        ("tokenize --config debug --data.path my_file.py --data.tokenizer bytes --out t", "tokens"),
-    ],
-)
-def test_other_commands_run_without_a_clone_too(command, said, installed, trained):
-    (trained / "mine.toml").write_text("train.steps = 7\n")
-    if "gpt" in command and not (trained / "gpt").exists():
-        train = f"dist_amp train --config debug --run.dir gpt {FEW_STEPS} {GPT}"
-        done = installed(trained, *f"{train} --checkpoint.every 3".split())
-        assert done.returncode == 0, done.stderr
-    done = installed(trained, "dist_amp", *command.split())
-    assert done.returncode == 0, done.stderr
-    assert said in done.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("command", commands.COMMANDS)
-def test_every_command_prints_its_help_without_extras(command, installed, tmp_path):
-    done = installed(tmp_path, "dist_amp", command, "--help")
-    if command == "bench":
-        assert done.returncode == 64
-        assert done.stderr.startswith("error: the benchmarks are not installed; ")
-    else:
-        assert done.returncode == 0, done.stderr
-        assert re.search(rf"dist_amp[. ]{command}", done.stdout)
-
-
-# ---- what is missing
-
-
-@pytest.mark.slow
-@pytest.mark.bad_input("a command, config or setting whose optional package is not installed")
-@pytest.mark.parametrize(
-    ("command", "package"),
-    [
-        ("plot run", "'plotext<6'"),
-        ("plot run --out loss.png", "matplotlib"),
-        ("follow run --to wandb --once", "wandb"),
-        ("follow run --to trackio --once", "trackio"),
-        ("follow run --to mlflow --once", "mlflow"),
-        ("train --config images", "scikit-learn"),
-        ("train --config hf_finetune", "transformers"),
-        ("train --config debug --data.tokenizer gpt2", "transformers"),
-        ("train --config demo --precision.dtype fp8", "torchao"),
-    ],
-)
-def test_a_missing_package_is_named_with_the_command_that_installs_it(
-    command, package, installed, trained
-):
-    done = installed(trained, "dist_amp", *command.split())
-    assert done.returncode == 64
-    assert done.stderr.splitlines()[-1].startswith("error: ")
-    assert f"pip install {package}" in done.stderr
+# ---- commands
 
 
 @pytest.mark.bad_input("an unknown config name, to every command that takes settings")
@@ -226,25 +93,52 @@ def test_every_command_names_the_nearest_config_and_all_that_are_installed(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.bad_input("`dist_amp demo` with a wrong setting")
+@pytest.mark.slow
+@pytest.mark.bad_input("a command, config or setting whose optional package is not installed")
 @pytest.mark.bad_input("`dist_amp bench` without a clone")
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("command", "status", "said"),
     [
+        ("launch --nproc_per_node=2 --config debug --train.steps 2", 0, "done: 2 steps"),
+        ("demo --train.steps 2 --eval.batches 1 --task.args.sample_bytes 8", 0, "done: 2 steps"),
+        ("replay run --step 2", 0, "loss"),
+        ("diff run copy", 0, "step"),
+        ("export run --out model", 0, "model: 1,153 parameters"),
+        ("runs .", 0, "TinyRegression  done"),
+        ("report run", 0, "run/report.html"),
+        ("doctor --device cpu", 0, "ready to train"),
+        ("schema --config debug", 0, '"title": "dist_amp"'),
+        ("train --config demo --print_config", 0, "steps = 1500"),
+        ("launch --config demo --config mine.toml --print_config", 0, "steps = 7"),
+        ("plan --config demo --world_size 2", 0, "426,624 parameters"),
+        ("sample gpt --config debug", 0, "def "),
+        ("verify --config debug --world_sizes 1 --precisions fp32", 0, "passed: "),
         (
-            ["demo", "--train.stps", "3"],
-            "unknown key train.stps on the command line; did you mean train.steps?",
+            "tokenize --config debug --data.path mine.toml --data.tokenizer bytes --out t",
+            0,
+            "token",
         ),
-        (
-            ["bench", "overhead"],
-            "the benchmarks are not installed; start them in the folder of a clone",
-        ),
+        ("demo --train.stps 3", 64, "unknown key train.stps on the command line; did you mean"),
+        ("bench overhead", 64, "the benchmarks are not installed; start them in the folder of"),
+        ("plot run", 64, "pip install 'plotext<6'"),
+        ("plot run --out loss.png", 64, "pip install matplotlib"),
+        ("follow run --to wandb --once", 64, "pip install wandb"),
+        ("follow run --to trackio --once", 64, "pip install trackio"),
+        ("follow run --to mlflow --once", 64, "pip install mlflow"),
+        ("train --config images", 64, "pip install scikit-learn"),
+        ("train --config hf_finetune", 64, "pip install transformers"),
+        ("train --config debug --data.tokenizer gpt2", 64, "pip install transformers"),
+        ("train --config demo --precision.dtype fp8", 64, "pip install torchao"),
+        *((f"{each} --help", 0, f"{each}") for each in commands.COMMANDS if each != "bench"),
     ],
 )
-def test_what_can_not_be_started_is_refused_in_one_line(words, said, installed, tmp_path):
-    done = installed(tmp_path, "dist_amp", *words)
-    assert (done.returncode, done.stderr) == (64, f"error: {said}\n")
-    assert list(tmp_path.iterdir()) == []
+def test_a_command_runs_without_a_clone_or_says_what_to_install(
+    command, status, said, installed, trained
+):
+    done = installed(trained, "dist_amp", *command.split())
+    assert done.returncode == status, done.stderr
+    assert said in (done.stderr.splitlines()[-1] if status else done.stdout)
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.slow
@@ -267,20 +161,14 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda p: p.stem)
-def test_a_shipped_config_is_found_by_its_name(here, path):
-    assert collect(["--config", path.stem], {}) == collect(["--config", str(path)], {})
-
-
-def test_later_configs_override_earlier_ones_by_name_too(here):
+def test_a_config_is_found_by_its_name_a_file_here_comes_before_it_and_a_later_one_wins(here):
+    for path in (ROOT / "configs").glob("*.toml"):
+        assert collect(["--config", path.stem], {}) == collect(["--config", str(path)], {})
     (here / "mine.toml").write_text("train.steps = 7\n")
     words = ["--config", "demo", "--config", "mine.toml"]
     config = load_config(words, {"DIST_AMP_EVAL__EVERY": "3"})
     assert (config.train.steps, config.optim.lr, config.eval.every) == (7, 4e-3, 3)
     assert load_config(["--config", "mine.toml", "demo"], {}).train.steps == 1500
-
-
-def test_a_file_here_comes_before_a_shipped_config_and_a_folder_does_not(here):
     (here / "debug").mkdir()  # as the folder of a run or a project
     (here / "demo").write_text("train.steps = 7\n")
     assert load_config(["--config", "debug"], {}).train.steps == 20

@@ -13,14 +13,15 @@ import importlib, os, re, signal, threading, time
 from tiny import Tiny
 from torch.utils.data import default_collate
 
+lock = threading.Lock()
+
 def hangs(*_, **__):
     while True:
         time.sleep(3600)
 
 def hangs_in_a_lock(*_, **__):
-    lock = threading.Lock()
-    lock.acquire()
-    lock.acquire()
+    for _ in range(2):
+        lock.acquire()
 
 def hangs_once_it_is_told_to_stop(*_, **__):
     os.kill(os.getpid(), signal.SIGTERM)
@@ -37,8 +38,7 @@ def keeps_the_interpreter(*_, **__):
     re.match(r"(a+)+$", "a" * 60 + "b")
 
 class Planted(Tiny):
-    def build_dataset(self, split):
-        return super().build_dataset(split)
+    build_dataset = Tiny.build_dataset
 
     def on_step(self, run, report):
         if run.step == run.config.train.steps:
@@ -84,6 +84,7 @@ if os.environ["RANK"] in rank.split(","):
 TIMEOUT = 8
 
 SAVER = "dist_amp.checkpoint.saver"
+METRICS = "dist_amp.telemetry.metrics:Metrics"
 IN_BACKGROUND = ("--checkpoint.async_save", "true")
 EVALUATES = ("--eval.every", "2")
 SAVES_NOTHING = ("--checkpoint.every", "off")
@@ -91,7 +92,7 @@ SAVES_NOTHING = ("--checkpoint.every", "off")
 HANGS = [
     (f"{SAVER}:take_snapshot", 0, ()),
     ("planted:build_dataset", 0, ()),
-    ("dist_amp.telemetry.metrics:Metrics.close_files", 1, ()),
+    (f"{METRICS}.close_files", 1, ()),
 ]
 MORE_HANGS = [
     ("planted:metrics", 1, EVALUATES),
@@ -109,7 +110,7 @@ MORE_HANGS = [
     ("planted:at_last_step", 0, ()),
     ("planted:at_last_step", 1, SAVES_NOTHING),
     ("dist_amp.loading.workers:_shut_down", 0, ("--data.workers", "1")),
-    ("dist_amp.telemetry.metrics:Metrics.close_files", 0, SAVES_NOTHING),
+    (f"{METRICS}.close_files", 0, SAVES_NOTHING),
     ("dist_amp.supervise.lifecycle:write_summary", 0, ()),
     ("torch.distributed:destroy_process_group", 0, ()),
     ("torch.distributed:destroy_process_group", 1, ()),
@@ -132,27 +133,26 @@ from dist_amp.train import main
 if os.environ["RANK"] != os.environ.get("MISSING"):
     sys.exit(main())
 """
-# (what hangs, the rank) after the rendezvous.
-CONNECTIONS = [("init_process_group", 1)]
-MORE_CONNECTIONS = [("init_process_group", 0), ("new_group", 0), ("new_group", 1)]
 
 # Of the only rank: (what hangs, how, the line, settings).
-ALONE = [("planted:loss_sum", "hangs_once_it_is_told_to_stop", "in step 1, in hangs (planted.py, ")]
+HANGS_HERE = "in hangs (planted.py, "
+TOLD_TO_STOP = "hangs_once_it_is_told_to_stop"
+ALONE = [("planted:loss_sum", TOLD_TO_STOP, f"in step 1, {HANGS_HERE}", ())]
 MORE_ALONE = [
-    ("planted:loss_sum", "hangs_in_a_lock", "in step 1, in hangs_in_a_lock (planted.py, "),
-    ("planted:collate", "hangs", "in step 1, in hangs (planted.py, "),
-    ("planted:collate", "hangs", "in step 1, in _receive (data.py, ", "--data.workers", "1"),
-    ("planted:build_dataset", "hangs", "at the start, in hangs (planted.py, "),
-    ("planted:metrics", "hangs", "in step 3, in hangs (planted.py, ", *EVALUATES),
-    ("planted:on_evaluation", "hangs", "in step 3, in hangs (planted.py, ", *EVALUATES),
-    ("planted:at_last_step", "hangs", "in step 5, in hangs (planted.py, "),
-    (f"{SAVER}:take_snapshot", "hangs", "in step 3, in hangs (planted.py, "),
-    (
-        "dist_amp.telemetry.metrics:Metrics.close_files",
-        "hangs",
-        "in step 5, in hangs (planted.py, ",
-    ),
+    ("planted:loss_sum", "hangs_in_a_lock", "in step 1, in hangs_in_a_lock (planted.py, ", ()),
+    ("planted:collate", "hangs", f"in step 1, {HANGS_HERE}", ()),
+    ("planted:collate", "hangs", "in step 1, in _receive (data.py, ", ("--data.workers", "1")),
+    ("planted:build_dataset", "hangs", f"at the start, {HANGS_HERE}", ()),
+    ("planted:metrics", "hangs", f"in step 3, {HANGS_HERE}", EVALUATES),
+    ("planted:on_evaluation", "hangs", f"in step 3, {HANGS_HERE}", EVALUATES),
+    ("planted:at_last_step", "hangs", f"in step 5, {HANGS_HERE}", ()),
+    (f"{SAVER}:take_snapshot", "hangs", f"in step 3, {HANGS_HERE}", ()),
+    (f"{METRICS}.close_files", "hangs", f"in step 5, {HANGS_HERE}", ()),
 ]
+
+
+def with_slow(quick, more):
+    return [*quick, *(pytest.param(*row, marks=pytest.mark.slow) for row in more)]
 
 
 def words_of(folder, *words, timeout=TIMEOUT):
@@ -182,12 +182,14 @@ def check_hang(launch, where, rank, words):
 
 
 @pytest.mark.bad_input("a rank that hangs while it starts, saves or ends")
-@pytest.mark.parametrize(("where", "rank", "words"), HANGS)
+@pytest.mark.parametrize(("where", "rank", "words"), with_slow(HANGS, MORE_HANGS))
 def test_a_rank_that_hangs_outside_of_a_step_is_named_and_all_ranks_end(launch, where, rank, words):
     check_hang(launch, where, rank, words)
 
 
-def check_alone(launch, where, what, line, *words):
+@pytest.mark.bad_input("a hang of the only rank, with a signal to stop")
+@pytest.mark.parametrize(("where", "what", "line", "words"), with_slow(ALONE, MORE_ALONE))
+def test_the_only_rank_is_named_and_ended_where_it_hangs(launch, where, what, line, words):
     start = time.monotonic()
     words = words_of(launch.folder, *words)
     (end,) = launch.each(1, *words, timeout=60, PLANT=f"{where}:0:{what}")
@@ -200,24 +202,6 @@ def check_alone(launch, where, what, line, *words):
     hangs = r"rank 0 \(process \d+ on .*\) hangs: it has used no processor for run.timeout_seconds"
     assert re.fullmatch(rf"{hangs}={TIMEOUT}; {re.escape(line)}line \d+\)", summary["cause"])
     assert f"error: {summary['cause']}\n" in end.stderr
-
-
-@pytest.mark.bad_input("a hang of the only rank, with a signal to stop")
-@pytest.mark.parametrize("row", ALONE)
-def test_the_only_rank_is_named_and_ended_where_it_hangs(launch, row):
-    check_alone(launch, *row)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("row", MORE_ALONE)
-def test_the_only_rank_is_named_and_ended_wherever_it_hangs(launch, row):
-    check_alone(launch, *row)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("where", "rank", "words"), MORE_HANGS)
-def test_a_rank_that_hangs_anywhere_is_named_and_all_ranks_end(launch, where, rank, words):
-    check_hang(launch, where, rank, words)
 
 
 @pytest.mark.slow
@@ -241,24 +225,20 @@ def check_start(launch, rank, said, **environ):
     return ends[rank]
 
 
-def check_connection(launch, name, rank):
+@pytest.mark.bad_input("a rank that hangs between the rendezvous and the process groups")
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    with_slow(
+        [("init_process_group", 1)],
+        [("init_process_group", 0), ("new_group", 0), ("new_group", 1)],
+    ),
+)
+def test_a_rank_that_hangs_before_it_connects_is_named_and_all_ranks_end(launch, name, rank):
     said = rf"error: rank {rank} of 2 has joined \(process \d+ on .*\), but not connected within "
     said += rf"run.timeout_seconds=4: it hangs, .* \(rank {1 - rank} got: wait timeout"
     hangs = check_start(launch, rank, said, PLANT=f"torch.distributed:{name}:{rank}:hangs")
     assert hangs.returncode == 1
     assert re.search(r'planted.py", line \d+ in hangs', hangs.stderr)
-
-
-@pytest.mark.bad_input("a rank that hangs between the rendezvous and the process groups")
-@pytest.mark.parametrize(("name", "rank"), CONNECTIONS)
-def test_a_rank_that_hangs_before_it_connects_is_named_and_all_ranks_end(launch, name, rank):
-    check_connection(launch, name, rank)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "rank"), MORE_CONNECTIONS)
-def test_a_rank_that_hangs_wherever_it_connects_is_named_and_all_ranks_end(launch, name, rank):
-    check_connection(launch, name, rank)
 
 
 @pytest.mark.bad_input("a rank that does not start")

@@ -1,0 +1,489 @@
+"""examples/preference.py and image_text.py: what is learned, the loss, ranks, resuming, exports."""
+
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT
+from messages import message_of
+from ranks import on_ranks
+from tiny import make_run, parameters_of, save, take_steps
+
+pytest.importorskip("transformers")
+import datasets
+from peft import AutoPeftModelForCausalLM
+from PIL import Image
+from tiny_hf import LLAMA, QUICK, make_model, make_tokenizer, write_rows
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    CLIPImageProcessorPil,
+    LlavaConfig,
+    LlavaProcessor,
+)
+
+from dist_amp.commands import export
+from dist_amp.scaling.meta import build_whole
+from dist_amp.settings import DataConfig
+from dist_amp.sources.conversations import IGNORE_INDEX
+from dist_amp.step import evaluate
+from dist_amp.tasks.loss_head import LossHead
+from dist_amp.verify import __main__ as verify
+from dist_amp.verify.cells import capture
+from dist_amp.world import World
+from examples.image_text import ImageText
+from examples.preference import DPO
+
+CPU = torch.device("cpu")
+COLORS = {"red": (255, 0, 0), "blue": (0, 0, 255), "green": (0, 200, 0)}
+VISION = {"model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 32}
+VISION |= {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{% for part in m['content'] %}{% if part['type'] == "
+    "'image' %}<image>{% else %}{{ part['text'] }}{% endif %}{% endfor %}</s>{% endfor %}{% if "
+    "add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def pairs(count=24, chats=False):
+    """Prompts of different lengths, of which the answer in small letters is preferred."""
+    rows = []
+    for number in range(count):
+        row = {"prompt": f"say {number}: ", "chosen": "ab" * (1 + number % 3), "rejected": "XY"}
+        if chats:
+            row["prompt"] = [{"role": "user", "content": row["prompt"]}]
+            for name in ("chosen", "rejected"):
+                row[name] = [{"role": "assistant", "content": row[name]}]
+        rows.append(row)
+    return rows
+
+
+def questions(count=24):
+    """Rows that name the files of their images, relative to their own folder."""
+    names = [list(COLORS)[number % 3] for number in range(count)]
+    return [
+        {"image": f"{name}.png", "prompt": f"{number}? ", "completion": name}
+        for number, name in enumerate(names)
+    ]
+
+
+def write_llama(folder, name="llama"):
+    make_tokenizer(make_model(folder, name))
+    return folder
+
+
+def write_llava(folder, template=TEMPLATE):
+    """Three images, a tiny Llava and its processor: an image of any size becomes four tokens."""
+    for name, color in COLORS.items():
+        Image.new("RGB", (20, 30), color).save(folder / f"{name}.png")
+    tokenizer = make_tokenizer(folder)
+    tokenizer.add_tokens(["<image>"], special_tokens=True)
+    tokenizer.chat_template = None
+    config = LlavaConfig(
+        vision_config=VISION,
+        text_config={"model_type": "llama", **LLAMA, "vocab_size": len(tokenizer)},
+        image_token_id=len(tokenizer) - 1,
+        vision_feature_layer=-1,
+        image_seq_length=4,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    size = {"height": 16, "width": 16}
+    images = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=size)
+    kind = {"patch_size": 8, "vision_feature_select_strategy": "default"}
+    LlavaProcessor(
+        images, tokenizer, chat_template=template, num_additional_image_tokens=1, **kind
+    ).save_pretrained(folder)
+    return folder
+
+
+# example: what makes its model, its rows, and the task
+EXAMPLES = {
+    "preference": (write_llama, pairs, DPO),
+    "image_text": (write_llava, questions, ImageText),
+}
+TARGETS = {"preference": "preference.py:DPO", "image_text": "image_text.py:ImageText"}
+
+
+def task_of(example, folder, rows=None, **options):
+    _, usual_rows, task = EXAMPLES[example]
+    path = write_rows(folder / "rows.jsonl", rows or usual_rows())
+    return task(DataConfig(path=str(path), validation_split=0.25), str(folder), **options)
+
+
+@pytest.fixture
+def llama(tmp_path):
+    return write_llama(tmp_path)
+
+
+@pytest.fixture
+def llava(tmp_path):
+    return write_llava(tmp_path)
+
+
+# ---- both ----
+
+
+def trained_and_resumed(world, example, folder, strategy, options):
+    """Four steps of SGD, saved after two and resumed there: the parameters and the evaluation."""
+    task = task_of(example, folder, pad_to_multiple_of=1, **options)
+    words = f"--train.global_batch_size 4 --train.micro_batch_size {4 // world.world_size} "
+    words += f"--parallel.strategy {strategy} --run.dir {folder / strategy} --train.steps 4 "
+    words += "--optim.name sgd --optim.lr 0.1"
+    run = make_run(world, task, *QUICK, *words.split())
+    take_steps(run, 2)
+    save(run)
+    take_steps(run, 2)
+    resumed = make_run(world, task, *QUICK, *words.split(), "--run.resume", "auto")
+    assert resumed.step == 2
+    take_steps(resumed, 2)
+    torch.testing.assert_close(parameters_of(resumed), parameters_of(run), rtol=0, atol=0)
+    return parameters_of(run), evaluate(run)
+
+
+@pytest.mark.parametrize(
+    ("example", "options", "strategy"),
+    [("preference", {"beta": 0.5}, "ddp"), ("image_text", {"lora_rank": 2}, "fsdp")],
+)
+def test_two_ranks_learn_what_one_does_and_resume_bit_for_bit(example, options, strategy, tmp_path):
+    EXAMPLES[example][0](tmp_path)
+    words = (example, tmp_path)
+    ((alone, values),) = on_ranks(1, trained_and_resumed, *words, "single", options)
+    if example == "preference":
+        assert values["loss"] < 0.9 * math.log(2)
+        assert values["margin"] > 0
+        assert values["accuracy"] == 1
+    for parameters, evaluation in on_ranks(2, trained_and_resumed, *words, strategy, options):
+        # Four steps of 0.1 times gradients of some units, in another order: 2^-24 of each.
+        torch.testing.assert_close(parameters, alone, rtol=0, atol=2e-6)
+        assert evaluation == pytest.approx(values, rel=1e-4, abs=1e-6)
+
+
+def second_gradients(world, example, folder, chunk, options, words):
+    """Of the second step, when the policy is no longer the reference; and the evaluation."""
+    task = task_of(example, folder, loss_chunk=chunk, pad_to_multiple_of=1, **options)
+    words = ["--optim.lr", 0.05, "--optim.name", "sgd", "--train.accumulation_steps", 2, *words]
+    run = make_run(world, task, *QUICK, "--eval.batches", 1, *words)
+    heads = [part for part in run.parallel.module.modules() if isinstance(part, LossHead)]
+    assert bool(heads) == (chunk != "off")
+    states = capture(run)
+    take_steps(run, 2)
+    return [state.gradients for state in states], evaluate(run)  # on rank 0 alone
+
+
+RECOMPUTED = "--parallel.strategy fsdp --parallel.activation_checkpointing full"
+COMPILED = " --compile.blocks true --compile.mode aot_eager"
+
+
+@pytest.mark.parametrize(
+    ("example", "options", "model", "words"),
+    [
+        ("preference", {}, "llama_tied", RECOMPUTED),  # the head is in the root's unit
+        ("preference", {"lora_rank": 2}, "llama", "--parallel.strategy fsdp"),  # a frozen head
+        pytest.param("preference", {}, "llama", RECOMPUTED + COMPILED, marks=pytest.mark.slow),
+        ("image_text", {}, "", "--parallel.strategy ddp"),
+    ],
+)
+def test_the_loss_in_chunks_has_the_gradients_of_all_logits_at_once(
+    example, options, model, words, tmp_path
+):
+    EXAMPLES[example][0](tmp_path, *filter(None, [model]))
+    plain, chunked = (
+        on_ranks(2, second_gradients, example, tmp_path, chunk, options, words.split())[0]
+        for chunk in ("off", 5)
+    )
+    largest = max(gradient.abs().max() for gradient in plain[0][-1].values())
+    for key, true in plain[0][-1].items():
+        # Sums in another order, of two steps: some roundings of 2^-24 of the largest. By a key's
+        # bias it is 0 but for roundings of others.
+        size = max(true.abs().max(), 1e-3 * largest)
+        torch.testing.assert_close(chunked[0][-1][key], true, rtol=0, atol=4e-6 * size)
+    assert chunked[1] == pytest.approx(plain[1], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("example", "rank", "merge"),
+    [
+        ("preference", 0, ""),
+        ("preference", 2, ""),
+        ("preference", 2, "--merge"),
+        ("image_text", 2, "--merge"),
+    ],
+)
+def test_an_export_opens_in_transformers_without_what_only_training_needs(
+    example, rank, merge, tmp_path, monkeypatch
+):
+    write, rows, _ = EXAMPLES[example]
+    write(tmp_path)
+    write_rows(tmp_path / "rows.jsonl", rows())
+    monkeypatch.chdir(tmp_path)
+    target = f"--task.target {ROOT}/examples/{TARGETS[example]}"
+    words = f"{target} --task.args.model . --task.args.lora_rank {rank} --data.path rows.jsonl "
+    words += "--train.steps 4 --optim.lr 0.01 --run.dir run"
+    run = make_run(None, None, *QUICK, *words.split())
+    take_steps(run, 2)
+    save(run)
+    batch = run.data.last_step[0][0]
+    names = [name for name in ("input_ids", "attention_mask", "pixel_values") if name in batch]
+    inputs = {name: batch[name] for name in names}
+    model = run.parallel.module.eval()
+    with torch.no_grad():
+        expected = getattr(model, "policy", model)(**inputs).logits
+    assert export.main(f"run --out out --format hf {merge} {target}".split()) == 0
+    kind = AutoPeftModelForCausalLM if rank and not merge else AutoModelForCausalLM
+    if example == "image_text":
+        kind = AutoModelForImageTextToText
+        assert AutoProcessor.from_pretrained("out").chat_template == TEMPLATE
+    with torch.no_grad():
+        logits = kind.from_pretrained("out")(**inputs).logits
+    # W x + B A x and (W + B A) x round differently: some 2^-24 of values of about 1.
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("example", "rank"), [("preference", 0), ("preference", 2), ("image_text", 0)]
+)
+def test_verify_passes_on_one_and_two_ranks(example, rank, tmp_path, capfd):
+    write, rows, _ = EXAMPLES[example]
+    write(tmp_path)
+    path = write_rows(tmp_path / "rows.jsonl", rows(300))
+    words = f"--task.target {ROOT}/examples/{TARGETS[example]} --task.args.model {tmp_path} "
+    words += f"--data.path {path} --world_sizes 1,2 --precisions fp32 --task.args.lora_rank {rank}"
+    assert verify.main(words.split()) == 0, capfd.readouterr().out
+
+
+# ---- preferences ----
+
+
+def moved_off(model):
+    """The model after the policy was trained a little, so that it is not its reference."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def plain_loss(policy, reference, tokenizer, rows, beta):
+    """The sum over pairs of the paper's equation 7, a row at a time, without padding."""
+
+    def log_probability(model, prompt, answer):
+        start = len(tokenizer(prompt)["input_ids"])
+        ids = torch.tensor([tokenizer(prompt + answer)["input_ids"] + [tokenizer.eos_token_id]])
+        logs = model(input_ids=ids).logits[0, :-1].log_softmax(-1)
+        return logs.gather(1, ids[0, 1:, None])[start - 1 :].sum()
+
+    total = 0.0
+    for row in rows:
+        rewards = []
+        for answer in (row["chosen"], row["rejected"]):
+            with torch.no_grad():
+                base = log_probability(reference, row["prompt"], answer)
+            rewards.append(beta * (log_probability(policy, row["prompt"], answer) - base))
+        total = total - F.logsigmoid(rewards[0] - rewards[1])
+    return total
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_the_loss_of_pairs_and_its_gradient_are_those_of_a_plain_reference(rank, llama):
+    task = task_of("preference", llama, beta=0.3, lora_rank=rank)
+    model = moved_off(build_whole(task, CPU))
+    dataset = task.build_dataset("train")
+    dataset.rows = rows = pairs()[:4]
+    batch = task.collate([dataset[number] for number in range(4)])
+    trained = [p for p in model.parameters() if p.requires_grad]
+    base = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    plain = plain_loss(model.policy, base, task.tokenizer, rows, 0.3)
+    expected = torch.autograd.grad(plain, trained)
+    loss = task.loss_sum(model, batch)
+    gradients = torch.autograd.grad(loss, trained)
+    # Sums of some tens of terms of at most 10 in another order: 2^-24 of each.
+    torch.testing.assert_close(loss, plain, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-5)
+    assert task.weight(batch) == 4
+    alone = [task.loss_sum(model, task.collate([dataset[number]])) for number in range(4)]
+    torch.testing.assert_close(torch.stack(alone).sum(), loss, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_training_begins_at_the_reference_which_has_no_dropout(rank, llama):
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
+    run = make_run(World(), task_of("preference", llama, pairs(chats=True), lora_rank=rank), *QUICK)
+    (batch,) = next(run.data)
+    names = ("input_ids", "attention_mask", "labels")
+    one, two = [run.model(**{name: batch[name] for name in names}) for _ in range(2)]
+    assert torch.equal(one[1], two[1])
+    assert not torch.equal(one[0], two[0])
+    with run.evaluating():
+        torch.testing.assert_close(run.model(**{name: batch[name] for name in names})[1], one[1])
+        loss = run.task.loss_sum(run.model, batch).item()
+        assert loss == pytest.approx(2 * math.log(2), rel=1e-6)
+        assert run.task.metrics(run.model, batch)["margin"] == 0
+    assert run.model.policy.training
+
+
+def test_a_reference_of_its_own_is_used_also_with_adapters(llama):
+    other = write_llama(llama / "other", "llama_tied")
+    task = task_of("preference", llama, reference=str(other), lora_rank=2)
+    dataset = task.build_dataset("train")
+    model = build_whole(task, CPU)
+    assert task.metrics(model, task.collate([dataset[0], dataset[1]]))["margin"] != 0
+
+
+# ---- images and texts ----
+
+
+def chat(name="red"):
+    return [
+        {"role": "user", "content": "which?"},
+        {"role": "assistant", "content": name},
+        {"role": "user", "content": "sure?"},
+        {"role": "assistant", "content": "yes"},
+    ]
+
+
+FOUR = "<image>" * 4
+PARTS = [{"type": "text", "text": "which?"}, {"type": "image", "text": None}]
+
+
+@pytest.mark.parametrize(
+    ("row", "text", "parts"),
+    [
+        ({"prompt": "a? ", "completion": "red"}, f"{FOUR}a? red</s>", "red</s>"),
+        ({"prompt": "a <image>? ", "completion": "red"}, f"a {FOUR}? red</s>", "red</s>"),
+        (
+            {"messages": chat()},
+            f"<user>{FOUR}which?</s><assistant>red</s><user>sure?</s><assistant>yes</s>",
+            "red</s>|yes</s>",
+        ),
+        (
+            {"messages": [{"role": "user", "content": PARTS}, chat()[1]]},
+            f"<user>which?{FOUR}</s><assistant>red</s>",
+            "red</s>",
+        ),
+    ],
+)
+def test_answers_are_learned_and_the_image_is_where_the_text_says_or_first(row, text, parts, llava):
+    row = {"image": "red.png", **row}
+    task = task_of("image_text", llava, [row] * 4, pad_to_multiple_of=1)
+    dataset = task.build_dataset("train")
+    batch = task.collate([dataset[0]])
+    decode = task.processor.tokenizer.decode
+    learned = ["|" if label == IGNORE_INDEX else decode([label]) for label in batch["labels"][0]]
+    assert decode(batch["input_ids"][0]) == text
+    assert "|".join(part for part in "".join(learned).split("|") if part) == parts
+    # The same from a table that holds the image.
+    images = datasets.Dataset.from_dict({"image": [str(llava / "red.png")]})
+    row["image"] = images.cast_column("image", datasets.Image())[0]["image"]
+    dataset.rows = [row]
+    assert dataset[0][0].getpixel((0, 0)) == COLORS["red"]
+
+
+@pytest.mark.parametrize(("chunk", "length"), [("auto", 2048), (5, 50), ("off", 2048)])
+def test_the_loss_is_that_of_transformers_and_padding_changes_no_samples(chunk, length, llava):
+    task = task_of("image_text", llava, loss_chunk=chunk, length=length)
+    dataset = task.build_dataset("train")
+    samples = [dataset[number] for number in range(4)]
+    model = build_whole(task, CPU).eval()
+    batch = task.collate(samples)
+    for name in ("input_ids", "attention_mask", "labels"):
+        assert batch[name].shape == (4, min(128, length))
+    assert batch["tokens"] == batch["attention_mask"].sum() < 120  # padding does not count
+    assert batch["counted"] == (batch["labels"] != IGNORE_INDEX).sum()
+    loss = task.loss_sum(model, batch)
+    alone = [task.loss_sum(model, task.collate([sample])) for sample in samples]
+    # The same sums in another order: float32 rounding of 4 samples of some 5 tokens.
+    torch.testing.assert_close(torch.stack(alone).sum(), loss, rtol=1e-5, atol=0)
+    tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    theirs = AutoModelForImageTextToText.from_pretrained(llava, dtype=torch.float32)(**tensors)
+    torch.testing.assert_close(loss / task.weight(batch), theirs.loss)
+
+
+# ---- bad inputs ----
+
+ANSWER = [{"role": "assistant", "content": "b"}]
+
+
+@pytest.mark.bad_input("a preference whose answers are equal, empty, or beyond `task.args.length`")
+@pytest.mark.parametrize(
+    ("prompt", "chosen", "rejected", "message"),
+    [
+        ("a", "b" * 9, "b" * 8, "equal within task.args.length=8"),
+        ("a", "b", " ", "nothing of the answer rejected is left"),
+        ("abcdefgh", "b", "c", "nothing of the answer chosen is left within task.args.length=8"),
+        ("a", ANSWER, ANSWER, "the column completion holds list, not text"),
+        (
+            [{"role": "user", "content": "a"}],
+            ANSWER,
+            "c",
+            "the tokenizer has no template; use text",
+        ),
+    ],
+)
+def test_a_pair_of_which_nothing_can_be_learned_is_refused(
+    prompt, chosen, rejected, message, llama
+):
+    (llama / "chat_template.jinja").unlink()
+    dataset = task_of("preference", llama, length=8).build_dataset("train")
+    dataset.rows = [{"prompt": prompt, "chosen": chosen, "rejected": rejected}]
+    assert message in message_of(65, dataset.__getitem__, 0)
+
+
+@pytest.mark.bad_input("an image and text: no image, one of too many tokens, no answer")
+@pytest.mark.parametrize(
+    ("row", "length", "message"),
+    [
+        ({"image": "no.png"}, 99, "no.png can't be read: "),
+        ({}, 3, "the image takes 4 tokens, more than task.args.length=3 leaves it; use a gr"),
+        ({"prompt": "abcdef"}, 8, "within task.args.length=8 of its 14 tokens the sample has no"),
+        ({"completion": ""}, 99, "the completion not empty"),
+        ({"messages": [chat()[1]]}, 99, "the chat has no user's turn for the image; add one"),
+    ],
+)
+def test_an_image_and_text_of_which_nothing_can_be_learned_are_refused(row, length, message, llava):
+    dataset = task_of("image_text", llava, length=length).build_dataset("train")
+    dataset.rows = [{"image": "red.png", "prompt": "a", "completion": "red", **row}]
+    assert message in message_of(65, dataset.__getitem__, 0)
+
+
+@pytest.mark.bad_input("rows without a column that an example needs; no chat template")
+@pytest.mark.parametrize(
+    ("example", "row", "message"),
+    [
+        (
+            "preference",
+            {"chosen": "a", "rejected": "b"},
+            "no column prompt; the columns are chosen",
+        ),
+        (
+            "image_text",
+            {"image": "red.png", "completion": "a"},
+            "no column prompt; the columns are",
+        ),
+        (
+            "image_text",
+            {"image": "red.png", "messages": chat()},
+            "the processor has no chat template",
+        ),
+    ],
+)
+def test_rows_of_another_form_are_refused_with_what_they_need(example, row, message, tmp_path):
+    if example == "image_text":
+        write_llava(tmp_path, template=None)
+        (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    else:
+        write_llama(tmp_path)
+    assert message in message_of(65, task_of(example, tmp_path, [row] * 8).build_dataset, "train")
+
+
+@pytest.mark.bad_input("a model of text alone for images and text")
+def test_a_model_of_text_alone_is_refused(llama):
+    text = message_of(64, task_of, "image_text", llama)
+    assert "has no processor with an image_token; use a model of i" in text
