@@ -139,6 +139,7 @@ def losses_of(run, steps):
     for _ in range(steps):
         start = run.data.position
         report = take_steps(run, 1)[0]
+        run.metrics.record(report)
         losses.append((run.world.sum(report.loss_sum) / report.weight).item())
         mine = [index for _, indices in run.data.at(start) for index in indices]
         fed = [index for indices in run.world.gather(mine) for index in indices]
@@ -150,12 +151,14 @@ def facts_of(run):
     """What a run has, and what it does in five steps."""
     counters = run.schedule.counters.tolist()
     seed = torch.initial_seed()
-    return parameters_of(run), moments_of(run), counters, *losses_of(run, 5), seed
+    facts = parameters_of(run), moments_of(run), counters, *losses_of(run, 5), seed
+    return *facts, log_row(run).loss
 
 
 def save_after_two_steps(world, folder, strategy):
     run = make_run(world, Tiny(samples=60), *settings(folder, strategy, "fp32", *ELASTIC))
-    take_steps(run, 2)
+    for report in take_steps(run, 2):
+        run.metrics.record(report)
     save(run)
     return facts_of(run)
 
@@ -183,7 +186,7 @@ def saved_by(tmp_path_factory):
     [pytest.param(layout, marks=[] if layout in OFTEN else pytest.mark.slow) for layout in LAYOUTS],
 )
 def test_every_layout_reads_every_others_checkpoint(saved_by, saver, ranks, strategy):
-    folder, (parameters, moments, counters, losses, samples, seed) = saved_by(*saver)
+    folder, (parameters, moments, counters, losses, samples, seed, logged) = saved_by(*saver)
     resumed = on_ranks(ranks, resume_elsewhere, folder, strategy)
     if ranks != saver[0]:
         seeds = {seed, *(loaded[5] for loaded in resumed)}
@@ -194,6 +197,7 @@ def test_every_layout_reads_every_others_checkpoint(saved_by, saver, ranks, stra
         assert loaded[2] == counters == [2, 0, 0]
         assert loaded[3] == pytest.approx(losses, rel=1e-5), "the same sums in other orders"
         assert loaded[4] == samples
+        assert loaded[6] == pytest.approx(logged, rel=1e-5), "over steps before and after"
 
 
 @pytest.mark.bad_input("an explicit resume path that is missing or not a checkpoint")

@@ -555,12 +555,20 @@ def test_a_schedule_that_fails_or_gives_no_factor_is_refused_at_the_start(factor
         make_run(World(), Odd(), "--train.steps", 10)
 
 
-def test_cosine_warms_up_falls_and_ends_at_its_floor():
-    config = OptimConfig(lr=1.0, schedule="cosine", warmup_steps=4, min_lr_ratio=0.1)
+@pytest.mark.parametrize(
+    ("schedule", "remaining"),
+    [
+        ("cosine", [1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2, 0]),
+        ("linear", [1, 0.75, 0.5, 0.25, 0]),
+        ("constant", [1] * 5),
+    ],
+)
+def test_a_schedule_warms_up_and_falls_to_its_floor(schedule, remaining):
+    config = OptimConfig(lr=2.0, schedule=schedule, warmup_steps=4, min_lr_ratio=0.1)
     rates = [learning_rate(config, step, 20) for step in range(21)]
-    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert rates[:5] == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0])
+    assert rates[4::4] == pytest.approx([2 * (0.1 + 0.9 * share) for share in remaining])
     assert rates[4:] == sorted(rates[4:], reverse=True)
-    assert rates[20] == pytest.approx(0.1)
 
 
 def test_wsd_warms_up_stays_and_decays_in_the_last_fifth_of_the_steps():

@@ -15,7 +15,7 @@ from dist_amp.config.load import load_config
 from dist_amp.errors import ConfigError
 from dist_amp.run import build_run
 from dist_amp.settings import TaskConfig
-from dist_amp.step import train_step
+from dist_amp.step import evaluate, train_step
 from dist_amp.train import fit
 from dist_amp.world import World
 
@@ -154,6 +154,7 @@ def test_an_evaluation_of_nothing_is_refused(task, every, tmp_path):
     run = built(World(), tmp_path, "--eval.every", every, task=task)
     with pytest.raises(ConfigError, match=rf"nothing to evaluate: eval.every={every}, and the"):
         run.evaluate()
+    assert evaluate(run) == {}
 
 
 def saved_in_a_missing_folder(world, folder):
