@@ -147,59 +147,35 @@ class ImagesAndText(Language):
 # ---- plain torch ----
 
 
-class UNet(nn.Module):
-    """Predicts the noise in an image, from the image and the time."""
-
-    def __init__(self, width=8):
-        super().__init__()
-        self.time = nn.Sequential(nn.Linear(1, width), nn.SiLU(), nn.Linear(width, width))
-        self.first = nn.Conv2d(1, width, 3, padding=1)
-        self.down = nn.Conv2d(width, 2 * width, 3, stride=2, padding=1)
-        self.norm = nn.GroupNorm(4, 2 * width)
-        self.middle = nn.Conv2d(2 * width, 2 * width, 3, padding=1)
-        self.up = nn.ConvTranspose2d(2 * width, width, 2, stride=2)
-        self.last = nn.Conv2d(2 * width, 1, 3, padding=1)
-
-    def forward(self, image, time):
-        first = F.silu(self.first(image) + self.time(time[:, None])[:, :, None, None])
-        low = F.silu(self.middle(F.silu(self.norm(self.down(first)))))
-        return self.last(torch.cat((first, self.up(low)), dim=1))
-
-
-class Diffusion(Samples):
-    """Noise and time of a sample come from `augment`, which is the same on every reading."""
+class Denoising(Samples):
+    """The noise of a sample comes from `augment`, which is the same on every reading."""
 
     def build_model(self):
-        return UNet()
+        down = [nn.Conv2d(1, 16, 3, stride=2, padding=1), nn.GroupNorm(4, 16), nn.SiLU()]
+        return nn.Sequential(*down, nn.ConvTranspose2d(16, 1, 2, stride=2))
 
     def columns(self, generator):
         return {"image": torch.randn(SAMPLES, 1, 8, 8, generator=generator)}
 
     def augment(self, sample, rng):
-        noise = torch.randn(sample["image"].shape, generator=rng)
-        return {**sample, "noise": noise, "time": torch.rand((), generator=rng)}
-
-    def drawn(self, batch):
-        return batch["noise"], batch["time"]
+        return {**sample, "noise": torch.randn(sample["image"].shape, generator=rng)}
 
     def loss_sum(self, model, batch):
-        noise, time = self.drawn(batch)
-        share = time[:, None, None, None]
-        noisy = share * noise + (1 - share) * batch["image"]
-        return F.mse_loss(model(noisy, time).float(), noise, reduction="sum")
+        noise = self.noise(batch)
+        return F.mse_loss(model(batch["image"] + noise).float(), noise, reduction="sum")
+
+    def noise(self, batch):
+        return batch["noise"]
 
     def weight(self, batch):
         return batch["image"].numel()
 
 
-class RandomDiffusion(Diffusion):
+class RandomDenoising(Denoising):
     """Draws in its loss, as most code that one finds does."""
 
-    def augment(self, sample, rng):
-        return sample
-
-    def drawn(self, batch):
-        return torch.randn_like(batch["image"]), torch.rand(len(batch["image"]))
+    def noise(self, batch):
+        return torch.randn_like(batch["image"])
 
 
 class VariationalAutoencoder(nn.Module):
@@ -412,10 +388,6 @@ T5 = {"vocab_size": TOKENS, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 
 SWIN = {"patch_size": 4, "embed_dim": 8, "depths": [2, 1], "num_heads": [2, 2], "window_size": 4}
 RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
 EXPERTS = {"num_local_experts": 4}
-DEEPSEEK = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
-DEEPSEEK |= {"v_head_dim": 8, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2}
-DEEPSEEK |= {"topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-DEEPSEEK |= {"first_k_dense_replace": 1, "num_key_value_heads": 4, **EXPERTS}
 MAMBA = {"vocab_size": TOKENS, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 2}
 WAVES = {**WIDTHS, "num_hidden_layers": 2, "conv_dim": (8, 8), "conv_kernel": (10, 3)}
 WAVES |= {"conv_stride": (5, 2), "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 4}
@@ -431,12 +403,11 @@ TASKS = {
     "layerdrop": lambda: Classified("Wav2Vec2", **SOUND, **WAVES, layerdrop=0.5),
     "mixtral": lambda: Language("Mixtral", CAUSAL, **LANGUAGE, **EXPERTS),
     "mixtral_balanced": lambda: Balanced("Mixtral", CAUSAL, **LANGUAGE, **EXPERTS),
-    "deepseek_v3": lambda: Language("DeepseekV3", CAUSAL, **{**LANGUAGE, **DEEPSEEK}),
     "mamba": lambda: Language("Mamba", CAUSAL, **MAMBA, time_step_rank=2),
     "llava": lambda: ImagesAndText("Llava", ""),
     "albert": lambda: Masked("Albert", "ForMaskedLM", **LANGUAGE, embedding_size=16),
-    "unet": Diffusion,
-    "unet_random": RandomDiffusion,
+    "denoising": Denoising,
+    "denoising_random": RandomDenoising,
     "vae": Variational,
     "lstm_packed": PackedSequences,
     "gnn": Graphs,
@@ -461,7 +432,7 @@ NOTES = {
 FAILS = {
     "mixtral_balanced": ["their gradients differ by", "verify with a coefficient of 0"],
     "contrastive_undeclared": ["a contrastive loss (docs/recipes.md shows one that verify can"],
-    "unet_random": ["the task's loss_sum: the result is drawn", "augment(sample, rng)"],
+    "denoising_random": ["the task's loss_sum: the result is drawn", "augment(sample, rng)"],
     "vae": ["VariationalAutoencoder: the result is drawn", "augment(sample, rng)"],
 }
 

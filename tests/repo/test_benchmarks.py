@@ -54,15 +54,12 @@ def in_this_process():
     [
         (["overhaed"], 64, "there is no bench 'overhaed'; did you mean overhead?"),
         (["overhead", "--rounds", "5"], 64, "--rounds: 5 must be at least 6"),
-        (["amp", "gtp"], 64, "there is no experiment 'gtp'; use mlp, sinusoid, "),
-        (["amp", "gpt", "--task.args.width", "8"], 64, "gpt has its own settings; leave out one"),
         (["amp", "gpt", "--runds", "3"], 64, "unknown option --runds; did you mean --rounds?"),
         (
             ["amp", "--smoke", "--task.target", "tiny:Tiny", "--train.micro_batch_size", "65"],
             DataError.exit_code,
             "has 64 samples, fewer than",
         ),
-        (["amp", "gpt", "--smoke", "--out", f"{__file__}/amp"], 64, "Not a directory; choose"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_refused_in_one_line(
@@ -228,37 +225,28 @@ def test_a_gpu_run_that_is_stopped_keeps_what_it_has(tmp_path, monkeypatch):
     assert cell["note"] == "first"
 
 
-def gpu_row(seconds):
-    """A loop's row, all rounds equal, where the baseline takes 0.1 s."""
-    return {"seconds": [seconds], "speedup": [0.1 / seconds], "peak_bytes": 2**30, "loss": 10.0}
+def gpu_verdicts(**changes):
+    """Where the baseline's step takes 100 ms and reaches 45 % of the peak: [verdict]."""
 
+    def row(seconds, loss=10.0):
+        return {"seconds": [seconds], "speedup": [0.1 / seconds], "peak_bytes": 2**30, "loss": loss}
 
-def gpu_report(**changes):
-    """A report from an H200: the baseline's step takes 100 ms and reaches 45 % of the peak."""
-    loops = {BASELINE: gpu_row(0.1), "dist_amp": gpu_row(0.1), "Accelerate": gpu_row(0.105)}
+    loops = {BASELINE: row(0.1), "dist_amp": row(0.1), "Accelerate": row(0.105)}
     loops["Fabric"] = {"note": "out of memory"}
+    loops |= {name: row(*values) for name, values in changes.items()}
     cell = {"model": "124m", "mode": "compiled", "precision": "bf16", "tokens_per_step": 1000}
-    cell |= {"flops_per_token": 1e9, "peak_flops": 1e13 / 0.45, "loops": loops | changes}
-    machine = {"gpu": "NVIDIA H200", "cuda": "13", "cpu": "a CPU", "cores": 2, "load": [0.0]}
-    report = {"smoke": False, "command": "", "started": "", "rounds": 1}
-    report |= {"models": {"124m": gpu.MODELS["124m"]._asdict()}, "machine": machine}
-    return report | {"versions": {}, "cells": [cell]}
+    cell |= {"flops_per_token": 1e9, "peak_flops": 1e13 / 0.45, "loops": loops}
+    report = {"smoke": False, "models": {"124m": gpu.MODELS["124m"]._asdict()}, "cells": [cell]}
+    lines = gpu.targets_table(report).splitlines()[2:]
+    return [[word.strip() for word in line.split("|")][-2] for line in lines]
 
 
 def test_each_gpu_target_gets_its_verdict():
-    def verdicts(**changes):
-        lines = gpu.targets_table(gpu_report(**changes)).splitlines()[2:]
-        return [[word.strip() for word in line.split("|")][-2] for line in lines]
-
     # baseline, Accelerate, Fabric, MFU, loss
-    assert verdicts() == ["met", "met", "not measured", "met", "met"]
-    slow = verdicts(dist_amp=gpu_row(0.11))
+    assert gpu_verdicts() == ["met", "met", "not measured", "met", "met"]
+    slow = gpu_verdicts(dist_amp=(0.11,))
     assert slow == ["missed", "missed", "not measured", "missed", "met"]
-    assert verdicts(dist_amp={**gpu_row(0.1), "loss": 10.1})[-1] == "missed"
-    found = gpu_report()
-    found["cells"].append(gpu_report(dist_amp=gpu_row(0.104))["cells"][0] | {"precision": "fp16"})
-    targets = {target: value for _, target, value, _ in gpu.targets(found)}
-    assert targets["fp16 / bf16"] == pytest.approx(0.1 / 0.104)
+    assert gpu_verdicts(dist_amp=(0.1, 10.1))[-1] == "missed"
 
 
 # --- amp
@@ -266,6 +254,14 @@ def test_each_gpu_target_gets_its_verdict():
 
 FALLING = [1.0 - 0.009 * step for step in range(100)]
 FLAT = [sum(FALLING[:10]) / 10] * 100
+
+
+LEARNED = FLAT[0] - sum(FALLING[-10:]) / 10
+
+
+def shifted(roundings, eps):
+    """FALLING, off by so many roundings of what was learned."""
+    return [loss + roundings * eps * LEARNED for loss in FALLING]
 
 
 @pytest.mark.parametrize(
@@ -276,31 +272,23 @@ FLAT = [sum(FALLING[:10]) / 10] * 100
         ("fp16", [*FALLING[:-1], math.nan], FALLING, "diverges"),
         ("bf16", FALLING, [1.0] * 100, "nothing to compare"),
         ("bf16", [1.0, 0.5], [2.0, 1.0], "drifts"),  # two steps are a curve
+        # The tolerance is ten roundings.
+        ("bf16", shifted(9.9, 2**-8), FALLING, "within"),
+        ("bf16", shifted(10.1, 2**-8), FALLING, "drifts"),
+        ("fp16", shifted(9.9, 2**-11), FALLING, "within"),
+        ("fp16", shifted(10.1, 2**-11), FALLING, "drifts"),
     ],
 )
 def test_a_curve_that_is_not_float32s_is_recognised(name, curve, reference, expected):
     assert parity(name, curve, reference)["verdict"] == expected
 
 
-LEARNED = FLAT[0] - sum(FALLING[-10:]) / 10
-
-
-def shifted(amount):
-    return [loss + amount for loss in FALLING]
-
-
-@pytest.mark.parametrize(("name", "limit"), [("bf16", 10 * 2**-8), ("fp16", 10 * 2**-11)])
-def test_drift_is_the_share_that_was_not_learned_and_the_tolerance_ten_roundings(name, limit):
+def test_drift_is_the_share_that_was_not_learned_and_twice_float32s_own_is_tolerated():
     scaled = [[1000 * loss + 5 for loss in curve] for curve in (FLAT, FALLING)]
-    assert parity(name, *scaled)["drift"] == pytest.approx(1)
-    for share, expected in ((0.99, "within"), (1.01, "drifts")):
-        curve = shifted(share * limit * LEARNED)
-        assert parity(name, curve, FALLING)["verdict"] == expected
-
-
-def test_twice_the_drift_of_float32_from_itself_is_tolerated():
-    assert parity("fp16", shifted(0.01), FALLING)["verdict"] == "drifts"
-    assert parity("fp16", shifted(0.01), FALLING, shifted(0.006))["verdict"] == "within"
+    assert parity("bf16", *scaled)["drift"] == pytest.approx(1)
+    curve, again = shifted(20, 2**-11), shifted(12, 2**-11)
+    assert parity("fp16", curve, FALLING)["verdict"] == "drifts"
+    assert parity("fp16", curve, FALLING, again)["verdict"] == "within"
 
 
 def amp_result(curves=(), **speedups):
@@ -328,14 +316,6 @@ def amp_result(curves=(), **speedups):
 def test_the_fastest_precision_that_learns_is_recommended(result, name):
     assert amp.best(result, TRAIN) == name
     assert f"train: use {name}" in result["verdict"]
-
-
-def size_of(picture):
-    """(width, height) in pixels, once the file has been decoded."""
-    with Image.open(picture) as image:
-        image.load()
-        assert image.format == "PNG"
-        return image.size
 
 
 class Small(Tiny):
@@ -371,7 +351,6 @@ def test_a_users_task_is_measured_in_each_precision_whatever_its_settings(tmp_pa
     verdicts = {name: row["verdict"] for name, row in result["parity"].items()}
     assert verdicts == dict.fromkeys((FP32, "bf16", "fp16"), "within") | {"fp16_unscaled": "drifts"}
     assert result["parity"]["fp16_unscaled"]["drift"] > 0.5, "it learned nothing"
-    assert {len(curve) for curve in result["curves"].values()} == {10}
     for mode in (TRAIN, INFERENCE):
         rows = result["modes"][mode]
         assert rows.pop("tf32") == {"note": "n/a: this device has no TF32"}
@@ -381,31 +360,13 @@ def test_a_users_task_is_measured_in_each_precision_whatever_its_settings(tmp_pa
     assert "- fp16_unscaled drifts" in text
     assert "| n/a: this device has no TF32 |" in text
     assert text.count("![amp_Small](amp_Small.png)") == 1
-    width, height = size_of(tmp_path / "amp_Small.png")
+    with Image.open(tmp_path / "amp_Small.png") as image:
+        width, height = image.size
     assert width > 2 * height > 500, "panels side by side"
     assert "`test_benchmarks:Small`, module by module" in text
 
 
-class NotInHalf(Small):
-    """Its forward fails under autocast, as layers do that lack a kernel for the dtype."""
-
-    def loss_sum(self, model, batch):
-        if torch.is_autocast_enabled("cpu"):
-            raise RuntimeError("not implemented for 'Half'")
-        return super().loss_sum(model, batch)
-
-
 QUICK = ["--smoke", "--rounds", "1", "--precisions", "bf16"]
-
-
-def test_a_precision_that_fails_is_named_and_the_rest_is_measured(tmp_path):
-    words = ["--task.target", "test_benchmarks:NotInHalf", "--train.steps", "4"]
-    words += ["--train.micro_batch_size", "4", "--modes", "train", "--use_amp", "false"]
-    assert amp.main([*QUICK, *words, "--out", str(tmp_path)]) == 0
-    (result,) = json.loads((tmp_path / "amp.json").read_text())["experiments"]
-    rows = result["modes"][TRAIN]
-    assert rows["bf16"] == {"note": "failed: not implemented for 'Half'"}
-    assert rows[FP32]["seconds"]
 
 
 def test_without_matplotlib_one_line_says_what_to_install_and_the_table_is_there(
@@ -416,9 +377,7 @@ def test_without_matplotlib_one_line_says_what_to_install_and_the_table_is_there
     assert amp.main(["linear", *QUICK, *words]) == 0
     assert capsys.readouterr().out.count("pip install") == 1
     text = (tmp_path / "amp.md").read_text()
-    assert text.count("pip install -e '.[bench]'") == 1
     assert re.search(r"^\| train +\| bf16 ", text, re.MULTILINE)
-    assert "![" not in text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["amp.json", "amp.md"]
 
 
@@ -442,14 +401,6 @@ def test_dtypes_shows_a_product_a_sum_and_the_modules_of_the_users_task(tmp_path
     assert re.search(r"^\* +Linear +fp32 +fp32 +bf16 +bf16$", text, re.MULTILINE)
 
 
-def columns_of(text, mode, precision):
-    """{heading: cell} of a row of the first table in the text."""
-    head, _, *rows = [line for line in text.splitlines() if line.startswith("|")]
-    cells = [[cell.strip() for cell in row.split("|")] for row in (head, *rows)]
-    (row,) = (row for row in cells if row[1:3] == [mode, precision])
-    return dict(zip(cells[0], row, strict=True))
-
-
 @pytest.mark.slow
 def test_the_reduced_report_has_every_experiment_its_figures_and_its_pictures(tmp_path):
     assert amp.main(["--reduced", "--out", str(tmp_path)]) == 0
@@ -458,28 +409,17 @@ def test_the_reduced_report_has_every_experiment_its_figures_and_its_pictures(tm
     text = (tmp_path / "amp.md").read_text()
     chapters = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE))
     for result in results:
-        name = result["name"]
-        assert {row["verdict"] for row in result["parity"].values()} == {"within"}, name
+        assert {row["verdict"] for row in result["parity"].values()} == {"within"}, result["name"]
         for mode in (TRAIN, INFERENCE):
-            assert list(result["modes"][mode])[:5] == list(amp.USUAL)
+            rows = result["modes"][mode]
+            assert list(rows)[:5] == list(amp.USUAL)
             for precision in (FP32, "bf16", "fp16", "fp16_unscaled"):
-                row = columns_of(chapters[name], mode, precision)
-                assert float(row["ms/step"].replace(",", "")) > 0
-                assert float(row["peak, MB"]) > 0
-                assert row["loss"]
+                assert rows[precision]["seconds"]
+                line = rf"^\| {mode} +\| {precision} +\| +[\d.,]+ "
+                assert re.search(line, chapters[result["name"]], re.MULTILINE), line
         for picture in result["pictures"]:
-            assert f"({picture})" in chapters[name]
-            assert min(size_of(tmp_path / picture)) > 300
-    assert results[1]["pictures"] == ["amp_sinusoid.png", "amp_sinusoid_drawings.png"]
-    batches = [f"train, batch {size}" for size in (128, 256, 512, 513)]
-    assert list(results[0]["modes"]) == [TRAIN, INFERENCE, *batches]
-    mlp = {name: columns_of(chapters["mlp"], TRAIN, name) for name in (FP32, *amp.RECIPES)}
-    seconds = [mlp[name]["published, s"] for name in (FP32, "fp16_unscaled", "fp16")]
-    assert seconds == ["5.621", "2.462", "3.55"]
-    assert mlp["fp32_scaled"]["ms/step"]
-    assert mlp["tf32"]["note"] == "n/a: this device has no TF32"
-    assert columns_of(chapters["cnn"], TRAIN, "fp16")["published, MB"] == "1,350"
-    assert "| x @ y.T     | torch.float32 " in chapters["dtypes"]
+            assert f"({picture})" in chapters[result["name"]]
+            assert (tmp_path / picture).exists()
     assert "All 11 costly operations" in chapters["dtypes"]
 
 
