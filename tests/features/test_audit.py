@@ -3,6 +3,7 @@
 import random
 import re
 from collections import Counter
+from itertools import count
 from unittest.mock import patch
 
 import pytest
@@ -31,38 +32,31 @@ def flip(tensor):
     bits.bitwise_xor_(1 << (9 * tensor.element_size() // 2))
 
 
-class FlipOnce:
-    """Flips a bit in one micro-batch of the next step, `number`."""
+def flipping(number):
+    """A function of a tensor that flips a bit in a copy of it, in call `number` alone."""
+    calls = count()
 
-    def __init__(self, number):
-        self.waits_for = number
+    def flipped(tensor):
+        if next(calls) == number:
+            tensor = tensor.clone()
+            flip(tensor)
+        return tensor
 
-    def output(self, module, inputs, output):
-        if self._is_now():
-            output = output.clone()
-            flip(output)
-        return output
-
-    def gradient(self, module, inputs, output):
-        if self._is_now():
-            output.register_hook(self._flipped)
-
-    def _flipped(self, gradient):
-        gradient = gradient.clone()
-        flip(gradient)
-        return gradient
-
-    def _is_now(self):
-        self.waits_for -= 1
-        return self.waits_for == -1
+    return flipped
 
 
 def in_product(run, number):
-    run.parallel.module[0][0].register_forward_hook(FlipOnce(number).output)
+    flipped = flipping(number)
+    run.parallel.module[0][0].register_forward_hook(lambda module, x, output: flipped(output))
 
 
 def in_gradient(run, number):
-    run.parallel.module[1][0].register_forward_hook(FlipOnce(number).gradient)
+    flipped = flipping(number)
+
+    def watch(module, x, output):
+        output.register_hook(flipped)
+
+    run.parallel.module[1][0].register_forward_hook(watch)
 
 
 def in_weight(run, number):

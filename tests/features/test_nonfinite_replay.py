@@ -19,62 +19,42 @@ FP32 = ["--use_amp", "false"]
 IN_ORDER = ["--data.shuffle", "false", "--train.micro_batch_size", 2]
 
 
-class LogOf(nn.Module):
-    """Takes a logarithm before a layer: finite in, nan out; the layer is not to blame."""
+KINDS = {
+    # Finite in, nan out, before a layer that is not to blame.
+    "log": lambda x, linear: linear(x.log()),
+    # Finite forward; at zero the root's gradient is infinite.
+    "root": lambda x, linear: (linear(x) * 0.0).sqrt_(),
+    # nan for a sample of zeros.
+    "share": lambda x, linear: x / x.abs().sum(-1, keepdim=True),
+    # Its infinite gradient becomes zero in the ReLU before it, and spoils nothing.
+    "harmless root": lambda x, linear: (x * 0.0).relu_().sqrt(),
+    # Intended: it goes no further than the softmax that follows.
+    "minus inf": lambda x, linear: x.masked_fill(torch.arange(8) > 3, -torch.inf),
+}
 
-    def __init__(self):
+
+class Layer(nn.Module):
+    def __init__(self, kind):
         super().__init__()
-        self.after = nn.Linear(8, 8)
+        self.kind = kind
+        self.linear = nn.Linear(8, 8)
 
     def forward(self, x):
-        return self.after(x.log())
-
-
-class RootOf(nn.Module):
-    """Finite forward; at zero the root's gradient is infinite."""
-
-    def __init__(self):
-        super().__init__()
-        self.before = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return (self.before(x) * 0.0).sqrt_()
-
-
-class ShareOf(nn.Module):
-    """Divides by a sum: nan for a sample of zeros."""
-
-    def forward(self, x):
-        return x / x.abs().sum(-1, keepdim=True)
-
-
-class HarmlessRoot(nn.Module):
-    """Its infinite gradient becomes zero in the ReLU before it, and spoils nothing."""
-
-    def forward(self, x):
-        return (x * 0.0).relu_().sqrt()
-
-
-class MinusInf(nn.Module):
-    def forward(self, x):
-        return x.masked_fill(torch.arange(8) > 3, -torch.inf)
+        return KINDS[self.kind](x, self.linear)
 
 
 class Made(Tiny):
-    """Tiny with one of this file's modules, `kind`, as model[1]; its third sample is zeros there.
+    """Tiny with a Layer as model[1]; its third sample is zeros there."""
 
-    MinusInf is followed by a softmax: it is intended, and goes no further.
-    """
-
-    def __init__(self, kind: str = "LogOf"):
+    def __init__(self, kind: str = "log"):
         super().__init__(samples=32)
         self.kind = kind
 
     def build_model(self):
         first = nn.Linear(8, 8)
         nn.init.zeros_(first.bias)
-        middle = globals()[self.kind]()
-        if self.kind == "MinusInf":
+        middle = Layer(self.kind)
+        if self.kind == "minus inf":
             middle = nn.Sequential(middle, nn.Softmax(-1))
         return nn.Sequential(first, middle, nn.Linear(8, 1))
 
@@ -114,8 +94,8 @@ def replayed_each(world, strategy, folder):
     bad_batch = Overflow(bad=(world.world_size - 1,))
     return [
         replayed(world, bad_batch, words, f"{folder}/batch"),
-        replayed(world, Made("LogOf"), words, f"{folder}/forward"),
-        replayed(world, Made("RootOf"), [*words, *FP32], f"{folder}/backward"),
+        replayed(world, Made("log"), words, f"{folder}/forward"),
+        replayed(world, Made("root"), [*words, *FP32], f"{folder}/backward"),
     ]
 
 
@@ -139,13 +119,13 @@ def test_the_first_inf_or_nan_of_each_kind_is_named(tmp_path, ranks, strategy):
     assert (line["step"], line["rank"], line["phase"]) == (1, ranks - 1, "batch")
 
     fault, warnings = forward
-    assert (fault.phase, fault.module, fault.module_class) == ("forward", "1", "LogOf")
+    assert (fault.phase, fault.module, fault.module_class) == ("forward", "1", "Layer")
     assert (fault.rank, fault.other_ranks) == (0, list(range(1, ranks)))
     output, given = fault.tensors
     assert (output.what, output.dtype, output.shape, output.nan) == ("output", "bf16", [2, 8], 16)
     assert (given.what, given.dtype, given.finite) == ("input", "bf16", True)
     assert given.span[0] < 0 < given.span[1]
-    said = "forward of 1 (LogOf): output bf16 [2, 8] has 16 nan, nothing finite; input bf16"
+    said = "forward of 1 (Layer): output bf16 [2, 8] has 16 nan, nothing finite; input bf16"
     assert said in warnings[0]
 
     fault, warnings = backward
@@ -153,14 +133,14 @@ def test_the_first_inf_or_nan_of_each_kind_is_named(tmp_path, ranks, strategy):
     finite = {tensor.what: tensor.finite for tensor in fault.tensors}
     assert [what for what in finite if not finite[what]] == ["gradient returned"]
     assert len(finite) > 1
-    assert "backward of 1 (RootOf), in SqrtBackward0: gradient returned fp32" in warnings[0]
+    assert "backward of 1 (Layer), in SqrtBackward0: gradient returned fp32" in warnings[0]
 
 
 def test_the_sample_whose_row_is_not_finite_is_named(tmp_path):
     words = ["--data.shuffle", "false", "--train.micro_batch_size", 4]
-    fault, (warning,) = replay(1, Made("ShareOf"), words, tmp_path)
-    assert (fault.module_class, fault.tensors[0].rows) == ("ShareOf", [2])
-    assert "micro-batch 0 (samples 0, 1, 2, 3; not finite: 2), forward of 1 (ShareOf)" in warning
+    fault, (warning,) = replay(1, Made("share"), words, tmp_path)
+    assert (fault.module_class, fault.tensors[0].rows) == ("Layer", [2])
+    assert "micro-batch 0 (samples 0, 1, 2, 3; not finite: 2), forward of 1 (Layer)" in warning
     old = json.loads(json.dumps(asdict(fault)))
     for tensor in old["tensors"]:
         del tensor["rows"]  # as in reports of earlier versions
@@ -188,11 +168,11 @@ def infinite_norm(run):
 def test_an_infinity_that_goes_no_further_is_not_blamed_and_without_a_folder_none_is_made(tmp_path):
     words = [*FP32, *IN_ORDER]
     folder = str(tmp_path / "never_opened")
-    (fault,), (warning,) = replayed(World(), Made("MinusInf"), words, folder, 1, infinite_loss)
+    (fault,), (warning,) = replayed(World(), Made("minus inf"), words, folder, 1, infinite_loss)
     assert (fault.phase, fault.module) == ("loss", "the task's loss_sum")
     assert "the task's loss_sum: loss fp32 [] has 1 inf, nothing finite; output" in warning
     assert "dist_amp replay" not in warning
-    task = Made("HarmlessRoot")
+    task = Made("harmless root")
     faults, (warning,) = replayed(World(), task, words, folder, 1, infinite_norm)
     assert faults == []
     assert "step 1 was skipped, but its replay is finite" in warning
@@ -252,7 +232,7 @@ def test_each_skip_is_recorded_and_the_error_that_ends_the_run_names_where_they_
     words = ["--task.target", "test_nonfinite_replay:Made", *map(str, IN_ORDER)]
     words += ["--metrics.log_every", "2", "--train.max_skips_in_a_row", "4", "--eval.every", "off"]
     done = launch(0, *words, "--run.dir", "run", "--debug.nonfinite", "step")
-    place = "first: step 1, rank 0, micro-batch 0 (samples 0, 1), forward of 1 (LogOf)"
+    place = "first: step 1, rank 0, micro-batch 0 (samples 0, 1), forward of 1 (Layer)"
     assert place in done.stderr
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["exit_code"] == done.returncode == 70
