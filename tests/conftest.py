@@ -173,5 +173,15 @@ def fresh_log():
 
 
 @pytest.fixture
+def own_cache(monkeypatch, tmp_path_factory):
+    """An empty cache of `datasets`; the folder in which it has tokens."""
+    import datasets
+
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "datasets")
+    return folder / "dist-amp/tokens"
+
+
+@pytest.fixture
 def launch(tmp_path):
     return Launch(tmp_path)

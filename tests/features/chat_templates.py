@@ -50,20 +50,6 @@ LLAMA3 = """\
 {%- if add_generation_prompt %}
 {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
 
-GEMMA = """\
-{{- bos_token }}
-{%- if messages[0]['role'] == 'system' %}
-{{- raise_exception('System role not supported') }}{% endif %}
-{%- for m in messages %}
-{%- if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}
-{{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
-{%- endif %}
-{%- if m['role'] == 'assistant' %}{% set role = 'model' %}{% else %}{% set role = m['role'] %}
-{%- endif %}
-{{- '<start_of_turn>' + role + '\\n' + m['content'] | trim + '<end_of_turn>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{% endif %}"""
-
 MISTRAL = """\
 {{- bos_token }}
 {%- for m in messages %}
@@ -71,18 +57,6 @@ MISTRAL = """\
 {%- elif m['role'] == 'assistant' %}{{- ' ' + m['content'] | trim + eos_token }}
 {%- else %}{{- raise_exception('Only user and assistant roles are supported!') }}{% endif %}
 {%- endfor %}"""
-
-DEEPSEEK_R1 = """\
-{{- bos_token }}
-{%- for m in messages %}
-{%- if m['role'] == 'system' %}{{- m['content'] }}{% endif %}{% endfor %}
-{%- for m in messages %}
-{%- if m['role'] == 'user' %}{{- '<\uff5cUser\uff5c>' + m['content'] }}{% endif %}
-{%- if m['role'] == 'assistant' %}{% set content = m['content'] %}
-{%- if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}
-{{- '<\uff5cAssistant\uff5c>' + content + eos_token }}{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<\uff5cAssistant\uff5c><think>\\n' }}{% endif %}"""
 
 GPT_OSS = """\
 {%- for m in messages %}

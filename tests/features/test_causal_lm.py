@@ -14,62 +14,36 @@ from torch import nn
 from dist_amp.config.load import load_config
 from dist_amp.config.task_class import build_task
 from dist_amp.config.text import flat, to_toml
-from dist_amp.distributed.process import seed_all
 from dist_amp.scaling.meta import build_on_ranks, placement
 from dist_amp.settings import DataConfig
 from dist_amp.tasks.causal_lm import GPT, CausalLM, rotary_table, rotate
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 GPT_124M = ROOT / "configs" / "gpt_124m.toml"
 CAUSAL_LM = "dist_amp.tasks.causal_lm:CausalLM"
 SMALL = ("--task.args.context", 16, "--task.args.width", 16, "--task.args.heads", 2)
 
 
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch, tmp_path):
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-
-
-def load(*words, **environ):
-    return load_config(list(map(str, words)), environ)
-
-
-def build(target, *words):
-    return build_task(load("--task.target", target, *words))
+def load(*words):
+    return load_config(list(map(str, words)), {})
 
 
 def language_model(path, *words):
-    return build(CAUSAL_LM, *SMALL, "--data.path", path, *words)
+    return build_task(load("--task.target", CAUSAL_LM, *SMALL, "--data.path", path, *words))
 
 
 # ---- settings ----
 
 
-@pytest.mark.parametrize("text", ["true", "--dashes first", "", "two\nlines", "a = 'b' \"c\" # d"])
-def test_a_text_is_kept_as_it_is_on_the_command_line_and_in_toml(tmp_path, text):
-    config = load(f"--task.args.prompt={text}", "--task.args.width=64", "--eval.every=off")
-    assert config.task.args.prompt == text
-    (tmp_path / "mine.toml").write_text(to_toml(config))
-    again = load("--config", tmp_path / "mine.toml")
-    assert flat(to_toml(again)) == flat(to_toml(config))
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[precision]\ntf32 = true\nscaler = { init_scale = 0.5 }", "init_scale=0.5 in {}, line 3"),
-        ('[task.args]\nprompt = """\nsteps\n"""\n[ train ]\nsteps = 0', "steps=0 in {}, line 6"),
-        (
-            '[task.args]\nprompt = """\n[train]\nsteps = 9\n"""\n[train]\nsteps = 0',
-            "steps=0 in {}, line 7",
-        ),
-    ],
-)
-def test_a_wrong_value_is_named_with_its_line_in_the_file(tmp_path, text, message):
+def test_a_text_is_kept_as_it_is_even_where_it_looks_like_a_table_and_lines_count_on(tmp_path):
     path = tmp_path / "mine.toml"
-    path.write_text(text)
-    assert message.format(path) in message_of(64, load, "--config", path)
+    for text in ("true", "--dashes first", "two\nlines", "a = 'b' \"c\" # d"):
+        config = load(f"--task.args.prompt={text}", "--task.args.width=64", "--eval.every=off")
+        assert config.task.args.prompt == text
+        path.write_text(to_toml(config))
+        assert flat(to_toml(load("--config", path))) == flat(to_toml(config))
+    path.write_text('[task.args]\nprompt = """\n[train]\nsteps = 9\n"""\n[train]\nsteps = 0')
+    assert f"steps=0 in {path}, line 7" in message_of(64, load, "--config", path)
 
 
 @pytest.mark.bad_input("an unknown or wrong argument for the task's constructor")
@@ -79,19 +53,11 @@ def test_a_wrong_value_is_named_with_its_line_in_the_file(tmp_path, text, messag
     [
         ("--task.args.nope 1", "the task takes context,"),
         ("--task.args.heads 3", "width=128 must be a multiple of 2 x heads=3"),
-        ("--task.args.context 0", "task.args.context=0 on the command line must be at least 1"),
         ("--task.args.prompt=", "prompt is empty"),
         ("--task.target tiny", "task.target=tiny must be module:Class or path/to/file.py:Class"),
-        ("--task.target tiny:", "task.target=tiny: must be module:Class"),
         ("--task.target missing:Mine", "No module named 'missing'"),
-        ("--task.target dist_amp.missing.part:Mine", "No module named 'dist_amp.missing'"),
-        ("--task.target elsewhere/tiny.py:Tiny", "there is no file elsewhere/tiny.py; check"),
         ("--task.target tiny:Tinny", "no class Tinny in tiny, which has"),
-        ("--task.target dist_amp.tasks.causal_lm:rotate", "there is no class rotate in dist_amp."),
-        (
-            "--task.target tiny:LacksWeight",
-            "lacks the method weight; add `def weight(self, batch) -> number`",
-        ),
+        ("--task.target tiny:LacksWeight", "lacks the method weight; add `def weight(self, batc"),
     ],
 )
 def test_a_wrong_argument_or_target_is_refused_with_the_reason(words, message):
@@ -102,26 +68,30 @@ def test_a_wrong_argument_or_target_is_refused_with_the_reason(words, message):
 
 # ---- data ----
 
-DOCUMENTS = {chr(33 + n): chr(33 + n) * 100 for n in range(40)}  # each of one byte
-
-
-def write_jsonl(folder):
-    rows = [json.dumps({"text": text, "length": len(text)}) for text in DOCUMENTS.values()]
-    (folder / "rows.jsonl").write_text("\n".join(rows) + "\n")
-    return folder / "rows.jsonl"
-
 
 def bytes_in(dataset):
     return {chr(token) for row in dataset for token in row["input_ids"].tolist()} - {"\0"}
 
 
-def test_local_files_become_samples_and_the_same_documents_are_held_out_every_time(tmp_path):
-    task = language_model(write_jsonl(tmp_path), "--data.validation_split", "0.1")
+@pytest.mark.bad_input("a column of the text that is missing or holds no text, or a missing split")
+def test_the_same_documents_are_held_out_every_time_and_a_wrong_column_is_refused(tmp_path):
+    documents = [chr(33 + n) * 100 for n in range(40)]  # each of one byte
+    rows = [json.dumps({"text": text, "length": len(text)}) + "\n" for text in documents]
+    (tmp_path / "rows.jsonl").write_text("".join(rows))
+    task = language_model(tmp_path / "rows.jsonl", "--data.validation_split", "0.1")
     train, held_out = task.build_dataset("train"), task.build_dataset("validation")
     assert train[0]["input_ids"].shape == held_out[0]["labels"].shape == (17,)
     assert (len(bytes_in(train)), len(bytes_in(held_out))) == (36, 4)
-    assert bytes_in(train) | bytes_in(held_out) == set(DOCUMENTS)
+    assert len(bytes_in(train) | bytes_in(held_out)) == 40
     assert bytes_in(task.build_dataset("validation")) == bytes_in(held_out)
+    for words, message in (
+        ("--data.text_column body", "data.text_column=body does not exist"),
+        ("--data.text_column length", "the column length holds int, not text"),
+        ("--data.split trian", "the dataset has train"),
+        ("--data.validation_split 0.999", "data.validation_split=0.999"),
+    ):
+        task = language_model(tmp_path / "rows.jsonl", *words.split())
+        assert message in message_of(65, task.build_dataset, "train")
 
 
 def test_documents_are_joined_with_a_zero_after_each_and_one_alone_is_trained_on(tmp_path):
@@ -132,25 +102,6 @@ def test_documents_are_joined_with_a_zero_after_each_and_one_alone_is_trained_on
     task = language_model(tmp_path / "one.txt")
     assert len(task.build_dataset("train")) == 501 // 17
     assert task.build_dataset("validation") is None
-
-
-@pytest.mark.bad_input("missing column")
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--data.text_column body", "data.text_column=body does not exist"),
-        ("--data.text_column length", "the column length holds int, not text"),
-        ("--data.split trian", "the dataset has train"),
-        ("--data.validation_split 0.999", "data.validation_split=0.999"),
-        ("--data.path {}/missing/*.txt", "no file"),
-    ],
-)
-def test_data_that_can_not_be_read_is_refused_by_name(tmp_path, words, message):
-    path = write_jsonl(tmp_path)
-    words = words.format(tmp_path).split()
-    text = message_of(65, language_model(path, *words).build_dataset, "train")
-    assert message in text
-    assert words[1] in text
 
 
 # ---- the network ----
@@ -164,14 +115,6 @@ def test_a_prediction_does_not_depend_on_later_bytes():
     changed[:, 9] = (tokens[:, 9] + 1) % 256
     differs = (model(tokens) != model(changed)).any(dim=-1)
     assert differs.tolist() == [[False] * 9 + [True] * 7] * 2
-
-
-def test_tied_weights_are_one_parameter():
-    shape = {"vocabulary": 256, "context": 16, "width": 32, "layers": 1, "heads": 2}
-    tied, untied = GPT(**shape, tied=True), GPT(**shape, tied=False)
-    assert tied.head.weight is tied.embedding.weight
-    sizes = [sum(p.numel() for p in model.parameters()) for model in (untied, tied)]
-    assert sizes[0] - sizes[1] == 256 * 32
 
 
 def test_rotary_positions_depend_on_the_distance_alone_and_keep_length_and_dtype():
@@ -191,15 +134,16 @@ def test_rotary_positions_depend_on_the_distance_alone_and_keep_length_and_dtype
     assert rotate(x.bfloat16(), cos, sin).dtype == torch.bfloat16
 
 
-def test_gpt_124m_has_the_parameters_that_its_file_names():
+def test_gpt_124m_has_the_parameters_that_its_file_names_with_tied_weights_counted_once():
     with torch.device("meta"):
         model = build_task(load("--config", GPT_124M)).build_model()
+    assert model.head.weight is model.embedding.weight
     parameters = sum(p.numel() for p in model.parameters())
     assert 120e6 <= parameters <= 128e6
     assert f"{parameters:,} parameters" in GPT_124M.read_text()
 
 
-def test_a_sample_continues_the_prompt_and_is_the_same_every_time():
+def test_a_sample_continues_the_prompt_the_same_every_time_and_evaluation_has_bits_per_byte():
     task = language_model("off", "--task.args.sample_bytes", 8, "--task.args.prompt", "from the ")
     torch.manual_seed(0)
     model = task.build_model()
@@ -207,14 +151,9 @@ def test_a_sample_continues_the_prompt_and_is_the_same_every_time():
         first, second = task.sample(model), task.sample(model)
     assert first == second
     assert first.startswith("from the ")
-
-
-def test_evaluation_reports_bits_per_byte():
-    task = language_model("off")
     tokens = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(0))
     batch = task.collate([{"input_ids": row, "labels": row} for row in tokens])
-    torch.manual_seed(0)
-    sums = task.metrics(task.build_model(), batch)
+    sums = task.metrics(model, batch)
     assert (task.weight(batch), task.tokens(batch)) == (32, 32)
     assert sums["bits_per_byte"].item() == pytest.approx(sums["loss"].item() / math.log(2))
     # an untrained model is close to uniform
@@ -250,15 +189,6 @@ class WithClassToken(nn.Module):
         self.register_buffer("table", torch.arange(8.0).sin(), persistent=False)
 
 
-class Recurrent(nn.Module):
-    """Its layer keeps its parameters in a list too."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.LSTM(8, 8, num_layers=2)
-        self.head = nn.Linear(8, 1)
-
-
 class Custom(Tiny):
     def __init__(self, kind):
         super().__init__()
@@ -267,11 +197,12 @@ class Custom(Tiny):
 
 def initial(world, task, strategy):
     run = make_run(world, task, "--parallel.strategy", strategy, "--use_amp", "false")
-    buffers = {name: buffer.clone() for name, buffer in run.parallel.module.named_buffers()}
+    module = run.parallel.module
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     return parameters_of(run) | buffers
 
 
-@pytest.mark.parametrize("task", [Language(), Custom(WithClassToken), Custom(Recurrent)])
+@pytest.mark.parametrize("task", [Language(), Custom(WithClassToken)])
 def test_a_sharded_model_starts_with_the_bits_of_one_process(task):
     (expected,) = on_ranks(1, initial, task, "single")
     for state in on_ranks(2, initial, task, "fsdp"):
@@ -279,16 +210,12 @@ def test_a_sharded_model_starts_with_the_bits_of_one_process(task):
 
 
 def built(world):
-    """Of build_on_ranks: which parameters are on meta, the buffers, and a parameter's attribute."""
-    seed_all(0)
+    """Whether all parameters are on meta, and then an attribute of one that has been placed."""
     module = build_on_ranks(Custom(WithClassToken), world, False)
     on_meta = {parameter.is_meta for parameter in module.parameters()}
     placement(module, world)(module)
-    return on_meta, dict(module.named_buffers()), module.token.no_decay
+    return on_meta, module.token.no_decay
 
 
-def test_only_rank_0_has_memory_for_parameters_and_buffers_are_real_everywhere():
-    first, second = on_ranks(2, built)
-    assert (first[0], second[0]) == ({False}, {True})
-    torch.testing.assert_close(second[1], first[1], rtol=0, atol=0)
-    assert (first[2], second[2]) == (True, True)
+def test_only_rank_0_has_memory_for_parameters_which_keep_their_attributes():
+    assert on_ranks(2, built) == [({False}, True), ({True}, True)]

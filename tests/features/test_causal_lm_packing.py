@@ -17,6 +17,8 @@ from dist_amp.sources.tokens import token_documents
 from dist_amp.tasks.causal_lm import CausalLM
 from dist_amp.world import World
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 
 class Documents:
     """A token dataset: all tokens count but each document's first, and those in `masked`."""
@@ -93,13 +95,13 @@ def plain_best_fit(sizes, length):
     return sorted(left)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_rows_are_as_full_as_those_of_best_fit_piece_by_piece(seed):
-    random = numpy.random.default_rng(seed)
-    length = int(random.integers(2, 60))
-    sizes = random.integers(1, length + 1, random.integers(1, 150))
-    fill = numpy.bincount(best_fit(sizes, length), weights=sizes).astype(int)
-    assert sorted((length - fill).tolist()) == plain_best_fit(sizes.tolist(), length)
+def test_rows_are_as_full_as_those_of_best_fit_piece_by_piece():
+    for seed in range(20):
+        random = numpy.random.default_rng(seed)
+        length = int(random.integers(2, 60))
+        sizes = random.integers(1, length + 1, random.integers(1, 150))
+        fill = numpy.bincount(best_fit(sizes, length), weights=sizes).astype(int)
+        assert sorted((length - fill).tolist()) == plain_best_fit(sizes.tolist(), length), seed
 
 
 def test_neighbours_in_a_row_are_not_neighbours_in_the_source():
@@ -113,15 +115,12 @@ def test_neighbours_in_a_row_are_not_neighbours_in_the_source():
 def test_rows_are_the_same_at_every_start_and_the_fingerprint_tells_documents_and_settings_apart():
     documents = Documents.random(300, 2, 30, 256)
     one, again = rows_of(documents, 30), rows_of(documents, 30)
-    ids = [[sample["input_ids"].tolist() for sample in rows] for rows in (one, again)]
-    assert ids[0] == ids[1]
-    prints = [one.fingerprint]
-    assert again.fingerprint == prints[0]
-    for settings in ((31,), (30, "cut"), (30, "best_fit", "truncate")):
-        prints.append(rows_of(documents, *settings).fingerprint)
+    assert [documents_in(row) for row in one] == [documents_in(row) for row in again]
+    assert again.fingerprint == one.fingerprint
+    settings = ((30,), (31,), (30, "cut"), (30, "best_fit", "truncate"))
+    prints = [rows_of(documents, *each).fingerprint for each in settings]
     documents.fingerprint = "other"
-    prints.append(rows_of(documents, 30).fingerprint)
-    assert len(set(prints)) == 5, prints
+    assert len({*prints, rows_of(documents, 30).fingerprint}) == 5
     padded = [str(Packing.of(DataConfig(), 8, "off", multiple)) for multiple in (1, 64)]
     assert padded[0] == padded[1], "another padding is no other data"
 
@@ -193,20 +192,19 @@ def test_unpacked_rows_are_padded_to_a_multiple_but_never_beyond_the_length(
 
 
 def test_a_micro_batchs_documents_are_packed_whole_or_by_their_beginning():
-    samples = [{"input_ids": ids, "labels": ids} for ids in torch.arange(20).split([4, 9, 2, 1, 4])]
-    samples = [{name: x.clone() for name, x in sample.items()} for sample in samples]
-    batch = Packing(6, "best_fit", "truncate").collate(samples)
+    samples = [
+        {"input_ids": ids.clone(), "labels": ids.clone()}
+        for ids in torch.arange(20).split([4, 9, 2, 1, 4])
+    ]
+    packing = Packing.of(DataConfig(pack="best_fit", view="parquet"), 6, "cut")
+    assert packing == Packing(6, "best_fit", "truncate"), "a view knows no lengths to split by"
+    batch = packing.collate(samples)
     documents = []
-    for row in range(len(batch["input_ids"])):
-        packed = {name: batch[name][row] for name in ("input_ids", "position_ids")}
-        documents += documents_in(packed)
+    for ids, positions in zip(batch["input_ids"], batch["position_ids"], strict=True):
+        documents += documents_in({"input_ids": ids, "position_ids": positions})
     beginnings = [[0, 1, 2, 3], [4, 5, 6, 7, 8, 9], [13, 14], [15], [16, 17, 18, 19]]
     assert sorted(one for one in documents if any(one)) == beginnings
-    assert batch["counted"] == 3 + 5 + 1 + 0 + 3
-    assert batch["tokens"] == 4 + 6 + 2 + 1 + 4
-
-
-# ---- shares of padding and of counted tokens ----
+    assert (batch["tokens"], batch["counted"]) == (4 + 6 + 2 + 1 + 4, 3 + 5 + 1 + 0 + 3)
 
 
 def test_shares_are_those_since_they_were_last_read_and_tell_sources_apart():
@@ -220,26 +218,22 @@ def test_shares_are_those_since_they_were_last_read_and_tell_sources_apart():
         assert shares.read(World()) == pytest.approx(expected)
 
 
-def test_the_padding_logged_at_the_start_is_that_of_the_metrics(caplog):
-    rows, shares = rows_of(Documents.numbered(9, 4, 3, 7), 10), TokenShares()
-    with caplog.at_level("INFO", "dist_amp"):
-        rows.describe("train")
-    shares.count(rows.packing.collate(list(rows)))
-    read = float(shares.read(World())["padding_pct"])
-    assert caplog.messages[0].endswith(f"; {read:.2f}% of the places are padding")
-
-
 # ---- documents as they are read ----
 
 
+@pytest.fixture(scope="module")
+def view(tmp_path_factory):
+    """256 documents of 1 to 60 bytes in row groups of 8, and two held out."""
+    folder = tmp_path_factory.mktemp("view")
+    sizes = torch.randint(1, 60, (256,), generator=torch.Generator().manual_seed(0)).tolist()
+    texts = [chr(97 + number % 26) * size for number, size in enumerate(sizes)]
+    for split, rows in (("validation", ["held", "out"]), ("train", texts)):
+        table = pyarrow.table({"text": rows})
+        pyarrow.parquet.write_table(table, folder / f"{split}.parquet", row_group_size=8)
+    return folder
+
+
 def run_of_view(world, folder, pack, micro_batch, *more):
-    """Of 256 documents of 1 to 60 bytes in row groups of 8."""
-    if not (folder / "train.parquet").exists() and world.is_main:
-        sizes = torch.randint(1, 60, (256,), generator=torch.Generator().manual_seed(0)).tolist()
-        texts = [chr(97 + number % 26) * size for number, size in enumerate(sizes)]
-        for split, rows in (("validation", ["held", "out"]), ("train", texts)):
-            table = pyarrow.table({"text": rows})
-            pyarrow.parquet.write_table(table, folder / f"{split}.parquet", row_group_size=8)
     data = DataConfig(path=str(folder), view="parquet", streams=8, pack=pack)
     words = ["--train.global_batch_size", 32, "--train.micro_batch_size", micro_batch]
     words += ["--data.path", folder, "--precision.use_amp", "false", "--optim.name", "sgd"]
@@ -255,10 +249,10 @@ def view_steps(world, folder, pack, micro_batch):
     return sums, [float(report.weight) for report in reports], rows, parameters_of(run)
 
 
-def test_documents_packed_as_they_are_read_compute_the_step_of_a_document_per_row(tmp_path):
-    off = view_steps(World(), tmp_path, "off", 8)
-    packed = view_steps(World(), tmp_path, "best_fit", 8)
-    on_two, _ = on_ranks(2, view_steps, tmp_path, "best_fit", 4)
+def test_documents_packed_as_they_are_read_compute_the_step_of_a_document_per_row(view):
+    off = view_steps(World(), view, "off", 8)
+    packed = view_steps(World(), view, "best_fit", 8)
+    on_two, _ = on_ranks(2, view_steps, view, "best_fit", 4)
     assert off[2] == [8, 8, 8, 8]
     assert sum(packed[2]) < sum(off[2])
     for other in packed, on_two:
@@ -268,14 +262,13 @@ def test_documents_packed_as_they_are_read_compute_the_step_of_a_document_per_ro
         torch.testing.assert_close(other[3], off[3])
 
 
-def test_a_run_that_packs_as_it_reads_resumes_to_the_bit(tmp_path):
-    more = ["--run.dir", tmp_path / "run", "--data.workers", 1]
-    (tmp_path / "rows").mkdir()
-    run = run_of_view(World(), tmp_path / "rows", "best_fit", 8, *more)
+def test_a_run_that_packs_as_it_reads_resumes_to_the_bit(view, tmp_path):
+    more = ["--run.dir", tmp_path, "--data.workers", 1]
+    run = run_of_view(World(), view, "best_fit", 8, *more)
     take_steps(run, 2)
     save(run)
     take_steps(run, 4)
-    again = run_of_view(World(), tmp_path / "rows", "best_fit", 8, *more, "--run.resume", "auto")
+    again = run_of_view(World(), view, "best_fit", 8, *more, "--run.resume", "auto")
     assert again.step == 2
     take_steps(again, 4)
     run.data.close()
@@ -298,42 +291,22 @@ def test_a_piece_read_from_shards_is_that_part_of_its_document(tmp_path, row):
 
 # ---- bad inputs ----
 
+ALL_MASKED = Documents(torch.ones(8, 5), masked=range(8))
 
-@pytest.mark.bad_input("`data.long_documents=refuse` with a document longer than a row")
-@pytest.mark.bad_input(
-    "`data.pack` or `data.long_documents` that need lengths, with a Parquet view's rows"
-)
-@pytest.mark.bad_input("documents of which no token counts")
+
+@pytest.mark.bad_input("documents that are too long, fill no row, or of which no token counts")
+@pytest.mark.bad_input("`data.pack` or `data.long_documents` that need lengths, with a view's rows")
 @pytest.mark.parametrize(
     ("settings", "documents", "status", "message"),
     [
-        (
-            ("best_fit", "refuse"),
-            Documents.numbered(6, 9, 7),
-            65,
-            "document 1 has 9 tokens, and a row 6 (2 documents are too long);",
-        ),
+        (("best_fit", "refuse"), Documents.numbered(6, 9, 7), 65, "document 1 has 9 tokens, and a"),
         (("cut", "split"), [{}], 64, "data.pack=cut with data.long_documents=split needs "),
         (("best_fit", "split"), [{}], 64, "data.pack=best_fit with data.long_documents=split need"),
-        (
-            ("cut", "split"),
-            Documents.numbered(2, 3),
-            65,
-            "the 2 train documents have 5 tokens in all, fewer than one row of 6;",
-        ),
-        (
-            ("best_fit", "split"),
-            Documents(torch.ones(8, 5), masked=range(8)),
-            65,
-            "none of the 8 train documents has anything to learn within",
-        ),
+        (("cut", "split"), Documents.numbered(2, 3), 65, "the 2 train documents have 5 tokens in"),
+        (("best_fit", "split"), ALL_MASKED, 65, "none of the 8 train documents has anything to"),
     ],
 )
 def test_documents_that_make_no_rows_are_refused(settings, documents, status, message):
     text = message_of(status, Packing(6, *settings).rows, documents, "train")
     assert text.startswith(message)
-
-
-def test_a_parquet_view_truncates_long_documents_by_default():
-    packing = Packing.of(DataConfig(pack="best_fit", view="parquet"), 6, "cut")
-    assert packing == Packing(6, "best_fit", "truncate")
+    assert Packing(6, "cut", "split").rows(Documents.numbered(2, 3), "validation") is None

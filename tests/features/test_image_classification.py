@@ -5,6 +5,7 @@ import json
 import sys
 from dataclasses import replace
 
+import datasets
 import pytest
 import torch
 from conftest import ROOT
@@ -12,7 +13,6 @@ from messages import message_of
 from PIL import Image
 from tiny import make_run, take_steps
 
-from dist_amp.config.load import load_config
 from dist_amp.data import Batches
 from dist_amp.loading.plan import Plan
 from dist_amp.settings import DataConfig
@@ -39,32 +39,26 @@ def encoded(image, **options):
     return out.getvalue()
 
 
-def parquet(path, images, labels, label=None):
-    """Write a Parquet file with images, as `datasets` does; `label`: that column's feature."""
-    import datasets
-
+def parquet(folder, labels, label=None):
+    """A Parquet file with grey images by number; `label`: that column's feature."""
+    images = [picture(100 * number) for number in range(3)] * (len(labels) // 3)
     table = datasets.Dataset.from_dict({"image": images, "label": labels})
     table = table.cast_column("image", datasets.Image())
     if label:
         table = table.cast_column("label", label)
-    table.to_parquet(path)
-    return DataConfig(path=str(path), validation_split=0.2)
+    table.to_parquet(folder / "x.parquet")
+    return DataConfig(path=f"{folder}/x.parquet", validation_split=0.2)
 
 
-# ---- the digits ----
-
-
-def test_the_digits_are_1797_scans_of_which_a_tenth_is_held_out(digits):
-    train, held_out = (digits.build_dataset(split) for split in ("train", "validation"))
-    assert (len(train), len(held_out)) == (1618, 179)
-    assert {int(sample["label"]) for sample in held_out} == set(range(10))
-    image = train[0]["image"]
-    assert (image.shape, image.dtype) == ((1, 8, 8), torch.float32)
-    assert (image.min(), image.max()) == (0, 1)
+# ---- the digits and the model ----
 
 
 def test_a_short_training_names_held_out_digits(digits):
     """100 steps are 2 epochs; of ten classes, chance is 0.1."""
+    train, held_out = (digits.build_dataset(split) for split in ("train", "validation"))
+    assert (len(train), len(held_out)) == (1618, 179)
+    image = train[0]["image"]
+    assert (image.shape, image.dtype, image.min(), image.max()) == ((1, 8, 8), torch.float32, 0, 1)
     words = "--use_amp false --train.micro_batch_size 32 --optim.lr 3e-3 --train.steps 100"
     run = make_run(World(), digits, *words.split(), "--eval.every", 50)
     take_steps(run, 100)
@@ -79,9 +73,6 @@ def test_the_config_names_97_of_100_held_out_digits(launch, tmp_path, say):
     found = json.loads((tmp_path / "run/summary.json").read_text())
     say(f"held-out accuracy {found['evaluation']['accuracy']}")
     assert found["evaluation"]["accuracy"] > 0.97
-
-
-# ---- the model ----
 
 
 @pytest.mark.parametrize("channels_last", [True, False])
@@ -132,28 +123,22 @@ def test_a_rotation_keeps_shapes_where_height_and_width_differ():
 # ---- other datasets ----
 
 
-def test_a_parquet_dataset_with_named_classes_needs_no_classes(tmp_path):
-    import datasets
-
-    labels, feature = [0, 1, 2] * 10, datasets.ClassLabel(names=["cat", "dog", "owl"])
-    data = parquet(tmp_path / "x.parquet", [picture(100 * n) for n in labels], labels, feature)
-    task = ImageClassification(data)
-    dataset = task.build_dataset("train")
-    assert (task.class_count, len(dataset), len(task.build_dataset("validation"))) == (3, 24, 6)
-    for sample in dataset.__getitems__(list(range(24))):
-        expected = torch.full((1, 8, 8), int(sample["label"]) * 100 / 255)
-        torch.testing.assert_close(sample["image"], expected)
-
-
+@pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize(
-    ("labels", "numbers"), [(["dog", "cat", "owl"], {0, 1, 2}), ([True, False], {0, 1})]
+    ("labels", "feature"),
+    [
+        ([0, 1, 2], datasets.ClassLabel(names=["cat", "dog", "owl"])),
+        (["cat", "dog", "owl"], None),
+        ([False, True, True], None),
+    ],
 )
-def test_texts_and_truth_values_are_labels_too(labels, numbers, tmp_path):
-    data = parquet(tmp_path / "x.parquet", [picture()] * 30, labels * (30 // len(labels)))
-    task = ImageClassification(data)
-    assert {int(sample["label"]) for sample in task.build_dataset("train")} == numbers
-    assert task.class_count == len(labels)
-    assert list(task.names) == sorted(str(label).lower() for label in labels)
+def test_names_texts_and_truth_values_are_labels_and_need_no_classes(labels, feature, tmp_path):
+    task = ImageClassification(parquet(tmp_path, labels * 10, feature))
+    dataset = task.build_dataset("train")
+    assert task.class_count == len(set(labels))
+    assert (len(dataset), len(task.build_dataset("validation"))) == (24, 6)
+    found = {(round(float(one["image"].mean()) * 2.55), int(one["label"])) for one in dataset}
+    assert found == {(number, min(number, len(set(labels)) - 1)) for number in range(3)}
 
 
 def samples_of(rows, size=(8, 8), channels=1, classes=2, number_of=()):
@@ -182,13 +167,14 @@ def test_encoded_images_are_decoded_upright():
     assert (sample["image"].shape, sample["image"].argmax()) == ((1, 8, 4), 3)
 
 
+class View(list):
+    fingerprint = "abc"
+
+    def shuffled(self, global_batch_size, world_size):
+        return "own", None
+
+
 def test_a_views_own_order_and_fingerprint_are_the_samples():
-    class View(list):
-        fingerprint = "abc"
-
-        def shuffled(self, global_batch_size, world_size):
-            return "own", None
-
     samples = samples_of(View([0]))
     assert (samples.fingerprint, samples.shuffled(8, 1)) == ("abc", ("own", None))
     assert not hasattr(samples_of([]), "shuffled")
@@ -207,11 +193,11 @@ def folder_with_table(folder, text, name="labels.csv", images=("a.png", "b.png",
     return DataConfig(path=str(folder), validation_split=0.34)
 
 
-@pytest.mark.parametrize(("name", "format_"), [("labels.csv", "auto"), ("metadata.csv", "images")])
+@pytest.mark.parametrize("name", ["labels.csv", "metadata.csv"])
 @pytest.mark.parametrize("labels", [("dog", "dog", "tabby cat"), ("007", "042", "7")])
-def test_a_table_beside_images_has_their_labels(name, format_, labels, tmp_path):
+def test_a_table_beside_images_has_their_labels(name, labels, tmp_path):
     text = "\ufefffile_name, label\nsub/c.png,{2}\n\n./a.png, {0}\nb.png,{1}\n".format(*labels)
-    data = replace(folder_with_table(tmp_path, text, name), format=format_)
+    data = folder_with_table(tmp_path, text, name)
     found = {}
     for split in ("train", "validation"):
         rows = load_split(data, split, "image")
@@ -219,9 +205,7 @@ def test_a_table_beside_images_has_their_labels(name, format_, labels, tmp_path)
             number = row["image"].getpixel((0, 0))
             found[number] = rows.features["label"].names[row["label"]]
     assert found == dict(enumerate(labels))
-    task = ImageClassification(data)
-    assert list(task.names) == sorted(set(labels))
-    assert task.build_dataset("train")[0]["image"].shape == (1, 8, 8)
+    assert list(ImageClassification(data).names) == sorted(set(labels))
 
 
 def test_tables_in_the_folders_of_splits_have_each_their_own_labels(tmp_path):
@@ -229,9 +213,8 @@ def test_tables_in_the_folders_of_splits_have_each_their_own_labels(tmp_path):
     folder_with_table(tmp_path, "file,label\na.png,0\nb.png,12\n", "train/labels.csv", images)
     (tmp_path / "test/labels.csv").write_text("file,label\nc.png,1\n")
     task = ImageClassification(DataConfig(path=str(tmp_path)), classes=13)
-    labels = [int(sample["label"]) for sample in task.build_dataset("train")]
-    assert labels == [0, 12], "plain numbers"
-    assert task.build_dataset("validation")[0]["label"] == 1
+    for split, labels in (("train", [0, 12]), ("validation", [1])):  # plain numbers
+        assert [int(sample["label"]) for sample in task.build_dataset(split)] == labels
 
 
 def test_a_tables_other_columns_are_kept_and_folders_are_no_classes_then(tmp_path):
@@ -249,21 +232,14 @@ GOOD = {"image": encoded(picture()), "label": 0}
 
 
 @pytest.mark.bad_input("a label that is no class: out of range, a text of no class, a float, none")
-@pytest.mark.bad_input("an image that can't be decoded, is missing, or is no picture")
-@pytest.mark.bad_input("an image of 16-bit or float pixels")
-@pytest.mark.bad_input("an image in a table that is cut off, or is not there")
+@pytest.mark.bad_input("an image that can't be decoded, is not there, or has 16-bit pixels")
 @pytest.mark.parametrize(
     ("row", "message"),
     [
         ({"label": 10}, "label 10 is none of the 10 classes, 0"),
-        ({"label": 2.0}, "label 2.0 is none"),
-        ({"label": None}, "label None is none"),
         ({"label": "owl"}, "label 'owl' is none"),
         ({"image": {"bytes": encoded(picture())[:40], "path": "a/b.png"}}, "a/b.png can't be deco"),
-        ({"image": {"bytes": None, "path": "a/b.png"}}, "the image a/b.png is NoneType"),
-        ({"image": {"bytes": [[1, 2], [3, 4]]}}, "is list"),
         ({"image": picture(mode="I;16")}, "the image has pixels of mode I;16, whose range is not"),
-        ({"image": picture(mode="F")}, "the image has pixels of mode F, whose range is not"),
     ],
 )
 def test_a_row_that_is_no_labelled_image_is_named_with_the_reason(row, message):
@@ -272,43 +248,24 @@ def test_a_row_that_is_no_labelled_image_is_named_with_the_reason(row, message):
     text = message_of(65, lambda: next(Batches(rows, object(), plan, 0, World())))
     assert text.startswith("rank 0: sample 1 of the training split could not be read: ")
     assert message in text
-    assert text.endswith("; fix or remove it")
 
 
 @pytest.mark.bad_input("an image or label column that does not exist")
-@pytest.mark.bad_input(
-    "`task.args.classes=auto` with labels that do not name their classes, or only one"
-)
-@pytest.mark.bad_input("a table of labels in which all images are of one class")
+@pytest.mark.bad_input("labels that do not name their classes, or only one")
+@pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize(
     ("labels", "options", "message"),
     [
-        ([0, 1], {"image_column": "photo"}, "task.args.image_column=photo does not exist; the"),
-        ([0, 1], {"label_column": "kind"}, "kind does not exist; the columns are image, label"),
-        ([3, 7], {}, "task.args.classes=auto, and the column label names no classes; set task"),
-        ([2.5, 1.5], {}, "task.args.classes=auto, and the column label names no classes; set"),
-        (["x", "x"], {}, "the column label names one class, 'x', so there is nothing to tell"),
+        ([0, 1, 1], {"image_column": "photo"}, "task.args.image_column=photo does not exist; the"),
+        ([3, 7, 7], {}, "task.args.classes=auto, and the column label names no classes; set task"),
+        (["x", "x", "x"], {}, "the column label names one class, 'x', so there is nothing to tell"),
     ],
 )
 def test_a_column_that_is_missing_or_names_no_classes_is_refused(
     labels, options, message, tmp_path
 ):
-    data = parquet(tmp_path / "x.parquet", [picture()] * 10, labels * 5)
-    task = ImageClassification(data, **options)
+    task = ImageClassification(parquet(tmp_path, labels * 5), **options)
     assert message in message_of(65, lambda: (task.build_model(), task.build_dataset("train")))
-
-
-@pytest.mark.bad_input(
-    "`task.args.size` below 4, which two poolings leave nothing of; `task.args.classes` below 2"
-)
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [("size 8 3", "size=8 3 on the command line must be at least 4"), ("classes 1", "classes=1 ")],
-)
-def test_a_size_or_number_of_classes_that_is_too_small_is_refused_with_the_least(words, message):
-    config = ["--config", str(ROOT / "configs/images.toml")]
-    words = [*config, *f"--task.args.{words}".split()]
-    assert f"task.args.{message}" in message_of(64, load_config, words, environ={})
 
 
 @pytest.mark.bad_input("the digits without scikit-learn")
@@ -320,39 +277,19 @@ def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
 
 @pytest.mark.bad_input("a table of labels that names a file that is not there, or one twice")
 @pytest.mark.bad_input("an image without a row in the table of labels, or with an empty label")
-@pytest.mark.bad_input("a table of labels with other columns, another separator or no header")
-@pytest.mark.bad_input("a table of labels with a row too long or short, or that is not UTF-8")
-@pytest.mark.bad_input("two tables of labels beside the same images")
+@pytest.mark.bad_input("a table of labels with other columns, lengths of rows or encoding")
 @pytest.mark.parametrize(
-    ("text", "more", "message"),
+    ("text", "message"),
     [
-        (
-            "file,label\nz.png,x\n",
-            "",
-            "labels.csv, line 2 names 'z.png', which is no image that is",
-        ),
-        ("file,label\na.png,x\n./a.png,y\n", "", "labels.csv, line 3 names ./a.png, which has a "),
-        ("file,label\na.png,x\n", "", "labels.csv (2 have none); add one, or remove the image"),
-        ("file,label\na.png,x\nb.png, \n", "", "labels.csv, line 3 has no label for b.png; write"),
-        ("file;label\na.png;x\n", "", "has the columns file;label; it needs file or file_"),
-        ("file\na.png\n", "", "has the columns file; it needs file or file_name, then label"),
-        ("file,x,x\na.png,1,2\n", "", "line 1 names column x twice; rename one"),
-        ("", "", "labels.csv has the columns none; it needs file or file_name"),
-        ("file,label\na.png,x,y\n", "", "line 2 has more or fewer values than the 2 columns"),
-        (
-            'file,label\n"a.png,x\n',
-            "",
-            "labels.csv, line 2 can't be read as CSV: unexpected end",
-        ),
-        ("file,label\na.png,\xe4\n".encode("latin-1"), "", "can't be read as CSV: 'utf-8'"),
-        (FOLDER, FOLDER, "metadata.csv, line 2 names a.png, which has a row already"),
-        (FOLDER, "file,text\na.png,x\n", "has the columns text, and another table beside images"),
+        ("file,label\nz.png,x\n", "labels.csv, line 2 names 'z.png', which is no image that is"),
+        ("file,label\na.png,x\n./a.png,y\n", "labels.csv, line 3 names ./a.png, which has a "),
+        ("file,label\na.png,x\n", "labels.csv (2 have none); add one, or remove the image"),
+        ("file,label\na.png,x\nb.png, \n", "labels.csv, line 3 has no label for b.png; write"),
+        ("file;label\na.png;x\n", "has the columns file;label; it needs file or file_"),
+        ("file,label\na.png,x,y\n", "line 2 has more or fewer values than the 2 columns"),
+        ("file,label\na.png,\xe4\n".encode("latin-1"), "can't be read as CSV: 'utf-8'"),
     ],
 )
-def test_a_table_of_labels_that_does_not_fit_is_refused_by_line_and_name(
-    text, more, message, tmp_path
-):
+def test_a_table_of_labels_that_does_not_fit_is_refused_by_line_and_name(text, message, tmp_path):
     data = folder_with_table(tmp_path, text)
-    if more:
-        (tmp_path / "metadata.csv").write_text(more)
     assert message in message_of(65, load_split, data, "train", "image")

@@ -4,7 +4,6 @@ Core as test_script_run.py and test_security.py test it, with sample.
 """
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import test_security
@@ -14,9 +13,7 @@ from dist_amp import train
 from dist_amp.checkpoint.format import CONFIG, MANIFEST, hash_files, read_manifest
 from dist_amp.commands import export, sample
 
-# Fixtures.
-hostile = test_security.hostile
-
+hostile = test_security.hostile  # a fixture
 STEP = "checkpoints/step_00000002"
 
 
@@ -28,7 +25,6 @@ STEP = "checkpoints/step_00000002"
         (sample, "exported", "evil.py", "../runs/mine/evil.py:Task"),
         (export, "", "../evil.py", "{run}/../evil.py:Task"),
         (export, STEP, f"{STEP}/evil.py", "{run}/checkpoints/step_00000002/evil.py:Task"),
-        (export, "", "evil.py", "../runs/mine/evil.py:Task"),
     ],
 )
 def test_no_file_beside_a_checkpoint_is_imported(hostile, capsys, command, at, path, target):
@@ -40,9 +36,7 @@ def test_no_file_beside_a_checkpoint_is_imported(hostile, capsys, command, at, p
     (folder / STEP / MANIFEST).write_text(replace(manifest, files=files).to_text())
     words = ["--out", "out"] if command is export else []
     assert command.main([str(folder / at), *words]) == 64
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert "is only named by the config in" in line
-    assert "check it, and give --task.target" in line
+    assert "is only named by the config in" in capsys.readouterr().err
 
 
 @pytest.mark.bad_input("export in the folder of a checkpoint that brings a module, or a package")
@@ -50,7 +44,6 @@ def test_no_file_beside_a_checkpoint_is_imported(hostile, capsys, command, at, p
     ("paths", "target"),
     [
         (("evil.py",), "evil:Task"),
-        (("evil/__init__.py", "evil/task.py"), "evil.task:Task"),
         (("space/task.py",), "space.task:Task"),
         (("evil.py",), "evil.py:Task"),
     ],
@@ -62,15 +55,6 @@ def test_no_module_of_a_current_folder_that_holds_the_checkpoint_is_imported(
     monkeypatch.chdir(folder)
     assert export.main([str(folder), "--out", "out"]) == 64
     assert "could run any code" in capsys.readouterr().err
-
-
-def test_a_module_of_the_current_folder_is_named_before_it_is_imported(hostile, capsys, tmp_path):
-    folder = hostile("mine_said:Task")
-    Path("mine_said.py").write_text("from tiny import Tiny as Task\n")
-    assert export.main([str(folder), "--out", "out"]) == 0
-    file = tmp_path / "here/mine_said.py"
-    line = f"task   mine_said:Task, named by the saved config, from {file}"
-    assert line in capsys.readouterr().err
 
 
 def local_task():
@@ -90,19 +74,12 @@ def test_a_task_that_no_config_builds_again_must_be_named_to_commands(make, tmp_
     trained(tmp_path, task)
     name = type(task).__qualname__
     assert recorded(tmp_path) == {"target": f"given:{name}", "args": {}}
-    assert "next: dist_amp export" not in capsys.readouterr().out
-    short = name.rpartition(".")[2]
-    message = (
-        f"task.target=given:{name}: the run's task was an object that a script or notebook gave to "
-        f"build_run; name its class and its arguments, as --task.target my_file:{short} "
-        "--task.args.NAME VALUE"
-    )
     for command, *words in (
         (export, f"{tmp_path}/run", "--out", f"{tmp_path}/exported"),
         (sample, f"{tmp_path}/run"),
         (train, "--config", f"{tmp_path}/run/config.toml"),
     ):
         assert command.main(words) == 64
-        assert message in capsys.readouterr().err
+        assert f"task.target=given:{name}: the run's task was an object" in capsys.readouterr().err
     assert train.main(["--run.dir", f"{tmp_path}/run", "--train.steps", "9"]) == 64
     assert f"task.target=given:{name}, now dist_amp.tasks.causal_lm" in capsys.readouterr().err

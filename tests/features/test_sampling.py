@@ -23,46 +23,9 @@ class Drawn(Tiny):
         return str(torch.rand(8))
 
 
-WORDS_OF_SIX = "--train.steps 6 --eval.every 2 --run.dir run --train.micro_batch_size 4".split()
-
-
-def six_steps(monkeypatch, tmp_path, task):
-    monkeypatch.chdir(tmp_path)
-    return main(["--task.target", f"test_sampling:{task}", *WORDS_OF_SIX])
-
-
-def texts_of(folder):
-    events = EventAccumulator(str(folder / "run/tensorboard/rank00000")).Reload()
-    events = events.Tensors("sample/text_summary")
-    return [(event.step, event.tensor_proto.string_val[0].decode()) for event in events]
-
-
-def test_every_evaluation_has_a_sample_of_the_same_random_numbers_with_its_step_and_what_it_shows(
-    monkeypatch, tmp_path, capsys
-):
-    assert six_steps(monkeypatch, tmp_path, "Drawn") == 0
-    texts = texts_of(tmp_path)
-    assert [step for step, _ in texts] == [2, 4, 6]
-    for step, text in texts:
-        assert text.startswith(f"**step {step}, held-out loss ")
-        assert "**: Eight random numbers.\n```\n" in text
-    assert len({text.split("```")[1] for _, text in texts}) == 1
-    printed = capsys.readouterr().out
-    assert printed.count("tensor(") == 1, "the last one, at the end"
-    assert len(re.findall(r"(?m)^sample +\d  [\d.]+ s; see TensorBoard's text$", printed)) == 3
-    assert "tensor(" in (tmp_path / "run/sample.txt").read_text()
-
-
 class Pictures(Tiny):
     def sample(self, model):
         return torch.rand(3, 4, 6).bfloat16()
-
-
-def test_a_picture_of_every_evaluation_is_in_tensorboard(monkeypatch, tmp_path):
-    assert six_steps(monkeypatch, tmp_path, "Pictures") == 0
-    events = EventAccumulator(str(tmp_path / "run/tensorboard/rank00000")).Reload()
-    images = [(image.step, image.width, image.height) for image in events.Images("sample")]
-    assert images == [(2, 6, 4), (4, 6, 4), (6, 6, 4)]
 
 
 class Wrong(Tiny):
@@ -75,30 +38,53 @@ class Fails(Tiny):
         raise KeyError("no prompt")
 
 
+def six_steps(monkeypatch, tmp_path, task):
+    """Train with three evaluations; the events of TensorBoard."""
+    monkeypatch.chdir(tmp_path)
+    words = "--train.steps 6 --eval.every 2 --run.dir run --train.micro_batch_size 4".split()
+    assert main(["--task.target", f"test_sampling:{task}", *words]) == 0
+    return EventAccumulator(str(tmp_path / "run/tensorboard/rank00000")).Reload()
+
+
+def test_every_evaluation_has_a_sample_of_the_same_random_numbers_with_its_step_and_what_it_shows(
+    monkeypatch, tmp_path, capsys
+):
+    events = six_steps(monkeypatch, tmp_path, "Drawn").Tensors("sample/text_summary")
+    texts = [event.tensor_proto.string_val[0].decode() for event in events]
+    assert [event.step for event in events] == [2, 4, 6]
+    for event, text in zip(events, texts, strict=True):
+        assert text.startswith(f"**step {event.step}, held-out loss ")
+        assert "**: Eight random numbers.\n```\n" in text
+    assert len({text.split("```")[1] for text in texts}) == 1
+    printed = capsys.readouterr().out
+    assert printed.count("tensor(") == 1, "the last one, at the end"
+    assert len(re.findall(r"(?m)^sample +\d  [\d.]+ s; see TensorBoard's text$", printed)) == 3
+    assert "tensor(" in (tmp_path / "run/sample.txt").read_text()
+
+
+def test_a_picture_of_every_evaluation_is_in_tensorboard(monkeypatch, tmp_path):
+    events = six_steps(monkeypatch, tmp_path, "Pictures")
+    images = [(image.step, image.width, image.height) for image in events.Images("sample")]
+    assert images == [(2, 6, 4), (4, 6, 4), (6, 6, 4)]
+
+
 @pytest.mark.bad_input("a `sample(model)` that fails or returns something else at every evaluation")
+@pytest.mark.bad_input("a `sample.txt` that can't be written")
 @pytest.mark.parametrize(
-    ("task", "message"),
+    ("task", "times", "message"),
     [
-        ("Wrong", "sample(model) returned [8]; return text, or an image [1, 3 or 4, H, W] in"),
-        ("Fails", "the task's sample(model) failed: KeyError: 'no prompt' (test_sampling.py, line"),
+        ("Wrong", 1, "sample(model) returned [8]; return text, or an image [1, 3 or 4, H, W] in"),
+        ("Fails", 1, "the task's sample(model) failed: KeyError: 'no prompt' (test_sampling.py, l"),
+        ("Drawn", 3, "run/sample.txt can't be written (Is a directory); the sample is in Tensor"),
     ],
 )
 def test_a_sample_that_is_wrong_each_time_is_one_warning_and_ends_no_run(
-    task, message, monkeypatch, tmp_path, capsys
+    task, times, message, monkeypatch, tmp_path, capsys
 ):
-    assert six_steps(monkeypatch, tmp_path, task) == 0
-    (warning,) = [line for line in capsys.readouterr().err.splitlines() if "sample" in line]
-    assert message in warning
-    assert json.loads((tmp_path / "run/summary.json").read_text())["stopped_by"] == "completed"
-
-
-@pytest.mark.bad_input("a `sample.txt` that can't be written")
-def test_a_sample_file_that_can_not_be_written_ends_no_run(monkeypatch, tmp_path, capsys):
     (tmp_path / "run/sample.txt").mkdir(parents=True)
-    assert six_steps(monkeypatch, tmp_path, "Drawn") == 0
-    text = "run/sample.txt can't be written (Is a directory); the sample is in TensorBoard"
-    assert text in capsys.readouterr().err
-    assert len(texts_of(tmp_path)) == 3
+    six_steps(monkeypatch, tmp_path, task)
+    assert capsys.readouterr().err.count(message) == times
+    assert json.loads((tmp_path / "run/summary.json").read_text())["stopped_by"] == "completed"
 
 
 class FailsOnRank1(Tiny):

@@ -2,22 +2,20 @@
 in an order that is computed and not stored; damage by name.
 """
 
-import math
 import os
 import pickle
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
+import datasets
 import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from messages import message_of
 
-from dist_amp.checkpoint.compatibility import check_data, dataset_hash
+from dist_amp.checkpoint.compatibility import dataset_hash
 from dist_amp.data import Padding, build_batches
-from dist_amp.errors import ConfigError, DataError
 from dist_amp.settings import DataConfig
 from dist_amp.sources import load, parquet
 from dist_amp.sources.load import load_split
@@ -34,7 +32,7 @@ def written(folder, files, columns=None, **options):
     Returns their paths.
     """
     paths, row = [], 0
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True, parents=True)
     schema = pa.schema({"index": pa.int64(), "text": pa.string(), **(columns or {})})
     for number, groups in enumerate(files):
         paths.append(str(folder / f"part-{number:03}.parquet"))
@@ -61,10 +59,8 @@ class Index:
 def on_each_rank(dataset, ranks, global_batch=24, micro_batch=2, workers=0, position=0, **settings):
     """The training batches of each rank, as build_batches makes them."""
     config = DataConfig(workers=workers, **settings)
-    sizes = {
-        "micro_batch_size": micro_batch,
-        "accumulation_steps": global_batch // (micro_batch * ranks),
-    }
+    steps = global_batch // (micro_batch * ranks)
+    sizes = {"micro_batch_size": micro_batch, "accumulation_steps": steps}
     made = []
     for rank in range(ranks):
         rows = pickle.loads(pickle.dumps(dataset))
@@ -83,18 +79,8 @@ def take(batches, steps):
     return taken
 
 
-def close(batches):
-    for one in batches:
-        one.close()
-
-
-def uneven(groups, seed=0, most=50):
-    """Sizes of groups, from 1 row to `most`."""
-    return torch.randint(1, most + 1, (groups,), generator=torch.Generator().manual_seed(seed))
-
-
-def whole_order(rows, streams, shuffle_groups, seed=0, epoch=0):
-    return stream_order(rows, streams, shuffle_groups, seed, epoch)(torch.arange(int(rows.sum())))
+def uneven(groups, seed=0):
+    return torch.randint(1, 51, (groups,), generator=torch.Generator().manual_seed(seed))
 
 
 GROUPED = {
@@ -108,16 +94,16 @@ GROUPED = {
 @pytest.mark.parametrize("rows", GROUPED.values(), ids=GROUPED)
 def test_every_row_comes_once_per_epoch_in_another_order_each(rows):
     everything = torch.arange(int(rows.sum()))
-    for streams in {1, 3, len(rows)}:
+    for streams in {1, 3, len(rows)} & {*range(len(rows) + 1)}:
         for window in (1, 1000):
-            if streams <= len(rows):
-                first, second = (whole_order(rows, streams, window, epoch=n) for n in range(2))
-                torch.testing.assert_close(first.sort().values, everything, rtol=0, atol=0)
-                torch.testing.assert_close(second.sort().values, everything, rtol=0, atol=0)
+            orders = [
+                stream_order(rows, streams, window, seed, epoch)(everything)
+                for seed, epoch in ((0, 0), (0, 1), (1, 0))
+            ]
+            for number, order in enumerate(orders):
+                assert torch.equal(order.sort().values, everything)
                 if len(everything) > 1:
-                    seeded = whole_order(rows, streams, window, seed=1)
-                    assert not torch.equal(first, second)
-                    assert not torch.equal(first, seeded)
+                    assert not torch.equal(order, orders[number - 1])
 
 
 STEPS_PER_EPOCH = 66  # the last with 16 of 24 rows
@@ -127,7 +113,6 @@ STEPS_PER_EPOCH = 66  # the last with 16 of 24 rows
 def uninterrupted(tmp_path_factory):
     """(a view, the rows of each step of one process)."""
     dataset = view(written(tmp_path_factory.mktemp("parquet"), UNEVEN))
-    assert STEPS_PER_EPOCH == math.ceil(len(dataset) / 24) == len(dataset) // 24 + 1
     steps = take(on_each_rank(dataset, 1), STEPS_PER_EPOCH + 8)
     rows = sorted(row for step in steps[:STEPS_PER_EPOCH] for row in step)
     assert rows == list(range(len(dataset)))
@@ -146,7 +131,8 @@ def test_a_run_takes_the_same_rows_at_any_world_size_from_any_step_with_any_work
     assert take(batches, steps) == expected[:steps]
     resumed = on_each_rank(dataset, after, workers=workers, position=batches[0].position)
     assert take(resumed, 8) == expected[steps : steps + 8], "over the epoch's end, too"
-    close(resumed)
+    for one in resumed:
+        one.close()
 
 
 @pytest.mark.parametrize(("ranks", "window"), [(1, 3), (4, 1)])
@@ -159,22 +145,20 @@ def test_each_row_group_is_read_once_per_epoch_over_all_ranks(ranks, window, tmp
 
     monkeypatch.setattr(pq.ParquetFile, "read_row_group", noted)
     monkeypatch.setattr(parquet, "SHUFFLE_GROUPS", window)
-    even = view(written(tmp_path / "even", EVEN), streams=8)
+    even = view(written(tmp_path / "even", EVEN))
     take(on_each_rank(even, ranks, global_batch=16), len(even) // 16)
     assert len(reads) == 32
-    uneven = view(written(tmp_path / "uneven", UNEVEN), streams=8)
+    uneven = view(written(tmp_path / "uneven", UNEVEN))
     take(on_each_rank(uneven, ranks, global_batch=16, drop_last=True), len(uneven) // 16)
     assert len(reads) - 32 <= 41 + ranks - 1, "of 41 groups with rows, two ranks may share one"
 
 
 def test_only_the_columns_that_are_asked_for_are_read(tmp_path):
-    dataset = view(written(tmp_path, EVEN))
-    texts = dataset.select_columns(["text"])
-    assert texts.column_names == ["text"]
+    texts = view(written(tmp_path, EVEN)).select_columns(["text"])
     assert texts[21] == {"text": "row 21"}
     assert list(texts._reader.groups.popitem()[1][0]) == ["text"]
-    with pytest.raises(DataError, match="column label does not exist; the columns are index, text"):
-        dataset.select_columns(["label"])
+    message = message_of(65, texts.select_columns, ["label"])
+    assert message == "column label does not exist; the columns are text"
 
 
 def test_a_validation_part_is_whole_row_groups_and_the_same_each_time(tmp_path):
@@ -184,17 +168,17 @@ def test_a_validation_part_is_whole_row_groups_and_the_same_each_time(tmp_path):
     assert sorted(train + held_out) == list(range(len(dataset)))
     assert train == sorted(train)
     assert [row["index"] for row in again["test"]] == held_out
-    assert len(parts["test"]._groups) == 5, "of 41"
+    assert parts["test"].row_groups == 5, "of 41"
     other = dataset.train_test_split(test_size=0.1, seed=1)["train"]
     assert again["train"].fingerprint == parts["train"].fingerprint != other.fingerprint
 
 
 def split_of(path, split="train", **settings):
-    return load_split(DataConfig(path=str(path), **settings), split)
+    return load_split(DataConfig(path=str(path), text_column="index", **settings), split)
 
 
+@pytest.mark.usefixtures("own_cache")
 def test_large_parquet_files_are_read_by_row_group(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     written(tmp_path / "data", UNEVEN)
     size = sum(file.stat().st_size for file in (tmp_path / "data").iterdir())
     for limit, by_group in ((size, {"auto": False, "parquet": True}), (size - 1, {"auto": True})):
@@ -205,8 +189,6 @@ def test_large_parquet_files_are_read_by_row_group(tmp_path, monkeypatch):
 
 
 def test_rows_are_as_the_datasets_library_gives_them(tmp_path):
-    import datasets
-
     path = str(tmp_path / "any.parquet")
     table = pa.table(
         {
@@ -225,35 +207,69 @@ def test_rows_are_as_the_datasets_library_gives_them(tmp_path):
     assert list(rows) == list(expected)
     assert rows.__getitems__([2, 0, 2]) == expected.__getitems__([2, 0, 2])
     assert rows.column_names == expected.column_names
-    with pytest.raises(IndexError, match="row 3 of 3"):
-        rows[3]
 
 
-def test_pictures_are_decoded(tmp_path):
-    import datasets
-    import numpy as np
-
-    pixels = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
-    label = datasets.ClassLabel(names=["a", "b"])
-    features = datasets.Features({"image": datasets.Image(), "label": label})
-    path = str(tmp_path / "images.parquet")
-    columns = {"image": [pixels] * 3, "label": [0, 1, 0]}
-    datasets.Dataset.from_dict(columns, features=features).to_parquet(path)
-    rows = view([path], streams=1)
-    assert rows.features == features
-    assert (np.asarray(rows[1]["image"]) == pixels).all()
-    assert rows.select_columns(["label"])[1] == {"label": 1}
+TEXT_OR_CODES = pa.dictionary(pa.int8(), pa.string())
 
 
-@pytest.mark.bad_input("a Parquet file that is empty, cut off or something else")
+@pytest.mark.parametrize(
+    "tables",
+    [
+        [(pa.null(), [None]), (TEXT_OR_CODES, ["x"])],
+        [(pa.string(), ["y"]), (pa.large_string(), ["x"]), (TEXT_OR_CODES, ["z"])],
+        [(pa.int32(), [1]), (pa.int64(), [7]), (pa.float64(), [1.5])],
+    ],
+)
+def test_types_are_widened_if_that_loses_nothing(tables, tmp_path):
+    paths = [str(tmp_path / f"{number}.parquet") for number in range(len(tables))]
+    for path, (kind, values) in zip(paths, tables, strict=True):
+        pq.write_table(pa.table({"value": pa.array(values, kind)}), path)
+    expected = [values[0] for _, values in tables]
+    assert [row["value"] for row in view(paths, streams=1)] == expected
+    backwards = [row["value"] for row in view(paths[::-1], streams=1)]
+    assert backwards == expected[::-1]
+    assert len({type(value) for value in backwards if value is not None}) == 1
+
+
+def test_folders_of_hive_partitions_are_columns(tmp_path):
+    def rows():
+        return view(sorted(map(str, tmp_path.rglob("*.parquet"))), streams=1)
+
+    for folder, size in (("year=2020/lang=de", 2), ("year=2021/lang=en%20us", 1)):
+        written(tmp_path / folder, [[size]])
+    before = rows()
+    assert before[1] == {"index": 1, "text": "row 1", "year": 2020, "lang": "de"}
+    assert before.select_columns("lang")[2] == {"lang": "en us"}
+    (tmp_path / "year=2021").rename(tmp_path / "year=__HIVE_DEFAULT_PARTITION__")
+    assert [row["year"] for row in rows()] == [2020, 2020, None]
+    assert rows().fingerprint != before.fingerprint, "its rows have other values"
+
+
+@pytest.mark.bad_input("`data.streams` that the world size does not divide, or above row groups")
+def test_streams_are_picked_for_any_number_of_row_groups_and_ranks(tmp_path):
+    for groups, ranks, streams in ((900, 8, 64), (96, 96, 96), (38, 3, 24), (1, 2, 2)):
+        paths = written(tmp_path, [[3] * groups])
+        dataset = view(paths, "auto")
+        order, order_of = dataset.shuffled(ranks, ranks)
+        assert order == f"parquet streams={streams} shuffle_groups=2"
+        rows = order_of(0, 0)(torch.arange(len(dataset)))
+        assert rows.sort().values.tolist() == list(range(len(dataset)))
+    for streams, ranks in ((64, 2), (1, 3)):
+        message = message_of(64, view(paths, streams).shuffled, ranks, ranks)
+        assert f"={streams} must be a multiple of the world size {ranks}, and at most" in message
+
+
+# ---- bad inputs ----
+
+
+@pytest.mark.bad_input("a Parquet file that is empty, cut off, something else, or without any row")
 def test_a_file_that_is_no_parquet_is_named(tmp_path):
-    paths = written(tmp_path, EVEN)
-    whole = Path(paths[1]).read_bytes()
-    text = r"part-001.parquet can't be read as Parquet: .*; download or write it"
-    for damaged in (whole[:-7], b"", b"no parquet at all"):
+    paths = written(tmp_path, [[0], [5], []])
+    assert len(view(paths)) == 5
+    assert "part-000.parquet has no rows, nor any" in message_of(65, view, paths[::2])
+    for damaged in (Path(paths[1]).read_bytes()[:-7], b"", b"no parquet at all"):
         Path(paths[1]).write_bytes(damaged)
-        with pytest.raises(DataError, match=text):
-            view(paths)
+        assert "part-001.parquet can't be read as Parquet: " in message_of(65, view, paths)
 
 
 @pytest.mark.bad_input("a Parquet file with a damaged page")
@@ -265,10 +281,9 @@ def test_a_damaged_row_group_is_named(tmp_path):
     Path(paths[2]).write_bytes(content)
     dataset = view(paths)
     dataset[2 * 160 + 59]
-    batches = on_each_rank(dataset, 1, shuffle=False, position=2 * 160 + 48)
-    text = "0: sample 380 of the training split could not be read: row group 3 of .*part-002.parq"
-    with pytest.raises(DataError, match=text + "uet can't be read: .*; download or write it"):
-        next(batches[0])
+    (batches,) = on_each_rank(dataset, 1, shuffle=False, position=2 * 160 + 48)
+    message = message_of(65, next, batches)
+    assert "sample 380 of the training split could not be read: row group 3 of " in message
 
 
 @pytest.mark.bad_input("Parquet files whose columns or types differ, where the column is read")
@@ -280,122 +295,32 @@ def test_columns_that_differ_between_files_are_refused_only_if_they_are_read(tmp
     for path, kind in ((other, "binary"), (less, "missing")):
         rows = view([first, path])
         text = f"column text is {kind} in {path} and string in {first}"
-        warning = f"warning: left out, unless the task asks for it: {text}; write the files with"
-        assert caplog.messages[-1].startswith(warning)
-        assert rows.select_columns("index")[5] == {"index": 0 if path == other else 1}
-        assert list(rows[5]) == ["index"]
-        with pytest.raises(DataError, match=text):
-            rows.select_columns(["text", "index"])
+        assert f"warning: left out, unless the task asks for it: {text}" in caplog.messages[-1]
+        assert rows[5] == {"index": 0 if path == other else 1}
+        assert text in message_of(65, rows.select_columns, ["text", "index"])
 
 
-TEXT_OR_CODES = pa.dictionary(pa.int8(), pa.string())
+@pytest.mark.bad_input("`data.view=parquet` with other files, or one row group to be split")
+def test_the_last_row_groups_can_be_held_out_but_a_single_one_is_trained_on_whole(tmp_path):
+    written(tmp_path, [[2, 3, 4, 5]])
+    for split, rows in (("train", range(5)), ("validation", range(5, 14))):
+        part = split_of(tmp_path, split, view="parquet", validation_split="last:0.5")
+        assert [row["index"] for row in part] == [*rows]
+    written(tmp_path, [[10]])
+    assert len(split_of(tmp_path, view="parquet")) == 10
+    assert split_of(tmp_path, "validation", view="parquet") is None
+    message = message_of(65, split_of, tmp_path, view="parquet", validation_split=0.5)
+    assert "leaves none of the row groups (1)" in message
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/a.txt").write_text("text")
+    assert "has the format text" in message_of(64, split_of, tmp_path / "other", view="parquet")
 
 
-@pytest.mark.parametrize(
-    "tables",
-    [
-        [(pa.null(), [None]), (pa.int32(), [1])],
-        [(pa.null(), [None]), (TEXT_OR_CODES, ["x"])],
-        [(pa.list_(pa.null()), [[]]), (pa.list_(pa.int16()), [[3]])],
-        [(pa.string(), ["y"]), (pa.large_string(), ["x"]), (TEXT_OR_CODES, ["z"])],
-        [(pa.int32(), [1]), (pa.int64(), [7]), (pa.float64(), [1.5])],
-    ],
-)
-def test_types_are_widened_if_that_loses_nothing(tables, tmp_path):
-    paths = []
-    for number, (kind, values) in enumerate(tables):
-        paths.append(str(tmp_path / f"{number}.parquet"))
-        pq.write_table(pa.table({"value": pa.array(values, kind)}), paths[-1])
-    expected = [values[0] for _, values in tables]
-    assert [row["value"] for row in view(paths, streams=1)] == expected
-    backwards = [row["value"] for row in view(paths[::-1], streams=1)]
-    assert backwards == expected[::-1]
-    assert len({type(value) for value in backwards if value is not None}) == 1
-
-
-def test_folders_of_hive_partitions_are_columns(tmp_path):
-    for folder, size in (("year=2020/lang=de", 2), ("year=2021/lang=en%20us", 1)):
-        (tmp_path / folder).mkdir(parents=True)
-        written(tmp_path / folder, [[size]])
-    paths = sorted(map(str, tmp_path.rglob("*.parquet")))
-    rows = view(paths, streams=1)
-    assert rows.column_names == ["year", "lang", "index", "text"]
-    assert rows[1] == {"index": 1, "text": "row 1", "year": 2020, "lang": "de"}
-    assert rows.select_columns("lang")[2] == {"lang": "en us"}
-    (tmp_path / "year=2021").rename(tmp_path / "year=__HIVE_DEFAULT_PARTITION__")
-    moved = view(sorted(map(str, tmp_path.rglob("*.parquet"))), streams=1)
-    assert [row["year"] for row in moved] == [2020, 2020, None]
-    assert moved.fingerprint != rows.fingerprint, "its rows have other values"
-
-
-@pytest.mark.bad_input("Parquet files without any row")
-def test_files_without_rows_are_refused_only_if_all_are(tmp_path):
-    assert len(view(written(tmp_path / "some", [[0], [5], []]))) == 5
-    text = "part-000.parquet has no rows, nor any file beside it; give files with data"
-    with pytest.raises(DataError, match=text):
-        view(written(tmp_path / "none", [[0], []]))
-
-
-@pytest.mark.bad_input("`data.streams` that the world size does not divide")
-@pytest.mark.bad_input("fewer row groups than `data.streams` or ranks")
-@pytest.mark.parametrize(("streams", "ranks"), [(64, 2), (8, 3)])
-def test_streams_that_do_not_fit_are_refused_with_the_rule(streams, ranks, tmp_path):
-    dataset = view(written(tmp_path, UNEVEN), streams)
-    rule = f"must be a multiple of the world size {ranks}, and at most the number of row groups, 41"
-    with pytest.raises(ConfigError, match=f"={streams} {rule}; choose such a number"):
-        dataset.shuffled(ranks, ranks)
-
-
-@pytest.mark.parametrize(
-    ("groups", "ranks", "streams"),
-    [(900, 8, 64), (96, 96, 96), (38, 3, 24), (1, 2, 2)],
-)
-def test_streams_are_picked_for_any_number_of_row_groups_and_ranks(
-    groups, ranks, streams, tmp_path
-):
-    dataset = view(written(tmp_path, [[3] * groups]), "auto")
-    order, order_of = dataset.shuffled(ranks, ranks)
-    assert order == f"parquet streams={streams} shuffle_groups=2"
-    rows = order_of(0, 0)(torch.arange(len(dataset)))
-    assert rows.sort().values.tolist() == list(range(len(dataset)))
-
-
-@pytest.mark.bad_input("a part to be held out of a single row group")
-def test_a_file_of_a_single_row_group_is_trained_on_whole_unless_a_share_is_asked_for(tmp_path):
-    path = written(tmp_path, [[10]])[0]
-    data = DataConfig(path=path, view="parquet", text_column="index")
-    assert len(load_split(data, "train")) == 10
-    assert load_split(data, "validation") is None
-    with pytest.raises(DataError, match=r"leaves none of the row groups \(1\)"):
-        load_split(replace(data, validation_split=0.5), "train")
-
-
-def test_the_last_row_groups_can_be_held_out(tmp_path):
-    path = written(tmp_path, [[2, 3, 4, 5]])[0]
-    data = DataConfig(path=path, view="parquet", text_column="index", validation_split="last:0.5")
-    values = [row["index"] for split in ("train", "validation") for row in load_split(data, split)]
-    assert len(load_split(data, "train")) == 5
-    assert values == [*range(14)]
-
-
-@pytest.mark.bad_input("`data.view=parquet` with files of another format")
-def test_a_view_of_other_formats_is_refused(tmp_path):
-    (tmp_path / "a.txt").write_text("text")
-    text = "data.view=parquet, and data.path=.* has the format text; write Parquet files"
-    with pytest.raises(ConfigError, match=text):
-        split_of(tmp_path, view="parquet")
-
-
-@pytest.mark.bad_input(
-    "Parquet files that changed since the checkpoint: rows, row groups, sizes, names or columns"
-)
 @pytest.mark.parametrize("change", ["rows", "groups", "values", "name"])
-def test_a_source_that_changed_since_the_checkpoint_is_refused(change, tmp_path):
-    def fingerprint(dataset):
-        return dataset_hash(on_each_rank(dataset, 1)[0])
-
+def test_the_fingerprint_is_of_rows_groups_values_and_names_but_not_of_the_folder(change, tmp_path):
     before = view(written(tmp_path / "before", EVEN))
-    assert fingerprint(before) == fingerprint(view(written(tmp_path / "moved", EVEN)))
+    assert before.fingerprint == view(written(tmp_path / "moved", EVEN)).fingerprint
+    assert before.fingerprint in str(dataset_hash(on_each_rank(before, 1)[0]))
     last = {"rows": [20] * 9, "groups": [40] * 4}.get(change, EVEN[-1])
     paths = written(tmp_path / "after", [*EVEN[:-1], last])
     if change == "values":
@@ -403,10 +328,6 @@ def test_a_source_that_changed_since_the_checkpoint_is_refused(change, tmp_path)
         other = pa.array([text.upper() for text in table["text"].to_pylist()])
         pq.write_table(table.set_column(1, "text", other), paths[-1], row_group_size=20)
     if change == "name":
-        paths[-1] = os.path.join(tmp_path, "renamed.parquet")
-        os.rename(tmp_path / "after/part-003.parquet", paths[-1])
-    after = view(paths)
-    saved = SimpleNamespace(data_length=len(before), data_fingerprint=fingerprint(before))
-    text = f"was made with 640 samples of fingerprint {before.fingerprint}"
-    with pytest.raises(DataError, match=text):
-        check_data(tmp_path, saved, len(after), fingerprint(after), False, World())
+        os.rename(paths[-1], tmp_path / "renamed.parquet")
+        paths[-1] = str(tmp_path / "renamed.parquet")
+    assert view(paths).fingerprint != before.fingerprint

@@ -1,7 +1,6 @@
 """A whole step on the meta device, whose tensors have no values: a read by the host raises."""
 
 from contextlib import contextmanager, nullcontext
-from itertools import product
 from unittest.mock import patch
 
 import pytest
@@ -16,16 +15,6 @@ from dist_amp.world import World
 META = torch.device("meta")
 # Kernels that torch has for CPUs and GPUs alone. What they compute does not matter here.
 FUSED = ("_fused_adamw_", "_fused_adamw_.tensor_lr", "_fused_sgd_", "_fused_sgd_.tensor_lr")
-CLIPS = ("norm", "value", "off")
-# Each pair of two values once.
-SETTINGS = [
-    (*pair, CLIPS[number % 3])
-    for number, pair in zip(
-        (0, 1, 2, 1, 2, 0, 2, 0, 1),
-        product(("adamw", "sgd", "muon"), ("fp32", "bf16", "fp16")),
-        strict=True,
-    )
-]
 
 
 class Text(CausalLM):
@@ -70,7 +59,21 @@ def batch_on_meta():
     return {"input_ids": tokens, "labels": tokens, "counted": 512, "tokens": 516}
 
 
-@pytest.mark.parametrize(("optimizer", "precision", "clip"), SETTINGS)
+@pytest.mark.parametrize(
+    ("optimizer", "precision", "clip"),
+    [
+        # Each pair of two values once.
+        ("adamw", "fp32", "norm"),
+        ("adamw", "bf16", "value"),
+        ("adamw", "fp16", "off"),
+        ("sgd", "fp32", "value"),
+        ("sgd", "bf16", "off"),
+        ("sgd", "fp16", "norm"),
+        ("muon", "fp32", "off"),
+        ("muon", "bf16", "norm"),
+        ("muon", "fp16", "value"),
+    ],
+)
 def test_a_step_reads_nothing_from_the_device(optimizer, precision, clip):
     words = ["--optim.name", optimizer, "--train.clip_by", clip]
     words += ["--optim.ema", 0.99, "--train.accumulation_steps", 2]

@@ -1,6 +1,8 @@
 """Packed documents see nothing of one another, packed equals unpacked, and a leak is named."""
 
 import re
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,18 +13,23 @@ from test_causal_lm_packing import Documents
 from tiny import make_run, take_steps
 from torch import nn
 
-from dist_amp.config.load import load_config
-from dist_amp.settings import DataConfig
-from dist_amp.sources.packing import Packing
-from dist_amp.supervise.callbacks import train_metrics
-from dist_amp.tasks.causal_lm import CausalLM
-from dist_amp.verify.findings import inspect_task, leaks
-from dist_amp.verify.reference import Reference
-from dist_amp.world import World
+transformers = pytest.importorskip("transformers")
+import tiny_hf  # noqa: E402
+
+from dist_amp.config.load import load_config  # noqa: E402
+from dist_amp.settings import DataConfig  # noqa: E402
+from dist_amp.sources.packing import Packing  # noqa: E402
+from dist_amp.supervise.callbacks import train_metrics  # noqa: E402
+from dist_amp.tasks import hf_causal_lm  # noqa: E402
+from dist_amp.tasks.causal_lm import CausalLM  # noqa: E402
+from dist_amp.tasks.huggingface import inputs_of  # noqa: E402
+from dist_amp.tasks.packed_attention import document_bounds  # noqa: E402
+from dist_amp.verify.findings import inspect_task, leaks  # noqa: E402
+from dist_amp.verify.reference import Reference  # noqa: E402
+from dist_amp.world import World  # noqa: E402
 
 VOCABULARY = 256
-WIDTHS = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-LLAMA = {**WIDTHS, "vocab_size": VOCABULARY, "num_hidden_layers": 2, "num_key_value_heads": 2}
+LLAMA = {**tiny_hf.LLAMA, "vocab_size": VOCABULARY}
 
 
 class Packed:
@@ -45,11 +52,11 @@ class Packed:
 class OfTheGPT(Packed):
     """The shipped model and its loss, whole or in chunks."""
 
-    def __init__(self, loss_chunk="off"):
+    def __init__(self, **options):
         shape = {"context": 23, "width": 32, "layers": 2, "heads": 2, "vocabulary": VOCABULARY}
-        self.task = CausalLM(DataConfig(pack="best_fit"), **shape, loss_chunk=loss_chunk)
+        self.task = CausalLM(DataConfig(pack="best_fit"), **shape, **options)
         self.build_model, self.loss_sum = self.task.build_model, self.task.loss_sum
-        self.collate = self.task.collate
+        self.blocks, self.collate = self.task.blocks, self.task.collate
 
 
 class OfLlama(Packed):
@@ -59,7 +66,6 @@ class OfLlama(Packed):
         self.attention, self.ones, self.inputs = attention, ones, inputs
 
     def build_model(self):
-        transformers = pytest.importorskip("transformers")
         config = transformers.LlamaConfig(**LLAMA, attn_implementation=self.attention)
         return transformers.LlamaForCausalLM(config)
 
@@ -74,7 +80,6 @@ class OfALayer(Packed):
     """An embedding or one-hot tokens, a layer between them, a head; no attention."""
 
     def __init__(self, layer, embedding=nn.Embedding):
-        super().__init__()
         self.layer, self.embedding = layer, embedding
 
     def build_model(self):
@@ -107,22 +112,18 @@ def test_a_documents_loss_has_no_gradient_with_respect_to_another_documents_embe
 
 
 LLAMAS = "model.layers.0.self_attn (LlamaAttention)"
+BATCH_NORM = OfALayer(lambda: nn.BatchNorm1d(16))
+CONVOLUTION = OfALayer(lambda: nn.Conv1d(16, 16, 4, padding=3))
 
 
-@pytest.mark.bad_input("a task whose packed documents leak through a cache, in `verify`")
-@pytest.mark.bad_input("the same through an attention mask of ones")
-@pytest.mark.bad_input("the same through batch norm or a convolution")
+@pytest.mark.bad_input("a task whose packed documents leak: a cache, a mask of ones, a convolution")
 @pytest.mark.parametrize(
     ("task", "where", "cause"),
     [
         (OfLlama(), LLAMAS, "use_cache at its default, true.* call it with use_cache=False"),
-        (
-            OfLlama(use_cache=False, ones=True),
-            LLAMAS,
-            "an attention_mask of ones.* leave attention_",
-        ),
-        (OfALayer(lambda: nn.BatchNorm1d(16)), "layer (BatchNorm1d)", "without regard to position"),
-        (OfALayer(lambda: nn.Conv1d(16, 16, 4, padding=3)), "layer (Conv1d)", "without regard to"),
+        (OfLlama(use_cache=False, ones=True), LLAMAS, "an attention_mask of ones.* leave atten"),
+        (BATCH_NORM, "layer (BatchNorm1d)", "without regard to position"),
+        (CONVOLUTION, "layer (Conv1d)", "without regard to"),
     ],
     ids=["cache", "ones", "batch_norm", "convolution"],
 )
@@ -132,31 +133,34 @@ def test_a_leak_is_named_with_the_module_it_begins_in_and_its_fix(task, where, c
     assert re.search(cause, text)
 
 
+class OfThese(OfTheGPT):
+    def __init__(self, documents):
+        super().__init__()
+        self.documents = documents
+
+    def build_dataset(self, split):
+        return self.packing.rows(Documents(self.documents), split)
+
+
+ALONE = [torch.ones(24)] * 250
+
+
 @pytest.mark.bad_input("a packed task in which `verify` finds no embedding of input_ids")
-def test_a_model_without_an_embedding_of_the_tokens_is_not_passed_in_silence():
-    (finding,) = leaks(reference_of(OfALayer(nn.Identity, embedding=nn.Linear)), rows=8)
-    assert "not checked for leaks: no nn.Embedding" in finding.text
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        (OfALayer(nn.Identity, embedding=nn.Linear), "not checked for leaks: no nn.Embedding"),
+        (OfThese(ALONE), "no row of 240 has a second one that counts"),
+        (OfThese(ALONE[:238] + [torch.ones(12)] * 4), "exactly 0"),
+    ],
+)
+def test_what_could_not_be_checked_is_not_passed_in_silence(task, words):
+    (finding,) = leaks(reference_of(task), rows=8)
+    assert words in finding.text
     assert not finding.fails
 
 
-def test_rows_with_a_second_document_are_looked_for_and_if_there_are_none_a_line_says_so():
-    class Task(OfTheGPT):
-        def build_dataset(self, split):
-            return self.packing.rows(self.documents, split)
-
-    alone, pairs = ([torch.ones(24)] * 250, [torch.ones(12)] * 4)
-    for documents, words in (
-        (alone, "no row of 240 has a second one that counts"),
-        (alone[:238] + pairs, "exactly 0"),
-    ):
-        task = Task()
-        task.documents = Documents(documents)
-        (finding,) = leaks(reference_of(task), rows=8)
-        assert words in finding.text
-        assert not finding.fails
-
-
-# Packed equals unpacked.
+# ---- packed equals unpacked ----
 
 
 def gradients_and_loss(task, batches):
@@ -196,7 +200,7 @@ def test_packed_documents_have_the_loss_and_the_gradients_of_each_alone(task):
         assert (gradient - each[name]).abs().max() <= bound * tokens**0.5 * largest, name
 
 
-# Hugging Face's task.
+# ---- Hugging Face's task ----
 
 
 def packed_run(world, folder, words=""):
@@ -209,12 +213,10 @@ def packed_run(world, folder, words=""):
 
 
 def write_model(folder, model):
-    from tiny_hf import chats, make_model, make_tokenizer, write_rows
-
-    make_model(folder, model)
-    make_tokenizer(folder)
-    rows = [{"text": row["messages"][1]["content"]} for row in chats(200)]
-    write_rows(folder / "rows.jsonl", rows)
+    tiny_hf.make_model(folder, model)
+    tiny_hf.make_tokenizer(folder)
+    rows = [{"text": row["messages"][1]["content"]} for row in tiny_hf.chats(200)]
+    tiny_hf.write_rows(folder / "rows.jsonl", rows)
     return folder
 
 
@@ -242,22 +244,104 @@ def test_a_hugging_face_model_that_tells_documents_apart_trains_on_packed_rows(
 
 
 @pytest.mark.bad_input("`data.pack=best_fit` with a model that attends across packed documents")
-def test_a_model_that_leaks_is_refused_at_the_first_log_step(tmp_path, monkeypatch):
-    import tiny_hf
-    from transformers import AutoModelForCausalLM, MambaConfig
-
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
-    config = MambaConfig(vocab_size=tiny_hf.VOCABULARY, **sizes)
-    monkeypatch.setitem(tiny_hf.MODELS, "mamba", (AutoModelForCausalLM, config))
-    run = packed_run(World(), write_model(tmp_path, "mamba"))
+@pytest.mark.bad_input("`task.args.length` above the model's max_position_embeddings")
+def test_a_model_that_leaks_or_has_too_few_positions_is_refused(tmp_path, monkeypatch):
+    config = transformers.MambaConfig(
+        vocab_size=tiny_hf.VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4
+    )
+    mamba = (transformers.AutoModelForCausalLM, config)
+    monkeypatch.setitem(tiny_hf.MODELS, "mamba", mamba)
+    run = packed_run(World(), write_model(tmp_path / "mamba", "mamba"))
     (report,) = take_steps(run, 1)
     text = message_of(64, run.task.train_metrics, run, report)
     assert text.startswith("data.pack=best_fit needs a model that separates ")
-    assert text.endswith(" use data.pack=off")
-
-
-@pytest.mark.bad_input("`task.args.length` above the model's max_position_embeddings")
-def test_rows_longer_than_the_models_positions_are_refused(tmp_path):
-    write_model(tmp_path, "llama")
-    text = message_of(64, packed_run, World(), tmp_path, words="--task.args.length 4096")
+    folder = write_model(tmp_path / "llama", "llama")
+    text = message_of(64, packed_run, World(), folder, "--task.args.length 4096")
     assert text.startswith("task.args.length=4096 is more than the model's 2048 positions")
+
+
+class OfOthers:
+    """A model whose attention is not ours; its logits are all `value`."""
+
+    config = SimpleNamespace(_attn_implementation="sdpa")
+
+    def __init__(self, value=0.0):
+        self.value = value
+
+    def __call__(self, input_ids, position_ids, use_cache):
+        return SimpleNamespace(logits=torch.full((*input_ids.shape, 7), self.value))
+
+
+@pytest.mark.parametrize(
+    ("found", "of_ranks", "leak"),
+    [
+        ([0.0], [0.0, 0.0], False),
+        ([0.0, 0.0], [0.0, 0.5], True),
+        ([0.5, 0.0], None, False),  # in bf16, then in float32: only rounding
+    ],
+)
+def test_whether_documents_leak_is_decided_in_float32_by_what_all_ranks_found(
+    found, of_ranks, leak, monkeypatch
+):
+    shares = list(found)
+    monkeypatch.setattr(hf_causal_lm, "leaked_share", lambda model, ids, how: shares.pop(0))
+    run = SimpleNamespace(
+        world=SimpleNamespace(gather=lambda share: of_ranks or [share]),
+        data=SimpleNamespace(last_step=[({"input_ids": torch.zeros(1, 8)}, (0,))]),
+        parallel=SimpleNamespace(module=OfOthers()),
+        precision=SimpleNamespace(autocast=nullcontext),
+        evaluating=nullcontext,
+    )
+    if leak:
+        text = message_of(64, hf_causal_lm.check_documents_are_apart, run, "auto")
+        assert text.endswith("0.5 as much as its own; use data.pack=off")
+    else:
+        hf_causal_lm.check_documents_are_apart(run, "auto")
+    assert not shares
+
+
+class FlashAttention:
+    """torch's attention with the two calls of the flash-attention library that training uses."""
+
+    @staticmethod
+    def attend(q, k, v):  # [B, T, heads, width]
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2)
+
+    def attend_within(self, q, k, v, cu_seqlens_q, cu_seqlens_k):  # [tokens, heads, width]
+        sizes = cu_seqlens_q.diff().tolist()
+        documents = zip(q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
+        return torch.cat([self.attend(*(x[None] for x in one))[0] for one in documents])
+
+    def functions(self, implementation):
+        no_options = lambda **options: {}  # noqa: E731
+        return (self.attend, self.attend_within, None, None, None), (no_options, no_options)
+
+
+def test_logits_that_do_not_tell_whether_documents_leak_are_no_leak():
+    for value in (0.0, float("nan")):
+        assert hf_causal_lm.leaked_share(OfOthers(value), torch.arange(8)[None]) == 0
+
+
+def test_flash_attention_has_the_logits_of_packed_rows_and_keeps_documents_apart(monkeypatch):
+    utils = transformers.modeling_flash_attention_utils
+    monkeypatch.setattr(utils, "lazy_import_flash_attention", FlashAttention().functions)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
+    model.config._attn_implementation = "flash_attention_2"
+    for rows in (1, 4):
+        ids = torch.randint(VOCABULARY, (rows, 16))
+        assert hf_causal_lm.leaked_share(model, ids) <= hf_causal_lm.LEAK
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 3, 4, 5, 0, 1]])
+    ids = torch.randint(VOCABULARY, (2, 8))
+    batch = {"input_ids": ids, "labels": ids, "position_ids": positions}
+    packed = {**batch, "bounds": document_bounds(positions)}
+    flash = model(**inputs_of(model, packed)).logits[:, :-1]
+    model.config._attn_implementation = "sdpa"
+    # Another order of sums in float32.
+    expected = model(**inputs_of(model, batch)).logits[:, :-1]
+    torch.testing.assert_close(flash, expected, rtol=1e-5, atol=1e-6)
+    # A leak that only batches of several rows have is found.
+    model.config._attn_implementation = "flash_attention_2"
+    monkeypatch.setattr(hf_causal_lm, "document_bounds", lambda positions: None)
+    assert hf_causal_lm.leaked_share(model, torch.randint(VOCABULARY, (2, 16))) > 0.01

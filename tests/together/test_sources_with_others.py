@@ -5,23 +5,26 @@ import re
 import textwrap
 from types import SimpleNamespace
 
+import numpy
+import pytest
 import torch
 from conftest import ROOT
 from messages import message_of
-from test_config import assert_says
-from test_sources import (
-    all_rows,
-    in_memory,
-    own_cache,  # noqa: F401
-    rows_of,
-    section,
-    write,
-)
+from test_security import ADDRESS
+from test_sources import all_rows, in_memory, rows_of, section, write
+from test_sources_mixture import Tokens
 from tiny import make_run, parameters_of, take_steps
 
+from dist_amp.config.load import load_config
+from dist_amp.config.text import to_toml
+from dist_amp.loading.length_groups import LengthGroups
 from dist_amp.settings import DataConfig
+from dist_amp.sources.files import file_system
 from dist_amp.sources.load import load_split
+from dist_amp.sources.mixture import Mixture, counts_of
 from dist_amp.world import World
+
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def test_the_task_in_the_docs_learns_from_any_of_these(tmp_path):
@@ -30,7 +33,7 @@ def test_the_task_in_the_docs_learns_from_any_of_these(tmp_path):
     names: dict = {}
     exec(code, names)
     rows = [{"x": [n % 5, 1, 0, n % 3], "y": n % 7} for n in range(40)]
-    write(tmp_path, "rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    write(tmp_path, {"rows.jsonl": "".join(json.dumps(row) + "\n" for row in rows)})
     run = make_run(World(), names["Table"](section(path=in_memory(tmp_path))))
     before = parameters_of(run)["weight"].clone()
     take_steps(run, 1)
@@ -43,23 +46,50 @@ def test_the_windows_of_the_docs_are_of_neighbours_and_split_by_time(tmp_path):
     (example,) = re.findall(r"(?m)^    def build_dataset.*\n        prices .*\n.*\n", page)
     shown = {"load_split": load_split, "torch": torch}
     exec(textwrap.dedent(example), shown)
-    write(tmp_path, "prices.csv", "price\n" + "".join(f"{n / 2}\n" for n in range(100)))
+    write(tmp_path, {"prices.csv": "price\n" + "".join(f"{n / 2}\n" for n in range(100))})
     data = DataConfig(path=str(tmp_path), validation_split="last:0.1")
     task = SimpleNamespace(data=data, context=3)
-    starts = {"train": range(87), "validation": range(90, 97)}
-    for split, first in starts.items():
+    for split, first in {"train": range(87), "validation": range(90, 97)}.items():
         windows = shown["build_dataset"](task, split)
         assert windows.tolist() == [[(n + i) / 2 for i in range(4)] for n in first]
 
 
 def test_rows_of_a_table_that_do_not_fit_its_header_can_be_left_out_and_are_named(tmp_path, caplog):
-    write(tmp_path, "rows.csv", "text,n\nx,a,1\nb\nc,3\n")
     path = tmp_path / "rows.csv"
+    write(tmp_path, {"rows.csv": "text,n\nx,a,1\nb\nc,3\n"})
     fragment = f"fields: 2, {path}, line 2 (fields: 3), {path}, line 3 (fields: 1)"
     for _ in range(2):  # read, and from the cache
         caplog.clear()
         assert list(all_rows(path, on_bad_sample="skip")) == [{"text": "c", "n": 3}]
-        assert_says(caplog.text, fragment)
-    few = message_of(65, rows_of, path, on_bad_sample=0.5)
-    assert_says(few, fragment, "more than 0.5; raise data.on_bad_sample=0.5")
-    assert_says(message_of(65, rows_of, path), "line 2 has another number of fields")
+        assert fragment in caplog.text
+    assert "raise data.on_bad_sample=0.5" in message_of(65, rows_of, path, on_bad_sample=0.5)
+
+
+@pytest.mark.parametrize("counts", [[2, 1], counts_of({"a": 1.0, "b": 1e-14}, [6, 4])])
+def test_a_mixture_has_the_lengths_of_its_samples_and_costs_no_memory_however_rare_a_source_is(
+    counts,
+):
+    mix = Mixture({"a": Tokens(6), "b": Tokens(4)}, counts)
+    if counts != [2, 1]:
+        assert len(mix) == 4 * 10**14 + 4
+        assert not hasattr(mix, "_source"), "no table of places"
+    places = list(range(9))
+    expected = [len(sample["input_ids"]) for sample in mix.__getitems__(places)]
+    assert mix.lengths[numpy.array(places)].tolist() == expected
+    assert (len(mix.lengths), mix.lengths.min(), mix.lengths.max()) == (len(mix), 1, 5)
+    grouped = LengthGroups(mix, 2)
+    order = grouped.shuffled(4, 1)[1](0, 0)(torch.arange(9)).tolist()
+    assert len(grouped.__getitems__(order)) == len(set(order)) == 9
+
+
+@pytest.mark.bad_input("a masked secret of a run's config.toml, in a task's argument or data.path")
+def test_a_masked_value_is_never_used_in_silence(tmp_path):
+    given = ["--task.args.name", ADDRESS]
+    words = ["--task.target", "tiny:NeedsName", "--data.path", ADDRESS, *given]
+    saved = tmp_path / "config.toml"
+    saved.write_text(to_toml(load_config(words, {})))
+    message = message_of(64, load_config, ["--config", str(saved)], {})
+    assert re.search(r"task.args.name in .*config.toml, line .* is masked", message)
+    config = load_config(["--config", str(saved), *given], {})
+    assert config.task.args.name == ADDRESS
+    assert "DIST_AMP_DATA__PATH" in message_of(64, file_system, config.data.path)
