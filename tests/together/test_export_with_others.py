@@ -1,21 +1,25 @@
-"""What test_export.py tests, with other features; and what sample shows."""
+"""What export and sample make of a run's folder, with other features."""
 
 import shutil
 from dataclasses import replace
 
 import pytest
 import torch
+from messages import message_of
 from PIL import Image
 from ranks import on_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from test_export import exports, saved, saved_run
-from tiny import Tiny
+from test_frozen import AdapterTask, trained_run
+from tiny import Tiny, average_of, make_run, parameters_of, save, take_steps
 
 from dist_amp.checkpoint.format import CONFIG, MANIFEST, hash_files, read_manifest
+from dist_amp.checkpoint.weights import load_weights
 from dist_amp.commands import export, sample
 from dist_amp.config.load import load_config
 from dist_amp.config.task_class import build_task
+from dist_amp.world import World
 
 GPT = "dist_amp.tasks.causal_lm:CausalLM"
 SMALL_GPT = "--task.args.context 8 --task.args.width 16 --task.args.layers 1"
@@ -40,10 +44,11 @@ class Draws(Tiny):
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
+def gpt(tmp_path_factory):
+    """A small GPT's words, with a text to train on."""
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text("the quick brown fox jumps over the lazy dog\n" * 40)
-    return path
+    return f"{SMALL_GPT} --data.path {path}"
 
 
 @pytest.fixture
@@ -53,9 +58,9 @@ def draws(tmp_path, monkeypatch):
     return saved(tmp_path / "run", "test_export_with_others:Draws")[0]
 
 
-def loaded(out, target, words=""):
+def loaded(out, words=""):
     """As in the three lines of the command's docstring."""
-    config = load_config(["--task.target", target, *words.split()], environ={})
+    config = load_config(["--task.target", GPT, *words.split()], environ={})
     model = build_task(config).build_model()
     load_model(model, out / "model.safetensors")
     return model
@@ -70,50 +75,49 @@ def refusal(capsys, command, *argv):
     return status, line
 
 
-def reseal(checkpoint):
-    """Make the manifest's hashes those of the files as they are."""
+def rewrite(checkpoint, config):
+    """Replace the config, and make the manifest's hashes those of the files as they are."""
+    (checkpoint / CONFIG).write_text(config)
     manifest = read_manifest(checkpoint)
     files = hash_files(checkpoint / name for name in manifest.files)
     (checkpoint / MANIFEST).write_text(replace(manifest, files=files).to_text())
 
 
-def test_an_export_of_a_sharded_model_gives_the_runs_logits(tmp_path, text):
-    gpt = f"{SMALL_GPT} --data.path {text}"
+def test_an_export_of_a_sharded_model_gives_the_runs_logits(tmp_path, gpt, capsys):
     words = f"{gpt} --parallel.strategy fsdp --precision.tf32 false"
     checkpoint, logits = on_ranks(2, saved_run, tmp_path / "run", GPT, words)[0]
     inputs = torch.arange(16).reshape(2, 8)
     for dtype in ("fp32", "bf16"):
         assert exports(tmp_path / "run", "--out", tmp_path / dtype, "--dtype", dtype)
     with torch.no_grad():
-        model = loaded(tmp_path / "fp32", GPT, gpt)
+        model = loaded(tmp_path / "fp32", gpt)
         torch.testing.assert_close(model(inputs), logits, rtol=0, atol=0)
-        half = loaded(tmp_path / "bf16", GPT, gpt).bfloat16()
+        half = loaded(tmp_path / "bf16", gpt).bfloat16()
         torch.testing.assert_close(half(inputs), model.bfloat16()(inputs), rtol=0, atol=0)
+    assert model.head.weight is model.embedding.weight
     assert (tmp_path / "fp32" / CONFIG).read_bytes() == (checkpoint / CONFIG).read_bytes()
     files = sorted(path.name for path in (tmp_path / "fp32").iterdir())
     assert files == ["README.md", CONFIG, "model.safetensors"]
-
-
-def test_tied_weights_are_stored_once_and_the_file_has_metadata(tmp_path, text):
-    checkpoint, _ = saved(tmp_path / "run", GPT, f"{SMALL_GPT} --data.path {text}")
-    assert exports(checkpoint, "--out", tmp_path / "out", "--dtype", "bf16")
-    tensors = load_file(tmp_path / "out/model.safetensors")
+    tensors = load_file(tmp_path / "bf16/model.safetensors")
     assert len({"embedding.weight", "head.weight"} & tensors.keys()) == 1
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
-    model = loaded(tmp_path / "out", GPT, SMALL_GPT)
-    assert model.head.weight is model.embedding.weight
-    with safe_open(tmp_path / "out/model.safetensors", "pt") as file:
+    with safe_open(tmp_path / "bf16/model.safetensors", "pt") as file:
         metadata = file.metadata()
     expected = {"step": "2", "dtype": "bf16", "checkpoint": "step_00000002", "format": "pt"}
     assert metadata.items() >= expected.items()
+    wider = ["--task.args.width", "32"]
+    capsys.readouterr()
+    status, line = refusal(capsys, export, tmp_path / "run", "--out", tmp_path / "new", *wider)
+    assert status == 65
+    assert "embedding.weight is [256, 16] torch.float32 there and [256, 32] torch.float32" in line
+    status, line = refusal(capsys, sample, tmp_path / "fp32", *wider)
+    assert (status, "size mismatch for " in line) == (65, True)
 
 
 def test_a_failed_export_leaves_the_old_one(tmp_path, draws, monkeypatch, capsys):
     argv = [str(draws), "--out", "out"]
-    assert exports(*argv)
     assert exports(*argv, "--dtype", "bf16")
     before = (tmp_path / "out/model.safetensors").read_bytes()
-    assert b"BF16" in before
 
     def fails(model, name, metadata):
         raise export.SafetensorError("I/O error: No space left on device (os error 28)")
@@ -131,8 +135,7 @@ def test_a_task_that_has_moved_is_named_on_the_command_line(tmp_path, draws, cap
         "from test_export_with_others import Draws\n\n\nclass Moved(Draws):\n    pass\n"
     )
     config = (draws / CONFIG).read_text()
-    (draws / CONFIG).write_text(config.replace("test_export_with_others:Draws", "gone_task:Draws"))
-    reseal(draws)
+    rewrite(draws, config.replace("test_export_with_others:Draws", "gone_task:Draws"))
     status, line = refusal(capsys, export, draws, "--out", "out")
     assert status == 64
     assert line.startswith("error: task.target=gone_task:Draws: importing it failed")
@@ -140,34 +143,14 @@ def test_a_task_that_has_moved_is_named_on_the_command_line(tmp_path, draws, cap
 
 
 @pytest.mark.parametrize("target", ["subprocess:Popen", "os:system"])
-@pytest.mark.parametrize(("command", "words"), [(export, ["--out", "out"]), (sample, [])])
-def test_a_hostile_config_starts_nothing_and_is_refused(
-    tmp_path, draws, capsys, command, words, target
-):
-    (draws / CONFIG).write_text(
-        f'[task]\ntarget = "{target}"\n[task.args]\nargs = ["touch", "{tmp_path}/started"]\n'
-    )
-    reseal(draws)
-    status, line = refusal(capsys, command, draws, *words)
-    assert status == 64
-    assert line.startswith(f"error: task.target={target}")
+def test_a_hostile_config_starts_nothing_and_is_refused(tmp_path, draws, capsys, target):
+    arguments = f'args = ["touch", "{tmp_path}/started"]\n'
+    rewrite(draws, f'[task]\ntarget = "{target}"\n[task.args]\n{arguments}')
+    for command, words in ((export, ["--out", "out"]), (sample, [])):
+        status, line = refusal(capsys, command, draws, *words)
+        assert status == 64
+        assert line.startswith(f"error: task.target={target}")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
-
-
-def test_a_model_that_does_not_fit_names_the_parameter_and_both_shapes(tmp_path, text, capsys):
-    saved(tmp_path / "run", GPT, f"{SMALL_GPT} --data.path {text}")
-    assert exports(tmp_path / "run", "--out", tmp_path / "out")
-    capsys.readouterr()
-    wider = ["--task.args.width", "32"]
-    status, line = refusal(capsys, export, tmp_path / "run", "--out", tmp_path / "new", *wider)
-    assert status == 65
-    assert "embedding.weight is [256, 16] torch.float32 there and [256, 32] torch.float32" in line
-    status, line = refusal(capsys, sample, tmp_path / "out", *wider)
-    assert status == 65
-    assert "size mismatch for " in line
-
-
-NO_RUN = "is not a checkpoint and holds none"
 
 
 @pytest.mark.bad_input(
@@ -177,17 +160,12 @@ NO_RUN = "is not a checkpoint and holds none"
     ("command", "words", "status", "message"),
     [
         (export, "nowhere --out out", 65, "does not exist; give a run's folder or RUN/checkpoints"),
-        (export, "empty --out out", 65, f"empty {NO_RUN}; give a run's folder"),
-        (export, "file --out out", 65, f"file {NO_RUN}"),
+        (export, "file --out out", 65, "file is not a checkpoint and holds none"),
         (export, "run --out file", 64, "--out file holds other files, and would be replaced"),
         (export, "run --out file/below", 1, "--out file/below can't be written"),
         (export, "run --out run", 64, "--out run holds other files, and would be replaced"),
-        (export, "run --out run/checkpoints/step_00000002", 64, "holds other files, and would be"),
         (export, "run --out out --dtype fp8", 64, "argument --dtype: invalid choice: 'fp8'"),
-        (export, "run --out out --outt 3", 64, "unknown option --outt; did you mean --out?"),
-        (export, "run stray --out out", 64, "--config stray: neither a file here nor a shipped"),
         (export, "run", 64, "required: --out; see python -m dist_amp.export --help"),
-        (sample, "nowhere", 65, "RUN/checkpoints/step_N, or an export's folder"),
         (sample, "plain", 64, "error: task.target=tiny:Tiny has no sample(model)"),
         (sample, "run --task.args.kind number", 65, "returned int; return text, or an image"),
         (sample, "run --task.args.kind image --task.args.channels 2", 65, "returned [2, 3, 4]"),
@@ -195,9 +173,8 @@ NO_RUN = "is not a checkpoint and holds none"
     ],
 )
 def test_bad_input_is_refused_in_one_line(tmp_path, draws, capsys, command, words, status, message):
-    if "plain" in words:
+    if words == "plain":
         saved(tmp_path / "plain", "tiny:Tiny")
-    (tmp_path / "empty").mkdir()
     (tmp_path / "sample.png").mkdir()
     (tmp_path / "file").write_text("mine")
     config = (draws / CONFIG).read_text()
@@ -206,17 +183,6 @@ def test_bad_input_is_refused_in_one_line(tmp_path, draws, capsys, command, word
     assert (tmp_path / "file").read_text() == "mine"
     assert (draws / CONFIG).read_text() == config
     assert not (tmp_path / "out").exists()
-
-
-def test_a_damaged_export_is_refused(tmp_path, draws, capsys):
-    assert exports(draws, "--out", "out")
-    capsys.readouterr()
-    file = tmp_path / "out/model.safetensors"
-    for content in (file.read_bytes()[:-10], b"", b"\xff" * 100):
-        file.write_bytes(content)
-        status, line = refusal(capsys, sample, "out")
-        assert status == 65
-        assert line.startswith("error: out/model.safetensors can't be loaded")
 
 
 def test_sample_gives_the_same_from_run_checkpoint_and_export(tmp_path, draws, capsys):
@@ -235,6 +201,11 @@ def test_sample_gives_the_same_from_run_checkpoint_and_export(tmp_path, draws, c
     assert shown[0].endswith("\N{REPLACEMENT CHARACTER}[2J\n")
     first, _, _, half = (float(text.partition("\N{REPLACEMENT CHARACTER}")[0]) for text in shown)
     assert first == pytest.approx(half, rel=0.05), "8 bits of mantissa, through three layers"
+    file = tmp_path / "out/model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    status, line = refusal(capsys, sample, "out")
+    assert status == 65
+    assert line.startswith("error: out/model.safetensors can't be loaded")
 
 
 @pytest.mark.parametrize(("channels", "mode"), [(1, "L"), (3, "RGB"), (4, "RGBA")])
@@ -245,3 +216,36 @@ def test_sample_writes_an_image(tmp_path, draws, capsys, channels, mode):
     with Image.open(tmp_path / "sample.png") as image:
         assert (image.mode, image.size) == (mode, (4, 3))
         assert image.getextrema() == ((0, 255) if channels == 1 else ((0, 255),) * channels)
+
+
+def test_export_and_sample_use_the_average_unless_the_parameters_are_asked_for(tmp_path, capsys):
+    words = ["--run.dir", tmp_path / "run", "--optim.ema", 0.9, "--optim.lr", 0.01]
+    run = make_run(World(), None, *words, "--task.target", "test_export_with_others:Draws")
+    take_steps(run, 3)
+    save(run)
+    averages, parameters = average_of(run), parameters_of(run)
+    shown = []
+    for words, expected, said in ([], averages, "(ema)"), (["--weights", "model"], parameters, "("):
+        assert exports(tmp_path / "run", "--out", tmp_path / "out", *words)
+        assert said in capsys.readouterr().out
+        exported = load_file(tmp_path / "out/model.safetensors")
+        torch.testing.assert_close(exported, dict(expected), rtol=0, atol=0)
+        assert sample.main([str(tmp_path / "run"), *words]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] != shown[1]
+
+
+@pytest.mark.bad_input("a checkpoint of an adapter resumed or exported on another frozen base")
+def test_weights_of_an_adapter_fit_its_base_alone_and_all_weights_some_frozen_ones(tmp_path):
+    trained_run(World(), tmp_path, "single", 1)
+    other = AdapterTask(base=1e-3)
+    text = message_of(65, trained_run, World(), tmp_path, "single", 2, task=other)
+    assert "was trained on another frozen base.weight (1 such), which it" in text
+    torch.manual_seed(0)  # run.seed
+    checkpoint = tmp_path / "checkpoints/step_00000001"
+    text = message_of(65, load_weights, other.build_model(), checkpoint)
+    assert "another frozen base.weight" in text
+    whole = trained_run(World(), tmp_path / "b", "single", 2, task=AdapterTask(freeze=False))
+    run = make_run(World(), AdapterTask())
+    load_weights(run.parallel.module, tmp_path / "b/checkpoints/step_00000002")
+    torch.testing.assert_close(parameters_of(run), whole, rtol=0, atol=0)

@@ -1,11 +1,11 @@
-"""What test_float8.py tests, with other features."""
+"""Training in float8: the losses of bf16, shards, checkpoints, and settings that rule it out."""
 
 import pytest
 import torch
 from byte_model import Bytes
+from messages import message_of
 from ranks import on_ranks
-from test_float8 import FP8, Wide
-from tiny import make_run, take_steps
+from tiny import Rows, Tiny, make_run, take_steps
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -14,11 +14,12 @@ from dist_amp.checkpoint.compatibility import settings_of
 from dist_amp.checkpoint.state import state_of
 from dist_amp.config.load import load_config
 from dist_amp.config.text import flat, to_toml
-from dist_amp.errors import ConfigError
 from dist_amp.world import World
 
+pytest.importorskip("torchao")
+FP8 = ["--precision.dtype", "fp8"]
 GPT = "--task.target dist_amp.tasks.causal_lm:CausalLM --task.args.width 64".split()
-GPT += "--task.args.context 32 --data.shuffle false".split()
+GPT += "--task.args.context 32 --data.shuffle false --optim.lr 0.001".split()
 
 
 def curve(run, steps):
@@ -29,9 +30,8 @@ def curve(run, steps):
 
 @pytest.mark.slow
 def test_the_loss_in_float8_follows_that_in_bf16(capsys):
-    calm = ["--optim.lr", 0.001]
     fp32, bf16, fp8 = (
-        curve(make_run(World(), None, *GPT, *calm, *words), 30)
+        curve(make_run(World(), None, *GPT, *words), 30)
         for words in (["--use_amp", "false"], [], FP8)
     )
     said = capsys.readouterr()
@@ -44,88 +44,77 @@ def test_the_loss_in_float8_follows_that_in_bf16(capsys):
 
 
 def bytes_run(world, *words):
-    return make_run(world, Bytes(), "--optim.lr", 0.003, "--data.shuffle", "false", *words)
+    return make_run(world, Bytes(), *FP8, "--optim.lr", 0.003, "--data.shuffle", "false", *words)
 
 
-def curve_of_bytes(world, *words):
-    return curve(bytes_run(world, *words), 3)
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_ranks_in_float8_learn_as_one_does(strategy):
-    words = [*FP8, "--parallel.strategy", strategy, "--train.micro_batch_size"]
-    ranks = on_ranks(2, curve_of_bytes, *words, 2)[0]
-    single = curve_of_bytes(World(), *FP8, "--train.micro_batch_size", 4)
-    # A scale is of all values in a tensor, which is half a batch on each of two ranks: products
-    # are rounded elsewhere, by 2^-4 of their operands, and losses move by less than 1 %.
-    assert ranks == pytest.approx(single, rel=0.01)
-
-
-def gathered(world):
-    """(classes that the gathered weights of blocks have, their dtypes) in a forward."""
-    run = bytes_run(world, *FP8, "--parallel.strategy", "fsdp")
-    block = run.parallel.module.blocks[0]
-    block.unshard()
-    linears = [part for part in block.modules() if isinstance(part, nn.Linear)]
-    kinds = {type(part.weight).__name__ for part in linears}
-    dtypes = {part.weight._data.dtype for part in linears}
-    block.reshard()
-    return kinds, dtypes
-
-
-def test_weights_are_gathered_in_float8():
-    assert on_ranks(2, gathered)[0] == ({"Float8TrainingTensor"}, {torch.float8_e4m3fn})
-
-
-def saved_and_resumed(world, folder, words):
-    """After two steps, a save, and two more; then the latter again from the checkpoint."""
-    words = [*FP8, "--run.dir", folder, *words]
+def saved_and_resumed(world, folder, *words):
+    """Four steps, the last two also again from a checkpoint; kinds and dtypes of the tensors."""
+    words = ["--run.dir", folder, *words]
     run = bytes_run(world, *words)
-    take_steps(run, 2)
+    first = curve(run, 2)
     run.save(wait=True)
     undisturbed = curve(run, 2)
     again = bytes_run(world, *words, "--run.resume", "auto")
-    plain = {type(part_of(tensor)) for tensor in state_of(again)["model"].values()}
-    return undisturbed, curve(again, 2), plain
-
-
-def part_of(tensor):
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    state = state_of(again)["model"].values()
+    plain = {type(getattr(tensor, "_local_tensor", tensor)) for tensor in state}
+    resumed = curve(again, 2)
+    gathered = set()
+    if isinstance(next(iter(state)), DTensor):
+        block = again.parallel.module.blocks[0]
+        block.unshard()
+        linears = [part for part in block.modules() if isinstance(part, nn.Linear)]
+        gathered = {part.weight._data.dtype for part in linears}
+        block.reshard()
+    return first, undisturbed, resumed, plain, gathered
 
 
 @pytest.mark.parametrize(
-    ("strategy", "more"),
-    [("single", []), ("single", ["--optim.ema", 0.9]), ("ddp", []), ("fsdp", ["--optim.ema", 0.9])],
+    ("strategy", "more"), [("single", []), ("ddp", []), ("fsdp", ["--optim.ema", 0.9])]
 )
-def test_a_run_in_float8_resumes_bit_for_bit_from_plain_tensors(strategy, more, tmp_path):
+def test_ranks_in_float8_learn_as_one_does_and_resume_bit_for_bit_from_plain_tensors(
+    strategy, more, tmp_path
+):
     ranks = 1 if strategy == "single" else 2
-    words = ["--parallel.strategy", strategy, *more]
-    for before, after, kinds in on_ranks(ranks, saved_and_resumed, tmp_path / "run", words):
-        assert before == after
-        assert kinds <= {torch.Tensor, nn.Parameter}
+    words = ["--parallel.strategy", strategy, "--train.micro_batch_size", 4 // ranks, *more]
+    single = curve(bytes_run(World(), "--train.micro_batch_size", 4), 2)
+    for first, undisturbed, resumed, plain, gathered in on_ranks(
+        ranks, saved_and_resumed, tmp_path / "run", *words
+    ):
+        # A scale is of all values in a tensor, which is half a batch on each of two ranks: products
+        # are rounded elsewhere, by 2^-4 of their operands, and losses move by less than 1 %.
+        assert first == pytest.approx(single, rel=0.01)
+        assert undisturbed == resumed
+        assert plain <= {torch.Tensor, nn.Parameter}
+        assert gathered == ({torch.float8_e4m3fn} if strategy == "fsdp" else set())
 
 
-def test_layers_with_hooks_and_shared_or_frozen_weights_stay_as_they_are():
-    module = make_run(World(), Wide(), *FP8).parallel.module
-    kinds = [type(part).__name__ for part in module]
-    assert kinds == ["Float8Linear", "Linear", "Linear", "Float8Linear", "Linear"]
+class Wide(Tiny):
+    """Four blocks of 16: the second has a hook, the third a frozen weight."""
+
+    def build_model(self):
+        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)), nn.Linear(16, 1))
+        model[1].register_forward_hook(lambda part, args, output: output * 1.0)
+        model[2].requires_grad_(False)
+        return model
+
+    def blocks(self, model):
+        return list(model[:4])
+
+    def build_dataset(self, split):
+        return Rows(x=torch.randn(64, 16), y=torch.zeros(64), counts=torch.ones(64))
 
 
 @pytest.mark.bad_input("`precision.dtype=fp8` in float32 or bit-exact")
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
+def test_layers_with_hooks_or_frozen_weights_stay_and_settings_that_rule_it_out_are_refused():
+    module = make_run(World(), Wide(), *FP8).parallel.module
+    kinds = [type(part).__name__ for part in module]
+    assert kinds == ["Float8Linear", "Linear", "Linear", "Float8Linear", "Linear"]
+    exact = ["--parallel.bit_exact", "true", "--train.global_batch_size", 8]
+    for words, said in (
         (["--use_amp", "false"], "use_amp=false computes in float32: use --use_amp true"),
-        (
-            ["--parallel.bit_exact", "true", "--train.global_batch_size", 8],
-            "bit_exact=true does not allow precision.dtype=fp8: float8 scales by a whole",
-        ),
-    ],
-)
-def test_float8_is_refused_beside_settings_that_rule_it_out(words, said):
-    with pytest.raises(ConfigError) as error:
-        make_run(World(), Wide(), *FP8, *words)
-    assert said in str(error.value)
+        (exact, "bit_exact=true does not allow precision.dtype=fp8: float8 scales by a whole"),
+    ):
+        assert said in message_of(64, make_run, World(), Wide(), *FP8, *words)
 
 
 def test_float8_of_an_earlier_version_is_a_dtype_now(tmp_path):

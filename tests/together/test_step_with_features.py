@@ -1,18 +1,25 @@
-"""Core as test_step.py tests it, with several features."""
+"""What a step reads back and sends with features, and models that change in their forward."""
+
+from functools import partial
 
 import pytest
+import torch
 from ranks import on_ranks
+from test_end_units import BOTH, FEW, VOCABULARY, WIDTH, Task, called
+from test_hooks import BranchedModel
 from test_step import DTYPES
-from tiny import (
-    Tiny,
-    log_row,
-    make_run,
-    take_steps,
-)
+from test_strangers import Mixture, first_weight_after, message_of_a_step
+from tiny import Rows, Tiny, log, log_row, make_run, parameters_of, take_steps
+from torch import nn
 
+from benchmarks.collectives import Counting
 from benchmarks.harness import HostReads
+from dist_amp.diagnostics.nonfinite_replay import NonfiniteReplay
+from dist_amp.scaling import hooks
 from dist_amp.step import train_step
 from dist_amp.world import World
+
+# ---- reads
 
 
 def host_reads(world, words):
@@ -28,27 +35,179 @@ def host_reads(world, words):
     return ordinary.count, logging.count
 
 
-@pytest.mark.parametrize(
-    ("ranks", "strategy", "dtype", "optimizer"),
-    [
-        (1, "single", "fp32", "sgd"),
-        (2, "ddp", "fp16", "adamw"),
-        (2, "fsdp", "bf16", "adamw"),
-        (4, "hsdp", "fp16", "sgd"),
-    ],
-)
-def test_a_step_reads_nothing_back_and_a_log_step_reads_once(ranks, strategy, dtype, optimizer):
-    words = ["--parallel.strategy", strategy, "--optim.name", optimizer, *DTYPES[dtype]]
-    assert on_ranks(ranks, host_reads, words) == [(0, 1)] * ranks
-
-
 # sgd: torch's AdamW looks at its step counts besides, which on a GPU it does without waiting.
 TEXTBOOK = ["--optim.fused", "false", "--optim.name", "sgd"]
 
 
 @pytest.mark.parametrize(
-    ("words", "reads"),
-    [(["--train.clip_by", "value"], 0), (["--train.clip_by", "off"], 0), (TEXTBOOK, 2)],
+    ("ranks", "strategy", "dtype", "words", "reads"),
+    [
+        (1, "single", "fp32", ["--optim.name", "sgd"], 0),
+        (2, "ddp", "fp16", [], 0),
+        (2, "fsdp", "bf16", [], 0),
+        (4, "hsdp", "fp16", ["--optim.name", "sgd"], 0),
+        (1, "single", "fp16", ["--train.clip_by", "value"], 0),
+        (1, "single", "fp16", ["--train.clip_by", "off"], 0),
+        (1, "single", "fp16", TEXTBOOK, 2),  # the decision and the rate
+    ],
 )
-def test_clipping_costs_no_read_and_the_textbook_path_the_decision_and_the_rate(words, reads):
-    assert host_reads(World(), [*DTYPES["fp16"], *words]) == (reads, 1)
+def test_a_step_reads_nothing_back_and_a_log_step_reads_once(ranks, strategy, dtype, words, reads):
+    words = ["--parallel.strategy", strategy, *words, *DTYPES[dtype]]
+    assert on_ranks(ranks, host_reads, words) == [(reads, 1)] * ranks
+
+
+def test_a_log_step_without_skips_still_costs_one_read_with_the_replay_of_skipped_steps():
+    run = make_run(World(), Tiny())
+    observer = NonfiniteReplay(run)
+    batches = next(run.data)
+    with HostReads() as ordinary:
+        report = train_step(run, batches)
+        run.metrics.record(report)
+        observer.after_step(report, batches)
+    with HostReads() as logging:
+        observer.on_log(log(run))
+    assert (ordinary.count, logging.count) == (0, 1)
+
+
+# ---- collectives
+
+
+class Sizes(Counting):
+    """The bytes that go into each collective of a kind, in their order."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        before = self.collectives.copy()
+        result = super().__torch_dispatch__(function, types, args, kwargs)
+        self.sizes += [one.bytes_in for one in self.collectives - before if one.kind == self.kind]
+        return result
+
+
+def sizes_in_a_step(world, kind, task, *words):
+    run = make_run(world, task, "--parallel.strategy", "fsdp", "--use_amp", "false", *words)
+    take_steps(run, hooks.COMPARED_FORWARDS)  # in which the ranks compare their blocks
+    with Sizes(kind) as counting:
+        take_steps(run, 1)
+    return counting.sizes
+
+
+def test_a_head_that_is_a_unit_is_reduced_before_the_blocks_and_else_after_them():
+    head = 4 * (VOCABULARY * WIDTH + VOCABULARY)
+    words = [*FEW, "--train.micro_batch_size", 8]
+    sizes = on_ranks(2, sizes_in_a_step, "reduce_scatter", Task(called, BOTH), *words)[0]
+    assert (sizes[0], len(sizes)) == (head, 6)
+    sizes = on_ranks(2, sizes_in_a_step, "reduce_scatter", Task(called), *words)[0]
+    assert sizes[-1] > head
+    assert len(sizes) == 4
+
+
+def test_an_embedding_that_is_a_unit_is_not_gathered_again_for_backward():
+    sizes = on_ranks(2, sizes_in_a_step, "all_gather", Task(called, BOTH), *FEW)[0]
+    shard_of_embedding = 4 * VOCABULARY * WIDTH // 2
+    shard_of_block = 4 * (WIDTH * WIDTH + WIDTH) // 2
+    assert sizes.count(shard_of_embedding) == 2, "the forwards of two micro-batches"
+    assert sizes.count(shard_of_block) == 3 * 2 * 2, "three blocks, forward and backward"
+
+
+class FrozenTrunk(Tiny):
+    def __init__(self, frozen):
+        super().__init__(depth=3)
+        self.frozen = frozen
+
+    def build_model(self):
+        model = super().build_model()
+        for block in model[: self.frozen]:
+            block.requires_grad_(False)
+        return model
+
+    def blocks(self, model):
+        return list(model[:3])
+
+
+def test_blocks_below_everything_that_is_trained_are_gathered_for_the_forward_alone():
+    # The root and the last block stay gathered; torch fetches the block below the last one ahead.
+    for frozen, gathers in ((0, 4 + 2), (2, 4 + 1)):
+        assert len(on_ranks(2, sizes_in_a_step, "all_gather", FrozenTrunk(frozen))[0]) == gathers
+
+
+# ---- models that change in their forward
+
+
+class Branched(Mixture):
+    def build_model(self):
+        return BranchedModel()
+
+    def build_dataset(self, split):
+        chosen = torch.tensor([0, 1, 2, 3, 1, 0, 3, 3]).repeat(self.samples // 8)
+        return Rows(**Tiny.build_dataset(self, split).columns, chosen=chosen)
+
+
+def steps_with_branches(world, strategy, *words):
+    words = [*words, "--parallel.strategy", strategy, "--data.shuffle", "false"]
+    words += ["--train.micro_batch_size", 1, "--train.global_batch_size", 8]
+    run = make_run(world, Branched(samples=32), *words)
+    take_steps(run, 4)
+    return parameters_of(run)
+
+
+@pytest.mark.parametrize(("reduce", "checkpointing"), [("last", "none"), ("every", "full")])
+def test_branches_that_only_some_ranks_depend_on_take_the_step_of_one_process_under_ddp(
+    reduce, checkpointing
+):
+    words = ["--use_amp", "false", "--parallel.accumulate_reduce", reduce]
+    words += ["--parallel.activation_checkpointing", checkpointing]
+    alone = steps_with_branches(World(), "single", *words)
+    for parameters in on_ranks(2, steps_with_branches, "ddp", *words):
+        # Rounding of float32 sums in another order, which the steps of Adam add up.
+        torch.testing.assert_close(parameters, alone, rtol=0, atol=2e-6)
+
+
+class Momentum(nn.Module):
+    """A student, and a teacher that follows it in each forward, by one of two ways to write."""
+
+    def __init__(self, through_data):
+        super().__init__()
+        self.student = nn.Linear(8, 2)  # a row on each of two ranks, so that both see the change
+        self.teacher = nn.Linear(8, 2).requires_grad_(False)
+        self.through_data = through_data
+
+    @torch.no_grad()
+    def follow(self):
+        pairs = zip(self.teacher.parameters(), self.student.parameters(), strict=True)
+        for old, new in pairs:
+            if self.through_data:
+                old.data = old.data * 0.9 + new.data * 0.1
+            else:
+                old.mul_(0.9).add_(new, alpha=0.1)
+
+    def forward(self, x):
+        if self.training:
+            self.follow()
+        return (self.student(x) - self.teacher(x).detach()).sum(-1, keepdim=True)
+
+
+class FollowsInForward(Tiny):
+    def __init__(self, through_data: bool = False):
+        super().__init__()
+        self.through_data = through_data
+
+    def build_model(self):
+        return Momentum(self.through_data)
+
+
+@pytest.mark.bad_input("a teacher that the forward changes, under fsdp")
+@pytest.mark.parametrize("through_data", [False, True])
+def test_a_teacher_that_moves_in_forward_moves_under_ddp_and_is_refused_under_fsdp(through_data):
+    task = partial(FollowsInForward, through_data)
+    alone = first_weight_after(World(), task, "single")
+    for parameters in on_ranks(2, first_weight_after, task, "ddp"):
+        # Rounding of float32 sums in another order, which two steps of Adam add up.
+        torch.testing.assert_close(
+            parameters["teacher.weight"], alone["teacher.weight"], rtol=0, atol=2e-6
+        )
+    for message in on_ranks(2, message_of_a_step, task(), "fsdp"):
+        assert "forward changes its parameter teacher.weight, which is" in message

@@ -1,4 +1,4 @@
-"""Core as test_tensorboard.py tests it, with several features."""
+"""What runs with several features write for TensorBoard, and the board that shows it."""
 
 import errno
 import json
@@ -6,28 +6,32 @@ import os
 import re
 import time
 from fnmatch import fnmatchcase
-from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+import torch
 from conftest import ROOT
 from ranks import on_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer.record_writer import RecordWriter
-from tiny import Tiny, make_run
+from tiny import Tiny, log, make_run, take_steps
 
 from dist_amp.commands.board import main as board
 from dist_amp.commands.board import main_tags, pinned_url
-from dist_amp.supervise.environment import (
-    code_folder,
-    source_of,
-)
-from dist_amp.supervise.lifecycle import open_run
+from dist_amp.settings import DataConfig
+from dist_amp.supervise.banner import closing_table
+from dist_amp.supervise.environment import code_folder, source_of
+from dist_amp.supervise.lifecycle import open_run, write_summary
 from dist_amp.supervise.stop import AgreedStop
+from dist_amp.tasks.causal_lm import CausalLM
 from dist_amp.telemetry import writers
+from dist_amp.telemetry.console import columns
+from dist_amp.telemetry.mfu import count_flops, find_mfu, flops_per_item
 from dist_amp.telemetry.writers import TensorBoardWriter
 from dist_amp.train import train
 from dist_amp.world import World
+
+FLOPS = 6 * (2 * (64 + 8) + 8 + 1)  # of an item of Complete
 
 
 class Complete(Tiny):
@@ -37,7 +41,7 @@ class Complete(Tiny):
         return batch["x"].numel()
 
     def flops_per_item(self, model):
-        return 1e6
+        return 6 * sum(p.numel() for p in model.parameters())
 
     def metrics(self, model, batch):
         return {"error": batch["y"].abs().sum()}
@@ -69,10 +73,6 @@ def events_of(folder, rank=0):
     return EventAccumulator(str(folder / "tensorboard" / f"rank{rank:05d}")).Reload()
 
 
-def scalars(events, tag):
-    return [(event.step, event.value) for event in events.Scalars(tag)]
-
-
 def test_every_tag_that_a_run_writes_is_in_the_table_of_the_docs(folder):
     written = {tag for rank in (0, 1) for tag in events_of(folder, rank).Tags()["scalars"]}
     text = (ROOT / "docs" / "metrics.md").read_text()
@@ -101,24 +101,13 @@ def test_the_address_pins_six_charts_that_a_run_has(folder, has_tokens):
     assert tags <= set(events_of(folder).Tags()["scalars"])
     assert ("throughput/tokens_per_second" in tags) == has_tokens
     assert "eval/loss" in tags
-    assert not any("scale" in tag for tag in tags), "it is constant but in fp16"
+    assert "time/local_seconds" in main_tags(has_tokens), "it shows a slow rank"
     (colours,) = parse_qs(url.query)["runColorGroup"]
-    names = [
-        "rank00000",
-        "rank00001",
-        *(f"run1/tensorboard/rank0000{n}" for n in (0, 1)),
-        "run2/tensorboard/rank00000",
-    ]
+    names = ["rank00000", "rank00001", *(f"run1/tensorboard/rank0000{n}" for n in (0, 1))]
+    names.append("run2/tensorboard/rank00000")
     groups = [re.search(colours.removeprefix("regex:"), name).groups() for name in names]
     assert len(set(groups[:2])) == 2, "one run: a colour per rank"
     assert groups[2] == groups[3] != groups[4], "several runs: a colour per run"
-
-
-def test_the_local_time_that_shows_a_slow_rank_is_pinned_and_samples_are_the_first_texts(folder):
-    assert "time/local_seconds" in main_tags(has_tokens=True)
-    texts = sorted(["sample", "slow_ranks", *events_of(folder).Tags()["tensors"]])
-    assert texts[:2] == ["sample", "slow_ranks"]
-    assert len(texts) > 2
 
 
 def test_board_prints_the_address_of_the_main_charts_and_becomes_tensorboard(
@@ -154,31 +143,16 @@ def test_after_a_full_disk_values_are_written_again(tmp_path, monkeypatch):
     writer.write_scalars({"train/loss": 2.0}, 2)
     writer.close()
     assert len(warnings) == 1
-    assert scalars(events_of(tmp_path), "train/loss")[-1] == (2, 2.0)
+    last = events_of(tmp_path).Scalars("train/loss")[-1]
+    assert (last.step, last.value) == (2, 2.0)
 
 
-def test_the_code_of_a_task_is_in_its_files_folder_or_the_current_one_if_ours_or_a_notebooks():
-    from dist_amp.settings import DataConfig
-    from dist_amp.tasks.causal_lm import CausalLM
-
-    assert code_folder(source_of(Tiny())) == Path(__file__).parents[1]
-    assert code_folder(source_of(CausalLM(DataConfig()))) == Path.cwd()
-    in_a_notebook = type("Defined", (), {"__module__": "__main__"})()
-    assert code_folder(source_of(in_a_notebook)) in {Path.cwd(), Path(__file__).parent}
-
-
-@pytest.mark.bad_input("an `environment.json` that can't be written")
-def test_an_environment_that_can_not_be_written_is_a_warning(tmp_path, capsys):
-    (tmp_path / "environment.json").mkdir()  # a folder can't be replaced by a file
-    run = make_run(World(), Tiny(), "--run.dir", tmp_path)
-    open_run(run)
-    run.metrics.close_files()
-    said = (
-        "environment.json can't be written (Is a directory); TensorBoard's text `start/environment`"
-    )
-    assert said in capsys.readouterr().err
-    texts = {"start/config/text_summary", "start/environment/text_summary"}
-    assert texts <= set(events_of(tmp_path).Tags()["tensors"])
+def test_the_code_of_a_task_is_in_its_files_folder_or_the_current_one_if_ours(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert code_folder(source_of(Tiny())) == ROOT / "tests"
+    assert code_folder(source_of(CausalLM(DataConfig()))) == tmp_path
 
 
 def test_what_starts_tensorboard_here_listens_on_this_machine_alone():
@@ -193,3 +167,72 @@ def test_what_starts_tensorboard_here_listens_on_this_machine_alone():
     for text in opened.values():
         assert "127.0.0.1:6006:6006" in text
         assert not re.search(r"(?<!127\.0\.0\.1:)\b6006:6006", text)
+
+
+# ---- MFU
+
+
+def of_a_text(**shape):
+    task = CausalLM(DataConfig(), **shape)
+    tokens = torch.zeros(2, task.context + 1, dtype=torch.int64, device="meta")
+    return task, {"input_ids": tokens, "labels": tokens}
+
+
+@pytest.mark.parametrize(
+    ("task", "batch"),
+    [
+        of_a_text(tied=False, vocabulary=300),
+        of_a_text(context=1024, width=768, layers=2, heads=12, vocabulary=50304),
+    ],
+)
+def test_a_tasks_flops_per_item_are_those_that_the_counter_of_torch_counts(task, batch):
+    with torch.device("meta"):
+        model = task.build_model()
+    # Whole numbers below 2^53, and no operation is approximated.
+    assert flops_per_item(task, model) == count_flops(task, model, batch) / 2
+
+
+def in_the_run(world, folder):
+    words = ["--metrics.peak_flops", 1e9 * (1 + world.rank), "--train.micro_batch_size", 4]
+    run = make_run(world, Complete(), *words, "--parallel.strategy", "fsdp", "--run.dir", folder)
+    run.metrics.open(run.folder, 0, "")
+    run.observers.add(find_mfu(run.world, run.config, run.task, run.parallel))
+    for report in take_steps(run, 2):
+        run.metrics.record(report)
+    row = log(run)
+    run.metrics.close_files()
+    summary = write_summary(run.folder, run, "completed", 0, "") if world.is_main else None
+    return "  ".join(columns(row, 1.0)), summary
+
+
+def test_mfu_is_items_per_second_times_the_tasks_flops_over_the_peak_of_each_rank(tmp_path):
+    (line, summary), _ = on_ranks(2, in_the_run, str(tmp_path))
+    rows = json.loads((tmp_path / "metrics.jsonl").read_text())["ranks"]
+    for rank, seconds in enumerate((FLOPS / 1e9, FLOPS / 2e9)):
+        row = rows[rank]
+        expected = row["throughput/items_per_second"] * seconds
+        assert row["throughput/mfu"] == pytest.approx(expected, rel=1e-12)
+        (event,) = events_of(tmp_path, rank).Scalars("throughput/mfu")
+        # TensorBoard keeps float32.
+        assert event.value == pytest.approx(row["throughput/mfu"], rel=1e-6)
+        ended = summary["ranks"][rank]
+        assert ended["mfu"] == pytest.approx(ended["items_per_second"] * seconds, rel=1e-12)
+    assert summary["mfu"] == (summary["ranks"][0]["mfu"] + summary["ranks"][1]["mfu"]) / 2
+    mean = (rows[0]["throughput/mfu"] + rows[1]["throughput/mfu"]) / 2
+    assert f" MiB  mfu {100 * mean:.3g} %  " in line
+    table = closing_table(summary, tmp_path).splitlines()
+    assert table[0].endswith("        mfu")
+    assert table[1].endswith(f" {100 * summary['ranks'][0]['mfu']:.3g} %")
+
+
+@pytest.mark.parametrize(
+    ("task", "words"), [(Complete, []), (Tiny, ["--metrics.peak_flops", "1e12"])]
+)
+def test_without_a_peak_or_the_tasks_flops_there_is_no_mfu_and_the_cpu_keeps_silent(
+    task, words, capsys
+):
+    run = make_run(World(), task(), *words)
+    assert find_mfu(run.world, run.config, run.task, run.parallel) is None
+    assert bool(capsys.readouterr().out) == bool(words), "who sets the peak wants MFU"
+    run.metrics.record(*take_steps(run, 1))
+    assert "mfu" not in "  ".join(columns(log(run), 1.0))

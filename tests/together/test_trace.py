@@ -15,6 +15,7 @@ KINDS = ("parameter", "forward", "loss", "backward", "gradient", "op")
 FP32 = ["--use_amp", "false", "--train.micro_batch_size", 4, "--train.accumulation_steps", 2]
 FULL = ["--parallel.activation_checkpointing", "full"]
 COMPILED = ["--compile.blocks", "true", "--compile.mode", "eager"]
+BATCH = {"x": torch.ones(4, 8), "y": torch.zeros(4), "counts": torch.ones(4)}
 
 
 class Twice(nn.Module):
@@ -44,8 +45,8 @@ def trace_of(world, task, kinds, *words):
     return events, parameters_of(run)
 
 
-def test_events_come_in_the_order_of_the_computation_and_each_call_of_a_module_is_one():
-    events, _ = trace_of(World(), Shares(), KINDS)
+def test_each_call_of_a_module_is_an_event_in_order_and_the_step_has_the_bits_of_an_ordinary_one():
+    events, parameters = trace_of(World(), Shares(), KINDS)
     first = [event for event in events if event.micro_batch < 1 and event.kind != "op"]
     order = list(dict.fromkeys(event.kind for event in first))
     assert order == ["parameter", "forward", "loss", "backward", "gradient"]
@@ -56,14 +57,9 @@ def test_events_come_in_the_order_of_the_computation_and_each_call_of_a_module_i
     products = [event.module for event in events if event.name == "aten.addmm"]
     assert products == ["shared", "shared", "head"] * 2
     assert Counter(event.kind for event in events)["loss"] == 2
-
-
-def test_a_recorded_step_has_the_bits_of_one_that_is_not():
     run = make_run(World(), Shares(), *FP32)
     take_steps(run, 1)
-    _, recorded_parameters = trace_of(World(), Shares(), KINDS)
-    for name, parameter in parameters_of(run).items():
-        assert torch.equal(parameter, recorded_parameters[name]), name
+    torch.testing.assert_close(parameters_of(run), parameters, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -100,9 +96,8 @@ def test_the_first_event_whose_values_differ_though_its_inputs_do_not_is_named()
                 parameter.fill_(0.1)
             model.head.weight.mul_(factor)
         recorder = Recorder(Tiny(), model, hash_of, ("forward", "op"), inputs=True)
-        batch = {"x": torch.ones(4, 8), "y": torch.zeros(4), "counts": torch.ones(4)}
         with recorder:
-            recorder.loss_sum(model, batch)
+            recorder.loss_sum(model, BATCH)
         traces.append(recorder.events)
     calls = [[event for event in events if event.kind == "forward"] for events in traces]
     a, b = first_difference(*calls)
@@ -116,16 +111,13 @@ class Shift(nn.Module):
         return x + 1e-3
 
 
-@pytest.mark.bad_input("a trace of a model with 10,000 modules")
-def test_a_model_of_ten_thousand_modules_is_recorded():
-    model = nn.Sequential(nn.Linear(8, 1), *[Shift() for _ in range(10_000)])
-    batch = {"x": torch.ones(4, 8), "y": torch.zeros(4), "counts": torch.ones(4)}
+def test_a_model_of_more_modules_than_python_may_recurse_is_recorded():
+    model = nn.Sequential(nn.Linear(8, 1), *[Shift() for _ in range(3_000)])
     with Recorder(Tiny(), model, len, ("forward", "backward", "gradient")) as recorder:
-        recorder.loss_sum(model, batch).backward()
+        recorder.loss_sum(model, BATCH).backward()
     counts = Counter(event.kind for event in recorder.events)
-    assert counts["forward"] == 10_002
-    assert counts["backward"] > 10_000
-    assert counts["gradient"] == 2
+    assert (counts["forward"], counts["gradient"]) == (3_002, 2)
+    assert counts["backward"] > 3_000
 
 
 def kept_gradients(world, strategy):

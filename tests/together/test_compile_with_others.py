@@ -1,0 +1,192 @@
+"""Which blocks are compiled with other features' tasks and settings, and what that needs."""
+
+import re
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import pytest
+import tiny_hf
+import torch
+from byte_model import COMPILED, FULL, nothing_compiled_yet  # noqa: F401
+from conftest import ROOT
+from messages import message_of
+from tiny import Tiny, make_run, take_steps
+from torch import nn
+from torch._dynamo.utils import counters
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from dist_amp.config.load import load_config
+from dist_amp.errors import ConfigError
+from dist_amp.scaling import compile as compiling
+from dist_amp.scaling.compile import check_compile, pick_compile
+from dist_amp.settings import CompileConfig
+from dist_amp.supervise.explain import explain_error
+from dist_amp.supervise.lifecycle import Job
+from dist_amp.world import World
+
+GPU = World(device=torch.device("cuda", 0))
+
+
+class Penalty(Tiny):
+    def loss_sum(self, model, batch):
+        x = batch["x"].requires_grad_()
+        y = model(x)
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return super().loss_sum(model, batch) + slope.square().sum()
+
+
+@pytest.mark.bad_input("a loss that differentiates twice, with compiled blocks")
+def test_a_loss_that_differentiates_compiled_blocks_twice_is_told_to_leave_them_as_they_are():
+    run = make_run(World(), Penalty(), *COMPILED, "--use_amp", "false")
+    with pytest.raises(RuntimeError) as error:
+        take_steps(run, 1)
+    explained = explain_error(error.value, Job(run.config, run.world, run=run))
+    assert isinstance(explained, ConfigError)
+    assert str(explained).startswith("rank 0: the loss differentiates twice (create_graph)")
+    assert str(explained).endswith("use compile.blocks=false")
+
+
+@contextmanager
+def compiled_by(backend):
+    """A context in which torch.compile uses this backend."""
+    real = torch.compile
+    with patch.object(torch, "compile", lambda f, **more: real(f, **{**more, "backend": backend})):
+        yield
+
+
+@pytest.mark.bad_input("a block that the compiler's backend fails on")
+def test_a_backend_that_fails_is_named_with_the_block():
+    def fails(graph, inputs):
+        raise ValueError("no kernel")
+
+    with compiled_by(fails):
+        run = make_run(World(), Tiny(), *COMPILED)
+        said = message_of(64, take_steps, run, 1)
+    assert "compile.mode=aot_eager can't compile 0: " in said
+    assert "no kernel" in said
+
+
+class OneLayer(Tiny):
+    def build_model(self):
+        return nn.Linear(8, 1)
+
+
+@pytest.mark.parametrize(
+    ("task", "words", "said"),
+    [
+        (Tiny(), ["--parallel.bit_exact", "true"], "what another machine compiles may round"),
+        (Tiny(), ["--debug.detect_anomaly", "true"], "names operations, not compiled code"),
+        (OneLayer(), [], "the model has no blocks"),
+    ],
+)
+def test_auto_says_why_it_compiles_nothing_on_a_gpu(task, words, said, monkeypatch, capsys):
+    monkeypatch.setattr(compiling, "_missing_compiler", lambda device: "")
+    config = load_config(words, environ={})
+    assert pick_compile(config, "single", task, task.build_model(), GPU).blocks is False
+    out = capsys.readouterr().out
+    assert out.startswith("compile.blocks=auto: nothing is compiled, because ")
+    assert re.search(said, out)
+
+
+def test_settings_without_effect_get_a_warning(capsys):
+    make_run(World(), Tiny(), "--compile.mode", "max-autotune")
+    check_compile(CompileConfig(blocks=True, mode="reduce-overhead"), "single", 1, World())
+    make_run(World(), OneLayer(), *COMPILED)
+    out, err = capsys.readouterr()
+    assert "compile.mode=max-autotune has no effect, since nothing is compiled: set comp" in err
+    assert "compile.mode=reduce-overhead has no effect on a CPU" in err
+    assert "compile.blocks: the whole model, which has no blocks, will be compiled" in out
+
+
+@pytest.mark.bad_input("activation checkpointing of more blocks than the model has, or of none")
+@pytest.mark.parametrize(
+    ("task", "words", "said"),
+    [
+        (Tiny(), [*FULL[:1], 4], "=4 is more than the model's 2 blocks; use 1 to 2, or"),
+        (OneLayer(), FULL, "=full: the model has no blocks; add `def blocks(self, model)` to the"),
+        (Tiny(), ["--compile.mode", "fast"], "=fast on the command line must be one of default, "),
+    ],
+)
+def test_settings_of_blocks_that_cannot_be_are_refused(task, words, said):
+    assert said in message_of(64, make_run, World(), task, *words)
+
+
+@pytest.mark.bad_input("inductor without a C or C++ compiler, Python's headers, or Triton on a GPU")
+@pytest.mark.bad_input("CUDA graphs (`compile.mode`) with parameters that FSDP gathers")
+@pytest.mark.parametrize(
+    ("there", "world", "strategy", "mode", "said"),
+    [
+        ("triton clang Python.h", GPU, "single", "default", ""),
+        ("clang Python.h", GPU, "single", "default", "needs Triton on a GPU; install"),
+        ("triton Python.h", GPU, "single", "default", "needs a C compiler for Triton (gcc or cla"),
+        ("triton gcc", GPU, "single", "default", "/Python.h for Triton (Debian: python3-dev); in"),
+        ("", World(), "single", "default", "compile.mode=default needs a C++ compiler on a CPU"),
+        ("g++", World(), "fsdp", "reduce-overhead", "replays CUDA graphs, which need par"),
+    ],
+)
+def test_what_compiled_code_needs_is_checked_before_the_first_step(
+    there, world, strategy, mode, said, monkeypatch, tmp_path
+):
+    there = there.split()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name in there else None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr("shutil.which", lambda name: name if name in there else None)
+    monkeypatch.setattr("sysconfig.get_path", lambda *names: str(tmp_path))
+    if "Python.h" in there:
+        (tmp_path / "Python.h").touch()
+    arguments = CompileConfig(blocks=True, mode=mode), strategy, 1, world
+    if said:
+        assert said in message_of(64, check_compile, *arguments)
+    else:
+        check_compile(*arguments)
+
+
+def language_model(folder, family, pack):
+    more = {"gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4}, "llama": {}, "mistral": {}}
+    config = AutoConfig.for_model(family, **tiny_hf.LLAMA, **more.get(family, {"head_dim": 8}))
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    rows = [{"text": "ab" * (1 + n % 9)} for n in range(64)]
+    return ["dist_amp.tasks.hf_causal_lm:HFCausalLM", "--data.pack", pack], rows
+
+
+def classifier(folder):
+    tiny_hf.make_model(folder, "bert")
+    rows = [{"text": "ab" * (1 + n % 9), "label": n % 2} for n in range(64)]
+    return ["dist_amp.tasks.hf_classification:HFClassification", "--task.args.classes", 2], rows
+
+
+def preference(folder):
+    tiny_hf.make_model(folder, "llama")
+    row = {"prompt": "say", "chosen": "abab", "rejected": "ba"}
+    return [f"{ROOT}/examples/preference.py:DPO"], [row] * 64
+
+
+QUICK = ["llama best_fit", "gpt2 off", "gemma off", "classifier", "preference"]
+SLOW = ["qwen3 best_fit", "gemma best_fit"]
+SHIPPED = [
+    f"{ROOT}/examples/sinusoid.py:Sinusoid",
+    "dist_amp.tasks.image_classification:ImageClassification",
+    "dist_amp.tasks.causal_lm:CausalLM",
+]
+
+
+@pytest.mark.parametrize(
+    "task", [*SHIPPED, *QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+)
+def test_no_task_has_a_graph_break(task, tmp_path, capsys):
+    target = [task]
+    if task not in SHIPPED:
+        makers = {"classifier": classifier, "preference": preference}
+        make = makers.get(task, lambda folder: language_model(folder, *task.split()))
+        target, rows = make(tmp_path / "model")
+        tiny_hf.make_tokenizer(tmp_path / "model")
+        path = tiny_hf.write_rows(tmp_path / "rows.jsonl", rows)
+        target += ["--task.args.model", tmp_path / "model", "--data.path", path]
+        target += ["--task.args.length", 32]
+    counters.clear()
+    eager = ["--compile.blocks", "true", "--compile.mode", "eager"]
+    take_steps(make_run(World(), None, *eager, "--task.target", *target), 2)
+    # The loss's call of the model is one.
+    breaks = [why for why in counters["graph_break"] if "torch.compiler.disable" not in why]
+    assert breaks == []
+    assert "is not one graph" not in capsys.readouterr().err

@@ -1,0 +1,143 @@
+"""The main job, as a process, with features that look at how it goes on and ends."""
+
+import json
+
+import pytest
+from ranks import on_ranks
+from test_security import ADDRESS, SECRETS
+from test_train import TINY
+
+from dist_amp import train
+from dist_amp.config.load import load_config
+from dist_amp.errors import ConfigError
+from dist_amp.sources.files import file_system
+
+FAULTY = '''
+import os
+from tiny import Tiny
+
+
+class Faulty(Tiny):
+    """The first layer of rank 1 is wrong by one bit in step 7, from a hook on its output."""
+
+    steps = 0
+
+    def build_model(self):
+        model = super().build_model()
+        model[0].register_forward_hook(self.flip)
+        return model
+
+    def flip(self, module, inputs, output):
+        if self.steps == 6 and os.environ["RANK"] == "1":
+            output = output.clone()
+            output.view(-1)[:1] += 2**-12
+        return output
+
+    def on_step(self, run, report):
+        self.steps = run.step
+'''
+AUDITED = ["--parallel.bit_exact", "true", "--train.global_batch_size", "8", "--use_amp", "false"]
+AUDITED += ["--train.micro_batch_size", "2", "--debug.audit_every", "1", "--eval.every", "off"]
+
+
+def test_an_audit_ends_the_job_with_status_70_before_the_update_and_names_the_rank(
+    launch, tmp_path
+):
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    words = [*AUDITED, "--parallel.strategy", "fsdp", "--run.device", "cpu", "--run.dir", "run"]
+    words += ["--task.target", "faulty.py:Faulty", "--checkpoint.every", 2]
+    done = launch.each(2, *words)
+    assert [one.returncode for one in done] == [70, 70]
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["cause"].startswith("audit of step 7, micro-batch ")
+    assert "ranks [0] against ranks [1], each with the same result twice" in summary["cause"]
+    assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())[-1].endswith("6")
+
+
+def fingerprinted(world, folder):
+    words = ["--task.target", "tiny:Tiny", "--run.dir", folder, "--metrics.fingerprint", "1"]
+    return train.main([*AUDITED, *words, "--train.steps", "4"])
+
+
+def test_an_audit_and_fingerprints_watch_the_same_step(tmp_path):
+    assert on_ranks(2, fingerprinted, str(tmp_path / "run")) == [0, 0]
+
+
+ENDS = """
+import os, signal
+from tiny import Tiny
+
+class Ends(Tiny):
+    def on_step(self, run, report):
+        way = os.environ.get(f"AT_{run.step}")
+        if way == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+        if way == "error":
+            raise RuntimeError("planted")
+"""
+
+
+def test_an_evaluation_that_two_resumes_repeat_is_logged_once(launch):
+    def evaluated():
+        lines = (launch.folder / "run/metrics.jsonl").read_text().splitlines()
+        return [line["step"] for line in map(json.loads, lines) if "eval/loss" in line]
+
+    (launch.folder / "ends.py").write_text(ENDS)
+    words = ("--task.target", "ends:Ends", "--run.dir", "run", "--metrics.log_every", 1)
+    words = (*words, "--eval.every", 2, "--checkpoint.every", 4, "--train.steps", 4)
+    assert launch(0, *words, AT_2="signal").returncode == 75  # saved before its evaluation
+    assert launch(0, *words, AT_3="error").returncode == 65
+    assert evaluated() == [2]
+    assert launch(0, *words).returncode == 0
+    assert evaluated() == [2, 4]
+
+
+SECRETIVE = """
+import os
+from tiny import Tiny
+
+class Secretive(Tiny):
+    def __init__(self, address: str, token: str = "", fails: bool = False):
+        super().__init__()
+        self.address = address
+        self.fails = fails
+
+    def on_step(self, run, report):
+        if self.fails:
+            raise OSError(f"GET {self.address} failed with {{'secret': 'hunter2'}}")
+"""
+
+
+@pytest.mark.bad_input("a password, token or signed address in a setting or variable")
+@pytest.mark.bad_input("a masked secret of a run's config.toml, in a task's argument or data.path")
+def test_a_run_writes_and_prints_no_secret_and_never_uses_a_masked_one(launch, monkeypatch):
+    (launch.folder / "secretive.py").write_text(SECRETIVE)
+    words = [*TINY, "--task.target", "secretive:Secretive", "--run.dir", "run", "--data.path"]
+    words += [ADDRESS, "--checkpoint.every", "2", "--optim.schedule", "constant"]
+    words += ["--task.args.address", ADDRESS, "--task.args.token", "hf_secret", "--train.steps"]
+    environ = {"HF_HUB_X": "hunter2", "LOCAL_DSN": "postgres://u:hunter2@h"}
+    first = launch(0, *words, "2", **environ)
+    assert first.returncode == 0, first.stderr
+    assert "s3://***@bucket/x" in first.stderr  # the warning that nothing reads data.path
+    fails = ("--task.args.fails", "true", "--run.allow_config_change", "true")
+    failed = launch(0, *words, "4", *fails, **environ)
+    assert "OSError: GET s3://***@bucket/x" in failed.stderr
+    again = launch(0, *words, "4", **environ)
+    assert again.returncode == 0, again.stderr
+    assert "resumed from step 2" in again.stdout
+    printed = launch(0, *words, "4", "--print_config")
+    contents = {path: path.read_bytes() for path in (launch.folder / "run").rglob("*.*")}
+    for number, done in enumerate((first, failed, again, printed)):
+        contents[number] = f"{done.stdout}{done.stderr}".encode()
+    for name, content in contents.items():
+        for secret in SECRETS:
+            assert secret.encode() not in content, name
+    assert b"s3://***@bucket/x" in contents[launch.folder / "run/config.toml"]
+    assert any("events.out" in str(name) for name in contents)
+    monkeypatch.syspath_prepend(launch.folder)
+    saved = ["--config", str(launch.folder / "run/config.toml")]
+    with pytest.raises(ConfigError, match=r"task.args.address in .*config.toml, line .* is masked"):
+        load_config(saved, {})
+    masked = load_config([*saved, "--task.args.address", ADDRESS, "--task.args.token", "x"], {})
+    with pytest.raises(ConfigError, match="DIST_AMP_DATA__PATH"):
+        file_system(masked.data.path)

@@ -1,0 +1,94 @@
+"""Settings of several features: their files, pages and schema, and the demo's precision."""
+
+import os
+import re
+import sys
+
+import pytest
+from conftest import ROOT
+from reference import reference
+from test_config import load, values
+from test_schema import problems
+
+from dist_amp.commands import demo, trackers
+from dist_amp.config.help import json_schema
+from dist_amp.config.text import flat, to_toml
+from dist_amp.errors import ConfigError
+from examples.sinusoid import Sinusoid
+
+CONFIGS = ROOT / "configs"
+
+
+def test_a_command_line_may_be_written_in_several_ways():
+    assert load("--train.steps=7").train.steps == 7
+    assert load("--train.steps", "7", "--train.steps", "8").train.steps == 8, "the last one wins"
+    assert load("--train.micro-batch-size", "3").train.micro_batch_size == 3
+    assert not load("--use-amp=false").precision.use_amp
+    assert load("--precision.tf32", "True").precision.tf32
+    target = ("--task.target", f"{ROOT}/examples/sinusoid.py:Sinusoid")
+    assert load(*target, "--task.args.frequencies", "-4", "2").task.args.frequencies == (-4, 2)
+
+
+def test_every_shipped_config_loads_and_the_reference_has_every_setting_with_its_default():
+    for path in CONFIGS.glob("*.toml"):
+        load("--config", path)
+    assert (CONFIGS / "reference.toml").read_text() == reference(), "run python tests/reference.py"
+    assert values(load("--config", CONFIGS / "reference.toml")) == values(load())
+
+
+def test_every_debugging_setting_is_documented_and_every_documented_setting_exists():
+    page = (ROOT / "docs/debugging.md").read_text()
+    keys = flat(to_toml(load()))
+    assert [key for key in keys if key.startswith("debug.") and key not in page] == []
+    assert [key for key in re.findall(r"--([a-z_]+\.[a-z_.]+)", page) if key not in keys] == []
+
+
+def test_the_arguments_of_a_task_are_checked_if_it_is_named():
+    of_task = json_schema(Sinusoid)
+    arguments = '[task]\ntarget = "examples/sinusoid.py:Sinusoid"\n[task.args]\n'
+    assert problems(arguments + "hidden_layers = 8", of_task) == []
+    (said,) = problems(arguments + "hidden_layer = 8", of_task)
+    assert "hidden_layer" in said
+    assert problems(arguments + "hidden_layer = 8") == [], "of an unknown task nothing is known"
+
+
+@pytest.mark.bad_input("`follow` to a tracker that is not installed")
+def test_a_tracker_that_is_not_installed_is_refused_with_the_command_that_installs_it():
+    with pytest.raises(ConfigError, match="not_there is not installed; pip install not_there"):
+        trackers.imported("not_there")
+    page = (ROOT / "docs/trackers.md").read_text()
+    assert all(f".[{name}]" in page for name in trackers.TRACKERS)
+
+
+@pytest.mark.parametrize(
+    ("native", "words", "environ", "added"),
+    [
+        ("float32", ["--train.steps", "5"], {}, "--use_amp false"),
+        ("fp16", ["--config", "other.toml"], {"DIST_AMP_RUN__SEED": "1"}, "--precision.dtype fp16"),
+        ("bf16", [], {}, ""),
+        # A setting chooses.
+        ("float32", ["--use-amp=true"], {}, None),
+        ("float32", ["--precision.scaler.init_scale", "8"], {}, None),
+        ("float32", ["--config", "mine.toml"], {}, None),
+        ("float32", [], {"DIST_AMP_PRECISION__DTYPE": "fp16"}, None),
+    ],
+)
+def test_the_demo_takes_the_native_precision_and_says_so_in_one_line_unless_a_setting_does(
+    native, words, environ, added, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.toml").write_text("precision.dtype = 'bf16'")
+    (tmp_path / "other.toml").write_text("[train]\nsteps = 5")
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(demo, "native_precision", lambda device: (native, "for this reason"))
+    started = []
+    monkeypatch.setattr(os, "execv", lambda path, argv: started.append(argv))
+    assert demo.main(words) == 0
+    expected = ["-m", "dist_amp.launch", "--config", str(CONFIGS / "demo.toml")]
+    assert started == [[sys.executable, *expected, *(added or "").split(), *words]]
+    line = ""
+    if added is not None:
+        line = f"precision  {native}: for this reason; choose with --precision.dtype bf16|fp16 or "
+        line += "--use_amp false\n"
+    assert capsys.readouterr().err == line
