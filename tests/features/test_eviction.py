@@ -9,13 +9,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-from messages import message_of
+from forked import finish
 from metadata_server import FAULTS, event, in_seconds, metadata_server
 from ranks import on_ranks
 from test_train import TINY, losses, summary_of, wait_for
-from tiny import Tiny, make_run, take_steps, watched
+from tiny import Tiny, make_run, watched
 
-from dist_amp.config.load import load_config
 from dist_amp.supervise import eviction
 from dist_amp.supervise.eviction import EvictionNotice, recognised
 from dist_amp.supervise.stop import AgreedStop
@@ -121,13 +120,6 @@ def test_only_the_first_rank_of_a_machine_asks(service):
 # ---- bad inputs ----
 
 
-@pytest.mark.bad_input("`run.eviction_notice` of an unknown cloud")
-def test_an_unknown_cloud_is_refused_with_those_that_are_known():
-    message = message_of(64, load_config, ["--run.eviction_notice", "amazon"], {})
-    assert "run.eviction_notice" in message
-    assert "auto, off, aws, gcp, azure" in re.sub("['\"]", "", message)
-
-
 FAILING = [("aws", fault) for fault in FAULTS]
 FAILING += [  # asked as AWS's is; each reads the answer in its own way
     pytest.param(cloud, fault, marks=[] if fault == "garbage" else [pytest.mark.slow])
@@ -159,28 +151,10 @@ def test_a_service_that_fails_is_warned_of_once_and_asked_again(
     assert not [path for path in service.asked if "elsewhere" in path]
 
 
-@pytest.mark.parametrize("answered", [False, True])
-def test_failures_are_not_warned_of_at_first_or_right_after_an_answer(
-    service, monkeypatch, capsys, answered
-):
-    monkeypatch.setattr(eviction, "SILENT_SECONDS", 0.0 if answered else 30.0)
-    service.fault = "" if answered else "status 500"
-    with watching("aws") as stop:
-        monkeypatch.setattr(eviction, "SILENT_SECONDS", 30.0)
-        asks_again(service)
-        service.fault = "status 500"
-        asks_again(service)
-        assert stop.notice is None
-    assert "eviction" not in capsys.readouterr().err
-
-
-PAST = r"in -72\d\d s by this machine's clock: check the clock"
 CLOCKS = [
-    ("aws", lambda: in_seconds("aws", -7200), PAST),
     ("aws", lambda: in_seconds("aws", 7200), r"in 7\d\d\d s by this machine's clock: check the"),
     ("aws", lambda: {"action": "terminate", "time": "soon"}, "at a time that can't be read; it"),
-    ("azure", lambda: in_seconds("azure", -7200), PAST),
-    ("azure", lambda: [event("Preempt", "")], "at a time that can't be read; it"),
+    ("azure", lambda: in_seconds("azure", -7200), r"in -72\d\d s by this machine's clock: check"),
 ]
 
 
@@ -224,25 +198,6 @@ def test_a_notice_that_is_withdrawn_after_it_was_seen_counts_once(service, capsy
     assert capsys.readouterr().err.count("stopping within a few steps") == 1
 
 
-@pytest.mark.bad_input("`run.eviction_notice` of a cloud on a machine that is none of its")
-def test_a_machine_that_is_not_of_the_named_cloud_is_told_so_once_and_trains(
-    service, monkeypatch, capsys
-):
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        address = f"http://127.0.0.1:{closed.getsockname()[1]}"
-    monkeypatch.setenv("DIST_AMP_METADATA", address)
-    run = make_run(None, Tiny(), "--run.eviction_notice", "aws")
-    stop = AgreedStop(World())
-    with watched(EvictionNotice(run, stop)) as observer:
-        observer.after_step(None, [])
-        time.sleep(0.5)
-        take_steps(run, 2)
-    said = [line for line in capsys.readouterr().err.splitlines() if "eviction" in line]
-    assert len(said) == 1
-    assert "Connection refused" in said[0]
-    assert (run.step, stop.notice) == (2, None)
-
-
 @pytest.mark.bad_input("an eviction under checkpoint.every = off")
 def test_an_evicted_run_without_checkpoints_ends_with_status_1_and_is_not_saved(launch, tmp_path):
     with metadata_server("gcp") as server:
@@ -259,20 +214,16 @@ def test_an_evicted_run_without_checkpoints_ends_with_status_1_and_is_not_saved(
 # ---- runs ----
 
 
-LAST = "checkpoints/step_00000100"
-
-
 def start_nodes(launch, addresses, *words):
-    """A rank on each of several machines, each with its own metadata service."""
+    """A rank on each of two machines, each with its own metadata service."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": "0"}
-    place |= {"WORLD_SIZE": str(len(addresses)), "LOCAL_WORLD_SIZE": "1"}
-    started = []
-    for rank, address in enumerate(addresses):
-        environment = {**place, "RANK": str(rank), "DIST_AMP_METADATA": address}
-        started.append(launch.start(0, *words, **environment))
-    return started
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": "0"}
+    world |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    return [
+        launch.start(0, *words, **world, RANK=str(rank), DIST_AMP_METADATA=address)
+        for rank, address in enumerate(addresses)
+    ]
 
 
 @pytest.mark.parametrize("resumes", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -282,37 +233,35 @@ def test_a_notice_to_the_second_machine_stops_both_and_the_run_resumes_bit_for_b
     words = [*TINY, "--task.target", "tiny:Slow", "--train.steps", "100", "--run.seed", "3"]
     words += ["--checkpoint.every", "1000", "--eval.every", "off", "--run.eviction_notice", "aws"]
     with metadata_server("aws") as first, metadata_server("aws") as second:
-        second.notice = in_seconds("aws", 100)
-        addresses = [first.address, second.address]
-        ends = {}
-        for folder in ("run", "run", "through") if resumes else ("run",):
+
+        def run(folder):
+            addresses = [first.address, second.address]
             started = start_nodes(launch, addresses, *words, "--run.dir", folder)
-            outputs = [process.communicate(timeout=300) for process in started]
-            ends.setdefault(folder, []).append([process.returncode for process in started])
-            if folder == "run" and second.notice is not None:
-                stopped, said = summary_of(tmp_path / "run"), outputs
-            second.notice = None
-    assert ends["run"][0] == [75, 75], said
+            return [finish(process, 300) for process in started]
+
+        second.notice = in_seconds("aws", 100)
+        ended = run("run")
+        stopped = summary_of(tmp_path / "run")
+        second.notice = None
+        rest = [run(folder) for folder in ("run", "through") if resumes]
+    assert [one.returncode for one in ended] == [75, 75], ended
     assert 0 < stopped["steps"] < 100
     assert (stopped["stopped_by"], stopped["exit_code"]) == ("preempted", 75)
-    assert stopped["cause"].startswith("aws's notice of an eviction at 20")
-    notice = rf"\(rank 1, {re.escape(socket.gethostname())}\): \d+ s of notice$"
-    assert re.search(notice, stopped["cause"])
+    notice = rf"aws's notice of an eviction at 20.* \(rank 1, {socket.gethostname()}\): \d+ s of"
+    assert re.match(notice, stopped["cause"])
     closing = f"stopped after step {stopped['steps']} by {stopped['cause']}; to continue,"
-    assert closing in said[0][0]
-    assert "stopping within a few steps" in said[1][1], "the rank of the machine says so at once"
+    assert closing in ended[0].stdout
+    assert "stopping within a few steps" in ended[1].stderr, "the machine's rank says so at once"
     if not resumes:
         return
-    assert ends == {"run": [[75, 75], [0, 0]], "through": [[0, 0]]}
-    resumed = summary_of(tmp_path / "run")
-    assert resumed["resumed_from_step"] == stopped["steps"]
+    assert [one.returncode for done in rest for one in done] == [0, 0, 0, 0]
+    assert summary_of(tmp_path / "run")["resumed_from_step"] == stopped["steps"]
     assert losses(tmp_path / "run") == losses(tmp_path / "through")
-    states = [
-        {path.name: path.read_bytes() for path in tmp_path.glob(f"{run}/{LAST}/*.distcp")}
+    resumed, through = (
+        {path.name: path.read_bytes() for path in tmp_path.glob(f"{run}/*/step_00000100/*.distcp")}
         for run in ("run", "through")
-    ]
-    assert states[0]
-    assert states[0] == states[1]
+    )
+    assert resumed == through != {}
 
 
 def reported(world, lefts):
@@ -332,7 +281,6 @@ def reported(world, lefts):
     [
         ((None, 90.0), "a notice to rank 1"),
         ((90.0, -20.0), "a notice to rank 1"),
-        ((-300.0, -20.0), "a notice to rank 0"),
         ((None, None), ""),
     ],
 )

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from contextlib import nullcontext
@@ -13,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
 from forked import Forked
 from test_security import listening
 from test_train import wait_for
@@ -29,7 +27,7 @@ from dist_amp.commands import elastic
 from dist_amp.commands import launch as command
 from dist_amp.commands.elastic import Report, RestartRefused, Watch, after_signal, death_of
 from dist_amp.distributed.process import tell_launcher
-from dist_amp.errors import ConfigError, Failure
+from dist_amp.errors import Failure
 from dist_amp.supervise import preflight
 from dist_amp.supervise.failure import report_failure
 
@@ -119,17 +117,14 @@ NEEDS = "--nnodes=1:4 needs train.global_batch_size and train.accumulation_steps
         ("--nproc-per-nod 4", "unknown option --nproc-per-nod; did you mean --nproc-per-node?"),
         ("--train.steps 2 --nnodes", "--nnodes: expected one argument; see torchrun --help"),
         ("-m", "-m: expected one argument; see torchrun --help"),
-        ("--max-restarts two", "--max-restarts: invalid int value: 'two'; see torchrun --help"),
         ("--nnodes two", "torchrun refuses its options: invalid literal for int() with base 10"),
         ("--nproc-per-node two", "--nproc-per-node=two must be a number above 0, auto, cpu, or"),
-        ("--nnodes=2 --node-rank=3", "--node-rank=3 must be below --nnodes=2; the first is 0"),
+        ("--nnodes=2 --node-rank=2", "--node-rank=2 must be below --nnodes=2; the first is 0"),
         ("--log-dir /proc/x", "--log-dir=/proc/x can't be written (No such file or directory); "),
         ("--optim.lrr 1", "unknown key optim.lrr on the command line; did you mean optim.lr?"),
         ("--nproc-per-node 3 --train.global_batch_size 64", "train.global_batch_size=64 is not a"),
         ("train.py", "'train.py' on the command line belongs to no key; write --section.key"),
-        ("train.steps 5", "'train.steps' on the command line belongs to no key; write --train.st"),
         ("-m dist_amp/train.py", "-m dist_amp/train.py: there is no such module to start in"),
-        ("--help optin", "--help optin: no section or setting has this word; did you mean optim?"),
         (
             f"{SMALL} --train.global_batch_size 12",
             "train.global_batch_size=12 must be a multiple of micro_batch_size 1 x 2 ranks x each "
@@ -153,20 +148,12 @@ def test_a_mistake_is_one_line_before_any_rank_starts(words, said, capfd, nothin
     assert (out, err.count("\n")) == ("", 1)
 
 
-@pytest.mark.parametrize(
-    ("code", "said"),
-    [
-        ("import os; os._exit(0)", "ended the process with exit code 0"),
-        ("raise RuntimeError('one\\ntwo')", "failed with RuntimeError: one"),
-    ],
-)
-def test_a_task_whose_import_ends_is_one_line(code, said, tmp_path, capfd, nothing_starts):
+def test_a_task_that_ends_the_process_is_one_line(tmp_path, capfd, nothing_starts):
     task = f"{tmp_path}/ending.py:Task"
-    (tmp_path / "ending.py").write_text(code)
+    (tmp_path / "ending.py").write_text("import os; os._exit(0)")
     assert command.main(["--task.target", task]) == 64
-    err = capfd.readouterr().err
-    assert err.startswith(f"error: task.target={task}: importing it {said}")
-    assert err.count("\n") == 1
+    said = f"task.target={task}: importing it ended the process with exit code 0"
+    assert capfd.readouterr().err == f"error: {said}\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -178,38 +165,33 @@ def test_a_signal_before_any_rank_is_one_line(number, capfd, monkeypatch):
     assert capfd.readouterr().err == said
 
 
-def test_a_signal_during_the_imports_is_one_line(tmp_path):
-    in_torchs_place = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
-    (tmp_path / "torch.py").write_text(in_torchs_place)
-    words = [sys.executable, "-m", "dist_amp.launch"]
-    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=60)
-    started, said = done.stderr.splitlines()
-    assert started.startswith("launch checks the settings, then starts the ranks")
-    assert (done.returncode, said) == (1, "error: stopped by SIGINT before any rank had started")
-
-
 # ---- the defaults
 
 
 @pytest.fixture
-def started(monkeypatch):
-    """started(*words): the options that torchrun's agent gets; nothing starts."""
+def agent(monkeypatch):
+    """(torchrun's options, ranks, whether elastic) of each start; nothing starts."""
+    starts = []
+
+    def run_agent(options, ranks, elastic):
+        starts.append((options, ranks, elastic))
+        return 0, ""
+
+    monkeypatch.setattr(command, "run_agent", run_agent)
+    return starts
+
+
+@pytest.fixture
+def started(monkeypatch, agent):
+    """started(*words): the options that torchrun's agent gets."""
     names = ("OMP_NUM_THREADS", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCH_CPP_LOG_LEVEL")
     for name in (*names, *command.ALLOCATOR):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    seen = []
-
-    def run_agent(options, ranks, elastic):
-        seen.append(options)
-        return 0, ""
-
-    monkeypatch.setattr(command, "run_agent", run_agent)
 
     def run(*words):
         assert command.main([*words, "-m", "timeit"]) == 0
-        return seen[-1]
+        return agent[-1][0]
 
     return run
 
@@ -239,10 +221,9 @@ def test_a_rank_per_gpu_near_its_cpus_unless_told_otherwise(started, monkeypatch
 @pytest.mark.parametrize(
     ("nodes", "numactl", "why"),
     [
-        (1, "", None),  # nothing to bind
+        (1, "", None),
         (2, "exit 0", ""),
         (2, "exit 1", "numactl is missing, or may not use all CPUs"),
-        (2, "", "numactl is missing, or may not use all CPUs"),
     ],
 )
 def test_ranks_are_bound_where_torchrun_can_and_otherwise_told_why_not(
@@ -250,22 +231,12 @@ def test_ranks_are_bound_where_torchrun_can_and_otherwise_told_why_not(
 ):
     for number in range(nodes):
         (tmp_path / f"node{number}").mkdir()
-    if numactl:
-        (tmp_path / "numactl").write_text(f"#!/bin/sh\n{numactl}\n")
-        (tmp_path / "numactl").chmod(0o755)
+    (tmp_path / "numactl").write_text(f"#!/bin/sh\n{numactl}\n")
+    (tmp_path / "numactl").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert command.binding(2, tmp_path) == ("node" if why == "" else None)
-    said = f"numa   ranks are not bound to the CPUs near their GPUs: {why}" if why else ""
-    assert capsys.readouterr().err.startswith(said)
-
-
-def test_gpus_that_torch_cannot_use_are_refused_once(monkeypatch):
-    def refuse():
-        raise ConfigError("a reason")
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(command, "check_gpus_are_used", refuse)
-    assert command.main([]) == 64
+    said = f"numa   ranks are not bound to the CPUs near their GPUs: {why}\n" if why else ""
+    assert capsys.readouterr().err == said
 
 
 @pytest.mark.parametrize(
@@ -293,20 +264,10 @@ def test_torchruns_own_variables_and_several_machines_are_passed_on(started, mon
     assert capsys.readouterr().out == said
 
 
-@pytest.mark.parametrize(
-    "words",
-    ["--train.micro_batch_size 1 --train.global_batch_size 24", "--run.allow_config_change true"],
-)
-def test_sizes_that_all_keep_the_batch_are_started(words, monkeypatch):
-    seen = []
-
-    def run_agent(options, ranks, elastic):
-        seen.append((options.nnodes, options.max_restarts, ranks, elastic))
-        return 0, ""
-
-    monkeypatch.setattr(command, "run_agent", run_agent)
-    assert command.main([*ELASTIC.split(), *words.split()]) == 0
-    assert seen == [("1:4", 100, 2, True)]
+def test_an_elastic_run_whose_batch_every_size_keeps_is_started(agent):
+    assert command.main([*SMALL.split(), "--train.global_batch_size", "24"]) == 0
+    ((options, *rest),) = agent
+    assert (options.nnodes, options.max_restarts, *rest) == ("1:4", 100, 2, True)
 
 
 @pytest.mark.bad_input("one of several machines without a GPU, and no `--nproc-per-node`")
@@ -422,7 +383,7 @@ def test_a_report_has_the_status_and_the_errors_first_line_and_place(tmp_path, m
     assert elastic.report_from(file) == Report(75)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"message": "as older torch has it"}'])
+@pytest.mark.parametrize("text", ["{", '{"message": "as older torch has it"}'])
 def test_an_error_file_that_another_module_wrote_is_an_error_without_a_text(text, tmp_path):
     (tmp_path / "error.json").write_text(text)
     assert elastic.report_from(tmp_path / "error.json") == Report(1)
@@ -440,16 +401,23 @@ def test_one_launch_per_task_of_srun_is_refused_unless_it_knows_of_the_nodes(
     assert ("SLURM_STEP_NUM_TASKS=2, but" in capsys.readouterr().err) == (status == 64)
 
 
+EARLY = (
+    "stopped by SIGINT before all ranks had saved and left; checkpoints written before are intact"
+)
+
+
 @pytest.mark.bad_input("ranks that did not save after a signal to the launcher, or had not started")
-def test_after_a_signal_the_ranks_own_status_counts_and_one_that_did_not_save_is_said():
-    assert after_signal("SIGTERM", [Report(75), Report(75)], 2) == (75, "")
-    assert after_signal("SIGTERM", [Report(0), Report(75)], 2) == (75, "")
-    assert after_signal("SIGTERM", [Report(0), Report(0)], 2) == (0, "")
-    assert after_signal("SIGTERM", [Report(1, "error: text")], 2) == (1, ""), "it has said why"
-    early = "stopped by SIGINT before all ranks had saved and left"
-    said = f"{early}; checkpoints written before are intact"
-    assert after_signal("SIGINT", [Report(75)], 2) == (1, said)
-    assert after_signal("SIGINT", [], 2) == (1, said)
+@pytest.mark.parametrize(
+    ("reports", "end"),
+    [
+        ([Report(0), Report(75)], (75, "")),
+        ([Report(0), Report(0)], (0, "")),
+        ([Report(1, "error: text")], (1, "")),  # it has said why
+        ([Report(75)], (1, EARLY)),
+    ],
+)
+def test_after_a_signal_the_ranks_own_status_counts_and_one_that_did_not_save_is_said(reports, end):
+    assert after_signal("SIGINT", reports, 2) == end
 
 
 @pytest.mark.bad_input(
@@ -462,7 +430,6 @@ def test_after_a_signal_the_ranks_own_status_counts_and_one_that_did_not_save_is
         (RendezvousClosedError(), "the rendezvous at here:1 is closed: another machine's last"),
         (RuntimeError("... EADDRINUSE ..."), "the port of here:1 is in use on this machine; ch"),
         (RendezvousConnectionError("Off. Try again"), "no rendezvous at here:1 (Off); start mach"),
-        (RuntimeError("what"), "torchrun failed: RuntimeError: what"),
     ],
 )
 def test_what_torchrun_fails_with_is_one_line(error, said):
@@ -491,21 +458,14 @@ def test_an_error_that_comes_twice_ends_the_run_with_the_ranks_status_and_a_last
 LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
 
 
-def wait_for_ranks(folder):
-    deadline = time.monotonic() + 60  # ends a test that hangs
-    while len(list(folder.glob("rank?"))) < 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
-def test_a_signal_is_passed_on_and_the_status_is_what_the_ranks_end_with(launch, tmp_path, number):
+def test_a_signal_is_passed_on_and_the_status_is_what_the_ranks_end_with(launch, tmp_path):
     (tmp_path / "stand_in.py").write_text(RANK)
     words = ["--nproc-per-node=2", "-m", "stand_in", "waits:75"]
     job = Forked(words, tmp_path, launch.environ({}), "dist_amp.commands.launch")
-    wait_for_ranks(tmp_path)
+    wait_for(lambda: len(list(tmp_path.glob("rank?"))) == 2, "the start of the ranks", 60)
     addresses = {*listening(job.pid)}
-    job.send_signal(number)
-    job.send_signal(number)  # as a Ctrl-C that comes twice: the ranks are still saving
+    job.send_signal(signal.SIGINT)
+    job.send_signal(signal.SIGINT)  # as a Ctrl-C that comes twice: the ranks are still saving
     _, err = job.communicate(60)
     assert (job.returncode, err) == (75, "")
     assert addresses, "the launcher has a store"
@@ -518,12 +478,8 @@ def test_a_signal_in_the_middle_of_the_ranks_start_leaves_none_behind(tmp_path, 
     code = "import os, signal, time\nopen(f'rank{os.getpid()}', 'w')\n"
     code += "os.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(60)\n"
     (tmp_path / "sleeps.py").write_text(code)
-    job = Forked(
-        ["--nproc-per-node=8", "-m", "sleeps"],
-        tmp_path,
-        launch.environ({}),
-        "dist_amp.commands.launch",
-    )
+    words = ["--nproc-per-node=8", "-m", "sleeps"]
+    job = Forked(words, tmp_path, launch.environ({}), "dist_amp.commands.launch")
     _, err = job.communicate(60)
     assert (job.returncode, err.count("\n")) == (1, 1)
     assert err.startswith("error: stopped by SIGTERM before all ranks had saved and left")
@@ -536,12 +492,10 @@ def test_a_signal_ends_the_agent_at_its_next_metric_if_there_are_ranks_and_else_
 ):
     watch = Watch(tmp_path, 3)
     monkeypatch.setattr(elastic, "children", lambda: [7])
-    healthy = MetricData(0, "torchelastic", "workers.default.healthy", 1)
-    watch.emit(healthy)
     watch.on_signal(signal.SIGUSR1, None)
     watch.on_signal(signal.SIGTERM, None)
     with pytest.raises(SignalException) as stopped:
-        watch.emit(healthy)
+        watch.emit(MetricData(0, "torchelastic", "workers.default.healthy", 1))
     assert stopped.value.sigval == signal.SIGUSR1
     monkeypatch.setattr(elastic, "children", list)
     with pytest.raises(SignalException):
@@ -552,17 +506,11 @@ def test_a_second_interrupt_kills_ranks_that_save_but_not_one_that_is_sent_twice
     monkeypatch, tmp_path
 ):
     killed = []
-    now = [1.0]
-    monkeypatch.setattr(elastic.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(elastic, "children", lambda: [7, 8])
     monkeypatch.setattr(elastic.os, "kill", lambda pid, number: killed.append(pid))
     watch = Watch(tmp_path, 3)
-    for number, seconds in (
-        (signal.SIGINT, 1.0),
-        (signal.SIGINT, 1.5),
-        (signal.SIGTERM, 2.5),
-    ):
-        now[0] = seconds
+    for number, at in ((signal.SIGINT, 1.0), (signal.SIGINT, 1.5), (signal.SIGTERM, 2.5)):
+        monkeypatch.setattr(elastic.time, "monotonic", lambda at=at: at)
         watch.on_signal(number, None)
         assert killed == []
     watch.on_signal(signal.SIGINT, None)
@@ -587,11 +535,9 @@ def test_a_signal_while_machines_are_waited_for_ends_the_launcher_at_once(
 def test_a_rank_whose_launcher_is_gone_does_not_start(monkeypatch):
     gone = subprocess.Popen(["true"])
     gone.wait()
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    monkeypatch.setenv("DIST_AMP_LAUNCHER", str(os.getpid()))
-    monkeypatch.setenv("DIST_AMP_NNODES", "1")
-    preflight.check_launch()
-    monkeypatch.setenv("DIST_AMP_LAUNCHER", str(gone.pid))
+    names = {"TORCHELASTIC_RUN_ID": "1", "DIST_AMP_LAUNCHER": str(gone.pid), "DIST_AMP_NNODES": "1"}
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(Failure, match="the launcher .* is gone"):
         preflight.check_launch()
 
@@ -606,17 +552,3 @@ def test_fewer_machines_than_were_asked_for_do_not_train_alone(nnodes, is_enough
     said = f"all but 1 of --nnodes={nnodes} machines while they joined"
     with nullcontext() if is_enough else pytest.raises(Failure, match=said):
         preflight.check_launch()
-
-
-@pytest.mark.slow
-@pytest.mark.bad_input("a rendezvous at a name that does not resolve")
-def test_an_unresolved_address_is_one_line_without_torchs_frames():
-    place = "--nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=nobody.invalid:29779"
-    words = [*place.split(), "--rdzv-conf=read_timeout=1", "-m", "timeit"]
-    command_line = [sys.executable, "-m", "dist_amp.launch", *words]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    environ.pop("TORCH_CPP_LOG_LEVEL", None)
-    done = subprocess.run(command_line, env=environ, capture_output=True, text=True, timeout=120)
-    assert done.returncode == Failure.exit_code
-    _, said = done.stderr.splitlines()
-    assert said.startswith("error: no rendezvous at nobody.invalid:29779 (")

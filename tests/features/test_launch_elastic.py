@@ -228,16 +228,6 @@ def test_a_node_that_is_lost_and_one_that_joins_leave_every_bit_as_it_was(cluste
 
 
 @pytest.mark.slow
-def test_ten_random_losses_and_returns_leave_every_bit_as_it_was(cluster):
-    nodes = cluster("1:2", **EXACT, **{"train.steps": 700, "eval.every": "off"})
-    for number in (0, 1):
-        nodes.join(number)
-    disturb(nodes, random.Random(0), losses=10, fewest=1)
-    assert nodes.end() == [0, 0], nodes.output()
-    assert differences(nodes.run, nodes.through(2)) == []
-
-
-@pytest.mark.slow
 def test_three_nodes_of_which_some_are_lost_and_return_take_the_same_samples(cluster):
     words = {"train.global_batch_size": 12, "train.steps": 500, "checkpoint.every": 10}
     words |= {"data.drop_last": "true"}  # else ranks compute samples that count 0 times
