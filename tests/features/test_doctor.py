@@ -7,7 +7,6 @@ import platform
 import resource
 import shutil
 import socket
-import sys
 import time
 from collections import namedtuple
 
@@ -61,15 +60,7 @@ def test_a_check_that_fails_itself_is_a_line(capsys, monkeypatch):
 # --- versions
 
 
-def test_a_package_that_cannot_be_imported_is_a_line(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "pydantic", None)
-    assert doctor.main([]) == 1
-    why = "import of pydantic halted; None in sys.modules"
-    fix = "pip install -e . -c launch/constraints.txt"
-    assert capsys.readouterr().out == f"fail  packages  can't be imported ({why}); {fix}\n"
-
-
-@pytest.mark.bad_input("`doctor`: a package that is missing, too old, or can't be imported")
+@pytest.mark.bad_input("`doctor`: a package that is missing or too old")
 def test_a_missing_or_old_package_fails_with_the_command_that_installs_it(monkeypatch, capsys):
     versions = {"torch": "2.10.0+cu126", "safetensors": ""}
     monkeypatch.setattr(doctor_checks, "installed", lambda name: versions.get(name, "99.0"))
@@ -78,19 +69,6 @@ def test_a_missing_or_old_package_fails_with_the_command_that_installs_it(monkey
     assert "fail torch 2.10.0+cu126; the project needs >=2.11; pip install 'torch>=2.11'" in out
     assert "fail safetensors not installed; pip install 'safetensors>=0.5'" in out
     assert out.endswith("2 fail: fix what failed before you train")
-
-
-def test_a_package_that_is_not_the_pinned_release_is_a_warning(monkeypatch, tmp_path):
-    pins = tmp_path / "launch/constraints.txt"
-    pins.parent.mkdir()
-    pins.write_text(f"# made by\ntorch=={torch.__version__.split('+')[0]}\ntensorboard==2.0\n")
-    monkeypatch.setattr(doctor_checks, "shipped_folder", lambda: tmp_path)
-    checks = {check.name: check for check in doctor_checks.packages()}
-    assert checks["torch"].status == "ok"
-    assert checks["tensorboard"].found.endswith("; tested with 2.0")
-    assert checks["tensorboard"].fix == "pip install tensorboard==2.0"
-    pins.unlink()
-    assert {check.status for check in doctor_checks.packages()} == {"ok"}
 
 
 # --- devices
@@ -136,52 +114,32 @@ def test_gpus_that_torch_cannot_use_or_has_no_code_for_and_a_missing_nccl_fail(
     assert nccl == missing
 
 
-def test_gpus_are_counted_and_their_driver_and_the_build_are_shown(two_gpus):
-    two_gpus((9, 0))
-    assert list(doctor_checks.gpus())[:2] == [
-        ok("gpu", "2 x Fake GPU, 80 GiB, sm_90"),
-        ok("driver", "560; torch is built for CUDA 12.6"),
-    ]
-
-
 @pytest.mark.parametrize(
     ("capability", "status", "text"),
     [
         ((8, 0), "ok", "bf16 native, fp16 native on Fake GPU"),
         ((7, 5), "warn", "bf16 emulated, fp16 native on Fake GPU"),
-        ((5, 0), "warn", "bf16 none, fp16 none on Fake GPU"),
     ],
 )
 def test_what_a_gpu_computes_natively_is_said_per_dtype(two_gpus, capability, status, text):
     two_gpus(capability)
+    assert next(doctor_checks.gpus()).found == "2 x Fake GPU, 80 GiB, sm_{}{}".format(*capability)
     gpu, cpu = doctor_checks.precisions()
     assert (gpu.status, gpu.found) == (status, text)
     on_cpu = "bf16 native, fp16 emulated (14x slower) on the CPU"
     assert cpu == ok("precision", on_cpu)
 
 
-def test_a_cpu_that_emulates_bf16_is_a_warning_where_it_trains(monkeypatch):
-    monkeypatch.setattr(doctor_checks, "cpu_slowdown", lambda dtype: 30.0)
-    check = only(doctor_checks.precisions())
-    assert (check.status, check.fix) == ("warn", "train with --use_amp false on this CPU")
-
-
 # --- network, limits, folders
 
 
 @pytest.mark.bad_input("`doctor`: a host name that does not resolve")
-@pytest.mark.parametrize("why", ["Name or service not known", "no answer within 0.1 s"])
-def test_a_host_name_that_does_not_resolve_warns_that_torchrun_may_hang(monkeypatch, why):
-    def getaddrinfo(*_):
-        if why.startswith("no answer"):
-            time.sleep(60)
-        raise socket.gaierror(-2, why)
-
-    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+def test_a_host_name_that_does_not_resolve_warns_that_torchrun_may_hang(monkeypatch):
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: time.sleep(60))
     monkeypatch.setattr(doctor_checks, "RESOLVE_SECONDS", 0.1)
     check = only(doctor_checks.hostname())
     assert check.status == "warn"
-    assert why in check.found
+    assert "no answer within 0.1 s" in check.found
     assert "torchrun --local-addr 127.0.0.1" in check.fix
 
 
@@ -200,7 +158,6 @@ def test_a_small_or_missing_dev_shm_names_what_raises_it(monkeypatch, tmp_path):
     [
         (1024, 8, "ok", "1,024 per process: enough for 275 ranks"),
         (1024, 276, "fail", "1,024 per process: enough for 275 ranks"),
-        (100, 2, "fail", "100 per process: enough for 1 ranks"),
         (resource.RLIM_INFINITY, 10_000, "ok", "no limit"),
     ],
 )
@@ -253,7 +210,6 @@ def test_what_is_ok_everywhere_is_said_once_and_what_fails_on_some_machines_with
     ("environ", "why"),
     [
         ({"WORLD_SIZE": "2"}, "RANK is not set"),
-        ({"WORLD_SIZE": "x", "RANK": "0"}, "WORLD_SIZE='x' in the environment is not a"),
         ({"WORLD_SIZE": "2", "RANK": "1"}, "no rank 0 at 127.0.0.1:9 within "),
     ],
 )

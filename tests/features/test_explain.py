@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import re
 
 import pytest
@@ -131,13 +130,10 @@ def test_memory_that_really_runs_out_on_one_of_two_ranks_names_it_and_the_other_
     assert ", of 8.00 GiB available; " in line
 
 
-@pytest.mark.parametrize(
-    ("number", "word"), [(errno.ENOSPC, "No space left"), (errno.EROFS, "Read-only")]
-)
-def test_a_full_or_read_only_disk_is_one_line_with_the_path(tmp_path, number, word):
-    error = explain_disk(OSError(number, os.strerror(number), "run/summary.json"), tmp_path)
+def test_a_full_disk_is_one_line_with_the_path(tmp_path):
+    error = explain_disk(OSError(errno.ENOSPC, "No space left", "run/summary.json"), tmp_path)
     assert isinstance(error, Failure)
-    assert f"run/summary.json can't be written ({word}" in str(error)
+    assert "run/summary.json can't be written (No space left" in str(error)
     other = OSError(errno.ENOENT, "no such file")
     assert explain_disk(other, tmp_path) is other
 
@@ -150,8 +146,6 @@ def test_a_layer_that_a_cpu_can_not_compute_in_half_precision_is_one_line():
     assert isinstance(explained, ConfigError)
     assert str(explained).startswith("rank 1: this CPU can't compute the model in bf16 (RuntimeErr")
     assert str(explained).endswith("; use --use_amp false")
-    other = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
-    assert explain_half(other, precision, 1) is other
     whole = Precision(PrecisionConfig(use_amp=False), "nothing", World().device)
     assert explain_half(explained, whole, 1) is explained
 

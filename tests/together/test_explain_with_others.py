@@ -75,15 +75,6 @@ class FilterInFrequency(Tiny):
         return model
 
 
-class RoutedInFloat32(Tiny):
-    def build_model(self):
-        def forward(model, x):
-            weights = model.gate(x.float()).softmax(-1)
-            return (model.head(x) * weights).sum(-1, keepdim=True)
-
-        return with_forward(forward, gate=nn.Linear(8, 2), head=nn.Linear(8, 2))
-
-
 class TeacherInBuffers(Tiny):
     def build_model(self):
         def forward(model, x):
@@ -109,8 +100,8 @@ def test_a_loss_that_sharding_rules_out_is_explained_and_works_under_ddp(task, s
         assert "parallel.strategy=ddp" in message
 
 
-@pytest.mark.bad_input("buffers, FFT or a router in float32 that FSDP2's policy does not cast to")
-@pytest.mark.parametrize("task", [FilterInFrequency(), RoutedInFloat32(), TeacherInBuffers()])
+@pytest.mark.bad_input("buffers or an FFT that FSDP2's policy does not cast to")
+@pytest.mark.parametrize("task", [FilterInFrequency(), TeacherInBuffers()])
 def test_a_dtype_that_the_policy_can_not_mix_is_explained_and_works_with_autocast(task):
     for message in on_ranks(2, message_of_a_step, task, "fsdp"):
         assert "and with what it doesn't, such as buffers (" in message
