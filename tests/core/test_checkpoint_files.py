@@ -545,3 +545,4 @@ def test_a_full_disk_is_named_as_the_cause_of_a_save_that_torch_cut_short():
     with pytest.raises(RuntimeError) as full:
         torch.save(torch.ones(10**6), "/dev/full")
     assert reason(full.value) == "no space is left on the disk"
+    assert reason(RuntimeError("in a collective:\n  the cause\n")) == "the cause"

@@ -87,6 +87,7 @@ def test_every_ranks_events_hold_its_metrics_and_rank_0_and_metrics_jsonl_the_wo
     logs = [line for line in lines if "train/loss" in line]
     assert [(line["step"], len(line["ranks"])) for line in logs] == [(3, 2), (6, 2)]
     assert [line["step"] for line in lines if "eval/loss" in line] == [3, 6]
+    assert all(line["train/epoch"] == line["train/samples_seen"] / 128 for line in logs)
     for line in logs:  # short numbers: a line may list 64 ranks
         times = [value for tag, value in line["ranks"][1].items() if tag.startswith("time/")]
         assert [line["unix_time"], *times] == [round(line["unix_time"], 3), *np.round(times, 7)]
@@ -157,7 +158,7 @@ def test_a_line_lists_at_most_64_ranks_and_the_summary_all(tmp_path):
     metrics.open(tmp_path, 0, "")
     for size in (2, MAX_RANK_FOLDERS + 1):
         metrics.last = random_row(size)[0]
-        metrics._totals = np.ones((size, len(SUMMED_METRICS)))
+        metrics._totals = np.full((size, len(SUMMED_METRICS)), 0.01)
         metrics.write(metrics.last)
         line = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
         assert len(line["ranks"]) == min(size, 64)
@@ -202,6 +203,7 @@ def test_too_many_skips_in_a_row_end_the_run_with_the_limit_and_advice():
         Limits(run).on_log(row)
     assert error.value.exit_code == 70
     assert math.isnan(row.loss), "no step, no mean"
+    assert row.rank_tags(0)["time/forward_seconds"] == 0
 
 
 def test_building_and_stepping_a_run_leaves_no_files(tmp_path, monkeypatch):

@@ -218,6 +218,16 @@ def test_a_subclass_that_replaces_a_fused_step_takes_the_textbook_path():
     assert not takes_grad_scale(build_optimizer(task.build_model(), OptimConfig(), task))
 
 
+def test_a_rate_that_an_optimizer_keeps_in_a_tensor_is_filled_in_place():
+    """As torchao's, whose compiled step reads that tensor."""
+    task = BringsOptimizer(lambda groups, lr, task: SGD(groups, lr=torch.tensor(lr)))
+    run = make_run(World(), task)
+    rates = [group["lr"] for group in run.optimizer.param_groups]
+    take_steps(run, 2)
+    assert [id(group["lr"]) for group in run.optimizer.param_groups] == [*map(id, rates)]
+    assert rates == [run.schedule.lr] * 2
+
+
 def leaving_one_out(groups, lr, task):
     groups[0]["params"] = groups[0]["params"][1:]
     return SGD(groups, lr=lr)
@@ -526,6 +536,16 @@ def test_a_factor_set_after_an_evaluation_counts_from_the_next_step_and_is_resum
         assert resumed[2] == through[2] == pytest.approx(0.027)
         for key, value in through[1].items():
             assert torch.equal(value, resumed[1][key]), key
+
+
+def test_a_factor_that_a_checkpoint_has_is_said_at_the_resume(tmp_path, capsys):
+    for factor, said in ((1.0, False), (0.5, True)):
+        settings = words(tmp_path / str(factor), "single", "--run.resume", "auto")
+        run = make_run(World(), Tiny(), *settings)
+        run.schedule.factor = factor
+        run.save()
+        make_run(World(), Tiny(), *settings)
+        assert ("lr     times 0.5, as the steps" in capsys.readouterr().out) == said
 
 
 @pytest.mark.bad_input("a `run.schedule.factor` that is no number from 0 on")

@@ -116,17 +116,23 @@ def test_a_checkpoint_in_the_first_versions_order_is_continued_in_it(tmp_path, c
 
 
 @pytest.mark.parametrize(
-    ("length", "seed", "epoch", "samples"),
+    ("order", "length", "seed", "epoch", "samples"),
     [
-        (100_000, 7, 3, [7884, 12043, 7257, 77035, 73072]),
-        (2**40, 0, 0, [1505508858, 286666981141, 824338406735, 269729921969, 464283961869]),
+        ("randperm", 100, 7, 3, [22, 60, 57, 79, 32]),
+        ("feistel", 100_000, 7, 3, [7884, 12043, 7257, 77035, 73072]),
+        (
+            "feistel",
+            2**40,
+            *(0, 0),
+            [1505508858, 286666981141, 824338406735, 269729921969, 464283961869],
+        ),
     ],
 )
-def test_the_order_of_large_datasets_never_changes_or_a_resume_reads_other_samples(
-    length, seed, epoch, samples
+def test_the_order_of_a_dataset_never_changes_or_a_resume_reads_other_samples(
+    order, length, seed, epoch, samples
 ):
     positions = torch.tensor([0, 1, 2, length // 2, length - 1])
-    assert epoch_order("feistel", length, seed, epoch)(positions).tolist() == samples
+    assert epoch_order(order, length, seed, epoch)(positions).tolist() == samples
 
 
 def test_small_datasets_keep_the_order_that_they_always_had():

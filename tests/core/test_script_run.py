@@ -157,6 +157,22 @@ def test_an_evaluation_of_nothing_is_refused(task, every, tmp_path):
     assert evaluate(run) == {}
 
 
+class Asks(Tiny):
+    def __init__(self, answer):
+        super().__init__()
+        self.answer = answer
+
+    def on_evaluation(self, run, values):
+        return self.answer
+
+
+@pytest.mark.parametrize("answer", [None, "stop"])
+def test_a_wish_to_stop_after_an_evaluation_is_told_to_the_callers_loop(answer, tmp_path, capsys):
+    built(World(), tmp_path, task=Asks(answer)).evaluate()
+    said = "after step 0, which the caller of evaluate() has to do"
+    assert (said in capsys.readouterr().out) == (answer == "stop")
+
+
 def saved_in_a_missing_folder(world, folder):
     run = built(world, folder)
     train_step(run, next(run.data))
