@@ -42,8 +42,7 @@ COMMANDS = {
 # What they take beside settings; a test compares. Those of launch are torchrun's.
 OPTIONS = {
     "new": "--with --without --task --yes --like",
-    "update": "--dry_run --from",
-    "adopt": "--remove --from",
+    "adopt": "--remove",
     "verify": "--world_sizes --strategies --precisions --dtypes --bit_exact",
     "plan": "--world_size --device --device_memory_GiB --largest_micro_batch --over_ranks --json",
     "tokenize": "--out --check --workers --shard_tokens",

@@ -1,4 +1,4 @@
-"""python -m dist_amp.new NAME [--with FEATURE,...] [--without FEATURE,...] [--task FILE.py:Class]
+"""python -m dist_amp.new NAME [--with FEATURE,...] [--task FILE.py:Class] [--yes]
 
 Make a project of your own in the folder NAME: your package NAME with a task to start from, and
 beside it dist_amp with the features that you choose, tests, configs and scripts. Without a choice
@@ -6,208 +6,170 @@ it trains by DDP and FSDP2, resumes and reports. On a terminal without arguments
 
     dist_amp new my_project
     dist_amp new my_project --with ema,slurm --task my_file.py:MyTask
-    dist_amp new my_project --with all --without hf_causal_lm
+    dist_amp new my_project --with all
 """
 
 import ast
 import keyword
-import os
 import shutil
-import signal
 import sys
 import tempfile
 import tomllib
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from string import Template
 from typing import Any
 
+import tomli_w
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
 import dist_amp
-from dist_amp.commands.base import BRANCH, git, message, run_git, user_of
-from dist_amp.commands.parts import Package
-from dist_amp.commands.project import Project
-from dist_amp.config.features import METHODS
-from dist_amp.distributed.signals import ignore_stop_signals
+from dist_amp.commands.parts import Parts, closure, imports_of, parse
+from dist_amp.commands.update import BRANCH, git, run_git, user_of
+from dist_amp.config.features import METHODS, SETTINGS
 from dist_amp.errors import ConfigError, Failure, nearest_name
 from dist_amp.files import shipped_folder
 from dist_amp.supervise.command_line import Parser, command
 
 DEFAULT = ("console", "demo", "explain", "launch", "watchdog")
-FOLDERS = ("configs", "dist_amp", "launch", "runs", "tests")  # of each project
+# Imported names that differ from the distribution's.
+DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "pynvml": "nvidia-ml-py"}
+DISTRIBUTIONS |= {"mlflow": "mlflow-skinny"}
+ALWAYS = {"torch", "tensorboard", "numpy"}  # torch imports the others
+FOR_TESTS = {"pytest", "pytest-xdist", "ruff", "mypy"}
+TEMPLATES = {
+    "gitignore.in": ".gitignore",
+    "init.py.in": "$name/__init__.py",
+    "pyproject.toml.in": "pyproject.toml",
+    "README.md.in": "README.md",
+    "demo.toml.in": "configs/demo.toml",
+    "test_task.py.in": "tests/test_own_task.py",
+}
 
 
 @command("; nothing was made")
 def main(argv: Sequence[str]) -> None:
     root = shipped_folder()
-    package = Package(Path(dist_amp.__file__).parent, root / "launch")
-    options = parse(argv, package)
+    parts = Parts(Path(dist_amp.__file__).parent, root / "launch")
+    options = parse_options(argv, parts)
     target = Path(options.name).expanduser()
-    like = tomllib.loads(Path(options.like).read_text())["tool"]["dist_amp"] if options.like else {}
-    check_folder(target)
-    if not like:
+    if not options.like:
         check_name(target, root)
-    file, task = parse_task(options.task or f"{root}/template/example.py:Example")
-    features = choose(
-        package,
-        [name for name in like.get("features", DEFAULT) if name in known(package)],
-        named([*options.wanted, *read_by_methods(task)], package),
-        named(options.without, package),
-    )
-    project = Project(target.name, root, package, features, file, task.name)
+    file, task = find_task(options.task or f"{root}/template/example.py:Example")
+    like = {"features": DEFAULT}
+    if options.like:
+        like = tomllib.loads(Path(options.like).read_text(encoding="utf-8"))["tool"]["dist_amp"]
+    record = {
+        "name": target.name,
+        "version": dist_amp.__version__,
+        "commit": commit_of(parts.folder.parent),
+        "source": like.get("source") or source_of(parts.folder.parent),
+        "task": task.name,
+        "features": choose(parts, like["features"], options, task),
+    }
     try:
-        lines = make(project, target, like.get("source") or source_of(package.folder.parent))
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as temporary:
+            folder = Path(temporary, target.name)
+            write_project(folder, root, parts, record, file)
+            git(folder, "init", "--quiet", "--initial-branch=main")
+            git(folder, "add", "--all")
+            words = ["-c", "commit.gpgsign=false", "commit", "--quiet", "--no-verify"]
+            git(folder, *user_of(folder), *words, "-m", f"Made by dist_amp {dist_amp.__version__}")
+            git(folder, "branch", BRANCH)
+            folder.rename(target)
     except OSError as error:
         raise Failure(f"new {target}: {error}; nothing was made") from error
-    if not like:
-        print(
-            f"{target}: {lines:,} lines of dist_amp with {', '.join(features) or 'no feature'}; "
-            f"next: cd {target} && bash launch/demo.sh"
-        )
+    if not options.like:
+        print(f"{target}: dist_amp with {', '.join(record['features'])}")
+        print(f"next: cd {target} && bash launch/demo.sh")
 
 
-def parse(argv: Sequence[str], package: Package) -> Namespace:
-    parser = Parser("python -m dist_amp.new", __doc__, f"features:\n{list_of(package)}")
-    parser.add_argument("name", nargs="?", default="", help="the new folder, named as your package")
+def parse_options(argv: Sequence[str], parts: Parts) -> Namespace:
+    about = "\n".join(f"  {name:<25} {each.about}" for name, each in parts.features.items())
+    parser = Parser("python -m dist_amp.new", __doc__, f"features:\n{about}")
     lists: dict[str, Any] = {"action": "append", "default": [], "metavar": "FEATURE,..."}
-    parser.add_argument("--with", dest="wanted", help="optional features to add, or all", **lists)
-    parser.add_argument("--without", help="optional features to leave out", **lists)
+    parser.add_argument("name", nargs="?", default="", help="the new folder, named as your package")
+    parser.add_argument("--with", dest="added", help="features to add, or all", **lists)
     parser.add_argument("--task", default="", metavar="FILE.py:Class", help="your task: copied")
     parser.add_argument("--yes", action="store_true", help="ask nothing")
-    parser.add_argument(
-        "--like", default="", metavar="PYPROJECT.toml", help="the features of a project, for update"
-    )
+    parser.add_argument("--like", default="", metavar="PYPROJECT.toml", help="for dist_amp update")
+    parser.add_argument("--without", help="for dist_amp adopt", **lists)
     options = parser.parse_args(argv)
     if not options.name and not options.yes and sys.stdin.isatty() and sys.stdout.isatty():
         options.name = input("name of your package: ").strip()
-        print(list_of(package))
-        options.wanted.append(input("features besides the main job, such as ema,compile: "))
+        print(about)
+        options.added = [input("features besides the main job, such as ema,compile: ")]
         options.task = input("your task, as FILE.py:Class, or nothing for an example: ").strip()
     if not options.name:
         raise ConfigError("new: give the project a name, such as: dist_amp new my_project")
     return options
 
 
-# --- what can be made
-
-
-def check_folder(target: Path) -> None:
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"new {target}: this exists, and is not an empty folder; use another")
-    if not target.parent.is_dir():
-        raise ConfigError(f"new {target}: there is no folder {target.parent}; make it first")
-    if shutil.which("git") is None:
-        raise ConfigError("new: git is missing, which keeps the project's history; install it")
-
-
 def check_name(target: Path, root: Path) -> None:
-    """Errors: ConfigError for a name that can't be a package's, or is another module's."""
+    """Errors: ConfigError for what exists, can't be a package's name, or is another module's."""
     name = target.name
-    if not (name.isascii() and name.isidentifier()) or keyword.iskeyword(name) or name[0] == "_":
-        usable = name.replace("-", "_").lower()
-        usable = f"{usable}_project" if keyword.iskeyword(usable) else usable
-        usable = usable if usable.isidentifier() else "my_project"
+    if target.exists():
+        raise ConfigError(f"new {target}: this exists; use another name, or remove it")
+    if not (name.isascii() and name.isidentifier()) or keyword.iskeyword(name):
         raise ConfigError(
-            f"new {target}: {name!r} can't be a package's name, which has letters, digits and _, "
-            f"and begins with a letter; use one such as {usable}"
+            f"new {target}: a package's name has letters, digits and _, and is no word of Python; "
+            f"use one such as my_{name.replace('-', '_').lower().strip('_')}"
         )
     spec = find_spec(name)
-    taken = ""
-    if name in FOLDERS:
-        taken = "a folder of each project"
-    elif (root / f"tests/{name}.py").exists() or (root / f"tests/{name}").exists():
-        taken = "a module of its tests"
-    elif spec and spec.origin:
-        taken = f"already a module: {spec.origin}"
-    if taken:
-        raise ConfigError(f"new {target}: {name} is {taken}; use another name")
+    places = [root / name, root / f"tests/{name}.py", root / f"tests/{name}"]
+    if name == "runs" or (spec and spec.origin) or any(place.exists() for place in places):
+        raise ConfigError(
+            f"new {target}: {name} is the name of a module, or of something in each project; use "
+            f"another, such as my_{name}"
+        )
 
 
-def parse_task(text: str) -> tuple[Path, ast.ClassDef]:
-    """(file, class) of --task. Errors: ConfigError."""
+def find_task(text: str) -> tuple[Path, ast.ClassDef]:
+    """(file, class) of --task."""
     file, _, name = text.rpartition(":")
     path = Path(file).expanduser()
-    if not path.is_file() or path.suffix != ".py":
+    if not path.is_file():
         raise ConfigError(f"--task {text} must be FILE.py:Class, with a file that exists")
-    try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"--task {text}: {path} is not Python: {error}; fix it") from None
-    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-    if name not in classes:
-        has = ", ".join(classes) or "none"
-        raise ConfigError(f"--task {text}: there is no class {name} in {path}, which has {has}")
-    for node in ast.walk(tree):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom):
-            names = [node.module or "."]
-        for module in names:
-            if (path.parent / f"{module}.py").is_file():
-                raise ConfigError(
-                    f"--task {text}: {path} imports {module}, which lies beside it; only one file "
-                    "is copied, so put both into one, or install it"
-                )
-    return path, classes[name]
-
-
-# --- the features
-
-
-def known(package: Package) -> list[str]:
-    return [*package.features, *package.scripts]
-
-
-def list_of(package: Package) -> str:
-    """The features, one line each."""
-    rows = {name: each.about for name, each in (package.features | package.scripts).items()}
-    width = max(map(len, rows))
-    return "\n".join(f"  {name:<{width}}  {about}" for name, about in rows.items())
-
-
-def named(lists: Sequence[str], package: Package) -> list[str]:
-    """The features in comma-separated lists. Errors: ConfigError for one that does not exist."""
-    found = [word.strip() for word in ",".join(lists).split(",") if word.strip()]
-    for word in found:
-        if word not in (*known(package), "all"):
-            near = nearest_name(word, known(package))
-            hint = f"did you mean {near}?" if near else "dist_amp new --help lists them"
-            raise ConfigError(f"there is no feature {word}; {hint}")
-    return found
-
-
-def read_by_methods(task: ast.ClassDef) -> list[str]:
-    """The features without which a method of the task would be read by nothing."""
-    bodies = [node.name for node in task.body if isinstance(node, ast.FunctionDef)]
-    return [feature.rpartition(".")[2] for method, feature in METHODS if method in bodies]
+    for node in parse(path).body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return path, node
+    raise ConfigError(f"--task {text}: there is no class {name} in {path}; name one that it has")
 
 
 def choose(
-    package: Package, present: Sequence[str], wanted: Sequence[str], left_out: Sequence[str]
+    parts: Parts, present: Sequence[str], options: Namespace, task: ast.ClassDef
 ) -> list[str]:
-    """`present` and `wanted` with what they need, less `left_out` and what needs it; says so.
-
-    Errors: ConfigError if one that is wanted needs one that is left out.
-    """
-    if "all" in wanted:
-        present, wanted = known(package), []
-    blocked = {
-        name: [other for other in left_out if other in package.chosen([name])]
-        for name in (*present, *wanted)
-    }
-    for name in wanted:
-        if blocked[name]:
-            needs = ", ".join(blocked[name])
-            raise ConfigError(f"{name} needs {needs}, which is to be left out; drop one of the two")
-    asked = [name for name in (*present, *wanted) if not blocked[name]]
-    chosen = package.chosen(asked)
-    if added := [name for name in chosen if name not in asked]:
-        print(f"with {', '.join(added)}, needed by the others")
-    if gone := [name for name in present if blocked[name] and name not in left_out]:
-        print(f"without {', '.join(gone)}, which need {', '.join(left_out)}")
+    """The features that are present or added, less those to leave out, with all that they need."""
+    known = list(parts.features)
+    added = [word.strip() for word in ",".join(options.added).split(",") if word.strip()]
+    left_out = [word.strip() for word in ",".join(options.without).split(",") if word.strip()]
+    for word in (*added, *left_out):
+        if word not in (*known, "all"):
+            near = nearest_name(word, known)
+            hint = f"did you mean {near}?" if near else "dist_amp new --help lists them"
+            raise ConfigError(f"there is no feature {word}; {hint}")
+    methods = {node.name for node in task.body if isinstance(node, ast.FunctionDef)}
+    added += [feature.rpartition(".")[2] for method, feature in METHODS if method in methods]
+    asked = known if "all" in added else [name for name in known if name in (*present, *added)]
+    asked = [name for name in asked if name not in left_out]
+    chosen = parts.chosen(asked)
+    for name in left_out:
+        if users := [each for each in asked if name in parts.chosen([each])]:
+            raise ConfigError(f"{name} is needed by {', '.join(users)}; leave that out, too")
+    if more := [name for name in chosen if name not in asked]:
+        print(f"with {', '.join(more)}, needed by the others")
     return chosen
 
 
-# --- the project
+def commit_of(root: Path) -> str:
+    """The commit of the clone; "" if there is none, or if files differ from it."""
+    if not (root / ".git").exists() or git(root, "status", "--porcelain"):
+        return ""
+    return git(root, "rev-parse", "HEAD")
 
 
 def source_of(root: Path) -> str:
@@ -217,21 +179,140 @@ def source_of(root: Path) -> str:
     return url if (root / ".git").exists() and url and is_there else str(root)
 
 
-def make(project: Project, target: Path, source: str) -> int:
-    """Make the project, whose folder appears when it is complete; returns the package's lines."""
-    parent = target.resolve().parent
-    with tempfile.TemporaryDirectory(prefix=f".{project.name}.", dir=parent) as temporary:
-        folder = Path(temporary, project.name)
-        project.write(folder, source)
-        git(folder, "init", "--quiet", "--initial-branch=main")
-        git(folder, "add", "--all")
-        words = ["-c", "commit.gpgsign=false", "commit", "--quiet", "--no-verify", "--message"]
-        git(folder, *user_of(folder), *words, message(project.record(source)))
-        git(folder, "branch", BRANCH)
-        ignore_stop_signals((signal.SIGINT, signal.SIGTERM))  # from here on something was made
-        os.replace(folder, target)
-    paths = (target / "dist_amp").rglob("*.py")
-    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
+# --- the project
+
+
+def write_project(
+    folder: Path, root: Path, parts: Parts, record: dict[str, Any], task: Path
+) -> None:
+    """Whole files of the clone, or of what pip installed, and the filled-in templates.
+
+    record: for [tool.dist_amp]. task: the file with the user's task.
+    """
+    name = record["name"]
+    files = {file: parts.files[file] for file in parts.files_with(record["features"])}
+    files |= {file: root / file for file in ("Dockerfile", "configs/schema.json")}
+    files[f"{name}/task.py"] = task
+    for path in tests_of(root / "tests", parts, record["features"]):
+        files[f"tests/{path.relative_to(root / 'tests')}"] = path
+    for file, path in files.items():
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, folder / file)
+    for path in (root / "configs").glob("*.toml"):
+        text = path.read_text(encoding="utf-8")
+        if path.name != "demo.toml" and is_usable(text, parts, files):
+            if "target" not in tomllib.loads(text).get("task", {}):
+                text += f'\n[task]\ntarget = "{name}.task:{record["task"]}"\n'
+            (folder / "configs" / path.name).write_text(text, encoding="utf-8")
+    ours = (root / "pyproject.toml").read_text(encoding="utf-8")
+    tools = ours[ours.index("[tool.pytest") : ours.index("[dependency-groups]")]
+    dependencies, extras = requirements(folder, task, tomllib.loads(ours)["project"])
+    features = {name: parts.features[name] for name in record["features"]}
+    words = {
+        "name": name,
+        "task": record["task"],
+        "requirements": tomli_w.dumps({"dependencies": dependencies}),
+        "extras": tomli_w.dumps(extras),
+        "record": tomli_w.dumps(record),
+        "tools": tools.replace(', "examples"]', "]").rstrip(),
+        "features": "\n".join(
+            f"- {name}, {each.docs}: {each.about}" for name, each in features.items()
+        ),
+    }
+    for template, file in TEMPLATES.items():
+        text = (root / "template" / template).read_text(encoding="utf-8")
+        target = folder / Template(file).substitute(words)
+        target.write_text(Template(text).substitute(words), encoding="utf-8")
+    needed = needed_by([*dependencies, *(line for lines in extras.values() for line in lines)])
+    pins = (root / "launch/constraints.txt").read_text(encoding="utf-8").splitlines()
+    lines = ["# The versions that dist_amp was tested with, of what pyproject.toml requires."]
+    lines += [line for line in pins if line[0] != "#" and distribution(line) in needed]
+    (folder / "launch/constraints.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def tests_of(tests: Path, parts: Parts, features: list[str]) -> set[Path]:
+    """The tests of core and of the features, with the helpers that they import."""
+    start = [tests / "conftest.py", *(tests / "core").glob("test_*.py")]
+    for path in (tests / "features").glob("test_*.py"):
+        if parts.feature_of_test(path) in features:
+            start.append(path)
+
+    def helpers(path: Path) -> list[Path]:
+        names = {f"{name.partition('.')[0]}.py" for name in imports_of(path)}
+        beside = [folder / name for folder in (tests, tests / "features") for name in names]
+        return [path for path in beside if path.exists()]
+
+    return closure(start, helpers)
+
+
+def is_usable(config: str, parts: Parts, files: Iterable[str]) -> bool:
+    """Whether these files have all that a config's text and settings name."""
+    named = parts.named_in(config)
+    sections = tomllib.loads(config)
+    for key, free, feature in SETTINGS:
+        section, name = key.split(".")
+        if sections.get(section, {}).get(name, free[0]) not in free:
+            named.add(f"dist_amp/{feature.replace('.', '/')}.py")
+    return named.issubset(files)
+
+
+def requirements(
+    folder: Path, task: Path, ours: dict[str, Any]
+) -> tuple[list[str], dict[str, list[str]]]:
+    """(dependencies, extras) of this package's that a project's code imports."""
+    used = set(ALWAYS)
+    for path in folder.rglob("*.py"):
+        if "tests" not in path.parts:
+            used |= distributions(path)
+    dependencies = [line for line in ours["dependencies"] if distribution(line) in used]
+    all_extras = ours["optional-dependencies"]
+    extras = {
+        extra: lines
+        for extra, lines in all_extras.items()
+        if extra not in ("test", "bench") and used & set(map(distribution, lines))
+    }
+    first, *for_tests = all_extras["test"]  # dist_amp[hf,...], and others
+    tests = [line for line in for_tests if distribution(line) in used | FOR_TESTS]
+    for extra in extras:
+        tests += extras[extra] if extra in Requirement(first).extras else []
+    every = {
+        distribution(line)
+        for lines in (ours["dependencies"], *all_extras.values())
+        for line in lines
+    }
+    dependencies += sorted(distributions(task) - every)
+    return dependencies, {**extras, "test": tests}
+
+
+def distributions(path: Path) -> set[str]:
+    """The distributions that a file imports, but for dist_amp and Python's own modules."""
+    modules = {name.partition(".")[0] for name in imports_of(path)}
+    modules -= {"dist_amp", *sys.stdlib_module_names}
+    return {canonicalize_name(DISTRIBUTIONS.get(name, name)) for name in modules}
+
+
+def distribution(requirement: str) -> str:
+    return canonicalize_name(Requirement(requirement).name)
+
+
+def needed_by(requirements: Iterable[str]) -> set[str]:
+    """Names of what these need, directly or not, as far as it is installed here."""
+
+    def needs(line: str) -> list[str]:
+        user = Requirement(line)
+        try:
+            lines = metadata.requires(user.name) or []
+        except metadata.PackageNotFoundError:
+            return []
+        extras = ("", *user.extras)
+        markers = {each: Requirement(each).marker for each in lines}
+        return [
+            each
+            for each, marker in markers.items()
+            if marker is None or any(marker.evaluate({"extra": extra}) for extra in extras)
+        ]
+
+    return {distribution(line) for line in closure(requirements, needs)}
 
 
 if __name__ == "__main__":

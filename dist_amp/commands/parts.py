@@ -1,73 +1,63 @@
-"""What the package is made of: core, and features, which are files that may be missing.
+"""What a project is made of: core, and features, which are files that may be missing.
 
-A feature is a file, or a folder, whose docstring has a line "Docs: ..."; it takes along what else
-it imports. Core is what `import dist_amp.train` and its functions import besides features. An
-import under `if present(...)` is of something that may be missing. A script in launch/ with a line
-"# Docs: ..." is a feature too; it takes along the files of launch/ that it names.
+A feature is a file, or a folder, whose docstring has a line "Docs: PAGE"; a script in launch/ has
+it in its first comments. Core is what the main job and every project's scripts need besides
+features, and a feature brings along what else it needs: the files that it imports, or that a script
+names. An import under `if present(...)` is of something that may be missing.
 """
 
 import ast
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TypeVar
 
+from dist_amp.errors import ConfigError
+
 T = TypeVar("T")
 
-ENTRY_POINTS = ("train", "commands.__main__", "commands.adopt", "commands.update")
-EVERY_SCRIPT = ("constraints.txt", "demo.sh", "setup.sh", "test.sh")  # of launch/, in each project
+CORE = [f"launch/{name}" for name in ("constraints.txt", "demo.sh", "setup.sh", "test.sh")]
+CORE += [f"dist_amp/commands/{name}.py" for name in ("__main__", "adopt", "update")]
+CORE += ["dist_amp/train.py"]
 
 
 @dataclass(frozen=True)
 class Feature:
-    """about: the first sentence of its docstring. docs: the page about it. files: its own."""
+    """about: what it is. docs: the page about it. files: its own."""
 
-    name: str
     about: str
     docs: str
-    files: tuple[str, ...]
+    files: list[str]
 
 
 @dataclass(frozen=True)
-class Package:
-    """The files of a package's folder, by dotted names such as "optimizers.ema"."""
+class Parts:
+    """folder: the package's. launch: the folder of the scripts."""
 
     folder: Path
-    launch: Path = Path("launch")  # beside the folder
+    launch: Path
 
     @cached_property
     def files(self) -> dict[str, Path]:
-        paths = sorted(self.folder.rglob("*.py"))
-        return {".".join(p.relative_to(self.folder).with_suffix("").parts): p for p in paths}
+        """By their paths in a project, such as "dist_amp/optimizers/ema.py"."""
+        modules = {
+            f"dist_amp/{path.relative_to(self.folder)}": path for path in self.folder.rglob("*.py")
+        }
+        scripts = {f"launch/{path.name}": path for path in self.launch.glob("*.*")}
+        return dict(sorted({**modules, **scripts}.items()))
 
     @cached_property
     def features(self) -> dict[str, Feature]:
+        """By the names of their files or folders."""
         found = {}
-        for module, path in self.files.items():
-            about, docs = described(path)
+        for file, path in self.files.items():
+            about, docs = description(path)
             if docs:
-                folder = module.removesuffix(".__init__")
-                files = [name for name in self.files if name.startswith(f"{folder}.")]
-                name = folder.rpartition(".")[2]
-                found[name] = Feature(name, about, docs, tuple(files or [module]))
-        return found
-
-    @cached_property
-    def scripts(self) -> dict[str, Feature]:
-        """The features in launch/; their files are names there."""
-        paths = sorted(self.folder.parent.joinpath(self.launch).glob("*.*"))
-        optional = [path for path in paths if path.name not in EVERY_SCRIPT]
-        found = {}
-        for path in optional:
-            about, docs = described(path)
-            if docs:
-                text = path.read_text(encoding="utf-8")
-                files = [path.name]
-                for other in optional:
-                    if other != path and other.name in text and not described(other)[1]:
-                        files.append(other.name)
-                found[path.stem] = Feature(path.stem, about, docs, tuple(files))
+                start = file.removesuffix("/__init__.py")
+                files = [each for each in self.files if each.startswith(start)]
+                found[Path(start).stem] = Feature(about, docs, files)
         return found
 
     @cached_property
@@ -79,53 +69,53 @@ class Package:
         names = [each for each in self.features if f"{path.stem}_".startswith(f"test_{each}_")]
         return max(names, key=len, default="")
 
-    @cached_property
-    def core(self) -> set[str]:
-        """The files that every project has."""
-        return self.reached(ENTRY_POINTS)
-
-    def reached(self, modules: Iterable[str]) -> set[str]:
-        """These files and what they import, one by the other, but for features."""
-        return closure(modules, lambda module: self.imports(module) - self.feature_of.keys())
-
-    def imports(self, module: str) -> set[str]:
-        """The package's files that a file can't do without, in functions too."""
+    def needs(self, file: str) -> set[str]:
+        """The files that a file imports, in functions too, or that a script names."""
+        path = self.files[file]
+        if file.startswith("launch/"):
+            words = re.findall(r"[\w.]+", path.read_text(encoding="utf-8"))
+            return {each for word in words for each in self.named(word.strip("."))}
         found = set()
-        for name in imports_of(self.files[module]):
-            names = [name, name.rpartition(".")[0]]
-            known = [each for each in names if each in self.files]
-            known += [f"{each}.__init__" for each in names if f"{each}.__init__" in self.files]
-            found.update(known[:1])
+        for name in imports_of(path):
+            found.update(self.named(name) or self.named(name.rpartition(".")[0]))
         return found
 
-    def needs(self, name: str) -> set[str]:
-        """The features that a feature imports, or a script names."""
-        if name in self.scripts:
-            launch = self.folder.parent.joinpath(self.launch)
-            text = (launch / self.scripts[name].files[0]).read_text(encoding="utf-8")
-            needed = {each for each, script in self.scripts.items() if script.files[0] in text}
-            for file, feature in self.feature_of.items():
-                if f"dist_amp.{file.removeprefix('commands.')}" in text:
-                    needed.add(feature)
-        else:
-            files = self.reached(self.features[name].files) - self.core
-            imports = {each for file in files for each in self.imports(file)}
-            needed = {self.feature_of[each] for each in imports if each in self.feature_of}
-        return needed - {name}
+    def named_in(self, text: str) -> set[str]:
+        words = re.findall(r"[\w.]+", text)
+        return {file for word in words for file in self.named(word.strip("."))}
+
+    def named(self, word: str) -> list[str]:
+        """The file of a script's name, or of a module's, which may be that of a command."""
+        module = word.replace(".", "/")
+        command = module.replace("dist_amp/", "dist_amp/commands/", 1)
+        paths = (f"launch/{word}", f"{module}.py", f"{module}/__init__.py", f"{command}.py")
+        return [path for path in paths if path in self.files and path != "dist_amp/__init__.py"]
+
+    def with_needs(self, files: Iterable[str]) -> set[str]:
+        """These files with all that they need, but for features."""
+        return closure(files, lambda file: self.needs(file) - self.feature_of.keys())
+
+    @cached_property
+    def core(self) -> set[str]:
+        return self.with_needs(CORE)
 
     def chosen(self, names: Iterable[str]) -> list[str]:
         """Features with all that they need, in order."""
-        chosen = closure(names, self.needs)
-        return [name for name in (*self.features, *self.scripts) if name in chosen]
+
+        def needs(name: str) -> set[str]:
+            files = self.with_needs(self.features[name].files) - self.core
+            needed = {each for file in files for each in self.needs(file)}
+            return {self.feature_of[each] for each in needed if each in self.feature_of}
+
+        found = closure(names, needs)
+        return [name for name in self.features if name in found]
 
     def files_with(self, names: Iterable[str]) -> set[str]:
-        """Core, these features and what they take along."""
-        own = [
-            file for name in names if name in self.features for file in self.features[name].files
-        ]
-        files = self.core | self.reached(own)
-        folders = {file.rpartition(".")[0] for file in files}
-        return files | {"__init__", *(f"{each}.__init__" for each in folders if each)}
+        """Core, these features and what they bring along."""
+        own = [file for name in names for file in self.features[name].files]
+        files = self.core | self.with_needs(own)
+        parents = {f"{parent}/__init__.py" for file in files for parent in Path(file).parents}
+        return files | parents & self.files.keys()
 
 
 def closure(start: Iterable[T], following: Callable[[T], Iterable[T]]) -> set[T]:
@@ -139,33 +129,41 @@ def closure(start: Iterable[T], following: Callable[[T], Iterable[T]]) -> set[T]
     return found
 
 
+def parse(path: Path) -> ast.Module:
+    """Errors: ConfigError if a file can't be read, or is not Python."""
+    try:
+        return ast.parse(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}; fix the file") from None
+
+
 @cache
-def described(path: Path) -> tuple[str, str]:
+def description(path: Path) -> tuple[str, str]:
     """(what it is, its page or "") by a file's docstring or first comments."""
-    text = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
-        lines = (ast.get_docstring(ast.parse(text)) or "").splitlines()
-        about = " ".join(" ".join(lines).partition("  ")[0].split())
+        text, end = ast.get_docstring(parse(path)) or "", "\n\n"
     else:
-        lines = [line[2:] for line in text.splitlines() if line.startswith("# ")]
-        about = lines[0].partition(". ")[0] if lines else ""
-    docs = next((line[6:] for line in lines if line.startswith("Docs: ")), "")
-    return about.rstrip(".:"), docs
+        comments = re.findall(r"(?m)^# (.*)", path.read_text(encoding="utf-8"))
+        text, end = "\n".join(comments), r"\. |\n"
+    docs = re.search(r"(?m)^Docs: (.+)$", text)
+    about = " ".join(re.split(end, text, maxsplit=1)[0].split())
+    return about.rstrip(".:"), docs[1] if docs else ""
 
 
 @cache
 def imports_of(path: Path) -> tuple[str, ...]:
-    return tuple(imported(ast.parse(path.read_text(encoding="utf-8"))))
+    return tuple(imported(parse(path)))
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
-    """Dotted names of what a file imports from the package, but under `if present(...)`."""
+    """Dotted names of what a file imports, but under `if present(...)`."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and "present(" in ast.unparse(node.test):
             for other in node.orelse:
                 yield from imported(other)
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dist_amp"):
-            prefix = (node.module or "").removeprefix("dist_amp").lstrip(".")
-            yield from (f"{prefix}.{alias.name}".lstrip(".") for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
         else:
             yield from imported(node)

@@ -83,8 +83,7 @@ def explained(error: BaseException, job: Job, watchdog: Any) -> BaseException:
 
 def end_failed(error: BaseException, job: Job, is_shown: bool = False) -> int:
     """Print the error, unless it is shown elsewhere, and write the summary; the exit status."""
-    run = job.run
-    folder = job.folder
+    run, folder = job.run, job.folder
     step = max(job.steps_taken, 0)
     at_start = run is None or step == (run.resumed_from_step or 0)
     status = getattr(error, "exit_code", 1)
@@ -101,9 +100,15 @@ def end_failed(error: BaseException, job: Job, is_shown: bool = False) -> int:
 
 
 def as_failure(error: BaseException) -> BaseException:
-    """A ConfigError in place of an import of a feature that the project does not have."""
+    """A ConfigError for a feature's file that the project does not have, or that is broken."""
     if isinstance(error, ModuleNotFoundError) and str(error.name).startswith("dist_amp."):
         return ConfigError(missing(str(error.name).removeprefix("dist_amp.")))
+    if isinstance(error, ImportError | SyntaxError):
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        file = last.filename if last.name == "<module>" else ""
+        file = getattr(error, "filename", None) or file  # of a SyntaxError
+        if file.startswith(__file__.removesuffix("supervise/failure.py")):
+            return ConfigError(f"{file} can't be imported: {error}; fix it, or restore it by git")
     return error
 
 
@@ -132,9 +137,7 @@ def report_failure(
     is_first = waited or _is_first_to_report(world)
     if is_first:
         sys.stdout.flush()
-        start = ""
-        if sys.stderr.isatty():
-            start = "\r\033[K"  # over rank 0's progress line
+        start = "\r\033[K" if sys.stderr.isatty() else ""  # over rank 0's progress line
         print(start + text, file=sys.stderr, flush=True)
         facts = {"step": step, "at_start": at_start, "transient": isinstance(error, Transient)}
         tell_launcher(status, text, line=cause_of(error, rank), **facts)

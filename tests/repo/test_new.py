@@ -12,27 +12,18 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from dist_amp.commands import new, project
+from dist_amp.commands import new
 from dist_amp.commands.__main__ import check_early
-from dist_amp.commands.parts import Package
+from dist_amp.commands.parts import Parts
 from dist_amp.config.load import collect, target_in
 
 CHOICES = {
     "bare": ["--without", "demo,launch,console"],
-    "my_project": ["--with", "ema,slurm"],
+    "my_project": ["--with", "ema,slurm", "--yes"],
     "everything_there_is": ["--with", "all"],
 }
-HERE = Package(ROOT / "dist_amp")
-
-
-def make(folder, *words):
-    """The exit status of dist_amp new in a folder."""
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        return new.main(words)
-    finally:
-        os.chdir(before)
+PARTS = Parts(ROOT / "dist_amp", ROOT / "launch")
+RUFF = Path(sys.executable).with_name("ruff")
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +31,7 @@ def made(tmp_path_factory):
     """{name: the project with its choice of features}."""
     folder = tmp_path_factory.mktemp("made")
     for name, words in CHOICES.items():
-        assert make(folder, name, *words) == 0
+        assert new.main([f"{folder}/{name}", *words]) == 0
     return {name: folder / name for name in CHOICES}
 
 
@@ -55,35 +46,35 @@ def call(root, *words):
     return done.stdout
 
 
-def record_of(root):
-    return tomllib.loads((root / "pyproject.toml").read_text())["tool"]["dist_amp"]
+def pyproject(root):
+    return tomllib.loads((root / "pyproject.toml").read_text())
 
 
-def files_of(root, folder):
-    return {path.relative_to(root) for path in (root / folder).rglob("*") if path.is_file()}
+def files_of(root, *folders):
+    paths = [path for folder in folders for path in (root / folder).rglob("*") if path.is_file()]
+    return {path.relative_to(root).as_posix() for path in paths}
 
 
 # ---- what is made ----
 
 
 def test_the_package_is_this_one_byte_for_byte_without_the_features_left_out(root):
-    features = record_of(root)["features"]
-    files = files_of(root, "dist_amp")
-    expected = {HERE.files[name].relative_to(ROOT) for name in HERE.files_with(features)}
-    assert files == expected | {Path("dist_amp/py.typed")}
-    for file in files | files_of(root, "launch") - {Path("launch/constraints.txt")}:
+    files = files_of(root, "dist_amp", "launch")
+    features = pyproject(root)["tool"]["dist_amp"]["features"]
+    assert files == PARTS.files_with(features)
+    for file in files - {"launch/constraints.txt"}:
         assert (root / file).read_bytes() == (ROOT / file).read_bytes(), file
+    for name in features:
+        test = f"tests/features/test_{name}.py"
+        assert (root / test).exists() == (ROOT / test).exists()
 
 
-def test_there_is_one_commit_on_two_branches_and_nothing_is_left_out_of_it(root):
+def test_one_commit_on_two_branches_has_all_of_it_and_passes_lint(root):
     assert call(root, "git", "status", "--porcelain", "--ignored") == ""
     assert call(root, "git", "branch", "--format=%(refname:short)") == "dist_amp\nmain\n"
     assert call(root, "git", "rev-list", "--count", "--all").strip() == "1"
-
-
-def test_lint_and_format_pass(root):
-    call(root, sys.executable, "-m", "ruff", "check", "--no-cache", ".")
-    call(root, sys.executable, "-m", "ruff", "format", "--no-cache", "--check", ".")
+    call(root, RUFF, "check", "--no-cache", ".")
+    call(root, RUFF, "format", "--no-cache", "--check", ".")
 
 
 @pytest.mark.slow
@@ -94,12 +85,11 @@ def test_types_pass(root, tmp_path):
 def test_readme_configs_and_scripts_name_only_what_is_there(root):
     paths = [root / "README.md", *(root / "configs").glob("*.toml"), *(root / "launch").iterdir()]
     text = "\n".join(path.read_text() for path in paths if path.name != "demo.sh")
-    modules = Package(root / "dist_amp").files
-    for module in HERE.files.keys() - modules.keys():
-        if module not in ("__init__", "commands.new"):
-            assert f"dist_amp.{module.removeprefix('commands.')}" not in text
-        if module.startswith("commands.") and module != "commands.new":
-            assert f"dist_amp {module.removeprefix('commands.')} " not in text
+    for file in PARTS.files.keys() - files_of(root, "dist_amp") - {"dist_amp/commands/new.py"}:
+        module = file.removesuffix(".py").replace("/", ".")
+        assert module.replace("dist_amp.commands.", "dist_amp.") not in text
+        if "/commands/" in file:
+            assert f"dist_amp {Path(file).stem} " not in text
     for word in text.replace("(", " ").replace(")", " ").replace("`", " ").split():
         name = word.strip(".,:;'\"|")
         if name.startswith(("launch/", "configs/", "dist_amp/")) and "=" not in name:
@@ -119,31 +109,18 @@ def test_each_config_trains_a_task_that_is_there(root):
 
 @pytest.mark.parametrize(("name", "has"), [("bare", False), ("everything_there_is", True)])
 def test_dependencies_and_pins_are_those_of_what_was_chosen(name, has, made):
-    content = tomllib.loads((made[name] / "pyproject.toml").read_text())["project"]
-    names = {project.distribution(line) for line in content["dependencies"]}
+    content = pyproject(made[name])["project"]
+    names = {new.distribution(line) for line in content["dependencies"]}
     assert {"torch", "tensorboard", "pydantic"} <= names
     assert ("safetensors" in names) == has
-    assert (list(content["optional-dependencies"]) == ["test"]) != has
-    assert ("hf" in content["optional-dependencies"]) == has
+    extras = content["optional-dependencies"]
+    assert {"bench", "docs", "engines"}.isdisjoint(extras)
+    assert ("hf" in extras, list(extras) == ["test"]) == (has, not has)
+    assert ("transformers>=5.23" in extras["test"]) == has
     pins = (made[name] / "launch/constraints.txt").read_text()
     assert "\ntorch==" in pins
+    assert "\nsympy==" in pins, "which torch needs"
     assert ("\ntransformers==" in pins) == has
-
-
-def test_a_feature_brings_what_it_needs_and_its_test(made, capsys, tmp_path):
-    assert make(tmp_path, "mine", "--with", "slurm") == 0
-    assert "with machine, rendezvous, many_nodes, needed" in capsys.readouterr().out
-    assert (tmp_path / "mine/launch/many_nodes.sh").exists()
-    for name in record_of(made["my_project"])["features"]:
-        test = f"tests/features/test_{name}.py"
-        assert (made["my_project"] / test).exists() == (ROOT / test).exists()
-
-
-def test_all_but_one_leaves_out_what_needs_it(capsys):
-    chosen = set(new.choose(HERE, new.DEFAULT, ["all"], ["sources"]))
-    assert chosen & {"sources", "causal_lm", "hf_causal_lm", "tokenize"} == set()
-    assert chosen >= {"console", "ema", "slurm"}
-    assert "causal_lm" in capsys.readouterr().out
 
 
 def test_help_lists_each_feature_with_the_first_sentence_of_its_docstring(capsys):
@@ -153,19 +130,7 @@ def test_help_lists_each_feature_with_the_first_sentence_of_its_docstring(capsys
     assert "slurm                     Train under Slurm: one torchrun per node" in said
 
 
-def test_on_a_terminal_it_asks_for_what_was_not_given(monkeypatch):
-    answers = iter(["my_project", "ema, muon", ""])
-    monkeypatch.setattr("builtins.input", lambda text: next(answers))
-    for stream in (sys.stdin, sys.stdout):
-        monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
-    options = new.parse([], HERE)
-    assert options.name == "my_project"
-    assert new.named(options.wanted, HERE) == ["ema", "muon"]
-
-
-TASK = '''"""A curve."""
-
-import einops
+TASK = """import einops
 import torch
 from torch import nn
 
@@ -176,35 +141,45 @@ class Curve:
 
     def on_step(self, run, report):
         pass
-'''
+"""
 
 
-def test_a_task_of_the_users_is_copied_and_brings_what_it_needs(tmp_path):
+def test_on_a_terminal_it_asks_and_a_task_of_the_users_brings_what_it_needs(
+    tmp_path, monkeypatch, capsys
+):
     (tmp_path / "curve.py").write_text(TASK)
-    assert make(tmp_path, "mine", "--task", "curve.py:Curve") == 0
     root = tmp_path / "mine"
+    answers = iter([str(root), "ema, slurm", f"{tmp_path}/curve.py:Curve"])
+    monkeypatch.setattr("builtins.input", lambda text: next(answers))
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
+    assert new.main([]) == 0
+    assert "with machine, rendezvous, many_nodes, needed" in capsys.readouterr().out
     assert (root / "mine/task.py").read_text() == TASK
     assert 'target = "mine.task:Curve"' in (root / "configs/demo.toml").read_text()
-    assert "callbacks" in record_of(root)["features"], "who would read on_step?"
-    dependencies = tomllib.loads((root / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert dependencies[-1] == "einops"
+    record = pyproject(root)["tool"]["dist_amp"]
+    assert {"ema", "many_nodes", "callbacks"} <= set(record["features"]), "who reads on_step?"
+    assert pyproject(root)["project"]["dependencies"][-1] == "einops"
 
 
 # ---- what is refused ----
 
 BAD = [
-    (["my-project"], "can't be a package's name, which has letters, digits and _, and begins"),
-    (["class"], "'class' can't be a package's name"),
-    (["torch"], "torch is already a module"),
-    (["dist_amp"], "dist_amp is a folder of each project"),
-    (["tiny"], "tiny is a module of its tests"),
-    (["taken"], "new taken: this exists, and is not an empty folder; use another"),
-    (["no/where"], "there is no folder no; make it first"),
+    (["my-project"], "a package's name has letters, digits and _, and is no word of Python"),
+    (["class"], "use one such as my_class"),
+    (["torch"], "torch is the name of a module"),
+    (["test"], "test is the name of a module"),
+    (["dist_amp"], "dist_amp is the name of a module"),
+    (["tiny"], "or of something in each project; use another, such as my_tiny"),
+    (["taken"], "new taken: this exists; use another name"),
+    (["no/where"], "No such file or directory"),
     (["x", "--with", "emma"], "there is no feature emma; did you mean ema?"),
-    (["x", "--with", "slurm", "--without", "launch"], "slurm needs launch, which is to be left o"),
+    (
+        ["x", "--with", "slurm", "--without", "launch"],
+        "launch is needed by slurm; leave that out, too",
+    ),
     (["x", "--task", "no.py:T"], "--task no.py:T must be FILE.py:Class, with a file that exists"),
-    (["x", "--task", "mine.py:T"], "there is no class T in mine.py, which has Mine"),
-    (["x", "--task", "mine.py:Mine"], "mine.py imports beside, which lies beside it"),
+    (["x", "--task", "mine.py:T"], "there is no class T in mine.py"),
     ([], "new: give the project a name"),
 ]
 
@@ -213,36 +188,38 @@ BAD = [
 @pytest.mark.bad_input("`dist_amp new`: a feature that does not exist, or needs another")
 @pytest.mark.bad_input("`dist_amp new`: a task that can't be copied")
 @pytest.mark.parametrize(("words", "said"), BAD, ids=[" ".join(words) for words, _ in BAD])
-def test_what_can_not_be_made_is_refused_in_one_line(tmp_path, capsys, words, said):
+def test_what_can_not_be_made_is_refused_in_one_line(tmp_path, monkeypatch, capsys, words, said):
     (tmp_path / "taken").mkdir()
-    (tmp_path / "taken/file").write_text("")
-    (tmp_path / "beside.py").write_text("")
-    (tmp_path / "mine.py").write_text("import beside\n\n\nclass Mine:\n    pass\n")
+    (tmp_path / "mine.py").write_text("class Mine:\n    pass\n")
+    monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.rglob("*"))
-    assert make(tmp_path, *words) == 64
+    assert new.main(words) == (1 if words == ["no/where"] else 64)
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.bad_input("`dist_amp new`: no git")
-def test_without_git_nothing_is_made(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert make(tmp_path, "mine") == 64
-    assert "git is missing" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.bad_input("`dist_amp new`: interrupted, or a full disk")
-@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError("No space left on device")])
-def test_what_is_interrupted_leaves_nothing(tmp_path, monkeypatch, capsys, error):
-    def fail(folder, *words):
+@pytest.mark.bad_input("`dist_amp new`: no git, interrupted, or a full disk")
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (KeyboardInterrupt, "nothing was made"),
+        (OSError("No space left on device"), "No space left on device; nothing was made"),
+        (None, "git is missing"),
+    ],
+)
+def test_what_is_interrupted_leaves_nothing(tmp_path, monkeypatch, capsys, error, said):
+    def fail(*words):
         raise error
 
-    monkeypatch.setattr(new, "git", fail)
-    assert make(tmp_path, "mine") == 1
-    assert "nothing was made" in capsys.readouterr().err
+    if error is None:
+        monkeypatch.setenv("PATH", str(tmp_path))
+    else:
+        monkeypatch.setattr(new, "git", fail)
+        monkeypatch.setattr(new, "commit_of", lambda root: "")
+    assert new.main([f"{tmp_path}/mine"]) != 0
+    assert said in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

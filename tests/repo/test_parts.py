@@ -10,31 +10,35 @@ import sys
 import traceback
 from importlib.abc import MetaPathFinder
 
+import pytest
 import torch._dynamo  # noqa: F401
 import transformers.modeling_utils  # noqa: F401
 from conftest import ROOT
 
 import dist_amp.train
 import dist_amp.verify.__main__  # noqa: F401
-from dist_amp.commands.parts import Package, imported
+from dist_amp.commands.parts import Parts, imported
+from dist_amp.supervise.command_line import command
 
-PACKAGE = Package(ROOT / "dist_amp")
+PARTS = Parts(ROOT / "dist_amp", ROOT / "launch")
 # Benchmarks, and what makes projects.
-CLONE_ONLY = {"bench", "commands.new", "commands.parts", "commands.project"}
+CLONE_ONLY = {"dist_amp/bench.py", "dist_amp/commands/new.py", "dist_amp/commands/parts.py"}
+
+
+def modules(files):
+    """The names by which Python imports these files; scripts have none."""
+    paths = [file.removesuffix(".py") for file in sorted(files) if file.startswith("dist_amp/")]
+    return [path.removesuffix("/__init__").replace("/", ".") for path in paths]
 
 
 class Missing(MetaPathFinder):
     """Hides all files of the package but some."""
 
-    def __init__(self, kept):
-        self.keep(kept)
-
-    def keep(self, modules):
-        self._kept = {f"dist_amp.{name}".removesuffix(".__init__") for name in modules}
-        self._kept.add("dist_amp")
+    def __init__(self):
+        self.kept = set()
 
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "dist_amp" and name not in self._kept:
+        if name.split(".")[0] == "dist_amp" and name not in self.kept:
             raise ModuleNotFoundError(f"hidden: {name}", name=name)
         return
 
@@ -46,12 +50,12 @@ def in_a_fork(function, *args):
     return process.exitcode
 
 
-def import_all(modules, missing, kept, failed):
+def import_all(files, missing, kept, failed):
     """Import these files in a tree of the kept ones; write the traceback if that fails."""
-    missing.keep(kept)
+    missing.kept = set(modules(kept))
     try:
-        for name in modules:
-            importlib.import_module(f"dist_amp.{name}".removesuffix(".__init__"))
+        for name in modules(files):
+            importlib.import_module(name)
     except BaseException:
         failed.write_text(traceback.format_exc())
 
@@ -59,14 +63,15 @@ def import_all(modules, missing, kept, failed):
 def import_core_and_each_feature(folder):
     for name in [name for name in sys.modules if name.split(".")[0] == "dist_amp"]:
         del sys.modules[name]
-    missing = Missing([])
+    missing = Missing()
     sys.meta_path.insert(0, missing)
-    core = PACKAGE.files_with([])
-    import_all(sorted(PACKAGE.core), missing, core, folder / "core")
-    in_a_fork(import_all, ["optimizers.ema"], missing, core, folder / "ema without its file")
-    for name, feature in PACKAGE.features.items():
-        own = sorted(PACKAGE.reached(feature.files) - PACKAGE.core)
-        kept = PACKAGE.files_with(PACKAGE.chosen([name]))
+    core = PARTS.files_with([])
+    import_all(PARTS.core, missing, core, folder / "core")
+    ema = ["dist_amp/optimizers/ema.py"]
+    in_a_fork(import_all, ema, missing, core, folder / "ema without its file")
+    for name, feature in PARTS.features.items():
+        own = PARTS.with_needs(feature.files) - PARTS.core
+        kept = PARTS.files_with(PARTS.chosen([name]))
         status = in_a_fork(import_all, own, missing, kept, folder / name)
         if status != 0:
             (folder / name).write_text(f"exit status {status}")
@@ -81,21 +86,39 @@ def test_core_is_imported_alone_and_each_feature_with_what_it_needs_alone(tmp_pa
 
 
 def test_no_core_file_imports_a_feature_at_its_top_level():
-    found = {}
-    for module in PACKAGE.core:
-        tree = ast.parse(PACKAGE.files[module].read_text())
-        outside = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-        names = set(imported(ast.Module(outside, [])))
-        names |= {name.rpartition(".")[0] for name in names}
-        found[module] = names & PACKAGE.feature_of.keys()
-    assert {module: names for module, names in found.items() if names} == {}
+    for file in PARTS.core:
+        if file.endswith(".py"):
+            tree = ast.parse(PARTS.files[file].read_text())
+            outside = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+            for name in imported(ast.Module(outside, [])):
+                names = {*PARTS.named(name), *PARTS.named(name.rpartition(".")[0])}
+                assert names.isdisjoint(PARTS.feature_of), file
 
 
-def test_every_file_belongs_to_core_or_to_a_feature():
-    assert set(PACKAGE.files) - PACKAGE.files_with(PACKAGE.features) == CLONE_ONLY
+def test_every_file_belongs_to_core_or_to_a_feature_that_says_what_it_is():
+    left = PARTS.files.keys() - PARTS.files_with(PARTS.features)
+    assert left == CLONE_ONLY
+    for name, feature in PARTS.features.items():
+        assert feature.about, name
+        assert (ROOT / feature.docs).is_file(), name
 
 
-def test_each_feature_says_what_it_is_and_which_page_describes_it():
-    features = PACKAGE.features.values()
-    assert [each.name for each in features if not each.about] == []
-    assert [each.name for each in features if not (ROOT / each.docs).is_file()] == []
+@pytest.mark.bad_input("a feature's file that can't be imported, or is not Python")
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("def f(:", "invalid syntax (ema.py, line 1)"),
+        ("import einops_", "No module named 'einops_'"),
+    ],
+)
+def test_a_broken_feature_is_named_in_one_line(code, said, capsys):
+    path = ROOT / "dist_amp/optimizers/ema.py"
+
+    @command()
+    def imports_it(argv):
+        exec(compile(code, str(path), "exec"), {})
+
+    assert imports_it([]) == 64
+    assert capsys.readouterr().err == (
+        f"error: {path} can't be imported: {said}; fix it, or restore it by git\n"
+    )

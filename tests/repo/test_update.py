@@ -1,20 +1,22 @@
 """dist_amp adopt and update: other features and newer versions reach a project by a git merge."""
 
+import contextlib
+import io
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
 
-from dist_amp.commands import adopt, base, update
+from dist_amp.commands import adopt, new, update
+from dist_amp.errors import ConfigError
 
-PARTS = ("dist_amp", "template", "launch", "configs", "tests")
-FILES = ("pyproject.toml", "Dockerfile", "CHANGELOG.md")
+FILES = ("pyproject.toml", "Dockerfile", "tests/conftest.py", "tests/core/test_step.py")
 USER = ["-c", "user.name=u", "-c", "user.email=u@u"]
 
 
@@ -29,24 +31,41 @@ def commit(folder, message="An edit"):
     git(folder, "commit", "--quiet", "--no-verify", "-m", message)
 
 
+def edit(path, old, new):
+    text = path.read_text()
+    assert text.count(old) >= 1, f"{path} has no {old}"
+    path.write_text(text.replace(old, new, 1))
+
+
+def new_in_this_process(source, folder, *words):
+    """What update.run_new does, with the files of the source and without its interpreter."""
+    errors = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(new, "shipped_folder", lambda: source)
+        package = SimpleNamespace(__file__=f"{source}/dist_amp/x.py", __version__="0.1.0")
+        patch.setattr(new, "dist_amp", package)
+        with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()) as said:
+            status = new.main(words)
+    if status:
+        raise ConfigError(errors.getvalue().removeprefix("error: ").strip())
+    return said.getvalue()
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """A folder with a clone of dist_amp, and a project with ema made from it."""
     folder = tmp_path_factory.mktemp("made")
     source = folder / "source"
-    for part in PARTS:
+    for part in ("dist_amp", "template", "launch", "configs"):
         shutil.copytree(ROOT / part, source / part, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("together", "repo", "slow", "gpu"):  # which no project gets
-        shutil.rmtree(source / "tests" / name)
     for file in FILES:
-        shutil.copy(ROOT / file, source)
-    git(source, "init", "--quiet", "--initial-branch=main")
+        (source / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / file, source / file)
     (source / ".gitignore").write_text("__pycache__/\n")
+    git(source, "init", "--quiet", "--initial-branch=main")
     commit(source, "dist_amp")
-    words = ["my_project", "--with", "ema"]
-    command = [sys.executable, "-m", "dist_amp.new", *words]
-    environ = os.environ | {"PYTHONPATH": str(source)}
-    subprocess.run(command, cwd=folder, env=environ, check=True)
+    new_in_this_process(source, folder, "my_project", "--with", "ema")
     return folder
 
 
@@ -56,36 +75,27 @@ def source(made, tmp_path):
 
 
 @pytest.fixture
-def project(made, source, tmp_path):
-    """The project, with a clone of its own as its source."""
+def project(made, source, tmp_path, monkeypatch):
+    """The project, with a clone of its own as its source; it is the current folder."""
     root = Path(shutil.copytree(made / "my_project", tmp_path / "my_project"))
     edit(root / "pyproject.toml", str(made / "source"), str(source))
-    git(root, "commit", "--quiet", "--all", "--amend", "--no-edit")
-    git(root, "branch", "--force", "dist_amp")
+    amend(root)
+    monkeypatch.chdir(root)
+    monkeypatch.setattr(update, "run_new", new_in_this_process)
     return root
 
 
-def edit(path, old, new):
-    text = path.read_text()
-    assert text.count(old) >= 1, f"{path} has no {old}"
-    path.write_text(text.replace(old, new, 1))
+def amend(root):
+    """As if the project had been made so."""
+    git(root, "commit", "--quiet", "--all", "--amend", "--no-edit")
+    git(root, "branch", "--force", "dist_amp")
 
 
-def newer(source):
-    """A later commit of dist_amp, whose step.py and ema.py begin in another way."""
-    for file in ("step.py", "optimizers/ema.py"):
-        edit(source / "dist_amp" / file, '"""', '"""Newer. ')
-    edit(source / "CHANGELOG.md", "\n", "\n- Something is new.\n")
+def newer(source, *files):
+    """A later commit of dist_amp, in which these files begin in another way."""
+    for file in files or ("dist_amp/step.py",):
+        edit(source / file, '"""', '"""Newer. ')
     commit(source, "Newer")
-
-
-def inside(folder, command, *words):
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        return command.main(words)
-    finally:
-        os.chdir(before)
 
 
 def state_of(root):
@@ -96,38 +106,18 @@ def state_of(root):
 # ---- what they do ----
 
 
-def test_a_feature_is_adopted_and_removed_beside_edits(project, source, capsys):
+def test_a_feature_is_adopted_and_removed_beside_edits(project, source):
     step = project / "dist_amp/step.py"
     step.write_text(step.read_text() + "\n# mine\n")
     commit(project)
     before = git(project, "rev-parse", "HEAD^{tree}")
-    newer(source)
-    assert inside(project, adopt, "muon,slurm") == 0
-    assert "added muon, many_nodes, slurm\n" in capsys.readouterr().out
-    for file in ("dist_amp/optimizers/muon.py", "launch/many_nodes.sh"):
+    newer(source, "dist_amp/optimizers/ema.py")
+    assert adopt.main(["muon,slurm"]) == 0
+    for file in ("dist_amp/optimizers/muon.py", "launch/slurm.sbatch", "launch/many_nodes.sh"):
         assert (project / file).read_bytes() == (source / file).read_bytes()
     assert "Newer." not in (project / "dist_amp/optimizers/ema.py").read_text(), "the same commit"
-    assert inside(project, adopt, "--remove", "muon,many_nodes") == 0
-    said = capsys.readouterr().out
-    assert "without slurm, which need muon, many_nodes" in said
-    assert "removed many_nodes, muon, slurm" in said
+    assert adopt.main(["--remove", "muon,many_nodes,slurm"]) == 0
     assert git(project, "rev-parse", "HEAD^{tree}") == before
-
-
-def test_update_brings_what_is_new_and_a_dry_run_only_shows_it(project, source, capsys):
-    newer(source)
-    before = state_of(project)
-    assert inside(project, update, "--dry_run") == 0
-    said = capsys.readouterr().out
-    assert "- Something is new." in said
-    assert "dist_amp/step.py           | 2 +-" in said
-    assert state_of(project) == before
-    assert inside(project, update) == 0
-    assert '"""Newer. ' in (project / "dist_amp/step.py").read_text()
-    assert git(project, "log", "-1", "--format=%s") == "Merge dist_amp 0.1.0"
-    capsys.readouterr()
-    assert inside(project, update) == 0
-    assert capsys.readouterr().out == "nothing to do\n"
 
 
 MARK = "# of this project"
@@ -158,17 +148,19 @@ def edit_in_ten_ways(root):
     return kept | {"pyproject.toml": '"einops>=0.8"', "configs/ddp_bf16.toml": "steps = 7"}
 
 
-def test_after_ten_edits_an_update_conflicts_only_where_both_changed(project, source, capsys):
+def test_after_ten_edits_an_update_conflicts_only_where_both_changed(
+    project, source, capsys, monkeypatch
+):
+    monkeypatch.undo()  # here the source's new has a process of its own
+    monkeypatch.chdir(project)
     kept = edit_in_ten_ways(project)
     commit(project)
-    newer(source)
-    edit(source / "dist_amp/optim.py", '"""', '"""Newer. ')
-    edit(source / "dist_amp/settings.py", '"""', '"""Newer. ')
+    files = [f"dist_amp/{name}.py" for name in ("step", "optimizers/ema", "optim", "settings")]
     edit(source / "configs/ddp_bf16.toml", "lr = 1e-3", "lr = 2e-3")
     edit(source / "template/README.md.in", "## Layout", "## The layout")
     (source / "dist_amp/commands/board.py").unlink()
-    commit(source, "More")
-    assert inside(project, update) == 1
+    newer(source, *files, "template/example.py")
+    assert update.main([]) == 1
     said = capsys.readouterr().out
     conflicts = git(project, "diff", "--name-only", "--diff-filter=U").splitlines()
     assert conflicts == ["README.md", "dist_amp/step.py"]
@@ -180,36 +172,44 @@ def test_after_ten_edits_an_update_conflicts_only_where_both_changed(project, so
         assert '"""Newer. ' in (project / "dist_amp" / file).read_text(), file
     assert "lr = 2e-3" in (project / "configs/ddp_bf16.toml").read_text()
     assert not (project / "dist_amp/telemetry/console.py").exists()
-    git(project, "merge", "--abort")
-    assert inside(project, update) == 1, "it is not forgotten"
 
 
-def test_the_task_as_made_stays_the_base_when_the_templates_example_changes(project, source):
-    edit(source / "template/example.py", '"""', '"""Newer. ')
-    commit(source, "Newer")
-    assert inside(project, update) == 0
-    assert git(project, "diff", "--stat", "HEAD^", "--", "my_project") == ""
-
-
-def test_a_clone_without_the_branch_still_finds_the_base(project, tmp_path):
-    git(tmp_path, "clone", "--quiet", "--single-branch", str(project), "clone")
-    assert base.find_base(tmp_path / "clone").commit == git(project, "rev-parse", "dist_amp")
-
-
-def test_a_source_that_moved_is_named_by_from_and_remembered(project, source, tmp_path):
+def test_an_update_that_was_aborted_is_not_forgotten(project, source, capsys):
+    edit(project / "dist_amp/step.py", '"""', '"""Mine. ')
+    commit(project)
     newer(source)
-    source.rename(tmp_path / "elsewhere")
-    url = f"file://{tmp_path}/elsewhere"
-    assert inside(project, update, "--from", url) == 0
+    for _ in range(2):
+        assert update.main([]) == 1
+        git(project, "merge", "--abort")
+    git(project, "reset", "--quiet", "--hard", "HEAD^")
+    assert update.main([]) == 0
+    assert git(project, "log", "-1", "--format=%s").startswith("Merge dist_amp 0.1.0 with ")
+    assert "dist_amp/step.py | 2 +-" in capsys.readouterr().out
+    assert update.main([]) == 0
+    assert capsys.readouterr().out == "nothing to do\n"
+
+
+def test_a_project_of_the_version_before_is_brought_to_this_one(project, source, tmp_path):
+    """Its record had no name; and its own update calls new in this way."""
+    edit(
+        project / "pyproject.toml",
+        'name = "my_project"\nversion = "0.1.0"\ncommit',
+        'version = "0.1.0"\ncommit',
+    )
+    amend(project)
+    newer(source)
+    assert update.main([]) == 0
     record = tomllib.loads((project / "pyproject.toml").read_text())["tool"]["dist_amp"]
-    commit_there = git(tmp_path / "elsewhere", "rev-parse", "HEAD")
-    assert (record["source"], record["commit"]) == (url, commit_there)
+    assert (record["name"], record["commit"]) == ("my_project", git(source, "rev-parse", "HEAD"))
+    words = f"tiny --like {project}/pyproject.toml --with= --without= --task".split()
+    new_in_this_process(source, tmp_path, *words, f"{project}/my_project/task.py:Example")
+    assert git(tmp_path / "tiny", "rev-parse", "main")
 
 
 def test_a_plain_folder_is_a_source_as_it_stands(project, source):
     shutil.rmtree(source / ".git")
     edit(source / "dist_amp/step.py", '"""', '"""Newer. ')
-    assert inside(project, update) == 0
+    assert update.main([]) == 0
     assert '"""Newer. ' in (project / "dist_amp/step.py").read_text()
 
 
@@ -224,143 +224,110 @@ def on_its_branch(project, source):
     git(project, "switch", "--quiet", "dist_amp")
 
 
-def detached(project, source):
-    git(project, "switch", "--quiet", "--detach")
-
-
 def made_by_a_newer_commit(project, source):
     newer(source)
-    assert inside(project, update) == 0
+    assert update.main([]) == 0
     git(source, "reset", "--quiet", "--hard", "HEAD^")
 
 
 def made_by_a_newer_version(project, source):
     shutil.rmtree(source / ".git")
-    edit(project / "pyproject.toml", "[tool.dist_amp]", "[tool.dist_amp]\n#")
     edit(project / "pyproject.toml", 'version = "0.1.0"\ncommit', 'version = "99.0"\ncommit')
-    commit(project, "Made by dist_amp 99.0")
-    git(project, "branch", "--force", "dist_amp")
-
-
-def made_before_packages_kept_their_name(project, source):
-    edit(project / "pyproject.toml", "source = ", "was = ")
-    commit(project, "Made by dist_amp 0.1.0")
-    git(project, "branch", "--force", "dist_amp")
+    amend(project)
 
 
 def source_is_gone(project, source):
     shutil.rmtree(source)
 
 
-def source_is_something_else(project, source):
-    shutil.rmtree(source / ".git")
-    shutil.rmtree(source / "dist_amp/commands")
+def source_has_a_broken_feature(project, source):
+    (source / "dist_amp/optimizers/muon.py").write_text("def f(:\n")
+    commit(source)
 
 
 def file_in_the_way(project, source):
     (project / "dist_amp/optimizers/muon.py").write_text("mine")
 
 
-def merging(project, source):
-    (project / ".git/MERGE_HEAD").write_text(git(project, "rev-parse", "HEAD"))
+def no_branch(project, source):
+    git(project, "branch", "--quiet", "-D", "dist_amp")
+
+
+def no_git(project, source):
+    shutil.rmtree(project / ".git")
+
+
+def nothing(project, source):
+    pass
 
 
 BAD = [
-    (uncommitted, update, "", "has changes that are not committed, in README.md; commit or stash"),
-    (on_its_branch, adopt, "muon", "is on dist_amp; switch to the branch that you work on"),
-    (detached, update, "", "is on a detached HEAD; switch to the branch that you work on"),
-    (merging, update, "", "a merge is in progress; git commit, or git merge --abort"),
-    (made_by_a_newer_commit, update, "", "newer than the source's commit"),
-    (made_by_a_newer_version, update, "", "made by dist_amp 99.0"),
-    (made_before_packages_kept_their_name, update, "", "dist_amp new NAME --task FILE.py:Class"),
-    (source_is_gone, update, "", "does not exist; say where they are: --from PATH_OR_URL"),
-    (source_is_something_else, adopt, "muon", "has no dist_amp/commands/new.py; say where"),
+    (uncommitted, update, "", "has changes in README.md; commit or stash them"),
+    (on_its_branch, adopt, "muon", "switch to your own branch"),
+    (made_by_a_newer_commit, update, "", "is newer than"),
+    (made_by_a_newer_version, update, "", "made from version 99.0, which is newer than"),
+    (source_is_gone, update, "", "does not exist; say where dist_amp is by `source` under"),
+    (source_has_a_broken_feature, update, "", "muon.py: invalid syntax"),
     (file_in_the_way, adopt, "muon", "would be overwritten by merge: dist_amp/optimizers/muon.py"),
-    (None, adopt, "", "adopt: name a feature to add, or to --remove; it has demo, launch"),
-    (None, adopt, "emma", "there is no feature emma; did you mean ema?"),
-    (None, adopt, "ema", "adopt ema: the project has it already"),
-    (None, adopt, "--remove muon", "adopt --remove muon: the project does not have it; it has"),
-    (None, adopt, "slurm --remove launch", "slurm needs launch, which is to be left out"),
+    (no_branch, update, "", "git fetch origin dist_amp:dist_amp"),
+    (no_git, update, "", "not a git repository"),
+    (nothing, adopt, "", "adopt: name a feature to add, or one to --remove that it has: "),
+    (nothing, adopt, "emma", "there is no feature emma; did you mean ema?"),
+    (nothing, adopt, "ema", "adopt ema: the project has it already"),
+    (nothing, adopt, "--remove muon", "or one to --remove that it has: "),
+    (nothing, adopt, "slurm --remove launch", "launch is needed by "),
 ]
 
 
-@pytest.mark.bad_input("`dist_amp update`, `adopt`: changes that are not committed, a merge begun")
-@pytest.mark.bad_input("`dist_amp update`, `adopt`: on the branch of the files as made, or none")
-@pytest.mark.bad_input("`dist_amp update`: a project of a newer version, or of an old one's form")
-@pytest.mark.bad_input("`dist_amp update`, `adopt`: a source that is gone, a file in the way")
-@pytest.mark.bad_input("`dist_amp adopt`: no feature, an unknown one, or one that is there already")
+@pytest.mark.bad_input(
+    "`dist_amp update`, `adopt`: changes that are not committed, a file in the way"
+)
+@pytest.mark.bad_input("`dist_amp update`, `adopt`: outside a project, or on the branch as made")
+@pytest.mark.bad_input("`dist_amp update`: a source that is older, gone or broken")
+@pytest.mark.bad_input("`dist_amp adopt`: no feature, an unknown one, one that is there or needed")
 @pytest.mark.parametrize(
     ("prepare", "command", "words", "said"),
     BAD,
-    ids=[f"{row[0].__name__ if row[0] else 'words'}-{row[2]}" for row in BAD],
+    ids=[f"{row[0].__name__}-{row[2]}" for row in BAD],
 )
 def test_what_is_refused_says_why_in_one_line_and_changes_nothing(
     project, source, capsys, prepare, command, words, said
 ):
-    if prepare is not None:
-        prepare(project, source)
-    before = state_of(project)
+    prepare(project, source)
+    before = state_of(project) if prepare is not no_git else None
     capsys.readouterr()
-    assert inside(project, command, *words.split()) == 64
+    assert command.main(words.split()) == 64
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
-    assert state_of(project) == before
+    assert before is None or state_of(project) == before
     if prepare is file_in_the_way:
         assert (project / "dist_amp/optimizers/muon.py").read_text() == "mine"
 
 
-@pytest.mark.bad_input("`dist_amp update`, `adopt`: not in a project that `dist_amp new` made")
-def test_what_is_no_project_is_refused(tmp_path, capsys):
-    assert inside(tmp_path, update) == 64
-    assert "is in no git repository; go to the project's folder" in capsys.readouterr().err
-    git(tmp_path, "init", "--quiet", "--initial-branch=main")
-    assert inside(tmp_path, update) == 64
-    assert "has no branch dist_amp" in capsys.readouterr().err
-    git(tmp_path, "commit", "--quiet", "--allow-empty", "-m", "An edit")
-    git(tmp_path, "branch", "dist_amp")
-    assert inside(tmp_path, update) == 64
-    assert "git show failed" in capsys.readouterr().err
-
-
 @pytest.mark.bad_input("`dist_amp update`, `adopt`: interrupted")
-@pytest.mark.parametrize("words", [["clone"], ["fetch"], ["commit-tree"]])
-def test_a_signal_before_the_merge_leaves_the_project_as_it_was(
-    project, source, monkeypatch, capsys, words
+@pytest.mark.parametrize(
+    ("word", "status"),
+    [("clone", 1), ("fetch", 1), ("commit-tree", 1), ("merge", 0), ("--force", 0)],
+)
+def test_a_signal_before_the_merge_changes_nothing_and_a_later_one_does_not_stop_it(
+    project, source, monkeypatch, capsys, word, status
 ):
     newer(source)
     before = state_of(project)
-    interrupt_at(words, monkeypatch)
-    assert inside(project, update) == 1
-    assert capsys.readouterr().err == "error: stopped by SIGINT; the project is as it was\n"
-    assert state_of(project) == before
+    real = update.run_git
 
-
-@pytest.mark.bad_input("`dist_amp update`, `adopt`: interrupted while it merges")
-@pytest.mark.parametrize("words", [["update-ref"], ["merge"]])
-def test_a_signal_from_the_merge_on_changes_nothing_about_it(
-    project, source, monkeypatch, capsys, words
-):
-    newer(source)
-    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    interrupt_at(words, monkeypatch)
-    assert inside(project, update) == 0
-    assert capsys.readouterr().err == ""
-    assert git(project, "log", "-1", "--format=%s") == "Merge dist_amp 0.1.0"
-    assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-
-
-def interrupt_at(words, monkeypatch):
-    """SIGINT before and after the git command that has these words."""
-    real = base.run_git
-
-    def interrupted(folder, *given):
-        is_it = set(words) <= set(given)
-        if is_it:
-            os.kill(os.getpid(), signal.SIGINT)
-        done = real(folder, *given)
-        if is_it:
+    def interrupted(folder, *words):
+        done = real(folder, *words)
+        if word in words and "--show-current" not in words:
             os.kill(os.getpid(), signal.SIGINT)
         return done
 
-    monkeypatch.setattr(base, "run_git", interrupted)
+    monkeypatch.setattr(update, "run_git", interrupted)
+    assert update.main([]) == status
+    if status:
+        said = "error: stopped by SIGINT; the project is as it was\n"
+        assert (capsys.readouterr().err, state_of(project)) == (said, before)
+    else:
+        assert '"""Newer. ' in (project / "dist_amp/step.py").read_text()
+        assert git(project, "diff", "HEAD", "dist_amp", "--") == ""
