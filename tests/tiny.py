@@ -104,16 +104,6 @@ class VectorLoss(Tiny):
         return model(batch["x"]).squeeze(-1)
 
 
-class HalfLoss(Tiny):
-    def loss_sum(self, model, batch):
-        return super().loss_sum(model, batch).bfloat16()
-
-
-class DetachedLoss(Tiny):
-    def loss_sum(self, model, batch):
-        return super().loss_sum(model, batch).detach()
-
-
 class NothingCounts(Tiny):
     def weight(self, batch):
         return 0

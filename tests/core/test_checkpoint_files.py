@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 import time
 from contextlib import closing, redirect_stderr
@@ -168,49 +169,37 @@ def test_the_one_before_a_damaged_one_is_resumed_and_without_any_the_run_ends(ne
 
 
 @pytest.mark.bad_input("a newer format version")
-def test_a_newer_format_is_refused_with_both_versions(newest):
-    seal_again(newest, format=2)
-    said = "its format is 2, this version reads up to 1; use a newer dist_amp"
-    assert integrity_error(newest) == said
-
-
 @pytest.mark.bad_input("a manifest with a value of another type, or without one")
+@pytest.mark.bad_input("a manifest path that is absolute or has `..`")
 @pytest.mark.parametrize(
-    "forged",
+    ("forged", "said"),
     [
-        *({"step": "x"}, {"step": 10**30}, {"format": "1"}, {"format": None}, {"files": 3}),
-        *(
-            {"evaluation": []},
-            {"evaluation": {"loss": "low"}},
-            {"best": 0},
-            {"optimizer": {"a": []}},
-        ),
-        *({"files": {"a": 3}}, {"samples": ...}, {"world_size": 1.5}),
+        ({"format": 2}, "its format is 2, this version reads up to 1; use a newer dist_amp"),
+        ({"format": "1"}, "manifest.json is damaged"),
+        ({"step": 10**30}, "manifest.json is damaged"),
+        ({"samples": ...}, "manifest.json is damaged"),
+        ({"evaluation": {"loss": "low"}}, "manifest.json is damaged"),
+        ({"files": {"a": 3}}, "manifest.json is damaged"),
+        ({"files": {"..": {"bytes": 1, "xxh3": "0"}}}, "lists '..', which is not the name of a f"),
+        ({"files": {"/etc/a": {"bytes": 1, "xxh3": "0"}}}, "lists '/etc/a', which is not the name"),
+        ({"files": {"a/b": {"bytes": 1, "xxh3": "0"}}}, "lists 'a/b', which is not the name of a "),
     ],
 )
-def test_a_manifest_whose_values_are_not_what_they_must_be_is_damaged(newest, forged):
+def test_a_manifest_that_this_version_did_not_write_is_refused(newest, forged, said):
     content = json.loads((newest / "manifest.json").read_text()) | forged
     content = {name: value for name, value in content.items() if value is not ...}
     del content["xxh3"]
     (newest / "manifest.json").write_text(signed_text(content))
-    assert integrity_error(newest) == "manifest.json is damaged"
+    assert said in integrity_error(newest)
 
 
 @pytest.mark.bad_input("a checkpoint's config that is damaged, or nested without end")
-@pytest.mark.parametrize("text", ["[task", "\udcff", "a" + ".b" * 20_000 + " = 1"])
+@pytest.mark.parametrize("text", ["\udcff", "a" + ".b" * 2_000 + " = 1"], ids=["text", "nested"])
 def test_a_checkpoint_whose_config_is_none_is_refused(newest, text):
     (newest / "config.toml").write_text(text, errors="surrogateescape")
     seal_again(newest)
     with pytest.raises(DataError, match="config.toml can't be read: .*; restore it from a backup"):
         resumed(newest.parent.parent)
-
-
-@pytest.mark.bad_input("a manifest path that is absolute or has `..`")
-@pytest.mark.parametrize("name", ["../../secret", "/etc/passwd", "..", "a/b"])
-def test_a_manifest_that_lists_what_lies_elsewhere_is_refused(newest, name):
-    seal_again(newest, files={name: {"bytes": 1, "xxh3": "0"}})
-    said = f"manifest.json lists {name!r}, which is not the name of a file in this folder"
-    assert integrity_error(newest) == said
 
 
 class Payload:
@@ -223,60 +212,42 @@ class Payload:
         return os.mkdir, (str(self.mark),)
 
 
-@pytest.mark.bad_input("a pickle payload in a checkpoint")
-def test_a_payload_in_the_metadata_is_refused_and_not_run(newest, tmp_path):
-    mark, metadata, planned = tmp_path / "was run", metadata_of(newest), metadata_of(newest)
-    planned.planner_data = Payload(mark)
-    for hostile in (Payload(mark), [metadata, Payload(mark)], planned):
-        write_metadata(newest, hostile)
-        assert "is rejected: .metadata asks for posix.mkdir, " in rejection(newest)
-    assert not mark.exists()
+def sized(*size):
+    """Another size of the entry `interval`."""
+    return lambda entries: vars(entries["interval"]).update(size=torch.Size(size))
 
 
-def without_place(metadata):
-    metadata.storage_data = {
-        index: place for index, place in metadata.storage_data.items() if index.fqn != "counters"
-    }
-
-
-def set_entry(name, **values):
-    def change(metadata):
-        vars(metadata.state_dict_metadata[name]).update(values)
-
-    return change
-
-
+# What is changed in the entries of .metadata.
 FORGED = {
-    "no interval": lambda metadata: metadata.state_dict_metadata.pop("interval"),
-    "an interval of bytes": lambda metadata: metadata.state_dict_metadata.update(
-        interval=BytesStorageMetadata()
-    ),
-    "counters of bytes": lambda metadata: metadata.state_dict_metadata.update(
-        counters=BytesStorageMetadata()
-    ),
-    "an interval without rows": set_entry("interval", size=torch.Size([7])),
-    "no place": without_place,
-    "a size beyond the file's": set_entry("interval", size=torch.Size([2**40, 7])),
-    "a negative size": set_entry("interval", size=torch.Size([-1, 7])),
-    "chunks of another type": set_entry("counters", chunks=["x"]),
-    "another field": set_entry("counters", extra=1),
-    "another type": lambda metadata: vars(metadata).update(storage_data={"a": 1}),
-    "another version": lambda metadata: vars(metadata).update(version=2),
+    "no interval": lambda entries: entries.pop("interval"),
+    "counters of bytes": lambda entries: entries.update(counters=BytesStorageMetadata()),
+    "an interval without rows": sized(7),
+    "a size beyond the file's": sized(2**40, 7),
+    "a negative size": sized(-1, 7),
+    "chunks of another type": lambda entries: vars(entries["counters"]).update(chunks=["x"]),
+    "another field": lambda entries: vars(entries["counters"]).update(extra=1),
 }
 
 
 @pytest.mark.bad_input("a `.metadata` whose entries are missing, or not what torch writes")
-@pytest.mark.parametrize("name", FORGED)
+@pytest.mark.bad_input("a `.metadata` that points outside its folder")
+@pytest.mark.parametrize("name", [*FORGED, "another place", "no place"])
 def test_metadata_that_torch_would_not_write_is_refused(newest, name):
     metadata = metadata_of(newest)
-    FORGED[name](metadata)
+    said = "is rejected: .metadata|can't be loaded: "
+    if name in FORGED:
+        FORGED[name](metadata.state_dict_metadata)
+    elif name == "no place":
+        del metadata.storage_data[next(iter(metadata.storage_data))]
+    else:
+        next(iter(metadata.storage_data.values())).relative_path = "../step_00000001/__0_0.distcp"
+        said = "points to '../step_00000001/__0_0.distcp', which the manifest does not list"
     write_metadata(newest, metadata)
-    with pytest.raises(DataError, match="is rejected: .metadata|can't be loaded: "):
-        resumed(newest.parent.parent)
+    assert re.search(said, rejection(newest))
 
 
 @pytest.mark.bad_input("a pickle that changes a class of torch's")
-@pytest.mark.parametrize("name", ["Metadata", "TensorProperties", "_MEM_FORMAT_ENCODING"])
+@pytest.mark.parametrize("name", ["Metadata", "_MEM_FORMAT_ENCODING"])
 def test_no_pickle_changes_a_class(newest, name):
     """BUILD with a pair sets the attributes of whatever is on the stack."""
     module = b"torch.distributed.checkpoint.metadata"
@@ -316,121 +287,101 @@ def test_an_enums_member_is_read_in_every_release_of_python_and_no_other_attribu
         assert "is rejected: .metadata " in rejection(newest)
 
 
-@pytest.mark.parametrize(
-    ("name", "as_bytes"),
-    [("model.0.0.weight", False), ("ranks.0.random.torch", False), ("counters", True)],
-)
-def test_a_payload_in_place_of_an_entry_is_refused_and_not_run(newest, tmp_path, name, as_bytes):
+@pytest.mark.bad_input("a pickle payload in a checkpoint")
+@pytest.mark.parametrize("where", ["metadata", "plan", "entry", "entry as bytes"])
+def test_a_payload_is_refused_and_not_run(newest, tmp_path, where):
     mark, metadata = tmp_path / "was run", metadata_of(newest)
-    stream = io.BytesIO()
-    torch.save(Payload(mark), stream)
-    (newest / "__0_9.distcp").write_bytes(stream.getvalue())
-    index = next(index for index in metadata.storage_data if index.fqn == name)
-    place = metadata.storage_data.pop(index)
-    place.relative_path, place.offset, place.length = "__0_9.distcp", 0, len(stream.getvalue())
-    if as_bytes:
-        index = MetadataIndex(name)
-        metadata.state_dict_metadata[name] = BytesStorageMetadata()
-    metadata.storage_data[index] = place
+    if where == "metadata":
+        metadata = [metadata, Payload(mark)]
+    elif where == "plan":
+        metadata.planner_data = Payload(mark)
+    else:
+        stream = io.BytesIO()
+        torch.save(Payload(mark), stream)
+        (newest / "__0_9.distcp").write_bytes(stream.getvalue())
+        index = next(index for index in metadata.storage_data if index.fqn == "counters")
+        place = metadata.storage_data.pop(index)
+        place.relative_path, place.offset, place.length = "__0_9.distcp", 0, len(stream.getvalue())
+        if where == "entry as bytes":
+            index = MetadataIndex("counters")
+            metadata.state_dict_metadata["counters"] = BytesStorageMetadata()
+        metadata.storage_data[index] = place
     write_metadata(newest, metadata)
-    rejection(newest)
-    if as_bytes:  # torch's planner unpickles for such an entry whatever it finds
+    said = rejection(newest)
+    assert ("is rejected: .metadata asks for posix.mkdir, " in said) == ("entry" not in where)
+    if where == "entry as bytes":  # torch's planner unpickles for such an entry whatever it finds
         with pytest.raises(BaseException, match="(?s)weights_only"):
-            read_into({name: "not a tensor"}, Reader(newest))
+            read_into({"counters": "not a tensor"}, Reader(newest))
     assert not mark.exists()
 
 
-@pytest.mark.bad_input("a `.metadata` that points outside its folder")
-def test_metadata_that_points_out_of_the_folder_is_refused(newest):
-    metadata = metadata_of(newest)
-    next(iter(metadata.storage_data.values())).relative_path = "../step_00000001/__0_0.distcp"
-    write_metadata(newest, metadata)
-    said = "points to '../step_00000001/__0_0.distcp', which the manifest does not list"
-    assert said in rejection(newest)
-
-
-def test_the_newest_and_the_best_are_kept_and_what_is_half_written_is_no_checkpoint(tmp_path):
-    run = new_run(tmp_path)
-    for loss in (5.0, 3.0, 4.0, 4.5, 4.2):
-        take_steps(run, 1)
-        run.metrics.write_evaluation(run.step, {"loss": loss})
-        save(run)
-    (tmp_path / "checkpoints" / ".step_00000006.writing").mkdir()
-    assert [path.name[-1] for path in all_checkpoints(tmp_path)] == ["2", "4", "5"]
-    assert newest_checkpoint("never", tmp_path, World()) is None
-    assert resumed(tmp_path).metrics.best == {"step": 2, "loss": 3.0}
-
-
-def saved_with_accuracy(folder, best_metric):
-    """The last digits of the checkpoints that are left of steps 1 to 5."""
+def saved_evaluations(folder, best_metric, *evaluations):
+    """The last digits of the checkpoints that are left after a save of each evaluation."""
     run = new_run(folder)
     run.task.metrics = run.task.best_metric = best_metric
-    for loss, accuracy in ((5, 0.2), (4, 0.8), (1, 0.4), (3, 0.1), (2, 0.5)):
+    for values in evaluations:
         take_steps(run, 1)
-        run.metrics.write_evaluation(run.step, {"loss": float(loss), "accuracy": accuracy})
+        run.metrics.write_evaluation(run.step, values)
         save(run)
-    return [path.name[-1] for path in all_checkpoints(folder)]
+    return "".join(path.name[-1] for path in all_checkpoints(folder))
 
 
-def test_the_best_checkpoint_is_that_of_the_tasks_best_metric(tmp_path, capsys):
-    assert saved_with_accuracy(tmp_path / "highest", "max:accuracy") == ["2", "4", "5"]
-    assert saved_with_accuracy(tmp_path / "lowest", "accuracy") == ["4", "5"]
-    assert saved_with_accuracy(tmp_path / "least", "min:loss") == ["3", "4", "5"]
+ACCURACY = [(5.0, 0.2), (4.0, 0.8), (1.0, 0.4), (3.0, 0.1), (2.0, 0.5)]
+EVALUATIONS = [{"loss": loss, "accuracy": accuracy} for loss, accuracy in ACCURACY]
+
+
+@pytest.mark.parametrize(
+    ("best_metric", "evaluations", "kept"),
+    [
+        ("loss", [{"loss": loss} for loss in (5.0, 3.0, 4.0, 4.5, 4.2)], "245"),
+        ("loss", [{"loss": 3.0}] * 4, "134"),
+        ("max:accuracy", EVALUATIONS, "245"),
+        ("accuracy", EVALUATIONS, "45"),
+        ("min:loss", EVALUATIONS, "345"),
+    ],
+)
+def test_the_newest_are_kept_and_the_one_with_the_best_evaluation(
+    tmp_path, best_metric, evaluations, kept
+):
+    assert saved_evaluations(tmp_path, best_metric, *evaluations) == kept
+
+
+def test_what_is_half_written_is_no_checkpoint_and_what_can_not_be_removed_is_warned_of(
+    tmp_path, capsys
+):
+    saved_evaluations(tmp_path, "loss", *[{"loss": loss} for loss in (4.0, 3.0, 5.0)])
+    (tmp_path / "checkpoints" / ".step_00000006.writing").mkdir()
+    assert newest_checkpoint("never", tmp_path, World()) is None
+    run = resumed(tmp_path)
+    assert run.metrics.best == {"step": 2, "loss": 3.0}
+    for _ in range(2):
+        take_steps(run, 1)
+
+        def keeps(path, ignore_errors=False):
+            if not ignore_errors:
+                raise PermissionError(13, "Permission denied")
+
+        with patch("shutil.rmtree", keeps):
+            save(run)
+    assert "step_00000003 can't be removed (Permission denied)" in capsys.readouterr().err
 
 
 @pytest.mark.bad_input("a task's `best_metric` that no evaluation has")
-@pytest.mark.parametrize("name", ["accurracy", "Max:accuracy", "min:f1"])
+@pytest.mark.parametrize("name", ["accurracy", "min:f1"])
 def test_a_best_metric_that_an_evaluation_lacks_is_refused_once_its_step_is_saved(tmp_path, name):
     said = f"best_metric={name!r} is not in the evaluation after step 1, whose checkpoint is saved"
     with pytest.raises(ConfigError, match=said) as error:
-        saved_with_accuracy(tmp_path, name)
+        saved_evaluations(tmp_path, name, *EVALUATIONS)
     assert "name one of loss, accuracy" in str(error.value)
     assert [path.name for path in all_checkpoints(tmp_path)] == ["step_00000001"]
 
 
-@pytest.mark.bad_input("a task's `best_metric` that no evaluation has")
-@pytest.mark.parametrize("name", ["accuracy", "max:f1", None, 0.5, ["loss"]])
+@pytest.mark.parametrize("name", ["accuracy", None])
 def test_a_best_metric_that_no_evaluation_can_have_is_refused_at_the_start(name):
     task = Tiny()
     task.best_metric = name
-    with pytest.raises(ConfigError, match="is in no evaluation: name one of metrics") as error:
+    with pytest.raises(ConfigError, match=f"best_metric={name!r} is in no evaluation: name one of"):
         make_run(World(), task)
-    assert f"best_metric={name!r}" in str(error.value)
-
-
-def test_the_main_job_saves_before_it_refuses_a_best_metric_and_goes_on_with_another(
-    launch, tmp_path
-):
-    text = "from tiny import Tiny\n\n\nclass Best(Tiny):\n    best_metric = 'max:f1'\n\n"
-    text += "    def on_evaluation(self, run, values):\n        values['rmse'] = 1.0\n"
-    (tmp_path / "best.py").write_text(text)
-    words = "--task.target best:Best --train.micro_batch_size 2 --train.steps 6 --eval.every 4"
-    words = [*words.split(), "--run.dir", "run", "--checkpoint.every", 6]
-    done = launch(0, *words)
-    assert done.returncode == 64
-    assert "is not in the evaluation after step 4" in done.stderr.splitlines()[-1]
-    (tmp_path / "best.py").write_text(text.replace("max:f1", "min:rmse"))
-    done = launch(0, *words)
-    assert done.returncode == 0, done.stderr
-    assert "resumed from step 4" in done.stdout
-
-
-def test_of_equally_good_checkpoints_one_is_kept_and_one_that_stays_is_warned_of(tmp_path, capsys):
-    run = new_run(tmp_path)
-    for _ in range(4):
-        take_steps(run, 1)
-        run.metrics.write_evaluation(run.step, {"loss": 3.0})
-        save(run)
-    assert [path.name[-1] for path in all_checkpoints(tmp_path)] == ["1", "3", "4"]
-    take_steps(run, 1)
-
-    def keeps(path, ignore_errors=False):
-        if not ignore_errors:
-            raise PermissionError(13, "Permission denied")
-
-    with patch("shutil.rmtree", keeps):
-        save(run)
-    assert "step_00000003 can't be removed (Permission denied)" in capsys.readouterr().err
 
 
 def test_rejected_checkpoints_are_quarantined_and_their_steps_saved_again_once(newest):

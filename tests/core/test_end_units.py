@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from ranks import on_ranks
 from tiny import Rows, make_run, parameters_of, save, take_steps
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from dist_amp.errors import DataError
 from dist_amp.scaling.blocks import units_of
@@ -46,12 +45,6 @@ def direct(model, x):
     return F.linear(x, model.head.weight, model.head.bias)
 
 
-def chunked(model, x):
-    return torch.cat(
-        [checkpoint(model.head, part, use_reentrant=False) for part in x.split(3, dim=1)], 1
-    )
-
-
 def embedded_again(model, x):
     """The embedding is called twice, and lies twice in the graph of one backward."""
     return model.head(x + model.embedding(x.argmax(-1)))
@@ -60,11 +53,6 @@ def embedded_again(model, x):
 def by_the_embedding(model, x):
     """Tied in the forward: the embedding is called, and its weight is used again."""
     return F.linear(x, model.embedding.weight) + model.head.bias + 0 * model.head.weight.sum()
-
-
-def only_on_rank_0(model, x):
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    return model.head(x) if rank == 0 else direct(model, x)
 
 
 class Task:
@@ -106,14 +94,7 @@ def trained(world, task, strategy, *words):
     return parameters_of(run)
 
 
-USES = [
-    (called, BOTH),
-    (chunked, BOTH),
-    (embedded_again, BOTH),
-    (direct, ()),
-    (by_the_embedding, ()),
-    (only_on_rank_0, ()),
-]
+USES = [(called, BOTH), (embedded_again, BOTH), (direct, ()), (by_the_embedding, ())]
 
 
 @pytest.mark.parametrize(("ends", "units"), USES)

@@ -55,12 +55,6 @@ def derived_buffer():
     return model
 
 
-def random_parameter():
-    model = Mixer()
-    model.token = nn.Parameter(torch.randn(4))
-    return model
-
-
 def seeded():
     torch.manual_seed(1)
     numpy.random.seed(1)  # noqa: NPY002
@@ -82,15 +76,6 @@ def drawn_before_seeding():
     model = Mixer()
     model.register_buffer("noise", torch.randn(4))
     torch.manual_seed(1)
-    return model
-
-
-def drawn_from_a_state_put_back():
-    model = Mixer()
-    state = torch.get_rng_state()
-    torch.manual_seed(1)
-    torch.set_rng_state(state)
-    model.register_buffer("noise", torch.randn(4))
     return model
 
 
@@ -118,34 +103,23 @@ def heard(world, task):
 
 
 FALLBACKS = {
-    "value_dependent": (Regression(value_dependent), "meta"),
-    "derived_buffer": (Regression(derived_buffer), "the buffer start is computed from parameters"),
-    "random": (Regression(random_parameter), "it draws random numbers besides"),
-    "before_seeding": (Regression(drawn_before_seeding), "it draws random numbers besides"),
-    "state_put_back": (Regression(drawn_from_a_state_put_back), "it draws random numbers besides"),
-    "one_generator": (Regression(drawn_from_one_generator), "it draws random numbers besides"),
+    value_dependent: "meta",
+    derived_buffer: "the buffer start is computed from parameters",
+    drawn_before_seeding: "it draws random numbers besides",
+    drawn_from_one_generator: "it draws random numbers besides",
 }
 
 
 @pytest.mark.bad_input("a `build_model` that can't run on the meta device, under fsdp or hsdp")
-@pytest.mark.parametrize("name", FALLBACKS)
-def test_a_model_that_needs_its_parameters_is_built_whole_and_the_cost_is_said(name):
-    task, why = FALLBACKS[name]
-    (expected,) = on_ranks(1, whole_state, task, "single")
-    (own, warnings), (other, none) = on_ranks(2, heard, task)
+@pytest.mark.parametrize("make", [*FALLBACKS, seeded, seeded_buffer])
+def test_a_model_is_drawn_by_rank_0_alone_or_built_whole_at_a_cost_that_is_said(make):
+    (expected,) = on_ranks(1, whole_state, Regression(make), "single")
+    (own, warnings), (other, none) = on_ranks(2, heard, Regression(make))
     for state in (own, other):
         assert all(torch.equal(state[key], value) for key, value in expected.items())
-    assert "each of the 2 ranks holds the whole model" in warnings
-    assert why in warnings
+    assert ("each of the 2 ranks holds the whole model" in warnings) == (make in FALLBACKS)
+    assert FALLBACKS.get(make, "") in warnings
     assert not none
-
-
-@pytest.mark.parametrize("make", [seeded, seeded_buffer])
-def test_a_model_that_seeds_the_generators_is_still_drawn_by_rank_0_alone(make):
-    (expected,) = on_ranks(1, whole_state, Regression(make), "single")
-    for state, warnings in on_ranks(2, heard, Regression(make)):
-        assert not warnings
-        assert all(torch.equal(state[key], value) for key, value in expected.items())
 
 
 class Wide(Regression):

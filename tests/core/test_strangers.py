@@ -4,18 +4,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks import RankFailed, on_ranks
-from test_checkpoint import settings
 from tiny import Rows, Tiny, make_run, parameters_of, save, take_steps
 from torch import nn
 
-from dist_amp.checkpoint.format import all_checkpoints
 from dist_amp.checkpoint.state import load
 from dist_amp.config.auto import not_for_policy
-from dist_amp.errors import ConfigError, DataError
+from dist_amp.errors import ConfigError, DataError, Failure
 from dist_amp.scaling import reduction
 from dist_amp.scaling.blocks import outermost
 from dist_amp.scaling.float32 import to_float32
-from dist_amp.step import evaluate, train_step
+from dist_amp.step import evaluate
 from dist_amp.world import World
 
 
@@ -81,36 +79,34 @@ def steps_of_a_mixture(world, strategy, *words):
     return parameters_of(run)
 
 
-@pytest.mark.bad_input("a parameter without a gradient in some steps, or on some ranks")
-@pytest.mark.parametrize(("ranks", "strategy"), [(2, "ddp"), (4, "ddp"), (2, "fsdp"), (4, "hsdp")])
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_experts_without_a_sample_on_some_ranks_take_the_step_of_one_process(
-    ranks, strategy, optimizer
-):
-    words = ["--use_amp", "false", "--optim.name", optimizer]
-    alone = steps_of_a_mixture(World(), "single", *words)
-    for parameters in on_ranks(ranks, steps_of_a_mixture, strategy, *words):
-        for name, value in parameters.items():
-            # Rounding of float32 sums in another order, which four steps of Adam add up.
-            torch.testing.assert_close(value, alone[name], rtol=0, atol=2e-6)
-
-
-def mixture_saved_and_resumed(world, folder):
-    words = ["--use_amp", "false", "--train.micro_batch_size", 1, "--data.shuffle", "false"]
-    words += ["--optim.lr", 1e-2]
-    words += ["--parallel.strategy", "ddp", "--train.accumulation_steps", 2, "--run.dir", folder]
-    through = make_run(world, Mixture(samples=24), *words)
+def mixture_saved_and_resumed(world, strategy, folder, *words):
+    """The parameters after four steps, and of a run that is resumed after two."""
+    words = [*words, "--run.dir", folder]
+    through = mixture_run(world, Mixture(samples=24), strategy, *words)
     take_steps(through, 2)
     save(through)
     take_steps(through, 2)
-    resumed = make_run(world, Mixture(samples=24), *words, "--run.resume", "auto")
+    resumed = mixture_run(world, Mixture(samples=24), strategy, *words, "--run.resume", "auto")
     take_steps(resumed, 2)
-    return [parameters_of(through), parameters_of(resumed)]
+    return parameters_of(through), parameters_of(resumed)
 
 
-def test_a_mixture_with_idle_experts_resumes_bit_for_bit_on_four_ddp_ranks(tmp_path):
-    for through, resumed in on_ranks(4, mixture_saved_and_resumed, tmp_path / "run"):
-        assert all(torch.equal(value, resumed[name]) for name, value in through.items())
+@pytest.mark.bad_input("a parameter without a gradient in some steps, or on some ranks")
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "optimizer"),
+    [(2, "ddp", "sgd"), (4, "ddp", "adamw"), (2, "fsdp", "adamw"), (4, "hsdp", "sgd")],
+)
+def test_experts_without_a_sample_on_some_ranks_take_the_step_of_one_process(
+    tmp_path, ranks, strategy, optimizer
+):
+    words = ["--use_amp", "false", "--optim.name", optimizer]
+    alone = steps_of_a_mixture(World(), "single", *words)
+    ends = on_ranks(ranks, mixture_saved_and_resumed, strategy, tmp_path, *words)
+    for parameters, resumed in ends:
+        for name, value in parameters.items():
+            # Rounding of float32 sums in another order, which four steps of Adam add up.
+            torch.testing.assert_close(value, alone[name], rtol=0, atol=2e-6)
+            assert torch.equal(value, resumed[name]), "resumed bit for bit"
 
 
 def mixture_without_ddps_own_check(world):
@@ -166,15 +162,19 @@ class Bf16(Tiny):
         return super().build_model().bfloat16()
 
 
-@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "fsdp")])
-@pytest.mark.parametrize("amp", ["true", "false"])
+@pytest.mark.bad_input("weights that come in bf16, fp16 or float64")
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "amp"), [(1, "single", "true"), (2, "fsdp", "false")]
+)
 def test_weights_that_come_in_bf16_are_trained_in_float32_and_a_line_says_so(
-    capfd, ranks, strategy, amp
+    capsys, ranks, strategy, amp
 ):
-    results = on_ranks(
-        ranks, dtypes_after_a_step, Bf16(), "--parallel.strategy", strategy, "--use_amp", amp
-    )
+    words = ["--parallel.strategy", strategy, "--use_amp", amp]
+    results = on_ranks(ranks, dtypes_after_a_step, Bf16(), *words)
     assert results == [{torch.float32}] * ranks
+    make_run(World(), Bf16())
+    said = "build_model gave 153 parameters in bfloat16: they are stored in float32"
+    assert said in capsys.readouterr().out
 
 
 def dtypes_after_a_step(world, task, *words):
@@ -183,36 +183,16 @@ def dtypes_after_a_step(world, task, *words):
     return {p.dtype for p in run.parallel.module.parameters()}
 
 
-@pytest.mark.bad_input("weights that come in bf16, fp16 or float64")
-def test_the_line_about_another_dtype_counts_the_parameters(capsys):
-    make_run(World(), Bf16())
-    assert (
-        "build_model gave 153 parameters in bfloat16: they are stored in float32"
-        in capsys.readouterr().out
-    )
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_tied_weights_stay_tied_when_they_become_float32(dtype):
-    model = nn.Sequential(nn.Embedding(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 8, bias=False)).to(
-        dtype
-    )
+def test_tied_weights_stay_tied_when_they_become_float32():
+    layers = nn.Embedding(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 8, bias=False)
+    model = nn.Sequential(*layers).to(torch.float16)
     model[2].weight = model[0].weight
-    line = to_float32(model, frozen_too=False)
-    assert f"40 parameters in {str(dtype).removeprefix('torch.')}" in line
+    assert "40 parameters in float16" in to_float32(model, frozen_too=False)
     assert model[2].weight is model[0].weight
     assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.float32, torch.int64}
 
 
 # ---- loops of the user's own ----
-
-
-def test_two_saves_in_a_hand_written_loop_make_two_checkpoints(tmp_path):
-    run = make_run(World(), Tiny(), *settings(tmp_path, "single", "bf16"))
-    for _ in range(2):
-        train_step(run, next(run.data))
-        save(run)
-    assert [path.name for path in all_checkpoints(run.folder)] == ["step_00000001", "step_00000002"]
 
 
 class CallsAPart(Tiny):
@@ -229,8 +209,15 @@ class CallsAMethod(Tiny):
     def loss_sum(self, model, batch):
         return super().loss_sum(model.encode, batch)
 
+
+class MetricsCallAMethod(CallsAMethod):
+    """metrics() gets the module without DDP's wrapper."""
+
+    def loss_sum(self, model, batch):
+        return Tiny.loss_sum(self, model, batch)
+
     def metrics(self, model, batch):
-        return {"loss": super().loss_sum(model.encode, batch)}
+        return {"loss": CallsAMethod.loss_sum(self, model, batch)}
 
 
 class CanNotBeCalled(Tiny):
@@ -249,33 +236,22 @@ def message_of_a_step(world, task, strategy):
 
 @pytest.mark.bad_input("a loss that uses more of the model than its call, over several ranks")
 @pytest.mark.bad_input("a model that can't be called (ModuleDict), over several ranks")
-@pytest.mark.parametrize("task", [CallsAPart(), CallsAMethod(), CanNotBeCalled()])
-def test_a_loss_that_uses_more_of_the_model_than_its_call_is_told_to_call_it(task):
-    for message in on_ranks(2, message_of_a_step, task, "ddp"):
-        assert message.startswith(
-            "the task's loss_sum did more with its model than call it ('DistributedDataParallel'"
-        )
+@pytest.mark.parametrize(
+    ("task", "strategy"),
+    [(CallsAPart(), "fsdp"), (CallsAMethod(), "ddp"), (CanNotBeCalled(), "ddp")],
+)
+def test_a_loss_that_uses_more_of_the_model_than_its_call_is_told_to_call_it(task, strategy):
+    for message in on_ranks(2, message_of_a_step, task, strategy):
+        assert message.startswith("the task's loss_sum did more with its model than call it (")
         assert "call model(...) once per batch" in message
 
 
-def test_a_part_of_a_sharded_model_called_on_its_own_is_explained():
-    for message in on_ranks(2, message_of_a_step, CallsAPart(), "fsdp"):
-        assert "did more with its model than call it" in message
-
-
-class Calls(CallsAMethod):
-    def loss_sum(self, model, batch):
-        return Tiny.loss_sum(self, model, batch)
-
-
-def metrics_of(world):
-    return evaluate(make_run(world, Calls(), "--parallel.strategy", "ddp", "--eval.every", 1))[
-        "loss"
-    ]
+def evaluation_of(world, task, strategy):
+    return evaluate(make_run(world, task, "--parallel.strategy", strategy, "--eval.every", 1))
 
 
 def test_metrics_gets_the_module_without_ddps_wrapper():
-    one, two = on_ranks(2, metrics_of)
+    one, two = on_ranks(2, evaluation_of, MetricsCallAMethod(), "ddp")
     assert one == two
 
 
@@ -313,22 +289,6 @@ def test_a_hook_on_a_parameter_that_sharding_would_lose_is_refused_by_name():
         on_ranks(2, first_weight_after, HookedParameter, "fsdp")
 
 
-class Lazy(Tiny):
-    def build_model(self):
-        return nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 1))
-
-
-class Compiled(Tiny):
-    def build_model(self):
-        return torch.compile(super().build_model(), backend="eager")
-
-
-@pytest.mark.bad_input("a model that build_model has compiled")
-def test_a_compiled_model_is_refused_with_the_setting_that_compiles():
-    with pytest.raises(DataError, match="returned a compiled model; .* compile.blocks=true"):
-        make_run(World(), Compiled())
-
-
 class TwoNames(nn.Module):
     """A model whose parts can all be reached by two names."""
 
@@ -361,25 +321,6 @@ def resume_shared(world, strategy, folder):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_model_with_two_names_for_a_module_resumes(strategy, tmp_path):
     on_ranks(2, resume_shared, strategy, str(tmp_path))
-
-
-class Exported(Tiny):
-    def build_model(self):
-        exported = torch.export.export(super().build_model(), (torch.zeros(2, 8),)).module()
-        return exported if self.uneven else nn.Sequential(exported)
-
-
-@pytest.mark.bad_input("a model from torch.export")
-@pytest.mark.parametrize(("task", "part"), [(Exported(uneven=True), "the root"), (Exported(), "0")])
-def test_an_exported_model_is_refused_with_what_to_return(task, part):
-    said = f"{part} of the task's model is from torch.export, and can't"
-    assert refusal_of_a_build(World(), task).startswith(said)
-
-
-@pytest.mark.bad_input("a model with lazy layers")
-def test_a_lazy_layer_is_refused_by_name():
-    with pytest.raises(DataError, match="the parameter 0.weight of the task's model has no shape"):
-        make_run(World(), Lazy())
 
 
 # ---- one line in place of a traceback
@@ -423,24 +364,15 @@ class Spectral(Tiny):
         return nn.utils.parametrizations.spectral_norm(nn.Linear(8, 1))
 
 
-class Orthogonal(Tiny):
-    def build_model(self):
-        layer = nn.utils.parametrizations.orthogonal(nn.Linear(8, 8))
-        return nn.Sequential(layer, nn.Linear(8, 1))
-
-
-def cast_after_a_step(world, task):
-    run = make_run(world, task, "--parallel.strategy", "fsdp")
+def cast_after_a_step(world):
+    run = make_run(world, Spectral(), "--parallel.strategy", "fsdp")
     take_steps(run, 1)
     return run.precision.cast_by
 
 
-@pytest.mark.parametrize("task", [Spectral(), Orthogonal()])
-def test_auto_casts_by_autocast_where_the_policy_would_fail(task):
-    assert on_ranks(2, cast_after_a_step, task) == ["autocast"] * 2
-
-
-def test_weight_norm_keeps_the_policy():
+def test_auto_casts_by_autocast_where_the_policy_would_fail():
+    assert on_ranks(2, cast_after_a_step) == ["autocast"] * 2
+    assert not_for_policy(nn.utils.parametrizations.orthogonal(nn.Linear(8, 8)))
     assert not not_for_policy(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)))
 
 
@@ -453,22 +385,42 @@ class Float64(Tiny):
         return F.mse_loss(output, batch["y"].double(), reduction="sum")
 
 
-@pytest.mark.bad_input("a loss computed in float64")
-@pytest.mark.parametrize("amp", ["true", "false"])
-def test_a_float64_model_is_told_to_leave_out_double(amp):
-    with pytest.raises(DataError, match=r"computes in float64 .* leave out .double\(\)"):
-        take_steps(make_run(World(), Float64(), "--use_amp", amp), 1)
+def exported(model):
+    return nn.Sequential(torch.export.export(model, (torch.zeros(2, 8),)).module())
 
 
-class Sparse(Tiny):
-    def build_model(self):
-        return nn.Sequential(nn.EmbeddingBag(8, 8, sparse=True, mode="sum"), nn.Linear(8, 1))
+def sparse(model):
+    return nn.Sequential(nn.EmbeddingBag(8, 8, sparse=True, mode="sum"), nn.Linear(8, 1))
 
 
+@pytest.mark.bad_input("a model from torch.export")
+@pytest.mark.bad_input("a model with lazy layers")
+@pytest.mark.bad_input("a model that build_model has compiled")
 @pytest.mark.bad_input("an embedding with sparse gradients")
-def test_sparse_gradients_are_refused_by_the_layers_name():
-    with pytest.raises(DataError, match="the layer 0 of .* has sparse gradients.*sparse=False"):
-        make_run(World(), Sparse())
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (exported, "0 of the task's model is from torch.export, and can't"),
+        (lambda model: nn.Sequential(nn.LazyLinear(8)), "the parameter 0.weight of the task's mo"),
+        (lambda model: torch.compile(model, backend="eager"), "returned a compiled model; "),
+        (sparse, "the layer 0 of the task's model has sparse gradients"),
+    ],
+    ids=["exported", "lazy", "compiled", "sparse"],
+)
+def test_a_model_that_can_not_be_trained_is_refused_by_name(make, said):
+    class Made(Tiny):
+        def build_model(self):
+            return make(super().build_model())
+
+    with pytest.raises(Failure) as error:
+        make_run(World(), Made())
+    assert said in str(error.value)
+
+
+@pytest.mark.bad_input("a loss computed in float64")
+def test_a_float64_model_is_told_to_leave_out_double():
+    with pytest.raises(DataError, match=r"computes in float64 .* leave out .double\(\)"):
+        take_steps(make_run(World(), Float64()), 1)
 
 
 class Prototypes(Tiny):
@@ -516,9 +468,6 @@ class Wrapped(Tiny):
 
 def test_a_layer_that_is_listed_and_wrapped_trains_under_fsdp():
     on_ranks(2, first_weight_after, Wrapped, "fsdp")
-
-
-def test_a_block_in_a_block_is_left_to_the_outer_one():
     inner = nn.Linear(8, 8)
     outer = Wrapper(inner)
-    assert outermost([inner, outer]) == [outer]
+    assert outermost([inner, outer]) == [outer], "the inner one is left to it"
