@@ -113,7 +113,8 @@ def test_a_block_that_can_not_be_compiled_runs_as_written_under_auto(
 
 
 @pytest.mark.slow
-def test_a_resumed_run_finds_its_compiled_code_beside_the_runs(launch, tmp_path):
+def test_a_resumed_run_finds_its_compiled_code_beside_the_runs(launch, tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch sets it
     words = ["--task.target", f"{TESTS}/tiny.py:Tiny", "--eval.every", "off", "--run.dir", "run"]
     words += ["--compile.blocks", "true", "--use_amp", "false", "--train.steps"]
     done = launch(0, *words, 2)
