@@ -70,34 +70,11 @@ def test_the_disk_holds_no_more_checkpoints_than_there_will_be(every, count):
     assert plan.checkpoints_on_disk == count, "the newest two, the best, and one being written"
 
 
-class Layer(nn.Module):
-    """One of Llama 3 70B, by its shapes."""
-
-    def __init__(self):
-        super().__init__()
-        self.query, self.out = (nn.Linear(8192, 8192, bias=False) for _ in range(2))
-        self.key_value = nn.Linear(8192, 2048, bias=False)
-        self.gate, self.up = (nn.Linear(8192, 28672, bias=False) for _ in range(2))
-        self.down = nn.Linear(28672, 8192, bias=False)
-
-    def forward(self, x):
-        queries = self.query(x).view(*x.shape[:2], 64, 128).transpose(1, 2)
-        keys, values = self.key_value(x).view(*x.shape[:2], 16, 128).transpose(1, 2).chunk(2, 1)
-        attention = nn.functional.scaled_dot_product_attention(
-            queries, keys, values, is_causal=True, enable_gqa=True
-        )
-        x = x + self.out(attention.transpose(1, 2).flatten(2))
-        return x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
-
-
 class Large(TiedWords):
-    """Of 70 B parameters. Batch: words [B, 8192] int64."""
-
-    def __init__(self, layers: int = 80):
-        self.layers = layers
+    """Of 3.0 B parameters. Batch: words [B, 8192] int64."""
 
     def build_model(self):
-        layers = [Layer() for _ in range(self.layers)]
+        layers = [nn.Sequential(nn.Linear(8192, 28672), nn.Linear(28672, 8192)) for _ in range(2)]
         head = nn.Linear(8192, 128_256, bias=False)
         return nn.Sequential(nn.Embedding(128_256, 8192), *layers, head)
 
@@ -107,9 +84,6 @@ class Large(TiedWords):
     def blocks(self, model):
         return list(model)[1:-1]
 
-    def units(self, model):
-        return [model[0], model[-1]]
-
     def tokens(self, batch):
         return batch["words"].numel()
 
@@ -118,15 +92,16 @@ class Large(TiedWords):
 
 
 class Medium(Tiny):
-    """Of 33.6 M parameters, whose activations are most of what a step with many samples takes."""
+    """Of 16.8 M parameters, whose activations are most of what a step with many samples takes."""
 
     def build_dataset(self, split):
         x, ones = torch.zeros(1, 8), torch.ones(1)
         return Rows(x=x.expand(2**20, -1), y=ones.expand(2**20), counts=ones.expand(2**20))
 
     def build_model(self):
-        layers = [(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)) for _ in range(4)]
-        blocks = [nn.Sequential(*layer) for layer in layers]
+        blocks = [
+            nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)) for _ in range(2)
+        ]
         return nn.Sequential(nn.Linear(8, 1024), *blocks, nn.Linear(1024, 1))
 
     def blocks(self, model):
@@ -135,7 +110,6 @@ class Medium(Tiny):
 
 MEDIUM = "--task.target test_plan:Medium"
 LARGE = "--task.target test_plan:Large"
-TOP = f"{LARGE} --task.args.layers 2"  # 3.8 B parameters
 UNEVEN = "--task.target test_plan:Uneven"
 
 
@@ -151,26 +125,20 @@ sys.exit(status)
 """
 
 
-@pytest.mark.parametrize(
-    ("layers", "parameters", "fitting"),
-    [
-        (1, 2_956_984_320, ["ddp", "fsdp", "hsdp of 8"]),
-        pytest.param(80, 70_552_387_584, ["fsdp"], marks=pytest.mark.slow),
-    ],
-)
-def test_a_large_model_is_planned_in_one_gibibyte(launch, layers, parameters, fitting):
+def test_a_large_model_is_planned_in_one_gibibyte(launch):
     (launch.folder / "limited.py").write_text(LIMITED)
-    words = f"{LARGE} --task.args.layers {layers} --world_size 64 --device_memory_GiB 80 --json"
+    words = f"{LARGE} --world_size 64 --device_memory_GiB 80 --json"
     words = f"{words} --train.micro_batch_size 1 --parallel.activation_checkpointing full"
     run = launch.module("limited.py", *words.split())
     assert run.returncode == 0, run.stderr
     plan, peak = run.stdout.rsplit("\n", 2)[:2]
     plan = json.loads(plan)
-    assert int(peak) < 2**30, "the parameters alone would take 11 GiB, or 263"
-    assert plan["model"]["parameters"] == parameters
-    assert plan["model"]["blocks"] == {"Layer": layers}
+    assert int(peak) < 2**30, "the parameters alone would take 11 GiB"
+    assert plan["model"]["parameters"] == 3_040_944_128
+    assert plan["model"]["blocks"] == {"Sequential": 2}
     assert plan["tokens_per_step"] == 524_288
-    assert [one["name"] for one in plan["strategies"] if one["fits"]] == fitting
+    fitting = [one["name"] for one in plan["strategies"] if one["fits"]]
+    assert fitting == ["ddp", "fsdp", "hsdp of 8"]
 
 
 def shown(capsys, words):
@@ -191,7 +159,7 @@ def test_auto_is_resolved_by_the_memory_of_a_device_that_is_not_here(capsys):
 
     small = strategies(f"{UNEVEN} --world_size 4 --device_memory_GiB 80")
     assert [one["chosen"] for one in small] == [True, False, False]
-    large = strategies(f"{MEDIUM} --world_size 8 --device_memory_GiB 0.25")
+    large = strategies(f"{MEDIUM} --world_size 8 --device_memory_GiB 0.175")
     assert [one["name"] for one in large if one["chosen"]] == ["fsdp"]
     assert [one["fits"] for one in large] == [False, True, False]
     unknown = facts(capsys, f"{UNEVEN} --world_size 8")
@@ -204,24 +172,24 @@ def test_auto_is_resolved_by_the_memory_of_a_device_that_is_not_here(capsys):
 
 def test_a_plan_that_does_not_fit_names_the_least_change_that_does(capsys):
     words = f"{MEDIUM} --world_size 8 --parallel.strategy fsdp --train.micro_batch_size 2048"
-    _, out, _ = shown(capsys, f"{words} --device_memory_GiB 0.35")
+    _, out, _ = shown(capsys, f"{words} --device_memory_GiB 0.26")
     kept = "--parallel.strategy fsdp --parallel.activation_checkpointing"
     assert f"it fits with: {kept} selective" in out
     words = f"{words} --train.accumulation_steps 2 --parallel.accumulate_reduce every"
-    _, out, _ = shown(capsys, f"{words} --device_memory_GiB 0.25")
+    _, out, _ = shown(capsys, f"{words} --device_memory_GiB 0.2")
     smaller = "--train.micro_batch_size 512 --train.accumulation_steps 8"
     assert f"--parallel.activation_checkpointing full {smaller}" in out
 
 
 def test_the_largest_micro_batch_fits_and_a_sixteenth_more_does_not(capsys):
     words = f"{MEDIUM} --parallel.strategy fsdp"
-    options = "--world_size 8 --device_memory_GiB 0.225 --largest_micro_batch"
+    options = "--world_size 8 --device_memory_GiB 0.1631 --largest_micro_batch"
     size = facts(capsys, f"{words} {options}")["largest_micro_batch"]
     assert size > 16
     fits = []
     for tried in (size, math.ceil(size * 17 / 16)):
         config = load_config(f"{words} --train.micro_batch_size {tried}".split(), environ={})
-        plan = make_plan(config, 8, round(0.225 * 2**30), only_chosen=True)
+        plan = make_plan(config, 8, round(0.1631 * 2**30), only_chosen=True)
         fits += [one.fits for one in plan.strategies]
     assert fits == [True, False]
 
@@ -244,16 +212,14 @@ def test_a_table_over_ranks_shows_where_a_model_begins_to_fit(capsys, monkeypatc
     assert len(set(sizes)) == len(sizes)
 
 
-def test_a_number_of_ranks_that_a_config_does_not_allow_has_its_problem_in_the_table(capsys):
+def test_a_number_of_ranks_that_a_config_does_not_allow_has_its_problem_in_the_table(
+    capsys, monkeypatch
+):
+    monkeypatch.setattr("dist_amp.commands.plan.MANY_RANKS", (8, 64))
     batch = "--train.micro_batch_size 128 --train.global_batch_size 1024"
     rows = facts(capsys, f"{OVER_RANKS} {batch}")["over_ranks"]
-    assert [(row["ranks"], row["problem"] != "") for row in rows] == [
-        (8, False),
-        (64, True),
-        (512, True),
-        (4096, True),
-    ]
-    assert "train.global_batch_size=1024 is not a multiple" in rows[3]["problem"]
+    assert [(row["ranks"], row["problem"] != "") for row in rows] == [(8, False), (64, True)]
+    assert "train.global_batch_size=1024 is not a multiple" in rows[1]["problem"]
 
 
 def test_time_is_that_of_arithmetic_memory_or_sending():
@@ -263,7 +229,7 @@ def test_time_is_that_of_arithmetic_memory_or_sending():
     plan = make_plan(config, 8, 0, find_device("h100-80gb"), True)
     (seconds,) = [one.seconds for one in plan.strategies]
     # A forward of the blocks and one more, at 60 % of 989.4 TFLOP/s, and a backward of twice it.
-    blocks = 2 * 4 * 2 * 1024 * 4096 * 2048
+    blocks = 2 * 2 * 2 * 1024 * 4096 * 2048
     assert seconds["forward"] > blocks / (0.6 * 989.4e12)
     assert seconds["backward"] > 3 * blocks / (0.6 * 989.4e12)
     computing = seconds["forward"] + seconds["backward"] + seconds["optimizer"]
@@ -288,45 +254,6 @@ def test_a_teacher_beside_the_model_is_counted():
     assert peaks[1] - peaks[0] == pytest.approx(4 * 9 * 2**17, rel=0.01)  # Uneven is of 2 KiB
 
 
-class CountsPositives(Tiny):
-    """Its forward depends on values."""
-
-    def loss_sum(self, model, batch):
-        positive = batch["x"][batch["x"].sum(1) > 0]
-        return model(positive).sum()
-
-
-@pytest.mark.bad_input("`plan` of a step whose shapes depend on values")
-@pytest.mark.parametrize("words", ["--world_size 2", "--world_size 1"])
-def test_a_step_that_needs_values_is_refused_in_one_line(capsys, words):
-    status, out, err = shown(capsys, f"--task.target test_plan:CountsPositives {words}")
-    assert (status, out) == (65, "")
-    assert (
-        "error: a plan runs the step on tensors without values, and this one can't run so: " in err
-    )
-    assert "DynamicOutputShapeException: aten.nonzero" in err
-    assert "(test_plan.py, line " in err
-
-
-@pytest.mark.bad_input("`plan` for a device that is not in the table, or without a device")
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            "--device h100",
-            "--device=h100 is not in the table; use one of a100-40gb, a100-80gb, h100",
-        ),
-        ("--device l4 --run.device cpu", "--device=l4 is a GPU, and run.device=cpu plans for"),
-        ("--device tpu", "use one of a100-40gb, a100-80gb, "),
-        ("--largest_micro_batch", "--largest_micro_batch needs --device or --device_memory_GiB"),
-    ],
-)
-def test_a_device_that_is_not_known_is_refused(capsys, words, message):
-    status, out, err = shown(capsys, f"{UNEVEN} --world_size 2 {words}")
-    assert (status, out) == (64, "")
-    assert message in err
-
-
 def test_a_model_that_fits_nowhere_is_said_to_need_more_ranks(capsys):
     _, out, _ = shown(capsys, f"{MEDIUM} --world_size 4 --device_memory_GiB 0.05")
     assert "nothing fits into 95 % of the device; use more ranks" in out
@@ -335,12 +262,10 @@ def test_a_model_that_fits_nowhere_is_said_to_need_more_ranks(capsys):
 
 @pytest.mark.bad_input("`plan` of a strategy that the model rules out")
 def test_the_strategy_that_is_set_is_marked_and_one_that_the_model_rules_out_says_why(capsys):
-    words = "--task.target test_plan:ScalarGain --world_size 4 --parallel.strategy"
-    _, out, _ = shown(capsys, f"{words} ddp")
+    words = "--task.target test_plan:ScalarGain --world_size 4 --parallel.strategy ddp"
+    _, out, _ = shown(capsys, words)
     assert "ddp *" in out
     assert "fsdp: not possible: fsdp can't shard the parameter gain, which is a scalar" in out
-    status, _, err = shown(capsys, f"{words} fsdp")
-    assert (status, err[:44]) == (64, "error: fsdp can't shard the parameter gain, ")
 
 
 class ScalarGain(Tiny):
@@ -351,19 +276,16 @@ class ScalarGain(Tiny):
 
 
 def test_batch_epochs_and_flops():
-    def planned_top(words):
-        config = load_config(f"{TOP} {words}".split(), environ={})
-        plan = make_plan(config, 64, 0, only_chosen=True)
-        return plan, "\n".join(lines(plan, config))
-
-    plan, _ = planned_top("--train.accumulation_steps 2")
+    words = f"{LARGE} --train.accumulation_steps 2 --train.steps 200"
+    config = load_config(words.split(), environ={})
+    plan = make_plan(config, 64, 0, only_chosen=True)
     assert plan.samples_per_step == 8 * 64 * 2
     assert (plan.samples, plan.steps_per_epoch) == (20_000, 20)
     assert plan.tokens_per_step == 8192 * 1024
-    _, out = planned_top("--train.steps 400")
-    # 6 x 3.8e9 x 8192, for 8 samples of a rank
-    assert "1.874e+14 FLOP per sample, 1.499e+15 per rank and step" in out
-    assert "400 steps are 10 epochs" in out
+    out = "\n".join(lines(plan, config))
+    # 6 x 3.0e9 x 8192, for 16 samples of a rank
+    assert "1.495e+14 FLOP per sample, 2.391e+15 per rank and step" in out
+    assert "200 steps are 10 epochs" in out
 
 
 def test_a_gpu_that_is_not_here_is_not_asked_what_it_can_do(capsys, monkeypatch):
@@ -428,37 +350,12 @@ class ReadingSGD(Tiny):
         return torch.optim.SGD(groups, lr=lr, momentum=0.9)
 
 
-@pytest.mark.bad_input(
-    "`plan` with `--world_size 0`, a negative memory, or a setting that training would refuse"
-)
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--world_size 0", "--world_size=0 must be at least 1"),
-        ("--device_memory_GiB -1", "--device_memory_GiB=-1 at least 0"),
-        ("--world_size many", "argument --world_size/--world-size: invalid int value: 'many'"),
-        ("--optim.rl 1", "unknown key optim.rl"),
-        ("--world_size 3 --train.global_batch_size 16", "of micro_batch_size 8 x world size 3"),
-        ("--world_size 4 --parallel.strategy hsdp --parallel.replicas 3", "does not divide 4 ra"),
-        ("--worldsize 8", "unknown option --worldsize; did you mean --world_size?"),
-        ("--world_size 3 --parallel.bit_exact true", "needs a power of two of ranks, not 3"),
-    ],
-)
-def test_a_wrong_plan_is_one_line_with_status_64(capsys, words, message):
-    status, out, err = shown(capsys, f"{UNEVEN} {words}")
-    assert (status, out) == (64, "")
-    assert err.startswith("error: ")
-    assert message in err
-    assert err.count("\n") == 1
+class CountsPositives(Tiny):
+    """Its forward depends on values."""
 
-
-@pytest.mark.bad_input(
-    "`plan` with data that is missing, fails, or is smaller than a global batch on so many ranks"
-)
-def test_data_that_training_would_refuse_ends_the_plan_with_its_error_and_status(capsys):
-    status, out, err = shown(capsys, f"{UNEVEN} --world_size 1024 --data.drop_last true")
-    assert (status, out) == (65, "")
-    assert err.startswith("error: the training dataset has 4096 samples, fewer than one global ba")
+    def loss_sum(self, model, batch):
+        positive = batch["x"][batch["x"].sum(1) > 0]
+        return model(positive).sum()
 
 
 class NoData(Tiny):
@@ -471,19 +368,39 @@ class Exits(Tiny):
         raise SystemExit(4)
 
 
+NEEDS_VALUES = "a plan runs the step on tensors without values, and this one can't run so: Dynamic"
+
+
+@pytest.mark.bad_input("`plan` for a device that is not in the table, or without a device")
+@pytest.mark.bad_input("`plan` with `--world_size 0`, or a setting that training would refuse")
+@pytest.mark.bad_input(
+    "`plan` with data that is missing, fails, or is smaller than a global batch on so many ranks"
+)
+@pytest.mark.bad_input("`plan` of a step whose shapes depend on values")
 @pytest.mark.parametrize(
-    ("task", "message"),
+    ("words", "status", "said"),
     [
-        ("NoData", "no such table"),
-        ("Exits", "the task ended the process: SystemExit: 4 (test_plan.py, line "),
+        ("--device h100", 64, "--device=h100 is not in the table; use one of a100-40gb, a100-80gb"),
+        ("--device l4 --run.device cpu", 64, "--device=l4 is a GPU, and run.device=cpu plans for"),
+        ("--largest_micro_batch", 64, "--largest_micro_batch needs --device or --device_memory_G"),
+        ("--world_size 0", 64, "--world_size=0 must be at least 1"),
+        ("--world_size 3 --train.global_batch_size 16", 64, "of micro_batch_size 8 x world size 3"),
+        ("--worldsize 8", 64, "unknown option --worldsize; did you mean --world_size?"),
+        ("--world_size 1024 --data.drop_last true", 65, "has 4096 samples, fewer than one global"),
+        ("--task.target test_plan:NoData", 65, "no such table"),
+        ("--task.target test_plan:Exits", 65, "the task ended the process: SystemExit: 4 (test_p"),
+        ("--task.target test_plan:CountsPositives", 65, NEEDS_VALUES),
     ],
 )
-def test_what_a_task_raises_in_its_building_is_reported_as_in_training(capsys, task, message):
-    status, _, err = shown(capsys, f"--task.target test_plan:{task} --world_size 2")
-    assert status == 65
-    assert err.startswith(f"error: {message}")
+def test_a_wrong_plan_is_one_line_with_its_status(capsys, words, status, said):
+    found, out, err = shown(capsys, f"{UNEVEN} --world_size 2 {words}")
+    assert (found, out) == (status, "")
+    assert err.startswith("error: ")
+    assert said in err
+    assert err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_the_page_shows_what_its_command_prints(capsys):
     page = (ROOT / "docs" / "recipes.md").read_text()
     words, *lines = page.split("$ python -m dist_amp.plan ")[1].split("```")[0].splitlines()
