@@ -231,16 +231,3 @@ def test_a_rank_that_is_slower_than_the_median_is_named_with_the_factor():
     check = doctor_checks.compare("matmul", slow, "TFLOP/s", doctor_checks.SLOW, "look there")
     assert check.status == "warn"
     assert check.found.endswith(": rank 3 on b is 2.0x slower")
-
-
-def test_a_slow_link_is_named_among_those_of_its_kind():
-    hosts = ["a", "a", "b", "b", "c", "c"]  # the links to 0, 2 and 4 cross machines
-    even = list(doctor_checks.compare_links([10.0, 100.0] * 3, hosts))
-    assert [(check.name, check.status) for check in even] == [
-        ("links between machines", "ok"),
-        ("links in a machine", "ok"),
-    ]
-    slow, _ = doctor_checks.compare_links([10.0, 100.0, 2.0, 100.0, 10.0, 100.0], hosts)
-    assert slow.status == "warn"
-    assert slow.found.startswith("10 GB/s from each rank to the next (median; 2 to 10): rank 1 on ")
-    assert slow.found.endswith("rank 1 on a to rank 2 on b is 5.0x slower")

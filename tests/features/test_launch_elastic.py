@@ -262,22 +262,3 @@ def test_a_node_that_is_signalled_saves_and_leaves_and_the_others_continue(clust
     steps = samples(nodes.run)
     taken = {step: len(attempts) for step, attempts in steps.items()}
     assert taken == dict.fromkeys(range(1, 61), 1)
-
-
-@pytest.mark.bad_input("a node that gets a signal while it joins a run")
-@pytest.mark.slow
-def test_a_node_that_leaves_while_it_joins_does_not_stop_the_others(cluster):
-    words = {"train.global_batch_size": 12, "train.steps": 60}
-    nodes = cluster("1:2", **words)
-    nodes.join(0)
-    nodes.wait_for_steps(2)
-    nodes.join(1)
-    leaves = nodes.nodes.pop(1)
-    deadline = time.monotonic() + 300
-    while not children(leaves.pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    leaves.terminate()  # its rank imports torch, and the other one waits for it
-    assert leaves.wait(300) == 1
-    nodes.wait_for_steps(2)
-    assert nodes.end() == [0], nodes.output()

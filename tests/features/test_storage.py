@@ -28,7 +28,7 @@ from s3_server import s3_server
 from tiny import Tiny, make_run
 
 from dist_amp.errors import CheckpointRejected, ConfigError, Failure
-from dist_amp.files import entry_of, run_dir
+from dist_amp.files import entry_of
 from dist_amp.storage import mirror
 from dist_amp.storage.mirror import Mirror, fetch, fetched, local_folder, pull, pull_manifests
 from dist_amp.storage.store import (
@@ -600,13 +600,6 @@ def test_what_a_command_shows_follows_the_address(tmp_path, store, bucket, monke
 # ---- claims ----
 
 
-def test_a_folders_file_is_created_by_one_of_two_that_looked_at_once(store, monkeypatch):
-    assert store.create("leases/1", b"first")
-    monkeypatch.setattr(type(store.fs), "exists", lambda *args, **options: False)
-    assert not store.create("leases/1", b"second")
-    assert store.read("leases/1") == b"first"
-
-
 @pytest.mark.bad_input("a run at an address that another live run writes, also on another machine")
 @pytest.mark.bad_input("a run at an address from a machine whose clock is an hour off")
 @pytest.mark.parametrize("hours", [-1, 1])
@@ -732,17 +725,6 @@ def test_a_local_folder_that_can_not_be_made_is_refused(monkeypatch, tmp_path):
     assert "set DIST_AMP_CACHE to a folder" in message_of(64, local_folder, "s3://bucket/run")
 
 
-def test_a_rank_that_starts_never_reads_an_address_that_another_is_writing(monkeypatch, tmp_path):
-    monkeypatch.setenv("DIST_AMP_CACHE", str(tmp_path))
-    folder = local_folder("s3://bucket/run")
-    with ThreadPoolExecutor() as pool:
-        others = [pool.submit(local_folder, "s3://bucket/run") for _ in range(300)]
-        read = {run_dir(folder)}
-        while not all(one.done() for one in others):
-            read.add(run_dir(folder))
-    assert read == {"s3://bucket/run"}
-
-
 # ---- a real S3 server ----
 
 
@@ -791,23 +773,6 @@ def test_a_store_that_fails_now_and_then_gets_all_checkpoints(fault, s3, launch,
     assert statuses(done) == [0, 0], done
     assert "resumed from step 8" in done[0].stdout
     assert max(all_at(tmp_path / "fetched")) == "step_00000010"
-
-
-@pytest.mark.slow
-@pytest.mark.engine
-@pytest.mark.bad_input("an object store that is away while a run trains, or at its end")
-def test_training_continues_while_the_store_is_away_and_says_so(s3, launch, tmp_path):
-    started = launch.start_each(2, *S3, "--run.timeout_seconds", 20, SLEEP="0.5")
-    wait_until(lambda: s3.requests["PUT"] > 3)
-    s3.every = "503"
-    done = [finish(one, 300) for one in started]
-    assert statuses(done) == [75, 0], done
-    assert "s3://bucket/run is not complete after 20 s" in done[0].stderr
-    s3.every = ""
-    done = launch.each(2, *S3)
-    assert statuses(done) == [0, 0], done
-    assert "is finished: it took 8 of train.steps=8" in done[0].stdout
-    assert max(all_at(tmp_path / "fetched")) == "step_00000008"
 
 
 @pytest.mark.slow

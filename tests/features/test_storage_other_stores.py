@@ -10,7 +10,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -19,10 +18,8 @@ import fsspec
 import pytest
 from test_storage import FSDP, LONGER, WORDS, last_shards, shards, statuses, wait_until
 
-from dist_amp.errors import Failure
-from dist_amp.storage import store as stores
 from dist_amp.storage.mirror import MANIFEST, checkpoints_at
-from dist_amp.storage.store import Store, take_claim
+from dist_amp.storage.store import Store
 
 NEEDED = {
     "gs": ("gcsfs", "fake-gcs-server"),
@@ -98,20 +95,6 @@ def test_one_of_several_creates_a_file(bucket):
     store.remove("leases/0")
     store.remove("leases/0")
     assert list(store.sizes("leases")) == [f"leases/{attempt}" for attempt in range(1, 5)]
-
-
-@pytest.mark.slow
-def test_a_live_runs_address_is_refused_and_a_dead_runs_is_taken(bucket, monkeypatch):
-    store = Store(f"{bucket}/leased")
-    claim = take_claim(store, "", print)
-    with monkeypatch.context() as patch:
-        patch.setattr(time, "sleep", lambda seconds: claim.renew())
-        with pytest.raises(Failure, match="is in use by a live run"):
-            take_claim(store, "", print)
-    monkeypatch.setattr(stores, "DEAD_SECONDS", 2.0)
-    take_claim(store, "", print).release()
-    with pytest.raises(OSError, match="has taken over"):
-        claim.renew()
 
 
 @pytest.mark.slow

@@ -2,25 +2,19 @@
 
 import json
 import time
+from pathlib import Path
 
 from test_train import TINY
+from tiny import Rows, Tiny
 
 from dist_amp.telemetry.startup import FAILED_AT, PHASES
 
-SLOW = """
-import time
-from tiny import Tiny
 
-class Rows:
-    def __init__(self, rows):
-        self.rows = rows
-
-    def __len__(self):
-        return len(self.rows)
-
+class SlowRows(Rows):
     def __getitem__(self, index):
         time.sleep(0.05)
-        return self.rows[index]
+        return super().__getitem__(index)
+
 
 class Slow(Tiny):
     def build_model(self):
@@ -28,7 +22,7 @@ class Slow(Tiny):
         return super().build_model()
 
     def build_dataset(self, split):
-        return Rows(super().build_dataset(split))
+        return SlowRows(**super().build_dataset(split).columns)
 
     def load_state_dict(self, state):
         time.sleep(0.7)
@@ -41,10 +35,17 @@ class Slow(Tiny):
         return super().loss_sum(model, batch)
 
     def on_step(self, run, report):
-        if run.step in (1, 3):
-            open(f"stepped{run.step}", "w").write(str(time.time()))
-"""
-WORDS = ("--task.target", "slow:Slow", "--run.dir", "run", "--eval.every", "off")
+        Path(f"stepped{run.step}").write_text(str(time.time()))
+
+
+WORDS = (
+    "--task.target",
+    "test_startup_with_features:Slow",
+    "--run.dir",
+    "run",
+    "--eval.every",
+    "off",
+)
 WORDS += ("--train.micro_batch_size", 4, "--data.workers", 0, "--metrics.log_every", 1)
 
 
@@ -53,7 +54,6 @@ def start_seconds(folder):
 
 
 def test_each_phase_of_a_start_and_of_a_resume_has_its_time_and_they_add_up(launch, tmp_path):
-    (tmp_path / "slow.py").write_text(SLOW)
     words = (*TINY, *WORDS, "--checkpoint.every", 2)
     began = time.time()
     first = launch(0, *words, "--train.steps", 2)

@@ -21,7 +21,7 @@ def refusal(pipe, ranks):
 
 
 @pytest.mark.bad_input("a hard limit of open files below what so many ranks need")
-@pytest.mark.parametrize(("ranks", "refused"), [(236, False), (1024, True)])
+@pytest.mark.parametrize(("ranks", "refused"), [(236, ""), (1024, "1024 ranks need 3581 sockets")])
 def test_a_limit_of_open_files_is_raised_and_refused_where_so_many_ranks_need_more(ranks, refused):
     here, there = context.Pipe()
     child = context.Process(target=refusal, args=(there, ranks))
@@ -29,9 +29,5 @@ def test_a_limit_of_open_files_is_raised_and_refused_where_so_many_ranks_need_mo
     said, limit = here.recv()
     child.join()
     assert limit == 1024
-    text = (
-        "1024 ranks need 3581 sockets and 200 other open files per process, and the limit is 1024; "
-        "raise it: ulimit -Hn 3781 before the launch, LimitNOFILE= of the service, docker run "
-        "--ulimit nofile=3781"
-    )
-    assert said == (text if refused else "")
+    assert said.startswith(refused)
+    assert ("raise it: ulimit -Hn 3781" in said) == bool(refused)
