@@ -40,8 +40,7 @@ ENVIRONMENT_PREFIX = "DIST_AMP_"
 DEFAULT_TASK = "tasks.causal_lm"  # a feature
 # Used by the launch scripts, set by `dist_amp launch` for its ranks, and by optional features.
 NOT_SETTINGS = {"DIST_AMP_PYTHON", "DIST_AMP_LAUNCHER", "DIST_AMP_CACHE", "DIST_AMP_METADATA"}
-NOT_SETTINGS |= {"DIST_AMP_COMMAND", "DIST_AMP_FAILED_AT"}  # of a demo; of a restarted rank
-NOT_SETTINGS.add("DIST_AMP_NNODES")
+NOT_SETTINGS |= {"DIST_AMP_NNODES", "DIST_AMP_COMMAND", "DIST_AMP_FAILED_AT"}
 MASKED = re.compile(rf"(^|//|=){re.escape(MASK)}(@|&|$)")
 
 

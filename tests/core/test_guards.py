@@ -156,3 +156,8 @@ def test_ranks_agree_on_a_stop_about_once_a_second_and_at_most_after_32_steps(
         now[0] += seconds
         stop.poll()
     assert exchanges[-1] - exchanges[-2] == exchanges[-2] - exchanges[-3] == polls
+    exchanges.clear()
+    stop.ask_at_every_step()
+    for _ in range(3):
+        stop.poll()
+    assert len(exchanges) == 3
