@@ -164,6 +164,8 @@ def test_a_line_lists_at_most_64_ranks_and_the_summary_all(tmp_path):
         assert line["ranks"][1]["memory/peak_bytes"] == metrics.last.column("peak_bytes")[1]
         rates = [tags["throughput/items_per_second"] for tags in metrics.rank_table()]
         assert rates == pytest.approx([1 / len(STEP_PHASES)] * size)
+        metrics._totals[:] = 1.0
+        assert metrics.rank_table()[1]["time/forward_seconds"] == 1.0
     metrics.close_files()
 
 

@@ -142,7 +142,7 @@ class Asks(Tiny):
 @pytest.mark.parametrize("answer", [None, "stop"])
 def test_a_wish_to_stop_after_an_evaluation_is_told_to_the_callers_loop(answer, tmp_path, capsys):
     built(World(), tmp_path, task=Asks(answer)).evaluate()
-    said = "after step 0, which the caller of evaluate() has to do"
+    said = "which the caller of evaluate() has to do"
     assert (said in capsys.readouterr().out) == (answer == "stop")
 
 
