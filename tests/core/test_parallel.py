@@ -1,8 +1,10 @@
 """Strategies: what is picked, what is refused, and what makes replicas equal."""
 
+import atexit
 import os
 import re
 import socket
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +18,7 @@ from ranks import on_ranks
 from tiny import Tiny, make_run, moments_of, parameters_of, save, take_steps
 from torch import nn
 
+from dist_amp import world as worlds
 from dist_amp.checkpoint.state import load
 from dist_amp.config.auto import pick_cast, pick_reduction, pick_strategy
 from dist_amp.config.validate import check_parallel
@@ -308,6 +311,19 @@ def test_a_script_under_torchrun_joins_the_ranks_by_itself(tmp_path):
     first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
     assert all(torch.equal(first[name], value) for name, value in second.items())
     assert all(value.isfinite().all() for value in second.values())
+
+
+def test_a_script_whose_other_ranks_are_gone_ends_without_an_error_of_its_own(monkeypatch):
+    @contextmanager
+    def ranks_that_die(config):
+        yield TWO
+        raise RuntimeError("connection closed by peer")
+
+    at_exit = []
+    monkeypatch.setattr(worlds, "joined", ranks_that_die)
+    monkeypatch.setattr(atexit, "register", lambda *call: at_exit.append(partial(*call)))
+    assert locate(RunConfig()) is TWO
+    at_exit[0]()
 
 
 def abort(remove, pipe):
