@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from dist_amp.diagnostics.first_steps import WATCHED_STEPS, FirstSteps
+from dist_amp.errors import NumericsError
 from dist_amp.world import World
 
 LAYOUTS = [(1, "single"), (2, "ddp"), (2, "fsdp")]
@@ -159,6 +160,16 @@ def test_looking_for_a_mean_changes_nothing_that_a_task_or_model_keeps_nor_the_s
     plain = on_ranks(ranks, kept_after_steps, shrinks, strategy, False)
     observed = on_ranks(ranks, kept_after_steps, shrinks, strategy, True)
     assert [kept for kept, _ in observed] == [kept for kept, _ in plain]
+
+
+@pytest.mark.bad_input("an applied step that changes no parameter")
+def test_an_applied_step_that_changes_no_parameter_ends_the_run():
+    run = make_run(World(), Tiny())
+    run.optimizer = torch.optim.SGD(run.parallel.parameters)
+    run.optimizer.step = lambda: None
+    run.observers.add(FirstSteps(run))
+    with pytest.raises(NumericsError, match=r"applied with grad_norm .* but changed no parameter"):
+        take_steps(run, 1)
 
 
 class ScaleOnTask(Tiny):

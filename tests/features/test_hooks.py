@@ -149,6 +149,7 @@ class OrderOfTheRank(Tiny):
         (PlainOutput(), "the model's output, of type Output, has no tensor that FSDP2 finds"),
         (InnerGradient(), "the loss calls torch.autograd.grad, as meta-learning does, and FSDP2"),
         (OrderOfTheRank([0, 1], [1, 0]), "rank 0 calls its block blocks.0 where rank 1 calls its"),
+        (OrderOfTheRank([0, 1], [0, 1, 1]), "0 calls no further where rank 1 calls its block bloc"),
     ],
 )
 def test_what_sharding_rules_out_is_named_before_the_ranks_part(task, said):
