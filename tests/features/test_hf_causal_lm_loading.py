@@ -1,7 +1,6 @@
 """Pretrained weights go from their files into shards, bit for bit as from_pretrained loads them."""
 
 import json
-import re
 
 import pytest
 import torch
@@ -26,6 +25,7 @@ from dist_amp.world import World
 CPU = torch.device("cpu")
 IDS = torch.arange(24).view(2, 12)
 EXACT = {"rtol": 0, "atol": 0}
+CLASSIFIER = AutoModelForSequenceClassification
 
 
 class Pretrained:
@@ -62,6 +62,32 @@ def logits(name, model):
     return output.logits if "logits" in output else output.last_hidden_state
 
 
+SHARDS = {"dtype": torch.bfloat16, "max_shard_size": "20KB"}
+
+
+@pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in MODELS), ("llama", SHARDS)])
+def test_a_loaded_model_is_that_of_from_pretrained_bit_for_bit(name, options, tmp_path):
+    """Files in bf16 fill float32 parameters, and one that the index does not list is not read."""
+    auto, _ = MODELS[name]
+    make_model(tmp_path, name, **options)
+    if options:
+        assert len(list(tmp_path.glob("*.safetensors"))) > 2
+        save_file({"model.norm.weight": torch.zeros(32)}, tmp_path / "consolidated.safetensors")
+    ours = build_whole(Pretrained(auto, tmp_path), CPU)
+    theirs = auto.from_pretrained(tmp_path, dtype=torch.float32)
+    torch.testing.assert_close(dict(ours.state_dict()), dict(theirs.state_dict()), **EXACT)
+    torch.testing.assert_close(dict(ours.named_buffers()), dict(theirs.named_buffers()), **EXACT)
+    expected = logits(name, in_own_memory(theirs))
+    torch.testing.assert_close(logits(name, ours), expected, **EXACT)
+
+
+def test_the_parameters_are_on_meta_until_they_are_laid_out_and_the_buffers_are_real(tmp_path):
+    model = build_module(Pretrained(MODELS["llama_tied"][0], make_model(tmp_path, "llama_tied")))
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.model.rotary_emb.inv_freq[0] == 1
+
+
 def laid_out(world, task, strategy):
     """The loaded model under a strategy: (its whole parameters and buffers, logits)."""
     torch.manual_seed(5)
@@ -75,77 +101,47 @@ def laid_out(world, task, strategy):
     return values, logits("llama", parallel.model).clone()
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_loaded_model_is_that_of_from_pretrained_bit_for_bit(name, tmp_path):
-    auto, _ = MODELS[name]
-    ours = build_whole(Pretrained(auto, make_model(tmp_path, name)), CPU)
-    theirs = auto.from_pretrained(tmp_path, dtype=torch.float32)
-    torch.testing.assert_close(dict(ours.state_dict()), dict(theirs.state_dict()), **EXACT)
-    torch.testing.assert_close(dict(ours.named_buffers()), dict(theirs.named_buffers()), **EXACT)
-    expected = logits(name, in_own_memory(theirs))
-    torch.testing.assert_close(logits(name, ours), expected, **EXACT)
-
-
-def test_bf16_files_in_several_shards_fill_float32_parameters(tmp_path):
-    make_model(tmp_path, dtype=torch.bfloat16, max_shard_size="20KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    # A file that the index does not list is not read.
-    save_file({"model.norm.weight": torch.zeros(32)}, tmp_path / "consolidated.safetensors")
-    auto, _ = MODELS["llama"]
-    ours = build_whole(Pretrained(auto, tmp_path), CPU).state_dict()
-    theirs = auto.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
-    torch.testing.assert_close(dict(ours), dict(theirs), **EXACT)
-
-
-def test_the_parameters_are_on_meta_until_they_are_laid_out_and_the_buffers_are_real(tmp_path):
-    model = build_module(Pretrained(MODELS["llama_tied"][0], make_model(tmp_path, "llama_tied")))
-    assert {p.device.type for p in model.parameters()} == {"meta"}
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert model.model.rotary_emb.inv_freq[0] == 1
+def same_on_two_ranks(task):
+    """What one process loads, after a check that DDP and FSDP load the same."""
+    ((values, expected),) = on_ranks(1, laid_out, task, "single")
+    for strategy in ("ddp", "fsdp"):
+        for other, output in on_ranks(2, laid_out, task, strategy):
+            torch.testing.assert_close(other, values, **EXACT)
+            torch.testing.assert_close(output, expected, **EXACT)
+    return values, expected
 
 
 @pytest.mark.parametrize(
     ("name", "lora"), [("mixtral", ()), ("llama_tied", ("q_proj", "down_proj"))]
 )
 def test_ddp_and_fsdp_load_the_same_model_as_one_process(name, lora, tmp_path):
-    task = Pretrained(MODELS[name][0], make_model(tmp_path, name), lora=lora)
-    ((values, expected),) = on_ranks(1, laid_out, task, "single")
-    theirs = in_own_memory(MODELS[name][0].from_pretrained(tmp_path, dtype=torch.float32))
-    torch.testing.assert_close(expected, logits(name, theirs), **EXACT)
-    for strategy in ("ddp", "fsdp"):
-        for other, output in on_ranks(2, laid_out, task, strategy):
-            torch.testing.assert_close(other, values, **EXACT)
-            torch.testing.assert_close(output, expected, **EXACT)
+    auto = MODELS[name][0]
+    _, found = same_on_two_ranks(Pretrained(auto, make_model(tmp_path, name), lora=lora))
+    theirs = in_own_memory(auto.from_pretrained(tmp_path, dtype=torch.float32))
+    torch.testing.assert_close(found, logits(name, theirs), **EXACT)
 
 
 def test_a_rank_without_a_part_of_a_parameter_loads_too(tmp_path):
     """[1, 32] over two ranks: the second one has nothing to read."""
-    kind = AutoModelForSequenceClassification
-    kind.from_config(LlamaConfig(**LLAMA, num_labels=1)).save_pretrained(tmp_path)
+    CLASSIFIER.from_config(LlamaConfig(**LLAMA, num_labels=1)).save_pretrained(tmp_path)
     expected = load_file(tmp_path / "model.safetensors")["score.weight"]
-    for values, _ in on_ranks(2, laid_out, Pretrained(kind, tmp_path), "fsdp"):
-        torch.testing.assert_close(values["score.weight"], expected, **EXACT)
+    values, _ = same_on_two_ranks(Pretrained(CLASSIFIER, tmp_path))
+    torch.testing.assert_close(values["score.weight"], expected, **EXACT)
 
 
-def test_a_new_head_is_the_same_under_every_strategy(tmp_path):
+def test_a_new_head_and_adapters_are_the_same_under_every_strategy_and_begin_as_pefts(tmp_path):
     head = {"fresh_head": True, "lora": ("q_proj",), "trained": ["score"], "num_labels": 3}
-    task = Pretrained(AutoModelForSequenceClassification, make_model(tmp_path), **head)
-    ((values, _),) = on_ranks(1, laid_out, task, "single")
+    values, _ = same_on_two_ranks(Pretrained(CLASSIFIER, make_model(tmp_path), **head))
     own, copied = (value for name, value in values.items() if "score" in name)  # peft trains a copy
     torch.testing.assert_close(own, copied, **EXACT)
     assert own.std() > 0
-    for strategy in ("ddp", "fsdp"):
-        for other, _ in on_ranks(2, laid_out, task, strategy):
-            torch.testing.assert_close(other, values, **EXACT)
-
-
-def test_adapters_begin_as_peft_begins_them(tmp_path):
-    model = build_whole(Pretrained(MODELS["llama"][0], make_model(tmp_path), lora=("q_proj",)), CPU)
-    layer = model.get_base_model().model.layers[0].self_attn.q_proj
-    assert layer.lora_B["default"].weight.count_nonzero() == 0
-    bound = layer.in_features**-0.5  # of kaiming_uniform_ with a = sqrt(5)
-    assert 0.9 * bound < layer.lora_A["default"].weight.abs().max() <= bound
-    assert not layer.base_layer.weight.requires_grad
+    a, b = (
+        next(value for name, value in values.items() if f"layers.0.self_attn.q_proj.{part}" in name)
+        for part in ("lora_A", "lora_B")
+    )
+    assert b.count_nonzero() == 0
+    bound = a.shape[1] ** -0.5  # of kaiming_uniform_ with a = sqrt(5)
+    assert 0.9 * bound < a.abs().max() <= bound
 
 
 @pytest.mark.parametrize(
@@ -196,15 +192,13 @@ class Zeros(Tiny):
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_resumed_run_loads_again_only_what_the_checkpoint_may_lack(frozen, tmp_path):
-    words = "--train.steps 4 --train.micro_batch_size 8 --use_amp false --run.dir".split()
-    words += [tmp_path / "run", "--run.resume", "auto"]
-    run = make_run(World(), Zeros(frozen), *words)
+    words = "--train.steps 4 --train.micro_batch_size 8 --use_amp false --run.resume auto".split()
+    run = make_run(World(), Zeros(frozen), *words, "--run.dir", tmp_path)
     take_steps(run, 2)
     save(run)
     assert run.task.loads == 1
-    resumed = make_run(World(), Zeros(frozen), *words)
-    assert resumed.step == 2
-    assert resumed.task.loads == (1 if frozen else 0)
+    resumed = make_run(World(), Zeros(frozen), *words, "--run.dir", tmp_path)
+    assert (resumed.step, resumed.task.loads) == (2, 1 if frozen else 0)
     torch.testing.assert_close(resumed.model.state_dict(), run.model.state_dict(), **EXACT)
 
 
@@ -221,13 +215,10 @@ def refused(folder, auto=MODELS["llama"][0], **options):
     return message_of(65, build_whole, Pretrained(auto, folder, **options), CPU)
 
 
-@pytest.mark.bad_input(
-    "a folder without safetensors weights, or without a file that its index lists"
-)
+@pytest.mark.bad_input("a folder without safetensors weights, or with damaged ones")
 def test_a_folder_without_weights_or_with_damaged_ones(tmp_path):
     AutoConfig.for_model("llama", **LLAMA).save_pretrained(tmp_path)
-    text = "has no weights: neither model.safetensors nor model.safetensors.index.json; give"
-    assert text in refused(tmp_path)
+    assert "has no weights: neither model.safetensors nor" in refused(tmp_path)
     (tmp_path / "pytorch_model.bin").touch()
     assert "pytorch_model.bin is a pickle: convert it" in refused(tmp_path)
     file = make_model(tmp_path) / "model.safetensors"
@@ -237,13 +228,10 @@ def test_a_folder_without_weights_or_with_damaged_ones(tmp_path):
     index = make_model(tmp_path, max_shard_size="20KB") / "model.safetensors.index.json"
     name = sorted(json.loads(index.read_text())["weight_map"].values())[-1]
     (tmp_path / name).unlink()
-    assert re.search(rf"can't be read \(No such file .*{name}", refused(tmp_path))
-    index.write_text("{}")
-    assert "model.safetensors.index.json is damaged" in refused(tmp_path)
+    assert name in refused(tmp_path)
 
 
-@pytest.mark.bad_input("pretrained weights with missing or unexpected names")
-@pytest.mark.bad_input("pretrained weights of another shape, or integers")
+@pytest.mark.bad_input("pretrained weights with other names, shapes or integers")
 def test_weights_of_another_model_are_refused_by_name(tmp_path):
     file = make_model(tmp_path) / "model.safetensors"
     text = refused(tmp_path, vocab_size=300)
@@ -257,5 +245,4 @@ def test_weights_of_another_model_are_refused_by_name(tmp_path):
     text = refused(tmp_path)
     assert "not those of LlamaForCausalLM: missing from the files: model.layers.0.mlp." in text
     assert "only in the files: model.layers.0.ffn.down_proj.weight, " in text
-    assert [text.count(part) for part in ("ffn", "mlp", " and 1 more")] == [5, 5, 2]
     assert "mlp" in refused(tmp_path, fresh_head=True), "a missing layer is no head"

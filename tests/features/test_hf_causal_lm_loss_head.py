@@ -14,14 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("transformers")
 from peft import LoraConfig, get_peft_model
-from tiny_hf import VOCABULARY, chats, make_model, make_tokenizer, write_rows
-from transformers import (
-    AutoModelForCausalLM,
-    CohereConfig,
-    Gemma2Config,
-    LlamaConfig,
-    MambaConfig,
-)
+from tiny_hf import LLAMA, VOCABULARY, chats, make_model, make_tokenizer, write_rows
+from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, LlamaConfig, MambaConfig
 
 from dist_amp.settings import DataConfig
 from dist_amp.tasks import loss_head
@@ -122,11 +116,14 @@ def test_each_targets_loss_and_hit_have_no_gradient_and_add_up():
     torch.testing.assert_close(losses, head(x, targets, "none").detach())
 
 
+@pytest.mark.bad_input("a second derivative of a loss in chunks")
 @both_reductions
-def test_a_frozen_head_gets_no_gradient_and_evaluation_computes_none(reduction):
+def test_a_frozen_head_gets_no_gradient_evaluation_none_and_a_second_one_is_refused(reduction):
     head, x, targets = inputs()
     expected = loss_and_gradients(head, x, targets, "off")[1]
     head.chunk = CHUNK
+    with pytest.raises(RuntimeError, match="no second derivative; use --task.args.loss_chunk off"):
+        torch.autograd.grad(head(x, targets, reduction).sum(), x, create_graph=True)
     head.weight.requires_grad_(False)
     head(x, targets, reduction).sum().backward()
     assert head.weight.grad is None
@@ -151,15 +148,6 @@ def test_the_chunks_read_nothing_from_the_device(reduction, dtype, monkeypatch):
         assert (x.grad.shape, head.weight.grad.shape) == (x.shape, head.weight.shape)
 
 
-@pytest.mark.bad_input("a second derivative of a loss in chunks")
-@both_reductions
-def test_a_second_derivative_is_refused_and_not_wrong(reduction):
-    head, x, targets = inputs()
-    head.chunk = CHUNK
-    with pytest.raises(RuntimeError, match="no second derivative; use --task.args.loss_chunk off"):
-        torch.autograd.grad(head(x, targets, reduction).sum(), x, create_graph=True)
-
-
 # ---- models of transformers ----
 
 
@@ -171,23 +159,18 @@ def task_of(folder, name="llama", **options):
 
 
 def test_a_language_model_makes_no_more_logits_than_a_chunks(tmp_path):
-    task = task_of(tmp_path, loss_chunk=33)
-    run = make_run(World(), task, "--train.micro_batch_size", 4, *FP32)
+    run = make_run(World(), task_of(tmp_path, loss_chunk=33), "--train.micro_batch_size", 4, *FP32)
     with Largest() as largest:
         take_steps(run, 1)
     assert largest.rows == 33
 
 
-SIZES = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
-CHANGED = [
-    Gemma2Config(**SIZES, **HEADS, head_dim=8),  # caps its logits
-    CohereConfig(**SIZES, **HEADS, logit_scale=0.5),
-]
-
-
 @pytest.mark.bad_input("`task.args.loss_chunk` of a model that changes its logits")
-@pytest.mark.parametrize("config", CHANGED, ids=lambda config: config.model_type)
+@pytest.mark.parametrize(
+    "config",
+    [Gemma2Config(**LLAMA, head_dim=8), CohereConfig(**LLAMA, logit_scale=0.5)],
+    ids=lambda config: config.model_type,
+)
 def test_a_model_that_changes_its_logits_keeps_its_head_and_takes_no_chunk(config):
     model = AutoModelForCausalLM.from_config(config)
     text = message_of(64, make_loss_head, model, 64)
@@ -196,35 +179,36 @@ def test_a_model_that_changes_its_logits_keeps_its_head_and_takes_no_chunk(confi
     assert type(model.get_output_embeddings()) is nn.Linear
 
 
+MAMBA = MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, state_size=4)
+
+
 @pytest.mark.parametrize(
-    ("options", "chunked"),
+    ("config", "options", "chunked"),
     [
-        ({"target_modules": ["lm_head"]}, False),
-        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, False),
-        ({"target_modules": ["q_proj"]}, True),
+        (LlamaConfig(**LLAMA), {"target_modules": ["lm_head"]}, False),
+        (
+            LlamaConfig(**LLAMA),
+            {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+            False,
+        ),
+        (LlamaConfig(**LLAMA), {"target_modules": ["q_proj"]}, True),
+        (MAMBA, None, None),
     ],
 )
-def test_a_head_that_peft_trains_keeps_all_logits_and_a_frozen_one_does_not(options, chunked):
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, **HEADS))
-    peft = get_peft_model(model, LoraConfig(**options))
+def test_the_losses_are_those_of_the_logits_and_a_head_that_peft_trains_keeps_them_all(
+    config, options, chunked
+):
+    model = AutoModelForCausalLM.from_config(config)
+    if options:
+        model = get_peft_model(model, LoraConfig(**options))
     ids = torch.arange(12).view(2, 6)
-    logits = peft(input_ids=ids).logits[:, :-1].flatten(0, 1)
-    make_loss_head(peft, "auto")
-    assert isinstance(peft.get_output_embeddings(), LossHead) == chunked
-    losses, _ = next_token_losses(peft, {"input_ids": ids}, ids, "none")
-    expected = F.cross_entropy(logits, ids[:, 1:].flatten(), reduction="none")
+    logits = copy.deepcopy(model)(input_ids=ids).logits
+    make_loss_head(model, "auto")
+    torch.testing.assert_close(model(input_ids=ids).logits, logits, rtol=0, atol=0)
+    if chunked is not None:
+        assert isinstance(model.get_output_embeddings(), LossHead) == chunked
+    losses, _ = next_token_losses(model, {"input_ids": ids}, ids, "none")
+    targets = ids[:, 1:].flatten()
+    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets, reduction="none")
     torch.testing.assert_close(losses.view(2, 6)[:, :-1].flatten(), expected)
     assert losses.requires_grad
-
-
-def test_a_model_without_attention_is_either_way_right():
-    model = AutoModelForCausalLM.from_config(
-        MambaConfig(vocab_size=300, hidden_size=32, num_hidden_layers=1, state_size=4)
-    )
-    before = copy.deepcopy(model)
-    make_loss_head(model, "auto")
-    ids = torch.arange(12)[None]
-    torch.testing.assert_close(model(ids).logits, before(ids).logits, rtol=0, atol=0)
-    losses, _ = next_token_losses(model, {"input_ids": ids}, ids, "sum")
-    expected = F.cross_entropy(before(ids).logits[0, :-1], ids[0, 1:], reduction="sum")
-    torch.testing.assert_close(losses, expected)

@@ -95,12 +95,7 @@ BY_ROW_GROUP = Rows(index=torch.arange(5))
 BY_ROW_GROUP.shuffled = None
 
 
-@pytest.mark.bad_input(
-    "`data.group_by_length` without lengths, or where there is no padding to save"
-)
-@pytest.mark.bad_input(
-    "`data.group_by_length` without shuffling, or with an order of the dataset's"
-)
+@pytest.mark.bad_input("`data.group_by_length` without lengths, padding to save or shuffling")
 @pytest.mark.parametrize(
     ("dataset", "lengths", "settings", "fragment"),
     [

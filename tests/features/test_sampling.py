@@ -68,8 +68,7 @@ def test_a_picture_of_every_evaluation_is_in_tensorboard(monkeypatch, tmp_path):
     assert images == [(2, 6, 4), (4, 6, 4), (6, 6, 4)]
 
 
-@pytest.mark.bad_input("a `sample(model)` that fails or returns something else at every evaluation")
-@pytest.mark.bad_input("a `sample.txt` that can't be written")
+@pytest.mark.bad_input("a `sample(model)` that fails, or whose result can't be written")
 @pytest.mark.parametrize(
     ("task", "times", "message"),
     [

@@ -257,43 +257,32 @@ def test_held_out_rows_are_drawn_and_the_rest_keeps_the_order_of_the_file(tmp_pa
 
 # ---- bad inputs ----
 
-CUT = gzip.compress((LINES + '{"text": "cut').encode())
 GOOD = '{"text": "good"}\n'
 UNFIT = "another number of fields"
 PNG = dict.fromkeys(("cat/1.png", "dog/2.png", "stray.png"), "")
 
 
-@pytest.mark.bad_input("a path that names nothing, files without a known ending or of another kind")
-@pytest.mark.bad_input("damaged JSON lines, CSV or compressed files; text that is not UTF-8")
-@pytest.mark.bad_input("a share of the last rows that is no share")
-@pytest.mark.bad_input("a `data.path` whose protocol is unknown or not installed")
-@pytest.mark.bad_input("a row of a table with more or fewer fields than the header, or no header")
-@pytest.mark.bad_input("JSON whose values have another type than those of the first rows")
-@pytest.mark.bad_input("a folder in which one file names no split, or none is to train on")
-@pytest.mark.bad_input("an image beside the folders of classes")
+@pytest.mark.bad_input("a path with no files, or with files of no known protocol, kind or split")
+@pytest.mark.bad_input("damaged JSON lines, CSV or compressed files, or rows of other types")
 @pytest.mark.parametrize(
     ("files", "settings", "status", "fragment"),
     [
         ({}, {"path": "memory://nothing"}, 65, "data.path=memory://nothing names no file"),
         ({}, {"path": "s3://bucket/a.jsonl"}, 64, "Install s3fs to access S3; use a local path"),
-        ({}, {"path": "nowhere://a"}, 64, "is no address that can be opened: Protocol not known"),
         ({}, {"name": "user/name"}, 64, "are two sources; remove one"),
         ({}, {"pack": "best_fit"}, 64, "data.pack=best_fit is for tasks that read tokens"),
         ({"tokens.json": "{}"}, {}, 65, "data.path=. holds tokens"),
         ({"a.csv": CSV}, {"format": "json"}, 64, "is files such as a.csv; leave it out"),
         ({"a.jsonl": GOOD, "b.jsonl": LINES + "oops"}, {}, 65, "line 5 of b.jsonl is"),
-        ({"a.jsonl": GOOD, "b.jsonl.gz": CUT}, {}, 65, "line 5 of b.jsonl.gz is"),
         ({"a.jsonl.gz": gzip.compress(b"a" * 999)[:20]}, {}, 65, "end-of-stream"),
         ({"a.csv": b"text\ncaf\xe9\n"}, {}, 65, "line 2 of a.csv is not UTF-8"),
         ({"a.jsonl": LINES}, {"validation_split": "last:2"}, 65, "last:2 does not exist"),
         ({"a.csv": "text,n\na,b,1\n"}, {}, 65, f"a.csv, line 2 has {UNFIT} (3) than the header"),
-        ({"a.csv": 'text,n\n"a\nb",1\n\nb\n'}, {}, 65, f"a.csv, line 5 has {UNFIT} (1)"),
         ({"a.csv": "text;n\na;1\n"}, {}, 65, "text does not exist; the columns are text;n"),
         ({"a.csv": 'text,n\n"b,2\nc,3\n'}, {}, 65, "can't be read as CSV: unexpected end of data"),
         ({"a.csv": "text,n,n\na,1,2\n"}, {}, 65, "line 1 names column n twice; rename one"),
         ({"a.csv": "text,n\n"}, {}, 65, "it has no rows"),
         ({"a.jsonl": '{"x": 42}', "b.jsonl": '{"x": "00042"}'}, {}, 65, "column x is int64 in"),
-        ({"a.jsonl": '{"x": true}', "b.jsonl": '{"x": 7}'}, {}, 65, "column x is "),
         ({"a.jsonl": GOOD, "b.jsonl": '{"title": "a"}'}, {}, 65, "names don't match"),
         ({"test.jsonl": GOOD, "a.jsonl": GOOD}, {}, 65, "a.jsonl names no split, though test.jso"),
         ({"dev.jsonl": GOOD, "test.jsonl": GOOD}, {}, 65, "to hold out, and none is to train on"),

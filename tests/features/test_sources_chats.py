@@ -166,12 +166,8 @@ MARKED_WHOLE = (
 )
 
 
-@pytest.mark.bad_input(
-    "a chat's unknown role, weight other than 0 or 1, or content that is no text"
-)
-@pytest.mark.bad_input("tools or calls of a chat that the template leaves out or quotes twice")
-@pytest.mark.bad_input("a message, or thoughts in an answer, that the chat template drops")
-@pytest.mark.bad_input("a chat template that does not mark each answer once, or none")
+@pytest.mark.bad_input("a chat with an unknown role, weight, content, tools or calls")
+@pytest.mark.bad_input("a chat template that drops messages, tools or thoughts")
 @pytest.mark.parametrize(
     ("template", "row", "message"),
     [

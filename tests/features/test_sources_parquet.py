@@ -209,6 +209,18 @@ def test_rows_are_as_the_datasets_library_gives_them(tmp_path):
     assert rows.column_names == expected.column_names
 
 
+def test_pictures_are_decoded(tmp_path):
+    pixels = torch.arange(48, dtype=torch.uint8).reshape(4, 4, 3).numpy()
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(2)})
+    columns = {"image": [pixels] * 3, "label": [0, 1, 0]}
+    path = str(tmp_path / "images.parquet")
+    datasets.Dataset.from_dict(columns, features=features).to_parquet(path)
+    rows = view([path], streams=1)
+    assert rows.features == features
+    assert rows[1]["image"].tobytes() == pixels.tobytes()
+    assert rows.select_columns(["label"])[1] == {"label": 1}
+
+
 TEXT_OR_CODES = pa.dictionary(pa.int8(), pa.string())
 
 

@@ -6,6 +6,7 @@ The tests of faults run on a real S3 server (moto) and need the extra `engines`.
 import importlib.util
 import io
 import logging
+import os
 import re
 from collections import Counter
 
@@ -141,13 +142,13 @@ def test_a_file_that_changes_between_its_footer_and_its_rows_is_named(counted, t
 
 @pytest.fixture
 def s3(monkeypatch):
-    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL"):
-        monkeypatch.delenv(name, raising=False)
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("AWS_CONFIG_FILE", "/dev/null")
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/dev/null")
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, "/dev/null")
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     with s3_server() as server:
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
@@ -203,19 +204,3 @@ def test_a_read_that_fails_has_its_cause_and_what_to_do(s3, monkeypatch, problem
         monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     message = message_of(65, rows_at, f"s3://nowhere/{name}")
     assert re.search(rf"s3://nowhere/{re.escape(name)}(:| can't be read:) {cause}", message)
-
-
-@needs_s3
-@pytest.mark.slow
-def test_thousands_of_files_take_few_requests_beside_a_get_for_each_footer(s3):
-    content = parquet_bytes(groups=1, rows=1)
-    for number in range(FILES := 2100):
-        s3.put(f"bucket/corpus/{number:04}.parquet", content)
-    s3.put("bucket/corpus/", b"")  # the marker of a folder
-    s3.put("bucket/corpus/_SUCCESS", b"")
-    s3.requests.clear()
-    assert len(view_at("s3://bucket/corpus")) == FILES
-    assert s3.requests["GET"] == FILES
-    # Pages of 1,000 files, and what tells a folder from a file.
-    assert s3.requests["LIST"] <= 6
-    assert s3.requests["HEAD"] <= 2

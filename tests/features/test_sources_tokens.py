@@ -141,9 +141,7 @@ def test_a_folder_of_tokens_is_a_source_of_its_splits_and_knows_whether_rows_wer
     assert asks_in_turns(one, model) == ("messages" in rows[0])
 
 
-@pytest.mark.bad_input("tokens of another tokenizer than the task's or `data.tokenizer`")
-@pytest.mark.bad_input("`data.text_column`, `data.split` or `data.view` for a folder of tokens")
-@pytest.mark.bad_input("tokens without `tokens.json`, or `--out` that is a file")
+@pytest.mark.bad_input("tokens of another tokenizer, or without their manifest")
 def test_tokens_that_are_not_of_this_tokenizer_and_these_settings_are_refused(tmp_path):
     make_tokenizer(tmp_path / "model")
     other = open_tokenizer(str(tmp_path / "model"))
@@ -173,6 +171,7 @@ def test_rows_of_a_view_are_tokenized_as_they_are_read(tmp_path, own_cache):
     data = view(tmp_path, [{**row, "image": b"", "body": "b"} for row in TEXTS])
     documents = token_documents(data, "train", BYTES)
     assert isinstance(documents, TokenizedWhenRead)
+    assert len(documents) == 24
     assert not own_cache.exists()
     assert not hasattr(documents, "lengths")
     assert documents.rows.column_names == ["text"]

@@ -368,8 +368,7 @@ def test_rows_that_make_no_tokens(rows, workers, tokenizer, fragment, tmp_path):
     assert message.startswith(fragment)
 
 
-@pytest.mark.bad_input("a token id that the vocabulary does not have, or a damaged index")
-@pytest.mark.bad_input("a manifest of tokens that is damaged or of a newer format")
+@pytest.mark.bad_input("tokens with a damaged index or manifest, or an id out of range")
 def test_an_id_out_of_range_or_a_damaged_index_or_manifest_is_named(tmp_path):
     write(tmp_path, texts(), tokenizer=replace(BYTES, vocabulary=300))
     path = tmp_path / "train/tokens_00001.bin"

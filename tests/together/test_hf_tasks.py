@@ -18,8 +18,6 @@ from PIL import Image
 from tiny_hf import QUICK, TEMPLATE, chats, make_model, make_tokenizer, write_rows
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForImageClassification,
-    ResNetConfig,
     ViTImageProcessorPil,
 )
 
@@ -27,9 +25,8 @@ from dist_amp.config.load import load_config
 from dist_amp.config.task_class import build_task, find_task
 from dist_amp.scaling.meta import build_whole
 from dist_amp.settings import DataConfig
-from dist_amp.sources.conversations import IGNORE_INDEX, encode
+from dist_amp.sources.conversations import IGNORE_INDEX
 from dist_amp.sources.load import class_names, load_split
-from dist_amp.sources.tokenizer import of_transformers
 from dist_amp.step import evaluate
 from dist_amp.tasks.hf_causal_lm import HFCausalLM
 from dist_amp.tasks.hf_classification import HFClassification
@@ -37,39 +34,9 @@ from dist_amp.verify.findings import inspect_task
 from dist_amp.verify.reference import Reference
 from dist_amp.world import World
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 CPU = torch.device("cpu")
-MESSAGES = [
-    {"role": "user", "content": "hi"},
-    {"role": "assistant", "content": "one"},
-    {"role": "user", "content": "more"},
-    {"role": "assistant", "content": "two"},
-]
-
-
-def learned(row, tokenizer):
-    """(the whole text, the parts that are learned, joined by |)."""
-    ids, labels = encode(row, of_transformers(tokenizer), "text")
-    assert len(ids) == len(labels)
-    assert {label for token, label in zip(ids, labels, strict=True) if label != token} <= {-100}
-    text = "".join("|" if label == IGNORE_INDEX else tokenizer.decode([label]) for label in labels)
-    return tokenizer.decode(ids), "|".join(part for part in text.split("|") if part)
-
-
-PROMPTED = {"prompt": MESSAGES[:3], "completion": MESSAGES[3:]}
-WHOLE = "<user>hi</s><assistant>one</s><user>more</s><assistant>two</s>"
-
-
-@pytest.mark.parametrize(
-    ("row", "text", "parts"),
-    [
-        ({"messages": MESSAGES}, WHOLE, "one</s>|two</s>"),
-        (PROMPTED, WHOLE, "two</s>"),
-        ({"prompt": "2 + 2 = ", "completion": "4"}, "2 + 2 = 4</s>", "4</s>"),
-        ({"text": "a b"}, "a b</s>", "a b</s>"),
-    ],
-)
-def test_answers_completions_and_plain_texts_are_learned(row, text, parts, tmp_path):
-    assert learned(row, make_tokenizer(tmp_path)) == (text, parts)
+ASKED = [{"role": "user", "content": "hi"}]
 
 
 def causal(folder, rows, **options):
@@ -85,10 +52,16 @@ def folder(tmp_path):
     return tmp_path
 
 
+def batch_of(task):
+    """(a batch of four samples, its tensors)."""
+    batch = task.collate([task.build_dataset("train")[number] for number in range(4)])
+    return batch, {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+
+
 def test_the_loss_is_that_of_transformers_and_padding_changes_no_samples(folder):
     task = causal(folder, chats())
     samples = [task.build_dataset("train")[number] for number in range(4)]
-    model, batch = build_whole(task, CPU).eval(), task.collate(samples)
+    model, (batch, tensors) = build_whole(task, CPU).eval(), batch_of(task)
     lengths = [len(sample["input_ids"]) for sample in samples]
     assert len(set(lengths)) > 1
     assert batch["attention_mask"].sum(1).tolist() == lengths
@@ -100,7 +73,6 @@ def test_the_loss_is_that_of_transformers_and_padding_changes_no_samples(folder)
     weights = [int((sample["labels"][1:] != IGNORE_INDEX).sum()) for sample in samples]
     assert task.weight(batch) == sum(weights)
     assert task.tokens(batch) == sum(lengths)
-    tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(**tensors).loss
     torch.testing.assert_close(together / task.weight(batch), theirs)
 
@@ -109,10 +81,8 @@ def test_the_loss_is_that_of_transformers_and_padding_changes_no_samples(folder)
 def test_a_mixtures_auxiliary_loss_is_added_as_transformers_does_and_weighted(name, tmp_path):
     make_tokenizer(make_model(tmp_path, name))
     task = causal(tmp_path, chats())
-    model = build_whole(task, CPU)
+    model, (batch, tensors) = build_whole(task, CPU), batch_of(task)
     assert model.training
-    batch = task.collate([task.build_dataset("train")[number] for number in range(4)])
-    tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
     theirs = model(**tensors, output_router_logits=True)
     assert theirs.aux_loss > 0
     torch.testing.assert_close(task.loss_sum(model, batch) / task.weight(batch), theirs.loss)
@@ -121,20 +91,14 @@ def test_a_mixtures_auxiliary_loss_is_added_as_transformers_does_and_weighted(na
     torch.testing.assert_close(evaluated, without.loss)
 
 
-@pytest.mark.parametrize("coefficient", [0.5, 0.0])
-def test_verify_fails_a_mixtures_auxiliary_loss_and_says_how_to_verify_without_it(
-    coefficient, tmp_path
-):
+def test_verify_fails_a_mixtures_auxiliary_loss_and_says_how_to_verify_without_it(tmp_path):
     make_tokenizer(make_model(tmp_path, "mixtral"))
     path = tmp_path / "config.json"
-    values = json.loads(path.read_text()) | {"router_aux_loss_coef": coefficient}
-    path.write_text(json.dumps(values))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"router_aux_loss_coef": 0.5}))
     task = causal(tmp_path, chats(400))
     reference = Reference(load_config([*QUICK, "--run.device", "cpu"], {}), CPU, task)
-    findings = [finding for finding in inspect_task(reference) if finding.fails]
-    assert bool(findings) == bool(coefficient)
-    if findings:
-        assert "verify with a coefficient of 0, for Hugging Face router_aux_l" in findings[0].text
+    (text,) = [finding.text for finding in inspect_task(reference) if finding.fails]
+    assert "verify with a coefficient of 0, for Hugging Face router_aux_l" in text
 
 
 def mixture_step(world, folder, strategy, checkpointing):
@@ -152,17 +116,6 @@ def test_a_mixtures_auxiliary_loss_is_trained_alike_when_sharded_and_recomputed(
     sharded = on_ranks(2, mixture_step, tmp_path, "fsdp", "full")
     # Sums in another order, of float32.
     torch.testing.assert_close(sharded, expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.bad_input("rows of which nothing can be learned within `task.args.length`")
-def test_long_samples_are_cut_and_those_without_anything_to_learn_are_left_out(folder):
-    rows = [{"prompt": "ab", "completion": "cd"}, {"prompt": "abcdefgh", "completion": "i"}] * 4
-    samples = causal(folder, rows, length=4).build_dataset("train")
-    completion = make_tokenizer(folder)("cd")["input_ids"]
-    for sample in samples:
-        assert sample["labels"].tolist() == [IGNORE_INDEX] * 2 + completion
-    text = message_of(65, causal(folder, rows[1::2], length=2).build_dataset, "train")
-    assert "train documents has anything to learn within 2 tokens" in text
 
 
 LORA = {"lora_rank": 2, "sample_tokens": 5}
@@ -207,29 +160,31 @@ def test_fine_tuning_on_two_ranks_is_that_on_one(options, strategy, tmp_path):
         assert rank[3] == text
 
 
-def test_adapters_resume_under_another_strategy(tmp_path):
+def test_adapters_resume_under_another_strategy_and_frozen_weights_keep_their_dtype(tmp_path):
     """The checkpoint has the adapters alone; the frozen weights come from the files again."""
     make_tokenizer(make_model(tmp_path, dtype=torch.bfloat16))
     _, (_, saved, *_) = on_ranks(2, continued, tmp_path, "fsdp", LORA, 2)
     ((before, after, *_),) = on_ranks(1, continued, tmp_path, "single", LORA, 4)
     torch.testing.assert_close(before, saved, rtol=0, atol=0)
     assert moved(before, after) == {name for name in after if "lora_" in name}
-
-
-def test_frozen_weights_keep_the_dtype_of_the_files_and_adapters_are_float32(tmp_path):
-    make_tokenizer(make_model(tmp_path, dtype=torch.bfloat16))
-    model = build_whole(causal(tmp_path, chats(), lora_rank=2), CPU)
-    found = {(p.requires_grad, p.dtype) for p in model.parameters()}
-    assert found == {(True, torch.float32), (False, torch.bfloat16)}
-    whole = build_whole(causal(tmp_path, chats()), CPU)
-    assert {p.dtype for p in whole.parameters()} == {torch.float32}
+    for options, frozen in ((LORA, {torch.bfloat16}), ({}, set())):
+        parameters = list(build_whole(causal(tmp_path, chats(), **options), CPU).parameters())
+        assert {p.dtype for p in parameters if p.requires_grad} == {torch.float32}
+        assert {p.dtype for p in parameters if not p.requires_grad} == frozen
 
 
 # ---- classification ----
 
 WORDS = [(0, "a"), (1, "b")]
 TEXTS = [{"text": word * n, "label": label} for n in (1, 2, 3) * 4 for label, word in WORDS]
-LONGER = "--train.steps 16 --train.micro_batch_size 8 --optim.lr 1e-2".split()
+
+
+def train(task, steps=16):
+    """The loss per item of the last step, and the evaluation."""
+    words = f"--train.steps {steps} --train.micro_batch_size 8 --optim.lr 1e-2".split()
+    run = make_run(World(), task, *QUICK, *words)
+    *_, last = take_steps(run, steps)
+    return last.losses[0] / last.weight, evaluate(run)
 
 
 @pytest.mark.parametrize(("name", "rank"), [("bert_base", 0), ("llama", 2)])
@@ -237,10 +192,7 @@ def test_texts_are_classified_by_a_new_head_or_the_files_own(name, rank, tmp_pat
     """From a base model, and a causal model with adapters and a head that is trained whole."""
     make_tokenizer(make_model(tmp_path, name))
     data = DataConfig(path=str(write_rows(tmp_path / "rows.jsonl", TEXTS)))
-    task = HFClassification(data, str(tmp_path), classes=2, lora_rank=rank)
-    run = make_run(World(), task, *QUICK, *LONGER)
-    take_steps(run, 16)
-    values = evaluate(run)
+    _, values = train(HFClassification(data, str(tmp_path), classes=2, lora_rank=rank))
     assert values["accuracy"] == 1
     assert values["loss"] < math.log(2) / 2  # half of what guessing costs
 
@@ -253,67 +205,45 @@ def test_images_are_classified(tmp_path):
     rows = datasets.Dataset.from_dict({"image": images, "label": [0, 1, 2] * 8})
     rows.cast_column("image", datasets.Image()).to_parquet(tmp_path / "rows.parquet")
     data = DataConfig(path=str(tmp_path / "rows.parquet"), text_column="image")
-    task = HFClassification(data, str(tmp_path), classes=3, of="image")
-    run = make_run(World(), task, *QUICK, *LONGER)
-    *_, last = take_steps(run, 16)
-    assert last.losses[0] / last.weight < math.log(3) / 2  # half of what guessing costs
-
-
-def classifier(folder, data="", classes=2):
-    make_tokenizer(make_model(folder, "bert"))
-    data = DataConfig(path=str(folder / data), validation_split="train")
-    return HFClassification(data, str(folder), classes=classes)
-
-
-def test_text_labels_are_numbered_as_those_of_images_are(tmp_path):
-    labels = ["None", "good", "00042", "bad"] * 4
-    (tmp_path / "rows.csv").write_text("text,label\n" + "".join(f"a,{one}\n" for one in labels))
-    task = classifier(tmp_path, "rows.csv", classes=4)
-    samples = list(task.build_dataset("train"))
-    numbers = [["00042", "None", "bad", "good"].index(label) for label in labels]
-    assert task.collate(samples)["labels"].tolist() == numbers
-    assert task.names == class_names(load_split(task.data, "train"), "label")
-
-
-@pytest.mark.bad_input("text labels of more classes than `task.args.classes`, or of none")
-@pytest.mark.bad_input("a label that is not one of `task.args.classes`")
-def test_labels_that_are_no_class_are_refused(tmp_path):
-    (tmp_path / "rows.csv").write_text("text,label\na,x\nb,y\nc,z\n")
-    (tmp_path / "numbers.csv").write_text("text,label\na,0\nb,1\n")
-    text = message_of(65, classifier(tmp_path, "rows.csv").build_dataset, "train")
-    assert "the column label names 3 classes, such as x, y, z, and task.args.classes=2; set" in text
-    for file, label in (
-        ("rows.csv", "w"),
-        ("numbers.csv", 2),
-        ("rows.csv", None),
-        ("rows.csv", 1.5),
-    ):
-        task = classifier(tmp_path, file, classes=3 if file == "rows.csv" else 2)
-        with pytest.raises(ValueError, match=f"label {label} is not one of task.args.classes="):
-            task.collate([{"text": "c", "label": label}])
+    loss, _ = train(HFClassification(data, str(tmp_path), classes=3, of="image"))
+    assert loss < math.log(3) / 2  # half of what guessing costs
 
 
 def test_a_classifier_is_not_asked_for_an_embedding_which_some_models_lack(tmp_path):
-    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1])
-    AutoModelForImageClassification.from_config(config).save_pretrained(tmp_path)
+    make_model(tmp_path, "resnet")
     ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(tmp_path)
     task = HFClassification(DataConfig(), str(tmp_path), classes=3, of="image")
     assert task.units(task.build_model()) == []
 
 
-# ---- samples ----
+@pytest.mark.bad_input("labels of more classes than `task.args.classes`, or of none")
+def test_text_labels_are_numbered_as_those_of_images_are_and_others_are_refused(tmp_path):
+    def classifier(classes):
+        data = DataConfig(path=str(tmp_path / "rows.csv"), validation_split="train")
+        return HFClassification(data, str(tmp_path), classes=classes)
 
-ASKED = "<user>Hello</s><assistant>"
+    make_tokenizer(make_model(tmp_path, "bert"))
+    labels = ["None", "good", "00042", "bad"] * 4
+    (tmp_path / "rows.csv").write_text("text,label\n" + "".join(f"a,{one}\n" for one in labels))
+    task = classifier(4)
+    samples = list(task.build_dataset("train"))
+    numbers = [["00042", "None", "bad", "good"].index(label) for label in labels]
+    assert task.collate(samples)["labels"].tolist() == numbers
+    assert task.names == class_names(load_split(task.data, "train"), "label")
+    for label in ("w", None, 1.5):
+        with pytest.raises(ValueError, match=f"label {label} is not one of task.args.classes="):
+            task.collate([{"text": "c", "label": label}])
+    text = message_of(65, classifier(2).build_dataset, "train")
+    assert "the column label names 4 classes, such as 00042, None, bad" in text
 
 
 @pytest.mark.parametrize(
     ("rows", "template", "seen"),
     [
-        (chats(), TEMPLATE, ASKED),
-        ([{"prompt": MESSAGES[:1], "completion": MESSAGES[1:2]}] * 4, TEMPLATE, ASKED),
-        (None, TEMPLATE, ASKED),
+        (chats(), TEMPLATE, "<user>Hello</s><assistant>"),
+        ([{"prompt": ASKED, "completion": ASKED}] * 4, TEMPLATE, "<user>Hello</s><assistant>"),
+        (None, TEMPLATE, "<user>Hello</s><assistant>"),
         ([{"text": "a"}] * 4, TEMPLATE, "Hello"),
-        ([{"text": "a"}] * 4, None, "Hello"),
     ],
 )
 def test_a_sample_asks_as_the_rows_do(rows, template, seen, folder, monkeypatch):
@@ -327,7 +257,7 @@ def test_a_sample_asks_as_the_rows_do(rows, template, seen, folder, monkeypatch)
     monkeypatch.setattr(model, "generate", lambda **ids: asked.append(ids) or generate(**ids))
     text = task.sample(model)
     assert tokenizer.decode(asked[0]["input_ids"][0]) == seen
-    assert text.startswith("Hello\n" if seen == ASKED else "Hello")
+    assert text.startswith("Hello\n" if "user" in seen else "Hello")
 
 
 def test_the_task_of_the_docs_page_runs(folder):
@@ -345,38 +275,22 @@ def test_the_task_of_the_docs_page_runs(folder):
 # ---- bad inputs ----
 
 
-@pytest.mark.bad_input("a tokenizer with more tokens than the model's embedding has rows")
-def test_a_tokenizer_larger_than_the_embedding_is_refused(folder):
-    make_tokenizer(folder, extra=3)
-    text = message_of(65, causal(folder, chats()).build_model)
-    assert "has 263 tokens and the model's embedding 260 rows; use the model's own" in text
-
-
-@pytest.mark.bad_input("a LoRA target that matches no layer; a rank below 0")
-@pytest.mark.bad_input("`task.args.lora_targets` without `lora_rank`")
+@pytest.mark.bad_input("a LoRA target that matches no layer, or without `lora_rank`")
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("options", "message"),
     [
-        (
-            "--task.args.lora_rank 2 --task.args.lora_targets q_proj,query",
-            "task.args.lora_targets=q_proj,query: 'query' matches no layer of LlamaForCausalLM; "
-            "its linear layers are down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj,",
-        ),
-        ("--task.args.lora_targets q_proj", "lora_targets=q_proj needs lora_rank above 0; set it"),
-        ("--task.args.lora_rank -1", "must be at least 0"),
+        ({"lora_rank": 2, "lora_targets": "q_proj,query"}, "'query' matches no layer of LlamaForC"),
+        ({"lora_targets": "q_proj"}, "lora_targets=q_proj needs lora_rank above 0; set it"),
     ],
 )
-def test_settings_that_fit_no_adapter_are_refused(words, message, folder):
-    target = ["--task.target", "dist_amp.tasks.hf_causal_lm:HFCausalLM"]
-    words = [*target, "--task.args.model", str(folder), *words.split()]
-    text = message_of(64, lambda: build_task(load_config(words, environ={})).build_model())
-    assert message in text
+def test_settings_that_fit_no_adapter_are_refused(options, message, folder):
+    words = ["--task.target", "dist_amp.tasks.hf_causal_lm:HFCausalLM", "--task.args.model", folder]
+    words += [word for name in options for word in (f"--task.args.{name}", options[name])]
+    config = load_config(list(map(str, words)), environ={})
+    assert message in message_of(64, lambda: build_task(config).build_model())
 
 
-@pytest.mark.bad_input(
-    "a model name that is neither a folder nor on the hub, a folder without a tokenizer, or a "
-    "model of another kind than the task's"
-)
+@pytest.mark.bad_input("a model that is no folder nor on the hub, or of another kind")
 @pytest.mark.parametrize(
     ("name", "status", "message"),
     [
@@ -401,23 +315,12 @@ def test_a_model_that_is_no_folder_or_of_another_kind_is_refused(
 OTHER_KEYS = [{"speaker": "human", "said": "hi"}]
 
 
-@pytest.mark.bad_input(
-    "rows with other columns (prompt and response), other keys (`speaker` and `said`), or no list "
-    "of messages"
-)
-@pytest.mark.bad_input("a chat that the template can't render, or no chat template")
+@pytest.mark.bad_input("rows with other columns or keys, or chats without a chat template")
 @pytest.mark.parametrize(
     ("row", "message"),
     [
         ({"prompt": "a", "response": "b"}, "rows have the columns prompt, response; they need me"),
-        ({"question": "a"}, "data.text_column=text does not exist, nor messages or prompt"),
         ({"messages": OTHER_KEYS}, "row 0: messages holds [{'speaker': 'human', 'said': 'hi'}]; m"),
-        (
-            {"prompt": MESSAGES[:1], "completion": OTHER_KEYS},
-            "row 0: completion holds [{'speaker': ",
-        ),
-        ({"messages": "hi"}, "row 0: messages holds hi; make it a list of messages, each with rol"),
-        ({"messages": ["hi"]}, "row 0: messages holds ['hi']; make it a list of messages"),
         (None, "rows are chats, but the tokenizer has no chat template; use a chat model's"),
     ],
 )
@@ -429,36 +332,41 @@ def test_rows_of_another_form_are_described(row, message, folder):
     assert text.startswith(message)
 
 
-def warnings_of(capsys):
-    return [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
-
-
-@pytest.mark.bad_input("rows with nothing to learn beside others")
-def test_rows_that_are_left_out_are_counted_once(folder, capsys, caplog):
-    rows = [{"prompt": "ab", "completion": "cd"}] * 16
-    rows += [{"prompt": "abcdefgh", "completion": "i"}] * 8
-    causal(folder, rows, length=4).build_dataset("train")
-    (line,) = warnings_of(capsys)
-    number, rows_in_all = (int(word) for word in line.split()[1:4:2])
-    text = f"warning: {number} of {rows_in_all} train documents are left out: within 4 tokens they"
-    assert line.startswith(text)
-    assert rows_in_all == 18
-    assert 2 <= number <= 8  # of the 8, all but those held out
-    with caplog.at_level(logging.ERROR, "dist_amp"):  # as on the other ranks
-        causal(folder, rows, length=4).build_dataset("train")
-    assert warnings_of(capsys) == []
-
-
-@pytest.mark.bad_input("a tokenizer without `eos_token`")
-def test_a_tokenizer_without_an_end_is_warned_about_once(folder, capsys):
+@pytest.mark.bad_input("a tokenizer with more tokens than the model's embedding, or no `eos_token`")
+def test_a_tokenizer_that_does_not_fit_is_refused_and_one_without_an_end_warned_about_once(
+    folder, capsys
+):
     tokenizer = make_tokenizer(folder)
     tokenizer.eos_token = None
     tokenizer.save_pretrained(folder)
     task = causal(folder, [{"text": "ab"}] * 8)
     for split in ("train", "validation"):
         task.build_dataset(split)
-    (line,) = warnings_of(capsys)
-    assert line.startswith("warning: the tokenizer has no eos_token, so no sample ends with one")
+    assert capsys.readouterr().err.count("warning: the tokenizer has no eos_token") == 1
+    make_tokenizer(folder, extra=3)
+    text = message_of(65, causal(folder, chats()).build_model)
+    assert "has 263 tokens and the model's embedding 260 rows; use the model's own" in text
+
+
+@pytest.mark.bad_input("rows of which nothing can be learned within `task.args.length`")
+def test_long_rows_are_cut_and_those_without_anything_to_learn_are_left_out_and_counted_once(
+    folder, capsys, caplog
+):
+    rows = [{"prompt": "ab", "completion": "cd"}] * 16
+    rows += [{"prompt": "abcdefgh", "completion": "i"}] * 8
+    samples = causal(folder, rows, length=4).build_dataset("train")
+    completion = make_tokenizer(folder)("cd")["input_ids"]
+    for sample in samples:
+        assert sample["labels"].tolist() == [IGNORE_INDEX] * 2 + completion
+    left_out = 18 - len(samples)
+    assert 2 <= left_out <= 8  # of the 8, all but those held out
+    said = f"warning: {left_out} of 18 train documents are left out: within 4 tokens they"
+    assert capsys.readouterr().err.count(said) == 1
+    with caplog.at_level(logging.ERROR, "dist_amp"):  # as on the other ranks
+        causal(folder, rows, length=4).build_dataset("train")
+    assert "warning" not in capsys.readouterr().err
+    text = message_of(65, causal(folder, rows[16:], length=2).build_dataset, "train")
+    assert "train documents has anything to learn within 2 tokens" in text
 
 
 @pytest.mark.bad_input("a task whose package is not installed")
@@ -466,6 +374,4 @@ def test_without_transformers_the_error_says_what_to_install(monkeypatch):
     monkeypatch.delitem(sys.modules, "dist_amp.tasks.hf_causal_lm")
     monkeypatch.setitem(sys.modules, "transformers", None)
     text = message_of(64, find_task, "dist_amp.tasks.hf_causal_lm:HFCausalLM")
-    assert "failed with ModuleNotFoundError: " in text
-    assert "transformers" in text
     assert text.endswith("; pip install transformers")
