@@ -5,6 +5,7 @@ import re
 import shutil
 from functools import cache
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch.distributed as dist
@@ -147,6 +148,18 @@ def test_other_layouts_are_judged_within_rounding(trained):
     report = report_of(trained(task__target=TINY), trained(**in_one, optim__eps=1.0))
     assert diff.parted(report), "its steps draw no random numbers"
     assert "no fault" not in diff.text_of(report)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp8"])
+def test_other_layouts_may_differ_by_more_in_half_precision(dtype):
+    layouts = []
+    for size in (4, 8):
+        settings = {"precision.dtype": dtype, "precision.use_amp": True}
+        settings["train.micro_batch_size"] = size
+        record = MagicMock(steps={1: {"ranks": [{}]}})
+        record.settings_at.return_value = settings
+        layouts.append(record)
+    assert diff.tolerance_of(*layouts, 1) > diff.TOLERANCE["fp32"]
 
 
 def test_random_numbers_of_other_layouts_are_no_fault(trained, diff_of):
