@@ -17,8 +17,10 @@ import tempfile
 import tomllib
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from importlib import metadata
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -223,7 +225,7 @@ def write_project(
         text = (root / "template" / template).read_text(encoding="utf-8")
         target = folder / Template(file).substitute(words)
         target.write_text(Template(text).substitute(words), encoding="utf-8")
-    needed = needed_by([*dependencies, *(line for lines in extras.values() for line in lines)])
+    needed = needed_by([*dependencies, *chain(*extras.values())])
     pins = (root / "launch/constraints.txt").read_text(encoding="utf-8").splitlines()
     lines = ["# The versions that dist_amp was tested with, of what pyproject.toml requires."]
     lines += [line for line in pins if line[0] != "#" and distribution(line) in needed]
@@ -260,33 +262,28 @@ def requirements(
     folder: Path, task: Path, ours: dict[str, Any]
 ) -> tuple[list[str], dict[str, list[str]]]:
     """(dependencies, extras) of this package's that a project's code imports."""
-    used = set(ALWAYS)
-    for path in folder.rglob("*.py"):
-        if "tests" not in path.parts:
-            used |= distributions(path)
-    dependencies = [line for line in ours["dependencies"] if distribution(line) in used]
-    all_extras = ours["optional-dependencies"]
+    paths = [path for path in folder.rglob("*.py") if "tests" not in path.parts]
+    used = ALWAYS.union(*(distributions(imports_of(path)) for path in paths))
+    optional = ours["optional-dependencies"]
     extras = {
         extra: lines
-        for extra, lines in all_extras.items()
+        for extra, lines in optional.items()
         if extra not in ("test", "bench") and used & set(map(distribution, lines))
     }
-    first, *for_tests = all_extras["test"]  # dist_amp[hf,...], and others
+    first, *for_tests = optional["test"]  # dist_amp[hf,...], and others
     tests = [line for line in for_tests if distribution(line) in used | FOR_TESTS]
-    for extra in extras:
-        tests += extras[extra] if extra in Requirement(first).extras else []
-    every = {
-        distribution(line)
-        for lines in (ours["dependencies"], *all_extras.values())
-        for line in lines
-    }
-    dependencies += sorted(distributions(task) - every)
-    return dependencies, {**extras, "test": tests}
+    tests += [
+        line for extra in extras if extra in Requirement(first).extras for line in extras[extra]
+    ]
+    known = map(distribution, [*ours["dependencies"], *chain(*optional.values())])
+    of_task = sorted(distributions(imports_of(task)).difference(known))
+    dependencies = [line for line in ours["dependencies"] if distribution(line) in used]
+    return [*dependencies, *of_task], {**extras, "test": tests}
 
 
-def distributions(path: Path) -> set[str]:
-    """The distributions that a file imports, but for dist_amp and Python's own modules."""
-    modules = {name.partition(".")[0] for name in imports_of(path)}
+def distributions(imports: Iterable[str]) -> set[str]:
+    """The distributions of modules' dotted names, but for dist_amp and Python's own."""
+    modules = {name.partition(".")[0] for name in imports}
     modules -= {"dist_amp", *sys.stdlib_module_names}
     return {canonicalize_name(DISTRIBUTIONS.get(name, name)) for name in modules}
 
@@ -300,17 +297,14 @@ def needed_by(requirements: Iterable[str]) -> set[str]:
 
     def needs(line: str) -> list[str]:
         user = Requirement(line)
-        try:
-            lines = metadata.requires(user.name) or []
-        except metadata.PackageNotFoundError:
-            return []
-        extras = ("", *user.extras)
-        markers = {each: Requirement(each).marker for each in lines}
-        return [
-            each
-            for each, marker in markers.items()
-            if marker is None or any(marker.evaluate({"extra": extra}) for extra in extras)
-        ]
+        found = []
+        with suppress(metadata.PackageNotFoundError):
+            for need in metadata.requires(user.name) or ():
+                marker = Requirement(need).marker
+                extras = ("", *user.extras)
+                if marker is None or any(marker.evaluate({"extra": extra}) for extra in extras):
+                    found.append(need)
+        return found
 
     return {distribution(line) for line in closure(requirements, needs)}
 

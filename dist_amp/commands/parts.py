@@ -55,7 +55,7 @@ class Parts:
         for file, path in self.files.items():
             about, docs = description(path)
             if docs:
-                start = file.removesuffix("/__init__.py")
+                start = file.removesuffix("__init__.py")  # a folder is one feature
                 files = [each for each in self.files if each.startswith(start)]
                 found[Path(start).stem] = Feature(about, docs, files)
         return found
@@ -73,14 +73,14 @@ class Parts:
         """The files that a file imports, in functions too, or that a script names."""
         path = self.files[file]
         if file.startswith("launch/"):
-            words = re.findall(r"[\w.]+", path.read_text(encoding="utf-8"))
-            return {each for word in words for each in self.named(word.strip("."))}
+            return self.named_in(path.read_text(encoding="utf-8"))
         found = set()
         for name in imports_of(path):
             found.update(self.named(name) or self.named(name.rpartition(".")[0]))
         return found
 
     def named_in(self, text: str) -> set[str]:
+        """The files of the scripts and modules that a script or config names."""
         words = re.findall(r"[\w.]+", text)
         return {file for word in words for file in self.named(word.strip("."))}
 

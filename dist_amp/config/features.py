@@ -41,9 +41,7 @@ def check_features(config: Any, task: type) -> None:
         if value not in free and not present(feature):
             raise ConfigError(f"{key}={value}: {missing(feature)}, or use {key}={free[0]}")
     if "://" in config.run.dir and not present("storage"):
-        raise ConfigError(
-            f"run.dir={config.run.dir}: {missing('storage')}, or use a folder on a disk"
-        )
+        raise ConfigError(f"run.dir={config.run.dir}: {missing('storage')}, or use a local folder")
     # Ours are the same in all projects.
     for name, feature in () if task.__module__.startswith("dist_amp.") else METHODS:
         if getattr(task, name, False) and not present(feature):

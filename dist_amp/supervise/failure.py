@@ -43,11 +43,11 @@ def supervise(config: Config, ranks: Ranks, work: Work, raises: bool = False) ->
         with ranks as world:
             startup.lap("rendezvous")
             job = Job(config, world, startup)
-            if present("supervise.watchdog"):
-                from dist_amp.supervise.watchdog import Watchdog
-
-                watchdog = Watchdog(job, end=partial(end_failed, job=job)).start()
             try:
+                if present("supervise.watchdog"):
+                    from dist_amp.supervise.watchdog import Watchdog
+
+                    watchdog = Watchdog(job, end=partial(end_failed, job=job)).start()
                 status = work(job)
                 job.close()
                 world.barrier()  # while a rank that does not arrive can be named
@@ -86,8 +86,7 @@ def end_failed(error: BaseException, job: Job, is_shown: bool = False) -> int:
     run, folder = job.run, job.folder
     step = max(job.steps_taken, 0)
     at_start = run is None or step == (run.resumed_from_step or 0)
-    status = getattr(error, "exit_code", 1)
-    is_first = True
+    status, is_first = getattr(error, "exit_code", 1), True
     if not is_shown:
         status, is_first = report_failure(error, job.world, step, at_start)
     with suppress(OSError):  # the folder may not even be readable, or its disk hangs

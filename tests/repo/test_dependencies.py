@@ -1,7 +1,6 @@
 """The package imports nothing that pyproject.toml does not declare, and runs without extras."""
 
 import ast
-import re
 import shutil
 import subprocess
 import sys
@@ -11,8 +10,9 @@ import built_wheel
 import pytest
 from conftest import ROOT
 
-# Imported names that differ from the distribution's.
-DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "pynvml": "nvidia-ml-py"}
+from dist_amp.commands.new import distribution, distributions
+from dist_amp.commands.parts import imported, parse
+
 # Which extra each optional module is for.
 NEEDS_EXTRA = {
     "hf": "hf_causal_lm hf_classification huggingface".split(),
@@ -27,40 +27,20 @@ ASKS_FOR_EXTRA = {
 }
 
 
-def declared(extra=None):
-    """The distributions that pyproject.toml names, of the base package or of an extra."""
+def declared(*extras):
+    """The distributions that pyproject.toml names, of the base package and of these extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    lines = project["optional-dependencies"][extra] if extra else project["dependencies"]
-    return {re.split(r"[<>=\[ ]", line)[0] for line in lines}
-
-
-def imports_of(path):
-    """(third-party distribution, whether it is imported when the module is)."""
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [node.module]
-        for name in names:
-            top = name.partition(".")[0]
-            if top != "dist_amp" and top not in sys.stdlib_module_names:
-                yield DISTRIBUTIONS.get(top, top).replace("_", "-"), node in tree.body
+    groups = [project["dependencies"], *(project["optional-dependencies"][name] for name in extras)]
+    return {distribution(line) for group in groups for line in group}
 
 
 def undeclared(path):
     """The distributions that a module imports and can not rely on."""
-    at_once = set(declared())
-    later = set(declared())
-    for extra, modules in NEEDS_EXTRA.items():
-        if path.stem in modules:
-            at_once |= declared(extra)
-            later |= declared(extra)
-    for extra, modules in ASKS_FOR_EXTRA.items():
-        if path.stem in modules:
-            later |= declared(extra)
-    return {name for name, top in imports_of(path) if name not in (at_once if top else later)}
+    at_once = [extra for extra, modules in NEEDS_EXTRA.items() if path.stem in modules]
+    later = [extra for extra, modules in ASKS_FOR_EXTRA.items() if path.stem in modules]
+    outside = [node for node in parse(path).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    needed = distributions(imported(ast.Module(outside, []))) - declared(*at_once)
+    return needed | distributions(imported(parse(path))) - declared(*at_once, *later)
 
 
 def test_every_import_of_the_package_is_declared():

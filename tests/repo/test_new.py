@@ -121,6 +121,7 @@ def test_dependencies_and_pins_are_those_of_what_was_chosen(name, has, made):
     assert "\ntorch==" in pins
     assert "\nsympy==" in pins, "which torch needs"
     assert ("\ntransformers==" in pins) == has
+    assert ("\naiohttp==" in pins) == has, "datasets needs fsspec[http], which needs it"
 
 
 def test_help_lists_each_feature_with_the_first_sentence_of_its_docstring(capsys):
@@ -286,20 +287,15 @@ def test_without_any_feature_two_ranks_train_save_resume_and_report(made, tmp_pa
 
 
 def check_run(run, strategy):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["steps"], summary["strategy"]) == (4, strategy)
     assert (summary["resumed_from_step"], summary["world_size"]) == (2, 2)
     assert summary["stopped_by"] == "completed"
     assert (run / "checkpoints/step_00000004").is_dir()
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "train/loss" in row] == [1, 2, 3, 4]
     for rank in ("rank00000", "rank00001"):
-        events = EventAccumulator(str(run / "tensorboard" / rank))
-        events.Reload()
-        tags = set(events.Tags()["scalars"])
-        assert {"throughput/items_per_second", "memory/peak_bytes"} <= tags
-        if rank == "rank00000":
-            assert [each.step for each in events.Scalars("train/loss")] == [1, 2, 3, 4]
+        assert list((run / "tensorboard" / rank).glob("events.*"))
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from dist_amp.commands import adopt, new, update
 from dist_amp.errors import ConfigError
 
 FILES = ("pyproject.toml", "Dockerfile", "tests/conftest.py", "tests/core/test_step.py")
+RUN_NEW = update.run_new
 USER = ["-c", "user.name=u", "-c", "user.email=u@u"]
 
 
@@ -243,6 +244,7 @@ def source_is_gone(project, source):
 def source_has_a_broken_feature(project, source):
     (source / "dist_amp/optimizers/muon.py").write_text("def f(:\n")
     commit(source)
+    update.run_new = RUN_NEW  # a process of its own, whose last line is shown
 
 
 def file_in_the_way(project, source):
