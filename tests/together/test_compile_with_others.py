@@ -88,16 +88,6 @@ def test_auto_says_why_it_compiles_nothing_on_a_gpu(task, words, said, monkeypat
     assert re.search(said, out)
 
 
-def test_settings_without_effect_get_a_warning(capsys):
-    make_run(World(), Tiny(), "--compile.mode", "max-autotune")
-    check_compile(CompileConfig(blocks=True, mode="reduce-overhead"), "single", 1, World())
-    make_run(World(), OneLayer(), *COMPILED)
-    out, err = capsys.readouterr()
-    assert "compile.mode=max-autotune has no effect, since nothing is compiled: set comp" in err
-    assert "compile.mode=reduce-overhead has no effect on a CPU" in err
-    assert "compile.blocks: the whole model, which has no blocks, will be compiled" in out
-
-
 @pytest.mark.bad_input("activation checkpointing of more blocks than the model has, or of none")
 @pytest.mark.parametrize(
     ("task", "words", "said"),

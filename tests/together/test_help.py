@@ -5,7 +5,6 @@ import json
 import re
 import subprocess
 import sys
-from itertools import pairwise
 
 import pytest
 from forked import ROOT
@@ -66,15 +65,6 @@ def test_help_of_a_word_shows_the_settings_whose_name_or_meaning_has_it(word, fi
     settings = re.split(r"(?m)^  (?=--)", out)[1:]
     assert all(re.search(rf"(?i){word}", setting) for setting in settings)
     assert ("--optim.warmup_steps" in out) == (word == "lr"), "its meaning has the word"
-
-
-def test_a_settings_meaning_is_wrapped_once_at_the_width_of_the_terminal(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "70")
-    assert train(["--help", "optim"]) == 0
-    meanings = re.findall(r"(?m)(?:^ {8,}\S.*\n)+", capsys.readouterr().out)
-    assert len(meanings) > 4
-    for line, after in (pair for meaning in meanings for pair in pairwise(meaning.splitlines())):
-        assert len(line) <= 70 < len(line) + 1 + len(after.split()[0])
 
 
 def test_what_is_installed_is_listed_and_started(monkeypatch, capsys):

@@ -166,11 +166,6 @@ def test_runs_are_drawn_on_one_chart_in_the_terminal_or_as_a_picture(tmp_path, c
         assert capsys.readouterr().out == f"loss.{ending}\n"
 
 
-def test_values_that_are_not_finite_are_left_out_of_a_curve():
-    rows = [{"step": 1, "x": "nan"}, {"step": 2, "x": 1.0}, {"step": 3}, {"step": 4, "x": "text"}]
-    assert plot.finite_series(rows, "x") == ([2], [1.0])
-
-
 @pytest.mark.bad_input("`dist_amp plot` of an unknown metric, a picture's ending, or no run")
 @pytest.mark.bad_input("`dist_amp plot` without its packages")
 def test_plot_says_what_it_can_not_draw_and_why(tmp_path, capsys, monkeypatch):

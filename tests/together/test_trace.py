@@ -118,26 +118,3 @@ def test_a_model_of_more_modules_than_python_may_recurse_is_recorded():
     counts = Counter(event.kind for event in recorder.events)
     assert (counts["forward"], counts["gradient"]) == (3_002, 2)
     assert counts["backward"] > 3_000
-
-
-def kept_gradients(world, strategy):
-    """Names of gradients that a micro-batch leaves behind on a rank, whole ones included."""
-    run = make_run(world, Tiny(), *FP32, "--parallel.strategy", strategy)
-    module = run.parallel.module
-    recorder = Recorder(run.task, module, hash_of, ("gradient",), drop_gradients=True)
-    with recorder, run.parallel.gradient_sync(False):
-        recorder.loss_sum(run.model, next(run.data)[0]).backward()
-    known = [name for name, parameter in module.named_parameters() if parameter.grad is not None]
-    for unit in {part for part in module.modules() if hasattr(part, "_get_fsdp_state")}:
-        for parameter in unit._get_fsdp_state()._fsdp_param_group.fsdp_params:
-            whole = getattr(parameter, "_unsharded_param", None)
-            if whole is not None and whole.grad is not None:
-                known.append(parameter._param_fqn)
-            if parameter.unsharded_accumulated_grad is not None:
-                known.append(parameter._param_fqn)
-    return known, sum(event.kind == "gradient" for event in recorder.events)
-
-
-@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "ddp"), (2, "fsdp")])
-def test_gradients_that_are_only_looked_at_are_not_kept(ranks, strategy):
-    assert on_ranks(ranks, kept_gradients, strategy) == [([], 6)] * ranks
