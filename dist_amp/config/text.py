@@ -53,11 +53,8 @@ def command_line(words: Sequence[str]) -> str:
 
 def _without_none(items: list[tuple[str, Any]]) -> dict[str, Any]:
     """Only what TOML can hold; a value of another type, such as None, can only be a default."""
-    kept = {
-        name: value
-        for name, value in items
-        if isinstance(value, str | int | float | list | tuple | dict)
-    }
+    kinds = (str, int, float, list, tuple, dict)
+    kept = {name: value for name, value in items if isinstance(value, kinds)}
     paths = {name: str(value) for name, value in items if isinstance(value, Path)}
     return kept | paths | {name: value.name for name, value in items if isinstance(value, Enum)}
 

@@ -13,7 +13,7 @@ from PIL import Image
 from tiny import Rows, Tiny
 from torch import nn
 
-from benchmarks import amp, data, gpu, harness, overhead, padding, shuffle
+from benchmarks import amp, gpu, harness, overhead, padding, shuffle
 from benchmarks.__main__ import BENCHES
 from benchmarks.__main__ import main as bench
 from benchmarks.amp import FP32, INFERENCE, TRAIN, parity
@@ -424,16 +424,6 @@ def test_the_reduced_report_has_every_experiment_its_figures_and_its_pictures(tm
 
 
 # --- data
-
-
-def test_data_compares_a_config_with_the_dataloader(monkeypatch, capsys):
-    for name, value in (("ROUNDS", 1), ("ROUND_SECONDS", 0), ("STEPS", 2)):
-        monkeypatch.setattr(data, name, value)
-    words = ["--task.target", "tiny:Tiny", "--train.micro_batch_size", "2", "--run.device", "cpu"]
-    assert bench(["data", *words]) == 0
-    out = capsys.readouterr().out
-    assert "dist_amp over DataLoader: " in out
-    assert "of a step of" in out
 
 
 def test_the_benchmarks_of_the_order_of_samples_print_a_line_per_setting(monkeypatch, capsys):
