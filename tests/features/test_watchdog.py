@@ -156,8 +156,8 @@ def what_ranks_say(world, of_rank_1, error):
     """What rank 0 reports of a failed collective, if rank 1 failed by itself, waited too, or is
     silent; and rank 1's process.
     """
-    watchdog.ANSWER_SECONDS = 1.0 if of_rank_1 == "silent" else 100.0
-    ranks = watchdog_of(world)
+    with patch.object(watchdog, "ANSWER_SECONDS", 1.0 if of_rank_1 == "silent" else 100.0):
+        ranks = watchdog_of(world)
     if of_rank_1 != "silent" or world.rank == 0:  # else as if the whole process were stopped
         ranks.start()
     world.barrier()
