@@ -37,7 +37,7 @@ T = TypeVar("T")
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class World:
     """This process's place among the ranks: fixed for its life."""
 
@@ -47,11 +47,11 @@ class World:
     local_world_size: int = 1
     device: torch.device = torch.device("cpu")
     # A gloo group for what the hosts agree on (stop, paths): it never waits for the device.
-    control: dist.ProcessGroup | None = None
+    control: dist.ProcessGroup | None = field(default=None, compare=False)
     # A gloo group for the thread that saves while training continues, and for no other: on a shared
     # one the two would wait for each other.
-    background: dist.ProcessGroup | None = None
-    _meshes: dict[Any, DeviceMesh] = field(default_factory=dict)
+    background: dist.ProcessGroup | None = field(default=None, compare=False)
+    _meshes: dict[Any, DeviceMesh] = field(default_factory=dict, compare=False)
 
     @property
     def is_main(self) -> bool:

@@ -37,12 +37,6 @@ class Counting(Lion):
             state["step"] = state.get("step", 0) + 1
 
 
-def compiled_8bit(groups, lr):
-    import torchao.optim
-
-    return torchao.optim.AdamW8bit(groups, lr=lr, block_size=32)
-
-
 def adamw_8bit(groups, lr):
     import torchao.optim
 

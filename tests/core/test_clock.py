@@ -1,6 +1,7 @@
 """A rank's time is split into phases that add up: its work, its waits, and interruptions."""
 
 import time
+import warnings
 from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
@@ -176,12 +177,14 @@ def waited_in_each_call(world):
         world.clock.lap()
         if world.is_main:
             time.sleep(0.05)
-        call()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            call()
         waits.append(world.clock.lap().seconds()["communication"])
     return waits
 
 
-def test_a_wait_in_any_collective_is_communication():
+def test_a_wait_in_any_collective_is_communication_and_none_warns():
     _, waits = on_ranks(2, waited_in_each_call)
     assert min(waits) > 0.03, waits
 

@@ -320,6 +320,12 @@ def test_scaler_settings_without_fp16_warn_once(settings, warnings, capsys, monk
     assert said.count("precision.scaler has no effect in bf16") == warnings
 
 
+def test_runs_that_are_built_one_after_another_in_one_process_warn_once(capsys):
+    for _ in range(2):
+        validate.warn_once(World(), "bf16 is slow here")
+    assert capsys.readouterr().err.count("bf16 is slow here") == 1
+
+
 @pytest.mark.bad_input(
     "a `cast_by` that the strategy does not support, or a policy dtype with `use_amp=false`"
 )

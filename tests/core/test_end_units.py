@@ -114,13 +114,10 @@ def test_units_that_can_not_be_are_refused_by_name():
     tied.head.weight = tied.embedding.weight
     in_a_block.head = in_a_block.layers[0]
     outside.__dict__["head"] = nn.Linear(2, 2)
-    for model, said in (
-        (tied, "shares the parameter embedding.weight with other modules"),
-        (in_a_block, "lies in a block"),
-        (outside, "is not in the model"),
-    ):
-        task = Task(called, ["head"])
-        with pytest.raises(DataError, match=f"a Linear that {said}"):
+    said = ("shares the parameter embedding.weight with", "lies in a block", "is not in the model")
+    task = Task(called, ["head"])
+    for model, why in zip((tied, in_a_block, outside), said, strict=True):
+        with pytest.raises(DataError, match=f"a Linear that {why}"):
             units_of(task, model, task.blocks(model))
 
 

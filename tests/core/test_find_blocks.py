@@ -6,15 +6,12 @@ import re
 
 import pytest
 import torch
-from conftest import needs
-from tiny import Tiny, make_run
 from torch import nn
 
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.scaling.blocks import find_blocks, pick_blocks
 from dist_amp.world import World
 
-COMPILED = ["--compile.blocks", "true", "--compile.mode", "eager"]
 TEXT = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 TEXT["intermediate_size"] = 64
 RESNET = {"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [2, 3]}
@@ -169,23 +166,6 @@ def test_a_layer_whose_weight_is_used_elsewhere_too_is_no_block_and_one_that_run
     assert find_blocks(model) == list(model[1:5])
     model[2].inner = model[1].inner
     assert not {model[1], model[2]} & set(find_blocks(model))
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ([], False),
-        pytest.param(
-            ["--parallel.activation_checkpointing", 2],
-            True,
-            marks=needs("scaling.activation_checkpointing"),
-        ),
-        pytest.param(COMPILED, True, marks=needs("scaling.compile")),
-    ],
-)
-def test_blocks_are_printed_where_a_setting_makes_use_of_them(capsys, words, said):
-    make_run(World(), Tiny(), *words)
-    assert ("blocks: 2 x Sequential, 94 % of parameters\n" in capsys.readouterr().out) == said
 
 
 class Named:

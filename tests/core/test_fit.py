@@ -69,9 +69,10 @@ def disturb(run):
     run.evaluate()
 
 
-@pytest.fixture
-def undisturbed(tmp_path):
-    run = built(World(), tmp_path / "undisturbed", *OFTEN)
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """What a run ends with that nothing interrupts."""
+    run = built(World(), tmp_path_factory.mktemp("undisturbed"), *OFTEN)
     summary = fit(run)
     assert (summary["stopped_by"], summary["steps"]) == ("completed", 6)
     assert summary == json.loads((run.folder / "summary.json").read_text())
@@ -82,13 +83,19 @@ def handlers():
     return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 
 
-@pytest.mark.parametrize("built_again", [False, True], ids=["same run", "built again"])
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("built_again", "words"),
+    [
+        (False, ()),
+        (False, ("--run.resume", "never")),
+        (True, ("--data.workers", 1)),
+    ],
+    ids=["same run", "never resumes", "built again"],
+)
 def test_ctrl_c_saves_after_the_step_and_a_further_fit_ends_bit_for_bit(
-    built_again, workers, tmp_path, undisturbed, capsys
+    built_again, words, tmp_path, undisturbed, capsys
 ):
-    words = (*OFTEN, "--data.workers", workers)
-    run = built(World(), tmp_path, *words, task=Stops(at=2))
+    run = built(World(), tmp_path, *OFTEN, *words, task=Stops(at=2))
     before = handlers()
     with pytest.raises(KeyboardInterrupt, match=r"stopped after step 3; fit\(run\) continues"):
         fit(run)
@@ -97,12 +104,15 @@ def test_ctrl_c_saves_after_the_step_and_a_further_fit_ends_bit_for_bit(
     summary = json.loads((run.folder / "summary.json").read_text())
     assert (summary["stopped_by"], summary["exit_code"]) == ("preempted", 75)
     if built_again:
-        run = built(World(), tmp_path, *words, task=Stops(at=0))
-    elif not workers:
+        run = built(World(), tmp_path, *OFTEN, *words, task=Stops(at=0))
+    else:
         disturb(run)
     assert fit(run)["stopped_by"] == "completed"
     assert same(list(end_of(run)), list(undisturbed))
     assert "warning" not in capsys.readouterr().err
+    if "never" in words:
+        with pytest.raises(ConfigError, match="holds a run already"):
+            fit(built(World(), tmp_path, *OFTEN, *words))
 
 
 def test_a_stop_without_checkpoints_is_continued_by_the_same_run(tmp_path, undisturbed):
@@ -140,19 +150,38 @@ def test_after_an_error_the_run_is_built_again_and_ends_bit_for_bit(tmp_path, un
     assert same(list(end_of(again)), list(undisturbed))
 
 
-def test_steps_of_ones_own_count_and_fit_takes_the_rest(tmp_path, undisturbed):
-    run = built(World(), tmp_path, *OFTEN)
+def with_steps_of_ones_own(folder):
+    run = built(World(), folder, *OFTEN)
     for _ in range(3):
         train_step(run, next(run.data))
-    fit(run)
-    assert same(list(end_of(run)[:3]), list(undisturbed[:3]))
+    return run
 
 
-def test_a_loop_of_ones_own_is_continued_from_what_it_saved(tmp_path, undisturbed):
-    loop(built(World(), tmp_path, *OFTEN), until=4)
-    run = built(World(), tmp_path, *OFTEN)
+def with_a_loop_of_ones_own(folder):
+    loop(built(World(), folder, *OFTEN), until=4)
+    run = built(World(), folder, *OFTEN)
     run.resume()
     disturb(run)
+    return run
+
+
+def after_another_run(folder):
+    fit(built(World(), folder / "before", *OFTEN))
+    return built(World(), folder, *OFTEN)
+
+
+def left_in_evaluation_mode(folder):
+    run = built(World(), folder, *OFTEN)
+    run.model.eval()
+    return run
+
+
+PREPARED = [with_steps_of_ones_own, with_a_loop_of_ones_own, after_another_run]
+
+
+@pytest.mark.parametrize("prepared", [*PREPARED, left_in_evaluation_mode])
+def test_fit_takes_the_rest_of_the_steps_and_ends_bit_for_bit(prepared, tmp_path, undisturbed):
+    run = prepared(tmp_path)
     fit(run)
     assert same(list(end_of(run)[:3]), list(undisturbed[:3]))
     run.evaluate()
@@ -171,33 +200,6 @@ def test_steps_beside_another_runs_checkpoints_are_refused_and_change_nothing(tm
         fit(run)
     assert sorted(first.folder.rglob("*")) == files
     assert (first.folder / "summary.json").read_text() == summary
-
-
-def test_more_steps_continue_a_finished_run(tmp_path, undisturbed):
-    constant = (*OFTEN, "--optim.schedule", "constant")
-    fit(built(World(), tmp_path / "short", *constant, "--train.steps", 4))
-    longer = built(World(), tmp_path / "short", *constant)
-    assert fit(longer)["resumed_from_step"] == 4
-    through = built(World(), tmp_path / "through", *constant)
-    fit(through)
-    assert same(list(end_of(longer)[:3]), list(end_of(through)[:3]))
-
-
-def test_a_second_run_in_one_process_ends_as_alone(tmp_path, undisturbed):
-    runs = [built(World(), tmp_path / name, *OFTEN) for name in ("a", "b")]
-    for run in runs:
-        fit(run)
-        assert same(list(end_of(run)), list(undisturbed))
-
-
-def test_a_run_that_must_not_resume_is_continued_all_the_same_by_a_second_fit(tmp_path):
-    never = (*OFTEN, "--run.resume", "never")
-    run = built(World(), tmp_path, *never, task=Stops(at=2))
-    with pytest.raises(KeyboardInterrupt):
-        fit(run)
-    assert fit(run)["steps"] == 6
-    with pytest.raises(ConfigError, match="holds a run already"):
-        fit(built(World(), tmp_path, *never))
 
 
 def test_in_a_thread_it_trains_alike_and_says_that_signals_do_not_stop_it(
@@ -236,20 +238,11 @@ def test_a_signal_to_one_of_two_ranks_stops_both_and_a_further_fit_continues(str
         assert same(list(through), list(run))
 
 
-def test_a_model_that_a_notebook_left_in_evaluation_mode_trains_as_one_that_it_did_not(tmp_path):
-    runs = [built(World(), tmp_path / name, *OFTEN, task=Noisy()) for name in ("left", "not")]
-    runs[0].model.eval()
-    for run in runs:
-        assert fit(run)["steps"] == 6
-    assert same(list(end_of(runs[0])), list(end_of(runs[1])))
-
-
 @pytest.mark.bad_input("`fit(run)` after another run was built with another process-wide setting")
 @pytest.mark.parametrize(
     ("words", "call"),
     [
         (("--run.deterministic", "true"), "torch.are_deterministic_algorithms_enabled() is True"),
-        (("--debug.detect_anomaly", "true"), "torch.is_anomaly_enabled() is True"),
         (("--precision.tf32", "true"), "torch.get_float32_matmul_precision() is 'high'"),
     ],
 )
@@ -266,58 +259,49 @@ def test_a_run_is_not_trained_under_the_switches_of_one_that_was_built_later(tmp
     assert fit(again)["steps"] == 6
 
 
-CELLS = {
-    "build": """
-import sys, torch
+# What three cells of a notebook do; the second is interrupted.
+BUILD = """
+import sys
 sys.path[:0] = ["tests", "tests/core"]
-from test_fit import OFTEN, World, built, end_of, fit
+from test_fit import OFTEN, World, built, end_of, fit, same
 from tiny import Slow
 def build(name, *words):
     return built(World(), f"FOLDER/{name}", *OFTEN, "--train.steps", 60, *words, task=Slow())
 run = build("stopped")
-""",
-    "fit": "summary = fit(run)",
-    "again": """
-torch.manual_seed(9)
+"""
+CONTINUE = """
 assert 0 < run.step < 60, run
-summary = fit(run)
-assert summary["steps"] == 60
-""",
-    "compare": """
+assert fit(run)["steps"] == 60
 through = build("through")
 fit(through)
-from test_script_run import same
 assert same(list(end_of(run)), list(end_of(through)))
-""",
-}
+"""
 
 
+@pytest.mark.slow
 def test_in_a_jupyter_kernel_the_interrupt_button_stops_the_cell_and_the_next_one_continues(
     tmp_path,
 ):
     manager = pytest.importorskip("jupyter_client.manager")
     pytest.importorskip("ipykernel")
     kernel, client = manager.start_new_kernel(kernel_name="python3", cwd=os.getcwd())
-    outputs = []
+    interrupted = []
 
-    def cell(name, interrupts=False):
-        code = CELLS[name].replace("FOLDER", str(tmp_path))
+    def show(message):
+        text = message["content"].get("text", "")
+        if "step     10/60" in text and not interrupted:  # not in the run to compare with
+            interrupted.append(text)
+            kernel.interrupt_kernel()
 
-        def show(message):
-            text = message["content"].get("text", "")
-            outputs.append(text)
-            if interrupts and "step     10/60" in text:
-                kernel.interrupt_kernel()
-
+    def cell(code):
         return client.execute_interactive(code, timeout=120, output_hook=show)["content"]
 
     try:
-        assert cell("build")["status"] == "ok"
-        stopped = cell("fit", interrupts=True)
+        assert cell(BUILD.replace("FOLDER", str(tmp_path)))["status"] == "ok"
+        stopped = cell("summary = fit(run)")
         assert stopped["ename"] == "KeyboardInterrupt"
         assert "fit(run) continues" in stopped["evalue"]
-        for name in ("again", "compare"):
-            assert cell(name)["status"] == "ok", outputs
+        assert cell(CONTINUE)["status"] == "ok"
     finally:
         client.stop_channels()
         kernel.shutdown_kernel(now=True)

@@ -3,15 +3,13 @@ built-in schedules.
 """
 
 import math
-import os
 import re
-from unittest.mock import patch
 
 import pytest
 import torch
 from conftest import needs
 from optimizer_runs import LAYOUTS, Counter, given_gradients, words
-from own_optimizers import MAKERS, Lion, Own, compiled_8bit
+from own_optimizers import MAKERS, Lion, Own
 from ranks import on_ranks
 from tiny import Tiny, log_row, make_run, parameters_of, save, take_steps
 from torch.optim import SGD
@@ -113,33 +111,6 @@ def test_an_optimizer_of_the_tasks_skips_on_all_ranks_and_resumes_bit_for_bit(
     assert all(on_ranks(ranks, skipped_and_resumed, tmp_path, strategy, kind, width))
 
 
-def after_ten_steps_of_compiled_code(world, folder, strategy, kind, cache):
-    """The parameters' sum, with code from this folder where it has some."""
-    torch.compiler.reset()
-    with (
-        patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(cache)),
-        patch.dict(MAKERS, adamw_8bit=compiled_8bit),
-    ):
-        more = ["--compile.blocks", "true", "--use_amp", "false"]
-        run = make_run(world, Own(kind, width=96), *words(folder, strategy, *more))
-        take_steps(run, 10)
-        return sum(float(value.double().sum()) for value in parameters_of(run).values())
-
-
-ON_SHARDS = [kind for kind, strategy in [*OFTEN, *CELLS] if strategy == "fsdp"]
-
-
-@pytest.mark.parametrize(("kind", "strategy"), [slow(kind, "fsdp") for kind in ON_SHARDS])
-def test_an_optimizer_ends_the_same_with_a_warm_cache_of_compiled_code(tmp_path, kind, strategy):
-    if kind == "adamw_8bit":
-        pytest.importorskip("torchao")
-    ends = []
-    for attempt in ("cold", "warm"):
-        folders = tmp_path / attempt, strategy, kind, tmp_path / "cache"
-        ends.append(on_ranks(2, after_ten_steps_of_compiled_code, *folders))
-    assert ends[0] == ends[1]
-
-
 def test_an_8bit_optimizer_is_compiled_without_the_cache_with_which_it_is_wrong(capsys):
     """torch reads a compiled step of quantised moments wrongly from its AOTAutograd cache."""
     pytest.importorskip("torchao")
@@ -223,22 +194,6 @@ def test_a_rate_that_an_optimizer_keeps_in_a_tensor_is_filled_in_place():
     take_steps(run, 2)
     assert [id(group["lr"]) for group in run.optimizer.param_groups] == [*map(id, rates)]
     assert rates == [run.schedule.lr] * 2
-
-
-@pytest.mark.bad_input("a task's optimizer that DTensor can't compute on shards")
-@pytest.mark.skipif(torch.__version__ >= (2, 15), reason="DTensor can, from torch 2.15 on")
-def test_an_optimizer_that_dtensor_cannot_compute_is_refused_in_one_line():
-    for text in on_ranks(2, failing_step, "rprop"):
-        assert "optimizer Rprop does not work on sharded parameters, as torch says: " in text
-        assert text.endswith("; use parallel.strategy=ddp, or another optimizer")
-        assert "\n" not in text
-
-
-def failing_step(world, kind):
-    run = make_run(world, Own(kind), *words("unused", "fsdp"))
-    with pytest.raises(ConfigError) as error:
-        take_steps(run, 1)
-    return str(error.value)
 
 
 @pytest.mark.bad_input(

@@ -1,8 +1,10 @@
 """Strategies: what is picked, what is refused, and what makes replicas equal."""
 
+import atexit
 import os
 import re
 import socket
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +18,7 @@ from ranks import on_ranks
 from tiny import Tiny, make_run, moments_of, parameters_of, save, take_steps
 from torch import nn
 
+from dist_amp import world as worlds
 from dist_amp.checkpoint.state import load
 from dist_amp.config.auto import pick_cast, pick_reduction, pick_strategy
 from dist_amp.config.validate import check_parallel
@@ -231,30 +234,6 @@ def test_the_cast_that_auto_picks_is_said_with_the_reason(capsys):
     assert not capsys.readouterr().out
 
 
-def gone_on(world, folder):
-    """Two steps after a checkpoint, without a stop and resumed: the parameters of both."""
-    words = ["--parallel.strategy", "ddp", "--train.accumulation_steps", 2, "--run.dir", folder]
-    words += ["--train.steps", 9]
-    run = make_run(world, Tiny(samples=512), *words)
-    take_steps(run, 3)
-    save(run)
-    again = make_run(world, Tiny(samples=512), *words, "--run.resume", "auto")
-    for each in (run, again):
-        take_steps(each, 1)
-        with each.parallel.no_side_effects():  # as a replay, which leaves no gradients
-            pass
-        take_steps(each, 1)
-    return parameters_of(run), parameters_of(again)
-
-
-def test_three_ranks_that_accumulate_in_buckets_resume_bit_for_bit(tmp_path):
-    """Three, since DDP divides by the number of ranks in two ways, which differ unless it is a
-    power of two.
-    """
-    before, after = on_ranks(3, gone_on, tmp_path)[0]
-    assert all(torch.equal(before[name], value) for name, value in after.items())
-
-
 class DropsLayers(Tiny):
     """Random numbers choose its layers, and so the order in which gradients are ready."""
 
@@ -288,6 +267,8 @@ def differing_resumes(world, folder, steps):
         load(resumed, checkpoint)
         for undisturbed in expected[step : step + 3]:
             take_steps(resumed, 1)
+            with resumed.parallel.no_side_effects():  # as a replay, which leaves no gradients
+                pass
             now = [*parameters_of(resumed).values(), *moments_of(resumed)]
             if not all(map(torch.equal, now, undisturbed)):
                 differing.append(step)
@@ -296,6 +277,9 @@ def differing_resumes(world, folder, steps):
 
 
 def test_three_ranks_resume_bit_for_bit_whatever_order_gradients_were_ready_in(tmp_path):
+    """Three, since DDP divides by the number of ranks in two ways, which differ unless it is a
+    power of two.
+    """
     assert not any(on_ranks(3, differing_resumes, str(tmp_path), 4))
 
 
@@ -327,6 +311,19 @@ def test_a_script_under_torchrun_joins_the_ranks_by_itself(tmp_path):
     first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
     assert all(torch.equal(first[name], value) for name, value in second.items())
     assert all(value.isfinite().all() for value in second.values())
+
+
+def test_a_script_whose_other_ranks_are_gone_ends_without_an_error_of_its_own(monkeypatch):
+    @contextmanager
+    def ranks_that_die(config):
+        yield TWO
+        raise RuntimeError("connection closed by peer")
+
+    at_exit = []
+    monkeypatch.setattr(worlds, "joined", ranks_that_die)
+    monkeypatch.setattr(atexit, "register", lambda *call: at_exit.append(partial(*call)))
+    assert locate(RunConfig()) is TWO
+    at_exit[0]()
 
 
 def abort(remove, pipe):

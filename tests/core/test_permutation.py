@@ -33,7 +33,7 @@ def orders(length, count):
 
 def test_every_sample_comes_once_whatever_the_length():
     around_powers = [15, 16, 17, 255, 256, 257, 65535, 65536, 65537]
-    for length in [*range(1, 10), *around_powers, 1009, 10**6, 1_000_003]:
+    for length in [*range(1, 10), *around_powers, 1009, 100_003]:
         assert torch.equal(whole_order(length, seed=3).sort().values, torch.arange(length))
 
 
@@ -60,7 +60,7 @@ def test_each_sample_falls_on_each_position_equally_often(length):
     assert deviation(counts, expected=100) < SIGMAS
 
 
-@pytest.mark.parametrize("length", [TABLE_LENGTH + 1, 10**6])
+@pytest.mark.parametrize("length", [TABLE_LENGTH + 1, 10**5])
 def test_epochs_seeds_and_positions_are_uncorrelated(length):
     keys = [(0, 0), (0, 1), (0, 2), (1, 0), (2**62, 0)]
     drawn = [whole_order(length, *key).double() for key in keys]
@@ -133,9 +133,6 @@ def test_the_order_of_a_dataset_never_changes_or_a_resume_reads_other_samples(
 ):
     positions = torch.tensor([0, 1, 2, length // 2, length - 1])
     assert epoch_order(order, length, seed, epoch)(positions).tolist() == samples
-
-
-def test_small_datasets_keep_the_order_that_they_always_had():
     assert make_run(World(), Tiny()).data.plan.order == shuffled_order(TABLE_LENGTH) == "randperm"
     assert make_run(World(), Tiny(), "--data.shuffle", "false").data.plan.order == "dataset"
 

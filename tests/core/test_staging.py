@@ -8,7 +8,6 @@ import pytest
 import torch
 from ranks import on_ranks
 from tiny import Overflow, Tiny, make_run, take_steps
-from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -120,10 +119,8 @@ def strange_state():
         "sparse": torch.eye(3).to_sparse(),
         "whole": shared,
         "part": shared[2:4],
-        "both": [shared, (torch.ones(2), 5)],
         "named": Pair(torch.zeros(3), "text"),
-        "nested": {"count": 7, "list": [1, 2]},
-        "parameter": nn.Parameter(torch.randn(2)),
+        "nested": {"count": 7, "list": [1, 2], "both": [shared, (torch.ones(2), 5)]},
     }
 
 

@@ -124,36 +124,6 @@ def test_a_release_of_torch_whose_ddp_can_not_be_asked_finds_unused_parameters_i
         torch.testing.assert_close(value, alone[name], rtol=0, atol=2e-6)  # as above
 
 
-class DropsLayers(Tiny):
-    """Leaves out its second layer, as stochastic depth does, on one rank alone."""
-
-    def __init__(self, rank=0):
-        super().__init__()
-        self.rank = rank
-
-    def build_model(self):
-        model = super().build_model()
-        model.forward = lambda x: model[2](model[0](x) if self.rank else model[1](model[0](x)))
-        return model
-
-    def blocks(self, model):
-        return [model[0], model[1]]
-
-
-def layer_dropped(world):
-    run = make_run(world, DropsLayers(world.rank), "--parallel.strategy", "fsdp")
-    take_steps(run, 1)
-
-
-@pytest.mark.bad_input("a block that one rank does not call under fsdp")
-def test_a_block_that_one_rank_does_not_call_under_fsdp_is_named_by_that_rank():
-    with pytest.raises(RankFailed) as error:
-        on_ranks(2, layer_dropped)
-    text = str(error.value)
-    assert "DataError: rank 0 calls its block 1 where rank 1 calls no further" in text
-    assert "use parallel.strategy=ddp" in text
-
-
 # ---- parameters in another dtype ----
 
 
@@ -346,15 +316,13 @@ class Coupled(Tiny):
 
 
 @pytest.mark.bad_input("coupled samples and a last batch that is not full, on several ranks")
-def test_coupled_samples_with_a_last_batch_that_ranks_share_unequally_are_refused():
-    words = ["--train.micro_batch_size", 4]
+@pytest.mark.parametrize(
+    ("words", "split"), [([], "training"), (["--data.drop_last", "true"], "validation")]
+)
+def test_coupled_samples_with_a_last_batch_that_ranks_share_unequally_are_refused(words, split):
+    words = ["--train.micro_batch_size", 4, "--eval.every", 1, *words]
     for message in on_ranks(2, refusal_of_a_build, Coupled(samples=60), *words):
-        assert "the last of the training batches of 8 has 4 of the 60 samples" in message
-        assert "use data.drop_last=true to train" in message
-    words += ["--data.drop_last", "true", "--eval.every", 1]
-    for message in on_ranks(2, refusal_of_a_build, Coupled(samples=60), *words):
-        assert "the last of the validation batches of 8 has 4 of the 60 samples" in message
-        assert message.endswith("hold out a multiple of 8")
+        assert f"the last of the {split} batches of 8 has 4 of the 60 samples" in message
     on_ranks(2, dtypes_after_a_step, Coupled(samples=64))
     take_steps(make_run(World(), Coupled(samples=62), *words), 1)
 
@@ -449,6 +417,8 @@ def test_a_parameter_that_the_loss_normalises_trains_under_fsdp_as_in_one_proces
 
 
 class Wrapper(nn.Module):
+    """Calls the model's first layer, and then its own."""
+
     def __init__(self, inner):
         super().__init__()
         self.inner = inner

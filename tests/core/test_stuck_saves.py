@@ -157,6 +157,7 @@ if os.environ.get("RANK", "0") in ranks.split(","):
 SAVER = "dist_amp.checkpoint.saver"
 SHARD = "torch.distributed.checkpoint.filesystem:FileSystem.create_stream"
 # (what blocks, the ranks, the stage that is named)
+# (what blocks, the ranks, the stage that is named)
 STAGES = [
     (f"{SAVER}:quarantine_after", 0, "find_saved"),
     ("pathlib:Path.mkdir", 0, "make_folder"),
@@ -169,10 +170,12 @@ STAGES = [
 ]
 
 
-def start(launch, ranks, *more, plant="os:fsync:none:0", **environ):
+def start(launch, ranks, *more, plant="os:fsync:none:0", torchrun=False, **environ):
     (launch.folder / "blocks.py").write_text(PLANTED)
     run = ["--task.target", "blocks:Planted", "--train.steps", "4", "--checkpoint.every", "2"]
     run += ["--run.dir", "run", "--run.timeout_seconds", "4", *more]
+    if torchrun:
+        return [launch(ranks, *TINY, *run, PLANT=plant, timeout=120, **environ)]
     return launch.each(ranks, *TINY, *run, PLANT=plant, timeout=90, **environ)
 
 
@@ -205,9 +208,6 @@ def test_a_job_ends_with_the_rank_and_stage_in_which_its_save_is_stuck(
 
 @pytest.mark.slow
 def test_torchrun_ends_with_ranks_whose_threads_are_stuck(launch):
-    (launch.folder / "blocks.py").write_text(PLANTED)
-    run = ["--task.target", "blocks:Planted", "--train.steps", "6", "--checkpoint.every", "2"]
-    run += ["--run.dir", "run", "--run.timeout_seconds", "4"]
-    end = launch(2, *TINY, *run, PLANT=f"{SHARD}:1:4", timeout=120)
+    (end,) = start(launch, 2, "--train.steps", "6", plant=f"{SHARD}:1:4", torchrun=True)
     assert end.returncode == 1
     assert "rank 1 in write_shards: blocks (blocks.py, line " in end.stderr

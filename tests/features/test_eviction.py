@@ -11,7 +11,6 @@ from dataclasses import replace
 import pytest
 from forked import finish
 from metadata_server import FAULTS, event, in_seconds, metadata_server
-from ranks import on_ranks
 from test_train import TINY, losses, summary_of, wait_for
 from tiny import Tiny, make_run, watched
 
@@ -72,10 +71,7 @@ def test_a_notice_is_read_as_the_cloud_gives_it(service):
 DMI = {
     "aws": {"sys_vendor": "Amazon EC2", "product_name": "p5.48xlarge"},
     "gcp": {"sys_vendor": "Google", "product_name": "Google Compute Engine"},
-    "azure": {
-        "sys_vendor": "Microsoft Corporation",
-        "chassis_asset_tag": "7783-7084-3265-9085-8269-3286-77",
-    },
+    "azure": {"chassis_asset_tag": "7783-7084-3265-9085-8269-3286-77"},
     "": {"sys_vendor": "Microsoft Corporation", "chassis_asset_tag": "5911-0000-1234"},
     "a Chromebook": {"sys_vendor": "Google", "product_name": "Eve"},
     "a container": {},
@@ -120,12 +116,8 @@ def test_only_the_first_rank_of_a_machine_asks(service):
 # ---- bad inputs ----
 
 
-FAILING = [("aws", fault) for fault in FAULTS]
-FAILING += [  # asked as AWS's is; each reads the answer in its own way
-    pytest.param(cloud, fault, marks=[] if fault == "garbage" else [pytest.mark.slow])
-    for cloud in ("gcp", "azure")
-    for fault in FAULTS
-]
+# All are asked in one way; each reads the answer in its own.
+FAILING = [*(("aws", fault) for fault in FAULTS), ("gcp", "garbage"), ("azure", "garbage")]
 
 
 @pytest.mark.bad_input("a metadata service that hangs, fails, redirects or answers with garbage")
@@ -142,11 +134,7 @@ def test_a_service_that_fails_is_warned_of_once_and_asked_again(
         service.notice = in_seconds(service.cloud, 25)
         wait_for(lambda: stop.notice is not None, "the notice")
     first, *others = capsys.readouterr().err.splitlines()
-    assert first.startswith(
-        f"warning: run.eviction_notice={service.cloud} gets no useful answer from "
-    )
-    assert f" from {service.address} (" in first
-    assert first.endswith("and asks every 0.02 s; on other machines use auto or off")
+    assert f"eviction_notice={service.cloud} gets no useful answer from {service.address}" in first
     assert [line for line in others if "useful" in line] == []
     assert not [path for path in service.asked if "elsewhere" in path]
 
@@ -185,17 +173,6 @@ def test_other_events_and_evictions_of_other_machines_stop_nothing(service, caps
         service.notice.append(event("Preempt", soon, ["trainer_1", "trainer_0"]))
         wait_for(lambda: stop.notice is not None, "the notice")
     assert "useful" not in capsys.readouterr().err
-
-
-@pytest.mark.bad_input("a notice of an eviction that is withdrawn")
-def test_a_notice_that_is_withdrawn_after_it_was_seen_counts_once(service, capsys):
-    service.notice = in_seconds("aws", 100)
-    with watching("aws") as stop:
-        wait_for(lambda: stop.notice is not None, "the notice")
-        service.notice = None
-        time.sleep(0.1)
-        assert stop.notice is not None
-    assert capsys.readouterr().err.count("stopping within a few steps") == 1
 
 
 @pytest.mark.bad_input("an eviction under checkpoint.every = off")
@@ -262,27 +239,3 @@ def test_a_notice_to_the_second_machine_stops_both_and_the_run_resumes_bit_for_b
         for run in ("run", "through")
     )
     assert resumed == through != {}
-
-
-def reported(world, lefts):
-    """What the ranks make of notices that end in so many seconds; None: no notice."""
-    run = make_run(world, Tiny())
-    stop = AgreedStop(World())
-    stop.agreed = True
-    left = lefts[world.rank]
-    if left is not None:
-        stop.notice = (time.monotonic() + left, f"a notice to rank {world.rank}")
-    EvictionNotice(run, stop).close()
-    return stop.requested_by
-
-
-@pytest.mark.parametrize(
-    ("lefts", "cause"),
-    [
-        ((None, 90.0), "a notice to rank 1"),
-        ((90.0, -20.0), "a notice to rank 1"),
-        ((None, None), ""),
-    ],
-)
-def test_all_ranks_name_the_notice_that_ends_first(lefts, cause):
-    assert on_ranks(2, reported, lefts) == [cause] * 2

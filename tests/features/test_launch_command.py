@@ -30,40 +30,34 @@ from dist_amp.errors import Failure
 from dist_amp.supervise import preflight
 from dist_amp.supervise.failure import report_failure
 
-# A stand-in for dist_amp.train, which starts in 0.1 s: argument n says how the ranks end in attempt
-# n.
+# A stand-in for dist_amp.train, which starts in 0.1 s: argument n says how attempt n ends.
 RANK = """
 import json, os, signal, sys, time
-ways = sys.argv[1:]
-attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-way, *more = ways[min(attempt, len(ways) - 1)].split(":", 3)
+way, *more = sys.argv[1 + int(os.environ["TORCHELASTIC_RESTART_COUNT"])].split(":", 3)
 rank = os.environ["RANK"]
-if way == "fails":  # after so many steps, with this status and report
-    if rank == "1":
-        time.sleep(60)
+
+def end(text, status, step=0):
+    facts = {"timestamp": str(int(time.time())), "status": status, "step": step, "line": text}
+    with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
+        json.dump({"message": {"message": text, "extraInfo": facts}}, file)
+    os._exit(status)
+
+def save(number, frame):
+    time.sleep(0.5)
+    end("", 75)
+
+if way == "fails" and rank == "0":  # after so many steps, with this status and report
     step, status, text = more
     print(text, file=sys.stderr, flush=True)
-    facts = {"timestamp": str(int(time.time())), "step": int(step), "status": int(status)}
-    facts |= {"line": text, "at_start": False, "transient": False}
-    message = {"message": text, "extraInfo": facts}
-    open(os.environ["TORCHELASTIC_ERROR_FILE"], "w").write(json.dumps({"message": message}))
-    sys.exit(int(status))
-if way == "killed":
-    if rank == "1":
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
-if way == "waits":  # for a signal, and exits with this status
-    def end(number, frame):
-        facts = {"timestamp": str(int(time.time())), "status": int(more[0])}
-        message = {"message": "", "extraInfo": facts}
-        time.sleep(0.5)
-        open(os.environ["TORCHELASTIC_ERROR_FILE"], "w").write(json.dumps({"message": message}))
-        os._exit(int(more[0]))
+    end(text, int(status), int(step))
+if way == "killed" and rank == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+if way == "saves":  # at a signal
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, end)
+        signal.signal(number, save)
     with open(f"rank{rank}", "w") as file:
         file.write(os.environ["MASTER_ADDR"])
-    time.sleep(60)
+time.sleep(60)
 """
 
 
@@ -278,17 +272,15 @@ def test_one_of_several_machines_without_a_gpu_says_so_unless_told_how_many_rank
 # ---- how the ranks ended
 
 
-def fail(folder, attempt, status, text="", step=0, **more):
-    """Leave the report of a rank, as the main job does."""
-    place = folder / f"run/attempt_{attempt}/1"
+def is_restarted(watch, left, status, text="", step=0, at_start=False, transient=False):
+    """Whether the ranks are started again after one that left such a report, as the main job's."""
+    place = watch.folder / f"run/attempt_{left}/1"
     place.mkdir(parents=True)
     if status > 0:
-        facts = {"timestamp": "0", "status": status, "step": step, "line": text, **more}
+        facts = {"timestamp": "0", "status": status, "step": step, "line": text}
+        facts |= {"at_start": at_start, "transient": transient}
         message = {"message": text, "extraInfo": facts}
         (place / "error.json").write_text(json.dumps({"message": message}))
-
-
-def is_restarted(watch, left):
     watch.emit(MetricData(0, "torchelastic", "workers.default.remaining_restarts", left))
     try:
         watch.emit(MetricData(0, "torchelastic", "workers.default.failed", 1))
@@ -297,45 +289,34 @@ def is_restarted(watch, left):
     return left > 0
 
 
-LOST = (1, "error: rank 0 died without an error", 0)
 SAVED = (75, "", 9)
+X_AFTER_4, X_AFTER_6 = (1, "rank 1: X at 0x7f1", 4), (1, "rank 0: X at 0x7f2", 6)
+Y_AFTER_6, Y_AGAIN = (1, "rank 0: Y", 6), (1, "rank 1: Y", 6)
 
 
 @pytest.mark.parametrize(
-    ("failures", "restarted"),
+    ("failures", "restarts"),
     [
-        ([(64, "error: text")], [False]),
-        ([SAVED], [False]),
-        ([(70, "error: text", 9)], [False]),
-        ([(65, "error: text", 9)], [True]),  # a disk may come back
-        ([(1, "error: text", 9)], [True]),
-        ([(-9,), (-9,), (-9,)], [True, True, False]),
+        ([(64, "error: text")], 0),
+        ([SAVED], 0),
+        ([(70, "error: text", 9)], 0),
+        ([(65, "error: text", 9)], 1),  # a disk may come back
+        ([(-9,)] * 5, 4),
+        # Before the first step, unless what a lost rank has left may be the cause.
+        ([(65, "error: text", 0, True)], 0),
+        ([(1, "a rank died", 0, True, True), (1, "rank 1: X", 500, True)], 2),
+        # The same error with no step between.
+        ([X_AFTER_4, X_AFTER_6, Y_AFTER_6, Y_AGAIN], 3),
     ],
 )
-def test_failures_that_would_come_again_are_not_restarted(failures, restarted, tmp_path):
-    watch = Watch(tmp_path, 2)
-    found = []
-    for attempt, failure in enumerate(failures):
-        fail(tmp_path, attempt, *failure)
-        found.append(is_restarted(watch, 2 - attempt))
-    assert found == restarted
-
-
-def test_an_error_before_the_first_step_is_not_restarted_unless_a_lost_rank_may_be_the_cause(
-    tmp_path,
-):
-    fail(tmp_path / "a", 0, 65, "error: text", at_start=True)
-    assert not is_restarted(Watch(tmp_path / "a", 2), 2)
-    watch = Watch(tmp_path / "b", 2)
-    fail(tmp_path / "b", 0, *LOST, at_start=True, transient=True)
-    assert is_restarted(watch, 2)
-    fail(tmp_path / "b", 1, 1, "rank 1: ValueError: x", 500, at_start=True)
-    assert is_restarted(watch, 1), "what the lost rank left may be the cause"
+def test_failures_that_would_come_again_are_not_restarted(failures, restarts, tmp_path):
+    watch = Watch(tmp_path, 4)
+    found = [is_restarted(watch, 4 - number, *how) for number, how in enumerate(failures)]
+    assert found == [number < restarts for number in range(len(failures))]
 
 
 def test_ranks_of_an_elastic_run_that_saved_as_a_node_left_are_restarted(tmp_path):
-    fail(tmp_path, 0, *SAVED)
-    assert is_restarted(Watch(tmp_path, 100, elastic=True), 100)
+    assert is_restarted(Watch(tmp_path, 100, elastic=True), 100, *SAVED)
 
 
 def test_a_rank_that_is_killed_or_reports_nothing_is_named():
@@ -343,23 +324,6 @@ def test_a_rank_that_is_killed_or_reports_nothing_is_named():
     assert death_of(rank, -9).startswith("rank 1 (process 7) was killed by SIGKILL (by the kernel")
     assert death_of(rank, -40) == "rank 1 (process 7) was killed by signal 40"
     assert death_of(rank, 3) == "rank 1 (process 7) ended with status 3 and reported nothing"
-
-
-def test_the_same_error_with_no_step_between_is_not_restarted_and_one_after_progress_is(
-    tmp_path, capsys
-):
-    watch = Watch(tmp_path, 5)
-    fail(tmp_path, 0, 1, "rank 1: ValueError: x at 0x7f1", 4)
-    assert is_restarted(watch, 5)
-    fail(tmp_path, 1, 1, "rank 0: ValueError: x at 0x7f2", 6)
-    assert is_restarted(watch, 4), "two steps further"
-    fail(tmp_path, 2, 1, "rank 0: ValueError: y", 6)
-    assert is_restarted(watch, 3), "another error"
-    fail(tmp_path, 3, 1, "rank 1: ValueError: y", 6)
-    assert not is_restarted(watch, 2)
-    assert watch.why_not.startswith("not restarted: the same error came twice with no step")
-    numbers = re.findall(r"restart (\d) of 5", capsys.readouterr().err)
-    assert numbers == ["1", "2", "3"]
 
 
 def test_a_report_has_the_status_and_the_errors_first_line_and_place(tmp_path, monkeypatch):
@@ -439,7 +403,7 @@ def test_what_torchrun_fails_with_is_one_line(error, said):
 @pytest.mark.bad_input("an error that comes again after a restart, with no step between")
 def test_an_error_that_comes_twice_ends_the_run_with_the_ranks_status_and_a_last_line(launch):
     (launch.folder / "stand_in.py").write_text(RANK)
-    ends = ["killed", "fails:3:65:ValueError: x", "fails:3:65:ValueError: x", "never"]
+    ends = ["killed", "fails:3:65:ValueError: x", "fails:3:65:ValueError: x"]
     words = ["--nproc-per-node=2", "-m", "stand_in", *ends]
     done = launch.module("dist_amp.commands.launch", *words, timeout=60)
     assert done.returncode == 65, done.stderr
@@ -455,7 +419,7 @@ LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
 
 def test_a_signal_is_passed_on_and_the_status_is_what_the_ranks_end_with(launch, tmp_path):
     (tmp_path / "stand_in.py").write_text(RANK)
-    words = ["--nproc-per-node=2", "-m", "stand_in", "waits:75"]
+    words = ["--nproc-per-node=2", "-m", "stand_in", "saves"]
     job = Forked(words, tmp_path, launch.environ({}), "dist_amp.commands.launch")
     wait_for(lambda: len(list(tmp_path.glob("rank?"))) == 2, "the start of the ranks", 60)
     addresses = {*listening(job.pid)}

@@ -75,19 +75,17 @@ class Cluster:
         while any(map(is_there, ranks)):
             time.sleep(0.01)
 
-    def wait_for_steps(self, count: int = 1) -> int:
-        """Until all nodes that are there have taken so many steps together; the last one."""
+    def wait_for_steps(self, count: int = 1) -> None:
+        """Until all nodes that are there have taken so many steps together."""
         begun = time.time()
-        deadline = time.monotonic() + 300
-        while time.monotonic() < deadline:
+
+        def have_stepped() -> bool:
             for node in self.nodes.values():
                 assert node.poll() is None, self.output()
             new = [record for record in records(self.run) if record.time > begun]
-            steps = [record.step for record in new if record.ranks == len(self.nodes)]
-            if len(set(steps)) >= count:
-                return steps[-1]
-            time.sleep(0.05)
-        raise AssertionError(f"{len(self.nodes)} nodes take no steps:\n{self.output()}")
+            return len({one.step for one in new if one.ranks == len(self.nodes)}) >= count
+
+        wait_for(have_stepped, f"a step of {len(self.nodes)} nodes")
 
     def output(self) -> str:
         return "\n".join(

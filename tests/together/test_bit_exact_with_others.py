@@ -1,11 +1,14 @@
-"""What test_bit_exact.py tests, with other features."""
+"""Bit-exact runs: what they cost, their bits in other layouts, and `verify --bit_exact`."""
 
 import re
 from collections import Counter
 
 import pytest
+import test_verify
 import torch
+import torch.distributed as dist
 from bit_exact_models import Blocks, Crossed
+from messages import message_of
 from ranks import on_ranks
 from test_bit_exact import (
     SETTINGS,
@@ -18,24 +21,20 @@ from torch import nn
 
 from benchmarks.bit_exact import kept_bytes
 from benchmarks.collectives import Counting
-from dist_amp.bit_exact import exact_config
-from dist_amp.config.load import load_config
 from dist_amp.config.memory import tensor_bytes
-from dist_amp.errors import ConfigError
+from dist_amp.errors import DataError
 from dist_amp.step import train_step
 from dist_amp.world import World, local
 
-# ---- what it costs
+# Fixtures.
+verify = test_verify.verify
 
 
 def sent_by(world, strategy, micro_batches, exact):
     """{(kind, ranks of its group): bytes that this rank sends} of a step and its record."""
-    name, *replicas = strategy.split(" replicas=")
     size = 2 * world.world_size * micro_batches
-    words = [*SETTINGS, "--use_amp", "false", "--train.steps", 4, "--parallel.strategy", name]
+    words = [*SETTINGS, "--use_amp", "false", "--train.steps", 4, "--parallel.strategy", strategy]
     words += ["--train.global_batch_size", size, "--parallel.bit_exact", exact]
-    if replicas:
-        words += ["--parallel.replicas", *replicas]
     run = make_run(world, Blocks(samples=4 * size), *words)
     take_steps(run, 2)
     batches = next(run.data)
@@ -48,31 +47,21 @@ def sent_by(world, strategy, micro_batches, exact):
     return sent
 
 
-@pytest.mark.parametrize(
-    ("ranks", "strategy"),
-    [
-        (2, "ddp"),
-        (2, "fsdp"),
-        pytest.param(4, "hsdp", marks=pytest.mark.slow),
-        pytest.param(8, "hsdp replicas=4", marks=pytest.mark.slow),
-    ],
-)
-def test_a_micro_batch_sends_what_an_ordinary_step_does_and_a_few_scalars(ranks, strategy):
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_micro_batch_sends_what_an_ordinary_step_does_and_a_few_scalars(strategy):
+    ranks = 2
     micro_batches = 3
     ordinary = on_ranks(ranks, sent_by, strategy, 1, "false")[0]
     sent = on_ranks(ranks, sent_by, strategy, micro_batches, "true")[0]
     # All ranks sum each micro-batch's weight and loss, and the square of each row.
     ring = 2 * (ranks - 1) / ranks
     scalars = 2 * ranks * micro_batches
-    if strategy != "ddp":
-        scalars += sum(p.shape[:1].numel() for p in Blocks().build_model().parameters())
-    assert sent.pop(("all_reduce", ranks)) == 4 * scalars * ring
     ordinary_scalars = 4 * ring  # the weight, and the norm
     if strategy != "ddp":
+        scalars += sum(p.shape[:1].numel() for p in Blocks().build_model().parameters())
         ordinary_scalars *= 2
+    assert sent.pop(("all_reduce", ranks)) == 4 * scalars * ring
     expected = sum(ordinary.values()) - ordinary_scalars
-    if strategy.endswith("replicas=4"):  # summed by an all-to-all, and again by FSDP2
-        expected += ordinary["all_reduce", 4] / 2
     # Each bucket or part of a unit is padded to a multiple of the ranks.
     padding = 4 * ranks * len(list(Blocks().build_model().modules()))
     assert 0 <= sum(sent.values()) - micro_batches * expected <= micro_batches * padding
@@ -94,14 +83,20 @@ def kept_by(world, strategy, counts):
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_sums_take_one_copy_of_a_ranks_gradients_per_power_of_two(strategy):
-    assert on_ranks(2, kept_by, strategy, (1, 2, 3, 4)) == [[0, 1, 1, 2]] * 2
+    assert on_ranks(2, kept_by, strategy, (1, 2, 4)) == [[0, 1, 2]] * 2
 
 
 # The fifth step ends an epoch. Crossed has gradients with several uses, added in one order.
-@pytest.mark.parametrize("precision", ["--use_amp false", "--precision.dtype bf16"])
-@pytest.mark.parametrize(("task", "steps"), [(Blocks(), 6), (Crossed(), 3)])
+@pytest.mark.parametrize(
+    ("task", "steps", "precision"),
+    [
+        (Blocks(), 6, ["--precision.dtype", "bf16"]),
+        (Crossed(), 3, ["--precision.dtype", "bf16"]),
+        (Crossed(), 3, ["--use_amp", "false"]),
+    ],
+)
 def test_runs_of_one_and_two_ranks_have_the_same_bits(task, steps, precision):
-    compare(task, [(1, "single"), (2, "ddp"), (2, "fsdp")], steps, *precision.split())
+    compare(task, [(1, "single"), (2, "ddp"), (2, "fsdp")], steps, *precision)
 
 
 def continued(world, strategy, folder, steps, *words):
@@ -123,24 +118,22 @@ def continued(world, strategy, folder, steps, *words):
 
 SHORT = [(4, "ddp", 2), (2, "fsdp", 5), (1, "single", 6)]
 LONG = [(4, "ddp", 5), (2, "fsdp", 10), (1, "single", 15), (4, "hsdp", 19), (2, "ddp", 24)]
+# The scale falls at first, so that steps are skipped, and grows later.
+FP16 = ["--precision.scaler.init_scale", 2.0**40, "--precision.scaler.growth_interval", 3]
+FP16 += ["--precision.dtype", "fp16", "--train.max_skips_in_a_row", 60]
 
 
 @pytest.mark.parametrize(
-    ("dtype", "parts"),
+    ("words", "parts"),
     [
-        ("bf16", SHORT),
-        pytest.param("bf16", LONG, marks=pytest.mark.slow),
-        pytest.param("fp16", LONG, marks=pytest.mark.slow),
+        (["--precision.dtype", "bf16"], SHORT),
+        pytest.param(FP16, LONG, marks=pytest.mark.slow),
     ],
+    ids=["bf16", "fp16"],
 )
 def test_a_run_that_changes_ranks_and_strategy_ends_with_the_undisturbed_runs_bits(
-    tmp_path, dtype, parts
+    tmp_path, words, parts
 ):
-    # The scale falls at first, so that steps are skipped, and grows later.
-    words = ["--precision.dtype", dtype]
-    if dtype == "fp16":
-        words += ["--precision.scaler.init_scale", 2.0**40]
-        words += ["--precision.scaler.growth_interval", 3, "--train.max_skips_in_a_row", 60]
     alone = on_ranks(1, continued, "single", str(tmp_path / "alone"), parts[-1][-1], *words)[0]
     logged, hashes = [], ()
     for ranks, strategy, steps in parts:
@@ -148,25 +141,6 @@ def test_a_run_that_changes_ranks_and_strategy_ends_with_the_undisturbed_runs_bi
         more, hashes = on_ranks(ranks, continued, strategy, changing, steps, *words)[0]
         logged += more
     assert (logged, hashes) == alone
-
-
-@pytest.mark.bad_input("`parallel.bit_exact` with a number of ranks that is no power of two")
-@pytest.mark.bad_input("`parallel.bit_exact` without `train.global_batch_size`")
-@pytest.mark.bad_input("`parallel.bit_exact` with a setting whose sums can't be exact")
-@pytest.mark.parametrize(
-    ("ranks", "words", "error"),
-    [
-        (3, [], "needs a power of two of ranks, not 3: .*; use 2 or 4 ranks"),
-        (2, ["--train.global_batch_size", "auto"], "use train.global_batch_size=16 or"),
-        (2, ["--parallel.comm_dtype", "fp16"], r"parallel.comm_dtype=fp16: .*; use off"),
-        (2, ["--compile.mode", "max-autotune"], "compile.mode=max-autotune: .*; use default"),
-    ],
-)
-def test_settings_that_cannot_be_exact_are_rejected_by_name(ranks, words, error):
-    words = ["--train.global_batch_size", 96, "--parallel.bit_exact", "true", *words]
-    config = load_config([str(word) for word in words], environ={})
-    with pytest.raises(ConfigError, match=error):
-        exact_config(config, World(world_size=ranks))
 
 
 class Normed(Tiny):
@@ -183,28 +157,6 @@ class Fused(Tiny):
         return torch.optim.AdamW(groups, lr=lr, fused=True)
 
 
-@pytest.mark.bad_input("`parallel.bit_exact` with batch norm, coupled samples or a fused optimizer")
-@pytest.mark.parametrize(
-    ("task", "error"),
-    [
-        (Normed(), r'module "1" \(BatchNorm1d\) keeps statistics of each rank.*; use GroupNorm'),
-        (Coupled(), "the task has couples_samples=True"),
-        (Fused(), "the task's optimizer is fused"),
-    ],
-)
-def test_what_a_task_does_that_cannot_be_exact_is_rejected_by_name(task, error):
-    words = [*SETTINGS, "--data.drop_last", "true"]
-    with pytest.raises(ConfigError, match=error):
-        make_run(World(), task, *words)
-
-
-class Follows(Tiny):
-    """A teacher that moves in each forward: twice as often with twice the micro-batches."""
-
-    def build_model(self):
-        return Follower()
-
-
 class Follower(nn.Module):
     def __init__(self):
         super().__init__()
@@ -217,19 +169,138 @@ class Follower(nn.Module):
         return self.student(x) - self.teacher(x)
 
 
-@pytest.mark.bad_input("`parallel.bit_exact` with a model whose forward changes a state")
-def test_a_state_that_the_forward_changes_is_named():
-    run = make_run(World(), Follows(), *SETTINGS)
-    with pytest.raises(ConfigError, match="forward changes teacher.weight, once per micro-batch"):
-        take_steps(run, 1)
+class Follows(Tiny):
+    """A teacher that moves in each forward: twice as often with twice the micro-batches."""
+
+    def build_model(self):
+        return Follower()
 
 
-def test_the_bench_compares_time_bytes_and_memory_with_the_ordinary_step(launch):
-    words = ["--task.target", "tiny:Tiny", "--train.global_batch_size", "8"]
-    words += ["--train.micro_batch_size", "2", "--train.steps", "1000", "--use_amp", "false"]
-    done = launch.module("benchmarks.bit_exact", *words)
-    assert done.returncode == 0, done.stderr
-    assert "single on 1 x cpu, fp32, 4 micro-batches per rank" in done.stdout
-    assert re.search(r"^processor ms +[\d.]+ +[\d.]+  [\d.]+ \[", done.stdout, re.MULTILINE)
-    assert re.search(r"^bytes made in a step +\d+ +\d+  [\d.]+$", done.stdout, re.MULTILINE)
-    assert re.search(r"^bytes kept for sums +0 +\d+ +2.00 x the", done.stdout, re.MULTILINE)
+@pytest.mark.bad_input("`parallel.bit_exact` with ranks, settings or a task that can't be exact")
+@pytest.mark.parametrize(
+    ("task", "words", "said"),
+    [
+        (Tiny(), ["--train.global_batch_size", "auto"], "use train.global_batch_size=2 or"),
+        (Tiny(), ["--parallel.comm_dtype", "fp16"], r"parallel.comm_dtype=fp16: .*; use off"),
+        (Tiny(), ["--compile.mode", "max-autotune"], "compile.mode=max-autotune: .*; use default"),
+        (
+            Normed(),
+            [],
+            r'module "1" \(BatchNorm1d\) keeps statistics of each.*; use GroupNorm',
+        ),
+        (Coupled(), [], "the task has couples_samples=True"),
+        (Fused(), [], "the task's optimizer is fused"),
+        (Follows(), [], "forward changes teacher.weight, once per micro-batch"),
+    ],
+)
+def test_what_cannot_be_exact_is_rejected_by_name(task, words, said):
+    def two_steps():
+        take_steps(make_run(World(), task, *SETTINGS, "--data.drop_last", "true", *words), 2)
+
+    assert re.search(said, message_of(64, two_steps))
+
+
+# ---- verify --bit_exact
+
+BITS = "--bit_exact --train.micro_batch_size 2 --precisions fp32 --world_sizes 1,2 --task.target "
+
+
+@pytest.mark.bad_input("`verify` with words that leave nothing to compare, or that can't be exact")
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("--strategies single --world_sizes 2", "to compare: single takes --world_sizes 1"),
+        ("--task.taget x:Y", "task.target"),
+        (f"{BITS} tiny:Tiny --world_sizes 1,3", "a power of two of ranks, not 3: .*; use 2 or 4"),
+        (f"{BITS} tiny:Tiny --world_sizes 1", "nothing to compare: .*; use --world_sizes 1,2"),
+        (f"{BITS} tiny:Tiny --parallel.bit_exact false", "remove --parallel.bit_exact false"),
+    ],
+)
+def test_a_mistake_on_verifys_command_line_is_rejected(verify, words, error):
+    status, output, errors = verify(words)
+    assert (status, output) == (64, ""), output + errors
+    assert re.search(error, errors)
+    assert len(errors.splitlines()) == 1
+
+
+def test_dtypes_prints_what_autocast_makes_of_each_module(verify):
+    status, output, errors = verify("--dtypes --task.target tiny:Tiny")
+    assert status == 0, errors
+    assert "autocast to bf16 on cpu" in output
+    assert "Linear" in output
+
+
+def test_verify_compares_the_users_task_bit_for_bit(verify):
+    status, output, _ = verify(f"{BITS} bit_exact_models:Blocks")
+    assert status == 0, output
+    assert output.count("  same\n") == 4
+    assert "passed: 4 of 4 have the same bits" in output
+
+
+class Leaky(Blocks):
+    """One layer draws from a generator of its own, which knows nothing of micro-batches."""
+
+    def build_model(self):
+        model = super().build_model()
+        generator = torch.Generator().manual_seed(0)
+        model.first[1].out.register_forward_hook(
+            lambda module, inputs, output: output + torch.rand((), generator=generator)
+        )
+        return model
+
+
+class RefusedOnRanks(Tiny):
+    """A model that only one process can train."""
+
+    def build_model(self):
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            raise DataError("the data are on one machine")
+        return super().build_model()
+
+
+class BreaksOnRanks(Tiny):
+    def loss_sum(self, model, batch):
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            raise RuntimeError("no kernel")
+        return super().loss_sum(model, batch)
+
+
+SAME = "have the same bits in their precision"
+
+
+@pytest.mark.bad_input("`verify --bit_exact` of a task that bit-exact training rejects")
+@pytest.mark.parametrize(
+    ("task", "row", "outcome"),
+    [
+        (
+            "Leaky",
+            "FAIL: the output of first.1.out (Linear) of micro-batch 1 differs first, in step 1",
+            f"1 of 2 {SAME} (",
+        ),
+        (
+            "Normed",
+            'refused: parallel.bit_exact=true can\'t hold: module "1" (BatchNorm1d',
+            "0 of",
+        ),
+        (
+            "RefusedOnRanks",
+            "refused: the data are on one machine",
+            f"1 of 2 {SAME}, 1 refused, as in training; nothing was compared in fp32",
+        ),
+        (
+            "BreaksOnRanks",
+            "FAIL: rank 1: RuntimeError: no kernel",
+            "; nothing was compared in fp32",
+        ),
+    ],
+)
+def test_verify_says_what_differs_first_or_why_nothing_was_compared(verify, task, row, outcome):
+    words = f"{BITS} test_bit_exact_with_others:{task} --strategies single,ddp"
+    status, output, _ = verify(words)
+    assert status == 1, output
+    # Which of the ranks is first to fail is up to chance.
+    assert f"  {row}" in output.replace("rank 0: Runtime", "rank 1: Runtime")
+    assert "\nfailed: " in output
+    assert outcome in output
+    advice = "What draws\nfrom a generator of its own (torch.Generator,"
+    assert (advice in output) == ("FAIL" in row)

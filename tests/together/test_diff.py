@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import sys
 from functools import cache
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -146,8 +145,8 @@ def test_other_layouts_are_judged_within_rounding(trained):
     assert report["tolerance"] == diff.TOLERANCE["fp32"]
     assert not report["fingerprints"]
     assert "metrics are within 0.001 up to step 6" in diff.text_of(report)
-    report = report_of(trained(task__target=TINY), trained(**in_one, optim__lr=0.1))
-    assert diff.parted(report)
+    report = report_of(trained(task__target=TINY), trained(**in_one, optim__eps=1.0))
+    assert diff.parted(report), "its steps draw no random numbers"
     assert "no fault" not in diff.text_of(report)
 
 
@@ -257,22 +256,6 @@ def test_deep_compares_two_versions_of_one_module(tmp_path, diff_of, monkeypatch
     assert status == 1, errors
     assert "both replayed: step 1: the loss of the model" in output
     assert not output.startswith("the task's source file"), "versioned.py is the same"
-
-
-@pytest.mark.bad_input("`diff --deep` of a run whose task was edited since")
-def test_an_edited_task_is_the_first_line_and_the_verdict(tmp_path, diff_of, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    words = version(tmp_path / "mine", 1.0)
-    a = train_in(tmp_path / "a", **words)
-    task = tmp_path / "mine/versioned.py"
-    task.write_text(VERSION.replace("return SCALE", "return 1.5 * SCALE"))
-    for name in ("versioned", "scaled"):
-        del sys.modules[name]
-    b = train_in(tmp_path / "b", **words)
-    _, output, _ = diff_of(a, b, "--deep")
-    lines = output.splitlines()
-    assert lines[0].startswith("the task's source file differs (hashes ")
-    assert f"not replayed: {task} was edited since {a} was started; put " in lines[-1]
 
 
 def test_steps_that_are_taken_again_forget_the_settings_of_before(trained, copied):

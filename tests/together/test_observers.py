@@ -4,6 +4,7 @@ import io
 import json
 import sys
 from contextlib import redirect_stderr
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +13,9 @@ from tiny import Overflow, Tiny, make_run, moments_of, parameters_of, take_steps
 from torch import nn
 
 from dist_amp.checkpoint.state import load
-from dist_amp.supervise.lifecycle import add_observers
 from dist_amp.supervise.stop import AgreedStop
 from dist_amp.train import main, train
+from dist_amp.world import World
 
 
 class Residual(nn.Module):
@@ -74,19 +75,23 @@ def test_a_run_that_is_watched_ends_bit_for_bit_as_one_that_is_not(tmp_path, ran
     assert len(list((tmp_path / "profile").glob("*.gz"))) == ranks
 
 
-@pytest.mark.parametrize(("param_dtype", "expected"), [("bf16", True), ("fp32", False)])
-def test_parameters_in_bf16_and_only_they_have_their_updates_measured(param_dtype, expected):
-    assert on_ranks(2, watches_numerics, param_dtype) == [expected] * 2
-
-
-def watches_numerics(world, param_dtype):
-    words = ["--parallel.strategy", "fsdp", "--parallel.param_dtype", param_dtype]
-    run = make_run(world, Tiny(), *words)
-    add_observers(run, AgreedStop(world))
-    return "Numerics" in [type(observer).__name__ for observer in run.observers]
-
-
 # ---- observers of a user's own
+
+WORDS = ["--use_amp", "false", "--run.device", "cpu", "--eval.every", "2", "--metrics.log_every"]
+WORDS += ["2", "--checkpoint.every", "3"]
+
+
+@pytest.fixture
+def trained(tmp_path, capfd):
+    """trained(observer, ...): (status, errors) of the main job with the task tiny:Tiny."""
+
+    def run(observer, *words):
+        words = [*WORDS, "--run.observers", observer, "--run.dir", f"{tmp_path}/run", *words]
+        status = main(["--task.target", "tiny:Tiny", "--train.steps", "6", *words])
+        return status, capfd.readouterr().err
+
+    return run
+
 
 RAISES = """
 class Raises:
@@ -100,7 +105,6 @@ def planted(self, *_):
 METHOD = {method!r}
 if METHOD != "__init__":
     setattr(Raises, METHOD, planted)
-    Raises.state_dict = getattr(Raises, "state_dict", lambda self: {{}})
 """
 
 
@@ -112,18 +116,14 @@ if METHOD != "__init__":
         *("rank_tags", "on_log", "state_dict", "summary", "close"),
     ],
 )
-def test_an_observer_that_raises_is_named_the_run_saved_and_the_status_1(tmp_path, capfd, method):
+def test_an_observer_that_raises_is_named_the_run_saved_and_the_status_1(tmp_path, trained, method):
     (tmp_path / "raises.py").write_text(RAISES.format(method=method))
-    words = ["--task.target", "tiny:Tiny", "--train.steps", "6", "--eval.every", "2"]
-    words += ["--metrics.log_every", "2", "--checkpoint.every", "3", "--use_amp", "false"]
-    words += ["--run.observers", f"{tmp_path}/raises.py:Raises", "--run.dir", f"{tmp_path}/run"]
-    status = main([*words, "--run.device", "cpu"])
+    status, errors = trained(f"{tmp_path}/raises.py:Raises")
     sys.modules.pop("raises")
     assert status == 1
-    said = capfd.readouterr().err
     name = "Raises(run) failed" if method == "__init__" else f"Raises failed in {method}() at step "
-    assert name in said
-    assert "ValueError: planted (raises.py, line " in said.splitlines()[-1]
+    assert name in errors
+    assert "ValueError: planted (raises.py, line " in errors.splitlines()[-1]
     if method != "__init__":  # else there was nothing to save
         summary = json.loads((tmp_path / "run/summary.json").read_text())
         assert (summary["stopped_by"], summary["exit_code"]) == ("failed", 1)
@@ -154,17 +154,42 @@ class Watched(Tiny):
         return [Counts(run)]
 
 
-@pytest.mark.parametrize("by_setting", [True, False])
-def test_an_own_observers_state_is_resumed_and_it_writes_into_the_summary(tmp_path, by_setting):
-    words = ["--run.dir", f"{tmp_path}/run", "--use_amp", "false", "--run.device", "cpu"]
-    words += ["--eval.every", "off", "--checkpoint.every", "2"]
-    words += ["--task.target", "test_observers:Watched"]
-    if by_setting:
-        words[-1] = "tiny:Tiny"
-        words += ["--run.observers", "test_observers:Counts"]
-    for steps in ("2", "5"):
-        assert main([*words, "--train.steps", steps]) == 0
-        assert json.loads((tmp_path / "run/summary.json").read_text())["seen"] == int(steps)
+class Forgets(Counts):
+    def load_state_dict(self, state):
+        raise ValueError("planted")
+
+
+def test_an_own_observers_state_is_resumed_and_it_writes_into_the_summary(tmp_path, trained):
+    by_task = ["--task.target", "test_observers:Watched", "--run.observers"]
+    for name, words in (("test_observers:Counts", []), ("", by_task)):
+        for steps in (3, 5):
+            run = f"{tmp_path}/{len(words)}"
+            assert trained(name, *words, "--train.steps", str(steps), "--run.dir", run)[0] == 0
+            assert json.loads(Path(run, "summary.json").read_text())["seen"] == steps
+    assert trained("test_observers:Forgets", "--train.steps", "2")[0] == 0
+    status, errors = trained("test_observers:Forgets", "--train.steps", "5")
+    said = "the observer Forgets failed in load_state_dict() at step 0: ValueError: planted"
+    assert (status, said in errors.splitlines()[-1]) == (1, True)
+
+
+class FailsOnce(Counts):
+    def after_step(self, report, micro_batches):
+        super().after_step(report, micro_batches)
+        raise ValueError("planted")
+
+
+def test_an_observer_that_rests_or_has_failed_is_called_around_no_more_steps():
+    run = make_run(World(), Tiny())
+    run.observers.begin(run)
+    rests, fails, counts = observers = [Counts(run), FailsOnce(run), Counts(run)]
+    for observer in observers:
+        run.observers.add(observer, stays=observer is fails)
+    take_steps(run, 1)
+    run.observers.rest(rests)
+    take_steps(run, 2)
+    assert [observer.seen for observer in observers] == [1, 1, 3]
+    assert "the observer FailsOnce failed in after_step() at step " in str(run.observers.problem)
+    assert (counts in run.observers, fails in run.observers) == (True, False)
 
 
 def resumed_where_one_failed(world, folder):
@@ -188,20 +213,6 @@ def test_a_run_whose_observer_failed_on_one_rank_resumes_with_its_first_values(t
     assert "no state of the observer Counts; it starts with its first values" in first[2]
 
 
-class Forgets(Counts):
-    def load_state_dict(self, state):
-        raise ValueError("planted")
-
-
-@pytest.mark.bad_input("an observer that raises in one of its methods")
-def test_an_observer_that_can_not_continue_is_named_before_the_first_step(tmp_path, capfd):
-    words = ["--task.target", "tiny:Tiny", "--run.dir", f"{tmp_path}/run", "--run.device", "cpu"]
-    words += ["--use_amp", "false", "--run.observers", "test_observers:Forgets", "--train.steps"]
-    assert [main([*words, "2"]), main([*words, "5"])] == [0, 1]
-    said = capfd.readouterr().err.splitlines()[-1]
-    assert "the observer Forgets failed in load_state_dict() at step 0: ValueError: planted" in said
-
-
 @pytest.mark.bad_input("`run.observers` that names no class, or one without a method")
 @pytest.mark.parametrize(
     ("name", "said"),
@@ -211,7 +222,6 @@ def test_an_observer_that_can_not_continue_is_named_before_the_first_step(tmp_pa
         ("ranks:RankFailed", "the observer RankFailed has none of before_step, after_step"),
     ],
 )
-def test_a_name_that_is_no_observers_is_refused(tmp_path, capfd, name, said):
-    words = ["--task.target", "tiny:Tiny", "--run.dir", f"{tmp_path}/run", "--run.device", "cpu"]
-    assert main([*words, "--use_amp", "false", "--run.observers", name]) == 64
-    assert said in capfd.readouterr().err
+def test_a_name_that_is_no_observers_is_refused(trained, name, said):
+    status, errors = trained(name)
+    assert (status, said in errors) == (64, True), errors

