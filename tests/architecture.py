@@ -31,7 +31,7 @@ BUDGETS = {
     "lines loaded by `import dist_amp.step`": (4_000, 4_340),
     "lines loaded by `import dist_amp.train`": (7_500, 8_490),
     "lines of core, with what it imports in functions": (8_000, 10_470),
-    "lines of the package": (21_000, 31_544),
+    "lines of the package": (21_000, 31_540),
     "files of the package": (130, 170),
     "lines of the tests": (24_000, 36_500),
     "words of the docs": (13_000, 15_500),

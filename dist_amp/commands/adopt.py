@@ -19,22 +19,22 @@ from dist_amp.supervise.command_line import Parser, command
 def main(argv: Sequence[str]) -> int:
     parser = Parser("python -m dist_amp.adopt", __doc__)
     parser.add_argument("features", nargs="*", metavar="FEATURE", help="to add")
-    parser.add_argument("--remove", default="", metavar="FEATURE,...", help="to remove")
+    parser.add_argument("--remove", action="append", default=[], metavar="FEATURE,...")
     options = parser.parse_args(argv)
     root, record = find_project()
-    added = ",".join(options.features)
+    added, removed = ",".join(options.features), ",".join(options.remove)
     has = record["features"]
     if there := [name for name in added.split(",") if name in has]:
         raise ConfigError(
             f"adopt {there[0]}: the project has it already; leave it out, or bring back a file "
             f"that you deleted: git checkout {BRANCH} -- FILE"
         )
-    missing = [name for name in options.remove.split(",") if name and name not in has]
-    if missing or not (added or options.remove):
+    missing = [name for name in removed.split(",") if name and name not in has]
+    if missing or not (added or removed):
         raise ConfigError(
             f"adopt: name a feature to add, or one to --remove that it has: {', '.join(has)}"
         )
-    return make_again(root, record, record["commit"], added, options.remove)
+    return make_again(root, record, record["commit"], added, removed)
 
 
 if __name__ == "__main__":
