@@ -1,5 +1,6 @@
 """The configuration: where values come from, which one wins, and the errors for wrong ones."""
 
+import re
 import tomllib
 from dataclasses import fields
 from enum import Enum
@@ -342,7 +343,8 @@ def test_a_cast_that_can_not_be_is_refused(settings, sharded, said):
 
 
 @pytest.mark.bad_input("an empty run.dir")
-def test_an_empty_run_dir_is_refused():
+def test_a_run_dir_is_by_default_the_time_and_launch_and_an_empty_one_is_refused():
+    assert re.fullmatch(r"runs/\d{8}T\d{6}Z-[0-9a-f]{6}", str(run_folder(load().run, World())))
     message = refused(run_folder, load("--run.dir", "").run, World())
     assert "run.dir is empty; give a folder's path, or auto" in message
 

@@ -2,7 +2,9 @@
 
 import copy
 import random
+import time
 from contextlib import closing
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -145,7 +147,15 @@ class SetAnew(Remembers):
     unsaved = ("queue", "calls")
 
 
-@pytest.mark.parametrize("task", [SetAnew(), Tiny(), Saves()])
+class KeepsForeign(Tiny):
+    """An object of a library's class is not looked into, nor taken for an array by its dtype."""
+
+    def weight(self, batch):
+        self.foreign = SimpleNamespace(dtype=torch.bfloat16, at=time.monotonic())
+        return super().weight(batch)
+
+
+@pytest.mark.parametrize("task", [SetAnew(), Tiny(), Saves(), KeepsForeign()])
 def test_what_is_saved_or_set_anew_in_each_step_is_not_warned_of(task, tmp_path, capsys):
     assert "keeps" not in warnings_of_saves(task, tmp_path, capsys)
 
