@@ -5,6 +5,7 @@ import shlex
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from datetime import date, time
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,8 @@ def command_line(words: Sequence[str]) -> str:
 
 
 def _without_none(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Only what TOML can hold; a value of another type, such as None, can only be a default."""
-    kinds = (str, int, float, list, tuple, dict)
+    """Only what TOML can hold; a value that no setting can have, such as None, is a default."""
+    kinds = (str, int, float, list, tuple, dict, date, time)
     kept = {name: value for name, value in items if isinstance(value, kinds)}
     paths = {name: str(value) for name, value in items if isinstance(value, Path)}
     return kept | paths | {name: value.name for name, value in items if isinstance(value, Enum)}

@@ -194,29 +194,12 @@ def test_a_gpu_copies_from_pinned_memory_whoever_read_the_batch(monkeypatch):
     assert len(pinned) == 2
 
 
-class Fails:
-    def to(self, device, non_blocking=False):
-        raise RuntimeError("no kernel")
-
-
 @pytest.mark.bad_input(
     "on a GPU, a batch with an object that holds tensors and has no `to(device)`"
 )
-@pytest.mark.bad_input("a batch with an object whose `to(device)` fails")
-@pytest.mark.parametrize(
-    ("holder", "said"),
-    [
-        (
-            Opaque(text="", x=[Opaque(deep=x())]),
-            "holds a Opaque whose x has a tensor that can't be",
-        ),
-        (Fails(), "a batch holds a Fails whose to('meta') failed: RuntimeError: no kernel"),
-    ],
-)
-def test_an_object_that_can_not_be_moved_is_refused_by_name(holder, said):
-    with pytest.raises(DataError) as error:
-        to_device({"a": [holder]}, META)
-    assert said in str(error.value)
+def test_an_object_that_can_not_be_moved_is_refused_by_name():
+    with pytest.raises(DataError, match="holds a Opaque whose x has a tensor that can't be moved"):
+        to_device({"a": [Opaque(text="", x=[Opaque(deep=x())])]}, META)
 
 
 def test_an_object_that_need_not_be_moved_is_left_as_it_is():

@@ -12,9 +12,6 @@ from ranks import on_ranks
 from tiny import Rows, make_run, parameters_of, save, take_steps
 from torch import nn
 
-from dist_amp.errors import DataError
-from dist_amp.scaling.blocks import units_of
-
 VOCABULARY, WIDTH = 64, 16
 
 
@@ -104,21 +101,6 @@ def test_a_head_trains_as_in_one_process_however_it_is_used(ends, units):
         for name, value in expected.items():
             # Four steps of AdamW in float32, whose sums have another order on two ranks.
             torch.testing.assert_close(own[name], value, rtol=1e-4, atol=1e-5, msg=name)
-
-
-@pytest.mark.bad_input(
-    "a task's `units(model)` that are not in the model, lie in a block, or are tied to the rest"
-)
-def test_units_that_can_not_be_are_refused_by_name():
-    tied, in_a_block, outside = Text(called), Text(called), Text(called)
-    tied.head.weight = tied.embedding.weight
-    in_a_block.head = in_a_block.layers[0]
-    outside.__dict__["head"] = nn.Linear(2, 2)
-    said = ("shares the parameter embedding.weight with", "lies in a block", "is not in the model")
-    task = Task(called, ["head"])
-    for model, why in zip((tied, in_a_block, outside), said, strict=True):
-        with pytest.raises(DataError, match=f"a Linear that {why}"):
-            units_of(task, model, task.blocks(model))
 
 
 def evaluated_and_saved(world, folder):

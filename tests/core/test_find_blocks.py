@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from dist_amp.errors import ConfigError, DataError
+from dist_amp.errors import ConfigError
 from dist_amp.scaling.blocks import find_blocks, pick_blocks
 from dist_amp.world import World
 
@@ -187,15 +187,6 @@ def test_blocks_that_hold_less_than_half_of_the_parameters_get_a_warning_with_wh
         "`def blocks(self, model)` in the task\n"
     )
     assert not said_of(model, capsys, Named(model[1])).err, "the task's own choice"
-
-
-@pytest.mark.bad_input("`blocks(model)` that names what is not in the model")
-def test_blocks_that_are_not_in_the_model_are_refused():
-    model = nn.Sequential(Block(), Block())
-    for named, kind in ([model[0], Block()], "Block"), (["0"], "str"):
-        said = rf"blocks\(model\) returned a {kind} that is not in the model; return modules of"
-        with pytest.raises(DataError, match=said):
-            pick_blocks("single", Named(*named), model, World())
 
 
 @pytest.mark.bad_input(

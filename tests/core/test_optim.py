@@ -77,7 +77,7 @@ def skipped_and_resumed(world, folder, strategy, kind, width):
     return all(are_equal(all_of(run), all_of(other)) for other in others)
 
 
-OFTEN = [("lion", "ddp"), ("muon", "ddp"), ("muon", "fsdp"), ("adafactor", "fsdp")]
+OFTEN = [("lion", "ddp"), ("muon", "fsdp"), ("adafactor", "fsdp")]
 # Two of torch's do not work on sharded parameters: Rprop's masked assignment, fused SGD's kernel.
 CELLS = [
     (kind, strategy)

@@ -156,17 +156,6 @@ def test_a_tensor_made_of_others_is_staged_though_torch_can_not_copy_it():
     assert (staged.codes.tolist(), staged.scale.item()) == ([0, 1, 2, 3], 0.5)
 
 
-@pytest.mark.bad_input("host memory for background saves that can't be pinned")
-def test_memory_that_can_not_be_pinned_is_used_as_it_is_with_a_warning(capfd):
-    staging = Staging(CPU)
-    staging._pins = True  # there is no GPU here, so that pinning fails
-    state = {"a": torch.arange(1024.0), "b": torch.ones(2)}
-    assert_same(staging.copy(state), state)
-    (warning,) = capfd.readouterr().err.splitlines()
-    said = "warning: 4,096 bytes of host memory can't be pinned for background saves ("
-    assert warning.startswith(said)
-
-
 # --- plans
 
 

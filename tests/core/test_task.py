@@ -14,7 +14,7 @@ from dist_amp.config.task_class import build_task
 from dist_amp.config.text import to_toml
 from dist_amp.errors import ConfigError, DataError, Failure
 from dist_amp.step import evaluate
-from dist_amp.task import build_split, built_model
+from dist_amp.task import build_split
 from dist_amp.world import World
 
 METHODS = """
@@ -155,8 +155,6 @@ class Returns(Tiny):
 PAIR = "return a sum, or a pair (sum, weight)"
 NOT_COUNTED = "not what counts in the batch: a number or a scalar tensor, at least 0"
 MODEL = "the task's model"
-COMPLEX = Tiny().build_model()
-COMPLEX[0].phase = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))
 
 
 @pytest.mark.bad_input(
@@ -167,7 +165,6 @@ COMPLEX[0].phase = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))
 @pytest.mark.bad_input(
     "a `build_model` that returns no module, or a model without anything to train"
 )
-@pytest.mark.bad_input("a model with trained complex parameters")
 @pytest.mark.parametrize(
     ("method", "answers", "said"),
     [
@@ -180,7 +177,6 @@ COMPLEX[0].phase = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))
         ("weight", [None], f"weight(batch) returned a NoneType, {NOT_COUNTED}"),
         ("build_model", [None], "build_model returned NoneType; return the model, an nn.Module"),
         ("build_model", [torch.nn.ReLU()], f"none of the 0 parameters of {MODEL} is trained; bu"),
-        ("build_model", [COMPLEX], f"the parameter 0.phase of {MODEL} is torch.complex64, and on"),
     ],
 )
 def test_what_a_method_may_not_return_is_refused(method, answers, said):
@@ -193,12 +189,6 @@ def test_what_a_method_may_not_return_is_refused(method, answers, said):
 def test_a_negative_weight_is_refused_in_a_step():
     run = make_run(World(), Returns(weight=[-2]))
     assert f"weight(batch) returned -2, {NOT_COUNTED}" in refusal(take_steps, run, 1, status=65)
-
-
-def test_complex_parameters_that_are_not_trained_are_no_fault():
-    model = Tiny().build_model()
-    model[0].phase = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64), False)
-    assert built_model(Returns(build_model=[model])) is model
 
 
 class Counted(Tiny):
