@@ -70,6 +70,14 @@ def test_every_epoch_takes_every_sample_once_in_another_order():
     assert one.position == 2 * 23
 
 
+def test_every_seed_gives_numbers_that_a_generator_takes():
+    for seed in range(20):
+        _, shards = next(replace(plan(), seed=seed).steps(0))
+        for shard in shards:
+            assert min(shard.seed, shard.augmentation) >= 0
+            assert max(shard.seed, shard.augmentation) < 2**63
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_resumes_from_its_position_alone(workers):
     through = batches(plan())
