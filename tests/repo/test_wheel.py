@@ -99,8 +99,8 @@ def test_every_command_names_the_nearest_config_and_all_that_are_installed(
 @pytest.mark.parametrize(
     ("command", "status", "said"),
     [
-        ("launch --nproc_per_node=2 --config debug --train.steps 2", 0, "done: 2 steps"),
-        ("demo --train.steps 2 --eval.batches 1 --task.args.sample_bytes 8", 0, "done: 2 steps"),
+        (f"launch --nproc_per_node=2 --config ddp_bf16 {FEW_STEPS} {GPT}", 0, "done: 3 steps"),
+        (f"demo {FEW_STEPS} {GPT}", 0, "done: 3 steps"),
         ("replay run --step 2", 0, "loss"),
         ("diff run copy", 0, "step"),
         ("export run --out model", 0, "model: 1,153 parameters"),
