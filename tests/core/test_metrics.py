@@ -71,6 +71,8 @@ def scalars(folder, rank):
 def test_every_ranks_events_hold_its_metrics_and_rank_0_and_metrics_jsonl_the_worlds(tmp_path):
     (one, loss), (other, loss_there) = on_ranks(2, logged, str(tmp_path))
     first, second = scalars(tmp_path, 0), scalars(tmp_path, 1)
+    events = EventAccumulator(str(tmp_path / "tensorboard/rank00000")).Reload()
+    assert events.Tags()["tensors"] == ["start/config/text_summary"]
     assert set(second) == EVERY_RANK
     assert set(first) >= EVERY_RANK | RANK_0
     assert {tag.split("/")[0] for tag in set(first) - set(second) - RANK_0} == {"ranks"}
