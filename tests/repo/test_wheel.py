@@ -114,7 +114,7 @@ def test_every_command_names_the_nearest_config_and_all_that_are_installed(
         ("sample gpt --config debug", 0, "def "),
         ("verify --config debug --world_sizes 1 --precisions fp32", 0, "passed: "),
         (
-            "tokenize --config debug --data.path mine.toml --data.tokenizer bytes --out t",
+            "tokenize --config debug --data.path my_file.py --data.tokenizer bytes --out t",
             0,
             "token",
         ),
