@@ -15,10 +15,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_amp.config.load import load_config
 from dist_amp.config.text import to_toml
+from dist_amp.data import build_batches
 from dist_amp.distributed.process import seed_all
 from dist_amp.optim import learning_rate, parameter_groups
 from dist_amp.precision import DTYPES
@@ -26,6 +28,7 @@ from dist_amp.run import build_run
 from dist_amp.scaling.blocks import blocks_of
 from dist_amp.settings import Config
 from dist_amp.step import mark_last, train_step
+from dist_amp.task import build_split
 from dist_amp.tasks.causal_lm import CausalLM
 from dist_amp.telemetry.console import Console
 from dist_amp.world import World
@@ -169,6 +172,21 @@ class Loop:
     prepare: Callable[[], object] = lambda: None
 
 
+def steps_of_data(setup: Setup) -> list[Any]:
+    """The same eight steps for every loop."""
+    train = setup.config.train
+    batches = build_batches(
+        setup.config.data,
+        setup.task,
+        build_split(setup.task, "train", setup.world),
+        setup.world,
+        micro_batch_size=train.micro_batch_size,
+        accumulation_steps=int(train.accumulation_steps),
+        seed=setup.config.run.seed,
+    )
+    return list(itertools.islice(batches, 8))
+
+
 def baseline(setup: Setup) -> Loop:
     """The loop that an expert writes for one precision and strategy; it logs nothing."""
     world = setup.world
@@ -178,10 +196,13 @@ def baseline(setup: Setup) -> Loop:
         model = DistributedDataParallel(
             module, gradient_as_bucket_view=True, broadcast_buffers=False
         )
+    if setup.strategy == "fsdp":
+        policy = MixedPrecisionPolicy(DTYPES[setup.precision], torch.float32)
+        model = fully_shard(module, mp_policy=policy)
     optimizer = setup.optimizer(model)
     set_rate = setup.schedule()
     autocast: AbstractContextManager[Any] = nullcontext()
-    if setup.precision != "fp32":
+    if setup.precision != "fp32" and setup.strategy != "fsdp":
         autocast = torch.autocast(world.device.type, dtype=DTYPES[setup.precision])
     scaler = None
     if setup.precision == "fp16":
@@ -193,6 +214,8 @@ def baseline(setup: Setup) -> Loop:
             sync: AbstractContextManager[Any] = nullcontext()
             if setup.strategy == "ddp" and not is_last:
                 sync = model.no_sync()  # type: ignore[operator]
+            if setup.strategy == "fsdp":
+                model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
             with sync:
                 with autocast:
                     loss = setup.task.loss_sum(model, batch, "mean") / len(micro_batches)

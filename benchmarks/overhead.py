@@ -27,15 +27,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from benchmarks import harness, loops, report
+from benchmarks import explain, harness, loops, report
 from benchmarks.loops import Loop, Setup
 from benchmarks.peers import accelerate, fabric
 from benchmarks.report import BASELINE, OURS, PEERS, interval, median
-from dist_amp.data import build_batches
 from dist_amp.precision import DTYPES
 from dist_amp.settings import DataConfig
 from dist_amp.supervise.command_line import Parser
-from dist_amp.task import build_split
 from dist_amp.world import World
 
 AGAIN = "baseline again"
@@ -100,7 +98,7 @@ def measure(world: World, cell: Cell, rounds: int) -> dict[str, Any]:
     Every rank calls it; rank 0's result counts.
     """
     setup = build_setup(cell, world)
-    data = steps_of_data(setup)
+    data = loops.steps_of_data(setup)
     rows: dict[str, dict[str, Any]] = {}
     built: dict[str, Loop] = {}
     path: Steps = []
@@ -128,15 +126,6 @@ def measure(world: World, cell: Cell, rounds: int) -> dict[str, Any]:
         for name, seconds in timed_rounds(world, built, data, rounds).items():
             rows[name]["seconds"] = seconds
     return {**cell._asdict(), "loops": rows}
-
-
-def steps_of_data(setup: Setup) -> list[Any]:
-    """The same eight steps for every loop."""
-    split = build_split(setup.task, "train", setup.world)
-    sizes = {"micro_batch_size": setup.config.train.micro_batch_size}
-    sizes |= {"accumulation_steps": ACCUMULATION, "seed": setup.config.run.seed}
-    batches = build_batches(setup.config.data, setup.task, split, setup.world, **sizes)
-    return list(itertools.islice(batches, 8))
 
 
 def host_reads(loop: Loop, micro_batches: Sequence[Any]) -> int:
@@ -277,7 +266,12 @@ def main(words: Sequence[str]) -> None:
     add("--rounds", type=harness.at_least(6), default=20, metavar="N", help=text)
     text = "write overhead.json and overhead.md there; default: only print"
     add("--out", type=Path, metavar="DIR", help=text)
+    text = "count what a step of the main job calls, by component, in place of timing it"
+    add("--explain", action="store_true", help=text)
     options = parser.parse_args(words)
+    if options.explain:
+        print(explain.tables(options.precisions, ACCUMULATION), end="")
+        return
     found: dict[str, Any] = report.about(torch.device("cpu"), "accelerate", "lightning-fabric")
     found |= {"rounds": options.rounds, "cells": []}
     text = report.machine_line(found)
