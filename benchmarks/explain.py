@@ -44,6 +44,7 @@ KINDS = ("calls", "C calls", "operations", "allocations", "collectives")
 SHOWN = (*KINDS, "calls at a log", "operations at a log")
 CALL_EVENTS = {"call": "calls", "c_call": "C calls"}
 FORWARD, BACKWARD, CLOCK = "forward and loss", "backward", "clock"
+OF_MODEL = (FORWARD, BACKWARD)
 ITSELF = {"train_step": "train_step itself", "loop": "the loop itself"}
 PASSED_ON = ("Observers.call", "Observers.tell")  # what they call is the component
 
@@ -222,6 +223,11 @@ def tables(precisions: Sequence[str], accumulation: int) -> str:
 Costs = Mapping[str, Mapping[str, int]]  # {component: {kind: number}}
 
 
+def total(loop: Costs, but: Collection[str] = ()) -> Counter[str]:
+    """The sum of each kind over all components but these."""
+    return sum((Counter(loop[name]) for name in loop if name not in but), Counter[str]())
+
+
 def table_of(rows: Costs, by_hand: Costs) -> str:
     """A row for each component, the dearest first, then the sums of both loops."""
 
@@ -229,17 +235,13 @@ def table_of(rows: Costs, by_hand: Costs) -> str:
         cells = {kind: str(numbers.get(kind) or "") for kind in SHOWN}
         return {"component": name, **cells}
 
-    def total(loop: Costs, but: Collection[str] = ()) -> Counter[str]:
-        return sum((Counter(loop[name]) for name in loop if name not in but), Counter[str]())
-
     ordered = sorted(rows, key=lambda name: -rows[name].get("calls", 0))
-    of_model = (FORWARD, BACKWARD)
     return report.table(
         [
             *(line(name, rows[name]) for name in ordered),
-            line("all but forward and backward", total(rows, of_model)),
-            line("by hand, likewise", total(by_hand, of_model)),
-            line("forward and backward by hand", total(by_hand) - total(by_hand, of_model)),
+            line("all but forward and backward", total(rows, OF_MODEL)),
+            line("by hand, likewise", total(by_hand, OF_MODEL)),
+            line("forward and backward by hand", total(by_hand) - total(by_hand, OF_MODEL)),
         ],
         left=1,
     )

@@ -198,7 +198,8 @@ def baseline(setup: Setup) -> Loop:
         )
     if setup.strategy == "fsdp":
         policy = MixedPrecisionPolicy(DTYPES[setup.precision], torch.float32)
-        model = fully_shard(module, mp_policy=policy)
+        for part in (*setup.blocks(module), module):
+            model = fully_shard(part, mp_policy=policy)
     optimizer = setup.optimizer(model)
     set_rate = setup.schedule()
     autocast: AbstractContextManager[Any] = nullcontext()
