@@ -21,7 +21,9 @@ from dist_amp.errors import ConfigError
 
 Forward = Callable[..., Any]
 
-Copies = dict[tuple[nn.Module, str], Tensor]  # by the module and the name of a buffer
+# By the module and the name of a buffer: what the second run gets; a count of writes in place.
+Copies = dict[tuple[nn.Module, str], Tensor]
+Versions = dict[tuple[nn.Module, str], tuple[Tensor, int]]
 
 # What "selective" keeps besides attention: operations that take long for their results' bytes. Not
 # batched products: attention's scores, where they are one, have many bytes for little arithmetic
@@ -80,9 +82,10 @@ def recomputed(block: nn.Module, selective: bool = False) -> Forward:
         if torch.compiler.is_compiling():
             return checkpoint(forward, *args, **options, **kwargs)
         copies = buffers.copies()
+        others = buffers.versions(copies)
         around = partial(with_buffers, copies)
         outputs = checkpoint(forward, *args, use_reentrant=False, context_fn=around, **kwargs)
-        buffers.note_written(copies)
+        buffers.note_written(copies, others)
         return outputs
 
     return call
@@ -99,11 +102,16 @@ def policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def version_of(tensor: Tensor) -> int:
+    """How often the tensor was written to in place; 0 where torch does not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 class Buffers:
     """A block's buffers: its second run finds them as the first one did, and does not change them.
 
     Which of them a forward writes to is taken from the first forward of a mode (training or not):
-    comparing values reads the device.
+    comparing values reads the device. Later ones only compare torch's counts of writes in place.
     """
 
     def __init__(self, block: nn.Module):
@@ -120,8 +128,26 @@ class Buffers:
         places = self._written.get(self._block.training, self._places)
         return {(owner, name): getattr(owner, name).clone() for owner, name in places}
 
-    def note_written(self, copies: Copies) -> None:
-        """After a mode's first forward: note which of the buffers it changed."""
+    def versions(self, copies: Copies) -> Versions:
+        """The buffers that have no copy, each with its count of writes in place."""
+        tensors = {place: getattr(*place) for place in self._places if place not in copies}
+        return {place: (tensor, version_of(tensor)) for place, tensor in tensors.items()}
+
+    def note_written(self, copies: Copies, others: Versions) -> None:
+        """After a forward: the second run takes what it replaced; the first of a mode notes writes.
+
+        Errors: ConfigError for a write in place that the first forward of the mode had not made.
+        """
+        for (owner, name), (tensor, version) in others.items():
+            if getattr(owner, name) is not tensor:
+                copies[owner, name] = tensor
+            if version_of(tensor) != version:
+                raise ConfigError(
+                    f"parallel.activation_checkpointing: a {type(owner).__name__} writes to its "
+                    f"buffer {name} in place, but not in its first forward, so that backward would "
+                    f"recompute with the new values; assign a new tensor (self.{name} = ...), or "
+                    "use none"
+                )
         if self._block.training not in self._written:
             self._written[self._block.training] = [
                 (owner, name)

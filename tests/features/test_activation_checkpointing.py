@@ -1,5 +1,7 @@
 """What blocks that recompute in backward keep, and that they change no gradient or buffer."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from tiny import Rows, Tiny
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
+from dist_amp.errors import ConfigError
 from dist_amp.scaling.activation_checkpointing import policy, recomputed
 
 
@@ -73,6 +76,48 @@ def test_a_buffer_that_is_first_written_to_later_is_still_updated_once():
         block.momentum = momentum
         block(torch.tensor([[0.0, 4.0], [4.0, 0.0]], requires_grad=True)).sum().backward()
     assert block.running_mean.tolist() == [1.5, 1.5]
+
+
+class WritesLater(nn.Module):
+    """Its second and later forwards change a buffer after reading it, by assignment or in place."""
+
+    def __init__(self, in_place):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.in_place = in_place
+        self.is_first = True
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x):
+        y = torch.sin(self.linear(x) * self.scale)
+        if self.in_place and not self.is_first:
+            self.scale.mul_(2)
+        elif not self.is_first and torch.is_grad_enabled():
+            self.scale = self.scale * 2
+        self.is_first = False
+        return y
+
+
+def gradient_after_two_forwards(block):
+    for _ in range(2):
+        block(torch.ones(4, 8)).square().sum().backward()
+    return [block.linear.weight.grad, block.scale]
+
+
+def test_a_buffer_that_a_later_forward_replaces_gives_the_gradients_of_none():
+    torch.manual_seed(0)
+    plain = WritesLater(in_place=False)
+    block = copy.deepcopy(plain)
+    block.forward = recomputed(block)
+    assert_equal(gradient_after_two_forwards(block), gradient_after_two_forwards(plain))
+
+
+@pytest.mark.bad_input("a block that writes to a buffer in place, but not in its first forward")
+def test_a_buffer_that_only_a_later_forward_writes_to_in_place_is_refused():
+    block = WritesLater(in_place=True)
+    block.forward = recomputed(block)
+    with pytest.raises(ConfigError, match="WritesLater writes to its buffer scale in place"):
+        gradient_after_two_forwards(block)
 
 
 class Attention(nn.Module):
