@@ -5,7 +5,7 @@ device reaches the next one, so time in which a slow host leaves the device idle
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -26,7 +26,6 @@ class PhaseClock:
 
     def __init__(self, device: torch.device | None = None):
         self.on_gpu = device is not None and device.type == "cuda" and torch.cuda.is_available()
-        self.on_enter: Callable[[str], object] | None = None  # called with each phase that begins
         self.restart()
 
     def restart(self) -> None:
@@ -48,8 +47,6 @@ class PhaseClock:
         if not self._held:
             self._lap.end(before, self._now())
             self._phase = phase
-            if self.on_enter is not None:
-                self.on_enter(phase)
         return before
 
     @contextmanager

@@ -151,15 +151,12 @@ def weights_of(task: Task, micro_batches: Sequence[Any], device: torch.device) -
     """What each of this rank's micro-batches counts: [micro-batches] float32 on the device."""
     if not micro_batches:
         raise DataError("train_step got no micro-batches; give it those of next(run.data)")
-    weights = [0.0 if isinstance(batch, Padding) else task.weight(batch) for batch in micro_batches]
-    for weight in weights:
+    weights = []
+    for batch in micro_batches:
+        weight = 0.0 if isinstance(batch, Padding) else task.weight(batch)
         check_weight(weight)
-    if not any(isinstance(weight, Tensor) for weight in weights):
-        # One copy in place of a kernel for each; from pinned memory, so that the host goes on.
-        numbers = [float(weight) for weight in weights]
-        on_host = torch.tensor(numbers, dtype=torch.float32, pin_memory=device.type == "cuda")
-        return on_host.to(device, non_blocking=True)
-    return torch.stack([as_scalar(weight, device).float() for weight in weights])
+        weights.append(as_scalar(weight, device).float())
+    return torch.stack(weights)
 
 
 def loss_of(task: Task, model: nn.Module, batch: Any, device: torch.device) -> Tensor:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._C._autograd import DeviceType  # has no public name; diagnostics only
@@ -34,18 +35,17 @@ MAX_ALLOCATIONS = 100_000  # kept; several KB of host memory each, by torch's do
 @contextmanager
 def phases_as_ranges(clock: PhaseClock) -> Iterator[None]:
     """Inside, which begins in "other", the phases of a clock are ranges of the profiler."""
+    enter = type(clock).enter
     with ExitStack() as ranges:
+        ranges.enter_context(record_function("other"))
 
-        def begin(phase: str) -> None:
+        def enter_with_range(phase: str) -> str:
             ranges.close()
             ranges.enter_context(record_function(phase))
+            return enter(clock, phase)
 
-        begin("other")
-        clock.on_enter = begin
-        try:
+        with patch.object(clock, "enter", enter_with_range):
             yield
-        finally:
-            clock.on_enter = None
 
 
 class Profile(Observer):

@@ -21,9 +21,7 @@ from dist_amp.errors import ConfigError
 
 Forward = Callable[..., Any]
 
-# By the module and the name of a buffer: what the second run gets; a count of writes in place.
-Copies = dict[tuple[nn.Module, str], Tensor]
-Versions = dict[tuple[nn.Module, str], tuple[Tensor, int]]
+Copies = dict[tuple[nn.Module, str], Tensor]  # by the module and the name of a buffer
 
 # What "selective" keeps besides attention: operations that take long for their results' bytes. Not
 # batched products: attention's scores, where they are one, have many bytes for little arithmetic
@@ -102,11 +100,6 @@ def policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def version_of(tensor: Tensor) -> int:
-    """How often the tensor was written to in place; 0 where torch does not count."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
 class Buffers:
     """A block's buffers: its second run finds them as the first one did, and does not change them.
 
@@ -128,25 +121,23 @@ class Buffers:
         places = self._written.get(self._block.training, self._places)
         return {(owner, name): getattr(owner, name).clone() for owner, name in places}
 
-    def versions(self, copies: Copies) -> Versions:
+    def versions(self, copies: Copies) -> dict[Any, tuple[Tensor, int]]:
         """The buffers that have no copy, each with its count of writes in place."""
         tensors = {place: getattr(*place) for place in self._places if place not in copies}
-        return {place: (tensor, version_of(tensor)) for place, tensor in tensors.items()}
+        return {place: (tensor, tensor._version) for place, tensor in tensors.items()}
 
-    def note_written(self, copies: Copies, others: Versions) -> None:
+    def note_written(self, copies: Copies, others: dict[Any, tuple[Tensor, int]]) -> None:
         """After a forward: the second run takes what it replaced; the first of a mode notes writes.
 
-        Errors: ConfigError for a write in place that the first forward of the mode had not made.
+        Errors: ConfigError for a write in place that the first had not made.
         """
         for (owner, name), (tensor, version) in others.items():
             if getattr(owner, name) is not tensor:
                 copies[owner, name] = tensor
-            if version_of(tensor) != version:
+            if tensor._version != version:
                 raise ConfigError(
-                    f"parallel.activation_checkpointing: a {type(owner).__name__} writes to its "
-                    f"buffer {name} in place, but not in its first forward, so that backward would "
-                    f"recompute with the new values; assign a new tensor (self.{name} = ...), or "
-                    "use none"
+                    f"parallel.activation_checkpointing: {type(owner).__name__}.{name} is written in "
+                    f"place, but not in the first forward; assign a new tensor, or use none"
                 )
         if self._block.training not in self._written:
             self._written[self._block.training] = [

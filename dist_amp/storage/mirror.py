@@ -436,13 +436,13 @@ def mirrored(config: RunConfig, job: Any) -> Iterator[None]:
         claim.record["written_by"] = claim.record["id"]
     world.say(f"local  {folder}, uploaded to {address}")
     mirror.uploads.start()
-    job.call_at_end(partial(mirror.finish, config.timeout_seconds, True))
+    job.at_end = partial(mirror.finish, config.timeout_seconds, True)
     try:
         yield
     except KeyboardInterrupt:  # the second Ctrl-C
-        job.call_at_end(mirror.close)
+        job.at_end = mirror.close
         raise
-    job.call_at_end(partial(mirror.finish, config.timeout_seconds, False))
+    job.at_end = partial(mirror.finish, config.timeout_seconds, False)
 
 
 def on_all_ranks(world: World, address: str, call: Callable[[Store], T] | None) -> T | None:

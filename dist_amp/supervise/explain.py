@@ -49,8 +49,6 @@ _NO_KERNEL = re.compile("could not create a primitive|not implemented for '(BFlo
 
 _SHARDS = re.compile("mixed torch.Tensor and DTensor|FSDP does not support deepcopy")
 
-_MIXED_DTYPES = re.compile("have the same dtype|expected scalar type")
-
 # The messages besides torch.OutOfMemoryError's: the CPU's, and those of libraries on a GPU.
 _OUT_OF_MEMORY = re.compile(
     r"can't allocate memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
@@ -112,14 +110,6 @@ def explain_data(error: BaseException, rank: int, run: Run | None = None) -> Bas
             f"rank {rank}: the task looks for {error.args[0]!r} in a batch that has "
             f"{', '.join(map(str, batch))} ({in_one_line(error)}); rename it there or in the "
             "dataset, or make such a batch in collate(samples)"
-        )
-    inside = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if _MIXED_DTYPES.search(str(error)) and torch.autograd.function.__file__ in inside:
-        return DataError(
-            f"rank {rank}: a torch.autograd.Function mixes dtypes, since autocast casts neither "
-            f"what it saves nor its backward ({in_one_line(error)}); decorate its forward with "
-            "torch.amp.custom_fwd(cast_inputs=torch.float32) and its backward with custom_bwd, or "
-            "use --use_amp false"
         )
     # Raised some kernels later, so the micro-batch is not known.
     if "device-side assert" in str(error):

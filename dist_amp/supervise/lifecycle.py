@@ -48,16 +48,12 @@ class Job:
     folder: Path | None = None
     run: ScriptRun | None = None
     status: int | None = None
-    at_end: Callable[[], object] = nullcontext
+    at_end: Callable[[], object] = nullcontext  # once this process has left its groups
 
     @property
     def steps_taken(self) -> int:
         """-1 before there is a run."""
         return self.run.step if self.run is not None else -1
-
-    def call_at_end(self, finish: Callable[[], object]) -> None:
-        """Call it, in place of any before, once this process has left its groups."""
-        self.at_end = finish
 
     def close(self) -> None:
         if self.run is not None:
