@@ -79,8 +79,7 @@ def recomputed(block: nn.Module, selective: bool = False) -> Forward:
         # Compiled code updates buffers once, and takes only torch's contexts.
         if torch.compiler.is_compiling():
             return checkpoint(forward, *args, **options, **kwargs)
-        copies = buffers.copies()
-        others = buffers.versions(copies)
+        copies, others = buffers.before()
         around = partial(with_buffers, copies)
         outputs = checkpoint(forward, *args, use_reentrant=False, context_fn=around, **kwargs)
         buffers.note_written(copies, others)
@@ -116,15 +115,12 @@ class Buffers:
         ]
         self._written: dict[bool, list[tuple[nn.Module, str]]] = {}  # by the mode
 
-    def copies(self) -> Copies:
-        """Copies of those that a forward may write to."""
+    def before(self) -> tuple[Copies, dict[Any, tuple[Tensor, int]]]:
+        """Copies of those that a forward may write to; the others, each with its write count."""
         places = self._written.get(self._block.training, self._places)
-        return {(owner, name): getattr(owner, name).clone() for owner, name in places}
-
-    def versions(self, copies: Copies) -> dict[Any, tuple[Tensor, int]]:
-        """The buffers that have no copy, each with its count of writes in place."""
-        tensors = {place: getattr(*place) for place in self._places if place not in copies}
-        return {place: (tensor, tensor._version) for place, tensor in tensors.items()}
+        copies = {(owner, name): getattr(owner, name).clone() for owner, name in places}
+        others = {place: getattr(*place) for place in self._places if place not in copies}
+        return copies, {place: (tensor, tensor._version) for place, tensor in others.items()}
 
     def note_written(self, copies: Copies, others: dict[Any, tuple[Tensor, int]]) -> None:
         """After a forward: the second run takes what it replaced; the first of a mode notes writes.
@@ -136,8 +132,8 @@ class Buffers:
                 copies[owner, name] = tensor
             if tensor._version != version:
                 raise ConfigError(
-                    f"parallel.activation_checkpointing: {type(owner).__name__}.{name} is written in "
-                    f"place, but not in the first forward; assign a new tensor, or use none"
+                    f"parallel.activation_checkpointing: {type(owner).__name__}.{name} is written "
+                    "in place, but not in the first forward; assign a new tensor, or use none"
                 )
         if self._block.training not in self._written:
             self._written[self._block.training] = [
