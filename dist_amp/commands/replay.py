@@ -86,7 +86,7 @@ class Replay:
         if micro_batches is None:
             micro_batches = next(run.data)
         report = train_step(run, micro_batches)
-        run.metrics.after_step(report)
+        run.metrics.record(report)
         self.callbacks.after_step(report, micro_batches)
         if self.tolerance:
             after = random_state(run.world.device)

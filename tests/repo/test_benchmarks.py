@@ -17,7 +17,7 @@ from benchmarks import amp, gpu, harness, overhead, padding, shuffle
 from benchmarks.__main__ import BENCHES
 from benchmarks.__main__ import main as bench
 from benchmarks.amp import FP32, INFERENCE, TRAIN, parity
-from benchmarks.loops import Loop, baseline
+from benchmarks.loops import Loop, baseline, steps_of_data
 from benchmarks.overhead import AGAIN, TELEMETRY, Cell, verdict
 from benchmarks.report import BASELINE, PEERS, median_interval
 from dist_amp.errors import ConfigError, DataError
@@ -155,7 +155,7 @@ def test_overhead_reports_parity_host_reads_and_a_verdict_in_every_precision(
 
 def test_a_loop_with_another_learning_rate_drifts_and_one_that_runs_another_cell_is_refused():
     setup = overhead.build_setup(TINY, World())
-    steps = overhead.steps_of_data(setup)
+    steps = steps_of_data(setup)
     path = []
     assert overhead.drift_of(baseline(setup), steps, path) == 0
     late = replace(setup.config.optim, warmup_steps=setup.config.optim.warmup_steps + 1)

@@ -197,7 +197,7 @@ def work_of_a_step(size, strategy):
         stop.every_poll = True  # else it depends on the time that the steps take
 
         def step():
-            run.metrics.after_step(train_step(run, next(run.data)))
+            run.metrics.record(train_step(run, next(run.data)))
             stop.poll()
 
         for _ in range(3):
