@@ -229,7 +229,7 @@ def total(loop: Costs, but: Collection[str] = ()) -> Counter[str]:
 
 
 def table_of(rows: Costs, by_hand: Costs) -> str:
-    """A row for each component, the dearest first, then the sums of both loops."""
+    """A row for each component, most calls first, then the sums of both loops."""
 
     def line(name: str, numbers: Mapping[str, int]) -> dict[str, str]:
         cells = {kind: str(numbers.get(kind) or "") for kind in SHOWN}

@@ -84,7 +84,7 @@ def draw_in_terminal(curves: dict[str, Series], metric: str) -> None:
     try:
         import plotext
     except ImportError as error:
-        raise ConfigError("a terminal's chart needs plotext: pip install 'plotext<6'") from error
+        raise ConfigError("terminal plots need plotext: pip install 'plotext<6'") from error
     plotext.clear_figure()  # plotext keeps the curves of an earlier call
     in_colour = sys.stdout.isatty()
     for number, (name, (steps, values)) in enumerate(curves.items()):

@@ -234,7 +234,8 @@ def line_numbers(toml: str) -> dict[str, int]:
         with suppress(tomllib.TOMLDecodeError):  # a value that goes on in the next line
             if statement.lstrip().startswith("["):
                 header, statement = statement, ""
-            lines |= dict.fromkeys(dict(leaves(tomllib.loads(header + statement))), begin)
+            table = tomllib.loads(header + statement)
+            lines |= dict.fromkeys(dict(leaves(table)), begin)
             begin = number + 1
             statement = ""
     return lines

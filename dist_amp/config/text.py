@@ -24,7 +24,7 @@ def to_toml(config: Config) -> str:
     """The config as TOML that `--config` reads back, without secrets."""
     import tomli_w
 
-    return tomli_w.dumps(hidden(asdict(config, dict_factory=_without_none)))
+    return tomli_w.dumps(hidden(asdict(config, dict_factory=_for_toml)))
 
 
 def hidden(value: Any, name: str = "") -> Any:
@@ -52,8 +52,8 @@ def command_line(words: Sequence[str]) -> str:
     return shlex.join(shown)
 
 
-def _without_none(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Only what TOML can hold; a value that no setting can have, such as None, is a default."""
+def _for_toml(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Leaves out what TOML can't hold, such as None: no setting can give it, so it is a default."""
     kinds = (str, int, float, list, tuple, dict, date, time)
     kept = {name: value for name, value in items if isinstance(value, kinds)}
     paths = {name: str(value) for name, value in items if isinstance(value, Path)}

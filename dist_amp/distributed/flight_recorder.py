@@ -10,7 +10,7 @@ import torch
 
 DUMPS = {"nccl": "_dump_nccl_trace_json", "gloo": "_dump_fr_trace_json"}
 
-# A backend's own timeout names no rank, so the watchdog, which does, comes first: it takes 15 s.
+# A backend's timeout names no rank, so the watchdog, which does, comes first. Assumed: 15 s.
 MARGIN_SECONDS = 60.0
 
 # torch's own default; 1 MB as JSON. Measured on one gloo rank: 4 to 5 us per collective.

@@ -17,10 +17,7 @@ A_DAY = timedelta(days=1)  # for collectives whose slowest rank takes as long as
 def join(
     rank: int, world_size: int, device: torch.device, timeout_seconds: float
 ) -> Iterator[timedelta]:
-    """Make the default process group of all ranks, gloo and NCCL on GPUs; the block makes more.
-
-    Yields the timeout of its collectives, once all are connected.
-    """
+    """Make the default process group, gloo, and NCCL on GPUs; yields its timeout once connected."""
     backend = "gloo"
     device_id = None
     if device.type == "cuda":

@@ -83,10 +83,12 @@ def explained(error: BaseException, job: Job, watchdog: Any) -> BaseException:
 
 def end_failed(error: BaseException, job: Job, is_shown: bool = False) -> int:
     """Print the error, unless it is shown elsewhere, and write the summary; the exit status."""
-    run, folder = job.run, job.folder
+    run = job.run
+    folder = job.folder
     step = max(job.steps_taken, 0)
     at_start = run is None or step == (run.resumed_from_step or 0)
-    status, is_first = getattr(error, "exit_code", 1), True
+    status = getattr(error, "exit_code", 1)
+    is_first = True
     if not is_shown:
         status, is_first = report_failure(error, job.world, step, at_start)
     with suppress(OSError):  # the folder may not even be readable, or its disk hangs

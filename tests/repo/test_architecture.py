@@ -12,11 +12,39 @@ from architecture import BUDGETS, figures, files, imports_of, modules_imported, 
 from torch.distributed.fsdp import FSDPModule
 
 # Lower ones first; a file imports from its own folder, or from what stands before it.
-ORDER = """
-    __init__ errors settings files distributed clock world config task loading optimizers precision
-    optim scaling parallel data telemetry step bit_exact storage checkpoint run diagnostics
-    supervise record train sources tasks verify commands bench
-""".split()
+ORDER = (
+    "__init__",
+    "errors",
+    "settings",
+    "files",
+    "distributed",
+    "clock",
+    "world",
+    "config",
+    "task",
+    "loading",
+    "optimizers",
+    "precision",
+    "optim",
+    "scaling",
+    "parallel",
+    "data",
+    "telemetry",
+    "step",
+    "bit_exact",
+    "storage",
+    "checkpoint",
+    "run",
+    "diagnostics",
+    "supervise",
+    "record",
+    "train",
+    "sources",
+    "tasks",
+    "verify",
+    "commands",
+    "bench",
+)
 IMPORTED_BY_NOTHING_ABOVE = {"sources", "tasks", "verify", "commands", "train"}
 
 HEAVY = {  # package: the files that may import it
