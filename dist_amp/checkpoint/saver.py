@@ -1,4 +1,17 @@
-"""Saves checkpoints: all ranks write one together, complete or not at all, with one outcome."""
+"""Saves checkpoints: all ranks write one together, complete or not at all, with one outcome.
+
+A save has three parts. `take_snapshot` collects the state of all ranks while training waits. With
+checkpoint.async_save it is then copied to host memory (background.py), and training continues. A
+thread of each rank writes it, by `write`, in stages: a folder with a temporary name, this rank's
+shards and their hashes, the manifest, the rename, the removal of old checkpoints. After each stage
+all ranks exchange how it went, over a process group of their own, so that one that fails ends the
+save on all.
+
+The outcome is known at a log step, or when the next save begins. A save that fails costs a
+checkpoint and not the run, unless it is the last one. If no rank ends a stage for
+run.timeout_seconds, the save is stuck: nothing can end its threads, so no other save starts, and
+the run ends with the next one.
+"""
 
 import shutil
 import warnings
@@ -17,9 +30,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 
 from dist_amp.checkpoint.format import (
     CONFIG,
+    MANIFEST,
     Entry,
+    checkpoint_folder,
     hash_files,
-    integrity_error,
     metric_name,
     publish,
     quarantine_after,
@@ -34,6 +48,8 @@ from dist_amp.step import Run
 from dist_amp.telemetry.observer import Observer
 from dist_amp.telemetry.step_report import LogRow
 from dist_amp.world import World
+
+Enter = Callable[[str], object]  # is told the stage that this rank works on, or "" if it waits
 
 
 class Saver(Observer):
@@ -52,36 +68,37 @@ class Saver(Observer):
         self._planner._cached_plans_key = uuid4().hex  # torch's is shared by all runs of a process
         self._staging: Any = None
         self._unsaved = Unsaved(run)
+        self._written: Any = None  # the folder of the latest that was written
 
     def save(self, wait: bool) -> None:
         """Save the state; every rank calls it. wait: until it is written. Errors: Failure."""
-        with self._run.world.clock.hold("checkpoint"):
-            # A run whose saves stay stuck would lose ever more steps.
-            must_succeed = wait or (self.pending is not None and bool(self.pending.why))
+        from dist_amp.checkpoint.background import Save, Staging
+
+        run = self._run
+        with run.world.clock.hold("checkpoint"):
+            was_stuck = self.pending is not None and self.pending.stuck
             self.finish()
             self._unsaved.compare()
-            snapshot = take_snapshot(self._run)
-            may_exist = self._run.step in (self.saved_step, self._run.resumed_from_step)
-            self.saved_step = self._run.step
-            work = partial(write, world=self._run.world, planner=self._planner, may_exist=may_exist)
-            from dist_amp.checkpoint.background import Staging
-
-            staging = None
-            if self._run.config.checkpoint.async_save and not wait:
-                staging = self._staging = self._staging or Staging(self._run.world.device)
-            self._complete(partial(self._start, snapshot, work, staging), must_succeed)
-            if staging is None:
-                self.finish(must_succeed=wait)
-            if problem := best_metric_problem(self._run):
+            folder = checkpoint_folder(run.folder, run.step)
+            if self.pending is not None:
+                if wait or was_stuck:
+                    raise Transient(f"{folder} could not be written: {self.pending.stuck}")
+                return
+            self.saved_step = run.step
+            is_there = folder in (self._written, run.resumed_from)
+            if not is_there or not run.world.from_main((folder / MANIFEST).exists()):
+                if run.config.checkpoint.async_save and not wait:
+                    self._staging = self._staging or Staging(run.world.device)
+                    staging = self._staging
+                else:
+                    staging = None
+                work = partial(write, world=run.world, planner=self._planner)
+                self.pending = Save(run, take_snapshot(run), work, staging)
+                if staging is None:
+                    self.finish(must_succeed=wait)
+            if problem := best_metric_problem(run):
                 self.finish(must_succeed=True)
                 raise ConfigError(problem)
-
-    def _start(self, snapshot: Snapshot, work: Callable[..., None], staging: Any) -> None:
-        from dist_amp.checkpoint.background import Save
-
-        if self.pending is not None:
-            raise Transient(f"{snapshot.folder} could not be written: {self.pending.why}")
-        self.pending = Save(self._run, snapshot, work, staging)
 
     def is_done(self) -> bool:
         """Whether nothing is being written by this rank, as far as is known."""
@@ -93,37 +110,31 @@ class Saver(Observer):
             self.finish()
 
     def finish(self, must_succeed: bool = False) -> None:
-        """Wait for the pending save, until it ends or is stuck."""
-        if self.pending is not None:
-            self._complete(self._result, must_succeed)
+        """Wait for the pending save, until it ends or is stuck; every rank calls it.
 
-    def _result(self) -> None:
-        pending = self.pending
-        self.pending = None
-        try:
-            pending.result()
-        finally:
-            if pending.why:  # it is stuck
-                self.pending = pending
-
-    def _complete(self, work: Callable[[], Any], must_succeed: bool = False) -> None:
-        """A run trains on without one of its checkpoints: it has the one before.
-
-        Errors: Failure if `work` fails and must not.
+        Errors: Failure if it fails and must not, or is stuck and writes what the next step changes.
         """
+        pending = self.pending
+        if pending is None:
+            return
+        then = "tries again at the next one"
         try:
-            work()
+            pending.wait()
+            if not pending.stuck:
+                self._written = pending.folder
         except Failure as error:
-            if must_succeed:
+            if must_succeed or (pending.stuck and not pending.is_copy):
                 raise
-            then = "tries again at the next one"
-            if self.pending is not None:  # it is stuck
-                then = "trains on, and ends the run if that save has not ended at the next one"
+            if pending.stuck:
+                then = "trains on, and ends if that save has not ended at the next one"
             self._run.world.warn(f"{error}; the run {then}")
+        finally:
+            if not pending.stuck:
+                self.pending = None
 
     def close(self, error: BaseException | None = None) -> None:
         """Wait for the pending save; only briefly if ranks may have diverged: writing needs all."""
-        if self.pending is None or self.pending.why:
+        if self.pending is None or self.pending.stuck:
             return
         seconds = 5.0
         if error is None or isinstance(error, Failure):
@@ -151,7 +162,7 @@ def best_metric_problem(run: Run) -> str:
     return f"the task's best_metric={best!r} {rule}"
 
 
-def write(snapshot: Snapshot, world: World, planner: DefaultSavePlanner, may_exist: bool) -> None:
+def write(snapshot: Snapshot, world: World, planner: DefaultSavePlanner, enter: Enter) -> None:
     """Write and publish a checkpoint; every rank calls it. Errors: Failure on all if one fails."""
     final = snapshot.folder
     run_folder = final.parent.parent
@@ -160,20 +171,15 @@ def write(snapshot: Snapshot, world: World, planner: DefaultSavePlanner, may_exi
     if "://" in run_dir(run_folder):  # each node has a folder of its own
         leads = world.local_rank == 0
 
-    def find_saved() -> bool:
-        """Whether the state is saved, as after a resume; what else is there is renamed."""
-        if not world.is_main or (may_exist and not integrity_error(final)):
-            return True
-        for path in quarantine_after(run_folder, snapshot.manifest.step - 1):
-            world.warn(f"{path} is damaged, or of another run: it keeps this name")
-        return False
-
     def make_folder() -> None:
+        if world.is_main:
+            for path in quarantine_after(run_folder, snapshot.manifest.step - 1):
+                world.warn(f"{path} is damaged, or of another run: it keeps this name")
+        elif leads:
+            shutil.rmtree(final, ignore_errors=True)
         if leads:
             # What a run that was killed while it wrote has left.
             shutil.rmtree(temporary, ignore_errors=True)
-            if not world.is_main:  # the main node has renamed its own
-                shutil.rmtree(final, ignore_errors=True)
             temporary.mkdir(parents=True)
             sync_folder(run_folder)
             write_synced(temporary / CONFIG, snapshot.config)
@@ -192,33 +198,24 @@ def write(snapshot: Snapshot, world: World, planner: DefaultSavePlanner, may_exi
             process_group=world.background,
             no_dist=world.world_size == 1,
         )
-        if not snapshot.state:
-            raise Failure("training has continued meanwhile")
         paths = list(temporary.glob(f"__{world.rank}_*"))
         if world.is_main:
             paths += [temporary / CONFIG, temporary / ".metadata"]
         return hash_files(paths)
 
+    def finish() -> None:
+        if leads:
+            publish(temporary, final, replace(snapshot.manifest, files=files))
+            for problem in remove_old_checkpoints(run_folder, snapshot.keep, snapshot.best_metric):
+                world.warn(problem)
+
     try:
-        # A stage may fail on one rank only: all ranks agree on its outcome before the next
-        # collective stage.
-        if on_all_ranks(world, find_saved)[0]:
-            return
-        on_all_ranks(world, make_folder)
-        on_all_ranks(world, find_folder)
+        on_all_ranks(world, enter, make_folder)
+        on_all_ranks(world, enter, find_folder)
         files: dict[str, Entry] = {}
-        for entries in on_all_ranks(world, write_shards):
+        for entries in on_all_ranks(world, enter, write_shards):
             files |= entries
-
-        def finish() -> None:
-            if leads:
-                publish(temporary, final, replace(snapshot.manifest, files=files))
-                for problem in remove_old_checkpoints(
-                    run_folder, snapshot.keep, snapshot.best_metric
-                ):
-                    world.warn(problem)
-
-        on_all_ranks(world, finish)
+        on_all_ranks(world, enter, finish)
     except Failure as error:
         if leads:
             # The partial files may be what fills the disk.
@@ -228,16 +225,18 @@ def write(snapshot: Snapshot, world: World, planner: DefaultSavePlanner, may_exi
         ) from error
 
 
-def on_all_ranks(world: World, work: Callable[[], Any]) -> list[Any]:
-    """All ranks' results of `work`, in rank order. Errors: Failure on all ranks if one fails."""
+def on_all_ranks(world: World, enter: Enter, stage: Callable[[], Any]) -> list[Any]:
+    """All ranks' results of a stage, in rank order. Errors: Failure on all ranks if one fails."""
     result = None
     failure = ""
+    enter(stage.__name__)
     try:
-        result = work()
+        result = stage()
     except CheckpointException as error:  # raised on all ranks for what failed on one
         failure = f"rank {next(iter(error.failures), world.rank)}: {reason(error)}"
     except Exception as error:
         failure = f"rank {world.rank}: {reason(error)}"
+    enter("")
     outcomes = [(result, failure)] * world.world_size
     if world.background is not None:
         dist.all_gather_object(outcomes, (result, failure), group=world.background)

@@ -1,10 +1,10 @@
 """A run whose run.dir is an address, such as s3://bucket/run: a local folder stands for it.
 
-The run reads and writes that folder alone. A thread of each node's first rank puts what is new
-there at the address: a checkpoint's files, under names with their hashes, so that two writers never
-mix them; and once the store has all of them, also those of other nodes, the manifest. So at the
-address too, a checkpoint is complete or absent. What fails is tried again, and what a killed run
-has left is put by the next start on this disk. At a start the folder gets the manifests that are at
+The run reads and writes that folder alone. On each node a thread of the first rank uploads what is
+new there: a checkpoint's files, under names with their hashes, so that two writers never mix them;
+and once the store has all of them, also those of other nodes, the manifest. So at the address too,
+a checkpoint is complete or absent. Uploads that fail are tried again, and what a killed run did not
+upload, the next start in this folder uploads. At a start the folder gets the manifests that are at
 the address, and the logs; a checkpoint's other files are fetched when it is read.
 """
 
@@ -41,14 +41,7 @@ from dist_amp.errors import (
 )
 from dist_amp.files import ADDRESS, only_process, run_dir, write_durably
 from dist_amp.settings import RunConfig
-from dist_amp.storage.store import (
-    RENEW_SECONDS,
-    Claim,
-    Record,
-    Store,
-    newest_claim,
-    take_claim,
-)
+from dist_amp.storage.store import CLAIMS, RENEW_SECONDS, Claim, Record, Store, take_claim
 from dist_amp.world import World
 
 T = TypeVar("T")
@@ -56,20 +49,17 @@ T = TypeVar("T")
 VARIABLE = "DIST_AMP_CACHE"
 # Of stores that let one of two writers create a file.
 USABLE = re.compile(r"(s3|s3a|gs|gcs|az|abfs|abfss|file)://[^:/]*(/((?!::)[^/])+)+")
-INSIDE = "/(?=checkpoints/)"  # what follows a run's address
 MANIFEST = "manifest.json"
 HOLDER = ".lease.json"  # in the local folder: the claim under which it was written last
-STAGING = ".uploading"  # in the local folder: links to the files of a checkpoint that is being put
+STAGING = ".uploading"  # in the local folder: links to the files of a checkpoint on its way
 
 PARALLEL = 4  # files at a time
-POLL_SECONDS = 0.5
 LOG_SECONDS = 30.0  # between uploads of logs: stores can't append, so each takes the whole file
-PAUSES = (1.0, 4.0, 16.0, 30.0)  # after uploads that fail
+# Between uploads: usually, and after one, two and more that fail in a row. The last ones are warned
+# of.
+PAUSES = (0.5, 1.0, 4.0, 16.0, 30.0)
 FETCH_PAUSES = (1.0, 4.0, 0.0)  # after each attempt to fetch a file
-SILENT_SECONDS = 30.0  # without success, before a warning
-
-
-# --- the local folder
+CLOSE_SECONDS = 30.0
 
 
 def local_folder(address: str, ending: str = "") -> Path:
@@ -84,9 +74,8 @@ def local_folder(address: str, ending: str = "") -> Path:
             "file:///FOLDER/RUN, without a password (the store's environment variables have the "
             "credentials); other stores may let two runs create one file"
         )
-    parent = Path(tempfile.gettempdir(), f"dist_amp-{getpass.getuser()}")
-    if VARIABLE in os.environ:
-        parent = Path(os.environ[VARIABLE]).expanduser()
+    temporary = Path(tempfile.gettempdir(), f"dist_amp-{getpass.getuser()}")
+    parent = Path(os.environ.get(VARIABLE, temporary)).expanduser()
     unique = hashlib.sha256(address.encode()).hexdigest()[:8]
     folder = parent / f"{address.rpartition('/')[2]}-{unique}{ending}"
     try:
@@ -104,28 +93,24 @@ def local_folder(address: str, ending: str = "") -> Path:
     return folder
 
 
+# --- from the address
+
+
+def pull(store: Store, folder: Path, claim: Record, is_main: bool) -> None:
+    """Bring the folder up to date, and note the claim under which it is written from now on."""
+    last = last_claim(folder)
+    is_stale = claim["written_by"] not in ("", last.get("id"), last.get("written_by"))
+    if is_stale and is_main:
+        pull_logs(store, folder)
+    pull_manifests(store, folder, is_stale)
+    write_durably(folder / HOLDER, json.dumps({**claim, "is_main": is_main}))
+
+
 def last_claim(folder: Path) -> Record:
     """The claim under which a local folder was written last; empty for a new folder."""
     note = folder / HOLDER
     record: Record = json.loads(note.read_text()) if note.exists() else {}
     return record
-
-
-# --- from the address
-
-
-def pull(store: Store, folder: Path, claim: Record, before: Record, is_main: bool) -> None:
-    """Bring the folder up to date, and note the claim. before: the claim before it."""
-    note = json.dumps({**claim, "is_main": is_main})
-    last = last_claim(folder)
-    written_by = before.get("written_by", before.get("id"))
-    is_stale = bool(before) and written_by not in (last.get("id"), last.get("written_by"))
-    if not is_stale:  # what is only here was not put yet, and stays so if this fails
-        write_durably(folder / HOLDER, note)
-    elif is_main:
-        pull_logs(store, folder)
-    pull_manifests(store, folder, is_stale)
-    write_durably(folder / HOLDER, note)
 
 
 def pull_manifests(store: Store, folder: Path, is_stale: bool) -> None:
@@ -135,7 +120,7 @@ def pull_manifests(store: Store, folder: Path, is_stale: bool) -> None:
     """
     complete = {}
     for checkpoint in checkpoints_at(store):
-        if text := store.read(f"checkpoints/{checkpoint}/{MANIFEST}"):
+        if text := store.read(manifest_of(checkpoint)):
             complete[checkpoint] = text
     for path in folder.glob("checkpoints/step_*") if is_stale else ():
         manifest = path / MANIFEST
@@ -143,8 +128,7 @@ def pull_manifests(store: Store, folder: Path, is_stale: bool) -> None:
             continue
         # A run's, in place of what a command shows, is nowhere else.
         if path.name > max(complete, default="") and (folder / HOLDER).exists():
-            kept = path.with_name(f"not_put_{path.name}_{uuid4().hex[:8]}")
-            path.rename(kept)
+            kept = path.rename(path.with_name(f"not_put_{path.name}_{uuid4().hex[:8]}"))
             warn(
                 f"{path} never came to {store.address}, written elsewhere since; it is kept as "
                 f"{kept.name}"
@@ -178,23 +162,27 @@ def checkpoints_at(store: Store) -> dict[str, list[str]]:
 def is_log(name: str) -> bool:
     """Whether a file of the run's folder is kept at the address as it is."""
     parts = name.split("/")
-    return parts[0] not in ("checkpoints", "leases") and not any(p.startswith(".") for p in parts)
+    return parts[0] not in ("checkpoints", CLAIMS) and not any(p.startswith(".") for p in parts)
+
+
+def manifest_of(checkpoint: str) -> str:
+    return f"checkpoints/{checkpoint}/{MANIFEST}"
+
+
+def key_of(checkpoint: str, name: str, files: dict[str, Any]) -> str:
+    return f"checkpoints/{checkpoint}/{name}.{files[name]['xxh3']}"
 
 
 def fetch(checkpoint: Path, files: dict[str, Any]) -> None:
     """Get a checkpoint's files that are at the address only. Errors: CheckpointRejected."""
-    if all((checkpoint / name).exists() for name in files):
-        return
-    store = Store(run_dir(checkpoint.parent.parent))
 
     def get(name: str) -> None:
         problem = ""
         for pause in FETCH_PAUSES:
             try:
                 if not (checkpoint / name).exists():
-                    store.download(
-                        key_of(checkpoint.name, name, files), checkpoint / name, files[name]
-                    )
+                    key = key_of(checkpoint.name, name, files)
+                    store.download(key, checkpoint / name, files[name])
                 return
             except FileNotFoundError:
                 raise CheckpointRejected(f"{name} is not at {store.address}") from None
@@ -203,32 +191,27 @@ def fetch(checkpoint: Path, files: dict[str, Any]) -> None:
                 time.sleep(pause)
         raise CheckpointRejected(f"{name} can't be fetched: {problem}")
 
-    lock = only_process(checkpoint / ".fetching.lock", math.inf)
-    with lock, ThreadPoolExecutor(PARALLEL) as pool:
-        list(pool.map(get, files))
-
-
-def key_of(checkpoint: str, name: str, files: dict[str, Any]) -> str:
-    return f"checkpoints/{checkpoint}/{name}.{files[name]['xxh3']}"
+    if not all((checkpoint / name).exists() for name in files):
+        store = Store(run_dir(checkpoint.parent.parent))
+        lock = only_process(checkpoint / ".fetching.lock", math.inf)
+        with lock, ThreadPoolExecutor(PARALLEL) as pool:
+            list(pool.map(get, files))
 
 
 # --- to the address
 
 
 class Mirror:
-    """Puts what is new at the address. claim: on the run's main node; None on the others."""
+    """Uploads what is new. claim: on the run's main node; None on the others."""
 
     def __init__(self, store: Store, folder: Path, claim: Claim | None):
         self.store = store
         self.folder = folder
         self.claim = claim
-        self.put: dict[str, int] = {}  # {checkpoint that is up: the time of its manifest}
-        self.sent: set[str] = set()  # files that are up
+        self.up: dict[str, int] = {}  # {checkpoint that is up: the time of its manifest}
         self.logs: dict[str, tuple[int, float]] = {}  # {log that is up: its size and time}
         self.logs_put = 0.0
-        self.why = ""  # of the last failure
-        self.succeeded = time.monotonic()
-        self.has_warned = False
+        self.problem = ""  # of the last upload, if it failed
         self.run_ended = threading.Event()
         self.ended = threading.Event()  # this too, whatever is left
         self.uploads = threading.Thread(target=self.upload, name="uploads", daemon=True)
@@ -237,75 +220,66 @@ class Mirror:
 
     def renew(self, claim: Claim) -> None:
         while not self.ended.wait(RENEW_SECONDS):
-            try:
-                in_time(SILENT_SECONDS, claim.renew)
-            except Exception as error:  # each file system has errors of its own
-                self.failed(error)
-
-    def failed(self, error: BaseException) -> None:
-        self.why = first_line(error) or "it does not answer"
-        seconds = time.monotonic() - self.succeeded
-        if seconds > SILENT_SECONDS and not self.has_warned:
-            self.has_warned = True
-            warn(
-                f"{self.store.address} has not been up to date for {seconds:.0f} s ({self.why}); "
-                f"checkpoints are kept in {self.folder} until it is"
-            )
+            with suppress(Exception):  # an upload fails too, and says so
+                claim.renew()
 
     def upload(self) -> None:
-        """Until the run has ended and all is put."""
+        """Until the run has ended and all is up."""
         failures = 0
         while not self.ended.is_set():
             is_last = self.run_ended.is_set()
-            pause = POLL_SECONDS
             try:
                 self.put_new(is_last)
-                self.succeeded = time.monotonic()
-                if self.has_warned:
-                    warn(f"{self.store.address} is up to date again")
-                self.has_warned = False
+                self.problem = ""
                 failures = 0
                 if is_last:
                     return
             except Exception as error:  # each file system has errors of its own
-                self.failed(error)
-                pause = PAUSES[min(failures, len(PAUSES) - 1)]
+                self.problem = first_line(error) or type(error).__name__
                 failures += 1
+                if failures == len(PAUSES):
+                    warn(
+                        f"{self.store.address} is not up to date ({self.problem}); checkpoints are "
+                        f"kept in {self.folder} until it is"
+                    )
+            pause = PAUSES[min(failures, len(PAUSES) - 1)]
             (self.ended if is_last else self.run_ended).wait(pause)
 
     def put_new(self, is_last: bool) -> None:
-        """Put what is new, and remove what the run has removed."""
-        times = {}
-        for path in self.folder.glob(f"checkpoints/step_*/{MANIFEST}"):
-            with suppress(FileNotFoundError):  # the run has removed it
-                times[path.parent.name] = path.stat().st_mtime_ns
-        new = sorted(name for name in times if self.put.get(name) != times[name])
+        """Upload what is new, and remove at the address what the run has removed."""
+        manifests = self.folder.glob(f"checkpoints/step_*/{MANIFEST}")
+        times = {path.parent.name: path.stat().st_mtime_ns for path in manifests}
+        new = sorted(name for name in times if self.up.get(name) != times[name])
         problem: Exception | None = None
         for name in reversed(new):  # the newest first: an older one may be removed meanwhile
             try:
                 self.put_checkpoint(name)
-                self.put[name] = times[name]
+                self.up[name] = times[name]
             except Exception as error:
                 problem = problem or error
         if is_last or time.monotonic() - self.logs_put > LOG_SECONDS:
             self.put_logs()
         if problem:
             raise problem
-        if self.claim is None or not self.put or not (new or is_last):
-            return
-        for name, files in checkpoints_at(self.store).items():
-            if name < max(self.put) and name not in times:
-                for file in sorted(files, key=lambda file: not file.endswith(f"/{MANIFEST}")):
-                    self.store.remove(file)
+        if self.claim is not None and self.up and (new or is_last):
+            for name, files in checkpoints_at(self.store).items():
+                if name < max(self.up) and name not in times:
+                    self.store.remove(manifest_of(name))
+                    for file in files:
+                        self.store.remove(file)
 
     def put_checkpoint(self, checkpoint: str) -> None:
-        """Put this node's files of a checkpoint; the main node publishes it."""
+        """Upload this node's files of a checkpoint; on the main node, publish it at the address.
+
+        Errors: OSError while the store has not all files, also those of other nodes.
+        """
         path = self.folder / "checkpoints" / checkpoint
-        text = (path / MANIFEST).read_bytes()
-        if self.store.read(f"checkpoints/{checkpoint}/{MANIFEST}") == text:
+        manifest = (path / MANIFEST).read_bytes()
+        if self.store.read(manifest_of(checkpoint)) == manifest:
             return  # it came from there, or an earlier start has put it
-        files = json.loads(text)["files"]
-        keys = {name: key_of(checkpoint, name, files) for name in files}
+        files = json.loads(manifest)["files"]
+        sizes = {key_of(checkpoint, name, files): files[name]["bytes"] for name in files}
+        before = self.store.sizes(f"checkpoints/{checkpoint}")
         # Links, since the run may remove the files meanwhile.
         links = self.folder / STAGING / checkpoint
         shutil.rmtree(links.parent, ignore_errors=True)
@@ -315,39 +289,30 @@ class Mirror:
                 os.link(path / name, links / name)
 
         def put(name: str) -> None:
-            if keys[name] not in self.sent and (links / name).exists():
-                self.store.upload(links / name, keys[name], files[name])
-                self.sent.add(keys[name])
+            key = key_of(checkpoint, name, files)
+            if before.get(key) != sizes[key] and (links / name).exists():
+                self.store.upload(links / name, key, files[name])
 
         with ThreadPoolExecutor(PARALLEL) as pool:
             list(pool.map(put, files))
         shutil.rmtree(links.parent)
-        if self.claim is not None:
-            sizes = {keys[name]: files[name]["bytes"] for name in files}
-            self.publish(self.claim, checkpoint, text, sizes)
-        self.sent.difference_update(keys.values())
-
-    def publish(
-        self, claim: Claim, checkpoint: str, manifest: bytes, sizes: dict[str, int]
-    ) -> None:
-        """Put the manifest once the store has all files. Errors: OSError while it has not."""
+        if self.claim is None:
+            return
         remote = self.store.sizes(f"checkpoints/{checkpoint}")
-        for name, size in sizes.items():
-            if remote.get(name) != size:
-                self.sent.discard(name)
-                raise OSError(f"{name} is not up yet")
+        for key, size in sizes.items():
+            if remote.get(key) != size:
+                raise OSError(f"{key} is not up yet")
         self.put_logs()  # before it: a run that resumes here needs its metrics so far
-        claim.renew()
-        name = f"checkpoints/{checkpoint}/{MANIFEST}"
-        self.store.remove(name)  # of a checkpoint that this run has refused
-        if not self.store.create(name, manifest):
-            raise OSError(f"{name} comes from another writer")
-        for stray in remote.keys() - sizes.keys() - {name}:
+        self.claim.renew()
+        self.store.remove(manifest_of(checkpoint))  # of one that this run has refused
+        if not self.store.create(manifest_of(checkpoint), manifest):
+            raise OSError(f"{checkpoint} has a manifest of another writer")
+        for stray in remote.keys() - sizes.keys() - {manifest_of(checkpoint)}:
             self.store.remove(stray)
 
     def put_logs(self) -> None:
         if self.claim is not None:
-            self.claim.renew()
+            self.claim.renew()  # an error if another run has taken the address
         for path in sorted(self.folder.rglob("*")):
             name = str(path.relative_to(self.folder))
             if is_log(name) and path.is_file():
@@ -372,27 +337,31 @@ class Mirror:
             self.uploads.join(seconds)
         is_complete = not self.uploads.is_alive()
         self.close()
+        if is_complete and self.claim is not None:
+            address = self.store.address
+            print(f"uploaded: --run.dir {address} continues on any machine", flush=True)
         if not is_complete:
-            why = self.why or "the uploads are slow"
             warn(
-                f"{self.store.address} is not complete after {seconds:g} s ({why}); the rest is "
-                f"in {self.folder}: the same command on this machine uploads it"
+                f"{self.store.address} is not complete after {seconds:g} s "
+                f"({self.problem or 'the uploads are slow'}); the rest is in {self.folder}: the "
+                "same command on this machine uploads it"
             )
             if not has_failed:
                 raise SystemExit(SAVED_AND_STOPPED)
-        elif self.claim is not None:
-            address = self.store.address
-            print(f"uploaded: --run.dir {address} continues on any machine", flush=True)
 
     def close(self) -> None:
         """Let another run start at the address at once; without an answer it waits a while."""
         self.ended.set()
         if self.claim is not None:
-            with suppress(Exception):
-                in_time(SILENT_SECONDS, self.claim.release)
+            with suppress(TimeoutError):
+                in_time(CLOSE_SECONDS, self.claim.release)
 
 
-# --- a run
+def warn(text: str) -> None:
+    print(f"warning: {masked(text)}", file=sys.stderr, flush=True)
+
+
+# --- a run, and a command
 
 
 @contextmanager
@@ -403,7 +372,7 @@ def mirrored(config: RunConfig, job: Any) -> Iterator[None]:
     """
     folder, world = job.folder, job.world
     address = run_dir(folder)
-    check_not_shared(folder, world)
+    main_node = folder / ".main_node"
 
     def take(store: Store) -> Mirror:
         names = store.sizes("checkpoints")
@@ -413,18 +382,24 @@ def mirrored(config: RunConfig, job: Any) -> Iterator[None]:
             )
         last = last_claim(folder)
         dead = last["id"] if last.get("is_main") else ""  # this process has its lock on the folder
-        return Mirror(store, folder, take_claim(store, dead, world.say))
+        claim = take_claim(store, dead, world.say)
+        main_node.write_text(claim.record["id"])
+        return Mirror(store, folder, claim)
+
+    def begin(store: Store) -> Mirror:
+        if not world.is_main and main_node.exists() and main_node.read_text() == record["id"]:
+            raise ConfigError(
+                f"{folder} is shared by several nodes, which keep their parts of checkpoints in "
+                f"it; set {VARIABLE} to a folder on each node's disk"
+            )
+        pull(store, folder, record, world.is_main)
+        return mirror or Mirror(store, folder, None)
 
     mirror = on_all_ranks(world, address, take if world.is_main else None)
     claim = mirror.claim if mirror else None
-    record, before = world.from_main((claim.record, claim.before) if claim else ({}, {}))
-
-    def follow(store: Store) -> Mirror:
-        pull(store, folder, record, before, world.is_main)
-        return mirror or Mirror(store, folder, None)
-
+    record = world.from_main(claim.record if claim else {})
     try:
-        mirror = on_all_ranks(world, address, follow if world.local_rank == 0 else None)
+        mirror = on_all_ranks(world, address, begin if world.local_rank == 0 else None)
     except BaseException:
         if mirror is not None:
             mirror.close()
@@ -474,29 +449,6 @@ def at_address(address: str, call: Callable[[Store], T]) -> T:
         raise Failure(f"{address} can't be used: {kind}: {first_line(error)}; {fix}") from error
 
 
-def check_not_shared(folder: Path, world: World) -> None:
-    """Errors: ConfigError if two nodes see one folder, in which they would mix their files."""
-    token = world.from_main(uuid4().hex)
-    note = folder / ".main_node"
-    if world.is_main:
-        note.write_text(token)
-    world.barrier()
-    problem: ConfigError | None = None
-    if world.local_rank == 0 and not world.is_main and note.exists() and note.read_text() == token:
-        problem = ConfigError(
-            f"{folder} is shared by several nodes, which keep their parts of checkpoints in it; "
-            f"set {VARIABLE} to a folder on each node's disk"
-        )
-    world.raise_first(problem)
-
-
-def warn(text: str) -> None:
-    print(f"warning: {masked(text)}", file=sys.stderr, flush=True)
-
-
-# --- a command
-
-
 def fetched(text: str) -> Path:
     """The path of a run, a checkpoint or another file; what is at an address is shown in a folder.
 
@@ -504,11 +456,11 @@ def fetched(text: str) -> Path:
     """
     if "://" not in text:
         return Path(text).expanduser()
-    address, *inside = re.split(INSIDE, text.rstrip("/"), maxsplit=1)
+    address, *inside = re.split("/(?=checkpoints/)", text.rstrip("/"), maxsplit=1)
     folder = local_folder(address, "-read")
 
     def show(store: Store) -> None:
-        if not newest_claim(store):
+        if not store.sizes(CLAIMS):
             raise DataError(f"{address} holds no run; give what its run.dir was")
         with only_process(folder / ".reading.lock", math.inf):
             pull_logs(store, folder)

@@ -2,8 +2,7 @@
 
 import json
 import threading
-import time
-from contextlib import nullcontext, redirect_stderr
+from contextlib import redirect_stderr
 from io import StringIO
 from unittest.mock import patch
 
@@ -28,13 +27,12 @@ def words(folder, *more):
     return *run, "--train.micro_batch_size", 2, *more
 
 
-def saves_around_a_stuck_one(world, folder, strategy, copies):
+def saves_around_a_stuck_one(world, folder):
     """What rank 0 says of the first save, which hangs on the last rank, and of the next ones: two
     meanwhile, of which the later fails, and one after it has ended. Then the checkpoints' names.
     """
     is_last = world.rank == world.world_size - 1
-    more = ("--parallel.strategy", strategy, "--checkpoint.async_save", str(copies).lower())
-    run = make_run(world, Tiny(), *words(folder, *more))
+    run = make_run(world, Tiny(), *words(folder, "--parallel.strategy", "ddp"))
     released = threading.Event()
     real = FileSystem.create_stream
 
@@ -43,47 +41,49 @@ def saves_around_a_stuck_one(world, folder, strategy, copies):
             assert released.wait(300)
         return real(*args)
 
-    said = StringIO()
+    printed = StringIO()
     saving = run.saver
-    with redirect_stderr(said):
+    with redirect_stderr(printed):
         with patch.object(FileSystem, "create_stream", stuck):
             take_steps(run, 1)
             saving.save(wait=False)
             save = run.saver.pending
-            for is_first in (copies, False):  # to find that it is stuck; else it was known
-                take_steps(run, 1)
-                with nullcontext() if is_first else pytest.raises(Transient) as error:
-                    saving.save(wait=False)
-                said.write("\n" if is_first else f"{error.value}\n\n")
+            take_steps(run, 1)
+            saving.save(wait=False)  # finds that it is stuck
+            take_steps(run, 1)
+            with pytest.raises(Transient) as error:
+                saving.save(wait=False)
         released.set()
         wait_for(save.future.done, "the end of the save")
-        said.write("\n")
         take_steps(run, 1)
         saving.save(wait=True)
     world.barrier()
     folders = sorted(folder.glob("checkpoints/*"))
     assert [integrity_error(each) for each in folders] == [""] * len(folders)
-    return said.getvalue(), [each.name for each in folders]
+    return printed.getvalue(), str(error.value), [each.name for each in folders]
 
 
 @pytest.mark.bad_input("a disk that blocks a write for longer than `run.timeout_seconds`")
-@pytest.mark.parametrize(("strategy", "copies"), [("ddp", True), ("fsdp", False)])
-def test_training_continues_past_a_stuck_save_and_ends_if_it_is_stuck_at_the_next_one(
-    tmp_path, strategy, copies
-):
-    ranks = on_ranks(2, saves_around_a_stuck_one, tmp_path, strategy, copies)
-    (said, names), (_, _) = ranks
-    during, later, after, *_ = said.split("\n\n")
-    assert "the run trains on, and ends the run if that save has not ended at the next" in during
+def test_training_continues_past_a_stuck_save_and_ends_if_it_is_stuck_at_the_next_one(tmp_path):
+    (printed, error, names), _ = on_ranks(2, saves_around_a_stuck_one, tmp_path)
+    assert "the run trains on, and ends if that save has not ended at the next one" in printed
     stuck = "step_00000001 could not be written: step_00000001 has made no progress for 2 s, of "
-    stuck += "run.timeout_seconds=2 (rank 1 in write_shards: wait (threading.py, line "
-    assert stuck in during
-    assert "rank 0" not in during, "it waits for rank 1"
-    assert "step_00000003 could not be written: step_00000001 has made no progress" in later
+    stuck += "run.timeout_seconds=2 (rank 0 in write_shards, rank 1 in write_shards); check the"
+    assert stuck in printed
+    assert "step_00000003 could not be written: step_00000001 has made no progress" in error
     # A copy is of its step, whenever it is written.
-    assert names == ["step_00000001", "step_00000004"][not copies :]
-    if not copies:
-        assert ": training has continued meanwhile; the previous one is kept" in after
+    assert names == ["step_00000001", "step_00000004"]
+
+
+def test_a_save_that_is_not_a_copy_ends_the_run_once_it_is_stuck(tmp_path):
+    released = threading.Event()
+    run = make_run(World(), Tiny(), *words(tmp_path, "--checkpoint.async_save", "false"))
+    take_steps(run, 1)
+    blocked = patch.object(saver_module, "publish", lambda *_: released.wait(300))
+    error = r"step_00000001 could not .*\(rank 0 in finish\)"
+    with blocked, pytest.raises(Transient, match=error):
+        run.saver.save(wait=False)
+    released.set()
 
 
 def test_a_save_that_must_succeed_fails_at_once_while_another_is_stuck(tmp_path):
@@ -97,27 +97,12 @@ def test_a_save_that_must_succeed_fails_at_once_while_another_is_stuck(tmp_path)
             save = run.saver.pending
             take_steps(run, 1)
             for _ in range(2):
-                with pytest.raises(Transient, match=r"step_00000002 could not .* in finish: "):
+                with pytest.raises(Transient, match=r"step_00000002 could not .* in finish\)"):
                     saving.save(wait=True)
             saving.close()  # nor does leaving wait for it
             assert not save.future.done()
     finally:
         released.set()
-
-
-def test_a_save_that_works_for_longer_than_the_timeout_is_not_stuck(tmp_path):
-    def works(*args, **options):
-        end = time.monotonic() + 2 * TIMEOUT
-        while time.monotonic() < end:
-            sum(range(1000))
-        return real(*args, **options)
-
-    real = saver_module.write_tensors
-    run = make_run(World(), Tiny(), *words(tmp_path))
-    take_steps(run, 1)
-    with patch.object(saver_module, "write_tensors", works):
-        run.saver.save(wait=True)
-    assert integrity_error(tmp_path / "checkpoints/step_00000001") == ""
 
 
 # --- at the end of a job
@@ -157,15 +142,14 @@ if os.environ.get("RANK", "0") in ranks.split(","):
 SAVER = "dist_amp.checkpoint.saver"
 SHARD = "torch.distributed.checkpoint.filesystem:FileSystem.create_stream"
 # (what blocks, the ranks, the stage that is named)
-# (what blocks, the ranks, the stage that is named)
 STAGES = [
-    (f"{SAVER}:quarantine_after", 0, "find_saved"),
+    (f"{SAVER}:quarantine_after", 0, "make_folder"),
     ("pathlib:Path.mkdir", 0, "make_folder"),
     (f"{SAVER}:appears", 1, "find_folder"),
     (SHARD, 0, "write_shards"),
     (SHARD, 1, "write_shards"),
     (f"{SAVER}:hash_files", 1, "write_shards"),
-    ("dist_amp.checkpoint.format:sync_folder", 0, "publish"),
+    ("dist_amp.checkpoint.format:sync_folder", 0, "finish"),
     (f"{SAVER}:remove_old_checkpoints", 0, "finish"),
 ]
 
@@ -184,7 +168,7 @@ def check_end(launch, ends, ranks, stage, *more):
     assert {end.returncode for end in ends} == {1}, ends[0].stderr[-3000:]
     summary = json.loads((launch.folder / "run/summary.json").read_text())
     for rank in ranks:
-        assert f"rank {rank} in {stage}: " in summary["cause"]
+        assert f"rank {rank} in {stage}" in summary["cause"]
     assert " could not be written: " in summary["cause"]
     assert integrity_error(launch.folder / "run/checkpoints/step_00000002") == ""
     again = start(launch, len(ends), *more)
@@ -210,4 +194,4 @@ def test_a_job_ends_with_the_rank_and_stage_in_which_its_save_is_stuck(
 def test_torchrun_ends_with_ranks_whose_threads_are_stuck(launch):
     (end,) = start(launch, 2, "--train.steps", "6", plant=f"{SHARD}:1:4", torchrun=True)
     assert end.returncode == 1
-    assert "rank 1 in write_shards: blocks (blocks.py, line " in end.stderr
+    assert "rank 1 in write_shards" in end.stderr

@@ -203,7 +203,7 @@ def saved_too_early(words: Sequence[object], planted: bool) -> list[str]:
     train_step(run, next(run.data))
     early: list[str] = []
 
-    def write(copy: Snapshot) -> None:
+    def write(copy: Snapshot, enter: Any) -> None:
         model = copy.state["model"]
         early.extend(name for name, value in model.items() if value.isnan().any())
 
@@ -212,7 +212,7 @@ def saved_too_early(words: Sequence[object], planted: bool) -> list[str]:
     if planted:
         fault = patch.object(torch.cuda.Stream, "synchronize", nothing)
     with fault:
-        Save(run, snapshot, write, Staging(run.world.device)).result()
+        Save(run, snapshot, write, Staging(run.world.device)).wait()
     return early
 
 
