@@ -1,4 +1,10 @@
-"""Checks that a checkpoint fits a run: its config, data (by fingerprint), model and optimizer."""
+"""Checks that a checkpoint fits a run: its settings, data (by fingerprint), model and optimizer.
+
+Settings that change what is computed must be those of the checkpoint's config.toml, unless
+run.allow_config_change is true; those in FREE_TO_CHANGE may differ. Versions differ too: a setting
+that the checkpoint's version did not have counts with its default, one that this version does not
+have is left out. The tensors must have the same names, shapes and dtypes, whatever is allowed.
+"""
 
 import hashlib
 import re
@@ -37,29 +43,23 @@ def check_config(path: Path, config: Config, task: Any, world: World) -> None:
     if may_be_the_same(str(before.get("task.target")), config.task.target, task):
         before = {key: before[key] for key in before if not key.startswith("task.")}
         before |= {key: now[key] for key in now if key.startswith("task.")}
+    # In the manifest as the run had them, also where the config says auto.
+    micro_batches = accumulation_steps(config.train, world.world_size)
+    now["train.global_batch_size"] = (
+        config.train.micro_batch_size * micro_batches * world.world_size
+    )
+    before["train.global_batch_size"] = manifest.global_batch_size
+    before["run.seed"] = manifest.seed
     changes = [
         f"{key}={before.get(key, 'unset')}, now {now.get(key, 'unset')}"
-        for key in sorted(_training_settings(before) | _training_settings(now))
-        if before.get(key) != now.get(key)
+        for key in sorted(before | now)
+        if changes_training(key, now) and before.get(key) != now.get(key)
     ]
-    micro_batches = accumulation_steps(config.train, world.world_size)
-    samples = config.train.micro_batch_size * micro_batches * world.world_size
-    options = []
-    differences = list(changes)
-    for key, old, new in (
-        ("run.seed", manifest.seed, config.run.seed),
-        ("train.global_batch_size", manifest.global_batch_size, samples),
-    ):
-        if old != new:
-            options.append(f"--{key} {old}")
-            differences.append(f"{key}={old}, now {new}")
-    text = f"{path} was made with {'; '.join(differences)}"
-    if differences and config.run.allow_config_change:
-        world.warn(f"resuming with another config: {text}")
-    elif changes:
+    text = f"{path} was made with {'; '.join(changes)}"
+    if changes and not config.run.allow_config_change:
         raise ConfigError(f"{text}: use the old values, {OR_ALLOW}")
-    elif options:
-        raise DataError(f"{text}: use {' '.join(options)}, {OR_ALLOW}")
+    if changes:
+        world.warn(f"resuming with another config: {text}")
     if config.parallel.bit_exact and not before["parallel.bit_exact"]:
         world.say(f"exact  from step {manifest.step} on: the steps before were not bit-exact")
     steps = config.train.steps
@@ -69,30 +69,6 @@ def check_config(path: Path, config: Config, task: Any, world: World) -> None:
             f"train.steps was {before['train.steps']} and is {steps}: from step {manifest.step} "
             f"on, the learning rate follows the {config.optim.schedule} schedule of {steps} steps"
         )
-
-
-def with_rows_as_begun(config: Config, path: Path) -> Config:
-    """The config whose rows come in the order in which the checkpoint's run reads them.
-
-    Versions before a manifest named its own left the rows beside a held-out share in a drawn order.
-    """
-    is_older = "dist_amp" not in read_manifest(path).versions
-    saved = settings_of(path, config)
-
-    def as_begun(table: Any, key: str) -> Any:
-        now = table.validation_split
-        if is_older or str(saved.get(f"{key}.validation_split")).startswith("shuffled"):
-            if now == "auto":
-                return replace(table, validation_split="shuffled")
-            if isinstance(now, float):
-                return replace(table, validation_split=f"shuffled:{now}")
-        return table
-
-    tables = config.data.sources
-    if not tables:
-        return replace(config, data=as_begun(config.data, "data"))
-    changed = {name: as_begun(tables[name], f"data.sources.{name}") for name in tables}
-    return replace(config, data=replace(config.data, sources=changed))
 
 
 def may_be_the_same(before: str, now: str, task: Any) -> bool:
@@ -127,7 +103,7 @@ def settings_of(path: Path, config: Config) -> dict[str, Any]:
     for key in saved.keys() - known:
         if not key.startswith(named_by_user) and saved[key] == FIXED.get(key, saved[key]):
             del saved[key]
-    if saved.get("task.target") == config.task.target:
+    if saved["task.target"] == config.task.target:
         named_by_user = ("data.sources.",)  # the defaults of the task's arguments are known
     try:
         args = type(config.task.args)()
@@ -137,26 +113,35 @@ def settings_of(path: Path, config: Config) -> dict[str, Any]:
     return {key: defaults[key] for key in defaults if not key.startswith(named_by_user)} | saved
 
 
-def _training_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that change what is computed, sorted by key."""
-    free: tuple[str, ...] = FREE_TO_CHANGE
-    if not settings["precision.use_amp"] or settings["precision.dtype"] != "fp16":
-        free = (*free, "precision.scaler.")
+def changes_training(key: str, settings: Mapping[str, Any]) -> bool:
+    """Whether a setting changes what is computed."""
+    if key in ("run.seed", "train.global_batch_size"):
+        return True
     # The keys of a source are free to change as those of the data section are.
-    general = {key: re.sub(r"data\.sources\.\w+\.", "data.", key) for key in settings}
-    return {key: settings[key] for key in sorted(settings) if not general[key].startswith(free)}
+    key = re.sub(r"data\.sources\.\w+\.", "data.", key)
+    is_fp16 = settings["precision.use_amp"] and settings["precision.dtype"] == "fp16"
+    return not key.startswith(FREE_TO_CHANGE) and (
+        is_fp16 or not key.startswith("precision.scaler.")
+    )
 
 
 def continue_data(run: Run, path: Path, manifest: Manifest) -> None:
     """Check that the checkpoint's position counts in this run's data, and take over its order.
 
     The run's order stays where there is nothing to continue: with data of another length, or
-    another data.shuffle.
+    another data.shuffle. Errors: DataError, unless run.allow_config_change is true.
     """
     plan = run.data.plan
     saved = manifest.order
     allowed = run.config.run.allow_config_change
-    check_data(path, manifest, plan.length, fingerprint(run.data, run.world), allowed, run.world)
+    now = (plan.length, fingerprint(run.data, run.world))
+    if (manifest.data_length, manifest.data_fingerprint) != now:
+        text = f"{path} was made with {manifest.data_length:,} samples of fingerprint "
+        text += f"{manifest.data_fingerprint}, now there are {plan.length:,} of {now[1]}"
+        if not allowed:
+            older = "data.validation_split=shuffled if an older version made it"
+            raise DataError(f"{text}: use the old data, {older}, {OR_ALLOW}")
+        run.world.warn(f"{text}; resuming after as many samples of the new data")
     if saved == plan.order or manifest.data_length != plan.length:
         return
     if plan.dataset_order is not None or saved not in get_args(Order):
@@ -168,20 +153,6 @@ def continue_data(run: Run, path: Path, manifest: Manifest) -> None:
     elif "dataset" not in (saved, plan.order):
         run.world.say(f"data order: {saved}, as in {path}; a new run would use {plan.order}")
         run.data.plan = replace(plan, order=saved)
-
-
-def check_data(
-    path: Path, manifest: Manifest, length: int, fingerprint: str, allowed: bool, world: World
-) -> None:
-    """Errors: DataError if the checkpoint's position counts in another dataset."""
-    if (manifest.data_length, manifest.data_fingerprint) == (length, fingerprint):
-        return
-    text = f"{path} was made with {manifest.data_length:,} samples of fingerprint "
-    text += f"{manifest.data_fingerprint}, now there are {length:,} of {fingerprint}"
-    if not allowed:
-        older = "data.validation_split=shuffled if an older version made it"
-        raise DataError(f"{text}: use the old data, {older}, {OR_ALLOW}")
-    world.warn(f"{text}; resuming after as many samples of the new data")
 
 
 def check_fit(

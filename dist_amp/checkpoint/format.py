@@ -1,13 +1,19 @@
 """The files of a checkpoint: how they are published, verified and read.
 
+    manifest.json        what the checkpoint is; size and hash of every file, and a hash of itself
+    config.toml          the run's settings
+    .metadata, *.distcp  the tensors, in the format of torch.distributed.checkpoint (DCP)
+
 A checkpoint is complete or absent: its folder is written under a temporary name, the manifest last,
-and one rename publishes it. The file formats do not detect a flipped bit, so every file is hashed,
-and every hash is verified before a run resumes.
+and one rename publishes it. DCP does not detect a flipped bit, so every hash is verified before a
+run resumes. A checkpoint that is rejected is renamed to refused_step_N, and its steps are taken
+again. Nothing in a checkpoint is executed (allow_list.py).
 """
 
 import json
 import math
 import os
+import re
 import shutil
 import stat
 import warnings
@@ -109,17 +115,19 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def integrity_error(folder: Path, part: int = 0, parts: int = 1) -> str:
-    """Why it is not valid, or "". Ranks share the work.
+    """Why it is not valid, or "". Of so many parts of the work this call does one, for ranks.
 
-    Each verifies what the rank of its number wrote, which its node may still have.
+    A file belongs to the rank that wrote it, whose node may still have it; such as __3_0.distcp.
     """
     try:
         files = fetched_manifest(folder).files
-        share = [name for name in files if writer_of(name) % parts == part]
     except CheckpointRejected as error:
         return str(error)
-    for name in share:
+    for name in files:
         path = folder / name
+        writer = re.match(r"__(\d+)_", name)
+        if (int(writer[1]) if writer else 0) % parts != part:
+            continue
         try:
             if not stat.S_ISREG(path.lstat().st_mode):
                 return f"{name} is not a file"
@@ -128,12 +136,6 @@ def integrity_error(folder: Path, part: int = 0, parts: int = 1) -> str:
         except OSError as error:
             return f"{name} can't be read ({error.strerror})"
     return ""
-
-
-def writer_of(name: str) -> int:
-    """The rank that wrote a checkpoint's file, such as __3_0.distcp; 0 for the others."""
-    rank = name.removeprefix("__").partition("_")[0]
-    return int(rank) if rank.isdigit() else 0
 
 
 def fetched_manifest(folder: Path) -> Manifest:
@@ -160,7 +162,7 @@ def all_checkpoints(run_folder: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """Of a checkpoint, or of a config that was in force until this step."""
+    """The step number in a checkpoint's or an earlier config's file name."""
     return int(path.stem.rpartition("_")[2])
 
 
@@ -201,7 +203,7 @@ def remove_old_checkpoints(run_folder: Path, keep: int, best_metric: str) -> lis
 
 
 def _score(checkpoint: Path, best_metric: str) -> float:
-    """Lower is better. Of the evaluation at the checkpoint's own step; inf if there was none."""
+    """The evaluation at the checkpoint's own step, lower is better; inf if there was none."""
     with suppress(CheckpointRejected):
         manifest = read_manifest(checkpoint)
         value = manifest.evaluation.get(metric_name(best_metric), math.inf)

@@ -1,7 +1,7 @@
 """States that are packed as bytes: a task's, and those of observers that are not tensors alone.
 
 Each rank saves its own as NAME.RANK; at another world size rank r takes that of rank r modulo the
-saved ones.
+saved ones. What torch.load refuses with weights_only is refused when it is saved.
 """
 
 import io
@@ -48,10 +48,11 @@ def packing(run: Run) -> dict[str, Any]:
 
 def packed_states(run: Run) -> State:
     """{name: {rank: [bytes] uint8}} of this rank. Errors: DataError as for `packed`."""
-    states = {
-        name: run.observers.call(observer, "state_dict") for name, observer in packing(run).items()
+    rank = str(run.world.rank)
+    return {
+        name: {rank: packed(run.observers.call(observer, "state_dict"), name)}
+        for name, observer in packing(run).items()
     }
-    return {name: {str(run.world.rank): packed(state, name)} for name, state in states.items()}
 
 
 def packed(state: Any, name: str) -> Tensor:

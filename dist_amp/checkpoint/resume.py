@@ -1,4 +1,8 @@
-"""Resumes a run: from the newest valid checkpoint of those that `run.resume` allows."""
+"""Resumes a run: from the newest valid checkpoint of those that `run.resume` allows.
+
+Rank 0 lists them, and all ranks verify the hashes of the newest one together. A damaged one is
+warned of, and the one before takes its place.
+"""
 
 import tomllib
 from collections.abc import Sequence
@@ -61,29 +65,24 @@ def with_dtype(config: Config, run_folder: Path, world: World) -> Config:
             fetched_manifest(checkpoint)
             saved = tomllib.loads((checkpoint / CONFIG).read_text())["precision"]
             name = saved["dtype"] if saved["use_amp"] else "fp32"
-        # There is none, or a damaged one.
         except (CheckpointRejected, DataError, LookupError, OSError, ValueError):
+            # There is none, or a damaged one.
             if world.device.type == "cpu":
-                name = native_on_cpu(world)
+                name = "fp32"
+                if present("distributed.machine"):
+                    from dist_amp.distributed.machine import native_precision
+
+                    native, why = native_precision("cpu")
+                    if native == "bf16":
+                        name = "bf16"
+                    else:
+                        world.say(
+                            f"precision.dtype=auto: float32, because {why}; --use_amp true "
+                            "computes in bf16 all the same"
+                        )
     name = world.from_main(name)
     dtype: Any = "bf16" if name == "fp32" else name
     return replace(config, precision=replace(precision, use_amp=name != "fp32", dtype=dtype))
-
-
-def native_on_cpu(world: World) -> str:
-    """ "bf16" where this CPU computes in it natively, or else "fp32", which a line explains."""
-    if not present("distributed.machine"):
-        return "fp32"
-    from dist_amp.distributed.machine import native_precision
-
-    dtype, why = native_precision("cpu")
-    if dtype == "bf16":
-        return dtype
-    world.say(
-        f"precision.dtype=auto: float32, because {why}; --use_amp true computes in bf16 all the "
-        "same"
-    )
-    return "fp32"
 
 
 def newest_checkpoint(resume: str, run_folder: Path, world: World) -> Path | None:

@@ -146,20 +146,17 @@ class Saver(Observer):
 def best_metric_problem(run: Run) -> str:
     """Why best_metric is not in the evaluation just made or, before one, can be in none; or ""."""
     best = getattr(run.task, "best_metric", "loss")
-    names = {"loss": 0.0}
-    may_have_more = hasattr(run.task, "metrics") or hasattr(run.task, "on_evaluation")
-    rule = (
-        "is in no evaluation: name one of metrics(model, batch), or one that on_evaluation adds, "
-        'as "max:accuracy" or "min:error"'
-    )
-    if run.metrics.evaluation and run.metrics.evaluated_step == run.step != run.resumed_from_step:
-        names = run.metrics.evaluation
-        may_have_more = False
+    names = run.metrics.evaluation
+    if names and run.metrics.evaluated_step == run.step != run.resumed_from_step:
+        is_known = isinstance(best, str) and metric_name(best) in names
         rule = f"is not in the evaluation after step {run.step}, whose checkpoint is saved: name "
         rule += f"one of {', '.join(names)}"
-    if isinstance(best, str) and (may_have_more or metric_name(best) in names):
-        return ""
-    return f"the task's best_metric={best!r} {rule}"
+    else:
+        may_have_more = hasattr(run.task, "metrics") or hasattr(run.task, "on_evaluation")
+        is_known = isinstance(best, str) and (may_have_more or metric_name(best) == "loss")
+        rule = "is in no evaluation: name one of metrics(model, batch), or one that on_evaluation "
+        rule += 'adds, as "max:accuracy" or "min:error"'
+    return "" if is_known else f"the task's best_metric={best!r} {rule}"
 
 
 def write(snapshot: Snapshot, world: World, planner: DefaultSavePlanner, enter: Enter) -> None:

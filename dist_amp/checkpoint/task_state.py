@@ -1,4 +1,8 @@
-"""What a task without state_dict(), or its optimizer, keeps outside the model: it is warned of."""
+"""Warns of what a task without state_dict(), or its optimizer, keeps where no checkpoint looks.
+
+What they keep outside the model is compared at the first two saves: what has changed in between
+would begin again with its first value in a resumed run.
+"""
 
 import hashlib
 from typing import Any
@@ -19,14 +23,8 @@ FIXES = {
 SAMPLED_ELEMENTS = 2**16  # of a tensor, spread over it, that are compared
 
 
-# ---- what changes unsaved ----
-
-
 class Unsaved:
-    """Names what the task, or its optimizer, keeps where no checkpoint looks, once.
-
-    It compares what they keep at the first two saves.
-    """
+    """Compares what the task and the optimizer keep at the first two saves."""
 
     def __init__(self, run: Run):
         self._run = run
@@ -34,7 +32,7 @@ class Unsaved:
         self._first: dict[str, dict[str, list[str]]] = {}
 
     def compare(self) -> None:
-        """Call it at each save; at the second it warns of what has changed since the first."""
+        """Called at each save; at the second it warns of what has changed since the first."""
         self._saves += 1
         if self._saves > 2:
             return

@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from torch.profiler import profile
 from torch.utils._pytree import tree_leaves
 
-from dist_amp.checkpoint.compatibility import with_rows_as_begun
 from dist_amp.checkpoint.format import config_at, read_manifest, step_of
 from dist_amp.checkpoint.resume import newest_valid
 from dist_amp.checkpoint.state import load
@@ -169,8 +168,6 @@ def run_at(folder: Path, step: int, argv: Sequence[str] = ()) -> Replay:
     nearest = min(rows, key=lambda logged: abs(logged - step), default=0)
     ranks, strategy, device = layout_at(step, checkpoints, rows.get(nearest, {}), world)
     single = on_one_process(config, ranks)
-    if checkpoint is not None:
-        single = with_rows_as_begun(single, checkpoint)
     run = build_run(single, world, resumes=checkpoint is not None)
     if checkpoint is not None:
         load(run, checkpoint)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dist_amp.checkpoint.compatibility import with_rows_as_begun
 from dist_amp.checkpoint.format import (
     CONFIG,
     all_checkpoints,
@@ -125,8 +124,6 @@ def newest_run(config: Config, job: Job, folder: Path) -> ScriptRun:
     startup.lap("checks")
     config = with_dtype(config, folder, job.world)
     checkpoint = checkpoint_to_resume(config, folder, job.world)
-    if checkpoint is not None:
-        config = with_rows_as_begun(config, checkpoint)
     startup.lap("restore")
     run = build_run(config, job.world, resumes=checkpoint is not None)
     startup.lap("model")

@@ -188,7 +188,7 @@ def finished(finished_once, monkeypatch):
 @pytest.mark.bad_input("a wrong setting that is found after a run has taken its address")
 def test_a_start_that_fails_gives_its_address_to_the_corrected_command(finished):
     (refused,) = run(Launch(finished), "first", *SINGLE, "--run.seed", 5, ranks=1)
-    assert refused.returncode == 65, refused
+    assert refused.returncode == 64, refused
     assert is_released(finished / "bucket/run", 2)
 
 
