@@ -1,7 +1,10 @@
-"""Rows through the `datasets` library: memory-mapped in its cache, or images where they are."""
+"""Rows through the `datasets` library: memory-mapped in its cache, or images where they are.
+
+The library converts files once, in one process per machine. Two things are done here in its place:
+the rows of tables, and the labels of images.
+"""
 
 import csv
-import errno
 import glob
 import io
 import json
@@ -10,28 +13,22 @@ import posixpath
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import datasets
 import fsspec
 import pyarrow as pa
-import pyarrow.json
-from datasets.packaged_modules.json import json as json_loader
-from fsspec.utils import infer_compression
 from huggingface_hub import constants
 
-from dist_amp.errors import DataError, Failure, first_line, in_one_line, some_of
+from dist_amp.errors import DataError, first_line, some_of
 from dist_amp.settings import DataConfig, SourceConfig
 from dist_amp.sources.files import Files, stay_local_without_network
 from dist_amp.sources.footers import read_source
-from dist_amp.sources.remote import access_problem, causes_of, is_local
+from dist_amp.sources.remote import is_local
 
 log = logging.getLogger(__name__)
 # Format -> (the loader of the library, its options).
@@ -42,12 +39,12 @@ LOADERS: dict[str, tuple[str, dict[str, str]]] = {
     "tsv": ("csv", {"sep": "\t"}),
     "parquet": ("parquet", {}),
 }
-# In a column of a table. Leading zeros are those of a name, such as a postcode.
+# Values in a column of a table. A number with leading zeros is a name, such as a postcode.
 INTEGER = re.compile(r"\s*[+-]?(0|[1-9]\d*)\s*", re.ASCII)
 DECIMAL = re.compile(
     r"\s*[+-]?(((0|[1-9]\d*)(\.\d*)?|\.\d+)(e[+-]?\d+)?|inf(inity)?)\s*", re.ASCII | re.IGNORECASE
 )
-# What stands for a missing number, as pandas reads it.
+# Marks of a missing number, as pandas reads them.
 MISSING = frozenset(
     "|NA|N/A|n/a|#NA|#N/A|#N/A N/A|<NA>|None|NULL|null|NaN|nan|-NaN|-nan"
     "|1.#IND|-1.#IND|1.#QNAN|-1.#QNAN".split("|")
@@ -66,7 +63,7 @@ def from_hub(config: SourceConfig) -> Any:
         stay_local_without_network()
     name, _, configuration = source.partition(":")
     try:
-        with library():
+        with quiet_library():
             builder = datasets.load_dataset_builder(
                 name, configuration or None, revision=revision or None
             )
@@ -80,7 +77,8 @@ def from_hub(config: SourceConfig) -> Any:
                 "once with a network, or set data.path to local files"
             )
         raise not_loaded(f"data.name={config.name}", error, fix) from error
-    if type(builder).__module__.endswith(".cache"):  # after any error of the hub
+    # After any error of the hub, the library takes the newest commit in its cache.
+    if type(builder).__module__.endswith(".cache"):
         log.info("data: %s comes from the cache, commit %s", name, builder.hash)
         refs = Path(constants.HF_HUB_CACHE) / f"datasets--{name.replace('/', '--')}" / "refs"
         is_cached = (refs / revision).is_file() and (refs / revision).read_text() == builder.hash
@@ -95,9 +93,10 @@ def from_hub(config: SourceConfig) -> Any:
 
 def from_files(config: DataConfig, files: Files) -> Any:
     """All splits of the files. Errors: DataError that names the file and, if known, the line."""
+    source = f"data.path={config.path}"
     fix = "check the files"
     try:
-        with library(files):
+        with quiet_library(files):
             if files.format == "images":
                 return image_rows(files)
             if files.format == "saved":
@@ -106,14 +105,9 @@ def from_files(config: DataConfig, files: Files) -> Any:
                 return saved if isinstance(saved, dict) else datasets.DatasetDict(train=saved)
             return convert(config, files)
     except DataError as error:
-        raise DataError(f"data.path={config.path}: {error}") from error
+        raise DataError(f"{source}: {error}") from error
     except Exception as error:
-        if "ompression type zstd not supported" in str(error):
-            fix = "install it with `pip install zstandard`"
-        source = f"data.path={config.path}"
-        if problem := access_problem(files.fs, error):
-            raise DataError(f"{source} could not be loaded: {problem}") from error
-        if files.format in ("text", "json", "csv", "tsv") and not is_full(error):
+        if files.format in ("text", "json", "csv", "tsv"):
             fix = broken_line(files) + fix
         raise not_loaded(source, error, fix) from error
 
@@ -121,9 +115,7 @@ def from_files(config: DataConfig, files: Files) -> Any:
 def convert(config: DataConfig, files: Files) -> Any:
     """A `datasets.DatasetDict` of files that the library converts, once."""
     loader, options = LOADERS[files.format]
-    tables = None
     if loader == "csv":
-        tables = Tables(config, options.get("sep", ","))
         # Each value of these settings has its own conversion in the cache.
         options = {**options, "na_values": config.text_column}
         if config.most_bad_samples:
@@ -132,50 +124,39 @@ def convert(config: DataConfig, files: Files) -> Any:
     escape = glob.escape if is_local(files.fs) else files.address
     data_files = {split: [escape(path) for path in paths] for split, paths in files.splits.items()}
     builder = datasets.load_dataset_builder(loader, data_files=data_files, **options)
-    is_converted = Path(builder.cache_dir, "dataset_info.json").exists()
-    manager = None  # the library's, which knows addresses within others
-    if not is_converted and not files.rest:
-        # By its ETag, a file that has changed in its store is fetched again.
-        cache = str(Path(datasets.config.HF_DATASETS_CACHE) / "downloads")
-        download = datasets.DownloadConfig(cache_dir=cache, use_etag=True)
-        manager = datasets.DownloadManager(builder.dataset_name, download_config=download)
-    if files.format == "parquet" and not is_converted:
-        read_source(files.fs, files.paths)  # names a damaged one
-    if tables is not None:
-        for path in files.paths if not is_converted else ():
-            place, fs = path, files.fs
-            if not is_local(fs) and manager is not None:
-                place, fs = manager.download(files.address(path)), fsspec.filesystem("file")
-            with fs.open(place, "rb", compression=infer_compression(path)) as content:
-                tables.read_types(content, files.address(path))
+    tables = Tables(config, options.get("sep", ","))
+    if not Path(builder.cache_dir, "dataset_info.json").exists():
+        if loader == "parquet":
+            read_source(files.fs, files.paths)  # names a damaged one
+        if loader == "csv":
+            tables.read_types(files)
+            builder.info.description = "\n".join(tables.left_out)
+    if loader == "csv":
         builder._generate_tables = tables.of_files
-        builder.info.description = builder.info.description or "\n".join(tables.left_out)
-    if files.format == "json":
-        builder._cast_table = partial(cast_json, builder, builder._cast_table)
+    # By its ETag, a file that has changed in its store is fetched again.
+    cache = str(Path(datasets.config.HF_DATASETS_CACHE) / "downloads")
+    download = datasets.DownloadConfig(cache_dir=cache, use_etag=True)
     # Also of converted files: the builder may have looked before another process wrote them.
-    builder.download_and_prepare(dl_manager=manager)
-    converted = builder.as_dataset()
-    if tables is not None and builder.info.description:
+    builder.download_and_prepare(download_config=download)
+    rows = builder.as_dataset()
+    if loader == "csv" and builder.info.description:
         left_out = builder.info.description.splitlines()
         limit = config.most_bad_samples
         if limit < 1:
-            rows = sum(converted.num_rows.values())
-            limit *= rows + len(left_out)
+            limit *= sum(rows.num_rows.values()) + len(left_out)
         text = f"rows left out for their number of fields: {len(left_out):,}, {some_of(left_out)}"
         if len(left_out) > limit:
-            raise DataError(
-                f"{text}; more than {config.most_bad_samples:g}; raise "
-                f"data.on_bad_sample={config.on_bad_sample}"
-            )
+            raise DataError(f"{text}; fix them, or raise data.on_bad_sample={config.on_bad_sample}")
         log.warning("warning: %s", text)
-    return converted
+    return rows
 
 
 class Tables:
     """CSV files as Arrow tables. A column has the name in the header, and a type that fits all rows
     of all files: whole numbers, numbers, truth values, or the texts that stand there.
 
-    pandas takes a first column without a name as an index, and words such as None as missing.
+    This takes two readings, for the types and for the rows. pandas, with which the library reads
+    tables, takes a first column without a name as an index, None as missing, and 00042 as 42.
     """
 
     def __init__(self, config: DataConfig, delimiter: str):
@@ -183,111 +164,84 @@ class Tables:
         self.skips = config.most_bad_samples > 0
         self.delimiter = delimiter
         self.kinds: dict[str, set[str]] = defaultdict(set)  # of the values of a column
-        self.left_out: list[str] = []  # where rows have more or fewer fields than the header
+        self.left_out: list[str] = []  # rows with more or fewer fields than the header
 
-    def read_types(self, content: Any, address: str) -> None:
+    def read_types(self, files: Files) -> None:
         """Errors: DataError with the line of a row that does not fit."""
-        batches = self._batches(content, address)
-        if (header := next(batches, None)) is None:
-            raise DataError(f"{address} is empty; its first line must name the columns")
-        if self.kinds and self.kinds.keys() != header.keys():
-            raise DataError(
-                f"{address} has the columns {', '.join(header)}, and a file before it "
-                f"{', '.join(self.kinds)}; give all files the same ones"
-            )
-        for batch in chain((header,), batches):
-            for name, texts in batch.items():
-                kinds = self.kinds[name]
-                for text in texts:
-                    if "text" in kinds:
-                        break
-                    kinds.add(kind_of(text))
+        for path in files.paths:
+            address = files.address(path)
+            with files.fs.open(path, "rb", compression="infer") as content:
+                for batch in self._batches(content, address):
+                    if self.kinds and self.kinds.keys() != batch.keys():
+                        raise DataError(
+                            f"{address} has the columns {', '.join(batch)}, and a file before it "
+                            f"{', '.join(self.kinds)}; give all files the same ones"
+                        )
+                    for name, texts in batch.items():
+                        self.kinds[name].update(map(kind_of, texts))
 
-    def of_files(
-        self, files: Any = (), files_iterables: Any = (), **_: Any
-    ) -> Iterator[tuple[int, pa.Table]]:
-        """In place of the library's generator; `files` is the argument of its version 4."""
-        paths = [path for inside in files_iterables or files for path in inside]
+    def of_files(self, files_iterables: Any, **_: Any) -> Iterator[tuple[int, pa.Table]]:
+        """In place of the library's generator."""
         number = 0
-        for path in paths:
+        for path in (path for paths in files_iterables for path in paths):
             with fsspec.open(path, "rb") as content:
                 for batch in islice(self._batches(content, ""), 1, None):
-                    columns = {name: self._column(name, batch[name]) for name in self.kinds}
+                    columns = {}
+                    for name, kinds in self.kinds.items():
+                        if name == self.text_column:
+                            kinds = {"text"}
+                        columns[name] = typed(batch[name], kinds)
                     yield number, pa.table(columns)
                     number += 1
 
     def _batches(self, content: Any, address: str) -> Iterator[dict[str, tuple[str, ...]]]:
-        """{column: texts}, first of no row. address: of a file whose other rows are not known."""
-        rows = csv_rows(content, address, self.delimiter, self._leave_out if address else None)
-        names = [name for _, header in islice(rows, 1) for name in header]
-        if names:
-            yield dict.fromkeys(names, ())
-        while batch := [row for _, row in islice(rows, ROWS_AT_ONCE)]:
-            columns = zip(*batch, strict=True)
-            yield dict(zip(names, columns, strict=True))
-
-    def _leave_out(self, where: str, fields: int, names: list[str]) -> None:
-        if self.skips:
-            self.left_out.append(f"{where} (fields: {fields})")
-            return
-        separators = {",": "commas", "\t": "tabs"}[self.delimiter]
-        raise DataError(
-            f"{where} has another number of fields ({fields}) than the header ({len(names)}), "
-            f"which is {self.delimiter.join(names):.80}; separate fields by {separators}, or quote "
-            f"those that hold {separators}"
-            "; data.on_bad_sample=skip leaves such rows out"
-        )
-
-    def _column(self, name: str, texts: tuple[str, ...]) -> pa.Array:
-        known = self.kinds[name] - {"", "missing"}
-        has_missing = known != self.kinds[name]
-        if name == self.text_column:
-            known = {"text"}
-        if known == {"truth"}:
-            truths = [None if text in MISSING else text.lower() == "true" for text in texts]
-            return pa.array(truths, pa.bool_())
-        if known == {"integer"} and not has_missing:
-            return pa.array(map(int, texts), pa.int64())
-        # An integer above 64 bits alone is a name, among numbers a number.
-        if known == {"integer"} or ("number" in known and not known & {"text", "truth"}):
-            numbers = [None if text in MISSING else float(text) for text in texts]
-            return pa.array(numbers, pa.float64())
-        return pa.array([text or None for text in texts], pa.large_string())
+        """{column: texts}, first of no row. address: "" if rows left out have been noted before."""
+        names, rows = read_csv(content, address, self.delimiter)
+        yield dict.fromkeys(names, ())
+        batch = []
+        for line, row in rows:
+            if len(row) == len(names):
+                batch.append(row)
+            elif not self.skips:
+                raise DataError(
+                    f"{address}, line {line} has another number of fields ({len(row)}) than the "
+                    f"header ({len(names)}), which is {self.delimiter.join(names):.80}; quote "
+                    "fields that hold the separator; data.on_bad_sample=skip leaves such rows out"
+                )
+            elif address:
+                self.left_out.append(f"{address}, line {line} (fields: {len(row)})")
+            if len(batch) == ROWS_AT_ONCE:
+                yield dict(zip(names, zip(*batch, strict=True), strict=True))
+                batch = []
+        if batch:
+            yield dict(zip(names, zip(*batch, strict=True), strict=True))
 
 
-def csv_rows(
-    content: Any,
-    address: str,
-    delimiter: str = ",",
-    on_misfit: Callable[[str, int, list[str]], None] | None = None,
-) -> Iterator[tuple[str, list[str]]]:
-    """(file and line, texts) of the header of a CSV file, then of its rows. Errors: DataError.
-
-    on_misfit(line, number of its fields, names): for rows that have more or fewer, which are left
-    out.
-    """
+def read_csv(
+    content: Any, address: str, delimiter: str
+) -> tuple[list[str], Iterator[tuple[int, list[str]]]]:
+    """(the names in a table's header, the line and the fields of each row). Errors: DataError."""
     csv.field_size_limit(sys.maxsize)
     lines = io.TextIOWrapper(content, encoding="utf-8-sig", newline="")
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
-    names: list[str] = []
-    line = 1
-    try:
-        for row in reader:
-            where = f"{address}, line {line}"
-            line = reader.line_num + 1
-            if not row or (len(row) == 1 and row[0].isspace()):
-                continue
-            if not names:
-                names = [name or f"Unnamed: {number}" for number, name in enumerate(row)]
-                if repeated := [name for name in names if names.count(name) > 1]:
-                    raise DataError(f"{where} names column {repeated[0]} twice; rename one")
-                yield where, names
-            elif len(row) == len(names):
-                yield where, row
-            elif on_misfit:
-                on_misfit(where, len(row), names)
-    except csv.Error as error:
-        raise DataError(f"{address}, line {line} can't be read as CSV: {error}") from None
+
+    def filled() -> Iterator[tuple[int, list[str]]]:
+        line = 1
+        try:
+            for row in reader:
+                if row and not (len(row) == 1 and row[0].isspace()):
+                    yield line, row
+                line = reader.line_num + 1
+        except csv.Error as error:
+            raise DataError(f"{address}, line {line} can't be read as CSV: {error}") from None
+
+    rows = filled()
+    if (header := next(rows, None)) is None:
+        raise DataError(f"{address} is empty; its first line must name the columns")
+    names = [name or f"Unnamed: {number}" for number, name in enumerate(header[1])]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise DataError(f"{address}, line {header[0]} names column {repeated[0]} twice; rename one")
+    return names, rows
 
 
 def kind_of(text: str) -> str:
@@ -305,71 +259,36 @@ def kind_of(text: str) -> str:
     return "text"
 
 
-def read_json(content: Any, **options: Any) -> pa.Table:
-    """Arrow's reader, except that texts that look like dates are what stands there."""
-    table = pyarrow.json.read_json(content, **options)
-    schema = pa.schema([field.with_type(without_dates(field.type)) for field in table.schema])
-    if schema == table.schema:
-        return table
-    content.seek(0)
-    texts = pyarrow.json.ParseOptions(explicit_schema=schema)
-    return pyarrow.json.read_json(content, parse_options=texts, **options)
-
-
-def without_dates(kind: pa.DataType) -> pa.DataType:
-    if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(without_dates(field.type)) for field in kind])
-    if pa.types.is_list(kind):
-        return pa.list_(without_dates(kind.value_type))
-    return pa.string() if pa.types.is_timestamp(kind) else kind
-
-
-def cast_json(builder: Any, cast: Any, table: pa.Table, *args: Any, **options: Any) -> pa.Table:
-    """The library's cast to the types of the first rows; a text does not become a number."""
-    known = builder.info.features.arrow_schema if builder.info.features else table.schema
-    for name in set(known.names) & set(table.column_names):
-        first = known.field(name).type
-        kind = table.schema.field(name).type
-        for is_such in (pa.types.is_boolean, is_number):
-            if pa.types.is_null(kind):
-                continue
-            if is_such(first) and not is_such(kind):
-                raise DataError(f"column {name} is {first} in its first rows, and {kind} later")
-    return cast(table, *args, **options)
-
-
-def is_number(kind: pa.DataType) -> bool:
-    return pa.types.is_integer(kind) or pa.types.is_floating(kind)
+def typed(texts: tuple[str, ...], kinds: set[str]) -> pa.Array:
+    """Values of the type that fits all kinds in their column."""
+    known = kinds - {"", "missing"}
+    if known == {"truth"}:
+        truths = [None if text in MISSING else text.lower() == "true" for text in texts]
+        return pa.array(truths, pa.bool_())
+    if kinds == {"integer"}:
+        return pa.array(map(int, texts), pa.int64())
+    # An integer above 64 bits alone is a name, among numbers a number.
+    if known == {"integer"} or ("number" in known and not known & {"text", "truth"}):
+        numbers = [None if text in MISSING else float(text) for text in texts]
+        return pa.array(numbers, pa.float64())
+    return pa.array([text or None for text in texts], pa.large_string())
 
 
 def broken_line(files: Files) -> str:
     """The first file with a line that is no UTF-8, or no JSON, in words; "" if there is none."""
     for path in files.paths:
-        where = f"{files.address(path)} "
+        where = files.address(path)
         try:
             with files.fs.open(path, "rb", compression="infer") as lines:
                 for number, line in enumerate(lines, 1):
-                    where = f"line {number} of {files.address(path)} "
+                    where = f"line {number} of {files.address(path)}"
                     if line.decode().strip() and ".jsonl" in path:
                         json.loads(line)
         except UnicodeDecodeError:
-            return f"{where}is not UTF-8; "
-        except ValueError as error:
-            return f"{where}is not JSON ({first_line(error)}); "
-        except Exception as error:  # it is compressed and damaged, or gone
-            return f"{where}can't be read ({first_line(error)}); "
+            return f"{where} is not UTF-8; "
+        except Exception as error:  # no JSON, or compressed and damaged, or gone
+            return f"{where} is not what it should be ({first_line(error)}); "
     return ""
-
-
-class NamedImage(datasets.Image):
-    """An image column whose errors, of PIL or the file system, are a DataError with its file."""
-
-    def decode_example(self, value: Any, token_per_repo_id: Any = None) -> Any:
-        try:
-            return super().decode_example(value, token_per_repo_id)
-        except Exception as error:
-            what = in_one_line(error)
-            raise DataError(f"the image {value['path']} can't be decoded: {what}") from error
 
 
 def image_rows(files: Files) -> Any:
@@ -377,36 +296,30 @@ def image_rows(files: Files) -> Any:
     label. Texts in the only column, or label, are classes. Nothing is copied, nor read before it
     is needed.
     """
-    paths = files.paths
-    try:
-        columns = columns_of_tables(files) if files.tables else folders_of(files, paths)
-    except UnicodeDecodeError as error:
-        raise DataError(f"a table of labels can't be read as CSV: {error}; write UTF-8") from None
-    images = [files.address(path) for path in paths]
-    everything = datasets.Dataset.from_dict({"image": images, **columns})
-    everything = everything.cast_column("image", NamedImage())
+    images = [files.address(path) for path in files.paths]
+    columns = columns_of_tables(files) if files.tables else folders_of(files)
+    rows = datasets.Dataset.from_dict({"image": images, **columns})
+    rows = rows.cast_column("image", datasets.Image())
     for name, values in columns.items():
-        label = name == "label" or len(columns) == 1
-        if label and isinstance(values[0], str):
-            classes = datasets.ClassLabel(names=sorted(set(values)))
-            everything = everything.cast_column(name, classes)
+        if (name == "label" or len(columns) == 1) and isinstance(values[0], str):
+            rows = rows.cast_column(name, datasets.ClassLabel(names=sorted(set(values))))
     splits = datasets.DatasetDict()
     first = 0
     for split, inside in files.splits.items():
-        splits[split] = everything.select(range(first, first + len(inside)))
+        splits[split] = rows.select(range(first, first + len(inside)))
         first += len(inside)
     return splits
 
 
-def folders_of(files: Files, paths: list[str]) -> dict[str, list[Any]]:
+def folders_of(files: Files) -> dict[str, list[Any]]:
     """{"label": the folder of each image}; nothing if they lie in one."""
-    top = posixpath.commonpath([posixpath.dirname(path) for path in paths])
+    top = posixpath.commonpath([posixpath.dirname(path) for path in files.paths])
     below = int(len(files.splits) > 1)  # the folders train, test ... are no classes
-    folders = [posixpath.relpath(path, top or ".").split("/")[below:-1] for path in paths]
+    folders = [posixpath.relpath(path, top or ".").split("/")[below:-1] for path in files.paths]
     if not any(folders):
         return {}
     if [] in folders:
-        stray = files.address(paths[folders.index([])])
+        stray = files.address(files.paths[folders.index([])])
         raise DataError(
             f"the image {stray} lies in no class's folder, as others do; move or remove it"
         )
@@ -415,106 +328,66 @@ def folders_of(files: Files, paths: list[str]) -> dict[str, list[Any]]:
 
 def columns_of_tables(files: Files) -> dict[str, list[Any]]:
     """{column: its value for each image}, of the CSV tables beside images."""
-    rows: dict[str, dict[str, str]] = {path: {} for path in files.paths}
-    columns: list[str] = []
-
-    def refuse(where: str, fields: int, names: list[str]) -> None:
-        raise DataError(f"{where} has more or fewer values than the {len(names)} columns")
-
+    found: dict[str, dict[str, str]] = {}
+    images = set(files.paths)
     for table in files.tables:
         address = files.address(table)
         log.info("data: labels are those of %s", address)
         with files.fs.open(table, "rb") as content:
-            lines = csv_rows(content, address, ",", refuse)
-            names = [name.strip() for _, header in islice(lines, 1) for name in header]
-            key, label = columns_of_table(address, names)
-            here = [name for name in names if name != key]
-            columns = columns or here
-            if {*here} != {*columns}:
+            names, lines = read_csv(content, address, ",")
+            names = [name.strip() for name in names]
+            key = next((name for name in ("file_name", "file") if name in names), "")
+            if not key or len(names) < 2 or "image" in names:
                 raise DataError(
-                    f"{address} has the columns {', '.join(here)}, and another table beside "
-                    f"images {', '.join(columns)}; write the same ones"
+                    f"{address} has the columns {', '.join(names)}; it needs file or file_name, "
+                    "then label, separated by commas, and none named image"
                 )
-            for where, texts in lines:
-                values = dict(zip(names, (text.strip() for text in texts), strict=True))
-                name = values.pop(key)
-                path = posixpath.normpath(posixpath.join(posixpath.dirname(table), name))
-                if path not in rows:
-                    raise DataError(f"{where} names {name!r}, which is no image that is there")
-                if rows[path]:
-                    raise DataError(f"{where} names {name}, which has a row already; remove one")
-                if not values.get(label, "unknown"):
-                    raise DataError(f"{where} has no {label} for {name}; write one, or remove both")
-                rows[path] = values
-    without = [path for path in files.paths if not rows[path]]
-    if without:
-        raise DataError(
-            f"the image {files.address(without[0])} has no row in {files.address(files.tables[0])} "
-            f"({len(without):,} have none); add one, or remove the image"
-        )
-    return {name: typed([rows[path][name] for path in files.paths]) for name in columns}
+            for line, texts in lines:
+                row = dict(zip(names, map(str.strip, texts), strict=False))
+                path = posixpath.normpath(posixpath.join(posixpath.dirname(table), row.pop(key)))
+                problem = ""
+                if len(texts) != len(names):
+                    problem = f"has not the {len(names)} fields of the header"
+                elif path not in images or path in found:
+                    problem = f"names {path}, which is no image that is there, or has a row already"
+                elif not row.get("label" if "label" in row else min(row)):
+                    problem = f"has no label for {path}"
+                if problem:
+                    raise DataError(f"{address}, line {line} {problem}; correct or remove it")
+                found[path] = row
+    columns = [name for name in names if name != key]
+    for path in files.paths:
+        if {*found.get(path, ())} != {*columns}:
+            raise DataError(
+                f"the image {files.address(path)} has no row in {', '.join(files.tables)}, or a "
+                "row of other columns; add one, or remove the image"
+            )
+    values = {}
+    for name in columns:
+        column = tuple(found[path][name] for path in files.paths)
+        values[name] = typed(column, {*map(kind_of, column)}).to_pylist()
+    return values
 
 
-def columns_of_table(address: str, names: list[str]) -> tuple[str, str]:
-    key = next((name for name in ("file_name", "file") if name in names), "")
-    others = set(names) - {key}
-    if not key or not others or "image" in others or len(others) + 1 < len(names):
-        raise DataError(
-            f"{address} has the columns {', '.join(names) or 'none'}; it needs file or "
-            "file_name, then label, separated by commas, each once, and none named image"
-        )
-    if len(others) == 1:
-        return key, others.pop()
-    return key, "label" if "label" in others else ""
-
-
-def typed(texts: list[str]) -> list[Any]:
-    """Texts as whole numbers, or numbers, if all are; an empty one as None."""
-    kinds = {kind_of(text) for text in texts if text}
-    kind: Any = str
-    if kinds == {"integer"}:
-        kind = int
-    elif kinds <= {"integer", "number"}:
-        kind = float
-    return [kind(text) if text else None for text in texts]
-
-
-def not_loaded(source: str, error: Exception, fix: str) -> Failure:
-    if is_full(error):
-        cache = datasets.config.HF_DATASETS_CACHE
-        return Failure(
-            f"{source}: the disk of the cache {cache} is full; make room, or set HF_DATASETS_CACHE"
-        )
+def not_loaded(source: str, error: Exception, fix: str) -> DataError:
     cause = error.__cause__ or error  # the library wraps the error in a general one
     text = " ".join(str(cause).split()) or type(cause).__name__
     if text == "StopIteration" or re.search("to no data|at least one example", text):
         text = "it has no rows"
-    if "scripts are no longer supported" in text:
-        fix = "convert it to Parquet with datasets below 4, and set data.path to the files"
     return DataError(f"{source} could not be loaded: {text:.400}; {fix}")
 
 
-def is_full(error: BaseException) -> bool:
-    return any(
-        getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
-        or "Not enough disk space" in str(cause)
-        for cause in causes_of(error)
-    )
-
-
 @contextmanager
-def library(files: Files | None = None) -> Iterator[None]:
-    """Inside, the library is silent, and reads files outside the hub whatever HF_HUB_OFFLINE is."""
+def quiet_library(files: Files | None = None) -> Iterator[None]:
+    """Inside, the library logs nothing; HF_HUB_OFFLINE concerns files on the hub alone."""
     logger = logging.getLogger("datasets")
     level = logger.level
     offline = datasets.config.HF_HUB_OFFLINE
     logger.setLevel(logging.CRITICAL)
-    reader = SimpleNamespace(ReadOptions=pyarrow.json.ReadOptions, read_json=read_json)
     if files is not None and "hf" not in files.fs.protocol:
         datasets.config.HF_HUB_OFFLINE = False
     try:
-        with patch.object(json_loader, "paj", reader):
-            yield
+        yield
     finally:
         logger.setLevel(level)
         datasets.config.HF_HUB_OFFLINE = offline

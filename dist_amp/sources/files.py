@@ -35,11 +35,10 @@ MARKS = {
     **dict.fromkeys(("dataset_dict.json", "dataset_info.json", "state.json"), "saved"),
     "tokens.json": "tokens",
 }
-HAVE_BUCKETS = {"s3", "gs", "abfs"}
-TOKENS_INDEX = "documents.bin"
 # A whole word, as in wiki.train.txt or en_test-00.jsonl.
 SPLIT_NAME = re.compile(r"(?:^|(?<=[._-]))(train|test|valid|val|dev)(?:ing|ation)?(?=[._\-\d]|$)")
 LABEL_TABLES = {"labels.csv", "metadata.csv"}  # beside images
+# Files that come with data and are none, unless there are no other files.
 COMPANION = re.compile(
     r"(licen[cs]e|readme|notice|copying|citation|changelog|requirements|vocab|merges|config|"
     r"tokenizer|tokenizer_config|special_tokens_map|dataset_infos|metadata)\."
@@ -75,30 +74,28 @@ def find_files(config: SourceConfig) -> Files:
     except FileNotFoundError as error:
         raise unreachable(fs, root, error) from error
     if not sizes:
-        bucket = root.partition("/")[0]
-        if HAVE_BUCKETS & set(fs.protocol) and not fs.exists(bucket):
-            raise DataError(
-                f"data.path={config.path}: there is no bucket {bucket}, or the credentials may not "
-                "list it; check the name"
-            )
-        raise DataError(f"data.path={config.path} names no file; give a file, a folder or a glob")
+        raise DataError(
+            f"data.path={config.path} names no file; give a file, a folder or a glob, or check the "
+            "bucket's name"
+        )
     marks = [mark for name, mark in MARKS.items() if posixpath.join(root, name) in sizes]
     if is_folder and marks:
         if config.format not in ("auto", marks[0]):
             raise contradiction(config, f"a folder of the format {marks[0]}")
         return Files(fs, root, marks[0], {}, 0, rest)
-    if tokens := [path for path in sizes if posixpath.basename(path) == TOKENS_INDEX]:
-        raise DataError(
-            f"data.path={config.path} holds tokens without their tokens.json, such as {tokens[0]}; "
-            "give the folder that has this file, or copy it too"
-        )
+    names = {path: posixpath.basename(path).lower() for path in sizes}
     tables = []
     if config.format in ("auto", "images") and any(format_of(path) == "images" for path in sizes):
-        tables = [path for path in sizes if posixpath.basename(path).lower() in LABEL_TABLES]
-    format_, paths = of_one_format(config, sorted(sizes.keys() - set(tables)), is_folder)
+        tables = sorted(path for path in sizes if names[path] in LABEL_TABLES)
+    paths = sorted(sizes.keys() - {*tables})
+    data = [path for path in paths if not COMPANION.match(names[path])]
+    if data:
+        for path in sorted({*paths} - {*data}):
+            log.info("data: %s comes with the data, and is left out", path)
+        paths = data
+    format_, paths = of_one_format(config, paths, is_folder)
     size = sum(sizes[path] or 0 for path in paths)
-    splits = split_by_name(paths, format_)
-    return Files(fs, root, format_, splits, size, rest, tuple(sorted(tables)))
+    return Files(fs, root, format_, split_by_name(paths, format_), size, rest, tuple(tables))
 
 
 def file_system(path: str) -> tuple[Any, str]:
@@ -151,25 +148,20 @@ def local_files(root: str) -> Iterator[str]:
             folders.clear()  # a link to a folder above
             continue
         seen.add(real)
-        for name in names:
-            path = os.path.join(folder, name)
-            if format_of(path) or os.path.exists(path):  # of data, a link to nothing is an error
-                yield path
+        yield from (os.path.join(folder, name) for name in names)
 
 
 def of_one_format(config: SourceConfig, paths: list[str], is_folder: bool) -> tuple[str, list[str]]:
     """(the format, the files of it); in a folder, files with unknown endings are left out."""
     formats = {path: format_of(path) for path in paths}
-    if config.format != "auto":
-        wanted = {"csv", "tsv"} if config.format == "csv" else {config.format}
-        chosen = [path for path in paths if formats[path] in wanted]
+    if config.format == "auto":
+        chosen = [path for path in paths if formats[path] or not is_folder]
+    else:
+        named = {"csv", "tsv"} if config.format == "csv" else {config.format}
+        chosen = [path for path in paths if formats[path] in named]
         chosen = chosen or [path for path in paths if not formats[path]]
         if not chosen or config.format in MARKS.values():
             raise contradiction(config, f"files such as {paths[0]}")
-    else:
-        chosen = [path for path in paths if formats[path] or not is_folder]
-        if len({formats[path] for path in chosen}) > 1:  # what comes with a data set
-            chosen = [path for path in chosen if posixpath.basename(path) != "README.md"]
     found = {formats[path] or config.format for path in chosen}
     if len(found) == 1 and found != {"auto"}:
         return found.pop(), chosen
@@ -180,9 +172,9 @@ def of_one_format(config: SourceConfig, paths: list[str], is_folder: bool) -> tu
     )
 
 
-def contradiction(config: SourceConfig, what: str) -> ConfigError:
+def contradiction(config: SourceConfig, found: str) -> ConfigError:
     return ConfigError(
-        f"data.format={config.format} contradicts data.path={config.path}, which is {what}; leave "
+        f"data.format={config.format} contradicts data.path={config.path}, which is {found}; leave "
         "it out"
     )
 
@@ -196,13 +188,9 @@ def format_of(path: str) -> str:
 
 def split_by_name(paths: list[str], format_: str) -> dict[str, list[str]]:
     """{split: paths} if each names its split, as train/0.csv, en_train.csv; else all to train."""
-    data = [path for path in paths if not COMPANION.match(posixpath.basename(path).lower())]
-    data = data or paths
-    for path in sorted(set(paths) - set(data)):
-        log.info("data: %s comes with the data, and is left out", path)
-    top = posixpath.commonpath([posixpath.dirname(path) for path in data])
+    top = posixpath.commonpath([posixpath.dirname(path) for path in paths])
     splits: dict[str, list[str]] = {}
-    for path in data:
+    for path in paths:
         splits.setdefault(split_of(posixpath.relpath(path, top or "."), format_), []).append(path)
     unnamed = splits.pop("", [])
     held_out = [path for name, inside in splits.items() if name != "train" for path in inside]
@@ -216,7 +204,7 @@ def split_by_name(paths: list[str], format_: str) -> dict[str, list[str]]:
             f"files such as {', '.join(inside[0] for inside in splits.values())} are to hold out, "
             "and none is to train on; name one of them train, or name the files in data.path"
         )
-    return splits if held_out and "train" in splits else {"train": data}
+    return splits if held_out and "train" in splits else {"train": paths}
 
 
 def split_of(path: str, format_: str) -> str:

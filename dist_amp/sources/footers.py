@@ -46,6 +46,7 @@ class Source:
 
 
 def read_source(fs: Any, files: Sequence[str]) -> Source:
+    """Read all footers. Errors: DataError for the first file that has none."""
     partitions = partitions_of(files)
     groups = []
     schemas = []
@@ -54,27 +55,30 @@ def read_source(fs: Any, files: Sequence[str]) -> Source:
         versions = list(pool.map(partial(version_of, fs), files))
         tails = pool.map(partial(read_tail, fs), files, versions)
         for number, tail in enumerate(tails):
-            schema, content = content_of(fs, files[number], tail)
-            groups += [(number, group, rows) for group, rows in enumerate(content) if rows]
-            schemas.append(schema)
+            try:
+                metadata = pq.read_metadata(pa.BufferReader(MAGIC + tail))
+            except Exception as error:  # of many types
+                raise no_parquet(fs, files[number], first_line(error)) from error
+            schemas.append(metadata.schema.to_arrow_schema())
+            for group in range(metadata.num_row_groups):
+                if rows := metadata.row_group(group).num_rows:
+                    groups.append((number, group, rows))
             name = os.path.basename(files[number])
             identity = (name, versions[number][0], hashlib.sha256(tail).hexdigest())
-            # Without partitions as before there were any, for the checkpoints of that time.
+            # Nothing is added for files outside of partitions: checkpoints hold the fingerprint.
             identities.append(identity + tuple(partitions[number].items()))
-    schema = schemas[0]
-    first = {column.name: str(column.type) for column in schema}
-    fingerprint = short_hash(repr([first, *identities]).encode())
+    first = {column.name: str(column.type) for column in schemas[0]}
     types, refused = common_types(files, schemas, partitions)
     return Source(
         fs,
         files,
-        schema,
+        schemas[0],
         np.array(groups, np.int64).reshape(-1, 3),
         types,
         refused,
         partitions,
         versions,
-        fingerprint,
+        short_hash(repr([first, *identities]).encode()),
     )
 
 
@@ -94,20 +98,10 @@ def read_tail(fs: Any, file: str, version: Version) -> bytes:
     tail = fetch(fs, file, max(0, size - LIKELY_BYTES), size)
     length = int.from_bytes(tail[-8:-4], "little") + 8
     if tail[-4:] != MAGIC or length > size:
-        raise no_parquet(fs, file, "its end is not a footer's")
+        raise no_parquet(fs, file, "it does not end in a footer")
     if length > len(tail):
         tail = fetch(fs, file, size - length, size - len(tail)) + tail
     return tail[-length:]
-
-
-def content_of(fs: Any, file: str, tail: bytes) -> tuple[Any, list[int]]:
-    """(Arrow schema, the rows of each row group), as a footer says."""
-    try:
-        metadata = pq.read_metadata(pa.BufferReader(MAGIC + tail))
-        groups = map(metadata.row_group, range(metadata.num_row_groups))
-        return metadata.schema.to_arrow_schema(), [group.num_rows for group in groups]
-    except Exception as error:  # of many types
-        raise no_parquet(fs, file, f"{type(error).__name__}: {first_line(error)}") from error
 
 
 def no_parquet(fs: Any, file: str, why: str) -> DataError:
@@ -136,7 +130,7 @@ def partitions_of(files: Sequence[str]) -> list[Columns]:
 def common_types(
     files: Sequence[str], schemas: Sequence[Any], partitions: Sequence[Columns]
 ) -> tuple[Columns, dict[str, str]]:
-    """({column: its type in all files, the widest that loses nothing}, {other column: why})."""
+    """({column: the type of its values in all files}, {column that has none: why})."""
     types: Columns = {}
     refused: dict[str, str] = {}
     for file, schema, partition in zip(files, schemas, partitions, strict=True):
@@ -144,28 +138,15 @@ def common_types(
         kinds |= {column.name: column.type for column in schema}
         types = types or dict(kinds)
         for name in (types | kinds).keys() - refused.keys():
-            here = kinds.get(name)
-            before = types.get(name)
-            types[name] = widest(before, here)
-            if types[name] is None:
+            if types.get(name) == kinds.get(name):
+                continue
+            try:
+                pair = [pa.schema({name: columns[name]}) for columns in (types, kinds)]
+                types[name] = pa.unify_schemas(pair, promote_options="permissive").field(0).type
+            except (KeyError, pa.ArrowException):
                 refused[name] = (
-                    f"column {name} is {here or 'missing'} in {file} and {before or 'missing'} in "
-                    f"{files[0]}; write the files with the same columns, or name those that have "
-                    "them in data.path"
+                    f"column {name} is {kinds.get(name, 'missing')} in {file} and "
+                    f"{types.pop(name, 'missing')} in {files[0]}; write the files with the same "
+                    "columns, or name those that have them in data.path"
                 )
-    return {name: kind for name, kind in types.items() if name not in refused}, refused
-
-
-def widest(one: Any, other: Any) -> Any:
-    """The Arrow type of the values of both; None if there is none, as of a missing column."""
-    if one is None or other is None or one == other:
-        return one if one == other else None
-    kinds = [kind.value_type if pa.types.is_dictionary(kind) else kind for kind in (one, other)]
-    texts = [kind for kind in kinds if kind in (pa.string(), pa.large_string())]
-    if len(texts) == 1 and pa.null() not in kinds:
-        return None  # Arrow would make bytes of a text
-    schemas = [pa.schema({"column": kind}) for kind in kinds]
-    try:
-        return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
-    except pa.ArrowException:
-        return None
+    return types, refused

@@ -116,10 +116,10 @@ def pick_split(splits: Any, config: SourceConfig, split: str, *other_columns: st
         held_out = float(share or HELD_OUT)
     for key, value in (("split", name), ("validation_split", held_out)):
         if isinstance(value, str) and value not in splits:
-            known = ", ".join(splits)
-            if key == "validation_split":
-                known += "; or hold out a share of the rows, such as 0.1, or last:0.1 for the last"
-            raise DataError(f"data.{key}={value} does not exist; the dataset has {known}")
+            raise DataError(
+                f"data.{key}={value} does not exist; the dataset has {', '.join(splits)}; a "
+                "validation_split may also be a share of the rows, such as 0.1, or last:0.1"
+            )
     if split == "validation" and isinstance(held_out, str):
         name = held_out
     rows = splits[name]
@@ -133,25 +133,22 @@ def pick_split(splits: Any, config: SourceConfig, split: str, *other_columns: st
     if len(present) == 1:
         rows.select_columns([*present])  # refuses one that the files do not agree on
     if not present:
-        names = " or ".join(other_columns)
-        others = names and f", nor {names}"
-        raise DataError(
-            f"data.text_column={config.text_column} does not exist{others}; the columns are "
-            f"{', '.join(rows.column_names)}"
-        )
+        columns = " or ".join((f"data.text_column={config.text_column}", *other_columns))
+        raise DataError(f"{columns} does not exist; the columns are {', '.join(rows.column_names)}")
     return rows
 
 
 def held_out_part(rows: Any, split: str, share: float, way: str = "") -> Any:
-    """The rows of `split`: a share is held out for validation, None of a single row.
+    """The rows of `split`: a share is held out for validation, None of a single row or row group.
 
     way: last: the rows at the end; "": drawn rows; auto: drawn rows if that can be; shuffled: drawn
     rows, and the rest in the order of the draw, not the file's, as versions before this one had it.
     """
-    if len(rows) < 2 and split == "train":
-        return rows
-    if len(rows) < 2:
-        log.info("data: a single document, so none is held out and there is no evaluation")
+    in_groups = not hasattr(rows, "select")  # a Parquet view holds out whole row groups
+    if len(rows) < 2 or (in_groups and rows.row_groups < 2 and way == "auto"):
+        if split == "train":
+            return rows
+        log.info("data: a single document or row group: none is held out, so no evaluation")
         return None
     count = math.ceil(len(rows) * share)
     if count >= len(rows):
@@ -159,18 +156,12 @@ def held_out_part(rows: Any, split: str, share: float, way: str = "") -> Any:
             f"data.validation_split={share} leaves none of {len(rows)} rows to train on; use a "
             "smaller one"
         )
-    if not hasattr(rows, "select"):  # a Parquet view holds out whole row groups
-        parts = {"train": rows, "test": None}
-        if rows.row_groups > 1 or way != "auto":
-            parts = rows.train_test_split(test_size=share, seed=0, shuffle=way != "last")
-        elif split == "train":
-            log.info("data: a single row group, so none is held out and there is no evaluation")
+    if in_groups:
+        parts = rows.train_test_split(test_size=share, seed=0, shuffle=way != "last")
         return parts["train" if split == "train" else "test"]
     if way == "last":
         first = len(rows) - count
-        if split == "train":
-            return rows.select(range(first))
-        return rows.select(range(first, len(rows)))
+        return rows.select(range(first) if split == "train" else range(first, len(rows)))
     order = np.random.default_rng(0).permutation(len(rows))  # as train_test_split(seed=0) draws
     if split != "train":  # not in the file's order: a short evaluation has rows of all its parts
         return rows.select(order[:count])

@@ -1,4 +1,8 @@
-"""Several sources as one dataset, each with its exact share of an epoch, evenly spread."""
+"""Several sources as one dataset, each with its share of an epoch, evenly spread.
+
+An epoch consists of equal blocks, in each of which source k occurs counts[k] times. The order in a
+block comes from a table if the block is short, else it is computed.
+"""
 
 import json
 import logging
@@ -66,7 +70,7 @@ class Mixture:
             self._source = source[order]
             self._draw = draw[order]
         prints = [getattr(self.sources[index], "fingerprint", None) for index in drawn]
-        if all(isinstance(one, str) for one in prints):
+        if all(isinstance(each, str) for each in prints):
             facts = zip(self.names, self.sizes.tolist(), self.counts.tolist(), strict=True)
             self.fingerprint = short_hash(json.dumps([[*facts], prints]))[:16]
 
@@ -86,9 +90,14 @@ class Mixture:
         return source, draw % self.sizes[source]
 
     @property
-    def lengths(self) -> "MixedLengths":
-        """The length of each sample; AttributeError if a source has none."""
-        return MixedLengths(self)
+    def lengths(self) -> Array:
+        """The length of each sample, int64 [len]; AttributeError if a source has none."""
+        source, number = self.locate(numpy.arange(len(self)))
+        lengths = numpy.empty(len(self), numpy.int64)
+        for index in numpy.flatnonzero(self.counts).tolist():
+            drawn = source == index
+            lengths[drawn] = numpy.asarray(self.sources[index].lengths)[number[drawn]]
+        return lengths
 
     def __getitem__(self, position: int) -> Any:
         if not 0 <= position < len(self):
@@ -105,9 +114,7 @@ class Mixture:
                 drawn = read(self.sources[index], numbers)
             except Exception as error:
                 where = f"data.sources.{self.names[index]}, {samples_text(numbers)}"
-                reason = in_one_line(error)
-                if isinstance(error, DataError):
-                    reason = str(error)
+                reason = str(error) if isinstance(error, DataError) else in_one_line(error)
                 raise DataError(f"{where}: {reason}") from error
             for place, sample in zip(places, drawn, strict=True):
                 if isinstance(sample, dict) and "input_ids" in sample:
@@ -115,34 +122,6 @@ class Mixture:
                     sample = {**sample, "source_ids": source_ids}
                 samples[place] = sample
         return samples
-
-
-class MixedLengths:
-    """The lengths of a mixture's samples as an array of `len(mixture)`, of which none is made."""
-
-    def __init__(self, mixture: Mixture):
-        self.mixture = mixture
-        self.of_source = {}
-        for index in numpy.flatnonzero(mixture.counts).tolist():
-            lengths = mixture.sources[index].lengths
-            self.of_source[index] = numpy.asarray(lengths, numpy.int64)
-
-    def __len__(self) -> int:
-        return len(self.mixture)
-
-    def __getitem__(self, positions: Any) -> Array:
-        source, number = self.mixture.locate(positions)
-        lengths = numpy.empty(source.shape, numpy.int64)
-        for index, of_source in self.of_source.items():
-            drawn = source == index
-            lengths[drawn] = of_source[number[drawn]]
-        return lengths
-
-    def min(self) -> int:
-        return int(min(lengths.min() for lengths in self.of_source.values()))
-
-    def max(self) -> int:
-        return int(max(lengths.max() for lengths in self.of_source.values()))
 
 
 def spread(places: Array, counts: Sequence[int]) -> tuple[Array, Array]:
@@ -155,24 +134,27 @@ def spread(places: Array, counts: Sequence[int]) -> tuple[Array, Array]:
     for index, count in enumerate(counts):
         if not count:
             continue
-        before = portion(rest, count, left)
-        taken = is_open & (portion(rest + 1, count, left) > before)
-        source[taken] = index
-        draw[taken] = before[taken]
-        is_open &= ~taken
+        # As Python's integers, which do not wrap around.
+        before, after = (
+            (numbers.astype(object) * count // left).astype(numpy.int64)
+            for numbers in (rest, rest + 1)
+        )
+        chosen = is_open & (after > before)
+        source[chosen] = index
+        draw[chosen] = before[chosen]
+        is_open &= ~chosen
         rest = rest - before
         left -= count
     return source, draw
 
 
-def portion(places: Array, count: int, whole: int) -> Array:
-    """places * count // whole, exactly: Python's integers do not wrap around."""
-    return (places.astype(object) * count // whole).astype(numpy.int64)
-
-
 def counts_of(weights: Mapping[str, float], sizes: Sequence[int]) -> list[int]:
-    """How often each source occurs in a block, for shares within one sample in an epoch."""
-    # As they are written: 0.1 is a tenth.
+    """How often each source occurs in a block, for shares within one sample in an epoch.
+
+    A short block if its shares are that close, else the epoch is a single block, whose places are
+    shared out by the largest remainder. Exact fractions, so that the length does not depend on how
+    a weight such as 0.1 is rounded.
+    """
     exact = [Fraction(str(weight)) for weight in weights.values()]
     total = sum(exact)
     shares = [weight / total for weight in exact]
@@ -183,15 +165,13 @@ def counts_of(weights: Mapping[str, float], sizes: Sequence[int]) -> list[int]:
         errors = [count - block * share for count, share in zip(counts, shares, strict=True)]
         if max(map(abs, errors)) * blocks < 1:
             return counts
-    length = 0
-    for name, size, share in zip(weights, sizes, shares, strict=True):
-        rows = math.ceil(size / share)
-        if rows > LONGEST_EPOCH:
-            raise ConfigError(
-                f"data.sources.{name}.weight={weights[name]:g} is too small: to read its rows once "
-                f"takes {rows:.1e} of the mixture; raise it, or remove the source"
-            )
-        length = max(length, rows)
+    length = max(math.ceil(size / share) for size, share in zip(sizes, shares, strict=True))
+    if length > LONGEST_EPOCH:
+        smallest = min(weights, key=weights.__getitem__)
+        raise ConfigError(
+            f"data.sources.{smallest}.weight={weights[smallest]:g} is too small: to read each "
+            f"source once takes {length:.1e} rows of the mixture; raise it, or remove the source"
+        )
     counts = [math.floor(length * share) for share in shares]
     remainders = [length * share - count for share, count in zip(shares, counts, strict=True)]
     largest_first = sorted(range(len(counts)), key=remainders.__getitem__, reverse=True)
@@ -243,23 +223,12 @@ def mixed(data: DataConfig, split: str, build: Callable[[DataConfig], Any]) -> A
         return Mixture(sources, list(sizes.values()))
     weights = {name: table.weight for name, table in tables.items()}
     # An empty source is refused by its name, as one that is drawn.
-    drawn = [max(1, size) for size in sizes.values()]
-    mixture = Mixture(sources, counts_of(weights, drawn))
-    describe(mixture)
-    return mixture
-
-
-def describe(mixture: Mixture) -> None:
+    mixture = Mixture(sources, counts_of(weights, [max(1, size) for size in sizes.values()]))
     times = mixture.blocks * mixture.counts / mixture.sizes
     longest = mixture.names[times.argmin()]
-    for index, name in enumerate(mixture.names):
-        size = mixture.sizes[index]
-        count = mixture.counts[index]
-        often = times[index]
-        log.info(
-            f"data: {name}: {size:,} rows, {100 * count / mixture.block:.4g}% of rows, "
-            f"{often:.2f} times each"
-        )
+    for (name, size), count, often in zip(sizes.items(), mixture.counts, times, strict=True):
+        share = f"{100 * count / mixture.block:.4g}% of rows"
+        log.info(f"data: {name}: {size:,} rows, {share}, {often:.2f} times each")
         if often > MOST_REPEATS:
             warn(
                 f"data.sources.{name}: an epoch, in which {longest} is read once, takes each of "
@@ -267,6 +236,7 @@ def describe(mixture: Mixture) -> None:
                 f"weight, or raise {longest}'s"
             )
     log.info(f"data: an epoch has {len(mixture):,} rows")
+    return mixture
 
 
 def tables_of(data: DataConfig) -> dict[str, MixedSourceConfig]:

@@ -213,7 +213,7 @@ class PackedRows:
                 f"{length}; use shorter rows, more data, or data.pack=best_fit"
             )
         labels = (self[number]["labels"][1:] for number in range(len(self)))
-        if not any((one != IGNORE_INDEX).any() for one in labels):
+        if not any((row != IGNORE_INDEX).any() for row in labels):
             raise DataError(
                 f"none of the {documents} has anything to learn within {length} tokens; use longer "
                 "rows, and check that documents, completions and assistant's turns are not empty"
@@ -232,8 +232,7 @@ class PackedRows:
                 f"{left_out:,} of {documents} are left out: within {length} tokens they have no "
                 "answer to learn, because it comes later"
             )
-        cut_off = (lengths - self.packing.length).clip(min=0).sum() / lengths.sum()
-        if cut_off:
+        if cut_off := (lengths - self.packing.length).clip(min=0).sum() / lengths.sum():
             log.info(
                 f"data: {split}: {cut_off:.1%} of the tokens are cut off, in documents longer than "
                 f"{length} tokens; use longer rows, or data.long_documents=split"

@@ -1,6 +1,8 @@
 """Parquet files as a map-style dataset that is neither converted nor held in memory.
 
-Of the files three numbers per row group are kept. In the order of `shuffled` each is read once.
+Three numbers are kept of each row group. A run shuffles by `ParquetView.shuffled`, an order in
+which each rank has few row groups open at a time: over all ranks each is read once per epoch, but
+for those of a partial last step, which several ranks may read again.
 """
 
 import copy
@@ -80,16 +82,16 @@ class ParquetView:
 
     def __getitems__(self, indices: Sequence[int]) -> list[Row]:
         """The rows of these numbers; each row group that they lie in is decoded once."""
-        wanted = np.asarray(indices, np.int64)
-        outside = wanted[(wanted < 0) | (wanted >= len(self))]
+        numbers = np.asarray(indices, np.int64)
+        outside = numbers[(numbers < 0) | (numbers >= len(self))]
         if len(outside):
             raise IndexError(f"row {outside[0]} of {len(self)}")
         if self._reader is None or self._reader.pid != os.getpid():  # a fork shares no open files
             self._reader = Reader(self._source, self._columns, self._kept_groups)
-        groups = np.searchsorted(self._ends, wanted, side="right")
+        groups = np.searchsorted(self._ends, numbers, side="right")
         file, number, count = self._groups[groups].T
-        keys = np.stack((file, number, wanted - self._ends[groups] + count), axis=1).tolist()
-        rows: list[Any] = [None] * len(wanted)
+        keys = np.stack((file, number, numbers - self._ends[groups] + count), axis=1).tolist()
+        rows: list[Any] = [None] * len(numbers)
         for place in np.argsort(groups, kind="stable"):
             row = self._reader.row(*keys[place])
             if self.features:
@@ -116,21 +118,19 @@ class ParquetView:
         self, test_size: float, seed: int = 0, shuffle: bool = True
     ) -> dict[str, "ParquetView"]:
         """Hold out random row groups, or the last; DataError if none is left to train on."""
-        groups = self.row_groups
-        held_out = math.ceil(groups * test_size)
-        if held_out >= groups:
+        held_out = math.ceil(self.row_groups * test_size)
+        if held_out >= self.row_groups:
             raise DataError(
-                f"data.validation_split={test_size} leaves none of the row groups ({groups}) to "
-                "train on; name a split, write smaller row groups, or use data.view=map"
+                f"data.validation_split={test_size} leaves none of the row groups "
+                f"({self.row_groups}) to train on; name a split, write smaller row groups, or use "
+                "data.view=map"
             )
-        order = np.arange(groups)[::-1]
+        order = np.arange(self.row_groups)
+        test = order[-held_out:]
         if shuffle:
-            order = torch.randperm(groups, generator=torch.Generator().manual_seed(seed)).numpy()
-        train = np.sort(order[held_out:])
-        test = order[:held_out]
-        if not shuffle:
-            test = test[::-1]
-        return {"train": self._part(train), "test": self._part(test)}
+            rng = torch.Generator().manual_seed(seed)
+            test = torch.randperm(self.row_groups, generator=rng).numpy()[:held_out]
+        return {"train": self._part(np.setdiff1d(order, test)), "test": self._part(test)}
 
     def _part(self, chosen: NDArray[np.int64]) -> "ParquetView":
         view = copy.copy(self)

@@ -35,6 +35,11 @@ Array = np.ndarray[Any, Any]
 Sample = dict[str, Tensor]
 
 
+def id_type(vocabulary: int) -> Any:
+    """The smallest dtype of ids below `vocabulary`."""
+    return np.min_scalar_type(vocabulary - 1).newbyteorder("<")
+
+
 @dataclass(frozen=True)
 class TokenShard:
     """Whole documents of one split, up to the row `end_row` of the source."""
@@ -53,11 +58,11 @@ class Split:
     rows: int
     chats: bool
     shards: tuple[TokenShard, ...] = ()
-    content: str = ""  # a hash of its rows: the same for files that were touched or copied
+    content: str = ""  # a hash of its rows, by versions before 0.5
 
-    def total(self, what: str) -> int:
+    def total(self, field_name: str) -> int:
         """The number of "documents", "tokens" or "counted" tokens in all shards."""
-        return sum(getattr(shard, what) for shard in self.shards)
+        return sum(getattr(shard, field_name) for shard in self.shards)
 
     def __str__(self) -> str:
         documents = self.total("documents")
@@ -82,7 +87,7 @@ class Manifest:
 
     @property
     def dtype(self) -> Any:
-        return np.min_scalar_type(self.vocabulary - 1).newbyteorder("<")
+        return id_type(self.vocabulary)
 
     def write(self, folder: Path) -> None:
         content = json.dumps({**asdict(self), "dtype": self.dtype.name}, indent=1)
@@ -95,18 +100,13 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         if content["format"] > FORMAT:
-            raise DataError(
-                f"{folder} holds tokens of format {content['format']}, and this version reads up "
-                f"to {FORMAT}; use a newer dist_amp, or make them again"
-            )
+            raise ValueError(f"its format {content['format']} is of a newer dist_amp")
         content.pop("dtype")
         for name, split in content["splits"].items():
             shards = tuple(TokenShard(**shard) for shard in split["shards"])
             content["splits"][name] = Split(**{**split, "shards": shards})
         return Manifest(**content)
-    except DataError:
-        raise
-    except Exception as error:  # of many types, in a forged one
+    except Exception as error:  # of many types, in a damaged one
         raise DataError(
             f"{folder / MANIFEST} can't be read ({type(error).__name__}: {error}); give the folder "
             "that dist_amp.tokenize wrote, copy it again, or make the tokens again"
@@ -141,7 +141,6 @@ class TokenShards:
         if split not in manifest.splits:
             raise DataError(f"{folder} has no {split} split; it has {', '.join(manifest.splits)}")
         self.of = manifest.splits[split]
-        self.vocabulary = manifest.vocabulary
         self._inside = folder / split
         index = mapped(self._inside / INDEX, INDEX_BYTES * self.of.total("documents"))
         self._index = index.view("<i8").reshape(-1, 3)
@@ -151,14 +150,14 @@ class TokenShards:
         self._tokens: list[Array] = []
         self._counted: list[Array | None] = []
         for shard in self.of.shards:
-            files = shard.files.items()
-            tokens, *counted = [mapped(self._inside / file, of["bytes"]) for file, of in files]
+            tokens, *counted = [
+                mapped(self._inside / name, facts["bytes"]) for name, facts in shard.files.items()
+            ]
             self._tokens.append(tokens.view(manifest.dtype))
             self._counted.append(counted[0] if counted else None)
         # The identity of the tokens: the same wherever and however they were made.
         parts = [[shard.index_xxh3, shard.files] for shard in self.of.shards]
-        content = json.dumps([manifest.dtype.name, parts], sort_keys=True)
-        self.fingerprint = short_hash(content)
+        self.fingerprint = short_hash(json.dumps([manifest.dtype.name, parts], sort_keys=True))
 
     def __reduce__(self) -> Any:
         return TokenShards, (self.folder, self.split)
@@ -167,33 +166,28 @@ class TokenShards:
         return len(self._index)
 
     def __getitem__(self, number: int) -> Sample:
-        return self._piece(number, 0, int(self.lengths[number]))
+        (document,) = self.pieces([(number, 0, int(self.lengths[number]))])
+        return document
 
     def pieces(self, pieces: Sequence[tuple[int, int, int]]) -> list[Sample]:
         """Parts of documents: (document, first token, one past its last). Nothing else is read."""
-        return [self._piece(*piece) for piece in pieces]
-
-    def _piece(self, number: int, first: int, last: int) -> Sample:
-        start = int(self._index[number, 0])
-        length = min(int(self.lengths[number]), last) - first
-        shard = bisect_right(self._starts, start) - 1
-        start += first - self._starts[shard]
-        ids = torch.from_numpy(self._tokens[shard][start : start + length].astype(np.int64))
-        if len(ids) != length or length == 0 or int(ids.max()) >= self.vocabulary:
-            raise DataError(
-                f"document {number} of {self._inside} is damaged: {INDEX} points to {len(ids)} of "
-                f"its {length} tokens, or an id is not below {self.vocabulary}; check the files "
-                f"with python -m dist_amp.tokenize --check {self.folder}"
-            )
-        labels = ids.clone()
-        counted = self._counted[shard]
-        if counted is not None:
-            bits = np.unpackbits(counted[start // 8 : -(-(start + length) // 8)])
-            learned = bits[start % 8 :][:length]
-            labels[torch.from_numpy(learned == 0)] = IGNORE_INDEX
-        if first == 0:
-            labels[0] = IGNORE_INDEX  # it is predicted from nothing
-        return {"input_ids": ids, "labels": labels}
+        samples = []
+        for number, first, last in pieces:
+            start = int(self._index[number, 0])
+            shard = bisect_right(self._starts, start) - 1
+            start += first - self._starts[shard]
+            end = start + min(int(self.lengths[number]), last) - first
+            ids = torch.from_numpy(self._tokens[shard][start:end].astype(np.int64))
+            labels = ids.clone()
+            counted = self._counted[shard]
+            if counted is not None:
+                bits = np.unpackbits(counted[start // 8 : -(-end // 8)])
+                learned = bits[start % 8 :][: end - start]
+                labels[torch.from_numpy(learned == 0)] = IGNORE_INDEX
+            if first == 0:
+                labels[0] = IGNORE_INDEX  # nothing predicts it
+            samples.append({"input_ids": ids, "labels": labels})
+        return samples
 
     def check_hashes(self) -> None:
         with (self._inside / INDEX).open("rb") as index:
@@ -211,13 +205,12 @@ class TokenShards:
 
 def mapped(path: Path, size: int) -> Array:
     """A memory map of a file's bytes. Errors: DataError if it is missing or of another size."""
-    fix = "copy it again, or make the tokens again with dist_amp.tokenize"
-    try:
-        actual = path.stat().st_size
-    except OSError as error:
-        raise DataError(f"{path} can't be read ({error.strerror}); {fix}") from error
+    actual = path.stat().st_size if path.is_file() else 0
     if actual != size:
-        raise DataError(f"{path} has {actual:,} bytes, not {size:,}; {fix}")
+        raise DataError(
+            f"{path} has {actual:,} bytes, not {size:,}; copy it again, or make the tokens again "
+            "with dist_amp.tokenize"
+        )
     # Unlike numpy's map, torch's does not keep the file open: the usual limit is 1,024.
     return torch.from_file(str(path), size=size, dtype=torch.uint8).numpy()
 
@@ -252,13 +245,8 @@ def write_shard(
         for file, content in contents.items():
             write_durably(folder / name / file, content)
         with (folder / name / INDEX).open("ab") as index_file:
-            end = INDEX_BYTES * split.total("documents")
-            if index_file.tell() < end:
-                raise DataError(
-                    f"{folder / name / INDEX} has less than {end:,} bytes; remove {folder} and "
-                    "start again"
-                )
-            index_file.truncate(end)  # drops what an interrupted run left after it
+            # Drops what an interrupted run left after the last shard of the manifest.
+            index_file.truncate(INDEX_BYTES * split.total("documents"))
             index_file.write(index)
             index_file.flush()
             os.fsync(index_file.fileno())

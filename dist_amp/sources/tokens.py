@@ -1,19 +1,20 @@
 """Documents as tokens: from pre-tokenized files, from rows that are tokenized once into files, or
 from rows as they are read.
+
+`tokenize` writes the files shard by shard, and the manifest after each. Started again, it continues
+after the last row in the manifest; the files are the same, whatever the number of workers.
 """
 
 import logging
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
-from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from xxhash import xxh3_128
 
 from dist_amp.errors import ConfigError, DataError, Failure
 from dist_amp.loading.loader import load
@@ -24,7 +25,6 @@ from dist_amp.sources.conversations import (
     RowEncoder,
     are_chats,
     check_rows,
-    columns_read,
 )
 from dist_amp.sources.load import load_rows
 from dist_amp.sources.token_shards import (
@@ -37,6 +37,7 @@ from dist_amp.sources.token_shards import (
     Split,
     TokenShards,
     holds_tokens,
+    id_type,
     read_manifest,
     short_hash,
     write_shard,
@@ -112,19 +113,6 @@ def source_fingerprint(rows: Any, text_column: str) -> str:
     return f"{identity} chats {CHAT_ENCODING}" if are_chats(rows, text_column) else identity
 
 
-def content_hash(splits: Mapping[str, Any], text_column: str, name: str) -> str:
-    """A hash of what is read of a split's rows; "" of a Parquet view, whose fingerprint is one."""
-    rows = splits[name]
-    if not hasattr(rows, "data"):
-        return ""
-    rows = rows.select_columns(columns_read(rows.column_names, text_column))
-    content = xxh3_128(repr((rows.features, CHAT_ENCODING)).encode())
-    for table in (rows.data, rows._indices):
-        for batch in table.to_batches() if table is not None else ():
-            content.update(batch.serialize())
-    return content.hexdigest()
-
-
 class TokenizedWhenRead(RowEncoder):
     """Rows that are tokenized when they are read, so of unknown lengths, some with no label."""
 
@@ -173,7 +161,7 @@ def tokenize(
     """
     from filelock import FileLock
 
-    wanted = Manifest(
+    new = Manifest(
         tokenizer.name,
         tokenizer.identity,
         tokenizer.vocabulary,
@@ -187,8 +175,7 @@ def tokenize(
             for name, rows in splits.items()
         },
     )
-    content_of = cache(partial(content_hash, splits, text_column))
-    manifest = existing_manifest(folder, wanted, content_of)
+    manifest = existing_manifest(folder, new)
     if manifest is not None and manifest.complete:  # perhaps where nothing can be written
         return manifest
     log.info("data: making tokens in %s, after any other process that does", folder)
@@ -196,12 +183,9 @@ def tokenize(
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / ".lock").acquire()
     with lock:
-        manifest = existing_manifest(folder, wanted, content_of)
+        manifest = existing_manifest(folder, new)
         if manifest is None:
-            of = {
-                name: replace(one, content=content_of(name)) for name, one in wanted.splits.items()
-            }
-            manifest = replace(wanted, splits=of)
+            manifest = new
             manifest.write(folder)
         if not manifest.complete:
             for name, rows in splits.items():
@@ -212,10 +196,8 @@ def tokenize(
         return manifest
 
 
-def existing_manifest(
-    folder: Path, wanted: Manifest, content_of: Callable[[str], str]
-) -> Manifest | None:
-    """The folder's manifest, if any; content_of: a split's hash. Errors: ConfigError."""
+def existing_manifest(folder: Path, new: Manifest) -> Manifest | None:
+    """The folder's manifest, if any. Errors: ConfigError if it is not of the same tokens."""
     if folder.is_file():
         raise ConfigError(f"{folder} is a file; give a folder for the tokens")
     # One listing: another process may begin. The manifest is written first.
@@ -227,18 +209,15 @@ def existing_manifest(
             )
         return None
     manifest = read_manifest(folder)
-    sources = {}
-    for name, split in manifest.splits.items():
-        now = wanted.splits.get(name, split).source
-        if now != split.source and split.content and split.content == content_of(name):
-            split = replace(split, source=now)
-        sources[name] = replace(split, shards=(), content="")
-    begun = replace(manifest, tokenizer=wanted.tokenizer, complete=False, splits=sources)
-    for what, now in asdict(wanted).items():
-        if (before := asdict(begun)[what]) != now:
+    splits = {
+        name: replace(split, shards=(), content="") for name, split in manifest.splits.items()
+    }
+    begun = asdict(replace(manifest, tokenizer=new.tokenizer, complete=False, splits=splits))
+    for key, value in asdict(new).items():
+        if begun[key] != value:
             raise ConfigError(
-                f"{folder} holds tokens of {what} {before}, not {now}; give another folder, or "
-                "remove this one"
+                f"{folder} holds tokens of {key} {begun[key]}, not {value}; give another folder, "
+                "or remove this one"
             )
     return manifest
 
@@ -263,7 +242,7 @@ def tokenize_split(
                     manifest = write_shard(folder, name, manifest, documents, row)
                     documents = []
                     tokens = 0
-                documents.append((ids.astype(manifest.dtype), learned))
+                documents.append((ids, learned))
                 tokens += len(ids)
             if time.monotonic() - reported >= SECONDS:
                 reported = time.monotonic()
@@ -311,5 +290,5 @@ class Chunks(RowEncoder):
         for row, (ids, labels) in zip(chunk, encoded, strict=True):
             learned = np.array(labels) != IGNORE_INDEX
             if ids and learned.any():
-                documents.append((row, np.array(ids, np.uint32), learned))
+                documents.append((row, np.array(ids, id_type(self.tokenizer.vocabulary)), learned))
         return documents

@@ -277,13 +277,13 @@ def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("file,label\nz.png,x\n", "labels.csv, line 2 names 'z.png', which is no image that is"),
-        ("file,label\na.png,x\n./a.png,y\n", "labels.csv, line 3 names ./a.png, which has a "),
-        ("file,label\na.png,x\n", "labels.csv (2 have none); add one, or remove the image"),
-        ("file,label\na.png,x\nb.png, \n", "labels.csv, line 3 has no label for b.png; write"),
+        ("file,label\nz.png,x\n", "z.png, which is no image that is there, or has a row already"),
+        ("file,label\na.png,x\n./a.png,y\n", "a.png, which is no image that is there, or has a "),
+        ("file,label\na.png,x\n", "labels.csv, or a row of other columns; add one, or remove the"),
+        ("file,label\na.png,x\nb.png, \n", "labels.csv, line 3 has no label for "),
         ("file;label\na.png;x\n", "has the columns file;label; it needs file or file_"),
-        ("file,label\na.png,x,y\n", "line 2 has more or fewer values than the 2 columns"),
-        ("file,label\na.png,\xe4\n".encode("latin-1"), "can't be read as CSV: 'utf-8'"),
+        ("file,label\na.png,x,y\n", "line 2 has not the 2 fields of the header; correct or"),
+        ("file,label\na.png,\xe4\n".encode("latin-1"), "could not be loaded: 'utf-8'"),
     ],
 )
 def test_a_table_of_labels_that_does_not_fit_is_refused_by_line_and_name(text, message, tmp_path):

@@ -194,10 +194,9 @@ BY_ROW_GROUP.shuffled = None
     [
         ({}, BY_ROW_GROUP, 64, "wiki is read by row group, and a mixture reads in any order"),
         ({}, None, 65, "wiki has no samples; check its path, split and columns"),
-        ({}, [], 65, "wiki has no samples"),
         ({}, DataError("data.path=x is no file"), 65, "wiki: data.path=x is no file"),
         ({"path": "off"}, [1], 64, "wiki names no data; set data.sources.wiki.path or data.sour"),
-        ({"weight": 1e-15}, Tokens(400), 64, "wiki.weight=1e-15 is too small: to read its rows"),
+        ({"weight": 1e-15}, Tokens(400), 64, "wiki.weight=1e-15 is too small: to read each s"),
         ({"format": "json"}, [1], 64, "wiki.format, or remove data.sources"),
     ],
 )

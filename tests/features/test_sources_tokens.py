@@ -141,7 +141,7 @@ def test_a_folder_of_tokens_is_a_source_of_its_splits_and_knows_whether_rows_wer
     assert asks_in_turns(one, model) == ("messages" in rows[0])
 
 
-@pytest.mark.bad_input("tokens of another tokenizer, or without their manifest")
+@pytest.mark.bad_input("tokens of another tokenizer")
 def test_tokens_that_are_not_of_this_tokenizer_and_these_settings_are_refused(tmp_path):
     make_tokenizer(tmp_path / "model")
     other = open_tokenizer(str(tmp_path / "model"))
@@ -157,9 +157,6 @@ def test_tokens_that_are_not_of_this_tokenizer_and_these_settings_are_refused(tm
         fragment = message_of(64, token_documents, replace(data, **{key: value}), "train", BYTES)
         assert fragment.startswith(f"data.{key}={value} has no effect: ")
     assert "is a file; give a folder" in message_of(64, write_tokens, tmp_path / "rows.jsonl")
-    (tmp_path / "tokens/tokens.json").unlink()
-    fragment = message_of(65, token_documents, data, "train", BYTES)
-    assert "holds tokens without their tokens.json" in fragment
 
 
 def view(folder, rows):

@@ -5,7 +5,6 @@ import os
 import pickle
 import re
 import resource
-import shutil
 import signal
 from dataclasses import replace
 from functools import partial
@@ -215,7 +214,7 @@ def interrupted(folder, monkeypatch):
     return code != 0 and len(read_manifest(folder / "tokens").splits["train"].shards) == 2
 
 
-def test_an_interrupted_command_continues_after_its_source_was_touched_or_copied(
+def test_an_interrupted_command_continues_with_the_rows_that_are_missing(
     tmp_path, monkeypatch, capsys
 ):
     rows_file(tmp_path, pairs(100))
@@ -229,16 +228,11 @@ def test_an_interrupted_command_continues_after_its_source_was_touched_or_copied
     monkeypatch.setattr(
         conversations, "encode", lambda *args: encoded_rows.append(args) or encode(*args)
     )
-    os.utime(tmp_path / "rows.jsonl", (1, 1))
-    (tmp_path / "copy").mkdir()
-    shutil.copy(tmp_path / "rows.jsonl", tmp_path / "copy")
-    shutil.copytree(tmp_path / "tokens", tmp_path / "copied")
-    for folder, out in ((tmp_path, "tokens"), (tmp_path / "copy", "copied")):
-        for _ in range(2):
-            assert to_tokens(folder, tmp_path / out) == 0
-            assert content(tmp_path / out) == content(tmp_path / "whole")
+    for _ in range(2):
+        assert to_tokens(tmp_path, tmp_path / "tokens") == 0
+        assert content(tmp_path / "tokens") == content(tmp_path / "whole")
     assert begin > 0
-    assert len(encoded_rows) == 2 * (100 - begin), "only what is missing, once in each folder"
+    assert len(encoded_rows) == 100 - begin, "only what is missing, once"
 
 
 @pytest.mark.bad_input("`tokenize` that continues after its source was changed, at the same size")
@@ -325,7 +319,7 @@ def test_a_missing_truncated_or_damaged_file_is_named(tmp_path, capsys):
         message = f"{path} has {len(data) - 1:,} bytes, not {len(data):,}; copy it again"
         assert message_of(65, opened, tmp_path).startswith(message)
         path.unlink()
-        message = f"{path} can't be read (No such file or directory); copy it"
+        message = f"{path} has 0 bytes, not {len(data):,}; copy it again"
         assert message_of(65, opened, tmp_path).startswith(message)
         path.write_bytes(data)
 
@@ -359,7 +353,6 @@ def unknown(text):
         ([{"text": "a"}, {"text": None}], 2, {}, "row 1: the column text holds NoneType, not text"),
         ([{"text": ""}] * 9, 2, {}, "none of the 9 rows of the train split has anything to learn"),
         (texts(), 0, {"encode": unknown}, "row 0 can't be encoded: RuntimeError: no such charac"),
-        (texts(), 0, {"vocabulary": 50}, "row 1: the tokenizer bytes makes the id 195, and its"),
     ],
 )
 def test_rows_that_make_no_tokens(rows, workers, tokenizer, fragment, tmp_path):
@@ -368,23 +361,12 @@ def test_rows_that_make_no_tokens(rows, workers, tokenizer, fragment, tmp_path):
     assert message.startswith(fragment)
 
 
-@pytest.mark.bad_input("tokens with a damaged index or manifest, or an id out of range")
-def test_an_id_out_of_range_or_a_damaged_index_or_manifest_is_named(tmp_path):
-    write(tmp_path, texts(), tokenizer=replace(BYTES, vocabulary=300))
-    path = tmp_path / "train/tokens_00001.bin"
-    path.write_bytes(path.read_bytes()[:-2] + (300).to_bytes(2, "little"))
-    index = np.memmap(tmp_path / "train/documents.bin", "<i8", "r+").reshape(-1, 3)
-    index[4, 1] = 10**6
-    index.flush()
-    documents = opened(tmp_path)
-    last = sum(shard.documents for shard in documents.of.shards[:2]) - 1
-    for number in (last, 4):
-        message = f"document {number} of {tmp_path}/train is damaged: documents.bin points to "
-        assert message_of(65, documents.__getitem__, number).startswith(message)
-    assert len(documents[last - 1]["input_ids"]) > 1
+@pytest.mark.bad_input("tokens with a damaged manifest, or one of a newer version")
+def test_a_manifest_that_is_damaged_or_newer_is_named(tmp_path):
+    write(tmp_path, texts())
     manifest = tmp_path / MANIFEST
     for text, fragment in (
-        (json.dumps({**json.loads(manifest.read_text()), "format": 2}), "format 2, and this vers"),
+        (json.dumps({**json.loads(manifest.read_text()), "format": 2}), "format 2 is of a newer"),
         ("{", "tokens.json can't be read (JSONDecodeError: "),
     ):
         manifest.write_text(text)
@@ -392,11 +374,7 @@ def test_an_id_out_of_range_or_a_damaged_index_or_manifest_is_named(tmp_path):
 
 
 def test_complete_tokens_are_used_where_nothing_can_be_written(tmp_path):
-    """A folder that others have made and that is mounted read-only."""
     made = write(tmp_path, texts())
     (tmp_path / ".lock").unlink()
     (tmp_path / ".lock").mkdir()  # so that it can't be taken, even by root
     assert write(tmp_path, texts()) == made
-    replace(made, complete=False).write(tmp_path)
-    message = message_of(1, write, tmp_path, texts())
-    assert "can't be written (Is a directory); make room or name another" in message

@@ -5,7 +5,6 @@ import re
 import textwrap
 from types import SimpleNamespace
 
-import numpy
 import pytest
 import torch
 from conftest import ROOT
@@ -21,7 +20,7 @@ from dist_amp.loading.length_groups import LengthGroups
 from dist_amp.settings import DataConfig
 from dist_amp.sources.files import file_system
 from dist_amp.sources.load import load_split
-from dist_amp.sources.mixture import Mixture, counts_of
+from dist_amp.sources.mixture import Mixture
 from dist_amp.world import World
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -65,21 +64,13 @@ def test_rows_of_a_table_that_do_not_fit_its_header_can_be_left_out_and_are_name
     assert "raise data.on_bad_sample=0.5" in message_of(65, rows_of, path, on_bad_sample=0.5)
 
 
-@pytest.mark.parametrize("counts", [[2, 1], counts_of({"a": 1.0, "b": 1e-14}, [6, 4])])
-def test_a_mixture_has_the_lengths_of_its_samples_and_costs_no_memory_however_rare_a_source_is(
-    counts,
-):
-    mix = Mixture({"a": Tokens(6), "b": Tokens(4)}, counts)
-    if counts != [2, 1]:
-        assert len(mix) == 4 * 10**14 + 4
-        assert not hasattr(mix, "_source"), "no table of places"
-    places = list(range(9))
-    expected = [len(sample["input_ids"]) for sample in mix.__getitems__(places)]
-    assert mix.lengths[numpy.array(places)].tolist() == expected
-    assert (len(mix.lengths), mix.lengths.min(), mix.lengths.max()) == (len(mix), 1, 5)
+def test_a_mixture_has_the_lengths_of_its_samples_so_that_they_can_be_grouped():
+    mix = Mixture({"a": Tokens(6), "b": Tokens(4)}, [2, 1])
+    expected = [len(sample["input_ids"]) for sample in mix]
+    assert mix.lengths.tolist() == expected
     grouped = LengthGroups(mix, 2)
-    order = grouped.shuffled(4, 1)[1](0, 0)(torch.arange(9)).tolist()
-    assert len(grouped.__getitems__(order)) == len(set(order)) == 9
+    order = grouped.shuffled(4, 1)[1](0, 0)(torch.arange(len(mix))).tolist()
+    assert len(grouped.__getitems__(order)) == len(set(order)) == len(mix)
 
 
 @pytest.mark.bad_input("a masked secret of a run's config.toml, in a task's argument or data.path")
