@@ -1,4 +1,4 @@
-"""Core as test_tensorboard.py tests it, with environment."""
+"""Where a run started: variables, command line, commit, hosts."""
 
 import subprocess
 

@@ -3,11 +3,9 @@
 import json
 
 import pytest
-from ranks import on_ranks
 from test_security import ADDRESS, SECRETS
 from test_train import TINY
 
-from dist_amp import train
 from dist_amp.config.load import load_config
 from dist_amp.errors import ConfigError
 from dist_amp.sources.files import file_system
@@ -52,15 +50,6 @@ def test_an_audit_ends_the_job_with_status_70_before_the_update_and_names_the_ra
     assert summary["cause"].startswith("audit of step 7, micro-batch ")
     assert "ranks [0] against ranks [1], each with the same result twice" in summary["cause"]
     assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())[-1].endswith("6")
-
-
-def fingerprinted(world, folder):
-    words = ["--task.target", "tiny:Tiny", "--run.dir", folder, "--metrics.fingerprint", "1"]
-    return train.main([*AUDITED, *words, "--train.steps", "4"])
-
-
-def test_an_audit_and_fingerprints_watch_the_same_step(tmp_path):
-    assert on_ranks(2, fingerprinted, str(tmp_path / "run")) == [0, 0]
 
 
 ENDS = """

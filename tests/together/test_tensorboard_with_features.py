@@ -1,10 +1,8 @@
 """What runs with several features write for TensorBoard, and the board that shows it."""
 
-import errno
 import json
 import os
 import re
-import time
 from fnmatch import fnmatchcase
 from urllib.parse import parse_qs, urlsplit
 
@@ -13,7 +11,6 @@ import torch
 from conftest import ROOT
 from ranks import on_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.summary.writer.record_writer import RecordWriter
 from tiny import Tiny, log, make_run, take_steps
 
 from dist_amp.commands.board import main as board
@@ -24,10 +21,8 @@ from dist_amp.supervise.environment import code_folder, source_of
 from dist_amp.supervise.lifecycle import open_run, write_summary
 from dist_amp.supervise.stop import AgreedStop
 from dist_amp.tasks.causal_lm import CausalLM
-from dist_amp.telemetry import writers
 from dist_amp.telemetry.console import columns
 from dist_amp.telemetry.mfu import count_flops, find_mfu, flops_per_item
-from dist_amp.telemetry.writers import TensorBoardWriter
 from dist_amp.train import train
 from dist_amp.world import World
 
@@ -124,49 +119,12 @@ def test_board_prints_the_address_of_the_main_charts_and_becomes_tensorboard(
     assert capsys.readouterr().out.split() == [pinned_url(True, 7000), pinned_url(True)]
 
 
-@pytest.mark.bad_input("a disk that is full for a while")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_after_a_full_disk_values_are_written_again(tmp_path, monkeypatch):
-    def no_space(self, data):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    warnings = []
-    monkeypatch.setattr(writers, "RETRY_SECONDS", 0.0)
-    writer = TensorBoardWriter(tmp_path / "tensorboard/rank00000", 1, warnings.append)
-    with monkeypatch.context() as patch:
-        patch.setattr(RecordWriter, "write", no_space)
-        deadline = time.monotonic() + 30
-        while not warnings and time.monotonic() < deadline:  # a later write gets the thread's error
-            writer.write_scalars({"train/loss": 1.0}, 1)
-            time.sleep(0.01)
-    writer._writer = None  # as the next error makes it
-    writer.write_scalars({"train/loss": 2.0}, 2)
-    writer.close()
-    assert len(warnings) == 1
-    last = events_of(tmp_path).Scalars("train/loss")[-1]
-    assert (last.step, last.value) == (2, 2.0)
-
-
 def test_the_code_of_a_task_is_in_its_files_folder_or_the_current_one_if_ours(
     tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     assert code_folder(source_of(Tiny())) == ROOT / "tests"
     assert code_folder(source_of(CausalLM(DataConfig()))) == tmp_path
-
-
-def test_what_starts_tensorboard_here_listens_on_this_machine_alone():
-    files = [ROOT / "README.md", ROOT / "Dockerfile", ROOT / "docker-compose.yml"]
-    files += [*ROOT.glob("docs/*.md"), *ROOT.glob("launch/*.*"), *ROOT.glob("dist_amp/**/*.py")]
-    lines = [(path, line) for path in files for line in path.read_text().splitlines()]
-    starts = [found for found in lines if re.search("tensorboard,? --", found[1])]
-    assert len(starts) > 2
-    assert not [line for _, line in starts if "bind_all" in line]
-    opened = {path.name: path.read_text() for path, line in starts if "--host" in line}
-    assert set(opened) == {"Dockerfile", "docker-compose.yml"}, "containers publish a port"
-    for text in opened.values():
-        assert "127.0.0.1:6006:6006" in text
-        assert not re.search(r"(?<!127\.0\.0\.1:)\b6006:6006", text)
 
 
 # ---- MFU
