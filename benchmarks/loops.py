@@ -47,9 +47,11 @@ PRECISION_WORDS = {
 def config_of(
     device: str, precision: str, micro_batch_size: int, accumulation: int, words: str = ""
 ) -> Config:
-    """The main job's config, with these `words` of its command line."""
-    words += f" --run.device {device} --train.steps 20000 --optim.warmup_steps 10"
-    words += f" --train.micro_batch_size {micro_batch_size}"
+    """The main job's config, with these `words` of its command line; as written, not compiled,
+    unless they say so: with compile.blocks=auto, loops would decide it each in their own way.
+    """
+    words = f"--compile.blocks false {words} --run.device {device} --train.steps 20000"
+    words += f" --optim.warmup_steps 10 --train.micro_batch_size {micro_batch_size}"
     words += f" --train.accumulation_steps {accumulation} {PRECISION_WORDS[precision]}"
     return load_config([*words.split(), *UNDISTURBED], environ={})
 

@@ -1,6 +1,9 @@
 """python -m benchmarks overhead: what a step of train_step costs next to a hand-written loop, and
 next to Accelerate's and Lightning Fabric's loops.
 
+Two ranks and more are measured under DDP and FSDP2, which has no peers here, and no fp16: torch's
+GradScaler doesn't make the ranks agree on a skipped step where gradients are sharded.
+
 All loops share one CPU process per rank and take turns: in each round every loop runs one block of
 ten steps, in a new random order. Its fastest step counts (with full telemetry, which logs in one of
 ten, the mean).
@@ -34,7 +37,7 @@ from benchmarks.report import BASELINE, OURS, PEERS, interval, median
 from dist_amp.precision import DTYPES
 from dist_amp.settings import DataConfig
 from dist_amp.supervise.command_line import Parser
-from dist_amp.world import World
+from dist_amp.world import World, local
 
 AGAIN = "baseline again"
 TELEMETRY = "dist_amp, full telemetry"
@@ -49,8 +52,9 @@ PRECISIONS = ("bf16", "fp16", "fp32")
 # The largest ratio of processor time that is promised, by workload, strategy and loop, then
 # precision.
 PROMISED: dict[tuple[str, str, str], dict[str, float]] = {
-    ("tiny", "single", OURS): {"bf16": 0.97, "fp16": 0.92},
-    ("tiny", "ddp", OURS): {"bf16": 1.10, "fp16": 1.10, "fp32": 1.10},
+    ("tiny", "single", OURS): {"bf16": 0.95, "fp16": 0.88},
+    ("tiny", "ddp", OURS): {"bf16": 1.05, "fp16": 1.05, "fp32": 1.05},
+    ("tiny", "fsdp", OURS): {"bf16": 1.00, "fp32": 1.00},
     ("deep", "single", OURS): {"bf16": 1.00, "fp16": 1.00, "fp32": 1.00},
 }
 Steps = list[list[torch.Tensor]]  # parameters, after each step
@@ -75,12 +79,22 @@ WORKLOADS = {
 
 class Cell(NamedTuple):
     workload: str
+    strategy: str
     ranks: int
     precision: str
 
-    @property
-    def strategy(self) -> str:
-        return "ddp" if self.ranks > 1 else "single"
+
+def cells_of(
+    workloads: Sequence[str], ranks: Sequence[int], precisions: Sequence[str]
+) -> list[Cell]:
+    """What is measured, in order."""
+    cells = []
+    for workload, size in itertools.product(workloads, ranks):
+        strategies = ("ddp", "fsdp") if size > 1 else ("single",)
+        for strategy, precision in itertools.product(strategies, precisions):
+            if (strategy, precision) != ("fsdp", "fp16"):
+                cells.append(Cell(workload, strategy, size, precision))
+    return cells
 
 
 def build_setup(cell: Cell, world: World) -> Setup:
@@ -109,9 +123,9 @@ def measure(world: World, cell: Cell, rounds: int) -> dict[str, Any]:
             AGAIN: loops.baseline,
             OURS: loops.dist_amp,
             TELEMETRY: partial(loops.dist_amp_with_telemetry, folder=Path(folder)),
-            PEERS[0]: accelerate,
-            PEERS[1]: fabric,
         }
+        if cell.strategy != "fsdp":
+            builders |= dict(zip(PEERS, (accelerate, fabric), strict=True))
         for name, build in builders.items():
             try:
                 built[name], drift = first_steps(setup, build, data, path)
@@ -151,12 +165,13 @@ def drift_of(loop: Loop, data: Sequence[Any], path: Steps) -> float:
 
     The first loop, the baseline, fills `path`.
     """
-    sums = [torch.zeros_like(parameter) for parameter in loop.module.parameters()]
+    parameters = [local(parameter) for parameter in loop.module.parameters()]
+    sums = [torch.zeros_like(parameter) for parameter in parameters]
     for number, micro_batches in enumerate(itertools.islice(itertools.cycle(data), PARITY_STEPS)):
         loop.prepare()
         with torch.enable_grad():
             loop.step(micro_batches)
-        reached = list(loop.module.parameters())
+        reached = [local(parameter) for parameter in loop.module.parameters()]
         if number == len(path):
             path.append([tensor.clone() for tensor in reached])
         for tensor, reference, total in zip(reached, path[number], sums, strict=True):
@@ -248,7 +263,7 @@ def table_of(cells: Sequence[dict[str, Any]]) -> str:
                 line["parity"] = f"{row['parity']:.0e}"
             line["target"] = f"<= {row['target']:.2f}" if row.get("target") else ""
             rows.append({**line, "verdict": row.get("verdict", row.get("note", ""))})
-    return report.table(rows, left=4)
+    return report.table(rows, left=5)
 
 
 # --- the command
@@ -278,8 +293,7 @@ def main(words: Sequence[str]) -> None:
     for name in options.workloads:
         text += f"\n{name}: {WORKLOADS[name].about}, {ACCUMULATION} micro-batches"
     print(text, flush=True)
-    cells = itertools.product(options.workloads, options.ranks, options.precisions)
-    for cell in itertools.starmap(Cell, cells):
+    for cell in cells_of(options.workloads, options.ranks, options.precisions):
         measured = harness.on_ranks(cell.ranks, measure, cell, options.rounds)
         judge(cell, measured["loops"])
         found["cells"].append(measured)

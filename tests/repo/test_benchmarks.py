@@ -23,7 +23,7 @@ from benchmarks.report import BASELINE, PEERS, median_interval
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.world import World
 
-TINY = Cell("tiny", 1, "bf16")
+TINY = Cell("tiny", "single", 1, "bf16")
 NOT_INSTALLED = "not installed: pip install -e '.[bench]' in the clone's folder"
 
 
@@ -184,8 +184,10 @@ def test_overhead_starts_ranks_and_measures_the_peers(tmp_path, capfd):
     words = ["--workloads", "tiny", "--precisions", "fp32", "--ranks", "2", "--rounds", "6"]
     assert bench(["overhead", *words, "--out", str(tmp_path)]) == 0
     assert "dist_amp, full telemetry" in capfd.readouterr().out
-    (cell,) = json.loads((tmp_path / "overhead.json").read_text())["cells"]
-    assert cell["loops"]["dist_amp"]["parity"] < 1e-6
+    cell, sharded = json.loads((tmp_path / "overhead.json").read_text())["cells"]
+    assert [cell["strategy"], sharded["strategy"]] == ["ddp", "fsdp"]
+    for loops in (cell["loops"], sharded["loops"]):
+        assert loops["dist_amp"]["parity"] < 1e-6
     notes = [cell["loops"][peer].get("note", NOT_INSTALLED) for peer in PEERS]
     assert notes == [NOT_INSTALLED] * 2
 
