@@ -87,12 +87,12 @@ def exact_config(config: Config, world: World) -> Config:
     )
 
 
-def check_ranks(ranks: int, given: str) -> None:
+def check_ranks(ranks: int, setting: str) -> None:
     """Errors: ConfigError for a number of ranks whose gradients can't be added in pairs."""
     if ranks & (ranks - 1):
         lower = 2 ** (ranks.bit_length() - 1)
         raise ConfigError(
-            f"{given} needs a power of two of ranks, not {ranks}: gradients are added in pairs; "
+            f"{setting} needs a power of two of ranks, not {ranks}: gradients are added in pairs; "
             f"use {lower} or {2 * lower} ranks"
         )
 
@@ -136,12 +136,7 @@ def exact_parallel(run: Run) -> "ExactParallel":
 # ---- micro-batches
 
 
-def deal_in_order(
-    window: Sequence[int],
-    world_size: int,
-    size: int,
-    rank: int,
-) -> list[Shard]:
+def deal_in_order(window: Sequence[int], world_size: int, size: int, rank: int) -> list[Shard]:
     """One step's samples -> this rank's micro-batches, each of `size` consecutive samples."""
     batches = [tuple(window[first : first + size]) for first in range(0, len(window), size)]
     rounds = math.ceil(len(batches) / world_size)
@@ -150,11 +145,7 @@ def deal_in_order(
     return shards[rank::world_size]
 
 
-def seed_micro_batch(
-    seed: int,
-    step: int,
-    micro_batch: int,
-) -> None:
+def seed_micro_batch(seed: int, step: int, micro_batch: int) -> None:
     """Seed all generators of this process for a micro-batch of step + 1, by its number there."""
     seed_all(hash((seed, step, micro_batch)) % 2**63)
 
@@ -168,11 +159,7 @@ def join_inputs(units: Sequence[nn.Module]) -> None:
         unit.register_forward_pre_hook(joined, prepend=True, with_kwargs=True)
 
 
-def joined(
-    unit: nn.Module,
-    args: Any,
-    kwargs: Any,
-) -> Any:
+def joined(unit: nn.Module, args: Any, kwargs: Any) -> Any:
     leaves, spec = tree_flatten((args, kwargs))
     places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
     if not places or not torch.is_grad_enabled():
@@ -230,11 +217,7 @@ def padded(flat: Tensor, parts: int) -> Tensor:
     return F.pad(flat, (0, -len(flat) % parts))
 
 
-def exchanged(
-    flat: Tensor,
-    ranks: int,
-    group: Any = None,
-) -> Tensor:
+def exchanged(flat: Tensor, ranks: int, group: Any = None) -> Tensor:
     """This rank's chunk of every rank's tensor: [n] -> [ranks, n / ranks]; one all-to-all."""
     received = torch.empty_like(flat)
     dist.all_to_all_single(received, flat, group=group)
@@ -256,29 +239,18 @@ class ReduceScatter:
             mesh = parallel.world.mesh(shape, ("replicate", "shard"))
             self._group = mesh.get_group("replicate")
 
-    def allocate(
-        self,
-        size: Sequence[int],
-        *,
-        dtype: Any,
-        device: torch.device,
-    ) -> Tensor:
+    def allocate(self, size: Sequence[int], *, dtype: Any, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: Any,
-        op: Any,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: Any = None
     ) -> None:
         output_tensor.copy_(tree_sum(exchanged(input_tensor, group.size(), group)))
         if self._replicas == 1:
             return
         whole = padded(output_tensor, self._replicas)
-        mine = tree_sum(exchanged(whole, self._replicas, self._group))
-        whole.zero_().view(self._replicas, -1)[dist.get_rank(self._group)] = mine
+        part = tree_sum(exchanged(whole, self._replicas, self._group))
+        whole.zero_().view(self._replicas, -1)[dist.get_rank(self._group)] = part
         if whole is not output_tensor:
             output_tensor.copy_(whole[: len(output_tensor)])
 
@@ -340,12 +312,12 @@ class ExactParallel(Parallel):
     """A layout whose gradients are summed, not averaged, in one order."""
 
     def __init__(self, run: Run):
-        given = run.parallel
+        parallel = run.parallel
         super().__init__(
-            **{part.name: getattr(given, part.name) for part in fields(given) if part.init}
+            **{part.name: getattr(parallel, part.name) for part in fields(parallel) if part.init}
         )
         self._run = run
-        self._synchronise = given.gradient_sync
+        self._synchronise = parallel.gradient_sync
         self.gradient_sync = self._micro_batch
         self._round = 0
         self._checks = CHECKED
@@ -388,9 +360,10 @@ class ExactParallel(Parallel):
         if rounds % 2 and not is_last:
             total = [gradient.clone() for gradient in total]  # DDP's are parts of its buckets
         while self._sums and (is_last or rounds % 2 == 0):
-            for mine, other in zip(larger := self._sums.pop(), total, strict=True):
-                mine.add_(other)
-            total = larger
+            earlier = self._sums.pop()
+            for gradient, later in zip(earlier, total, strict=True):
+                gradient.add_(later)
+            total = earlier
             rounds //= 2
         if not is_last:
             self._sums.append(total)

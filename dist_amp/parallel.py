@@ -211,7 +211,7 @@ def build_parallel(
 
 def _replicate(config: ParallelConfig, module: nn.Module, world: World) -> Parallel:
     """DDP: a full copy on each rank, gradients averaged in buckets while backward runs."""
-    from dist_amp.scaling.reduction import CAN_FINISH, FinishReduction, fix_buckets, time_reduction
+    from dist_amp.scaling.reduction import CAN_FINISH, ZerosForUnused, fix_buckets, time_reduction
 
     with warnings.catch_warnings():
         # torch 2.13 has a new name for it, which 2.11 does not know.
@@ -228,11 +228,11 @@ def _replicate(config: ParallelConfig, module: nn.Module, world: World) -> Paral
     if world.world_size > 2:  # two ranks get the same sums from any layout
         fix_buckets(model)
     time_reduction(model, world.clock)
-    finish = FinishReduction(model)
+    zero_unused = ZerosForUnused(model)
 
     def gradient_sync(on: bool) -> AbstractContextManager[None]:
         if on:
-            return finish
+            return zero_unused
         return model.no_sync()  # around the forward too: DDP reads its flag there
 
     for parameter in module.parameters():  # so that Muon shares its work

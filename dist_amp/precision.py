@@ -59,10 +59,10 @@ class Precision:
         """The context for forward and loss; does nothing where a policy or nothing casts."""
         return self._autocast
 
-    def cast_once(self, micro_batches: int) -> AbstractContextManager[Any]:
-        """A context around a step's micro-batches, in which autocast casts each weight once.
+    def autocast_cache(self, micro_batches: int) -> AbstractContextManager[Any]:
+        """A context around a step's micro-batches: autocast casts each weight once for them all.
 
-        Autocast keeps its casts until the outermost autocast context ends, even a disabled one.
+        Autocast caches its casts until the outermost autocast context ends, even a disabled one.
         Measured for two layers of 64 in bf16 and 4 micro-batches on one core: 0.97 of the time.
         """
         if micro_batches == 1:

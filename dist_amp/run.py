@@ -324,8 +324,7 @@ def lay_out(
     units: list[nn.Module] = []
     uses_blocks = sharded or config.parallel.bit_exact
     compiled = replace(config.compile, blocks=False)
-    compiles = config.compile.blocks or config.compile.mode != "default"
-    if compiles and present("scaling.compile"):
+    if config.compile.blocks and present("scaling.compile"):
         from dist_amp.scaling.compile import pick_compile
 
         compiled = pick_compile(config, strategy, task, module, world)
@@ -350,7 +349,7 @@ def lay_out(
     if sharded and present("scaling.hooks"):
         from dist_amp.scaling.hooks import hook_units
 
-        hook_units(module, units, world, getattr(task, "ranks_skip_blocks", False))
+        hook_units(module, units, world)
     if config.parallel.bit_exact and not sharded:
         from dist_amp.bit_exact import join_inputs
 

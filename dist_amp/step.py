@@ -86,7 +86,7 @@ def train_step(run: Run, micro_batches: Sequence[Any]) -> StepReport:
     weights = weights_of(run.task, micro_batches, run.world.device)
     total_weight = run.parallel.sum_over_ranks(weights)
     losses = []
-    with run.precision.cast_once(len(micro_batches)):
+    with run.precision.autocast_cache(len(micro_batches)):
         for is_last, batch in mark_last(micro_batches):
             # DDP's no_sync, or FSDP2's set_requires_gradient_sync, until the last one.
             with run.parallel.gradient_sync(is_last):

@@ -107,12 +107,7 @@ class Muon(torch.optim.Optimizer):
         for layout, places in self._exchanges:
             self._update(layout, places, groups)
 
-    def _update(
-        self,
-        layout: Any,
-        places: Any,
-        groups: Any,
-    ) -> None:
+    def _update(self, layout: Any, places: Any, groups: Any) -> None:
         """Update matrices: what is to be orthogonalised goes to its owner, and comes back."""
         device, (shard_group, shards, shard), (replica_group, replicas, replica) = layout
         size = max(place.stop for place in places)

@@ -21,7 +21,7 @@ from dist_amp.errors import ConfigError
 
 Forward = Callable[..., Any]
 
-Copies = dict[tuple[nn.Module, str], Tensor]  # by the module and the name of a buffer
+Place = tuple[nn.Module, str]  # a module and the name of its buffer
 
 # What "selective" keeps besides attention: operations that take long for their results' bytes. Not
 # batched products: attention's scores, where they are one, have many bytes for little arithmetic
@@ -41,9 +41,7 @@ PRODUCTS = {
 
 def checkpoint_activations(checkpointing: int | str, blocks: Sequence[nn.Module]) -> None:
     """Recompute every n-th block ("full", "selective": all) in backward, from the first one on."""
-    every = 1
-    if isinstance(checkpointing, int):
-        every = checkpointing
+    every = checkpointing if isinstance(checkpointing, int) else 1
     name = f"parallel.activation_checkpointing={checkpointing}"
     if not blocks:
         raise ConfigError(
@@ -62,27 +60,28 @@ def recomputed(block: nn.Module, selective: bool = False) -> Forward:
     """The block's forward, run again in backward with the same random numbers and buffers."""
     forward: Forward = block.forward
     buffers = Buffers(block)
-    options: dict[str, Any] = {"use_reentrant": False}
     contexts: Callable[[], Any] = noop_context_fn
     if selective:
         contexts = partial(create_selective_checkpoint_contexts, policy)
-        options["context_fn"] = contexts
-
-    def with_buffers(copies: Copies) -> tuple[Any, Any]:
-        first, again = contexts()
-        return first, buffers.second_run(copies, again)
 
     @wraps(forward)
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():  # an evaluation keeps no activations anyway
             return forward(*args, **kwargs)
+        options: dict[str, Any] = {"use_reentrant": False}
         # Compiled code updates buffers once, and takes only torch's contexts.
         if torch.compiler.is_compiling():
+            if selective:
+                options["context_fn"] = contexts
             return checkpoint(forward, *args, **options, **kwargs)
-        copies, others = buffers.before()
-        around = partial(with_buffers, copies)
-        outputs = checkpoint(forward, *args, use_reentrant=False, context_fn=around, **kwargs)
-        buffers.note_written(copies, others)
+        copies, versions = buffers.before()
+
+        def both_runs() -> tuple[Any, Any]:
+            first, again = contexts()
+            return first, buffers.second_run(copies, again)
+
+        outputs = checkpoint(forward, *args, context_fn=both_runs, **options, **kwargs)
+        buffers.note_written(copies, versions)
         return outputs
 
     return call
@@ -102,32 +101,35 @@ def policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
 class Buffers:
     """A block's buffers: its second run finds them as the first one did, and does not change them.
 
-    Which of them a forward writes to is taken from the first forward of a mode (training or not):
-    comparing values reads the device. Later ones only compare torch's counts of writes in place.
+    The first forward in training mode, and the first in evaluation mode, are compared by value with
+    copies of all buffers, which reads the device. Later ones copy only what that one changed, and
+    look at torch's counts of writes in place for the rest.
     """
 
     def __init__(self, block: nn.Module):
         self._block = block
-        self._places = [
+        self._places: list[Place] = [
             (owner, name)
             for owner in block.modules()
             for name, _ in owner.named_buffers(recurse=False)
         ]
-        self._written: dict[bool, list[tuple[nn.Module, str]]] = {}  # by the mode
+        self._written: dict[bool, list[Place]] = {}  # by the mode
 
-    def before(self) -> tuple[Copies, dict[Any, tuple[Tensor, int]]]:
-        """Copies of those that a forward may write to; the others, each with its write count."""
+    def before(self) -> tuple[dict[Place, Tensor], dict[Place, tuple[Tensor, int]]]:
+        """Copies of the buffers that a forward may change; the rest, each with its write count."""
         places = self._written.get(self._block.training, self._places)
-        copies = {(owner, name): getattr(owner, name).clone() for owner, name in places}
+        copies = {place: getattr(*place).clone() for place in places}
         others = {place: getattr(*place) for place in self._places if place not in copies}
         return copies, {place: (tensor, tensor._version) for place, tensor in others.items()}
 
-    def note_written(self, copies: Copies, others: dict[Any, tuple[Tensor, int]]) -> None:
-        """After a forward: the second run takes what it replaced; the first of a mode notes writes.
+    def note_written(
+        self, copies: dict[Place, Tensor], versions: dict[Place, tuple[Tensor, int]]
+    ) -> None:
+        """Add to `copies` what a forward replaced; after the first of a mode, note what it changed.
 
         Errors: ConfigError for a write in place that the first had not made.
         """
-        for (owner, name), (tensor, version) in others.items():
+        for (owner, name), (tensor, version) in versions.items():
             if getattr(owner, name) is not tensor:
                 copies[owner, name] = tensor
             if tensor._version != version:
@@ -136,19 +138,20 @@ class Buffers:
                     "in place, but not in the first forward; assign a new tensor, or use none"
                 )
         if self._block.training not in self._written:
-            self._written[self._block.training] = [
-                (owner, name)
-                for (owner, name), copy in copies.items()
-                if not torch.equal(getattr(owner, name), copy)
+            changed = [
+                place for place, copy in copies.items() if not torch.equal(getattr(*place), copy)
             ]
+            self._written[self._block.training] = changed
 
     @contextmanager
-    def second_run(self, copies: Copies, inner: AbstractContextManager[Any]) -> Iterator[None]:
-        """With the buffers as they were, in copies. Errors: ConfigError for writes in place."""
-        current = {(owner, name): getattr(owner, name) for owner, name in self._places}
+    def second_run(
+        self, copies: dict[Place, Tensor], inner: AbstractContextManager[Any]
+    ) -> Iterator[None]:
+        """With the buffers as in `copies`. ConfigError for a changed kept result."""
+        current = {place: getattr(*place) for place in self._places}
         try:
-            for (owner, name), tensor in current.items():
-                setattr(owner, name, copies.get((owner, name), tensor).clone())
+            for place, tensor in current.items():
+                setattr(*place, copies.get(place, tensor).clone())
             with inner:
                 yield
         except RuntimeError as error:
@@ -160,5 +163,5 @@ class Buffers:
                 "use inplace=False, or full"
             ) from error
         finally:
-            for (owner, name), tensor in current.items():
-                setattr(owner, name, tensor)
+            for place, tensor in current.items():
+                setattr(*place, tensor)

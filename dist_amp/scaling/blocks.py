@@ -10,8 +10,7 @@ from dist_amp.settings import Strategy
 from dist_amp.task import Task
 from dist_amp.world import World
 
-# Of the parameters: layers that hold less together are not worth a unit, whose gather costs a
-# collective.
+# Share of the parameters. A gather costs a collective, so layers that hold less are no units.
 FEW = 0.05
 
 
@@ -30,7 +29,13 @@ def pick_blocks(strategy: Strategy, task: Task, module: nn.Module, world: World)
     share = parameters_in(blocks) / max(1, parameters_in([module]))
     world.say(f"blocks: {names}, {100 * share:.0f} % of parameters")
     if share < 0.5 and not hasattr(task, "blocks"):
-        warn_of_the_rest(module, blocks, share, world)
+        inside = {p for block in blocks for p in block.parameters()}
+        outside = [(p.numel(), path) for path, p in module.named_parameters() if p not in inside]
+        world.warn(
+            f"the repeated layers that were found hold {100 * share:.0f} % of the parameters, and "
+            f"not {max(outside)[1]}, the largest, so the rest is one unit; name the model's layers "
+            "by `def blocks(self, model)` in the task"
+        )
     return blocks
 
 
@@ -61,9 +66,7 @@ def units_of(task: Task, module: nn.Module, blocks: Iterable[nn.Module]) -> list
     Tied weights are gathered with the root.
     """
     blocks = list(blocks)
-    units: list[nn.Module] = []
-    if hasattr(task, "units"):
-        units = list(task.units(module))
+    units: list[nn.Module] = list(task.units(module)) if hasattr(task, "units") else []
     inside_blocks = {part for block in blocks for part in block.modules()}
     shared = shared_parameters(module, units)
     for unit in units:
@@ -92,7 +95,8 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
     """The repeated layers, in the model's order, none inside another; layers are members of lists.
 
     Layers of a class are repeated if together they hold 5 % of the parameters and two of them have
-    the same shapes; or if a model lists the class in transformers' `_no_split_modules`.
+    the same shapes; or if a model lists the class in transformers' `_no_split_modules`. What is not
+    repeated is looked into. Where nothing is, the outermost layers are the blocks.
     """
     few = FEW * parameters_in([module])
     listed = {
@@ -102,7 +106,7 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
     single = {part[0] for part in lists if len(part) == 1}  # the layer of a model of depth 1
     shared = shared_parameters(module, module.modules())
     blocks: set[nn.Module] = set()
-    outermost = layers = _layers_in([module], shared)
+    first = layers = _layers_in([module], shared)
     while layers:
         by_class: dict[type, list[nn.Module]] = defaultdict(list)
         for layer in layers:
@@ -119,7 +123,7 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
                 repeated |= set(kind) if len(shapes) < len(kind) else single & set(kind)
         blocks |= repeated
         layers = _layers_in([layer for layer in layers if layer not in repeated], shared)
-    return [part for part in module.modules() if part in (blocks or outermost)]
+    return [part for part in module.modules() if part in (blocks or first)]
 
 
 def _layers_in(modules: Iterable[nn.Module], shared: Iterable[nn.Module]) -> list[nn.Module]:
@@ -140,19 +144,6 @@ def _layers_in(modules: Iterable[nn.Module], shared: Iterable[nn.Module]) -> lis
             else:
                 layers += _layers_in([child], shared)
     return list(dict.fromkeys(layers))
-
-
-def warn_of_the_rest(
-    module: nn.Module, blocks: Sequence[nn.Module], share: float, world: World
-) -> None:
-    """Warn that the blocks that were found hold a small share of the parameters."""
-    inside = {p for block in blocks for p in block.parameters()}
-    outside = [(p.numel(), path) for path, p in module.named_parameters() if p not in inside]
-    world.warn(
-        f"the repeated layers that were found hold {100 * share:.0f} % of the parameters, and not "
-        f"{max(outside)[1]}, the largest, so the rest is one unit; name the model's layers by "
-        "`def blocks(self, model)` in the task"
-    )
 
 
 def shared_parameters(module: nn.Module, parts: Iterable[nn.Module]) -> dict[nn.Module, str]:

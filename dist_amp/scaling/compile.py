@@ -1,20 +1,20 @@
 """Compile the blocks of a model before it is placed on the ranks.
 
-Compiling a block replaces only its `forward`: names stay, and hooks (FSDP's too) stay outside the
-compiled code. A deepcopy of the model would run the original's blocks.
+torch.compile replaces only a block's `forward`: names stay, and hooks (FSDP's too) stay outside the
+compiled code. Where a block is not one graph, torch compiles its parts and logs why
+(TORCH_LOGS=graph_breaks,recompiles); with compile.blocks=auto, such a block runs as written. A
+deepcopy of the model would run the original's blocks.
 
 Docs: docs/recipes.md
 """
 
-import importlib
 import importlib.util
-import logging
 import os
 import shutil
 import sys
 import sysconfig
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
@@ -29,8 +29,6 @@ from dist_amp.scaling.blocks import blocks_of
 from dist_amp.settings import CompileConfig, Config
 from dist_amp.world import World
 
-Forward = Callable[..., Any]
-
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
 # Values of compile.mode that are backends of torch.compile.
@@ -40,43 +38,31 @@ GENERATE_NO_CODE = ("eager", "aot_eager")
 OF_THE_COMPILER = ("torch._dynamo", "torch._inductor", "torch.fx")
 
 
-def private(path: str, fallback: Any) -> Any:
-    """A name that torch does not document, or the fallback if this release lacks it."""
-    module, _, name = path.rpartition(".")
-    with suppress(ImportError):
-        return getattr(importlib.import_module(module), name, fallback)
-    return fallback
-
-
 def pick_compile(
     config: Config, strategy: str, task: Any, module: nn.Module, world: World
 ) -> CompileConfig:
-    """The settings of [compile], where blocks=auto is false if nothing is to be compiled; on a GPU
-    it says why. Errors: as for `check_compile`.
+    """The settings of [compile], where blocks=auto is false if nothing is to be compiled.
+
+    Errors: as for `check_compile`.
     """
     picked = config.compile
     if picked.blocks == "auto":
-        reason = _not_compiled(config, task, module, world)
+        reason = reason_not_to_compile(config, task, module, world)
         if reason:
-            picked = replace(picked, blocks=False)
             if world.device.type != "cpu":
                 world.say(f"compile.blocks=auto: nothing is compiled, because {reason}")
+            return replace(picked, blocks=False)
     if picked.blocks:
         micro_batches = accumulation_steps(config.train, world.world_size)
         check_compile(picked, strategy, micro_batches, world)
-    elif picked.mode != "default":
-        world.warn(
-            f"compile.mode={picked.mode} has no effect, since nothing is compiled: set "
-            "compile.blocks=true"
-        )
     return picked
 
 
-def _not_compiled(config: Config, task: Any, module: nn.Module, world: World) -> str:
+def reason_not_to_compile(config: Config, task: Any, module: nn.Module, world: World) -> str:
     """Why compile.blocks=auto compiles nothing; "" if it does."""
     if world.device.type == "cpu":
         return "a CPU gains little from it"
-    if missing := _missing_compiler(world.device):
+    if missing := missing_compiler(world.device):
         return f"it needs {missing}"
     if config.parallel.bit_exact:
         return "parallel.bit_exact=true, and what another machine compiles may round otherwise"
@@ -91,7 +77,7 @@ def check_compile(config: CompileConfig, strategy: str, micro_batches: int, worl
     """Check that these settings can compile. Errors: ConfigError that says what would."""
     if config.mode in GENERATE_NO_CODE:
         return
-    if missing := _missing_compiler(world.device):
+    if missing := missing_compiler(world.device):
         raise ConfigError(
             f"compile.mode={config.mode} needs {missing}; install it, or use "
             "compile.mode=aot_eager (no faster than without) or compile.blocks=false"
@@ -108,11 +94,9 @@ def check_compile(config: CompileConfig, strategy: str, micro_batches: int, worl
             f"overwrites, and there are {micro_batches} in a step; use accumulation_steps=1, or "
             "max-autotune-no-cudagraphs"
         )
-    if config.mode == "reduce-overhead" and world.device.type == "cpu":
-        world.warn("compile.mode=reduce-overhead has no effect on a CPU: it is about CUDA graphs")
 
 
-def _missing_compiler(device: torch.device) -> str:
+def missing_compiler(device: torch.device) -> str:
     """What inductor needs to generate code for `device` and does not find; "" if nothing."""
     if device.type != "cuda":
         if shutil.which(os.environ.get("CXX", "g++")):
@@ -120,102 +104,72 @@ def _missing_compiler(device: torch.device) -> str:
         return "a C++ compiler on a CPU (g++, or the one that CXX names)"
     if importlib.util.find_spec("triton") is None:
         return f"Triton on {torch.cuda.get_device_name(device)}"
-    names = ["gcc", "clang"]
-    if os.environ.get("CC"):
-        names = [os.environ["CC"]]
+    names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
     if not any(shutil.which(name) for name in names):
         return f"a C compiler for Triton ({' or '.join(names)}, or the one that CC names)"
-    scheme = sysconfig.get_default_scheme()
-    if scheme == "posix_local":  # Debian's, without headers
-        scheme = "posix_prefix"
-    include = sysconfig.get_path("include", scheme)
-    if not Path(include, "Python.h").exists():
-        return f"{include}/Python.h for Triton (Debian: python3-dev)"
+    header = Path(sysconfig.get_config_var("INCLUDEPY"), "Python.h")
+    if not header.exists():
+        return f"{header} for Triton (Debian: python3-dev)"
     return ""
 
 
 def compile_blocks(
     config: CompileConfig, module: nn.Module, blocks: Sequence[nn.Module], world: World
 ) -> None:
-    """Compile the blocks as configured, each at its first call."""
+    """Compile the blocks, or the whole model if it has none, each at its first call."""
+    import torch._dynamo.config as dynamo
+
     what = f"{len(blocks)} blocks" if blocks else "the whole model, which has no blocks,"
     world.say(f"compile.blocks: {what} will be compiled in the first step and evaluation")
     # DDP overlaps already, with a graph per block; its graph splitter fails on recomputed blocks.
-    dynamo = private("torch._dynamo.config", None)
-    if hasattr(dynamo, "optimize_ddp"):
-        dynamo.optimize_ddp = False
-    # A warning of a limit of selective checkpointing that functionalisation has lifted.
-    torch_log = logging.getLogger("torch._higher_order_ops.wrap")
-    torch_log.addFilter(lambda record: "context_fn is passed" not in record.getMessage())
-    # Code of an earlier run counts towards the limit, which torch counts by the forward's source:
-    # blocks of one class share it, whatever their sizes.
+    dynamo.optimize_ddp = False  # type: ignore[assignment]
+    parts = list(blocks) or [module]
+    # The limit counts by the source of a forward, which blocks of one class share, whatever their
+    # sizes; and code of an earlier run in this process counts too.
     torch.compiler.reset()
-    blocks = blocks or [module]
-    kinds = len({str(block) for block in blocks})
+    kinds = len({str(part) for part in parts})
     torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, 8 * kinds)
-    compiler = Compiler(config, world)
-    names = {id(part): name for name, part in module.named_modules()}
-    for block in blocks:
-        block.forward = compiler.wrap(block.forward, names[id(block)] or "the model")
-    # CUDA graphs' results are overwritten by the next step, and losses are kept for a while.
-    if config.mode in CUDA_GRAPHS:
-        return
-    for part in module.modules():
-        if getattr(part, "computes_loss", False):
-            part.forward = compiler.wrap(part.forward, names[id(part)])
+    # The next step overwrites the results of CUDA graphs, and losses are kept for a while.
+    if config.mode not in CUDA_GRAPHS:
+        parts += [part for part in module.modules() if getattr(part, "computes_loss", False)]
+    options: dict[str, Any] = {"mode": config.mode}
+    if config.mode in GENERATE_NO_CODE:
+        options = {"backend": config.mode}
+    options["dynamic"] = config.blocks == "dynamic"
+    as_written: set[type] = set()
+    for part in dict.fromkeys(parts):
+        if config.blocks == "auto":
+            part.forward = compiled_if_one_graph(part, options, as_written, world)
+        else:
+            part.forward = torch.compile(part.forward, **options)
 
 
-class Compiler:
-    """Compiles forwards at their first calls.
+def compiled_if_one_graph(
+    block: nn.Module, options: dict[str, Any], as_written: set[type], world: World
+) -> Callable[..., Any]:
+    """The block's forward, compiled as one graph, or as written where its class is.
 
-    With compile.blocks=auto each as one graph, or from the compiler's first error on as written;
-    else in parts where it breaks, which torch logs (TORCH_LOGS=graph_breaks,recompiles).
+    After a compiler's error the class is added to `as_written`. A forward in several graphs, such
+    as that of a mixture of experts, would be compiled for many shapes.
     """
+    forward = block.forward
+    compiled = torch.compile(forward, fullgraph=True, **options)
+    kind = type(block)
 
-    def __init__(self, config: CompileConfig, world: World):
-        self._config = config
-        self._world = world
-        # A dispatch mode, such as a FLOP counter, sees no operations of compiled code.
-        name = "torch.utils._python_dispatch.is_in_any_mode_without_ignore_compile_internals"
-        self._is_observed = private(name, lambda: False)
-        self._as_written: set[str] = set()
-        self._options: Any = {"backend": "inductor", "mode": config.mode}
-        if config.mode in GENERATE_NO_CODE:
-            self._options = {"backend": config.mode}
-        self._options["dynamic"] = config.blocks == "dynamic"
-        self._options["fullgraph"] = config.blocks == "auto"
-
-    def wrap(self, forward: Forward, name: str) -> Forward:
-        """The forward, compiled. Its calls may raise ConfigError."""
-        compiled = torch.compile(forward, **self._options)
-
-        @wraps(forward)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if name in self._as_written or self._is_observed():
-                return forward(*args, **kwargs)
+    @wraps(forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if kind not in as_written:
             try:
                 return compiled(*args, **kwargs)
             except Exception as error:
-                self._leave_as_written(error, name)
-            return forward(*args, **kwargs)
+                if not type(error).__module__.startswith(OF_THE_COMPILER):
+                    raise
+                as_written.add(kind)  # nothing of the block has run
+                text = f"compile.blocks=auto runs {kind.__name__} as written: {first_line(error)}"
+                world.warn(text)
+        return forward(*args, **kwargs)
 
-        return call
-
-    def _leave_as_written(self, error: Exception, name: str) -> None:
-        """After the compiler's error with "auto": nothing of a block has run. Errors: any other."""
-        of_the_compiler = type(error).__module__.startswith(OF_THE_COMPILER)
-        if self._config.blocks == "auto" and of_the_compiler:
-            self._as_written.add(name)
-            why = _graph_break(error, name)
-            self._world.warn(f"compile.blocks=auto leaves a block as it is: {why}")
-            return
-        if "BackendCompilerFailed" in [kind.__name__ for kind in type(error).__mro__]:
-            cause = getattr(error, "inner_exception", error)
-            raise ConfigError(
-                f"compile.mode={self._config.mode} can't compile {name}: {first_line(cause)}; use "
-                "another, or compile.blocks=false"
-            ) from error
-        raise error
+    return call
 
 
 def keep_code(folder: Path, config: CompileConfig, world: World) -> None:
@@ -228,31 +182,14 @@ def keep_code(folder: Path, config: CompileConfig, world: World) -> None:
 
 def say_cost(world: World) -> None:
     """Say how long this process has compiled, if it has, and torch tells."""
-    seconds = 0.0
-    if "torch._dynamo" in sys.modules:
-        spent = private("torch._dynamo.utils.calculate_time_spent", dict)()
-        seconds = spent.get("total_wall_time", 0.0)
-    if seconds:
-        world.say(
-            f"compile.blocks: compiling took {seconds:.1f} s up to the end of the first step; the "
-            f"code is kept in {os.environ['TORCHINDUCTOR_CACHE_DIR']}"
-        )
-
-
-def _graph_break(error: Exception, name: str) -> str:
-    """Why a block is not one graph, and at which of its lines."""
-    stack = getattr(error, "real_stack", None)
-    if type(error).__name__ == "FailOnRecompileLimitHit":  # whose message does not say why
-        limit = torch.compiler.config.recompile_limit
-        return (
-            f"{name} got more than {limit} shapes, or values that it depends on: try "
-            "compile.blocks=dynamic"
-        )
-    place = ""
-    if stack:
-        line = stack[-1]
-        place = f" at {Path(line.filename).name}, line {line.lineno}: `{line.line}`"
-    return f"{name} is not one graph: {first_line(error)}{place}"
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    if hasattr(utils, "calculate_time_spent"):
+        seconds = utils.calculate_time_spent().get("total_wall_time", 0.0)
+        if seconds:
+            world.say(
+                f"compile.blocks: compiling took {seconds:.1f} s up to the end of the first step; "
+                f"the code is kept in {os.environ['TORCHINDUCTOR_CACHE_DIR']}"
+            )
 
 
 def stance(name: str) -> AbstractContextManager[Any]:

@@ -85,25 +85,16 @@ def to_float8(config: Config, task: Any, module: nn.Module, world: World) -> Non
 def linears_in_blocks(task: Any, module: nn.Module) -> list[nn.Linear]:
     """Each once, without those that share their weight or stand in several places."""
     places = Counter(id(part) for _, part in module.named_modules(remove_duplicate=False))
-    linears = []
-    for block in blocks_of(task, module):
-        for part in block.modules():
-            if type(part) is not nn.Linear or part is module:
-                continue
-            if places[id(part)] == 1:
-                linears.append(part)
+    parts = [part for block in blocks_of(task, module) for part in block.modules()]
+    linears = [part for part in parts if type(part) is nn.Linear and places[id(part)] == 1]
     shared = shared_parameters(module, linears)
-    return [part for part in linears if part not in shared]
+    return [part for part in linears if part not in shared and part is not module]
 
 
 def takes_float8(linear: nn.Linear) -> bool:
-    if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks:
-        return False
-    if not linear.weight.requires_grad:
-        return False
-    if linear.in_features % MULTIPLE:
-        return False
-    return linear.out_features % MULTIPLE == 0
+    has_hooks = linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks
+    sizes_fit = linear.in_features % MULTIPLE == 0 and linear.out_features % MULTIPLE == 0
+    return linear.weight.requires_grad and sizes_fit and not has_hooks
 
 
 def take_no_rows(linear: nn.Linear) -> None:

@@ -1,4 +1,9 @@
-"""Hooks into FSDP2: blocks that a rank leaves out are named, waits are timed, errors explained.
+"""Hooks into FSDP2: waits are timed, and what FSDP2 would compute wrongly in silence is refused.
+
+A block's forward and backward call collectives, so all ranks must call the same blocks in the same
+order, and their losses must depend on each. Each rank checks that by itself, before it would reduce
+out of order; in the first forwards the ranks compare their calls, too. FSDP2 computes with gathered
+copies of the parameters: a forward that writes to them, or is called with others, is refused.
 
 Without private names the waits count as forward and backward.
 
@@ -7,7 +12,6 @@ Docs: docs/collectives.md
 
 import math
 import re
-import traceback
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from functools import partial
@@ -19,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
 from dist_amp.clock import PhaseClock
-from dist_amp.errors import ConfigError, DataError, first_line
+from dist_amp.errors import DataError, first_line
 from dist_amp.scaling.reduction import call_after_backward
 from dist_amp.world import World
 
@@ -30,7 +34,7 @@ WAITS = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
 # Long enough for a teacher, which equals the model at first, to move.
 CHECKED_FORWARDS = 16
 
-# In which the ranks compare which blocks they call, by a collective of the hosts at each call.
+# In which the ranks compare which blocks they called, by a collective of the hosts.
 COMPARED_FORWARDS = 2
 
 # What one process allows and FSDP2 does not: torch's words, what they mean, the fix.
@@ -59,22 +63,13 @@ OF_DTYPES = re.compile(
 
 
 class ExplainedErrors(AbstractContextManager[Any]):
-    """A context around FSDP2's forward and backward.
-
-    Errors: DataError in place of torch's own for what a model does and FSDP2 does not allow.
-    """
+    """A context around FSDP2's forward and backward: DataError for errors of torch's in ERRORS."""
 
     def __init__(self, rank: int, cast_by: str):
         self._rank = rank
         self._cast_by = cast_by
 
     def __exit__(self, kind: Any, error: BaseException | None, where: Any) -> None:
-        frames = [frame.f_code for frame, _ in traceback.walk_tb(where)]
-        if isinstance(error, DataError) and torch.autograd.grad.__code__ in frames:
-            raise DataError(
-                f"rank {self._rank}: the loss calls torch.autograd.grad, as meta-learning does, "
-                "and FSDP2 only gives gradients to backward; use parallel.strategy=ddp"
-            )
         if not isinstance(error, AssertionError | RuntimeError):
             return
         for words, meaning in ERRORS:
@@ -88,18 +83,8 @@ class ExplainedErrors(AbstractContextManager[Any]):
             )
 
 
-def hook_units(
-    model: nn.Module, blocks: Collection[nn.Module], world: World, skips_blocks: bool
-) -> None:
-    """Time the waits of an FSDP2 model, and check that all ranks use the same blocks.
-
-    skips_blocks: the task's ranks_skip_blocks. Errors: ConfigError.
-    """
-    if skips_blocks:
-        raise ConfigError(
-            "the task's ranks_skip_blocks=True: under fsdp and hsdp all ranks gather and reduce "
-            "the same blocks; use parallel.strategy=ddp"
-        )
+def hook_units(model: nn.Module, blocks: Collection[nn.Module], world: World) -> None:
+    """Time the waits of an FSDP2 model, and check how it is used. blocks: the sharded ones."""
     time_gathers(model, world.clock)
     BlockCalls(model, blocks, world)
     if not hasattr(model, "set_reduce_scatter_unused_params"):  # before torch 2.13
@@ -114,22 +99,19 @@ def groups_of(unit: Any) -> list[Any]:
     state = unit._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
-    if state._fsdp_param_group is None:
-        return []
-    return [state._fsdp_param_group]
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
-def fsdp_groups(model: Any) -> list[Any]:
+def fsdp_groups(model: nn.Module) -> list[Any]:
     """All parameter groups of an FSDP2 model; none if torch's private names have changed."""
     units = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
     return [group for unit in units for group in groups_of(unit)]
 
 
-def time_gathers(model: Any, clock: PhaseClock) -> None:
+def time_gathers(model: nn.Module, clock: PhaseClock) -> None:
     """Count what FSDP2's units wait as communication; on a CPU their collectives too."""
-    names = list(WAITS)
-    if clock.on_gpu:
-        names.remove("unshard")  # only queues work there, which runs beside the computation
+    # On a GPU unshard only queues work, which runs beside the computation.
+    names = [name for name in WAITS if not (clock.on_gpu and name == "unshard")]
     for group in fsdp_groups(model):
         for name in names:
             if hasattr(group, name):
@@ -145,168 +127,146 @@ def _timed(clock: PhaseClock, method: Callable[..., Any], *args: Any, **kwargs: 
 
 
 class BlockCalls:
-    """Refuses a step in which ranks might use different blocks of an FSDP2 model.
+    """Hooks on an FSDP2 model and its blocks that refuse what this file's top describes.
 
-    A block's forward and backward call collectives. Autograd takes blocks in the reverse order of
-    their calls: where it reaches one, it has passed those that were called later. Each rank checks
-    itself, before it would reduce out of order.
+    Autograd takes blocks in the reverse order of their calls: where it reaches one, it has passed
+    those that were called later, so these must have had their backward.
     """
 
     def __init__(self, model: nn.Module, blocks: Collection[nn.Module], world: World):
-        """blocks: the sharded ones."""
         self._names = {part: name for name, part in model.named_modules() if part in blocks}
-        self._world = world
-        self._rank = world.rank
-        self._missing: set[nn.Module] = set()
-        self._called: list[nn.Module] = []  # until their backward
-        self._in_forward = False  # false while a block is recomputed
-        self._checked_forwards = 0
         self._model = model
-        for name, part in model.named_modules():
-            if getattr(part, "_compiled_call_impl", None) is None:
-                continue
-            if any(isinstance(unit, FSDPModule) for unit in part.modules()):
-                raise ConfigError(
-                    f"{name or 'the model'} is compiled in place, by compile(), and FSDP2's hooks "
-                    "would be compiled with it; leave that call out, and set compile.blocks=true"
-                )
+        self._world = world
+        self._forwards = 0
+        self._compared = 0
+        self._in_forward = False  # false while a block is recomputed
+        self._calls: list[nn.Module] = []  # of this forward
+        self._ahead: list[nn.Module] = []  # blocks whose backward is to come, the next one last
         # First, since FSDP2 replaces a parameter as it gathers it.
         model.register_forward_pre_hook(self._begin, prepend=True)
         # First, so that the hooks of an output's gradient come before FSDP2's.
         model.register_forward_hook(self._end, prepend=True)
-        self._compared_forwards = 0
-        self._comparing = []
         for block in self._names:
             block.register_forward_hook(self._note, prepend=True)
-            self._comparing.append(block.register_forward_pre_hook(self._compare, prepend=True))
 
     def _begin(self, model: nn.Module, inputs: Any) -> None:
-        if self._checked_forwards < COMPARED_FORWARDS:
-            self._refuse_replaced()
-        self._missing = set(self._names)
-        self._called = []
+        if self._forwards < COMPARED_FORWARDS:
+            self._check_parameters()
+        self._calls = []
+        self._ahead = []
         self._in_forward = True
 
-    def _compare(self, block: nn.Module, inputs: Any = None) -> None:
-        """Compare which block the ranks call, before its shards are gathered; for some forwards."""
-        if not self._in_forward or not torch.is_grad_enabled():
-            return
-        places = ["", *self._names.values()]
-        place = places.index(self._names.get(block, ""))
-        calls = [places[place] for place in self._world.gather(place)]
-        for rank, call in enumerate(calls):
-            if call != calls[0]:
-                here, there = (
-                    f"its block {name}" if name else "no further" for name in (calls[0], call)
-                )
-                raise DataError(
-                    f"rank 0 calls {here} where rank {rank} calls {there}, and FSDP2 gathers a "
-                    "block's shards from all ranks at each call: let all ranks call the same "
-                    "blocks in the same order, equally often, or use parallel.strategy=ddp"
-                )
-
     def _note(self, block: nn.Module, inputs: Any, output: Any) -> None:
-        if self._in_forward:
-            self._missing.discard(block)
-            self._refuse_writes(block)
-            if trained := trained_tensors(output):
-                self._called.append(block)
-            for tensor in trained:
-                tensor.register_hook(partial(self._reach, block))
+        if not self._in_forward:
+            return
+        self._calls.append(block)
+        if self._forwards < CHECKED_FORWARDS:
+            self._check_writes(block)
+        trained = trained_tensors(output)
+        if trained:
+            self._ahead.append(block)
+        for tensor in trained:
+            tensor.register_hook(partial(self._reach, block))
 
     def _end(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        if self._comparing and torch.is_grad_enabled():
-            self._compare(model)
-            self._compared_forwards += 1
-            if self._compared_forwards == COMPARED_FORWARDS:
-                while self._comparing:
-                    self._comparing.pop().remove()
         self._in_forward = False
-        self._refuse_writes(model)
-        self._checked_forwards += 1
-        if self._missing:
-            self._refuse_missing()
+        if self._forwards < CHECKED_FORWARDS:
+            self._check_writes(model)
+        self._forwards += 1
+        if self._compared < COMPARED_FORWARDS and torch.is_grad_enabled():
+            self._compared += 1
+            self._compare_calls()
+        if missing := self._names.keys() - set(self._calls):
+            self._refuse_missing(missing)
         trained = trained_tensors(output)
-        if not trained and not self._called and torch.is_grad_enabled():
+        if not trained and not self._ahead and torch.is_grad_enabled():
             self._refuse_output(output)
         for tensor in trained:
             tensor.register_hook(self._begin_backward)
-
-    def _refuse_replaced(self) -> None:
-        """FSDP2 puts its own parameters in place of those that a call has brought along."""
-        for parameter in [p for group in fsdp_groups(self._model) for p in group.fsdp_params]:
-            place = parameter._module_info
-            now = getattr(place.module, place.param_name)
-            gathered = getattr(parameter, "_unsharded_param", None)  # None before the first time
-            if now is not parameter.sharded_param and now is not gathered:
-                names = {part: name for name, part in self._model.named_modules()}
-                raise DataError(
-                    f"rank {self._rank}: the model is called with another "
-                    f"{names[place.module]}.{place.param_name} than its "
-                    "own, as by torch.func.functional_call in meta-learning, and FSDP2 "
-                    "computes with its own; use parallel.strategy=ddp, and call the model that "
-                    "loss_sum gets"
-                )
-
-    def _refuse_missing(self) -> None:
-        name = next(name for block, name in self._names.items() if block in self._missing)
-        raise DataError(
-            f"rank {self._rank}: the model's forward did not call its block {name} "
-            f"({len(self._missing)} of {len(self._names)} such), whose shards all ranks gather "
-            "at once; give the task a blocks(model) and units(model) without it, so that it is "
-            "part of a larger unit, or use parallel.strategy=ddp"
-        )
-
-    def _refuse_output(self, output: Any) -> None:
-        """A backward of the root alone begins at the output's tensors."""
-        raise DataError(
-            f"rank {self._rank}: the model's output, of type {type(output).__name__}, has no "
-            "tensor that FSDP2 finds and that is trained, so gradients would not be reduced; "
-            "return a tensor, tuple, dict or dataclass, or use parallel.strategy=ddp"
-        )
-
-    def _refuse_writes(self, unit: nn.Module) -> None:
-        """FSDP2 drops a gathered parameter, and with it what the forward has written to it."""
-        if self._checked_forwards < CHECKED_FORWARDS:
-            for parameter in [p for group in groups_of(unit) for p in group.fsdp_params]:
-                if is_written(parameter.unsharded_param, parameter.sharded_param):
-                    raise DataError(
-                        f"rank {self._rank}: the model's forward changes its parameter "
-                        f"{parameter._param_fqn}, which is lost under FSDP2, since only a gathered "
-                        "copy is changed; change it in on_step(run, report), or use "
-                        "parallel.strategy=ddp"
-                    )
 
     def _begin_backward(self, gradient: Tensor) -> None:
         call_after_backward(self._reach)
 
     def _reach(self, block: nn.Module | None = None, gradient: Tensor | None = None) -> None:
         """Autograd reaches a block, or its end: it has passed the blocks that were called later."""
-        if not self._called or block not in (None, *self._called):
-            return
-        last = self._called.pop()
-        if last is not block:
-            self._refuse_unused(last)
+        if self._ahead and block in (None, *self._ahead):
+            last = self._ahead.pop()
+            if last is not block:
+                self._refuse_unused(last)
 
-    def _refuse_unused(self, block: nn.Module) -> None:
-        raise DataError(
-            f"rank {self._rank}: the loss does not depend on the block {self._names[block]}, "
-            "whose gradients all ranks reduce at once; use parallel.strategy=ddp"
+    def _refuse(self, text: str) -> None:
+        raise DataError(f"rank {self._world.rank}: {text}, or use parallel.strategy=ddp")
+
+    def _refuse_missing(self, missing: Collection[nn.Module]) -> None:
+        first = next(name for block, name in self._names.items() if block in missing)
+        self._refuse(
+            f"the model's forward did not call its block {first} ({len(missing)} of "
+            f"{len(self._names)} such), whose shards all ranks gather at once; give the task a "
+            "blocks(model) and units(model) without it, so that it is part of a larger unit"
         )
 
+    def _refuse_output(self, output: Any) -> None:
+        """A backward of the root alone begins at the output's tensors."""
+        self._refuse(
+            f"the model's output, of type {type(output).__name__}, has no tensor that FSDP2 finds "
+            "and that is trained, so gradients would not be reduced; return a tensor, tuple, dict "
+            "or dataclass"
+        )
 
-@torch.no_grad()
+    def _refuse_unused(self, block: nn.Module) -> None:
+        self._refuse(
+            f"the loss does not depend on the block {self._names[block]}, whose gradients all "
+            "ranks reduce at once, in a backward and not in torch.autograd.grad; let the loss "
+            "depend on all blocks"
+        )
+
+    def _compare_calls(self) -> None:
+        calls = self._world.gather([self._names[block] for block in self._calls])
+        for rank, other in enumerate(calls):
+            if other != calls[0]:
+                raise DataError(
+                    f"rank 0 calls the blocks {', '.join(calls[0])} and rank {rank} "
+                    f"{', '.join(other)}, and FSDP2 gathers a block's shards from all ranks at "
+                    "each call: let all ranks call the same blocks in the same order, equally "
+                    "often, or use parallel.strategy=ddp"
+                )
+
+    def _check_parameters(self) -> None:
+        """FSDP2 puts its own parameters in place of those that a call has brought along."""
+        for parameter in [p for group in fsdp_groups(self._model) for p in group.fsdp_params]:
+            place = parameter._module_info
+            now = getattr(place.module, place.param_name)
+            gathered = getattr(parameter, "_unsharded_param", None)  # None before the first time
+            if now is not parameter.sharded_param and now is not gathered:
+                self._refuse(
+                    f"the model is called with another {place.param_name} of a "
+                    f"{type(place.module).__name__} than its own, as by torch.func.functional_call "
+                    "in meta-learning, and FSDP2 computes with its own; call the model that "
+                    "loss_sum gets"
+                )
+
+    @torch.no_grad()
+    def _check_writes(self, unit: nn.Module) -> None:
+        """FSDP2 drops a gathered parameter, and with it what the forward has written to it."""
+        for parameter in [p for group in groups_of(unit) for p in group.fsdp_params]:
+            if is_written(parameter.unsharded_param, parameter.sharded_param):
+                self._refuse(
+                    f"the model's forward changes its parameter {parameter._param_fqn}, which is "
+                    "lost under FSDP2, since only a gathered copy is changed; change it in "
+                    "on_step(run, report)"
+                )
+
+
 def is_written(whole: Tensor, sharded: Any) -> bool:
-    """Whether a gathered parameter has other values than the shard that this rank gave."""
+    """Whether a gathered parameter has other values than this rank's shard."""
     shard = sharded.to_local()
     if hasattr(shard, "fsdp_pre_all_gather"):  # gathered in other values, such as float8's
         return False
     mesh = sharded.device_mesh
-    rows = math.ceil(len(whole) / mesh.size(-1))
-    begin = rows * mesh.get_local_rank(mesh_dim=-1)
-    mine = whole[begin : begin + len(shard)]
-    given = shard.to(whole.device, whole.dtype)
-    return not torch.allclose(mine, given, rtol=0, atol=0, equal_nan=True)
+    begin = math.ceil(len(whole) / mesh.size(-1)) * mesh.get_local_rank(mesh_dim=-1)
+    gathered = whole[begin : begin + len(shard)]
+    shard = shard.to(whole.device, whole.dtype)
+    return not torch.allclose(gathered, shard, rtol=0, atol=0, equal_nan=True)
 
 
 def trained_tensors(output: Any) -> list[Tensor]:

@@ -6,7 +6,7 @@ weights: the bits that one process gets. Buffers are real from the start: no fil
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache, partialmethod
+from functools import cache
 from typing import Any
 
 import torch
@@ -47,8 +47,16 @@ def build_whole(
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
     """Move every parameter to the meta device as its module registers it; a tied one stays one."""
-    register = nn.Module.register_parameter
-    nn.Module.register_parameter = partialmethod(_register_on_meta, register)  # type: ignore[assignment]
+    register: Any = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, param: Any) -> None:
+        if param is not None and not param.is_meta:
+            if not hasattr(param, "on_meta"):  # it may be registered a second time
+                param.on_meta = like(param, param.detach().to("meta"))
+            param = param.on_meta
+        register(module, name, param)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -96,18 +104,6 @@ def load_parameters(task: Any, module: nn.Module, world: World, resumes: bool = 
         )
 
 
-def _register_on_meta(
-    module: nn.Module, register: Any, name: str, parameter: nn.Parameter | None
-) -> None:
-    if parameter is not None and not parameter.is_meta:
-        real: Any = parameter
-        if not hasattr(real, "on_meta"):  # the same parameter may be registered a second time
-            on_meta = like(parameter, parameter.detach().to("meta"))
-            real.on_meta = on_meta
-        parameter = real.on_meta
-    register(module, name, parameter)
-
-
 def build_on_ranks(task: Task, world: World, resumes: bool) -> nn.Module:
     """The task's model, on every rank but the first with its parameters on the meta device.
 
@@ -121,8 +117,8 @@ def build_on_ranks(task: Task, world: World, resumes: bool) -> nn.Module:
         module, problem = built_on_meta(task)
     problem = next(filter(None, world.gather(problem)), "")
     # No checkpoint fills frozen parameters.
-    is_frozen = module is not None and any(not p.requires_grad for p in module.parameters())
-    if module is None or problem or (world.is_main and is_frozen):
+    has_frozen = module is not None and any(not p.requires_grad for p in module.parameters())
+    if module is None or problem or (world.is_main and has_frozen):
         set_random_state(start, world.device)
         module = built_model(task)
     world.wait_long()  # rank 0 may draw for minutes
@@ -150,32 +146,21 @@ def register_fused_updates() -> None:
 
 
 class _Draws(TorchDispatchMode):
-    """Notes whether random numbers are drawn that differ from those of a build with memory.
-
-    On meta nothing is drawn, so that a generator in such a state is behind until it is seeded.
+    """Notes whether random numbers are drawn with memory: a draw on meta leaves its generator
+    behind rank 0's, so that later ones would differ.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.differ = False
-        self._behind: set[bytes] = set()  # states of generators
+    with_memory = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **kwargs)
-        generator = kwargs.get("generator") or torch.default_generator
-        state = generator.get_state().numpy().tobytes()
-        result = func(*args, **kwargs)
-        if tree_leaves(result)[0].is_meta:
-            self._behind.add(state)
-        elif state in self._behind:
-            self.differ = True
+        result = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags and not tree_leaves(result)[0].is_meta:
+            self.with_memory = True
         return result
 
 
 def built_on_meta(task: Task) -> tuple[nn.Module | None, str]:
-    """(the model with its parameters on meta or None, "" or why not)."""
+    """(the model with its parameters on meta, or None; "", or why it can't be built so)."""
     draws = _Draws()
     try:
         with parameters_on_meta(), draws:
@@ -191,7 +176,7 @@ def built_on_meta(task: Task) -> tuple[nn.Module | None, str]:
     for name, leaves in kept_by(task, module).items():
         if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
             return module, f"the task keeps parameters beside the model, in its attribute {name}"
-    if draws.differ:
+    if draws.with_memory:
         return module, (
             "it draws random numbers besides its parameters, which would differ from rank 0's"
         )
@@ -201,14 +186,14 @@ def built_on_meta(task: Task) -> tuple[nn.Module | None, str]:
 def placement(module: nn.Module, world: World) -> Callable[[nn.Module], None]:
     """A function that puts a part on the device, with rank 0's weights; every rank calls both."""
     on_meta = any(p.is_meta for p in module.parameters())
-    first_on_meta, *others_on_meta = world.gather(on_meta)
-    from_first = any(others_on_meta) and not first_on_meta
+    on_meta_by_rank = world.gather(on_meta)
+    from_rank_0 = any(on_meta_by_rank) and not on_meta_by_rank[0]
 
     @torch.no_grad()
     def place(part: nn.Module) -> None:
         materialise(part, world.device)
         for parameter in part.parameters():
-            if from_first and local(parameter) is parameter and parameter.numel():
+            if from_rank_0 and local(parameter) is parameter and parameter.numel():
                 parameter.data = parameter.data.to(world.device)
                 # As bytes: gloo does not have every dtype.
                 dist.broadcast(parameter.data.view(-1).view(torch.uint8), src=0)

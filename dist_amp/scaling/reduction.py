@@ -29,7 +29,7 @@ def call_after_backward(call: Callable[[], object]) -> None:
         ENGINE.queue_callback(call)  # type: ignore[union-attr]
 
 
-class FinishReduction(AbstractContextManager[Any]):
+class ZerosForUnused(AbstractContextManager[Any]):
     """A context around DDP's forward and backward of the micro-batch that synchronises gradients.
 
     DDP waits until each parameter has had its backward, and which ones have none may differ between

@@ -86,13 +86,7 @@ class GPT(nn.Module):
     sin: Tensor
 
     def __init__(
-        self,
-        vocabulary: int,
-        context: int,
-        width: int,
-        layers: int,
-        heads: int,
-        tied: bool,
+        self, vocabulary: int, context: int, width: int, layers: int, heads: int, tied: bool
     ):
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
@@ -107,12 +101,7 @@ class GPT(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
-    def forward(
-        self,
-        tokens: Tensor,
-        *loss: Any,
-        documents: Documents | None = None,
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, *loss: Any, documents: Documents | None = None) -> Tensor:
         cos = self.cos[: tokens.shape[1]]
         sin = self.sin[: tokens.shape[1]]
         if documents is not None:

@@ -90,11 +90,7 @@ class HFCausalLM(huggingface.FineTuning):
     def tokens(self, batch: Batch) -> int:
         return self.shares.count(batch)
 
-    def loss_sum(
-        self,
-        model: nn.Module,
-        batch: Batch,
-    ) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         if not self.balance or not model.training:
             return self.losses(model, batch, "sum")[0]
         loss, output = self.losses(model, batch, "sum", output_router_logits=True)
@@ -102,21 +98,13 @@ class HFCausalLM(huggingface.FineTuning):
         return loss + self.balance * self.weight(batch) * balance
 
     def losses(
-        self,
-        model: nn.Module,
-        batch: Batch,
-        reduction: Reduction,
-        **options: Any,
+        self, model: nn.Module, batch: Batch, reduction: Reduction, **options: Any
     ) -> tuple[Tensor, Any]:
         """See `next_token_losses`."""
         inputs = inputs_of(model, batch, self.packed_attention)
         return next_token_losses(model, {**inputs, **options}, batch["labels"], reduction)
 
-    def metrics(
-        self,
-        model: nn.Module,
-        batch: Batch,
-    ) -> Batch:
+    def metrics(self, model: nn.Module, batch: Batch) -> Batch:
         (losses, hits), _ = self.losses(model, batch, "hits")
         values = {"loss": losses.sum(), "accuracy": hits.sum()}
         if not self.source_names:
@@ -126,11 +114,7 @@ class HFCausalLM(huggingface.FineTuning):
         source_ids = batch["source_ids"][:, 1:]
         return values | losses_by_source(losses, labels, source_ids, self.source_names)
 
-    def train_metrics(
-        self,
-        run: Any,
-        report: Any,
-    ) -> Batch:
+    def train_metrics(self, run: Any, report: Any) -> Batch:
         """Shares of padding and of what counts; the first call also checks for a leak."""
         if self.packing.pack == "best_fit" and next(self.first_log_step, False):
             check_documents_are_apart(run, self.packed_attention)

@@ -86,11 +86,7 @@ class HFClassification(huggingface.FineTuning):
         values = [row[self.data.text_column] for row in rows]
         if self.of == "text":
             inputs = self.processor(
-                values,
-                padding=True,
-                truncation=True,
-                max_length=self.length,
-                return_tensors="pt",
+                values, padding=True, truncation=True, max_length=self.length, return_tensors="pt"
             )
         else:
             images = [image.convert("RGB") for image in values]

@@ -285,10 +285,7 @@ class Hidden(BaseModelOutput):
 
 
 def next_token_losses(
-    model: Any,
-    inputs: dict[str, Any],
-    labels: Tensor,
-    reduction: Reduction,
+    model: Any, inputs: dict[str, Any], labels: Tensor, reduction: Reduction
 ) -> tuple[Tensor, Any]:
     """(the losses that LossHead returns of labels [B, T], the model's output).
 

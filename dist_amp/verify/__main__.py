@@ -45,36 +45,38 @@ Exit status: 0 nothing fails, 1 something fails, 64 a wrong setting, 65 wrong da
 @command()
 def main(argv: Sequence[str]) -> int:
     options, rest = parse(argv)
-    if load_config(rest).compile.blocks == "auto":  # compiled code is compared if it is asked for
+    config = load_config(rest)
+    if config.compile.blocks == "auto":  # compiled code is compared if it is asked for
         rest = [*rest, "--compile.blocks", "false"]
+        config = load_config(rest)
     if options.dtypes:
         from dist_amp.verify.dtypes import dtype_report
 
-        print(dtype_report(load_config(rest)).text)
+        print(dtype_report(config).text)
         return 0
     # A rank that is killed leaves semaphores, of which multiprocessing would warn at the end. Its
     # process for them has these options from its start, which may be in the task.
     sys.warnoptions.append("ignore:resource_tracker")
-    strategies = chosen("strategies", options.strategies, STRATEGIES)
-    precisions = chosen("precisions", options.precisions, PRECISIONS)
+    device = locate(config.run).device
+    rows = rows_of(options, device)
     if options.bit_exact:
         from dist_amp.verify.bit_exact import verify_bits
 
-        device = locate(load_config(rest).run).device
-        sizes = world_sizes_in(options.world_sizes)
-        return verify_bits(rest, rows_of(sizes, strategies, precisions, device))
-    return verify(rest, world_sizes_in(options.world_sizes), strategies, precisions)
+        return verify_bits(rest, rows)
+    if not rows:
+        raise ConfigError("nothing to compare: single takes --world_sizes 1, the others 2 and more")
+    return verify(rest, rows, device)
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """(this command's options, the remaining arguments: settings of a run)."""
+    """(this command's options, the remaining arguments: settings of a run). Errors: ConfigError."""
     parser = Parser("python -m dist_amp.verify", __doc__, EPILOG)
-    for name, default, text in (
-        ("world_sizes", "1,2,4", "numbers of ranks; default 1,2,4"),
-        ("strategies", ",".join(STRATEGIES), "default all; hsdp takes even numbers of ranks"),
-        ("precisions", ",".join(PRECISIONS), "default all (fp16 is slow on a CPU)"),
-    ):
-        parser.add_argument(f"--{name}", default=default, metavar=default, help=text)
+    lists = {"strategies": STRATEGIES, "precisions": PRECISIONS}
+    parser.add_argument("--world_sizes", default="1,2,4", help="numbers of ranks; default 1,2,4")
+    parser.add_argument("--strategies", default=",".join(STRATEGIES), help="default: all")
+    parser.add_argument(
+        "--precisions", default=",".join(PRECISIONS), help="default: all; fp16 is slow on a CPU"
+    )
     parser.add_argument(
         "--dtypes",
         action="store_true",
@@ -85,54 +87,63 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         action="store_true",
         help="compare all ways of running bit for bit, each with parallel.bit_exact=true",
     )
-    return parser.parse_known_args(argv)
-
-
-def world_sizes_in(text: str) -> list[int]:
-    words = text.split(",")
+    options, rest = parser.parse_known_args(argv)
+    words = options.world_sizes.split(",")
     if not all(word.isdigit() and int(word) > 0 for word in words):
         rule = "must be whole numbers above 0, separated by commas: 1,2,4"
-        raise ConfigError(f"--world_sizes={text} {rule}")
-    return sorted({int(word) for word in words})
+        raise ConfigError(f"--world_sizes={options.world_sizes} {rule}")
+    options.world_sizes = sorted({int(word) for word in words})
+    for name, known in lists.items():
+        words = getattr(options, name).split(",")
+        for word in words:
+            if word not in known:
+                raise ConfigError(f"--{name}: {word!r} is none of {', '.join(known)}")
+        setattr(options, name, [word for word in known if word in words])
+    return options, rest
 
 
-def chosen(name: str, text: str, known: Sequence[str]) -> list[str]:
-    words = text.split(",")
-    if wrong := [word for word in words if word not in known]:
-        raise ConfigError(f"--{name}={text}: {wrong[0]!r} is none of {', '.join(known)}")
-    return [word for word in known if word in words]
+def rows_of(options: argparse.Namespace, device: torch.device) -> list[Row]:
+    """Those that exist and have a GPU for each rank; hsdp's two replicas need an even number."""
+    gpus = torch.cuda.device_count()
+    rows: list[Row] = []
+    for size in options.world_sizes:
+        if device.type == "cuda" and size > gpus:
+            say(f"note     {size} ranks are skipped: there are {gpus} GPUs")
+            continue
+        exist = ["single"] if size == 1 else ["ddp", "fsdp"]
+        if size % 2 == 0:
+            exist.append("hsdp")
+        for strategy in options.strategies:
+            if strategy in exist:
+                rows += [(size, strategy, precision) for precision in options.precisions]
+    return rows
 
 
-def verify(
-    argv: Sequence[str], world_sizes: list[int], strategies: list[str], precisions: list[str]
-) -> int:
-    """Print findings and table; return 1 if anything in them fails."""
+def verify(argv: Sequence[str], rows: list[Row], device: torch.device) -> int:
+    """Print findings and table; return 1 if anything in them fails, or nothing passes."""
     began = time.perf_counter()
     config = load_config(argv)
     if not sys.stderr.isatty():
         hide_progress_bars()
-    global_batch = math.lcm(GLOBAL_BATCH, *(12 * size for size in world_sizes))
-    reference = Reference(config, locate(config.run).device, global_batch=global_batch)
-    rows = rows_of(world_sizes, strategies, precisions, reference.device)
-    if not rows:
-        raise ConfigError("nothing to compare: single takes --world_sizes 1, the others 2 and more")
+    global_batch = math.lcm(GLOBAL_BATCH, *(12 * size for size, _, _ in rows))
+    reference = Reference(config, device, global_batch=global_batch)
     parameters = sum(p.numel() for p in reference.model().parameters())
-    say(f"task     {config.task.target} on {reference.device.type}, {parameters:,} parameters")
+    say(f"task     {config.task.target} on {device.type}, {parameters:,} parameters")
     findings = inspect_task(reference)
     for finding in findings:
         say(f"{'fail' if finding.fails else 'note'}     {finding.text}")
     if ignored := ignored_settings(config):
         say(f"note     ignored: {', '.join(ignored)}; the comparison uses sgd, adamw and float32")
     if any(finding.fails for finding in findings):
-        why = "no way of running can compute this task's step as one process would"
-        say(f"failed: {why}; fix the task first")
+        reason = "no way of running can compute this task's step as one process would"
+        say(f"failed: {reason}; fix the task first")
         return 1
-    precisions = [precision for precision in precisions if is_supported(reference, precision)]
-    nothing_passes = {size for size, _, _ in rows}  # also if all of its precisions are skipped
-    rows = [row for row in rows if row[2] in precisions]
+    precisions = dict.fromkeys(precision for _, _, precision in rows)
+    supported = [precision for precision in precisions if is_supported(reference, precision)]
+    rows = [row for row in rows if row[2] in supported]
     steps = f"{STEPS} steps of {global_batch} samples with SGD and with AdamW"
     say(f"compare  {len(rows)} combinations, each {steps}\n\n{HEADER}")
-    causes: dict[str, list[str]] = {}  # each cause's rows
+    rows_by_cause: dict[str, list[str]] = {}
     results: Counter[str] = Counter()
     started = time.perf_counter()
     for row, verdicts in compare_on_ranks(argv, rows, reference):
@@ -143,15 +154,13 @@ def verify(
         elif any(verdict.cause for verdict in verdicts):
             result = "FAIL"
         results[result] += 1
-        if result == "pass":
-            nothing_passes.discard(row[0])
         say(f"{table_row(row, verdicts, now - started)}  {result}")
         started = now
-        for cause in {verdict.cause: None for verdict in verdicts if verdict.cause}:
-            causes.setdefault(cause, []).append(" ".join(map(str, row)))
-    for cause, of_cause in causes.items():
-        say(f"\n{', '.join(of_cause)}:\n    {cause}")
-    failed = results["FAIL"] > 0 or bool(nothing_passes)
+        for cause in dict.fromkeys(verdict.cause for verdict in verdicts if verdict.cause):
+            rows_by_cause.setdefault(cause, []).append(" ".join(map(str, row)))
+    for cause, names in rows_by_cause.items():
+        say(f"\n{', '.join(names)}:\n    {cause}")
+    failed = results["FAIL"] > 0 or not results["pass"]
     refused = ""
     if results["refused"]:
         refused = f", {results['refused']} refused, as in training"
@@ -187,33 +196,11 @@ def is_supported(reference: Reference, precision: str) -> bool:
     try:
         reference.bound(precision)
     except RuntimeError as error:
-        why = first_line(error) or type(error).__name__
+        cause = first_line(error) or type(error).__name__
         rule = "plain torch can't compute this task in it on this device"
-        say(f"note     {precision} is skipped: {rule} ({why})")
+        say(f"note     {precision} is skipped: {rule} ({cause})")
         return False
     return True
-
-
-def rows_of(
-    world_sizes: list[int],
-    strategies: Sequence[str],
-    precisions: Sequence[str],
-    device: torch.device,
-) -> list[Row]:
-    """Those that exist and have a GPU for each rank; hsdp's two replicas need an even number."""
-    gpus = torch.cuda.device_count()
-    if device.type == "cuda" and world_sizes[-1] > gpus:
-        say(f"note     more than {gpus} ranks are skipped: that is the number of GPUs")
-        world_sizes = [size for size in world_sizes if size <= gpus]
-    rows: list[Row] = []
-    for size in world_sizes:
-        exist = ["single"] if size == 1 else ["ddp", "fsdp"]
-        if size % 2 == 0:
-            exist.append("hsdp")
-        for strategy in strategies:
-            if strategy in exist:
-                rows += [(size, strategy, precision) for precision in precisions]
-    return rows
 
 
 def table_row(row: Row, verdicts: list[Verdict], seconds: float) -> str:

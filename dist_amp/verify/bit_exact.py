@@ -7,7 +7,7 @@ are compared by hash with those of the first combination in the same precision.
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from dist_amp.errors import ConfigError
 from dist_amp.run import Run, build_run
 from dist_amp.settings import Config
 from dist_amp.step import train_step
-from dist_amp.verify.cells import Row, full, rows_on_ranks
+from dist_amp.verify.cells import Row, full, results_on_ranks
 from dist_amp.world import World
 
 HINT = """
@@ -43,7 +43,8 @@ def verify_bits(argv: Sequence[str], rows: list[Row]) -> int:
     uncompared = {precision for _, _, precision in rows}
     print("ranks  strategy  precision  bits              result", flush=True)
     largest = max(size for size, _, _ in rows)
-    for (size, strategy, precision), result in rows_on_ranks(argv, rows, partial(prepare, largest)):
+    for row, result in results_on_ranks(argv, rows, partial(trace_of_row, largest)):
+        size, strategy, precision = row
         bits = "-"
         text = str(result)
         if isinstance(result, list):
@@ -58,16 +59,15 @@ def verify_bits(argv: Sequence[str], rows: list[Row]) -> int:
         print(f"{size:>5}  {strategy:<8}  {precision:<9}  {bits:<16}  {text}", flush=True)
     if results["FAIL"]:
         print(HINT)
-    result = "passed"
-    if results["FAIL"] or uncompared:
-        result = "failed"
+    failed = results["FAIL"] > 0 or bool(uncompared)
     counts = f"{results['same']} of {len(rows)} have the same bits in their precision"
     if results["refused"]:
         counts += f", {results['refused']} refused, as in training"
     if uncompared:
         counts += f"; nothing was compared in {', '.join(sorted(uncompared))}"
+    result = "failed" if failed else "passed"
     print(f"\n{result}: {counts} ({time.perf_counter() - began:.0f} s)")
-    return int(result == "failed")
+    return int(failed)
 
 
 def check_command(argv: Sequence[str], rows: list[Row]) -> None:
@@ -87,30 +87,24 @@ def check_command(argv: Sequence[str], rows: list[Row]) -> None:
         )
 
 
-def prepare(largest: int, world: World, config: Config) -> Callable[[Row], list[list[Event]]]:
-    """On each rank: what takes a row's steps. largest: the highest number of ranks."""
+def trace_of_row(largest: int, world: World, config: Config, row: Row) -> list[list[Event]]:
+    """Each step's events, on every rank. largest: the highest number of ranks of all rows."""
     batch = config.train.global_batch_size
     if batch == "auto":
         batch = 2 * largest * config.train.micro_batch_size
+    strategy: Any = row[1]
+    precision: dict[str, Any] = {"use_amp": row[2] != "fp32"}
+    if row[2] != "fp32":
+        precision["dtype"] = row[2]
     config = replace(
         config,
         run=replace(config.run, dir="unused", resume="never"),
         train=replace(config.train, steps=4, global_batch_size=batch, accumulation_steps="auto"),
         eval=replace(config.eval, every="off"),
         checkpoint=replace(config.checkpoint, every="off"),
+        parallel=replace(config.parallel, strategy=strategy, bit_exact=True),
+        precision=replace(config.precision, **precision),
     )
-    return partial(trace_of_row, world, config)
-
-
-def trace_of_row(world: World, config: Config, row: Row) -> list[list[Event]]:
-    """Each step's events, on every rank."""
-    strategy: Any = row[1]
-    precision = row[2]
-    kind: dict[str, Any] = {"use_amp": precision != "fp32"}
-    if precision != "fp32":
-        kind["dtype"] = precision
-    parallel: Any = replace(config.parallel, strategy=strategy, bit_exact=True)
-    config = replace(config, parallel=parallel, precision=replace(config.precision, **kind))
     run = build_run(config, world)
     size = run.data.plan.global_batch_size
     last = math.ceil(run.data.plan.length / size)

@@ -1,20 +1,17 @@
 """The steps of one way of running: taken from a run as the main job builds it, captured, and given
-to `compare`; on new processes of this machine, row after row.
+to `compare`; each row of the table on new processes of this machine.
 
 Not in __main__.py, whose functions a process that multiprocessing spawns can't import.
 """
 
-import logging
 import multiprocessing
 import os
 import socket
 import sys
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
 from functools import partial
-from multiprocessing.process import BaseProcess
-from multiprocessing.queues import Queue
 from queue import Empty
 from typing import Any
 
@@ -249,131 +246,27 @@ def by_rank(about: str, texts: list[str]) -> list[str]:
 # ---- the processes of the ranks ----
 
 
-class QuietWorld(World):
-    """Says nothing: the command has said it before the table, once for all rows."""
-
-    def say(self, text: str) -> None:
-        pass
-
-    def warn(self, text: str) -> None:
-        pass
-
-
-Result = tuple[Row, Any]  # a row, and what it gave, or a rank's error as text
-# On each rank: (world, config) -> what a row gives.
-Prepare = Callable[[World, Config], Callable[[Row], Any]]
-
-
 def compare_on_ranks(
-    argv: Sequence[str], rows: list[Row], reference: Reference
+    argv: Sequence[str], rows: Sequence[Row], reference: Reference
 ) -> Iterator[tuple[Row, list[Verdict]]]:
     """Compare the rows on new processes; yields each row when it is done."""
     measured = reference.measured({precision for _, _, precision in rows})
-    prepare = partial(prepare_comparison, reference.task.eval_classes, measured)
-    for row, result in rows_on_ranks(argv, rows, prepare):
+    take = partial(compare_row, reference.task.eval_classes, measured)
+    for row, result in results_on_ranks(argv, rows, take):
         yield row, [Verdict(cause=result)] if isinstance(result, str) else result
 
 
-def prepare_comparison(
-    eval_classes: frozenset[str], measured: dict[str, Any], world: World, config: Config
-) -> Callable[[Row], list[Verdict]]:
-    return partial(
-        compare_row, world, Reference(config, world.device, None, eval_classes, measured)
-    )
-
-
-def rows_on_ranks(argv: Sequence[str], rows: Sequence[Row], prepare: Prepare) -> Iterator[Result]:
-    """Each row with what it gives on as many new processes as it has ranks, or a rank's error,
-    after which new ones take the next row.
-    """
-    left = list(rows)
-    while left:
-        size = left[0][0]
-        together = [row for row in left if row[0] == size]
-        context = multiprocessing.get_context("spawn")
-        results: Queue[Result] = context.Queue()
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        group = {"WORLD_SIZE": f"{size}", "LOCAL_WORLD_SIZE": f"{size}"}
-        group |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
-        ranks: list[BaseProcess] = []
-        for rank in range(size):
-            environment = {**group, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
-            of_rank = (environment, list(argv), together, prepare, results)
-            ranks.append(context.Process(target=run_rows, args=of_rank))
-            ranks[-1].start()
-        given: dict[Row, Any] = {}  # a rank may fail a row ahead
-        try:
-            for row in together:
-                while row not in given:
-                    wait_for_result(results, ranks, row, given)
-                left.remove(row)
-                yield row, given[row]
-                if isinstance(given[row], str):
-                    break
-            else:
-                for process in ranks:
-                    process.join()
-        finally:
-            for process in ranks:
-                process.kill()
-
-
-def wait_for_result(
-    results: "Queue[Result]", ranks: Sequence[BaseProcess], row: Row, given: dict[Row, Any]
-) -> None:
-    """Add a result to `given`; of `row` the first error, if a rank has ended."""
-    try:
-        given.setdefault(*results.get(timeout=0.5))
-    except Empty:
-        errors = [text for text in given.values() if isinstance(text, str)]
-        for rank, process in enumerate(ranks):
-            if process.exitcode:
-                unknown = f"rank {rank} ended with exit status {process.exitcode} and no error"
-                errors.append(f"{unknown} message")
-                given[row] = errors[0]
-
-
-def run_rows(
-    environment: dict[str, str],
-    argv: list[str],
-    rows: list[Row],
-    prepare: Prepare,
-    results: "Queue[Result]",
-) -> None:
-    """One rank's process: sends what the rows give, and what ends it."""
-    os.environ |= environment
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(environment["WORLD_SIZE"])))
-    try:
-        config = load_config(argv)
-        with start(config.run) as world, warnings.catch_warnings():
-            warnings.filterwarnings("ignore")  # only the numbers decide
-            # The first process has logged the data already.
-            logging.getLogger("dist_amp").setLevel(logging.ERROR)
-            world = QuietWorld(**vars(world))
-            run_row = prepare(world, config)
-            for row in rows:
-                try:
-                    result = run_row(row)
-                except Exception as error:
-                    text = f"rank {world.rank}: {in_one_line(error)}"
-                    if isinstance(error, ConfigError | DataError):  # in training too
-                        text = f"refused: {error}"
-                    results.put((row, text))  # before it leaves the group, at which others fail
-                    sys.exit(1)
-                if world.is_main:
-                    results.put((row, result))
-    except Exception as error:
-        results.put((rows[0], f"rank {environment['RANK']}: {in_one_line(error)}"))
-        sys.exit(1)
-
-
-def compare_row(world: World, reference: Reference, row: Any) -> list[Verdict]:
+def compare_row(
+    eval_classes: frozenset[str],
+    measured: Mapping[str, Any],
+    world: World,
+    config: Config,
+    row: Any,
+) -> list[Verdict]:
     """The verdicts of a row's cells, one for each optimizer. Every rank calls it."""
-    config = reference.config
-    verdicts = []
+    reference = Reference(config, world.device, None, eval_classes, measured)
     _, strategy, precision = row
-    every = config.parallel.accumulate_reduce == "every"
+    verdicts = []
     for optimizer in ("sgd", "adamw"):
         cell = Cell(
             strategy,
@@ -381,7 +274,7 @@ def compare_row(world: World, reference: Reference, row: Any) -> list[Verdict]:
             optimizer,
             clip_by=config.train.clip_by,
             fused=config.optim.fused,
-            accumulate_reduce="every" if every else "last",
+            accumulate_reduce="every" if config.parallel.accumulate_reduce == "every" else "last",
         )
         try:
             verdicts.append(check_cell(world, reference, cell))
@@ -390,3 +283,74 @@ def compare_row(world: World, reference: Reference, row: Any) -> list[Verdict]:
         except Failure as error:  # raised on every rank
             verdicts.append(Verdict(cause=str(error)))
     return verdicts
+
+
+def results_on_ranks(
+    argv: Sequence[str], rows: Sequence[Row], take: Callable[[World, Config, Row], Any]
+) -> Iterator[tuple[Row, Any]]:
+    """Each row with what `take` gives on rank 0 of as many new processes, or a rank's error."""
+    context = multiprocessing.get_context("spawn")
+    for row in rows:
+        size = row[0]
+        results = context.Queue()
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        group = {"WORLD_SIZE": f"{size}", "LOCAL_WORLD_SIZE": f"{size}"}
+        group |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
+        ranks = []
+        for rank in range(size):
+            environment = {**group, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
+            args = (environment, list(argv), row, take, results)
+            ranks.append(context.Process(target=run_rank, args=args))
+            ranks[-1].start()
+        try:
+            yield row, first_result(results, ranks)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
+
+
+def first_result(results: Any, ranks: Sequence[Any]) -> Any:
+    """What the first rank sends that has a result or an error."""
+    while True:
+        with suppress(Empty):
+            return results.get(timeout=0.5)
+        for rank, process in enumerate(ranks):
+            if process.exitcode and results.empty():
+                return f"rank {rank} ended with exit status {process.exitcode} and no error message"
+
+
+def run_rank(
+    environment: Mapping[str, str],
+    argv: list[str],
+    row: Row,
+    take: Callable[[World, Config, Row], Any],
+    results: Any,
+) -> None:
+    """One rank's process: rank 0 sends what `take` gives, and each rank the error that ends it.
+
+    It prints nothing: the command has said everything before the table, once for all rows.
+    """
+    os.environ |= environment
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // row[0]))
+    with open(os.devnull, "w") as nothing, redirect_stdout(nothing), redirect_stderr(nothing):
+        try:
+            config = load_config(argv)
+            with start(config.run) as world:
+                try:
+                    result = take(world, config, row)
+                    if world.is_main:
+                        results.put(result)
+                except Exception as error:  # before it leaves the group, at which others fail
+                    results.put(text_of(error, world.rank))
+                    raise
+        except Exception as error:
+            results.put(text_of(error, int(environment["RANK"])))
+            sys.exit(1)
+
+
+def text_of(error: Exception, rank: int) -> str:
+    if isinstance(error, ConfigError | DataError):  # in training too
+        return f"refused: {error}"
+    return f"rank {rank}: {in_one_line(error)}"

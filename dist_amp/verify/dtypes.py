@@ -8,9 +8,9 @@ operations are those whose FLOPs torch counts: matrix products, convolutions, at
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from dist_amp.config.task_class import build_task
 from dist_amp.data import build_batches
-from dist_amp.diagnostics.trace import TASK, Event, Recorder, clean_name
+from dist_amp.diagnostics.trace import TASK, Recorder, clean_name
 from dist_amp.distributed.process import seed_all
 from dist_amp.loading.nested import tensors
 from dist_amp.precision import DTYPES, build_precision
@@ -29,7 +29,6 @@ from dist_amp.task import Task, build_split
 from dist_amp.world import World, locate
 
 SHORT = {dtype: name for name, dtype in DTYPES.items()} | {torch.float64: "fp64"}
-WIDE = {"fp32", "fp64"}
 
 # torch's registry lacks the CPU's attention.
 CPU_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
@@ -40,6 +39,7 @@ MOVES = re.compile(
     "_to_copy|copy_|clone|_unsafe_view|detach|zeros_like|ones_like|empty_like|cat|stack"
 )
 
+HEADER = ("module", "class", "inputs", "weights", "computed in", "outputs")
 WHY = """\
 Why: autocast is off there (autocast(enabled=False), custom_fwd(cast_inputs=torch.float32)), or it
 does not know the operation (in-place and out= products, custom operations). A .float() before an
@@ -85,14 +85,13 @@ class DtypeReport:
         """The costly operations that mixed precision does not reach."""
         if self.dtype == "fp32":
             return []
-        return [one for one in self.costly if set(one.operands.split(" x ")) <= WIDE]
+        return [op for op in self.costly if not re.search("bf16|fp16", op.operands)]
 
     @property
     def text(self) -> str:
-        header = ("module", "class", "inputs", "weights", "computed in", "outputs")
         # Equal rows of numbered blocks are shown once, as blocks.*.up.
         rows = dict.fromkeys((re.sub(r"\b\d+\b", "*", path), *row) for path, *row in self.rows)
-        table = "\n".join(columns([header, *rows], left=len(header)))
+        table = "\n".join(columns([HEADER, *rows], left=len(HEADER)))
         if self.dtype == "fp32":
             return f"precision.use_amp=false: all is computed in float32, by request\n\n{table}"
         head = f"autocast to {self.dtype} on {self.device.type}; one micro-batch, forward and loss"
@@ -130,10 +129,10 @@ def dtype_report(
     recorder = Recorder(task, model, dtypes_of, ("forward", "op"), inputs=True)
     with recorder, precision.autocast():
         recorder.loss_sum(model, batch)
-    table = DtypeTable(model, recorder.events, dtypes_of([*tensors(batch)]))
+    rows, costly = table_of(model, recorder.events, dtypes_of([*tensors(batch)]))
     sharded = config.parallel.strategy in ("fsdp", "hsdp")
     by_policy = sharded and config.precision.cast_by != "autocast"
-    return DtypeReport(precision.name, world.device, by_policy, table.rows(), table.costly)
+    return DtypeReport(precision.name, world.device, by_policy, rows, costly)
 
 
 Dtype = tuple[str, int]  # a tensor's, and its number of dimensions
@@ -143,60 +142,47 @@ def dtypes_of(values: Sequence[Tensor]) -> list[Dtype]:
     return [(SHORT.get(v.dtype, str(v.dtype).removeprefix("torch.")), v.ndim) for v in values]
 
 
-class DtypeTable:
-    """The dtypes of the inputs, outputs and operations of each module of a recorded `model`."""
+def table_of(
+    model: nn.Module, events: Sequence[Any], batch: Sequence[Dtype]
+) -> tuple[list[Row], list[Operation]]:
+    """The rows of the modules that ran and have no children, weights of their own, or costly
+    operations; and the costly operations.
+    """
+    modules = {clean_name(name): module for name, module in model.named_modules()}
+    places = {name: (name or "(model)", type(part).__name__) for name, part in modules.items()}
+    places[TASK] = ("loss_sum", "the task")
+    # {(module, column): distinct dtypes, in order}
+    cells: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
 
-    def __init__(self, model: nn.Module, events: Sequence[Event], batch: Sequence[Dtype]):
-        self._modules = {clean_name(name): module for name, module in model.named_modules()}
-        self.costly: list[Operation] = []
-        # {(path, column): distinct dtypes, in order}
-        self._columns: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
-        self._add(TASK, "inputs", batch)
-        for event in events:
-            if event.kind == "op":
-                self._add_operation(event)
-            else:
-                self._add(event.module, "inputs", event.inputs)
-                self._add(event.module, "outputs", event.values)
+    def add(path: str, column: str, dtypes: Sequence[Dtype]) -> None:
+        cells[path, column] |= dict.fromkeys(name for name, _ in dtypes)
 
-    def _add(self, path: str, column: str, dtypes: Iterable[Dtype]) -> None:
-        self._columns[path, column] |= dict.fromkeys(name for name, _ in dtypes)
-
-    def _add_operation(self, event: Event) -> None:
+    costly: list[Operation] = []
+    add(TASK, "inputs", batch)
+    for event in events:
+        if event.kind != "op":
+            add(event.module, "inputs", event.inputs)
+            add(event.module, "outputs", event.values)
+            continue
         name = event.name.removeprefix("aten.")
         floating = [dtype for dtype in event.inputs if dtype[0].startswith(("fp", "bf", "float"))]
-        if MOVES.fullmatch(name) or not floating:
-            return
-        column = "products" if event.name in COSTLY else "other"
-        self._add(event.module, column, floating)
         if event.name in COSTLY:
-            if "attention" in name:
-                name = "attention"
+            add(event.module, "products", floating)
             operands = " x ".join(dtype for dtype, ndim in floating if ndim > 1)  # without a bias
-            self.costly.append(Operation(*self._place(event.module), name, operands))
-
-    def rows(self) -> list[Row]:
-        """The modules that ran and have no children, weights of their own, or costly operations."""
-        costly = {operation.path for operation in self.costly}
-        rows = []
-        for path, module in self._modules.items():
-            weights = list(module.parameters(recurse=False))
-            computes = not list(module.children()) or weights
-            ran = (path, "outputs") in self._columns
-            if ran and (computes or self._place(path)[0] in costly):
-                self._add(path, "weights", dtypes_of(weights))
-                rows.append(self._row(path))
-        return [*rows, self._row(TASK)]
-
-    def _place(self, path: str) -> tuple[str, str]:
-        """(how a module is shown, its class)."""
-        if path == TASK:
-            return "loss_sum", "the task"
-        return path or "(model)", type(self._modules[path]).__name__
-
-    def _row(self, path: str) -> Row:
-        computed = "products" if self._columns[path, "products"] else "other"
+            kind = "attention" if "attention" in name else name
+            costly.append(Operation(*places[event.module], kind, operands))
+        elif not MOVES.fullmatch(name):
+            add(event.module, "other", floating)
+    paths = []
+    for path, module in modules.items():
+        weights = list(module.parameters(recurse=False))
+        add(path, "weights", dtypes_of(weights))
+        is_costly = any(op.path == places[path][0] for op in costly)
+        if cells[path, "outputs"] and (not list(module.children()) or weights or is_costly):
+            paths.append(path)
+    rows = []
+    for path in [*paths, TASK]:
+        computed = "products" if cells[path, "products"] else "other"
         names = ("inputs", "weights", computed, "outputs")
-        return Row(
-            *self._place(path), *(" ".join(self._columns[path, name]) or "-" for name in names)
-        )
+        rows.append(Row(*places[path], *(" ".join(cells[path, name]) or "-" for name in names)))
+    return rows, costly

@@ -341,8 +341,9 @@ def _to_float32(module: nn.Module, inputs: Any, output: Any) -> None:
 def leaks(reference: Reference, rows: int) -> list[Finding]:
     """For a task whose batches have position_ids: whether attention crosses the documents in a row.
 
-    Masked documents have a weight, and so a gradient, of exactly 0. Takes the first `rows` samples
-    that have a second document in a row.
+    Only every second document gets labels, and the gradient of their loss with respect to the other
+    documents' embeddings must be exactly 0, as it is if they are masked. Takes the first `rows`
+    samples that have a second document in a row.
     """
     unchecked = "packed documents are not checked for leaks"
     length = reference.task.length
@@ -362,105 +363,59 @@ def leaks(reference: Reference, rows: int) -> list[Finding]:
             break
     else:
         return [Finding(f"{unchecked}: no row of {length} has a second one that counts")]
-    # Only every second document has labels; nothing of the others may reach their loss.
-    labelled = {**batch, "labels": torch.where(second, labels, IGNORE_INDEX)}
     model = reference.model()
     arguments: dict[str, Any] = {}  # of the model's call
-    model.register_forward_pre_hook(
-        lambda module, args, kwargs: arguments.update(kwargs), with_kwargs=True
-    )
-    share = _gradient_share(reference, model, labelled, second)
-    if share is None:
-        return [Finding(f"{unchecked}: no nn.Embedding takes input_ids")]
-    if share == 0.0:
-        text = "no cross-document attention in packed rows"
-        return [Finding(f"{text}: {int(second.any(1).sum())} rows, gradient exactly 0")]
-    # The same tokens, in other places.
-    shuffled = {**labelled, "input_ids": torch.where(second, ids, ids.roll(1, 1))}
-    before = _at_tokens(trace(reference, labelled), second)
-    after = _at_tokens(trace(reference, shuffled), second)
-    _, where = first_change(before, after)
-    where = where.replace(TASK, "the model")
-    text = (
-        f"packed documents leak in {where}: the gradient of a document's loss with respect to "
-        f"another's embeddings is {share:.2g} of that with respect to its own, and must be 0: "
-        f"{_cause_of_leak(where, model, arguments)}"
-    )
-    return [Finding(text, fails=True)]
-
-
-def _gradient_share(
-    reference: Reference, model: nn.Module, batch: Any, second: Tensor
-) -> float | None:
-    """The largest gradient at other documents' tokens over that at those of `second`; None if no
-    embedding takes input_ids.
-    """
-    embedded: list[Tensor] = []
+    embedded: list[Tensor] = []  # what embeddings make of input_ids
 
     def embed(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
-        taken = next(tensors(args), torch.empty(0))
-        if taken.ndim != 2 or not torch.equal(taken, batch["input_ids"][:, : taken.shape[1]]):
+        tokens = next(tensors(args), torch.empty(0))
+        if tokens.ndim != 2 or not torch.equal(tokens, ids[:, : tokens.shape[1]]):
             return None
         embedded.append(output.detach().requires_grad_())
         return embedded[-1]
 
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: arguments.update(kwargs), with_kwargs=True
+    )
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             module.register_forward_hook(embed)
     seed_all(0)
-    loss = reference.task.loss_sum(model, batch)
+    labelled = {**batch, "labels": torch.where(second, labels, IGNORE_INDEX)}
+    loss = reference.task.loss_sum(model, labelled)
     if not embedded:
-        return None
+        return [Finding(f"{unchecked}: no nn.Embedding takes input_ids")]
     inside = outside = 0.0
     for gradient in torch.autograd.grad(loss, embedded, materialize_grads=True):
         by_token = gradient.abs().flatten(2).amax(2)
         chosen = second[:, : by_token.shape[1]]
         inside = max(inside, float(by_token[chosen].max()))
         outside = max(outside, float(by_token[~chosen].max()))
-    return outside / max(inside, 1e-30)
+    if outside == 0.0:
+        text = "no cross-document attention in packed rows"
+        return [Finding(f"{text}: {int(second.any(1).sum())} rows, gradient exactly 0")]
+    text = (
+        "packed documents leak: the gradient of a document's loss with respect to another's "
+        f"embeddings is {outside / max(inside, 1e-30):.2g} of that with respect to its own, and "
+        f"must be 0: {_cause_of_leak(model, arguments)}"
+    )
+    return [Finding(text, fails=True)]
 
 
-def _at_tokens(trace: Trace, second: Tensor) -> Trace:
-    """The trace of what modules take and return by token, at the tokens of `second`."""
-
-    def chosen(values: list[Tensor]) -> list[Tensor]:
-        by_token = [_by_token(value, *second.shape) for value in values]
-        return [value[second[:, : value.shape[1]]] for value in by_token if value is not None]
-
-    calls = []
-    for call in trace.calls:
-        if inputs := chosen(call.inputs):
-            calls.append(replace(call, inputs=inputs, values=chosen(call.values) or call.values))
-    return replace(trace, calls=calls)
-
-
-def _by_token(value: Tensor, rows: int, tokens: int) -> Tensor | None:
-    """[B, T, ...]; None if it is not by token. A model may get T - 1 of T tokens."""
-    for length in (tokens, tokens - 1):
-        if value.shape[:2] == (rows, length):
-            return value
-        if value.ndim == 3 and value.shape[0] == rows and value.shape[2] == length:
-            return value.transpose(1, 2)  # channels first
-        if value.ndim == 2 and value.shape[0] == rows * length:
-            return value.unflatten(0, (rows, length))
-    return None
-
-
-def _cause_of_leak(where: str, model: nn.Module, arguments: dict[str, Any]) -> str:
-    """The likely cause, and its fix, of a leak that begins in the module of this label."""
+def _cause_of_leak(model: nn.Module, arguments: dict[str, Any]) -> str:
+    """The likely cause of a leak, and its fix. arguments: by name, of the model's call."""
     mask = arguments.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2 and bool(mask.all()):
+        return (
+            "the model is called with an attention_mask of ones, and then takes a row for one "
+            "document; leave attention_mask out"
+        )
     default = getattr(getattr(model, "config", None), "use_cache", False)
-    if "attention" in where.lower():
-        if isinstance(mask, Tensor) and mask.ndim == 2 and bool(mask.all()):
-            return (
-                "the model is called with an attention_mask of ones, and then takes a row for one "
-                "document; leave attention_mask out"
-            )
-        if arguments.get("use_cache", default):
-            return (
-                "the model is called with use_cache at its default, true, and with a cache it "
-                "takes a row for one document; call it with use_cache=False"
-            )
+    if arguments.get("use_cache", default):
+        return (
+            "the model is called with use_cache at its default, true, and with a cache it takes a "
+            "row for one document; call it with use_cache=False"
+        )
     return (
         "it mixes tokens without regard to position_ids; use data.pack=off, or a module that takes "
         "them"

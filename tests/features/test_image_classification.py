@@ -3,7 +3,6 @@
 import io
 import json
 import sys
-from dataclasses import replace
 
 import datasets
 import pytest
@@ -111,15 +110,6 @@ def test_each_augmentation_can_be_switched_off():
         assert sum(changed) == 0
 
 
-def test_a_rotation_keeps_shapes_where_height_and_width_differ():
-    """A round blob in the middle stays as it is; stretched, it would differ by 0.5."""
-    y, x = torch.meshgrid(torch.arange(24) - 11.5, torch.arange(48) - 23.5, indexing="ij")
-    blob = torch.exp(-(x**2 + y**2) / (2 * 4**2))[None]
-    for one in augmented(blob, rotation_degrees=90):
-        # bilinear: h^2 / 8 x the second derivative, 1 / 16
-        torch.testing.assert_close(one, blob, rtol=0, atol=0.02)
-
-
 # ---- other datasets ----
 
 
@@ -167,19 +157,6 @@ def test_encoded_images_are_decoded_upright():
     assert (sample["image"].shape, sample["image"].argmax()) == ((1, 8, 4), 3)
 
 
-class View(list):
-    fingerprint = "abc"
-
-    def shuffled(self, global_batch_size, world_size):
-        return "own", None
-
-
-def test_a_views_own_order_and_fingerprint_are_the_samples():
-    samples = samples_of(View([0]))
-    assert (samples.fingerprint, samples.shuffled(8, 1)) == ("abc", ("own", None))
-    assert not hasattr(samples_of([]), "shuffled")
-
-
 # ---- labels in a table ----
 
 FOLDER = "file_name,label\na.png,x\nb.png,x\nsub/c.png,y\n"
@@ -215,15 +192,6 @@ def test_tables_in_the_folders_of_splits_have_each_their_own_labels(tmp_path):
     task = ImageClassification(DataConfig(path=str(tmp_path)), classes=13)
     for split, labels in (("train", [0, 12]), ("validation", [1])):  # plain numbers
         assert [int(sample["label"]) for sample in task.build_dataset(split)] == labels
-
-
-def test_a_tables_other_columns_are_kept_and_folders_are_no_classes_then(tmp_path):
-    text = "file_name,caption,score,label\na.png,,0.5,x\nb.png,a bee,,y\nsub/c.png,c,2,y\n"
-    data = replace(folder_with_table(tmp_path, text), validation_split="train")
-    rows = load_split(data, "train", "image")
-    assert rows.column_names == ["image", "caption", "score", "label"]
-    assert rows["caption"][:] == [None, "a bee", "c"]
-    assert rows["score"][:] == [0.5, None, 2.0]
 
 
 # ---- bad inputs ----

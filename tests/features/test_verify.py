@@ -21,7 +21,7 @@ from dist_amp.config.load import load_config
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.verify import __main__ as verify_main
 from dist_amp.verify import cells
-from dist_amp.verify.cells import check_cell, config_of
+from dist_amp.verify.cells import check_cell
 from dist_amp.verify.compare import Cell
 from dist_amp.verify.findings import inspect_task
 from dist_amp.verify.reference import Reference
@@ -114,21 +114,21 @@ def test_each_row_has_its_result_and_each_cause_is_said_once_below_the_table(
 
 
 SINGLE, THREE = (1, "single"), [(3, "ddp"), (3, "fsdp")]
-SKIPPED = "note     more than 3 ranks are skipped: that is the number of GPUs\n"
 
 
 @pytest.mark.parametrize(
     ("device", "strategies", "note"),
     [
         ("cpu", [SINGLE, *THREE, (4, "ddp"), (4, "fsdp"), (4, "hsdp")], ""),
-        ("cuda", [SINGLE, *THREE], SKIPPED),
+        ("cuda", [SINGLE, *THREE], "note     4 ranks are skipped: there are 3 GPUs\n"),
     ],
 )
 def test_each_number_of_ranks_has_its_strategies_and_each_rank_a_gpu(
     monkeypatch, capsys, device, strategies, note
 ):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    rows = verify_main.rows_of([1, 3, 4], verify_main.STRATEGIES, ["fp32"], torch.device(device))
+    options, _ = verify_main.parse(["--world_sizes", "4,3,1", "--precisions", "fp32"])
+    rows = verify_main.rows_of(options, torch.device(device))
     assert [row[:2] for row in rows] == strategies
     assert capsys.readouterr().out == note
 
@@ -314,12 +314,6 @@ def test_a_run_in_other_modes_than_a_plain_loop_is_found(monkeypatch):
     assert "are off" in check_cell(World(), reference, Cell("single", "fp32")).cause
 
 
-def test_replicas_that_do_not_divide_a_world_size_are_left_to_auto():
-    reference = reference_of(Task(), "--parallel.replicas", "4")
-    configs = [config_of(reference, Cell("hsdp", "fp32"), World(world_size=n)) for n in (2, 4)]
-    assert [config.parallel.replicas for config in configs] == ["auto", 4]
-
-
 def test_a_step_that_exceeds_the_first_bound_is_judged_by_plain_torchs_error_at_its_parameters():
     reference = reference_of(Task())
     reference._bounds["fp32"] = 1e-12
@@ -331,12 +325,6 @@ def test_a_step_that_exceeds_the_first_bound_is_judged_by_plain_torchs_error_at_
 def test_the_partial_step_at_an_epochs_end_is_compared_where_a_run_would_drop_it():
     reference = reference_of(Task(), "--data.drop_last", "true")
     assert check_cell(World(), reference, Cell("single", "fp32")).cause == ""
-
-
-def test_settings_that_are_not_compared_are_notes():
-    words = ["--parallel.reduce_dtype", "bf16", "--optim.name", "muon"]
-    expected = ["parallel.reduce_dtype=bf16", "optim.name=muon"]
-    assert verify_main.ignored_settings(load_config(words, environ={})) == expected
 
 
 def has_no_kernel(module, x):

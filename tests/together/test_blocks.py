@@ -202,10 +202,7 @@ class InParts(Tiny):
 
 
 @pytest.mark.bad_input("a block that is not one graph")
-@pytest.mark.parametrize("private", [True, False])
-def test_a_block_that_is_not_one_graph_is_compiled_in_parts(private, monkeypatch):
-    if not private:  # a release of torch without the private names
-        monkeypatch.setattr("dist_amp.scaling.compile.private", lambda path, default: default)
+def test_a_block_that_is_not_one_graph_is_compiled_in_parts():
     plain, compiled = (
         take_steps(make_run(World(), InParts(), *FP32, *words), 2) for words in ([], COMPILED)
     )
