@@ -87,11 +87,9 @@ class Saver(Observer):
             self.saved_step = run.step
             is_there = folder in (self._written, run.resumed_from)
             if not is_there or not run.world.from_main((folder / MANIFEST).exists()):
+                staging = None
                 if run.config.checkpoint.async_save and not wait:
-                    self._staging = self._staging or Staging(run.world.device)
-                    staging = self._staging
-                else:
-                    staging = None
+                    staging = self._staging = self._staging or Staging(run.world.device)
                 work = partial(write, world=run.world, planner=self._planner)
                 self.pending = Save(run, take_snapshot(run), work, staging)
                 if staging is None:

@@ -1,7 +1,17 @@
-"""What a checkpoint contains, taken from a run and restored into one of any strategy."""
+"""What a checkpoint contains, taken from a run and restored into one of any strategy.
+
+    model, optimizer      parameters and moments, by name, sharded as the run shards them
+    counters, scaler      applied and skipped steps; the loss scale
+    ranks.N               each rank's random generators and batch statistics
+    interval              metrics of the log interval that the checkpoint cuts, a row per rank
+    ema, frozen, ...      tensors of observers with a `section`
+    task.N, observer X.N  other states, packed as bytes by each rank (packed.py)
+
+Python values, such as the step and the position in the data, are in the manifest. A load lays out
+the state of the new run, lets DCP fill its tensors, and puts them in place.
+"""
 
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +43,6 @@ from dist_amp.distributed.process import random_state, seed_all, set_random_stat
 from dist_amp.errors import CheckpointRejected
 from dist_amp.parallel import averaged_statistics, set_statistics
 from dist_amp.step import Run
-from dist_amp.telemetry.observer import defines
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,8 @@ class Snapshot:
 
 def take_snapshot(run: Run) -> Snapshot:
     """The current state of the run, not copied; every rank calls it."""
+    from dist_amp.checkpoint.packed import packed_states
+
     state = state_of(run)
     state["model"] |= averaged_statistics(run.parallel.module, run.world)
     state["interval"] = run.world.stack(run.metrics.unfinished(run.data))
@@ -57,10 +68,7 @@ def take_snapshot(run: Run) -> Snapshot:
         from dist_amp.scaling.frozen import put_checksums
 
         put_checksums(state, run.parallel.module, state["frozen"])
-    if packs(run):
-        from dist_amp.checkpoint.packed import packed_states
-
-        state |= packed_states(run)
+    state |= packed_states(run)
     manifest = Manifest(
         step=run.step,
         samples=run.data.position,
@@ -105,6 +113,8 @@ def load(run: Run, path: Path) -> None:
 
 def read_state(run: Run, reader: Reader) -> State:
     """The checkpoint's state, laid out as this run's is: what it has of what the run needs."""
+    from dist_amp.checkpoint.packed import expected_states
+
     manifest = reader.manifest
     metadata = reader.read_metadata()
     saved = {name.partition(".")[0] for name in metadata.state_dict_metadata}
@@ -129,15 +139,14 @@ def read_state(run: Run, reader: Reader) -> State:
 
         expect_checksums(state, run.parallel.module, metadata, reader.folder)
     check_fit(reader.folder, manifest, metadata, state, group_sizes(run))
-    if packs(run, saved):
-        from dist_amp.checkpoint.packed import expected_states
-
-        state |= expected_states(run, metadata.state_dict_metadata, manifest.world_size)
+    state |= expected_states(run, metadata.state_dict_metadata, manifest.world_size)
     read_into(state, reader, run.world)
     return state
 
 
 def set_state(run: Run, manifest: Manifest, state: State) -> None:
+    from dist_amp.checkpoint.packed import load_packed
+
     options = StateDictOptions(strict="frozen" not in state)
     set_model_state_dict(run.parallel.module, state["model"], options=options)
     if state["optimizer"]:
@@ -146,10 +155,7 @@ def set_state(run: Run, manifest: Manifest, state: State) -> None:
         set_optimizer_state_dict(run.parallel.module, run.optimizer, moments, options=options)
     for section, observer in sections(run).items():
         observer.load_state_dict(state.get(section, {}))
-    if packs(run, state):
-        from dist_amp.checkpoint.packed import load_packed
-
-        load_packed(run, state, manifest.world_size)
+    load_packed(run, state, manifest.world_size)
     run.schedule.load(state["counters"], manifest.lr_factor)
     if "scaler" in state:
         run.scaler.load_state_dict(state["scaler"])
@@ -201,14 +207,6 @@ def state_of(run: Run, with_moments: bool = False) -> State:
 
         state = tree_map_only(Tensor, as_plain, state)
     return state
-
-
-def packs(run: Run, saved: Iterable[str] = ()) -> bool:
-    """Whether an observer, or the checkpoint, has a state that packed.py saves as bytes."""
-    packed = [each for each in run.observers if not hasattr(each, "section")]
-    if any(defines(observer, "state_dict") for observer in packed):
-        return True
-    return any(name.startswith("observer ") for name in saved)
 
 
 def sections(run: Run) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What is added up without waiting for the device: log intervals and evaluations."""
+"""Sums that are made without waiting for the device: log intervals and evaluations."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -52,17 +52,15 @@ class Interval:
         """
         reports = self._reports
         self._reports = []
-        parts = []
-        if reports:
-            parts.append([x for report in reports for x in (*report.losses, report.weight)])
-            # Under CPU offload they are on the host.
-            parts.append([report.norm for report in reports])
-            parts.append([report.applied for report in reports])
-        if more:
-            parts.append([value.float() for value in more.values()])
-        if not parts:
+        parts = [
+            [x for report in reports for x in (*report.losses, report.weight)],
+            [report.norm for report in reports],  # under CPU offload on the host
+            [report.applied for report in reports],
+            [value.float() for value in more.values()],
+        ]
+        stacked = [torch.stack(part).float() for part in parts if part]
+        if not stacked:
             return
-        stacked = [torch.stack(part).float() for part in parts]
         values = [part.to("cpu", non_blocking=True) for part in stacked]  # into pinned memory
         arrived = None
         if any(part.is_cuda for part in stacked):
