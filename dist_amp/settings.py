@@ -1,7 +1,7 @@
 """All settings: a frozen dataclass per section; a type, range, default and docstring per key.
 
-Pydantic reads them: config/values.py checks a value by its key's type, and config/help.py makes
---help and the JSON Schema from all of it. A number with a range is finite.
+Pydantic reads them: config/values.py checks all values at once, and config/help.py makes --help and
+the JSON Schema from the same classes.
 """
 
 import os
@@ -18,7 +18,11 @@ Strategy = Literal["single", "ddp", "fsdp", "hsdp"]
 
 
 class Section:
-    __pydantic_config__ = {"use_attribute_docstrings": True, "extra": "forbid"}  # noqa: RUF012
+    __pydantic_config__ = {  # noqa: RUF012
+        "use_attribute_docstrings": True,
+        "extra": "forbid",
+        "allow_inf_nan": False,
+    }
 
     def __post_init__(self) -> None:
         """In paths, ~/ is the home folder, also where no shell expands it."""

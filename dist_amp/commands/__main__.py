@@ -154,8 +154,7 @@ def check_early(words: Sequence[str], has_options: bool) -> None:
 
 def completion(commands: Mapping[str, str], shell: str) -> str:
     """The script by which a shell completes commands, settings and their values."""
-    from dist_amp.config.help import OPTIONS, described, json_schema
-    from dist_amp.config.suggestions import choices_of
+    from dist_amp.config.help import OPTIONS, choices_of, described, json_schema
 
     task = task_in({})
     settings = described(json_schema(task), [])

@@ -117,26 +117,19 @@ def accumulation_steps(config: TrainConfig, world_size: int) -> int:
         if config.accumulation_steps == "auto":
             return 1
         return config.accumulation_steps
-    wanted, rest = divmod(config.global_batch_size, per_round)
+    steps, rest = divmod(config.global_batch_size, per_round)
     if rest:
         near = max(1, round(config.global_batch_size / per_round)) * per_round
         raise ConfigError(
             f"train.global_batch_size={config.global_batch_size} is not a multiple of "
             f"micro_batch_size {config.micro_batch_size} x world size {world_size} = {per_round}; "
-            f"use global_batch_size={near}{or_world_sizes(config, world_size)}"
+            f"use global_batch_size={near}"
         )
-    if config.accumulation_steps not in ("auto", wanted):
+    if config.accumulation_steps not in ("auto", steps):
         product = per_round * config.accumulation_steps
         raise ConfigError(
             f"train.global_batch_size={config.global_batch_size} is not micro_batch_size "
             f"{config.micro_batch_size} x world size {world_size} x accumulation_steps "
-            f"{config.accumulation_steps} = {product}; use accumulation_steps={wanted}"
+            f"{config.accumulation_steps} = {product}; use accumulation_steps={steps}"
         )
-    return wanted
-
-
-def or_world_sizes(config: TrainConfig, world_size: int) -> str:
-    """Those below twice this one at which the global batch can stay; "" for none."""
-    micro_batches = float(config.global_batch_size) / config.micro_batch_size
-    fits = [str(size) for size in range(1, 2 * world_size) if micro_batches % size == 0]
-    return f", or world size {', '.join(fits)}" if fits else ""
+    return steps

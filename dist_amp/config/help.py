@@ -8,19 +8,18 @@ import re
 import sys
 from argparse import ArgumentParser
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields
 from shutil import get_terminal_size
 from textwrap import fill
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, NoReturn
 
-from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import to_jsonable_python
 
-from dist_amp.config.load import collect, load_config, names_below, task_in
-from dist_amp.config.suggestions import choices_of
+from dist_amp.config.load import collect, load_config, names_of_sources, task_in
 from dist_amp.config.task_class import args_dataclass
 from dist_amp.config.text import to_toml
-from dist_amp.config.values import as_word, schema_of
+from dist_amp.config.values import adapter
 from dist_amp.distributed.signals import quiet_on_closed_pipe
 from dist_amp.errors import ConfigError, nearest_name
 from dist_amp.settings import Config, SourceConfig
@@ -43,7 +42,7 @@ TRAINS = """\
 Train the task for train.steps steps; evaluate, save and report on the way; write RUN/summary.json.
 torchrun --nproc_per_node=8 -m dist_amp.train, with these arguments, is the same on eight ranks."""
 
-About = dict[str, Any]  # a JSON Schema
+Schema = dict[str, Any]  # a JSON Schema
 
 
 def show_if_asked(argv: Sequence[str], prog: str, description: str = TRAINS) -> bool:
@@ -57,8 +56,10 @@ def show_if_asked(argv: Sequence[str], prog: str, description: str = TRAINS) -> 
     with quiet_on_closed_pipe():
         if asked.help is None:
             print(to_toml(load_config(words)), end="")
+        elif asked.help:
+            print(help_on(asked.help, words), end="")
         else:
-            print(help_text(asked.help, words, prog, description), end="")
+            print(help_text(words, prog, description), end="")
     return True
 
 
@@ -72,51 +73,48 @@ def show_and_exit(argv: Sequence[str]) -> NoReturn:
     sys.exit(0)
 
 
-def help_text(asked: str, words: Sequence[str], prog: str, description: str) -> str:
-    """The settings of a section or those on a word; "": all. Errors: ConfigError for no such."""
+def help_text(words: Sequence[str], prog: str, description: str) -> str:
+    """All settings by section; with the arguments of the task that the words name."""
     settings = collect(words)
-    sources = names_below("data.sources", settings) or ["NAME"]  # to show the keys of a source
-    task = None  # importing the default task takes seconds, so it is left to those who ask for it
-    if "task.target" in settings or asked.startswith("task.args"):
-        task = task_in(settings)
-    about = described(json_schema(task), sources)
-    sections = list(dict.fromkeys(key.rpartition(".")[0] for key in about))
-    if asked and asked not in sections:
-        found = on_word(asked, about)
-        if not found and task is None:
-            about = described(json_schema(task_in(settings)), sources)
-            found = on_word(asked, about)
-        if not found:
-            hint = f"the sections are {', '.join(sections)}"
-            if near := nearest_name(asked, sections):
-                hint = f"did you mean {near}?"
-            raise ConfigError(f"--help {asked}: no section or setting has this word; {hint}")
-        return "".join(entry(f"--{key}", about[key]) for key in found)
-    lines = [f"usage: {prog} [--config FILE.toml ...] [--section.key VALUE ...]\n"]
-    if not asked:
-        lines += [f"\n{EXAMPLES}\n{description.strip()}\n\noptions\n"]
-        lines += [entry(option, {"description": OPTIONS[option]}) for option in OPTIONS]
-    for section in sections:
-        if not asked or f"{section}.".startswith(f"{asked}."):
-            lines.append(f"\n{section}\n")
-            keys = [key for key in about if key.rpartition(".")[0] == section]
-            lines += [entry(f"--{key}", about[key]) for key in keys]
-    if task is None and not asked:
-        lines.append("\ntask.args\n        --help task.args lists those of the task.\n")
-    return "".join(lines)
+    task = task_in(settings) if "task.target" in settings else None  # the default takes seconds
+    about = described(json_schema(task), names_of_sources(settings) or ["NAME"])
+    text = f"usage: {prog} [--config FILE.toml ...] [--section.key VALUE ...]\n\n{EXAMPLES}\n"
+    text += f"{description.strip()}\n\noptions\n"
+    text += "".join(entry(option, {"description": OPTIONS[option]}) for option in OPTIONS)
+    section = ""
+    for key in about:
+        if section != key.rpartition(".")[0]:
+            section = key.rpartition(".")[0]
+            text += f"\n{section}\n"
+        text += entry(f"--{key}", about[key])
+    if task is None:
+        text += "\ntask.args\n        --help task.args lists those of the task.\n"
+    return text
 
 
-def on_word(word: str, about: Mapping[str, About]) -> list[str]:
-    """The keys whose name or meaning has the word, names first; else as a part of a word."""
-    for around in ("(?<![a-z0-9]){}(?![a-z0-9])", "{}"):
-        has_word = re.compile("(?i)" + around.format(re.escape(word)))
-        found = [key for key in about if has_word.search(f"{key} {entry('', about[key])}")]
+def help_on(asked: str, words: Sequence[str]) -> str:
+    """The settings of a section, or those on a word. Errors: ConfigError for none."""
+    settings = collect(words)
+    sources = names_of_sources(settings) or ["NAME"]
+    # The default task takes seconds to import, so it is left to words that nothing else has.
+    needs_task = "task.target" in settings or asked.startswith("task.args")
+    for task in [task_in(settings)] if needs_task else [None, task_in(settings)]:
+        about = described(json_schema(task), sources)
+        found = [key for key in about if key.startswith(f"{asked}.")]
+        # Whole words before parts of words, and names before meanings.
+        for around in ("(?<![a-z0-9]){}(?![a-z0-9])", "{}"):
+            has_word = re.compile("(?i)" + around.format(re.escape(asked)))
+            on_word = [key for key in about if has_word.search(f"{key} {entry('', about[key])}")]
+            found = found or sorted(on_word, key=lambda key: not has_word.search(key))
         if found:
-            return sorted(found, key=lambda key: not has_word.search(key))
-    return []
+            return "".join(entry(f"--{key}", about[key]) for key in found)
+    sections = list(dict.fromkeys(key.rpartition(".")[0] for key in about))
+    near = nearest_name(asked, sections)
+    hint = f"did you mean {near}?" if near else f"the sections are {', '.join(sections)}"
+    raise ConfigError(f"--help {asked}: no section or setting has this word; {hint}")
 
 
-def entry(name: str, about: About) -> str:
+def entry(name: str, about: Schema) -> str:
     """A setting's lines: its name and values, its meaning and default as wide as the terminal."""
     text = about.get("description", "")
     if "default" in about:
@@ -124,10 +122,9 @@ def entry(name: str, about: About) -> str:
         items = default if isinstance(default, list) else [default]
         text += f" (default: {' '.join(map(as_word, items))})"
     indent = " " * 8
-    width = get_terminal_size().columns
     meaning = fill(
         text.strip(),
-        width,
+        get_terminal_size().columns,
         initial_indent=indent,
         subsequent_indent=indent,
         break_long_words=False,
@@ -136,7 +133,7 @@ def entry(name: str, about: About) -> str:
     return f"  {f'{name} {metavar(about)}'.strip()}\n{meaning}\n"
 
 
-def metavar(about: About) -> str:
+def metavar(about: Schema) -> str:
     """The values that a setting takes, such as INT|{auto,off}."""
     if "anyOf" in about:
         return "|".join(map(metavar, about["anyOf"]))
@@ -148,58 +145,61 @@ def metavar(about: About) -> str:
     return METAVARS.get(about.get("type", ""), "")
 
 
+def choices_of(about: Mapping[str, Any]) -> list[str]:
+    """The values of a Literal or an Enum."""
+    values = about.get("enum", [about["const"]] if "const" in about else [])
+    return list(map(as_word, values))
+
+
+def as_word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 # ---- the JSON Schema
 
 
 class Generator(GenerateJsonSchema):
-    """Without titles, which repeat the key."""
+    """Without titles, which repeat the key, and with any value for types that JSON has not."""
+
+    ignored_warning_kinds = {"skipped-choice", "non-serializable-default"}  # noqa: RUF012
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
 
+    def handle_invalid_for_json_schema(self, schema: Any, error_info: str) -> Any:
+        return {}
 
-def json_schema(task: type | None = None) -> About:
+
+def json_schema(task: type | None = None) -> Schema:
     """Of config files, as draft 2020-12; with the arguments of a task if it is given."""
-    schema = TypeAdapter(Config).json_schema(schema_generator=Generator)
-    inherited = TypeAdapter(SourceConfig).json_schema()["properties"]  # pydantic leaves these out
+    schema = adapter(Config).json_schema(schema_generator=Generator)
+    inherited = adapter(SourceConfig).json_schema()["properties"]  # pydantic leaves these out
     for table in schema["$defs"].values():
         del table["title"]
         for name, about in table["properties"].items():
             text = about.get("description") or inherited.get(name, {}).get("description", "")
             about["description"] = " ".join(text.split())
     if task is not None:
-        args = table_of_args(args_dataclass(task), inspect.getdoc(task) or "")
-        schema["$defs"]["TaskConfig"]["properties"]["args"] = args
+        args = args_dataclass(task)
+        of_args = adapter(args).json_schema(schema_generator=Generator)
+        doc = inspect.getdoc(task) or ""  # the meanings: a line `name: meaning` for each
+        for item in fields(args):
+            about = of_args["properties"][item.name]
+            if meaning := re.search(rf"(?m)^\s*{item.name}(?: \(.*\))?: +(.+)$", doc):
+                about["description"] = meaning[1]
+            if item.default_factory is not MISSING:
+                about["default"] = to_jsonable_python(item.default_factory(), fallback=str)
+        schema["$defs"] |= of_args.pop("$defs", {})
+        schema["$defs"]["TaskConfig"]["properties"]["args"] = of_args
     schema.pop("description", None)  # not in every release of pydantic
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
     return head | schema | {"title": "dist_amp"}
 
 
-def table_of_args(args: type, doc: str) -> About:
-    """A task's arguments: their meanings are in its docstring, each in a line `name: meaning`."""
-    properties = {}
-    hints = get_type_hints(args, include_extras=True)
-    for item in fields(args):
-        hint = hints[item.name]
-        if is_dataclass(hint):
-            properties[item.name] = table_of_args(hint, inspect.getdoc(hint) or "")  # type: ignore[arg-type]
-            continue
-        about = schema_of(hint)
-        if found := re.search(rf"(?m)^\s*{item.name}(?: \(.*\))?: +(.+)$", doc):
-            about["description"] = found[1]
-        default = item.default
-        if item.default_factory is not MISSING:
-            default = item.default_factory()
-        if default is not MISSING:
-            about["default"] = TypeAdapter(Any).dump_python(default, mode="json", fallback=str)
-        properties[item.name] = about
-    return {"type": "object", "properties": properties, "additionalProperties": False}
-
-
-def described(schema: About, sources: Sequence[str]) -> dict[str, About]:
+def described(schema: Schema, sources: Sequence[str]) -> dict[str, Schema]:
     """{dotted key: its JSON Schema}, of the keys of these sources of a mixture too."""
 
-    def walk(table: About, prefix: str) -> Iterator[tuple[str, About]]:
+    def walk(table: Schema, prefix: str) -> Iterator[tuple[str, Schema]]:
         for name, about in table["properties"].items():
             key = f"{prefix}{name}"
             if "$ref" in about:
@@ -210,7 +210,7 @@ def described(schema: About, sources: Sequence[str]) -> dict[str, About]:
                 kind = about["additionalProperties"]["$ref"].rpartition("/")[2]
                 for source in sources:
                     yield from walk(schema["$defs"][kind], f"{key}.{source}.")
-            elif about.get("type") or "anyOf" in about or "enum" in about or prefix == "task.args.":
+            elif key != "task.args":
                 yield key, about
 
     return dict(walk(schema, ""))

@@ -24,11 +24,17 @@ SIGNATURES = {
     "loss_sum": "loss_sum(self, model, batch) -> Tensor",
     "weight": "weight(self, batch) -> number",
 }
-EXTRA_HF = ("transformers", "tokenizers", "peft")  # packages of the extra `hf`
 
 INJECTED = "data"  # this constructor parameter is not a setting: it gets the data section
 
 GIVEN = "given:"  # in place of a module: the task was an object that no config can build again
+
+
+class NotASetting:
+    """In place of a type that pydantic can't check, such as a Protocol: no value is one."""
+
+
+# ---- the class
 
 
 def find_task(target: str) -> type:
@@ -44,9 +50,15 @@ def find_task(target: str) -> type:
 
 def find_class(target: str, key: str) -> type:
     """The class that a setting names. Errors: ConfigError if it is missing."""
-    module_name, _, class_name = target.partition(":")
+    module_name, _, class_name = new_target(target).partition(":")
     if not (module_name and class_name):
         raise ConfigError(f"{key}={target} must be module:Class or path/to/file.py:Class")
+    if target.startswith(GIVEN):
+        raise ConfigError(
+            f"task.target={target}: the run's task was an object that a script or notebook gave to "
+            "build_run; name its class and its arguments, as --task.target my_file:"
+            f"{target.rpartition('.')[2].removeprefix(GIVEN)} --task.args.NAME VALUE"
+        )
     module = _import(module_name, target, key)
     cls = getattr(module, class_name, None)
     if not inspect.isclass(cls):
@@ -62,6 +74,39 @@ def find_class(target: str, key: str) -> type:
 def new_target(target: str) -> str:
     """The name of a task that earlier versions had in the package, now in the clone's examples."""
     return re.sub(r"^dist_amp.tasks.(sinusoid|preference|image_text):", r"examples/\1.py:", target)
+
+
+def _import(module_name: str, target: str, key: str) -> Any:
+    """A module by its dotted name, from the working directory too, or by the path of its file."""
+    path = Path(module_name)
+    name = module_name
+    folder = str(Path.cwd())
+    if module_name.endswith(".py"):
+        if not path.is_file():
+            raise ConfigError(f"{key}={target}: there is no file {path}; check the path")
+        name = path.stem
+        folder = str(path.parent.resolve())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        module = importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        fix = "fix it"
+        if isinstance(error, ModuleNotFoundError):
+            fix = f"pip install {error.name}, or check the path: {folder} was searched too"
+            if name.startswith("dist_amp.tasks.") and str(error.name).startswith("dist_amp."):
+                feature = name.removeprefix("dist_amp.")
+                raise ConfigError(
+                    f"{key}={target}: {missing(feature)}, or name another task"
+                ) from error
+        why = f"importing it failed with {type(error).__name__}: {first_line(error)}"
+        raise ConfigError(f"{key}={target}: {why}; {fix}") from error
+    file = getattr(module, "__file__", None) or "built in"
+    if module_name.endswith(".py") and Path(file).resolve() != path.resolve():
+        raise ConfigError(
+            f"{key}={target}: another module has the name {name} ({file}); rename {module_name}"
+        )
+    return module
 
 
 def check_saved_target(target: str, folder: Path) -> None:
@@ -106,85 +151,46 @@ def files_of(module: str) -> list[Path]:
     return files
 
 
-def _import(module_name: str, target: str, key: str) -> Any:
-    """A module by its dotted name, from the working directory too, or by the path of its file."""
-    path = Path(module_name)
-    name = module_name
-    folder = str(Path.cwd())
-    if module_name.endswith(".py"):
-        if not path.is_file():
-            raise ConfigError(f"{key}={target}: there is no file {path}; check the path")
-        name = path.stem
-        folder = str(path.parent.resolve())
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    try:
-        module = importlib.import_module(name)
-    except (Exception, SystemExit) as error:
-        raise ConfigError(import_problem(error, target, folder, key)) from error
-    file = getattr(module, "__file__", None) or "built in"
-    if module_name.endswith(".py") and Path(file).resolve() != path.resolve():
-        raise ConfigError(
-            f"{key}={target}: another module has the name {name} ({file}); rename {module_name}"
-        )
-    return module
-
-
-def import_problem(error: BaseException, target: str, folder: str, key: str) -> str:
-    """Why the task's module can't be imported, and the fix."""
-    if target.startswith(GIVEN):
-        name = target.rpartition(".")[2].removeprefix(GIVEN)
-        return (
-            f"task.target={target}: the run's task was an object that a script or notebook gave to "
-            f"build_run; name its class and its arguments, as --task.target my_file:{name} "
-            "--task.args.NAME VALUE"
-        )
-    if (now := new_target(target)) != target:
-        what = f"task.target={target} is no longer in the package but a file to copy"
-        return f"{what}: give --task.target {now}, in a clone, or your copy's path"
-    fix = "fix it"
-    if isinstance(error, ModuleNotFoundError):
-        fix = f"install it, or check the path: {folder} was searched too"
-        name = str(error.name)
-        if target.startswith("dist_amp.tasks.") and name.startswith("dist_amp."):
-            module = target.partition(":")[0]  # its folder may be missing too
-            feature = (module if module.startswith(name) else name).removeprefix("dist_amp.")
-            return f"task.target={target}: {missing(feature)}, or name another task"
-        if error.name in EXTRA_HF:
-            fix = f"pip install {error.name}"
-    why = f"importing it failed with {type(error).__name__}: {first_line(error)}"
-    return f"{key}={target}: {why}; {fix}"
+# ---- the arguments of its constructor
 
 
 @cache
 def args_dataclass(cls: type) -> type:
     """A dataclass of the constructor's parameters, for checking `task.args` and for --help."""
+    from pydantic import TypeAdapter
+
+    checks = {"arbitrary_types_allowed": True, "extra": "forbid"}
     constructor: Any = inspect.getattr_static(cls, "__init__")
-    if constructor is object.__init__:
-        return make_dataclass("Args", [], frozen=True)
-    try:
-        hints = get_type_hints(constructor, include_extras=True)
-    except NameError as error:
-        raise ConfigError(
-            f"{cls.__name__}: unknown type in its constructor: {error}; import it"
-        ) from error
+    hints = {}
+    if constructor is not object.__init__:
+        try:
+            hints = get_type_hints(constructor, include_extras=True)
+        except NameError as error:
+            raise ConfigError(
+                f"{cls.__name__}: unknown type in its constructor: {error}; import it"
+            ) from error
     fields_of_a_dataclass = vars(cls).get("__dataclass_fields__", {})
     required, optional = [], []
     for name, parameter in inspect.signature(cls).parameters.items():
         default = parameter.default
         if name == INJECTED or parameter.kind.name.startswith("VAR"):  # *args and **kwargs
             continue
-        if default is parameter.empty:
-            required.append((name, by_name(hints.get(name, int | float | str))))
+        is_required = default is parameter.empty
+        hint = by_name(hints.get(name, int | float | str if is_required else type_of(default)))
+        try:
+            TypeAdapter(hint, config=checks)  # type: ignore[arg-type]
+        except Exception:  # pydantic's, its core's, or of a hint's own hooks
+            hint = NotASetting
+        if is_required:
+            required.append((name, hint))
             continue
         copy_default = partial(deepcopy, default)  # a list: every task gets its own
         declared = fields_of_a_dataclass.get(name, field())
         if declared.default_factory is not MISSING:
             copy_default = declared.default_factory
-        hint = by_name(hints.get(name, type_of(default)))
         optional.append((name, hint, field(default_factory=copy_default)))
-    about = {"__doc__": inspect.getdoc(cls) or ""}
-    return make_dataclass("Args", [*required, *optional], frozen=True, namespace=about)
+    namespace = {"__pydantic_config__": checks}
+    return make_dataclass("Args", [*required, *optional], frozen=True, namespace=namespace)
 
 
 def by_name(hint: Any) -> Any:
@@ -204,10 +210,9 @@ def type_of(default: Any) -> Any:
     """The type of a parameter without annotation."""
     if default is None:
         return str | None
-    if isinstance(default, tuple) and default:
-        return tuple[type(default[0]), ...]  # type: ignore[misc]
-    if isinstance(default, list) and default:
-        return list[type(default[0])]  # type: ignore[misc]
+    if isinstance(default, tuple | list) and default:
+        item = type(default[0])
+        return tuple[item, ...] if isinstance(default, tuple) else list[item]  # type: ignore[valid-type]
     return type(default)
 
 

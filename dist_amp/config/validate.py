@@ -1,6 +1,5 @@
 """Refuses what can't be trained: settings that do not work together, or what a task returns."""
 
-import re
 from collections.abc import Mapping
 from functools import cache
 from numbers import Real
@@ -8,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.utils.data import IterableDataset
 
-from dist_amp.config.auto import SHARDED, batch_statistics, replicas_of
+from dist_amp.config.auto import SHARDED, replicas_of
 from dist_amp.errors import ConfigError, DataError, first_line
 from dist_amp.files import present
 from dist_amp.settings import ParallelConfig, PrecisionConfig, ScalerConfig, Strategy, TrainConfig
@@ -27,88 +25,47 @@ def check_parallel(
     module: nn.Module,
     world: World,
 ) -> None:
-    """Reject a strategy that the model rules out, and settings of [parallel] that do not fit."""
+    """Errors: ConfigError for settings of [parallel] or weights that the strategy can't have."""
     on_cpu = world.device.type == "cpu"
-    for name, part in module.named_modules():
-        if getattr(part, "max_norm", None) is not None and strategy != "single":
-            raise ConfigError(
-                f"the layer {name} has max_norm={part.max_norm:g}, by which its forward rescales "
-                "the rows that this rank's batch reads, so that the ranks' weights would differ; "
-                "leave it out, and call torch.nn.functional.embedding in a forward with "
-                "torch.renorm(weight, 2, 0, max_norm), or renormalise in on_step(run, report)"
-            )
-    if strategy in SHARDED:
-        check_shardable(strategy, module)
-        check_sharded(config, precision, module)
-        if config.comm_dtype != "off":
-            world.warn(
-                f"parallel.comm_dtype={config.comm_dtype} has no effect under {strategy}: use "
-                "reduce_dtype"
-            )
-        if config.cpu_offload and on_cpu:
-            raise ConfigError(
-                "parallel.cpu_offload=true needs a GPU to offload from, and run.device is the CPU; "
-                "use false"
-            )
-    if strategy == "hsdp" and world.world_size % replicas_of(config, world):
-        divisors = [n for n in range(1, world.world_size + 1) if world.world_size % n == 0]
-        raise ConfigError(
-            f"parallel.replicas={replicas_of(config, world)} does not divide {world.world_size} "
-            f"ranks; use one of {divisors}"
-        )
-    if strategy == "ddp" and config.comm_dtype == "fp16" and precision.name != "fp16":
-        raise ConfigError(
-            "parallel.comm_dtype=fp16 needs precision.dtype=fp16: without its loss scaler small "
-            "gradients become zero; use bf16 or off"
-        )
-    if strategy == "ddp" and config.comm_dtype == "bf16" and on_cpu:
-        raise ConfigError(
-            "parallel.comm_dtype=bf16 needs GPUs: on a CPU gloo does not sum bf16; use off"
-        )
-
-
-def check_sharded(config: ParallelConfig, precision: PrecisionConfig, module: nn.Module) -> None:
-    """Reject dtypes of sharded parameters and gradients that need another precision."""
+    sharded = strategy in SHARDED
+    replicas = replicas_of(config, world)
     casts = precision.use_amp and precision.cast_by != "autocast"
-    for name in ("param_dtype", "reduce_dtype"):
-        dtype = getattr(config, name)
-        if dtype != "fp32" and not casts:
-            raise ConfigError(
-                f"parallel.{name}={dtype} needs use_amp=true and precision.cast_by=policy: "
-                "otherwise parameters are float32; use fp32"
-            )
-    if config.reduce_dtype == "fp16" and precision.name != "fp16":
-        raise ConfigError(
-            "parallel.reduce_dtype=fp16 needs precision.dtype=fp16: without its loss scaler "
-            "small gradients become zero; use fp32 or bf16"
+    has_scaler = precision.name == "fp16"
+    small = "needs precision.dtype=fp16: without its loss scaler small gradients become zero"
+    policy = "needs use_amp=true and precision.cast_by=policy: otherwise parameters are float32"
+    problem = ""
+    if sharded and not casts and config.param_dtype != "fp32":
+        problem = f"param_dtype={config.param_dtype} {policy}; use fp32"
+    elif sharded and not casts and config.reduce_dtype != "fp32":
+        problem = f"reduce_dtype={config.reduce_dtype} {policy}; use fp32"
+    elif sharded and not has_scaler and config.reduce_dtype == "fp16":
+        problem = f"reduce_dtype=fp16 {small}; use fp32 or bf16"
+    elif sharded and on_cpu and config.cpu_offload:
+        problem = "cpu_offload=true needs a GPU, and run.device is the CPU; use false"
+    elif strategy == "ddp" and not has_scaler and config.comm_dtype == "fp16":
+        problem = f"comm_dtype=fp16 {small}; use bf16 or off"
+    elif strategy == "ddp" and on_cpu and config.comm_dtype == "bf16":
+        problem = "comm_dtype=bf16 needs GPUs: on a CPU gloo does not sum bf16; use off"
+    elif strategy == "hsdp" and world.world_size % replicas:
+        problem = f"replicas={replicas} does not divide {world.world_size} ranks; use one that does"
+    if problem:
+        raise ConfigError(f"parallel.{problem}")
+    if sharded and config.comm_dtype != "off":
+        world.warn(
+            f"parallel.comm_dtype={config.comm_dtype} has no effect under {strategy}: use "
+            "reduce_dtype"
         )
-    statistics = batch_statistics(module)
-    if casts and statistics:
-        raise ConfigError(
-            "precision.cast_by=policy would cast the weights of "
-            f"{next(iter(statistics)).rpartition('.')[0]} but not its batch statistics; use "
-            "precision.cast_by=autocast"
-        )
-
-
-def check_shardable(strategy: Strategy, module: nn.Module) -> None:
-    """Reject a parameter that FSDP2 can't shard: a scalar, not contiguous, or with a hook."""
-    for name, parameter in module.named_parameters():
+    for name, parameter in module.named_parameters() if sharded else ():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise ConfigError(
-                f"the parameter {name} has a hook from build_model, and {strategy} would lose it "
-                "with the parameter that it replaces; register it on the module, whose hooks stay, "
-                "or use parallel.strategy=ddp"
-            )
-        what = ""
-        if parameter.ndim == 0:
-            what = "a scalar; give it the shape [1]"
+            problem = "which has a hook, and would replace it; register the hook on the module"
+        elif parameter.ndim == 0:
+            problem = "which is a scalar; give it the shape [1]"
         elif not parameter.is_contiguous():
-            what = "not contiguous, as with memory_format=torch.channels_last; make it contiguous"
-        if what:
+            problem = "which is not contiguous, as in channels_last; make it contiguous"
+        if problem:
             raise ConfigError(
-                f"{strategy} can't shard the parameter {name}, which is {what} in build_model, or "
-                "use parallel.strategy=ddp"
+                f"{strategy} can't shard the parameter {name} of build_model, {problem}, or use "
+                "parallel.strategy=ddp"
             )
 
 
@@ -167,9 +124,8 @@ def check_length(
     global_batch_size = micro_batch_size * accumulation_steps * world.world_size
     is_default = micro_batch_size * accumulation_steps == TrainConfig.micro_batch_size
     if length < global_batch_size and (drop_last or not is_default):
-        samples = "sample" if length == 1 else "samples"
         raise DataError(
-            f"the training dataset has {length} {samples}, fewer than one global batch of "
+            f"the training dataset has {length} samples, fewer than one global batch of "
             f"{global_batch_size} = micro_batch_size {micro_batch_size} x {world.world_size} ranks "
             f"x accumulation_steps {accumulation_steps}; use more data or a smaller batch"
         )
@@ -186,7 +142,7 @@ def check_coupled(task: Any, split: str, length: int, batch: int, world: World) 
 
 
 def check_model(module: Any) -> None:
-    """Errors: DataError for what can't be trained; ConfigError for a part from torch.export."""
+    """Errors: DataError for what can't be trained."""
     if not isinstance(module, nn.Module):
         raise DataError(
             f"the task's build_model returned {type(module).__name__}; return the model, an "
@@ -197,44 +153,28 @@ def check_model(module: Any) -> None:
             "the task's build_model returned a compiled model; return the model as it is, and set "
             "compile.blocks=true"
         )
-    for name, parameter in module.named_parameters():
-        if is_lazy(parameter):
-            raise DataError(
-                f"the parameter {name} of the task's model has no shape before its first forward; "
-                "call the model once in build_model, or give the layer its input size"
-            )
-        if parameter.requires_grad and parameter.is_complex():
+    trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    if not trained:
+        raise DataError(
+            "none of the parameters of the task's model is trained; build_model must leave some of "
+            "them with requires_grad=True"
+        )
+    for name, parameter in trained:
+        if parameter.is_complex():
             raise DataError(
                 f"the parameter {name} of the task's model is {parameter.dtype}, and only real "
                 "ones are trained; use torch.view_as_complex in forward"
             )
-    for name, part in module.named_modules():
-        if getattr(part, "sparse", False) is True and hasattr(part, "embedding_dim"):
-            raise DataError(
-                f"the layer {name} of the task's model has sparse gradients, which are neither "
-                "reduced nor clipped; use sparse=False"
-            )
-        if part.train.__module__ == "torch.export.exported_program":
-            what = f"{name or 'the root'} of the task's model is from torch.export"
-            raise ConfigError(f"{what}, and can't train(); return the model that was exported")
-    if not any(p.requires_grad for p in module.parameters()):
-        raise DataError(
-            f"none of the {len(list(module.parameters()))} parameters of the task's model is "
-            "trained; build_model must leave some of them with requires_grad=True"
-        )
 
 
 def check_kept_state(task: Any) -> None:
-    """Errors: ConfigError for one of state_dict and load_state_dict alone, or odd `unsaved`."""
+    """Errors: ConfigError for one of state_dict and load_state_dict alone."""
     methods = [name for name in ("state_dict", "load_state_dict") if hasattr(task, name)]
     if len(methods) == 1:
         raise ConfigError(
             f"the task has {methods[0]}, but not both of state_dict() and load_state_dict(state), "
             "which save and restore what it keeps; add the other"
         )
-    unsaved = getattr(task, "unsaved", ())
-    if not isinstance(unsaved, tuple | list | set):
-        raise ConfigError(f"the task's unsaved={unsaved!r}: give a tuple of names")
 
 
 def check_scalar(value: Any, what: str, rule: str = "a number or a scalar tensor") -> None:
@@ -270,24 +210,16 @@ def check_loss(loss: Any, device: torch.device) -> None:
     )
 
 
-# What torch says of a part of a wrapped or sharded model that is used without a call of the whole.
-OF_WRAPPED_MODELS = (
-    "'DistributedDataParallel' object",
-    "'FSDPCommContext' object",
-    "mixed torch.Tensor and DTensor",
-)
-
-
 def check_model_use(error: BaseException) -> None:
-    """Errors: DataError in place of one from a use of the model that only one process allows."""
-    if any(text in str(error) for text in OF_WRAPPED_MODELS):
+    """Errors: DataError in place of torch's for a loss that uses parts of a wrapped model."""
+    of_wrapped_models = (
+        "'DistributedDataParallel' object",
+        "'FSDPCommContext' object",
+        "mixed torch.Tensor and DTensor",
+    )
+    if any(text in str(error) for text in of_wrapped_models):
         raise DataError(
             f"the task's loss_sum did more with its model than call it ({first_line(error)}); over "
             "several ranks the model is wrapped or sharded: call model(...) once per batch, and "
             "choose submodules in the model's forward"
-        ) from error
-    if re.search("dtype|scalar type", str(error)) and re.search("[Dd]ouble", str(error)):
-        raise DataError(
-            f"the task's loss_sum computes in float64 ({first_line(error)}), and parameters are "
-            "trained in float32; leave out .double() for inputs and targets"
         ) from error

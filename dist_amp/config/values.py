@@ -1,118 +1,136 @@
-"""Settings to config: the words of a key become a value that its type accepts.
+"""Settings as an object: pydantic checks all of them at once, and says what it expects.
 
-A file's values have types. The words of a command line have none, so they are read as TOML would
-read them, and as text where the type accepts no number. Pydantic says which reading is valid, and
-suggestions.py what the type accepts, in words that are made of its JSON Schema.
+A file's values have types. The words of a command line or of the environment have none: they are
+read as TOML would read them, then as a list of one item, and as text where no number is accepted.
 """
 
 import json
 import os
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Any, get_args, get_origin
+from functools import cache
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from dist_amp.errors import ConfigError
 
 NAMED = {"true": True, "True": True, "false": False, "False": False, "None": None}
+NUMBER_ERRORS = ("int", "float", "greater", "less", "finite", "multiple")
+LIST_ERRORS = ("list_type", "tuple_type", "set_type")
+UNKNOWN = ("unexpected_keyword_argument", "dataclass_type")  # no such key; a key below is missing
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One key's value as it was written, where, and as what it may be read, likeliest first."""
+    """One key's value as it was written, where, and how it may be read, likeliest first."""
 
-    words: tuple[str, ...]
+    text: str
     source: str
-    typed: tuple[Any, ...]
-    untyped: tuple[Any, ...] = ()  # for a type that accepts no number
-
-    def __str__(self) -> str:
-        return " ".join(self.words)
+    readings: tuple[Any, ...]
+    texts: tuple[Any, ...] = ()  # further readings, for a type that accepts no number
 
 
 Settings = dict[str, Setting]
 
 
-def from_words(words: Sequence[str], source: str, in_one_word: bool = False) -> Setting:
-    """A setting of a command line; in_one_word: of the environment, where spaces separate items."""
+class UnknownKey(Exception):
+    """No field has this dotted key."""
+
+
+def from_words(words: Sequence[str], source: str, split: bool = False) -> Setting:
+    """A setting of a command line; split: of the environment, where spaces separate items."""
     texts = [os.path.expanduser(word) for word in words]
-    items = texts[0].split() if in_one_word else texts
-    typed = [as_typed(text) for text in texts]
-    typed_items = [as_typed(item) for item in items]
+    items = texts[0].split() if split else texts
+    lists = [as_typed(item) for item in items], items
+    text = " ".join(words) or "(nothing)"
     if len(texts) != 1:
-        return Setting(tuple(words), source, (typed_items,), (items,))
-    return Setting(tuple(words), source, (*typed, typed_items), (*texts, items))
+        return Setting(text, source, lists[:1], lists[1:])
+    return Setting(text, source, (as_typed(texts[0]), lists[0]), (texts[0], lists[1]))
 
 
 def as_typed(word: str) -> Any:
     """The value that a word is without quotes."""
-    if word in NAMED:
-        return NAMED[word]
     for kind in (int, float):
         with suppress(ValueError):
             return kind(word)
-    return word
+    return NAMED.get(word, word)
 
 
 def from_toml(value: Any, source: str) -> Setting:
-    """A setting of a file. A single value may stand for a list of one."""
+    """A setting of a file. A single value may stand for a list of one, and "None" for None."""
     items = value if isinstance(value, list) else [value]
     items = [os.path.expanduser(item) if isinstance(item, str) else item for item in items]
-    words = tuple(map(as_word, items))
+    text = json.dumps(value, default=str)
     if isinstance(value, list):
-        return Setting(words, source, (items,))
-    return Setting(words, source, (*([None] if value == "None" else []), *items, items))
+        return Setting(text, source, (items,))
+    return Setting(text, source, (*([None] if value == "None" else []), *items, items))
 
 
-def as_word(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(value)
+def read(kind: Any, settings: Settings, prefix: str = "") -> Any:
+    """The settings, whose keys begin with `prefix`, as an object of a dataclass.
+
+    A value that is not valid is read in its next way. Errors: UnknownKey; ConfigError for a value
+    that is valid in no way, or a field without a value.
+    """
+    for key in settings:
+        if inner := [other for other in settings if other.startswith(f"{key}.")]:
+            raise UnknownKey(inner[0])
+    ways = dict.fromkeys(settings, 0)
+    reported: dict[str, list[Any]] = {}
+    while True:
+        values = {key: (*settings[key].readings, *settings[key].texts)[ways[key]] for key in ways}
+        try:
+            text = json.dumps(nested(values, prefix), default=str)  # as text: dates
+            return adapter(kind).validate_json(text, strict=True)
+        except ValidationError as error:
+            problems = by_key(error.errors(include_url=False), settings, prefix)
+        for key, found in problems.items():
+            if key not in reported or reported[key][0]["type"] in LIST_ERRORS:
+                reported[key] = found
+            setting = settings[key]
+            most = len(setting.readings)
+            if not any(each["type"].startswith(NUMBER_ERRORS) for each in reported[key]):
+                most += len(setting.texts)
+            ways[key] += 1
+            if ways[key] >= most:
+                from dist_amp.config.suggestions import rule
+
+                expected = rule(reported[key], setting)
+                raise ConfigError(f"{key}={setting.text} {setting.source} must be {expected}")
 
 
-INVALID = object()
+@cache
+def adapter(kind: Any) -> Any:
+    return TypeAdapter(kind)
 
 
-def first_valid(hint: Any, readings: Sequence[Any]) -> Any:
-    """The first reading that is valid, as a value of the type; INVALID if none is."""
-    from pydantic import ValidationError
-
-    validator = validator_of(hint)
-    for reading in readings if validator else ():
-        text = json.dumps(reading, default=str)  # of dates
-        with suppress(ValidationError):
-            return validator.validate_json(text, strict=True)
-    return INVALID
-
-
-def schema_of(hint: Any) -> dict[str, Any]:
-    """A type's JSON Schema; {} for one whose values no setting can give."""
-    from pydantic import PydanticUserError
-
-    validator = validator_of(hint)
-    with suppress(PydanticUserError):
-        return validator.json_schema() if validator else {}
-    return {}
+def nested(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """{dotted key: value} as tables in tables, without the prefix."""
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        *parents, name = key[len(prefix) :].split(".")
+        table = tree
+        for parent in parents:
+            table = table.setdefault(parent, {})
+        table[name] = value
+    return tree
 
 
-def validator_of(hint: Any) -> Any:
-    """Pydantic's validator of a type; None for one that it can't check, such as a Protocol."""
-    from pydantic import TypeAdapter
-
-    config: Any = {"arbitrary_types_allowed": True, "allow_inf_nan": not has_range(hint)}
-    try:
-        return TypeAdapter(hint, config=config)
-    except Exception:  # pydantic's, its core's, or of a hint's own hooks
-        return None
-
-
-def parts_of(hint: Any) -> list[dict[str, Any]]:
-    """The JSON Schema of each type of a union, or of the type alone."""
-    schema = schema_of(hint)
-    return schema.get("anyOf", [schema])
-
-
-def kinds_of(hint: Any) -> set[str]:
-    return {part.get("type", "") for part in parts_of(hint)}
-
-
-def has_range(hint: Any) -> bool:
-    return get_origin(hint) is Annotated or any(map(has_range, get_args(hint)))
+def by_key(problems: Sequence[Any], settings: Settings, prefix: str) -> dict[str, list[Any]]:
+    """Pydantic's problems by the setting that has them. Errors: UnknownKey; ConfigError."""
+    found = defaultdict(list)
+    for problem in problems:
+        path = list(map(str, problem["loc"]))  # the key, and perhaps an item or a type of a union
+        keys = [f"{prefix}{'.'.join(path[:end])}".strip(".") for end in range(len(path), 0, -1)]
+        key = next((key for key in keys if key in settings), "")
+        if key and problem["type"] not in UNKNOWN:
+            found[key].append(problem)
+        elif problem["type"] == "missing":
+            raise ConfigError(f"{keys[0]} is required and not set; add --{keys[0]} VALUE")
+        else:  # a key, or one below a key that is no table
+            starts = tuple(f"{key}." for key in keys)
+            raise UnknownKey(key or next(key for key in settings if key.startswith(starts)))
+    return found

@@ -9,7 +9,6 @@ from typing import Protocol
 
 import pytest
 import torch
-from conftest import needs
 from tiny import Tiny
 
 from dist_amp.config import validate
@@ -148,58 +147,44 @@ def test_a_wrong_config_is_one_line_and_status_64(capsys):
     assert main(["--optim.lr", "fast"]) == 64
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert shown.err == "error: optim.lr=fast on the command line must be a number\n"
+    assert shown.err == "error: optim.lr=fast on the command line must be a valid number\n"
 
 
-NEEDS_TEXT = needs("tasks.causal_lm")
 # The words of a command line, and what their error says.
 WRONG = [
     # Keys.
-    ("--zzz 1", "unknown key zzz on the command line"),
+    ("--zzz 1", "unknown key zzz on the command line; --help lists every key"),
     ("--train.micro_batchsize 1", "on the command line; did you mean train.micro_batch_size?"),
     ("--learning_rate 1", "did you mean optim.lr?"),
     ("--batch_size 1", "did you mean train.micro_batch_size?"),
     ("--precision.strategy 1", "did you mean parallel.strategy?"),
     ("--OPTIM.LR 1", "did you mean optim.lr?"),
+    ("--optim.lr.max 1 --optim.lr 1", "unknown key optim.lr.max"),
+    ("--train 5", "unknown key train"),
     ("--nproc-per-node 4", "option of torchrun and of dist_amp launch"),
     ("--task.target tiny:NeedsName", "task.args.name is required and not set; add --task.args.n"),
+    ("--task.args 5 --task.target tiny:Tiny", "unknown key task.args"),
     ("--data.sources.wiki.revision v2", "data.sources.wiki.revision on the command line is no lo"),
+    ("--data.sources.a/b.path x", "'a/b' can't name a source"),
     # Words that belong to none.
     ("optim_lr 1", "'optim_lr' on the command line belongs to no key; write --section.key"),
     ("train.steps 5", "belongs to no key; write --train.steps=5"),
-    ("--optim.lr 1 train.steps=5", "must be a number; write --train.steps=5"),
+    ("--optim.lr 1 train.steps=5", "must be a valid number; write --train.steps=5"),
     ("--config", "--config names no file; give the path of a TOML file"),
     ("--config missing.toml", "missing.toml: No such file or directory; give the path of a TOML"),
-    ("--config tests/", "tests/: Is a directory"),
-    # Types and choices.
-    ("--train.steps=", "train.steps=(nothing) on the command line must be a whole number"),
-    ("--train.steps 1e3", "train.steps=1e3 on the command line must be a whole number"),
-    ("--train.steps 5 6", "train.steps=5 6 on the command line must be a whole number"),
-    ("--precision.use_amp False.", "; did you mean false?"),
-    ("--train.accumulation_steps all", "must be a whole number or auto"),
-    ("--eval.every of", "must be a whole number or off; did you mean off?"),
-    ("--precision.dtype int8", "must be one of auto, bf16, fp16, fp8"),
-    ("--precision.dtype bfloat16", "; did you mean bf16?"),
-    ("--parallel.strategy zero3", "must be one of auto, single, ddp, fsdp, hsdp"),
-    ("--optim.betas 0.9", "optim.betas=0.9 on the command line must be 2 values, separated by sp"),
-    # Ranges.
-    ("--run.seed -1", "run.seed=-1 on the command line must be at least 0 and at most"),
-    ("--data.validation_split 1.5", "above 0 and below 1"),
-    ("--data.workers -1", "at least 0"),
-    ("--precision.scaler.growth_factor 1", "above 1"),
-    ("--precision.scaler.backoff_factor 1", "above 0 and below 1"),
-    ("--train.steps 0", "at least 1"),
-    ("--train.max_grad_norm 0", "above 0"),
-    ("--optim.lr nan", "above 0"),
-    ("--optim.lr inf", "finite"),
-    ("--optim.min_lr_ratio 1.5", "at least 0 and at most 1"),
-    ("--optim.betas 1.0 0.9", "at least 0 and below 1"),
-    ("--optim.betas nan 0.9", "at least 0 and below 1"),
-    ("--optim.eps 0", "above 0"),
-    ("--optim.momentum 1", "at least 0 and below 1"),
-    ("--eval.every 0", "at least 1 or off"),
-    ("--checkpoint.keep 0", "at least"),
-    pytest.param("--task.args.vocabulary 255", "at least 256", marks=NEEDS_TEXT),
+    # Types, choices and ranges.
+    ("--train.steps=", "train.steps=(nothing) on the command line must be a valid integer"),
+    ("--train.steps 5 6", "train.steps=5 6 on the command line must be a valid integer"),
+    ("--train.steps 1e3", "train.steps=1e3 on the command line must be a valid integer"),
+    ("--precision.use_amp False.", "must be a valid boolean; did you mean false?"),
+    ("--eval.every of", "must be a valid integer or 'off'; did you mean off?"),
+    ("--precision.dtype bfloat16", "'auto', 'bf16', 'fp16' or 'fp8'; did you mean bf16?"),
+    ("--optim.betas 0.9", "must be more values"),
+    ("--optim.betas 1.0 0.9", "must be less than 1"),
+    ("--train.steps 0", "must be greater than or equal to 1"),
+    ("--data.validation_split 1.5", "must be less than 1 or a valid string"),
+    ("--optim.lr inf", "must be a finite number"),
+    ("--eval.every 0", "must be greater than or equal to 1 or 'off'"),
 ]
 
 
@@ -225,23 +210,16 @@ def test_a_wrong_command_line_names_the_key_the_value_and_the_rule(words, said):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[optim]\nlrr = 1", "unknown key optim.lrr in {}, line 2; did you mean optim.lr?"),
-        ("[optim]\nlr = true", "optim.lr=true in {}, line 2 must be a number"),
-        ("[precision]\nscaler = 1", "precision.scaler in {}"),
-        ('[train]\n\n# so\nsteps = "2"', "steps=2 in {}, line 4 must be a whole number, without q"),
-        ('[optim]\nbetas = ["0.9", "0.95"]', "betas=0.9 0.95 in {}, line 2 must be a number, with"),
-        ('precision.use_amp = "true"', "use_amp=true in {}, line 1 must be true or false, without"),
-        ('[eval]\n"every" = "5"', "eval.every=5 in {}, line 2 must be a whole number or off, with"),
-        (
-            "[optim]\nmomentum = 0\nlr = 1\nmomentum = 1\n",
-            "{} is not TOML: Cannot overwrite a v",
-        ),
+        ("[optim]\nlrr = 1", "unknown key optim.lrr in {}; did you mean optim.lr?"),
+        ("[optim]\nlr = true", "optim.lr=true in {} must be a valid number"),
+        ("[precision]\nscaler = 1", "unknown key precision.scaler in {}"),
+        ('[train]\nsteps = "2"', 'steps="2" in {} must be a valid integer'),
+        ('optim.betas = ["0.9", 0.5]', 'betas=["0.9", 0.5] in {} must be a valid number'),
         ("[optim]\nlr = 1\n[optim]\neps = 1\n", "line 3"),
-        ("[optim]\nlr: 1\n", "line 2"),
         ("\udcff", "{} is not TOML"),
     ],
 )
-def test_a_wrong_file_is_named_with_the_line(tmp_path, text, said):
+def test_a_wrong_file_is_named_with_the_key_and_value(tmp_path, text, said):
     path = tmp_path / "mine.toml"
     path.write_text(text, errors="surrogateescape")
     assert said.format(path) in refusal("--config", path)
@@ -251,7 +229,7 @@ def test_a_wrong_variable_of_the_environment_is_named():
     message = refusal(DIST_AMP_TRAIN__STEP="1")
     assert_says(message, "train.step ", "DIST_AMP_TRAIN__STEP", "did you mean train.steps?")
     message = refusal(DIST_AMP_RUN__SEED="x")
-    assert message == "run.seed=x in the environment as DIST_AMP_RUN__SEED must be a whole number"
+    assert message == "run.seed=x in the environment as DIST_AMP_RUN__SEED must be a valid integer"
 
 
 def test_the_launchers_variables_are_no_settings():
@@ -276,8 +254,8 @@ def test_a_runs_own_config_of_an_earlier_release_is_read(tmp_path, monkeypatch, 
     left_out = [line for line in capsys.readouterr().err.splitlines() if "gc_every" in line]
     path.write_text('[precision]\ndtype = "bf16"\nmatmul = "fp8"\n')
     assert load("--config", path).precision.dtype == "fp8"
-    said = f"line 3 is no longer a setting: {REMOVED['train.gc_every']}"
-    assert left_out == [f"note: train.gc_every in {name}, {said}" for name in (path, "config.toml")]
+    said = f"is no longer a setting: {REMOVED['train.gc_every']}"
+    assert left_out == [f"note: train.gc_every in {name} {said}" for name in (path, "config.toml")]
     assert_says(refusal("--config", written(tmp_path, text)), "train.gc_every", "mine.toml")
 
 
@@ -373,15 +351,15 @@ class OddTypes(Tiny):
         super().__init__()
 
 
-@pytest.mark.bad_input("a task argument that is a dict")
 @pytest.mark.bad_input("a task argument of a type that no setting can have, or that **kwargs takes")
 def test_an_argument_whose_type_no_setting_can_have_is_refused_and_the_others_work(capsys):
     task = ["--task.target", "test_config:OddTypes"]
-    for word in ("a=x", "b=torch.bfloat16", "sizes=a=1"):
+    for word in ("a=x", "b=torch.bfloat16"):
         assert_says(refusal(*task, f"--task.args.{word}"), f"task.args.{word}", "no setting can ")
     assert_says(refusal(*task, "--task.args.more", 3), "unknown key", "the task takes a, b")
-    config = load(*task, "--task.args.shape", "SQUARE")
-    assert config.task.args.shape is Shape.SQUARE
-    assert tomllib.loads(to_toml(config))["task"]["args"] == {"shape": "SQUARE"}
+    config = load(*task, "--task.args.shape", "SQUARE", "--task.args.sizes.big", "3")
+    assert (config.task.args.shape, config.task.args.sizes) == (Shape.SQUARE, {"big": 3})
+    written = tomllib.loads(to_toml(config))["task"]["args"]
+    assert written == {"shape": "SQUARE", "sizes": {"big": 3}}
     assert main([*task, "--help", "task.args"]) == 0
     assert "--task.args.b" in capsys.readouterr().out

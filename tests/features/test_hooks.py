@@ -9,7 +9,6 @@ from test_strangers import (
     Mixture,
     message_of_a_step,
     mixture_run,
-    refusal_of_a_build,
     with_forward,
 )
 from tiny import Tiny, make_run, parameters_of, take_steps
@@ -96,18 +95,6 @@ class PlainOutput(Tiny):
 
 
 # ---- what works in one process alone, or is refused by its cause
-
-
-class Limited(Tiny):
-    def build_model(self):
-        model = nn.Sequential(nn.Embedding(8, 8, max_norm=1.0), nn.Linear(8, 1))
-        return nn.Sequential(super().build_model(), model)
-
-
-@pytest.mark.bad_input("an embedding with max_norm on several ranks")
-def test_an_embedding_that_rescales_in_forward_is_refused_before_the_first_step():
-    for message in on_ranks(2, refusal_of_a_build, Limited(), "--parallel.strategy", "ddp"):
-        assert message.startswith("the layer 1.0 has max_norm=1, by which its forward rescales")
 
 
 class InnerGradient(Tiny):

@@ -163,10 +163,10 @@ def test_a_source_is_set_by_file_environment_and_command_line_and_printed_as_it_
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ("wiki]\nwieght = 1.0", "unknown key .*wiki.wieght in .*, line 2; did you mean .*.weight"),
+        ("wiki]\nwieght = 1.0", "unknown key .*wiki.wieght in .*; did you mean .*.weight"),
         ('"2024"]\npath = "x"', "'2024' can't name a source; use letters, digits and _"),
         ("wiki]\nweight = 0.0", "data.sources.wiki.weight=0.* must be "),
-        ("wiki]\nweight = nan", "data.sources.wiki.weight=nan .* must be "),
+        ("wiki]\nweight = nan", "data.sources.wiki.weight=NaN .* must be "),
     ],
 )
 def test_a_wrong_name_key_or_weight_of_a_source_is_refused(table, message, tmp_path):

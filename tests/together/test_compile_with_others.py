@@ -72,7 +72,7 @@ def test_auto_says_why_it_compiles_nothing_on_a_gpu(task, words, said, monkeypat
     [
         (Tiny(), [*FULL[:1], 4], "=4 is more than the model's 2 blocks; use 1 to 2, or"),
         (OneLayer(), FULL, "=full: the model has no blocks; add `def blocks(self, model)` to the"),
-        (Tiny(), ["--compile.mode", "fast"], "=fast on the command line must be one of default, "),
+        (Tiny(), ["--compile.mode", "fast"], "=fast on the command line must be 'default', "),
     ],
 )
 def test_settings_of_blocks_that_cannot_be_are_refused(task, words, said):

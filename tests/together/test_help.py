@@ -117,7 +117,7 @@ MISTAKES = {
     "train --learning_rate 3": "unknown key learning_rate on the command line; did you mean ",
     "train --task.args.x 1 --train.steps five": "train.steps=five on the command line must",
     "launch --nproc-per-node 2 --standalone --train.stepz 4": "unknown key train.stepz on",
-    "launch --optim.lr x --nnodes 2 -m mine": "optim.lr=x on the command line must be a number",
+    "launch --optim.lr x --nnodes 2 -m mine": "optim.lr=x on the command line must be a valid",
     "launch --nnodes 2 --config nowhere.toml": "--config nowhere.toml: No such file or direct",
     "plan --worldsize 8": "unknown option --worldsize; did you mean --world_size?",
     "--completion cmd": "--completion cmd: give one of bash, zsh, fish",
