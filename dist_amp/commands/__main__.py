@@ -3,14 +3,13 @@
 import os
 import re
 import runpy
-import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 
 from dist_amp import __version__
-from dist_amp.config.load import collect, config_of, task_in
+from dist_amp.config.load import collect, config_of
 from dist_amp.config.suggestions import check_unknown
 from dist_amp.distributed.signals import BEFORE_RANKS, exit_on_signals, quiet_on_closed_pipe
 from dist_amp.errors import ConfigError, nearest_name
@@ -32,14 +31,14 @@ COMMANDS = {
     "sample": "generate a sample from a trained model",
     "board": "show a run, or a folder of runs, in TensorBoard with the main charts pinned",
     "runs": "a table of the runs in a folder: state, steps, losses, and settings that differ",
-    "plot": "draw a metric of one or several runs, in the terminal or as a picture",
+    "plot": "draw a metric of one or several runs as a picture",
     "report": "write a run's report.html: curves, settings, ranks and the sample",
     "replay": "take a run's steps again on one process, and look into one of them",
-    "diff": "compare two runs: settings, and where their numbers part first",
+    "diff": "compare two runs: settings, and the first step where they diverge",
     "doctor": "check this machine, or all ranks of a job: versions, devices, network, limits",
     "follow": "copy a run's metrics to wandb, trackio or mlflow, live or afterwards",
 }
-# What they take beside settings; a test compares. Those of launch are torchrun's.
+# Their options beside settings; a test compares. Those of launch are torchrun's.
 OPTIONS = {
     "new": "--with --without --task --yes --like",
     "adopt": "--remove",
@@ -51,40 +50,13 @@ OPTIONS = {
     "runs": "--sort --json",
     "plot": "--metric --out",
     "report": "--out",
-    "replay": "--step --profile --pictures --pdb",
+    "replay": "--step --pdb",
     "diff": "--deep --json",
     "doctor": "--json --device",
     "follow": "--to --project --once",
 }
-# Those of dist_amp.train.
-WITH_SETTINGS = "train demo launch verify plan tokenize export sample".split()
-SHELLS = ("bash", "zsh", "fish")
-
-HELP = """
-dist_amp COMMAND --help lists a command's arguments. dist_amp --version prints what is installed.
-dist_amp --completion bash > ~/.local/share/bash-completion/completions/dist_amp: the shell
-completes commands and settings from then on; also zsh and fish."""
-
-BASH = """\
-_dist_amp() {{
-    local word=$2 before=${{COMP_WORDS[COMP_CWORD-1]}}
-    COMPREPLY=()
-    if ((COMP_CWORD == 1)); then
-        COMPREPLY=($(compgen -W "{commands}" -- "$word"))
-        return
-    fi
-    case " {with_settings} " in *" ${{COMP_WORDS[1]}} "*) ;; *) return ;; esac
-    case $word in -*)
-        COMPREPLY=($(compgen -W "{options}" -- "$word"))
-        return
-    esac
-    case $before in
-{choices}
-        *) COMPREPLY=($(compgen -f -- "$word")) ;;
-    esac
-}}
-complete -o filenames -F _dist_amp dist_amp"""
-ZSH = "autoload -U +X compinit bashcompinit && compinit && bashcompinit\n"
+# Commands that take the settings of dist_amp.train.
+WITH_SETTINGS = ("train", "demo", "launch", "verify", "plan", "tokenize", "export", "sample")
 
 
 def main() -> int:
@@ -97,18 +69,11 @@ def main() -> int:
         with quiet_on_closed_pipe():
             print("usage: dist_amp COMMAND [ARGUMENTS]   (or python -m dist_amp.COMMAND)\n")
             print("\n".join(f"  {command:<{width}}  {what}" for command, what in commands.items()))
-            print(HELP)
+            print("\ndist_amp COMMAND --help lists a command's arguments.")
+            print("dist_amp --version prints what is installed.")
         return 0
     if name == "--version":
         print(f"dist_amp {__version__}, torch {version('torch')}, Python {sys.version.split()[0]}")
-        return 0
-    if name == "--completion":
-        if len(rest) != 1 or rest[0] not in SHELLS:
-            given = " ".join(rest)
-            print(f"error: --completion {given}: give one of {', '.join(SHELLS)}", file=sys.stderr)
-            return 64
-        with quiet_on_closed_pipe():
-            print(completion(commands, rest[0]))
         return 0
     if name not in commands:
         hint = f"the commands are {', '.join(commands)}"
@@ -150,45 +115,6 @@ def check_early(words: Sequence[str], has_options: bool) -> None:
     except ConfigError as error:
         if not str(error).endswith("--help lists every key"):  # it may be the task's
             raise
-
-
-def completion(commands: Mapping[str, str], shell: str) -> str:
-    """The script by which a shell completes commands, settings and their values."""
-    from dist_amp.config.help import OPTIONS, choices_of, described, json_schema
-
-    task = task_in({})
-    settings = described(json_schema(task), [])
-    choices: dict[str, list[str]] = {}
-    for key, about in settings.items():
-        for part in about.get("anyOf", [about]):
-            found = ["true", "false"] if part.get("type") == "boolean" else choices_of(part)
-            choices[key] = [*choices.get(key, []), *found]
-    options = [option.split()[0] for option in OPTIONS if option.startswith("--")]
-    if shell == "fish":
-        lines = [
-            f"complete -c dist_amp -n __fish_use_subcommand -f -a {name} -d {shlex.quote(meaning)}"
-            for name, meaning in commands.items()
-        ]
-        seen = f"'__fish_seen_subcommand_from {' '.join(WITH_SETTINGS)}'"
-        lines += [f"complete -c dist_amp -n {seen} -r -l {option[2:]}" for option in options]
-        for key, about in settings.items():
-            meaning = about.get("description", "")
-            values = f" -f -a '{' '.join(choices[key])}'" if choices[key] else ""
-            known = f"complete -c dist_amp -n {seen} -r -l {key} -d {shlex.quote(meaning)}"
-            lines.append(known + values)
-        return "\n".join(lines)
-    cases = [
-        f'        --{key}) COMPREPLY=($(compgen -W "{" ".join(values)}" -- "$word")) ;;'
-        for key, values in choices.items()
-        if values
-    ]
-    text = BASH.format(
-        commands=" ".join(commands),
-        with_settings=" ".join(WITH_SETTINGS),
-        options=" ".join([*options, "--help", *(f"--{key}" for key in settings)]),
-        choices="\n".join(cases),
-    )
-    return ZSH + text if shell == "zsh" else text
 
 
 if __name__ == "__main__":

@@ -47,16 +47,12 @@ def pinned_url(has_tokens: bool, port: int | str = PORT) -> str:
 
 @command()
 def main(argv: Sequence[str]) -> NoReturn:
-    """Become TensorBoard of a run or a folder of runs, after printing the address of its main
-    charts. argv: the folder, then TensorBoard's options. Errors: ConfigError.
-    """
+    """Print the address of the main charts, then become TensorBoard. Errors: ConfigError."""
     if argv[:1] in (["-h"], ["--help"]):
         print(__doc__)
         sys.exit()
     folder = run_folder("".join(argv[:1]))
     logs = folder / "tensorboard"
-    logged = [*folder.glob("metrics.jsonl"), *folder.glob("*/metrics.jsonl")]
-    has_tokens = any("throughput/tokens_per_second" in path.read_text() for path in logged)
     if not logs.is_dir():
         logs = folder
         if not argv or not any(folder.glob("*/tensorboard")):
@@ -64,6 +60,8 @@ def main(argv: Sequence[str]) -> NoReturn:
                 f"dist_amp board {' '.join(argv)}: there is no run; give the folder of a run, or "
                 "of several"
             )
+    logged = [*folder.glob("metrics.jsonl"), *folder.glob("*/metrics.jsonl")]
+    has_tokens = any("throughput/tokens_per_second" in path.read_text() for path in logged)
     options = list(argv[1:])
     if "--port" not in options:
         options += ["--port", str(PORT)]

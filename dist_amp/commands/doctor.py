@@ -1,10 +1,9 @@
 """python -m dist_amp.doctor [--json]: is this machine ready to train? A line per check: ok, warn or
 fail, and the fix.
 
-Alone it checks versions, GPUs and driver, precisions, host name, shared memory, open files,
-memory and folders. Started on several ranks, as the training would be, also whether the ranks find
-each other and have the same code, how fast they exchange data and multiply matrices, and which of
-them are slow:
+Alone it checks versions, GPUs and driver, precisions, host name, memory, shared memory and folders.
+Started on several ranks, as the training would be, also whether the ranks find each other and have
+the same code, how fast they exchange data and multiply matrices, and which of them are slow:
 
     torchrun --standalone --local-addr 127.0.0.1 --nproc_per_node=8 -m dist_amp.doctor
 
@@ -42,25 +41,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(argv: Sequence[str]) -> int:
     from dist_amp.commands.doctor_checks import fail, machine_checks, merge, ranks_checks
-    from dist_amp.errors import Failure, first_line
+    from dist_amp.errors import first_line
     from dist_amp.settings import RunConfig
     from dist_amp.supervise.command_line import Parser
     from dist_amp.world import start
 
     parser = Parser("python -m dist_amp.doctor", __doc__)
-    json_help = "one JSON object on standard output in place of the lines"
-    parser.add_argument("--json", action="store_true", help=json_help)
+    text = "one JSON object on standard output in place of the lines"
+    parser.add_argument("--json", action="store_true", help=text)
     devices = ("auto", "cpu", "cuda")
-    parser.add_argument(
-        "--device", default="auto", choices=devices, help="of the ranks; default auto"
-    )
+    text = "of the ranks; default auto"
+    parser.add_argument("--device", default="auto", choices=devices, help=text)
     options = parser.parse_args(argv)
     size = os.environ.get("WORLD_SIZE", "1")
     ranks = int(size) if size.isdigit() else 1
     is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"
-    checks = []
-    if is_first_here:
-        checks = machine_checks(ranks)
+    checks = machine_checks() if is_first_here else []
     if size == "1":
         return show(checks, 1, options.json)
     shows = os.environ.get("RANK") == "0"
@@ -71,13 +67,8 @@ def run(argv: Sequence[str]) -> int:
             checks = [*merge(found), *ranks_checks(world)]
     except Exception as error:
         shows = is_first_here  # rank 0 may not be there
-        why = str(error)
-        if not isinstance(error, Failure):
-            why = f"{type(error).__name__}: {first_line(error)}"
-        checks.append(fail("ranks", f"they can't work together: {why}"))
-    if shows:
-        return show(checks, ranks, options.json)
-    return 0
+        checks.append(fail("ranks", f"they can't work together: {first_line(error)}"))
+    return show(checks, ranks, options.json) if shows else 0
 
 
 def show(checks: Sequence[Any], ranks: int, as_json: bool) -> int:

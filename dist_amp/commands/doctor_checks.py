@@ -1,9 +1,8 @@
-"""What `doctor` checks, on each machine and with several ranks: a line each, even if it fails."""
+"""What `doctor` checks on each machine, and with several ranks."""
 
 import os
 import platform
 import re
-import resource
 import shutil
 import socket
 import statistics
@@ -34,7 +33,6 @@ from dist_amp.distributed.machine import (
     why_unused,
 )
 from dist_amp.distributed.process import cpu_cores, in_time
-from dist_amp.distributed.rendezvous import OTHER_FILES
 from dist_amp.errors import ConfigError, first_line, some_of
 from dist_amp.files import shipped_folder
 from dist_amp.world import World
@@ -46,8 +44,9 @@ LITTLE_SHARED_MEMORY = 1 * GIB
 LITTLE_DISK = 5 * GIB
 RESOLVE_SECONDS = 5.0
 
-SLOW = 1.2  # below the median: the factor at which a run names a slow rank, too
-SLOW_LINK = 2.0  # assumed: other traffic alone makes a link somewhat slower
+# Below the median by more than this factor, a rank or a link is reported. A run reports a slow rank
+# at the same factor; links are also slowed by other traffic (assumed).
+SLOW = {"matmul": 1.2, "links in a machine": 2.0, "links between machines": 2.0}
 
 # A matrix product's size and an all-reduce's bytes: some milliseconds each, measured on two cores
 # and assumed on a GPU.
@@ -78,14 +77,8 @@ warn = partial(Check, "warn")
 fail = partial(Check, "fail")
 
 
-def judged(name: str, found: str, problem: str, fix: str) -> Check:
-    """A warning if there is a problem, whose words follow what was found."""
-    return warn(name, f"{found}: {problem}", fix) if problem else ok(name, found)
-
-
-def machine_checks(ranks: int) -> list[Check]:
-    """ranks: how many are to run together."""
-    return made(
+def machine_checks() -> list[Check]:
+    return results_of(
         {
             "python": lambda: [ok("python", platform.python_version())],
             "packages": packages,
@@ -94,25 +87,30 @@ def machine_checks(ranks: int) -> list[Check]:
             "hostname": hostname,
             "memory": memory,
             "/dev/shm": shared_memory,
-            "open files": partial(open_files, ranks),
             "folders": folders,
         }
     )
 
 
-def made(checks: Mapping[str, Callable[[], Iterable[Check]]]) -> list[Check]:
-    """What the checks find; a warning that says how for one that fails itself."""
+def ranks_checks(world: World) -> list[Check]:
+    """Every rank calls it, and gets the same."""
+    checks = {"same code": same_code, "all-reduce": all_reduce, "links": links, "matmul": matmul}
+    return results_of({name: partial(check, world) for name, check in checks.items()})
+
+
+def results_of(checks: Mapping[str, Callable[[], Iterable[Check]]]) -> list[Check]:
+    """The checks' lines; a check that itself fails is a warning."""
     found: list[Check] = []
     for name, check in checks.items():
         try:
             found += check()
         except Exception as error:
-            why = f"{type(error).__name__}: {first_line(error)}"
-            found.append(warn(name, f"can't be checked ({why})"))
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            found.append(warn(name, f"can't be checked ({reason})"))
     return found
 
 
-# ---- versions
+# ---- on a machine
 
 
 def packages() -> Iterator[Check]:
@@ -127,17 +125,16 @@ def packages() -> Iterator[Check]:
             continue
         found = installed(name)
         release = found.partition("+")[0]
+        fix = f"pip install '{requirement}'"
         if not found:
-            yield fail(name, "not installed", f"pip install '{requirement}'")
+            yield fail(name, "not installed", fix)
         elif not requirement.specifier.contains(release, prereleases=True):
-            needed = f"{found}; the project needs {requirement.specifier}"
-            yield fail(name, needed, f"pip install '{requirement}'")
-        elif tested.get(name, release) == release:
-            yield ok(name, found)
+            yield fail(name, f"{found}; the project needs {requirement.specifier}", fix)
+        elif tested.get(name, release) != release:
+            fix = f"pip install {name}=={tested[name]}"
+            yield warn(name, f"{found}; tested with {tested[name]}", fix)
         else:
-            yield warn(
-                name, f"{found}; tested with {tested[name]}", f"pip install {name}=={tested[name]}"
-            )
+            yield ok(name, found)
 
 
 def installed(name: str) -> str:
@@ -148,15 +145,11 @@ def installed(name: str) -> str:
         return ""
 
 
-# ---- devices
-
-
 def kinds_of_gpus() -> dict[str, list[int]]:
     """{name: the numbers of these GPUs}."""
     kinds: dict[str, list[int]] = {}
-    if torch.cuda.is_available():
-        for number in range(torch.cuda.device_count()):
-            kinds.setdefault(torch.cuda.get_device_name(number), []).append(number)
+    for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        kinds.setdefault(torch.cuda.get_device_name(number), []).append(number)
     return kinds
 
 
@@ -192,9 +185,10 @@ def precisions() -> Iterator[Check]:
         capability = torch.cuda.get_device_capability(numbers[0])
         words = {dtype: support(dtype, capability) for dtype in CAPABILITY}
         found = f"{', '.join(f'{dtype} {word}' for dtype, word in words.items())} on {name}"
-        is_native = words["bf16"] == "native"
-        fix = "use --precision.dtype fp16"
-        yield ok("precision", found) if is_native else warn("precision", found, fix)
+        if words["bf16"] == "native":
+            yield ok("precision", found)
+        else:
+            yield warn("precision", found, "use --precision.dtype fp16")
     words = {}
     for dtype in CAPABILITY:
         times = cpu_slowdown(dtype)
@@ -206,9 +200,6 @@ def precisions() -> Iterator[Check]:
         yield warn("precision", found, "train with --use_amp false on this CPU")
 
 
-# ---- network
-
-
 def hostname() -> Iterator[Check]:
     """torchrun --standalone hangs without a word where the host's name does not resolve."""
     name = socket.gethostname()
@@ -216,13 +207,13 @@ def hostname() -> Iterator[Check]:
         address = in_time(RESOLVE_SECONDS, lambda: socket.getaddrinfo(name, None)[0][4][0])
         yield ok("hostname", f"{name} is {address}")
     except (OSError, TimeoutError) as error:
-        why = getattr(error, "strerror", None) or f"no answer within {RESOLVE_SECONDS:g} s"
-        fix = f"add `127.0.0.1 {name}` to /etc/hosts, or give torchrun --local-addr 127.0.0.1"
-        found = f"{name} does not resolve ({why}), and torchrun may hang"
-        yield warn("hostname", found, f"{fix} on one machine")
-
-
-# ---- limits and folders
+        reason = getattr(error, "strerror", None) or f"no answer within {RESOLVE_SECONDS:g} s"
+        yield warn(
+            "hostname",
+            f"{name} does not resolve ({reason}), and torchrun may hang",
+            f"add `127.0.0.1 {name}` to /etc/hosts, or give torchrun --local-addr 127.0.0.1 on one "
+            "machine",
+        )
 
 
 def memory() -> Iterator[Check]:
@@ -238,30 +229,13 @@ def shared_memory(path: Path = Path("/dev/shm")) -> Iterator[Check]:
         yield fail("/dev/shm", "missing", "mount a tmpfs at it")
         return
     total, _, free = shutil.disk_usage(path)
-    is_little = free < LITTLE_SHARED_MEMORY
-    yield judged(
-        "/dev/shm",
-        f"{free / GIB:.2f} of {total / GIB:.2f} GiB free",
-        "loader workers may die with `Bus error`" if is_little else "",
-        "docker run --shm-size=16g, shm_size in Compose, an emptyDir with medium: Memory in "
-        "Kubernetes",
-    )
-
-
-def open_files(ranks: int) -> Iterator[Check]:
-    """How many ranks the hard limit suffices for: `raise_open_files` raises the soft one itself."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    if hard == resource.RLIM_INFINITY:
-        yield ok("open files", "no limit")
-        return
-    enough_for = max((hard - OTHER_FILES) // 3 + 1, 1)
-    found = f"{hard:,} per process: enough for {enough_for:,} ranks"
-    if enough_for >= ranks:
-        yield ok("open files", found)
+    found = f"{free / GIB:.2f} of {total / GIB:.2f} GiB free"
+    if free < LITTLE_SHARED_MEMORY:
+        fix = "docker run --shm-size=16g, shm_size in Compose, an emptyDir with medium: Memory in "
+        found += ": loader workers may die with `Bus error`"
+        yield warn("/dev/shm", found, f"{fix}Kubernetes")
     else:
-        needed = 3 * (ranks - 1) + OTHER_FILES
-        fix = f"ulimit -Hn {needed} before the launch, LimitNOFILE= of the service"
-        yield fail("open files", found, f"{fix}, docker run --ulimit nofile={needed}")
+        yield ok("/dev/shm", found)
 
 
 def folders() -> Iterator[Check]:
@@ -283,34 +257,31 @@ def folders() -> Iterator[Check]:
         except OSError as error:
             yield fail(name, f"{path} can't be written ({error.strerror})", fix)
             continue
-        problem = "little for checkpoints and data" if free < LITTLE_DISK else ""
-        yield judged(name, f"{path} is writable, {free / GIB:.1f} GiB free", problem, fix)
+        found = f"{path} is writable, {free / GIB:.1f} GiB free"
+        if free < LITTLE_DISK:
+            yield warn(name, f"{found}: little for checkpoints and data", fix)
+        else:
+            yield ok(name, found)
 
 
 # ---- with several ranks
 
 
 def merge(machines: Sequence[tuple[str, Sequence[Check]]]) -> list[Check]:
-    """What is ok as one of the machines, (host, checks), says it; anything else, with its hosts."""
-    good = []
-    says: dict[str, str] = {}
+    """The checks of all machines, (host, checks): ok of one machine, the rest with its hosts."""
+    found: list[Check] = []
+    first: dict[str, str] = {}  # the machine that reports that a check is ok
     bad: dict[Check, list[str]] = {}
     for host, checks in machines:
         for check in checks:
             if check.status != "ok":
                 bad.setdefault(check, []).append(host)
-            elif says.setdefault(check.name, host) == host:
-                good.append(check)
+            elif first.setdefault(check.name, host) == host:
+                found.append(check)
     for check, hosts in bad.items():
         everywhere = len(hosts) == len(machines)
-        good.append(check if everywhere else replace(check, hosts=some_of(hosts, 4)))
-    return good
-
-
-def ranks_checks(world: World) -> list[Check]:
-    """Every rank calls it, and gets the same."""
-    checks = {"same code": same_code, "all-reduce": all_reduce, "links": links, "matmul": matmul}
-    return made({name: partial(check, world) for name, check in checks.items()})
+        found.append(check if everywhere else replace(check, hosts=some_of(hosts, 4)))
+    return found
 
 
 def same_code(world: World) -> Iterator[Check]:
@@ -348,21 +319,16 @@ def links(world: World) -> Iterator[Check]:
             work.wait()
 
     rate = out.nbytes / fastest(world, exchange) / 1e9
-    yield from compare_links(world.gather(rate), world.gather(platform.node()))
-
-
-def compare_links(rates: Sequence[float], hosts: Sequence[str]) -> Iterator[Check]:
-    """rates: GB/s from the rank before to each rank. A link is compared with those of its kind."""
     kinds: dict[str, dict[str, float]] = {}
-    for rank, rate in enumerate(rates):
-        before = (rank - 1) % len(rates)
-        crosses = hosts[rank] != hosts[before]
-        kind = "links between machines" if crosses else "links in a machine"
-        link = f"rank {before} on {hosts[before]} to rank {rank} on {hosts[rank]}"
+    ranks = world.gather((platform.node(), rate))
+    for rank, (host, rate) in enumerate(ranks):
+        sender = (rank - 1) % len(ranks)
+        kind = "links in a machine" if host == ranks[sender][0] else "links between machines"
+        link = f"rank {sender} on {ranks[sender][0]} to rank {rank} on {host}"
         kinds.setdefault(kind, {})[link] = rate
-    for kind, of_kind in kinds.items():
-        fix = "check that host's network, and other traffic"
-        yield compare(kind, of_kind, "GB/s from each rank to the next", SLOW_LINK, fix)
+    fix = "check that host's network, and other traffic"
+    for kind, rates in kinds.items():
+        yield compare(kind, rates, "GB/s from each rank to the next", fix)
 
 
 def matmul(world: World) -> Iterator[Check]:
@@ -375,16 +341,18 @@ def matmul(world: World) -> Iterator[Check]:
     ranks = dict(world.gather((f"rank {world.rank} on {platform.node()}", rate)))
     unit = f"TFLOP/s in {str(dtype).removeprefix('torch.')} per rank"
     fix = "look there for other processes, throttled clocks, fewer cores or a GPU in other use"
-    yield compare("matmul", ranks, unit, SLOW, fix)
+    yield compare("matmul", ranks, unit, fix)
 
 
-def compare(name: str, rates: Mapping[str, float], unit: str, factor: float, fix: str) -> Check:
-    """Names what is slower than the median by more than the factor, the slowest first."""
+def compare(name: str, rates: Mapping[str, float], unit: str, fix: str) -> Check:
+    """A warning of the places whose rate is well below the median, the slowest first."""
     median = statistics.median(rates.values())
-    slow = sorted((rate, place) for place, rate in rates.items() if rate * factor < median)
-    named = [f"{place} is {median / rate:.1f}x slower" for rate, place in slow]
-    spread = f"median; {min(rates.values()):.3g} to {max(rates.values()):.3g}"
-    return judged(name, f"{median:.3g} {unit} ({spread})", some_of(named, 4), fix)
+    found = f"{median:.3g} {unit} (median; {min(rates.values()):.3g} to {max(rates.values()):.3g})"
+    slow = sorted((rate, place) for place, rate in rates.items() if rate * SLOW[name] < median)
+    if not slow:
+        return ok(name, found)
+    texts = [f"{place} is {median / rate:.1f}x slower" for rate, place in slow]
+    return warn(name, f"{found}: {some_of(texts, 4)}", fix)
 
 
 def fastest(world: World, work: Callable[[], object]) -> float:

@@ -70,23 +70,20 @@ def main(argv: Sequence[str]) -> int:
             raise
         except Exception as error:  # of the tracker, or of the disk
             reason = first_line(error) or type(error).__name__
-            raise Failure(
-                f"{options.to}: {reason}; start the same command again to continue"
-            ) from error
+            text = f"{options.to}: {reason}; start the same command again to continue"
+            raise Failure(text) from error
 
 
 def wait_for_run(folder: Path, seconds: float, stop: threading.Event) -> None:
     """Wait until a run has begun in the folder. Errors: DataError if none does."""
     deadline = time.monotonic() + seconds
     while not (folder / "config.toml").exists() and not stop.is_set():
-        is_used = folder.is_file() or (folder.is_dir() and any(folder.iterdir()))
-        if is_used and not (folder / ".lock").exists():
+        is_used = folder.exists() and (folder.is_file() or any(folder.iterdir()))
+        if time.monotonic() >= deadline or (is_used and not (folder / ".lock").exists()):
             raise DataError(
-                f"{folder} is not a run's folder: it has no config.toml; give the folder that "
-                "run.dir names"
+                f"{folder} is not a run's folder: it has no config.toml; start the run, or give "
+                "the folder that run.dir names"
             )
-        if time.monotonic() >= deadline:
-            raise DataError(f"{folder} has no run yet; start the run, or check the path")
         stop.wait(1.0)
 
 
@@ -103,15 +100,16 @@ class Position:
 
     def unsent(self, line: Mapping[str, Any]) -> dict[str, Any]:
         """The line's values that were not sent yet; what was sent before the run resumed stays."""
-        unsent = {}
-        for tag, value in line.items():
-            is_tag = tag not in ("step", "unix_time")
-            if is_tag and line["step"] > self.sent.get(clean(tag), -1):
-                unsent[tag] = value
-        return unsent
+        return {
+            tag: value
+            for tag, value in line.items()
+            if tag not in ("step", "unix_time") and line["step"] > self.sent.get(clean(tag), -1)
+        }
 
 
 class Follower:
+    """Sends one run's folder to one tracker."""
+
     def __init__(self, folder: Path, tracker: str, project: str):
         self.folder = folder
         self.name = tracker
@@ -144,12 +142,9 @@ class Follower:
 
     def new_lines(self) -> list[dict[str, Any]]:
         """The complete lines since the last call; all of them if the run has replaced the file."""
-        earlier = earlier_attempt(self.folder)
-        if earlier != self.position.earlier:
-            print(
-                f"{self.folder} has started again from step 0: this is a new run in {self.name}",
-                flush=True,
-            )
+        if earlier_attempt(self.folder) != self.position.earlier:
+            again = f"{self.folder} has started again from step 0: this is a new run in {self.name}"
+            print(again, flush=True)
             self.close()
             self.position = self.new_position(self.position.project)
             self.offset = 0
@@ -216,6 +211,9 @@ class Follower:
             self.save()
         self.tracker = None
 
+    def save(self) -> None:
+        write_durably(self.path, json.dumps(asdict(self.position)) + "\n")
+
     def new_position(self, project: str) -> Position:
         """With an id that no other folder of the same name gets, here or elsewhere."""
         name = re.sub(r"[^\w.-]", "-", self.folder.name, flags=re.ASCII)[:48]
@@ -226,22 +224,18 @@ class Follower:
         if not self.path.exists():
             default = os.environ.get(TRACKERS[self.name].project_variable, "dist_amp")
             return self.new_position(project or default)
+        again = f"remove {self.path} to send the run again, as a new one"
         try:
             position = Position(**json.loads(self.path.read_text()))
-        except (OSError, ValueError, TypeError, RecursionError) as error:
-            raise DataError(
-                f"{self.path} can't be read ({first_line(error)}); remove it to send the run "
-                "again, as a new one"
-            ) from error
+        except (OSError, ValueError, TypeError) as error:
+            text = f"{self.path} can't be read ({first_line(error)}); {again}"
+            raise DataError(text) from error
         if project not in ("", position.project):
             raise ConfigError(
                 f"--project {project}: this run goes to {position.project}; leave the option out, "
-                f"or remove {self.path} to send the run again, as a new one"
+                f"or {again}"
             )
         return position
-
-    def save(self) -> None:
-        write_durably(self.path, json.dumps(asdict(self.position)) + "\n")
 
 
 # --- the run's files

@@ -6,6 +6,7 @@ Docs: docs/recipes.md
 import json
 import math
 import re
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -22,13 +23,7 @@ HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 LIBRARIES = ("torch", "transformers", "peft")
 
 
-def write_card(
-    folder: Path,
-    name: str,
-    config: Config,
-    checkpoint: Path,
-    weights: str,
-) -> None:
+def write_card(folder: Path, name: str, config: Config, checkpoint: Path, weights: str) -> None:
     """Write the card into the export's folder, unless the task's export has written one."""
     path = folder / CARD
     if path.exists() and OF_PEFT not in path.read_text(encoding="utf-8"):
@@ -37,19 +32,27 @@ def write_card(
     model = str(flat(to_toml(config)).get("task.args.model", ""))
     is_on_hub = not Path(model).exists() and bool(HUB_NAME.fullmatch(model))
     base = model if is_on_hub else last_part(model)
-    library, code = how_to_load(folder, name, config.task.target, base)
+    library, code = loading_code(folder, name, config.task.target, base)
     front = ["---", f"library_name: {library}"]
     if is_on_hub and library != "pytorch":
         front.append(f"base_model: {model}")
     front += ["tags:", "- dist_amp", "---"]
+    data = []
+    for source in tables_of(config.data).values() or [config.data]:
+        source_name = source.name if source.path == "off" else last_part(source.path)
+        data.append("the task's" if source_name == "auto" else source_name)
+    versions = {"dist_amp": __version__, **manifest.versions}
+    for package in LIBRARIES:
+        with suppress(PackageNotFoundError):
+            versions.setdefault(package, version(package))
     rows = {
         "base model": base,
         "task": last_part(config.task.target),
-        "data": ", ".join(data_names(config)),
+        "data": ", ".join(data),
         "steps": f"{manifest.step:,} of {manifest.global_batch_size:,} samples",
         "weights": f"{weights}, trained in {manifest.precision}",
         **losses(checkpoint, manifest),
-        "versions": ", ".join(f"{key} {value}" for key, value in versions(manifest).items()),
+        "versions": ", ".join(f"{key} {value}" for key, value in versions.items()),
     }
     table = [f"| {key} | {value} |" for key, value in rows.items() if value]
     blocks = [front, [f"# {name}"], ["| | |", "|---|---|", *table], ["```python", *code, "```"]]
@@ -61,16 +64,8 @@ def last_part(path: str) -> str:
     return path.partition("?")[0].rstrip("/").rpartition("/")[2].rpartition("@")[2]
 
 
-def data_names(config: Config) -> list[str]:
-    names = []
-    for source in tables_of(config.data).values() or [config.data]:
-        name = source.name if source.path == "off" else last_part(source.path)
-        names.append("the task's" if name == "auto" else name)
-    return names
-
-
 def losses(checkpoint: Path, manifest: Manifest) -> dict[str, str]:
-    """Of the last evaluation, and of the run's last logged interval before the checkpoint."""
+    """The last evaluation's, and the last logged training loss up to the checkpoint."""
     found = {}
     for row in Record(checkpoint.parent.parent).rows:
         loss = float(row.get("train/loss", "nan"))  # a row of an evaluation has none
@@ -82,24 +77,8 @@ def losses(checkpoint: Path, manifest: Manifest) -> dict[str, str]:
     return found
 
 
-def versions(manifest: Manifest) -> dict[str, str]:
-    """Of the training, as the checkpoint has them, and of the libraries that export."""
-    known = {"dist_amp": __version__, **manifest.versions}
-    for name in LIBRARIES:
-        try:
-            known.setdefault(name, version(name))
-        except PackageNotFoundError:
-            continue
-    return known
-
-
-def how_to_load(
-    folder: Path,
-    name: str,
-    target: str,
-    base: str,
-) -> tuple[str, list[str]]:
-    """(the hub's name of the library, lines of code), by the files in the export."""
+def loading_code(folder: Path, name: str, target: str, base: str) -> tuple[str, list[str]]:
+    """(the hub's name of the library, lines of code that load it), by the export's files."""
     adapter = folder / "adapter_config.json"
     if adapter.exists():
         mapping = json.loads(adapter.read_text()).get("auto_mapping") or {}

@@ -1,8 +1,8 @@
-"""python -m dist_amp.plot RUN ...: draw a metric of one or several runs in the terminal.
+"""python -m dist_amp.plot RUN ...: draw a metric of one or several runs on one chart.
 
---out writes a picture instead, in the format of its ending: png, svg or pdf. The metrics are those
-of metrics.jsonl, under their names in TensorBoard; values that are not finite are left out.
-Exit status: 0, 64 bad arguments or no package, 65 not a run's folder, or none has the metric.
+The metrics are those of metrics.jsonl, under their names in TensorBoard; values that are not finite
+are left out. The ending of --out decides the picture's format: png, svg or pdf.
+Exit status: 0, 64 bad arguments or no matplotlib, 65 not a run's folder, or none has the metric.
 
 Docs: docs/run_folder.md
 """
@@ -20,7 +20,6 @@ from dist_amp.supervise.command_line import Parser, command
 
 Series = tuple[list[int], list[float]]  # steps, values
 PICTURES = (".png", ".svg", ".pdf")
-MARKERS = "*o+x#%"  # of each curve, where there are no colours
 
 
 @command()
@@ -28,32 +27,43 @@ def main(argv: Sequence[str]) -> None:
     parser = Parser("python -m dist_amp.plot", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
     parser.add_argument("--metric", default="train/loss", help="such as eval/loss (train/loss)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write a picture")
+    parser.add_argument(
+        "--out", type=Path, default=Path("plot.png"), metavar="FILE", help="(plot.png)"
+    )
     options = parser.parse_args(argv)
-    if options.out is not None and options.out.suffix not in PICTURES:
+    if options.out.suffix not in PICTURES:
         raise ConfigError(f"--out {options.out}: use the ending {', '.join(PICTURES)}")
     curves = {}
-    problems = {}
+    problems = []
     for folder in dict.fromkeys(options.runs):
         try:
             curves[str(folder)] = series_of(folder, options.metric)
         except DataError as error:
-            problems[folder] = error
+            problems.append(error)
     if not curves:
-        raise next(iter(problems.values()))
-    for folder, problem in problems.items():
-        if not folder.is_dir() or (folder / "config.toml").exists():  # a run's, unlike a cache
-            warn(f"{problem}; left out")
-    if options.out is None:
-        draw_in_terminal(curves, options.metric)
-    else:
-        draw_picture(curves, options.metric, options.out)
+        raise problems[0]
+    for problem in problems:
+        warn(f"{problem}; left out")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("plot needs matplotlib: pip install matplotlib") from error
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes: Any = figure.subplots()
+    for name, (steps, values) in curves.items():
+        axes.plot(steps, values, label=name, marker="." if len(steps) == 1 else "")
+    axes.set(xlabel="step", ylabel=options.metric)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    try:
+        figure.savefig(options.out, dpi=150)
+    except OSError as error:
+        raise Failure(f"--out {options.out} can't be written: {error.strerror}") from error
+    print(options.out)
 
 
 def series_of(folder: Path, metric: str) -> Series:
     """Errors: DataError for a folder without metrics, or without this one."""
-    if not folder.is_dir():
-        raise DataError(f"there is no folder {folder}; give a run's")
     rows = Record(folder).rows
     if not rows:
         raise DataError(f"{folder} has logged nothing; give the folder of a run that has")
@@ -78,45 +88,6 @@ def finite_series(rows: Sequence[Mapping[str, Any]], metric: str) -> Series:
             steps.append(row["step"])
             values.append(value)
     return steps, values
-
-
-def draw_in_terminal(curves: dict[str, Series], metric: str) -> None:
-    try:
-        import plotext
-    except ImportError as error:
-        raise ConfigError("terminal plots need plotext: pip install 'plotext<6'") from error
-    plotext.clear_figure()  # plotext keeps the curves of an earlier call
-    in_colour = sys.stdout.isatty()
-    for number, (name, (steps, values)) in enumerate(curves.items()):
-        marker = "hd" if in_colour else MARKERS[number % len(MARKERS)]
-        plotext.plot(steps, values, label=name, marker=marker)
-    plotext.title(metric)
-    plotext.xlabel("step")
-    plotext.theme("clear")
-    picture = plotext.build()
-    if not in_colour:
-        picture = plotext.uncolorize(picture)
-    print(picture)
-
-
-def draw_picture(curves: dict[str, Series], metric: str, path: Path) -> None:
-    """Errors: ConfigError without matplotlib; Failure if the file can't be written."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("--out needs matplotlib: pip install matplotlib") from error
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes: Any = figure.subplots()
-    for name, (steps, values) in curves.items():
-        axes.plot(steps, values, label=name, marker="." if len(steps) == 1 else "")
-    axes.set(xlabel="step", ylabel=metric)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise Failure(f"--out {path} can't be written: {error.strerror}") from error
-    print(path)
 
 
 if __name__ == "__main__":

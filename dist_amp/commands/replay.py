@@ -23,37 +23,33 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
-from torch.profiler import profile
 from torch.utils._pytree import tree_leaves
 
 from dist_amp.checkpoint.format import config_at, read_manifest, step_of
 from dist_amp.checkpoint.resume import newest_valid
 from dist_amp.checkpoint.state import load
-from dist_amp.config.auto import SHARDED, accumulation_steps, batch_statistics, pick_cast
+from dist_amp.config.auto import accumulation_steps
 from dist_amp.config.load import collect, load_saved
 from dist_amp.config.text import flat, to_toml
 from dist_amp.data import Indexed, Padding
-from dist_amp.diagnostics.nonfinite_replay import NonFinite, find_in_micro_batches
-from dist_amp.diagnostics.trace import Event, class_name, clean_name, recorded
+from dist_amp.diagnostics.nonfinite_replay import find_in_micro_batches
+from dist_amp.diagnostics.trace import Event, class_name, clean_name, recorded_step
 from dist_amp.distributed.process import random_state, set_random_state
 from dist_amp.errors import CheckpointRejected, ConfigError, DataError
-from dist_amp.files import read_rows
 from dist_amp.precision import TOLERANCE
 from dist_amp.record import Record
 from dist_amp.run import ScriptRun, build_run
 from dist_amp.settings import CompileConfig, Config
-from dist_amp.step import train_step
 from dist_amp.supervise.callbacks import Callbacks
 from dist_amp.supervise.command_line import Parser, columns, command
 from dist_amp.supervise.environment import edited_since
 from dist_amp.supervise.stop import AgreedStop
 from dist_amp.telemetry.step_report import StepReport
-from dist_amp.world import World, locate
+from dist_amp.world import locate
 
 COMPARED = ("train/loss", "train/grad_norm", "train/lr", "amp/loss_scale", "amp/skipped_steps")
-# Settings by which a step computes the same; what data they name is checked by its fingerprint.
+# Settings by which a step computes the same; a checkpoint's fingerprint checks the data.
 FREE = (
     *("run.dir", "run.device", "run.resume", "task.target", "parallel.strategy", "compile."),
     *("data.name", "data.path", "data.workers", "eval.", "checkpoint.", "metrics.", "debug."),
@@ -66,9 +62,8 @@ SHOWN_SAMPLES = 4  # of a micro-batch
 class Replay:
     """A run that takes its steps again. rows: what it logged, by step."""
 
-    folder: Path
     run: ScriptRun
-    rows: dict[int, dict[str, Any]]
+    rows: Mapping[int, Mapping[str, Any]]
     tolerance: float  # 0: the same bits
     expected: str  # how far it should agree with the log, and why, in words
     start: str
@@ -76,44 +71,49 @@ class Replay:
     edited: str  # a text if the task's source file was edited since; or ""
     compared: int = 0  # logged steps
     differences: list[str] = field(default_factory=list)
-    random: bool = False  # whether its steps draw random numbers that the run did not
+    draws: bool = False  # whether its steps draw random numbers, which the run drew by rank
 
-    def step(self, micro_batches: Sequence[Any] | None = None) -> StepReport:
-        """Take the next step, and compare it if it was logged."""
+    def step(
+        self,
+        micro_batches: Sequence[Any] | None = None,
+        look: Any = None,
+        kinds: Sequence[str] = (),
+        task: Any = None,
+    ) -> tuple[StepReport, list[Event]]:
+        """Take the next step, and compare it if it was logged. Arguments: see recorded_step."""
         run = self.run
         before = random_state(run.world.device)
         if micro_batches is None:
             micro_batches = next(run.data)
-        report = train_step(run, micro_batches)
+        report, events = recorded_step(run, micro_batches, look or len, kinds, task)
         run.metrics.record(report)
         self.callbacks.after_step(report, micro_batches)
-        if self.tolerance:
-            after = random_state(run.world.device)
-            del after["python_gauss"]  # a nan
-            self.random |= any(not after[name].equal(before[name]) for name in after)
+        after = random_state(run.world.device)
+        del after["python_gauss"]  # a nan
+        self.draws |= any(not after[name].equal(before[name]) for name in after)
         if run.step in self.rows:
-            self._compare(self.rows[run.step])
-        return report
+            self.compare(self.rows[run.step])
+        return report, events
 
-    def _compare(self, logged: Mapping[str, Any]) -> None:
+    def compare(self, logged: Mapping[str, Any]) -> None:
+        """Compare the interval's metrics with a line of metrics.jsonl, and print the step."""
         run = self.run
         run.metrics.begin(run.step, run.schedule, run.scaler, run.data)
         row = run.metrics.read()
         assert row is not None
         now = row.global_tags()
         self.compared += 1
+        judged = not (self.tolerance and self.draws)
         text = []
         for name in COMPARED:
             before = float(logged.get(name, now[name]))
             error = abs(now[name] - before) / max(abs(before), 1e-30)
             if now[name] != before and not (math.isnan(before) and math.isnan(now[name])):
                 text.append(f"{name} {before:.9g}, now {now[name]:.9g} ({error:.1e})")
-                if not error <= self.tolerance and not self.random:
+                if judged and not error <= self.tolerance:
                     self.differences.append(f"step {run.step}: {text[-1]}")
-        same = "; ".join(text) or "the same bits"
-        if self.tolerance and not self.random and not self.differences:
-            same = f"within {self.tolerance:g}: {same}"
         if text or self.compared < 5 or self.compared % 100 == 0:
+            same = "; ".join(text) or "the same bits"
             print(f"step {run.step:>6}  loss {now['train/loss']:.6f}  {same}", flush=True)
 
     def outcome(self) -> str:
@@ -123,14 +123,14 @@ class Replay:
             return f"differs from what was logged, first at {self.differences[0]}"
         if not self.compared:
             return "nothing was compared: settings differ, or metrics.jsonl has none of these steps"
-        if self.random:
+        if not self.tolerance:
+            return "all as logged"
+        if self.draws:
             return (
                 "losses and norms are not judged: steps draw random numbers, which differ by rank "
                 "in a run that is not bit-exact, by device, and in compiled code"
             )
-        if self.tolerance:
-            return f"all within {self.tolerance:g} of what was logged"
-        return "all as logged"
+        return f"all within {self.tolerance:g} of what was logged"
 
 
 def run_at(folder: Path, step: int, argv: Sequence[str] = ()) -> Replay:
@@ -140,7 +140,7 @@ def run_at(folder: Path, step: int, argv: Sequence[str] = ()) -> Replay:
     """
     record = Record(folder)
     saved = record.settings_at(step)
-    rows = {row["step"]: row for row in record.rows if "train/loss" in row}
+    rows = {number: row for number, row in record.steps.items() if "train/loss" in row}
     checkpoints = record.checkpoints
     last = max([0, *rows, *map(step_of, checkpoints)])
     if not last:
@@ -165,48 +165,47 @@ def run_at(folder: Path, step: int, argv: Sequence[str] = ()) -> Replay:
             f"--step {step}: the settings changed after step {step_of(changed_at)}, and the newest "
             f"checkpoint before this step is of step {before}; choose an earlier step"
         )
-    nearest = min(rows, key=lambda logged: abs(logged - step), default=0)
-    ranks, strategy, device = layout_at(step, checkpoints, rows.get(nearest, {}), world)
+    # The layout is that of the first checkpoint from this step on, or of the newest one.
+    later = [path for path in checkpoints if step_of(path) >= step]
+    ranks, device = len(next(iter(rows.values()), {}).get("ranks", "1")), world.device.type
+    for path in (*later, *reversed(checkpoints)):
+        try:
+            manifest = read_manifest(path)
+        except CheckpointRejected as error:
+            world.warn(f"{path}: {error}; another checkpoint says on how many ranks the run was")
+            continue
+        ranks, device = manifest.world_size, manifest.device
+        break
     single = on_one_process(config, ranks)
     run = build_run(single, world, resumes=checkpoint is not None)
     if checkpoint is not None:
         load(run, checkpoint)
-    exact = config.parallel.bit_exact
-    why = []
-    if ranks != 1 and not exact:
-        why.append(f"{ranks} ranks added in another order")
-        if batch_statistics(run.parallel.module):
-            why.append("batch norm saw other batches")
-    compiled = config.compile.blocks
-    if compiled and (compiled != "auto" or device == "cuda"):
-        why.append("the run was compiled, and its replay is not")
-    cast = pick_cast(config.precision, strategy, run.parallel.module, world)
-    if strategy in SHARDED and cast.use_amp and cast.cast_by != "autocast" and not exact:
-        why.append("FSDP2's policy rounded otherwise than autocast does")
+    reasons = []
+    if ranks != 1 and not config.parallel.bit_exact:
+        reasons.append(f"{ranks} ranks added in another order")
+    blocks = config.compile.blocks
+    if blocks and (blocks != "auto" or device == "cuda"):
+        reasons.append("the run was compiled, and its replay is not")
     if device != world.device.type:
-        why.append(f"it ran on {device}, not on {world.device.type}")
-    tolerance = TOLERANCE[run.precision.name] if why else 0.0
-    expected = f"values within {tolerance:g} of what was logged, since {', and '.join(why)}"
-    if not why:
-        reason = "it was bit-exact" if exact else "it had one process"
-        expected = f"the same bits, since {reason}"
-    if changed := changed_settings(config, saved, argv):
+        reasons.append(f"it ran on {device}, not on {world.device.type}")
+    tolerance = TOLERANCE[run.precision.name] if reasons else 0.0
+    expected = f"values within {tolerance:g} of what was logged, since {', and '.join(reasons)}"
+    if not reasons:
+        exact = config.parallel.bit_exact
+        expected = f"the same bits, since it {'was bit-exact' if exact else 'had one process'}"
+    now = flat(to_toml(config))
+    changed = [
+        f"{key}={now[key]} (it had {saved.get(key, 'none')})"
+        for key in sorted({*saved, *collect(argv)} & now.keys())
+        if now[key] != saved.get(key) and not key.startswith(FREE)
+    ]
+    if changed:
         rows = {}
         expected = f"other values than were logged, since you changed {', '.join(changed)}"
     start = "its start" if checkpoint is None else checkpoint.name
     callbacks = Callbacks(run, AgreedStop(world))
     edited = edited_since(folder, run.task)
-    return Replay(folder, run, rows, tolerance, expected, start, callbacks, edited)
-
-
-def changed_settings(config: Config, saved: Mapping[str, Any], argv: Sequence[str]) -> list[str]:
-    """The settings that change what a step computes, with their values, and those of the run."""
-    now = flat(to_toml(config))
-    return [
-        f"{key}={now[key]} (it had {saved.get(key, 'none')})"
-        for key in sorted({*saved, *collect(argv)} & now.keys())
-        if now[key] != saved.get(key) and not key.startswith(FREE)
-    ]
+    return Replay(run, rows, tolerance, expected, start, callbacks, edited)
 
 
 def on_one_process(config: Config, ranks: int) -> Config:
@@ -226,21 +225,6 @@ def on_one_process(config: Config, ranks: int) -> Config:
         data=replace(config.data, workers=0 if config.parallel.bit_exact else config.data.workers),
         eval=replace(config.eval, every="off"),
     )
-
-
-def layout_at(
-    step: int, checkpoints: Sequence[Path], logged: Mapping[str, Any], world: World
-) -> tuple[int, Any, str]:
-    """(ranks, strategy, type of device) of a step, as far as known. logged: a line near it."""
-    later = [path for path in checkpoints if step_of(path) >= step]
-    for path in (*later, *reversed(checkpoints)):
-        try:
-            manifest = read_manifest(path)
-        except CheckpointRejected as error:
-            world.warn(f"{path}: {error}; another checkpoint says on how many ranks the run was")
-            continue
-        return manifest.world_size, manifest.strategy, manifest.device
-    return len(logged.get("ranks", "1")), "unknown", world.device.type
 
 
 # ---- one step
@@ -300,7 +284,7 @@ def layers_table(module: nn.Module, events: Sequence[Event], norm: float) -> lis
     return [f"  {line}" for line in columns(rows, left=2)]
 
 
-def show_step(replay: Replay, options: Any) -> None:
+def show_step(replay: Replay, stops: bool) -> None:
     """Take the step that comes next, and print what it did."""
     run = replay.run
     position = run.data.position
@@ -308,52 +292,35 @@ def show_step(replay: Replay, options: Any) -> None:
     indexed = run.data.last_step
     random = random_state(run.world.device)
     scale = run.scaler.get_scale()
-    task = run.task
-    if options.pdb:
-        run.task = Stopping(run, indexed)  # type: ignore[assignment]
-    with recorded(run, layer_of, ("forward", "update")) as events:
-        if options.profile:
-            report = profiled_step(replay, micro_batches)
-        else:
-            report = replay.step(micro_batches)
-    run.task = task
+    task = Stopping(run, indexed) if stops else None
+    report, events = replay.step(micro_batches, layer_of, ("forward", "update"), task)
     print(f"\nstep {run.step}, after {position:,} samples")
     for number, (batch, samples) in enumerate(indexed):
         content = batch.batch if isinstance(batch, Padding) else batch
         loss = float(report.losses[number])
-        weight = float(torch.as_tensor(task.weight(content)))
+        weight = float(torch.as_tensor(run.task.weight(content)))
         shown = ", ".join(map(str, samples[:16])) + (", ..." if len(samples) > 16 else "")
         print(f"  micro-batch {number}: loss {loss:.6g}, weight {weight:g}, samples {shown}")
-        for text in shown_samples(task, content):
+        for text in texts_of(run.task, content):
             print(f"    {text}")
-        if options.pictures:
-            name = f"replay_step_{run.step}_micro_batch_{number}.png"
-            print(f"    {write_pictures(content, name)}")
     norm = float(report.norm)
     applied = bool(report.applied)
     clip = run.clip
     factor = min(1.0, clip.limit / (norm + 1e-6)) if clip.by == "norm" else 1.0
-    unclipped = math.nan if clip.by == "value" else norm
     print(
         f"  gradient norm {norm:.6g}, clipped by {clip.by} (factor {factor:.4g}), loss scale "
         f"{scale:g}, {'applied' if applied else 'skipped: the norm is not finite'}"
     )
+    unclipped = math.nan if clip.by == "value" else norm
     print("\n".join(layers_table(run.parallel.module, events, unclipped)))
     if not applied:
         with run.parallel.no_side_effects():
             set_random_state(random, run.world.device)
-            fault = find_in_micro_batches(run, run.step, indexed, task)
+            fault = find_in_micro_batches(run, run.step, indexed, run.task)
         print(f"  {fault or 'every micro-batch is finite at a loss scale of 1: the norm is not'}")
-    else:
-        for report_of_run in read_rows(replay.folder / "nonfinite/reports.jsonl")[0]:
-            if report_of_run["step"] == run.step:
-                print(
-                    "  the run skipped this step, and the replay did not reproduce it: all is "
-                    f"finite; there it was {NonFinite.from_dict(report_of_run)}"
-                )
 
 
-def shown_samples(task: Any, batch: Any) -> list[str]:
+def texts_of(task: Any, batch: Any) -> list[str]:
     """The first samples of a batch as text, if the task has a tokenizer; else its tensors."""
     decode = getattr(getattr(task, "tokenizer", None), "decode", None)
     for key in ("input_ids", "tokens"):
@@ -368,55 +335,28 @@ def shown_samples(task: Any, batch: Any) -> list[str]:
     return texts
 
 
-def write_pictures(batch: Any, name: str) -> str:
-    """Write the first images [samples, 1 or 3, H, W] of a batch side by side, scaled to 0..255.
-
-    Returns where, or why not.
-    """
-    for images in tree_leaves(batch):
-        if isinstance(images, Tensor) and images.ndim == 4 and images.shape[1] in (1, 3):
-            row = torch.cat([*images[:SHOWN_SAMPLES].float().cpu()], dim=2)
-            row = (row - row.min()) / (row.max() - row.min()).clamp(min=1e-9)
-            pixels = (255 * row).byte().expand(3, -1, -1).permute(1, 2, 0)
-            Image.fromarray(pixels.numpy()).save(name)
-            return str(Path(name).resolve())
-    return "no picture: the batch has no tensor of the shape [samples, 1 or 3, height, width]"
-
-
 class Stopping:
     """A task that stops in pdb before each backward, with run, batch, samples and loss at hand."""
 
     def __init__(self, run: ScriptRun, indexed: Indexed):
-        self.task = run.task
         self._run = run
         self._samples = iter([samples for _, samples in indexed])
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.task, name)
+        return getattr(self._run.task, name)
 
     def loss_sum(self, model: nn.Module, batch: Any) -> Tensor:
         run = self._run
         samples = next(self._samples)
-        loss = self.task.loss_sum(model, batch)
+        loss = run.task.loss_sum(model, batch)
         print(
             f"step {run.step + 1}, before the backward of samples {samples}; `batch` is what the "
-            "task gets, `loss` what backward starts from (not yet divided by the step's weight, "
-            "nor scaled), `run.parallel.module` the model; c continues, q ends",
+            "task gets, `loss` what it returned, `run.parallel.module` the model; c continues, "
+            "q ends",
             flush=True,
         )
         pdb.set_trace()  # noqa: T100
         return loss
-
-
-def profiled_step(replay: Replay, micro_batches: Sequence[Any]) -> StepReport:
-    """The step under torch.profiler: its trace in this folder, its longest operations printed."""
-    with profile() as profiler:
-        report = replay.step(micro_batches)
-    path = Path(f"replay_step_{replay.run.step}.json")
-    profiler.export_chrome_trace(str(path))
-    print(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=10))
-    print(f"trace   {path.resolve()}; open it in ui.perfetto.dev")
-    return report
 
 
 @command()
@@ -424,8 +364,6 @@ def main(argv: Sequence[str]) -> int:
     parser = Parser("python -m dist_amp.replay", __doc__)
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
     parser.add_argument("--step", type=int, required=True, help="the step to show, from 1 on")
-    parser.add_argument("--profile", action="store_true", help="trace the step")
-    parser.add_argument("--pictures", action="store_true", help="write its images here, as PNG")
     parser.add_argument("--pdb", action="store_true", help="stop before each of its backwards")
     options, settings = parser.parse_known_args(argv)
     replay = run_at(options.run, options.step, settings)
@@ -437,7 +375,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         while replay.run.step < options.step - 1:
             replay.step()
-        show_step(replay, options)
+        show_step(replay, options.pdb)
     except bdb.BdbQuit:
         print(f"ended before step {replay.run.step + 1} was taken")
         return 0

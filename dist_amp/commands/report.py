@@ -9,14 +9,12 @@ Docs: docs/run_folder.md
 
 import sys
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from dist_amp.commands.plot import Series, finite_series
-from dist_amp.commands.runs import RunRow, number, rows_of
-from dist_amp.errors import DataError
+from dist_amp.commands.runs import number, rows_of
 from dist_amp.files import write_durably
 from dist_amp.record import Record
 from dist_amp.supervise.command_line import Parser, command
@@ -27,8 +25,8 @@ CURVES = {  # heading: (metric, unit that it is divided by)
     "learning rate": ("train/lr", 1),
     "gradient norm": ("train/grad_norm", 1),
     "loss scale": ("amp/loss_scale", 1),
-    "items per second of the slowest rank": ("ranks/items_per_second_min", 1),
-    "peak memory of the fullest rank, MiB": ("ranks/peak_bytes_max", 2**20),
+    "items per second of the slowest rank": ("slowest", 1),
+    "peak memory of the fullest rank, MiB": ("fullest", 2**20),
 }
 WIDTH, HEIGHT = 640, 240  # of a curve, in the units of its own picture
 LEFT, BOTTOM = 100, 30  # for the labels of the axes
@@ -76,66 +74,46 @@ def main(argv: Sequence[str]) -> None:
 
 def report(folder: Path) -> str:
     """The page's HTML. Errors: DataError if the folder holds no run."""
-    if not (folder / "config.toml").exists():
-        raise DataError(f"{folder} is not a run's folder: it has no config.toml")
-    (row,) = rows_of(folder)
     record = Record(folder)
-    steps = record.rows
-    for step in steps:
-        add_extremes(step)
+    (run,) = rows_of([record])
+    rows = [dict(row) for row in record.rows]
+    for row in rows:
+        if ranks := row.get("ranks"):
+            row["slowest"] = min(rank.get("throughput/items_per_second", 0.0) for rank in ranks)
+            row["fullest"] = max(rank.get("memory/peak_bytes", 0.0) for rank in ranks)
     pictures = []
     for heading, (metric, unit) in CURVES.items():
-        numbers, values = finite_series(steps, metric)
-        if numbers:
-            pictures.append(picture(heading, (numbers, [value / unit for value in values])))
+        steps, values = finite_series(rows, metric)
+        if steps:
+            pictures.append(picture(heading, (steps, [value / unit for value in values])))
+    where = "1 rank" if run.ranks == 1 else f"{run.ranks} ranks"
+    text = [run.state, f"step {run.step:,} of {run.steps:,} on {where}"]
+    if run.cause:
+        text[0] = f"{run.state} ({run.cause})"
+    for name, value in (
+        ("started", run.started),
+        ("loss", number(run.loss, ".4f")),
+        ("best held-out loss", number(run.best, ".4f")),
+        ("goodput", number(run.goodput, ".0%")),
+    ):
+        if value:
+            text.append(f"{name} {value}")
+    ranks = [("rank", "host", "peak memory", "items per second")]
+    for rank in record.summary.get("ranks") or ():
+        peak = f"{rank['peak_memory_bytes'] / 2**20:,.0f} MiB"
+        ranks.append((rank["rank"], rank["host"], peak, f"{rank['items_per_second']:,.1f}"))
     sample = ""
     if (folder / "sample.txt").exists():
-        text = (folder / "sample.txt").read_text(encoding="utf-8", errors="replace")
-        sample = f"<h2>Sample</h2>\n<pre>{escape(text)}</pre>"
+        content = (folder / "sample.txt").read_text(encoding="utf-8", errors="replace")
+        sample = f"<h2>Sample</h2>\n<pre>{escape(content)}</pre>"
     return PAGE.format(
-        title=escape(f"{row.task}: {row.run}"),
-        summary=escape(summary_text(row)),
+        title=escape(f"{run.task}: {run.run}"),
+        summary=escape(", ".join(text)),
         curves="\n".join(pictures) or "<p>Nothing is logged yet.</p>",
-        settings=html_table([("setting", "value"), *row.settings.items()]),
-        ranks=html_table(ranks_of(record.summary)),
+        settings=html_table([("setting", "value"), *run.settings.items()]),
+        ranks=html_table(ranks),
         sample=sample,
     )
-
-
-def add_extremes(step: dict[str, Any]) -> None:
-    """Add the extremes over ranks, which a step of one rank does not have."""
-    if ranks := step.get("ranks"):
-        slowest = min(rank.get("throughput/items_per_second", 0.0) for rank in ranks)
-        fullest = max(rank.get("memory/peak_bytes", 0.0) for rank in ranks)
-        step.setdefault("ranks/items_per_second_min", slowest)
-        step.setdefault("ranks/peak_bytes_max", fullest)
-
-
-def summary_text(row: RunRow) -> str:
-    ranks = "1 rank" if row.ranks == 1 else f"{row.ranks} ranks"
-    parts = [row.state, f"step {row.step:,} of {row.steps:,} on {ranks}"]
-    if row.cause:
-        parts[0] = f"{row.state} ({row.cause})"
-    if row.started:
-        parts.append(f"started {row.started}")
-    for name, text in (
-        ("loss", number(row.loss, ".4f")),
-        ("best held-out loss", number(row.best, ".4f")),
-        ("goodput", number(row.goodput, ".0%")),
-    ):
-        if text:
-            parts.append(f"{name} {text}")
-    return ", ".join(parts)
-
-
-def ranks_of(summary: dict[str, Any]) -> list[tuple[Any, ...]]:
-    """A head and a row per rank, of summary.json."""
-    rows: list[tuple[Any, ...]] = [("rank", "host", "peak memory", "items per second")]
-    with suppress(LookupError, TypeError, ValueError):  # of a damaged summary
-        for rank in summary.get("ranks", ()):
-            peak = f"{rank['peak_memory_bytes'] / 2**20:,.0f} MiB"
-            rows.append((rank["rank"], rank["host"], peak, f"{rank['items_per_second']:,.1f}"))
-    return rows
 
 
 def html_table(rows: Iterable[Sequence[Any]]) -> str:

@@ -13,18 +13,17 @@ Docs: docs/run_folder.md
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from dist_amp.config.load import load_config
-from dist_amp.config.text import flat, read_flat, to_toml
+from dist_amp.config.text import flat, to_toml
 from dist_amp.distributed.process import warn
-from dist_amp.errors import DataError, first_line
-from dist_amp.files import Row, parse_row, plain_json
-from dist_amp.record import Record, damage
+from dist_amp.errors import DataError
+from dist_amp.files import plain_json
+from dist_amp.record import Record
 from dist_amp.supervise.command_line import Parser, columns, command
 
 NOT_COMPARED = ("run.dir", "run.resume", "task.target")
@@ -59,94 +58,109 @@ def main(argv: Sequence[str]) -> None:
         "--json", action="store_true", help="print JSON, with full causes and null for nan"
     )
     options = parser.parse_args(argv)
-    rows = rows_of(options.folder)
-    rows.sort(key=lambda row: sort_key(getattr(row, options.sort)))
+    rows = [asdict(row) for row in rows_of(records_in(options.folder))]
+    # nan, the value of a run without one, comes last: it is not equal to itself.
+    rows.sort(key=lambda row: (row[options.sort] != row[options.sort], row[options.sort]))
     if options.json:
-        print(json.dumps(plain_json([without_nan(asdict(row)) for row in rows]), indent=2))
+        for row in rows:
+            row |= {name: None for name, value in row.items() if value != value}
+        print(json.dumps(plain_json(rows), indent=2))
         return
-    print("\n".join(table(rows)))
+    head = ["run", "started", "task", "state", "ranks", "step", "loss", "best", "goodput"]
+    cells = [head]
+    for row in rows:
+        state = f"{row['state']}: {row['cause']}" if row["cause"] else row["state"]
+        if len(state) > LETTERS:
+            state = f"{state[: LETTERS - 3]}..."
+        numbers = [number(row["loss"], ".4f"), number(row["best"], ".4f")]
+        numbers.append(number(row["goodput"], ".0%"))
+        step = f"{row['step']:,}/{row['steps']:,}"
+        texts = [row["run"], row["started"], row["task"], state, str(row["ranks"]), step]
+        cells.append([*texts, *numbers])
+    lines = columns(cells, left=4)
+    settings = [" ".join(f"{k}={v}" for k, v in row["settings"].items()) for row in rows]
+    width = max(map(len, lines))
+    for line, text in zip(lines, ["settings", *settings], strict=True):
+        print(f"{line:<{width}}  {text}".rstrip())
 
 
-def without_nan(entries: dict[str, Any]) -> dict[str, Any]:
-    """None, JSON's null, in place of nan."""
-    missing = [name for name, value in entries.items() if value != value]
-    return entries | dict.fromkeys(missing)
+def number(value: float, form: str) -> str:
+    return f"{value:{form}}" if math.isfinite(value) else ""
 
 
-def sort_key(value: Any) -> tuple[bool, Any]:
-    """nan, the value of a run without one, comes last."""
-    return value != value, value
-
-
-def rows_of(folder: Path) -> list[RunRow]:
+def records_in(folder: Path) -> list[Record]:
     """The runs in a folder, or the run that it is. Errors: DataError if there are none."""
-    configs = [folder / "config.toml"]
-    if not configs[0].exists():  # in a run's own folder an export may have another
-        configs = sorted(folder.glob("*/config.toml"))
-    readable = {}
-    for path in configs:
+    folders = [folder]
+    if not (folder / "config.toml").exists():  # in a run's own folder an export may have another
+        folders = sorted(path.parent for path in folder.glob("*/config.toml"))
+    records = []
+    for path in folders:
+        record = Record(path)
         try:
-            settings = read_flat(path)
+            if "task.target" in record.settings:
+                records.append(record)
         except DataError as error:
+            if path == folder:
+                raise
             warn(str(error))
-            continue
-        if "task.target" in settings:
-            readable[path.parent] = settings
-    if not readable:
-        raise DataError(f"{folder} holds no run; give the folder in which run.dir names are")
+    if not records:
+        raise DataError(f"{folder} holds no run; give the folder that contains your runs")
+    return records
+
+
+def rows_of(records: Sequence[Record]) -> list[RunRow]:
     defaults = flat(to_toml(load_config([], environ={})))
+    others = [record.settings for record in records] if len(records) > 1 else [defaults]
     rows = []
-    for path, settings in readable.items():
-        target = settings["task.target"]
-        of_task = [other for other in readable.values() if other["task.target"] == target]
+    for record in records:
+        same_task = [
+            settings
+            for settings in others
+            if settings["task.target"] == record.settings["task.target"]
+        ]
         differing = {}
-        for key, value in settings.items():
-            is_argument = key.startswith("task.args.")
-            compared = of_task if is_argument else [*readable.values()]
-            if len(readable) == 1 and (not is_argument or target == defaults["task.target"]):
-                compared = [defaults]
-            differs = any(other.get(key, defaults.get(key)) != value for other in compared)
+        for key, value in record.settings.items():
+            compared = same_task if key.startswith("task.args.") else others
+            differs = any(settings.get(key, defaults.get(key)) != value for settings in compared)
             if differs and key not in NOT_COMPARED:
                 differing[key] = value
-        rows.append(row_of(path, settings, differing))
+        rows.append(row_of(record, differing))
     return rows
 
 
-def row_of(folder: Path, settings: Mapping[str, Any], differing: dict[str, Any]) -> RunRow:
-    record = Record(folder)
+def row_of(record: Record, differing: dict[str, Any]) -> RunRow:
     summary = record.summary
-    state = str(summary.get("stopped_by", "killed")).replace("completed", "done")
-    cause = str(summary.get("cause", ""))
     logged: dict[str, Any] = {}
     best = math.inf
-    try:
-        logged, best, damaged = skim(folder / "metrics.jsonl")
-        if damaged and not cause:
-            cause = damage(damaged)
-    except OSError as error:
-        cause = f"metrics.jsonl can't be read: {first_line(error)}"
-    goodput = 100 * finite(summary.get("goodput"))
+    for row in record.rows:
+        if "train/loss" in row:
+            logged = row
+        if (loss := finite(row.get("eval/loss"))) < best:
+            best = loss
     step = max(logged.get("step", 0), summary.get("steps", 0))
-    if step > summary.get("steps", step):
-        state, cause = "killed", ""
+    state = str(summary.get("stopped_by", "killed")).replace("completed", "done")
+    cause = str(summary.get("cause", ""))
+    goodput = finite(summary.get("goodput"))
     if record.is_running:
         state, cause = "running", ""
+    elif step > summary.get("steps", step):  # there was a start after that summary
+        state, cause = "killed", ""
     elif not record.started and not summary:
         state = "not started"
     if state in ("running", "killed"):
-        goodput = finite(logged.get("perf/goodput_pct"))
+        goodput = finite(logged.get("perf/goodput_pct")) / 100
     return RunRow(
-        run=folder.name,
+        run=record.folder.name,
         started=record.started,
-        task=str(settings["task.target"]).rpartition(":")[2],
+        task=str(record.settings["task.target"]).rpartition(":")[2],
         state=state,
         cause=cause,
         ranks=summary.get("world_size", len(logged.get("ranks", ()))),
         step=step,
-        steps=settings.get("train.steps", 0),
+        steps=record.settings.get("train.steps", 0),
         loss=finite(logged.get("train/loss", summary.get("final_loss"))),
         best=finite(best),
-        goodput=goodput / 100,
+        goodput=goodput,
         settings=differing,
     )
 
@@ -156,64 +170,6 @@ def finite(value: Any) -> float:
     if isinstance(value, int | float) and math.isfinite(value):
         return value
     return math.nan
-
-
-def skim(path: Path) -> tuple[Row, float, list[int]]:
-    """The last log step of metrics.jsonl, the lowest held-out loss, and which lines are damaged.
-
-    The file may be large: of the log steps, only the last line is parsed.
-    """
-    last = b""
-    best = math.inf
-    last_number = 0
-    damaged = []
-    with suppress(FileNotFoundError), path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                break
-            if b'"eval/loss"' not in line:
-                last, last_number = line, number
-            elif row := parse_row(line):
-                best = min(best, finite(row.get("eval/loss")))
-            else:
-                damaged.append(number)
-    logged = parse_row(last) or {}
-    if last and not logged:
-        damaged.append(last_number)
-    return logged, best, damaged
-
-
-def table(rows: Sequence[RunRow]) -> list[str]:
-    head = ["run", "started", "task", "state", "ranks", "step", "loss", "best", "goodput"]
-    lines = columns([head, *(as_text(row) for row in rows)], left=4)
-    width = max(map(len, lines))
-    settings = ["settings"]
-    for row in rows:
-        settings.append(" ".join(f"{key}={value}" for key, value in row.settings.items()))
-    return [f"{line:<{width}}  {text}".rstrip() for line, text in zip(lines, settings, strict=True)]
-
-
-def as_text(row: RunRow) -> list[str]:
-    state = row.state
-    if row.cause:
-        state = f"{state}: {row.cause}"
-    if len(state) > LETTERS:
-        state = f"{state[: LETTERS - 3]}..."
-    return [
-        row.run,
-        row.started,
-        row.task,
-        state,
-        str(row.ranks),
-        f"{row.step:,}/{row.steps:,}",
-        number(row.loss, ".4f"),
-        number(row.best, ".4f"),
-        number(row.goodput, ".0%"),
-    ]
-
-
-def number(value: float, form: str) -> str:
-    return f"{value:{form}}" if math.isfinite(value) else ""
 
 
 if __name__ == "__main__":

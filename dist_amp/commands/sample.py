@@ -58,10 +58,8 @@ def main(argv: Sequence[str]) -> None:
         except (OSError, SafetensorError, RuntimeError) as error:
             # The last line of a RuntimeError names a parameter and both shapes.
             problem = str(error).splitlines()[-1].strip()
-            raise DataError(
-                f"{folder / MODEL} can't be loaded ({problem}); export it again, for this task's "
-                "model"
-            ) from error
+            text = f"{folder / MODEL} can't be loaded ({problem})"
+            raise DataError(f"{text}; export it again, for this task's model") from error
     else:
         load_weights(model, folder, options.weights == "auto")
     with torch.no_grad():

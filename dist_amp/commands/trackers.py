@@ -48,17 +48,12 @@ class Wandb(Tracker):
 
     def __init__(self, project: str, id: str, name: str, config: Facts):
         wandb = imported("wandb")
-        # Of this process, not of the run.
-        settings = wandb.Settings(console="off", quiet=True, x_disable_stats=True)
+        options: dict[str, Any] = {"resume": "allow", "allow_val_change": True}
+        # What this process prints and uses is not the run's.
+        options["settings"] = wandb.Settings(console="off", quiet=True, x_disable_stats=True)
         try:
             self._run = wandb.init(
-                project=project,
-                id=id,
-                name=name,
-                config=dict(config),
-                resume="allow",
-                allow_val_change=True,
-                settings=settings,
+                project=project, id=id, name=name, config=dict(config), **options
             )
         except wandb.errors.UsageError as error:
             raise ConfigError(
@@ -79,10 +74,7 @@ class Wandb(Tracker):
             self._run.log({"step": step, **values}, step=number, commit=True)
 
     def end(self, step: int, summary: Facts, values: Values, sample: str) -> None:
-        values_and_sample = dict(summary)
-        if sample:
-            values_and_sample["sample"] = sample
-        self._run.summary.update(values_and_sample)
+        self._run.summary.update({**summary, **({"sample": sample} if sample else {})})
         self._exit_code = int(summary.get("exit_code", 0))
 
     def close(self) -> None:
@@ -132,30 +124,23 @@ class MLflow(Tracker):
         place = experiment.experiment_id if experiment else self._client.create_experiment(project)
         found = self._client.search_runs([place], f"tags.dist_amp_id = '{id}'")
         self.has_run = bool(found)
-        if found:
-            run = found[0]
-        else:
-            run = self._client.create_run(place, tags={"dist_amp_id": id}, run_name=name)
+        tags = {"dist_amp_id": id}
+        run = found[0] if found else self._client.create_run(place, tags=tags, run_name=name)
         self._id = run.info.run_id
         self._status = "RUNNING"
         self._client.update_run(self._id, status=self._status)
         # A parameter can't be changed: of a resumed run, those of its first start stay.
         sent = run.data.params
-        params = [
-            mlflow.entities.Param(key, str(value))
-            for key, value in leaves(config)
-            if key not in sent
-        ]
+        param = mlflow.entities.Param
+        params = [param(key, str(value)) for key, value in leaves(config) if key not in sent]
         for start in range(0, len(params), MLFLOW_PARAMS):
             self._client.log_batch(self._id, params=params[start : start + MLFLOW_PARAMS])
         self.where = f"mlflow at {mlflow.get_tracking_uri()}; experiment {project}, run {self._id}"
 
     def log(self, number: int, step: int, seconds: float, values: Values) -> None:
         """MLflow ignores a metric that it has with the same step, time and value."""
-        milliseconds = int(1000 * seconds)
-        metrics = [
-            self._entities.Metric(tag, value, milliseconds, step) for tag, value in values.items()
-        ]
+        metric = self._entities.Metric
+        metrics = [metric(tag, value, int(1000 * seconds), step) for tag, value in values.items()]
         for start in range(0, len(metrics), MLFLOW_METRICS):
             self._client.log_batch(self._id, metrics=metrics[start : start + MLFLOW_METRICS])
 

@@ -93,7 +93,9 @@ class Fingerprint(Observer):
 
 
 def group_names(names: Sequence[str]) -> list[str]:
-    """The module group of each parameter, by name: the smallest modules, at most MAX_GROUPS."""
+    """The module group of each parameter, by name: the smallest modules, at most MAX_GROUPS, or the
+    layers where there are more.
+    """
     paths = [clean_name(name).split(".")[:-1] or [name] for name in names]
     # Down to a layer's number, such as model.layers.0.
     numbers = [[part.isdigit() for part in path] for path in paths]
@@ -102,12 +104,5 @@ def group_names(names: Sequence[str]) -> list[str]:
     for depth in range(max(map(len, paths)), layers - 1, -1):
         groups = [".".join(path[:depth]) for path in paths]
         if len(set(groups)) <= MAX_GROUPS:
-            return groups
-    distinct = list(dict.fromkeys(groups))
-    size = -(-len(distinct) // MAX_GROUPS)
-    merged = {}
-    for number, group in enumerate(distinct):
-        first = number // size * size
-        last = min(first + size, len(distinct)) - 1
-        merged[group] = f"{distinct[first]} to {distinct[last]}"
-    return [merged[group] for group in groups]
+            break
+    return groups

@@ -83,25 +83,20 @@ class FirstSteps(Observer):
         """Errors: NumericsError where an applied step changed no sampled element on any rank."""
         run = self._run
         moved = not all(map(torch.equal, self._before, self._sampled()))
-        lr = run.schedule.last_lr.item()
+        norm, lr = report.norm.item(), run.schedule.last_lr.item()
         # Of all ranks: one whose copy of the gradients was damaged may have skipped alone.
         rows = run.world.gather((report.applied.item(), moved))
         self._moved = any(applied for applied, _ in rows)
-        if not self._moved or any(moved for _, moved in rows) or not report.norm.item() * lr:
+        if not self._moved or any(moved for _, moved in rows) or not norm * lr:
             return
-        cause = (
-            f"step {run.step} was applied with grad_norm {report.norm.item():.3g} at lr {lr:.3g}, "
-            "but changed no parameter; "
-        )
-        if any(p.dtype != torch.float32 for p in run.parallel.parameters):
-            # They may yet move, at a higher rate.
-            run.world.warn(
-                f"{cause}at this rate updates are lost to rounding: use parallel.param_dtype=fp32"
-            )
-            return
-        raise NumericsError(
-            f"{cause}check that the optimizer got the parameters of the model, and raise optim.lr"
-        )
+        text = f"step {run.step} was applied with grad_norm {norm:.3g} at lr {lr:.3g}, but changed "
+        text += "no parameter; "
+        if all(p.dtype == torch.float32 for p in run.parallel.parameters):
+            fix = "check that the optimizer got the parameters of the model, and raise optim.lr"
+            raise NumericsError(text + fix)
+        # They may yet move, at a higher rate.
+        fix = "at this rate updates are lost to rounding: use parallel.param_dtype=fp32"
+        run.world.warn(text + fix)
 
     def _warn_of_idle_parameters(self) -> None:
         """Name the parameters whose gradients were missing or zero in all steps on all ranks."""

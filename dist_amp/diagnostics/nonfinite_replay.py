@@ -11,7 +11,6 @@ Docs: docs/debugging.md
 import json
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -20,14 +19,14 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from dist_amp.data import Indexed, Padding
-from dist_amp.diagnostics.effects import without_effects
-from dist_amp.diagnostics.trace import TASK, Event, Recorder, call_of
+from dist_amp.diagnostics.effects import NoWrites, copy_of_task
+from dist_amp.diagnostics.trace import TASK, Event, Recorder, call_of, unreduced
 from dist_amp.distributed.process import random_state, set_random_state
 from dist_amp.errors import in_one_line
 from dist_amp.precision import DTYPES
 from dist_amp.run import Run
 from dist_amp.scaling.compile import stance
-from dist_amp.step import loss_of, mark_last, weights_of
+from dist_amp.step import loss_of, weights_of
 from dist_amp.telemetry.observer import Observer
 from dist_amp.telemetry.step_report import LogRow, StepReport
 from dist_amp.world import local
@@ -63,8 +62,7 @@ class TensorStats:
             return f"{what} {span or 'empty'}"
         counts = {"nan": self.nan, "inf": self.inf}
         text = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-        rest = f"finite part {span}" if span else "nothing finite"
-        return f"{what} has {text}, {rest}"
+        return f"{what} has {text}, {f'finite part {span}' if span else 'nothing finite'}"
 
 
 @dataclass(frozen=True)
@@ -81,11 +79,6 @@ class NonFinite:
     micro_batch: int = 0
     samples: list[int] = field(default_factory=list)
     other_ranks: list[int] = field(default_factory=list)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "NonFinite":
-        """From a line of RUN/nonfinite/reports.jsonl."""
-        return cls(**values | {"tensors": [TensorStats(**stats) for stats in values["tensors"]]})
 
     @property
     def where(self) -> str:
@@ -115,14 +108,11 @@ class NonFinite:
 
 
 def listed(samples: Sequence[int]) -> str:
-    shown = list(map(str, samples[:LISTED]))
-    if len(samples) > LISTED:
-        shown.append("...")
-    return ", ".join(shown)
+    return ", ".join([*map(str, samples[:LISTED]), *(["..."] if len(samples) > LISTED else [])])
 
 
 def stats_of(values: Sequence[Tensor], what: str = "") -> list[TensorStats]:
-    """Of this rank's part of each floating-point tensor; reads the device."""
+    """Statistics of this rank's part of each floating-point tensor; reads the device."""
     stats = []
     for tensor in values:
         part = local(tensor).detach()
@@ -160,48 +150,49 @@ def named(what: str, stats: Sequence[TensorStats]) -> list[TensorStats]:
 def first_nonfinite(events: Sequence[Event]) -> NonFinite | None:
     """What made the loss, or a parameter's gradient, not finite; events with `stats_of`."""
     (loss,) = (event for event in events if event.kind == "loss")
-    spoilt = [event for event in events if event.kind == "gradient" and bad(event.values)]
-    if not (bad(loss.values) or spoilt):
+    gradients = [event for event in events if event.kind == "gradient"]
+    if not (bad(loss.values) or any(bad(event.values) for event in gradients)):
         return None
+    calls = [event for event in events if event.kind == "forward"]
     for event in events:
         if event.kind == "parameter" and bad(event.values):
             stats = named(event.name, bad(event.values))
             return NonFinite("parameters", event.module, event.module_class, stats)
     if bad(loss.values):
-        calls = [event for event in events if event.kind == "forward"]
         for call in calls:
             made = bad(call.values) and not bad(call.inputs)
             # Unlike a mask's -inf, it is in what every outer call returned.
             if made and all(bad(outer.values) for outer in call.callers):
-                return NonFinite("forward", call.module, call.module_class, both_of(call))
-        outputs = [each for call in calls[-1:] for each in named("output", call.values)]
-        return NonFinite("loss", TASK, "", named("loss", loss.values) + outputs)
+                stats = named("output", call.values) + named("input", call.inputs)
+                return NonFinite("forward", call.module, call.module_class, stats)
+        stats = named("loss", loss.values)
+        for call in calls[-1:]:
+            stats += named("output", call.values)
+        return NonFinite("loss", TASK, "", stats)
     for event in events:
         if event.kind == "backward" and bad(event.values) and not bad(event.inputs):
-            gradients = named("gradient returned", bad(event.values))
-            gradients += named("gradient received", event.inputs)
+            stats = named("gradient returned", bad(event.values))
+            stats += named("gradient received", event.inputs)
             if owner := call_of(event, events):
-                stats = gradients + both_of(owner)
+                stats += named("output", owner.values) + named("input", owner.inputs)
                 return NonFinite("backward", owner.module, owner.module_class, stats, event.name)
-            return NonFinite("backward", TASK, "", gradients, event.name)
+            return NonFinite("backward", TASK, "", stats, event.name)
     return None
 
 
-def both_of(call: Event) -> list[TensorStats]:
-    return named("output", call.values) + named("input", call.inputs)
-
-
 def find_nonfinite(run: Run, task: Any, batch: Any, share: Tensor) -> NonFinite | None:
-    """The first inf or nan of a micro-batch's forward and backward, which leaves gradients behind.
+    """The first inf or nan of a micro-batch's forward and backward; no gradient is kept.
 
     batch: as a step takes it; share: what its loss is multiplied by, scalar float32.
     """
     kinds = ("parameter", "forward", "backward", "gradient")
-    recorder = Recorder(task, run.parallel.module, stats_of, kinds, inputs=True)
+    module = run.parallel.module
+    recorder = Recorder(task, module, stats_of, kinds, inputs=True, drop_gradients=True)
     # Compiled code calls no hooks, and anomaly detection would raise before the cause is found.
-    with stance("force_eager"), torch.autograd.set_detect_anomaly(False), recorder:
+    eager = stance("force_eager")
+    with eager, torch.autograd.set_detect_anomaly(False), unreduced(run.parallel), recorder:
         with run.precision.autocast():
-            loss = loss_of(recorder, run.parallel.module, batch, run.world.device)
+            loss = loss_of(recorder, module, batch, run.world.device)
         (loss * share).backward()
     fault = first_nonfinite(recorder.events)
     if loss.isfinite() and not share.isfinite():
@@ -221,27 +212,24 @@ def find_in_micro_batches(
     run: Run, step: int, micro_batches: Indexed, task: Any
 ) -> NonFinite | str:
     """This rank's first fault, or why its replay failed, or ""."""
+    rank, world_size = run.world.rank, run.world.world_size
     weights = weights_of(task, [batch for batch, _ in micro_batches], run.world.device)
-    share = run.world.world_size / run.world.sum(weights.sum())
+    share = world_size / run.world.sum(weights.sum())
     first: NonFinite | str = ""
-    # A bit-exact run draws random numbers by the step and the micro-batch.
-    steps_taken = run.step
-    run.step = step - 1
-    exact = run.config.parallel.bit_exact
-    for number, (is_last, (batch, samples)) in enumerate(mark_last(micro_batches)):
+    for number, (batch, samples) in enumerate(micro_batches):
+        if run.config.parallel.bit_exact:
+            from dist_amp.bit_exact import seed_micro_batch
+
+            seed_micro_batch(run.config.run.seed, step - 1, number * world_size + rank)
         fault = None
         try:
-            with run.parallel.gradient_sync(is_last or not exact):
-                fault = find_nonfinite(run, task, batch, share)
+            fault = find_nonfinite(run, task, batch, share)
         except Exception as error:
             if run.parallel.sharded:
                 raise  # the other ranks are in a collective of this forward
             first = first or f"{type(error).__name__}: {error}"
-        run.optimizer.zero_grad(set_to_none=True)
         if fault is not None and not isinstance(first, NonFinite):
-            at: dict[str, Any] = {"step": step, "rank": run.world.rank, "micro_batch": number}
-            first = replace(fault, **at, samples=list(samples))
-    run.step = steps_taken
+            first = replace(fault, step=step, rank=rank, micro_batch=number, samples=list(samples))
     return first
 
 
@@ -259,7 +247,6 @@ class NonfiniteReplay(Observer):
         self._position = run.data.position
         self._skipped = int(run.schedule.skipped_steps)
         self._reported: set[tuple[str, str, int]] = set()
-        self._folder = run.folder / "nonfinite"
         self._random: dict[str, Tensor] | None = None  # before the step, if each is watched
         if self._at_each_step:
             self._random = random_state(run.world.device)
@@ -297,42 +284,39 @@ class NonfiniteReplay(Observer):
 
     def _replay(self, step: int, position: int) -> bool:
         """Replay a step on all ranks and report its first inf or nan; return whether it has one."""
-        world = self.run.world
+        run = self.run
+        world = run.world
         with world.clock.hold("diagnostics"):
-            with self.run.parallel.no_side_effects(), ExitStack() as contexts:
-                try:
-                    task = contexts.enter_context(without_effects(self.run))
-                except Exception as error:
-                    why = f"the task can't be copied ({in_one_line(error)})"
-                    world.warn(f"step {step} was skipped, and is not taken again: {why}")
-                    return False
-                fetched = self.run.data.at(position)
+            try:
+                task, data = copy_of_task(run)
+            except Exception as error:
+                why = f"the task can't be copied ({in_one_line(error)})"
+                world.warn(f"step {step} was skipped, and is not taken again: {why}")
+                return False
+            with run.parallel.no_side_effects(), NoWrites(run.parallel.module.parameters()):
+                micro_batches = data.at(position)
                 if self._random is not None:
                     set_random_state(self._random, world.device)
-                fault = find_in_micro_batches(self.run, step, fetched, task)
+                fault = find_in_micro_batches(run, step, micro_batches, task)
             results = world.gather(fault)
-            faults = [result for result in results if isinstance(result, NonFinite)]
-            if not faults:
-                self._warn_nothing_found(step, results)
-                return False
+        faults = [result for result in results if isinstance(result, NonFinite)]
+        failures = [f"rank {rank}: {why}" for rank, why in enumerate(results) if why]
+        if faults:
             # Only the rank that holds a sharded parameter's bad part sees it; the others blame the
             # module's forward.
             first = min(faults, key=lambda fault: (fault.phase != "parameters", fault.rank))
-            others = [fault.rank for fault in faults if fault is not first]
-            self._report(replace(first, other_ranks=others))
-        return True
-
-    def _warn_nothing_found(self, step: int, results: list[Any]) -> None:
-        warn = self.run.world.warn
-        failures = [f"rank {rank}: {why}" for rank, why in enumerate(results) if why]
-        if failures:
-            warn(f"step {step} was skipped, and replaying it failed on {'; '.join(failures)}")
-        elif not self.run.scaler.scales:  # in fp16 the scale was too high, its normal cycle
-            warn(
+            other_ranks = [fault.rank for fault in faults if fault is not first]
+            self._report(replace(first, other_ranks=other_ranks))
+        elif failures:
+            text = "; ".join(failures)
+            world.warn(f"step {step} was skipped, and replaying it failed on {text}")
+        elif not run.scaler.scales:  # in fp16 the scale was too high, its normal cycle
+            world.warn(
                 f"step {step} was skipped, but its replay is finite: the cause was a random "
                 "augmentation or dropout, only the gradients' norm overflowed, or the parameters "
                 "have changed since, which debug.nonfinite=step prevents"
             )
+        return bool(faults)
 
     def _report(self, fault: NonFinite) -> None:
         """To reports.jsonl each time; to the console once per module, phase and rank."""
@@ -343,8 +327,9 @@ class NonfiniteReplay(Observer):
         if run.folder.is_dir():
             look = f"; see dist_amp replay {run.folder} --step {fault.step}"
             if run.world.is_main:
-                self._folder.mkdir(exist_ok=True)
-                with (self._folder / "reports.jsonl").open("a") as file:
+                folder = run.folder / "nonfinite"
+                folder.mkdir(exist_ok=True)
+                with (folder / "reports.jsonl").open("a") as file:
                     file.write(json.dumps(asdict(fault)) + "\n")
         key = (fault.module, fault.phase, fault.rank)
         if key not in self._reported:

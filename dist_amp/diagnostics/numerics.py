@@ -8,7 +8,7 @@ change. Measuring changes no step.
 Docs: docs/debugging.md
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -31,6 +31,8 @@ LOST_UPDATE_LIMIT = 0.5  # assumed
 # less than half of it.
 SURELY_LOST = 2.0**-9
 
+Masks = Mapping[Tensor, Tensor]  # of this rank's part of each parameter
+
 
 class Numerics(Observer):
     """Measures log steps; warns at the start of updates that bf16 loses. Errors: ConfigError."""
@@ -43,26 +45,23 @@ class Numerics(Observer):
             self._groups[group.get("name", f"group {number}")] = group["params"]
         self._before: dict[Tensor, Tensor] = {}  # this rank's parameters before the update
         self._hooks: list[Any] = []  # in a log step
-        self._scale = 1.0  # before the step
-        self._warned: set[str] = set()
+        self._warned: set[tuple[str, str]] = set()
         if run.config.debug.numerics and run.scaler.scales and run.precision.cast_by == "policy":
             raise ConfigError(
                 "debug.numerics=true compares fp16 with float32, and FSDP's mixed-precision policy "
                 "computes in one of them only; use precision.cast_by=autocast"
             )
-        if run.config.optim.name == "adamw":
-            self._warn_of_bf16_storage(run.config.optim.lr)
-
-    def _warn_of_bf16_storage(self, lr: float) -> None:
-        """Warn if bf16 storage will lose AdamW's updates, whose size is about lr; one host read."""
-        counts = self._zeros()
-        for row, parameters in zip(counts, self._groups.values(), strict=True):
-            for p in parameters:
-                if p.dtype == torch.bfloat16:
-                    lost = local(p).detach().float().abs() * SURELY_LOST > lr
-                    _add(row, lost, torch.ones_like(lost))
-        for group, share in self._shares(counts).items():
-            self._warn_of_lost_updates(group, share, lr)
+        if run.config.optim.name == "adamw":  # whose updates are about as large as lr
+            lr = run.config.optim.lr
+            lost: dict[Tensor, Tensor] = {
+                p: local(p).detach().float().abs() * SURELY_LOST > lr
+                for p in run.parallel.parameters
+                if p.dtype == torch.bfloat16
+            }
+            everything: dict[Tensor, Tensor] = {
+                p: torch.ones_like(mask) for p, mask in lost.items()
+            }
+            self._warn_of_lost_updates(self._shares(lost, everything), lr)
 
     def before_step(self, micro_batches: Sequence[Any]) -> None:
         run = self.run
@@ -70,43 +69,19 @@ class Numerics(Observer):
         is_log_step = step % run.config.metrics.log_every == 0 or step == run.config.train.steps
         if not (run.config.debug.numerics and is_log_step):
             return
-        self._underflow = self._zeros()
-        self._lost_updates = self._zeros()
-        if run.scaler.scales:
-            with run.world.clock.hold("diagnostics"):
-                self._count_underflow(micro_batches)
-                self._scale = run.scaler.scale_tensor.item()
+        with run.world.clock.hold("diagnostics"):
+            tags = self._underflow(micro_batches) if run.scaler.scales else {}
+        self.measured[step] = tags
+        self._lost_shares: dict[str, float] = {}
         self._hooks = [
             run.optimizer.register_step_pre_hook(self._keep_parameters),
             run.optimizer.register_step_post_hook(self._count_lost_updates),
         ]
 
-    def after_step(
-        self,
-        report: StepReport,
-        micro_batches: Sequence[Any],
-    ) -> None:
-        if not self._hooks:
-            return
-        run = self.run
-        self.close(None)
-        with run.world.clock.hold("diagnostics"):
-            underflow = self._shares(self._underflow)
-            # The fused kernel is called for skipped steps too.
-            lost_updates = self._shares(self._lost_updates * report.applied)
-            tags = {f"numerics/underflow_share/{group}": x for group, x in underflow.items()}
-            tags |= {f"numerics/lost_update_share/{group}": x for group, x in lost_updates.items()}
-            self.measured[run.step] = tags
-            for group, share in underflow.items():
-                if share > UNDERFLOW_LIMIT:
-                    self._warn_once(
-                        f"underflow of {group}",
-                        f"{100 * share:.0f} % of the gradients of {group} underflow to zero in "
-                        f"fp16 at loss scale {self._scale:g}; use a higher "
-                        "precision.scaler.init_scale, or precision.dtype=bf16",
-                    )
-            for group, share in lost_updates.items():
-                self._warn_of_lost_updates(group, share, float(run.schedule.last_lr))
+    def after_step(self, report: StepReport, micro_batches: Sequence[Any]) -> None:
+        if self._hooks:
+            self.close()
+            self._warn_of_lost_updates(self._lost_shares, float(self.run.schedule.last_lr))
 
     def tags(self, row: LogRow) -> Tags:
         """What was measured at this log step, for rank 0's line of metrics.jsonl."""
@@ -118,25 +93,27 @@ class Numerics(Observer):
             hook.remove()
         self._hooks = []
 
-    def _count_underflow(self, micro_batches: Sequence[Any]) -> None:
+    def _underflow(self, micro_batches: Sequence[Any]) -> Tags:
         """Of this rank's gradients; under FSDP of those summed over ranks, as its shards are."""
         run = self.run
         weights = weights_of(run.task, micro_batches, run.world.device)
-        weight = run.world.sum(weights.sum())
-        factor = run.world.world_size / weight
-        scaled = factor * run.scaler.scale_tensor
-        nonzero_in_fp16 = self._nonzero_gradients(micro_batches[0], scaled, fp16=True)
-        nonzero = self._nonzero_gradients(micro_batches[0], factor, fp16=False)
-        for row, parameters in zip(self._underflow, self._groups.values(), strict=True):
-            for p in nonzero.keys() & nonzero_in_fp16.keys() & set(parameters):
-                _add(row, nonzero[p] & ~nonzero_in_fp16[p], nonzero[p])
+        factor = run.world.world_size / run.world.sum(weights.sum())
+        scale = run.scaler.scale_tensor
+        in_fp16 = self._nonzero_gradients(micro_batches[0], factor * scale, fp16=True)
+        in_fp32 = self._nonzero_gradients(micro_batches[0], factor, fp16=False)
+        lost = {p: in_fp32[p] & ~in_fp16[p] for p in in_fp32.keys() & in_fp16.keys()}
+        shares = self._shares(lost, in_fp32)
+        for group, share in shares.items():
+            if share > UNDERFLOW_LIMIT:
+                self._warn_once(
+                    ("underflow", group),
+                    f"{100 * share:.0f} % of the gradients of {group} underflow to zero in fp16 at "
+                    f"loss scale {scale.item():g}; use a higher precision.scaler.init_scale, or "
+                    "precision.dtype=bf16",
+                )
+        return {f"numerics/underflow_share/{group}": share for group, share in shares.items()}
 
-    def _nonzero_gradients(
-        self,
-        batch: Any,
-        factor: Tensor,
-        fp16: bool,
-    ) -> dict[Tensor, Tensor]:
+    def _nonzero_gradients(self, batch: Any, factor: Tensor, fp16: bool) -> Masks:
         """A mask per parameter, of a loss times `factor`; changes no state."""
         run = self.run
         parallel = run.parallel
@@ -157,53 +134,45 @@ class Numerics(Observer):
             self._before = {p: local(p).detach().clone() for p in parameters if p.grad is not None}
 
     def _count_lost_updates(self, *_: Any) -> None:
-        with self.run.world.clock.hold("diagnostics"):
-            for row, parameters in zip(self._lost_updates, self._groups.values(), strict=True):
-                for p in parameters:
-                    if p in self._before and p.grad is not None:
-                        nonzero = local(p.grad) != 0
-                        _add(row, nonzero & (local(p).detach() == self._before.pop(p)), nonzero)
+        run = self.run
+        with run.world.clock.hold("diagnostics"):
+            # The fused kernel is called for skipped steps too, and loses no update there.
+            applied = run.scaler.applied
+            nonzero = {p: local(p.grad) != 0 for p in self._before if p.grad is not None}
+            lost = {
+                p: mask & (local(p).detach() == self._before[p]) & applied
+                for p, mask in nonzero.items()
+            }
+            self._before = {}
+            shares = self._shares(lost, {p: mask & applied for p, mask in nonzero.items()})
+        tags = {f"numerics/lost_update_share/{group}": share for group, share in shares.items()}
+        self.measured[run.step + 1] |= tags
+        self._lost_shares = shares
 
-    def _zeros(self) -> Tensor:
-        """[groups, 2]: elements that were lost, elements that could have been."""
-        shape = (len(self._groups), 2)
-        return torch.zeros(shape, dtype=torch.float64, device=self.run.world.device)
-
-    def _shares(self, counts: Tensor) -> dict[str, float]:
-        """{group: lost / all} over all ranks, for groups that have any; one host read."""
+    def _shares(self, lost: Masks, everything: Masks) -> dict[str, float]:
+        """{group: lost / all elements} over all ranks, for groups that have any; one host read."""
+        device = self.run.world.device
+        counts = torch.zeros(len(self._groups), 2, dtype=torch.float64, device=device)
+        for row, parameters in zip(counts, self._groups.values(), strict=True):
+            for p in parameters:
+                if p in lost:
+                    row += torch.stack([lost[p].sum(), everything[p].sum()]).to(device)
         # HSDP's replicas count the same elements, which cancels in the ratio.
         totals = zip(self._groups, self.run.world.sum(counts).tolist(), strict=True)
-        return {name: lost / count for name, (lost, count) in totals if count}
+        return {name: part / total for name, (part, total) in totals if total}
 
-    def _warn_of_lost_updates(
-        self,
-        group: str,
-        share: float,
-        lr: float,
-    ) -> None:
-        in_bf16 = any(p.dtype == torch.bfloat16 for p in self._groups[group])
-        if in_bf16 and share > LOST_UPDATE_LIMIT:
-            self._warn_once(
-                f"lost updates of {group}",
-                f"{100 * share:.0f} % of the updates of {group} are lost to rounding: bf16 storage "
-                f"keeps 8 bits and lr {lr:g} moves less; use parallel.param_dtype=fp32 or a higher "
-                "optim.lr",
-            )
+    def _warn_of_lost_updates(self, shares: Mapping[str, float], lr: float) -> None:
+        for group, share in shares.items():
+            in_bf16 = any(p.dtype == torch.bfloat16 for p in self._groups[group])
+            if in_bf16 and share > LOST_UPDATE_LIMIT:
+                self._warn_once(
+                    ("lost updates", group),
+                    f"{100 * share:.0f} % of the updates of {group} are lost to rounding: bf16 "
+                    f"storage keeps 8 bits and lr {lr:g} moves less; use parallel.param_dtype=fp32 "
+                    "or a higher optim.lr",
+                )
 
-    def _warn_once(
-        self,
-        key: str,
-        text: str,
-    ) -> None:
+    def _warn_once(self, key: tuple[str, str], text: str) -> None:
         if key not in self._warned:
             self._warned.add(key)
             self.run.world.warn(text)
-
-
-def _add(
-    row: Tensor,
-    lost: Tensor,
-    of: Tensor,
-) -> None:
-    """Add the counts of two masks to a row [2]."""
-    row += torch.stack([lost.sum(), of.sum()]).to(row.device)

@@ -6,19 +6,17 @@ ranges within it; a table; on GPUs the allocator's history, for pytorch.org/memo
 Docs: docs/debugging.md
 """
 
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch._C._autograd import DeviceType  # has no public name; diagnostics only
 from torch.profiler import ProfilerAction, profile, record_function
 
-from dist_amp.clock import STEP_PHASES, PhaseClock
+from dist_amp.clock import STEP_PHASES
 from dist_amp.errors import in_one_line
 from dist_amp.run import Run
 from dist_amp.telemetry.observer import Observer
@@ -32,45 +30,23 @@ ROWS = 40  # of the table in the file
 MAX_ALLOCATIONS = 100_000  # kept; several KB of host memory each, by torch's documentation
 
 
-@contextmanager
-def phases_as_ranges(clock: PhaseClock) -> Iterator[None]:
-    """Inside, which begins in "other", the phases of a clock are ranges of the profiler."""
-    enter = type(clock).enter
-    with ExitStack() as ranges:
-        ranges.enter_context(record_function("other"))
-
-        def enter_with_range(phase: str) -> str:
-            ranges.close()
-            ranges.enter_context(record_function(phase))
-            return enter(clock, phase)
-
-        with patch.object(clock, "enter", enter_with_range):
-            yield
-
-
 class Profile(Observer):
-    """Records `first` to `last`, the steps of `window`, with no evaluation or checkpoint inside."""
+    """Records the steps `first` to `last` of a run, a few after its start."""
 
     def __init__(self, run: Run):
-        config = run.config
-        assert config.debug.profile != "off"
         self._run = run
-        self._asked = config.debug.profile
-        pauses = []
-        if run.validation is not None and config.eval.every != "off":
-            pauses.append(config.eval.every)
-        if config.checkpoint.every != "off":
-            pauses.append(config.checkpoint.every)
-        self.first, self.last = window(run.step, config.train.steps, self._asked, pauses)
-        self._finished = False
-        self._ranges = ExitStack()
+        assert run.config.debug.profile != "off"
+        self._count = run.config.debug.profile
+        self.first, self.last = window(run.step, run.config.train.steps, self._count)
+        self._is_written = False
+        self._ranges = ExitStack()  # while the clock is watched
+        self._range = ExitStack()  # of the clock's present phase
         self._profiler: profile | None = None
-        if self.first > self.last:
-            return
-        # Without acc_events it warns that it will clear them.
-        self._profiler = profile(schedule=self._action, acc_events=True)
-        self._profiler.step_num = run.step + 1  # its step numbers are the run's
-        self._profiler.start()
+        if self.first <= self.last:
+            # Without acc_events it warns that it will clear them.
+            self._profiler = profile(schedule=self._action, acc_events=True)
+            self._profiler.step_num = run.step + 1  # its step numbers are the run's
+            self._profiler.start()
 
     def _action(self, step: int) -> ProfilerAction:
         step = max(step, self._run.step + 1)  # the profiler asks for step 0 when it is made
@@ -81,44 +57,54 @@ class Profile(Observer):
         return ProfilerAction.NONE
 
     def after_step(self, report: StepReport, micro_batches: Sequence[Any]) -> None:
-        if self._finished:
+        run = self._run
+        if self._is_written:
             return
-        if self._run.step >= self.last:
-            self._finish()
+        if run.step >= self.last:
+            self._write()
         elif self._profiler is not None:
-            self._ranges.close()
+            self._range.close()
             self._profiler.step()
-            if self._run.step >= self.first - 1:
-                self._ranges.enter_context(phases_as_ranges(self._run.world.clock))
+            if run.step == self.first - 1:
+                self._ranges.enter_context(run.world.clock.watched(self._enter))
+            if run.step >= self.first - 1:
+                self._range.enter_context(record_function("other"))
+
+    def _enter(self, phase: str) -> None:
+        self._range.close()
+        self._range.enter_context(record_function(phase))
 
     def close(self, error: BaseException | None = None) -> None:
-        if not self._finished and error is None:  # the run ended before the last recorded step
-            self._finish()
-        self._ranges.close()
+        if not self._is_written and error is None:  # the run ended before the last recorded step
+            self._write()
+        self._stop_ranges()
         world = self._run.world
         # After a failure. With several GPUs, stopping may wait for one that waits for a dead rank.
         if self._profiler is not None and (world.world_size == 1 or world.device.type == "cpu"):
             with suppress(Exception):
                 self._profiler.stop()
 
-    def _finish(self) -> None:
-        """Write what was recorded, while the other ranks wait."""
-        self._finished = True
-        run = self._run
+    def _stop_ranges(self) -> None:
         self._ranges.close()
-        profiler = self._profiler
-        self._profiler = None
+        self._range.close()
+
+    def _write(self) -> None:
+        """Write what was recorded, while the other ranks wait."""
+        self._is_written = True
+        self._stop_ranges()
+        run = self._run
+        profiler, self._profiler = self._profiler, None
         with run.world.clock.hold("diagnostics"):
             if run.step < self.first:
                 run.world.warn(
-                    f"debug.profile={self._asked} recorded nothing: the run ended after step "
+                    f"debug.profile={self._count} recorded nothing: the run ended after step "
                     f"{run.step}, and step {self.first} would have been the first; take more steps"
                 )
             try:
                 if profiler is not None:
                     profiler.stop()
                     if run.step >= self.first:
-                        self._write(profiler)
+                        self._write_trace(profiler)
                 if run.world.device.type == "cuda":
                     write_snapshot(run.folder, run.world.rank, f"step_{run.step:08d}_memory")
             except Exception as error:  # most likely a full disk, which must not end the run
@@ -126,26 +112,22 @@ class Profile(Observer):
                 print(f"warning: rank {run.world.rank}: {text}", file=sys.stderr, flush=True)
             run.world.wait_long()
 
-    def _write(self, profiler: profile) -> None:
+    def _write_trace(self, profiler: profile) -> None:
         """Write trace and table, the table to TensorBoard too; rank 0 prints a summary."""
         run = self._run
         rank = run.world.rank
-        steps = run.step - self.first + 1
         folder = run.folder / "profile"
         folder.mkdir(exist_ok=True)
         path = folder / f"rank{rank:05d}_step_{self.first:08d}-{run.step:08d}"
         profiler.export_chrome_trace(f"{path}.json.gz")
         title = f"steps {self.first} to {run.step} of rank {rank} of {run.world.world_size}"
-        if steps < self._asked:
-            title += f", up to an evaluation, a checkpoint or the end: {steps} of {self._asked}"
-        device = DeviceType.CPU
-        column = "self_cpu_time_total"
-        if run.world.device.type == "cuda":
-            device = DeviceType.CUDA
-            column = "self_device_time_total"
-        summary = time_per_step(profiler, steps, device)
-        averages = profiler.key_averages()
-        table = averages.table(sort_by=column, row_limit=ROWS, max_name_column_width=60)
+        on_gpu = run.world.device.type == "cuda"
+        summary = time_per_step(profiler, run.step - self.first + 1, on_gpu)
+        table = profiler.key_averages().table(
+            sort_by="self_device_time_total" if on_gpu else "self_cpu_time_total",
+            row_limit=ROWS,
+            max_name_column_width=60,
+        )
         text = f"{title}\n{summary}\n\n{table}"
         Path(f"{path}_table.txt").write_text(text)
         run.metrics.write_text("profile", text, run.step)
@@ -154,44 +136,38 @@ class Profile(Observer):
         run.world.say("\n         ".join(lines))
 
 
-def window(done: int, last_step: int, count: int, pauses: Sequence[int]) -> tuple[int, int]:
-    """The first and the last step to record, of those after `done`; last < first if too few.
-
-    pauses: recording ends at the first multiple of these, where the run evaluates or saves.
-    """
+def window(done: int, last_step: int, count: int) -> tuple[int, int]:
+    """The first and the last step to record, of those after `done`; last < first if too few."""
     # At least one step before them, for the profiler's warm-up.
     first = max(done + 2, min(done + FIRST_STEPS + WARM_UP_STEPS + 1, last_step - count + 1))
-    next_pauses = [math.ceil(first / every) * every for every in pauses]
-    return first, min([first + count - 1, last_step, *next_pauses])
+    return first, min(first + count - 1, last_step)
 
 
-def time_per_step(profiler: profile, steps: int, device: DeviceType) -> str:
-    """Time per step on the host, and its phases' shares; on a GPU also its time and idle share."""
+def time_per_step(profiler: profile, steps: int, on_gpu: bool) -> str:
+    """Time per step on the host, and its phases' shares; on a GPU also its idle share."""
     events = profiler.key_averages()
     on_host = {e.key: e.cpu_time_total for e in events if e.device_type == DeviceType.CPU}
     total = on_host["ProfilerStep*"]
     shares = {phase: on_host[phase] / total for phase in STEP_PHASES if phase in on_host}
     texts = [f"{phase} {100 * share:.1f} %" for phase, share in shares.items()]
     text = f"{total / steps / 1000:.2f} ms per step on the host: {', '.join(texts)}"
-    if device == DeviceType.CPU:
+    if not on_gpu:
         return text
-    spans = [
+    spans = sorted(
         (event.time_range.start, event.time_range.end)
         for event in profiler.events() or ()
-        if event.device_type == device and not event.is_user_annotation
-    ]
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+    )
     if not spans:
         return f"{text}\nno times of the device: CUPTI is missing or not permitted"
-    start = min(spans)[0]
-    until = start
+    start = until = spans[0][0]
     busy = 0.0  # kernels of several streams overlap
-    for begin, end in sorted(spans):
+    for begin, end in spans:
         busy += max(0.0, end - max(begin, until))
         until = max(until, end)
-    idle = 100 * (1 - busy / (until - start))
-    per_step = (until - start) / steps / 1000
+    per_step = f"{(until - start) / steps / 1000:.2f} ms per step on the device"
     return (
-        f"{text}\n{per_step:.2f} ms per step on the device, which was idle for {idle:.1f} % of it"
+        f"{text}\n{per_step}, which was idle for {100 * (1 - busy / (until - start)):.1f} % of it"
     )
 
 

@@ -3,17 +3,17 @@
 `Recorder` is a task around the user's task. While its `loss_sum` runs, hooks on the modules note
 what they return, and a dispatch mode what operations do. Then hooks on the graph of the loss note,
 while backward runs, what each of its nodes returns and what arrives at each parameter: the gradient
-of this micro-batch on this rank, before it is reduced. `recorded` records the steps of a run, and
-the gradients that its optimizer gets. `look` says what is kept of the tensors: hashes, statistics,
-dtypes. What activation checkpointing computes again lies outside of `loss_sum`, and is no event. A
-compiled block is one call, unless it runs under `stance("force_eager")`. No value is changed, and
-afterwards no hook is left.
+of this micro-batch on this rank, before it is reduced. `recorded_step` takes a step of a run with
+such a task, and also records the gradients that the optimizer gets. `look` says what is kept of the
+tensors: hashes, statistics, dtypes. What activation checkpointing computes again lies outside of
+`loss_sum`, and is no event. A compiled block is one call, unless it runs under
+`stance("force_eager")`. No value is changed, and afterwards no hook is left.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, Self
 
@@ -24,7 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dist_amp.data import Padding
 from dist_amp.loading.nested import tensors
-from dist_amp.step import Run
+from dist_amp.parallel import Parallel
+from dist_amp.step import Run, train_step
+from dist_amp.telemetry.step_report import StepReport
 
 Kind = Literal["parameter", "forward", "op", "loss", "backward", "gradient", "update"]
 Look = Callable[[list[Tensor]], Any]
@@ -45,9 +47,9 @@ class Event:
 
     kind: Kind
     module: str  # by its name in the user's model, which is "" for the model itself
-    values: Any  # of what it returned, or of the parameter, loss or gradient ("update": the step's)
+    values: Any  # what `look` returned for the result; "update": for the step's gradient
     name: str = ""  # of the parameter, the operation, or the node of the backward graph
-    inputs: Any = None  # of what it was computed from, if that is recorded
+    inputs: Any = None  # what `look` returned for the inputs, if they are recorded
     micro_batch: int = 0  # counting calls of loss_sum; -1 for a parameter, before the first
     module_class: str = ""
     callers: Sequence["Event"] = ()  # the calls of modules that a forward is inside of
@@ -55,7 +57,7 @@ class Event:
 
 
 class Recorder:
-    """A task whose loss_sum is recorded. kinds: what of; a loss always is."""
+    """A task whose loss_sum is recorded. kinds: those of the events; a loss is always one."""
 
     def __init__(
         self,
@@ -64,13 +66,11 @@ class Recorder:
         look: Look,
         kinds: Collection[str],
         inputs: bool = False,
-        only: int | None = None,
         drop_gradients: bool = False,
     ):
-        """inputs: whether to look at what modules, operations and nodes get, too.
+        """inputs: whether to look at the inputs of modules, operations and nodes, too.
 
-        only: the one micro-batch that is recorded. drop_gradients: whether parameters keep no
-        gradient, which saves its memory.
+        drop_gradients: whether parameters keep no gradient; "gradient" must be among the kinds.
         """
         self.task = task
         self.events: list[Event] = []
@@ -78,7 +78,6 @@ class Recorder:
         self._look = look
         self._kinds = kinds
         self._with_inputs = inputs
-        self._only = only
         self._drop_gradients = drop_gradients
         self._micro_batch = -1  # before the first call of loss_sum
         self._is_on = False
@@ -118,8 +117,6 @@ class Recorder:
     def loss_sum(self, model: nn.Module, batch: Any) -> Tensor:
         self._micro_batch += 1
         self._graph_hooks.close()
-        if self._only not in (None, self._micro_batch):
-            return self.task.loss_sum(model, batch)
         with ExitStack() as contexts:
             if "op" in self._kinds:
                 contexts.enter_context(Operations(self._operation))
@@ -238,19 +235,33 @@ class Operations(TorchDispatchMode):
         return output
 
 
-@contextmanager
-def recorded(
-    run: Run, look: Look, kinds: Collection[str], only: int | None = None
-) -> Iterator[list[Event]]:
-    """Record the micro-batches of `run` inside; they are steps as ever. Arguments: see Recorder."""
-    task = run.task
-    recorder = Recorder(task, run.parallel.module, look, kinds, only=only)
+def recorded_step(
+    run: Run, micro_batches: Sequence[Any], look: Look, kinds: Collection[str], task: Any = None
+) -> tuple[StepReport, list[Event]]:
+    """Take a step, and record it; look and kinds: see Recorder. task: in place of the run's."""
+    recorder = Recorder(task or run.task, run.parallel.module, look, kinds)
+    recorded_run = replace(run, task=recorder)
     with recorder, run.optimizer.register_step_pre_hook(recorder.before_update):
-        run.task = recorder  # type: ignore[assignment]
+        report = train_step(recorded_run, micro_batches)
+    run.step = recorded_run.step
+    return report, recorder.events
+
+
+@contextmanager
+def unreduced(parallel: Parallel) -> Iterator[None]:
+    """A context around a forward and backward whose gradients are not reduced over ranks."""
+    model: Any = parallel.model
+    if parallel.sharded:
+        model.set_requires_gradient_sync(False)
         try:
-            yield recorder.events
+            yield
         finally:
-            run.task = task
+            model.set_requires_gradient_sync(True)
+    elif parallel.world.world_size > 1:
+        with model.no_sync():
+            yield
+    else:
+        yield
 
 
 # ---- what events say

@@ -18,11 +18,10 @@ from torch import Tensor
 from dist_amp.bit_exact import check_ranks
 from dist_amp.config.load import load_config
 from dist_amp.data import Padding
-from dist_amp.diagnostics.trace import Event, clean_name, first_difference, hash_of, recorded
+from dist_amp.diagnostics.trace import Event, clean_name, first_difference, hash_of, recorded_step
 from dist_amp.errors import ConfigError
 from dist_amp.run import Run, build_run
 from dist_amp.settings import Config
-from dist_amp.step import train_step
 from dist_amp.verify.cells import Row, full, results_on_ranks
 from dist_amp.world import World
 
@@ -117,8 +116,7 @@ def trace_of_row(largest: int, world: World, config: Config, row: Row) -> list[l
 def trace_of_step(run: Run, position: int) -> list[Event]:
     """The events of the step that begins at this sample: of all ranks, the same on every rank."""
     micro_batches = [batch for batch, _ in run.data.at(position)]
-    with recorded(run, hash_whole, ("forward", "update")) as events:
-        report = train_step(run, micro_batches)
+    report, events = recorded_step(run, micro_batches, hash_whole, ("forward", "update"))
     updates = [event for event in events if event.kind == "update"]
     counted = []
     for event in events:

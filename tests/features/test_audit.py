@@ -32,12 +32,12 @@ def flip(tensor):
     bits.bitwise_xor_(1 << (9 * tensor.element_size() // 2))
 
 
-def flipping(number):
-    """A function of a tensor that flips a bit in a copy of it, in call `number` alone."""
+def flipping():
+    """A function of a tensor that flips a bit in a copy of it, in its first call alone."""
     calls = count()
 
     def flipped(tensor):
-        if next(calls) == number:
+        if next(calls) == 0:
             tensor = tensor.clone()
             flip(tensor)
         return tensor
@@ -45,13 +45,13 @@ def flipping(number):
     return flipped
 
 
-def in_product(run, number):
-    flipped = flipping(number)
+def in_product(run):
+    flipped = flipping()
     run.parallel.module[0][0].register_forward_hook(lambda module, x, output: flipped(output))
 
 
-def in_gradient(run, number):
-    flipped = flipping(number)
+def in_gradient(run):
+    flipped = flipping()
 
     def watch(module, x, output):
         output.register_hook(flipped)
@@ -59,23 +59,19 @@ def in_gradient(run, number):
     run.parallel.module[1][0].register_forward_hook(watch)
 
 
-def in_weight(run, number):
+def in_weight(run):
     flip(local(run.parallel.module[1][0].weight))
 
 
 def trained(world, task, words, steps=3, plant=None, culprit=0):
-    """(what ends a run, its warnings); plant(run, number of the micro-batch) before its last step.
-
-    On rank `culprit` alone.
-    """
+    """(what ends a run, its warnings); plant(run) before its last step, on rank `culprit` alone."""
     run = make_run(world, task, *EXACT, *words)
     run.observers.add(Audit(run))
     warnings = []
     with patch.object(World, "warn", lambda world, text: warnings.append(text)):
         for step in range(steps):
             if plant is not None and step == steps - 1 and world.rank == culprit:
-                number, _ = choose(0, 1, step, world.world_size, 8 // world.world_size)
-                plant(run, number)
+                plant(run)
             try:
                 take_steps(run, 1)
             except NumericsError as error:

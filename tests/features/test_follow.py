@@ -298,7 +298,7 @@ def test_what_fails_is_one_line_that_says_how_to_continue(
     ("change", "words", "status", "message"),
     [
         (lambda run: (run / "config.toml").unlink(), [], 65, "is not a run's folder: it has no c"),
-        (lambda run: (run / NOTE).write_text('{"id": "x"}'), [], 65, "remove it to send the run"),
+        (lambda run: (run / NOTE).write_text('{"id": "x"}'), [], 65, "to send the run again, as"),
         (lambda run: None, ["--project", "other"], 64, "this run goes to dist_amp; leave the opti"),
         (lambda run: Fake.runs.clear(), [], 64, "to which 1 lines were sent; set its server or fo"),
     ],

@@ -92,16 +92,6 @@ def test_steps_that_wait_for_data_on_all_ranks_are_warned_of_once():
     assert not [line for line in warned(phases) if "wait for data" in line], "of one rank alone"
 
 
-def test_a_slowdown_that_lasts_is_named_once_in_a_run():
-    for seed in range(10):
-        phases = table(40, 4, seed, noise=0.1)
-        phases[20:, :, OWN_PHASES.index("forward")] += 0.05
-        (line,) = warned(phases)
-        assert line.startswith("all ranks spend 1.")
-        assert "times as long as before" in line
-        assert "in forward" in line
-
-
 SLOW = pytest.mark.slow
 REST = ("forward", "optimizer", "other")
 RUN = ["--train.steps", "40", "--metrics.log_every", "4", "--checkpoint.every", "off"]
@@ -126,9 +116,7 @@ def said_on_a_clock_of_its_own(world, folder, phase):
     return stderr.getvalue()
 
 
-@pytest.mark.bad_input(
-    "a rank that is slower than the others by itself, or all ranks slower than before"
-)
+@pytest.mark.bad_input("a rank that is slower than the others by itself")
 @pytest.mark.parametrize(
     "phase", ["data", "backward", *(pytest.param(p, marks=SLOW) for p in REST)]
 )

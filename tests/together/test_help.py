@@ -1,4 +1,4 @@
-"""What the commands say of themselves: --help of each, in a pipe; --version, completion."""
+"""What the commands say of themselves: --help of each, in a pipe; --version."""
 
 import importlib
 import json
@@ -69,12 +69,11 @@ def test_help_of_a_word_shows_the_settings_whose_name_or_meaning_has_it(word, fi
 
 def test_what_is_installed_is_listed_and_started(monkeypatch, capsys):
     monkeypatch.setattr(commands, "COMMANDS", {**commands.COMMANDS, "nothing": "is not there"})
-    for words in ("--help", "--version", "--completion bash", "nothing"):
+    for words in ("--help", "--version", "nothing"):
         monkeypatch.setattr(sys, "argv", ["dist_amp", *words.split()])
         assert commands.main() == (64 if words == "nothing" else 0)
     out, err = capsys.readouterr()
     assert f"\ndist_amp {dist_amp.__version__}, torch " in out
-    assert "--optim.warmup_steps" in out, "it completes settings"
     assert "nothing" not in out
     assert "there is no command nothing" in err
 
@@ -120,7 +119,6 @@ MISTAKES = {
     "launch --optim.lr x --nnodes 2 -m mine": "optim.lr=x on the command line must be a valid",
     "launch --nnodes 2 --config nowhere.toml": "--config nowhere.toml: No such file or direct",
     "plan --worldsize 8": "unknown option --worldsize; did you mean --world_size?",
-    "--completion cmd": "--completion cmd: give one of bash, zsh, fish",
 }
 
 
@@ -137,7 +135,6 @@ def answers(tmp_path_factory):
 
 
 @pytest.mark.bad_input("a wrong setting of any command: said before torch is imported")
-@pytest.mark.bad_input("`dist_amp --completion` with another shell")
 @pytest.mark.parametrize("words", MISTAKES)
 def test_every_mistake_that_needs_no_task_is_answered_without_torch(words, answers):
     status, _, err, has_torch = answers[words]

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 import torch
-from PIL import Image
 from ranks import on_ranks
 from tiny import Tiny
 from torch import nn
@@ -112,7 +111,6 @@ def test_what_differs_from_the_log_is_named_and_what_can_not_be_compared_is_not_
 
 
 DDP = "--parallel.strategy ddp"
-POLICY = "--parallel.strategy fsdp --use_amp true --precision.cast_by policy"
 COMPILED = "--compile.blocks true --compile.mode eager"
 
 
@@ -121,10 +119,9 @@ COMPILED = "--compile.blocks true --compile.mode eager"
     [
         (2, DDP, "2 ranks added in another order", "all within 0.001 of what was logged"),
         (2, f"{DDP} --task.target {__file__}:Dropping", "2 ranks added", "steps draw random numb"),
-        (2, POLICY, "and FSDP2's policy rounded otherwise than autocast does", ""),
         (1, COMPILED, "the run was compiled, and its replay is not", "all within 0.001 of what"),
     ],
-    ids=["ddp", "dropout", "policy", "compiled"],
+    ids=["ddp", "dropout", "compiled"],
 )
 def test_where_bits_may_differ_the_tolerance_and_its_reason_are_said(
     tmp_path, look, ranks, words, expected, outcome
@@ -170,9 +167,7 @@ def test_an_edited_task_is_the_first_line_and_the_verdict(tmp_path, look, monkey
     assert f"{source} was edited since run was started: so it differs from what was log" in last
 
 
-def test_a_nan_is_found_again_with_the_same_random_numbers_or_said_not_to_be(
-    tmp_path, look, copied
-):
+def test_a_nan_is_found_again_with_the_same_random_numbers(tmp_path, look):
     words = ["--task.target", f"{__file__}:SometimesNan", "--debug.nonfinite", "step"]
     record(None, tmp_path / "run", *words)
     reports = tmp_path / "run/nonfinite/reports.jsonl"
@@ -180,22 +175,6 @@ def test_a_nan_is_found_again_with_the_same_random_numbers_or_said_not_to_be(
     _, output, _ = look(tmp_path / "run", report["step"])
     why = output.split("skipped: the norm is not finite")[1]
     assert f"rank 0, micro-batch {report['micro_batch']} " in why
-    (copied / "nonfinite").mkdir()
-    (copied / "nonfinite/reports.jsonl").write_text(json.dumps(report | {"step": 5}) + "\n")
-    said = "the run skipped this step, and the replay did not reproduce it"
-    assert said in look(copied, 5)[1]
-
-
-def test_a_trace_and_pictures_are_written_here(recorded, look, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    _, output, _ = look(recorded, 4, "--profile", "--pictures")
-    assert "Self CPU time total" in output
-    assert "traceEvents" in json.loads((tmp_path / "replay_step_4.json").read_text())
-    assert "no picture: the batch has no tensor of the shape" in output
-    record(None, "run", "--task.target", "bit_exact_models:Convolutions", "--train.steps", "2")
-    picture = tmp_path / "replay_step_2_micro_batch_0.png"
-    assert str(picture) in look("run", 2, "--pictures")[1]
-    assert Image.open(picture).size == (2 * 9, 9)
 
 
 def test_pdb_stops_before_each_backward_and_leaving_it_ends_quietly(recorded, look, monkeypatch):
@@ -209,7 +188,7 @@ def test_pdb_stops_before_each_backward_and_leaving_it_ends_quietly(recorded, lo
     status, output, errors = look(recorded, 4, "--pdb")
     assert status == 0, errors
     assert "Traceback" not in errors
-    assert "`batch` is what the task gets, `loss` what backward starts from" in output
+    assert "`batch` is what the task gets, `loss` what it returned" in output
     assert re.search(r"\(3, 2, [\[(]\d+, \d+[\])]\)", output)
     assert output.endswith("ended before step 4 was taken\n")
 

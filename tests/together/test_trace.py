@@ -8,10 +8,16 @@ from ranks import on_ranks
 from tiny import Tiny, make_run, parameters_of, take_steps
 from torch import nn
 
-from dist_amp.diagnostics.trace import Event, Recorder, first_difference, hash_of, recorded
+from dist_amp.diagnostics.trace import (
+    Event,
+    Recorder,
+    first_difference,
+    hash_of,
+    recorded_step,
+)
 from dist_amp.world import World
 
-KINDS = ("parameter", "forward", "loss", "backward", "gradient", "op")
+KINDS = ("parameter", "forward", "loss", "backward", "gradient", "op", "update")
 FP32 = ["--use_amp", "false", "--train.micro_batch_size", 4, "--train.accumulation_steps", 2]
 FULL = ["--parallel.activation_checkpointing", "full"]
 COMPILED = ["--compile.blocks", "true", "--compile.mode", "eager"]
@@ -38,8 +44,7 @@ class Shares(Tiny):
 def trace_of(world, task, kinds, *words):
     """(events of a step, the parameters after it)."""
     run = make_run(world, task, *FP32, *words)
-    with recorded(run, hash_of, kinds) as events:
-        take_steps(run, 1)
+    _, events = recorded_step(run, next(run.data), hash_of, kinds)
     for module in run.parallel.module.modules():
         assert not [hook for hook in module._forward_hooks.values() if "Recorder" in str(hook)]
     return events, parameters_of(run)
@@ -50,6 +55,8 @@ def test_each_call_of_a_module_is_an_event_in_order_and_the_step_has_the_bits_of
     first = [event for event in events if event.micro_batch < 1 and event.kind != "op"]
     order = list(dict.fromkeys(event.kind for event in first))
     assert order == ["parameter", "forward", "loss", "backward", "gradient"]
+    updates = [event.name for event in events if event.kind == "update"]
+    assert updates == ["head.bias", "head.weight", "shared.bias", "shared.weight"]
     calls = [event.module for event in first if event.kind == "forward"]
     assert calls == ["shared", "shared", "head", ""]
     gradients = [event.name for event in first if event.kind == "gradient"]
