@@ -560,7 +560,7 @@ def dtypes_of(bench: Bench, experiment: Experiment) -> dict[str, Any]:
         rows.append(row)
     config = load_config(words_of(bench, experiment), bench.options.environ)
     with redirect_stdout(StringIO()):
-        text = dtype_report(config, bench.world).text
+        text = dtype_report(config, bench.world)
     return {"operations": rows, "target": config.task.target, "text": text}
 
 

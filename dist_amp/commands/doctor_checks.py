@@ -29,8 +29,8 @@ from dist_amp.distributed.machine import (
     check_kernels,
     cpu_slowdown,
     driver_branch,
+    reason_unused,
     support,
-    why_unused,
 )
 from dist_amp.distributed.process import cpu_cores, in_time
 from dist_amp.errors import ConfigError, first_line, some_of
@@ -156,7 +156,7 @@ def kinds_of_gpus() -> dict[str, list[int]]:
 def gpus() -> Iterator[Check]:
     kinds = kinds_of_gpus()
     if not kinds:
-        reason = why_unused()
+        reason = reason_unused()
         yield fail("gpu", reason) if reason else ok("gpu", "none: ranks run on the CPU")
         return
     for name, numbers in kinds.items():

@@ -37,14 +37,14 @@ SIZE, REPEATS = 128, 5  # of the matrix products that are timed
 
 def check_gpus_are_used(root: Path = Path("/"), device: str = "auto") -> None:
     """Errors: ConfigError if there are device files of GPUs; call it if torch finds none."""
-    reason = why_unused(root)
+    reason = reason_unused(root)
     if reason and device == "cuda":
         raise ConfigError(f"run.device=cuda, but {reason}; use run.device=cpu")
     if reason:
         raise ConfigError(f"run.device=auto: {reason}; or train on the CPU with --run.device cpu")
 
 
-def why_unused(root: Path = Path("/")) -> str:
+def reason_unused(root: Path = Path("/")) -> str:
     """Why torch does not use this machine's GPUs, and what to install; "" if there are none."""
     shown = (os.environ.get(f"{vendor}_VISIBLE_DEVICES") for vendor in ("CUDA", "HIP"))
     if any(devices in HIDDEN for devices in shown):

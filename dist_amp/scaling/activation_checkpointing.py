@@ -22,6 +22,7 @@ from dist_amp.errors import ConfigError
 Forward = Callable[..., Any]
 
 Place = tuple[nn.Module, str]  # a module and the name of its buffer
+SMALL = 2**22  # elements of a buffer that is copied for the second run
 
 # What "selective" keeps besides attention: operations that take long for their results' bytes. Not
 # batched products: attention's scores, where they are one, have many bytes for little arithmetic
@@ -74,14 +75,14 @@ def recomputed(block: nn.Module, selective: bool = False) -> Forward:
             if selective:
                 options["context_fn"] = contexts
             return checkpoint(forward, *args, **options, **kwargs)
-        copies, versions = buffers.before()
+        copies, large = buffers.before()
 
         def both_runs() -> tuple[Any, Any]:
             first, again = contexts()
             return first, buffers.second_run(copies, again)
 
         outputs = checkpoint(forward, *args, context_fn=both_runs, **options, **kwargs)
-        buffers.note_written(copies, versions)
+        buffers.add_replaced(copies, large)
         return outputs
 
     return call
@@ -101,57 +102,47 @@ def policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
 class Buffers:
     """A block's buffers: its second run finds them as the first one did, and does not change them.
 
-    The first forward in training mode, and the first in evaluation mode, are compared by value with
-    copies of all buffers, which reads the device. Later ones copy only what that one changed, and
-    look at torch's counts of writes in place for the rest.
+    Those of up to SMALL elements are copied before each forward, as it may write to them without a
+    trace: torch does not count what batch norm's kernel writes. Larger ones are tables, which may
+    be replaced, but not written to in place.
     """
 
     def __init__(self, block: nn.Module):
-        self._block = block
         self._places: list[Place] = [
             (owner, name)
             for owner in block.modules()
             for name, _ in owner.named_buffers(recurse=False)
         ]
-        self._written: dict[bool, list[Place]] = {}  # by the mode
 
     def before(self) -> tuple[dict[Place, Tensor], dict[Place, tuple[Tensor, int]]]:
-        """Copies of the buffers that a forward may change; the rest, each with its write count."""
-        places = self._written.get(self._block.training, self._places)
-        copies = {place: getattr(*place).clone() for place in places}
-        others = {place: getattr(*place) for place in self._places if place not in copies}
-        return copies, {place: (tensor, tensor._version) for place, tensor in others.items()}
+        """Copies of the small buffers; the large ones, each with torch's count of its writes."""
+        tensors = {place: getattr(*place) for place in self._places}
+        copies = {place: t.clone() for place, t in tensors.items() if t.numel() <= SMALL}
+        return copies, {p: (t, t._version) for p, t in tensors.items() if p not in copies}
 
-    def note_written(
-        self, copies: dict[Place, Tensor], versions: dict[Place, tuple[Tensor, int]]
+    def add_replaced(
+        self, copies: dict[Place, Tensor], large: dict[Place, tuple[Tensor, int]]
     ) -> None:
-        """Add to `copies` what a forward replaced; after the first of a mode, note what it changed.
-
-        Errors: ConfigError for a write in place that the first had not made.
-        """
-        for (owner, name), (tensor, version) in versions.items():
-            if getattr(owner, name) is not tensor:
-                copies[owner, name] = tensor
+        """After a forward, add the large buffers that it replaced. Errors: ConfigError."""
+        for (owner, name), (tensor, version) in large.items():
             if tensor._version != version:
                 raise ConfigError(
-                    f"parallel.activation_checkpointing: {type(owner).__name__}.{name} is written "
-                    "in place, but not in the first forward; assign a new tensor, or use none"
+                    f"parallel.activation_checkpointing: {type(owner).__name__}.{name}, of "
+                    f"{tensor.numel():,} elements, is written in place, and only smaller ones are "
+                    "copied for the second run; assign a new tensor, or use none"
                 )
-        if self._block.training not in self._written:
-            changed = [
-                place for place, copy in copies.items() if not torch.equal(getattr(*place), copy)
-            ]
-            self._written[self._block.training] = changed
+            copies[owner, name] = tensor
 
     @contextmanager
     def second_run(
         self, copies: dict[Place, Tensor], inner: AbstractContextManager[Any]
     ) -> Iterator[None]:
-        """With the buffers as in `copies`. ConfigError for a changed kept result."""
+        """With the buffers as in `copies`. Errors: ConfigError for a changed kept result."""
         current = {place: getattr(*place) for place in self._places}
         try:
-            for place, tensor in current.items():
-                setattr(*place, copies.get(place, tensor).clone())
+            for place, tensor in copies.items():
+                # A second run may write to it, and there may be a third.
+                setattr(*place, tensor.clone() if tensor.numel() <= SMALL else tensor)
             with inner:
                 yield
         except RuntimeError as error:

@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     if options.dtypes:
         from dist_amp.verify.dtypes import dtype_report
 
-        print(dtype_report(config).text)
+        print(dtype_report(config))
         return 0
     # A rank that is killed leaves semaphores, of which multiprocessing would warn at the end. Its
     # process for them has these options from its start, which may be in the task.

@@ -60,7 +60,12 @@ def check_cell(world: World, reference: Reference, cell: Cell, step: Step = trai
     position = 0
     for accumulation in cell.accumulation:
         micro_batches, position = micro_batches_at(run, reference, accumulation, position)
-        buffers.append(untrained_of(run, frozen_too=reference.by_micro_batch))
+        # What forward may change, and what a step's gradients depend on besides what is trained.
+        untrained = consistency.compared_buffers(run, with_batch_statistics=True)
+        if reference.by_micro_batch:
+            parameters = run.parallel.module.named_parameters()
+            untrained |= {name: p for name, p in parameters if not p.requires_grad}
+        buffers.append({name: full(tensor) for name, tensor in untrained.items()})
         with OperationCounter(sums_over_ranks) as counter:
             step(run, micro_batches)
         reductions.append(counter.count)
@@ -155,15 +160,6 @@ def trained(run: Run) -> dict[str, Tensor]:
     return {name: p for name, p in run.parallel.module.named_parameters() if p.requires_grad}
 
 
-def untrained_of(run: Run, frozen_too: bool) -> dict[str, Tensor]:
-    """This rank's buffers in the model's state, and parameters that forward may change."""
-    untrained = consistency.compared_buffers(run, with_batch_statistics=True)
-    if frozen_too:
-        parameters = run.parallel.module.named_parameters()
-        untrained |= {name: p for name, p in parameters if not p.requires_grad}
-    return {name: full(tensor) for name, tensor in untrained.items()}
-
-
 def full(tensor: Tensor) -> Tensor:
     """A copy of the full tensor; a collective if it is sharded."""
     tensor = tensor.detach()
@@ -194,28 +190,26 @@ def sums_over_ranks(function: Any, out: Any) -> bool:
 
 def fault_of_skip(run: Run, reference: Reference, micro_batches: list[Any], step: Step) -> str:
     """Take a step whose loss is infinite on the last rank only; return what it changed here."""
-    before = state_of(run)
+
+    def state() -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = {"the learning rate": run.schedule.lr}
+        for name, parameter in trained(run).items():
+            tensors[name] = parameter
+            for kind, moment in run.optimizer.state.get(parameter, {}).items():
+                tensors[f"{kind} of {name}"] = moment
+        return {name: local(tensor).detach().clone() for name, tensor in tensors.items()}
+
+    before = state()
     reference.task.infinite_loss = run.world.rank == run.world.world_size - 1
     report = step(run, micro_batches)
     reference.task.infinite_loss = False
     if report.applied:
         return "it was applied; one norm over all ranks must decide for all"
-    after = state_of(run)
+    after = state()
     for name, tensor in before.items():
         if not torch.equal(tensor, after[name]):
             return f"it changed {name}; a skipped step must change nothing"
     return fault_of_counts(run, applied=0, skips_in_a_row=1)
-
-
-def state_of(run: Run) -> dict[str, Tensor]:
-    """Copies of what this rank trains, the optimizer's state and the learning rate."""
-    tensors: dict[str, Tensor] = {}
-    for name, parameter in trained(run).items():
-        tensors[name] = parameter
-        for kind, moment in run.optimizer.state.get(parameter, {}).items():
-            tensors[f"{kind} of {name}"] = moment
-    tensors["the learning rate"] = run.schedule.lr
-    return {name: local(tensor).detach().clone() for name, tensor in tensors.items()}
 
 
 def fault_of_counts(run: Run, applied: int, skips_in_a_row: int) -> str:

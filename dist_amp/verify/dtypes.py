@@ -1,6 +1,6 @@
 """The dtype in which each module computes, in one forward and loss under the config's autocast.
 
-    print(dtype_report(config).text)
+    print(dtype_report(config))
 
 Autocast decides per operation, so operations are recorded, after autocast's casts. Costly
 operations are those whose FLOPs torch counts: matrix products, convolutions, attention.
@@ -9,8 +9,7 @@ operations are those whose FLOPs torch counts: matrix products, convolutions, at
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from dist_amp.config.task_class import build_task
 from dist_amp.data import build_batches
-from dist_amp.diagnostics.trace import TASK, Recorder, clean_name
+from dist_amp.diagnostics.trace import TASK, Event, Recorder, clean_name
 from dist_amp.distributed.process import seed_all
 from dist_amp.loading.nested import tensors
 from dist_amp.precision import DTYPES, build_precision
@@ -39,7 +38,6 @@ MOVES = re.compile(
     "_to_copy|copy_|clone|_unsafe_view|detach|zeros_like|ones_like|empty_like|cat|stack"
 )
 
-HEADER = ("module", "class", "inputs", "weights", "computed in", "outputs")
 WHY = """\
 Why: autocast is off there (autocast(enabled=False), custom_fwd(cast_inputs=torch.float32)), or it
 does not know the operation (in-place and out= products, custom operations). A .float() before an
@@ -52,64 +50,11 @@ A sharded run casts by FSDP's policy instead of autocast, unless precision.cast_
 then computes everything in half precision, norms included."""
 
 
-class Row(NamedTuple):
-    """One module; each column lists distinct dtypes in order of first use."""
+def dtype_report(config: Config, world: World | None = None, task: Task | None = None) -> str:
+    """A table of the dtypes in the first micro-batch, in this process only. Errors: as `build_run`.
 
-    path: str
-    kind: str
-    inputs: str
-    weights: str
-    computed: str
-    outputs: str
-
-
-class Operation(NamedTuple):
-    """A costly operation, and the module in whose forward it runs."""
-
-    path: str
-    kind: str
-    name: str
-    operands: str  # as "fp32 x fp32"
-
-
-@dataclass(frozen=True)
-class DtypeReport:
-    dtype: str  # bf16, fp16, or fp32 where precision.use_amp=false
-    device: torch.device
-    by_policy: bool  # whether a run would cast by FSDP's policy
-    rows: list[Row]  # in the model's order, the loss last
-    costly: list[Operation]
-
-    @property
-    def in_float32(self) -> list[Operation]:
-        """The costly operations that mixed precision does not reach."""
-        if self.dtype == "fp32":
-            return []
-        return [op for op in self.costly if not re.search("bf16|fp16", op.operands)]
-
-    @property
-    def text(self) -> str:
-        # Equal rows of numbered blocks are shown once, as blocks.*.up.
-        rows = dict.fromkeys((re.sub(r"\b\d+\b", "*", path), *row) for path, *row in self.rows)
-        table = "\n".join(columns([HEADER, *rows], left=len(HEADER)))
-        if self.dtype == "fp32":
-            return f"precision.use_amp=false: all is computed in float32, by request\n\n{table}"
-        head = f"autocast to {self.dtype} on {self.device.type}; one micro-batch, forward and loss"
-        count = f"{len(self.costly)} costly operations"
-        about = f"All {count} (products, convolutions, attention) run in {self.dtype}."
-        if wide := self.in_float32:
-            lines = [f"  {path} ({kind}): {name} {operands}" for path, kind, name, operands in wide]
-            about = "\n".join([f"In float32, {len(wide)} of {count}:", *lines, WHY])
-        parts = [head, table, about]
-        if self.by_policy:
-            parts.append(POLICY)
-        return "\n\n".join(parts)
-
-
-def dtype_report(
-    config: Config, world: World | None = None, task: Task | None = None
-) -> DtypeReport:
-    """Record the dtypes of the first micro-batch, in this process only. Errors: as `build_run`."""
+    A row has the distinct dtypes of a module, in order of first use.
+    """
     world = world or locate(config.run)
     task = task or build_task(config)
     seed_all(config.run.seed)
@@ -130,9 +75,19 @@ def dtype_report(
     with recorder, precision.autocast():
         recorder.loss_sum(model, batch)
     rows, costly = table_of(model, recorder.events, dtypes_of([*tensors(batch)]))
-    sharded = config.parallel.strategy in ("fsdp", "hsdp")
-    by_policy = sharded and config.precision.cast_by != "autocast"
-    return DtypeReport(precision.name, world.device, by_policy, rows, costly)
+    table = "\n".join(columns(list(dict.fromkeys(rows)), left=len(rows[0])))
+    if precision.name == "fp32":
+        return f"precision.use_amp=false: all is computed in float32, by request\n\n{table}"
+    head = f"autocast to {precision.name} on {world.device.type}; one micro-batch, forward and loss"
+    count = f"{len(costly)} costly operations"
+    about = f"All {count} (products, convolutions, attention) run in {precision.name}."
+    wide = [text for text in costly if not re.search("bf16|fp16", text)]
+    if wide:
+        about = "\n".join([f"In float32, {len(wide)} of {count}:", *wide, WHY])
+    parts = [head, table, about]
+    if config.parallel.strategy in ("fsdp", "hsdp") and config.precision.cast_by != "autocast":
+        parts.append(POLICY)
+    return "\n\n".join(parts)
 
 
 Dtype = tuple[str, int]  # a tensor's, and its number of dimensions
@@ -143,10 +98,12 @@ def dtypes_of(values: Sequence[Tensor]) -> list[Dtype]:
 
 
 def table_of(
-    model: nn.Module, events: Sequence[Any], batch: Sequence[Dtype]
-) -> tuple[list[Row], list[Operation]]:
-    """The rows of the modules that ran and have no children, weights of their own, or costly
-    operations; and the costly operations.
+    model: nn.Module, events: Sequence[Event], batch: Sequence[Dtype]
+) -> tuple[list[tuple[str, ...]], list[str]]:
+    """(rows of the table, a line for each costly operation).
+
+    Rows are of the modules that ran and have no children, weights of their own, or costly
+    operations, and of the loss. Numbers in names are *, so that equal blocks have equal rows.
     """
     modules = {clean_name(name): module for name, module in model.named_modules()}
     places = {name: (name or "(model)", type(part).__name__) for name, part in modules.items()}
@@ -157,7 +114,7 @@ def table_of(
     def add(path: str, column: str, dtypes: Sequence[Dtype]) -> None:
         cells[path, column] |= dict.fromkeys(name for name, _ in dtypes)
 
-    costly: list[Operation] = []
+    costly = []
     add(TASK, "inputs", batch)
     for event in events:
         if event.kind != "op":
@@ -169,20 +126,26 @@ def table_of(
         if event.name in COSTLY:
             add(event.module, "products", floating)
             operands = " x ".join(dtype for dtype, ndim in floating if ndim > 1)  # without a bias
-            kind = "attention" if "attention" in name else name
-            costly.append(Operation(*places[event.module], kind, operands))
+            path, kind = places[event.module]
+            name = "attention" if "attention" in name else name
+            costly.append(f"  {path} ({kind}): {name} {operands}")
         elif not MOVES.fullmatch(name):
             add(event.module, "other", floating)
-    paths = []
-    for path, module in modules.items():
-        weights = list(module.parameters(recurse=False))
+    rows: list[tuple[str, ...]] = [
+        ("module", "class", "inputs", "weights", "computed in", "outputs")
+    ]
+    for path in [*modules, TASK]:
+        weights = []
+        if path != TASK:
+            weights = list(modules[path].parameters(recurse=False))
+            is_leaf = not list(modules[path].children())
+            computes = is_leaf or weights or cells[path, "products"]
+            if not (computes and cells[path, "outputs"]):
+                continue
         add(path, "weights", dtypes_of(weights))
-        is_costly = any(op.path == places[path][0] for op in costly)
-        if cells[path, "outputs"] and (not list(module.children()) or weights or is_costly):
-            paths.append(path)
-    rows = []
-    for path in [*paths, TASK]:
         computed = "products" if cells[path, "products"] else "other"
         names = ("inputs", "weights", computed, "outputs")
-        rows.append(Row(*places[path], *(" ".join(cells[path, name]) or "-" for name in names)))
+        texts = (" ".join(cells[path, name]) or "-" for name in names)
+        shown, kind = places[path]
+        rows.append((re.sub(r"\b\d+\b", "*", shown), kind, *texts))
     return rows, costly

@@ -200,11 +200,3 @@ def test_a_gpu_copies_from_pinned_memory_whoever_read_the_batch(monkeypatch):
 def test_an_object_that_can_not_be_moved_is_refused_by_name():
     with pytest.raises(DataError, match="holds a Opaque whose x has a tensor that can't be moved"):
         to_device({"a": [Opaque(text="", x=[Opaque(deep=x())])]}, META)
-
-
-def test_an_object_that_need_not_be_moved_is_left_as_it_is():
-    there, refers_to_itself = Opaque(x=x()), Opaque(text="no tensor")
-    refers_to_itself.parts = [refers_to_itself]
-    assert to_device(there, torch.device("cpu")) is there
-    assert to_device(refers_to_itself, META) is refers_to_itself
-    assert to_device(Opaque(x=torch.zeros(1, device=META)), META).x.device == META

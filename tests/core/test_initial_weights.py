@@ -62,23 +62,6 @@ def seeded():
     return Mixer()
 
 
-def seeded_buffer():
-    """Its buffer would be rank 0's, but that is not worth a look at generators' states."""
-    model = Mixer()
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        model.register_buffer("noise", torch.randn(4))
-    model.register_buffer("order", torch.from_numpy(numpy.random.permutation(4)))  # noqa: NPY002
-    return model
-
-
-def drawn_before_seeding():
-    model = Mixer()
-    model.register_buffer("noise", torch.randn(4))
-    torch.manual_seed(1)
-    return model
-
-
 def drawn_from_one_generator():
     generator = torch.Generator().manual_seed(1)
     model = Mixer()
@@ -105,9 +88,7 @@ def heard(world, task):
 FALLBACKS = {
     value_dependent: "meta",
     derived_buffer: "the buffer start is computed from parameters",
-    drawn_before_seeding: "it draws random numbers besides",
     drawn_from_one_generator: "it draws random numbers besides",
-    seeded_buffer: "it draws random numbers besides",
 }
 
 

@@ -83,7 +83,7 @@ def test_the_same_documents_are_held_out_every_time_and_a_wrong_column_is_refuse
     assert len(bytes_in(train) | bytes_in(held_out)) == 40
     assert bytes_in(task.build_dataset("validation")) == bytes_in(held_out)
     for words, message in (
-        ("--data.text_column body", "data.text_column=body does not exist"),
+        ("--data.text_column body", "data.text_column=body or "),
         ("--data.text_column length", "the column length holds int, not text"),
         ("--data.split trian", "the dataset has train"),
         ("--data.validation_split 0.999", "data.validation_split=0.999"),

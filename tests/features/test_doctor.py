@@ -99,7 +99,7 @@ def two_gpus(monkeypatch):
 def test_gpus_that_torch_cannot_use_or_has_no_code_for_and_a_missing_nccl_fail(
     two_gpus, monkeypatch
 ):
-    monkeypatch.setattr(doctor_checks, "why_unused", lambda: "8 NVIDIA GPUs, and driver 525 ...")
+    monkeypatch.setattr(doctor_checks, "reason_unused", lambda: "8 NVIDIA GPUs, and driver 525 ...")
     assert only(doctor_checks.gpus()) == fail("gpu", "8 NVIDIA GPUs, and driver 525 ...")
 
     def refuse(device):

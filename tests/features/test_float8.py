@@ -87,6 +87,12 @@ def test_a_model_without_convertible_layers_is_refused(task):
         make_run(World(), task, *FP8)
 
 
+def test_layers_with_hooks_or_frozen_weights_stay_as_they_are():
+    module = make_run(World(), Wide(), *FP8).parallel.module
+    kinds = [type(part).__name__ for part in module]
+    assert kinds == ["Float8Linear", "Linear", "Linear", "Float8Linear", "Linear"]
+
+
 @pytest.mark.bad_input("`precision.dtype=fp8` on a GPU without float8 tensor cores")
 def test_a_gpu_without_float8_tensor_cores_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))

@@ -11,7 +11,6 @@ from torch import nn
 from dist_amp.checkpoint.format import Reader
 from dist_amp.errors import DataError
 from dist_amp.scaling.frozen import checksum
-from dist_amp.supervise.banner import print_banner
 from dist_amp.world import World
 
 
@@ -116,11 +115,6 @@ def test_a_checksum_depends_on_each_value_and_not_on_the_dtype_that_holds_it():
     assert checksum(torch.arange(5)) != checksum(torch.arange(1, 6))
 
 
-def test_the_banner_says_how_many_parameters_are_trained(capsys):
-    print_banner(make_run(World(), AdapterTask()))
-    assert "model  4,737 parameters (65 trained), single on 1 x CPU" in capsys.readouterr().out
-
-
 class FrozenBase(Tiny):
     """What LoRA trains: a frozen base in bf16 and a few parameters beside it."""
 
@@ -137,20 +131,3 @@ def test_a_frozen_base_keeps_its_bf16_unless_everything_is_computed_in_float32(r
     for amp, expected in (("true", both), ("false", one)):
         words = ["--parallel.strategy", strategy, "--use_amp", amp]
         assert on_ranks(ranks, dtypes_after_a_step, FrozenBase(), *words) == [expected] * ranks
-
-
-class TiedAndFrozen(Tiny):
-    def build_model(self):
-        layers = [nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1), nn.Linear(1, 1)]
-        layers[1].weight = layers[0].weight
-        layers[3].requires_grad_(False)
-        return nn.Sequential(*layers)
-
-    def groups(self, model):
-        tied = {"name": "a", "params": ["1.weight", "0.weight", *model[3].parameters()]}
-        return [tied, {"name": "b", "params": ["*.bias", "2.weight"]}]
-
-
-def test_a_tied_parameter_has_both_its_names_and_a_frozen_one_is_in_no_group():
-    run = make_run(World(), TiedAndFrozen())
-    assert [len(group["params"]) for group in run.optimizer.param_groups] == [1, 4]

@@ -81,13 +81,6 @@ def test_a_loaded_model_is_that_of_from_pretrained_bit_for_bit(name, options, tm
     torch.testing.assert_close(logits(name, ours), expected, **EXACT)
 
 
-def test_the_parameters_are_on_meta_until_they_are_laid_out_and_the_buffers_are_real(tmp_path):
-    model = build_module(Pretrained(MODELS["llama_tied"][0], make_model(tmp_path, "llama_tied")))
-    assert {p.device.type for p in model.parameters()} == {"meta"}
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert model.model.rotary_emb.inv_freq[0] == 1
-
-
 def laid_out(world, task, strategy):
     """The loaded model under a strategy: (its whole parameters and buffers, logits)."""
     torch.manual_seed(5)

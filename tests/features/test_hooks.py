@@ -5,12 +5,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from ranks import on_ranks
-from test_strangers import (
-    Mixture,
-    message_of_a_step,
-    mixture_run,
-    with_forward,
-)
+from test_strangers import Mixture, message_of_a_step, mixture_run, with_forward
 from tiny import Tiny, make_run, parameters_of, take_steps
 from torch import nn
 from torch.distributed.fsdp import FSDPModule

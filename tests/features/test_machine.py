@@ -7,7 +7,7 @@ from dist_amp.distributed import machine, process
 from dist_amp.distributed.machine import (
     check_gpus_are_used,
     check_kernels,
-    why_unused,
+    reason_unused,
 )
 from dist_amp.errors import ConfigError
 from dist_amp.settings import RunConfig
@@ -53,8 +53,8 @@ def test_what_torch_says_is_shown_with_the_driver_and_what_to_install(root, monk
     said = (
         f"{why} driver 570 (The NVIDIA driver on your system is too old); check that `nvidia-smi`"
     )
-    assert why_unused(root).startswith(said)
-    assert "install a newer driver, or torch built for an older CUDA" in why_unused(root)
+    assert reason_unused(root).startswith(said)
+    assert "install a newer driver, or torch built for an older CUDA" in reason_unused(root)
 
 
 def test_gpus_that_are_hidden_not_given_to_a_container_or_absent_are_not_asked_about(
@@ -73,11 +73,11 @@ def test_rocm_is_not_judged_by_nvidias_rules(root, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.0")
     check_gpus_are_used(root)
     (root / "dev/kfd").touch()
-    assert "add the user to the groups render and video" in why_unused(root)
+    assert "add the user to the groups render and video" in reason_unused(root)
 
 
 def test_a_rank_refuses_such_a_machine_unless_it_is_to_train_on_the_cpu(root, monkeypatch):
-    monkeypatch.setattr(machine, "why_unused", lambda _: why_unused(root))
+    monkeypatch.setattr(machine, "reason_unused", lambda _: reason_unused(root))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     auto = r"^run.device=auto: this machine has 2 NVIDIA GPUs, but torch .* driver 570 "
     cuda = r"^run.device=cuda, but this machine has 2 NVIDIA GPUs, .*use run.device=cpu"

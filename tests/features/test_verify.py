@@ -15,7 +15,6 @@ from tiny import AlwaysNan, Tiny
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dist_amp import run as run_module
 from dist_amp import step, train
 from dist_amp.config.load import load_config
 from dist_amp.errors import ConfigError, DataError
@@ -306,12 +305,6 @@ def test_a_sound_task_has_notes_at_most_and_its_steps_are_those_of_one_process(t
     assert reference.bound("fp32") < 1e-4
     for optimizer in ("adamw",) if said else ("sgd", "adamw"):
         assert check_cell(World(), reference, Cell("single", "fp32", optimizer)).cause == ""
-
-
-def test_a_run_in_other_modes_than_a_plain_loop_is_found(monkeypatch):
-    monkeypatch.setattr(run_module, "training_mode", lambda module: "")
-    reference = reference_of(Task(frozen_trunk))
-    assert "are off" in check_cell(World(), reference, Cell("single", "fp32")).cause
 
 
 def test_a_step_that_exceeds_the_first_bound_is_judged_by_plain_torchs_error_at_its_parameters():

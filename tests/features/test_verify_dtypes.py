@@ -1,5 +1,7 @@
 """The dtype report shows what autocast did: per module, per costly operation, and in the loss."""
 
+import re
+
 import pytest
 import torch
 from tiny import Tiny
@@ -16,8 +18,10 @@ def report(words="", task=None):
     return dtype_report(load_config(words.split(), environ={}), World(), task)
 
 
-def row(report, path):
-    return next(row for row in report.rows if row.path == path)
+def row(text, path):
+    """The cells of a module's row: class, inputs, weights, computed in, outputs."""
+    (line,) = [line for line in text.splitlines() if line.startswith(f"{path} ")]
+    return re.split(" {2,}", line.strip())[1:]
 
 
 @pytest.fixture(scope="module")
@@ -30,32 +34,25 @@ def gpt(tmp_path_factory):
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_products_and_attention_are_in_half_precision_and_norms_and_loss_in_float32(gpt, dtype):
     seen = report(f"{gpt} --precision.dtype {dtype}")
-    assert row(seen, "embedding")[2:] == ("int64", "fp32", "fp32", "fp32")
-    assert row(seen, "blocks.1.up")[1:] == ("Linear", "fp32", "fp32", dtype, dtype)
-    assert row(seen, "blocks.2.attention")[4:] == (dtype, dtype)
-    assert row(seen, "norm")[4] == "fp32"
+    assert row(seen, "embedding") == ["Embedding", "int64", "fp32", "fp32", "fp32"]
+    assert row(seen, "blocks.*.up") == ["Linear", "fp32", "fp32", dtype, dtype]
+    assert row(seen, "blocks.*.attention")[3:] == [dtype, dtype]
+    assert row(seen, "norm")[3] == "fp32"
     # The head computes the loss.
-    assert row(seen, "head")[4:] == (dtype, "fp32")
-    assert row(seen, "loss_sum")[1:] == ("the task", "int64", "-", "-", "fp32")
-    assert len(seen.costly) == 3 * 5 + 1  # four matrices and attention per block, and the head
-    assert not seen.in_float32
-    assert f"autocast to {dtype} on cpu" in seen.text
+    assert row(seen, "head")[3:] == [dtype, "fp32"]
+    assert row(seen, "loss_sum") == ["the task", "int64", "-", "-", "fp32"]
+    assert f"autocast to {dtype} on cpu" in seen
+    # Four matrices and attention per block, and the head.
     about = f"All 16 costly operations (products, convolutions, attention) run in {dtype}"
-    assert about in seen.text
-    lines = seen.text.splitlines()
-    assert max(map(len, lines)) <= 120
-    shown = [line.split()[0] for line in lines[: lines.index(about + ".")] if line]
-    assert shown.count("blocks.*.attention.qkv") == 1, (
-        "equal rows of numbered blocks are shown once"
-    )
+    assert about in seen
+    assert max(map(len, seen.splitlines())) <= 120
 
 
 def test_without_mixed_precision_all_is_float32_by_request(gpt):
     seen = report(f"{gpt} --use_amp false")
-    assert {row.computed for row in seen.rows if row[0] != "loss_sum"} == {"fp32"}
-    assert not seen.in_float32
-    assert "precision.use_amp=false: all is computed in float32, by request" in seen.text
-    assert "costly" not in seen.text
+    assert "precision.use_amp=false: all is computed in float32, by request" in seen
+    assert "bf16" not in seen
+    assert "costly" not in seen
 
 
 class Careful(nn.Module):
@@ -76,14 +73,12 @@ def test_a_product_where_autocast_is_off_is_flagged():
     task = Tiny()
     task.build_model = Careful
     seen = report("--precision.dtype bf16", task=task)
-    (product,) = seen.in_float32
-    assert (product.path, product.name, product.operands) == ("head", "addmm", "fp32 x fp32")
-    assert "1 of 3 costly operations:\n  head (Linear): addmm fp32 x fp32" in seen.text
-    assert "autocast(enabled=False)" in seen.text
-    assert row(seen, "body").inputs == "fp32 bf16", "called twice"
+    assert "1 of 3 costly operations:\n  head (Linear): addmm fp32 x fp32" in seen
+    assert "autocast(enabled=False)" in seen
+    assert row(seen, "body")[1] == "fp32 bf16", "called twice"
 
 
 def test_the_report_says_whether_a_sharded_run_casts_by_policy():
-    assert "FSDP's policy" in report("--parallel.strategy fsdp", Tiny()).text
+    assert "FSDP's policy" in report("--parallel.strategy fsdp", Tiny())
     for words in ("fsdp --precision.cast_by autocast", "ddp"):
-        assert "FSDP's policy" not in report(f"--parallel.strategy {words}", Tiny()).text
+        assert "FSDP's policy" not in report(f"--parallel.strategy {words}", Tiny())

@@ -30,9 +30,7 @@ from dist_amp.scaling.meta import build_whole
 from dist_amp.settings import DataConfig
 from dist_amp.sources.conversations import IGNORE_INDEX
 from dist_amp.step import evaluate
-from dist_amp.tasks.loss_head import LossHead
 from dist_amp.verify import __main__ as verify
-from dist_amp.verify.cells import capture
 from dist_amp.world import World
 from examples.image_text import ImageText
 from examples.preference import DPO
@@ -163,48 +161,6 @@ def test_two_ranks_learn_what_one_does_and_resume_bit_for_bit(example, options, 
         assert evaluation == pytest.approx(values, rel=1e-4, abs=1e-6)
 
 
-def second_gradients(world, example, folder, chunk, options, words):
-    """Of the second step, when the policy is no longer the reference; and the evaluation."""
-    task = task_of(example, folder, loss_chunk=chunk, pad_to_multiple_of=1, **options)
-    words = ["--optim.lr", 0.05, "--optim.name", "sgd", "--train.accumulation_steps", 2, *words]
-    run = make_run(world, task, *QUICK, "--eval.batches", 1, *words)
-    heads = [part for part in run.parallel.module.modules() if isinstance(part, LossHead)]
-    assert bool(heads) == (chunk != "off")
-    states = capture(run)
-    take_steps(run, 2)
-    return [state.gradients for state in states], evaluate(run)  # on rank 0 alone
-
-
-RECOMPUTED = "--parallel.strategy fsdp --parallel.activation_checkpointing full"
-COMPILED = " --compile.blocks true --compile.mode aot_eager"
-
-
-@pytest.mark.parametrize(
-    ("example", "options", "model", "words"),
-    [
-        ("preference", {}, "llama_tied", RECOMPUTED),  # the head is in the root's unit
-        ("preference", {"lora_rank": 2}, "llama", "--parallel.strategy fsdp"),  # a frozen head
-        pytest.param("preference", {}, "llama", RECOMPUTED + COMPILED, marks=pytest.mark.slow),
-        ("image_text", {}, "", "--parallel.strategy ddp"),
-    ],
-)
-def test_the_loss_in_chunks_has_the_gradients_of_all_logits_at_once(
-    example, options, model, words, tmp_path
-):
-    EXAMPLES[example][0](tmp_path, *filter(None, [model]))
-    plain, chunked = (
-        on_ranks(2, second_gradients, example, tmp_path, chunk, options, words.split())[0]
-        for chunk in ("off", 5)
-    )
-    largest = max(gradient.abs().max() for gradient in plain[0][-1].values())
-    for key, true in plain[0][-1].items():
-        # Sums in another order, of two steps: some roundings of 2^-24 of the largest. By a key's
-        # bias it is 0 but for roundings of others.
-        size = max(true.abs().max(), 1e-3 * largest)
-        torch.testing.assert_close(chunked[0][-1][key], true, rtol=0, atol=4e-6 * size)
-    assert chunked[1] == pytest.approx(plain[1], rel=1e-4, abs=1e-6)
-
-
 @pytest.mark.parametrize(
     ("example", "rank", "merge"),
     [
@@ -329,14 +285,6 @@ def test_training_begins_at_the_reference_which_has_no_dropout(rank, llama):
     assert run.model.policy.training
 
 
-def test_a_reference_of_its_own_is_used_also_with_adapters(llama):
-    other = write_llama(llama / "other", "llama_tied")
-    task = task_of("preference", llama, reference=str(other), lora_rank=2)
-    dataset = task.build_dataset("train")
-    model = build_whole(task, CPU)
-    assert task.metrics(model, task.collate([dataset[0], dataset[1]]))["margin"] != 0
-
-
 # ---- images and texts ----
 
 
@@ -451,39 +399,3 @@ def test_an_image_and_text_of_which_nothing_can_be_learned_are_refused(row, leng
     dataset = task_of("image_text", llava, length=length).build_dataset("train")
     dataset.rows = [{"image": "red.png", "prompt": "a", "completion": "red", **row}]
     assert message in message_of(65, dataset.__getitem__, 0)
-
-
-@pytest.mark.bad_input("rows without a column that an example needs; no chat template")
-@pytest.mark.parametrize(
-    ("example", "row", "message"),
-    [
-        (
-            "preference",
-            {"chosen": "a", "rejected": "b"},
-            "no column prompt; the columns are chosen",
-        ),
-        (
-            "image_text",
-            {"image": "red.png", "completion": "a"},
-            "no column prompt; the columns are",
-        ),
-        (
-            "image_text",
-            {"image": "red.png", "messages": chat()},
-            "the processor has no chat template",
-        ),
-    ],
-)
-def test_rows_of_another_form_are_refused_with_what_they_need(example, row, message, tmp_path):
-    if example == "image_text":
-        write_llava(tmp_path, template=None)
-        (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
-    else:
-        write_llama(tmp_path)
-    assert message in message_of(65, task_of(example, tmp_path, [row] * 8).build_dataset, "train")
-
-
-@pytest.mark.bad_input("a model of text alone for images and text")
-def test_a_model_of_text_alone_is_refused(llama):
-    text = message_of(64, task_of, "image_text", llama)
-    assert "has no processor with an image_token; use a model of i" in text

@@ -19,12 +19,10 @@ from test_bit_exact import (
 from tiny import Tiny, log_row, make_run, moments_of, parameters_of, take_steps
 from torch import nn
 
-from benchmarks.bit_exact import kept_bytes
 from benchmarks.collectives import Counting
-from dist_amp.config.memory import tensor_bytes
 from dist_amp.errors import DataError
 from dist_amp.step import train_step
-from dist_amp.world import World, local
+from dist_amp.world import World
 
 # Fixtures.
 verify = test_verify.verify
@@ -67,25 +65,6 @@ def test_a_micro_batch_sends_what_an_ordinary_step_does_and_a_few_scalars(strate
     assert 0 <= sum(sent.values()) - micro_batches * expected <= micro_batches * padding
 
 
-def kept_by(world, strategy, counts):
-    """With so many micro-batches: the most bytes that sums take after one of them, over those of
-    this rank's gradients.
-    """
-    kept = []
-    for micro_batches in counts:
-        size = 2 * world.world_size * micro_batches
-        words = ["--train.global_batch_size", size, "--parallel.strategy", strategy]
-        run = make_run(world, Blocks(samples=2 * size), *SETTINGS, *words, "--train.steps", 2)
-        of_gradients = tensor_bytes(map(local, run.parallel.parameters))
-        kept.append(kept_bytes(run, run.parallel) / of_gradients)
-    return kept
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_sums_take_one_copy_of_a_ranks_gradients_per_power_of_two(strategy):
-    assert on_ranks(2, kept_by, strategy, (1, 2, 4)) == [[0, 1, 2]] * 2
-
-
 # The fifth step ends an epoch. Crossed has gradients with several uses, added in one order.
 @pytest.mark.parametrize(
     ("task", "steps", "precision"),
@@ -125,10 +104,7 @@ FP16 += ["--precision.dtype", "fp16", "--train.max_skips_in_a_row", 60]
 
 @pytest.mark.parametrize(
     ("words", "parts"),
-    [
-        (["--precision.dtype", "bf16"], SHORT),
-        pytest.param(FP16, LONG, marks=pytest.mark.slow),
-    ],
+    [(["--precision.dtype", "bf16"], SHORT), pytest.param(FP16, LONG, marks=pytest.mark.slow)],
     ids=["bf16", "fp16"],
 )
 def test_a_run_that_changes_ranks_and_strategy_ends_with_the_undisturbed_runs_bits(
@@ -183,11 +159,7 @@ class Follows(Tiny):
         (Tiny(), ["--train.global_batch_size", "auto"], "use train.global_batch_size=2 or"),
         (Tiny(), ["--parallel.comm_dtype", "fp16"], r"parallel.comm_dtype=fp16: .*; use off"),
         (Tiny(), ["--compile.mode", "max-autotune"], "compile.mode=max-autotune: .*; use default"),
-        (
-            Normed(),
-            [],
-            r'module "1" \(BatchNorm1d\) keeps statistics of each.*; use GroupNorm',
-        ),
+        (Normed(), [], r'module "1" \(BatchNorm1d\) keeps statistics of each.*; use GroupNorm'),
         (Coupled(), [], "the task has couples_samples=True"),
         (Fused(), [], "the task's optimizer is fused"),
         (Follows(), [], "forward changes teacher.weight, once per micro-batch"),
@@ -277,11 +249,7 @@ SAME = "have the same bits in their precision"
             "FAIL: the output of first.1.out (Linear) of micro-batch 1 differs first, in step 1",
             f"1 of 2 {SAME} (",
         ),
-        (
-            "Normed",
-            'refused: parallel.bit_exact=true can\'t hold: module "1" (BatchNorm1d',
-            "0 of",
-        ),
+        ("Normed", 'refused: parallel.bit_exact=true can\'t hold: module "1" (BatchNorm1d', "0 of"),
         (
             "RefusedOnRanks",
             "refused: the data are on one machine",

@@ -21,8 +21,6 @@ from byte_model import (
 from ranks import on_ranks
 from tiny import Tiny, make_run, take_steps
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from benchmarks.activations import kept_and_flops
 from dist_amp.diagnostics.nonfinite_replay import find_nonfinite
@@ -121,30 +119,6 @@ def gradients_and_buffers(world, words):
 def test_batch_norm_gathers_its_statistics_once_and_gradients_are_those_of_none(setting):
     plain, mine = (on_ranks(2, gradients_and_buffers, words)[0] for words in ([], setting))
     torch.testing.assert_close(mine, plain, rtol=0, atol=0)  # the same operations
-
-
-class Largest(TorchDispatchMode):
-    """The most rows of logits that one tensor holds: of those with a vocabulary at the end."""
-
-    rows = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and tensor.shape[-1:] == (256,):
-                self.rows = max(self.rows, tensor.numel() // 256)
-        return out
-
-
-@pytest.mark.parametrize(("chunk", "rows"), [("off", TOKENS), (CHUNK, CHUNK)])
-def test_no_more_logits_than_a_chunks_exist_at_any_time(chunk, rows):
-    run = bytes_run(World(), Bytes(chunk), *FP32)
-    with Largest() as largest:
-        take_steps(run, 1)
-        with run.parallel.evaluating(), run.precision.autocast():
-            run.task.metrics(run.model, next(run.data)[0])
-    assert largest.rows == rows
-    assert run.model(torch.zeros(1, 4, dtype=torch.int64)).shape == (1, 4, 256), "for a sample"
 
 
 def test_selective_lies_between_full_and_none_in_memory_and_recomputes_hardly_any_arithmetic():

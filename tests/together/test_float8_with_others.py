@@ -5,7 +5,7 @@ import torch
 from byte_model import Bytes
 from messages import message_of
 from ranks import on_ranks
-from tiny import Rows, Tiny, make_run, take_steps
+from tiny import make_run, take_steps
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -88,33 +88,19 @@ def test_ranks_in_float8_learn_as_one_does_and_resume_bit_for_bit_from_plain_ten
         assert gathered == ({torch.float8_e4m3fn} if strategy == "fsdp" else set())
 
 
-class Wide(Tiny):
-    """Four blocks of 16: the second has a hook, the third a frozen weight."""
-
-    def build_model(self):
-        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)), nn.Linear(16, 1))
-        model[1].register_forward_hook(lambda part, args, output: output * 1.0)
-        model[2].requires_grad_(False)
-        return model
-
-    def blocks(self, model):
-        return list(model[:4])
-
-    def build_dataset(self, split):
-        return Rows(x=torch.randn(64, 16), y=torch.zeros(64), counts=torch.ones(64))
-
-
 @pytest.mark.bad_input("`precision.dtype=fp8` in float32 or bit-exact")
-def test_layers_with_hooks_or_frozen_weights_stay_and_settings_that_rule_it_out_are_refused():
-    module = make_run(World(), Wide(), *FP8).parallel.module
-    kinds = [type(part).__name__ for part in module]
-    assert kinds == ["Float8Linear", "Linear", "Linear", "Float8Linear", "Linear"]
-    exact = ["--parallel.bit_exact", "true", "--train.global_batch_size", 8]
-    for words, said in (
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
         (["--use_amp", "false"], "use_amp=false computes in float32: use --use_amp true"),
-        (exact, "bit_exact=true does not allow precision.dtype=fp8: float8 scales by a whole"),
-    ):
-        assert said in message_of(64, make_run, World(), Wide(), *FP8, *words)
+        (
+            ["--parallel.bit_exact", "true", "--train.global_batch_size", 8],
+            "bit_exact=true does not allow precision.dtype=fp8: float8 scales by a whole",
+        ),
+    ],
+)
+def test_settings_that_rule_out_float8_are_refused(words, said):
+    assert said in message_of(64, bytes_run, World(), *words)
 
 
 def test_float8_of_an_earlier_version_is_a_dtype_now(tmp_path):

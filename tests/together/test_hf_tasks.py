@@ -1,6 +1,5 @@
 """Fine-tuning tasks for Hugging Face models: what is learned, padding, LoRA, and bad inputs."""
 
-import json
 import logging
 import math
 import sys
@@ -16,10 +15,7 @@ pytest.importorskip("transformers")
 import datasets
 from PIL import Image
 from tiny_hf import QUICK, TEMPLATE, chats, make_model, make_tokenizer, write_rows
-from transformers import (
-    AutoModelForCausalLM,
-    ViTImageProcessorPil,
-)
+from transformers import AutoModelForCausalLM, ViTImageProcessorPil
 
 from dist_amp.config.load import load_config
 from dist_amp.config.task_class import build_task, find_task
@@ -30,8 +26,6 @@ from dist_amp.sources.load import class_names, load_split
 from dist_amp.step import evaluate
 from dist_amp.tasks.hf_causal_lm import HFCausalLM
 from dist_amp.tasks.hf_classification import HFClassification
-from dist_amp.verify.findings import inspect_task
-from dist_amp.verify.reference import Reference
 from dist_amp.world import World
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -89,33 +83,6 @@ def test_a_mixtures_auxiliary_loss_is_added_as_transformers_does_and_weighted(na
     without = model(**tensors)
     evaluated = task.loss_sum(model.eval(), batch) / task.weight(batch)
     torch.testing.assert_close(evaluated, without.loss)
-
-
-def test_verify_fails_a_mixtures_auxiliary_loss_and_says_how_to_verify_without_it(tmp_path):
-    make_tokenizer(make_model(tmp_path, "mixtral"))
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"router_aux_loss_coef": 0.5}))
-    task = causal(tmp_path, chats(400))
-    reference = Reference(load_config([*QUICK, "--run.device", "cpu"], {}), CPU, task)
-    (text,) = [finding.text for finding in inspect_task(reference) if finding.fails]
-    assert "verify with a coefficient of 0, for Hugging Face router_aux_l" in text
-
-
-def mixture_step(world, folder, strategy, checkpointing):
-    words = ["--train.global_batch_size", 4, "--train.micro_batch_size", 4 // world.world_size]
-    words += ["--parallel.strategy", strategy, "--optim.lr", 0.05, "--optim.name", "sgd"]
-    words += ["--parallel.activation_checkpointing", checkpointing]
-    run = make_run(world, causal(folder, chats()), *QUICK, *words)
-    (report,) = take_steps(run, 1)
-    return world.sum(report.loss_sum) / report.weight, report.norm, parameters_of(run)
-
-
-def test_a_mixtures_auxiliary_loss_is_trained_alike_when_sharded_and_recomputed(tmp_path):
-    make_tokenizer(make_model(tmp_path, "mixtral"))
-    expected = on_ranks(2, mixture_step, tmp_path, "ddp", "none")
-    sharded = on_ranks(2, mixture_step, tmp_path, "fsdp", "full")
-    # Sums in another order, of float32.
-    torch.testing.assert_close(sharded, expected, rtol=1e-5, atol=1e-6)
 
 
 LORA = {"lora_rank": 2, "sample_tokens": 5}
@@ -207,13 +174,6 @@ def test_images_are_classified(tmp_path):
     data = DataConfig(path=str(tmp_path / "rows.parquet"), text_column="image")
     loss, _ = train(HFClassification(data, str(tmp_path), classes=3, of="image"))
     assert loss < math.log(3) / 2  # half of what guessing costs
-
-
-def test_a_classifier_is_not_asked_for_an_embedding_which_some_models_lack(tmp_path):
-    make_model(tmp_path, "resnet")
-    ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(tmp_path)
-    task = HFClassification(DataConfig(), str(tmp_path), classes=3, of="image")
-    assert task.units(task.build_model()) == []
 
 
 @pytest.mark.bad_input("labels of more classes than `task.args.classes`, or of none")

@@ -15,13 +15,12 @@ from torch.nn.attention import varlen
 
 pytest.importorskip("transformers")
 import tiny_hf
-from test_packing_leak import OfTheGPT, packed_run, reference_of, write_model
+from test_packing_leak import OfTheGPT, packed_run, write_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dist_amp.tasks import hf_causal_lm, huggingface, packed_attention
 from dist_amp.tasks.huggingface import PLAIN, inputs_of
 from dist_amp.tasks.packed_attention import Documents, attend, document_bounds, document_mask
-from dist_amp.verify.findings import inspect_task
 from dist_amp.world import World
 
 KERNEL = "torch_attn._varlen_attn.default"
@@ -153,14 +152,6 @@ def test_on_a_cpu_there_is_a_mask_and_a_kernel_that_is_asked_for_is_an_error():
 # ---- the shipped GPT ----
 
 
-def test_no_gradient_crosses_documents_with_the_kernel(kernel):
-    with Counter(KERNEL) as counter:
-        findings = inspect_task(reference_of(OfTheGPT(packed_attention="varlen")))
-    assert counter.count
-    texts = "\n".join(finding.text for finding in findings)
-    assert "no cross-document attention in packed rows: 8 rows, gradient exactly 0" in texts
-
-
 SELECTIVE = "--parallel.activation_checkpointing selective"
 COMPILED = "--compile.blocks true --compile.mode aot_eager"
 
@@ -260,12 +251,6 @@ def test_other_models_are_called_as_before(kind):
         assert inputs_of(model, batch) == {**inputs, "use_cache": False}
 
 
-def test_a_window_that_is_longer_than_the_rows_does_not_count():
-    model = model_of("mistral", sliding_window=8)
-    assert huggingface.takes_documents(model.config, 8)
-    assert not huggingface.takes_documents(model.config, 9)
-
-
 def test_a_mask_of_another_call_is_respected_and_no_file_names_our_attention(tmp_path):
     model = model_of("llama")
     padded_on_the_left = {"input_ids": IDS, "attention_mask": FILLED.flip(1)}
@@ -273,17 +258,3 @@ def test_a_mask_of_another_call_is_respected_and_no_file_names_our_attention(tmp
     assert torch.equal(logits, sdpa(model, **padded_on_the_left))
     model.save_pretrained(tmp_path)
     assert huggingface.OURS not in (tmp_path / "config.json").read_text()
-
-
-def test_a_leak_of_the_kernel_is_found_in_the_precision_in_which_it_runs(
-    kernel, tmp_path, monkeypatch
-):
-    run = packed_run(World(), write_model(tmp_path, "llama"), "--use_amp false")
-    run.task.packed_attention = "varlen"
-
-    def of_rows(positions):
-        return torch.arange(0, positions.numel() + 1, positions.shape[1]).int()
-
-    monkeypatch.setattr(hf_causal_lm, "document_bounds", of_rows)
-    (report,) = take_steps(run, 1)
-    assert "separates documents" in message_of(64, run.task.train_metrics, run, report)
