@@ -144,7 +144,7 @@ def take_claim(store: Store, ended: str, say: Callable[[str], None]) -> Claim:
         number += 1
         if store.create(claim_name(number), json.dumps(record).encode()):
             break  # else another run was quicker, or the store lists late
-    if store.create(claim_name(number), b"a second time"):
+    if store.create(claim_name(number), json.dumps({**record, "released": True}).encode()):
         raise Failure(
             f"run.dir={store.address}: this store lets two writers create one file (it ignores "
             "If-None-Match, or the like); update it and its fsspec package, or choose another"

@@ -34,46 +34,42 @@ from dist_amp.world import World
 # slices and other variants don't match; a partitioned MI300X keeps its name and needs
 # metrics.peak_flops. Of AMD, float32 is that of the matrix cores; torch uses no tf32 there.
 COLUMNS = ("fp32", "tf32", "bf16", "fp16")
-PEAKS_TABLE = r"""
-                                fp32  tf32   bf16   fp16  source
-V100-SXM2-(16|32)GB             15.7     0      0    125  NVIDIA V100 datasheet, V100 SXM2
-V100-PCIE-(16|32)GB             14.0     0      0    112  NVIDIA V100 datasheet, V100 PCIe
-V100S-PCIE-32GB                 16.4     0      0    130  NVIDIA V100 datasheet, V100S PCIe
-T4                               8.1     0      0     65  NVIDIA T4 datasheet
-A100-(SXM4|PCIE)-40GB           19.5   156    312    312  NVIDIA A100 datasheet
-A[18]00(-SXM4-80GB| 80GB PCIe)  19.5   156    312    312  NVIDIA A100 and A800 datasheets
-A30                             10.3    82    165    165  NVIDIA A30 datasheet
-A40                             37.4  74.8  149.7  149.7  NVIDIA A40 datasheet
-A10                             31.2  62.5    125    125  NVIDIA A10 datasheet
-A10G                               0    35     70     70  NVIDIA A10G datasheet, for AWS G5
-Quadro RTX 6000                 16.3     0      0  130.5  NVIDIA Turing whitepaper
-RTX A6000                       38.7  77.4  154.8  154.8  NVIDIA Ampere GA102 whitepaper
-RTX 3090                        35.6  35.6     71     71  NVIDIA Ampere GA102 whitepaper
-RTX 4090                        82.6  82.6  165.2  165.2  NVIDIA Ada whitepaper
-RTX 6000 Ada Generation         91.1 182.1  364.2  364.2  NVIDIA Ada whitepaper
-RTX 5090                       104.8 104.8  209.5  209.5  NVIDIA RTX Blackwell whitepaper
-RTX PRO 6000 Blackwell Works.* 126.0 251.9  503.8  503.8  NVIDIA RTX Blackwell PRO whitepaper
-L4                              30.3    60    121    121  NVIDIA L4 datasheet, half of 120, 242
-L40                             90.5  90.5 181.05 181.05  NVIDIA L40 datasheet
-L40S                            91.6   183 362.05 362.05  NVIDIA L40S datasheet
-H100 80GB HBM3|H800|H200        66.9 494.7  989.4  989.4  NVIDIA H100 whitepaper, H100 SXM5
-H[18]00 PCIe                    51.2   378    756    756  NVIDIA H100 whitepaper, H100 PCIe
-H[12]00 NVL                       60 417.5  835.5  835.5  NVIDIA H100 datasheet, half of 1,671
-H20                               44    74    148    148  NVIDIA H20 datasheet
-GH200 (480GB|120GB|144G HBM3e)  66.9 494.7  989.4  989.4  NVIDIA GH200 datasheet: as the H100 SXM5
-B100                               0   875   1750   1750  NVIDIA HGX B100 page, 28,000 / 2 / 8
-B200|B300( SXM6 AC)?               0  1125   2250   2250  NVIDIA HGX B200 page, 36,000 / 2 / 8
-GB[23]00                           0  1250   2500   2500  NVIDIA GB200 NVL72 page, 360,000 / 2 / 72
-MI210                           45.3     0  181.0  181.0  AMD Instinct MI210 datasheet
-MI250X                         47.85     0  191.5  191.5  AMD Instinct MI250X datasheet, half of it
-MI300A                         122.6     0  980.6  980.6  AMD Instinct MI300A datasheet
-MI300X( OAM)?                  163.4     0 1307.4 1307.4  AMD Instinct MI300X datasheet
-MI325X( OAM)?                  163.4     0 1307.4 1307.4  AMD Instinct MI325X datasheet
-MI350X( OAM)?                  144.2     0 2306.9 2306.9  AMD Instinct MI350X datasheet
-MI355X( OAM)?                  157.3     0 2516.6 2516.6  AMD Instinct MI355X datasheet
-"""
-PEAKS = re.findall(
-    r"^(.+?) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+)  ([A-Z].*)$", PEAKS_TABLE, re.MULTILINE
+PEAKS = (
+    ("V100-SXM2-(16|32)GB", 15.7, 0, 0, 125),  # NVIDIA V100 datasheet, V100 SXM2
+    ("V100-PCIE-(16|32)GB", 14.0, 0, 0, 112),  # NVIDIA V100 datasheet, V100 PCIe
+    ("V100S-PCIE-32GB", 16.4, 0, 0, 130),  # NVIDIA V100 datasheet, V100S PCIe
+    ("T4", 8.1, 0, 0, 65),  # NVIDIA T4 datasheet
+    ("A100-(SXM4|PCIE)-40GB", 19.5, 156, 312, 312),  # NVIDIA A100 datasheet
+    ("A[18]00(-SXM4-80GB| 80GB PCIe)", 19.5, 156, 312, 312),  # NVIDIA A100 and A800 datasheets
+    ("A30", 10.3, 82, 165, 165),  # NVIDIA A30 datasheet
+    ("A40", 37.4, 74.8, 149.7, 149.7),  # NVIDIA A40 datasheet
+    ("A10", 31.2, 62.5, 125, 125),  # NVIDIA A10 datasheet
+    ("A10G", 0, 35, 70, 70),  # NVIDIA A10G datasheet, for AWS G5
+    ("Quadro RTX 6000", 16.3, 0, 0, 130.5),  # NVIDIA Turing whitepaper
+    ("RTX A6000", 38.7, 77.4, 154.8, 154.8),  # NVIDIA Ampere GA102 whitepaper
+    ("RTX 3090", 35.6, 35.6, 71, 71),  # NVIDIA Ampere GA102 whitepaper
+    ("RTX 4090", 82.6, 82.6, 165.2, 165.2),  # NVIDIA Ada whitepaper
+    ("RTX 6000 Ada Generation", 91.1, 182.1, 364.2, 364.2),  # NVIDIA Ada whitepaper
+    ("RTX 5090", 104.8, 104.8, 209.5, 209.5),  # NVIDIA RTX Blackwell whitepaper
+    ("RTX PRO 6000 Blackwell Works.*", 126.0, 251.9, 503.8, 503.8),  # NVIDIA RTX PRO whitepaper
+    ("L4", 30.3, 60, 121, 121),  # NVIDIA L4 datasheet, half of 120, 242
+    ("L40", 90.5, 90.5, 181.05, 181.05),  # NVIDIA L40 datasheet
+    ("L40S", 91.6, 183, 362.05, 362.05),  # NVIDIA L40S datasheet
+    ("H100 80GB HBM3|H800|H200", 66.9, 494.7, 989.4, 989.4),  # NVIDIA H100 whitepaper, H100 SXM5
+    ("H[18]00 PCIe", 51.2, 378, 756, 756),  # NVIDIA H100 whitepaper, H100 PCIe
+    ("H[12]00 NVL", 60, 417.5, 835.5, 835.5),  # NVIDIA H100 datasheet, half of 1,671
+    ("H20", 44, 74, 148, 148),  # NVIDIA H20 datasheet
+    ("GH200 (480GB|120GB|144G HBM3e)", 66.9, 494.7, 989.4, 989.4),  # NVIDIA GH200 datasheet
+    ("B100", 0, 875, 1750, 1750),  # NVIDIA HGX B100 page, 28,000 / 2 / 8
+    ("B200|B300( SXM6 AC)?", 0, 1125, 2250, 2250),  # NVIDIA HGX B200 page, 36,000 / 2 / 8
+    ("GB[23]00", 0, 1250, 2500, 2500),  # NVIDIA GB200 NVL72 page, 360,000 / 2 / 72
+    ("MI210", 45.3, 0, 181.0, 181.0),  # AMD Instinct MI210 datasheet
+    ("MI250X", 47.85, 0, 191.5, 191.5),  # AMD Instinct MI250X datasheet, half of it
+    ("MI300A", 122.6, 0, 980.6, 980.6),  # AMD Instinct MI300A datasheet
+    ("MI300X( OAM)?", 163.4, 0, 1307.4, 1307.4),  # AMD Instinct MI300X datasheet
+    ("MI325X( OAM)?", 163.4, 0, 1307.4, 1307.4),  # AMD Instinct MI325X datasheet
+    ("MI350X( OAM)?", 144.2, 0, 2306.9, 2306.9),  # AMD Instinct MI350X datasheet
+    ("MI355X( OAM)?", 157.3, 0, 2516.6, 2516.6),  # AMD Instinct MI355X datasheet
 )
 
 VENDOR = re.compile(r"\b(NVIDIA|Tesla|GeForce|AMD|Instinct)\b")
@@ -82,9 +78,9 @@ VENDOR = re.compile(r"\b(NVIDIA|Tesla|GeForce|AMD|Instinct)\b")
 def known_peak(device_name: str, dtype: str) -> float:
     """Dense FLOP/s of a device in fp32, tf32, bf16 or fp16; 0 if the table does not have it."""
     name = " ".join(VENDOR.sub("", device_name).split())
-    for pattern, *tflops, _source in PEAKS:
+    for pattern, *tflops in PEAKS:
         if re.fullmatch(pattern, name):
-            return float(tflops[COLUMNS.index(dtype)]) * 1e12
+            return tflops[COLUMNS.index(dtype)] * 1e12
     return 0.0
 
 

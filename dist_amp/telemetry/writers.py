@@ -14,7 +14,7 @@ from typing import Any
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard.writer import SummaryWriter
 
-from dist_amp.files import parse_row, plain_json, write_durably
+from dist_amp.files import plain_json, read_rows, write_durably
 from dist_amp.telemetry.step_report import Tags
 
 Warn = Callable[[str], object]
@@ -48,23 +48,17 @@ class JsonlWriter:
             before = path.replace(path.with_name("metrics_before.jsonl"))
             self._warn(f"{path.parent} had metrics but no checkpoint: they are kept in {before}")
             return
-        kept = bytearray()
-        unreadable = 0
-        for line in path.read_bytes().splitlines():
-            row = parse_row(line)
-            if row is None:
-                unreadable += 1
-                continue
-            if row["step"] > step:
-                continue
-            if row["step"] == step and "eval/loss" in row and not is_evaluated:
-                continue
-            kept += line + b"\n"
-            if row.keys() >= OF_LOG_STEP:
-                self.last = row
-        if unreadable:
-            self._warn(f"{path} had unreadable lines, which are removed: {unreadable}")
-        write_durably(path, bytes(kept))  # a kill in between must not lose the log
+        rows, damaged = read_rows(path)
+        if damaged:
+            self._warn(f"{path} had unreadable lines, which are removed: {len(damaged)}")
+        kept = ""
+        for row in rows:
+            is_repeated = row["step"] == step and "eval/loss" in row and not is_evaluated
+            if row["step"] <= step and not is_repeated:
+                kept += json.dumps(row) + "\n"
+                if row.keys() >= OF_LOG_STEP:
+                    self.last = row
+        write_durably(path, kept)  # a kill in between must not lose the log
 
     def append(self, row: dict[str, Any]) -> None:
         """Add a line, after what could not be written before; warns at the first failure."""

