@@ -28,7 +28,6 @@ from dist_amp.distributed.process_group import (
     without_timeout,
 )
 from dist_amp.errors import masked
-from dist_amp.files import present
 from dist_amp.settings import RunConfig
 
 T = TypeVar("T")
@@ -181,10 +180,6 @@ def joined(config: RunConfig) -> Iterator[World]:
     if world.world_size == 1:
         yield world
         return
-    if present("distributed.rendezvous"):
-        from dist_amp.distributed.rendezvous import raise_open_files
-
-        raise_open_files(world.world_size)
     joins = not dist.is_initialized()
     failed = True
     try:

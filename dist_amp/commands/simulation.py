@@ -3,8 +3,8 @@
 `train_step` runs under torch's FakeTensorMode, which computes shapes alone, in a process group
 whose collectives return at once. Of each operation, `ImaginedDevice` counts what it allocates, as a
 GPU's allocator does; what it sends; and its time, the larger of its arithmetic and its memory
-traffic. DDP, whose C++ code reads values, is replaced by its buckets. Not seen: what a kernel
-allocates within itself, compiled blocks, diagnostics.
+traffic. DDP, whose C++ code reads values, is replaced by its buckets. Not seen: what most kernels
+allocate within themselves, compiled blocks, bit-exact reductions, diagnostics.
 """
 
 import copy
@@ -28,14 +28,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from dist_amp.bit_exact import exact_parallel
 from dist_amp.clock import PhaseClock
 from dist_amp.commands.devices import SENDS, Device
-from dist_amp.commands.plan_report import PHASES, USABLE, StrategyPlan
 from dist_amp.config.auto import accumulation_steps
 from dist_amp.config.memory import tensor_bytes
 from dist_amp.errors import DataError
@@ -51,24 +50,23 @@ from dist_amp.world import World, local
 
 aten = torch.ops.aten
 
+PHASES = ("forward", "backward", "optimizer")
+HELD = ("parameters, buffers", "gradients", "optimizer state", "moving average")
 ROUNDING = 512  # an allocation is a multiple of it. Source: torch's CUDACachingAllocator.cpp
 # The forward's and the backward's thread each have one. Source: torch's CUDABlas.cpp, for Hopper.
 WORKSPACES = 2 * 32 * 2**20
+USABLE = 0.95  # the share of a device to plan for; fragmentation takes the rest. Assumed.
 
-# DDP's buckets, in bytes. Source: torch.nn.parallel.DistributedDataParallel, bucket_cap_mb.
-FIRST_BUCKET = 2**20
-BUCKET = 25 * 2**20
+# Elements of one of DDP's buckets. Source: DistributedDataParallel's bucket_cap_mb.
+BUCKET = 25 * 2**20 // 4
 
 # What the host reads from the device is 1 or true here: checks pass, and divisions work.
 READS = (aten._local_scalar_dense, aten.allclose, aten.equal)
 
 # What CUDA's autocast computes in float32, and a CPU's does not. Source: torch's autocast_mode.h.
-NAMES = "cumsum exp log log_softmax pow prod rsqrt softmax sum"
-IN_FLOAT32: dict[Any, str] = {
-    torch: NAMES,
-    Tensor: NAMES,
-    F: "cross_entropy group_norm kl_div l1_loss layer_norm log_softmax nll_loss softmax",
-}
+OPERATIONS = "cumsum exp log log_softmax pow prod rsqrt softmax sum"
+LAYERS = "cross_entropy group_norm kl_div l1_loss layer_norm log_softmax nll_loss softmax"
+IN_FLOAT32: dict[Any, str] = {torch: OPERATIONS, Tensor: OPERATIONS, F: LAYERS}
 
 # A CPU's attention, which torch's table lacks, takes the arguments of a GPU's.
 FORWARD = aten._scaled_dot_product_flash_attention
@@ -87,6 +85,25 @@ KINDS = {  # of collectives, by torch's operations
     "alltoall_base_": "all_to_all",
     "broadcast_": "broadcast",
 }
+
+
+@dataclass
+class StrategyPlan:
+    """One strategy: what a step takes of a rank, or the problem for which training refuses it."""
+
+    name: str = ""
+    chosen: bool = False
+    problem: str = ""
+    fits: bool | None = None  # into the device, with room for fragments; None: not known
+    precision: str = ""  # and who casts
+    memory: dict[str, int] = field(default_factory=dict)  # bytes of what is kept, by HELD
+    peaks: dict[str, int] = field(default_factory=dict)  # bytes on the device, by phase
+    on_device: int = 0  # the highest of them
+    seconds: dict[str, float] = field(default_factory=dict)  # by phase; sending; the whole step
+    sent_bytes: float = 0.0
+
+
+# ---- what a step sends
 
 
 class Collective(NamedTuple):
@@ -131,46 +148,56 @@ def collective_of(function: Any, args: Sequence[Any]) -> Collective | None:
     return Collective(kind, ranks, sizes[-1], sizes[0]) if ranks > 1 else None  # outputs are first
 
 
-@contextmanager
-def as_on_gpu() -> Iterator[None]:
-    """Inside, operations are as CUDA has them: autocast's list, and kernels that a CPU lacks."""
+@dataclass(frozen=True)
+class ImaginedWorld(World):
+    """A rank among ranks that do not exist. notes: what a training would print at its start."""
 
-    def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-        if training and 0 < p < 1:
-            return torch.native_dropout(input, p, True)[0]
-        return input
+    notes: list[str] = field(default_factory=list, compare=False)
+    is_main = False  # which would measure what this CPU computes in half precision
 
-    attention = F.scaled_dot_product_attention
+    def say(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
 
-    def without_dropout(*args: Any, dropout_p: float = 0.0, **kwargs: Any) -> Tensor:
-        if isinstance(mask := kwargs.get("attn_mask"), Tensor):
-            kwargs["attn_mask"] = mask.detach()  # a CPU's kernel gives it no gradient
-        return attention(*args, **kwargs)
+    def warn(self, text: str) -> None:
+        self.say(f"warning: {text}")
 
-    with ExitStack() as patches:
-        for owner, names in IN_FLOAT32.items():
-            for name in names.split():
-                patches.enter_context(patch.object(owner, name, in_float32(getattr(owner, name))))
-        patches.enter_context(patch.object(F, "dropout", dropout))
-        patches.enter_context(patch.object(F, "scaled_dot_product_attention", without_dropout))
+    def mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+        with _disable_current_modes():  # a mesh needs values
+            return super().mesh(shape, names)
+
+
+class FlatGradients:
+    """Gradients as DDP keeps and sends them: they have memory from the start, and the backward of
+    the last micro-batch copies each gradient there.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], sent_in: torch.dtype | None) -> None:
+        sizes = [parameter.numel() for parameter in parameters]
+        flat = parameters[0].new_empty(sum(sizes))
+        self._buckets = flat.split(BUCKET)
+        self._gradients: dict[Tensor, Tensor] = {}
+        self._sent_in = sent_in or flat.dtype
+        self._synchronises = True
+        for parameter, part in zip(parameters, flat.split(sizes), strict=True):
+            parameter.is_replicated = True  # type: ignore[attr-defined]
+            parameter.register_post_accumulate_grad_hook(self._copy)
+            self._gradients[parameter] = part.view_as(parameter)
+
+    def _copy(self, parameter: Tensor) -> None:
+        if self._synchronises:
+            parameter.grad = self._gradients[parameter].copy_(parameter.grad)  # type: ignore[arg-type]
+
+    @contextmanager
+    def gradient_sync(self, on: bool) -> Iterator[None]:
+        self._synchronises = on
         yield
+        if on:
+            for bucket in self._buckets:
+                dist.all_reduce(bucket.to(self._sent_in))
 
 
-def in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, with its arguments in float32 under autocast."""
-
-    @wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        if torch.is_autocast_enabled("cpu"):
-            args, kwargs = tree_map_only(Tensor, in_full, (args, kwargs))
-        return function(*args, **kwargs)
-
-    return called
-
-
-def in_full(tensor: Tensor) -> Tensor:
-    """A half-precision tensor as float32."""
-    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+# ---- what a step allocates, and how long it computes
 
 
 class ImaginedDevice(TorchDispatchMode):
@@ -182,12 +209,15 @@ class ImaginedDevice(TorchDispatchMode):
     def __init__(self, device: Device | None, allocated: int = 0) -> None:
         super().__init__()
         self.phase = "other"
-        self.peaks: Counter[str] = Counter()  # bytes, by the phase of a step
-        self.seconds: Any = Counter()  # by phase, and limit: compute, memory
-        self.collectives: Counter[Collective] = Counter()
+        self.forget()
         self._device = device
         self._bytes = allocated
         self._sizes: dict[int, int] = {}  # of the storages alive, by their address
+
+    def forget(self) -> None:
+        """Begin again to measure; what is allocated remains."""
+        self.peaks: Counter[str] = Counter()  # bytes, by the phase of a step
+        self.counts: Any = Counter()  # seconds by phase, and how often each Collective
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if DTensor in types:
@@ -197,7 +227,7 @@ class ImaginedDevice(TorchDispatchMode):
         if is_fake and function.overloadpacket in READS:
             return True
         if collective := collective_of(function, args):
-            self.collectives[collective] += 1
+            self.counts[collective] += 1
         result = function(*args, **kwargs)
         results = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
         for tensor in results:
@@ -207,13 +237,11 @@ class ImaginedDevice(TorchDispatchMode):
         if self._device is not None and not function.is_view:
             inputs = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
             traffic = sum(leaf.nbytes for leaf in (*inputs, *results))
-            memory = traffic / self._device.bytes_per_second
-            compute = 0.0
+            seconds = traffic / self._device.bytes_per_second
             if formula := FLOPS.get(function.overloadpacket):
                 flops = formula(*args, **kwargs, out_val=result)
-                compute = flops / self._device.flop_per_second(inputs[0].dtype)
-            limit = "compute" if compute > memory else "memory"
-            self.seconds[self.phase, limit] += max(compute, memory)
+                seconds = max(seconds, flops / self._device.flop_per_second(inputs[0].dtype))
+            self.counts[self.phase] += seconds
         return result
 
     def count(self, storage: Any) -> None:
@@ -228,12 +256,6 @@ class ImaginedDevice(TorchDispatchMode):
 
     def _free(self, key: int) -> None:
         self._bytes -= self._sizes.pop(key)
-
-    def forget(self) -> None:
-        """Begin again to measure; what is allocated remains."""
-        self.peaks = Counter()
-        self.seconds = Counter()
-        self.collectives = Counter()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -276,89 +298,41 @@ def within_kernel(function: Any, args: Any) -> int:
     return 0
 
 
-@dataclass(frozen=True)
-class ImaginedWorld(World):
-    """A rank among ranks that do not exist. notes: what a training would print at its start."""
-
-    notes: list[str] = field(default_factory=list, compare=False)
-    is_main = False  # which would measure what this CPU computes in half precision
-
-    def say(self, text: str) -> None:
-        if text not in self.notes:
-            self.notes.append(text)
-
-    def warn(self, text: str) -> None:
-        self.say(f"warning: {text}")
-
-    def mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-        with _disable_current_modes():  # a mesh needs values
-            return super().mesh(shape, names)
-
-
-class Buckets:
-    """Gradients as DDP keeps and sends them: its buckets exist from the start, and the backward of
-    the last micro-batch copies each gradient there.
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter], sent_in: torch.dtype | None) -> None:
-        self._sent_in = sent_in
-        self._synchronises = True
-        self._gradients: dict[Tensor, Tensor] = {}
-        filled: list[list[nn.Parameter]] = [[]]
-        for parameter in reversed(parameters):
-            limit = BUCKET if len(filled) > 1 else FIRST_BUCKET
-            if tensor_bytes(filled[-1]) >= limit:
-                filled.append([])
-            filled[-1].append(parameter)
-            parameter.is_replicated = True  # type: ignore[attr-defined]
-            parameter.register_post_accumulate_grad_hook(self._copy)
-        sizes = [[parameter.numel() for parameter in bucket] for bucket in filled]
-        self._buckets = [parameters[0].new_empty(sum(numbers)) for numbers in sizes]
-        for bucket, flat, numbers in zip(filled, self._buckets, sizes, strict=True):
-            for parameter, gradient in zip(bucket, flat.split(numbers), strict=True):
-                self._gradients[parameter] = gradient.view_as(parameter)
-
-    def _copy(self, parameter: Tensor) -> None:
-        if self._synchronises:
-            parameter.grad = self._gradients[parameter].copy_(parameter.grad)  # type: ignore[arg-type]
-
-    @contextmanager
-    def gradient_sync(self, on: bool) -> Iterator[None]:
-        self._synchronises = on
-        yield
-        if on:
-            for bucket in self._buckets:
-                dist.all_reduce(bucket.to(self._sent_in or bucket.dtype))
-
-
 @contextmanager
-def imagined_ranks(world_size: int) -> Iterator[None]:
-    """A process group of so many ranks in this process, whose collectives return at once."""
-    if world_size == 1:
+def as_on_gpu() -> Iterator[None]:
+    """Inside, operations are as CUDA has them: autocast's list, and kernels that a CPU lacks."""
+    attention = F.scaled_dot_product_attention
+
+    def in_full(tensor: Tensor) -> Tensor:
+        return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+    def in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if torch.is_autocast_enabled("cpu"):
+                args, kwargs = tree_map_only(Tensor, in_full, (args, kwargs))
+            return function(*args, **kwargs)
+
+        return called
+
+    def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+        return torch.native_dropout(input, p, True)[0] if training and 0 < p < 1 else input
+
+    def without_dropout(*args: Any, dropout_p: float = 0.0, **kwargs: Any) -> Tensor:
+        if isinstance(mask := kwargs.get("attn_mask"), Tensor):
+            kwargs["attn_mask"] = mask.detach()  # a CPU's kernel gives it no gradient
+        return attention(*args, **kwargs)
+
+    with ExitStack() as patches:
+        for owner, names in IN_FLOAT32.items():
+            for name in names.split():
+                patches.enter_context(patch.object(owner, name, in_float32(getattr(owner, name))))
+        patches.enter_context(patch.object(F, "dropout", dropout))
+        patches.enter_context(patch.object(F, "scaled_dot_product_attention", without_dropout))
         yield
-        return
-    # Private, and the only group without sockets.
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
-def without_memory(module: nn.Module, on_device: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A copy on the imagined device; tied parameters stay tied."""
-    module = copy.deepcopy(module)
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for part in module.modules():
-        for name, parameter in list(part.named_parameters(recurse=False, remove_duplicate=False)):
-            if parameter not in made:
-                made[parameter] = like(parameter, on_device(parameter))
-            setattr(part, name, made[parameter])
-        for name, buffer in list(part.named_buffers(recurse=False)):
-            part._buffers[name] = on_device(buffer)
-    return module
+# ---- the step
 
 
 @dataclass(frozen=True)
@@ -381,15 +355,15 @@ class Job:
     def micro_batches(self) -> int:
         return accumulation_steps(self.config.train, self.world.world_size)
 
-
-def batch_of(job: Job) -> Any:
-    """A micro-batch of the first samples, which come again if there are too few. Errors: its."""
-    size = job.config.train.micro_batch_size
-    indices = tuple(index % len(job.dataset) for index in range(size))
-    batch = Fetch(job.dataset, job.task, "training")[Shard(indices, seed=job.config.run.seed)]
-    if isinstance(batch, DataError):
-        raise batch
-    return batch
+    def batch(self) -> Any:
+        """A micro-batch of the first samples, which repeat if there are too few. Errors: its."""
+        size = self.config.train.micro_batch_size
+        indices = tuple(index % len(self.dataset) for index in range(size))
+        shard = Shard(indices, seed=self.config.run.seed)
+        batch = Fetch(self.dataset, self.task, "training")[shard]
+        if isinstance(batch, DataError):
+            raise batch
+        return batch
 
 
 def simulate(job: Job) -> StrategyPlan:
@@ -401,7 +375,7 @@ def simulate(job: Job) -> StrategyPlan:
     # It prints a traceback before it raises.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     register_fused_updates()
-    batch = batch_of(job)
+    batch = job.batch()
     on_gpu = job.world.device.type == "cuda"
     fake = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
     device = ImaginedDevice(job.gpu, allocated=WORKSPACES if on_gpu else 0)
@@ -412,126 +386,102 @@ def simulate(job: Job) -> StrategyPlan:
         device.count(made.untyped_storage())
         return made
 
-    with imagined_ranks(job.world.world_size), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # those that training prints
+    # The optimizer's state and all gradients exist from the second step on. The third of many
+    # micro-batches does what each further one does.
+    sizes = [2, 3] if job.micro_batches > 2 else [job.micro_batches]
+    steps = []
+    with ExitStack() as modes:
+        if job.world.world_size > 1:  # this group's collectives return at once
+            size = job.world.world_size
+            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+            modes.callback(dist.destroy_process_group)
+        modes.enter_context(warnings.catch_warnings(action="ignore"))  # those that training prints
         module = without_memory(job.module, on_device)
         kept = tree_iter(kept_by(job.task, job.module))
         beside_model = [on_device(leaf) for leaf in kept if isinstance(leaf, nn.Parameter)]
-        batches = [
-            tree_map_only(Tensor, on_device, batch) for _ in range(min(3, job.micro_batches))
-        ]
-        with ExitStack() as modes:
-            modes.enter_context(fake)
-            modes.enter_context(device)
-            modes.enter_context(device.watched())
-            if on_gpu:
-                modes.enter_context(as_on_gpu())
-            run = imagined_run(job, module)
-            # The optimizer's state and all gradients exist from the second step on. The third of
-            # many micro-batches does what each further one does, unless sums are kept for pairs.
-            train_step(run, batches[:1])
-            sizes = [job.micro_batches]
-            if job.micro_batches > 2 and not job.config.parallel.bit_exact:
-                sizes = [2, 3]
-            steps = []
-            for size in sizes:
-                device.forget()
-                train_step(run, (batches * size)[:size])
-                steps.append((device.seconds, device.collectives))
-            del beside_model
-            held, checkpoint_bytes = held_by(run)
+        batches = [tree_map_only(Tensor, on_device, batch) for _ in range(sizes[-1])]
+        for mode in (fake, device, device.watched()):
+            modes.enter_context(mode)
+        if on_gpu:
+            modes.enter_context(as_on_gpu())
+        run = imagined_run(job, module)
+        train_step(run, batches[:1])
+        for size in sizes:
+            device.forget()
+            train_step(run, batches[:size])
+            steps.append(device.counts)
+        memory = held_by(run)
+        del beside_model
+    # Those of all further micro-batches are added to those of the last step.
     more = job.micro_batches - sizes[-1]
-    seconds, collectives = (extrapolated(counted, more) for counted in zip(*steps, strict=True))
+    first, last = steps[0], steps[-1]
+    counts = {key: last[key] + more * (last[key] - first[key]) for key in last}
     peaks = dict(device.peaks)
     if run.parallel.sharded and job.config.parallel.cpu_offload:
-        on_host = sum(held.values()) - held["gradients"]
+        on_host = sum(memory.values()) - memory["gradients"]
         peaks = {phase: peaks[phase] - on_host for phase in ("forward", "backward")}
-    planned = StrategyPlan(
-        precision=run.precision.name,
-        memory=held,
-        peaks=peaks,
-        on_device=max(peaks.values()),
-        sent_bytes=sum(times * each.sent for each, times in collectives.items()),
-        collectives=sum(collectives.values()),
-        checkpoint_bytes=checkpoint_bytes,
-    )
+    plan = StrategyPlan(precision=run.precision.name, memory=memory, peaks=peaks)
+    plan.on_device = max(peaks.values())
     if run.precision.cast_by != "nothing":
-        planned.precision += f", {run.precision.cast_by}"
+        plan.precision += f", {run.precision.cast_by}"
     if job.memory:
-        planned.fits = planned.on_device <= USABLE * job.memory
+        plan.fits = plan.on_device <= USABLE * job.memory
+    sent = {key: times for key, times in counts.items() if isinstance(key, Collective)}
+    plan.sent_bytes = sum(times * each.sent for each, times in sent.items())
     if job.gpu is not None:
-        for phase in PHASES:
-            parts = {limit: seconds.get((phase, limit), 0.0) for limit in ("compute", "memory")}
-            planned.seconds[phase] = sum(parts.values())
-            planned.limits[phase] = max(parts, key=lambda limit: parts[limit])
-        computing = sum(planned.seconds.values())
-        sent = ((each.seconds(job.gpu, job.world), times) for each, times in collectives.items())
-        sending = sum(seconds * times for seconds, times in sent)
-        planned.seconds |= {"sending": sending, "step": max(sending, computing)}  # they overlap
-    return planned
+        plan.seconds = {phase: counts.get(phase, 0.0) for phase in PHASES}
+        computing = sum(plan.seconds.values())
+        sending = sum(times * each.seconds(job.gpu, job.world) for each, times in sent.items())
+        plan.seconds |= {"sending": sending, "step": max(sending, computing)}  # they overlap
+    return plan
+
+
+def without_memory(module: nn.Module, on_device: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A copy on the imagined device; tied parameters stay tied."""
+    module = copy.deepcopy(module)
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for part in module.modules():
+        for name, parameter in list(part.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter not in made:
+                made[parameter] = like(parameter, on_device(parameter))
+            setattr(part, name, made[parameter])
+        for name, buffer in list(part.named_buffers(recurse=False)):
+            part._buffers[name] = on_device(buffer)
+    return module
 
 
 def imagined_run(job: Job, module: nn.Module) -> Run:
     """A run on the CPU, whose parameters have their shards' shapes."""
-    config, task, strategy = job.config, job.task, job.strategy
-    exact = config.parallel.bit_exact
-    layout: Strategy = "single" if strategy == "ddp" else strategy
-    products = config.precision
-    if products.dtype == "fp8":
-        products = replace(products, dtype="bf16")
+    config, is_ddp = job.config, job.strategy == "ddp"
+    strategy: Strategy = "single" if is_ddp else job.strategy
     config = replace(
         config,
-        parallel=replace(config.parallel, strategy=layout, cpu_offload=False),
-        precision=products,
+        parallel=replace(config.parallel, strategy=strategy, cpu_offload=False),
         compile=replace(config.compile, blocks=False),
-        optim=replace(config.optim, fused=config.optim.fused and not exact),  # as on a CPU
     )
     world = replace(job.world, device=torch.device("cpu"), _meshes={})
-    if strategy != "ddp":
-        precision, parallel = lay_out(config, task, module, world)
-    else:
-        alone = replace(world, world_size=1, local_world_size=1)
-        precision, parallel = lay_out(config, task, module, alone)
-        buckets = Buckets(parallel.parameters, DTYPES.get(config.parallel.comm_dtype))
+    alone = replace(world, world_size=1, local_world_size=1)
+    precision, parallel = lay_out(config, job.task, module, alone if is_ddp else world)
+    if is_ddp:
+        gradients = FlatGradients(parallel.parameters, DTYPES.get(config.parallel.comm_dtype))
         parallel = replace(
             parallel,
             strategy="ddp",
             world=world,
-            gradient_sync=buckets.gradient_sync,
+            gradient_sync=gradients.gradient_sync,
             replicas=world.world_size,
         )
-    run = assemble(config, world, task, Path(), (precision, parallel))
-    if exact:
-        run.parallel = exact_parallel(run)
-    return run
+    return assemble(config, world, job.task, Path(), (precision, parallel))
 
 
-def held_by(run: Run) -> tuple[dict[str, int], int]:
-    """(bytes of this rank: parameters with buffers, gradients at the update, moments, average;
-    bytes of a checkpoint).
-    """
+def held_by(run: Run) -> dict[str, int]:
+    """Bytes that this rank keeps, by HELD; the gradients are those at the update."""
     module = run.parallel.module
-    states = tree_iter(list(run.optimizer.state.values()))
-    moments = [leaf for leaf in states if isinstance(leaf, Tensor) and leaf.ndim]
-    average = tree_iter([getattr(observer, "tensors", {}) for observer in run.observers])
-    averages = [leaf for leaf in average if isinstance(leaf, Tensor)]
-    held: dict[str, list[Tensor]] = {
-        "parameters": [*module.parameters(), *module.buffers()],
-        "gradients": [*run.parallel.parameters],
-        "moments": moments,
-        "average": averages,
-    }
-    frozen = {
-        name
-        for name, parameter in module.named_parameters(remove_duplicate=False)
-        if not parameter.requires_grad
-    }
-    saved = [value for name, value in module.state_dict().items() if name not in frozen]
-    in_bytes = {name: tensor_bytes(map(local, tensors)) for name, tensors in held.items()}
-    return in_bytes, tensor_bytes([*saved, *moments, *averages])
-
-
-def extrapolated(counted: Sequence[Counter[Any]], more: int) -> dict[Any, Any]:
-    """A step with so many more micro-batches than the last of these steps, which differ by one."""
-    first, last = counted[0], counted[-1]
-    return {key: last[key] + more * (last[key] - first[key]) for key in last}
+    averages = [getattr(observer, "tensors", {}) for observer in run.observers]
+    state, average = (
+        [leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor) and leaf.ndim]
+        for tree in (list(run.optimizer.state.values()), averages)
+    )
+    held = ([*module.parameters(), *module.buffers()], run.parallel.parameters, state, average)
+    sizes = [tensor_bytes(map(local, tensors)) for tensors in held]
+    return dict(zip(HELD, sizes, strict=True))
