@@ -1,7 +1,7 @@
 """A dataset by micro-batches: in this process, or in workers (workers.py)."""
 
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -41,8 +41,8 @@ class Fetch:
         except Exception as error:
             return DataError(
                 f"{samples_text(indices)} of the {self.split} split do not make one batch: "
-                f"{self._odd_column(samples, indices)}{in_one_line(error)}; give all samples the "
-                "same keys, shapes and types, or the task a collate(samples)"
+                f"{in_one_line(error)}; give all samples the same keys, shapes and types, or the "
+                "task a collate(samples)"
             )
 
     def _augment(self, samples: list[Any], shard: Shard) -> DataError | None:
@@ -55,19 +55,6 @@ class Fetch:
                 failed = f"the task's augment(sample, rng) failed on sample {index}"
                 return DataError(f"{failed}: {in_one_line(error)}; fix it")
         return None
-
-    def _odd_column(self, samples: Sequence[Any], indices: Sequence[int]) -> str:
-        """What torch can't collate, as "x is Tensor [3] in sample 7, Tensor [8] in 4: "; or ""."""
-        if self.collate is not default_collate or not all(isinstance(s, Mapping) for s in samples):
-            return ""
-        for index, sample in zip(indices, samples, strict=True):
-            for key in {**samples[0], **sample}:
-                kind = kind_of(sample, key)
-                first = kind_of(samples[0], key)
-                if kind != first or "None" in kind:
-                    found = f"{key} is {kind} in {self.row_of(index)}"
-                    return f"{found}, {first} in {self.row_of(indices[0])}: "
-        return ""
 
     def row_of(self, index: int) -> str:
         """A sample, and its row in the data's files where a part of them is held out."""
@@ -90,18 +77,6 @@ class Fetch:
             reason = str(error)
         unread = f"{samples_text(indices)} of the {self.split} split could not be read"
         return DataError(f"{unread}: {reason}")
-
-
-def kind_of(sample: Mapping[Any, Any], key: Any) -> str:
-    if key not in sample:
-        return "missing"
-    value = sample[key]
-    name = type(value).__name__
-    if hasattr(value, "shape"):
-        return f"{name} {list(value.shape)}"
-    if isinstance(value, list | tuple):
-        return f"{name} [{len(value)}]"
-    return name
 
 
 def file_of(error: BaseException) -> str:

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from dist_amp.errors import DataError, in_one_line
-
 NO_TENSORS = (str, bytes, int, float, type)  # the common ones; a class has many attributes
 
 
@@ -43,7 +41,7 @@ def _parts(value: Any) -> dict[Any, Any]:
 def to_device(batch: Any, device: torch.device) -> Any:
     """The same structure with its tensors on the device; a GPU copies them from pinned memory.
 
-    Errors: DataError for an object that holds tensors elsewhere and can't be moved.
+    An object of another class is moved by its method `to`, or stays where it is.
     """
 
     def moved(part: Any) -> Any:
@@ -64,8 +62,6 @@ def to_device(batch: Any, device: torch.device) -> Any:
             for item in fields(part):  # set past the class, which may be frozen
                 object.__setattr__(other, item.name, inside(getattr(part, item.name)))
             return other
-        if not isinstance(part, NO_TENSORS):
-            _check_holds_no_tensor_elsewhere(part, device)
         return part
 
     def inside(part: Any) -> Any:
@@ -80,27 +76,12 @@ def _moves_itself(part: Any) -> bool:
 
 def _moved_by_itself(part: Any, device: torch.device) -> Any:
     try:
-        try:
-            moved = part.to(device, non_blocking=True)
-        except TypeError:  # a `to` without that argument
-            moved = part.to(device)
-    except Exception as error:
-        raise DataError(
-            f"a batch holds a {type(part).__name__} whose to({str(device)!r}) failed: "
-            f"{in_one_line(error)}; fix it, or return its tensors in a dict from collate(samples)"
-        ) from error
+        moved = part.to(device, non_blocking=True)
+    except TypeError:  # a `to` without that argument
+        moved = part.to(device)
     if moved is None:  # it has moved in place
         return part
     return moved
-
-
-def _check_holds_no_tensor_elsewhere(value: Any, device: torch.device) -> None:
-    for name, part in _parts(value).items():
-        if any(tensor.device.type != device.type for tensor in tensors(part)):
-            raise DataError(
-                f"a batch holds a {type(value).__name__} whose {name} has a tensor that can't be "
-                f"moved to {device}; give the class a method to(device), or make it a dataclass"
-            )
 
 
 class CopyStream:

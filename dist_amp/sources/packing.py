@@ -202,21 +202,15 @@ class PackedRows:
         return pieces
 
     def describe(self, split: str) -> None:
-        """Log rows, tokens and padding. Errors: DataError if no row, or no token, counts."""
+        """Log rows, tokens and padding. Errors: DataError if the documents do not fill a row."""
         pack = self.packing.pack
         length = f"{self.packing.length:,}"
         documents = f"{len(self.documents):,} {split} documents"
         lengths = numpy.asarray(self.documents.lengths)
-        if not len(self) and pack == "cut":
+        if not len(self):
             raise DataError(
-                f"the {documents} have {lengths.sum():,} tokens in all, fewer than one row of "
-                f"{length}; use shorter rows, more data, or data.pack=best_fit"
-            )
-        labels = (self[number]["labels"][1:] for number in range(len(self)))
-        if not any((row != IGNORE_INDEX).any() for row in labels):
-            raise DataError(
-                f"none of the {documents} has anything to learn within {length} tokens; use longer "
-                "rows, and check that documents, completions and assistant's turns are not empty"
+                f"the {documents} have {lengths.sum():,} tokens in all, and do not fill one row of "
+                f"{length} with something to learn; use shorter rows, more data, or best_fit"
             )
         padding = f"{self.padding_share:.2%} of the places are padding"
         if pack == "off":
@@ -302,16 +296,16 @@ def best_fit(sizes: Ints, length: int) -> Ints:
             if fitting:  # its lowest bit: the fullest rows
                 left = size + (fitting & -fitting).bit_length() - 1
             each = left // size
-            wanted = -(-count // each)
+            needed = -(-count // each)
             if fitting:
-                taken = free[left][-wanted:]
-                del free[left][-wanted:]
+                chosen = free[left][-needed:]
+                del free[left][-needed:]
                 if not free[left]:
                     room ^= 1 << left
             else:
-                taken = list(range(rows, rows + wanted))
-                rows += wanted
-            for row in taken:
+                chosen = list(range(rows, rows + needed))
+                rows += needed
+            for row in chosen:
                 placed = min(each, count)
                 count -= placed
                 row_of += [row] * placed

@@ -140,23 +140,23 @@ class TokenShards:
             )
         if split not in manifest.splits:
             raise DataError(f"{folder} has no {split} split; it has {', '.join(manifest.splits)}")
-        self.of = manifest.splits[split]
+        self.facts = manifest.splits[split]
         self._inside = folder / split
-        index = mapped(self._inside / INDEX, INDEX_BYTES * self.of.total("documents"))
+        index = mapped(self._inside / INDEX, INDEX_BYTES * self.facts.total("documents"))
         self._index = index.view("<i8").reshape(-1, 3)
         self.lengths = self._index[:, 1]
         self.firsts = self._index[:, 2]
-        self._starts = [0, *accumulate(shard.tokens for shard in self.of.shards)]
+        self._starts = [0, *accumulate(shard.tokens for shard in self.facts.shards)]
         self._tokens: list[Array] = []
         self._counted: list[Array | None] = []
-        for shard in self.of.shards:
+        for shard in self.facts.shards:
             tokens, *counted = [
                 mapped(self._inside / name, facts["bytes"]) for name, facts in shard.files.items()
             ]
             self._tokens.append(tokens.view(manifest.dtype))
             self._counted.append(counted[0] if counted else None)
         # The identity of the tokens: the same wherever and however they were made.
-        parts = [[shard.index_xxh3, shard.files] for shard in self.of.shards]
+        parts = [[shard.index_xxh3, shard.files] for shard in self.facts.shards]
         self.fingerprint = short_hash(json.dumps([manifest.dtype.name, parts], sort_keys=True))
 
     def __reduce__(self) -> Any:
@@ -191,7 +191,7 @@ class TokenShards:
 
     def check_hashes(self) -> None:
         with (self._inside / INDEX).open("rb") as index:
-            for shard in self.of.shards:
+            for shard in self.facts.shards:
                 parts = [(INDEX, index.read(INDEX_BYTES * shard.documents), shard.index_xxh3)]
                 for file, facts in shard.files.items():
                     parts.append((file, (self._inside / file).read_bytes(), facts["xxh3"]))

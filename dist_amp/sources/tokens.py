@@ -103,7 +103,7 @@ def open_shards(folder: Path, split: str, tokenizer: Tokenizer) -> TokenShards |
     if split == "validation" and split not in manifest.splits:
         return None
     shards = TokenShards(folder, split)
-    log.info("data: %s: %s (%s)", split, shards.of, folder)
+    log.info("data: %s: %s (%s)", split, shards.facts, folder)
     return shards
 
 

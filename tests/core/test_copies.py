@@ -11,7 +11,6 @@ from tiny import Rows, Tiny, make_run
 from torch.nn.utils.rnn import pack_sequence
 
 from dist_amp.data import Batches, Padding
-from dist_amp.errors import DataError
 from dist_amp.loading import nested
 from dist_amp.loading.nested import tensors, to_device
 from dist_amp.loading.plan import Plan
@@ -192,11 +191,3 @@ def test_a_gpu_copies_from_pinned_memory_whoever_read_the_batch(monkeypatch):
     to_device({"x": torch.ones(2), "y": [torch.zeros(1)]}, torch.device("cuda"))
     assert [id(tensor) for tensor in copied] == [id(tensor) for tensor in pinned]
     assert len(pinned) == 2
-
-
-@pytest.mark.bad_input(
-    "on a GPU, a batch with an object that holds tensors and has no `to(device)`"
-)
-def test_an_object_that_can_not_be_moved_is_refused_by_name():
-    with pytest.raises(DataError, match="holds a Opaque whose x has a tensor that can't be moved"):
-        to_device({"a": [Opaque(text="", x=[Opaque(deep=x())])]}, META)

@@ -1,6 +1,6 @@
 """Mixtures: exact shares, nothing left out, and resuming at any world size."""
 
-import math
+import hashlib
 import re
 from collections import Counter
 from dataclasses import replace
@@ -13,7 +13,6 @@ from tiny import Tiny, make_run, save, take_steps
 
 from dist_amp.checkpoint.compatibility import check_config
 from dist_amp.config.load import load_config
-from dist_amp.config.text import to_toml
 from dist_amp.errors import DataError
 from dist_amp.settings import DataConfig, MixedSourceConfig
 from dist_amp.sources.mixture import Mixture, counts_of, losses_by_source, mixed
@@ -49,9 +48,7 @@ def source_and_number(sample):
     [
         ([1.0, 1e-5], [100, 3], 300_003),
         ([0.3333, 0.6667], [100_000, 1000], 300_031),
-        ([math.pi**-n for n in range(8)], [10] * 8, 44_302),
         ([3.0, 4.0, 1.0], [7, 100, 3], 200),
-        ([0.1, 0.3], [1, 9], 12),
     ],
 )
 def test_shares_of_an_epoch_are_exact_to_a_sample_and_every_sample_comes_equally_often(
@@ -75,11 +72,20 @@ def test_shares_of_an_epoch_are_exact_to_a_sample_and_every_sample_comes_equally
         assert abs(early).max() < len(sizes)
 
 
-def test_shares_that_a_short_block_has_exactly_keep_its_order():
-    assert counts_of({"a": 0.7, "b": 0.2, "c": 0.1}, [30_000, 20, 1]) == [7, 2, 1]
-    assert counts_of({"a": 0.3333, "b": 0.6667}, [100, 100]) == [1, 2], "to a sample"
-    mix = Mixture({"a": range(7), "b": range(2)}, [7, 2])
-    assert mix.locate(range(9))[0].tolist() == [0, 0, 1, 0, 0, 0, 1, 0, 0], "as in older runs"
+@pytest.mark.parametrize(
+    ("weights", "sizes", "order"),
+    [
+        ({"a": 0.7, "b": 0.2, "c": 0.1}, [30, 20, 1], "4c951027cedb"),
+        ({"a": 0.3333, "b": 0.6667}, [100_000, 1000], "93bc2ce1edff"),
+        ({"a": 1.0, "b": 1e-5}, [100, 3], "a7983d2f08d1"),
+    ],
+)
+def test_the_order_of_a_mixture_is_that_of_every_version(weights, sizes, order):
+    sources = {name: range(size) for name, size in zip(weights, sizes, strict=True)}
+    mix = Mixture(sources, counts_of(weights, sizes))
+    source, number = mix.locate(numpy.arange(min(len(mix), 100_000)))
+    content = source.tobytes() + number.tobytes()
+    assert hashlib.sha256(content).hexdigest()[:12] == order
 
 
 def test_samples_come_in_the_order_asked_for_with_their_source_beside_each_token():
@@ -99,10 +105,8 @@ def test_the_fingerprint_is_of_the_sources_their_names_and_their_shares():
         sources = {name: Tokens(6, fingerprint=one) for name, one in prints.items()}
         return Mixture(sources, counts).fingerprint
 
-    first = fingerprint(a="x", b="y")
-    others = [fingerprint(a="x", b="z"), fingerprint(a="x", c="y"), fingerprint(b="y", a="x")]
-    assert len({first, *others, fingerprint((3, 1), a="x", b="y")}) == 5
-    assert fingerprint(a="x", b="y") == first
+    prints = [fingerprint(a="x", b="y"), fingerprint(a="x", b="z"), fingerprint(a="x", c="y")]
+    assert len({*prints, fingerprint((3, 1), a="x", b="y")}) == 4
 
 
 def tables(**weights):
@@ -145,18 +149,6 @@ def test_held_out_parts_are_joined_without_weights_and_interleaved(caplog):
 
 def config_of(*words, **environ):
     return load_config([str(word) for word in words], environ)
-
-
-def test_a_source_is_set_by_file_environment_and_command_line_and_printed_as_it_is_read(tmp_path):
-    mine = tmp_path / "mine.toml"
-    mine.write_text('[data.sources.wiki]\npath = "w/*"\n[data.sources.code]\nname = "me/code"\n')
-    words = ("--config", mine, "--data.sources.code.weight", 0.5)
-    config = config_of(*words, DIST_AMP_DATA__SOURCES__CODE__SPLIT="a")
-    assert config.data.sources["wiki"] == MixedSourceConfig(path="w/*")
-    assert config.data.sources["code"] == MixedSourceConfig(name="me/code", weight=0.5, split="a")
-    assert list(config.data.sources) == ["wiki", "code"], "in the order of the file"
-    mine.write_text(to_toml(config))
-    assert config_of("--config", mine) == config
 
 
 @pytest.mark.bad_input("an unknown key or a weight that is no positive number in a source's table")
@@ -210,13 +202,6 @@ def test_a_source_that_can_not_be_mixed_is_refused_by_its_table(change, rows, st
     table = MixedSourceConfig(**{"path": "x", **change})
     data = DataConfig(sources={"wiki": table, "big": MixedSourceConfig(path="big")}, **of_all)
     assert f"data.sources.{fragment}" in message_of(status, mixed, data, "train", build)
-
-
-def test_a_sample_that_cannot_be_read_is_named_by_its_source():
-    mix = Mixture({"wiki": Tokens(5), "code": Tokens(5, damaged=[3])}, [1, 1])
-    assert len(mix.__getitems__([0, 1, 2, 3, 8])) == 5
-    fragment = "data.sources.code, sample 3: ValueError: bad block (test_sources_mixture.py, line "
-    assert message_of(65, mix.__getitems__, [7]).startswith(fragment)
 
 
 @pytest.mark.bad_input("a resume with other weights, or a source more or less")

@@ -117,16 +117,6 @@ def test_rows_are_tokenized_once_and_then_read_from_the_cache_which_knows_what_m
     assert token_documents(data, "train", BYTES).fingerprint == first.fingerprint
 
 
-@pytest.mark.bad_input("empty documents, and rows with nothing to learn")
-def test_rows_without_anything_to_learn_are_left_out_and_counted_in_the_log(tmp_path, caplog):
-    data = source(tmp_path, [{"text": "ab" * (n % 3)} for n in range(24)])
-    with caplog.at_level("INFO", "dist_amp"):
-        documents = token_documents(data, "train", BYTES)
-    empty, total = 18 - len(documents), int(documents.lengths.sum())
-    assert 2 <= empty <= 8  # of the 8, all but those held out
-    assert f"{total} tokens, of which {total - len(documents)} count; {empty} of 18" in caplog.text
-
-
 @pytest.mark.parametrize("rows", [chats(), TEXTS], ids=["chats", "texts"])
 def test_a_folder_of_tokens_is_a_source_of_its_splits_and_knows_whether_rows_were_chats(
     rows, tmp_path

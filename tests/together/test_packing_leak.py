@@ -130,30 +130,10 @@ def test_a_leak_fails_with_its_fix(task, cause):
     assert re.search(f"^packed documents leak: .*, and must be 0: .*{cause}", text)
 
 
-class OfThese(OfTheGPT):
-    def __init__(self, documents):
-        super().__init__()
-        self.documents = documents
-
-    def build_dataset(self, split):
-        return self.packing.rows(Documents(self.documents), split)
-
-
-ALONE = [torch.ones(24)] * 250
-
-
 @pytest.mark.bad_input("a packed task in which `verify` finds no embedding of input_ids")
-@pytest.mark.parametrize(
-    ("task", "words"),
-    [
-        (OfALayer(nn.Identity, embedding=nn.Linear), "not checked for leaks: no nn.Embedding"),
-        (OfThese(ALONE), "no row of 240 has a second one that counts"),
-        (OfThese(ALONE[:238] + [torch.ones(12)] * 4), "exactly 0"),
-    ],
-)
-def test_what_could_not_be_checked_is_not_passed_in_silence(task, words):
-    (finding,) = leaks(reference_of(task), rows=8)
-    assert words in finding.text
+def test_what_could_not_be_checked_is_not_passed_in_silence():
+    (finding,) = leaks(reference_of(OfALayer(nn.Identity, embedding=nn.Linear)), rows=8)
+    assert "not checked for leaks: no nn.Embedding" in finding.text
     assert not finding.fails
 
 
@@ -271,7 +251,6 @@ class OfOthers:
 @pytest.mark.parametrize(
     ("found", "of_ranks", "leak"),
     [
-        ([0.0], [0.0, 0.0], False),
         ([0.0, 0.0], [0.0, 0.5], True),
         ([0.5, 0.0], None, False),  # in bf16, then in float32: only rounding
     ],
@@ -313,11 +292,6 @@ class FlashAttention:
     def functions(self, implementation):
         no_options = lambda **options: {}  # noqa: E731
         return (self.attend, self.attend_within, None, None, None), (no_options, no_options)
-
-
-def test_logits_that_do_not_tell_whether_documents_leak_are_no_leak():
-    for value in (0.0, float("nan")):
-        assert hf_causal_lm.leaked_share(OfOthers(value), torch.arange(8)[None]) == 0
 
 
 def test_flash_attention_has_the_logits_of_packed_rows_and_keeps_documents_apart(monkeypatch):
