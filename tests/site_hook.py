@@ -1,7 +1,8 @@
 """The docs' site also has the files of the repository that its pages link to, as pages.
 
-A hook of mkdocs.yml: the pages' links stay as a git host needs them. A Markdown file becomes a
-page, of which the links count too; any other file becomes a page that shows its text.
+A hook of mkdocs.yml: the pages' links stay as a git host needs them. The README is the first page.
+A Markdown file becomes a page, of which the links count too; any other file becomes a page that
+shows its text.
 """
 
 import re
@@ -12,12 +13,15 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
 FOLDER = "repository/"
+START = "index.md"
 # The path in [text](path#heading): no address, no heading alone.
 LINK = re.compile(r"(?<=\]\()(?!\w+:)[^)#\s]+")
 
 
 def in_site(path):
     """Where the site's sources have a file of the repository."""
+    if path == "README.md":
+        return START
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     return FOLDER + path.removesuffix(".md") + ".md"
@@ -25,6 +29,8 @@ def in_site(path):
 
 def in_repository(source):
     """Where the repository has a file of the site's sources."""
+    if source == START:
+        return "README.md"
     if source.startswith(FOLDER):
         return source.removeprefix(FOLDER)
     return "docs/" + source
@@ -45,8 +51,10 @@ def as_page(path, text):
 
 
 def on_files(files, config):
-    """Add what the pages link to, and what that links to."""
-    waiting = [f"docs/{file.src_uri}" for file in files.documentation_pages()]
+    """Add the README, what the pages link to, and what that links to."""
+    readme = (ROOT / "README.md").read_text()
+    files.append(File.generated(config, START, content=readme))
+    waiting = [in_repository(file.src_uri) for file in files.documentation_pages()]
     while waiting:
         path = waiting.pop()
         text = (ROOT / path).read_text()

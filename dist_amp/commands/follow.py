@@ -5,12 +5,12 @@ The run itself imports no tracker and never waits for one. RUN/follow_TRACKER.js
 sent: after any stop the same command continues in the same run of the tracker. Sent are the
 configuration, metrics under the same tags as in TensorBoard, those of each rank as rank00000/TAG
 (up to 64 ranks), and the summary and the sample at the end. Server, login and offline mode are set
-as the tracker documents it: WANDB_MODE, MLFLOW_TRACKING_URI ... See docs/trackers.md.
+as the tracker documents it: WANDB_MODE, MLFLOW_TRACKING_URI ... See docs/metrics.md.
 
 Exit status: 0 all is sent, 64 bad arguments, no package or no login, 65 not a run's folder, 75
 stopped by a signal, 1 anything else.
 
-Docs: docs/trackers.md
+Docs: docs/metrics.md
 """
 
 import json

@@ -4,7 +4,7 @@ The metrics are those of metrics.jsonl, under their names in TensorBoard; values
 are left out. The ending of --out decides the picture's format: png, svg or pdf.
 Exit status: 0, 64 bad arguments or no matplotlib, 65 not a run's folder, or none has the metric.
 
-Docs: docs/run_folder.md
+Docs: docs/metrics.md
 """
 
 import math

@@ -4,7 +4,7 @@ It has the curves of the main metrics, the settings that differ from the default
 the sample. --out names another file.
 Exit status: 0, 64 bad arguments, 65 not a run's folder, 1 the file can't be written.
 
-Docs: docs/run_folder.md
+Docs: docs/metrics.md
 """
 
 import sys

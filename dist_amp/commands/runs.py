@@ -7,7 +7,7 @@ from the defaults; a task's arguments are compared among its runs.
 
 Exit status: 0, 64 bad arguments, 65 no run in the folder.
 
-Docs: docs/run_folder.md
+Docs: docs/metrics.md
 """
 
 import json

@@ -13,7 +13,7 @@ continues after its last complete shard.
 
 Exit status: 0 done, 64 bad setting, 65 bad data or files, 1 FOLDER can't be written.
 
-Docs: docs/data.md
+Docs: docs/packing.md
 """
 
 import sys

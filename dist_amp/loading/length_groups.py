@@ -1,6 +1,6 @@
 """Length bucketing: batches of samples of similar length, for less padding.
 
-Docs: docs/data.md
+Docs: docs/packing.md
 """
 
 from functools import lru_cache

@@ -1,6 +1,6 @@
 """RUN/environment.json: command, versions, hosts, git state and variables of each start.
 
-Docs: docs/run_folder.md
+Docs: docs/metrics.md
 """
 
 import importlib.metadata

@@ -20,15 +20,14 @@ from dist_amp.commands.__main__ import COMMANDS, OPTIONS, WITH_SETTINGS, check_e
 from dist_amp.config.load import load_config
 from dist_amp.config.suggestions import check_unknown
 
-DOCS = [path for path in sorted((ROOT / "docs").glob("*.md")) if path.name != "README.md"]
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
-    *DOCS,
+    *sorted((ROOT / "docs").glob("*.md")),
 ]
 FILES = [*sorted((ROOT / "configs").glob("*.toml")), *sorted((ROOT / "launch").iterdir())]
 PROGRAMS = {
     *("python", "python3", "torchrun", "dist_amp", "bash", "source", "pip", "(ulimit"),
-    *("sbatch", "scancel", "scontrol", "kubectl", "docker", "ray", "ssh", "sysctl", "taskset"),
+    *("sbatch", "scancel", "scontrol", "kubectl", "docker", "ray", "ssh", "taskset"),
     *(".ci/run", ".venv/bin/ruff", ".venv/bin/pip", ".venv/bin/mkdocs"),
     *("wandb", "trackio"),
 }
@@ -55,7 +54,6 @@ NEEDS = {
     r".* '?s3://": "an object store: tests/features/test_sources_s3.py",
     r"python -m dist_amp\.follow|wandb |trackio ": "tests/features/test_follow_trackers.py",
     r"\.venv/bin/mkdocs": "mkdocs: tests/slow/test_site.py",
-    r"sysctl ": "root",
     r"taskset ": "the number of a process",
     r"(bash )?\.ci/run": "hours: it runs all tests",
     r"\(ulimit": "memory that runs out: tests/features/test_explain.py",

@@ -48,7 +48,7 @@ def text_of(html):
 def test_every_page_of_docs_is_in_the_navigation_and_the_api_page_has_the_docstrings(site):
     start = (site / "index.html").read_text()
     navigation = set(re.findall(r'<a href="([^"]+)" class="md-nav__link', start))
-    pages = {page.stem for page in (ROOT / "docs").glob("*.md")} - {"README"}
+    pages = {page.stem for page in (ROOT / "docs").glob("*.md")}
     assert len(pages) > 15
     assert {f"{page}.html" for page in pages} <= navigation
     api = (site / "api.html").read_text()
@@ -74,7 +74,7 @@ def test_the_search_finds_a_setting_a_function_and_an_error(site):
 def test_linked_files_of_the_repository_are_pages_with_their_text(site):
     recipes = (site / "recipes.html").read_text()
     assert 'href="repository/dist_amp/task.py.html"' in recipes
-    assert 'href="repository/index.html#your-model"' in recipes
+    assert 'href="index.html#your-model"' in recipes
     shown = (site / "repository/LICENSE.html").read_text()
     assert "Apache License" in unescape(shown)
 
@@ -102,6 +102,6 @@ def test_broken_links_and_headings_fail_the_build(tmp_path):
     done = build(tmp_path / "source", tmp_path / "site")
     assert done.returncode != 0
     for link in broken:
-        in_site = link.replace("../README", "repository/README")
+        in_site = link.replace("../README", "index")
         assert f"contains a link '{in_site}'" in done.stderr
     assert 'not included in the "nav" configuration:\n  - new.md' in done.stderr

@@ -56,7 +56,7 @@ def test_the_arguments_of_a_task_are_checked_if_it_is_named():
 def test_a_tracker_that_is_not_installed_is_refused_with_the_command_that_installs_it():
     with pytest.raises(ConfigError, match="not_there is not installed; pip install not_there"):
         trackers.imported("not_there")
-    page = (ROOT / "docs/trackers.md").read_text()
+    page = (ROOT / "docs/metrics.md").read_text()
     assert all(f".[{name}]" in page for name in trackers.TRACKERS)
 
 
