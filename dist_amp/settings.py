@@ -55,8 +55,6 @@ class RunConfig(Section):
     """
     eviction_notice: Literal["auto", "off", "aws", "gcp", "azure"] = "auto"
     """Which cloud's notice of an eviction stops the run, as a signal does; auto: the machine's."""
-    observers: tuple[str, ...] = ()
-    """Classes of yours that watch the run, as path/to/file.py:Class or module:Class."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +118,6 @@ class DataConfig(SourceConfig):
     packed together, with no cross-document attention; off: one padded document per row; auto: the
     task's default.
     """
-    long_documents: Literal["auto", "split", "truncate", "refuse"] = "auto"
-    """What to do with documents longer than a row; auto: split if packed, else truncate."""
     group_by_length: Count | Literal["off"] = "off"
     """Length-bucketing window in steps: batches are formed from samples of similar length within
     it, which saves padding; off: no bucketing.

@@ -30,7 +30,7 @@ from dist_amp.step import Run
 from dist_amp.world import World
 
 # Settings of earlier versions that changed what is computed, with the values that are fixed now.
-FIXED = {"data.mix_by": "rows", "optim.decay_ratio": 0.2}
+FIXED = {"data.mix_by": "rows", "data.long_documents": "auto", "optim.decay_ratio": 0.2}
 
 OR_ALLOW = "or continue anyway with --run.allow_config_change true"
 

@@ -42,7 +42,7 @@ class Converted:
 
 def load_split(config: DataConfig, split: str, *other_columns: str) -> Any:
     """`load_rows` for a task that reads rows of one source; other settings are a ConfigError."""
-    for name in ("tokenizer", "pack", "long_documents"):
+    for name in ("tokenizer", "pack"):
         if (value := getattr(config, name)) != "auto":
             raise ConfigError(
                 f"data.{name}={value} is for tasks that read tokens, and this one reads rows; "

@@ -33,7 +33,7 @@ class Packing:
 
     length: int
     pack: Literal["off", "cut", "best_fit"]
-    long_documents: Literal["split", "truncate", "refuse"]
+    long_documents: Literal["split", "truncate"]
     # A new shape costs a GPU new buffers and kernel plans. Not in the rows' fingerprint.
     multiple: int = field(default=1, repr=False)
 
@@ -47,11 +47,8 @@ class Packing:
     ) -> "Packing":
         """As `[data]` says; `auto` is the task's default."""
         pack = auto if data.pack == "auto" else data.pack
-        long_documents = data.long_documents
-        if long_documents == "auto":
-            as_read = pack == "off" or data.view == "parquet"
-            long_documents = "truncate" if as_read else "split"
-        return cls(length, pack, long_documents, multiple)
+        as_read = pack == "off" or data.view == "parquet"
+        return cls(length, pack, "truncate" if as_read else "split", multiple)
 
     def rows(self, documents: Any, split: str) -> Any:
         """Token documents as samples for `collate`, which also truncates; None without any."""
@@ -60,10 +57,9 @@ class Packing:
         if not hasattr(documents, "lengths"):
             if self.pack == "cut" or self.long_documents != "truncate":
                 raise ConfigError(
-                    f"data.pack={self.pack} with data.long_documents={self.long_documents} needs "
-                    "the documents' lengths, which data.view=parquet does not know; use data.pack="
-                    "best_fit or off and data.long_documents=truncate, or tokenize first by python "
-                    "-m dist_amp.tokenize, and set data.path to its folder"
+                    f"data.pack={self.pack} needs the documents' lengths, which row groups of "
+                    "Parquet do not tell; set data.view=parquet with data.pack=best_fit or off, or "
+                    "tokenize first by python -m dist_amp.tokenize, and set data.path to its folder"
                 )
             if self.pack == "best_fit":
                 log.info(
@@ -136,13 +132,6 @@ class PackedRows:
         self.packing = packing
         lengths = numpy.asarray(documents.lengths, dtype=numpy.int64)
         length = packing.length
-        too_long = numpy.flatnonzero(lengths > length)
-        if packing.long_documents == "refuse" and len(too_long):
-            raise DataError(
-                f"document {too_long[0]} has {lengths[too_long[0]]:,} tokens, and a row {length:,} "
-                f"({len(too_long):,} documents are too long); use longer rows, or "
-                "data.long_documents=split or truncate"
-            )
         split = packing.long_documents == "split"
         if packing.pack == "cut":
             if not split:
@@ -229,7 +218,7 @@ class PackedRows:
         if cut_off := (lengths - self.packing.length).clip(min=0).sum() / lengths.sum():
             log.info(
                 f"data: {split}: {cut_off:.1%} of the tokens are cut off, in documents longer than "
-                f"{length} tokens; use longer rows, or data.long_documents=split"
+                f"{length} tokens; use longer rows, or data.pack=best_fit"
             )
 
 
