@@ -8,14 +8,13 @@ import torch
 from conftest import ROOT
 from messages import message_of
 from ranks import on_ranks
-from tiny import Rows, Tiny, make_run, parameters_of
+from tiny import Tiny
 
 from dist_amp.config.load import load_config
 from dist_amp.config.task_class import build_task
 from dist_amp.config.text import flat, to_toml
 from dist_amp.scaling.meta import build_on_ranks, placement
-from dist_amp.settings import DataConfig
-from dist_amp.tasks.causal_lm import GPT, CausalLM, rotary_table, rotate
+from dist_amp.tasks.causal_lm import GPT, rotary_table, rotate
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 GPT_124M = ROOT / "configs" / "gpt_124m.toml"
@@ -92,16 +91,6 @@ def test_the_same_documents_are_held_out_every_time_and_a_wrong_column_is_refuse
         assert message in message_of(65, task.build_dataset, "train")
 
 
-def test_documents_are_joined_with_a_zero_after_each_and_one_alone_is_trained_on(tmp_path):
-    (tmp_path / "two.jsonl").write_text('{"text": "abcdefgh"}\n{"text": "ijklmnopqrstuvw"}\n')
-    task = language_model(tmp_path / "two.jsonl", "--data.validation_split", "train")
-    assert bytes(task.build_dataset("train")[0]["input_ids"].tolist()) == b"abcdefgh\0ijklmnop"
-    (tmp_path / "one.txt").write_text("word " * 100)
-    task = language_model(tmp_path / "one.txt")
-    assert len(task.build_dataset("train")) == 501 // 17
-    assert task.build_dataset("validation") is None
-
-
 # ---- the network ----
 
 
@@ -166,33 +155,11 @@ def test_a_sample_continues_the_prompt_the_same_every_time_and_evaluation_has_bi
 # ---- initial weights ----
 
 
-class Language(CausalLM):
-    def __init__(self):
-        super().__init__(DataConfig(), context=8, width=16, layers=3, heads=2)
-
-    def build_dataset(self, split):
-        tokens = torch.zeros(64, 9, dtype=torch.int64)
-        return Rows(input_ids=tokens, labels=tokens)
-
-
 class Tagged(Tiny):
     def build_model(self):
         model = super().build_model()
         model[0][0].weight.no_decay = True
         return model
-
-
-def initial(world, task, strategy):
-    run = make_run(world, task, "--parallel.strategy", strategy, "--use_amp", "false")
-    module = run.parallel.module
-    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    return parameters_of(run) | buffers
-
-
-def test_a_sharded_model_starts_with_the_bits_of_one_process():
-    (expected,) = on_ranks(1, initial, Language(), "single")
-    for state in on_ranks(2, initial, Language(), "fsdp"):
-        torch.testing.assert_close(state, expected, rtol=0, atol=0)
 
 
 def built(world):

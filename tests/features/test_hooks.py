@@ -1,5 +1,6 @@
 """Hooks into FSDP2: blocks that a rank leaves out, refusals with their cause, times of waiting."""
 
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -126,6 +127,13 @@ class OrderOfTheRank(Tiny):
         return super().loss_sum(lambda x: model(x, order), batch)
 
 
+class OtherWeights(Tiny):
+    def loss_sum(self, model, batch):
+        weights = {name: torch.ones(p.shape) for name, p in model.named_parameters()}
+        call = partial(torch.func.functional_call, model, weights)
+        return super().loss_sum(lambda x: call((x,)), batch)
+
+
 @pytest.mark.bad_input("an inner gradient, or another order of blocks on a rank, under fsdp")
 @pytest.mark.parametrize(
     ("task", "said"),
@@ -134,6 +142,8 @@ class OrderOfTheRank(Tiny):
         (InnerGradient(), "in a backward and not in torch.autograd.grad; let the loss"),
         (OrderOfTheRank([0, 1], [1, 0]), "rank 0 calls the blocks blocks.0, blocks.1 and rank 1"),
         (OrderOfTheRank([0, 1], [0, 1, 1]), "rank 1 blocks.0, blocks.1, blocks.1, and FSDP2"),
+        (OrderOfTheRank([0], [0]), "did not call its block blocks.1 (1 of 2 such), whose shards"),
+        (OtherWeights(), "the model is called with another weight of a Linear than its own, as by"),
     ],
 )
 def test_what_sharding_rules_out_is_named_before_the_ranks_part(task, said):

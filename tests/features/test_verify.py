@@ -359,11 +359,3 @@ def test_a_dataset_too_short_to_compare_is_rejected():
     rule = r"has 64 samples; .* takes 5 steps of 48 \(not the config.s\) = 240"
     with pytest.raises(DataError, match=rule):
         inspect_task(reference_of(Tiny(samples=64)))
-
-
-def test_the_bench_of_the_tripwires_prints_their_share(launch):
-    words = ["--task.target", "tiny:Tiny", "--train.steps", "20"]
-    done = launch.module("benchmarks.tripwires", *words)
-    assert done.returncode == 0, done.stderr
-    line = r"20 steps, single on 1 x cpu: tripwires took [\d.]+ s of [\d.]+ s, [\d.]+%\n"
-    assert re.fullmatch(line, done.stdout)

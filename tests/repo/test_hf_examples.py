@@ -1,6 +1,5 @@
 """examples/preference.py and image_text.py: what is learned, the loss, ranks, resuming, exports."""
 
-import json
 import math
 
 import pytest
@@ -31,7 +30,6 @@ from dist_amp.settings import DataConfig
 from dist_amp.sources.conversations import IGNORE_INDEX
 from dist_amp.step import evaluate
 from dist_amp.verify import __main__ as verify
-from dist_amp.world import World
 from examples.image_text import ImageText
 from examples.preference import DPO
 
@@ -267,24 +265,6 @@ def test_the_loss_of_pairs_and_its_gradient_are_those_of_a_plain_reference(rank,
     torch.testing.assert_close(torch.stack(alone).sum(), loss, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-def test_training_begins_at_the_reference_which_has_no_dropout(rank, llama):
-    config = json.loads((llama / "config.json").read_text())
-    (llama / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
-    run = make_run(World(), task_of("preference", llama, pairs(chats=True), lora_rank=rank), *QUICK)
-    (batch,) = next(run.data)
-    names = ("input_ids", "attention_mask", "labels")
-    one, two = [run.model(**{name: batch[name] for name in names}) for _ in range(2)]
-    assert torch.equal(one[1], two[1])
-    assert not torch.equal(one[0], two[0])
-    with run.evaluating():
-        torch.testing.assert_close(run.model(**{name: batch[name] for name in names})[1], one[1])
-        loss = run.task.loss_sum(run.model, batch).item()
-        assert loss == pytest.approx(2 * math.log(2), rel=1e-6)
-        assert run.task.metrics(run.model, batch)["margin"] == 0
-    assert run.model.policy.training
-
-
 # ---- images and texts ----
 
 
@@ -356,46 +336,22 @@ def test_the_loss_is_that_of_transformers_and_padding_changes_no_samples(chunk, 
 
 # ---- bad inputs ----
 
-ANSWER = [{"role": "assistant", "content": "b"}]
 
-
-@pytest.mark.bad_input("a preference whose answers are equal, empty, or beyond `task.args.length`")
+@pytest.mark.bad_input("a preference or image and text of which nothing can be learned")
 @pytest.mark.parametrize(
-    ("prompt", "chosen", "rejected", "message"),
+    ("example", "row", "length", "message"),
     [
-        ("a", "b" * 9, "b" * 8, "equal within task.args.length=8"),
-        ("a", "b", " ", "nothing of the answer rejected is left"),
-        ("abcdefgh", "b", "c", "nothing of the answer chosen is left within task.args.length=8"),
-        ("a", ANSWER, ANSWER, "the column completion holds list, not text"),
-        (
-            [{"role": "user", "content": "a"}],
-            ANSWER,
-            "c",
-            "the tokenizer has no template; use text",
-        ),
+        ("preference", {"chosen": "b" * 9, "rejected": "b" * 8}, 8, "equal within task.args.leng"),
+        ("preference", {"rejected": " "}, 8, "nothing of the answer rejected is left"),
+        ("preference", {"prompt": "abcdefgh"}, 8, "nothing of the answer chosen is left within"),
+        ("image_text", {"image": "no.png"}, 99, "no.png can't be read: "),
+        ("image_text", {}, 3, "the image takes 4 tokens, more than task.args.length=3 leaves it"),
+        ("image_text", {"completion": ""}, 99, "the completion not empty"),
     ],
 )
-def test_a_pair_of_which_nothing_can_be_learned_is_refused(
-    prompt, chosen, rejected, message, llama
-):
-    (llama / "chat_template.jinja").unlink()
-    dataset = task_of("preference", llama, length=8).build_dataset("train")
-    dataset.rows = [{"prompt": prompt, "chosen": chosen, "rejected": rejected}]
-    assert message in message_of(65, dataset.__getitem__, 0)
-
-
-@pytest.mark.bad_input("an image and text: no image, one of too many tokens, no answer")
-@pytest.mark.parametrize(
-    ("row", "length", "message"),
-    [
-        ({"image": "no.png"}, 99, "no.png can't be read: "),
-        ({}, 3, "the image takes 4 tokens, more than task.args.length=3 leaves it; use a gr"),
-        ({"prompt": "abcdef"}, 8, "within task.args.length=8 of its 14 tokens the sample has no"),
-        ({"completion": ""}, 99, "the completion not empty"),
-        ({"messages": [chat()[1]]}, 99, "the chat has no user's turn for the image; add one"),
-    ],
-)
-def test_an_image_and_text_of_which_nothing_can_be_learned_are_refused(row, length, message, llava):
-    dataset = task_of("image_text", llava, length=length).build_dataset("train")
-    dataset.rows = [{"image": "red.png", "prompt": "a", "completion": "red", **row}]
+def test_a_row_of_which_nothing_can_be_learned_is_refused(example, row, length, message, tmp_path):
+    EXAMPLES[example][0](tmp_path)
+    dataset = task_of(example, tmp_path, length=length).build_dataset("train")
+    good = {"prompt": "a", "chosen": "b", "rejected": "c", "image": "red.png", "completion": "red"}
+    dataset.rows = [{**good, **row}]
     assert message in message_of(65, dataset.__getitem__, 0)

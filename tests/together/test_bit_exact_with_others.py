@@ -1,7 +1,6 @@
 """Bit-exact runs: what they cost, their bits in other layouts, and `verify --bit_exact`."""
 
 import re
-from collections import Counter
 
 import pytest
 import test_verify
@@ -19,50 +18,11 @@ from test_bit_exact import (
 from tiny import Tiny, log_row, make_run, moments_of, parameters_of, take_steps
 from torch import nn
 
-from benchmarks.collectives import Counting
 from dist_amp.errors import DataError
-from dist_amp.step import train_step
 from dist_amp.world import World
 
 # Fixtures.
 verify = test_verify.verify
-
-
-def sent_by(world, strategy, micro_batches, exact):
-    """{(kind, ranks of its group): bytes that this rank sends} of a step and its record."""
-    size = 2 * world.world_size * micro_batches
-    words = [*SETTINGS, "--use_amp", "false", "--train.steps", 4, "--parallel.strategy", strategy]
-    words += ["--train.global_batch_size", size, "--parallel.bit_exact", exact]
-    run = make_run(world, Blocks(samples=4 * size), *words)
-    take_steps(run, 2)
-    batches = next(run.data)
-    with Counting() as counting:
-        run.metrics.record(train_step(run, batches))
-    run.close()
-    sent = Counter()
-    for one, times in counting.collectives.items():
-        sent[one.kind, one.ranks] += times * one.sent
-    return sent
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_micro_batch_sends_what_an_ordinary_step_does_and_a_few_scalars(strategy):
-    ranks = 2
-    micro_batches = 3
-    ordinary = on_ranks(ranks, sent_by, strategy, 1, "false")[0]
-    sent = on_ranks(ranks, sent_by, strategy, micro_batches, "true")[0]
-    # All ranks sum each micro-batch's weight and loss, and the square of each row.
-    ring = 2 * (ranks - 1) / ranks
-    scalars = 2 * ranks * micro_batches
-    ordinary_scalars = 4 * ring  # the weight, and the norm
-    if strategy != "ddp":
-        scalars += sum(p.shape[:1].numel() for p in Blocks().build_model().parameters())
-        ordinary_scalars *= 2
-    assert sent.pop(("all_reduce", ranks)) == 4 * scalars * ring
-    expected = sum(ordinary.values()) - ordinary_scalars
-    # Each bucket or part of a unit is padded to a multiple of the ranks.
-    padding = 4 * ranks * len(list(Blocks().build_model().modules()))
-    assert 0 <= sum(sent.values()) - micro_batches * expected <= micro_batches * padding
 
 
 # The fifth step ends an epoch. Crossed has gradients with several uses, added in one order.

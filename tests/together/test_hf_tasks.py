@@ -1,8 +1,6 @@
 """Fine-tuning tasks for Hugging Face models: what is learned, padding, LoRA, and bad inputs."""
 
-import logging
 import math
-import sys
 
 import pytest
 import torch
@@ -18,7 +16,7 @@ from tiny_hf import QUICK, TEMPLATE, chats, make_model, make_tokenizer, write_ro
 from transformers import AutoModelForCausalLM, ViTImageProcessorPil
 
 from dist_amp.config.load import load_config
-from dist_amp.config.task_class import build_task, find_task
+from dist_amp.config.task_class import build_task
 from dist_amp.scaling.meta import build_whole
 from dist_amp.settings import DataConfig
 from dist_amp.sources.conversations import IGNORE_INDEX
@@ -272,26 +270,6 @@ def test_a_model_that_is_no_folder_or_of_another_kind_is_refused(
     assert message in text
 
 
-OTHER_KEYS = [{"speaker": "human", "said": "hi"}]
-
-
-@pytest.mark.bad_input("rows with other columns or keys, or chats without a chat template")
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"prompt": "a", "response": "b"}, "rows have the columns prompt, response; they need me"),
-        ({"messages": OTHER_KEYS}, "row 0: messages holds [{'speaker': 'human', 'said': 'hi'}]; m"),
-        (None, "rows are chats, but the tokenizer has no chat template; use a chat model's"),
-    ],
-)
-def test_rows_of_another_form_are_described(row, message, folder):
-    if row is None:
-        (folder / "chat_template.jinja").unlink()
-    rows = [row] * 4 if row else chats()
-    text = message_of(65, causal(folder, rows).build_dataset, "train")
-    assert text.startswith(message)
-
-
 @pytest.mark.bad_input("a tokenizer with more tokens than the model's embedding, or no `eos_token`")
 def test_a_tokenizer_that_does_not_fit_is_refused_and_one_without_an_end_warned_about_once(
     folder, capsys
@@ -306,32 +284,3 @@ def test_a_tokenizer_that_does_not_fit_is_refused_and_one_without_an_end_warned_
     make_tokenizer(folder, extra=3)
     text = message_of(65, causal(folder, chats()).build_model)
     assert "has 263 tokens and the model's embedding 260 rows; use the model's own" in text
-
-
-@pytest.mark.bad_input("rows of which nothing can be learned within `task.args.length`")
-def test_long_rows_are_cut_and_those_without_anything_to_learn_are_left_out_and_counted_once(
-    folder, capsys, caplog
-):
-    rows = [{"prompt": "ab", "completion": "cd"}] * 16
-    rows += [{"prompt": "abcdefgh", "completion": "i"}] * 8
-    samples = causal(folder, rows, length=4).build_dataset("train")
-    completion = make_tokenizer(folder)("cd")["input_ids"]
-    for sample in samples:
-        assert sample["labels"].tolist() == [IGNORE_INDEX] * 2 + completion
-    left_out = 18 - len(samples)
-    assert 2 <= left_out <= 8  # of the 8, all but those held out
-    said = f"warning: {left_out} of 18 train documents are left out: within 4 tokens they"
-    assert capsys.readouterr().err.count(said) == 1
-    with caplog.at_level(logging.ERROR, "dist_amp"):  # as on the other ranks
-        causal(folder, rows, length=4).build_dataset("train")
-    assert "warning" not in capsys.readouterr().err
-    text = message_of(65, causal(folder, rows[16:], length=2).build_dataset, "train")
-    assert "train documents has anything to learn within 2 tokens" in text
-
-
-@pytest.mark.bad_input("a task whose package is not installed")
-def test_without_transformers_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.delitem(sys.modules, "dist_amp.tasks.hf_causal_lm")
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    text = message_of(64, find_task, "dist_amp.tasks.hf_causal_lm:HFCausalLM")
-    assert text.endswith("; pip install transformers")

@@ -181,13 +181,6 @@ FILLED = (torch.arange(8) < torch.tensor([[8], [3], [5]])).long()
 PADDED = {"input_ids": IDS, "attention_mask": FILLED}
 PACKED = {"input_ids": IDS, "position_ids": POSITIONS, "bounds": BOUNDS}
 CUT = {"input_ids": IDS}
-OTHERS = {
-    "gemma3_text": {},
-    "mixtral": {},
-    "mistral": {"sliding_window": 4},
-    "qwen2": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
-    "gemma": {"use_bidirectional_attention": True},
-}
 
 
 def model_of(kind, **more):
@@ -239,22 +232,3 @@ def test_a_plain_model_takes_the_kernel(kind, kernel):
     # float32, two layers and their norms
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
     assert hf_causal_lm.leaked_share(model, IDS, "varlen") <= hf_causal_lm.LEAK
-
-
-@pytest.mark.parametrize("kind", OTHERS)
-def test_other_models_are_called_as_before(kind):
-    model = model_of(kind, **OTHERS[kind])
-    length = IDS.shape[1]
-    assert not huggingface.takes_documents(model.config, length)
-    for batch in (PADDED, PACKED, CUT):
-        inputs = {name: value for name, value in batch.items() if name != "bounds"}
-        assert inputs_of(model, batch) == {**inputs, "use_cache": False}
-
-
-def test_a_mask_of_another_call_is_respected_and_no_file_names_our_attention(tmp_path):
-    model = model_of("llama")
-    padded_on_the_left = {"input_ids": IDS, "attention_mask": FILLED.flip(1)}
-    logits = model(**padded_on_the_left, use_cache=False).logits
-    assert torch.equal(logits, sdpa(model, **padded_on_the_left))
-    model.save_pretrained(tmp_path)
-    assert huggingface.OURS not in (tmp_path / "config.json").read_text()
