@@ -26,11 +26,10 @@ from dist_amp.diagnostics.consistency import check_ranks_agree
 from dist_amp.distributed.machine import (
     CAPABILITY,
     EMULATED,
-    check_kernels,
     cpu_slowdown,
     driver_branch,
+    is_native,
     reason_unused,
-    support,
 )
 from dist_amp.distributed.process import cpu_cores, in_time
 from dist_amp.errors import ConfigError, first_line, some_of
@@ -153,6 +152,10 @@ def kinds_of_gpus() -> dict[str, list[int]]:
     return kinds
 
 
+def run_kernel(device: torch.device) -> None:
+    torch.ones(1, device=device).item()
+
+
 def gpus() -> Iterator[Check]:
     kinds = kinds_of_gpus()
     if not kinds:
@@ -161,9 +164,9 @@ def gpus() -> Iterator[Check]:
         return
     for name, numbers in kinds.items():
         try:
-            check_kernels(torch.device("cuda", numbers[0]))
-        except ConfigError as error:
-            yield fail("gpu", str(error))
+            run_kernel(torch.device("cuda", numbers[0]))
+        except RuntimeError as error:  # such as a build of torch without code for it
+            yield fail("gpu", f"{name}: {first_line(error)}")
             continue
         properties = torch.cuda.get_device_properties(numbers[0])
         size = f"{properties.total_memory / GIB:.0f} GiB"
@@ -183,7 +186,9 @@ def precisions() -> Iterator[Check]:
     kinds = kinds_of_gpus()
     for name, numbers in kinds.items():
         capability = torch.cuda.get_device_capability(numbers[0])
-        words = {dtype: support(dtype, capability) for dtype in CAPABILITY}
+        words = {
+            dtype: "native" if is_native(dtype, capability) else "emulated" for dtype in CAPABILITY
+        }
         found = f"{', '.join(f'{dtype} {word}' for dtype, word in words.items())} on {name}"
         if words["bf16"] == "native":
             yield ok("precision", found)

@@ -16,13 +16,9 @@ import torch
 
 from dist_amp.errors import ConfigError, first_line
 
-# Values of CUDA_VISIBLE_DEVICES that hide all GPUs from a process.
-HIDDEN = ("", "-1", "NoDevFiles")
-
-# (native from, works from): CUDA compute capabilities. Source: CUDA C++ programming guide,
-# arithmetic instructions. Between the two, arithmetic is emulated or runs at a fraction of
-# float32's rate.
-CAPABILITY = {"bf16": ((8, 0), (5, 3)), "fp16": ((7, 0), (5, 3))}
+# The compute capability of GPUs from which on a dtype is native; before, arithmetic is emulated or
+# runs at a fraction of float32's rate. Source: CUDA C++ programming guide, arithmetic instructions.
+CAPABILITY = {"bf16": (8, 0), "fp16": (7, 0)}
 
 # Measured on an AVX-512 CPU with torch 2.13: native bf16 takes 0.7 to 1.0 times float32's time,
 # bf16 by AVX-512 without its bf16 instructions 3.1, bf16 by AVX2 27 to 33, emulated fp16 14 to 25.
@@ -37,27 +33,16 @@ SIZE, REPEATS = 128, 5  # of the matrix products that are timed
 
 def check_gpus_are_used(root: Path = Path("/"), device: str = "auto") -> None:
     """Errors: ConfigError if there are device files of GPUs; call it if torch finds none."""
-    reason = reason_unused(root)
-    if reason and device == "cuda":
-        raise ConfigError(f"run.device=cuda, but {reason}; use run.device=cpu")
-    if reason:
-        raise ConfigError(f"run.device=auto: {reason}; or train on the CPU with --run.device cpu")
+    if reason := reason_unused(root):
+        instead = "use run.device=cpu to train on the CPU"
+        raise ConfigError(f"run.device={device}: {reason}; or {instead}")
 
 
 def reason_unused(root: Path = Path("/")) -> str:
     """Why torch does not use this machine's GPUs, and what to install; "" if there are none."""
-    shown = (os.environ.get(f"{vendor}_VISIBLE_DEVICES") for vendor in ("CUDA", "HIP"))
-    if any(devices in HIDDEN for devices in shown):
-        return ""
-    if torch.version.hip:
-        if not (root / "dev/kfd").exists():
-            return ""
-        return (
-            "this machine has an AMD GPU that ROCm does not find; add the user to the groups "
-            "render and video"
-        )
     count = len(list((root / "dev").glob("nvidia[0-9]*")))
-    if not count:
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1", "NoDevFiles")
+    if not count or is_hidden or torch.version.hip:
         return ""
     what = f"this machine has {count} NVIDIA GPU{'s' if count > 1 else ''}"
     if torch.version.cuda is None:
@@ -133,19 +118,13 @@ def _seconds(matrix: torch.Tensor) -> float:
     return time.thread_time() - began
 
 
-def support(dtype: str, capability: tuple[int, int]) -> str:
-    """How a GPU of this compute capability computes in a dtype: native, emulated or none."""
-    native, works = CAPABILITY[dtype]
-    if torch.version.hip or capability >= native:  # ROCm's GPUs compute in both
-        return "native"
-    return "emulated" if capability >= works else "none"
+def is_native(dtype: str, capability: tuple[int, int]) -> bool:
+    """Whether a GPU of this compute capability computes in a dtype; ROCm's compute in both."""
+    return torch.version.hip is not None or capability >= CAPABILITY[dtype]
 
 
 def check_dtype(dtype: str, device: torch.device) -> str:
-    """What to warn of where the device only emulates a dtype, or "".
-
-    Errors: ConfigError for a GPU that can't compute in it at all.
-    """
+    """What to warn of where the device only emulates a dtype, or ""."""
     if device.type == "cpu":
         slowdown = cpu_slowdown(dtype)
         if slowdown < EMULATED:
@@ -155,21 +134,11 @@ def check_dtype(dtype: str, device: torch.device) -> str:
             "as in float32; use --use_amp false"
         )
     capability = torch.cuda.get_device_capability(device)
-    kind = support(dtype, capability)
-    name = torch.cuda.get_device_name(device)
-    where = "{} (compute capability {}.{})".format(name, *capability)
-    if kind == "none":
-        usable = [other for other in CAPABILITY if support(other, capability) != "none"]
-        instead = "--use_amp false"
-        if usable:
-            instead = f"precision.dtype={' or '.join(usable)}, or {instead}"
-        raise ConfigError(f"precision.dtype={dtype}: {where} does not support it; use {instead}")
-    if kind == "native":
+    if is_native(dtype, capability):
         return ""
-    instead = "--use_amp false"
-    if support("fp16", capability) == "native":
-        instead = "--precision.dtype fp16"
-    return f"{where} only emulates {dtype}, which is slower than float32; use {instead}"
+    instead = "--precision.dtype fp16" if is_native("fp16", capability) else "--use_amp false"
+    name = torch.cuda.get_device_name(device)
+    return f"{name} only emulates {dtype}, which is slower than float32; use {instead}"
 
 
 def native_precision(device_type: str) -> tuple[str, str]:
@@ -179,9 +148,6 @@ def native_precision(device_type: str) -> tuple[str, str]:
         if slowdown < EMULATED:
             return "bf16", "native on this CPU"
         return "float32", f"this CPU only emulates bf16 ({slowdown:.0f} times slower)"
-    if torch.version.hip:
-        return "bf16", "native on ROCm's GPUs"
     capability = torch.cuda.get_device_capability()
-    native = [dtype for dtype in CAPABILITY if support(dtype, capability) == "native"]
-    why = "native on GPUs of compute capability {}.{}".format(*capability)
-    return [*native, "float32"][0], why
+    native = [dtype for dtype in CAPABILITY if is_native(dtype, capability)]
+    return [*native, "float32"][0], f"native on {torch.cuda.get_device_name()}"

@@ -88,10 +88,6 @@ def place_of(config: RunConfig) -> tuple[int, int, int, int, torch.device]:
             f"{gpus} GPUs; use --nproc_per_node={gpus}, or --run.device cpu"
         )
     device = torch.device("cuda", local_rank % gpus)
-    if present("distributed.machine"):
-        from dist_amp.distributed.machine import check_kernels
-
-        check_kernels(device)
     return rank, local_rank, world_size, local_world_size, device
 
 

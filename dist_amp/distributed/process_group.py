@@ -1,5 +1,6 @@
 """Process groups: the store, timeouts, meshes and the abort; less of it without private names."""
 
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
@@ -12,6 +13,9 @@ from dist_amp.files import present
 
 A_DAY = timedelta(days=1)  # for collectives whose slowest rank takes as long as it takes
 
+# A backend's timeout names no rank, so the watchdog, which does, comes first. Assumed: 15 s.
+MARGIN_SECONDS = 60.0
+
 
 @contextmanager
 def join(
@@ -23,10 +27,9 @@ def join(
     if device.type == "cuda":
         backend = "cpu:gloo,cuda:nccl"
         device_id = device
-    timeout = once_connected = timedelta(seconds=timeout_seconds)
+    timeout = timedelta(seconds=timeout_seconds)
+    once_connected = timeout
     if present("supervise.watchdog"):
-        from dist_amp.distributed.flight_recorder import watched_timeout
-
         once_connected = watched_timeout(timeout_seconds)
     # torch's own rendezvous at MASTER_ADDR and MASTER_PORT has store=None.
     connected: AbstractContextManager[Any] = nullcontext()
@@ -46,6 +49,21 @@ def join(
         )
         set_timeout(None, once_connected)
         yield once_connected
+
+
+def watched_timeout(timeout_seconds: float) -> timedelta:
+    """The process groups' timeout, after the watchdog's; sets torch's own supervision to match.
+
+    Variables that are set stay.
+    """
+    seconds = timeout_seconds + MARGIN_SECONDS
+    # The watchdog reads torch's record of collectives; 2,000 are 1 MB as JSON. Measured on one gloo
+    # rank: 4 to 5 us per collective.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    # torch ends a process whose NCCL threads give no sign for 480 s (2.11 to 2.13): comes last.
+    last = max(480, int(seconds) + 60)
+    os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(last))
+    return timedelta(seconds=seconds)
 
 
 def timeout_of(group: Any) -> timedelta | None:

@@ -11,6 +11,7 @@ import torch
 from dist_amp.config.task_class import GIVEN
 from dist_amp.files import present, run_dir
 from dist_amp.run import Run
+from dist_amp.supervise.command_line import columns
 
 
 def print_banner(run: Run) -> None:
@@ -20,7 +21,12 @@ def print_banner(run: Run) -> None:
     trained = sum(p.numel() for p in run.parallel.parameters)
     first = "from step 0: it holds no checkpoint"
     if run.resumed_from is not None:
-        first = resumed_text(run, run.resumed_from)
+        first = f"resumed from step {run.step}"
+        start = run.config.run.resume
+        if not run.resumed_from.resolve().is_relative_to(run.folder.resolve()):
+            first += f" ({run.resumed_from})"
+        elif start not in ("auto", "never", str(run.resumed_from)):
+            first += f"; it has continued since it began from run.resume={start}"
     world.say(f"run    {run_dir(run.folder)}, {first}")
     model = f"{total:,} parameters"
     if trained < total:
@@ -41,33 +47,33 @@ def print_banner(run: Run) -> None:
     world.say(f"watch  {board} {run.folder}")
 
 
-def resumed_text(run: Run, source: Path) -> str:
-    text = f"resumed from step {run.step}"
-    if not source.resolve().is_relative_to(run.folder.resolve()):
-        return f"{text} ({source})"
-    asked = run.config.run.resume
-    if asked not in ("auto", "never", str(source)):
-        text += f"; it has continued since it began from run.resume={asked}"
-    return text
-
-
 def closing_table(summary: Mapping[str, Any], folder: Path) -> str:
+    rows = [["rank", "host", "peak memory", "local s/step", "items/s"]]
     shows_tokens = any(rank["tokens_per_second"] for rank in summary["ranks"])
-    header = f"{'rank':>4}  {'host':<20} {'peak memory':>12} {'local s/step':>13} {'items/s':>10}"
-    if shows_tokens:
-        header += f" {'tokens/s':>12}"
-    if "mfu" in summary:
-        header += f"{'mfu':>11}"
-    rows = [header]
+    rows[0] += ["tokens/s"] if shows_tokens else []
+    rows[0] += ["mfu"] if "mfu" in summary else []
     for rank in summary["ranks"]:
-        row = f"{rank['rank']:>4}  {rank['host']:<20} "
-        row += f"{rank['peak_memory_bytes'] / 2**20:>8,.0f} MiB {rank['local_seconds']:>13.3g}"
-        row += f" {rank['items_per_second']:>10,.1f}"
-        if shows_tokens:
-            row += f" {rank['tokens_per_second']:>12,.0f}"
-        if "mfu" in summary:
-            row += f" {100 * rank['mfu']:>8.3g} %"
+        memory = f"{rank['peak_memory_bytes'] / 2**20:,.0f} MiB"
+        row = [f"{rank['rank']}", rank["host"], memory, f"{rank['local_seconds']:.3g}"]
+        row.append(f"{rank['items_per_second']:,.1f}")
+        row += [f"{rank['tokens_per_second']:,.0f}"] if shows_tokens else []
+        row += [f"{100 * rank['mfu']:.3g} %"] if "mfu" in summary else []
         rows.append(row)
+    lines = columns(rows, left=2)
+    if "start_seconds" in summary:
+        seconds = summary["start_seconds"]
+        longest = sorted(seconds, key=lambda phase: -seconds[phase])[:4]
+        parts = ", ".join(f"{phase.replace('_', ' ')} {seconds[phase]:.1f}" for phase in longest)
+        lines.append(f"start {sum(seconds.values()):.1f} s to the first step: {parts}, ...")
+    # Of a shorter run it only says how long a start takes.
+    if "goodput" in summary and summary["wall_seconds"] > 60:
+        spent = dict(summary["spent_seconds"])
+        applied = timedelta(seconds=round(spent.pop("applied_steps")))
+        wall = timedelta(seconds=round(summary["wall_seconds"]))
+        most = max(spent, key=lambda kind: spent[kind]).replace("_", " ")
+        most = most.replace("elsewhere", "starting, ending and pauses")
+        share = f"goodput {100 * summary['goodput']:.0f} %"
+        lines.append(f"{share}: {applied} of {wall} in applied steps; the rest: mostly {most}")
     result = f"{summary['steps']} steps"
     # Missing if a resumed run only had to evaluate, and its metrics.jsonl is lost.
     if "final_loss" in summary:
@@ -76,22 +82,7 @@ def closing_table(summary: Mapping[str, Any], folder: Path) -> str:
         result += f", loss {loss:.4f}"
     for name, value in summary["evaluation"].items():
         result += f", held-out {name} {value:.4f}"
-    if "start_seconds" in summary:
-        seconds = summary["start_seconds"]
-        longest = sorted(seconds, key=lambda phase: -seconds[phase])
-        parts = ", ".join(f"{phase} {seconds[phase]:.1f}" for phase in longest[:4])
-        parts = parts.replace("_", " ")
-        rows.append(f"start {sum(seconds.values()):.1f} s to the first step: {parts}, ...")
-    # Of a shorter run it only says how long a start takes.
-    if "goodput" in summary and summary["wall_seconds"] > 60:
-        applied = timedelta(seconds=round(summary["spent_seconds"]["applied_steps"]))
-        wall = timedelta(seconds=round(summary["wall_seconds"]))
-        share = f"{100 * summary['goodput']:.0f} %"
-        rest = {k: v for k, v in summary["spent_seconds"].items() if k != "applied_steps"}
-        most = "mostly " + max(rest, key=lambda kind: rest[kind]).replace("_", " ")
-        most = most.replace("elsewhere", "starting, ending and pauses")
-        rows.append(f"goodput {share}: {applied} of {wall} in applied steps; the rest: {most}")
-    return "\n".join([*rows, f"done: {result}", f"all of it is in {run_dir(folder)}"])
+    return "\n".join([*lines, f"done: {result}", f"all of it is in {run_dir(folder)}"])
 
 
 def print_next_command(run: Run) -> None:

@@ -58,7 +58,7 @@ class Callbacks(Observer):
         self._stop = stop
         self._calls = hasattr(run.task, "on_step")
         if self._calls:
-            stop.ask_at_every_step()
+            stop.every_poll = True
         else:
             run.observers.rest(self)
         if hasattr(run.task, "on_evaluation") and run.validation is None:

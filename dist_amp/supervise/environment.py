@@ -41,36 +41,19 @@ DIFF_LETTERS = 100_000  # kept of a diff; more is data rather than code
 
 GIT_SECONDS = 5.0  # assumed: a status takes far less, but a network disk may hang
 
-# Whole names: of others it is unknown whether they hold a secret.
-VARIABLES = """
-    CUBLAS_WORKSPACE_CONFIG CUDA_DEVICE_MAX_CONNECTIONS CUDA_DEVICE_ORDER CUDA_HOME
-    CUDA_LAUNCH_BLOCKING CUDA_MODULE_LOADING CUDA_VISIBLE_DEVICES NVIDIA_TF32_OVERRIDE
-    NVIDIA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES HSA_OVERRIDE_GFX_VERSION ROCR_VISIBLE_DEVICES
-    NCCL_ALGO NCCL_BUFFSIZE NCCL_CROSS_NIC NCCL_CUMEM_ENABLE NCCL_DEBUG NCCL_DEBUG_SUBSYS
-    NCCL_IB_DISABLE NCCL_IB_GID_INDEX NCCL_IB_HCA NCCL_IB_QPS_PER_CONNECTION NCCL_IB_RETRY_CNT
-    NCCL_IB_TC NCCL_IB_TIMEOUT NCCL_MAX_CTAS NCCL_MAX_NCHANNELS NCCL_MIN_CTAS NCCL_MIN_NCHANNELS
-    NCCL_NET NCCL_NET_GDR_LEVEL NCCL_NET_PLUGIN NCCL_NVLS_ENABLE NCCL_P2P_DISABLE NCCL_P2P_LEVEL
-    NCCL_PROTO NCCL_SHM_DISABLE NCCL_SOCKET_FAMILY NCCL_SOCKET_IFNAME NCCL_TOPO_FILE
-    PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF PYTORCH_HIP_ALLOC_CONF TORCHINDUCTOR_CACHE_DIR
-    TORCHINDUCTOR_MAX_AUTOTUNE TORCH_ALLOW_TF32_CUBLAS_OVERRIDE TORCH_BLAS_PREFER_CUBLASLT
-    TORCH_COMPILE_DISABLE TORCH_CPP_LOG_LEVEL TORCH_DISABLE_SHARE_RDZV_TCP_STORE
-    TORCH_DISTRIBUTED_DEBUG TORCH_ELASTIC_SHUTDOWN_TIMEOUT TORCH_FR_BUFFER_SIZE TORCH_HOME
-    TORCH_LOGS TORCH_NCCL_ASYNC_ERROR_HANDLING TORCH_NCCL_AVOID_RECORD_STREAMS
-    TORCH_NCCL_BLOCKING_WAIT TORCH_NCCL_ENABLE_MONITORING TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC
-    TORCH_NCCL_TRACE_BUFFER_SIZE TORCH_USE_CUDA_DSA TRITON_CACHE_DIR
-    TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_RESTART_COUNT TORCHELASTIC_RUN_ID
-    TORCHELASTIC_USE_AGENT_STORE PET_MASTER_ADDR PET_MASTER_PORT PET_NNODES PET_NODE_RANK
-    PET_NPROC_PER_NODE PET_RDZV_BACKEND PET_RDZV_ENDPOINT
-    GROUP_RANK GROUP_WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT RANK ROLE_NAME
-    ROLE_RANK ROLE_WORLD_SIZE WORLD_SIZE DIST_AMP_LAUNCHER DIST_AMP_PYTHON
-    GLOO_SOCKET_IFNAME KMP_AFFINITY KMP_BLOCKTIME LD_PRELOAD MALLOC_ARENA_MAX MALLOC_CONF
-    MKL_NUM_THREADS OMP_NUM_THREADS OMP_PLACES OMP_PROC_BIND PYTHONHASHSEED
-    HF_DATASETS_CACHE HF_DATASETS_DISABLE_PROGRESS_BARS HF_DATASETS_OFFLINE HF_ENDPOINT HF_HOME
-    HF_HUB_CACHE HF_HUB_OFFLINE
-    SLURM_CPUS_PER_TASK SLURM_GPUS_ON_NODE SLURM_JOB_ID SLURM_JOB_NODELIST SLURM_JOB_NUM_NODES
-    SLURM_JOB_PARTITION SLURM_LOCALID SLURM_NNODES SLURM_NODEID SLURM_NTASKS SLURM_PROCID
-    SLURM_RESTART_COUNT
-""".split()
+# Families of which no name holds a secret; of others only these names.
+FAMILIES = re.compile(
+    "(CUDA|NVIDIA|HIP|HSA|ROCR|NCCL|GLOO|PYTORCH|TORCH|TORCHINDUCTOR|TRITON|OMP|MKL|KMP|PET)_"
+)
+NAMES = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+    *("TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE", "DIST_AMP_LAUNCHER"),
+    *("HF_HOME", "HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "HF_DATASETS_OFFLINE"),
+    *("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_JOB_PARTITION", "SLURM_NTASKS"),
+    *("SLURM_CPUS_PER_TASK", "SLURM_GPUS_ON_NODE", "SLURM_RESTART_COUNT"),
+    *("DIST_AMP_PYTHON", "LD_PRELOAD", "MALLOC_CONF", "PYTHONHASHSEED"),
+)
 
 
 def report_environment(run: Run) -> None:
@@ -128,16 +111,15 @@ def versions() -> dict[str, str]:
     """Of dist_amp, Python, torch, its CUDA and some packages; collect_env takes seconds."""
     python = platform.python_version()
     rows = {"dist_amp": dist_amp.__version__, "python": python, "torch": torch.__version__}
-    if torch.version.cuda or torch.version.hip:
-        rows["cuda"] = str(torch.version.cuda)
-        rows["hip"] = str(torch.version.hip)
+    if torch.cuda.is_available():
+        rows |= {"cuda": str(torch.version.cuda), "hip": str(torch.version.hip)}
+        rows["cudnn"] = str(torch.backends.cudnn.version())
+        if dist.is_nccl_available():
+            rows["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         if present("distributed.machine"):
             from dist_amp.distributed.machine import driver_branch
 
             rows["driver"] = str(driver_branch())
-        if dist.is_nccl_available() and torch.cuda.is_available():
-            rows["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-            rows["cudnn"] = str(torch.backends.cudnn.version())
     for package in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             rows[package] = importlib.metadata.version(package)
@@ -145,8 +127,9 @@ def versions() -> dict[str, str]:
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Those of torch, NCCL, Slurm or a run that are listed above, without passwords."""
-    return {name: masked(environ[name]) for name in sorted(VARIABLES) if name in environ}
+    """Those of torch, NCCL, Slurm or a run, without passwords."""
+    names = [name for name in environ if FAMILIES.match(name) or name in NAMES]
+    return {name: masked(environ[name]) for name in sorted(names)}
 
 
 def source_of(task: object) -> dict[str, str]:

@@ -76,25 +76,23 @@ def explained(error: BaseException, job: Job, watchdog: Any) -> BaseException:
         from dist_amp.supervise.explain import explain_error
 
         error = explain_error(error, job)
-    if watchdog is not None:
-        error = watchdog.explain(error)
-    return error
+    return error if watchdog is None else watchdog.explain(error)  # type: ignore[no-any-return]
 
 
 def end_failed(error: BaseException, job: Job, is_shown: bool = False) -> int:
     """Print the error, unless it is shown elsewhere, and write the summary; the exit status."""
-    run = job.run
-    folder = job.folder
+    run, folder = job.run, job.folder
     step = max(job.steps_taken, 0)
-    at_start = run is None or step == (run.resumed_from_step or 0)
     status = getattr(error, "exit_code", 1)
     is_first = True
     if not is_shown:
+        at_start = run is None or step == (run.resumed_from_step or 0)
         status, is_first = report_failure(error, job.world, step, at_start)
+    if not is_first or folder is None:
+        return status
     with suppress(OSError):  # the folder may not even be readable, or its disk hangs
         # A run that failed before it was built leaves the summary of an earlier one in place.
-        keeps = run is None and folder is not None and (folder / "summary.json").exists()
-        if is_first and folder is not None and folder.is_dir() and not keeps:
+        if folder.is_dir() and (run is not None or not (folder / "summary.json").exists()):
             cause = cause_of(error, job.world.rank)
             in_time(10.0, lambda: write_summary(folder, run, "failed", status, cause))
     return status

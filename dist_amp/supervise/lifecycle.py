@@ -29,7 +29,6 @@ from dist_amp.supervise.banner import closing_table, print_banner, print_next_co
 from dist_amp.supervise.preflight import check_run, make_folder, only_live_run
 from dist_amp.supervise.stop import AgreedStop, how_to_continue
 from dist_amp.telemetry.startup import Startup
-from dist_amp.telemetry.step_report import Tags
 from dist_amp.world import World
 
 Train = Callable[[ScriptRun, AgreedStop], None]
@@ -220,29 +219,30 @@ def is_finished(run: Run) -> bool:
     """Whether the run has no steps left, or its task ended it; says so."""
     steps = run.config.train.steps
     summary = saved_summary(run.folder)
-    finished = ""
     completed = summary.get("stopped_by") == "completed"
+    why = ""
     if completed and summary.get("cause") and summary.get("steps") == run.step:
-        finished = (
+        why = (
             f"it ended after {run.step} of train.steps={steps}, because the task's "
             f"{summary['cause']}; to continue, start a new run with --run.resume {run.folder} "
             "--run.dir NEW"
         )
     # Without checkpoints of its own, it was to start from another run's, which has no steps left.
     elif run.step >= steps and (completed or not all_checkpoints(run.folder)):
-        finished = f"it took {run.step} of train.steps={steps}; raise train.steps to continue"
-    finished = run.world.from_main(finished)
-    if finished:
-        run.world.say(f"{run.folder} is finished: {finished}")
-    return bool(finished)
+        why = f"it took {run.step} of train.steps={steps}; raise train.steps to continue"
+    why = run.world.from_main(why)
+    if why:
+        run.world.say(f"{run.folder} is finished: {why}")
+    return why != ""
 
 
 def open_run(run: Run) -> None:
-    metrics = run.metrics
+    """Before the first step: the banner, checks, and the files in the run's folder."""
     print_banner(run)
     if run.validation is not None and run.config.eval.batches == "auto":
         bound_evaluation(run, run.validation)
     check_run(run)
+    settings = to_toml(run.config)
     if run.world.is_main:
         run.folder.mkdir(parents=True, exist_ok=True)
         for path in quarantine_after(run.folder, run.step):
@@ -250,23 +250,19 @@ def open_run(run: Run) -> None:
                 f"{path} was refused: it is kept under this name, and its steps are taken again"
             )
         if (run.folder / CONFIG).exists():
-            keep_earlier_config(run)
-        (run.folder / CONFIG).write_text(to_toml(run.config))
-    metrics.open(run.folder, run.step, to_toml(run.config))
+            # The config of the steps so far is kept under another name, if it was another.
+            before = config_at(run.folder, run.step)
+            if run.step and before.read_text() != settings:
+                before.replace(run.folder / f"config_until_step_{run.step:08d}.toml")
+            for path in run.folder.glob("config_until_step_*.toml"):
+                if step_of(path) > run.step:  # of steps that are taken again
+                    path.unlink()
+        (run.folder / CONFIG).write_text(settings)
+    run.metrics.open(run.folder, run.step, settings)
     if present("supervise.environment"):
         from dist_amp.supervise.environment import report_environment
 
         report_environment(run)
-
-
-def keep_earlier_config(run: Run) -> None:
-    """Rename the config of the steps so far, if it was another."""
-    before = config_at(run.folder, run.step)
-    if run.step and before.read_text() != to_toml(run.config):
-        before.replace(run.folder / f"config_until_step_{run.step:08d}.toml")
-    for path in run.folder.glob("config_until_step_*.toml"):
-        if step_of(path) > run.step:  # of steps that are taken again
-            path.unlink()
 
 
 def bound_evaluation(run: Run, validation: Batches) -> None:
@@ -294,7 +290,7 @@ def bound_evaluation(run: Run, validation: Batches) -> None:
 
 def close_preempted(run: Run, stop: AgreedStop) -> int:
     """Write the summary of a run that a signal stopped; return 75, or 1 if nothing was saved."""
-    cause = stop.requested_by or "a signal to another rank"
+    cause = next(filter(None, run.world.gather(stop.requested_by)))
     status = 1
     then = "checkpoint.every=off, so nothing was saved"
     if run.config.checkpoint.every != "off":
@@ -356,8 +352,21 @@ def write_summary(
 def summary_of(run: Run, failed: bool) -> dict[str, Any]:
     """The run's part of summary.json. failed: ask the device for nothing, it may not answer."""
     metrics = run.metrics
-    ranks = [rank_entry(run, rank, tags) for rank, tags in enumerate(metrics.rank_table())]
-    summary = {
+    hosts = dict(enumerate(metrics.hosts))
+    ranks: list[dict[str, Any]] = []
+    for rank, tags in enumerate(metrics.rank_table()):
+        entry = {
+            "rank": rank,
+            "host": hosts.get(rank, ""),  # before a resume there may have been more ranks
+            "peak_memory_bytes": int(tags["memory/peak_bytes"]),
+            "items_per_second": tags["throughput/items_per_second"],
+            "local_seconds": tags.get("time/local_seconds", 0.0),
+            "tokens_per_second": tags.get("throughput/tokens_per_second", 0.0),
+        }
+        if "throughput/mfu" in tags:
+            entry["mfu"] = tags["throughput/mfu"]
+        ranks.append(entry)
+    summary: dict[str, Any] = {
         "steps": run.step,
         "world_size": run.world.world_size,
         "strategy": run.parallel.strategy,
@@ -383,18 +392,3 @@ def summary_of(run: Run, failed: bool) -> dict[str, Any]:
             "loss_scale": logged["amp/loss_scale"],
         }
     return summary
-
-
-def rank_entry(run: Run, rank: int, tags: Tags) -> dict[str, Any]:
-    entry = {
-        "rank": rank,
-        # Before a resume there may have been more ranks.
-        "host": dict(enumerate(run.metrics.hosts)).get(rank, ""),
-        "peak_memory_bytes": int(tags["memory/peak_bytes"]),
-        "items_per_second": tags["throughput/items_per_second"],
-        "local_seconds": tags.get("time/local_seconds", 0.0),
-        "tokens_per_second": tags.get("throughput/tokens_per_second", 0.0),
-    }
-    if "throughput/mfu" in tags:
-        entry["mfu"] = tags["throughput/mfu"]
-    return entry

@@ -11,7 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from dist_amp.checkpoint.format import MANIFEST, all_checkpoints
@@ -20,7 +20,6 @@ from dist_amp.config.task_class import INJECTED
 from dist_amp.distributed.process import LAUNCHER, attempt, environment_number
 from dist_amp.errors import ConfigError, Failure
 from dist_amp.files import InUse, appears, only_process
-from dist_amp.loading.plan import shard_step
 from dist_amp.run import Run
 from dist_amp.settings import Config, DataConfig
 from dist_amp.world import World
@@ -113,7 +112,6 @@ def only_live_run(folder: Path, world: World) -> Iterator[None]:
 
 def check_run(run: Run) -> None:
     """Before its first step. Errors: Failure."""
-    warn_about_small_batches(run)
     warn_about_unread_settings(run)
     check_free_space(run)
 
@@ -139,27 +137,6 @@ def check_free_space(run: Run) -> None:
             "some, or lower checkpoint.keep"
         )
     run.world.raise_first(problem)
-
-
-def warn_about_small_batches(run: Run) -> None:
-    """Warn where batch norm meets smaller micro-batches at the end of an epoch that is reached."""
-    plan = run.data.plan
-    size = plan.micro_batch_size
-    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-    modules = run.parallel.module.named_modules()
-    norms = [name for name, part in modules if isinstance(part, kinds) and part.training]
-    rest = plan.length % plan.global_batch_size
-    epoch_ends = run.config.train.steps > plan.length // plan.global_batch_size
-    if plan.drop_last or not (norms and rest and epoch_ends):
-        return
-    shards = [shard_step(range(rest), plan.world_size, size, n) for n in range(plan.world_size)]
-    smallest = min(len(shard.indices) for of_rank in shards for shard in of_rank)
-    if smallest < size:
-        run.world.warn(
-            f"the last step of an epoch has {rest} of {plan.global_batch_size} samples, so batch "
-            f"norm ({norms[0]}) gets micro-batches of {smallest} in place of {size}; use "
-            "data.drop_last=true"
-        )
 
 
 def warn_about_unread_settings(run: Run) -> None:

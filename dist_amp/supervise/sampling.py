@@ -37,6 +37,7 @@ class Sampling(Observer):
 
 
 def show_sample(run: Run) -> None:
+    """Print the last sample at the end of a run."""
     if run.metrics.evaluated_step < run.step and (warning := write_sample(run)):
         run.world.warn(warning)
     if run.metrics.sample:
@@ -46,18 +47,19 @@ def show_sample(run: Run) -> None:
 def write_sample(run: Run) -> str:
     """Write the task's sample; every rank calls it. Returns what went wrong, or ""."""
     again = f"python -m dist_amp.sample {run.folder}"
+    task: Any = run.task
+    parallel = run.parallel
     try:
-        if run.parallel.sharded and (problem := does_not_fit(run)):
+        if parallel.sharded and (problem := does_not_fit(run)):
             return f"no sample: {problem}; {again} makes one on one device"
         began = time.perf_counter()
-        parallel = run.parallel
-        # It leaves no trace in the run.
         compiled = stance("eager_on_recompile")
+        # It leaves no trace in the run.
         with parallel.no_side_effects(), run.evaluating(), gathered(parallel), compiled:
             seed_all(run.config.run.seed)
             with run.precision.autocast():
-                sample = checked(run.task.sample(parallel.module))  # type: ignore[attr-defined]
-        about = inspect.getdoc(run.task.sample) or "what the task's sample(model) returned"  # type: ignore[attr-defined]
+                sample = checked(task.sample(parallel.module))
+        about = inspect.getdoc(task.sample) or "what the task's sample(model) returned"
         keep_sample(run, sample, about.splitlines()[0])
     except Exception as error:
         return f"the task's sample(model) failed: {in_one_line(error)}; {again} tries again"

@@ -41,9 +41,7 @@ class AgreedStop:
         self.by_task = False
         self.ended_by = ""  # who of the task asked, on the ranks where one did
         self.every_poll = False  # it may ask after any step
-        self.requested_by = ""  # the signal's name, on the ranks that got one
-        # Of an eviction, on ranks that saw one: its end by time.monotonic, and in words.
-        self.notice: tuple[float, str] | None = None
+        self.requested_by = ""  # a signal's name or a notice, on the ranks that got one
         self._requested_at = 0.0
         self._world = world
         self._flags: torch.Tensor | None = None  # of an exchange that is still to be read
@@ -65,17 +63,6 @@ class AgreedStop:
     def end(self, wish: str) -> None:
         """End the run as completed; wish: who asked, or "" for nobody."""
         self.ended_by = self.ended_by or wish
-
-    def ask_at_every_step(self) -> None:
-        self.every_poll = True
-
-    def announce(self, end: float, cause: str) -> None:
-        """Another thread knows of an eviction."""
-        self.notice = (end, cause)
-
-    def name_cause(self, cause: str) -> None:
-        """All ranks know it as the cause of a stop by a signal or notice."""
-        self.requested_by = cause
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         # torchrun forwards a Ctrl-C that the rank already got.
@@ -105,7 +92,7 @@ class AgreedStop:
     def _start_exchange(self) -> None:
         time_now = time.monotonic()
         wish = 0.0
-        if self.requested_by or self.notice is not None:
+        if self.requested_by:
             wish = _SIGNAL
         elif self.ended_by:
             wish = _TASK

@@ -1,21 +1,20 @@
-"""Who is missing in a collective, dead or hangs; the end of a rank that would wait forever.
-
-Docs: docs/debugging.md
+"""Names the rank that is missing in a collective, is dead or hangs, and ends all ranks.
 
 A thread of each rank writes a heartbeat into the store every few seconds: the step, the collectives
 that the rank has entered, the one in which it waits, and the line at which its main thread is.
-- A rank that has waited for a fifth of run.timeout_seconds reads all heartbeats. If a rank is
-  behind or gives no sign of life, it prints a line, and every rank writes its threads' stacks.
-- The run ends if a collective fails or takes longer than the timeout, if a process is dead or its
-  heartbeat stops, or if a rank that the others wait for, or the only one, does nothing for so long.
-  Who notices it sets "event" in the store; every rank answers once, with what it does, and by the
-  answers each says which ranks are silent, and which hang: behind in a collective, waiting in none.
-- A rank that hangs prints its stacks. The first one to report prints the error; the thread ends
-  the process unless the main thread does so in time.
+- After a fifth of run.timeout_seconds in one collective, the first rank that waits there reads all
+  heartbeats, and prints a line if a rank is behind or gives no sign of life.
+- A rank judges by all heartbeats if it has waited for the timeout, if its collective fails, if a
+  process is gone or its neighbour's heartbeat has stopped, or if it does nothing for so long while
+  others wait for it. A rank without a recent heartbeat is silent; one that waits in no collective
+  and has not entered one in which others wait hangs. The first verdict in the store stays.
+- All ranks end by it: one that hangs prints its stacks and ends its process, the others end by the
+  error of their main thread, or their process is ended if it gets none.
+
+Docs: docs/debugging.md
 """
 
 import faulthandler
-import json
 import multiprocessing
 import os
 import pickle
@@ -31,12 +30,14 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from dist_amp.distributed import flight_recorder
 from dist_amp.distributed.process import in_time
 from dist_amp.errors import Transient, first_line
 from dist_amp.supervise.lifecycle import Job
 from dist_amp.supervise.rank_reports import (
-    Entered,
+    FAILED,
+    LEFT,
+    RUNS,
+    WAITED,
     Heartbeat,
     Process,
     busy_seconds,
@@ -44,12 +45,11 @@ from dist_amp.supervise.rank_reports import (
     is_kept_waiting,
     is_one_missing,
     main_thread_place,
-    ranks_at_fault,
-    where_it_stands,
+    ranks_that_hang,
     where_they_wait,
 )
 
-ANSWER_SECONDS = 5.0  # how long to wait for the other ranks' answers after a failure
+ANSWER_SECONDS = 5.0  # how long a rank that ends waits for its main thread or for other ranks
 REPORT_SECONDS = 15.0  # how long a rank may take to report; one that is not the first waits 10 s
 POLL_SECONDS = 1.0  # how often a rank asks whether anything has happened
 BEAT_SECONDS = 5.0  # how often it writes its heartbeat, and reads its neighbour's
@@ -62,15 +62,10 @@ NAMED = 1 / 5
 # takes less, and reading or writing at 1 MB/s more.
 IDLE_SHARE = 1 / 1000
 
-# What has happened, and what the ranks at fault did.
-FAILED, DEAD, SILENT, LATE, IDLE = "failed", "dead", "silent", "late", "idle"
-FAULTS = {
-    DEAD: "died without an error: it was killed, or its code ended it; its machine's log may say "
-    "why",
-    SILENT: "gave no sign of life: it is stopped, or its machine or the network to it is down",
-    LATE: "did not take part in a collective in time: it hangs, is stopped or its machine is down",
-    IDLE: "hangs: it has used no processor for run.timeout_seconds={:g}",
-}
+DIED = "died without an error: it was killed, or its code ended it; its machine's log may say why"
+SILENT = "gave no sign of life: it is stopped or dead, or its machine or the network to it is down"
+LATE = "did not take part in a collective in time: it hangs"
+IDLE = "hangs: it has used no processor for run.timeout_seconds={:g}"
 
 COLLECTIVE_ERROR = re.compile(
     "gloo|NCCL|Timed out|Application timeout|Connection closed by peer|Connection reset by peer|"
@@ -79,16 +74,14 @@ COLLECTIVE_ERROR = re.compile(
 
 
 class Verdict(NamedTuple):
-    """Who is at fault: ranks that do not answer, and ranks that hang; none if one has failed."""
+    """The ranks that give no sign of life, those that hang, and both in words.
 
-    event: str
+    Empty if a rank has failed by an error of its own, which it reports itself.
+    """
+
     silent: Sequence[int] = ()
     hanging: Sequence[int] = ()
-    where: str = ""  # they wait, in one line
-
-    @property
-    def at_fault(self) -> list[int]:
-        return sorted([*self.silent, *self.hanging])
+    text: str = ""
 
 
 class Watchdog:
@@ -98,6 +91,7 @@ class Watchdog:
         world = job.world
         self._job = job
         self._rank = world.rank
+        self._ranks = range(world.world_size)
         self._end = end
         self._timeout = job.config.run.timeout_seconds
         self._answer_seconds = min(ANSWER_SECONDS, self._timeout / 4)
@@ -105,28 +99,22 @@ class Watchdog:
         self._returns = threading.Event()  # the main thread has an error, or leaves the run
         self._left = threading.Event()  # it has left the run
         self._ended = threading.Event()  # and its process groups
-        self._silent: Sequence[int] = ()  # ranks to kill once they have been named
-        self._step = -1
-        self._busy_seconds = 0.0
-        self._waits_in: Entered | None = None
+        self._to_kill: Sequence[int] = ()  # ranks, once they have been named
         self._named: Heartbeat | None = None  # with which this rank has named a missing one
-        self._written = ""  # the line with which this rank's stacks were written
+        self._writes = threading.Lock()  # both threads write heartbeats
+        self._last = Heartbeat(0.0)
+        self._busy_seconds = self._idle_seconds = self._awake_at = 0.0
 
         prefix = f"dist_amp/watchdog/{world.from_main(str(time.time_ns()))}"  # unique to this run
         group: Any = dist.group.WORLD
         store = dist.HashStore() if group is None else group.get_group_store()  # type: ignore[attr-defined]
-        self._store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+        self._store: Any = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
         self._processes = world.gather(Process.this())
-        machine = self._processes[self._rank].machine
-        self._ranks = range(world.world_size)
-        self._same_machine = [r for r in self._ranks if self._processes[r].machine == machine]
         # Every key is there before a rank reads it: reading never waits.
-        for key in ("event", "line", f"answer/{self._rank}"):
-            self._store.set(key, "")
-        self._write(Heartbeat(0.0))
+        self._store.set("verdict", "")
+        self._store.set(f"beat/{self._rank}", pickle.dumps(self._last))  # type: ignore[arg-type]
         world.barrier()  # after which the heartbeats' times can be compared
         self._began = time.monotonic()
-        self._beat_at = self._awake_since = self._busy_at = self._waits_since = self._began
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> "Watchdog":
@@ -134,13 +122,17 @@ class Watchdog:
         self._thread.start()
         return self
 
+    def _arm(self) -> None:
+        """Have C print the stacks if a call that keeps the interpreter stops the thread, too."""
+        faulthandler.dump_traceback_later(0.6 * self._timeout, file=2)
+
     def leave(self) -> None:
         """The main thread has left the run; from here on only its end is watched."""
-        self._kill(self._silent)
+        self._kill(self._to_kill)
         if not self._returns.is_set():
             self._returns.set()
             with suppress(Exception):  # the store is dead, or does not answer
-                in_time(self._answer_seconds, lambda: self._answer("left"))
+                in_time(self._answer_seconds, lambda: self._beat(LEFT))
         self._left.set()
 
     def close(self) -> None:
@@ -149,268 +141,220 @@ class Watchdog:
         self._thread.join(self._answer_seconds)
 
     def _watch(self) -> None:
-        event = ""
+        verdict: Verdict | None = None
         with suppress(Exception):  # the store is dead: torchrun has ended, and so will this process
-            while not event and not self._returns.wait(POLL_SECONDS):
-                event = self._poll()
+            while verdict is None and not self._returns.wait(POLL_SECONDS):
+                self._arm()
+                verdict = self._poll()
         faulthandler.cancel_dump_traceback_later()
-        if event:
-            self._respond(event)
+        if verdict is not None:
+            self._end_by(verdict)
         self._left.wait()
         if not self._ended.wait(self._timeout):
-            where = f"rank {self._name(self._rank)} hangs at its end, in {main_thread_place()}"
-            self._end_hanging(Transient(where))
+            where = f"rank {self._names([self._rank])} hangs at its end, in {main_thread_place()}"
+            self._end_process(Verdict(hanging=[self._rank], text=where))
 
     # --- while nothing has failed
 
-    def _poll(self) -> str:
-        """What has happened, as far as this rank knows or notices; "" for nothing."""
-        event, line = (text.decode() for text in self._store.multi_get(["event", "line"]))
-        self._write_stacks(line)
-        if event:
-            return event
-        for rank in self._same_machine:
-            if self._processes[rank].is_dead and self._answers(rank)[rank] is None:
-                return DEAD
-        now = time.monotonic()
-        pause = now - self._beat_at
-        if pause < self._period:
-            return ""
-        self._beat_at = now
-        if pause > 3 * self._period:  # it was stopped, and the others may have been, too
-            self._awake_since = self._busy_at = self._waits_since = now
-        self._arm()
-        beat = self._beat(now, pause)
-        self._name_the_missing(beat, line)
-        is_idle = beat.waits_in is None and beat.idle_seconds >= self._timeout
-        is_alone = len(self._ranks) == 1
-        if is_idle and (is_alone or beat.is_behind(collectives_in_wait(self._read()))):
-            return IDLE
-        if now - self._waits_since >= self._timeout and not beat.may_wait_long:
-            return LATE  # on a GPU, whose host sees no error
+    def _poll(self) -> Verdict | None:
+        """The verdict that ends the run, by this rank or another; None while nothing is wrong."""
+        if verdict := self._store.get("verdict"):
+            return Verdict(*pickle.loads(verdict))
+        dead = [rank for rank in self._ranks if self._processes[rank].is_dead]
+        if dead and None in self._read(dead).values():
+            return self._judge()
+        last = self._last
+        if time.monotonic() - self._began - last.at < self._period:
+            return None
+        beat = self._beat()
+        # Time in which this process was stopped does not count: the others may have been, too.
+        seconds = min(beat.at - last.at, 2 * self._period)
+        if beat.at - last.at > seconds:
+            self._awake_at = beat.at
+        before, self._busy_seconds = self._busy_seconds, busy_seconds()
+        is_busy = abs(self._busy_seconds - before) > IDLE_SHARE * seconds
+        self._idle_seconds += seconds
+        if is_busy or beat.step != last.step or is_kept_waiting():
+            self._idle_seconds = 0.0
+        self._name_the_missing(beat)
+
+        if beat.waits_in is None and self._idle_seconds >= self._timeout:
+            is_alone = len(self._ranks) == 1
+            if is_alone or beat.is_behind(collectives_in_wait(self._read())):
+                return self._judge(IDLE.format(self._timeout))
+        if beat.waited_seconds >= self._timeout and not beat.may_wait_long:
+            return self._judge(LATE)
+        since = max(beat.at - 0.8 * self._timeout, 0.0)
         neighbour = (self._rank + 1) % len(self._ranks)
-        silent_since = max(self._began + self._read(neighbour)[neighbour].at, self._awake_since)
-        is_silent = now - silent_since > 0.8 * self._timeout
-        return SILENT if is_silent and self._answers(neighbour)[neighbour] is None else ""
+        if self._awake_at < since and self._read([neighbour], since)[neighbour] is None:
+            return self._judge(since=since)
+        return None
 
-    def _arm(self) -> None:
-        """Have C print the stacks if a call that keeps the interpreter stops this thread, too."""
-        faulthandler.dump_traceback_later(0.6 * self._timeout, file=2)
-
-    def _beat(self, now: float, pause: float) -> Heartbeat:
-        """Write this rank's heartbeat, `pause` seconds after the one before."""
-        beat = Heartbeat(now - self._began, step=self._job.steps_taken)
-        busy_before, self._busy_seconds = self._busy_seconds, busy_seconds()
-        is_busy = abs(self._busy_seconds - busy_before) > IDLE_SHARE * pause
-        if is_busy or beat.step != self._step or is_kept_waiting():
-            self._busy_at = now
-        if beat.step == self._step:  # reading torch's records is too slow for every heartbeat
-            beat = self._heartbeat()
-            beat.idle_seconds = now - self._busy_at
-        if beat.waits_in != self._waits_in:
-            self._waits_in = beat.waits_in
-            self._waits_since = now
-        self._step = beat.step
-        self._write(beat)
-        return beat
-
-    def _name_the_missing(self, beat: Heartbeat, line: str) -> None:
-        """If this rank has waited for long, say for whom, once for all ranks; and its end."""
+    def _name_the_missing(self, beat: Heartbeat) -> None:
+        """Say for whom ranks have waited for long, on the first of them, and that they continue."""
         if self._named is not None and beat.waits_in != self._named.waits_in:
             waited = self._named.waited_seconds + beat.at - self._named.at
             print(f"the ranks continue: they had waited {waited:.0f} s", file=sys.stderr)
             self._named = None
-            self._store.set("line", "")
-        if line or beat.waited_seconds < NAMED * self._timeout:
+        if self._named is not None or beat.waited_seconds < NAMED * self._timeout:
             return
-        beats: dict[int, Heartbeat | None] = {}
-        for rank, last in self._read().items():
-            beats[rank] = last if beat.at - last.at <= 3 * self._period else None
-        if not is_one_missing(beats):
-            return
-        stacks = ""
-        if self._job.folder is not None:
-            stacks = f"; stacks of all ranks in {self._job.folder / 'stacks'}"
-        what = "this lasts"
-        if beat.may_wait_long:
-            what = "a missing rank does nothing"  # it may work for longer
-        where = where_they_wait(beats, self._processes)
-        line = f"{where}{stacks}; the run ends if {what} for run.timeout_seconds={self._timeout:g}"
-        own = f"{self._rank} {line}"
-        if self._store.compare_set("line", "", own).decode() == own:
+        beats = self._read()
+        wait = next(iter(collectives_in_wait(beats)), None)
+        waiting = [rank for rank, each in beats.items() if each and each.waits_in == wait]
+        if wait is not None and waiting[0] == self._rank and is_one_missing(beats):
             self._named = beat
-            print(f"warning: {line}", file=sys.stderr, flush=True)
+            what = "a missing rank does nothing" if beat.may_wait_long else "this lasts"
+            end = f"the run ends if {what} for run.timeout_seconds={self._timeout:g}"
+            where = where_they_wait(beats, self._processes)
+            print(f"warning: {where}; {end}", file=sys.stderr, flush=True)
 
-    def _write_stacks(self, line: str) -> None:
-        if self._job.folder is None or line == self._written:
-            return
-        self._written = line
-        folder = self._job.folder / "stacks"
-        with suppress(OSError):
-            if line:
-                folder.mkdir(exist_ok=True)
-                with (folder / f"rank{self._rank:05d}.txt").open("w") as file:
-                    text = f"{line.partition(' ')[2]}\n\n{self._processes[self._rank]}"
-                    print(text, file=file, flush=True)
-                    faulthandler.dump_traceback(file, all_threads=True)
+    # --- once something has happened
 
-    # --- once something has failed
+    def _judge(self, fault: str = "", since: float | None = None) -> Verdict:
+        """Find who is at fault and tell all ranks; returns the first verdict of any rank.
+
+        fault: what ranks that hang did, if a rank has waited too long. since: as in `_read`.
+        """
+        beats = self._read(since=since)
+        verdict = Verdict()
+        if not any(beat and beat.state == FAILED for beat in beats.values()):
+            silent = [rank for rank, beat in beats.items() if beat is None]
+            hanging = ranks_that_hang(beats) if fault else []
+            are_dead = all(self._processes[rank].is_dead for rank in silent)
+            faults = ((silent, DIED if are_dead else SILENT), (hanging, fault))
+            parts = [f"rank {self._names(ranks)} {text}" for ranks, text in faults if ranks]
+            where = where_they_wait(beats, self._processes)
+            parts += [where] if where else [beats[rank].stands() for rank in hanging]
+            verdict = Verdict(silent, hanging, "; ".join(parts))
+        first = self._store.compare_set("verdict", "", pickle.dumps(tuple(verdict)))
+        return Verdict(*pickle.loads(first))
 
     def explain(self, error: BaseException) -> BaseException:
         """A Failure that names the ranks that are dead or hang; any other error as it is."""
         self._returns.set()
         is_collective = isinstance(error, RuntimeError | dist.DistError)
         is_collective = is_collective and COLLECTIVE_ERROR.search(str(error)) is not None
-        event, state = FAILED, "failed"
-        if is_collective:
-            event = LATE if re.search("imed out|timeout", str(error)) else DEAD
-            state = "waited"
-        short = textwrap.shorten(first_line(error), 200, placeholder=" ...")
-        try:
-            verdict = in_time(3 * self._answer_seconds, lambda: self._judge(event, state))
-        except Exception as unanswered:
-            if not is_collective:
-                return error
-            why = "or its launcher died"  # and the store with them
-            if isinstance(unanswered, TimeoutError):
-                # It reaches neither the other ranks nor the store, and can't know why.
-                store = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-                why = f"and the store on its machine at {store} do not answer: it is stopped, "
-                why += "its machine is down, or the network to it is"
-            got = f"(rank {self._name(self._rank)} got: {short})"
-            return Transient(f"rank {self._name(0)} {why} {got}")
-        if not verdict.at_fault:
-            if verdict.where:
-                print(f"rank {self._rank}: {verdict.where}", file=sys.stderr, flush=True)
+        if not is_collective:
+            with suppress(Exception):
+                in_time(self._answer_seconds, lambda: self._beat(FAILED) and self._judge())
             return error
-        if verdict.event != DEAD:
-            self._silent = verdict.silent
-            # The store may end with this process: let the ranks that hang print their stacks.
-            hanging = [self._processes[rank] for rank in verdict.hanging]
-            is_true_within(self._answer_seconds, lambda: all(each.is_dead for each in hanging))
-        return Transient(f"{self._text(verdict)} (rank {self._rank} got: {short})")
+        fault = LATE if re.search("imed out|timeout", str(error)) else ""
+        short = textwrap.shorten(first_line(error), 200, placeholder=" ...")
+        got = f"(rank {self._names([self._rank])} got: {short})"
+        try:
+            verdict = in_time(4 * self._answer_seconds, lambda: self._judge_failure(fault))
+        except Exception:  # without the store it can ask no other rank, and can't know why
+            store = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            return Transient(
+                f"rank {self._names([0])} and the store on its machine at {store} do not answer: "
+                f"it or its launcher has ended or is stopped, or its machine or the network to it "
+                f"is down {got}"
+            )
+        self._to_kill = verdict.silent
+        return Transient(f"{verdict.text} {got}") if verdict.text else error
 
-    def _respond(self, event: str) -> None:
-        """Say where this rank is, and end the process unless its main thread ends in time."""
-        verdict = Verdict(event)
-        if event != FAILED:
-            try:
-                verdict = self._judge(event, "runs")
-            except Exception:  # the store was on a rank that has ended meanwhile
-                beat = self._heartbeat()
-                if event in (LATE, IDLE) and beat.waits_in is None:
-                    verdict = Verdict(event, hanging=[self._rank], where=where_it_stands(beat))
-        error = Transient("another rank has failed, and this one's main thread did not end")
-        if verdict.at_fault:
-            error = Transient(self._text(verdict))
-        if self._returns.is_set():
-            return
-        if self._rank in verdict.hanging:
-            self._end_hanging(error)
-        # A dead rank may have raised an error of its own.
-        if verdict.silent and verdict.event != DEAD:
-            # Named first: once torchrun sees that a rank is dead, it ends this one.
-            with suppress(TimeoutError):  # its disk hangs
-                self._job.status = in_time(REPORT_SECONDS, lambda: self._end(error))
-            self._kill(verdict.silent)
-        # The main thread gets an error in most cases: a peer that ends closes its connections.
-        seconds = self._answer_seconds if verdict.at_fault else min(30.0, self._timeout / 2)
+    def _judge_failure(self, fault: str) -> Verdict:
+        """Judge a failed collective, once each rank has said that it lives or has failed."""
+        since = self._beat(WAITED).at
+
+        def is_known() -> bool:
+            beats = self._read(since=since)
+            silent = [rank for rank, beat in beats.items() if beat is None]
+            has_failed = any(beat and beat.state == FAILED for beat in beats.values())
+            has_verdict = self._store.get("verdict") != b""
+            return has_failed or has_verdict or all(self._processes[r].is_dead for r in silent)
+
+        def all_know() -> bool:
+            return all(beat is None or beat.state != RUNS for beat in self._read().values())
+
+        wait_until(self._period + 2 * POLL_SECONDS, is_known)  # each rank writes a heartbeat
+        verdict = self._judge(fault, since)
+        if verdict.text:  # the store may end with this process
+            wait_until(self._answer_seconds, all_know)
+        return verdict
+
+    def _end_by(self, verdict: Verdict) -> None:
+        """End the process by a verdict, unless its main thread gets an error and ends in time."""
+        with suppress(Exception):
+            self._beat(WAITED)  # so that the others know that this rank knows
+        seconds = self._answer_seconds  # a peer that ends closes its connections
+        if not verdict.silent and not verdict.hanging:
+            seconds = min(30.0, self._timeout / 2)
+        # A stopped rank of this machine has to be killed, and it is named before.
+        elif self._rank in verdict.hanging or any(map(self._lives, verdict.silent)):
+            seconds = 0.0
         if not self._returns.wait(seconds):
-            self._end_by(error)
+            self._end_process(verdict)
 
-    def _judge(self, event: str, state: str) -> Verdict:
-        """Answer, wait for the other ranks' answers, and find who is at fault."""
-        self._answer(state)
-        event = self._store.compare_set("event", "", event).decode()  # the first one stays
-
-        def are_enough() -> bool:
-            answers = self._answers().items()
-            has_failed = any(answer and answer.state == "failed" for _, answer in answers)
-            return has_failed or all(a or self._processes[rank].is_dead for rank, a in answers)
-
-        is_true_within(self._answer_seconds, are_enough)
-        answers = self._answers()
-        silent, hanging = ranks_at_fault(answers, event in (LATE, IDLE))
-        where = where_they_wait(answers, self._processes)
-        stands = [where_it_stands(a) for rank, a in answers.items() if a and rank in hanging]
-        return Verdict(event, silent, hanging, where or "; ".join(stands))
-
-    def _end_hanging(self, error: Transient) -> None:
-        print(f"error: rank {self._rank} hangs; its stacks:", file=sys.stderr, flush=True)
-        faulthandler.dump_traceback(all_threads=True)
-        for worker in multiprocessing.active_children():  # of the loader, which print theirs
-            os.kill(worker.pid or 0, signal.SIGUSR2)
-        self._end_by(error)
-
-    def _end_by(self, error: Transient) -> None:
-        """Report the error, if none has been, and end the process, even if its disk hangs."""
-        status = self._job.status or 1
+    def _end_process(self, verdict: Verdict) -> None:
+        """Report the verdict, if none has been, and end the process, even if its disk hangs."""
+        if self._rank in verdict.hanging:
+            print(f"error: rank {self._rank} hangs; its stacks:", file=sys.stderr, flush=True)
+            faulthandler.dump_traceback(all_threads=True)
+            for worker in multiprocessing.active_children():  # of the loader, which print theirs
+                os.kill(worker.pid or 0, signal.SIGUSR2)
+        text = verdict.text or "another rank has failed, and this one's main thread did not end"
         try:
             if self._job.status is None:
-                status = in_time(REPORT_SECONDS, lambda: self._end(error))
+                self._job.status = in_time(REPORT_SECONDS, lambda: self._end(Transient(text)))
         finally:
+            self._kill(verdict.silent)  # once torchrun sees that one is dead, it ends this process
             # The others wait for this one, then still read from the store.
             if self._rank == 0 and len(self._ranks) > 1:
                 time.sleep(2 * self._answer_seconds)
-            os._exit(status)
+            os._exit(self._job.status or 1)
+
+    def _lives(self, rank: int) -> bool:
+        return self._processes[rank].state not in ("", "X", "Z")
 
     def _kill(self, ranks: Sequence[int]) -> None:
         """torchrun waits 30 s for silent ranks of its machine: a stopped one ignores SIGTERM."""
-        for process in (self._processes[rank] for rank in ranks):
-            if process.state not in ("", "X", "Z"):
-                with suppress(OSError):
-                    os.kill(process.pid, signal.SIGKILL)
+        for rank in filter(self._lives, ranks):
+            with suppress(OSError):
+                os.kill(self._processes[rank].pid, signal.SIGKILL)
 
     # --- heartbeats
 
-    def _heartbeat(self, state: str = "") -> Heartbeat:
-        beat = Heartbeat(time.monotonic() - self._began, self._job.steps_taken, state)
-        saves = self._job.world.background  # its group's collectives are those of another thread
-        beat.read(flight_recorder.dump(), saves.group_name if saves is not None else "")
+    def _beat(self, state: str = RUNS) -> Heartbeat:
+        """Write this rank's heartbeat. A state other than RUNS stays."""
+        with self._writes:
+            last = self._last
+            if last.state != RUNS:
+                state = last.state
+            beat = Heartbeat(time.monotonic() - self._began, self._job.steps_taken, state)
+            if beat.step == last.step or state != RUNS:  # reading torch's records takes long
+                saves = self._job.world.background  # the group of another thread
+                beat.read(leave_out=saves.group_name if saves is not None else "")
+            if beat.waits_in is not None and beat.waits_in == last.waits_in:
+                seconds = min(beat.at - last.at, 2 * self._period)
+                beat.waited_seconds = last.waited_seconds + seconds
+            self._last = beat
+            self._store.set(f"beat/{self._rank}", pickle.dumps(beat))
         return beat
 
-    def _write(self, beat: Heartbeat) -> None:
-        self._store.set(f"beat/{self._rank}", pickle.dumps(beat))  # type: ignore[arg-type]
+    def _read(self, ranks: Sequence[int] = (), since: float | None = None) -> Any:
+        """{rank: heartbeat} of these ranks, or of all; None for one that is silent or dead.
 
-    def _read(self, *ranks: int) -> dict[int, Heartbeat]:
-        """The last heartbeats of these ranks, or of all."""
-        texts = self._store.multi_get([f"beat/{rank}" for rank in ranks or self._ranks])
-        return dict(zip(ranks or self._ranks, map(pickle.loads, texts), strict=True))
+        since: when it must have given a sign of life; by default within three heartbeats.
+        """
+        if since is None:
+            since = time.monotonic() - self._began - 3 * (self._period + POLL_SECONDS)
+        ranks = ranks or self._ranks
+        texts = self._store.multi_get([f"beat/{rank}" for rank in ranks])
+        beats: dict[int, Heartbeat | None] = {}
+        for rank, beat in zip(ranks, map(pickle.loads, texts), strict=True):
+            is_silent = beat.at < since or self._processes[rank].is_dead
+            beats[rank] = None if is_silent and beat.state == RUNS else beat
+        return beats
 
-    def _answer(self, state: str) -> None:
-        """Answer, unless another thread has, and write torch's records into the run's folder."""
-        answer: Any = pickle.dumps(self._heartbeat(state))
-        self._store.compare_set(f"answer/{self._rank}", "", answer)
-        if state in ("runs", "waited") and self._job.folder is not None:
-            folder = self._job.folder / "flight_recorder"
-            with suppress(OSError):
-                folder.mkdir(exist_ok=True)
-                text = json.dumps(flight_recorder.dump())
-                (folder / f"rank{self._rank:05d}.json").write_text(text)
-
-    def _answers(self, *ranks: int) -> dict[int, Heartbeat | None]:
-        """Of these ranks, or of all; None for one that has not answered."""
-        texts = self._store.multi_get([f"answer/{rank}" for rank in ranks or self._ranks])
-        answers = [pickle.loads(text) if text else None for text in texts]
-        return dict(zip(ranks or self._ranks, answers, strict=True))
-
-    def _text(self, verdict: Verdict) -> str:
-        names = ", ".join(map(self._name, verdict.at_fault))
-        where = f"; {verdict.where}" if verdict.where else ""
-        return f"rank {names} {FAULTS[verdict.event].format(self._timeout)}{where}"
-
-    def _name(self, rank: int) -> str:
-        return f"{rank} ({self._processes[rank]})"
+    def _names(self, ranks: Sequence[int]) -> str:
+        return ", ".join(f"{rank} ({self._processes[rank]})" for rank in ranks)
 
 
-def is_true_within(seconds: float, condition: Callable[[], bool]) -> bool:
-    """Whether it becomes true; asked ever less often, down to once a second."""
+def wait_until(seconds: float, condition: Callable[[], bool]) -> None:
+    """Wait until it becomes true; asked ever less often, down to once a second."""
     deadline = time.monotonic() + seconds
     pause = 0.1
-    while not condition():
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return False
-        time.sleep(min(pause, left))
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(pause)
         pause = min(2 * pause, 1.0)
-    return True

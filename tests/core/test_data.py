@@ -10,7 +10,6 @@ import pytest
 import torch
 from conftest import needs
 from tiny import EmptyDataset, EndsItsReader, Rows, Tiny, WithNoise, make_run, save, take_steps
-from torch import nn
 
 from dist_amp.checkpoint.format import read_manifest
 from dist_amp.config.load import load_config
@@ -141,33 +140,6 @@ def test_drop_last_leaves_out_what_does_not_fill_a_step_on_any_number_of_ranks(s
         next(first)
     resumed = samples_of_steps(plans(4, 2), 7 - stopped, first.position)
     assert resumed == steps[stopped:]
-
-
-class BatchNormed(Tiny):
-    def build_model(self):
-        return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-
-
-@pytest.mark.bad_input("batch norm and an epoch whose last step is not full")
-@pytest.mark.parametrize(
-    ("samples", "words", "said"),
-    [
-        (17, [], "1 of 8 samples, so batch norm (1) gets micro-batches of 1 in place of 4; use"),
-        (22, [], "6 of 8 samples, so batch norm (1) gets micro-batches of 3 in place of 4; use"),
-        (20, [], ""),
-        (17, ["--data.drop_last", "true"], ""),
-        (17, ["--train.steps", 2], ""),
-    ],
-    ids=["one_sample", "fewer", "full_micro_batches", "dropped", "never_reached"],
-)
-def test_batch_norm_at_the_end_of_an_epoch_is_warned_about_with_the_numbers(
-    samples, words, said, capsys, tmp_path
-):
-    settings = [*STEP, "--train.accumulation_steps", 2, "--run.dir", tmp_path, *words]
-    open_run(make_run(World(), BatchNormed(samples=samples), *settings))
-    warnings = [line for line in capsys.readouterr().err.splitlines() if "batch norm" in line]
-    assert len(warnings) == bool(said)
-    assert all(said in line for line in warnings)
 
 
 # ---- datasets that are refused ----

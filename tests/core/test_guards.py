@@ -157,7 +157,7 @@ def test_ranks_agree_on_a_stop_about_once_a_second_and_at_most_after_32_steps(
         stop.poll()
     assert exchanges[-1] - exchanges[-2] == exchanges[-2] - exchanges[-3] == polls
     exchanges.clear()
-    stop.ask_at_every_step()
+    stop.every_poll = True
     for _ in range(3):
         stop.poll()
     assert len(exchanges) == 3

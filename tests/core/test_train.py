@@ -289,7 +289,7 @@ def test_what_is_due_after_a_step_happens_once_and_in_one_order(tmp_path, asks, 
     words = ["--train.steps", 6, "--metrics.log_every", 4, "--eval.every", 4]
     run = make_run(World(), Tiny(), *words, "--checkpoint.every", 4, "--run.dir", tmp_path)
     stop = AgreedStop(World())
-    stop.ask_at_every_step()
+    stop.every_poll = True
     observer = Noted(run, stop, asks, at)
     run.observers.add(observer)
     train(run, stop)

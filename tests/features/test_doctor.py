@@ -14,7 +14,6 @@ import torch
 
 from dist_amp.commands import doctor, doctor_checks
 from dist_amp.commands.doctor_checks import fail, ok, warn
-from dist_amp.errors import ConfigError
 
 usage = namedtuple("usage", "total used free")
 
@@ -89,7 +88,7 @@ def two_gpus(monkeypatch):
             monkeypatch.setattr(torch.cuda, function, lambda *_, value=value: value)
         monkeypatch.setattr(torch.version, "cuda", "12.6")
         monkeypatch.setattr(doctor_checks, "driver_branch", lambda: 560)
-        monkeypatch.setattr(doctor_checks, "check_kernels", lambda device: None)
+        monkeypatch.setattr(doctor_checks, "run_kernel", lambda device: None)
         monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
 
     return make
@@ -103,12 +102,12 @@ def test_gpus_that_torch_cannot_use_or_has_no_code_for_and_a_missing_nccl_fail(
     assert only(doctor_checks.gpus()) == fail("gpu", "8 NVIDIA GPUs, and driver 525 ...")
 
     def refuse(device):
-        raise ConfigError("Old GPU is sm_60, and torch ...")
+        raise RuntimeError("CUDA error: no kernel image ...")
 
     two_gpus((6, 0))
-    monkeypatch.setattr(doctor_checks, "check_kernels", refuse)
+    monkeypatch.setattr(doctor_checks, "run_kernel", refuse)
     gpu, _, nccl = doctor_checks.gpus()
-    assert gpu == fail("gpu", "Old GPU is sm_60, and torch ...")
+    assert gpu == fail("gpu", "Fake GPU: CUDA error: no kernel image ...")
     missing = fail("nccl", "missing in this build of torch", "install one from pytorch.org")
     assert nccl == missing
 

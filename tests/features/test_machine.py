@@ -4,11 +4,7 @@ import pytest
 import torch
 
 from dist_amp.distributed import machine, process
-from dist_amp.distributed.machine import (
-    check_gpus_are_used,
-    check_kernels,
-    reason_unused,
-)
+from dist_amp.distributed.machine import check_gpus_are_used, reason_unused
 from dist_amp.errors import ConfigError
 from dist_amp.settings import RunConfig
 
@@ -26,8 +22,7 @@ def root(tmp_path, monkeypatch):
         (tmp_path / name).write_text(OPEN)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.version, "hip", None)
-    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return tmp_path
 
 
@@ -39,7 +34,7 @@ def test_a_build_without_cuda_on_a_machine_with_gpus_is_refused_with_what_to_ins
     with pytest.raises(ConfigError) as error:
         check_gpus_are_used(root)
     why = f"this machine has 2 NVIDIA GPUs, and torch {torch.__version__} is a build for the CPU"
-    fix = "install one for CUDA (pytorch.org); or train on the CPU with --run.device cpu"
+    fix = "install one for CUDA (pytorch.org); or use run.device=cpu to train on the CPU"
     assert str(error.value) == f"run.device=auto: {why} alone; {fix}"
 
 
@@ -72,34 +67,14 @@ def test_rocm_is_not_judged_by_nvidias_rules(root, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.version, "hip", "7.0")
     check_gpus_are_used(root)
-    (root / "dev/kfd").touch()
-    assert "add the user to the groups render and video" in reason_unused(root)
 
 
 def test_a_rank_refuses_such_a_machine_unless_it_is_to_train_on_the_cpu(root, monkeypatch):
     monkeypatch.setattr(machine, "reason_unused", lambda _: reason_unused(root))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     auto = r"^run.device=auto: this machine has 2 NVIDIA GPUs, but torch .* driver 570 "
-    cuda = r"^run.device=cuda, but this machine has 2 NVIDIA GPUs, .*use run.device=cpu"
+    cuda = r"^run.device=cuda: this machine has 2 NVIDIA GPUs, .*use run.device=cpu"
     for device, said in (("auto", auto), ("cuda", cuda)):
         with pytest.raises(ConfigError, match=said):
             process.place_of(RunConfig(device=device))
     assert process.place_of(RunConfig(device="cpu"))[-1].type == "cpu"
-
-
-# ---- the GPU's architecture ----
-
-
-@pytest.mark.bad_input("a GPU of an architecture that this build of torch has no code for")
-def test_a_gpu_that_the_build_has_no_code_for_is_refused_with_a_build_that_has(monkeypatch):
-    def ones(*size, device):
-        raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
-
-    check_kernels(torch.device("cpu"))
-    monkeypatch.setattr(torch, "ones", ones)
-    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80"])
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
-    said = r"^Some GPU is sm_70, and torch .* was built for sm_75, sm_80; install a build that has"
-    with pytest.raises(ConfigError, match=f"{said}.* with --run.device cpu$"):
-        check_kernels(torch.device("cuda", 0))

@@ -70,11 +70,11 @@ PRIVATE = {
     "commands.simulation": "tensors without memory, and a process group without ranks",
     "diagnostics.trace": "the sequence numbers of the autograd graph",
     "diagnostics.profiling": "the allocator's history and snapshot",
-    "distributed.flight_recorder": "c10d's record of collectives",
     "distributed.process_group": "c10d's time-outs, abort and store",
     "optimizers.ema": "arithmetic on lists of tensors",
     "parallel": "the norms of a list of tensors",
     "precision": "the kernel that updates the loss scale",
+    "supervise.rank_reports": "c10d's record of collectives",
     "verify.findings": "the base class of dropout",
     "verify.reference": "the base class of dropout",
 }

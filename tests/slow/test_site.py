@@ -65,7 +65,7 @@ def test_the_search_finds_a_setting_a_function_and_an_error(site):
     for word, page in (
         ("accumulation_steps", "api.html"),
         ("gradient_sync", "own_loop.html"),
-        ("flight_recorder", "debugging.html"),
+        ("TORCH_FR_BUFFER_SIZE", "debugging.html"),
     ):
         found = [entry["location"] for entry in index["docs"] if word in entry["text"]]
         assert page in {location.partition("#")[0] for location in found}, word

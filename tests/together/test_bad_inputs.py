@@ -25,7 +25,8 @@ from dist_amp.settings import RunConfig
 from dist_amp.sources import files as documents
 from dist_amp.sources.load import load_split
 from dist_amp.step import evaluate
-from dist_amp.supervise.explain import explain_data as explain
+from dist_amp.supervise.explain import explain_error
+from dist_amp.supervise.lifecycle import Job
 from dist_amp.world import World, start
 
 SMALL = ["--train.micro_batch_size", 4, "--data.shuffle", "false"]
@@ -196,6 +197,10 @@ class Classes(Tiny):
 
     def weight(self, batch):
         return len(batch["label"])
+
+
+def explain(error, rank, run=None):
+    return explain_error(error, Job(None, World(rank), run=run))
 
 
 def explained(run, call, *args):

@@ -9,7 +9,8 @@ from tiny import Tiny, make_run
 
 from dist_amp.config.memory import size_text
 from dist_amp.supervise import explain
-from dist_amp.supervise.explain import explain_memory
+from dist_amp.supervise.explain import explain_error
+from dist_amp.supervise.lifecycle import Job
 from dist_amp.world import World
 
 
@@ -88,10 +89,12 @@ def test_the_line_has_the_request_what_the_model_takes_and_the_settings_that_tak
     run = make_run(World(), Tiny(), "--train.micro_batch_size", 4, *words)
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     world = World(min(3, ranks - 1), 0, ranks, ranks, torch.device("cuda", 0))
-    size = size_text(0)
-    assert str(explain_memory(error, run.config, world, run)) == (
+    size = 4 * sum(p.numel() for p in run.model.parameters())
+    moments = size_text(2 * size)
+    size = size_text(size)
+    assert str(explain_error(error, Job(run.config, world, run=run))) == (
         f"rank {world.rank} ran out of GPU memory in step 1: asked for 2.00 GiB more than the "
         f"78.00 GiB in use, of 79.00 GiB available; parameters take {size}, gradients {size}, "
-        f"optimizer state {size}; use PYTORCH_ALLOC_CONF=expandable_segments:True in the "
+        f"optimizer state {moments}; use PYTORCH_ALLOC_CONF=expandable_segments:True in the "
         f"environment (9.00 GiB are reserved but fragmented), or {expected}"
     )
