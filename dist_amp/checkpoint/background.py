@@ -33,7 +33,7 @@ class Save:
     """A checkpoint that a thread of each rank writes.
 
     future: of this rank's thread. is_copy: whether the next step leaves what is written as it is.
-    stuck: once all ranks agree that no stage ends any more, which ranks are in which stage.
+    stuck: once all ranks agree that none makes progress, which ranks are in which stage.
     """
 
     def __init__(self, run: Run, snapshot: Snapshot, write: Callable[..., None], staging: Any):
@@ -56,12 +56,12 @@ class Save:
         self.future = in_thread(work, "checkpoint writer")
 
     def _enter(self, stage: str) -> None:
-        """This rank begins a stage, or has ended one and waits for the other ranks."""
+        """This rank begins a stage, or the next tensor in it; "": it waits for the other ranks."""
         self._stage = stage
         self._since = time.monotonic()
 
     def done(self) -> bool:
-        """Whether it has ended on this rank, or is in one stage for too long and nobody knows."""
+        """Whether it has ended on this rank, or is late and the ranks have not agreed on that."""
         is_late = time.monotonic() - self._since >= self._timeout
         return self.future.done() or (is_late and not self.stuck)
 

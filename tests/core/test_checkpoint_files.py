@@ -346,6 +346,15 @@ def test_the_newest_are_kept_and_the_one_with_the_best_evaluation(
     assert saved_evaluations(tmp_path, best_metric, *evaluations) == kept
 
 
+def test_an_evaluation_counts_for_the_checkpoint_of_its_own_step_alone(tmp_path):
+    run = new_run(tmp_path)
+    for evaluated_step, loss in ((1, 5.0), (1, 1.0), (3, 4.0), (4, 4.0), (5, 4.0)):
+        take_steps(run, 1)
+        run.metrics.write_evaluation(evaluated_step, {"loss": loss})
+        save(run)
+    assert [path.name[-1] for path in all_checkpoints(tmp_path)] == ["3", "4", "5"]
+
+
 def test_what_is_half_written_is_no_checkpoint_and_what_can_not_be_removed_is_warned_of(
     tmp_path, capsys
 ):
@@ -396,6 +405,15 @@ def test_rejected_checkpoints_are_quarantined_and_their_steps_saved_again_once(n
     assert newest_checkpoint("auto", folder, World()).name == "step_00000002"
     names = sorted(path.name for path in newest.parent.iterdir())
     assert names == ["refused_step_00000002", "step_00000001", "step_00000002"]
+
+
+def test_a_save_renames_checkpoints_of_another_run_that_it_meets(newest, capsys):
+    run = new_run(newest.parent.parent)
+    take_steps(run, 1)
+    save(run)
+    names = sorted(path.name for path in newest.parent.iterdir())
+    assert names == ["refused_step_00000001", "refused_step_00000002", "step_00000001"]
+    assert "is damaged, or of another run: it keeps this name" in capsys.readouterr().err
 
 
 def full_disk_on_rank_1(world, folder):

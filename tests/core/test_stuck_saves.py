@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from contextlib import redirect_stderr
 from io import StringIO
 from unittest.mock import patch
@@ -73,6 +74,21 @@ def test_training_continues_past_a_stuck_save_and_ends_if_it_is_stuck_at_the_nex
     assert "step_00000003 could not be written: step_00000001 has made no progress" in error
     # A copy is of its step, whenever it is written.
     assert names == ["step_00000001", "step_00000004"]
+
+
+def test_a_save_that_writes_for_longer_than_the_timeout_is_not_stuck(tmp_path):
+    def slowly(*args):
+        time.sleep(TIMEOUT / 4)
+        return real(*args)
+
+    real = saver_module.Planner.resolve_data
+    run = make_run(World(), Tiny(), *words(tmp_path))
+    take_steps(run, 1)
+    started = time.monotonic()
+    with patch.object(saver_module.Planner, "resolve_data", slowly):
+        run.saver.save(wait=True)
+    assert time.monotonic() - started > 2 * TIMEOUT
+    assert integrity_error(tmp_path / "checkpoints/step_00000001") == ""
 
 
 def test_a_save_that_is_not_a_copy_ends_the_run_once_it_is_stuck(tmp_path):
