@@ -1,7 +1,7 @@
 """A dataset by micro-batches: in this process, or in workers (workers.py)."""
 
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,8 +41,8 @@ class Fetch:
         except Exception as error:
             return DataError(
                 f"{samples_text(indices)} of the {self.split} split do not make one batch: "
-                f"{in_one_line(error)}; give all samples the same keys, shapes and types, or the "
-                "task a collate(samples)"
+                f"{self._odd_column(samples, indices)}{in_one_line(error)}; give all samples the "
+                "same keys, shapes and types, or the task a collate(samples)"
             )
 
     def _augment(self, samples: list[Any], shard: Shard) -> DataError | None:
@@ -55,6 +55,27 @@ class Fetch:
                 failed = f"the task's augment(sample, rng) failed on sample {index}"
                 return DataError(f"{failed}: {in_one_line(error)}; fix it")
         return None
+
+    def _odd_column(self, samples: Sequence[Any], indices: Sequence[int]) -> str:
+        """The first column of another type or shape than in the first sample, in words; or "".
+
+        In a loader worker, torch's own error names neither.
+        """
+        if not all(isinstance(sample, Mapping) for sample in samples):
+            return ""
+        kinds = [
+            {
+                key: f"{type(x).__name__} {list(getattr(x, 'shape', ()))}"
+                for key, x in sample.items()
+            }
+            for sample in samples
+        ]
+        for index, here in zip(indices, kinds, strict=True):
+            for key in {**kinds[0], **here}:
+                kind, first = here.get(key, "missing"), kinds[0].get(key, "missing")
+                if kind != first:
+                    return f"{key} is {kind} in {self.row_of(index)}, {first} in the first: "
+        return ""
 
     def row_of(self, index: int) -> str:
         """A sample, and its row in the data's files where a part of them is held out."""

@@ -100,7 +100,7 @@ def test_a_step_without_its_bad_samples_is_that_in_which_they_do_not_count(
     assert entries.keys() == {3, 4, 5, 8, 11}
     assert {entry["rank"] for entry in entries.values()} == {0, 1}
     assert "OSError: bad sector" in entries[3]["error"]
-    assert "stack expects each tensor to be equal size" in entries[8]["error"]
+    assert "x is Tensor [9] in sample 8" in entries[8]["error"]
     assert last_row(tmp_path)["train/skipped_samples"] == 5
 
 
