@@ -7,7 +7,7 @@ import hashlib
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -27,11 +27,11 @@ from dist_amp.config.task_class import build_task
 from dist_amp.config.validate import check_kept_state, check_parallel
 from dist_amp.data import Batches, build_batches, build_validation
 from dist_amp.distributed.process import (
-    process_switches,
     random_state,
     seed_all,
     set_determinism,
     set_random_state,
+    set_tf32,
 )
 from dist_amp.errors import ConfigError, some_of
 from dist_amp.files import present
@@ -58,7 +58,7 @@ class ScriptRun(Run):
 
     saver: Saver  # from `build_run` on
     _is_fitting = False  # or was, when an error ended it
-    switches: dict[str, object]  # of the process, when the run was built
+    set_switches: Callable[[], None]  # for the whole process, as this run needs them
     _left: Any = None  # at the end of `resume` or fit: step, position in the data, generators
 
     def resume(self) -> Path | None:
@@ -109,12 +109,7 @@ class ScriptRun(Run):
                 f"fit(run) at step {self.step} would replace {newest}, which is not of this run's "
                 "steps; build it again, and fit(run) resumes that one, or choose another run.dir"
             )
-        for call, now in process_switches().items():
-            if now != self.switches[call]:
-                raise ConfigError(
-                    f"fit(run): {call} is {now!r}, and was {self.switches[call]!r} when this run "
-                    "was built: another run was built since, in this process; build this one again"
-                )
+        self.set_switches()  # another run may have been built since
         self._is_fitting = True
         self.observers.begin(self)
         if changed := training_mode(self.model):
@@ -195,8 +190,7 @@ def build_run(
         from dist_amp.bit_exact import exact_config, exact_parallel
 
         config = exact_config(config, world)
-    set_determinism(config.run.deterministic)
-    torch.autograd.set_detect_anomaly(config.debug.detect_anomaly)
+    set_switches(config)
     task = build_task(config) if task is None else task
 
     seed_all(config.run.seed)  # the same initial weights everywhere
@@ -233,8 +227,15 @@ def build_run(
         raise ConfigError(problem)
     if hasattr(task, "best_metric") and run.validation is None:
         world.warn(f"best_metric={task.best_metric!r} has no effect, because nothing is evaluated")
-    run.switches = process_switches()
+    run.set_switches = partial(set_switches, config)
     return run
+
+
+def set_switches(config: Config) -> None:
+    """What a run sets for its whole process."""
+    set_determinism(config.run.deterministic)
+    set_tf32(config.precision.tf32)
+    torch.autograd.set_detect_anomaly(config.debug.detect_anomaly)
 
 
 def assemble(

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import to_jsonable_python
 
-from dist_amp.config.load import collect, load_config, names_of_sources, task_in
+from dist_amp.config.load import collect, load_config, task_in
 from dist_amp.config.task_class import args_dataclass
 from dist_amp.config.text import to_toml
 from dist_amp.config.values import adapter
@@ -77,7 +77,7 @@ def help_text(words: Sequence[str], prog: str, description: str) -> str:
     """All settings by section; with the arguments of the task that the words name."""
     settings = collect(words)
     task = task_in(settings) if "task.target" in settings else None  # the default takes seconds
-    about = described(json_schema(task), names_of_sources(settings) or ["NAME"])
+    about = described(json_schema(task))
     text = f"usage: {prog} [--config FILE.toml ...] [--section.key VALUE ...]\n\n{EXAMPLES}\n"
     text += f"{description.strip()}\n\noptions\n"
     text += "".join(entry(option, {"description": OPTIONS[option]}) for option in OPTIONS)
@@ -95,11 +95,10 @@ def help_text(words: Sequence[str], prog: str, description: str) -> str:
 def help_on(asked: str, words: Sequence[str]) -> str:
     """The settings of a section, or those on a word. Errors: ConfigError for none."""
     settings = collect(words)
-    sources = names_of_sources(settings) or ["NAME"]
     # The default task takes seconds to import, so it is left to words that nothing else has.
     needs_task = "task.target" in settings or asked.startswith("task.args")
     for task in [task_in(settings)] if needs_task else [None, task_in(settings)]:
-        about = described(json_schema(task), sources)
+        about = described(json_schema(task))
         found = [key for key in about if key.startswith(f"{asked}.")]
         # Whole words before parts of words, and names before meanings.
         for around in ("(?<![a-z0-9]){}(?![a-z0-9])", "{}"):
@@ -196,7 +195,7 @@ def json_schema(task: type | None = None) -> Schema:
     return head | schema | {"title": "dist_amp"}
 
 
-def described(schema: Schema, sources: Sequence[str]) -> dict[str, Schema]:
+def described(schema: Schema, sources: Sequence[str] = ("NAME",)) -> dict[str, Schema]:
     """{dotted key: its JSON Schema}, of the keys of these sources of a mixture too."""
 
     def walk(table: Schema, prefix: str) -> Iterator[tuple[str, Schema]]:

@@ -70,7 +70,8 @@ def config_of(settings: Settings, task: type) -> Config:
         from dist_amp.config.help import described, json_schema
 
         key = str(error)
-        known = list(described(json_schema(task), names_of_sources(settings)))
+        sources = [key.split(".")[2] for key in settings if key.startswith("data.sources.")]
+        known = list(described(json_schema(task), sources))
         raise ConfigError(unknown(key, settings[key].source, known)) from None
     return replace(config, task=replace(config.task, args=args))
 
@@ -120,12 +121,6 @@ def task_in(settings: Settings) -> type:
     if "task.target" in settings or present(DEFAULT_TASK):
         return find_task(target_in(settings))
     return object
-
-
-def names_of_sources(settings: Settings) -> list[str]:
-    """The sources of a mixture that are set, in the order of the settings."""
-    names = [key.split(".")[2] for key in settings if key.startswith("data.sources.")]
-    return list(dict.fromkeys(names))
 
 
 # ---- where settings come from

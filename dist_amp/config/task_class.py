@@ -121,34 +121,22 @@ def check_saved_target(target: str, folder: Path) -> None:
     if not here.is_relative_to(folder.parent):
         folder = folder.parent  # it may have come with the run
     module = target.partition(":")[0]
-    files = files_of(module)
-    is_outside = module.endswith(".py") and not files[0].is_relative_to(here)
-    if is_outside or any(path.is_relative_to(folder) for path in (here, *files)):
+    if module.endswith(".py"):
+        places = [Path(module).resolve()]
+    else:  # where its package is, found without importing it
+        search = [str(here), *sys.path]
+        spec: Any = PathFinder.find_spec(module.partition(".")[0], search)
+        found = [spec.origin, *(spec.submodule_search_locations or ())] if spec else []
+        places = [Path(place).resolve() for place in found if place]
+    is_outside = module.endswith(".py") and not places[0].is_relative_to(here)
+    if is_outside or any(path.is_relative_to(folder) for path in (here, *places)):
         raise ConfigError(
             f"task.target={target} is only named by the config in {folder}, and would be imported "
-            f"from {files[0] if files else here}, which could run any code; check it, and give "
+            f"from {places[0] if places else here}, which could run any code; check it, and give "
             f"--task.target {target}"
         )
-    if files:
-        print(f"task   {target}, named by the saved config, from {files[-1]}", file=sys.stderr)
-
-
-def files_of(module: str) -> list[Path]:
-    """The files that importing a module runs, found without running them; [] if there are none."""
-    if module.endswith(".py"):
-        return [Path(module).resolve()]
-    files = []
-    name = ""
-    path: Any = [str(Path.cwd()), *sys.path]
-    for part in module.split("."):
-        name = f"{name}.{part}".strip(".")
-        spec = PathFinder.find_spec(name, path)
-        if spec is None:  # not there, built in, or of an editable installation
-            return []
-        if spec.origin:
-            files.append(Path(spec.origin).resolve())
-        path = spec.submodule_search_locations
-    return files
+    if places:
+        print(f"task   {target}, named by the saved config, from {places[0]}", file=sys.stderr)
 
 
 # ---- the arguments of its constructor

@@ -155,16 +155,6 @@ def set_tf32(on: bool) -> None:
     torch.backends.cudnn.allow_tf32 = on
 
 
-def process_switches() -> dict[str, object]:
-    """What a run sets for its whole process, other runs included: {torch's call: value}."""
-    calls = (
-        torch.are_deterministic_algorithms_enabled,
-        torch.is_anomaly_enabled,
-        torch.get_float32_matmul_precision,
-    )
-    return {f"torch.{call.__name__}()": call() for call in calls}
-
-
 def die_with_parent(number: signal.Signals) -> None:
     """Get this signal when the parent process ends, however it ends: prctl(2)."""
     PR_SET_PDEATHSIG = 1
