@@ -50,7 +50,7 @@ OPTIONS = {
     "runs": "--sort --json",
     "plot": "--metric --out",
     "report": "--out",
-    "replay": "--step --pdb",
+    "replay": "--step",
     "diff": "--deep --json",
     "doctor": "--json --device",
     "follow": "--to --project --once",

@@ -29,7 +29,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dist_amp.checkpoint.format import Reader, config_at, read_into, read_manifest
 from dist_amp.commands.replay import run_at
-from dist_amp.config.text import read_flat
 from dist_amp.diagnostics.trace import (
     Event,
     Recorder,
@@ -215,10 +214,10 @@ def compare_metrics(a: Record, b: Record, leave_out: tuple[str, ...] = ()) -> di
                 if relative_difference(*pair) > (report["tolerance"] if tag in ROUNDED else 0.0):
                     differing[tag] = pair
         if differing:
-            of_ranks = [run.steps[step].get("ranks", ()) for run in (a, b)]
-            pairs = enumerate(zip(*of_ranks, strict=False))
+            rank_rows = [run.steps[step].get("ranks", ()) for run in (a, b)]
+            pairs = enumerate(zip(*rank_rows, strict=False))
             own = [i for i, (x, y) in pairs if x.get("train/loss_sum") != y.get("train/loss_sum")]
-            if not len(of_ranks[0]) == len(of_ranks[1]) > len(own):
+            if not len(rank_rows[0]) == len(rank_rows[1]) > len(own):
                 own = []
             return report | {"step": step, "metrics": differing, "ranks": own}
         report["equal_until"] = step
@@ -350,10 +349,6 @@ class Replayed:
     """One of the two runs, before a step or at an earlier checkpoint; it has its own generators."""
 
     def __init__(self, folder: Path, step: int):
-        # Two versions of one module are each imported from their own file.
-        module = str(read_flat(config_at(folder, step)).get("task.target")).partition(":")[0]
-        if module.endswith(".py"):
-            forget_module(Path(module))
         self.replay = run_at(folder, step)
         self.replay.rows = {}  # here it is not compared with what it logged
         self.run = self.replay.run
@@ -369,17 +364,6 @@ class Replayed:
         result = method(*args)
         self.random = random_state(self.run.world.device)
         return result
-
-
-def forget_module(path: Path) -> None:
-    """Forget a module of this name from another file, and what was imported from its folder."""
-    file = getattr(sys.modules.get(path.stem), "__file__", None)
-    if file and Path(file).resolve() != path.resolve():
-        folder = Path(file).resolve().parent
-        sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != folder]
-        for name, module in list(sys.modules.items()):
-            if Path(getattr(module, "__file__", None) or "").resolve().parent == folder:
-                del sys.modules[name]
 
 
 def compare_inside(folders: Sequence[Path], equal_until: int, until: int) -> str:

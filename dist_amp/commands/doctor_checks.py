@@ -2,14 +2,12 @@
 
 import os
 import platform
-import re
 import shutil
 import socket
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -33,7 +31,6 @@ from dist_amp.distributed.machine import (
 )
 from dist_amp.distributed.process import cpu_cores, in_time
 from dist_amp.errors import ConfigError, first_line, some_of
-from dist_amp.files import shipped_folder
 from dist_amp.world import World
 
 GIB = 2**30
@@ -113,25 +110,17 @@ def results_of(checks: Mapping[str, Callable[[], Iterable[Check]]]) -> list[Chec
 
 
 def packages() -> Iterator[Check]:
-    """What the project needs, and which releases it was tested with, if that file is here."""
-    pins = ""
-    with suppress(ConfigError, OSError):
-        pins = (shipped_folder() / "launch/constraints.txt").read_text()
-    tested = dict(re.findall(r"^([\w.-]+)==(\S+)", pins, re.MULTILINE))
+    """What the project needs."""
     for requirement in map(Requirement, requires("dist_amp") or []):
         name = requirement.name
         if requirement.marker is not None and "extra" in str(requirement.marker):
             continue
         found = installed(name)
-        release = found.partition("+")[0]
         fix = f"pip install '{requirement}'"
         if not found:
             yield fail(name, "not installed", fix)
-        elif not requirement.specifier.contains(release, prereleases=True):
+        elif not requirement.specifier.contains(found.partition("+")[0], prereleases=True):
             yield fail(name, f"{found}; the project needs {requirement.specifier}", fix)
-        elif tested.get(name, release) != release:
-            fix = f"pip install {name}=={tested[name]}"
-            yield warn(name, f"{found}; tested with {tested[name]}", fix)
         else:
             yield ok(name, found)
 

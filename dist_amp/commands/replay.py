@@ -12,9 +12,7 @@ checkpoint or data.
 Docs: docs/debugging.md
 """
 
-import bdb
 import math
-import pdb  # noqa: T100 (what --pdb is for)
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -24,7 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from dist_amp.checkpoint.format import config_at, read_manifest, step_of
 from dist_amp.checkpoint.resume import newest_valid
@@ -32,9 +29,9 @@ from dist_amp.checkpoint.state import load
 from dist_amp.config.auto import accumulation_steps
 from dist_amp.config.load import collect, load_saved
 from dist_amp.config.text import flat, to_toml
-from dist_amp.data import Indexed, Padding
+from dist_amp.data import Padding
 from dist_amp.diagnostics.nonfinite_replay import find_in_micro_batches
-from dist_amp.diagnostics.trace import Event, class_name, clean_name, recorded_step
+from dist_amp.diagnostics.trace import Event, Look, class_name, clean_name, recorded_step
 from dist_amp.distributed.process import random_state, set_random_state
 from dist_amp.errors import CheckpointRejected, ConfigError, DataError
 from dist_amp.precision import TOLERANCE
@@ -54,8 +51,6 @@ FREE = (
     *("run.dir", "run.device", "run.resume", "task.target", "parallel.strategy", "compile."),
     *("data.name", "data.path", "data.workers", "eval.", "checkpoint.", "metrics.", "debug."),
 )
-SHOWN_TEXT = 200  # characters of a sample
-SHOWN_SAMPLES = 4  # of a micro-batch
 
 
 @dataclass
@@ -74,18 +69,14 @@ class Replay:
     draws: bool = False  # whether its steps draw random numbers, which the run drew by rank
 
     def step(
-        self,
-        micro_batches: Sequence[Any] | None = None,
-        look: Any = None,
-        kinds: Sequence[str] = (),
-        task: Any = None,
+        self, micro_batches: Any = None, look: Look = len, kinds: Sequence[str] = ()
     ) -> tuple[StepReport, list[Event]]:
         """Take the next step, and compare it if it was logged. Arguments: see recorded_step."""
         run = self.run
         before = random_state(run.world.device)
         if micro_batches is None:
             micro_batches = next(run.data)
-        report, events = recorded_step(run, micro_batches, look or len, kinds, task)
+        report, events = recorded_step(run, micro_batches, look, kinds)
         run.metrics.record(report)
         self.callbacks.after_step(report, micro_batches)
         after = random_state(run.world.device)
@@ -143,14 +134,10 @@ def run_at(folder: Path, step: int, argv: Sequence[str] = ()) -> Replay:
     rows = {number: row for number, row in record.steps.items() if "train/loss" in row}
     checkpoints = record.checkpoints
     last = max([0, *rows, *map(step_of, checkpoints)])
-    if not last:
-        raise DataError(f"{folder} has logged no step and saved none; give another run's folder")
     if not 1 <= step <= last:
         raise ConfigError(f"--step {step}: {folder} has taken the steps 1 to {last}; choose one")
     config = load_saved(config_at(folder, step), argv)
     world = locate(config.run)
-    if world.world_size > 1:
-        raise ConfigError("a replay takes one process; start it without torchrun")
     checkpoint = newest_valid([path for path in checkpoints if step_of(path) < step], world)
     if checkpoint is None and config.run.resume not in ("auto", "never"):
         first = min(map(step_of, checkpoints), default=last) + 1
@@ -284,7 +271,7 @@ def layers_table(module: nn.Module, events: Sequence[Event], norm: float) -> lis
     return [f"  {line}" for line in columns(rows, left=2)]
 
 
-def show_step(replay: Replay, stops: bool) -> None:
+def show_step(replay: Replay) -> None:
     """Take the step that comes next, and print what it did."""
     run = replay.run
     position = run.data.position
@@ -292,8 +279,7 @@ def show_step(replay: Replay, stops: bool) -> None:
     indexed = run.data.last_step
     random = random_state(run.world.device)
     scale = run.scaler.get_scale()
-    task = Stopping(run, indexed) if stops else None
-    report, events = replay.step(micro_batches, layer_of, ("forward", "update"), task)
+    report, events = replay.step(micro_batches, layer_of, ("forward", "update"))
     print(f"\nstep {run.step}, after {position:,} samples")
     for number, (batch, samples) in enumerate(indexed):
         content = batch.batch if isinstance(batch, Padding) else batch
@@ -301,8 +287,6 @@ def show_step(replay: Replay, stops: bool) -> None:
         weight = float(torch.as_tensor(run.task.weight(content)))
         shown = ", ".join(map(str, samples[:16])) + (", ..." if len(samples) > 16 else "")
         print(f"  micro-batch {number}: loss {loss:.6g}, weight {weight:g}, samples {shown}")
-        for text in texts_of(run.task, content):
-            print(f"    {text}")
     norm = float(report.norm)
     applied = bool(report.applied)
     clip = run.clip
@@ -320,51 +304,11 @@ def show_step(replay: Replay, stops: bool) -> None:
         print(f"  {fault or 'every micro-batch is finite at a loss scale of 1: the norm is not'}")
 
 
-def texts_of(task: Any, batch: Any) -> list[str]:
-    """The first samples of a batch as text, if the task has a tokenizer; else its tensors."""
-    decode = getattr(getattr(task, "tokenizer", None), "decode", None)
-    for key in ("input_ids", "tokens"):
-        if decode is not None and isinstance(batch, Mapping) and key in batch:
-            rows = batch[key][:SHOWN_SAMPLES].tolist()
-            return [repr(decode([i for i in row if i >= 0]))[:SHOWN_TEXT] for row in rows]
-    texts = []
-    for tensor in tree_leaves(batch):
-        if isinstance(tensor, Tensor) and tensor.numel():
-            span = f"{tensor.min().item():.4g} to {tensor.max().item():.4g}"
-            texts.append(f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, {span}")
-    return texts
-
-
-class Stopping:
-    """A task that stops in pdb before each backward, with run, batch, samples and loss at hand."""
-
-    def __init__(self, run: ScriptRun, indexed: Indexed):
-        self._run = run
-        self._samples = iter([samples for _, samples in indexed])
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._run.task, name)
-
-    def loss_sum(self, model: nn.Module, batch: Any) -> Tensor:
-        run = self._run
-        samples = next(self._samples)
-        loss = run.task.loss_sum(model, batch)
-        print(
-            f"step {run.step + 1}, before the backward of samples {samples}; `batch` is what the "
-            "task gets, `loss` what it returned, `run.parallel.module` the model; c continues, "
-            "q ends",
-            flush=True,
-        )
-        pdb.set_trace()  # noqa: T100
-        return loss
-
-
 @command()
 def main(argv: Sequence[str]) -> int:
     parser = Parser("python -m dist_amp.replay", __doc__)
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
     parser.add_argument("--step", type=int, required=True, help="the step to show, from 1 on")
-    parser.add_argument("--pdb", action="store_true", help="stop before each of its backwards")
     options, settings = parser.parse_known_args(argv)
     replay = run_at(options.run, options.step, settings)
     if replay.edited:
@@ -375,10 +319,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         while replay.run.step < options.step - 1:
             replay.step()
-        show_step(replay, options.pdb)
-    except bdb.BdbQuit:
-        print(f"ended before step {replay.run.step + 1} was taken")
-        return 0
+        show_step(replay)
     finally:
         replay.run.close()
     print(f"\n{replay.outcome()}")

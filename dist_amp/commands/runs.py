@@ -110,17 +110,14 @@ def records_in(folder: Path) -> list[Record]:
 
 def rows_of(records: Sequence[Record]) -> list[RunRow]:
     defaults = flat(to_toml(load_config([], environ={})))
-    others = [record.settings for record in records] if len(records) > 1 else [defaults]
+    all_runs = [record.settings for record in records] if len(records) > 1 else [defaults]
     rows = []
     for record in records:
-        same_task = [
-            settings
-            for settings in others
-            if settings["task.target"] == record.settings["task.target"]
-        ]
+        target = record.settings["task.target"]
+        same_task = [settings for settings in all_runs if settings["task.target"] == target]
         differing = {}
         for key, value in record.settings.items():
-            compared = same_task if key.startswith("task.args.") else others
+            compared = same_task if key.startswith("task.args.") else all_runs
             differs = any(settings.get(key, defaults.get(key)) != value for settings in compared)
             if differs and key not in NOT_COMPARED:
                 differing[key] = value

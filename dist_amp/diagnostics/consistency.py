@@ -167,33 +167,33 @@ def check_samples_equal(run: Run) -> None:
             found[f"sample {index} of the {data.split} split"] = next(read)
         close()
     set_random_state(before, world.device)
-    ranks = world.gather(found)
-    for name in dict.fromkeys(name for rank in ranks for name in rank):
-        values = [rank.get(name) for rank in ranks]
-        differing = [str(rank) for rank, value in enumerate(values) if value != values[0]]
-        if differing and "" not in values:
-            raise DataError(
-                f"{name} is not the same on rank {some_of(differing)} as on rank 0; build_dataset "
-                "must return the full dataset on every rank, dist_amp shards it"
-            )
+    advice = "build_dataset must return the full dataset on every rank, dist_amp shards it"
+    check_equal(world, found, advice)
 
 
 def check_kept_equal(run: Run) -> None:
     """Errors: DataError for a tensor that the task keeps and that differs between ranks."""
     kept = kept_by(run.task, run.parallel.module)
     hashes = {
-        name: [digest(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+        f"the task's attribute {name}": [digest(x) for x in leaves if isinstance(x, Tensor)]
         for name, leaves in kept.items()
     }
-    first, *others = run.world.gather(hashes)
-    for rank, other in enumerate(others, start=1):
-        for name, value in other.items():
-            if value != first.get(name):
-                raise DataError(
-                    f"the task's attribute {name} is not the same on ranks 0 and {rank}; draw it "
-                    "with a fixed seed, or from the generators of torch, NumPy and Python, which "
-                    "have the same seed on every rank in its constructor and build_model"
-                )
+    advice = (
+        "draw it with a fixed seed, or from the generators of torch, NumPy and Python, which have "
+        "the same seed on every rank in its constructor and build_model"
+    )
+    check_equal(run.world, hashes, advice)
+
+
+def check_equal(world: World, found: dict[str, Any], advice: str) -> None:
+    """Errors: DataError for the first value that is not rank 0's, unless some rank has ""."""
+    ranks = world.gather(found)
+    for name in dict.fromkeys(name for rank in ranks for name in rank):
+        values = [rank.get(name) for rank in ranks]
+        differing = [str(rank) for rank, value in enumerate(values) if value != values[0]]
+        if differing and "" not in values:
+            text = f"{name} is not the same on rank {some_of(differing)} as on rank 0"
+            raise DataError(f"{text}; {advice}")
 
 
 def check_state_equal(run: Run, with_batch_statistics: bool = False) -> None:

@@ -140,7 +140,7 @@ def bad(stats: Sequence[TensorStats]) -> list[TensorStats]:
     return [each for each in stats if not each.finite]
 
 
-def named(what: str, stats: Sequence[TensorStats]) -> list[TensorStats]:
+def labelled(what: str, stats: Sequence[TensorStats]) -> list[TensorStats]:
     return [replace(each, what=what) for each in stats]
 
 
@@ -156,25 +156,25 @@ def first_nonfinite(events: Sequence[Event]) -> NonFinite | None:
     calls = [event for event in events if event.kind == "forward"]
     for event in events:
         if event.kind == "parameter" and bad(event.values):
-            stats = named(event.name, bad(event.values))
+            stats = labelled(event.name, bad(event.values))
             return NonFinite("parameters", event.module, event.module_class, stats)
     if bad(loss.values):
         for call in calls:
             made = bad(call.values) and not bad(call.inputs)
             # Unlike a mask's -inf, it is in what every outer call returned.
             if made and all(bad(outer.values) for outer in call.callers):
-                stats = named("output", call.values) + named("input", call.inputs)
+                stats = labelled("output", call.values) + labelled("input", call.inputs)
                 return NonFinite("forward", call.module, call.module_class, stats)
-        stats = named("loss", loss.values)
+        stats = labelled("loss", loss.values)
         for call in calls[-1:]:
-            stats += named("output", call.values)
+            stats += labelled("output", call.values)
         return NonFinite("loss", TASK, "", stats)
     for event in events:
         if event.kind == "backward" and bad(event.values) and not bad(event.inputs):
-            stats = named("gradient returned", bad(event.values))
-            stats += named("gradient received", event.inputs)
+            stats = labelled("gradient returned", bad(event.values))
+            stats += labelled("gradient received", event.inputs)
             if owner := call_of(event, events):
-                stats += named("output", owner.values) + named("input", owner.inputs)
+                stats += labelled("output", owner.values) + labelled("input", owner.inputs)
                 return NonFinite("backward", owner.module, owner.module_class, stats, event.name)
             return NonFinite("backward", TASK, "", stats, event.name)
     return None

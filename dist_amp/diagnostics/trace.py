@@ -236,10 +236,10 @@ class Operations(TorchDispatchMode):
 
 
 def recorded_step(
-    run: Run, micro_batches: Sequence[Any], look: Look, kinds: Collection[str], task: Any = None
+    run: Run, micro_batches: Sequence[Any], look: Look, kinds: Collection[str]
 ) -> tuple[StepReport, list[Event]]:
-    """Take a step, and record it; look and kinds: see Recorder. task: in place of the run's."""
-    recorder = Recorder(task or run.task, run.parallel.module, look, kinds)
+    """Take a step, and record it; look and kinds: see Recorder."""
+    recorder = Recorder(run.task, run.parallel.module, look, kinds)
     recorded_run = replace(run, task=recorder)
     with recorder, run.optimizer.register_step_pre_hook(recorder.before_update):
         report = train_step(recorded_run, micro_batches)

@@ -133,5 +133,7 @@ def kept_unequal(world):
 
 @pytest.mark.bad_input("a tensor that the task keeps and that differs between ranks")
 def test_a_kept_tensor_that_differs_between_ranks_is_refused_by_name():
-    with pytest.raises(RankFailed, match="attribute target is not the same on ranks 0 and 1; draw"):
+    with pytest.raises(
+        RankFailed, match="attribute target is not the same on rank 1 as on rank 0; d"
+    ):
         on_ranks(2, kept_unequal)

@@ -72,60 +72,43 @@ def test_a_missing_or_old_package_fails_with_the_command_that_installs_it(monkey
 # --- devices
 
 
-@pytest.fixture
-def two_gpus(monkeypatch):
-    """two_gpus(capability): two equal GPUs, and torch for CUDA 12.6."""
-
-    def make(capability, name="Fake GPU"):
-        properties = namedtuple("properties", "total_memory major minor")(80 * 2**30, *capability)
-        for function, value in {
-            "is_available": True,
-            "device_count": 2,
-            "get_device_name": name,
-            "get_device_capability": capability,
-            "get_device_properties": properties,
-        }.items():
-            monkeypatch.setattr(torch.cuda, function, lambda *_, value=value: value)
-        monkeypatch.setattr(torch.version, "cuda", "12.6")
-        monkeypatch.setattr(doctor_checks, "driver_branch", lambda: 560)
-        monkeypatch.setattr(doctor_checks, "run_kernel", lambda device: None)
-        monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-
-    return make
-
-
 @pytest.mark.bad_input("`doctor`: GPUs that torch can't use, or has no code for; no NCCL")
-def test_gpus_that_torch_cannot_use_or_has_no_code_for_and_a_missing_nccl_fail(
-    two_gpus, monkeypatch
-):
-    monkeypatch.setattr(doctor_checks, "reason_unused", lambda: "8 NVIDIA GPUs, and driver 525 ...")
-    assert only(doctor_checks.gpus()) == fail("gpu", "8 NVIDIA GPUs, and driver 525 ...")
-
-    def refuse(device):
-        raise RuntimeError("CUDA error: no kernel image ...")
-
-    two_gpus((6, 0))
-    monkeypatch.setattr(doctor_checks, "run_kernel", refuse)
-    gpu, _, nccl = doctor_checks.gpus()
-    assert gpu == fail("gpu", "Fake GPU: CUDA error: no kernel image ...")
-    missing = fail("nccl", "missing in this build of torch", "install one from pytorch.org")
-    assert nccl == missing
-
-
 @pytest.mark.parametrize(
-    ("capability", "status", "text"),
+    ("capability", "status", "found"),
     [
         ((8, 0), "ok", "bf16 native, fp16 native on Fake GPU"),
         ((7, 5), "warn", "bf16 emulated, fp16 native on Fake GPU"),
     ],
 )
-def test_what_a_gpu_computes_natively_is_said_per_dtype(two_gpus, capability, status, text):
-    two_gpus(capability)
-    assert next(doctor_checks.gpus()).found == "2 x Fake GPU, 80 GiB, sm_{}{}".format(*capability)
-    gpu, cpu = doctor_checks.precisions()
-    assert (gpu.status, gpu.found) == (status, text)
-    on_cpu = "bf16 native, fp16 emulated (14x slower) on the CPU"
-    assert cpu == ok("precision", on_cpu)
+def test_gpus_and_their_precisions_are_reported_and_what_torch_can_not_use_fails(
+    capability, status, found, monkeypatch
+):
+    monkeypatch.setattr(doctor_checks, "reason_unused", lambda: "8 NVIDIA GPUs, and driver 525 ...")
+    assert only(doctor_checks.gpus()) == fail("gpu", "8 NVIDIA GPUs, and driver 525 ...")
+    properties = namedtuple("properties", "total_memory major minor")(80 * 2**30, *capability)
+    for function, value in {
+        "is_available": True,
+        "device_count": 2,
+        "get_device_name": "Fake GPU",
+        "get_device_capability": capability,
+        "get_device_properties": properties,
+    }.items():
+        monkeypatch.setattr(torch.cuda, function, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    monkeypatch.setattr(doctor_checks, "run_kernel", lambda device: None)
+    gpu, *_, nccl = doctor_checks.gpus()
+    assert gpu.found == "2 x Fake GPU, 80 GiB, sm_{}{}".format(*capability)
+    assert (nccl.status, nccl.found) == ("fail", "missing in this build of torch")
+    on_gpu, on_cpu = doctor_checks.precisions()
+    assert (on_gpu.status, on_gpu.found) == (status, found)
+    assert on_cpu == ok("precision", "bf16 native, fp16 emulated (14x slower) on the CPU")
+
+    def refuse(device):
+        raise RuntimeError("CUDA error: no kernel image ...")
+
+    monkeypatch.setattr(doctor_checks, "run_kernel", refuse)
+    expected = fail("gpu", "Fake GPU: CUDA error: no kernel image ...")
+    assert next(doctor_checks.gpus()) == expected
 
 
 # --- network, limits, folders
