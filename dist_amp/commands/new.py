@@ -17,17 +17,12 @@ import tempfile
 import tomllib
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from importlib import metadata
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 from string import Template
 from typing import Any
 
 import tomli_w
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 import dist_amp
 from dist_amp.commands.parts import Parts, closure, imports_of, parse
@@ -38,11 +33,6 @@ from dist_amp.files import shipped_folder
 from dist_amp.supervise.command_line import Parser, command
 
 DEFAULT = ("console", "demo", "explain", "launch", "watchdog")
-# Imported names that differ from the distribution's.
-DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "pynvml": "nvidia-ml-py"}
-DISTRIBUTIONS |= {"mlflow": "mlflow-skinny"}
-ALWAYS = {"torch", "tensorboard", "numpy"}  # torch imports the others
-FOR_TESTS = {"pytest", "pytest-xdist", "ruff", "mypy"}
 TEMPLATES = {
     "gitignore.in": ".gitignore",
     "init.py.in": "$name/__init__.py",
@@ -56,20 +46,22 @@ TEMPLATES = {
 @command("; nothing was made")
 def main(argv: Sequence[str]) -> None:
     root = shipped_folder()
-    parts = Parts(Path(dist_amp.__file__).parent, root / "launch")
+    package = Path(dist_amp.__file__).parent
+    parts = Parts(package, root / "launch")
     options = parse_options(argv, parts)
     target = Path(options.name).expanduser()
-    if not options.like:
-        check_name(target, root)
-    file, task = find_task(options.task or f"{root}/template/example.py:Example")
     like = {"features": DEFAULT}
     if options.like:
         like = tomllib.loads(Path(options.like).read_text(encoding="utf-8"))["tool"]["dist_amp"]
+    else:
+        check_name(target, root)
+    file, task = find_task(options.task or f"{root}/template/example.py:Example")
+    source, commit = source_of(package.parent)
     record = {
         "name": target.name,
         "version": dist_amp.__version__,
-        "commit": commit_of(parts.folder.parent),
-        "source": like.get("source") or source_of(parts.folder.parent),
+        "commit": commit,
+        "source": like.get("source") or source,
         "task": task.name,
         "features": choose(parts, like["features"], options, task),
     }
@@ -93,18 +85,18 @@ def main(argv: Sequence[str]) -> None:
 def parse_options(argv: Sequence[str], parts: Parts) -> Namespace:
     about = "\n".join(f"  {name:<25} {each.about}" for name, each in parts.features.items())
     parser = Parser("python -m dist_amp.new", __doc__, f"features:\n{about}")
-    lists: dict[str, Any] = {"action": "append", "default": [], "metavar": "FEATURE,..."}
     parser.add_argument("name", nargs="?", default="", help="the new folder, named as your package")
-    parser.add_argument("--with", dest="added", help="features to add, or all", **lists)
+    some = {"default": "", "metavar": "FEATURE,..."}
+    parser.add_argument("--with", dest="added", help="features to add, or all", **some)
     parser.add_argument("--task", default="", metavar="FILE.py:Class", help="your task: copied")
     parser.add_argument("--yes", action="store_true", help="ask nothing")
     parser.add_argument("--like", default="", metavar="PYPROJECT.toml", help="for dist_amp update")
-    parser.add_argument("--without", help="for dist_amp adopt", **lists)
+    parser.add_argument("--without", help="for dist_amp adopt", **some)
     options = parser.parse_args(argv)
     if not options.name and not options.yes and sys.stdin.isatty() and sys.stdout.isatty():
         options.name = input("name of your package: ").strip()
         print(about)
-        options.added = [input("features besides the main job, such as ema,compile: ")]
+        options.added = input("features besides the main job, such as ema,compile: ")
         options.task = input("your task, as FILE.py:Class, or nothing for an example: ").strip()
     if not options.name:
         raise ConfigError("new: give the project a name, such as: dist_amp new my_project")
@@ -116,17 +108,14 @@ def check_name(target: Path, root: Path) -> None:
     name = target.name
     if target.exists():
         raise ConfigError(f"new {target}: this exists; use another name, or remove it")
-    if not (name.isascii() and name.isidentifier()) or keyword.iskeyword(name):
-        raise ConfigError(
-            f"new {target}: a package's name has letters, digits and _, and is no word of Python; "
-            f"use one such as my_{name.replace('-', '_').lower().strip('_')}"
-        )
-    spec = find_spec(name)
+    is_name = name.isascii() and name.isidentifier() and not keyword.iskeyword(name)
+    spec = find_spec(name) if is_name else None
     places = [root / name, root / f"tests/{name}.py", root / f"tests/{name}"]
-    if name == "runs" or (spec and spec.origin) or any(place.exists() for place in places):
+    is_taken = name == "runs" or (spec and spec.origin) or any(place.exists() for place in places)
+    if not is_name or is_taken:
         raise ConfigError(
-            f"new {target}: {name} is the name of a module, or of something in each project; use "
-            f"another, such as my_{name}"
+            f"new {target}: a package's name has letters, digits and _, and is no word of Python, "
+            "no other module and nothing else in a project; use one such as my_project"
         )
 
 
@@ -134,12 +123,10 @@ def find_task(text: str) -> tuple[Path, ast.ClassDef]:
     """(file, class) of --task."""
     file, _, name = text.rpartition(":")
     path = Path(file).expanduser()
-    if not path.is_file():
-        raise ConfigError(f"--task {text} must be FILE.py:Class, with a file that exists")
-    for node in parse(path).body:
+    for node in parse(path).body if path.is_file() else ():
         if isinstance(node, ast.ClassDef) and node.name == name:
             return path, node
-    raise ConfigError(f"--task {text}: there is no class {name} in {path}; name one that it has")
+    raise ConfigError(f"--task {text} must be FILE.py:Class, a class in a file that exists")
 
 
 def choose(
@@ -147,8 +134,8 @@ def choose(
 ) -> list[str]:
     """The features that are present or added, less those to leave out, with all that they need."""
     known = list(parts.features)
-    added = [word.strip() for word in ",".join(options.added).split(",") if word.strip()]
-    left_out = [word.strip() for word in ",".join(options.without).split(",") if word.strip()]
+    added = [word.strip() for word in options.added.split(",") if word.strip()]
+    left_out = [word.strip() for word in options.without.split(",") if word.strip()]
     for word in (*added, *left_out):
         if word not in (*known, "all"):
             near = nearest_name(word, known)
@@ -156,32 +143,28 @@ def choose(
             raise ConfigError(f"there is no feature {word}; {hint}")
     methods = {node.name for node in task.body if isinstance(node, ast.FunctionDef)}
     added += [feature.rpartition(".")[2] for method, feature in METHODS if method in methods]
-    asked = known if "all" in added else [name for name in known if name in (*present, *added)]
-    asked = [name for name in asked if name not in left_out]
-    chosen = parts.chosen(asked)
+    selected = known if "all" in added else [*present, *added]
+    selected = [name for name in known if name in selected and name not in left_out]
+    chosen = parts.chosen(selected)
     for name in left_out:
-        if users := [each for each in asked if name in parts.chosen([each])]:
+        if users := [user for user in selected if name in parts.chosen([user])]:
             raise ConfigError(f"{name} is needed by {', '.join(users)}; leave that out, too")
-    if more := [name for name in chosen if name not in asked]:
+    if more := [name for name in chosen if name not in selected]:
         print(f"with {', '.join(more)}, needed by the others")
     return chosen
 
 
-def commit_of(root: Path) -> str:
-    """The commit of the clone; "" if there is none, or if files differ from it."""
-    if not (root / ".git").exists() or git(root, "status", "--porcelain"):
-        return ""
-    return git(root, "rev-parse", "HEAD")
-
-
-def source_of(root: Path) -> str:
-    """Where others find these files: the clone's remote if it has this commit, or this folder."""
+def source_of(root: Path) -> tuple[str, str]:
+    """Where these files are: the clone's remote if it has this commit, or else this folder; and the
+    commit, "" if there is none or files differ from it.
+    """
+    if not (root / ".git").exists():
+        return str(root), ""
     url = run_git(root, "remote", "get-url", "origin").stdout.strip()
     is_there = run_git(root, "branch", "--remotes", "--contains", "HEAD").stdout
-    return url if (root / ".git").exists() and url and is_there else str(root)
-
-
-# --- the project
+    is_clean = not git(root, "status", "--porcelain")
+    commit = git(root, "rev-parse", "HEAD") if is_clean else ""
+    return url if url and is_there else str(root), commit
 
 
 def write_project(
@@ -191,11 +174,11 @@ def write_project(
 
     record: for [tool.dist_amp]. task: the file with the user's task.
     """
-    name = record["name"]
-    files = {file: parts.files[file] for file in parts.files_with(record["features"])}
+    name, features = record["name"], record["features"]
+    files = {file: parts.files[file] for file in parts.files_with(features)}
     files |= {file: root / file for file in ("Dockerfile", "configs/schema.json")}
     files[f"{name}/task.py"] = task
-    for path in tests_of(root / "tests", parts, record["features"]):
+    for path in tests_of(root / "tests", parts, features):
         files[f"tests/{path.relative_to(root / 'tests')}"] = path
     for file, path in files.items():
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
@@ -206,33 +189,28 @@ def write_project(
             if "target" not in tomllib.loads(text).get("task", {}):
                 text += f'\n[task]\ntarget = "{name}.task:{record["task"]}"\n'
             (folder / "configs" / path.name).write_text(text, encoding="utf-8")
-    ours = (root / "pyproject.toml").read_text(encoding="utf-8")
-    tools = ours[ours.index("[tool.pytest") : ours.index("[dependency-groups]")]
-    dependencies, extras = requirements(folder, task, tomllib.loads(ours)["project"])
-    features = {name: parts.features[name] for name in record["features"]}
+    # A project requires what this package does: fewer packages would save little beside torch.
+    pyproject = (root / "pyproject.toml").read_text(encoding="utf-8")
+    requirements = pyproject[pyproject.index("dependencies = [") : pyproject.index("docs = [")]
+    tools = pyproject[pyproject.index("[tool.pytest") : pyproject.index("[dependency-groups]")]
     words = {
         "name": name,
         "task": record["task"],
-        "requirements": tomli_w.dumps({"dependencies": dependencies}),
-        "extras": tomli_w.dumps(extras),
+        "requirements": requirements.replace("dist_amp[", f"{name}["),
         "record": tomli_w.dumps(record),
         "tools": tools.replace(', "examples"]', "]").rstrip(),
         "features": "\n".join(
-            f"- {name}, {each.docs}: {each.about}" for name, each in features.items()
+            f"- {feature}, {parts.features[feature].docs}: {parts.features[feature].about}"
+            for feature in features
         ),
     }
     for template, file in TEMPLATES.items():
         text = (root / "template" / template).read_text(encoding="utf-8")
         target = folder / Template(file).substitute(words)
         target.write_text(Template(text).substitute(words), encoding="utf-8")
-    needed = needed_by([*dependencies, *chain(*extras.values())])
-    pins = (root / "launch/constraints.txt").read_text(encoding="utf-8").splitlines()
-    lines = ["# The versions that dist_amp was tested with, of what pyproject.toml requires."]
-    lines += [line for line in pins if line[0] != "#" and distribution(line) in needed]
-    (folder / "launch/constraints.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def tests_of(tests: Path, parts: Parts, features: list[str]) -> set[Path]:
+def tests_of(tests: Path, parts: Parts, features: Sequence[str]) -> set[Path]:
     """The tests of core and of the features, with the helpers that they import."""
     start = [tests / "conftest.py", *(tests / "core").glob("test_*.py")]
     for path in (tests / "features").glob("test_*.py"):
@@ -256,57 +234,6 @@ def is_usable(config: str, parts: Parts, files: Iterable[str]) -> bool:
         if sections.get(section, {}).get(name, free[0]) not in free:
             named.add(f"dist_amp/{feature.replace('.', '/')}.py")
     return named.issubset(files)
-
-
-def requirements(
-    folder: Path, task: Path, ours: dict[str, Any]
-) -> tuple[list[str], dict[str, list[str]]]:
-    """(dependencies, extras) of this package's that a project's code imports."""
-    paths = [path for path in folder.rglob("*.py") if "tests" not in path.parts]
-    used = ALWAYS.union(*(distributions(imports_of(path)) for path in paths))
-    optional = ours["optional-dependencies"]
-    extras = {
-        extra: lines
-        for extra, lines in optional.items()
-        if extra not in ("test", "bench") and used & set(map(distribution, lines))
-    }
-    first, *for_tests = optional["test"]  # dist_amp[hf,...], and others
-    tests = [line for line in for_tests if distribution(line) in used | FOR_TESTS]
-    tests += [
-        line for extra in extras if extra in Requirement(first).extras for line in extras[extra]
-    ]
-    known = map(distribution, [*ours["dependencies"], *chain(*optional.values())])
-    of_task = sorted(distributions(imports_of(task)).difference(known))
-    dependencies = [line for line in ours["dependencies"] if distribution(line) in used]
-    return [*dependencies, *of_task], {**extras, "test": tests}
-
-
-def distributions(imports: Iterable[str]) -> set[str]:
-    """The distributions of modules' dotted names, but for dist_amp and Python's own."""
-    modules = {name.partition(".")[0] for name in imports}
-    modules -= {"dist_amp", *sys.stdlib_module_names}
-    return {canonicalize_name(DISTRIBUTIONS.get(name, name)) for name in modules}
-
-
-def distribution(requirement: str) -> str:
-    return canonicalize_name(Requirement(requirement).name)
-
-
-def needed_by(requirements: Iterable[str]) -> set[str]:
-    """Names of what these need, directly or not, as far as it is installed here."""
-
-    def needs(line: str) -> list[str]:
-        user = Requirement(line)
-        found = []
-        with suppress(metadata.PackageNotFoundError):
-            for need in metadata.requires(user.name) or ():
-                marker = Requirement(need).marker
-                extras = ("", *user.extras)
-                if marker is None or any(marker.evaluate({"extra": extra}) for extra in extras):
-                    found.append(need)
-        return found
-
-    return {distribution(line) for line in closure(requirements, needs)}
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import ast
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,64 +25,34 @@ CORE += ["dist_amp/train.py"]
 
 @dataclass(frozen=True)
 class Feature:
-    """about: what it is. docs: the page about it. files: its own."""
-
     about: str
-    docs: str
+    docs: str  # the page about it
     files: list[str]
 
 
-@dataclass(frozen=True)
 class Parts:
-    """folder: the package's. launch: the folder of the scripts."""
+    """The files of a clone by their paths in a project, such as "dist_amp/optimizers/ema.py"."""
 
-    folder: Path
-    launch: Path
-
-    @cached_property
-    def files(self) -> dict[str, Path]:
-        """By their paths in a project, such as "dist_amp/optimizers/ema.py"."""
-        modules = {
-            f"dist_amp/{path.relative_to(self.folder)}": path for path in self.folder.rglob("*.py")
-        }
-        scripts = {f"launch/{path.name}": path for path in self.launch.glob("*.*")}
-        return dict(sorted({**modules, **scripts}.items()))
-
-    @cached_property
-    def features(self) -> dict[str, Feature]:
-        """By the names of their files or folders."""
-        found = {}
+    def __init__(self, package: Path, launch: Path):
+        modules = {f"dist_amp/{path.relative_to(package)}": path for path in package.rglob("*.py")}
+        scripts = {f"launch/{path.name}": path for path in launch.glob("*.*")}
+        self.files = dict(sorted({**modules, **scripts}.items()))
+        self.features: dict[str, Feature] = {}
         for file, path in self.files.items():
             about, docs = description(path)
             if docs:
                 start = file.removesuffix("__init__.py")  # a folder is one feature
-                files = [each for each in self.files if each.startswith(start)]
-                found[Path(start).stem] = Feature(about, docs, files)
-        return found
-
-    @cached_property
-    def feature_of(self) -> dict[str, str]:
-        return {file: name for name, each in self.features.items() for file in each.files}
+                files = [other for other in self.files if other.startswith(start)]
+                self.features[Path(start).stem] = Feature(about, docs, files)
+        self.feature_of = {
+            file: name for name, feature in self.features.items() for file in feature.files
+        }
+        self.core = self.with_needs(CORE)
 
     def feature_of_test(self, path: Path) -> str:
         """NAME of a file test_NAME.py or test_NAME_something.py, the longest there is; or ""."""
-        names = [each for each in self.features if f"{path.stem}_".startswith(f"test_{each}_")]
+        names = [name for name in self.features if f"{path.stem}_".startswith(f"test_{name}_")]
         return max(names, key=len, default="")
-
-    def needs(self, file: str) -> set[str]:
-        """The files that a file imports, in functions too, or that a script names."""
-        path = self.files[file]
-        if file.startswith("launch/"):
-            return self.named_in(path.read_text(encoding="utf-8"))
-        found = set()
-        for name in imports_of(path):
-            found.update(self.named(name) or self.named(name.rpartition(".")[0]))
-        return found
-
-    def named_in(self, text: str) -> set[str]:
-        """The files of the scripts and modules that a script or config names."""
-        words = re.findall(r"[\w.]+", text)
-        return {file for word in words for file in self.named(word.strip("."))}
 
     def named(self, word: str) -> list[str]:
         """The file of a script's name, or of a module's, which may be that of a command."""
@@ -91,21 +61,31 @@ class Parts:
         paths = (f"launch/{word}", f"{module}.py", f"{module}/__init__.py", f"{command}.py")
         return [path for path in paths if path in self.files and path != "dist_amp/__init__.py"]
 
+    def named_in(self, text: str) -> set[str]:
+        """The files of the scripts and modules that a script or config names."""
+        words = re.findall(r"[\w.]+", text)
+        return {file for word in words for file in self.named(word.strip("."))}
+
+    def needs(self, file: str) -> set[str]:
+        """The files that a file imports, in functions too, or that a script names."""
+        path = self.files[file]
+        if file.startswith("launch/"):
+            return self.named_in(path.read_text(encoding="utf-8"))
+        names = imports_of(path)
+        found = [self.named(name) or self.named(name.rpartition(".")[0]) for name in names]
+        return {needed for files in found for needed in files}
+
     def with_needs(self, files: Iterable[str]) -> set[str]:
         """These files with all that they need, but for features."""
         return closure(files, lambda file: self.needs(file) - self.feature_of.keys())
-
-    @cached_property
-    def core(self) -> set[str]:
-        return self.with_needs(CORE)
 
     def chosen(self, names: Iterable[str]) -> list[str]:
         """Features with all that they need, in order."""
 
         def needs(name: str) -> set[str]:
             files = self.with_needs(self.features[name].files) - self.core
-            needed = {each for file in files for each in self.needs(file)}
-            return {self.feature_of[each] for each in needed if each in self.feature_of}
+            needed = {other for file in files for other in self.needs(file)}
+            return {self.feature_of[file] for file in needed if file in self.feature_of}
 
         found = closure(names, needs)
         return [name for name in self.features if name in found]
@@ -137,7 +117,6 @@ def parse(path: Path) -> ast.Module:
         raise ConfigError(f"{path}: {error}; fix the file") from None
 
 
-@cache
 def description(path: Path) -> tuple[str, str]:
     """(what it is, its page or "") by a file's docstring or first comments."""
     if path.suffix == ".py":

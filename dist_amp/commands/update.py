@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from packaging.version import Version
-
 from dist_amp.distributed.signals import ignore_stop_signals
 from dist_amp.errors import ConfigError, some_of
 from dist_amp.supervise.command_line import Parser, command
@@ -35,11 +33,9 @@ def main(argv: Sequence[str]) -> int:
 def run_git(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     # A git hook's variables name another repository. In a new session, Ctrl-C does not reach git.
     environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    command = ["git", *words]
+    options: dict[str, Any] = {"capture_output": True, "text": True, "start_new_session": True}
     try:
-        return subprocess.run(
-            command, cwd=folder, env=environ, capture_output=True, text=True, start_new_session=True
-        )
+        return subprocess.run(["git", *words], cwd=folder, env=environ, **options)
     except FileNotFoundError:
         raise ConfigError("git is missing, which keeps a project's history; install it") from None
 
@@ -90,7 +86,9 @@ def make_again(
     added, removed: features, separated by commas. Returns the exit status: 1 for conflicts.
     """
     with tempfile.TemporaryDirectory() as temporary:
-        source = fetch(record, commit, Path(temporary, "source"))
+        source = Path(record["source"])
+        if not source.is_dir() or (commit and (source / ".git").exists()):
+            source = cloned(record, commit, Path(temporary, "source"))
         # The task as it was made, not as the user has it by now: a merge would see that as an edit.
         task = f"{record['name']}/task.py"
         git(root, f"--work-tree={temporary}", "restore", f"--source={BRANCH}", "--", task)
@@ -101,25 +99,23 @@ def make_again(
         print(run_new(source, made, record["name"], *words), end="")
         git(root, "fetch", "--quiet", str(made / record["name"]), "main")
     new = tomllib.loads(git(root, "show", "FETCH_HEAD:pyproject.toml"))["tool"]["dist_amp"]
-    if Version(new["version"]) < Version(record["version"]):
-        raise is_newer(record, f"version {record['version']}")
     return merge(root, f"dist_amp {new['version']} with {', '.join(new['features'])}")
 
 
-def fetch(record: dict[str, Any], commit: str, into: Path) -> Path:
-    """A clone of the source at a commit, or the source itself if that is no clone."""
-    source = Path(record["source"])
-    if source.is_dir() and not (commit and (source / ".git").exists()):
-        return source
+def cloned(record: dict[str, Any], commit: str, folder: Path) -> Path:
+    """The source at a commit. Errors: ConfigError if the project was made from a later one."""
     try:
-        git(into.parent, "clone", "--quiet", "--no-checkout", record["source"], str(into))
-        git(into, "checkout", "--quiet", commit or "HEAD")
+        git(folder.parent, "clone", "--quiet", "--no-checkout", record["source"], str(folder))
+        git(folder, "checkout", "--quiet", commit or "HEAD")
     except ConfigError as error:
         raise ConfigError(f"{error}; {SOURCE}") from None
     made_from = record["commit"] or "HEAD"
-    if run_git(into, "merge-base", "--is-ancestor", made_from, "HEAD").returncode:
-        raise is_newer(record, f"commit {made_from[:7]}")
-    return into
+    if run_git(folder, "merge-base", "--is-ancestor", made_from, "HEAD").returncode:
+        raise ConfigError(
+            f"the project was made from commit {made_from[:7]}, which is newer than "
+            f"{record['source']}, or not in its history; update that, or {SOURCE}"
+        )
+    return folder
 
 
 def run_new(source: Path, folder: Path, *words: str) -> str:
@@ -131,13 +127,6 @@ def run_new(source: Path, folder: Path, *words: str) -> str:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise ConfigError(f"source {source}: {reason.removeprefix('error: ')}")
     return done.stdout
-
-
-def is_newer(record: dict[str, Any], made_from: str) -> ConfigError:
-    return ConfigError(
-        f"the project was made from {made_from}, which is newer than {record['source']}, or not in "
-        f"its history; update that, or {SOURCE}"
-    )
 
 
 def merge(root: Path, title: str) -> int:
