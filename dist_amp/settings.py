@@ -55,6 +55,8 @@ class RunConfig(Section):
     """
     eviction_notice: Literal["auto", "off", "aws", "gcp", "azure"] = "auto"
     """Which cloud's notice of an eviction stops the run, as a signal does; auto: the machine's."""
+    observers: tuple[str, ...] = ()
+    """Classes of yours that watch the run, as path/to/file.py:Class or module:Class."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from dist_amp.checkpoint.saver import best_metric_problem
 from dist_amp.config.load import load_config
-from dist_amp.config.task_class import find_task
+from dist_amp.config.task_class import find_class, find_task
 from dist_amp.errors import Failure
 from dist_amp.run import ScriptRun
 from dist_amp.step import evaluate, train_step
@@ -159,6 +159,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         config = load_config(argv)
         find_task(config.task.target)  # the default may be missing
+        for target in config.run.observers:
+            find_class(target, "run.observers")
         check_launch()
         return supervise(config, start(config.run), partial(run_job, train=train))
     except Failure as error:  # before this process joined the others

@@ -23,6 +23,7 @@ SETTINGS = (
     ("parallel.bit_exact", (False,), "bit_exact"),
     ("precision.dtype", ("auto", "bf16", "fp16"), "scaling.float8"),
     ("run.eviction_notice", ("auto", "off"), "supervise.eviction"),
+    ("run.observers", ((),), "supervise.callbacks"),
 )
 METHODS = (
     ("observers", "supervise.callbacks"),

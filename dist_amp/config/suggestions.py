@@ -22,7 +22,6 @@ REMOVED = {
     "compile.backend": "set compile.mode=aot_eager or eager to generate no code, or remove it",
     "compile.fullgraph": "graph breaks are reported and allowed; remove it",
     "compile.dynamic": "set compile.blocks=dynamic, or remove it",
-    "run.observers": "return them from the task's observers(run)",
     "train.gc_every": "garbage collection no longer scans the model; remove it",
     "checkpoint.on_failure": "a run continues without a checkpoint that fails; remove it",
     "optim.decay_ratio": "wsd decays in the last fifth; a task's schedule(step) can differ",

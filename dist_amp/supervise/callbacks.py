@@ -8,7 +8,7 @@
                                 written as train/NAME to the rank's TensorBoard folder, and rank
                                 0's to metrics.jsonl
 
-    observers(run)              objects that watch the run
+    observers(run)              objects that watch the run, as `run.observers` names them
 
 The `on_` methods return None or "stop", which ends the run early: on all ranks if any says so,
 saved, as completed. A stop by on_step comes one step later, since the ranks tell each other while
@@ -23,7 +23,8 @@ from typing import Any
 
 from torch import Tensor
 
-from dist_amp.errors import ConfigError, DataError, nearest_name
+from dist_amp.config.task_class import find_class
+from dist_amp.errors import ConfigError, DataError, Failure, in_one_line, nearest_name
 from dist_amp.optimizers.groups import call_back
 from dist_amp.run import Run
 from dist_amp.supervise.stop import AgreedStop
@@ -138,11 +139,24 @@ def misspelt_methods(task: Any) -> dict[str, str]:
 
 
 def add_own_observers(run: Run) -> None:
-    """Add the task's observers, once per run. Errors: ConfigError for one without a method."""
+    """Add them, once per run.
+
+    Errors: ConfigError for one that is not there or has no method; Failure if its class raises.
+    """
     if any(not type(each).__module__.startswith("dist_amp.") for each in run.observers):
         return  # in an earlier fit
-    task: Any = run.task
-    for observer in call_task(DataError, "observers(run)", task.observers, run):
+    own: list[Any] = []
+    for target in run.config.run.observers:
+        cls: Any = find_class(target, "run.observers")
+        try:
+            own.append(cls(run))
+        except Exception as error:
+            raise Failure(
+                f"run.observers={target}: {cls.__name__}(run) failed: {in_one_line(error)}; fix it"
+            ) from error
+    if hasattr(run.task, "observers"):
+        own += call_task(DataError, "observers(run)", run.task.observers, run)
+    for observer in own:
         if not any(defines(observer, method) for method in METHODS):
             raise ConfigError(
                 f"the observer {type(observer).__name__} has none of {', '.join(METHODS)}; name one"

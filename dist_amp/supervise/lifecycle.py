@@ -111,7 +111,7 @@ def run_job(job: Job, train: Train, run: ScriptRun | None = None) -> int:
 
 
 def add_own(run: ScriptRun) -> None:
-    if hasattr(run.task, "observers"):
+    if run.config.run.observers or hasattr(run.task, "observers"):
         from dist_amp.supervise.callbacks import add_own_observers
 
         add_own_observers(run)

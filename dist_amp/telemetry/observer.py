@@ -116,7 +116,7 @@ class Observers:
                 raise
             self.problem = self.problem or Failure(
                 f"the observer {type(observer).__name__} failed in {method}() at step "
-                f"{self._run.step}: {in_one_line(error)}; fix it"
+                f"{self._run.step}: {in_one_line(error)}; fix it, or leave it out of run.observers"
             )
             self._kept = [each for each in self._kept if each is not observer]
             self._added = [each for each in self._added if each is not observer]

@@ -83,26 +83,28 @@ WORDS += ["2", "--checkpoint.every", "3"]
 
 @pytest.fixture
 def trained(tmp_path, capfd):
-    """trained(target, ...): (status, errors) of the main job with this task."""
+    """trained(observer, ...): (status, errors) of the main job with the task tiny:Tiny."""
 
-    def run(target, *words):
-        words = [*WORDS, "--task.target", target, "--run.dir", f"{tmp_path}/run", *words]
-        status = main(["--train.steps", "6", *words])
+    def run(observer, *words):
+        words = [*WORDS, "--run.observers", observer, "--run.dir", f"{tmp_path}/run", *words]
+        status = main(["--task.target", "tiny:Tiny", "--train.steps", "6", *words])
         return status, capfd.readouterr().err
 
     return run
 
 
 RAISES = """
-from tiny import Tiny
-
 class Raises:
-    def {method}(self, *_):
-        raise ValueError("planted")
+    def __init__(self, run):
+        if METHOD == "__init__":
+            raise ValueError("planted")
 
-class Task(Tiny):
-    def observers(self, run):
-        return [Raises()]
+def planted(self, *_):
+    raise ValueError("planted")
+
+METHOD = {method!r}
+if METHOD != "__init__":
+    setattr(Raises, METHOD, planted)
 """
 
 
@@ -110,20 +112,22 @@ class Task(Tiny):
 @pytest.mark.parametrize(
     "method",
     [
-        *("before_step", "after_step", "during_evaluation", "after_evaluation", "tags"),
+        *("__init__", "before_step", "after_step", "during_evaluation", "after_evaluation", "tags"),
         *("rank_tags", "on_log", "state_dict", "summary", "close"),
     ],
 )
 def test_an_observer_that_raises_is_named_the_run_saved_and_the_status_1(tmp_path, trained, method):
     (tmp_path / "raises.py").write_text(RAISES.format(method=method))
-    status, errors = trained(f"{tmp_path}/raises.py:Task")
+    status, errors = trained(f"{tmp_path}/raises.py:Raises")
     sys.modules.pop("raises")
     assert status == 1
-    assert f"Raises failed in {method}() at step " in errors
+    name = "Raises(run) failed" if method == "__init__" else f"Raises failed in {method}() at step "
+    assert name in errors
     assert "ValueError: planted (raises.py, line " in errors.splitlines()[-1]
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert (summary["stopped_by"], summary["exit_code"]) == ("failed", 1)
-    assert (tmp_path / f"run/checkpoints/step_{summary['steps']:08d}").is_dir()
+    if method != "__init__":  # else there was nothing to save
+        summary = json.loads((tmp_path / "run/summary.json").read_text())
+        assert (summary["stopped_by"], summary["exit_code"]) == ("failed", 1)
+        assert (tmp_path / f"run/checkpoints/step_{summary['steps']:08d}").is_dir()
 
 
 class Counts:
@@ -155,24 +159,15 @@ class Forgets(Counts):
         raise ValueError("planted")
 
 
-class WatchedByForgets(Tiny):
-    def observers(self, run):
-        return [Forgets(run)]
-
-
-class WatchedByNothing(Tiny):
-    def observers(self, run):
-        return [self]
-
-
 def test_an_own_observers_state_is_resumed_and_it_writes_into_the_summary(tmp_path, trained):
-    for steps in (3, 5):
-        run = f"{tmp_path}/watched"
-        words = ("--train.steps", str(steps), "--run.dir", run)
-        assert trained("test_observers:Watched", *words)[0] == 0
-        assert json.loads(Path(run, "summary.json").read_text())["seen"] == steps
-    assert trained("test_observers:WatchedByForgets", "--train.steps", "2")[0] == 0
-    status, errors = trained("test_observers:WatchedByForgets", "--train.steps", "5")
+    by_task = ["--task.target", "test_observers:Watched", "--run.observers"]
+    for name, words in (("test_observers:Counts", []), ("", by_task)):
+        for steps in (3, 5):
+            run = f"{tmp_path}/{len(words)}"
+            assert trained(name, *words, "--train.steps", str(steps), "--run.dir", run)[0] == 0
+            assert json.loads(Path(run, "summary.json").read_text())["seen"] == steps
+    assert trained("test_observers:Forgets", "--train.steps", "2")[0] == 0
+    status, errors = trained("test_observers:Forgets", "--train.steps", "5")
     said = "the observer Forgets failed in load_state_dict() at step 0: ValueError: planted"
     assert (status, said in errors.splitlines()[-1]) == (1, True)
 
@@ -218,8 +213,15 @@ def test_a_run_whose_observer_failed_on_one_rank_resumes_with_its_first_values(t
     assert "no state of the observer Counts; it starts with its first values" in first[2]
 
 
-@pytest.mark.bad_input("an observer without a method of one")
-def test_an_object_that_is_no_observer_is_refused(trained):
-    status, errors = trained("test_observers:WatchedByNothing")
-    said = "the observer WatchedByNothing has none of before_step, after_step"
+@pytest.mark.bad_input("`run.observers` that names no class, or one without a method")
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("nothing", "run.observers=nothing must be module:Class or path/to/file.py:Class"),
+        ("tiny:Nothing", "run.observers=tiny:Nothing: there is no class Nothing in tiny"),
+        ("ranks:RankFailed", "the observer RankFailed has none of before_step, after_step"),
+    ],
+)
+def test_a_name_that_is_no_observers_is_refused(trained, name, said):
+    status, errors = trained(name)
     assert (status, said in errors) == (64, True), errors
