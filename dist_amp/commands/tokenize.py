@@ -53,17 +53,16 @@ def main(argv: Sequence[str]) -> None:
     )
     options, words = parser.parse_known_args(argv)
     configure_logging(0)
-    if options.check is not None:
+    folder = options.check or options.out
+    if folder is None:
+        raise ConfigError("--out is missing; name the folder to write, as in --out tokens")
+    if options.check:
         if words or options.out:
             raise ConfigError(f"--check takes a folder alone, without {' '.join(words) or '--out'}")
-        folder = options.check
         for name in read_manifest(folder).splits:
             TokenShards(folder, name).check_hashes()
         print(f"{folder}: all files are as they were written")
     else:
-        if options.out is None:
-            raise ConfigError("--out is missing; name the folder to write, as in --out tokens")
-        folder = options.out
         write(folder, words, options.workers, options.shard_tokens)
     for name, split in read_manifest(folder).splits.items():
         print(f"{folder / name}: {split}")

@@ -102,11 +102,12 @@ class BadSamples:
         """folder: the run's. most: in an epoch; below 1 a share of the samples."""
         self.world = world
         self.folder = folder / FOLDER
+        self.file = self.folder / f"rank{world.rank:05d}.jsonl"
         self.most = most
         self.seen: set[tuple[str, int, int]] = set()  # split, epoch and sample, in this rank's list
         self._is_continued = False
         self._reported = 0
-        self._unwritten: list[dict[str, Any]] = []
+        self._unwritten = ""
 
     def follow(self, training: Any) -> None:
         """Count by the epochs of the training batches."""
@@ -146,8 +147,12 @@ class BadSamples:
                 "samples_seen": self.training.position,
                 "rank": self.world.rank,
             }
-            self._unwritten.append(entry)
-        self._write()
+            self._unwritten += json.dumps(entry) + "\n"
+        with suppress(OSError):  # what a full disk refuses is written later
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with self.file.open("a") as file:
+                file.write(self._unwritten)
+            self._unwritten = ""
         self._check(data, self._in_epoch(data.split, epoch), error)
 
     def _in_epoch(self, split: str, epoch: int) -> int:
@@ -181,15 +186,6 @@ class BadSamples:
                         self.seen.add(key)
                         kept += f"{line}\n"
             write_durably(path, kept)
-
-    def _write(self) -> None:
-        """Append what is not written yet; what a full disk refuses is written later."""
-        path = self.folder / f"rank{self.world.rank:05d}.jsonl"
-        with suppress(OSError):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with path.open("a") as file:
-                file.write("".join(f"{json.dumps(entry)}\n" for entry in self._unwritten))
-            self._unwritten = []
 
     def tags(self, row: Any) -> dict[str, int]:
         """How many samples all ranks have skipped; all call it. DataError above the limit."""

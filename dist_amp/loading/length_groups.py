@@ -61,12 +61,7 @@ class LengthGroups:
             raise DataError(
                 f"{key}: there are {len(lengths)} lengths for {len(dataset)} samples; give one each"
             )
-        if isinstance(lengths, Tensor) or not hasattr(lengths, "min"):  # a mixture's is computed
-            lengths = numpy.asarray(lengths)
-        if len(dataset) and lengths.min() == lengths.max():
-            raise ConfigError(
-                f"{key} saves no padding: all samples have the length {lengths.min()}; use off"
-            )
+        lengths = numpy.asarray(lengths)
         self.dataset = dataset
         self.steps = steps
         self.lengths = lengths

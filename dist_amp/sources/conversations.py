@@ -10,7 +10,6 @@ longer when the turn is added.
 """
 
 import json
-import logging
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -28,7 +27,6 @@ from dist_amp.sources.mixture import source_configs
 from dist_amp.sources.token_shards import IGNORE_INDEX, holds_tokens, read_manifest
 from dist_amp.sources.tokenizer import Tokenizer
 
-log = logging.getLogger(__name__)
 CHAT_ENCODING = 2  # one more whenever the same chats get other tokens or labels
 # Layouts of rows: the column that tells -> the other columns that are read.
 LAYOUTS = {
@@ -89,8 +87,6 @@ def check_rows(rows: Any, split: str, text_column: str, tokenizer: Tokenizer) ->
     if split != "train":
         return
     columns = columns_read(rows.column_names, text_column)
-    if form in ("conversations", "instruction"):
-        log.info("data: chats from the columns %s", ", ".join(columns))
     if tokenizer.end is None:
         warn(
             "the tokenizer has no eos_token, so no sample ends with one, and only what a chat "

@@ -101,7 +101,6 @@ BY_ROW_GROUP.shuffled = None
     [
         (FIVE, None, {}, " needs each sample's length, and a Rows has no `lengths`; write its"),
         (FIVE, lengths_of(4), {}, ": there are 4 lengths for 5 samples"),
-        (FIVE, [7] * 5, {}, " saves no padding: all samples have the length 7"),
         (FIVE, lengths_of(5), {"pack": "cut"}, " saves no padding with data.pack=cut; set one"),
         (FIVE, lengths_of(5), {"shuffle": False}, " changes the order, which data.shuffle=false"),
         (BY_ROW_GROUP, lengths_of(5), {}, ": the data is read by row group, in an order of its"),
