@@ -1,7 +1,7 @@
 """All settings: a frozen dataclass per section; a type, range, default and docstring per key.
 
-Pydantic reads them: config/values.py checks all values at once, and config/help.py makes --help and
-the JSON Schema from the same classes.
+Pydantic reads them: config/values.py checks all values at once; config/schema.py makes the JSON
+Schema, and from it --help.
 """
 
 import os

@@ -4,7 +4,8 @@ import json
 import textwrap
 from pathlib import Path
 
-from dist_amp.config.help import choices_of, described, json_schema
+from dist_amp.config.help import choices_of
+from dist_amp.config.schema import described, json_schema
 from dist_amp.config.task_class import find_task
 from dist_amp.settings import TaskConfig
 

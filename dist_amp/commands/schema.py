@@ -11,8 +11,8 @@ import json
 import sys
 from collections.abc import Sequence
 
-from dist_amp.config.help import json_schema
 from dist_amp.config.load import collect, task_in
+from dist_amp.config.schema import json_schema
 from dist_amp.supervise.command_line import Parser, command
 
 

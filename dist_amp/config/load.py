@@ -67,7 +67,7 @@ def config_of(settings: Settings, task: type) -> Config:
         )
         args = read(args_dataclass(task), of_task, "task.args.")
     except UnknownKey as error:
-        from dist_amp.config.help import described, json_schema
+        from dist_amp.config.schema import described, json_schema
 
         key = str(error)
         sources = [key.split(".")[2] for key in settings if key.startswith("data.sources.")]

@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from dist_amp.config.values import Setting
 from dist_amp.errors import ConfigError, nearest_name
 
 # Removed settings, and what to do now.
@@ -72,7 +71,7 @@ def unknown(key: str, source: str, known: Sequence[str]) -> str:
     return f"{start}; did you mean {near}?" if near else f"{start}; --help lists every key"
 
 
-def rule(problems: Sequence[Any], setting: Setting) -> str:
+def rule(problems: Sequence[Any], value: str) -> str:
     """What pydantic expects in place of a value, such as "a valid integer or 'off'"."""
     expected = []
     for problem in problems:
@@ -86,9 +85,9 @@ def rule(problems: Sequence[Any], setting: Setting) -> str:
     choices = re.findall(r"'([^']+)'", " ".join(expected))
     if any(problem["type"] == "bool_type" for problem in problems):
         choices += ["true", "false"]
-    if near := nearest_name(setting.text.strip('"').lower(), choices):
+    if near := nearest_name(value.strip('"').lower(), choices):
         ending = f"; did you mean {near}?"
-    elif lost := re.search(r" ([a-z]\w*(\.[a-z]\w*)+=\S+)", setting.text):
+    elif lost := re.search(r" ([a-z]\w*(\.[a-z]\w*)+=\S+)", value):
         ending = f"; write --{lost[1]}"
     return " or ".join(dict.fromkeys(expected)) + ending
 

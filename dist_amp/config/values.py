@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from dist_amp.config.suggestions import rule
 from dist_amp.errors import ConfigError
 
 NAMED = {"true": True, "True": True, "false": False, "False": False, "None": None}
@@ -96,9 +97,7 @@ def read(kind: Any, settings: Settings, prefix: str = "") -> Any:
                 most += len(setting.texts)
             ways[key] += 1
             if ways[key] >= most:
-                from dist_amp.config.suggestions import rule
-
-                expected = rule(reported[key], setting)
+                expected = rule(reported[key], setting.text)
                 raise ConfigError(f"{key}={setting.text} {setting.source} must be {expected}")
 
 

@@ -123,6 +123,13 @@ def test_there_are_at_most_76_settings():  # the budget is 75
     assert len(values(load()).keys() - (of_the_task | of_mixtures | {"task.args"})) <= 76
 
 
+def test_a_setting_of_precision_chooses_bf16_where_auto_might_choose_float32():
+    for words in (["--use_amp", "true"], ["--parallel.reduce_dtype", "bf16"]):
+        assert load(*words).precision.dtype == "bf16"
+    assert load("--use_amp", "true", "--precision.dtype", "fp16").precision.dtype == "fp16"
+    assert load("--optim.lr", "1").precision.dtype == "auto"
+
+
 def test_a_home_folders_path_is_expanded_from_files_environment_and_flags(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "c.toml").write_text('run.dir = "~/a"\ndata.path = "~/b/*.txt"\n')
@@ -171,6 +178,7 @@ WRONG = [
     ("train.steps 5", "belongs to no key; write --train.steps=5"),
     ("--optim.lr 1 train.steps=5", "must be a valid number; write --train.steps=5"),
     ("--config", "--config names no file; give the path of a TOML file"),
+    ("--config dmeo", "neither a file here nor a shipped config; did you mean demo? give the path"),
     ("--config missing.toml", "missing.toml: No such file or directory; give the path of a TOML"),
     # Types, choices and ranges.
     ("--train.steps=", "train.steps=(nothing) on the command line must be a valid integer"),

@@ -10,8 +10,6 @@ from torch import nn
 from dist_amp.checkpoint.state import load
 from dist_amp.config.auto import not_for_policy
 from dist_amp.errors import ConfigError, DataError, Failure
-from dist_amp.scaling import reduction
-from dist_amp.scaling.blocks import outermost
 from dist_amp.scaling.float32 import to_float32
 from dist_amp.step import evaluate
 from dist_amp.world import World
@@ -107,21 +105,6 @@ def test_experts_without_a_sample_on_some_ranks_take_the_step_of_one_process(
             # Rounding of float32 sums in another order, which four steps of Adam add up.
             torch.testing.assert_close(value, alone[name], rtol=0, atol=2e-6)
             assert torch.equal(value, resumed[name]), "resumed bit for bit"
-
-
-def mixture_without_ddps_own_check(world):
-    reduction.CAN_FINISH = False
-    try:
-        return steps_of_a_mixture(world, "ddp", "--use_amp", "false")
-    finally:
-        reduction.CAN_FINISH = True
-
-
-def test_a_release_of_torch_whose_ddp_can_not_be_asked_finds_unused_parameters_itself():
-    one, _ = on_ranks(2, mixture_without_ddps_own_check)
-    alone = steps_of_a_mixture(World(), "single", "--use_amp", "false")
-    for name, value in one.items():
-        torch.testing.assert_close(value, alone[name], rtol=0, atol=2e-6)  # as above
 
 
 # ---- parameters in another dtype ----
@@ -352,55 +335,3 @@ def test_a_compiled_model_is_refused():
 
     with pytest.raises(Failure, match="returned a compiled model; "):
         make_run(World(), Made())
-
-
-class Prototypes(Tiny):
-    """Normalises the rows of a parameter before each forward, as prototypes are."""
-
-    def loss_sum(self, model, batch):
-        weight = getattr(model, "module", model)[0][0].weight
-        with torch.no_grad():
-            weight.copy_(F.normalize(weight, dim=1))
-        return super().loss_sum(model, batch)
-
-
-def prototypes_after_training(world, strategy):
-    words = ["--parallel.strategy", strategy, "--use_amp", "false", "--data.shuffle", "false"]
-    run = make_run(world, Prototypes(), *words, "--train.micro_batch_size", 4 // world.world_size)
-    take_steps(run, 3)
-    return parameters_of(run)
-
-
-def test_a_parameter_that_the_loss_normalises_trains_under_fsdp_as_in_one_process():
-    alone = prototypes_after_training(World(), "single")
-    for parameters in on_ranks(2, prototypes_after_training, "fsdp"):
-        for name, value in parameters.items():
-            # Rounding of float32 sums in another order, which three steps of Adam add up.
-            torch.testing.assert_close(value, alone[name], rtol=0, atol=2e-6)
-
-
-class Wrapper(nn.Module):
-    """Calls the model's first layer, and then its own."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-        self.outer = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.outer(self.inner(x))
-
-
-class Wrapped(Tiny):
-    """A layer that is used alone and in a wrapper."""
-
-    def build_model(self):
-        layer = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-        return nn.Sequential(layer, Wrapper(layer), Wrapper(nn.Linear(8, 8)), nn.Linear(8, 1))
-
-
-def test_a_layer_that_is_listed_and_wrapped_trains_under_fsdp():
-    on_ranks(2, first_weight_after, Wrapped, "fsdp")
-    inner = nn.Linear(8, 8)
-    outer = Wrapper(inner)
-    assert outermost([inner, outer]) == [outer], "the inner one is left to it"

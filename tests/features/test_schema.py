@@ -7,8 +7,8 @@ from conftest import ROOT
 from jsonschema import Draft202012Validator
 
 from dist_amp.commands.schema import main
-from dist_amp.config.help import described, json_schema
 from dist_amp.config.load import load_config
+from dist_amp.config.schema import described, json_schema
 from dist_amp.errors import ConfigError
 
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))

@@ -11,7 +11,7 @@ from test_config import load, values
 from test_schema import problems
 
 from dist_amp.commands import demo, trackers
-from dist_amp.config.help import json_schema
+from dist_amp.config.schema import json_schema
 from dist_amp.config.text import flat, to_toml
 from dist_amp.errors import ConfigError
 from examples.sinusoid import Sinusoid

@@ -1,0 +1,78 @@
+"""The JSON Schema of config files, of `settings.Config` and a task's arguments.
+
+A setting's meaning is the docstring below its key, which pydantic reads; an argument's is a line
+`name: meaning` in the docstring of the task.
+"""
+
+import inspect
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, fields
+from typing import Any
+
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import to_jsonable_python
+
+from dist_amp.config.task_class import args_dataclass
+from dist_amp.config.values import adapter
+from dist_amp.settings import Config, SourceConfig
+
+Schema = dict[str, Any]
+
+
+class Generator(GenerateJsonSchema):
+    """Without titles, which repeat the key, and with any value for types that JSON has not."""
+
+    ignored_warning_kinds = {"skipped-choice", "non-serializable-default"}  # noqa: RUF012
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+    def handle_invalid_for_json_schema(self, schema: Any, error_info: str) -> Any:
+        return {}
+
+
+def json_schema(task: type | None = None) -> Schema:
+    """Of config files, as draft 2020-12; with the arguments of a task if it is given."""
+    schema = adapter(Config).json_schema(schema_generator=Generator)
+    inherited = adapter(SourceConfig).json_schema()["properties"]  # pydantic leaves these out
+    for table in schema["$defs"].values():
+        del table["title"]
+        for name, about in table["properties"].items():
+            text = about.get("description") or inherited.get(name, {}).get("description", "")
+            about["description"] = " ".join(text.split())
+    if task is not None:
+        args = args_dataclass(task)
+        of_args = adapter(args).json_schema(schema_generator=Generator)
+        doc = inspect.getdoc(task) or ""
+        for item in fields(args):
+            about = of_args["properties"][item.name]
+            if meaning := re.search(rf"(?m)^\s*{item.name}(?: \(.*\))?: +(.+)$", doc):
+                about["description"] = meaning[1]
+            if item.default_factory is not MISSING:
+                about["default"] = to_jsonable_python(item.default_factory(), fallback=str)
+        schema["$defs"] |= of_args.pop("$defs", {})
+        schema["$defs"]["TaskConfig"]["properties"]["args"] = of_args
+    schema.pop("description", None)  # not in every release of pydantic
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    return head | schema | {"title": "dist_amp"}
+
+
+def described(schema: Schema, sources: Sequence[str] = ("NAME",)) -> dict[str, Schema]:
+    """{dotted key: its JSON Schema}, of the keys of these sources of a mixture too."""
+
+    def walk(table: Schema, prefix: str) -> Iterator[tuple[str, Schema]]:
+        for name, about in table["properties"].items():
+            key = f"{prefix}{name}"
+            if "$ref" in about:
+                about = schema["$defs"][about["$ref"].rpartition("/")[2]]
+            if "properties" in about:
+                yield from walk(about, f"{key}.")
+            elif key == "data.sources":
+                kind = about["additionalProperties"]["$ref"].rpartition("/")[2]
+                for source in sources:
+                    yield from walk(schema["$defs"][kind], f"{key}.{source}.")
+            elif key != "task.args":
+                yield key, about
+
+    return dict(walk(schema, ""))
