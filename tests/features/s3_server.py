@@ -10,7 +10,6 @@ import socket
 import struct
 import threading
 import time
-from collections import Counter
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
@@ -28,8 +27,7 @@ class Proxy(ThreadingHTTPServer):
     """faults: names of ANSWERS, "reset", "truncate", "slow" or "", one per GET of an object.
 
     faults_of_writes: the same, one per PUT, POST or DELETE; "lost": it is done, and not answered.
-    every: the fault of each request of any kind while it is set. requests: {kind: count} of LIST,
-    HEAD, GET, PUT, POST and DELETE. fetched: bytes of the bodies of GET. seconds: of each request.
+    every: the fault of each request of any kind while it is set. fetched: bytes of bodies of GET.
     """
 
     daemon_threads = True
@@ -39,9 +37,7 @@ class Proxy(ThreadingHTTPServer):
         self.backend_port = backend_port
         self.faults = []
         self.faults_of_writes = []
-        self.seconds = 0.0
         self.every = ""
-        self.requests = Counter()
         self.fetched = 0
         self.lock = threading.Lock()
 
@@ -70,16 +66,14 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         address = urlsplit(self.path)
         is_list = "list-type" in parse_qs(address.query) or address.path.count("/") < 2
-        kind = "LIST" if is_list else self.command
+        is_get = self.command == "GET" and not is_list
         with self.server.lock:
-            self.server.requests[kind] += 1
             fault = self.server.every
-            if kind == "GET" and self.server.faults:
+            if is_get and self.server.faults:
                 fault = self.server.faults.pop(0)
             if self.command in WRITES and self.server.faults_of_writes:
                 fault = self.server.faults_of_writes.pop(0)
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        time.sleep(self.server.seconds)
         if fault == "reset":
             self.reset()
             return
@@ -94,7 +88,7 @@ class Handler(BaseHTTPRequestHandler):
         if fault == "lost":
             self.reset()
             return
-        if kind == "GET" and response.status < 300:
+        if is_get and response.status < 300:
             with self.server.lock:
                 self.server.fetched += len(body)
         headers = [
