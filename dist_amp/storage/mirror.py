@@ -55,9 +55,7 @@ STAGING = ".uploading"  # in the local folder: links to the files of a checkpoin
 
 PARALLEL = 4  # files at a time
 LOG_SECONDS = 30.0  # between uploads of logs: stores can't append, so each takes the whole file
-# Between uploads: usually, and after one, two and more that fail in a row. The last ones are warned
-# of.
-PAUSES = (0.5, 1.0, 4.0, 16.0, 30.0)
+PAUSES = (0.5, 1.0, 4.0, 16.0, 30.0)  # seconds between uploads, longer with each that fails
 FETCH_PAUSES = (1.0, 4.0, 0.0)  # after each attempt to fetch a file
 CLOSE_SECONDS = 30.0
 
@@ -126,7 +124,7 @@ def pull_manifests(store: Store, folder: Path, is_stale: bool) -> None:
         manifest = path / MANIFEST
         if manifest.exists() and complete.get(path.name) == manifest.read_bytes():
             continue
-        # A run's, in place of what a command shows, is nowhere else.
+        # A run's folder may hold the only copy of its newest; a command's folder holds none.
         if path.name > max(complete, default="") and (folder / HOLDER).exists():
             kept = path.rename(path.with_name(f"not_put_{path.name}_{uuid4().hex[:8]}"))
             warn(
@@ -237,7 +235,7 @@ class Mirror:
             except Exception as error:  # each file system has errors of its own
                 self.problem = first_line(error) or type(error).__name__
                 failures += 1
-                if failures == len(PAUSES):
+                if failures == len(PAUSES):  # after a minute or so
                     warn(
                         f"{self.store.address} is not up to date ({self.problem}); checkpoints are "
                         f"kept in {self.folder} until it is"

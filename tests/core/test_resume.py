@@ -62,6 +62,11 @@ def test_another_training_is_resumed_with_a_warning_if_it_is_allowed(words, caps
     assert "was made with optim.lr=0.001, now 0.003" in capsys.readouterr().err
 
 
+def test_a_bf16_checkpoint_that_is_continued_in_fp16_begins_with_the_first_loss_scale(words):
+    run = make_run(World(), Tiny(), *words, "--precision.dtype", "fp16", *ALLOW)
+    assert run.scaler.scale_tensor.item() == run.config.precision.scaler.init_scale
+
+
 @pytest.mark.parametrize(
     "more",
     [
