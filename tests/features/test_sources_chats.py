@@ -184,6 +184,11 @@ MARKED_WHOLE = (
             r"tools holds \[\[.*; make it a l",
         ),
         ("QWEN", {"messages": [HI, CALLED]}, r"the chat template of .* puts the arguments \{\"a\""),
+        (
+            "QWEN",
+            {"messages": [HI, ONE], "tools": ["add"]},
+            r"tools holds .'add'.; make it a list",
+        ),
         ("LLAMA3", {"messages": [HI, ONE], "tools": [TOOL]}, "the chat template of .* out tools;"),
         ("LLAMA3", {"messages": CALLING}, "the chat template of .* leaves out tool_calls; use one"),
         (NOTHING_MARKED, changed(), ".* finds no token of the assistant's answers; put"),
