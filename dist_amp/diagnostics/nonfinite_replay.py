@@ -8,18 +8,19 @@ graph that gets a finite gradient and returns one that is not, and its module.
 Docs: docs/debugging.md
 """
 
+import copy
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
-from dist_amp.data import Indexed, Padding
-from dist_amp.diagnostics.effects import NoWrites, copy_of_task
+from dist_amp.data import Batches, Indexed, Padding
 from dist_amp.diagnostics.trace import TASK, Event, Recorder, call_of, unreduced
 from dist_amp.distributed.process import random_state, set_random_state
 from dist_amp.errors import in_one_line
@@ -335,3 +336,46 @@ class NonfiniteReplay(Observer):
         if key not in self._reported:
             self._reported.add(key)
             run.world.warn(f"step {fault.step} was skipped: on {fault}{look}")
+
+
+# ---- a replay leaves the run as it was
+
+
+def copy_of_task(run: Run) -> tuple[Any, Batches]:
+    """Copies of the task, and of the data that it collates. Errors: those of copy.deepcopy.
+
+    The model and the dataset are shared: they may be large. Call the task inside `NoWrites`.
+    """
+    module = run.parallel.module
+    dataset = run.data.fetch.dataset
+    shared = [run.model, *module.modules(), *module.parameters(), *module.buffers()]
+    if dataset is not run.task:
+        shared += [dataset, *getattr(dataset, "__dict__", {}).values()]
+    memo = {id(part): part for part in shared if part is not run.task}
+    data = copy.copy(run.data)
+    task, data.fetch = copy.deepcopy((run.task, run.data.fetch), memo)
+    return task, data
+
+
+class NoWrites(TorchDispatchMode):
+    """Refuses operations that write to one of the tensors."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, tensors: Iterable[Tensor]):
+        super().__init__()
+        self._storages = {storage_of(tensor.detach()) for tensor in tensors}
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        schema = getattr(function, "_schema", None)
+        for argument, value in zip(getattr(schema, "arguments", ()), args, strict=False):
+            for tensor in tree_leaves(value) if argument.is_write else ():
+                if isinstance(tensor, Tensor) and storage_of(tensor) in self._storages:
+                    raise RuntimeError(f"{function} would change a parameter")
+        return function(*args, **(kwargs or {}))
+
+
+def storage_of(tensor: Tensor) -> int:
+    return local(tensor).untyped_storage().data_ptr()
