@@ -85,7 +85,7 @@ class Saver(Observer):
                     raise Transient(f"{folder} could not be written: {self.pending.stuck}")
                 return
             self.saved_step = run.step
-            is_there = folder in (self._written, run.resumed_from)
+            is_there = folder == self._written or run.step == run.resumed_from_step
             if not is_there or not run.world.from_main((folder / MANIFEST).exists()):
                 staging = None
                 if run.config.checkpoint.async_save and not wait:

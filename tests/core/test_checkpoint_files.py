@@ -405,6 +405,8 @@ def test_rejected_checkpoints_are_quarantined_and_their_steps_saved_again_once(n
     assert newest_checkpoint("auto", folder, World()).name == "step_00000002"
     names = sorted(path.name for path in newest.parent.iterdir())
     assert names == ["refused_step_00000002", "step_00000001", "step_00000002"]
+    again = new_run(folder, "--run.resume", os.path.relpath(newest))
+    assert (save(again) / "manifest.json").stat().st_ino == stats[0].st_ino, "it was resumed"
 
 
 def test_a_save_renames_checkpoints_of_another_run_that_it_meets(newest, capsys):
