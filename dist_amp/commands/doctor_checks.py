@@ -23,8 +23,6 @@ from dist_amp.config.text import to_toml
 from dist_amp.diagnostics.consistency import check_ranks_agree
 from dist_amp.distributed.machine import (
     CAPABILITY,
-    EMULATED,
-    cpu_slowdown,
     driver_branch,
     is_native,
     reason_unused,
@@ -171,27 +169,20 @@ def gpus() -> Iterator[Check]:
 
 
 def precisions() -> Iterator[Check]:
-    """bf16 and fp16 on each kind of GPU and the CPU: native, emulated or none."""
-    kinds = kinds_of_gpus()
-    for name, numbers in kinds.items():
-        capability = torch.cuda.get_device_capability(numbers[0])
-        words = {
-            dtype: "native" if is_native(dtype, capability) else "emulated" for dtype in CAPABILITY
-        }
+    """bf16 and fp16 on each kind of GPU and the CPU: native or emulated."""
+    devices = {name: torch.device("cuda", numbers[0]) for name, numbers in kinds_of_gpus().items()}
+    has_gpu = bool(devices)
+    devices["the CPU"] = torch.device("cpu")
+    for name, device in devices.items():
+        words = dict.fromkeys(CAPABILITY, "emulated")
+        words |= {dtype: "native" for dtype in CAPABILITY if is_native(dtype, device)}
         found = f"{', '.join(f'{dtype} {word}' for dtype, word in words.items())} on {name}"
-        if words["bf16"] == "native":
+        if words["bf16"] == "native" or (has_gpu and device.type == "cpu"):
             yield ok("precision", found)
+        elif device.type == "cpu":
+            yield warn("precision", found, "train with --use_amp false on this CPU")
         else:
             yield warn("precision", found, "use --precision.dtype fp16")
-    words = {}
-    for dtype in CAPABILITY:
-        times = cpu_slowdown(dtype)
-        words[dtype] = "native" if times < EMULATED else f"emulated ({times:.0f}x slower)"
-    found = f"{', '.join(f'{dtype} {word}' for dtype, word in words.items())} on the CPU"
-    if kinds or words["bf16"] == "native":
-        yield ok("precision", found)
-    else:
-        yield warn("precision", found, "train with --use_amp false on this CPU")
 
 
 def hostname() -> Iterator[Check]:

@@ -1,15 +1,13 @@
 """What this machine can train on: its GPUs, and the precisions that it computes natively.
 
-A run refuses or warns by it at its start, and `doctor` shows it. A GPU's precisions are looked up;
-a CPU's are measured.
+A run refuses or warns by it at its start, and `doctor` shows it.
 
 Docs: docs/launching.md
 """
 
 import os
 import re
-import time
-from functools import cache
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -20,12 +18,9 @@ from dist_amp.errors import ConfigError, first_line
 # runs at a fraction of float32's rate. Source: CUDA C++ programming guide, arithmetic instructions.
 CAPABILITY = {"bf16": (8, 0), "fp16": (7, 0)}
 
-# Measured on an AVX-512 CPU with torch 2.13: native bf16 takes 0.7 to 1.0 times float32's time,
-# bf16 by AVX-512 without its bf16 instructions 3.1, bf16 by AVX2 27 to 33, emulated fp16 14 to 25.
-EMULATED = 2.0
-
-HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
-SIZE, REPEATS = 128, 5  # of the matrix products that are timed
+# Flags of CPUs that compute in a dtype natively, on x86 and Arm. Measured with torch 2.13: bf16
+# takes 0.7 to 1.0 times float32's time with them, 3 without them by AVX-512, and 30 by AVX2.
+FLAGS = {"bf16": {"avx512_bf16", "amx_bf16", "bf16"}, "fp16": {"avx512_fp16", "amx_fp16"}}
 
 
 # ---- GPUs ----
@@ -72,82 +67,37 @@ def driver_branch(root: Path = Path("/")) -> int:
     return int(version[1]) if version else 0
 
 
-def check_kernels(device: torch.device) -> None:
-    """Run a kernel. Errors: ConfigError if this build of torch has none for the GPU."""
-    try:
-        torch.ones(1, device=device).add_(1).item()
-    except RuntimeError as error:
-        if "no kernel image" not in str(error):
-            raise
-        capability = "{}{}".format(*torch.cuda.get_device_capability(device))
-        raise ConfigError(
-            f"{torch.cuda.get_device_name(device)} is sm_{capability}, and torch "
-            f"{torch.__version__} (CUDA {torch.version.cuda}) was built for "
-            f"{', '.join(torch.cuda.get_arch_list())}; install a build that has it (pytorch.org): "
-            "a newer one, or for GPUs before Turing torch 2.11 to 2.14 for CUDA 12.6; or train on "
-            "the CPU with --run.device cpu"
-        ) from error
-
-
 # ---- precisions ----
 
 
-@cache
-def cpu_slowdown(dtype: str) -> float:
-    """A matrix product's time on this CPU over float32's; EMULATED or more: not native.
-
-    Timed, in 10 to 40 ms, since oneDNN claims bf16 wherever there is AVX-512.
-    """
-    generator = torch.Generator().manual_seed(0)  # leaves the process's random state alone
-    matrix = torch.randn(SIZE, SIZE, generator=generator)
-    halved = matrix.to(HALF[dtype])
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.inference_mode():
-            seconds = [(_seconds(matrix), _seconds(halved)) for _ in range(1 + REPEATS)]
-    finally:
-        torch.set_num_threads(threads)
-    full, half = map(min, zip(*seconds[1:], strict=True))  # the first warms up
-    return half / full
-
-
-def _seconds(matrix: torch.Tensor) -> float:
-    began = time.thread_time()
-    matrix @ matrix
-    return time.thread_time() - began
-
-
-def is_native(dtype: str, capability: tuple[int, int]) -> bool:
-    """Whether a GPU of this compute capability computes in a dtype; ROCm's compute in both."""
-    return torch.version.hip is not None or capability >= CAPABILITY[dtype]
+def is_native(dtype: str, device: torch.device, root: Path = Path("/")) -> bool:
+    """Whether the device computes in bf16 or fp16 as fast as in float32; GPUs of ROCm do."""
+    if device.type == "cuda":
+        is_rocm = torch.version.hip is not None
+        return is_rocm or torch.cuda.get_device_capability(device) >= CAPABILITY[dtype]
+    with suppress(OSError):  # of another system than Linux
+        return not FLAGS[dtype].isdisjoint((root / "proc/cpuinfo").read_text().split())
+    return False
 
 
 def check_dtype(dtype: str, device: torch.device) -> str:
     """What to warn of where the device only emulates a dtype, or ""."""
-    if device.type == "cpu":
-        slowdown = cpu_slowdown(dtype)
-        if slowdown < EMULATED:
-            return ""
-        return (
-            f"this CPU only emulates {dtype}: a matrix product takes {slowdown:.0f} times as long "
-            "as in float32; use --use_amp false"
-        )
-    capability = torch.cuda.get_device_capability(device)
-    if is_native(dtype, capability):
+    if is_native(dtype, device):
         return ""
-    instead = "--precision.dtype fp16" if is_native("fp16", capability) else "--use_amp false"
-    name = torch.cuda.get_device_name(device)
-    return f"{name} only emulates {dtype}, which is slower than float32; use {instead}"
+    instead = "--use_amp false"
+    if device.type == "cuda" and is_native("fp16", device):
+        instead = "--precision.dtype fp16"
+    return f"{name_of(device)} only emulates {dtype}, which is slower than float32; use {instead}"
 
 
 def native_precision(device_type: str) -> tuple[str, str]:
     """("bf16", "fp16" or "float32", why): the first that the CPU, or the GPU, has natively."""
-    if device_type == "cpu":
-        slowdown = cpu_slowdown("bf16")
-        if slowdown < EMULATED:
-            return "bf16", "native on this CPU"
-        return "float32", f"this CPU only emulates bf16 ({slowdown:.0f} times slower)"
-    capability = torch.cuda.get_device_capability()
-    native = [dtype for dtype in CAPABILITY if is_native(dtype, capability)]
-    return [*native, "float32"][0], f"native on {torch.cuda.get_device_name()}"
+    device = torch.device(device_type)
+    for dtype in CAPABILITY:
+        if is_native(dtype, device):
+            return dtype, f"native on {name_of(device)}"
+    return "float32", f"{name_of(device)} only emulates bf16"
+
+
+def name_of(device: torch.device) -> str:
+    return "this CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)

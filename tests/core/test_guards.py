@@ -137,27 +137,3 @@ def test_a_second_ctrl_c_stops_at_once_and_one_that_the_launcher_forwards_does_n
         now[0] += 3.0
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-
-
-@pytest.mark.parametrize(("seconds", "polls"), [(1e-4, 32), (0.25, 4), (3.0, 1)])
-def test_ranks_agree_on_a_stop_about_once_a_second_and_at_most_after_32_steps(
-    monkeypatch, seconds, polls
-):
-    now, polled, exchanges = [100.0], [], []
-    monkeypatch.setattr(stops.time, "monotonic", lambda: now[0])
-    exchange = AgreedStop._start_exchange
-    monkeypatch.setattr(
-        AgreedStop, "_start_exchange", lambda stop: [exchanges.append(len(polled)), exchange(stop)]
-    )
-    stop = AgreedStop(World())
-    assert not stop.agreed
-    for number in range(400):
-        polled.append(number)
-        now[0] += seconds
-        stop.poll()
-    assert exchanges[-1] - exchanges[-2] == exchanges[-2] - exchanges[-3] == polls
-    exchanges.clear()
-    stop.every_poll = True
-    for _ in range(3):
-        stop.poll()
-    assert len(exchanges) == 3

@@ -1,4 +1,4 @@
-"""Emulated precisions are measured on a CPU, looked up on a GPU, and warned about."""
+"""Precisions that a CPU or GPU emulates are known, and warned about."""
 
 import pytest
 import torch
@@ -15,12 +15,12 @@ from dist_amp.world import World
 
 @pytest.fixture
 def cpu(monkeypatch):
-    """cpu(bf16=30.0): this CPU takes 30 times float32's time for a bf16 matrix product."""
+    """cpu("bf16"): this CPU computes in these dtypes natively; without any, asking it fails."""
 
-    def make(**slowdowns):
+    def make(*native):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        monkeypatch.setattr(machine, "cpu_slowdown", slowdowns.__getitem__)
-        warn_once.cache_clear()
+        asks = (lambda dtype, *_: dtype in native) if native else pytest.fail
+        monkeypatch.setattr(machine, "is_native", asks)
 
     yield make
     warn_once.cache_clear()
@@ -29,72 +29,65 @@ def cpu(monkeypatch):
 # ---- detection ----
 
 
-def test_the_slowdown_is_the_ratio_of_the_fastest_repeats_without_the_first_measured_once(
-    monkeypatch, request
-):
-    request.addfinalizer(machine.cpu_slowdown.cache_clear)
-    float32, half = iter([0.1, 2, 9, 1, 9, 9]), iter([0.1, 40, 30, 50, 99, 60])
-    durations = {torch.float32: float32, torch.bfloat16: half}
-    monkeypatch.setattr(machine, "_seconds", lambda matrix: next(durations[matrix.dtype]))
-    machine.cpu_slowdown.cache_clear()
-    assert machine.cpu_slowdown("bf16") == machine.cpu_slowdown("bf16") == 30
-
-
-def test_measuring_leaves_threads_random_state_and_grad_mode_as_they_were():
-    machine.cpu_slowdown.cache_clear()
-    threads, state = torch.get_num_threads(), torch.get_rng_state()
-    assert machine.cpu_slowdown("bf16") > 0
-    assert torch.get_num_threads() == threads
-    assert torch.equal(torch.get_rng_state(), state)
-    assert torch.is_grad_enabled()
+@pytest.mark.parametrize(
+    ("flags", "native"),
+    [
+        ("avx512f avx512_bf16", ["bf16"]),
+        ("avx512_fp16 amx_bf16", ["bf16", "fp16"]),
+        ("avx512f avx2", []),
+        (None, []),
+    ],
+)
+def test_a_cpu_is_known_by_its_flags(flags, native, tmp_path):
+    if flags:
+        (tmp_path / "proc").mkdir()
+        (tmp_path / "proc/cpuinfo").write_text(f"model name: some\nflags\t\t: fpu {flags} sse\n")
+    cpu = torch.device("cpu")
+    assert [
+        dtype for dtype in ("bf16", "fp16") if machine.is_native(dtype, cpu, tmp_path)
+    ] == native
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype"),
-    [((8, 0), "bf16"), ((7, 0), "fp16"), ((6, 1), "float32")],
+    ("capability", "dtype", "why"),
+    [
+        ((8, 0), "bf16", "native on Some GPU"),
+        ((7, 0), "fp16", "native on Some GPU"),
+        ((6, 1), "float32", "Some GPU only emulates bf16"),
+    ],
 )
-def test_a_gpu_gets_the_precision_of_its_compute_capability(monkeypatch, capability, dtype):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
-    assert machine.native_precision("cuda") == (dtype, "native on Some GPU")
+def test_a_gpu_gets_the_precision_of_its_compute_capability(monkeypatch, capability, dtype, why):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    assert machine.native_precision("cuda") == (dtype, why)
 
 
 # ---- the warning ----
 
 
-def test_an_emulated_dtype_is_warned_about_once_with_its_cost_and_what_to_use(cpu, capsys):
-    cpu(bf16=1.1)
+def test_an_emulated_dtype_is_warned_about_once_with_what_to_use(cpu, capsys):
+    cpu("bf16")
     check_precision(PrecisionConfig(dtype="bf16"), False, World())
     assert capsys.readouterr().err == "", "native"
-    cpu(bf16=8.8)
+    cpu("none")
     for _ in range(2):
         check_precision(PrecisionConfig(dtype="bf16"), False, World())
     assert capsys.readouterr().err == (
-        "warning: this CPU only emulates bf16: a matrix product takes 9 times as long as in "
-        "float32; use --use_amp false\n"
+        "warning: this CPU only emulates bf16, which is slower than float32; use --use_amp false\n"
     )
 
 
 @pytest.mark.parametrize(("use_amp", "rank"), [(False, 0), (True, 1)])
-def test_nothing_is_measured_in_float32_and_on_other_ranks(cpu, use_amp, rank):
-    cpu()  # knows no dtype: asking it raises KeyError
+def test_nothing_is_asked_in_float32_and_on_other_ranks(cpu, use_amp, rank):
+    cpu()
     build_precision(PrecisionConfig(use_amp=use_amp), False, World(rank=rank, world_size=2))
 
 
 @pytest.mark.parametrize(
     ("dtype", "capability", "said"),
     [
-        (
-            "bf16",
-            (7, 5),
-            "Some GPU only emulates bf16, which is slower than float32; use --pr",
-        ),
-        (
-            "bf16",
-            (6, 1),
-            "Some GPU only emulates bf16, which is slower than float32; use --us",
-        ),
+        ("bf16", (7, 5), "Some GPU only emulates bf16, which is slower than float32; use --pr"),
+        ("bf16", (6, 1), "Some GPU only emulates bf16, which is slower than float32; use --us"),
         ("fp16", (7, 0), ""),
     ],
 )
@@ -118,13 +111,13 @@ def precision_of(*words, folder="unused"):
 def test_by_default_a_cpu_that_only_emulates_bf16_computes_in_float32_and_says_so(
     cpu, capsys, tmp_path
 ):
-    cpu(bf16=30)
+    cpu("none")
     assert precision_of(folder=tmp_path) == ("fp32", "bf16")
     assert capsys.readouterr().out == (
-        "precision.dtype=auto: float32, because this CPU only emulates bf16 (30 times slower); "
+        "precision.dtype=auto: float32, because this CPU only emulates bf16; "
         "--use_amp true computes in bf16 all the same\n"
     )
-    cpu(bf16=0.8)
+    cpu("bf16")
     assert precision_of(folder=tmp_path) == ("bf16", "bf16")
     assert capsys.readouterr().out == ""
 
@@ -141,14 +134,16 @@ def test_by_default_a_cpu_that_only_emulates_bf16_computes_in_float32_and_says_s
     ],
 )
 def test_a_precision_that_is_given_is_kept_on_any_cpu(cpu, tmp_path, words, name):
-    cpu()  # knows no dtype: asking it raises KeyError
+    cpu()
     assert precision_of(*words, folder=tmp_path)[0] == name
 
 
-@pytest.mark.parametrize(("amp", "slowdown", "name"), [("true", 30, "bf16"), ("false", 1, "fp32")])
-def test_a_resumed_run_keeps_its_precision_on_any_cpu(cpu, tmp_path, amp, slowdown, name):
+@pytest.mark.parametrize(
+    ("amp", "native", "name"), [("true", "none", "bf16"), ("false", "bf16", "fp32")]
+)
+def test_a_resumed_run_keeps_its_precision_on_any_cpu(cpu, tmp_path, amp, native, name):
     words = ["--run.dir", tmp_path, "--checkpoint.every", 1]
     save(make_run(World(), Tiny(), *words, "--use_amp", amp))
-    cpu(bf16=slowdown)
+    cpu(native)
     assert precision_of(folder=tmp_path)[0] == name
     assert precision_of("--run.resume", str(tmp_path), folder=tmp_path / "new")[0] == name

@@ -281,7 +281,7 @@ def test_the_state_of_a_tasks_optimizer_is_counted():
 
 
 def test_a_gpu_that_is_not_here_is_not_asked_what_it_can_do(capsys, monkeypatch):
-    monkeypatch.setattr(machine, "cpu_slowdown", pytest.fail)
+    monkeypatch.setattr(machine, "is_native", pytest.fail)
     words = f"{UNEVEN} --world_size 4 --parallel.strategy fsdp --compile.blocks true"
     words += " --parallel.bit_exact true --train.global_batch_size 32"
     plan = facts(capsys, f"{words} --precision.scaler.growth_factor 4")

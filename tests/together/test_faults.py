@@ -8,10 +8,9 @@ from unittest.mock import patch
 import pytest
 import torch
 from ranks import on_ranks
-from tiny import Rows, Tiny, log_row, make_run
+from tiny import Rows, Tiny, make_run
 from torch import nn
 
-from benchmarks.harness import HostReads
 from dist_amp.config.load import load_config
 from dist_amp.data import Padding
 from dist_amp.diagnostics import consistency
@@ -125,10 +124,6 @@ def lose_moments(run):
             local(moment).zero_()
 
 
-def clip_nothing(run):
-    run.clip = replace(run.clip, by="off")
-
-
 def change_rate_on_a_skip(run):
     if not run.scaler.applied:
         run.schedule.lr.mul_(0.9)
@@ -161,7 +156,6 @@ LOOP_FAULTS = [
     ("fsdp fp32", {"backward": sync_in_the_backward}, NO_SYNC),
     ("ddp fp32", no_sync_in_backward_only, NO_SYNC),
     ("ddp bf16 sgd", {"after": lose_moments}, UPDATE),
-    ("fsdp fp32 sgd", {"before": clip_nothing}, UPDATE),
     ("fsdp fp32 sgd", {"after": change_rate_on_a_skip}, "it changed the learning"),
 ]
 
@@ -399,21 +393,3 @@ def state_after_training(world, checked):
 
 def test_a_run_that_is_checked_is_bit_identical_to_one_that_is_not():
     assert on_ranks(2, state_after_training, True) == on_ranks(2, state_after_training, False)
-
-
-def reads_of_consistency_checks(world):
-    """Host reads of a log step that is not yet time to check at."""
-    run = make_run(world, Tiny())
-    checks = Consistency(run)
-    for _ in range(2):
-        batch = next(run.data)
-        report = train_step(run, batch)
-        run.metrics.record(report)
-        row = log_row(run)
-        with HostReads() as reads:
-            checks.on_log(row)  # at step 1 for the first time, then at step 101
-    return reads.count
-
-
-def test_consistency_checks_read_nothing_between_checks():
-    assert on_ranks(2, reads_of_consistency_checks) == [0, 0]
