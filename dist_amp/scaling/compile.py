@@ -97,20 +97,15 @@ def check_compile(config: CompileConfig, strategy: str, micro_batches: int, worl
 
 
 def missing_compiler(device: torch.device) -> str:
-    """What inductor needs to generate code for `device` and does not find; "" if nothing."""
+    """What inductor needs to generate code for `device`, if any of it is missing; "" if nothing."""
     if device.type != "cuda":
-        if shutil.which(os.environ.get("CXX", "g++")):
-            return ""
-        return "a C++ compiler on a CPU (g++, or the one that CXX names)"
-    if importlib.util.find_spec("triton") is None:
-        return f"Triton on {torch.cuda.get_device_name(device)}"
+        has_compiler = shutil.which(os.environ.get("CXX", "g++"))
+        return "" if has_compiler else "a C++ compiler on a CPU (g++, or the one that CXX names)"
     names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
-    if not any(shutil.which(name) for name in names):
-        return f"a C compiler for Triton ({' or '.join(names)}, or the one that CC names)"
     header = Path(sysconfig.get_config_var("INCLUDEPY"), "Python.h")
-    if not header.exists():
-        return f"{header} for Triton (Debian: python3-dev)"
-    return ""
+    if importlib.util.find_spec("triton") and any(map(shutil.which, names)) and header.exists():
+        return ""
+    return f"Triton, a C compiler ({' or '.join(names)}) and {header} (Debian: python3-dev)"
 
 
 def compile_blocks(

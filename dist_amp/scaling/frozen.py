@@ -26,13 +26,6 @@ def frozen_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in module.named_parameters() if not p.requires_grad}
 
 
-def frozen_names(module: nn.Module) -> set[str]:
-    """All names of these parameters in the module's state: tied ones have several."""
-    return {
-        name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad
-    }
-
-
 @torch.no_grad()
 def checksum(tensor: Tensor) -> Tensor:
     """Scalar int64 on the tensor's device; those of parts, in any order, add up to the whole's."""
@@ -46,17 +39,20 @@ def checksum(tensor: Tensor) -> Tensor:
     return total
 
 
+def frozen_names(module: nn.Module) -> set[str]:
+    """All names of the frozen parameters in the module's state: tied ones have several."""
+    parameters = module.named_parameters(remove_duplicate=False)
+    return {name for name, p in parameters if not p.requires_grad}
+
+
 def expect_checksums(
     state: dict[str, Any], module: nn.Module, metadata: Metadata, path: Path
 ) -> None:
     """If the checkpoint has checksums in place of frozen parameters, so will the state to load."""
-    saved = 0
     entry = metadata.state_dict_metadata.get("frozen")
-    if isinstance(entry, TensorStorageMetadata):
-        saved = entry.size.numel()
+    saved = entry.size.numel() if isinstance(entry, TensorStorageMetadata) else 0
     now = len(frozen_parameters(module))
-    names = frozen_names(module)
-    stored = any(f"model.{name}" in metadata.state_dict_metadata for name in names)
+    stored = any(f"model.{name}" in metadata.state_dict_metadata for name in frozen_names(module))
     if saved != now and not stored:
         raise DataError(
             f"checkpoint {path} has {saved} frozen parameters and this model {now}; freeze the "
@@ -69,7 +65,7 @@ def expect_checksums(
 def put_checksums(state: dict[str, Any], module: nn.Module, checksums: Tensor) -> None:
     """Put checksums in place of the frozen parameters."""
     names = frozen_names(module)
-    state["model"] = {name: state["model"][name] for name in state["model"] if name not in names}
+    state["model"] = {name: value for name, value in state["model"].items() if name not in names}
     state["frozen"] = checksums
 
 

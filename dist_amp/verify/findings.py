@@ -171,17 +171,14 @@ def _notes(reference: Reference) -> list[Finding]:
 def _trained_elsewhere(reference: Reference, batch: Any) -> list[Finding]:
     """Parameters that the task keeps beside its model; it fails if the loss would train them."""
     model = reference.model()
-    parameters = {
-        name: [p for p in leaves if isinstance(p, nn.Parameter) and p.requires_grad]
-        for name, leaves in kept_by(reference.task.task, model).items()
-    }
     reference.loss_and_backward(model, batch)
     findings = []
-    for name, of_name in parameters.items():
-        if of_name:
-            fails = any(p.grad is not None for p in of_name)
-            findings.append(Finding(untrained_text(name, len(of_name)), fails))
-        for p in of_name:
+    for name, leaves in kept_by(reference.task.task, model).items():
+        trained = [p for p in leaves if isinstance(p, nn.Parameter) and p.requires_grad]
+        if trained:
+            fails = any(p.grad is not None for p in trained)
+            findings.append(Finding(untrained_text(name, len(trained)), fails))
+        for p in trained:
             p.grad = None
     return findings
 
@@ -208,14 +205,16 @@ def _state(reference: Reference, batch: Any) -> list[Finding]:
 
 
 def _random(reference: Reference, batch: Any) -> list[Finding]:
-    def drawing() -> str:
+    """Modules whose results depend on the seed."""
+
+    def find() -> str:
         tolerance = reference.rounding_error
         traces = trace(reference, batch), trace(reference, batch, seed=1)
         error, where = first_change(*traces, tolerance)
         return where if error > tolerance else ""
 
-    why = "the result is drawn at random in training mode"
-    return _in_evaluation_mode(reference, drawing, why, AUGMENT)
+    reason = "the result is drawn at random in training mode"
+    return _in_evaluation_mode(reference, find, reason, AUGMENT)
 
 
 def _sums(reference: Reference) -> list[Finding]:
@@ -227,8 +226,10 @@ def _sums(reference: Reference) -> list[Finding]:
         if getattr(part, "scale_grad_by_freq", False) and part.weight.requires_grad:
             text = f"the layer {name} has scale_grad_by_freq=True, which counts indices in each "
             return [Finding(f"{text}micro-batch alone; use False", fails=True)]
-    why = "the result depends on the whole batch (batch statistics), which no split of it can equal"
-    findings = _in_evaluation_mode(reference, partial(_not_a_sum, reference), why, NO_BATCH)
+    reason = (
+        "the result depends on the whole batch (batch statistics), which no split of it can equal"
+    )
+    findings = _in_evaluation_mode(reference, partial(_not_a_sum, reference), reason, NO_BATCH)
     if any(finding.fails for finding in findings):
         return findings
     samples = reference.step_samples[0][:SAMPLES]
@@ -289,7 +290,7 @@ def _not_a_sum(reference: Reference) -> str:
 
 
 def _in_evaluation_mode(
-    reference: Reference, find: Callable[[], str], why: str, fix: str
+    reference: Reference, find: Callable[[], str], reason: str, fix: str
 ) -> list[Finding]:
     """The classes put into evaluation mode until `find` labels no module, or what fails."""
     findings: list[Finding] = []
@@ -298,11 +299,11 @@ def _in_evaluation_mode(
         if where.startswith(f"{TASK} "):
             return [*findings, Finding(where, fails=True)]
         if kind in reference.task.eval_classes:
-            why += ", in evaluation mode too"
+            reason += ", in evaluation mode too"
         if where == TASK or kind in reference.task.eval_classes:
-            return [Finding(f"{where}: {why}, so it can't be compared; {fix}", fails=True)]
+            return [Finding(f"{where}: {reason}, so it can't be compared; {fix}", fails=True)]
         reference.task.eval_classes |= {kind}
-        findings.append(Finding(f"{where}: {why}; every {kind} is compared in evaluation mode"))
+        findings.append(Finding(f"{where}: {reason}; every {kind} is compared in evaluation mode"))
     return findings
 
 
