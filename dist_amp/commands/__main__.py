@@ -10,7 +10,6 @@ from importlib.util import find_spec
 
 from dist_amp import __version__
 from dist_amp.config.load import collect, config_of
-from dist_amp.config.suggestions import check_unknown
 from dist_amp.distributed.signals import BEFORE_RANKS, exit_on_signals, quiet_on_closed_pipe
 from dist_amp.errors import ConfigError, nearest_name
 from dist_amp.files import missing
@@ -37,23 +36,6 @@ COMMANDS = {
     "diff": "compare two runs: settings, and the first step where they diverge",
     "doctor": "check this machine, or all ranks of a job: versions, devices, network, limits",
     "follow": "copy a run's metrics to wandb, trackio or mlflow, live or afterwards",
-}
-# Their options beside settings; a test compares. Those of launch are torchrun's.
-OPTIONS = {
-    "new": "--with --without --task --yes --like",
-    "adopt": "--remove",
-    "verify": "--world_sizes --strategies --precisions --dtypes --bit_exact",
-    "plan": "--world_size --device --device_memory_GiB --largest_micro_batch --over_ranks --json",
-    "tokenize": "--out --check --workers --shard_tokens",
-    "export": "--out --dtype --format --merge --weights",
-    "sample": "--weights",
-    "runs": "--sort --json",
-    "plot": "--metric --out",
-    "report": "--out",
-    "replay": "--step",
-    "diff": "--deep --json",
-    "doctor": "--json --device",
-    "follow": "--to --project --once",
 }
 # Commands that take the settings of dist_amp.train.
 WITH_SETTINGS = ("train", "demo", "launch", "verify", "plan", "tokenize", "export", "sample")
@@ -87,7 +69,6 @@ def main() -> int:
     try:
         if name in WITH_SETTINGS and "RANK" not in os.environ:
             check_early(rest, has_options=name != "train")
-        check_unknown(rest, OPTIONS.get(name, "").split())
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

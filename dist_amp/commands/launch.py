@@ -50,7 +50,6 @@ from dist_amp.commands.elastic import run_agent
 from dist_amp.config.auto import accumulation_steps
 from dist_amp.config.help import show_if_asked
 from dist_amp.config.load import collect, load_config
-from dist_amp.config.suggestions import check_unknown
 from dist_amp.distributed.launchers import refuse_copies
 from dist_amp.distributed.machine import check_gpus_are_used
 from dist_amp.distributed.process import LAUNCHER, cpu_cores
@@ -125,7 +124,6 @@ def parse(argv: Sequence[str]) -> tuple[Namespace, str, list[str]]:
         options, words = parser.parse_known_args(argv[:end])
     except ArgumentError as error:
         raise ConfigError(f"{error.argument_name}: {error.message}; see torchrun --help") from None
-    check_unknown(words, parser._option_string_actions)
     if end == len(argv):
         return options, TRAIN, words
     if end == len(argv) - 1:

@@ -1,10 +1,10 @@
 """The ends of the errors for a wrong key or value: what it may be meant for, what is expected."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from dist_amp.errors import ConfigError, nearest_name
+from dist_amp.errors import nearest_name
 
 # Removed settings, and what to do now.
 REMOVED = {
@@ -100,14 +100,3 @@ def with_dashes(words: Sequence[str]) -> str:
     if not equals:
         value = "".join(words[1:2]) or "VALUE"
     return f"write --{key}={value}"
-
-
-def check_unknown(words: Sequence[str], known: Iterable[str]) -> None:
-    """Errors: ConfigError for what is almost an option."""
-    for word in words:
-        name = word.partition("=")[0]
-        is_known = name in known or f"--{name[2:].replace('-', '_')}" in known
-        if not name.startswith("--") or "." in name or is_known:
-            continue
-        if near := nearest_name(name, known, 0.8):
-            raise ConfigError(f"unknown option {name}; did you mean {near}?")

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dist_amp.config.suggestions import check_unknown
 from dist_amp.distributed import signals
 from dist_amp.errors import ConfigError, Failure
 from dist_amp.files import present
@@ -50,12 +49,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see {self.prog} --help")
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Errors: ConfigError for what is almost an option; the rest may be settings."""
-        options, words = super().parse_known_args(args, namespace)
-        check_unknown(words, self._option_string_actions)
-        return options, words
 
 
 def command(when: str = "") -> Callable[[Run], Callable[..., int]]:

@@ -83,6 +83,7 @@ def test_each_later_source_wins(tmp_path):
 
 
 def test_booleans_lists_and_texts_are_read_from_each_source(tmp_path):
+    assert not load("--use_amp", "False").precision.use_amp
     for word, value in (("true", True), ("false", False)):
         path = written(tmp_path, f"[precision]\ntf32 = {word}\nuse_amp = {word}")
         precision = load("--config", path).precision

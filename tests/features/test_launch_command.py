@@ -106,7 +106,7 @@ NEEDS += "numbers of nodes can keep: a multiple of 24, not"
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--nproc-per-nod 4", "unknown option --nproc-per-nod; did you mean --nproc-per-node?"),
+        ("--nproc-per-nod 4", "unknown key nproc_per_nod on the command line; --help lists"),
         ("-m", "-m: expected one argument; see torchrun --help"),
         ("--nnodes two", "--nnodes=two: invalid literal for int() with base 10"),
         ("--nproc-per-node two", "--nproc-per-node=two must be a number above 0, auto, cpu, or"),

@@ -321,7 +321,7 @@ NEEDS_VALUES = "a plan runs the step on tensors without values, and this one can
         ("--largest_micro_batch", 64, "--largest_micro_batch needs --device or --device_memory_G"),
         ("--world_size 0", 64, "--world_size=0 must be at least 1"),
         ("--world_size 3 --train.global_batch_size 16", 64, "of micro_batch_size 8 x world size 3"),
-        ("--worldsize 8", 64, "unknown option --worldsize; did you mean --world_size?"),
+        ("--worldsize 8", 64, "unknown key worldsize on the command line; --help lists e"),
         ("--world_size 1024 --data.drop_last true", 65, "has 4096 samples, fewer than one global"),
         ("--task.target test_plan:NoData", 65, "no such table"),
         ("--task.target test_plan:CountsPositives", 65, NEEDS_VALUES),

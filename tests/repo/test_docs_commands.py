@@ -16,9 +16,8 @@ from forked import Forked, finish
 from torch.distributed.run import get_args_parser
 
 from benchmarks.__main__ import main as benchmarks
-from dist_amp.commands.__main__ import COMMANDS, OPTIONS, WITH_SETTINGS, check_early
+from dist_amp.commands.__main__ import COMMANDS, WITH_SETTINGS, check_early
 from dist_amp.config.load import load_config
-from dist_amp.config.suggestions import check_unknown
 
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
@@ -238,7 +237,6 @@ def test_a_command_parses_and_its_files_options_and_settings_exist(command, monk
         assert name in COMMANDS
         if name in WITH_SETTINGS:
             check_early(arguments, has_options=name != "train")
-        check_unknown(arguments, OPTIONS.get(name, "").split())
     for word in words:
         if re.match(r"(?:launch|configs|tests)/[\w./]+$", word):
             assert (ROOT / word).exists(), word

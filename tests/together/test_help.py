@@ -19,15 +19,12 @@ SINUSOID = ["--task.target", f"{ROOT}/examples/sinusoid.py:Sinusoid"]
 
 
 @pytest.mark.parametrize("name", [name for name in commands.COMMANDS if name != "bench"])
-def test_every_commands_help_has_its_options_those_that_are_checked_early(name, capsys):
+def test_every_commands_help_works(name, capsys):
     module = importlib.import_module(f"dist_amp.{name}{'.__main__' * (name == 'verify')}")
     assert module.main(["--help"]) == 0
     out, err = capsys.readouterr()
     assert len(out.strip()) > 60
     assert err == ""
-    if name in commands.OPTIONS:
-        options = set(re.findall(r"^  (?:-h, )?(--\w+)", out, re.MULTILINE))
-        assert options == {"--help", *commands.OPTIONS[name].split()}
 
 
 def test_every_benchs_help_works_by_its_name(capsys):
@@ -118,7 +115,6 @@ MISTAKES = {
     "launch --nproc-per-node 2 --standalone --train.stepz 4": "unknown key train.stepz on",
     "launch --optim.lr x --nnodes 2 -m mine": "optim.lr=x on the command line must be a valid",
     "launch --nnodes 2 --config nowhere.toml": "--config nowhere.toml: No such file or direct",
-    "plan --worldsize 8": "unknown option --worldsize; did you mean --world_size?",
 }
 
 
