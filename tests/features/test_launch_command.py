@@ -6,6 +6,7 @@ import signal
 import subprocess
 import threading
 import time
+from argparse import Namespace
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from forked import Forked
 from test_security import listening
 from test_train import wait_for
 from torch.distributed.elastic.metrics.api import MetricData
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -23,7 +25,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from dist_amp.commands import elastic
 from dist_amp.commands import launch as command
-from dist_amp.commands.elastic import Report, RestartRefused, Watch, after_signal, death_of
+from dist_amp.commands.elastic import Report, RestartRefused, Watch, after_signal
 from dist_amp.distributed.process import tell_launcher
 from dist_amp.errors import Failure
 from dist_amp.supervise import preflight
@@ -247,16 +249,6 @@ def test_one_of_several_machines_without_a_gpu_says_so_unless_told_how_many_rank
     assert capsys.readouterr().err.startswith(message)
 
 
-@pytest.mark.parametrize(("nnodes", "status"), [("1", 64), ("2", 0)])
-def test_one_launch_per_task_of_srun_is_refused_unless_it_knows_of_the_nodes(
-    monkeypatch, capsys, agent, nnodes, status
-):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-    assert command.main(["--nproc-per-node=1", f"--nnodes={nnodes}", "-m", "mine"]) == status
-    assert ("SLURM_STEP_NUM_TASKS=2, but" in capsys.readouterr().err) == (status == 64)
-
-
 # ---- how the ranks ended
 
 
@@ -299,11 +291,25 @@ def test_ranks_of_an_elastic_run_that_saved_as_a_node_left_are_restarted(tmp_pat
     assert is_restarted(Watch(tmp_path, 100, elastic=True), 100, 75)
 
 
-def test_a_rank_that_is_killed_or_reports_nothing_is_named():
-    rank = "rank 1 (process 7)"
-    assert death_of(rank, -9).startswith("rank 1 (process 7) was killed by SIGKILL (by the kernel")
-    assert death_of(rank, -40) == "rank 1 (process 7) was killed by signal 40"
-    assert death_of(rank, 3) == "rank 1 (process 7) ended with status 3 and reported nothing"
+@pytest.mark.parametrize(
+    ("exit_code", "status", "message"),
+    [
+        (-9, 1, "was killed by SIGKILL (by the kernel, if the machine ran out of memory)"),
+        (-1, 1, "was killed by SIGHUP"),
+        (3, 3, "ended with status 3 and reported nothing"),
+    ],
+)
+def test_a_rank_that_ends_without_a_report_is_named_and_the_status_is_no_success(
+    exit_code, status, message, tmp_path, monkeypatch
+):
+    def run(options):
+        failure = ProcessFailure(local_rank=1, pid=7, exitcode=exit_code, error_file="none")
+        raise ChildFailedError("stand_in", {1: failure})
+
+    monkeypatch.setattr(elastic.torchrun, "run", run)
+    options = Namespace(log_dir=str(tmp_path), max_restarts=0)
+    end = elastic.run_agent(options, 2, elastic=False)
+    assert end == (status, f"rank 1 (process 7) {message}")
 
 
 def test_a_report_has_the_status_and_the_error_unless_another_module_wrote_the_file(

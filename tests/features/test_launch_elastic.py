@@ -4,7 +4,6 @@ machine; the rendezvous' store is in the test's process, so that any node may be
 
 import json
 import os
-import random
 import signal
 import time
 from pathlib import Path
@@ -132,28 +131,6 @@ def samples(run: Path) -> dict[int, list[list[int]]]:
     return taken
 
 
-def disturb(nodes: Cluster, numbers: random.Random, losses: int, fewest: int) -> list[int]:
-    """Random losses and returns, each after some steps of those that are there; their sizes."""
-    everyone = set(nodes.nodes)
-    sizes = []
-    for _ in range(losses):
-        while True:
-            nodes.wait_for_steps(numbers.randint(1, 4))
-            time.sleep(numbers.uniform(0, 0.5))
-            sizes.append(len(nodes.nodes))
-            gone = sorted(everyone - nodes.nodes.keys())
-            if gone and (len(nodes.nodes) == fewest or numbers.random() < 0.5):
-                nodes.join(numbers.choice(gone))
-            else:
-                nodes.lose(numbers.choice(sorted(nodes.nodes)))
-                break
-    for number in sorted(everyone - nodes.nodes.keys()):
-        nodes.wait_for_steps(2)
-        nodes.join(number)
-    nodes.wait_for_steps()
-    return sizes
-
-
 EXACT = {"parallel.bit_exact": "true", "train.global_batch_size": 16, "checkpoint.every": 10}
 
 
@@ -223,24 +200,6 @@ def test_a_node_that_is_lost_and_one_that_joins_leave_every_bit_as_it_was(cluste
         took.setdefault(record.attempt, set()).add(record.step)
     _, alone, together = took.values()
     assert max(alone) + 1 == min(together)
-
-
-@pytest.mark.slow
-def test_three_nodes_of_which_some_are_lost_and_return_take_the_same_samples(cluster):
-    words = {"train.global_batch_size": 12, "train.steps": 500, "checkpoint.every": 10}
-    words |= {"data.drop_last": "true"}  # else ranks compute samples that count 0 times
-    nodes = cluster("1:3", **words)
-    for number in range(3):
-        nodes.join(number)
-    sizes = disturb(nodes, random.Random(1), losses=5, fewest=1)
-    assert nodes.end() == [0, 0, 0], nodes.output()
-    undisturbed = samples(nodes.through(1))
-    assert {1, 2, 3} <= set(sizes)
-    taken = samples(nodes.run)
-    assert sorted(taken) == list(range(1, 501))
-    for step, attempts in taken.items():
-        for numbers in attempts:
-            assert [numbers] == undisturbed[step], step
 
 
 @pytest.mark.slow

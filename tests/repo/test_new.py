@@ -13,9 +13,7 @@ import pytest
 from conftest import ROOT
 
 from dist_amp.commands import new
-from dist_amp.commands.__main__ import check_early
 from dist_amp.commands.parts import Parts
-from dist_amp.config.load import collect, target_in
 
 CHOICES = {
     "bare": ["--without", "demo,launch,console"],
@@ -94,17 +92,6 @@ def test_readme_configs_and_scripts_name_only_what_is_there(root):
         name = word.strip(".,:;'\"|")
         if name.startswith(("launch/", "configs/", "dist_amp/")) and "=" not in name:
             assert (root / name).exists(), name
-
-
-def test_each_config_trains_a_task_that_is_there(root):
-    for path in (root / "configs").glob("*.toml"):
-        words = ["--config", str(path)]
-        check_early(words, has_options=False)
-        target = target_in(collect(words, {}))
-        module = target.partition(":")[0].replace(".", "/")
-        assert (root / f"{module}.py").exists(), path.name
-    demo = tomllib.loads((root / "configs/demo.toml").read_text())
-    assert demo["task"]["target"] == f"{root.name}.task:Example"
 
 
 def test_a_project_requires_what_this_package_does(made):
