@@ -39,6 +39,7 @@ from dist_amp.supervise.rank_reports import (
     Process,
     busy_seconds,
     is_kept_waiting,
+    main_thread_place,
     ranks_that_hang,
     recorded_collectives,
     where_they_wait,
@@ -663,6 +664,14 @@ def test_a_collective_that_does_not_end_is_noticed_and_a_busy_gpu_is_not(job):
     silent, hanging, text = ranks.seconds(40)
     assert (silent, hanging) == ([], [])
     assert text.startswith("waiting 30")
+
+
+def test_a_rank_stands_in_the_innermost_function_outside_libraries():
+    with ThreadPoolExecutor(1) as pool:
+        place = pool.submit(main_thread_place).result()
+    assert place.startswith("test_a_rank_stands_in_the_innermost_function_outside_libraries (te")
+    assert Heartbeat(0.0, place=place).stands() == f"at the start, in {place}"
+    assert Heartbeat(0.0, step=4).stands() == "in step 5"
 
 
 def test_a_debugger_and_the_lock_of_a_file_keep_a_rank_waiting(tmp_path):
