@@ -19,6 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import wait
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -68,7 +69,7 @@ class Saver(Observer):
         self._planner._cached_plans_key = uuid4().hex  # torch's is shared by all runs of a process
         self._staging: Any = None
         self._unsaved = Unsaved(run)
-        self._written: Any = None  # the folder of the latest that was written
+        self._written: Path | None = None  # the folder of the latest that was written
 
     def save(self, wait: bool) -> None:
         """Save the state; every rank calls it. wait: until it is written. Errors: Failure."""
