@@ -84,9 +84,8 @@ def help_on(asked: str, words: Sequence[str]) -> str:
     """The settings of a section, or those on a word. Errors: ConfigError for none."""
     settings = collect(words)
     # The default task takes seconds to import, so it is left to words that nothing else has.
-    needs_task = "task.target" in settings or asked.startswith("task.args")
-    for task in [task_in(settings)] if needs_task else [None, task_in(settings)]:
-        about = described(json_schema(task))
+    for with_task in ("task.target" in settings or asked.startswith("task.args"), True):
+        about = described(json_schema(task_in(settings) if with_task else None))
         found = [key for key in about if key.startswith(f"{asked}.")]
         # Whole words before parts of words, and names before meanings.
         for around in ("(?<![a-z0-9]){}(?![a-z0-9])", "{}"):

@@ -89,7 +89,10 @@ commands, interrupted, folder = json.load(sys.stdin)
 for words in commands:
     sys.argv = ["dist_amp", *words.split()]
     with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
-        status = main()
+        try:
+            status = main()
+        except SystemExit as end:
+            status = end.code
     answers[words] = status, out.getvalue(), err.getvalue(), "torch" in sys.modules
 for words in interrupted:
     read, write = os.pipe()
@@ -108,6 +111,7 @@ INTERRUPTED = {
     "launch --train.steps 2": "error: stopped by SIGINT before any rank had started",
     "doctor": "error: stopped by SIGINT; nothing was made or changed",
 }
+HELP = "train --help lr"
 MISTAKES = {
     "trian": "there is no command trian; did you mean train?",
     "train --learning_rate 3": "unknown key learning_rate on the command line; did you mean ",
@@ -123,7 +127,7 @@ def answers(tmp_path_factory):
     """{words: exit status, output, errors, whether torch is imported}, of one new process."""
     folder = tmp_path_factory.mktemp("interrupted")
     (folder / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
-    given = json.dumps([["", *MISTAKES], [*INTERRUPTED], str(folder)])
+    given = json.dumps([[HELP, *MISTAKES], [*INTERRUPTED], str(folder)])
     command = [sys.executable, "-c", ANSWERS]
     done = subprocess.run(command, input=given, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -137,6 +141,12 @@ def test_every_mistake_that_needs_no_task_is_answered_without_torch(words, answe
     assert (status, has_torch) == (64, False), err
     assert err.startswith(f"error: {MISTAKES[words]}")
     assert err.count("\n") == 1
+
+
+def test_help_of_a_word_is_answered_without_torch(answers):
+    status, out, _, has_torch = answers[HELP]
+    assert (status, has_torch) == (0, False)
+    assert out.startswith("  --optim.lr FLOAT")
 
 
 @pytest.mark.bad_input("Ctrl-C during the imports")
