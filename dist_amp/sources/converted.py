@@ -181,8 +181,7 @@ class Tables:
                         self.kinds[name].update(map(kind_of, texts))
 
     def of_files(self, files_iterables: Any, **_: Any) -> Iterator[tuple[int, pa.Table]]:
-        """In place of the library's generator."""
-        number = 0
+        """In place of the library's generator of pairs, whose first parts it does not use."""
         for path in (path for paths in files_iterables for path in paths):
             with fsspec.open(path, "rb") as content:
                 for batch in islice(self._batches(content, ""), 1, None):
@@ -191,8 +190,7 @@ class Tables:
                         if name == self.text_column:
                             kinds = {"text"}
                         columns[name] = typed(batch[name], kinds)
-                    yield number, pa.table(columns)
-                    number += 1
+                    yield 0, pa.table(columns)
 
     def _batches(self, content: Any, address: str) -> Iterator[dict[str, tuple[str, ...]]]:
         """{column: texts}, first of no row. address: "" if rows left out have been noted before."""

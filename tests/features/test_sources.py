@@ -181,7 +181,7 @@ def test_an_image_that_can_not_be_decoded_is_named_with_its_file(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "values"),
     [
-        (["1", " 2", "+3"], [1, 2, 3]),
+        (["1", " 2", "+3", str(2**63 - 1)], [1, 2, 3, 2**63 - 1]),
         (["1", "", "NA"], [1.0, None, None]),
         (["1", "2.5", "-1e-3", ".5"], [1.0, 2.5, -0.001, 0.5]),
         (["1", "b"], ["1", "b"]),

@@ -62,6 +62,7 @@ def test_rows_of_a_table_that_do_not_fit_its_header_can_be_left_out_and_are_name
         assert list(all_rows(path, on_bad_sample="skip")) == [{"text": "c", "n": 3}]
         assert fragment in caplog.text
     assert "raise data.on_bad_sample=0.5" in message_of(65, rows_of, path, on_bad_sample=0.5)
+    assert len(all_rows(path, on_bad_sample=0.9)) == 1, "2 of 3 rows may be left out"
 
 
 def test_a_mixture_has_the_lengths_of_its_samples_so_that_they_can_be_grouped():
