@@ -98,7 +98,7 @@ class Watch(metrics.MetricHandler):
                     os.kill(rank, signal.SIGKILL)
 
     def reports(self) -> list[Report]:
-        """Those of this machine's ranks in the latest attempt, in the order of their ends."""
+        """The reports of this machine's ranks in the latest attempt, in the order of their ends."""
         attempts = self.folder.glob("*/attempt_*")
         latest = max(attempts, key=lambda path: path.stat().st_mtime_ns, default=self.folder)
         files = sorted(latest.glob("*/error.json"), key=lambda path: path.stat().st_mtime_ns)
@@ -114,7 +114,7 @@ class Watch(metrics.MetricHandler):
         fails_at_start = report.text and report.at_start and not report.transient and is_first
         if has_stopped or fails_at_start or report.status in FAILS_AGAIN:
             raise RestartRefused
-        why = "" if report.text else ": a rank died without a word, maybe for want of memory"
+        why = "" if report.text else ": a rank ended without a report; did memory run out?"
         number = self._restarts - self._left + 1
         print(f"restart {number} of {self._restarts}{why}", file=sys.stderr, flush=True)
 

@@ -220,7 +220,7 @@ def start(options: Namespace, ranks: int, fewest: int, most: int) -> int:
 
 
 def why_torchrun_failed(error: Exception, at: str, machines: str) -> str:
-    """at: the rendezvous."""
+    """What the rendezvous, or torchrun itself, failed with, in one line. at: the rendezvous."""
     if isinstance(error, RendezvousTimeoutError):
         return f"not all of --nnodes={machines} machines joined the rendezvous at {at} in time"
     if isinstance(error, RendezvousClosedError):

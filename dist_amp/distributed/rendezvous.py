@@ -1,8 +1,8 @@
 """The rendezvous at MASTER_ADDR and MASTER_PORT, which names a rank that does not come.
 
 Each rank sets a key of its own in the store when it joins, and deletes it once the process groups
-are connected. A rank that waits in vain looks at the keys: who has none has not joined, and who
-still has one hangs, or has died, between the two.
+are connected. A rank that waits in vain looks at the keys: a rank without a key has not joined, and
+one that still has its key hangs, or has died, between the two.
 
 Docs: docs/launching.md
 """

@@ -375,7 +375,7 @@ def test_a_death_is_restarted_and_a_wrong_setting_then_ends_the_run_with_its_sta
     done = launch.module("dist_amp.commands.launch", *words, timeout=60)
     assert done.returncode == 64, done.stderr
     assert done.stderr.splitlines() == [
-        "restart 1 of 3: a rank died without a word, maybe for want of memory",
+        "restart 1 of 3: a rank ended without a report; did memory run out?",
         "error: x=1 is wrong",
     ]
 
@@ -415,6 +415,9 @@ def test_a_signal_in_the_middle_of_the_ranks_start_leaves_none_behind(tmp_path, 
 def test_a_second_interrupt_kills_ranks_that_save_but_not_one_that_is_sent_twice(
     monkeypatch, tmp_path
 ):
+    child = subprocess.Popen(["sleep", "60"])
+    assert child.pid in elastic.children()
+    child.kill()
     killed = []
     monkeypatch.setattr(elastic, "children", lambda: [7, 8])
     monkeypatch.setattr(elastic.os, "kill", lambda pid, number: killed.append(pid))
