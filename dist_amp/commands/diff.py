@@ -38,7 +38,7 @@ from dist_amp.diagnostics.trace import (
     hash_samples,
 )
 from dist_amp.distributed.process import random_state, set_random_state
-from dist_amp.errors import CheckpointRejected, ConfigError, DataError
+from dist_amp.errors import CheckpointRejected, ConfigError, DataError, some_of
 from dist_amp.precision import TOLERANCE
 from dist_amp.record import Record
 from dist_amp.supervise.command_line import Parser, columns, command
@@ -299,10 +299,7 @@ def text_of(report: Mapping[str, Any]) -> str:
         for kind in ("parameters", "gradients"):
             modules = hashes[kind]
             text = f"  {kind} differ in {len(modules)} of {hashes['modules']} modules"
-            if modules:
-                more = ", ..." if len(modules) > SHOWN else ""
-                text += f": {', '.join(modules[:SHOWN])}{more}"
-            lines.append(text)
+            lines.append(f"{text}: {some_of(modules, SHOWN)}" if modules else text)
     elif hashes and hashes["modules"]:
         lines.append(f"fingerprints are equal up to step {hashes['equal_until']}")
     elif hashes:

@@ -136,6 +136,13 @@ def test_the_report_names_settings_step_metrics_and_module(trained, diff_of):
     assert report["runs"] == runs
     assert report["settings"] == {"task.args.fault": ["", "scaled_twice"]}
     assert report["data"][0] == report["data"][1] != ""
+    assert diff.relative_difference(1.0, 2.0) == diff.relative_difference(-4.0, -2.0) == 0.5
+
+
+def test_a_damaged_checkpoint_gives_way_to_an_older_one(trained, copied):
+    (copied / "checkpoints/step_00000006/manifest.json").write_text("{")
+    data = report_of(trained(), copied)["data"]
+    assert data[0] == data[1] != ""
 
 
 def test_other_layouts_are_judged_within_rounding(trained):
