@@ -33,6 +33,10 @@ def test_the_state_is_measured_and_the_error_is_read():
     assert "rank 0 ran out of memory in step 1: asked for 7.81 KiB more than the " in str(failure)
     assert f"parameters take {size}, gradients {size}, optimizer state " in str(failure)
     assert "\n" not in str(failure)
+    for parameter in run.model.parameters():
+        parameter.requires_grad_(False)
+    frozen = explained(RuntimeError(f"{ALLOCATING} 8000 bytes."), run)
+    assert f"parameters take {size}, gradients 0 bytes, optimizer state 0 bytes; " in str(frozen)
     error = MemoryError("Unable to allocate 7.00 GiB for an array with shape (1, 2)")  # numpy's
     assert "ran out of memory in step 1: asked for 7.00 GiB more th" in str(explained(error, run))
     other = RuntimeError("expected scalar type Float")
