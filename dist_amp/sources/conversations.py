@@ -39,8 +39,11 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipytho
 SAME_ROLE = {"human": "user", "gpt": "assistant", "model": "assistant"}  # ShareGPT's, Gemma's
 # Keys by which other trainers mark messages that are not learned.
 OTHER_WEIGHTS = {"train", "training", "trainable", "loss", "loss_mask", "mask"}
-# The tag that opens a thought, such as <think> or [THINK], at the end of a prompt.
-OPENS_THOUGHT = re.compile(r"[<\[][\w:|]*(think|thought|reason)\w*[|>\]]+\s*$", re.IGNORECASE)
+# The tag that opens a thought, such as <think> or [THINK], at the end of a prompt; none that closes
+# it, such as <|END_THINKING|>.
+OPENS_THOUGHT = re.compile(
+    r"[<\[](?!\W*end)[\w:|]*(think|thought|reason)\w*[|>\]]+\s*$", re.IGNORECASE
+)
 MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\b")
 ROWS_TO_TRY = 32
 Encoded = tuple[list[int], list[int]]  # token ids, labels

@@ -112,6 +112,14 @@ def test_thoughts_are_learned_with_the_tag_that_a_template_forces(template, tags
             assert learned({"messages": messages}, open_with(template)) == [expected]
 
 
+@pytest.mark.parametrize("tags", [(), OTHER_TAGS], ids=["think", "START_THINKING"])
+def test_an_empty_thought_that_a_template_forces_is_not_learned(tags, open_with):
+    template = FORCED_EMPTY
+    for old, new in tags:
+        template = template.replace(old, new)
+    assert learned({"messages": [HI, TWO]}, open_with(template)) == ["two<|im_end|>\n"]
+
+
 def test_what_a_template_writes_before_an_answer_is_learned_where_the_prompt_lacks_it(open_with):
     (answer,) = learned({"messages": [HI, {**TWO, "thinking": "hmm"}]}, open_with("GPT_OSS"))
     assert answer.startswith("<|channel|>analysis<|message|>hmm<|end|><|start|>assistant")
