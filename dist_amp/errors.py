@@ -99,3 +99,13 @@ def some_of(texts: Sequence[str], most: int = 3) -> str:
 def nearest_name(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Did you mean: the known name most similar to `name`, at least `cutoff` of 1; "" for none."""
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), "")
+
+
+def columns(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Lines of a table with aligned columns, of which the first `left` are left-aligned."""
+    aligned = []
+    for number, column in enumerate(zip(*rows, strict=True)):
+        width = max(map(len, column))
+        align = str.ljust if number < left else str.rjust
+        aligned.append([align(cell, width) for cell in column])
+    return ["  ".join(cells).rstrip() for cells in zip(*aligned, strict=True)]

@@ -38,10 +38,10 @@ from dist_amp.diagnostics.trace import (
     hash_samples,
 )
 from dist_amp.distributed.process import random_state, set_random_state
-from dist_amp.errors import CheckpointRejected, ConfigError, DataError, some_of
+from dist_amp.errors import CheckpointRejected, ConfigError, DataError, columns, some_of
 from dist_amp.precision import TOLERANCE
 from dist_amp.record import Record
-from dist_amp.supervise.command_line import Parser, columns, command
+from dist_amp.supervise.command_line import Parser, command
 
 # What a run's numbers don't depend on, or what differs between any two runs.
 NOT_SETTINGS = ("run.dir",)

@@ -47,12 +47,12 @@ from dist_amp.config.load import load_config
 from dist_amp.config.memory import auto_strategy, capacity_of, size_text
 from dist_amp.config.task_class import build_task
 from dist_amp.config.validate import check_length, check_parallel
-from dist_amp.errors import ConfigError, DataError, Failure, first_line, in_one_line
+from dist_amp.errors import ConfigError, DataError, Failure, columns, first_line, in_one_line
 from dist_amp.scaling.blocks import blocks_of, parameters_in
 from dist_amp.scaling.float32 import to_float32
 from dist_amp.scaling.meta import build_on_ranks
 from dist_amp.settings import Config
-from dist_amp.supervise.command_line import Parser, columns, command
+from dist_amp.supervise.command_line import Parser, command
 from dist_amp.task import build_split
 from dist_amp.world import World
 

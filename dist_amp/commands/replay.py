@@ -33,13 +33,13 @@ from dist_amp.data import Padding
 from dist_amp.diagnostics.nonfinite_replay import find_in_micro_batches
 from dist_amp.diagnostics.trace import Event, Look, class_name, clean_name, recorded_step
 from dist_amp.distributed.process import random_state, set_random_state
-from dist_amp.errors import CheckpointRejected, ConfigError, DataError
+from dist_amp.errors import CheckpointRejected, ConfigError, DataError, columns
 from dist_amp.precision import TOLERANCE
 from dist_amp.record import Record
 from dist_amp.run import ScriptRun, build_run
 from dist_amp.settings import CompileConfig, Config
 from dist_amp.supervise.callbacks import Callbacks
-from dist_amp.supervise.command_line import Parser, columns, command
+from dist_amp.supervise.command_line import Parser, command
 from dist_amp.supervise.environment import edited_since
 from dist_amp.supervise.stop import AgreedStop
 from dist_amp.telemetry.step_report import StepReport

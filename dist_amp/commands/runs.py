@@ -21,10 +21,10 @@ from typing import Any
 from dist_amp.config.load import load_config
 from dist_amp.config.text import flat, to_toml
 from dist_amp.distributed.process import warn
-from dist_amp.errors import DataError
+from dist_amp.errors import DataError, columns
 from dist_amp.files import plain_json
 from dist_amp.record import Record
-from dist_amp.supervise.command_line import Parser, columns, command
+from dist_amp.supervise.command_line import Parser, command
 
 NOT_COMPARED = ("run.dir", "run.resume", "task.target")
 LETTERS = 60  # of a state with its cause in the table; --json has all

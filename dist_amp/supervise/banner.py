@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from dist_amp.config.task_class import GIVEN
+from dist_amp.errors import columns
 from dist_amp.files import present, run_dir
 from dist_amp.run import Run
-from dist_amp.supervise.command_line import columns
 
 
 def print_banner(run: Run) -> None:

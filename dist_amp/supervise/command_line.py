@@ -77,13 +77,3 @@ def exit_status(run: Run, argv: Sequence[str] | None = None, when: str = "") -> 
             return signals.say_stopped(str(stopped), when)
         except SystemExit as reported:  # argparse, after --help; a closed pipe
             return int(reported.code or 0)
-
-
-def columns(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Lines of a table with aligned columns, of which the first `left` are left-aligned."""
-    aligned = []
-    for number, column in enumerate(zip(*rows, strict=True)):
-        width = max(map(len, column))
-        align = str.ljust if number < left else str.rjust
-        aligned.append([align(cell, width) for cell in column])
-    return ["  ".join(cells).rstrip() for cells in zip(*aligned, strict=True)]

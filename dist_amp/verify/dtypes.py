@@ -19,11 +19,11 @@ from dist_amp.config.task_class import build_task
 from dist_amp.data import build_batches
 from dist_amp.diagnostics.trace import TASK, Event, Recorder, clean_name
 from dist_amp.distributed.process import seed_all
+from dist_amp.errors import columns
 from dist_amp.loading.nested import tensors
 from dist_amp.precision import DTYPES, build_precision
 from dist_amp.scaling.meta import build_whole
 from dist_amp.settings import Config
-from dist_amp.supervise.command_line import columns
 from dist_amp.task import Task, build_split
 from dist_amp.world import World, locate
 
