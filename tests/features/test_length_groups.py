@@ -72,7 +72,10 @@ def steps_of(ranks, micro_batch, position, steps):
     of_ranks = []
     for rank in range(ranks):
         world = World(rank, 0, ranks)
-        data = build_batches(DataConfig(), object(), grouping(100, 3), world, seed=0, **sizes)
+        rows = Rows(index=torch.arange(100))
+        rows.lengths = lengths_of(100)
+        settings = DataConfig(group_by_length=3)
+        data = build_batches(settings, object(), rows, world, seed=0, **sizes)
         data.position = position
         of_ranks.append(data)
     assert data.plan.order == "randperm, sorted by length over 3 steps of 12", "in checkpoints"
