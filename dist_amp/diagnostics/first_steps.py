@@ -41,6 +41,11 @@ class FirstSteps(Observer):
         # [parameters]: sums of the norms of this rank's part of the gradients.
         self._gradient_sums = torch.zeros(len(parallel.parameters), device=parallel.state_device)
         warn_of_untrained(run)
+        self._compiles = run.config.compile.blocks and present("scaling.compile")
+        if self._compiles:
+            from dist_amp.scaling.compile import compile_seconds
+
+            self._compile_seconds = compile_seconds()  # of earlier runs in this process
         self._hook = run.optimizer.register_step_pre_hook(self._add_gradients)
 
     def close(self, error: BaseException | None = None) -> None:
@@ -51,11 +56,10 @@ class FirstSteps(Observer):
             self._before = [part.clone() for part in self._sampled()]
 
     def after_step(self, report: StepReport, micro_batches: Sequence[Any]) -> None:
-        compiles = self._run.config.compile.blocks and present("scaling.compile")
-        if self._run.step == self._first_step and compiles:
+        if self._run.step == self._first_step and self._compiles:
             from dist_amp.scaling.compile import say_cost
 
-            say_cost(self._run.world)
+            say_cost(self._run.world, self._compile_seconds)
         if self._run.step == 1:
             warn_of_mean(self._run)
         if not self._moved:

@@ -175,16 +175,22 @@ def keep_code(folder: Path, config: CompileConfig, world: World) -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
 
 
-def say_cost(world: World) -> None:
-    """Say how long this process has compiled, if it has, and torch tells."""
+def compile_seconds() -> float:
+    """How long this process has compiled so far; 0 if it has not, or torch doesn't tell."""
     utils: Any = sys.modules.get("torch._dynamo.utils")
-    if hasattr(utils, "calculate_time_spent"):
-        seconds = utils.calculate_time_spent().get("total_wall_time", 0.0)
-        if seconds:
-            world.say(
-                f"compile.blocks: compiling took {seconds:.1f} s up to the end of the first step; "
-                f"the code is kept in {os.environ['TORCHINDUCTOR_CACHE_DIR']}"
-            )
+    if not hasattr(utils, "calculate_time_spent"):
+        return 0.0
+    return utils.calculate_time_spent().get("total_wall_time", 0.0)
+
+
+def say_cost(world: World, before: float) -> None:
+    """Print how long this process has compiled since `before` seconds, if it has."""
+    seconds = compile_seconds() - before
+    if seconds > 0:
+        world.say(
+            f"compile.blocks: compiling took {seconds:.1f} s up to the end of the first step; "
+            f"the code is kept in {os.environ['TORCHINDUCTOR_CACHE_DIR']}"
+        )
 
 
 def stance(name: str) -> AbstractContextManager[Any]:

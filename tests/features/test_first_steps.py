@@ -5,6 +5,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch._dynamo.utils
 from ranks import on_ranks
 from test_strangers import Mixture
 from tiny import AlwaysNan, Tiny, make_run, parameters_of, take_steps
@@ -16,6 +17,14 @@ from dist_amp.errors import NumericsError
 from dist_amp.world import World
 
 LAYOUTS = [(1, "single"), (2, "ddp"), (2, "fsdp")]
+
+
+def test_a_run_does_not_report_what_earlier_ones_of_its_process_compiled(monkeypatch, capsys):
+    spent = {"total_wall_time": 5.0}
+    monkeypatch.setattr(torch._dynamo.utils, "calculate_time_spent", lambda: spent)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "folder")
+    watched_run(World(), Tiny(), "single", steps=1)
+    assert "compiling took" not in capsys.readouterr().out
 
 
 class Forgotten(Tiny):
