@@ -114,7 +114,6 @@ def load(run: Run, path: Path) -> None:
 def read_state(run: Run, reader: Reader) -> State:
     """The checkpoint's state, laid out as this run's is: what it has of what the run needs."""
     from dist_amp.checkpoint.packed import expected_states
-    from dist_amp.scaling.frozen import expect_checksums
 
     manifest = reader.manifest
     metadata = reader.read_metadata()
@@ -135,7 +134,10 @@ def read_state(run: Run, reader: Reader) -> State:
     if len(size) != 2 or size[0] != manifest.world_size or size[1] < 3:
         raise CheckpointRejected(f".metadata has interval of {list(size)}, not a row per rank")
     state["interval"] = torch.zeros(size, dtype=torch.float64)
-    expect_checksums(state, run.parallel.module, metadata, reader.folder)
+    if "frozen" in saved or any(not p.requires_grad for p in run.parallel.module.parameters()):
+        from dist_amp.scaling.frozen import expect_checksums
+
+        expect_checksums(state, run.parallel.module, metadata, reader.folder)
     check_fit(reader.folder, manifest, metadata, state, group_sizes(run))
     state |= expected_states(run, metadata.state_dict_metadata, manifest.world_size)
     read_into(state, reader, run.world)

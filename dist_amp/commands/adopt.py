@@ -23,14 +23,17 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     root, record = find_project()
     added, removed = ",".join(options.features), ",".join(options.remove)
-    present = set(record["features"])
-    if present.intersection(added.split(",")) or set(filter(None, removed.split(","))) - present:
+    has = record["features"]
+    if there := [name for name in added.split(",") if name in has]:
         raise ConfigError(
-            f"adopt {added} --remove {removed}: the project has {', '.join(sorted(present))}; add "
-            f"others, remove these, or bring back a deleted file: git checkout {BRANCH} -- FILE"
+            f"adopt {there[0]}: the project has it already; leave it out, or bring back a file "
+            f"that you deleted: git checkout {BRANCH} -- FILE"
         )
-    if not (added or removed):
-        raise ConfigError("adopt: name a feature to add, or one to --remove")
+    missing = [name for name in removed.split(",") if name and name not in has]
+    if missing or not (added or removed):
+        raise ConfigError(
+            f"adopt: name a feature to add, or one to --remove that it has: {', '.join(has)}"
+        )
     return make_again(root, record, record["commit"], added, removed)
 
 

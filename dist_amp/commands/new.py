@@ -17,12 +17,17 @@ import tempfile
 import tomllib
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from importlib import metadata
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from string import Template
 from typing import Any
 
 import tomli_w
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import dist_amp
 from dist_amp.commands.parts import Parts, closure, imports_of, parse
@@ -33,6 +38,11 @@ from dist_amp.files import shipped_folder
 from dist_amp.supervise.command_line import Parser, command
 
 DEFAULT = ("console", "demo", "explain", "launch", "watchdog")
+# Imported names that differ from the distribution's.
+DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "pynvml": "nvidia-ml-py"}
+DISTRIBUTIONS |= {"mlflow": "mlflow-skinny"}
+ALWAYS = {"torch", "tensorboard", "numpy"}  # torch imports the others
+FOR_TESTS = {"pytest", "pytest-xdist", "ruff", "mypy"}
 TEMPLATES = {
     "gitignore.in": ".gitignore",
     "init.py.in": "$name/__init__.py",
@@ -109,13 +119,17 @@ def check_name(target: Path, root: Path) -> None:
     if target.exists():
         raise ConfigError(f"new {target}: this exists; use another name, or remove it")
     is_name = name.isascii() and name.isidentifier() and not keyword.iskeyword(name)
-    spec = find_spec(name) if is_name else None
-    places = [root / name, root / f"tests/{name}.py", root / f"tests/{name}"]
-    is_taken = name == "runs" or (spec and spec.origin) or any(place.exists() for place in places)
-    if not is_name or is_taken:
+    if not is_name:
         raise ConfigError(
-            f"new {target}: a package's name has letters, digits and _, and is no word of Python, "
-            "no other module and nothing else in a project; use one such as my_project"
+            f"new {target}: a package's name has letters, digits and _, and is no word of Python; "
+            f"use one such as my_{name.replace('-', '_').lower().strip('_')}"
+        )
+    spec = find_spec(name)
+    places = [root / name, root / f"tests/{name}.py", root / f"tests/{name}"]
+    if name == "runs" or (spec and spec.origin) or any(place.exists() for place in places):
+        raise ConfigError(
+            f"new {target}: {name} is the name of a module, or of something in each project; use "
+            f"another, such as my_{name}"
         )
 
 
@@ -189,14 +203,14 @@ def write_project(
             if "target" not in tomllib.loads(text).get("task", {}):
                 text += f'\n[task]\ntarget = "{name}.task:{record["task"]}"\n'
             (folder / "configs" / path.name).write_text(text, encoding="utf-8")
-    # A project requires what this package does: fewer packages would save little beside torch.
     pyproject = (root / "pyproject.toml").read_text(encoding="utf-8")
-    requirements = pyproject[pyproject.index("dependencies = [") : pyproject.index("docs = [")]
+    dependencies, extras = requirements(folder, task, tomllib.loads(pyproject)["project"])
     tools = pyproject[pyproject.index("[tool.pytest") : pyproject.index("[dependency-groups]")]
     words = {
         "name": name,
         "task": record["task"],
-        "requirements": requirements.replace("dist_amp[", f"{name}["),
+        "requirements": tomli_w.dumps({"dependencies": dependencies}),
+        "extras": tomli_w.dumps(extras),
         "record": tomli_w.dumps(record),
         "tools": tools.replace(', "examples"]', "]").rstrip(),
         "features": "\n".join(
@@ -208,6 +222,11 @@ def write_project(
         text = (root / "template" / template).read_text(encoding="utf-8")
         target = folder / Template(file).substitute(words)
         target.write_text(Template(text).substitute(words), encoding="utf-8")
+    needed = needed_by([*dependencies, *chain(*extras.values())])
+    pins = (root / "launch/constraints.txt").read_text(encoding="utf-8").splitlines()
+    lines = ["# The versions that dist_amp was tested with, of what pyproject.toml requires."]
+    lines += [line for line in pins if line[0] != "#" and distribution(line) in needed]
+    (folder / "launch/constraints.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def tests_of(tests: Path, parts: Parts, features: Sequence[str]) -> set[Path]:
@@ -234,6 +253,57 @@ def is_usable(config: str, parts: Parts, files: Iterable[str]) -> bool:
         if sections.get(section, {}).get(name, free[0]) not in free:
             named.add(f"dist_amp/{feature.replace('.', '/')}.py")
     return named.issubset(files)
+
+
+def requirements(
+    folder: Path, task: Path, ours: dict[str, Any]
+) -> tuple[list[str], dict[str, list[str]]]:
+    """(dependencies, extras) of this package's that a project's code imports."""
+    paths = [path for path in folder.rglob("*.py") if "tests" not in path.parts]
+    used = ALWAYS.union(*(distributions(imports_of(path)) for path in paths))
+    optional = ours["optional-dependencies"]
+    extras = {
+        extra: lines
+        for extra, lines in optional.items()
+        if extra not in ("test", "bench") and used & set(map(distribution, lines))
+    }
+    first, *for_tests = optional["test"]  # dist_amp[hf,...], and others
+    tests = [line for line in for_tests if distribution(line) in used | FOR_TESTS]
+    tests += [
+        line for extra in extras if extra in Requirement(first).extras for line in extras[extra]
+    ]
+    known = map(distribution, [*ours["dependencies"], *chain(*optional.values())])
+    of_task = sorted(distributions(imports_of(task)).difference(known))
+    dependencies = [line for line in ours["dependencies"] if distribution(line) in used]
+    return [*dependencies, *of_task], {**extras, "test": tests}
+
+
+def distributions(imports: Iterable[str]) -> set[str]:
+    """The distributions of modules' dotted names, but for dist_amp and Python's own."""
+    modules = {name.partition(".")[0] for name in imports}
+    modules -= {"dist_amp", *sys.stdlib_module_names}
+    return {canonicalize_name(DISTRIBUTIONS.get(name, name)) for name in modules}
+
+
+def distribution(requirement: str) -> str:
+    return canonicalize_name(Requirement(requirement).name)
+
+
+def needed_by(requirements: Iterable[str]) -> set[str]:
+    """Names of what these need, directly or not, as far as it is installed here."""
+
+    def needs(line: str) -> list[str]:
+        user = Requirement(line)
+        found = []
+        with suppress(metadata.PackageNotFoundError):
+            for need in metadata.requires(user.name) or ():
+                marker = Requirement(need).marker
+                extras = ("", *user.extras)
+                if marker is None or any(marker.evaluate({"extra": extra}) for extra in extras):
+                    found.append(need)
+        return found
+
+    return {distribution(line) for line in closure(requirements, needs)}
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
 from dist_amp.distributed.signals import ignore_stop_signals
 from dist_amp.errors import ConfigError, some_of
 from dist_amp.supervise.command_line import Parser, command
@@ -99,6 +101,8 @@ def make_again(
         print(run_new(source, made, record["name"], *words), end="")
         git(root, "fetch", "--quiet", str(made / record["name"]), "main")
     new = tomllib.loads(git(root, "show", "FETCH_HEAD:pyproject.toml"))["tool"]["dist_amp"]
+    if Version(new["version"]) < Version(record["version"]):
+        raise is_newer(record, f"version {record['version']}")
     return merge(root, f"dist_amp {new['version']} with {', '.join(new['features'])}")
 
 
@@ -111,10 +115,7 @@ def cloned(record: dict[str, Any], commit: str, folder: Path) -> Path:
         raise ConfigError(f"{error}; {SOURCE}") from None
     made_from = record["commit"] or "HEAD"
     if run_git(folder, "merge-base", "--is-ancestor", made_from, "HEAD").returncode:
-        raise ConfigError(
-            f"the project was made from commit {made_from[:7]}, which is newer than "
-            f"{record['source']}, or not in its history; update that, or {SOURCE}"
-        )
+        raise is_newer(record, f"commit {made_from[:7]}")
     return folder
 
 
@@ -127,6 +128,13 @@ def run_new(source: Path, folder: Path, *words: str) -> str:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise ConfigError(f"source {source}: {reason.removeprefix('error: ')}")
     return done.stdout
+
+
+def is_newer(record: dict[str, Any], made_from: str) -> ConfigError:
+    return ConfigError(
+        f"the project was made from {made_from}, which is newer than {record['source']}, or not in "
+        f"its history; update that, or {SOURCE}"
+    )
 
 
 def merge(root: Path, title: str) -> int:

@@ -9,14 +9,9 @@ import tomllib
 import built_wheel
 import pytest
 from conftest import ROOT
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
+from dist_amp.commands.new import distribution, distributions
 from dist_amp.commands.parts import imported, parse
-
-# Imported names that differ from the distribution's.
-DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "pynvml": "nvidia-ml-py"}
-DISTRIBUTIONS |= {"mlflow": "mlflow-skinny"}
 
 # Which extra each optional module is for.
 NEEDS_EXTRA = {
@@ -30,17 +25,6 @@ ASKS_FOR_EXTRA = {
     "float8": ["float8"],
     "plot": ["plot"],
 }
-
-
-def distribution(requirement):
-    return canonicalize_name(Requirement(requirement).name)
-
-
-def distributions(imports):
-    """The distributions of modules' dotted names, but for dist_amp and Python's own."""
-    modules = {name.partition(".")[0] for name in imports}
-    modules -= {"dist_amp", *sys.stdlib_module_names}
-    return {canonicalize_name(DISTRIBUTIONS.get(name, name)) for name in modules}
 
 
 def declared(*extras):

@@ -231,6 +231,12 @@ def made_by_a_newer_commit(project, source):
     git(source, "reset", "--quiet", "--hard", "HEAD^")
 
 
+def made_by_a_newer_version(project, source):
+    shutil.rmtree(source / ".git")
+    edit(project / "pyproject.toml", 'version = "0.1.0"\ncommit', 'version = "99.0"\ncommit')
+    amend(project)
+
+
 def source_is_gone(project, source):
     shutil.rmtree(source)
 
@@ -261,15 +267,16 @@ BAD = [
     (uncommitted, update, "", "has changes in README.md; commit or stash them"),
     (on_its_branch, adopt, "muon", "switch to your own branch"),
     (made_by_a_newer_commit, update, "", "is newer than"),
+    (made_by_a_newer_version, update, "", "made from version 99.0, which is newer than"),
     (source_is_gone, update, "", "does not exist; say where dist_amp is by `source` under"),
     (source_has_a_broken_feature, update, "", "muon.py: invalid syntax"),
     (file_in_the_way, adopt, "muon", "would be overwritten by merge: dist_amp/optimizers/muon.py"),
     (no_branch, update, "", "git fetch origin dist_amp:dist_amp"),
     (no_git, update, "", "not a git repository"),
-    (nothing, adopt, "", "adopt: name a feature to add, or one to --remove"),
+    (nothing, adopt, "", "adopt: name a feature to add, or one to --remove that it has: "),
     (nothing, adopt, "emma", "there is no feature emma; did you mean ema?"),
-    (nothing, adopt, "ema", "adopt ema --remove : the project has console, demo, ema, "),
-    (nothing, adopt, "--remove muon", "adopt  --remove muon: the project has console, "),
+    (nothing, adopt, "ema", "adopt ema: the project has it already"),
+    (nothing, adopt, "--remove muon", "or one to --remove that it has: "),
     (nothing, adopt, "slurm --remove launch", "launch is needed by "),
 ]
 
