@@ -65,7 +65,17 @@ class Store:
         return content
 
     def write(self, name: str, content: bytes) -> None:
-        self.fs.pipe_file(self.path(name), content)
+        if "file" in self.fs.protocol:
+            os.replace(self._written_beside(name, content), self.path(name))
+        else:
+            self.fs.pipe_file(self.path(name), content)
+
+    def _written_beside(self, name: str, content: bytes) -> str:
+        """A new local file to be renamed to `name`: its readers find all of the content."""
+        self.fs.makedirs(os.path.dirname(self.path(name)), exist_ok=True)
+        temporary = self.path(f".{uuid4().hex}")
+        Path(temporary).write_bytes(content)
+        return temporary
 
     def create(self, name: str, content: bytes) -> bool:
         """Write a file unless it exists, which the store decides: of two writers one succeeds.
@@ -74,9 +84,11 @@ class Store:
         """
         try:
             if "file" in self.fs.protocol:  # where fsspec looks first and writes then
-                self.fs.makedirs(os.path.dirname(self.path(name)), exist_ok=True)
-                with open(self.path(name), "xb") as file:
-                    file.write(content)
+                temporary = self._written_beside(name, content)
+                try:
+                    os.link(temporary, self.path(name))
+                finally:
+                    os.remove(temporary)
             else:
                 self.fs.pipe_file(self.path(name), content, mode="create")
         except FileExistsError:

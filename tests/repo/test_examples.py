@@ -12,7 +12,7 @@ from messages import message_of
 from benchmarks.amp import EXPERIMENTS
 from dist_amp.checkpoint.compatibility import settings_of
 from dist_amp.config.load import load_config
-from dist_amp.config.task_class import build_task
+from dist_amp.config.task_class import build_task, find_task
 from dist_amp.record import Record
 from dist_amp.settings import Config
 from dist_amp.train import main
@@ -60,15 +60,16 @@ def test_an_example_is_short_and_learns_by_its_own_command(path, tmp_path, monke
     assert losses[-1] < 0.95 * losses[0]
 
 
-@pytest.mark.bad_input("`task.target` names a task that is in `examples/` now")
 @pytest.mark.parametrize("name", MOVED)
-def test_the_old_name_of_a_task_that_moved_is_refused_with_the_new_one(name, tmp_path):
+def test_the_old_name_of_a_task_that_moved_to_the_examples_finds_it(name, tmp_path, monkeypatch):
     old = f"dist_amp.tasks.{name}"
     new = f"examples/{name.replace(':', '.py:')}"
-    message = message_of(64, load_config, ["--task.target", old], {})
-    assert f"give --task.target {new}, in a clone" in message
+    monkeypatch.chdir(ROOT)
+    assert find_task(old) is find_task(new)
     (tmp_path / "config.toml").write_text(f'[task]\ntarget = "{old}"\n')
     assert settings_of(tmp_path, Config())["task.target"] == new
+    monkeypatch.chdir(tmp_path)
+    assert "there is no file examples/" in message_of(64, find_task, old)
 
 
 # ---- the sinusoid ----

@@ -172,7 +172,7 @@ def test_what_can_not_be_exported_is_refused_in_one_line(folder, capsys):
     (folder / "full").mkdir()
     (folder / "full/thesis.txt").touch()
     capsys.readouterr()
-    assert "--merge needs a model with adapters of peft" in refused("--merge")
+    assert "--merge: this model has no adapters of peft" in refused("--merge")
     assert "--merge is for --format hf" in refused("--merge --format safetensors")
     assert "holds other files, and would be replaced" in refused("--out full")
     assert (folder / "full/thesis.txt").exists()
