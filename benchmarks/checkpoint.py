@@ -43,7 +43,7 @@ def main(run: Run) -> None:
         waits[kind].append(time.perf_counter() - started)
         if (write := run.saver.pending) is not None:
             steps_while_writing.append(step_seconds(run))
-            write.result()
+            write.wait()
         written = all_checkpoints(run.folder)
         if not written:
             raise Failure(f"no checkpoint was written to run.dir={run.folder}; free some space")
