@@ -243,7 +243,12 @@ class ReduceScatter:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: Any = None
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
     ) -> None:
         output_tensor.copy_(tree_sum(exchanged(input_tensor, group.size(), group)))
         if self._replicas == 1:

@@ -115,7 +115,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def integrity_error(folder: Path, part: int = 0, parts: int = 1) -> str:
-    """Why it is not valid, or "". Of so many parts of the work this call does one, for ranks.
+    """Why it is not valid, or "". Ranks share the work: this call does `part` of `parts`.
 
     A file belongs to the rank that wrote it, whose node may still have it; such as __3_0.distcp.
     """

@@ -155,7 +155,7 @@ def draws_random_numbers(run: Record) -> bool:
 
 
 def rounding(settings: Sequence[Mapping[str, Any]]) -> float:
-    """By how much losses and norms of two layouts with these settings may differ, relatively."""
+    """Largest relative difference of losses and norms between two layouts with these settings."""
     used = [each["precision.dtype"] for each in settings if each["precision.use_amp"]]
     return max(TOLERANCE[dtype] for dtype in ("fp32", *used))
 

@@ -212,14 +212,14 @@ def start(options: Namespace, ranks: int, fewest: int, most: int) -> int:
         except (AssertionError, ValueError) as error:  # as for an unknown --rdzv-backend
             raise ConfigError(f"torchrun refuses its options: {first_line(error)}") from error
         except Exception as error:
-            raise Failure(why_torchrun_failed(error, at, options.nnodes)) from error
+            raise Failure(reason_torchrun_failed(error, at, options.nnodes)) from error
     del store
     if line:
         print(f"error: {line}", file=sys.stderr, flush=True)
     return status
 
 
-def why_torchrun_failed(error: Exception, at: str, machines: str) -> str:
+def reason_torchrun_failed(error: Exception, at: str, machines: str) -> str:
     """What the rendezvous, or torchrun itself, failed with, in one line. at: the rendezvous."""
     if isinstance(error, RendezvousTimeoutError):
         return f"not all of --nnodes={machines} machines joined the rendezvous at {at} in time"

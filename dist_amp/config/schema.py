@@ -33,7 +33,7 @@ class Generator(GenerateJsonSchema):
 
 
 def json_schema(task: type | None = None) -> Schema:
-    """Of config files, as draft 2020-12; with the arguments of a task if it is given."""
+    """JSON Schema of config files, draft 2020-12; with the arguments of a task if it is given."""
     schema = adapter(Config).json_schema(schema_generator=Generator)
     inherited = adapter(SourceConfig).json_schema()["properties"]  # pydantic leaves these out
     for table in schema["$defs"].values():

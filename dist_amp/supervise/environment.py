@@ -127,7 +127,7 @@ def versions() -> dict[str, str]:
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Those of torch, NCCL, Slurm or a run, without passwords."""
+    """The variables of torch, NCCL, Slurm or a run, without passwords."""
     names = [name for name in environ if FAMILIES.match(name) or name in NAMES]
     return {name: masked(environ[name]) for name in sorted(names)}
 

@@ -27,7 +27,7 @@ from dist_amp.run import Run, ScriptRun, build_run, run_folder
 from dist_amp.settings import Config
 from dist_amp.supervise.banner import closing_table, print_banner, print_next_command
 from dist_amp.supervise.preflight import check_run, make_folder, only_live_run
-from dist_amp.supervise.stop import AgreedStop, how_to_continue
+from dist_amp.supervise.stop import AgreedStop, next_command_text
 from dist_amp.telemetry.startup import Startup
 from dist_amp.world import World
 
@@ -295,7 +295,7 @@ def close_preempted(run: Run, stop: AgreedStop) -> int:
     then = "checkpoint.every=off, so nothing was saved"
     if run.config.checkpoint.every != "off":
         status = SAVED_AND_STOPPED
-        then = how_to_continue(run)
+        then = next_command_text(run)
     if run.world.is_main:
         write_summary(run.folder, run, "preempted", status, cause)
     run.world.say(f"stopped after step {run.step} by {cause}; {then}")

@@ -171,8 +171,8 @@ def ranks_that_hang(beats: Heartbeats) -> list[int]:
     return hanging
 
 
-def where_they_wait(beats: Heartbeats, processes: Sequence[Process]) -> str:
-    """In which collective most ranks wait, and what the other ranks do; "" if nobody waits."""
+def summary_of_waits(beats: Heartbeats, processes: Sequence[Process]) -> str:
+    """Names the collective in which most ranks wait, and what other ranks do; "" if none waits."""
     waits = collectives_in_wait(beats)
     if not waits:
         return ""

@@ -120,8 +120,8 @@ class AgreedStop:
         self._interval = max(1, min(most, int(SECONDS_BETWEEN / max(seconds, 1e-6))))
 
 
-def how_to_continue(run: Run) -> str:
-    """By the command that started this run, where it alone started all ranks."""
+def next_command_text(run: Run) -> str:
+    """How to continue: the command that started this run, if it alone started all ranks."""
     words = shlex.split(os.environ.get("DIST_AMP_COMMAND", "")) or sys.orig_argv
     ranks = 1
     if "TORCHELASTIC_RUN_ID" in os.environ:

@@ -46,7 +46,7 @@ from dist_amp.supervise.rank_reports import (
     is_one_missing,
     main_thread_place,
     ranks_that_hang,
-    where_they_wait,
+    summary_of_waits,
 )
 
 ANSWER_SECONDS = 5.0  # how long a rank that ends waits for its main thread or for other ranks
@@ -205,7 +205,7 @@ class Watchdog:
             self._named = beat
             what = "a missing rank does nothing" if beat.may_wait_long else "this lasts"
             end = f"the run ends if {what} for run.timeout_seconds={self._timeout:g}"
-            where = where_they_wait(beats, self._processes)
+            where = summary_of_waits(beats, self._processes)
             print(f"warning: {where}; {end}", file=sys.stderr, flush=True)
 
     # --- once something has happened
@@ -223,7 +223,7 @@ class Watchdog:
             are_dead = all(self._processes[rank].is_dead for rank in silent)
             faults = ((silent, DIED if are_dead else SILENT), (hanging, fault))
             parts = [f"rank {self._names(ranks)} {text}" for ranks, text in faults if ranks]
-            where = where_they_wait(beats, self._processes)
+            where = summary_of_waits(beats, self._processes)
             parts += [where] if where else [beats[rank].stands() for rank in hanging]
             verdict = Verdict(silent, hanging, "; ".join(parts))
         first = self._store.compare_set("verdict", "", pickle.dumps(tuple(verdict)))
@@ -247,8 +247,7 @@ class Watchdog:
             store = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             return Transient(
                 f"rank {self._names([0])} and the store on its machine at {store} do not answer: "
-                f"it or its launcher has ended or is stopped, or its machine or the network to it "
-                f"is down {got}"
+                f"it, its launcher or its machine has stopped, or the network is down {got}"
             )
         self._to_kill = verdict.silent
         return Transient(f"{verdict.text} {got}") if verdict.text else error

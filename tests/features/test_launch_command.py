@@ -361,7 +361,7 @@ def test_after_a_signal_the_ranks_own_status_counts_and_one_that_did_not_save_is
     ],
 )
 def test_what_torchrun_fails_with_is_one_line(error, message):
-    text = command.why_torchrun_failed(error, "here:1", "2")
+    text = command.reason_torchrun_failed(error, "here:1", "2")
     assert text.startswith(message)
     assert "\n" not in text
 

@@ -42,7 +42,7 @@ from dist_amp.supervise.rank_reports import (
     main_thread_place,
     ranks_that_hang,
     recorded_collectives,
-    where_they_wait,
+    summary_of_waits,
 )
 from dist_amp.supervise.stop import AgreedStop
 from dist_amp.supervise.watchdog import Watchdog
@@ -124,7 +124,7 @@ PROCESSES = [Process(f"host-{rank // 8}", 100 + rank, "") for rank in range(64)]
     ],
 )
 def test_the_line_says_in_which_collective_the_ranks_wait_and_what_the_others_do(beats, line):
-    assert where_they_wait(dict(enumerate(beats)), PROCESSES) == line
+    assert summary_of_waits(dict(enumerate(beats)), PROCESSES) == line
 
 
 class CountingStore:
@@ -192,8 +192,10 @@ def test_a_rank_whose_store_does_not_answer_names_rank_0_and_what_may_be_wrong(m
     ranks = watchdog_of(World(), seconds=0.4)
     ranks._rank, ranks._processes = 1, PROCESSES[:2]
     text = str(ranks.explain(RuntimeError(TIMED_OUT)))
-    said = "rank 0 (process 100 on host-0) and the store on its machine at 10.0.0.1:29400 do not "
-    assert text.startswith(f"{said}answer: it or its launcher has ended or is stopped, or its ")
+    assert text.startswith(
+        "rank 0 (process 100 on host-0) and the store on its machine at 10.0.0.1:29400 do not "
+        "answer: it, its launcher or its machine has stopped, or the network is down "
+    )
     assert text.endswith(f" (rank 1 (process 101 on host-0) got: {TIMED_OUT})")
 
 

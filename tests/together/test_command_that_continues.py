@@ -11,7 +11,7 @@ import pytest
 from test_train import summary_of
 from tiny import Tiny, make_run
 
-from dist_amp.supervise.stop import how_to_continue
+from dist_amp.supervise.stop import next_command_text
 
 STOPS = """import os, signal
 from tiny import Tiny
@@ -50,7 +50,7 @@ def test_the_command_that_continues_is_the_one_that_started_with_the_runs_folder
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "orig_argv", started.format(tmp_path).split())
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", SimpleNamespace(name="dist_amp.train"))
-    assert how_to_continue(run) == said
+    assert next_command_text(run) == said
 
 
 @pytest.mark.slow
