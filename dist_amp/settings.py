@@ -77,11 +77,7 @@ class SourceConfig(Section):
     """
     path: str = "off"
     """In place of a name: a file, folder or glob, local or at an address that fsspec supports, such
-    as s3://bucket/*.parquet.
-    """
-    format: Literal["auto", "text", "json", "csv", "parquet", "images", "saved", "tokens"] = "auto"
-    """The format of `path`. saved: a folder written by save_to_disk; tokens: by dist_amp.tokenize;
-    auto: inferred from file names and contents.
+    as s3://bucket/*.parquet. The files' endings tell their format.
     """
     split: str = "train"
     """The split to train on."""
@@ -387,9 +383,9 @@ class Config(Section):
 # Settings that may differ after a resume: they change where and how fast a run computes, not what.
 FREE_TO_CHANGE = (
     *("run.", "eval.", "checkpoint.", "metrics.", "debug.", "compile."),
-    *("data.name", "data.path", "data.format", "data.split", "data.validation_split"),
+    *("data.name", "data.path", "data.split", "data.validation_split"),
     *("data.tokenizer", "data.workers", "data.view", "data.streams"),
-    "data.on_bad_sample",
+    *("data.on_bad_sample", "data.format"),  # the latter in configs of earlier versions
     *("parallel.strategy", "parallel.replicas", "parallel.accumulate_reduce"),
     *("parallel.activation_checkpointing", "parallel.cpu_offload", "parallel.bit_exact"),
     *("train.steps", "train.micro_batch_size", "train.accumulation_steps"),

@@ -31,11 +31,11 @@ BUDGETS = {
     "lines loaded by `import dist_amp.step`": (4_000, 4_270),
     "lines loaded by `import dist_amp.train`": (7_500, 8_350),
     "lines of core, with what it imports in functions": (8_000, 10_050),
-    "lines of the package": (21_000, 28_850),
+    "lines of the package": (21_000, 28_835),
     "files of the package": (130, 168),
     "lines of the tests": (24_000, 34_110),
     "words of the docs": (13_000, 13_000),
-    "settings": (75, 86),
+    "settings": (75, 75),
 }
 
 
@@ -209,7 +209,8 @@ def figures() -> dict[str, int]:
     found["lines of the tests"] = line_count((ROOT / "tests").rglob("*.py"))
     docs = (ROOT / "docs").glob("*.md")
     found["words of the docs"] = sum(len(page.read_text().split()) for page in docs)
-    found["settings"] = len(flat(to_toml(load_config([], environ={}))))
+    keys = flat(to_toml(load_config([], environ={})))
+    found["settings"] = sum(not key.startswith("task.args.") for key in keys)  # those are a task's
     return found
 
 

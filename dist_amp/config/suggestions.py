@@ -8,6 +8,7 @@ from dist_amp.errors import nearest_name
 
 # Removed settings, and what to do now.
 REMOVED = {
+    "data.format": "the files' endings tell it; rename them, or name links to them, as *.jsonl",
     "data.revision": "append it to data.name, as user/name@REVISION",
     "data.validation_fraction": "set data.validation_split to it",
     "data.mix_by": "the weights of a mixture count rows; remove it",

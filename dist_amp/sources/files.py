@@ -22,10 +22,13 @@ log = logging.getLogger(__name__)
 
 # A file's ending -> its format.
 FORMATS = {
-    **dict.fromkeys((".txt", ".md", ".py"), "text"),
+    **dict.fromkeys((".txt", ".md", ".rst", ".tex", ".html"), "text"),
+    **dict.fromkeys(
+        (".py", ".c", ".h", ".cpp", ".cu", ".java", ".js", ".ts", ".go", ".rs"), "text"
+    ),
     **dict.fromkeys((".json", ".jsonl"), "json"),
     ".csv": "csv",
-    ".tsv": "tsv",  # data.format=csv
+    ".tsv": "tsv",
     ".parquet": "parquet",
     **dict.fromkeys((".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp"), "images"),
 }
@@ -80,12 +83,10 @@ def find_files(config: SourceConfig) -> Files:
         )
     marks = [mark for name, mark in MARKS.items() if posixpath.join(root, name) in sizes]
     if is_folder and marks:
-        if config.format not in ("auto", marks[0]):
-            raise contradiction(config, f"a folder of the format {marks[0]}")
         return Files(fs, root, marks[0], {}, 0, rest)
     names = {path: posixpath.basename(path).lower() for path in sizes}
     tables = []
-    if config.format in ("auto", "images") and any(format_of(path) == "images" for path in sizes):
+    if any(format_of(path) == "images" for path in sizes):
         tables = sorted(path for path in sizes if names[path] in LABEL_TABLES)
     paths = sorted(sizes.keys() - {*tables})
     data = [path for path in paths if not COMPANION.match(names[path])]
@@ -154,28 +155,14 @@ def local_files(root: str) -> Iterator[str]:
 def of_one_format(config: SourceConfig, paths: list[str], is_folder: bool) -> tuple[str, list[str]]:
     """(the format, the files of it); in a folder, files with unknown endings are left out."""
     formats = {path: format_of(path) for path in paths}
-    if config.format == "auto":
-        chosen = [path for path in paths if formats[path] or not is_folder]
-    else:
-        named = {"csv", "tsv"} if config.format == "csv" else {config.format}
-        chosen = [path for path in paths if formats[path] in named]
-        chosen = chosen or [path for path in paths if not formats[path]]
-        if not chosen or config.format in MARKS.values():
-            raise contradiction(config, f"files such as {paths[0]}")
-    found = {formats[path] or config.format for path in chosen}
-    if len(found) == 1 and found != {"auto"}:
+    chosen = [path for path in paths if formats[path] or not is_folder]
+    found = {formats[path] for path in chosen}
+    if len(found) == 1 and found != {""}:
         return found.pop(), chosen
     raise DataError(
         f"data.path={config.path} must name files of one format; known endings are "
         f"{' '.join(FORMATS)}, also followed by {' '.join(sorted(COMPRESSED))}: give a glob such "
-        "as *.jsonl, or set data.format"
-    )
-
-
-def contradiction(config: SourceConfig, found: str) -> ConfigError:
-    return ConfigError(
-        f"data.format={config.format} contradicts data.path={config.path}, which is {found}; leave "
-        "it out"
+        "as *.jsonl, or rename the files, or name links to them with such an ending"
     )
 
 

@@ -64,7 +64,7 @@ def token_documents(data: DataConfig, split: str, tokenizer: Tokenizer, rows: An
                 f"data.tokenizer={data.tokenizer} ({other.identity}) is not the task's, "
                 f"{tokenizer.name} ({tokenizer.identity}); leave data.tokenizer out"
             )
-    if data.format == "tokens" or (data.format == "auto" and holds_tokens(data.path)):
+    if holds_tokens(data.path):
         for name in ROW_SETTINGS:
             if (value := getattr(data, name)) != getattr(DataConfig, name):
                 raise ConfigError(

@@ -115,12 +115,6 @@ def test_a_file_in_a_zip_archive_is_read(tmp_path):
     assert all_rows(f"zip://inside/*.jsonl::{tmp_path}/all.zip")["text"][:] == TEXTS
 
 
-def test_data_format_reads_unknown_endings_and_chooses_among_known_ones(tmp_path):
-    write(tmp_path, {"rows.log": LINES, "other.csv": "text\nfrom a table\n", "rows.txt": "a"})
-    assert all_rows(tmp_path / "rows.log", format="json")["text"][:] == TEXTS
-    assert all_rows(tmp_path, format="csv")["text"][:] == ["from a table"]
-
-
 @pytest.mark.bad_input("a symbolic link to data that leads nowhere")
 def test_files_behind_symbolic_links_are_read_and_a_link_to_nothing_is_named(tmp_path):
     write(tmp_path, {"real/b.jsonl": '{"text": "b"}', "data/a.jsonl": '{"text": "a"}'})

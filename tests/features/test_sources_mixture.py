@@ -189,7 +189,7 @@ BY_ROW_GROUP.shuffled = None
         ({}, DataError("data.path=x is no file"), 65, "wiki: data.path=x is no file"),
         ({"path": "off"}, [1], 64, "wiki names no data; set data.sources.wiki.path or data.sour"),
         ({"weight": 1e-15}, Tokens(400), 64, "wiki.weight=1e-15 is too small: to read each s"),
-        ({"format": "json"}, [1], 64, "wiki.format, or remove data.sources"),
+        ({"split": "a"}, [1], 64, "wiki.split, or remove data.sources"),
     ],
 )
 def test_a_source_that_can_not_be_mixed_is_refused_by_its_table(change, rows, status, fragment):
@@ -198,7 +198,7 @@ def test_a_source_that_can_not_be_mixed_is_refused_by_its_table(change, rows, st
             raise rows
         return Tokens(9) if data.path == "big" else rows
 
-    of_all = {key: change[key] for key in change if key == "format"}
+    of_all = {key: change[key] for key in change if key == "split"}
     table = MixedSourceConfig(**{"path": "x", **change})
     data = DataConfig(sources={"wiki": table, "big": MixedSourceConfig(path="big")}, **of_all)
     assert f"data.sources.{fragment}" in message_of(status, mixed, data, "train", build)
@@ -215,8 +215,10 @@ def test_a_resumed_mixture_may_move_its_files_but_not_change_its_weights_or_sour
     def check(words):
         check_config(folder, replace(run.config, data=config_of(*words).data), Tiny(), World())
 
-    moved = "--data.sources.wiki.path elsewhere --data.sources.wiki.format tokens".split()
-    check([*words, *both, *moved])
+    config = folder / "config.toml"  # as an earlier version wrote it
+    table = "[data.sources.wiki]\n"
+    config.write_text(config.read_text().replace(table, f'{table}format = "json"\n'))
+    check([*words, *both, "--data.sources.wiki.path", "elsewhere"])
     for more, fragment in (
         ([*both, "--data.sources.wiki.weight", "0.5"], "wiki.weight=1.0, now 0.5"),
         ([*both, "--data.sources.more.path", "c"], "more.weight=unset, now 1.0"),
