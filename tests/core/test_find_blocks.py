@@ -2,10 +2,9 @@
 inside another.
 """
 
-import re
+from collections import Counter
 
 import pytest
-import torch
 from torch import nn
 
 from dist_amp.errors import ConfigError
@@ -16,55 +15,19 @@ TEXT = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attent
 TEXT["intermediate_size"] = 64
 T5 = {"vocab_size": 64, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
 
-# name: (transformers' class and settings, the blocks, what the names of their parameters match)
-MODELS = {
-    "llama": ("LlamaForCausalLM", TEXT, {"LlamaDecoderLayer": 2}, r"layers\.\d"),
-    "t5": ("T5ForConditionalGeneration", T5, {"T5Block": 4}, r"coder\.block\.\d"),
-}
 
-
-def build(name):
+def hugging_face(name, settings):
     """A tiny model of transformers from its settings, with random weights."""
-    transformers = pytest.importorskip("transformers")
-    cls, settings, *_ = MODELS[name]
-    model = getattr(transformers, cls)
-    torch.manual_seed(0)
-    return model(model.config_class(**settings))
+    cls = getattr(pytest.importorskip("transformers"), name)
+    return cls(cls.config_class(**settings))
 
 
-def kinds(blocks):
-    names = [type(block).__name__ for block in blocks]
-    return {name: names.count(name) for name in names}
+class Task:
+    """It names no blocks, or these."""
 
-
-def assert_none_is_nested(blocks):
-    for block in blocks:
-        inside = set(block.modules()) - {block}
-        assert not inside & set(blocks)
-
-
-def said_of(model, capsys, task=None):
-    """(what is said, what is warned about) when the blocks of the model are picked."""
-    pick_blocks("fsdp", task or Unnamed(), model, World(world_size=2))
-    return capsys.readouterr()
-
-
-class Unnamed:
-    """A task that leaves it to find_blocks."""
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_every_repeated_layer_of_a_model_of_transformers_is_a_block(name, capsys):
-    _, _, expected, pattern = MODELS[name]
-    model = build(name)
-    blocks = find_blocks(model)
-    assert kinds(blocks) == expected
-    assert_none_is_nested(blocks)
-    sizes = {path: p.numel() for path, p in model.named_parameters()}
-    inside = sum(size for path, size in sizes.items() if re.search(pattern, path))
-    share = 100 * inside / sum(sizes.values())
-    counts = ", ".join(f"{count} x {kind}" for kind, count in expected.items())
-    assert f"blocks: {counts}, {share:.0f} % of parameters\n" in said_of(model, capsys).out
+    def __init__(self, *blocks):
+        if blocks:
+            self.blocks = lambda model: list(blocks)
 
 
 class Layer(nn.Module):
@@ -113,30 +76,45 @@ def repeat(cls, times, *args):
 
 
 LIST = nn.ModuleList
-OTHERS = {
-    "layers_and_head": (nn.Sequential(*repeat(Block, 3), nn.Linear(8, 300)), {"Block": 3}),
+MODELS = {
+    "llama": (lambda: hugging_face("LlamaForCausalLM", TEXT), {"LlamaDecoderLayer": 2}),
+    "t5": (lambda: hugging_face("T5ForConditionalGeneration", T5), {"T5Block": 4}),
+    "layers_and_head": (
+        lambda: nn.Sequential(*repeat(Block, 3), nn.Linear(8, 300)),
+        {"Block": 3},
+    ),
     "two_stacks": (
-        Stacks(encoder=repeat(Block, 2), decoder=repeat(DecoderBlock, 5)),
+        lambda: Stacks(encoder=repeat(Block, 2), decoder=repeat(DecoderBlock, 5)),
         {"Block": 2, "DecoderBlock": 5},
     ),
-    "experts": (Stacks(layers=repeat(Experts, 2)), {"Experts": 2}),
-    "stages": (Stacks(stages=[Stage(8), Stage(16), Stage(32)]), {"Block": 6}),
+    "experts": (lambda: Stacks(layers=repeat(Experts, 2)), {"Experts": 2}),
+    "stages": (lambda: Stacks(stages=[Stage(8), Stage(16), Stage(32)]), {"Block": 6}),
     "lists_in_a_list": (
-        Stacks(towers=[LIST(repeat(Block, 2)), LIST(repeat(Block, 2))]),
+        lambda: Stacks(towers=[LIST(repeat(Block, 2)), LIST(repeat(Block, 2))]),
         {"Block": 4},
     ),
-    "mlp": (nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)), {"Linear": 2}),
-    "one_layer": (Stacks(layers=[Experts()], heads=[nn.Linear(8, 1)]), {"Experts": 1}),
-    "none": (nn.Linear(8, 1), {}),
+    "mlp": (
+        lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)),
+        {"Linear": 2},
+    ),
+    "one_layer": (lambda: Stacks(layers=[Experts()], heads=[nn.Linear(8, 1)]), {"Experts": 1}),
+    "none": (lambda: nn.Linear(8, 1), {}),
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_the_repeated_layers_of_any_other_model_are_its_blocks(name):
-    model, expected = OTHERS[name]
-    blocks = find_blocks(model)
-    assert kinds(blocks) == expected
-    assert_none_is_nested(blocks)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_repeated_layers_of_a_model_are_its_blocks_and_none_lies_in_another(name, capsys):
+    build, expected = MODELS[name]
+    model = build()
+    blocks = pick_blocks("fsdp", Task(), model, World(world_size=2))
+    assert blocks == find_blocks(model)
+    assert Counter(type(block).__name__ for block in blocks) == expected
+    for block in blocks:
+        assert not (set(block.modules()) - {block}) & set(blocks)
+    held = sum(p.numel() for block in blocks for p in block.parameters())
+    share = 100 * held / sum(p.numel() for p in model.parameters())
+    counts = ", ".join(f"{count} x {kind}" for kind, count in expected.items()) or "none"
+    assert f"blocks: {counts}, {share:.0f} % of parameters\n" in capsys.readouterr().out
 
 
 def test_a_layer_whose_weight_is_used_elsewhere_too_is_no_block_and_one_that_runs_twice_is_one():
@@ -150,25 +128,19 @@ def test_a_layer_whose_weight_is_used_elsewhere_too_is_no_block_and_one_that_run
     assert not {model[1], model[2]} & set(find_blocks(model))
 
 
-class Named:
-    def __init__(self, *blocks):
-        self.named = list(blocks)
-
-    def blocks(self, model):
-        return self.named
-
-
 @pytest.mark.bad_input("blocks that hold less than half of the parameters")
 def test_blocks_that_hold_less_than_half_of_the_parameters_get_a_warning_with_what_to_do(capsys):
     model = nn.Sequential(nn.Embedding(1000, 8), *repeat(Block, 2))
-    out, err = said_of(model, capsys)
+    pick_blocks("fsdp", Task(), model, World(world_size=2))
+    out, err = capsys.readouterr()
     assert out == "blocks: 2 x Block, 12 % of parameters\n"
     assert err == (
         "warning: the repeated layers that were found hold 12 % of the parameters, and not "
         "0.weight, the largest, so the rest is one unit; name the model's layers by "
         "`def blocks(self, model)` in the task\n"
     )
-    assert not said_of(model, capsys, Named(model[1])).err, "the task's own choice"
+    pick_blocks("fsdp", Task(model[1]), model, World(world_size=2))
+    assert not capsys.readouterr().err, "the task's own choice"
 
 
 @pytest.mark.bad_input(
@@ -179,5 +151,5 @@ def test_a_named_block_that_shares_a_parameter_with_the_rest_can_not_be_sharded(
     model[2].weight = model[0].weight
     said = "the parameter 0.weight is also used outside of its block, and fsdp can't"
     with pytest.raises(ConfigError, match=said):
-        pick_blocks("fsdp", Named(model[0], model[1]), model, World(world_size=2))
-    assert pick_blocks("ddp", Named(model[0]), model, World(world_size=2)) == [model[0]]
+        pick_blocks("fsdp", Task(model[0], model[1]), model, World(world_size=2))
+    assert pick_blocks("ddp", Task(model[0]), model, World(world_size=2)) == [model[0]]

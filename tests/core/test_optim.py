@@ -1,5 +1,5 @@
-"""What a task brings to the update: its optimizer, parameter groups and schedule; Muon; the
-built-in schedules.
+"""What a task brings to the update: its optimizer, parameter groups and schedule; the built-in
+schedules.
 """
 
 import math
@@ -7,9 +7,7 @@ import re
 
 import pytest
 import torch
-from conftest import needs
-from optimizer_runs import LAYOUTS, Counter, given_gradients, words
-from own_optimizers import MAKERS, Lion, Own
+from optimizer_runs import LAYOUTS, MAKERS, Counter, Lion, Own, given_gradients, words
 from ranks import on_ranks
 from tiny import Tiny, log_row, make_run, parameters_of, save, take_steps
 from torch.optim import SGD
@@ -22,14 +20,11 @@ from dist_amp.settings import OptimConfig
 from dist_amp.step import train_step
 from dist_amp.world import World, local
 
-FP16 = ["--precision.dtype", "fp16", "--precision.scaler.init_scale", 64]
+# ---- a task's own optimizer
 
 
 def are_equal(one, other):
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-# A task's own optimizer.
 
 
 def all_of(run):
@@ -43,26 +38,22 @@ def all_of(run):
     return tensors
 
 
-def skipped_and_resumed(world, folder, strategy, kind, width):
+def skipped_and_resumed(world, folder, strategy, kind):
     """Whether runs that are resumed before any applied step, after a skipped one and later continue
     bit for bit.
 
     The first step's gradients are infinite on the last rank alone.
     """
-    task = Own(kind, bad=(world.world_size - 1,), width=width)
-
-    def fresh(*more):
-        return make_run(world, task, *words(folder, strategy, *FP16, *more))
+    # 8 bits: it quantises moments of 4,096 elements and more, on each rank.
+    task = Own(kind, bad=(world.world_size - 1,), width=96 if "8bit" in kind else 8)
+    fp16 = ["--precision.dtype", "fp16", "--precision.scaler.init_scale", 64]
 
     def resumed():
-        saver = run.saver
-        saver.save(wait=False)  # in the background, where the state can be copied
-        saver.on_log(log_row(run))
-        while run.saver.pending is not None:
-            saver.on_log(log_row(run))
-        return fresh("--run.resume", "auto")
+        run.saver.save(wait=False)  # in the background, where the state can be copied
+        run.saver.finish()
+        return make_run(world, task, *words(folder, strategy, *fp16, "--run.resume", "auto"))
 
-    run = fresh()
+    run = make_run(world, task, *words(folder, strategy, *fp16))
     start = parameters_of(run)
     others = [resumed()]
     assert not take_steps(run, 1)[0].applied
@@ -77,38 +68,31 @@ def skipped_and_resumed(world, folder, strategy, kind, width):
     return all(are_equal(all_of(run), all_of(other)) for other in others)
 
 
-OFTEN = [("lion", "ddp"), ("muon", "fsdp"), ("adafactor", "fsdp")]
+def cell(kind, ranks, strategy):
+    # .ci/run installs torchao with the engines.
+    marks = [pytest.mark.engine] if kind == "adamw_8bit" else []
+    if (kind, strategy) not in [("lion", "ddp"), ("muon", "fsdp"), ("adafactor", "fsdp")]:
+        marks.append(pytest.mark.slow)
+    return pytest.param(kind, ranks, strategy, marks=marks)
+
+
 # Two of torch's do not work on sharded parameters: Rprop's masked assignment, fused SGD's kernel.
+UNSHARDED = {("rprop", "fsdp"), ("fused sgd", "fsdp")}
 CELLS = [
-    (kind, strategy)
+    cell(kind, *layout)
     for kind in MAKERS
-    for _, strategy in LAYOUTS
-    if (kind, strategy) not in [*OFTEN, ("rprop", "fsdp"), ("fused sgd", "fsdp")]
+    for layout in LAYOUTS
+    if (kind, layout[1]) not in UNSHARDED
 ]
 
 
-def often(cell):
-    return pytest.param(*cell, marks=[needs("optimizers.muon")] if "muon" in cell else [])
-
-
-def slow(kind, strategy):
-    # .ci/run installs torchao with the engines.
-    engine = [pytest.mark.engine] if kind == "adamw_8bit" else []
-    return pytest.param(kind, strategy, marks=[pytest.mark.slow, *engine])
-
-
-@pytest.mark.parametrize(
-    ("kind", "strategy"), [*map(often, OFTEN), *(slow(*cell) for cell in CELLS)]
-)
+@pytest.mark.parametrize(("kind", "ranks", "strategy"), CELLS)
 def test_an_optimizer_of_the_tasks_skips_on_all_ranks_and_resumes_bit_for_bit(
-    tmp_path, kind, strategy
+    tmp_path, kind, ranks, strategy
 ):
-    width = 8
     if kind == "adamw_8bit":
         pytest.importorskip("torchao")
-        width = 96  # it quantises moments of 4,096 elements and more, on each rank
-    ranks = 1 + (strategy != "single")
-    assert all(on_ranks(ranks, skipped_and_resumed, tmp_path, strategy, kind, width))
+    assert all(on_ranks(ranks, skipped_and_resumed, tmp_path, strategy, kind))
 
 
 def test_an_8bit_optimizer_is_compiled_without_the_cache_with_which_it_is_wrong(capsys):
@@ -123,73 +107,57 @@ def test_an_8bit_optimizer_is_compiled_without_the_cache_with_which_it_is_wrong(
     assert "AdamW8bit is compiled without torch's AOTAutograd cache" in capsys.readouterr().out
 
 
-MUON = pytest.param("muon", marks=needs("optimizers.muon"))
-
-
-def after_five_steps(world, strategy, kind, *more):
+def after_five_steps(world, strategy, kind):
     small = ["--use_amp", "false", "--train.global_batch_size", 8]
-    run = make_run(world, Own(kind), *words("unused", strategy, *small, *more))
+    run = make_run(world, Own(kind), *words("unused", strategy, *small))
     take_steps(run, 5)
     return parameters_of(run)
 
 
-@pytest.mark.parametrize("kind", ["adafactor", "lion", MUON])
+@pytest.mark.parametrize("kind", ["adafactor", "lion"])
 def test_shards_take_the_steps_of_one_process_with_an_optimizer_of_the_tasks(kind):
-    alone = after_five_steps(World(), "single", kind)
-    for name, value in on_ranks(2, after_five_steps, "fsdp", kind)[0].items():
-        # float32 sums in another order, over five steps. Muon's bfloat16 and Lion's sign give the
-        # same unless a value lies within that of a rounding boundary, which none of these does.
-        torch.testing.assert_close(value, alone[name], rtol=1e-5, atol=1e-6)
+    # float32 sums in another order, over five steps. Lion's sign gives the same unless a value lies
+    # within that of zero, which none of these does.
+    torch.testing.assert_close(
+        on_ranks(2, after_five_steps, "fsdp", kind)[0],
+        after_five_steps(World(), "single", kind),
+        rtol=1e-5,
+        atol=1e-6,
+    )
+
+
+class Brings(Tiny):
+    """A task with these methods: Brings(optimizer=lambda groups, lr: ...)."""
+
+    def __init__(self, **methods):
+        super().__init__()
+        vars(self).update(methods)
 
 
 @pytest.mark.bad_input("a task's optimizer that can't unscale and skip in its kernel")
-@pytest.mark.parametrize(
-    ("kind", "said", "reads"),
-    [("lion", "Lion", 1), pytest.param("muon", "", 0, marks=needs("optimizers.muon"))],
-)
-def test_an_optimizer_that_cannot_skip_by_itself_takes_the_textbook_path_and_says_so_once(
-    capsys, kind, said, reads
-):
-    run = make_run(World(), Own(kind), *words("unused", "single"))
-    line = f"optimizer {said}: unscaled and clipped before its step, with two host reads"
-    assert capsys.readouterr().out.count(line) == bool(said)
-    assert takes_grad_scale(run.optimizer) == (not said)
+def test_an_optimizer_that_cannot_skip_by_itself_takes_the_textbook_path_and_says_so_once(capsys):
+    run = make_run(World(), Own("lion"))
+    line = "optimizer Lion: unscaled and clipped before its step, with two host reads"
+    assert capsys.readouterr().out.count(line) == 1
     take_steps(run, 1)  # the first step checks that every parameter has a gradient
     batch = next(run.data)
     with Counter("_local_scalar_dense") as counter:
         train_step(run, batch)
-    assert counter.count == reads  # by item(); reading the learning rate is another
+    assert counter.count == 1  # by item(); reading the learning rate is another
 
+    class OwnStep(torch.optim.AdamW):
+        """A subclass of a fused class, whose step knows nothing of grad_scale and found_inf."""
 
-class BringsOptimizer(Tiny):
-    def __init__(self, make):
-        super().__init__()
-        self.make = make
+        def step(self, closure=None):
+            pass
 
-    def optimizer(self, groups, lr):
-        return self.make(groups, lr, self)
-
-    def build_model(self):
-        self.model = super().build_model()
-        return self.model
-
-
-class OwnStep(torch.optim.AdamW):
-    """A subclass of a fused class, whose step knows nothing of grad_scale and found_inf."""
-
-    def step(self, closure=None):
-        pass
-
-
-def test_a_subclass_that_replaces_a_fused_step_takes_the_textbook_path():
-    task = BringsOptimizer(lambda groups, lr, task: OwnStep(groups, lr=lr, fused=True))
+    task = Brings(optimizer=lambda groups, lr: OwnStep(groups, lr=lr, fused=True))
     assert not takes_grad_scale(build_optimizer(task.build_model(), OptimConfig(), task))
 
 
 def test_a_rate_that_an_optimizer_keeps_in_a_tensor_is_filled_in_place():
     """As torchao's, whose compiled step reads that tensor."""
-    task = BringsOptimizer(lambda groups, lr, task: SGD(groups, lr=torch.tensor(lr)))
-    run = make_run(World(), task)
+    run = make_run(World(), Brings(optimizer=lambda groups, lr: SGD(groups, lr=torch.tensor(lr))))
     rates = [group["lr"] for group in run.optimizer.param_groups]
     take_steps(run, 2)
     assert [id(group["lr"]) for group in run.optimizer.param_groups] == [*map(id, rates)]
@@ -200,7 +168,7 @@ def test_a_rate_that_an_optimizer_keeps_in_a_tensor_is_filled_in_place():
     "an optimizer that changes options of its groups in training, when a checkpoint is due"
 )
 def test_an_optimizer_that_changes_its_groups_in_training_is_refused_when_it_is_to_be_saved():
-    task = BringsOptimizer(lambda groups, lr, task: Lion([{**g, "k": 0} for g in groups], lr=lr))
+    task = Brings(optimizer=lambda groups, lr: Lion([{**g, "k": 0} for g in groups], lr=lr))
     optimizer = build_optimizer(task.build_model(), OptimConfig(), task)
     optimizer.state_dict()
     optimizer.param_groups[0]["k"] = 2
@@ -208,15 +176,7 @@ def test_an_optimizer_that_changes_its_groups_in_training_is_refused_when_it_is_
         optimizer.state_dict()
 
 
-# Half precision on a CPU, where torch's fused SGD does nothing.
-
-
-class Halved(Tiny):
-    def build_model(self):
-        return super().build_model().bfloat16()
-
-    def loss_sum(self, model, batch):
-        return super().loss_sum(model, {**batch, "x": batch["x"].bfloat16()})
+# ---- SGD
 
 
 @pytest.mark.bad_input(
@@ -225,10 +185,10 @@ class Halved(Tiny):
 )
 @pytest.mark.bad_input("a task's SGD with `fused=True` of such parameters")
 def test_sgd_in_half_precision_on_a_cpu_takes_the_path_that_works():
-    assert type(build_optimizer(Tiny().build_model(), OptimConfig(name="sgd"))) is FusedSGD
-    model = Halved().build_model()
+    model = Tiny().build_model()
+    assert type(build_optimizer(model, OptimConfig(name="sgd"))) is FusedSGD
     said = []
-    optimizer = build_optimizer(model, OptimConfig(name="sgd", lr=0.5), say=said.append)
+    optimizer = build_optimizer(model.bfloat16(), OptimConfig(name="sgd", lr=0.5), say=said.append)
     assert type(optimizer) is SGD
     assert not takes_grad_scale(optimizer)
     assert len(said) == 1
@@ -237,7 +197,7 @@ def test_sgd_in_half_precision_on_a_cpu_takes_the_path_that_works():
         p.grad = torch.ones_like(p)
     optimizer.step()
     assert not any(map(torch.equal, model.parameters(), before))
-    task = BringsOptimizer(lambda groups, lr, task: SGD(groups, lr=lr, fused=True))
+    task = Brings(optimizer=lambda groups, lr: SGD(groups, lr=lr, fused=True))
     with pytest.raises(ConfigError, match="SGD has fused=True, which on a CPU silently leaves"):
         build_optimizer(model, OptimConfig(), task)
 
@@ -250,44 +210,31 @@ def test_fused_sgd_takes_torchs_steps_bit_for_bit_also_without_some_gradients(mo
     mine = build_optimizer(ours, config)
     torchs = SGD(reference.parameters(), lr=0.1, momentum=momentum, fused=True)
     for step in range(5):
-        for model in (ours, reference):
+        for model, optimizer in ((ours, mine), (reference, torchs)):
             given_gradients(model, step)
             if step in (1, 2):
                 model[0][0].weight.grad = None
-        mine.step()
-        torchs.step()
+            optimizer.step()
         assert are_equal(ours.parameters(), reference.parameters())
 
 
-# A task's own parameter groups.
+# ---- a task's own parameter groups
 
 
 class Grouped(Tiny):
-    """Per-layer rates; `groups` may be replaced by another function of the model."""
-
-    def __init__(self, groups=None, optimizer=None):
-        super().__init__()
-        self.make = groups
-        if optimizer:
-            self.optimizer = optimizer
+    """Per-layer rates."""
 
     def groups(self, model):
-        if self.make:
-            return self.make(model)
+        second = {"name": "layer 1", "params": ["1.0.weight", "1.0.bias"], "lr_scale": 0.5}
         return [
             {"name": "layer 0", "params": "0.*", "lr_scale": 0.25},
-            {
-                "name": "layer 1",
-                "params": ["1.0.weight", "1.0.bias"],
-                "lr_scale": 0.5,
-                "weight_decay": 0.0,
-            },
+            {**second, "weight_decay": 0.0},
             {"params": model[2].parameters()},
         ]
 
 
-def test_groups_take_names_patterns_and_parameters_and_fill_in_the_defaults():
-    run = make_run(World(), Grouped(), *words("unused", "single"))
+def test_groups_take_names_patterns_and_parameters_fill_in_the_defaults_and_are_printed(capsys):
+    run = make_run(World(), Grouped())
     groups = run.optimizer.param_groups
     assert [(g["name"], len(g["params"]), g["lr_scale"], g["weight_decay"]) for g in groups] == [
         ("layer 0", 2, 0.25, 0.1),
@@ -298,22 +245,26 @@ def test_groups_take_names_patterns_and_parameters_and_fill_in_the_defaults():
         run.schedule.step(torch.tensor(True))
     assert counter.count == 0, "host reads"
     assert all(isinstance(group["lr"], torch.Tensor) for group in groups)
+    said = capsys.readouterr().out
+    assert "optimizer AdamW, layer 0 (2 tensors): lr_scale 0.25, weight_decay 0.1, " in said
+    assert said.count("betas (0.9, 0.95)") == 3
+    assert "; group 2 (2 tensors): lr_scale 1.0, weight_decay 0.1, " in said
+    assert "foreach" not in said, "what is not set is left out"
 
 
 def rates_by_group(world, folder):
     """Each step's rates before and after a resume: those of the groups relative to lr, and lr."""
-    more = ["--use_amp", "false", "--optim.schedule", "linear"]
-    run = make_run(world, Grouped(), *words(folder, "fsdp", *more))
+    more = ["--use_amp", "false", "--optim.schedule", "linear", "--run.resume", "auto"]
     rates = []
     for _ in range(2):
+        run = make_run(world, Grouped(), *words(folder, "fsdp", *more))
         for _ in range(2):
             lr = run.schedule.lr.item()
             rates.append([float(group["lr"]) / lr for group in run.optimizer.param_groups] + [lr])
             take_steps(run, 1)
         save(run)
-        run = make_run(world, Grouped(), *words(folder, "fsdp", *more, "--run.resume", "auto"))
     with pytest.raises(DataError, match="'adamw layer 0': 2"):
-        make_run(world, Tiny(), *words(folder, "fsdp", *more, "--run.resume", "auto"))
+        make_run(world, Tiny(), *words(folder, "fsdp", *more))
     return rates
 
 
@@ -324,18 +275,17 @@ def test_lr_scale_multiplies_the_groups_rate_also_after_a_resume(tmp_path):
         assert [rate[3] for rate in rates] == pytest.approx(expected, rel=1e-6)
 
 
-def without_the_first(groups, lr, task):
+def without_the_first(groups, lr):
     groups[0]["params"] = groups[0]["params"][1:]
     return SGD(groups, lr=lr)
 
 
 REST = {"name": "rest", "params": ["1.*", "2.*"]}
 REFUSED_OPTIMIZERS = [
-    (lambda g, lr, task: SGD, "returned \"<class 'torch.optim.sgd.SGD'>\", not a torch opt"),
+    (lambda groups, lr: SGD, "returned \"<class 'torch.optim.sgd.SGD'>\", not a torch opt"),
     (without_the_first, "other groups or parameters than it was given; make it of the groups"),
-    (lambda g, lr, task: SGD(task.model.parameters(), lr=lr), "SGD has other groups or param"),
-    (lambda g, lr, task: torch.optim.Adam(g, rate=lr), "optimizer(groups, lr) failed: TypeError: "),
-    (lambda g, lr, task: torch.optim.LBFGS(g[0]["params"], lr), "LBFGS needs a closure in step()"),
+    (lambda groups, lr: torch.optim.Adam(groups, rate=lr), "optimizer(groups, lr) failed: TypeEr"),
+    (lambda g, lr: torch.optim.LBFGS(g[0]["params"], lr), "LBFGS needs a closure in step()"),
 ]
 REFUSED_GROUPS = [
     ([REST], "leave out 2 parameters, such as 0.0.weight; put each trained"),
@@ -365,8 +315,11 @@ REFUSED_GROUPS = [
 @pytest.mark.parametrize(
     ("task", "said"),
     [
-        *((BringsOptimizer(make), said) for make, said in REFUSED_OPTIMIZERS),
-        *((Grouped(lambda model, groups=groups: groups), said) for groups, said in REFUSED_GROUPS),
+        *((Brings(optimizer=make), said) for make, said in REFUSED_OPTIMIZERS),
+        *(
+            (Brings(groups=lambda _, groups=groups: groups), said)
+            for groups, said in REFUSED_GROUPS
+        ),
     ],
 )
 def test_an_optimizer_or_groups_that_would_train_something_else_are_refused(task, said):
@@ -376,52 +329,17 @@ def test_an_optimizer_or_groups_that_would_train_something_else_are_refused(task
     assert "\n" not in str(error.value)
 
 
-def test_a_tasks_groups_and_optimizer_are_printed_with_their_options(capsys):
-    def momentum(groups, lr):
-        return torch.optim.NAdam(groups, lr=lr, momentum_decay=0.01)
-
-    make_run(World(), Grouped(optimizer=momentum))
-    said = capsys.readouterr().out
-    assert "optimizer NAdam, layer 0 (2 tensors): lr_scale 0.25, weight_decay 0.1, " in said
-    assert said.count("momentum_decay 0.01") == 3
-    assert "; group 2 (2 tensors): lr_scale 1.0, weight_decay 0.1, " in said
-    assert "foreach" not in said, "what is not set is left out"
-
-
-# Schedules.
-
-
-class Stairs(Tiny):
-    def schedule(self, step):
-        return [0.0, 1.0, 0.5][step // 2] if step < 6 else 0.25
-
-
-def test_a_tasks_schedule_is_the_whole_factor_by_applied_step_also_after_a_resume(tmp_path):
-    more = ["--optim.warmup_steps", 5]
-    run = make_run(World(), Stairs(), *words(tmp_path, "single", *more))
-    rates = []
-    for _ in range(2):
-        for _ in range(2):
-            take_steps(run, 1)
-            rates.append(run.schedule.last_lr.item())
-        save(run)
-        run = make_run(World(), Stairs(), *words(tmp_path, "single", *more, "--run.resume", "auto"))
-    assert rates == pytest.approx([0.0, 0.0, 0.01, 0.01], rel=1e-6)
-
-
-class Plateau(Tiny):
-    def on_evaluation(self, run, values):
-        run.schedule.factor *= 0.3
+# ---- schedules
 
 
 def rates_and_end(world, folder, strategy, name):
     """Rates of 6 steps with a factor from the third and fifth on, through and resumed; the ends."""
     found = []
     for cut in (None, 4):
-        path = folder / f"{world.world_size} {cut}"
-        settings = words(path, strategy, "--eval.every", 2, "--optim.schedule", "constant")
-        settings += ["--optim.name", name]
-        run = make_run(world, Plateau(), *settings)
+        settings = words(folder / str(cut), strategy, "--eval.every", 2, "--optim.name", name)
+        settings += ["--optim.schedule", "constant", "--run.resume", "auto"]
+        task = Brings(on_evaluation=lower)
+        run = make_run(world, task, *settings)
         rates = []
         for _ in range(3):
             for _ in range(2):
@@ -430,62 +348,75 @@ def rates_and_end(world, folder, strategy, name):
             run.evaluate()
             if run.step == cut:
                 run.save()
-                run = make_run(world, Plateau(), *settings, "--run.resume", "auto")
+                run = make_run(world, task, *settings)
         found.append((rates, parameters_of(run), run.schedule.factor))
     return found
 
 
-FACTORS = [("single", "sgd"), ("ddp", "sgd"), ("fsdp", "adamw")]
+def lower(run, values):
+    run.schedule.factor *= 0.3
 
 
-@pytest.mark.parametrize(("strategy", "name"), FACTORS)
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "name"), [(1, "single", "sgd"), (2, "fsdp", "adamw")]
+)
 def test_a_factor_set_after_an_evaluation_counts_from_the_next_step_and_is_resumed(
-    tmp_path, strategy, name
+    tmp_path, ranks, strategy, name
 ):
-    ranks = 1 + (strategy != "single")
     for through, resumed in on_ranks(ranks, rates_and_end, tmp_path, strategy, name):
         expected = [through[0][0] * factor for factor in (1, 1, 0.3, 0.3, 0.09, 0.09)]
         assert through[0] == pytest.approx(expected, rel=1e-6)
         assert resumed[0] == through[0]
         assert resumed[2] == through[2] == pytest.approx(0.027)
-        for key, value in through[1].items():
-            assert torch.equal(value, resumed[1][key]), key
+        assert are_equal(through[1].values(), resumed[1].values())
 
 
-def test_a_factor_that_a_checkpoint_has_is_said_at_the_resume(tmp_path, capsys):
+@pytest.mark.bad_input("a `run.schedule.factor` that is no number from 0 on")
+def test_a_factor_that_is_no_rate_is_refused_and_one_of_a_checkpoint_is_said_at_the_resume(
+    tmp_path, capsys
+):
     for factor, said in ((1.0, False), (0.5, True)):
         settings = words(tmp_path / str(factor), "single", "--run.resume", "auto")
         run = make_run(World(), Tiny(), *settings)
         run.schedule.factor = factor
         run.save()
-        make_run(World(), Tiny(), *settings)
+        run = make_run(World(), Tiny(), *settings)
         assert ("lr     times 0.5, as the steps" in capsys.readouterr().out) == said
-
-
-@pytest.mark.bad_input("a `run.schedule.factor` that is no number from 0 on")
-def test_a_factor_that_is_no_rate_is_refused_and_changes_nothing():
-    run = make_run(World(), Tiny())
     for factor in (-0.1, math.nan, math.inf):
         with pytest.raises(ConfigError, match=r"run\.schedule\.factor=.*: give a number, 0 or m"):
             run.schedule.factor = factor
-    assert run.schedule.factor == 1
+    assert run.schedule.factor == 0.5
+
+
+def stairs(step):
+    return [0.0, 1.0, 0.5][step // 2] if step < 6 else 0.25
+
+
+def test_a_tasks_schedule_is_the_whole_factor_by_applied_step_also_after_a_resume(tmp_path):
+    rates = []
+    for _ in range(2):
+        more = ["--optim.warmup_steps", 5, "--run.resume", "auto"]
+        run = make_run(World(), Brings(schedule=stairs), *words(tmp_path, "single", *more))
+        for _ in range(2):
+            take_steps(run, 1)
+            rates.append(run.schedule.last_lr.item())
+        save(run)
+    assert rates == pytest.approx([0.0, 0.0, 0.01, 0.01], rel=1e-6)
 
 
 @pytest.mark.bad_input("a task's `schedule(step)` that returns no number from 0 on")
 @pytest.mark.bad_input("a task's `groups`, `optimizer` or `schedule` that raises")
 @pytest.mark.parametrize("factor", [-0.1, math.nan, None, torch.ones(2)])
 def test_a_schedule_that_fails_or_gives_no_factor_is_refused_at_the_start(factor):
-    class Odd(Tiny):
-        def schedule(self, step):
-            return factor if step == 7 else 1 / (9 - step)
+    returned = f"the task's schedule(7) returned {factor!r}; return a number, 0 or more"
+    failed = "schedule(9) failed: ZeroDivisionError: division by zero (test_optim.py, "
+    for at_7, expected in ((factor, returned), (1.0, failed)):
 
-    expected = f"the task's schedule(7) returned {factor!r}; return a number, 0 or more"
-    with pytest.raises(ConfigError, match=re.escape(expected)):
-        make_run(World(), Odd(), "--train.steps", 10)
-    factor = 1.0
-    expected = r"schedule\(9\) failed: ZeroDivisionError: division by zero \(test_optim.py, "
-    with pytest.raises(ConfigError, match=expected):
-        make_run(World(), Odd(), "--train.steps", 10)
+        def schedule(step, at_7=at_7):
+            return at_7 if step == 7 else 1 / (9 - step)
+
+        with pytest.raises(ConfigError, match=re.escape(expected)):
+            make_run(World(), Brings(schedule=schedule), "--train.steps", 10)
 
 
 def rates(schedule, warmup_steps, min_lr_ratio=0.1):
@@ -500,6 +431,7 @@ def rates(schedule, warmup_steps, min_lr_ratio=0.1):
     [
         ("cosine", [1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2, 0]),
         ("linear", [1, 0.75, 0.5, 0.25, 0]),
+        ("wsd", [1, 1, 1, 1, 0]),
         ("constant", [1] * 5),
     ],
 )
@@ -510,10 +442,7 @@ def test_a_schedule_warms_up_and_falls_to_its_floor(schedule, remaining):
     assert found[4:] == sorted(found[4:], reverse=True)
 
 
-def test_wsd_warms_up_stays_and_decays_in_the_last_fifth_of_the_steps():
-    wsd = rates("wsd", 3)
-    assert wsd[:3] == [0.5, 1.0, 1.5]
-    assert wsd[3:17] == [2.0] * 14
-    assert wsd[16:] == pytest.approx([2 - 1.8 * step / 4 for step in range(5)])
+def test_wsd_decays_linearly_in_the_last_fifth_of_the_steps_or_once_it_has_warmed_up():
+    assert rates("wsd", 3)[16:] == pytest.approx([2 - 1.8 * step / 4 for step in range(5)])
     late = rates("wsd", 18, min_lr_ratio=0.0)
     assert (late[18], late[20]) == (2.0, 0.0)

@@ -3,7 +3,6 @@
 import atexit
 import os
 import re
-import socket
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from forked import context
 from ranks import on_ranks
-from tiny import Tiny, make_run, moments_of, parameters_of, save, take_steps
+from tiny import Tiny, make_run, moments_of, parameters_of, save, take_steps, whole
 from torch import nn
 
 from dist_amp import world as worlds
@@ -32,11 +31,15 @@ from dist_amp.world import World, locate
 TWO = World(world_size=2, local_world_size=2)
 
 
-def test_auto_says_what_it_picked_and_why(capsys):
-    assert pick_strategy(ParallelConfig(), nn.Linear(4, 4), World()) == "single"
+def test_auto_says_what_it_picked_and_why_and_one_process_runs_as_single(capsys):
     assert pick_strategy(ParallelConfig(), nn.Linear(4, 4), TWO) == "ddp"
     said = "parallel.strategy=auto: ddp, because weights, gradients and moments"
     assert said in capsys.readouterr().out
+    for strategy in ("auto", "ddp", "hsdp"):
+        one = pick_strategy(ParallelConfig(strategy=strategy), nn.Linear(4, 4), World())
+        assert one == "single"
+        said = f"parallel.strategy={strategy} needs more than one process; running as single"
+        assert (said in capsys.readouterr().err) == (strategy != "auto")
 
 
 def test_auto_shards_a_model_that_takes_more_than_half_of_the_gpu(monkeypatch, capsys):
@@ -60,20 +63,11 @@ def test_auto_reduces_after_every_micro_batch_where_whole_gradients_take_a_quart
     gpus = World(world_size=8, local_world_size=8, device=torch.device("cuda", 0))
     with torch.device("meta"):
         model = nn.Linear(20_000, 20_000)
-    picked = [
-        pick_reduction(ParallelConfig(), model, gpus, memory * 2**30).accumulate_reduce
-        for memory in (4, 80)
-    ]
-    assert picked == ["every", "last"]
+    for memory, expected in ((4, "every"), (80, "last")):
+        config = pick_reduction(ParallelConfig(), model, gpus, memory * 2**30)
+        assert config.accumulate_reduce == expected
     said = capsys.readouterr().out
     assert "accumulate_reduce=auto: every, because whole gradients (1.49 GiB) take more" in said
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "hsdp"])
-def test_one_process_runs_as_single_and_says_so(strategy, capsys):
-    assert pick_strategy(ParallelConfig(strategy=strategy), nn.Linear(4, 4), World()) == "single"
-    said = f"parallel.strategy={strategy} needs more than one process; running as single"
-    assert said in capsys.readouterr().err
 
 
 def scalar_weight():
@@ -81,11 +75,6 @@ def scalar_weight():
     model = nn.Linear(8, 8)
     model.scale = nn.Parameter(torch.ones(()))
     return model
-
-
-def normed():
-    """Batch statistics: the one thing that ranks see differently."""
-    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
 
 
 def channels_last():
@@ -134,6 +123,7 @@ def test_single_with_several_processes_is_refused():
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
+        ("", "run.device=cuda, but torch finds no GPU"),
         ("RANK=0", "WORLD_SIZE is not set"),
         ("WORLD_SIZE=2", "RANK is not set"),
         ("RANK=2 WORLD_SIZE=2", "RANK=2 must be below WORLD_SIZE=2"),
@@ -152,28 +142,20 @@ def test_single_with_several_processes_is_refused():
 def test_an_environment_in_which_ranks_do_not_find_each_other_is_refused(
     monkeypatch, environment, words
 ):
-    for name in {*TASK_COUNTS, *os.environ}:
+    for name in {"RANK", "WORLD_SIZE", "ENVIRONMENT", *TASK_COUNTS, *os.environ}:
         if name in ("RANK", "WORLD_SIZE", "ENVIRONMENT", *TASK_COUNTS) or "SLURM" in name:
             monkeypatch.delenv(name, raising=False)
     for setting in environment.split():
         monkeypatch.setenv(*setting.split("="))
-    if "LOCAL_RANK" in environment:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    has_gpus = "LOCAL_RANK" in environment
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpus)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2 * has_gpus)
+    device = "auto" if environment else "cuda"
+    if words:
         with pytest.raises(ConfigError, match=words):
-            locate(RunConfig())
-    elif words:
-        with pytest.raises(ConfigError, match=words):
-            locate(RunConfig())
+            locate(RunConfig(device=device))
     else:
-        assert locate(RunConfig(device="cpu")).world_size == 1
-
-
-def test_cuda_without_a_gpu_is_refused():
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    with pytest.raises(ConfigError, match="run.device=cuda, but torch finds no GPU"):
-        locate(RunConfig(device="cuda"))
+        assert locate(RunConfig(device=device)).world_size == 1
 
 
 def compressed(world):
@@ -195,8 +177,10 @@ def test_compressing_gradients_to_fp16_changes_them_by_its_rounding_only():
 
 
 class Normed(Tiny):
+    """Batch statistics: the one thing that ranks see differently."""
+
     def build_model(self):
-        return normed()
+        return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
 
 
 def steps_with_batch_norm(world):
@@ -271,38 +255,27 @@ def differing_resumes(world, folder, steps):
     return differing
 
 
-def test_three_ranks_resume_bit_for_bit_whatever_order_gradients_were_ready_in(tmp_path):
-    """Three, since DDP divides by the number of ranks in two ways, which differ unless it is a
+SIXTY = [pytest.param(ranks, 61, marks=pytest.mark.slow) for ranks in (3, 5, 6, 7)]
+
+
+@pytest.mark.parametrize(("ranks", "steps"), [(3, 4), *SIXTY])
+def test_ranks_resume_bit_for_bit_whatever_order_gradients_were_ready_in(ranks, steps, tmp_path):
+    """Not two, since DDP divides by the number of ranks in two ways, which differ unless it is a
     power of two.
     """
-    assert not any(on_ranks(3, differing_resumes, str(tmp_path), 4))
+    different = on_ranks(ranks, differing_resumes, str(tmp_path), steps, timeout_seconds=900)
+    assert not any(different)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [3, 5, 6, 7])
-def test_every_resume_point_of_sixty_is_bit_for_bit(ranks, tmp_path):
-    assert not any(on_ranks(ranks, differing_resumes, str(tmp_path), 61, timeout_seconds=900))
-
-
-def without_a_group(rank, port, folder):
+def main():
     """A run built in a script under torchrun, where nobody has made a process group."""
-    torch.set_num_threads(1)
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in places.items()}, MASTER_ADDR="127.0.0.1")
     run = make_run(None, Tiny(), "--parallel.strategy", "fsdp", "--use_amp", "false")
     take_steps(run, 2)
-    torch.save(parameters_of(run), folder / f"rank{rank}.pt")
-    dist.destroy_process_group()
+    torch.save(parameters_of(run), f"rank{run.world.rank}.pt")
 
 
-def test_a_script_under_torchrun_joins_the_ranks_by_itself(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    ranks = [context.Process(target=without_a_group, args=(n, port, tmp_path)) for n in range(2)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(120)
+def test_a_script_under_torchrun_joins_the_ranks_by_itself(launch, tmp_path):
+    assert [rank.returncode for rank in launch.each(2, module="test_parallel")] == [0, 0]
     first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
     assert all(torch.equal(first[name], value) for name, value in second.items())
     assert all(value.isfinite().all() for value in second.values())
@@ -338,30 +311,20 @@ def test_process_groups_are_aborted_also_without_the_private_function(remove):
     assert here.recv() is remove
 
 
-def step_without_a_gradient(world, strategy):
-    """The parameters after a step in which the last bias has no gradient, or a zero one."""
-    after = []
-    for missing in (None, 0.0):
-        words = ["--parallel.strategy", strategy, "--train.micro_batch_size", 8]
-        run = make_run(world, Tiny(), *words, "--optim.weight_decay", 0.1)
-        norms = run.parallel.global_grad_norm
-
-        def norm(run=run, missing=missing, norms=norms):
-            last = run.parallel.parameters[-1]
-            last.grad = None if missing is None else torch.zeros_like(last)
-            return norms()
-
-        object.__setattr__(run.parallel, "global_grad_norm", norm)
-        (report,) = take_steps(run, 1)
-        values = [value.tolist() for value in parameters_of(run).values()]
-        after.append((values, report.norm.item()))
-    return after
+def norm_without_a_gradient(world, strategy):
+    run = make_run(world, Tiny(), "--parallel.strategy", strategy)
+    *parameters, last = run.parallel.parameters
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    return run.parallel.global_grad_norm().item(), whole(last.grad).tolist()
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_missing_gradient_counts_as_zero(strategy):
-    for missing, zero in on_ranks(2, step_without_a_gradient, strategy):
-        assert missing == zero
+    others = sum(p.numel() for p in Tiny().build_model().parameters()) - 1
+    for norm, missing in on_ranks(2, norm_without_a_gradient, strategy):
+        assert norm == pytest.approx(others**0.5)
+        assert missing == [0.0], "which its optimizer decays"
 
 
 @pytest.mark.parametrize("offloads", [True, False])

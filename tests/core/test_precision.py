@@ -17,53 +17,49 @@ def dtypes_inside(world, words):
     """What the first layer computes in, and what is stored, reduced and returned."""
     run = make_run(world, Tiny(), *words)
     seen = {}
+
+    def note(name):
+        return lambda module, inputs, output: seen.update({name: output.dtype})
+
     layer = next(m for m in run.parallel.module.modules() if isinstance(m, torch.nn.Linear))
-    layer.register_forward_hook(
-        lambda module, inputs, output: seen.update(output=str(output.dtype))
-    )
-    run.parallel.module.register_forward_hook(
-        lambda module, inputs, output: seen.update(model=str(output.dtype))
-    )
+    layer.register_forward_hook(note("computed"))
+    run.parallel.module.register_forward_hook(note("returned"))
     take_steps(run, 1)
-    seen["stored"] = str(run.parallel.parameters[0].dtype)
+    seen["stored"] = run.parallel.parameters[0].dtype
     return {**seen, "cast_by": run.precision.cast_by, "scale": run.scaler.scale_tensor.item()}
 
 
+FP32 = ["--use_amp", "false"]
 FP16 = ["--precision.dtype", "fp16", "--precision.scaler.init_scale", 64]
 BF16 = ["--precision.dtype", "bf16"]
+STORED = [*BF16, "--parallel.param_dtype", "bf16", "--parallel.reduce_dtype", "bf16"]
 
 
 @pytest.mark.parametrize(
     ("strategy", "words", "computed", "cast_by"),
     [
-        ("single", ["--use_amp", "false"], "torch.float32", "nothing"),
-        ("single", BF16, "torch.bfloat16", "autocast"),
-        ("ddp", FP16, "torch.float16", "autocast"),
-        ("fsdp", ["--use_amp", "false"], "torch.float32", "nothing"),
-        ("fsdp", BF16, "torch.bfloat16", "policy"),
-        ("fsdp", FP16, "torch.float16", "policy"),
-        ("fsdp", [*BF16, "--precision.cast_by", "autocast"], "torch.bfloat16", "autocast"),
+        ("single", FP32, torch.float32, "nothing"),
+        ("single", BF16, torch.bfloat16, "autocast"),
+        ("ddp", FP16, torch.float16, "autocast"),
+        ("fsdp", FP32, torch.float32, "nothing"),
+        ("fsdp", BF16, torch.bfloat16, "policy"),
+        ("fsdp", FP16, torch.float16, "policy"),
+        ("fsdp", [*BF16, "--precision.cast_by", "autocast"], torch.bfloat16, "autocast"),
+        ("fsdp", STORED, torch.bfloat16, "policy"),
     ],
 )
-def test_each_precision_computes_in_its_dtype_and_stores_float32(
+def test_each_precision_computes_in_its_dtype_and_stores_float32_unless_it_is_set(
     strategy, words, computed, cast_by
 ):
     ranks = 1 + (strategy != "single")
     for seen in on_ranks(ranks, dtypes_inside, [*words, "--parallel.strategy", strategy]):
-        assert (seen["output"], seen["cast_by"]) == (computed, cast_by)
-        assert seen["stored"] == "torch.float32"
+        assert (seen["computed"], seen["cast_by"]) == (computed, cast_by)
+        assert seen["returned"] == (torch.float32 if strategy == "fsdp" else computed)
+        assert seen["stored"] == (torch.bfloat16 if words is STORED else torch.float32)
         assert seen["scale"] == (64.0 if words is FP16 else 1.0)
 
 
-def test_the_policys_storage_and_reduction_dtypes_are_settings():
-    words = ["--parallel.strategy", "fsdp", "--parallel.param_dtype", "bf16"]
-    words += ["--parallel.reduce_dtype", "bf16"]
-    for seen in on_ranks(2, dtypes_inside, words):
-        assert (seen["stored"], seen["model"]) == ("torch.bfloat16", "torch.float32")
-
-
-def scaler_of(config, scales=True):
-    return Scaler(config, scales, torch.device("cpu"))
+CPU = torch.device("cpu")
 
 
 def update(scaler, found_inf):
@@ -72,7 +68,7 @@ def update(scaler, found_inf):
 
 
 def test_a_custom_loop_uses_the_scaler_as_torchs():
-    scaler = scaler_of(ScalerConfig(init_scale=8.0))
+    scaler = Scaler(ScalerConfig(init_scale=8.0), True, CPU)
     assert isinstance(scaler, torch.amp.GradScaler)
     assert scaler.is_enabled()
     config = OptimConfig(name="sgd", lr=1.0, momentum=0.0, weight_decay=0.0)
@@ -95,24 +91,16 @@ def test_a_custom_loop_uses_the_scaler_as_torchs():
     assert scaler.get_scale() == 2.0, "two skips"
 
 
-def test_without_fp16_the_scale_is_1():
-    scaler = scaler_of(ScalerConfig(), scales=False)
-    update(scaler, found_inf=1)
-    assert scaler.get_scale() == 1.0
-    assert scaler.state_dict() == {}
-
-
 def test_the_scaler_has_all_four_settings_and_keeps_its_state():
-    config = ScalerConfig(
-        init_scale=64.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=2
-    )
-    one = scaler_of(config)
+    factors = {"growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 2}
+    config = ScalerConfig(init_scale=64.0, **factors)
+    one = Scaler(config, True, CPU)
     scales = []
     for found_inf in (0, 0, 1, 0):
         update(one, found_inf)
         scales.append(one.get_scale())
     assert scales == [64.0, 256.0, 64.0, 64.0]
-    other = scaler_of(config)
+    other = Scaler(config, True, CPU)
     other.load_state_dict({name: tensor.clone() for name, tensor in one.state_dict().items()})
     update(other, found_inf=0)
     assert other.get_scale() == 256.0, "the count of finite steps came along"
@@ -123,7 +111,10 @@ def test_the_scaler_has_all_four_settings_and_keeps_its_state():
     assert other.growth_tracker == 0
 
 
-def test_the_scalers_tensors_are_on_its_device():
+def test_without_fp16_the_scale_is_1_and_all_tensors_are_on_the_device():
+    scaler = Scaler(ScalerConfig(), False, CPU)
+    update(scaler, found_inf=1)
+    assert (scaler.get_scale(), scaler.state_dict()) == (1.0, {})
     scaler = Scaler(ScalerConfig(), True, torch.device("meta"))
     tensors = [value for value in vars(scaler).values() if isinstance(value, torch.Tensor)]
     assert {tensor.device.type for tensor in tensors} == {"meta"}

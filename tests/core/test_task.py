@@ -1,4 +1,4 @@
-"""Tasks: how a user's class is found, checked and built; and the two shipped ones."""
+"""Tasks: how a user's class is found, checked and built, and what its methods may return."""
 
 import sys
 import time
@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from messages import message_of
 from ranks import on_ranks
 from tiny import Tiny, make_run, take_steps
 
 from dist_amp.config.load import load_config
 from dist_amp.config.task_class import build_task
 from dist_amp.config.text import to_toml
-from dist_amp.errors import ConfigError, DataError, Failure
+from dist_amp.errors import DataError
 from dist_amp.step import evaluate
 from dist_amp.task import build_split
 from dist_amp.world import World
@@ -42,18 +43,7 @@ def task_file(folder, parameters="", body="pass", head="", name="mine.py"):
 
 
 def build(target, *argv):
-    config = load_config(["--task.target", target, *map(str, argv)], {})
-    return build_task(config)
-
-
-def refusal(call, *args, status=64):
-    """The error message for a wrong task or wrong data: one line."""
-    with pytest.raises({64: ConfigError, 65: DataError}[status]) as caught:
-        call(*args)
-    assert isinstance(caught.value, Failure)
-    assert caught.value.exit_code == status
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    return build_task(load_config(["--task.target", target, *map(str, argv)], {}))
 
 
 # ---- finding a task, and its arguments ----
@@ -81,15 +71,13 @@ def test_a_task_is_found_by_module_by_file_and_by_relative_path(tmp_path, monkey
         ("value", "seven", "seven"),
     ],
 )
-def test_an_argument_has_the_type_of_its_annotation_or_default(tmp_path, parameter, words, value):
-    target = task_file(tmp_path, parameter, "self.value = value")
-    built = build(target, "--task.args.value", *words.split()).value
-    assert (built, type(built)) == (value, type(value))
-
-
-def test_an_argument_called_data_is_the_data_section(tmp_path):
-    target = task_file(tmp_path, "data, width: int = 8", "self.data = data")
-    assert build(target, "--data.path", "here").data.path == "here"
+def test_an_argument_has_the_type_of_its_annotation_or_default_and_data_is_that_section(
+    tmp_path, parameter, words, value
+):
+    target = task_file(tmp_path, f"data, {parameter}", "self.data, self.value = data, value")
+    task = build(target, "--task.args.value", *words.split(), "--data.path", "here")
+    assert (task.value, type(task.value)) == (value, type(value))
+    assert task.data.path == "here"
 
 
 def test_an_argument_that_is_none_reads_back_from_toml(tmp_path):
@@ -107,37 +95,27 @@ def test_a_dataclass_is_a_task_too(tmp_path):
     assert (task.width, task.layers) == (4, [1])
 
 
-# ---- arguments that are wrong ----
-
-
 @pytest.mark.parametrize(
-    ("parameters", "body", "head", "words", "said"),
+    ("wrong", "words", "said"),
     [
-        ("", "pass", "raise RuntimeError('out of luck')", "", "RuntimeError: out of luck"),
-        ("", "pass", "\ndef (", "", "mine.py, line 2"),
-        ("", "pass", "raise SystemExit(3)", "", "SystemExit"),
-        ("", "pass", "import not_there_at_all", "", "No module named 'not_there_at_all'"),
-        ("", "pass", "import json.not_there", "", "No module named 'json.not_there'"),
-        ("", "pass", "", "--task.args.width 1", "no arguments"),
-        ("count: int", "pass", "", "", "task.args.count is required and not set; add --task.args"),
-        ("a: int", "pass", "", "--task.args.a x", "task.args.a=x on the command line must be a v"),
-        ("a: int | None = None", "pass", "", "--task.args.a x", "a valid integer"),
-        ("a: int = 2", "raise ValueError(f'a={a} must be odd')", "", "", "a=2 must be odd"),
-        ("a: 'Missing' = 1", "pass", "", "", "'Missing'"),
+        ({"head": "raise RuntimeError('out of luck')"}, "", "RuntimeError: out of luck"),
+        ({"head": "\ndef ("}, "", "mine.py, line 2"),
+        ({"head": "raise SystemExit(3)"}, "", "SystemExit"),
+        ({"head": "import not_there_at_all"}, "", "No module named 'not_there_at_all'"),
+        ({"head": "import json.not_there"}, "", "No module named 'json.not_there'"),
+        ({}, "--task.args.width 1", "no arguments"),
+        ({"parameters": "count: int"}, "", "task.args.count is required and not set; add --task."),
+        ({"parameters": "a: int"}, "--task.args.a x", "task.args.a=x on the command line must be "),
+        ({"parameters": "a: int | None = None"}, "--task.args.a x", "a valid integer"),
+        ({"parameters": "a: 'Missing' = 1"}, "", "'Missing'"),
+        ({"body": "raise ValueError('a=2 must be odd')"}, "", "a=2 must be odd"),
+        ({"name": "queue.py"}, "", "another module has the name"),
     ],
 )
-def test_a_task_that_can_not_be_built_is_named_with_the_cause(
-    tmp_path, parameters, body, head, words, said
-):
-    message = refusal(build, task_file(tmp_path, parameters, body, head), *words.split())
+def test_a_task_that_can_not_be_built_is_named_with_the_cause(tmp_path, wrong, words, said):
+    message = message_of(64, build, task_file(tmp_path, **wrong), *words.split())
     assert said in message
     assert "<class" not in message
-
-
-def test_for_a_file_named_like_another_module_the_error_says_to_rename_it(tmp_path):
-    message = refusal(build, task_file(tmp_path, name="queue.py"))
-    assert f"{tmp_path}/queue.py" in message
-    assert "rename" in message
 
 
 # ---- what a task's methods return ----
@@ -180,75 +158,61 @@ MODEL = "the task's model"
     ],
 )
 def test_what_a_method_may_not_return_is_refused(method, answers, said):
-    def evaluated():
-        evaluate(make_run(World(), Returns(**{method: list(answers)}), "--eval.every", 1))
+    def use(call, *args):
+        call(make_run(World(), Returns(**{method: list(answers)}), "--eval.every", 1), *args)
 
-    assert said in refusal(evaluated, status=65)
-
-
-def test_a_negative_weight_is_refused_in_a_step():
-    run = make_run(World(), Returns(weight=[-2]))
-    assert f"weight(batch) returned -2, {NOT_COUNTED}" in refusal(take_steps, run, 1, status=65)
+    assert said in message_of(65, use, evaluate)
+    if method != "metrics":
+        assert said in message_of(65, use, take_steps, 1)
 
 
 class Counted(Tiny):
     """`hits` per sample, whatever the samples count for, and `sum` per unit of weight."""
 
     def metrics(self, model, batch):
-        return {"hits": ((batch["y"] > 0).sum(), len(batch["y"])), "sum": batch["y"].sum()}
+        hits = ((batch["y"] > 0).sum(), len(batch["y"]))
+        return {"hits": hits, "sum": batch["y"].sum(), "none": (0.0, 0)}
 
 
-def evaluated(world, task, words):
-    run = make_run(world, task, "--eval.every", 1, "--use_amp", "false", *words)
-    return evaluate(run), run.task.build_dataset("validation")[:]
+def evaluated(world, task):
+    words = ["--eval.every", 1, "--use_amp", "false", "--train.micro_batch_size", 4]
+    try:
+        return evaluate(make_run(world, task, *words))
+    except DataError as error:
+        return str(error)
 
 
-def test_a_metric_with_its_own_weight_is_divided_by_that_one_alone():
+def test_a_metric_with_its_own_weight_is_divided_by_that_one_alone_and_left_out_if_it_is_zero():
     samples = 35
-    task, words = Counted(uneven=True, samples=samples), ["--train.micro_batch_size", 4]
-    for values, rows in on_ranks(2, evaluated, task, words):
+    task = Counted(uneven=True, samples=samples)
+    rows = task.build_dataset("validation")[:]
+    for values in on_ranks(2, evaluated, task):
         assert list(values) == ["loss", "hits", "sum"]
         assert values["hits"] == (rows["y"] > 0).sum().item() / samples  # whole numbers: exact
         mean = (rows["y"].sum() / rows["counts"].sum()).item()
         assert values["sum"] == pytest.approx(mean, rel=1e-5)  # float32 sums in another order
 
 
-class LossPerSample(Tiny):
-    def metrics(self, model, batch):
-        return {"loss": (2.0 * len(batch["y"]), torch.tensor(len(batch["y"]))), "none": (0.0, 0)}
-
-
-def test_a_metric_of_weight_zero_is_left_out_and_the_loss_may_have_its_own_weight():
-    values, _ = evaluated(World(), LossPerSample(uneven=True), [])
-    assert values == {"loss": 2.0}
-
-
 class MetricsOfRank(Tiny):
     """Each rank's metrics have their names in another order; rank 1 may have one more."""
 
     def __init__(self, *names):
-        super().__init__()
+        super().__init__(uneven=True)
         self.names = names
 
     def metrics(self, model, batch):
         rank = torch.distributed.get_rank()
         names = self.names[:2] if rank == 0 else self.names[::-1]
-        return {name: float(len(name)) * len(batch["y"]) for name in names}
-
-
-def evaluated_by_rank(world, *names):
-    try:
-        return evaluate(make_run(world, MetricsOfRank(*names), "--eval.every", 1))
-    except DataError as error:
-        return str(error)
+        return {name: (float(len(name)) * len(batch["y"]), len(batch["y"])) for name in names}
 
 
 @pytest.mark.bad_input("metrics that have other names on another rank")
-def test_metrics_may_differ_in_order_between_ranks_but_not_in_names():
-    for values in on_ranks(2, evaluated_by_rank, "hits", "misses"):
-        assert (values["hits"], values["misses"]) == (4.0, 6.0)
-    said = "returned loss, hits, misses on rank 0 and loss, b, hits, misses on rank 1; return the "
-    assert all(said in text for text in on_ranks(2, evaluated_by_rank, "hits", "misses", "b"))
+def test_metrics_may_differ_in_order_between_ranks_but_not_in_names_and_may_have_the_loss():
+    for values in on_ranks(2, evaluated, MetricsOfRank("loss", "misses")):
+        assert values == {"loss": 4.0, "misses": 6.0}
+    said = "returned loss, misses on rank 0 and loss, b, misses on rank 1; return the "
+    for text in on_ranks(2, evaluated, MetricsOfRank("loss", "misses", "b")):
+        assert said in text
 
 
 class FillsACache(Tiny):

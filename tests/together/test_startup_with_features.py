@@ -1,4 +1,4 @@
-"""Core as test_startup.py tests it, with several features."""
+"""What a start costs, with several features."""
 
 import json
 import time

@@ -1,5 +1,6 @@
 """What a step reads back and sends with features, and models that change in their forward."""
 
+from collections import defaultdict
 from functools import partial
 
 import pytest
@@ -9,7 +10,7 @@ from test_end_units import BOTH, FEW, VOCABULARY, WIDTH, Task, called
 from test_hooks import BranchedModel
 from test_step import DTYPES
 from test_strangers import Mixture, first_weight_after, message_of_a_step
-from tiny import Rows, Tiny, log, log_row, make_run, parameters_of, take_steps
+from tiny import Rows, Tiny, log, make_run, parameters_of, take_steps
 from torch import nn
 
 from benchmarks.collectives import Counting
@@ -23,15 +24,19 @@ from dist_amp.world import World
 
 
 def host_reads(world, words):
-    """(reads in an ordinary step, reads in logging)."""
+    """(reads in an ordinary step, reads in logging), with the replay of skipped steps."""
     words = ["--train.accumulation_steps", 2, "--train.micro_batch_size", 2, *words]
-    run = make_run(world, Tiny(uneven=True), *words)
+    # A scale at which no step is skipped.
+    run = make_run(world, Tiny(uneven=True), *words, "--precision.scaler.init_scale", 64)
+    observer = NonfiniteReplay(run)
     take_steps(run, 2)  # the first step makes buckets and states
     batches = next(run.data)
     with HostReads() as ordinary:
-        run.metrics.record(train_step(run, batches))
+        report = train_step(run, batches)
+        run.metrics.record(report)
+        observer.after_step(report, batches)
     with HostReads() as logging:
-        log_row(run)
+        observer.on_log(log(run))
     return ordinary.count, logging.count
 
 
@@ -56,61 +61,43 @@ def test_a_step_reads_nothing_back_and_a_log_step_reads_once(ranks, strategy, dt
     assert on_ranks(ranks, host_reads, words) == [(reads, 1)] * ranks
 
 
-def test_a_log_step_without_skips_still_costs_one_read_with_the_replay_of_skipped_steps():
-    run = make_run(World(), Tiny())
-    observer = NonfiniteReplay(run)
-    batches = next(run.data)
-    with HostReads() as ordinary:
-        report = train_step(run, batches)
-        run.metrics.record(report)
-        observer.after_step(report, batches)
-    with HostReads() as logging:
-        observer.on_log(log(run))
-    assert (ordinary.count, logging.count) == (0, 1)
-
-
 # ---- collectives
 
 
 class Sizes(Counting):
     """The bytes that go into each collective of a kind, in their order."""
 
-    def __init__(self, kind):
+    def __init__(self):
         super().__init__()
-        self.kind = kind
-        self.sizes: list[int] = []
+        self.sizes = defaultdict(list)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         before = self.collectives.copy()
         result = super().__torch_dispatch__(function, types, args, kwargs)
-        self.sizes += [one.bytes_in for one in self.collectives - before if one.kind == self.kind]
+        for one in self.collectives - before:
+            self.sizes[one.kind].append(one.bytes_in)
         return result
 
 
-def sizes_in_a_step(world, kind, task, *words):
+def sizes_in_a_step(world, task, *words):
     run = make_run(world, task, "--parallel.strategy", "fsdp", "--use_amp", "false", *words)
     take_steps(run, hooks.COMPARED_FORWARDS)  # in which the ranks compare their blocks
-    with Sizes(kind) as counting:
+    with Sizes() as counting:
         take_steps(run, 1)
-    return counting.sizes
+    return counting.sizes["reduce_scatter"], counting.sizes["all_gather"]
 
 
-def test_a_head_that_is_a_unit_is_reduced_before_the_blocks_and_else_after_them():
+def test_an_embedding_that_is_a_unit_is_gathered_once_and_a_head_reduced_before_the_blocks():
     head = 4 * (VOCABULARY * WIDTH + VOCABULARY)
-    words = [*FEW, "--train.micro_batch_size", 8]
-    sizes = on_ranks(2, sizes_in_a_step, "reduce_scatter", Task(called, BOTH), *words)[0]
-    assert (sizes[0], len(sizes)) == (head, 6)
-    sizes = on_ranks(2, sizes_in_a_step, "reduce_scatter", Task(called), *words)[0]
-    assert sizes[-1] > head
-    assert len(sizes) == 4
-
-
-def test_an_embedding_that_is_a_unit_is_not_gathered_again_for_backward():
-    sizes = on_ranks(2, sizes_in_a_step, "all_gather", Task(called, BOTH), *FEW)[0]
     shard_of_embedding = 4 * VOCABULARY * WIDTH // 2
     shard_of_block = 4 * (WIDTH * WIDTH + WIDTH) // 2
-    assert sizes.count(shard_of_embedding) == 2, "the forwards of two micro-batches"
-    assert sizes.count(shard_of_block) == 3 * 2 * 2, "three blocks, forward and backward"
+    reduced, gathered = on_ranks(2, sizes_in_a_step, Task(called, BOTH), *FEW)[0]
+    assert (reduced[0], len(reduced)) == (head, 6)
+    assert gathered.count(shard_of_embedding) == 2, "the forwards of two micro-batches"
+    assert gathered.count(shard_of_block) == 3 * 2 * 2, "three blocks, forward and backward"
+    reduced, _ = on_ranks(2, sizes_in_a_step, Task(called), *FEW)[0]
+    assert reduced[-1] > head
+    assert len(reduced) == 4
 
 
 class FrozenTrunk(Tiny):
@@ -131,7 +118,8 @@ class FrozenTrunk(Tiny):
 def test_blocks_below_everything_that_is_trained_are_gathered_for_the_forward_alone():
     # The root and the last block stay gathered; torch fetches the block below the last one ahead.
     for frozen, gathers in ((0, 4 + 2), (2, 4 + 1)):
-        assert len(on_ranks(2, sizes_in_a_step, "all_gather", FrozenTrunk(frozen))[0]) == gathers
+        _, gathered = on_ranks(2, sizes_in_a_step, FrozenTrunk(frozen))[0]
+        assert len(gathered) == gathers
 
 
 # ---- models that change in their forward
@@ -166,37 +154,29 @@ def test_branches_that_only_some_ranks_depend_on_take_the_step_of_one_process_un
         torch.testing.assert_close(parameters, alone, rtol=0, atol=2e-6)
 
 
-class Momentum(nn.Module):
+class FollowsInForward(Tiny):
     """A student, and a teacher that follows it in each forward, by one of two ways to write."""
 
-    def __init__(self, through_data):
-        super().__init__()
-        self.student = nn.Linear(8, 2)  # a row on each of two ranks, so that both see the change
-        self.teacher = nn.Linear(8, 2).requires_grad_(False)
-        self.through_data = through_data
-
-    @torch.no_grad()
-    def follow(self):
-        pairs = zip(self.teacher.parameters(), self.student.parameters(), strict=True)
-        for old, new in pairs:
-            if self.through_data:
-                old.data = old.data * 0.9 + new.data * 0.1
-            else:
-                old.mul_(0.9).add_(new, alpha=0.1)
-
-    def forward(self, x):
-        if self.training:
-            self.follow()
-        return (self.student(x) - self.teacher(x).detach()).sum(-1, keepdim=True)
-
-
-class FollowsInForward(Tiny):
-    def __init__(self, through_data: bool = False):
+    def __init__(self, through_data: bool):
         super().__init__()
         self.through_data = through_data
 
     def build_model(self):
-        return Momentum(self.through_data)
+        model = nn.Module()
+        model.student = nn.Linear(8, 2)  # a row on each of two ranks, so that both see the change
+        model.teacher = nn.Linear(8, 2).requires_grad_(False)
+        model.forward = partial(self.forward, model)
+        return model
+
+    def forward(self, model, x):
+        pairs = zip(model.teacher.parameters(), model.student.parameters(), strict=True)
+        with torch.no_grad():
+            for old, new in pairs if model.training else ():
+                if self.through_data:
+                    old.data = old.data * 0.9 + new.data * 0.1
+                else:
+                    old.mul_(0.9).add_(new, alpha=0.1)
+        return (model.student(x) - model.teacher(x).detach()).sum(-1, keepdim=True)
 
 
 @pytest.mark.bad_input("a teacher that the forward changes, under fsdp")
