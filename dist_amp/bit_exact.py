@@ -287,7 +287,7 @@ class AllReduce:
 
 
 def shards_of(parallel: Parallel) -> int:
-    """How many ranks share one copy of the model."""
+    """The number of ranks that share one copy of the model."""
     return parallel.world.world_size // parallel.replicas
 
 
@@ -348,7 +348,7 @@ class ExactParallel(Parallel):
         self._add(is_last)
 
     def _versions(self) -> dict[str, int]:
-        """How often each tensor that is not trained was written to; in the first micro-batches."""
+        """The version counter of each untrained tensor; checked in the first micro-batches."""
         if self._checks <= 0:
             return {}
         state = [*self.module.named_parameters(), *self.module.named_buffers()]
@@ -390,7 +390,7 @@ class ExactParallel(Parallel):
 
     @torch.no_grad()
     def global_grad_norm(self) -> Tensor:
-        """As for Parallel, by each row's sum of squares, since sharding divides no row."""
+        """The norm as in Parallel, from each row's sum of squares: sharding never splits a row."""
         shards = shards_of(self)
         parts = []
         for parameter in self.parameters:

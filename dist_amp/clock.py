@@ -1,4 +1,4 @@
-"""How a rank spends its time: a stopwatch that is always in one phase, so phases add up to all.
+"""Time per phase on each rank: a stopwatch that is always in one phase, so phases add up to all.
 
 On a GPU it records events in the compute stream, which nothing waits for: a phase lasts until the
 device reaches the next one, so time in which a slow host leaves the device idle counts too.
@@ -86,7 +86,7 @@ class PhaseClock:
                 self._held = False
 
     def lap(self) -> "Lap":
-        """What was measured since the last lap; the present phase continues."""
+        """The times since the last lap; the present phase continues."""
         now = self._now()
         lap = self._lap
         lap.end(self._phase, now)
@@ -113,7 +113,7 @@ class Lap:
             self.seconds(finished_only=True)
 
     def seconds(self, finished_only: bool = False) -> dict[str, float]:
-        """By phase, in PHASES' order. On a GPU: once the device has reached the lap's end."""
+        """{phase: seconds}, in PHASES' order. On a GPU: once the device has reached its end."""
         read = 0
         for phase, moment in self._marks:
             if isinstance(moment, float):

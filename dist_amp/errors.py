@@ -79,7 +79,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 def outside_packages(error: BaseException) -> list[traceback.FrameSummary]:
-    """Where the error passed, but for installed packages and the code that torch.compile wrote."""
+    """The error's frames, without installed packages and code that torch.compile wrote."""
     compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "-packages")
     outside = []
     for place in traceback.extract_tb(error.__traceback__):

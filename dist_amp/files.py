@@ -29,7 +29,7 @@ def present(feature: str) -> bool:
 
 
 def missing(feature: str) -> str:
-    """That a feature is not in this project, and how to get it."""
+    """The error text for a feature that is not in this project, and how to get it."""
     path = f"dist_amp/{feature.replace('.', '/')}"
     path += "/" if "." not in feature and feature != "bit_exact" else ".py"
     name = feature.rpartition(".")[2]
@@ -169,7 +169,7 @@ def plain_json(value: Any) -> Any:
 
 
 def shipped_folder() -> Path:
-    """What has configs/ and the other files that are no code: the clone, or what pip installed.
+    """The folder that contains configs/ and other data files: the clone, or what pip installed.
 
     Errors: ConfigError if there is neither.
     """

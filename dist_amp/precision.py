@@ -72,7 +72,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class Clip:
-    """What limits gradients: "norm" (of all together), "value" (each element), or "off"."""
+    """The limit on gradients: by "norm" (of all together), by "value" (each element), or "off"."""
 
     by: Literal["norm", "value", "off"]
     limit: float

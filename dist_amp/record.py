@@ -1,4 +1,4 @@
-"""What a run's folder holds: settings, metrics, environment, checkpoints.
+"""Readers of a run's folder: settings, metrics, environment, checkpoints.
 
 Commands that look at a run read it here. A kill tears the last line of metrics.jsonl, a disk or an
 editor may damage another: such a line is left out, and one warning counts them.
@@ -20,7 +20,7 @@ from dist_amp.supervise.lifecycle import saved_summary
 
 
 def damage(lines: list[int]) -> str:
-    """That lines of metrics.jsonl are damaged."""
+    """The warning that lines of metrics.jsonl are damaged; "" if none are."""
     return f"damaged lines of metrics.jsonl are left out: {some_of([*map(str, lines)], 4)}"
 
 
@@ -98,7 +98,7 @@ class Record:
 
     @property
     def started(self) -> str:
-        """When the first process started, in this machine's time; "" if it is not known."""
+        """The start of the first process, in this machine's time zone; "" if it is not known."""
         try:
             text = (self.folder / "started.txt").read_text().strip()
             return datetime.fromisoformat(text).astimezone().strftime("%Y-%m-%d %H:%M:%S")

@@ -185,7 +185,7 @@ def build_run(
     if task is not None:
         config = with_task(config, task)
     folder = run_folder(config.run, world)
-    given = config = with_dtype(config, folder, world)
+    as_given = config = with_dtype(config, folder, world)
     if config.parallel.bit_exact:
         from dist_amp.bit_exact import exact_config, exact_parallel
 
@@ -205,7 +205,7 @@ def build_run(
         vars(error)["module"] = module  # it may not fit: supervise/explain.py says what it takes
         raise
     run = assemble(config, world, task, folder, model)
-    run.config = given
+    run.config = as_given
     with world.clock.phase("data"):
         run.data, run.validation = build_data(config, task, world, folder)
     if run.data.bad_samples is not None:
@@ -232,7 +232,7 @@ def build_run(
 
 
 def set_switches(config: Config) -> None:
-    """What a run sets for its whole process."""
+    """Set the switches of torch that apply to the whole process."""
     set_determinism(config.run.deterministic)
     set_tf32(config.precision.tf32)
     torch.autograd.set_detect_anomaly(config.debug.detect_anomaly)
@@ -361,7 +361,7 @@ def lay_out(
 def build_data(
     config: Config, task: Task, world: World, folder: Path
 ) -> tuple[Batches, Batches | None]:
-    """(training batches, validation batches or None). folder: the run's."""
+    """Returns (training batches, validation batches or None). folder: the run's."""
     size = config.train.micro_batch_size
     deal = None
     if config.parallel.bit_exact:

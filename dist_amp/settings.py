@@ -25,7 +25,7 @@ class Section:
     }
 
     def __post_init__(self) -> None:
-        """In paths, ~/ is the home folder, also where no shell expands it."""
+        """Expand ~/ in paths, which a shell does only for some of them."""
         texts = {name: text for name, text in vars(self).items() if isinstance(text, str)}
         vars(self).update({name: os.path.expanduser(text) for name, text in texts.items()})
 
@@ -134,7 +134,7 @@ class DataConfig(SourceConfig):
 
     @property
     def most_bad_samples(self) -> float:
-        """How many of an epoch may be left out; below 1: a share of them."""
+        """The number of samples of an epoch that may be left out; below 1, a fraction of them."""
         if isinstance(self.on_bad_sample, str):
             return 100 if self.on_bad_sample == "skip" else 0
         return self.on_bad_sample

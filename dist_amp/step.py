@@ -148,7 +148,7 @@ def evaluate(run: Run, stop: Callable[[], bool] | None = None) -> dict[str, floa
 
 
 def weights_of(task: Task, micro_batches: Sequence[Any], device: torch.device) -> Tensor:
-    """What each of this rank's micro-batches counts: [micro-batches] float32 on the device."""
+    """The weight of each of this rank's micro-batches: [micro-batches] float32 on the device."""
     if not micro_batches:
         raise DataError("train_step got no micro-batches; give it those of next(run.data)")
     weights = []
@@ -173,6 +173,6 @@ def loss_of(task: Task, model: nn.Module, batch: Any, device: torch.device) -> T
 
 
 def mark_last(items: Sequence[Any]) -> Iterator[tuple[bool, Any]]:
-    """(whether it is the last, item) for each item."""
+    """Yields (whether it is the last, item) for each item."""
     for number, item in enumerate(items, start=1):
         yield number == len(items), item

@@ -1,4 +1,4 @@
-"""What a user brings: a plain class with four methods, found by `--task.target my_file:MyTask`.
+"""The user's part: a plain class with four methods, found by `--task.target my_file:MyTask`.
 
 No base class and no registry: `Task` only writes the methods down. Optional methods, by name:
 
@@ -63,7 +63,7 @@ SAVED_OF_OPTIMIZER = ("state", "param_groups", "grad_scale", "found_inf", "_exch
 
 
 class Task(Protocol):
-    """What the loop asks of a user's class. A batch is collated samples, moved to the device."""
+    """The methods that the loop calls. A batch is collated samples, moved to the device."""
 
     def build_model(self) -> nn.Module:
         """The model, on the CPU, in float32; the random seed is set and equal on all ranks."""
@@ -79,13 +79,13 @@ class Task(Protocol):
         """
 
     def weight(self, batch: Any) -> float | Tensor:
-        """What the loss is divided by, over all ranks and micro-batches: a number or a scalar."""
+        """The loss is divided by its sum over all ranks and micro-batches. A number or a scalar."""
 
 
 def call_task(
     kind: type[Failure], name: str, method: Callable[..., Any], *args: Any, when: str = ""
 ) -> Any:
-    """What the task's method returns. Errors: `kind`, in one line that names the file and line."""
+    """Call the task's method. Errors: `kind`, in one line that names the file and line."""
     try:
         return method(*args)
     except Failure:
@@ -121,7 +121,7 @@ def build_split(task: Task, split: Literal["train", "validation"], world: World)
     return dataset
 
 
-def kept_by(owner: Any, module: nn.Module) -> dict[str, list[Any]]:
+def attributes_of(owner: Any, module: nn.Module) -> dict[str, list[Any]]:
     """{attribute: the tensors, numbers, texts and states of generators in it}, without the model's.
 
     Objects of classes of the owner's file are looked into. Of an optimizer, what a checkpoint has

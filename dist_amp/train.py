@@ -95,7 +95,7 @@ def loop(run: ScriptRun, stop: AgreedStop) -> None:
 
 
 def due(run: ScriptRun, stop: AgreedStop, done: Collection[Action]) -> Action:
-    """What comes next, in the order above. done: since the latest step."""
+    """The next action, in the order above. done: actions since the latest step."""
     config = run.config
     is_last = run.step >= config.train.steps
 

@@ -58,7 +58,7 @@ class World:
 
     @cached_property
     def clock(self) -> PhaseClock:
-        """What this rank spends its time on."""
+        """The clock of this rank's phases."""
         return PhaseClock(self.device)
 
     def say(self, text: str) -> None:
@@ -162,7 +162,7 @@ def _leave(context: AbstractContextManager[World]) -> None:
 
 @contextmanager
 def start(config: RunConfig) -> Iterator[World]:
-    """`joined`, with the log shown on rank 0."""
+    """Call `joined`, with the log shown on rank 0."""
     with joined(config) as world:
         configure_logging(world.rank)
         yield world

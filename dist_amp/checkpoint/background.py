@@ -149,7 +149,7 @@ def without_replicas(state: State, world: World) -> State:
 
 
 def _replica(value: Any, world: World) -> tuple[int, int]:
-    """(which replica of the tensor this rank has or has a shard of, how many there are)."""
+    """Returns (index of the replica that this rank holds a shard of, number of replicas)."""
     if not isinstance(value, DTensor):
         return world.rank, world.world_size
     replica = 0

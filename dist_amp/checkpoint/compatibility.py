@@ -40,7 +40,7 @@ def check_config(path: Path, config: Config, task: Any, world: World) -> None:
     manifest = read_manifest(path)
     now = flat(to_toml(config))
     before = settings_of(path, config)
-    if may_be_the_same(str(before.get("task.target")), config.task.target, task):
+    if might_match(str(before.get("task.target")), config.task.target, task):
         before = {key: before[key] for key in before if not key.startswith("task.")}
         before |= {key: now[key] for key in now if key.startswith("task.")}
     # In the manifest as the run had them, also where the config says auto.
@@ -71,7 +71,7 @@ def check_config(path: Path, config: Config, task: Any, world: World) -> None:
         )
 
 
-def may_be_the_same(before: str, now: str, task: Any) -> bool:
+def might_match(before: str, now: str, task: Any) -> bool:
     """Whether targets that differ may name one task: one of them has no module, or the task is an
     object, for which earlier versions recorded the default.
     """

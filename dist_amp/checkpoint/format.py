@@ -97,7 +97,7 @@ def read_manifest(folder: Path) -> Manifest:
                 f"its format is {content['format']}, this version reads up to {FORMAT}; use a "
                 "newer dist_amp"
             )
-        names = {one.name for one in fields(Manifest)} & content.keys()
+        names = {item.name for item in fields(Manifest)} & content.keys()
         manifest = Manifest(**{name: content[name] for name in names})
         is_whole = is_whole and fits(manifest, Manifest)
     except OSError as error:

@@ -72,12 +72,12 @@ def with_dtype(config: Config, run_folder: Path, world: World) -> Config:
                 if present("distributed.machine"):
                     from dist_amp.distributed.machine import native_precision
 
-                    native, why = native_precision("cpu")
+                    native, reason = native_precision("cpu")
                     if native == "bf16":
                         name = "bf16"
                     else:
                         world.say(
-                            f"precision.dtype=auto: float32, because {why}; --use_amp true "
+                            f"precision.dtype=auto: float32, because {reason}; --use_amp true "
                             "computes in bf16 all the same"
                         )
     name = world.from_main(name)

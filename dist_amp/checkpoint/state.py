@@ -1,4 +1,4 @@
-"""What a checkpoint contains, taken from a run and restored into one of any strategy.
+"""The state that a checkpoint contains: taken from a run, restored into a run of any strategy.
 
     model, optimizer      parameters and moments, by name, sharded as the run shards them
     counters, scaler      applied and skipped steps; the loss scale

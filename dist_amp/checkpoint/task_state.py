@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dist_amp.step import Run
-from dist_amp.task import kept_by
+from dist_amp.task import attributes_of
 from dist_amp.world import local
 
 FIXES = {
@@ -42,7 +42,7 @@ class Unsaved:
             owners["the task"] = run.task
         unsaved = getattr(run.task, "unsaved", ())
         for owner, instance in owners.items():
-            kept = kept_by(instance, run.parallel.module)
+            kept = attributes_of(instance, run.parallel.module)
             now = {name: [*map(digest, kept[name])] for name in kept if name not in unsaved}
             before = self._first.setdefault(owner, now)
             if changed := [name for name in now if now[name] != before.get(name)]:

@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def precision_settings(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Those of the machine's native precision, which a line on stderr names; none if one is set."""
+    """Settings for the machine's native precision, named on stderr; none if a precision is set."""
     try:
         keys = collect(argv, environ)
     except ConfigError:

@@ -326,7 +326,7 @@ def table_of(title: str, pairs: Mapping[str, Sequence[Any]]) -> list[str]:
 
 
 class Value(NamedTuple):
-    """What is kept of an event's tensors."""
+    """The dtype, shape and hash of an event's tensors."""
 
     bits: int  # a hash
     samples: list[Tensor]
@@ -415,7 +415,7 @@ def first_divergence(runs: Sequence[Replayed], first: int, until: int) -> str:
 
 
 def text_of_event(event: Event, other: Event, a: Sequence[Event], b: Sequence[Event]) -> str:
-    """Where the two events are in their steps `a` and `b`, and by how much they differ."""
+    """The places of two events in their steps `a` and `b`, and the size of their difference."""
     module = event.module or "the model"
     if event.kind == "backward":
         call = call_of(event, a)

@@ -1,4 +1,4 @@
-"""What `doctor` checks on each machine, and with several ranks."""
+"""The checks of `doctor`, on each machine and with several ranks."""
 
 import os
 import platform
@@ -108,7 +108,7 @@ def results_of(checks: Mapping[str, Callable[[], Iterable[Check]]]) -> list[Chec
 
 
 def packages() -> Iterator[Check]:
-    """What the project needs."""
+    """Check that the packages that the project needs are installed."""
     for requirement in map(Requirement, requires("dist_amp") or []):
         name = requirement.name
         if requirement.marker is not None and "extra" in str(requirement.marker):
@@ -224,7 +224,7 @@ def shared_memory(path: Path = Path("/dev/shm")) -> Iterator[Check]:
 
 
 def folders() -> Iterator[Check]:
-    """Where runs, datasets and temporary files go: they must be writable, with some space."""
+    """Check that the folders of runs, datasets and temporary files are writable and have space."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     home = Path(os.environ.get("HF_HOME") or cache / "huggingface")
     datasets = Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets")

@@ -34,7 +34,7 @@ FAILS_AGAIN = (ConfigError.exit_code, NumericsError.exit_code)
 
 
 class Report(NamedTuple):
-    """How a rank ended by itself. text: its error. at_start: its process had taken no step.
+    """The end of a rank that was not signalled. text: its error. at_start: it had taken no step.
 
     transient: another rank is the cause.
     """
@@ -114,9 +114,9 @@ class Watch(metrics.MetricHandler):
         fails_at_start = report.text and report.at_start and not report.transient and is_first
         if has_stopped or fails_at_start or report.status in FAILS_AGAIN:
             raise RestartRefused
-        why = "" if report.text else ": a rank ended without a report; did memory run out?"
+        cause = "" if report.text else ": a rank ended without a report; did memory run out?"
         number = self._restarts - self._left + 1
-        print(f"restart {number} of {self._restarts}{why}", file=sys.stderr, flush=True)
+        print(f"restart {number} of {self._restarts}{cause}", file=sys.stderr, flush=True)
 
 
 def children() -> list[int]:
@@ -166,7 +166,7 @@ def death_of(rank: str, exit_code: int) -> str:
 
 
 def after_signal(name: str, reports: Sequence[Report], ranks: int) -> tuple[int, str]:
-    """(exit status, last line or ""): how the ranks of this machine ended after a signal."""
+    """Returns (exit status, last line or "") of this machine's ranks after a signal."""
     statuses = [report.status for report in reports]
     if errors := [status for status in statuses if status not in (0, SAVED_AND_STOPPED)]:
         return errors[0], ""  # a rank has said why

@@ -151,7 +151,7 @@ def cast(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def save_for_transformers(task: Any, model: Any, folder: Path) -> None:
-    """By task.export or save_pretrained. Errors: ConfigError for a model that can do neither."""
+    """Save by task.export or save_pretrained. Errors: ConfigError for a model without either."""
     if "transformers" in sys.modules and present("tasks.pretrained"):
         from dist_amp.tasks.pretrained import as_published
 

@@ -89,7 +89,7 @@ def wait_for_run(folder: Path, seconds: float, stop: threading.Event) -> None:
 
 @dataclass
 class Position:
-    """What a tracker has received, kept in RUN/follow_TRACKER.json."""
+    """The lines that a tracker has received, kept in RUN/follow_TRACKER.json."""
 
     id: str  # of the tracker's run
     project: str
@@ -215,12 +215,12 @@ class Follower:
         write_durably(self.path, json.dumps(asdict(self.position)) + "\n")
 
     def new_position(self, project: str) -> Position:
-        """With an id that no other folder of the same name gets, here or elsewhere."""
+        """A new position, whose id no other folder of the same name gets, on any machine."""
         name = re.sub(r"[^\w.-]", "-", self.folder.name, flags=re.ASCII)[:48]
         return Position(f"{name}-{secrets.token_hex(3)}", project, earlier_attempt(self.folder))
 
     def load(self, project: str) -> Position:
-        """What was sent before. Errors: DataError if damaged, ConfigError for another project."""
+        """Read the position. Errors: DataError if damaged, ConfigError for another project."""
         if not self.path.exists():
             default = os.environ.get(TRACKERS[self.name].project_variable, "dist_amp")
             return self.new_position(project or default)

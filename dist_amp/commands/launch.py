@@ -106,7 +106,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> tuple[Namespace, str, list[str]]:
-    """(torchrun's options, module, its arguments); options may stand among the settings, up to -m.
+    """Returns (torchrun's options, module, its arguments). Options and settings may be mixed.
 
     They are known by exact names, since settings may begin like one. Errors: ConfigError.
     """
@@ -159,7 +159,7 @@ def check_settings(words: Sequence[str], nodes: range, ranks: int) -> None:
 
 
 def usable_gpus(words: Sequence[str]) -> int:
-    """How many GPUs ranks with these settings use. Errors: ConfigError for GPUs torch can't use."""
+    """The number of GPUs for ranks with these settings. Errors: ConfigError for unusable GPUs."""
     device = collect(words).get("run.device")
     if device and device.text == "cpu":
         return 0
@@ -220,7 +220,7 @@ def start(options: Namespace, ranks: int, fewest: int, most: int) -> int:
 
 
 def reason_torchrun_failed(error: Exception, at: str, machines: str) -> str:
-    """What the rendezvous, or torchrun itself, failed with, in one line. at: the rendezvous."""
+    """One line with the error of the rendezvous, or of torchrun itself. at: the rendezvous."""
     if isinstance(error, RendezvousTimeoutError):
         return f"not all of --nnodes={machines} machines joined the rendezvous at {at} in time"
     if isinstance(error, RendezvousClosedError):

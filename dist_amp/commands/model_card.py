@@ -78,7 +78,7 @@ def losses(checkpoint: Path, manifest: Manifest) -> dict[str, str]:
 
 
 def loading_code(folder: Path, name: str, target: str, base: str) -> tuple[str, list[str]]:
-    """(the hub's name of the library, lines of code that load it), by the export's files."""
+    """Returns (the hub's name of the library, code that loads the model), by the export's files."""
     adapter = folder / "adapter_config.json"
     if adapter.exists():
         mapping = json.loads(adapter.read_text()).get("auto_mapping") or {}

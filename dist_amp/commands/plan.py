@@ -63,7 +63,7 @@ LARGEST = 2**16  # micro-batches beyond it are not tried
 
 @dataclass
 class Plan:
-    """What --json prints. facts: {heading: text}. device_memory: bytes; 0: not known."""
+    """The output of --json. facts: {heading: text}. device_memory: bytes; 0: not known."""
 
     facts: dict[str, str]
     device_memory: int
@@ -199,16 +199,16 @@ def make_plan(
         try:
             # What the world says of the other strategies is of no interest.
             candidate = job if chosen else replace(job, world=replace(world, notes=[]))
-            one = simulated(replace(candidate, strategy=name))  # type: ignore[arg-type]
+            option = simulated(replace(candidate, strategy=name))  # type: ignore[arg-type]
         except Failure as error:
             if chosen or len(names) == 1:
                 raise
-            one = StrategyPlan(problem=first_line(error))
-        one.name, one.chosen = name, chosen
+            option = StrategyPlan(problem=first_line(error))
+        option.name, option.chosen = name, chosen
         if name == "hsdp":
-            one.name = f"hsdp of {replicas_of(parallel, world)}"
-        plan.strategies.append(one)
-    if plan.strategies and all(one.problem for one in plan.strategies):
+            option.name = f"hsdp of {replicas_of(parallel, world)}"
+        plan.strategies.append(option)
+    if plan.strategies and all(option.problem for option in plan.strategies):
         raise DataError(plan.strategies[0].problem)
     if largest:
         plan.largest_micro_batch = largest_micro_batch(job)
@@ -232,17 +232,17 @@ def simulated(job: Job) -> StrategyPlan:
 
 
 def over_ranks(config: Config, memory: int, gpu: Device | None) -> list[StrategyPlan]:
-    """What the chosen strategy takes on more and more ranks."""
+    """Plans of the chosen strategy for growing numbers of ranks."""
     plans = []
     for ranks in MANY_RANKS:
-        one = StrategyPlan(problem="parallel.strategy=auto depends on the GPU's memory")
+        option = StrategyPlan(problem="parallel.strategy=auto depends on the GPU's memory")
         try:
-            for one in make_plan(config, ranks, memory, gpu, only_chosen=True).strategies:
-                one.chosen = False
+            for option in make_plan(config, ranks, memory, gpu, only_chosen=True).strategies:
+                option.chosen = False
         except Failure as error:
-            one = StrategyPlan(problem=first_line(error))
-        one.name = f"{ranks:,} x {one.name or 'ranks'}"
-        plans.append(one)
+            option = StrategyPlan(problem=first_line(error))
+        option.name = f"{ranks:,} x {option.name or 'ranks'}"
+        plans.append(option)
     return plans
 
 
@@ -276,12 +276,12 @@ def largest_micro_batch(job: Job) -> int:
 def lines(plan: Plan) -> list[str]:
     text = [f"{name:<12}{fact}" for name, fact in plan.facts.items()]
     text += ["", *table(plan.strategies, plan.device_memory), ""]
-    if any(one.chosen for one in plan.strategies):
+    if any(option.chosen for option in plan.strategies):
         text.append("* what this config runs")
-    for one in (*plan.strategies, *plan.over_ranks):
-        if one.problem:
-            text.append(f"{one.name}: not possible: {one.problem}")
-    if all(one.fits is False for one in plan.strategies if not one.problem):
+    for option in (*plan.strategies, *plan.over_ranks):
+        if option.problem:
+            text.append(f"{option.name}: not possible: {option.problem}")
+    if all(option.fits is False for option in plan.strategies if not option.problem):
         text.append(f"nothing fits into {100 * USABLE:.0f} % of the device; use more ranks")
     if plan.largest_micro_batch is not None:
         text.append(f"largest train.micro_batch_size that fits: {plan.largest_micro_batch}")
@@ -293,29 +293,29 @@ def lines(plan: Plan) -> list[str]:
 
 def table(plans: Sequence[StrategyPlan], device_memory: int) -> list[str]:
     """A column per strategy, or number of ranks: what each rank holds, sends and takes."""
-    possible = [one for one in plans if not one.problem]
-    rows = [["on each rank", *(one.name + " *" * one.chosen for one in possible)]]
+    possible = [option for option in plans if not option.problem]
+    rows = [["on each rank", *(option.name + " *" * option.chosen for option in possible)]]
 
     def add(label: str, sizes: Iterable[float]) -> None:
         if any(sizes := list(sizes)):
             rows.append([label, *(size_text(size) if size else "" for size in sizes)])
 
     for label in HELD:
-        add(label, (one.memory[label] for one in possible))
+        add(label, (option.memory[label] for option in possible))
     for phase in PHASES:
-        add(f"peak in {phase}", (one.peaks.get(phase, 0) for one in possible))
+        add(f"peak in {phase}", (option.peaks.get(phase, 0) for option in possible))
     if device_memory:
         left = [f"left of {size_text(device_memory)}"]
-        for one in possible:
-            room = size_text(device_memory - one.on_device)
-            left.append("too large" if one.fits is False else room)
+        for option in possible:
+            room = size_text(device_memory - option.on_device)
+            left.append("too large" if option.fits is False else room)
         rows.append(left)
-    add("sent per step", (one.sent_bytes for one in possible))
+    add("sent per step", (option.sent_bytes for option in possible))
     for name in (*PHASES, "sending", "step"):
-        if any(one.seconds for one in possible):
-            times = [f"{1000 * one.seconds[name]:,.1f} ms" for one in possible]
+        if any(option.seconds for option in possible):
+            times = [f"{1000 * option.seconds[name]:,.1f} ms" for option in possible]
             rows.append([f"time, {name}", *times])
-    rows.append(["computes in", *(one.precision for one in possible)])
+    rows.append(["computes in", *(option.precision for option in possible)])
     rule = ["-" * max(map(len, column)) for column in zip(*rows, strict=True)]
     return columns([rows[0], rule, *rows[1:]])
 

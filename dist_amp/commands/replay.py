@@ -218,7 +218,7 @@ def on_one_process(config: Config, ranks: int) -> Config:
 
 
 class Layer(NamedTuple):
-    """What the outputs of a module's call held, or a gradient."""
+    """Statistics of the outputs of a module's call, or of a gradient."""
 
     largest: float
     zeros: int

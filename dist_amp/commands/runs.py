@@ -32,7 +32,7 @@ LETTERS = 60  # of a state with its cause in the table; --json has all
 
 @dataclass
 class RunRow:
-    """What a run's folder says; nan and 0 for what it does not."""
+    """The facts in a run's folder; nan and 0 for missing ones."""
 
     run: str
     started: str

@@ -45,7 +45,7 @@ from dist_amp.run import assemble, lay_out
 from dist_amp.scaling.meta import like, register_fused_updates
 from dist_amp.settings import Config, Strategy
 from dist_amp.step import Run, train_step
-from dist_amp.task import Task, kept_by
+from dist_amp.task import Task, attributes_of
 from dist_amp.world import World, local
 
 aten = torch.ops.aten
@@ -121,7 +121,7 @@ class Collective(NamedTuple):
         return rounds * (self.ranks - 1) / self.ranks * max(self.bytes_in, self.bytes_out)
 
     def seconds(self, gpu: Device, world: World) -> float:
-        """Its time at the rate of a machine's links, or of the network cards that it crosses."""
+        """Seconds at the bandwidth of the machine's links, or of its network cards."""
         # A ring over several machines enters and leaves each by every network card.
         rate = min(gpu.machine, world.local_world_size * gpu.network)
         inside_hsdp = self.ranks < world.world_size
@@ -397,7 +397,7 @@ def simulate(job: Job) -> StrategyPlan:
             modes.callback(dist.destroy_process_group)
         modes.enter_context(warnings.catch_warnings(action="ignore"))  # those that training prints
         module = without_memory(job.module, on_device)
-        kept = tree_iter(kept_by(job.task, job.module))
+        kept = tree_iter(attributes_of(job.task, job.module))
         beside_model = [on_device(leaf) for leaf in kept if isinstance(leaf, nn.Parameter)]
         batches = [tree_map_only(Tensor, on_device, batch) for _ in range(sizes[-1])]
         for mode in (fake, device, device.watched()):

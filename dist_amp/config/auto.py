@@ -1,4 +1,4 @@
-"""What `auto` and counts of settings resolve to, for this model and these ranks."""
+"""The values that `auto` settings resolve to, for this model and these ranks."""
 
 from dataclasses import replace
 
@@ -104,7 +104,7 @@ def batch_statistics(module: nn.Module) -> dict[str, Tensor]:
 
 
 def replicas_of(config: ParallelConfig, world: World) -> int:
-    """How many copies of the model hsdp has: by default one per machine, or two on a single one."""
+    """The number of copies of the model under hsdp: one per machine, two on a single one."""
     if config.replicas != "auto":
         return config.replicas
     return max(2, world.world_size // world.local_world_size)

@@ -1,4 +1,4 @@
-"""What settings and a task's methods ask for that this project may not have."""
+"""The features that settings and a task's methods need, which this project may not have."""
 
 from typing import Any
 

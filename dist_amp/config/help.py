@@ -1,4 +1,4 @@
-"""What --help and --print_config print."""
+"""The output of --help and --print_config."""
 
 import re
 import sys

@@ -128,20 +128,20 @@ def task_in(settings: Settings) -> type:
 
 def collect(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Settings:
     """The settings of all sources, later ones over earlier ones; keys are not checked yet."""
-    given: list[tuple[str, list[str]]] = []  # keys of the command line, with the words after each
+    arguments: list[tuple[str, list[str]]] = []  # (key, the words after it)
     for word in argv:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             key = name.replace("-", "_")
-            given.append((ALIASES.get(key, key), [value] if equals else []))
-        elif given:
-            given[-1][1].append(word)
+            arguments.append((ALIASES.get(key, key), [value] if equals else []))
+        elif arguments:
+            arguments[-1][1].append(word)
         else:
             raise ConfigError(
                 f"{word!r} on the command line belongs to no key; {with_dashes(argv)}"
             )
     settings: Settings = {}
-    for key, words in given:
+    for key, words in arguments:
         if key == "config" and not words:
             raise ConfigError("--config names no file; give the path of a TOML file")
         for word in words if key == "config" else ():
@@ -150,7 +150,7 @@ def collect(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Set
         if name.startswith(ENVIRONMENT_PREFIX) and name not in NOT_SETTINGS:
             key = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
             settings[key] = from_words([value], f"in the environment as {name}", split=True)
-    for key, words in given:
+    for key, words in arguments:
         if key != "config":
             settings[key] = from_words(words, "on the command line")
     return settings
@@ -200,6 +200,6 @@ def from_file(path: str) -> Settings:
 
 @cache
 def say_once(text: str) -> None:
-    """On the first rank, however often a command reads its settings."""
+    """Print a note on the first rank, once however often a command reads its settings."""
     if os.environ.get("RANK", "0") == "0":
         print(f"note: {text}", file=sys.stderr)

@@ -21,35 +21,35 @@ def tensor_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def moments_per_parameter(config: OptimConfig) -> int:
-    """How many values the optimizer keeps for each trained parameter of a matrix."""
+    """The number of values that the optimizer keeps for each trained parameter of a matrix."""
     if config.name == "sgd":
         return int(config.momentum > 0)
     return {"muon": 1}.get(config.name, 2)
 
 
 def auto_strategy(module: nn.Module, world: World, memory: int) -> Strategy:
-    """What "auto" picks for several ranks; says why. memory: the device's bytes; 0: the host's."""
+    """The strategy that "auto" picks for several ranks; prints why. memory: a GPU's bytes, or 0."""
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
     # Gradients and AdamW's two moments: with the weights 16 bytes per float32 parameter.
     need = tensor_bytes(module.parameters()) + 3 * 4 * trained
     strategy: Strategy = "ddp"
-    why = "fit in the host's memory"
+    reason = "fit in the host's memory"
     if memory:
-        why = f"fit in half of the device's {memory / 2**30:.1f} GiB"
+        reason = f"fit in half of the device's {memory / 2**30:.1f} GiB"
     if memory and need > memory / 2:
         strategy = "fsdp"
-        why = f"do not {why}"
+        reason = f"do not {reason}"
         ranks = world.local_world_size  # of a machine
         if 1 < ranks < world.world_size and need / ranks <= memory / 2:
             strategy = "hsdp"
-            why += f", but do when sharded over the {ranks} ranks of a machine"
+            reason += f", but do when sharded over the {ranks} ranks of a machine"
     state = f"weights, gradients and moments ({size_text(need)})"
-    world.say(f"parallel.strategy=auto: {strategy}, because {state} {why}")
+    world.say(f"parallel.strategy=auto: {strategy}, because {state} {reason}")
     return strategy
 
 
 def capacity_of(world: World) -> tuple[int, int]:
-    """(what this process may use, what its allocator reserves unused)."""
+    """Returns (bytes that this process may use, bytes that its allocator reserves unused)."""
     if world.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(world.device)
         reserved = torch.cuda.memory_reserved(world.device)

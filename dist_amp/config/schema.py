@@ -21,7 +21,7 @@ Schema = dict[str, Any]
 
 
 class Generator(GenerateJsonSchema):
-    """Without titles, which repeat the key, and with any value for types that JSON has not."""
+    """Leaves out titles, which repeat the key, and allows any value for types that JSON lacks."""
 
     ignored_warning_kinds = {"skipped-choice", "non-serializable-default"}  # noqa: RUF012
 

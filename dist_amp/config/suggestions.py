@@ -47,7 +47,7 @@ OF_LAUNCHERS = (
 
 
 def removed(key: str) -> str:
-    """What became of a setting of an earlier release; "" for other keys."""
+    """The replacement of a setting of an earlier release; "" for other keys."""
     instead = REMOVED.get(re.sub(r"^data\.sources\.\w+\.", "data.", key), "")
     return instead and f" is no longer a setting: {instead}"
 
@@ -73,7 +73,7 @@ def unknown(key: str, source: str, known: Sequence[str]) -> str:
 
 
 def rule(problems: Sequence[Any], value: str) -> str:
-    """What pydantic expects in place of a value, such as "a valid integer or 'off'"."""
+    """The values that pydantic accepts, such as "a valid integer or 'off'"."""
     expected = []
     for problem in problems:
         text = problem["msg"].removeprefix("Input should be ")
@@ -94,7 +94,7 @@ def rule(problems: Sequence[Any], value: str) -> str:
 
 
 def with_dashes(words: Sequence[str]) -> str:
-    """What to write for words that belong to no key."""
+    """A suggestion for words that belong to no key."""
     key, equals, value = words[0].partition("=")
     if not re.fullmatch(r"[a-z]\w*(\.[a-z]\w*)+", key) or key.endswith(".py"):
         return f"write --section.key {words[0]}"

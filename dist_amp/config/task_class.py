@@ -31,7 +31,7 @@ GIVEN = "given:"  # in place of a module: the task was an object that no config 
 
 
 class NotASetting:
-    """In place of a type that pydantic can't check, such as a Protocol: no value is one."""
+    """A stand-in for a type that pydantic can't check, such as a Protocol: it accepts no value."""
 
 
 # ---- the class
@@ -99,8 +99,8 @@ def _import(module_name: str, target: str, key: str) -> Any:
                 raise ConfigError(
                     f"{key}={target}: {missing(feature)}, or name another task"
                 ) from error
-        why = f"importing it failed with {type(error).__name__}: {first_line(error)}"
-        raise ConfigError(f"{key}={target}: {why}; {fix}") from error
+        cause = f"importing it failed with {type(error).__name__}: {first_line(error)}"
+        raise ConfigError(f"{key}={target}: {cause}; {fix}") from error
     file = getattr(module, "__file__", None) or "built in"
     if module_name.endswith(".py") and Path(file).resolve() != path.resolve():
         raise ConfigError(
@@ -205,7 +205,7 @@ def type_of(default: Any) -> Any:
 
 
 def args_of(task: Any, data: Any) -> Any:
-    """What a config needs to build an object again: its `args_dataclass`, of its attributes of
+    """The arguments that build an object again: its `args_dataclass`, from its attributes of
     these names; None if they are not there, or the class can't be imported. data: the section.
     """
     cls: Any = type(task)

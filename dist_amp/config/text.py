@@ -39,7 +39,7 @@ def hidden(value: Any, name: str = "") -> Any:
 
 
 def command_line(words: Sequence[str]) -> str:
-    """As for a shell, without the values of secret settings."""
+    """The words quoted for a shell, without the values of secret settings."""
     shown = []
     key = ""
     for word in words:
@@ -78,7 +78,7 @@ def read_flat(path: Path) -> dict[str, Any]:
 
 
 def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of nested tables."""
+    """Yields (dotted key, value) of nested tables."""
     for name, value in table.items():
         if isinstance(value, dict):
             yield from leaves(value, f"{prefix}{name}.")

@@ -1,1 +1,1 @@
-"""What watches a run and names what is wrong with it: each an observer that can be deleted."""
+"""Observers that watch a run and report what is wrong with it; each file can be deleted."""

@@ -142,7 +142,7 @@ def check_settings(config: Config, world: World) -> None:
 
 
 def kind_of(device: torch.device) -> str:
-    """What decides which kernels a device runs."""
+    """The device's model, or the CPU's instruction set: what decides which kernels run."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} CPU with {torch.backends.cpu.get_cpu_capability()}"
@@ -151,9 +151,9 @@ def kind_of(device: torch.device) -> str:
 def choose(
     seed: int, every: int | Literal["off"], step: int, ranks: int, micro_batches: int
 ) -> tuple[int, int] | None:
-    """What is audited in a step, counted from 0; None in most. A function of these numbers alone.
+    """The micro-batch to audit in a step, None in most; a pure function of its arguments.
 
-    (number of the micro-batch in each rank's step, how many ranks on is the one that it belongs to)
+    Returns (its number in each rank's step, how many ranks further on is the rank that it is of).
     """
     assert every != "off"
     window, place = divmod(step, every)
@@ -164,7 +164,7 @@ def choose(
 
 
 def verdict(ranks: Sequence[int], values: Sequence[Hashes], places: Sequence[str]) -> str:
-    """Which ranks are wrong, as far as can be known; "" if the task is not repeatable.
+    """The ranks that are wrong, as far as can be known; "" if the task is not repeatable.
 
     ranks: that of the micro-batch, another one that computed it, then all ranks once more.
     values: what each of these computed. places: where each of all ranks is.

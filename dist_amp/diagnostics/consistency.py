@@ -1,4 +1,4 @@
-"""What must be equal, or must differ, between the ranks.
+"""Checks of what must be equal, or must differ, between the ranks.
 
 Before there is a run: code, versions and settings. At its start: datasets, what the task keeps, and
 parameters. At every log step: the metrics that are on the host anyway; and every CHECK_EVERY steps
@@ -29,7 +29,7 @@ from dist_amp.errors import ConfigError, DataError, NumericsError, some_of
 from dist_amp.loading.loader import load
 from dist_amp.loading.samples import sample_bytes, spread
 from dist_amp.run import Run
-from dist_amp.task import kept_by
+from dist_amp.task import attributes_of
 from dist_amp.telemetry.observer import Observer
 from dist_amp.telemetry.step_report import GLOBAL, GLOBAL_METRICS, LogRow
 from dist_amp.world import World, local
@@ -173,7 +173,7 @@ def check_samples_equal(run: Run) -> None:
 
 def check_kept_equal(run: Run) -> None:
     """Errors: DataError for a tensor that the task keeps and that differs between ranks."""
-    kept = kept_by(run.task, run.parallel.module)
+    kept = attributes_of(run.task, run.parallel.module)
     hashes = {
         f"the task's attribute {name}": [digest(x) for x in leaves if isinstance(x, Tensor)]
         for name, leaves in kept.items()
@@ -203,7 +203,7 @@ def check_state_equal(run: Run, with_batch_statistics: bool = False) -> None:
 
 
 def find_mismatch(run: Run, with_batch_statistics: bool = False) -> str:
-    """Which parameter or buffer differs between equal copies; "" if none. Every rank calls it."""
+    """The first parameter or buffer that differs between ranks; "" if none. Every rank calls it."""
     world = run.world
     if world.world_size == 1:
         return ""

@@ -18,7 +18,7 @@ from dist_amp.files import present
 from dist_amp.loading.plan import Shard
 from dist_amp.parallel import norms_of
 from dist_amp.run import Run
-from dist_amp.task import kept_by
+from dist_amp.task import attributes_of
 from dist_amp.telemetry.observer import Observer
 from dist_amp.telemetry.step_report import StepReport
 from dist_amp.world import local
@@ -137,7 +137,7 @@ def check_samples_differ(run: Run, samples: list[Tensor]) -> None:
 
 def warn_of_untrained(run: Run) -> None:
     """Warn of trained parameters that the task holds and its model does not."""
-    for name, leaves in kept_by(run.task, run.parallel.module).items():
+    for name, leaves in attributes_of(run.task, run.parallel.module).items():
         count = sum(isinstance(leaf, nn.Parameter) and leaf.requires_grad for leaf in leaves)
         if count:
             run.world.warn(untrained_text(name, count))

@@ -1,4 +1,4 @@
-"""When to stop a run that can't learn."""
+"""Limits that stop a run that can't learn."""
 
 import math
 from typing import Any

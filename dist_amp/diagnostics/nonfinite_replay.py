@@ -42,7 +42,7 @@ LISTED = 8  # samples that are shown
 
 @dataclass(frozen=True)
 class TensorStats:
-    """What a tensor held when it was recorded."""
+    """Statistics of a tensor when it was recorded."""
 
     what: str
     dtype: str
@@ -149,7 +149,7 @@ def labelled(what: str, stats: Sequence[TensorStats]) -> list[TensorStats]:
 
 
 def first_nonfinite(events: Sequence[Event]) -> NonFinite | None:
-    """What made the loss, or a parameter's gradient, not finite; events with `stats_of`."""
+    """The event that made the loss, or a gradient, not finite. events: recorded with `stats_of`."""
     (loss,) = (event for event in events if event.kind == "loss")
     gradients = [event for event in events if event.kind == "gradient"]
     if not (bad(loss.values) or any(bad(event.values) for event in gradients)):
@@ -276,7 +276,7 @@ class NonfiniteReplay(Observer):
                 return
 
     def where(self, row: LogRow) -> str:
-        """Where the uninterrupted skips up to this log step began, to end an error with."""
+        """The place where the skips up to this log step began: the end of an error message."""
         since = row.step - int(row["skips_in_a_row"]) + 1
         for fault in self.faults:
             if fault.step >= since:
@@ -291,8 +291,8 @@ class NonfiniteReplay(Observer):
             try:
                 task, data = copy_of_task(run)
             except Exception as error:
-                why = f"the task can't be copied ({in_one_line(error)})"
-                world.warn(f"step {step} was skipped, and is not taken again: {why}")
+                cause = f"the task can't be copied ({in_one_line(error)})"
+                world.warn(f"step {step} was skipped, and is not taken again: {cause}")
                 return False
             with run.parallel.no_side_effects(), NoWrites(run.parallel.module.parameters()):
                 micro_batches = data.at(position)
@@ -301,7 +301,7 @@ class NonfiniteReplay(Observer):
                 fault = find_in_micro_batches(run, step, micro_batches, task)
             results = world.gather(fault)
         faults = [result for result in results if isinstance(result, NonFinite)]
-        failures = [f"rank {rank}: {why}" for rank, why in enumerate(results) if why]
+        failures = [f"rank {rank}: {cause}" for rank, cause in enumerate(results) if cause]
         if faults:
             # Only the rank that holds a sharded parameter's bad part sees it; the others blame the
             # module's forward.
@@ -320,7 +320,7 @@ class NonfiniteReplay(Observer):
         return bool(faults)
 
     def _report(self, fault: NonFinite) -> None:
-        """To reports.jsonl each time; to the console once per module, phase and rank."""
+        """Append to reports.jsonl; print once per module, phase and rank."""
         run = self.run
         self.faults.append(fault)
         look = ""

@@ -1,4 +1,4 @@
-"""What half precision loses, measured at log steps with debug.numerics=true, per parameter group.
+"""Underflow and lost updates in half precision, per parameter group, with debug.numerics=true.
 
 `numerics/underflow_share/GROUP`: gradients that are zero in fp16 at the current loss scale, as a
 share of those that are not zero in float32, in the step's first micro-batch.
@@ -84,7 +84,7 @@ class Numerics(Observer):
             self._warn_of_lost_updates(self._lost_shares, float(self.run.schedule.last_lr))
 
     def tags(self, row: LogRow) -> Tags:
-        """What was measured at this log step, for rank 0's line of metrics.jsonl."""
+        """The measurements at this log step, for rank 0's line of metrics.jsonl."""
         tags = self.measured.pop(row.step, {})
         return tags if self.run.world.is_main else {}
 
@@ -94,7 +94,7 @@ class Numerics(Observer):
         self._hooks = []
 
     def _underflow(self, micro_batches: Sequence[Any]) -> Tags:
-        """Of this rank's gradients; under FSDP of those summed over ranks, as its shards are."""
+        """Underflow in this rank's gradients; under FSDP in the shards of the summed ones."""
         run = self.run
         weights = weights_of(run.task, micro_batches, run.world.device)
         factor = run.world.world_size / run.world.sum(weights.sum())

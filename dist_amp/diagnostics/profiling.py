@@ -173,7 +173,7 @@ def time_per_step(profiler: profile, steps: int, on_gpu: bool) -> str:
 
 @contextmanager
 def memory_history(folder: Path, world: World) -> Iterator[None]:
-    """On a GPU: keep the allocator's history from here on, and write it if memory runs out."""
+    """Keep a GPU allocator's history from here on, and write it if memory runs out."""
     if world.device.type != "cuda":  # torch keeps no history of CPU memory
         yield
         return

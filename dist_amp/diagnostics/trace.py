@@ -1,4 +1,4 @@
-"""What a forward and backward compute, event by event, to be compared or judged.
+"""A record of a forward and backward, event by event, to be compared or searched.
 
 `Recorder` is a task around the user's task. While its `loss_sum` runs, hooks on the modules note
 what they return, and a dispatch mode what operations do. Then hooks on the graph of the loss note,

@@ -1,1 +1,1 @@
-"""How a process becomes a rank: its place, device, rendezvous, process groups and signals."""
+"""The steps by which a process becomes a rank: device, rendezvous, process groups and signals."""

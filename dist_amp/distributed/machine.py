@@ -1,4 +1,4 @@
-"""What this machine can train on: its GPUs, and the precisions that it computes natively.
+"""The hardware of this machine: its GPUs, and the precisions that it computes natively.
 
 A run refuses or warns by it at its start, and `doctor` shows it.
 
@@ -81,7 +81,7 @@ def is_native(dtype: str, device: torch.device, root: Path = Path("/")) -> bool:
 
 
 def check_dtype(dtype: str, device: torch.device) -> str:
-    """What to warn of where the device only emulates a dtype, or ""."""
+    """A warning if the device only emulates a dtype, or ""."""
     if is_native(dtype, device):
         return ""
     instead = "--use_amp false"
@@ -91,7 +91,7 @@ def check_dtype(dtype: str, device: torch.device) -> str:
 
 
 def native_precision(device_type: str) -> tuple[str, str]:
-    """("bf16", "fp16" or "float32", why): the first that the CPU, or the GPU, has natively."""
+    """Returns ("bf16", "fp16" or "float32", why): the first that the device computes natively."""
     device = torch.device(device_type)
     for dtype in CAPABILITY:
         if is_native(dtype, device):

@@ -41,12 +41,12 @@ def environment_number(name: str, default: int) -> int:
 
 
 def cpu_cores() -> int:
-    """Those that this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def attempt() -> int:
-    """How many times torchrun has restarted these processes."""
+    """The number of times that torchrun has restarted these processes."""
     return environment_number("TORCHELASTIC_RESTART_COUNT", 0)
 
 

@@ -67,7 +67,7 @@ def watched_timeout(timeout_seconds: float) -> timedelta:
 
 
 def timeout_of(group: Any) -> timedelta | None:
-    """How long the group's collectives may take; None if there is none, or torch does not say."""
+    """The timeout of the group's collectives; None if there is none, or torch hides it."""
     for device in getattr(group, "_device_types", ()):
         with suppress(Exception):  # a backend without options, such as torch's fake one
             return timedelta(seconds=group._get_backend(device).options._timeout.total_seconds())

@@ -106,9 +106,9 @@ def rendezvous(rank: int, world_size: int, timeout_seconds: float) -> dist.Store
     except (OSError, RuntimeError) as error:
         if "EADDRINUSE" in str(error):
             raise Transient(f"MASTER_PORT={port} on {host} is in use; choose another") from error
-        why = getattr(error, "strerror", "") or first_line(error) or "no answer"
+        cause = getattr(error, "strerror", "") or first_line(error) or "no answer"
         raise Transient(
-            f"no rank 0 at {within} ({why}); start it, or set MASTER_ADDR and MASTER_PORT to its "
+            f"no rank 0 at {within} ({cause}); start it, or set MASTER_ADDR and MASTER_PORT to its "
             "address"
         ) from error
     keys = [f"{JOINED}{other}" for other in range(world_size)]
@@ -151,7 +151,7 @@ def _wait_for_listener(host: str, port: int, deadline: float) -> None:
 
 
 def loopback_listener(host: str, port: int) -> tuple[int, int | None]:
-    """(port, TCPStore's master_listen_fd) of a store at a loopback address, for this machine alone.
+    """Returns (port, master_listen_fd) for a TCPStore that only this machine can reach.
 
     TCPStore listens on all interfaces otherwise, and torchrun loads pickles from it.
     """

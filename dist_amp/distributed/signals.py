@@ -1,4 +1,4 @@
-"""Which signals stop a run, and how processes handle them. Without torch, which takes seconds."""
+"""Signals that stop a run, and their handlers. Doesn't import torch, which takes seconds."""
 
 import os
 import select
@@ -32,7 +32,7 @@ def handle_signals(handler: Handler, numbers: Iterable[int] = STOP_SIGNALS) -> I
 
 
 def ignore_stop_signals(numbers: Iterable[int] = STOP_SIGNALS) -> None:
-    """For loader workers, which a rank needs to the end, and commands that complete their work."""
+    """Ignore signals in loader workers, which a rank needs to the end, and in commands."""
     for number in numbers:
         signal.signal(number, signal.SIG_IGN)
 
@@ -41,7 +41,7 @@ def ignore_stop_signals(numbers: Iterable[int] = STOP_SIGNALS) -> None:
 
 
 def exit_on_signals(when: str = BEFORE_RANKS) -> None:
-    """For the time of the imports, in which an exception would be a traceback."""
+    """End the process quietly during imports, where an exception would print a traceback."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, partial(_exit, when))
 
@@ -60,7 +60,7 @@ def say_stopped(name: str, when: str) -> int:
 
 
 def after_imports() -> None:
-    """From here on a signal is an exception again, or ends the process."""
+    """Make signals raise exceptions, or end the process, again."""
     usual: dict[int, Handler] = {
         signal.SIGINT: signal.default_int_handler,
         signal.SIGTERM: signal.SIG_DFL,

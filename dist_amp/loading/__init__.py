@@ -1,1 +1,1 @@
-"""From a dataset to micro-batches: the order of samples, its shards, and the loader."""
+"""The path from a dataset to micro-batches: the order of samples, its shards, and the loader."""

@@ -26,7 +26,7 @@ WITNESSES = 8  # other samples that tell which of two that do not make a batch i
 
 @dataclass(frozen=True)
 class Rest:
-    """What is left of a micro-batch: `shard` has the samples of `batch`; errors: by sample."""
+    """The rest of a micro-batch: `shard` has the samples of `batch`; errors: by sample."""
 
     batch: Any
     shard: Shard
@@ -116,7 +116,7 @@ class BadSamples:
     def leave_out(
         self, data: Any, batches: Sequence[Any], shards: Sequence[Shard], *, is_new: bool
     ) -> tuple[list[Any], list[Shard]]:
-        """Those without bad samples, which are listed if new. Errors: DataError above the limit."""
+        """Remove bad samples from the batches; list new ones. Errors: DataError above the limit."""
         if is_new and data is self.training and not self._is_continued:
             self._continue()
         good_batches = list(batches)
@@ -188,7 +188,7 @@ class BadSamples:
             write_durably(path, kept)
 
     def tags(self, row: Any) -> dict[str, int]:
-        """How many samples all ranks have skipped; all call it. DataError above the limit."""
+        """The samples skipped on all ranks; every rank calls it. DataError if too many."""
         data = self.training
         epoch = (data.position - 1) // data.plan.length
         total = sum(split == data.split for split, _, _ in self.seen)

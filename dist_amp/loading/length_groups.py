@@ -77,7 +77,7 @@ class LengthGroups:
         return read(self.dataset, indices)
 
     def shuffled(self, global_batch_size: int, world_size: int) -> tuple[str, OrderOf]:
-        """(the order's name, (seed, epoch) -> its order); the same at every world size."""
+        """Returns (the order's name, (seed, epoch) -> its order), the same at every world size."""
         base = shuffled_order(len(self))
 
         def order(seed: int, epoch: int) -> EpochOrder:

@@ -117,7 +117,7 @@ def read(dataset: Any, indices: Sequence[int]) -> list[Any]:
 
 
 def samples_text(indices: Sequence[int]) -> str:
-    """As "sample 3" or "samples 3, 7", with at most 64 of them."""
+    """A text such as "sample 3" or "samples 3, 7", with at most 64 numbers."""
     if len(indices) == 1:
         return f"sample {indices[0]}"
     return f"samples {some_of([*map(str, indices)], 64)}"

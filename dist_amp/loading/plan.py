@@ -1,4 +1,4 @@
-"""Which samples this rank takes, step after step: a pure function of the seed and the position."""
+"""The samples that this rank takes in each step: a pure function of the seed and the position."""
 
 import hashlib
 import math
@@ -36,7 +36,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which samples this rank takes, step after step."""
+    """The samples that this rank takes in each step."""
 
     length: int
     global_batch_size: int
@@ -50,7 +50,7 @@ class Plan:
     deal: Deal | None = None  # in place of shard_step
 
     def steps(self, position: int) -> Iterator[tuple[int, list[Shard]]]:
-        """(samples consumed after the step, micro-batches) from `position` on, without end."""
+        """Yields (samples consumed after the step, micro-batches) from `position` on, forever."""
         order_of = self.dataset_order or partial(epoch_order, self.order, self.length)
         size = self.global_batch_size
         end = self.length
@@ -116,7 +116,7 @@ def shard_step(
 
 
 def shuffled_order(length: int) -> Order:
-    """How a new run shuffles a dataset of this length."""
+    """The shuffled order in which a new run reads a dataset of this length."""
     if length > TABLE_LENGTH:
         return "feistel"
     return "randperm"
@@ -176,7 +176,7 @@ def _feistel(values: Tensor, low_base: Tensor, high_base: Tensor, keys: Sequence
 
 
 def _add_below(digit: Tensor, other: Tensor, base: Tensor) -> Tensor:
-    """(digit + other) modulo base, of two numbers below it; cheaper than a division."""
+    """Computes (digit + other) modulo base for two numbers below base, without a division."""
     total = digit + other
     return torch.where(total < base, total, total - base)
 

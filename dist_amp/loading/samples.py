@@ -17,7 +17,7 @@ def spread(length: int, count: int) -> list[int]:
 
 
 def sample_bytes(dataset: Any, index: int) -> bytes:
-    """What a sample holds, with the same random augmentations every time."""
+    """The content of a sample, with the same random augmentations every time."""
     seed_all(index)
     content = []
     for leaf in tree_leaves(read(dataset, (index,))):

@@ -37,11 +37,11 @@ def task_groups(task: Any, model: nn.Module, config: OptimConfig) -> list[Group]
     parameters = {name: p for name, p in named if p.requires_grad}
     groups: list[Group] = []
     owner: dict[Tensor, str] = {}
-    for given in call_task(ConfigError, "groups(model)", lambda: list(task.groups(model))):
-        if not isinstance(given, Mapping) or "params" not in given:
-            text = repr(str(given))[:80]
+    for entry in call_task(ConfigError, "groups(model)", lambda: list(task.groups(model))):
+        if not isinstance(entry, Mapping) or "params" not in entry:
+            text = repr(str(entry))[:80]
             raise ConfigError(f'{what} gave {text} as a group; give a dict with "params"')
-        group = {"name": f"group {len(groups)}", "lr_scale": 1.0, **given}
+        group = {"name": f"group {len(groups)}", "lr_scale": 1.0, **entry}
         group.setdefault("weight_decay", config.weight_decay)
         name = group["name"]
         if "lr" in group:
@@ -51,7 +51,7 @@ def task_groups(task: Any, model: nn.Module, config: OptimConfig) -> list[Group]
                 raise ConfigError(
                     f"{what}: {name} has {key}={group[key]!r}; give a number, 0 or more"
                 )
-        paths = _names(given["params"], parameters, f"{what}: {name}")
+        paths = _names(entry["params"], parameters, f"{what}: {name}")
         group["params"] = list(dict.fromkeys(parameters[path] for path in paths))
         for path in paths:
             other = owner.setdefault(parameters[path], name)
@@ -105,10 +105,10 @@ def _names(params: Any, parameters: Mapping[str, Tensor], text: str) -> list[str
     return names
 
 
-def check_keys(given: Sequence[Group], optimizer: Optimizer) -> None:
+def check_keys(entry: Sequence[Group], optimizer: Optimizer) -> None:
     """Errors: ConfigError for a key of the groups given to the optimizer that nothing reads."""
     known = (*GROUP_KEYS, *(key for key in optimizer.defaults if key != "lr"))
-    for group in given:
+    for group in entry:
         for key in group:
             if key not in known:
                 kind = type(optimizer).__name__.removeprefix("Fused")
@@ -119,7 +119,7 @@ def check_keys(given: Sequence[Group], optimizer: Optimizer) -> None:
 
 
 def described(optimizer: Optimizer) -> str:
-    """Its class, and the options of each group."""
+    """The optimizer's class, and the options of each group."""
     groups = []
     for group in optimizer.param_groups:
         hidden = ("params", "name", "lr")
@@ -130,7 +130,7 @@ def described(optimizer: Optimizer) -> str:
 
 
 def task_optimizer(task: Any, groups: Sequence[Group], lr: float) -> Optimizer:
-    """What the task's optimizer(groups, lr) returned, made to step on shards; or ConfigError."""
+    """The optimizer that the task's optimizer(groups, lr) returns, made to step on shards."""
     copies = [dict(group) for group in groups]  # the optimizer adds its defaults to them
     optimizer = call_task(ConfigError, "optimizer(groups, lr)", task.optimizer, copies, lr)
     if not isinstance(optimizer, Optimizer):
@@ -272,7 +272,7 @@ def _step_on_shards(optimizer: Optimizer) -> None:
 
 
 def task_factor(task: Any, step: int) -> float:
-    """What the task's schedule multiplies optim.lr by after `step` applied ones; or ConfigError."""
+    """The task's factor of optim.lr after `step` applied steps. Errors: ConfigError."""
     factor = call_task(ConfigError, f"schedule({step})", task.schedule, step)
     number = factor
     if isinstance(factor, Tensor) and factor.numel() == 1:

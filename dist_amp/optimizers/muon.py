@@ -184,11 +184,11 @@ def muon_groups(model: nn.Module, weight_decay: float) -> list[Group]:
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
     by_adamw = {*(embedding.weight for embedding in embeddings), *two_d[-1:]}
     hidden = [p for p in two_d if p not in by_adamw]
-    others = [p for p in trained if p.ndim > 2 or p in by_adamw]
+    other_matrices = [p for p in trained if p.ndim > 2 or p in by_adamw]
     vectors = [p for p in trained if p.ndim < 2]
     groups: list[Group] = [
         {"name": "hidden matrices", "params": hidden, "use_muon": True},
-        {"name": "matrices", "params": others, "use_muon": False},
+        {"name": "matrices", "params": other_matrices, "use_muon": False},
         {"name": "vectors", "params": vectors, "use_muon": False},
     ]
     for group in groups:
@@ -218,7 +218,7 @@ def orthogonalised(matrices: Tensor) -> Tensor:
 
 
 def layout_of(matrix: Tensor) -> Any:
-    """(device, shards, replicas) of a matrix; the last two: a group, its size, and its rank."""
+    """Returns (device, shards, replicas) of a matrix; the last two: (group, size, rank)."""
     device: Any = matrix.device
     alone = None, 1, 0
     ranks: Any = {Shard(0): alone, Replicate(): alone}

@@ -1,1 +1,1 @@
-"""For larger models: blocks, activation checkpointing, compilation, initial and frozen weights."""
+"""Support for larger models: blocks, activation checkpointing, compilation, frozen weights."""

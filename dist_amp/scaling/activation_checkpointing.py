@@ -89,7 +89,7 @@ def recomputed(block: nn.Module, selective: bool = False) -> Forward:
 
 
 def policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """What "selective" keeps: results of attention without dropout, products and convolutions."""
+    """ "selective" keeps results of attention without dropout, of products and convolutions."""
     name: str = operation.name()
     keep = name in PRODUCTS
     if "attention" in name or "flash_attn" in name:
@@ -123,7 +123,7 @@ class Buffers:
     def add_replaced(
         self, copies: dict[Place, Tensor], large: dict[Place, tuple[Tensor, int]]
     ) -> None:
-        """After a forward, add the large buffers that it replaced. Errors: ConfigError."""
+        """Add the large buffers that a forward has replaced. Errors: ConfigError."""
         for (owner, name), (tensor, version) in large.items():
             if tensor._version != version:
                 raise ConfigError(
@@ -137,7 +137,7 @@ class Buffers:
     def second_run(
         self, copies: dict[Place, Tensor], inner: AbstractContextManager[Any]
     ) -> Iterator[None]:
-        """With the buffers as in `copies`. Errors: ConfigError for a changed kept result."""
+        """Set the buffers as in `copies`. Errors: ConfigError for a changed kept result."""
         current = {place: getattr(*place) for place in self._places}
         try:
             for place, tensor in copies.items():

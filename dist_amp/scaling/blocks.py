@@ -61,7 +61,7 @@ def outermost(blocks: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def units_of(task: Task, module: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
-    """What FSDP2 gathers at once, in the model's order: its blocks, and the task's units(model).
+    """The modules that FSDP2 gathers at once, in the model's order: blocks, and the task's units.
 
     Tied weights are gathered with the root.
     """

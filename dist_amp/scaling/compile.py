@@ -97,7 +97,7 @@ def check_compile(config: CompileConfig, strategy: str, micro_batches: int, worl
 
 
 def missing_compiler(device: torch.device) -> str:
-    """What inductor needs to generate code for `device`, if any of it is missing; "" if nothing."""
+    """The package or compiler that inductor lacks to generate code for `device`; "" if none."""
     if device.type != "cuda":
         has_compiler = shutil.which(os.environ.get("CXX", "g++"))
         return "" if has_compiler else "a C++ compiler on a CPU (g++, or the one that CXX names)"
@@ -176,7 +176,7 @@ def keep_code(folder: Path, config: CompileConfig, world: World) -> None:
 
 
 def compile_seconds() -> float:
-    """How long this process has compiled so far; 0 if it has not, or torch doesn't tell."""
+    """Seconds that this process has compiled so far; 0 if torch doesn't tell."""
     utils: Any = sys.modules.get("torch._dynamo.utils")
     if not hasattr(utils, "calculate_time_spent"):
         return 0.0

@@ -104,8 +104,8 @@ def take_no_rows(linear: nn.Linear) -> None:
     def forward(rows: Tensor) -> Tensor:
         if rows.numel():
             return in_float8(rows)
-        one = in_float8(rows.new_zeros(1, linear.in_features))
-        return one[:0].view(*rows.shape[:-1], linear.out_features)
+        row = in_float8(rows.new_zeros(1, linear.in_features))
+        return row[:0].view(*rows.shape[:-1], linear.out_features)
 
     vars(linear)["forward"] = forward
 
@@ -131,7 +131,7 @@ def gather_in_float8(unit: nn.Module) -> None:
 
 
 def zero_gradient(op: Any, args: Any, kwargs: Any) -> Tensor:
-    """What FSDP2 takes as the gradient of a gathered weight that got none, such as an expert's."""
+    """The gradient that FSDP2 uses for a gathered weight that got none, such as an expert's."""
     weight = args[0]
     return weight._data.new_zeros(weight.shape, dtype=weight._orig_dtype)
 

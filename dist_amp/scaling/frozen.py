@@ -48,7 +48,7 @@ def frozen_names(module: nn.Module) -> set[str]:
 def expect_checksums(
     state: dict[str, Any], module: nn.Module, metadata: Metadata, path: Path
 ) -> None:
-    """If the checkpoint has checksums in place of frozen parameters, so will the state to load."""
+    """Replace frozen parameters in the state to load by checksums, if the checkpoint has those."""
     entry = metadata.state_dict_metadata.get("frozen")
     saved = entry.size.numel() if isinstance(entry, TensorStorageMetadata) else 0
     now = len(frozen_parameters(module))
@@ -107,7 +107,7 @@ class FrozenBase:
             refuse("the checkpoint", [name for name, other in names if other])
 
     def checksums(self) -> Tensor:
-        """Of each whole parameter at the start: [frozen parameters] int64; every rank calls it."""
+        """The checksum of each whole frozen parameter at the start: int64; every rank calls it."""
         if self._checksums is None:
             device = self._world.device
             sums = torch.zeros(len(self._frozen), dtype=torch.int64, device=device)

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from dist_amp.distributed.process import random_state, set_random_state
 from dist_amp.errors import DataError, in_one_line, some_of
 from dist_amp.scaling.float32 import to_float32
-from dist_amp.task import Task, built_model, kept_by
+from dist_amp.task import Task, attributes_of, built_model
 from dist_amp.world import World, local
 
 SHOWN = 5  # names in an error
@@ -160,7 +160,7 @@ class _Draws(TorchDispatchMode):
 
 
 def built_on_meta(task: Task) -> tuple[nn.Module | None, str]:
-    """(the model with its parameters on meta, or None; "", or why it can't be built so)."""
+    """Returns (the model with parameters on meta, or None; "" or why it can't be built there)."""
     draws = _Draws()
     try:
         with parameters_on_meta(), draws:
@@ -173,7 +173,7 @@ def built_on_meta(task: Task) -> tuple[nn.Module | None, str]:
     for name, buffer in module.named_buffers():
         if buffer.is_meta:
             return module, f"the buffer {name} is computed from parameters"
-    for name, leaves in kept_by(task, module).items():
+    for name, leaves in attributes_of(task, module).items():
         if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
             return module, f"the task keeps parameters beside the model, in its attribute {name}"
     if draws.with_memory:

@@ -124,8 +124,8 @@ def asks_in_turns(data: DataConfig, tokenizer: Any) -> bool:
             return any(split.chats for split in splits.values())
         return are_chats(load_rows(source, "train", *LAYOUTS), source.text_column)
     except Failure as error:
-        why = first_line(error)
-        warn(f"the prompt is rendered as a user's turn, but the rows are not known: {why}")
+        cause = first_line(error)
+        warn(f"the prompt is rendered as a user's turn, but the rows are not known: {cause}")
         return True
 
 
@@ -138,7 +138,7 @@ class RowEncoder:
         self.text_column = text_column
 
     def encode(self, numbers: Sequence[int]) -> list[Encoded]:
-        """(token ids, labels) of rows; nothing predicts a first token, so it is not learned."""
+        """Returns (token ids, labels) of rows. The loss of a first token is masked."""
         encoded = []
         rows = self.rows.__getitems__(list(numbers))
         for number, row in zip(numbers, rows, strict=True):
@@ -157,7 +157,7 @@ class RowEncoder:
 
 
 def encode(row: Row, tokenizer: Tokenizer, text_column: str) -> Encoded:
-    """(token ids, labels) of one row; a text ends with the tokenizer's end of document, if any."""
+    """Returns (token ids, labels) of a row; a text ends with the tokenizer's end of document."""
     form = layout(list(row), text_column)
     if form == "prompt" and not isinstance(row["prompt"], list):
         return encode_text(text_of(row, "prompt"), text_of(row, "completion"), tokenizer)
@@ -168,7 +168,7 @@ def encode(row: Row, tokenizer: Tokenizer, text_column: str) -> Encoded:
 
 
 def encode_text(prompt: str, text: str, tokenizer: Tokenizer) -> Encoded:
-    """(token ids, labels) of a text after a prompt, which is not learned."""
+    """Returns (token ids, labels) of a text after a prompt, whose loss is masked."""
     ids = tokenizer.encode(prompt + text)
     start = 0
     if prompt:
@@ -189,7 +189,7 @@ def text_of(row: Row, column: str) -> str:
 
 
 def chat_of(row: Row, text_column: str, tokenizer: Any) -> tuple[list[Message], int]:
-    """(a row's messages, the number of the first one that may be learned)."""
+    """Returns (a row's messages, the number of the first one that is trained on)."""
     form = layout(list(row), text_column)
     template = str(tokenizer.chat_template)
     if form == "prompt":
@@ -276,7 +276,7 @@ def answers_to_learn(messages: list[Message], learned_from: int) -> list[int]:
 def encode_chat(
     messages: list[Message], tokenizer: Any, learned_from: int = 0, tools: Any = None
 ) -> Encoded:
-    """(token ids, labels) of a chat with tools; from `learned_from` on, answers are learned."""
+    """Returns (token ids, labels) of a chat; trains on its answers from `learned_from` on."""
     if not messages:
         return [], []  # some templates fail on it
     learned = answers_to_learn(messages, learned_from)

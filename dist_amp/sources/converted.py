@@ -181,7 +181,7 @@ class Tables:
                         self.kinds[name].update(map(kind_of, texts))
 
     def of_files(self, files_iterables: Any, **_: Any) -> Iterator[tuple[int, pa.Table]]:
-        """In place of the library's generator of pairs, whose first parts it does not use."""
+        """Replaces the library's generator of pairs, whose first parts it does not use."""
         for path in (path for paths in files_iterables for path in paths):
             with fsspec.open(path, "rb") as content:
                 for batch in islice(self._batches(content, ""), 1, None):
@@ -218,7 +218,7 @@ class Tables:
 def read_csv(
     content: Any, address: str, delimiter: str
 ) -> tuple[list[str], Iterator[tuple[int, list[str]]]]:
-    """(the names in a table's header, the line and the fields of each row). Errors: DataError."""
+    """Returns (the header's names, (line, fields) of each row). Errors: DataError."""
     csv.field_size_limit(sys.maxsize)
     lines = io.TextIOWrapper(content, encoding="utf-8-sig", newline="")
     reader = csv.reader(lines, delimiter=delimiter, strict=True)

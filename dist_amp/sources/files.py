@@ -117,7 +117,7 @@ def file_system(path: str) -> tuple[Any, str]:
 
 
 def list_files(fs: Any, root: str) -> tuple[bool, Sizes]:
-    """(whether it is a folder, the files of a folder or glob, without hidden ones; or one file)."""
+    """Returns (whether it is a folder, sizes of the files there, without hidden ones)."""
     about = {}  # of a glob; a file's name may hold [ or *, too
     with suppress(FileNotFoundError):
         about = fs.info(root)  # unlike isfile, it does not hide errors
@@ -153,7 +153,7 @@ def local_files(root: str) -> Iterator[str]:
 
 
 def of_one_format(config: SourceConfig, paths: list[str], is_folder: bool) -> tuple[str, list[str]]:
-    """(the format, the files of it); in a folder, files with unknown endings are left out."""
+    """Returns (the format, its files); in a folder, files with unknown endings are left out."""
     formats = {path: format_of(path) for path in paths}
     chosen = [path for path in paths if formats[path] or not is_folder]
     found = {formats[path] for path in chosen}

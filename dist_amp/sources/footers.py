@@ -1,4 +1,4 @@
-"""What the footers of Parquet files say together."""
+"""Row groups and column types, from the footers of Parquet files."""
 
 import hashlib
 import os
@@ -104,9 +104,9 @@ def read_tail(fs: Any, file: str, version: Version) -> bytes:
     return tail[-length:]
 
 
-def no_parquet(fs: Any, file: str, why: str) -> DataError:
+def no_parquet(fs: Any, file: str, cause: str) -> DataError:
     where = address_of(fs, file)
-    return DataError(f"{where} can't be read as Parquet: {why}; download or write it again")
+    return DataError(f"{where} can't be read as Parquet: {cause}; download or write it again")
 
 
 def partitions_of(files: Sequence[str]) -> list[Columns]:
@@ -130,7 +130,7 @@ def partitions_of(files: Sequence[str]) -> list[Columns]:
 def common_types(
     files: Sequence[str], schemas: Sequence[Any], partitions: Sequence[Columns]
 ) -> tuple[Columns, dict[str, str]]:
-    """({column: the type of its values in all files}, {column that has none: why})."""
+    """Returns ({column: the type of its values}, {column without a common type: why})."""
     types: Columns = {}
     refused: dict[str, str] = {}
     for file, schema, partition in zip(files, schemas, partitions, strict=True):

@@ -41,7 +41,7 @@ class Converted:
 
 
 def load_split(config: DataConfig, split: str, *other_columns: str) -> Any:
-    """`load_rows` for a task that reads rows of one source; other settings are a ConfigError."""
+    """Call `load_rows` for a task that reads rows of one source. Errors: ConfigError."""
     for name in ("tokenizer", "pack"):
         if (value := getattr(config, name)) != "auto":
             raise ConfigError(

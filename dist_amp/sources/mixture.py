@@ -149,7 +149,7 @@ def spread(places: Array, counts: Sequence[int]) -> tuple[Array, Array]:
 
 
 def counts_of(weights: Mapping[str, float], sizes: Sequence[int]) -> list[int]:
-    """How often each source occurs in a block, for shares within one sample in an epoch.
+    """The count of each source in a block, for shares within one sample in an epoch.
 
     A short block if its shares are that close, else the epoch is a single block, whose places are
     shared out by the largest remainder. Exact fractions, so that the length does not depend on how
@@ -181,7 +181,7 @@ def counts_of(weights: Mapping[str, float], sizes: Sequence[int]) -> list[int]:
 
 
 def counts_in_block(weights: Mapping[str, float]) -> list[int]:
-    """How often each occurs in a block: the shortest within CLOSE_ENOUGH, or the closest one."""
+    """The count of each source in the shortest block within CLOSE_ENOUGH, or in the closest one."""
     shares = numpy.array(list(weights.values())) / sum(weights.values())
     best = math.inf
     for size in range(len(shares), LONGEST_BLOCK + 1):

@@ -29,7 +29,7 @@ Ints = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 
 @dataclass(frozen=True)
 class Packing:
-    """How documents become rows of at most `length` tokens."""
+    """The way in which documents become rows of at most `length` tokens."""
 
     length: int
     pack: Literal["off", "cut", "best_fit"]
@@ -45,7 +45,7 @@ class Packing:
         auto: Literal["off", "cut", "best_fit"],
         multiple: int = 1,
     ) -> "Packing":
-        """As `[data]` says; `auto` is the task's default."""
+        """The packing that `[data]` asks for; `auto` is the task's default."""
         pack = auto if data.pack == "auto" else data.pack
         as_read = pack == "off" or data.view == "parquet"
         return cls(length, pack, "truncate" if as_read else "split", multiple)
@@ -158,7 +158,7 @@ class PackedRows:
 
     @property
     def padding_share(self) -> float:
-        """Of a row of `length` tokens, on average."""
+        """The mean share of padding in a row of `length` tokens."""
         places = len(self) * self.packing.length
         return 1 - float(self.lengths.sum()) / max(1, places)
 

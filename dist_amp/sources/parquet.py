@@ -43,8 +43,8 @@ def open_parquet(fs: Any, files: Sequence[str], data: DataConfig) -> "ParquetVie
     source = read_source(fs, files)
     if not len(source.groups):
         raise DataError(f"{files[0]} has no rows, nor any file beside it; give files with data")
-    for why in source.refused.values():
-        log.warning("warning: left out, unless the task asks for it: %s", why)
+    for reason in source.refused.values():
+        log.warning("warning: left out, unless the task asks for it: %s", reason)
     view = ParquetView(source, data.streams)
     log.info(f"data: {len(view):,} rows in {view.row_groups:,} row groups of {len(files)} files")
     return view
@@ -206,7 +206,7 @@ class Reader:
         return {name: column[number].as_py() for name, column in columns.items()}
 
     def _read(self, number: int, group: int) -> tuple[Row, int]:
-        """(Arrow columns, rows) of a row group. Errors: DataError if it is damaged."""
+        """Returns (Arrow columns, rows) of a row group. Errors: DataError if it is damaged."""
         source = self.source
         partition = source.partitions[number]
         columns = {}

@@ -185,7 +185,7 @@ def wait_for_end(store: Store, number: int, record: Record, say: Callable[[str],
 
 
 def read_claim(store: Store, number: int) -> Record:
-    """What a claim says; empty if there is none."""
+    """The content of a claim; empty if there is none."""
     record: Record = json.loads(store.read(claim_name(number)) or b"{}")
     return record
 

@@ -1,4 +1,4 @@
-"""What a run prints at its start and end: a banner and a closing table."""
+"""The banner at a run's start, and the table at its end."""
 
 import math
 from collections.abc import Mapping
@@ -86,7 +86,7 @@ def closing_table(summary: Mapping[str, Any], folder: Path) -> str:
 
 
 def print_next_command(run: Run) -> None:
-    """What exports the trained model, if the config names its task."""
+    """Print the command that exports the trained model, if the config names its task."""
     is_named = not run.config.task.target.startswith(GIVEN)
     if is_named and present("commands.export"):
         model = run.parallel.module

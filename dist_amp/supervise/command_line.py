@@ -26,7 +26,7 @@ def run_folder(text: str) -> Path:
 
 
 class Parser(argparse.ArgumentParser):
-    """For a command described by its docstring. Errors: ConfigError for a bad command line."""
+    """A command's parser. Errors: ConfigError for a bad command line."""
 
     def __init__(self, prog: str, description: str | None, epilog: str | None = None):
         raw = argparse.RawDescriptionHelpFormatter

@@ -74,7 +74,7 @@ def report_environment(run: Run) -> None:
 
 
 def environment(run: Run, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """What rank 0 sees, and what each host's ranks see, as `this_rank` has it."""
+    """The environment of rank 0, and that of each host's ranks as `this_rank` describes it."""
     hosts: dict[str, dict[str, Any]] = {}  # ranks that see the same share an entry
     for rank, seen in enumerate(ranks):
         entry = hosts.setdefault(json.dumps(seen), seen | {"ranks": ""})
@@ -93,7 +93,7 @@ def environment(run: Run, ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def this_rank(device: torch.device) -> dict[str, str]:
-    """What may differ between ranks; those of a host have the same."""
+    """Facts that may differ between hosts; all ranks of a host have the same."""
     name = f"CPU, {os.cpu_count()} cores"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -108,7 +108,7 @@ def this_rank(device: torch.device) -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """Of dist_amp, Python, torch, its CUDA and some packages; collect_env takes seconds."""
+    """Versions of dist_amp, Python, torch, CUDA and some packages; collect_env takes seconds."""
     python = platform.python_version()
     rows = {"dist_amp": dist_amp.__version__, "python": python, "torch": torch.__version__}
     if torch.cuda.is_available():
@@ -141,7 +141,7 @@ def source_of(task: object) -> dict[str, str]:
 
 
 def edited_since(folder: Path, task: object) -> str:
-    """That the task's source file is not what it was when a run was started, in words; or ""."""
+    """The warning that the task's source file has changed since the run was started; or ""."""
     now = source_of(task)
     with suppress(Exception):  # there is none, or it is damaged
         before = json.loads((folder / "environment.json").read_bytes())["task"]
@@ -152,9 +152,10 @@ def edited_since(folder: Path, task: object) -> str:
 
 def code_folder(source: Mapping[str, str]) -> Path:
     """The folder of the task's source; the current one for a notebook's or an installed task."""
-    ours = Path(dist_amp.__file__).resolve().parent
-    folder = Path(source.get("file", ours / "task")).parent
-    return Path.cwd() if folder.is_relative_to(ours) or "site-packages" in folder.parts else folder
+    package = Path(dist_amp.__file__).resolve().parent
+    folder = Path(source.get("file", package / "task")).parent
+    is_users = not folder.is_relative_to(package) and "site-packages" not in folder.parts
+    return folder if is_users else Path.cwd()
 
 
 def git_state(folder: Path) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def ask(path: str, headers: dict[str, str], method: str = "GET") -> str:
 
 
 def eviction_time(cloud: str) -> str:
-    """When this machine is evicted, as its cloud says it; "" if it is not."""
+    """The time of this machine's eviction, as its cloud words it; "" if none is planned."""
     if cloud == "aws":
         token = ask("/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60"}, "PUT")
         path = "/latest/meta-data/spot/instance-action"

@@ -116,7 +116,7 @@ def explain_error(error: BaseException, job: Job) -> BaseException:
 
 
 def current_batch(run: Run | None) -> tuple[Any, str]:
-    """(the micro-batch in use, the name of its samples), where they are known."""
+    """Returns (the micro-batch in use, the names of its samples), where they are known."""
     if run is None:
         return None, ""
     for split in filter(None, (run.data, run.validation)):

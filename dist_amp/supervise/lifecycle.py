@@ -1,4 +1,4 @@
-"""How a run starts and ends: whether it has steps left, its files, and RUN/summary.json."""
+"""The start and end of a run: whether it has steps left, its files, and RUN/summary.json."""
 
 import json
 from collections.abc import Callable
@@ -38,7 +38,7 @@ FEWEST_EVALUATED = 16  # micro-batches per rank: fewer would be too noisy a loss
 
 @dataclass
 class Job:
-    """What is known of a run so far, to explain how it ended. status: of a reported failure."""
+    """Facts about a run so far, to explain its end. status: of a reported failure."""
 
     config: Config
     world: World
@@ -50,7 +50,7 @@ class Job:
 
     @property
     def steps_taken(self) -> int:
-        """-1 before there is a run."""
+        """The run's step; -1 before there is a run."""
         return self.run.step if self.run is not None else -1
 
     def close(self) -> None:
@@ -220,24 +220,24 @@ def is_finished(run: Run) -> bool:
     steps = run.config.train.steps
     summary = saved_summary(run.folder)
     completed = summary.get("stopped_by") == "completed"
-    why = ""
+    reason = ""
     if completed and summary.get("cause") and summary.get("steps") == run.step:
-        why = (
+        reason = (
             f"it ended after {run.step} of train.steps={steps}, because the task's "
             f"{summary['cause']}; to continue, start a new run with --run.resume {run.folder} "
             "--run.dir NEW"
         )
     # Without checkpoints of its own, it was to start from another run's, which has no steps left.
     elif run.step >= steps and (completed or not all_checkpoints(run.folder)):
-        why = f"it took {run.step} of train.steps={steps}; raise train.steps to continue"
-    why = run.world.from_main(why)
-    if why:
-        run.world.say(f"{run.folder} is finished: {why}")
-    return why != ""
+        reason = f"it took {run.step} of train.steps={steps}; raise train.steps to continue"
+    reason = run.world.from_main(reason)
+    if reason:
+        run.world.say(f"{run.folder} is finished: {reason}")
+    return reason != ""
 
 
 def open_run(run: Run) -> None:
-    """Before the first step: the banner, checks, and the files in the run's folder."""
+    """Print the banner, run the checks and write the run's files, before the first step."""
     print_banner(run)
     if run.validation is not None and run.config.eval.batches == "auto":
         bound_evaluation(run, run.validation)
@@ -330,7 +330,7 @@ def close_run(run: Run, stop: AgreedStop) -> int:
 
 
 def saved_summary(folder: Path) -> dict[str, Any]:
-    """How the run ended last; empty where that is unknown."""
+    """The summary of the run's last end; empty if there is none."""
     with suppress(Exception):  # of many types, for a damaged one
         summary = {**json.loads((folder / "summary.json").read_text())}
         if isinstance(summary.get("steps", 0), int):

@@ -111,7 +111,7 @@ def only_live_run(folder: Path, world: World) -> Iterator[None]:
 
 
 def check_run(run: Run) -> None:
-    """Before its first step. Errors: Failure."""
+    """Check a run before its first step. Errors: Failure."""
     warn_about_unread_settings(run)
     check_free_space(run)
 
@@ -143,11 +143,11 @@ def warn_about_unread_settings(run: Run) -> None:
     """Warn of settings without effect, as the task's constructor does not take the data section."""
     if INJECTED in inspect.signature(type(run.task)).parameters:
         return
-    given = run.config.data
+    data = run.config.data
     names = [item.name for item in fields(DataConfig) if item.name not in READ_BY_THE_LOADER]
-    settings = {name: getattr(given, name) for name in names}
+    settings = {name: getattr(data, name) for name in names}
     unread = [f"data.{k}={v}" for k, v in settings.items() if v != getattr(DataConfig, k)]
-    unread += [f"data.sources.{name}" for name in given.sources]
+    unread += [f"data.sources.{name}" for name in data.sources]
     if unread:
         run.world.warn(
             f"{', '.join(unread)}: nothing reads this, because {type(run.task).__name__}'s "

@@ -1,4 +1,4 @@
-"""What a rank's heartbeat says of it; and by all heartbeats: who is behind, and at which line."""
+"""Heartbeats of ranks, and what they show together: which rank is behind, and at which line."""
 
 import json
 import math
@@ -54,7 +54,7 @@ class Process(NamedTuple):
 
     @property
     def state(self) -> str:
-        """As in proc(5): T is stopped, Z and X are dead; "" on another machine."""
+        """The state as in proc(5): T is stopped, Z and X are dead; "" on another machine."""
         if self.machine != this_machine():
             return ""
         try:
@@ -79,7 +79,7 @@ class Entered(NamedTuple):
     operation: str
 
     def __str__(self) -> str:
-        """`nccl:all_reduce 7 of group shards`."""
+        """A text such as `nccl:all_reduce 7 of group shards`."""
         if self.about == "default_pg":
             return f"{self.operation} {self.number} of the default group"
         name = self.group if self.about in ("", "undefined") else self.about
@@ -88,7 +88,7 @@ class Entered(NamedTuple):
 
 @dataclass
 class Heartbeat:
-    """What a rank does."""
+    """The state of a rank, as it publishes it."""
 
     at: float  # seconds since all ranks began to watch
     step: int = -1  # steps taken; -1 before there is a run
@@ -135,7 +135,7 @@ class Heartbeat:
         )
 
     def stands(self) -> str:
-        """`in step 5, in loss_sum (task.py, line 12)`."""
+        """A text such as `in step 5, in loss_sum (task.py, line 12)`."""
         place = f"in step {self.step + 1}" if self.step >= 0 else "at the start"
         return f"{place}, in {self.place}".removesuffix(", in ")
 
@@ -144,7 +144,7 @@ Heartbeats = Mapping[int, Heartbeat | None]  # by rank; None for one that gives 
 
 
 def collectives_in_wait(beats: Heartbeats) -> list[Entered]:
-    """Where ranks wait, most of them first."""
+    """The collectives that ranks wait in, the most common first."""
     waits = Counter(beat.waits_in for beat in beats.values() if beat and beat.waits_in)
     return [wait for wait, _ in waits.most_common()]
 
@@ -191,7 +191,7 @@ def summary_of_waits(beats: Heartbeats, processes: Sequence[Process]) -> str:
 
 
 def activity(beat: Heartbeat | None, wait: Entered, process: Process) -> str:
-    """What a rank does while most ranks wait in `wait`; "" if it was there."""
+    """The activity of a rank while most ranks wait in `wait`; "" if it was there."""
     if (beat is None or beat.state == RUNS) and process.state in ("T", "t"):
         return "stopped (SIGSTOP)"
     if beat is None:
@@ -256,6 +256,6 @@ def main_thread_place() -> str:
 
 
 def main_thread_stack() -> Iterator[tuple[FrameType, int]]:
-    """(frame, line), the innermost first."""
+    """Yields (frame, line), the innermost first."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return traceback.walk_stack(frame) if frame is not None else iter(())

@@ -1,4 +1,4 @@
-"""What the task's sample(model) makes of the model, at every evaluation and at the end.
+"""The output of the task's sample(model), at every evaluation and at the end.
 
 Docs: docs/recipes.md
 """

@@ -121,7 +121,7 @@ class AgreedStop:
 
 
 def next_command_text(run: Run) -> str:
-    """How to continue: the command that started this run, if it alone started all ranks."""
+    """The command that continues this run: the one that started it, if it started all ranks."""
     words = shlex.split(os.environ.get("DIST_AMP_COMMAND", "")) or sys.orig_argv
     ranks = 1
     if "TORCHELASTIC_RUN_ID" in os.environ:

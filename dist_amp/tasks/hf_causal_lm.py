@@ -148,7 +148,7 @@ def check_documents_are_apart(run: Any, how: PackedAttention) -> None:
 
 
 def leaked_share(model: Any, input_ids: Tensor, how: PackedAttention = "auto") -> float:
-    """How much the rows' first documents change the second ones' logits, over their own change.
+    """The influence of the rows' first documents on the second ones' logits, over their own change.
 
     The halves of each row of input_ids [B, T] are taken for two documents. 0 if the logits do not
     tell: of a head of zeros, or of a run that has diverged.
@@ -156,8 +156,8 @@ def leaked_share(model: Any, input_ids: Tensor, how: PackedAttention = "auto") -
     half = input_ids.shape[1] // 2
     positions = torch.arange(input_ids.shape[1], device=input_ids.device)
     positions = torch.where(positions < half, positions, positions - half).expand_as(input_ids)
-    others = torch.where(input_ids > 0, input_ids - 1, 1)  # ids that the vocabulary has
-    changed = torch.cat((others[:, :half], input_ids[:, half:]), dim=1)
+    other_ids = torch.where(input_ids > 0, input_ids - 1, 1)  # ids that the vocabulary has
+    changed = torch.cat((other_ids[:, :half], input_ids[:, half:]), dim=1)
     batch = {"position_ids": positions, "bounds": document_bounds(positions)}
     logits = [
         model(**inputs_of(model, {**batch, "input_ids": ids}, how)).logits.float()

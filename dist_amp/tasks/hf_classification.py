@@ -55,7 +55,7 @@ class HFClassification(huggingface.FineTuning):
 
     @cached_property
     def names(self) -> Sequence[str]:
-        """Of the classes, by their numbers; none where labels are plain numbers."""
+        """The names of the classes, by number; none where labels are plain numbers."""
         names = class_names(self.training_rows, "label")
         of_rows = not hasattr((self.training_rows.features or {}).get("label"), "names")
         if of_rows and len(names) > self.classes:

@@ -1,4 +1,4 @@
-"""What the tasks for Hugging Face models share: a model from its folder, LoRA, rows, samples."""
+"""Shared by the tasks for Hugging Face models: a model from its folder, LoRA, rows, samples."""
 
 import warnings
 from contextlib import suppress
@@ -50,12 +50,12 @@ def model_folder(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=FILES))
     except Exception as error:  # the library raises many types
-        why = first_line(error)
+        cause = first_line(error)
         if isinstance(error, LocalEntryNotFoundError):  # whose text is about options of the library
-            why = "it is not in the cache, and the hub does not answer or HF_HUB_OFFLINE is set"
+            cause = "it is not in the cache, and the hub does not answer or HF_HUB_OFFLINE is set"
         raise DataError(
             f"task.args.model={name} is no folder in {Path.cwd()}, and can't be fetched from the "
-            f"hub: {why}; check the name and the network, or give a local folder"
+            f"hub: {cause}; check the name and the network, or give a local folder"
         ) from error
 
 
@@ -142,7 +142,7 @@ def takes_documents(config: Any, length: int) -> bool:
 
 
 def inputs_of(model: Any, batch: Any, how: PackedAttention = "auto") -> dict[str, Any]:
-    """What a causal model is called with for rows padded on the right, or packed."""
+    """The arguments of a causal model's call, for rows padded on the right, or packed."""
     names = ("input_ids", "attention_mask", "position_ids")
     inputs = {name: batch[name] for name in names if name in batch}
     config = getattr(model, "module", model).config  # of DDP
@@ -162,7 +162,7 @@ def inputs_of(model: Any, batch: Any, how: PackedAttention = "auto") -> dict[str
 
 @dataclass(eq=False)
 class FineTuning:
-    """What the tasks share: the model's folder, its adapters, and how both are read and written.
+    """The base of these tasks: reads and writes the model's folder and its adapters.
 
     lora_rank: of low-rank adapters on frozen weights; 0: none. Source: arXiv:2106.09685.
     lora_targets: names of layers with commas between them, such as q_proj,v_proj; all-linear: every
@@ -278,7 +278,7 @@ def returns_the_heads_logits(model: Any) -> bool:
 
 
 class Hidden(BaseModelOutput):
-    """What any model's body returns, so far as its head reads it; the rest is passed on."""
+    """The part of a body's output that the head reads; the rest is passed on."""
 
     def __getattr__(self, name: str) -> None:
         return None
@@ -287,7 +287,7 @@ class Hidden(BaseModelOutput):
 def next_token_losses(
     model: Any, inputs: dict[str, Any], labels: Tensor, reduction: Reduction
 ) -> tuple[Tensor, Any]:
-    """(the losses that LossHead returns of labels [B, T], the model's output).
+    """Returns (LossHead's losses for labels [B, T], the model's output).
 
     The last losses of each row are 0, of no label.
     """

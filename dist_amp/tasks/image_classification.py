@@ -66,12 +66,12 @@ class ImageClassification:
 
     @cached_property
     def names(self) -> Sequence[str]:
-        """Of the classes; none where labels are plain numbers."""
+        """The names of the classes; none where labels are plain numbers."""
         return class_names(self.training_rows, self.label_column)
 
     @cached_property
     def class_count(self) -> int:
-        """How many there are. Errors: DataError if neither task.args.classes nor the data say."""
+        """The number of classes. Errors: DataError if neither the settings nor the data have it."""
         if self.classes != "auto":
             return self.classes
         if len(self.names) == 1:

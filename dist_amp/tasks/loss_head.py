@@ -78,7 +78,7 @@ class LossHead(nn.Linear):
 
 
 def losses_of(logits: Tensor, targets: Tensor, reduction: Reduction) -> Tensor:
-    """What `LossHead` returns, of logits [..., vocabulary] and targets [...]."""
+    """The losses that `LossHead` returns, for logits [..., vocabulary] and targets [...]."""
     logits = logits.float().flatten(0, -2)
     targets = targets.flatten()
     if reduction != "hits":
@@ -145,7 +145,7 @@ def chunked(
     chunk: int,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(losses [N] float32, and if needed their sum's gradients by x and by weight, or None).
+    """Returns (losses [N] float32; if needed, their sum's gradients by x and weight, or None).
 
     scale: of each loss in that sum, [N]; None: 1.
     """

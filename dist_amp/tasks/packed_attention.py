@@ -48,7 +48,7 @@ def document_mask(positions: Tensor) -> Tensor:
 
 
 def document_bounds(positions: Tensor) -> Tensor:
-    """Where documents begin in the flattened rows, then their end: int32. For collate: it reads."""
+    """The starts of documents in the flattened rows, then the end: int32. For use in collate."""
     starts = (positions.flatten() == 0).nonzero().flatten()
     # Of few shapes, by empty documents; of each, the backward takes memory for 128 tokens.
     count = 1 << (len(starts) - 1).bit_length()
@@ -63,7 +63,7 @@ def attend(
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(attention of query, key and value [B, heads, T, width], or None; None, or its mask).
+    """Returns (attention of query, key and value [B, heads, T, width], or None; None, or its mask).
 
     Errors: ConfigError if the kernel is required, and does not take these.
     """

@@ -80,13 +80,13 @@ def load_pretrained(model: nn.Module, folder: str | Path, fresh_head: bool = Fal
         torch.manual_seed(torch.initial_seed())
         draw_adapters(model)
         draw_head(base, fresh, targets)
-    for first, *others in targets.values():
-        for other in others:  # peft's trained copy of a module
+    for first, *copies in targets.values():
+        for other in copies:  # peft's trained copy of a module
             local(other).copy_(local(first))
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Those of the index, or the single file. Errors: DataError if there is neither."""
+    """The files of the index, or the single file. Errors: DataError if there is neither."""
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     if not (folder / INDEX).is_file():
@@ -185,8 +185,8 @@ def fill(base: Any, targets: Targets, slices: Slices) -> tuple[list[str], list[s
         twin.load_state_dict(present, strict=False, assign=True)
         found, _ = convert_and_load_state_dict_in_model(twin, parts, config)
         if problems := [*map(str, found.mismatched_keys), *found.conversion_errors.values()]:
-            why = problems[0].strip().splitlines()[-1]
-            raise DataError(f"the weights do not fit the model: {why}; use the files' own config")
+            cause = problems[0].strip().splitlines()[-1]
+            raise DataError(f"the weights do not fit the model: {cause}; use the files' own config")
         state = twin.state_dict()
         for name in targets.keys() & state.keys() - found.missing_keys:
             place(state[name], targets[name][0])
@@ -203,7 +203,7 @@ def fill(base: Any, targets: Targets, slices: Slices) -> tuple[list[str], list[s
 def split_head(
     base: Any, names: Sequence[str], everything: Iterable[str]
 ) -> tuple[list[str], list[str]]:
-    """(names of a head, the others): a pooler, and what lies outside the base model, if any."""
+    """Returns (names of a head, other names). A head: a pooler, and all outside the base model."""
     prefix = f"{base.base_model_prefix}."
     has_base = any(name.startswith(prefix) for name in everything)
     head = []

@@ -1,4 +1,4 @@
-"""What a run measures, from the step to its files.
+"""The measurements of a run, from the step to its files.
 
 A step returns a `StepReport`, whose tensors stay on the device (step_report.py). `Metrics` collects
 them (metrics.py, sums.py). At a log step each rank starts one copy of its figures to the host, and

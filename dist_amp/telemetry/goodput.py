@@ -55,7 +55,7 @@ class Goodput(Observer):
         return {"perf/goodput_pct": 100 * share, "spent_seconds": by_kind(self.seconds)}
 
     def summary(self, failed: bool) -> dict[str, Any]:
-        """What summary.json says; after a failure of the time up to the last log step."""
+        """The figures for summary.json; after a failure, of the time up to the last log step."""
         seconds = self.seconds
         wall = self.wall_seconds
         if not failed:

@@ -66,7 +66,7 @@ class Health(Observer):
         self._reading: tuple[int, Tags, list[str]] = (0, {}, [])
 
     def tags(self, row: LogRow) -> Tags:
-        """What was read at the last log step; starts reading for the next one."""
+        """The readings of the last log step; starts to read for the next one."""
         _, tags = self._take_reading()
         if not self._thread.is_alive():  # else it still waits for the driver
             self._thread = threading.Thread(target=self._read, args=(row.step,), daemon=True)
@@ -87,7 +87,7 @@ class Health(Observer):
         self._reading = (step, tags, warnings)
 
     def _take_reading(self) -> tuple[int, Tags]:
-        """(step, tags); prints what is warned of for the first time."""
+        """Returns (step, tags); prints new warnings."""
         step, tags, warnings = self._reading
         self._reading = (0, {}, [])
         for text in warnings:
@@ -99,7 +99,7 @@ class Health(Observer):
 
 
 def open_gpu(device: torch.device) -> tuple["Gpu | None", str]:
-    """(this rank's GPU, what of it can't be read) or (None, why nothing can)."""
+    """Returns (this rank's GPU, which readings it lacks) or (None, why it has none)."""
     if torch.version.hip:
         return None, "no gpu/* tags: AMD's GPUs have no NVML"
     try:
@@ -108,8 +108,8 @@ def open_gpu(device: torch.device) -> tuple["Gpu | None", str]:
         nvml.nvmlInit()
         gpu = Gpu(nvml, handle_of(nvml, torch.cuda.get_device_properties(device)))
     except ImportError:
-        why = "nvidia-ml-py is missing; pip install nvidia-ml-py"
-        return None, f"no gpu/* tags: {why}"
+        problem = "nvidia-ml-py is missing; pip install nvidia-ml-py"
+        return None, f"no gpu/* tags: {problem}"
     except Exception as error:
         # A driver without NVML, a container without the device, another package of that name.
         return None, f"no gpu/* tags: NVML failed ({type(error).__name__}: {error})"
@@ -146,7 +146,7 @@ class Gpu:
         return float(getattr(value, "gpu", value))  # utilisation has another one, the memory's
 
     def tags(self) -> tuple[Tags, list[str]]:
-        """(tags, warnings); no more tags after a call that fails: others may hang."""
+        """Returns (tags, warnings). No more tags once a call has failed: further calls may hang."""
         tags = {}
         warnings = []
         for tag, call in self._calls.items():

@@ -76,7 +76,7 @@ class Metrics:
         self.world.clock.restart()
 
     def unfinished(self, data: Batches) -> Tensor:
-        """What a checkpoint saves of the unfinished interval: [7] float64 on the host. It has no
+        """The unfinished interval, as a checkpoint saves it: [7] float64 on the host. It has no
         times, so the same steps make the same checkpoint. Waits for the device.
         """
         self.interval.start_copy({})
@@ -197,7 +197,7 @@ class Metrics:
             self.world.say(f"eval  {step:>6}  {text}")
 
     def write_to_tensorboard(self, add: Callable[[Any], object]) -> None:
-        """`add` is called with torch's SummaryWriter of this rank."""
+        """Call `add` with torch's SummaryWriter of this rank."""
         if self._tensorboard is not None:
             self._tensorboard.write(add)
 
@@ -226,7 +226,7 @@ class Metrics:
 
 
 def memory_use(device: torch.device) -> tuple[int, ...]:
-    """(peak, current, reserved) bytes, and the allocator's retries.
+    """Returns (peak, current, reserved) bytes, and the allocator's retries.
 
     Of torch's allocator on a GPU; on a CPU of the resident set, without the last two.
     """
@@ -240,7 +240,7 @@ def memory_use(device: torch.device) -> tuple[int, ...]:
 
 
 def resident_bytes() -> tuple[int, int]:
-    """(peak, current) of this process; getrusage's peak is at least that of its parent's memory."""
+    """Returns (peak, current) bytes of this process; getrusage's peak includes its parent's."""
     text = Path("/proc/self/status").read_text()
     sizes = {name: 1024 * int(kib) for name, kib in re.findall(r"(VmHWM|VmRSS):\s*(\d+) kB", text)}
     return sizes.get("VmHWM", sizes["VmRSS"]), sizes["VmRSS"]

@@ -23,19 +23,19 @@ class Observer:
     """Watches a run; every rank calls each method at the same step."""
 
     def before_step(self, micro_batches: Sequence[Any]) -> None:
-        """Before a step on `micro_batches`; `run.step` counts the steps before it."""
+        """Called before a step on `micro_batches`; `run.step` counts the steps before it."""
 
     def after_step(self, report: StepReport, micro_batches: Sequence[Any]) -> None:
-        """After a step, before any evaluation or checkpoint; `run.step` counts this step."""
+        """Called after a step, before any evaluation or checkpoint; `run.step` counts this step."""
 
     def during_evaluation(self, done: int, steps: int) -> None:
-        """In an evaluation: how many of its `steps` are done, none at first."""
+        """Called in an evaluation, of whose `steps` so many are done: 0 at first."""
 
     def after_evaluation(self) -> None:
-        """After an evaluation, which averaged the batch statistics over the ranks."""
+        """Called after an evaluation, which averaged the batch statistics over the ranks."""
 
     def tags(self, row: LogRow) -> Mapping[str, Any]:
-        """What to write at a log step: on rank 0 to metrics.jsonl; numbers also to TensorBoard."""
+        """Values to write at a log step: on rank 0 to metrics.jsonl; if numbers, to TensorBoard."""
         return {}
 
     def rank_tags(self, row: LogRow) -> Mapping[str, Any]:
@@ -43,20 +43,20 @@ class Observer:
         return {}
 
     def on_log(self, row: LogRow) -> None:
-        """After the metrics of a log interval were written; at the log step or one step later."""
+        """Called when the metrics of an interval are written: at the log step or one step later."""
 
     def summary(self, failed: bool) -> Mapping[str, Any]:
         """Entries of summary.json. failed: ask neither the device nor other ranks for anything."""
         return {}
 
     def state_dict(self) -> Any:
-        """What a checkpoint must hold of this rank's: tensors, numbers, texts, lists and dicts."""
+        """This rank's state for a checkpoint: tensors, numbers, texts, lists and dicts."""
 
     def load_state_dict(self, state: Any) -> None:
         """Continue from what `state_dict` returned; not called if a checkpoint has nothing."""
 
     def close(self, error: BaseException | None = None) -> None:
-        """At the end of a fit. error: what ended it; then the other ranks may be gone."""
+        """Called at the end of a fit. error: its cause, after which other ranks may be gone."""
 
 
 class Observers:
@@ -75,7 +75,7 @@ class Observers:
         return iter([*self._kept, *self._added])
 
     def begin(self, run: Any) -> None:
-        """At the start of a fit: forget what was added for an earlier one."""
+        """Forget the observers of an earlier fit; called at the start of a fit."""
         self._run = run
         self._added = []
         self._resting = []
@@ -108,7 +108,7 @@ class Observers:
         return entries
 
     def call(self, observer: Any, method: str, *values: Any) -> Any:
-        """What the method returns; None if a user's observer raises in a fit, which drops it."""
+        """Call the method; None if a user's observer raises in a fit, which drops it."""
         try:
             return getattr(observer, method)(*values)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""What a start costs, by phase, from the failure that caused it to the end of the first step."""
+"""The time of a start by phase, from the failure that caused it to the end of the first step."""
 
 import os
 import time
@@ -58,7 +58,7 @@ class Startup(Observer):
 
 
 def process_started() -> float:
-    """When this process was started, in Unix time."""
+    """The start of this process, in Unix time."""
     # Its 22nd field, in clock ticks since the boot. Source: proc(5).
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

@@ -1,4 +1,4 @@
-"""What a step and a log interval report."""
+"""The reports of a step and of a log interval."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -109,7 +109,7 @@ class LogRow:
 
     @cached_property
     def seconds(self) -> np.ndarray:
-        """Of the interval's steps, without what interrupted them, of every rank: [ranks]."""
+        """Duration of the interval's steps on each rank, without interruptions: [ranks]."""
         return self.columns(STEP_PHASES).sum(axis=1)
 
     def per_step(self, values: np.ndarray) -> np.ndarray:
@@ -117,7 +117,7 @@ class LogRow:
         return values / np.maximum(self.column("steps"), 1)
 
     def per_second(self, name: str) -> np.ndarray:
-        """Of every rank: [ranks]."""
+        """Rate of a counter on each rank, per second of steps: [ranks]."""
         return self.column(name) / np.maximum(self.seconds, 1e-9)
 
     @cached_property
@@ -171,7 +171,7 @@ class LogRow:
         return tags
 
     def _spread_tags(self) -> Tags:
-        """How ranks differ: min, median and max; of all times where ranks have no folders."""
+        """Minimum, median and maximum over the ranks; of all times where ranks have no folders."""
         sources = ["throughput/items_per_second", "memory/peak_bytes"]
         sources += ["time/data_wait_seconds", "time/local_seconds"]
         tags: Tags = {}

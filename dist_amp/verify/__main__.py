@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """(this command's options, the remaining arguments: settings of a run). Errors: ConfigError."""
+    """Returns (this command's options, the settings of a run). Errors: ConfigError."""
     parser = Parser("python -m dist_amp.verify", __doc__, EPILOG)
     lists = {"strategies": STRATEGIES, "precisions": PRECISIONS}
     parser.add_argument("--world_sizes", default="1,2,4", help="numbers of ranks; default 1,2,4")
@@ -103,7 +103,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def rows_of(options: argparse.Namespace, device: torch.device) -> list[Row]:
-    """Those that exist and have a GPU for each rank; hsdp's two replicas need an even number."""
+    """The rows that have a GPU for each rank; hsdp's two replicas need an even number of ranks."""
     gpus = torch.cuda.device_count()
     rows: list[Row] = []
     for size in options.world_sizes:

@@ -135,12 +135,12 @@ def trace_of_step(run: Run, position: int) -> list[Event]:
 
 
 def hash_whole(values: Sequence[Tensor]) -> int:
-    """Of whole tensors; a collective if one is sharded."""
+    """The hash of whole tensors; a collective if one is sharded."""
     return hash_of([full(value) for value in values])
 
 
 def first_fault(expected: Sequence[Sequence[Event]], traces: Sequence[Sequence[Event]]) -> str:
-    """What differs first, in words, or "same". Micro-batches of padding are left out."""
+    """The first difference in words, or "same". Micro-batches of padding are left out."""
     for step, (a, b) in enumerate(zip(expected, traces, strict=True), start=1):
         if pair := first_difference(a, b):
             event = pair[0]

@@ -44,7 +44,7 @@ Step = Callable[[Run, list[Any]], Any]
 
 
 def check_cell(world: World, reference: Reference, cell: Cell, step: Step = train_step) -> Verdict:
-    """On every rank: take the cell's steps; rank 0 compares them. step: for train_step."""
+    """Take the cell's steps on every rank; rank 0 compares them. step: replaces train_step."""
     reference.task.length = reference.epoch_length
     run = build_run(config_of(reference, cell, world), world, reference.task)
     consistency.check_start(run)
@@ -213,7 +213,7 @@ def fault_of_skip(run: Run, reference: Reference, micro_batches: list[Any], step
 
 
 def fault_of_counts(run: Run, applied: int, skips_in_a_row: int) -> str:
-    """What is wrong with this rank's counters or loss scale after a skipped and `applied` steps."""
+    """The fault in this rank's counters or loss scale after a skipped and `applied` steps."""
     counters = run.schedule.counters.tolist()
     if counters != [applied, 1, skips_in_a_row]:
         count = f"it counted as {counters[0]} applied, {counters[1]} skipped"
@@ -306,7 +306,7 @@ def results_on_ranks(
 
 
 def first_result(results: Any, ranks: Sequence[Any]) -> Any:
-    """What the first rank sends that has a result or an error."""
+    """The first result or error that a rank sends."""
     while True:
         with suppress(Empty):
             return results.get(timeout=0.5)

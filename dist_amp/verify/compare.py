@@ -61,7 +61,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How far a cell is from the reference. cause: what is wrong; refused: by training too."""
+    """The distance of a cell from the reference. cause: what is wrong; refused: by training too."""
 
     gradient_error: float = math.nan
     gradient_bound: float = math.nan
@@ -73,7 +73,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a cell did: the states that its optimizer got, buffers at each step's start, the end."""
+    """The record of a cell: the states that its optimizer got, buffers at each step, the end."""
 
     reference: Reference
     cell: Cell
@@ -160,7 +160,7 @@ def bound_of_updates(run: Comparison, updates: Sequence[Values]) -> float:
 
 
 def about_gradients(run: Comparison, step: int, truth: Values) -> str:
-    """What is wrong with a step's gradients. truth: the right ones."""
+    """The fault in a step's gradients, in words. truth: the right ones."""
     accumulation = run.cell.accumulation[step]
     micro_batches = "1 micro-batch" if accumulation == 1 else f"{accumulation} micro-batches"
     text = f"the gradients of step {step + 1} ({micro_batches}) are off"
@@ -185,7 +185,7 @@ def about_gradients(run: Comparison, step: int, truth: Values) -> str:
         run.ranks: "they are summed over ranks, not averaged",
         1 / run.ranks: "they are divided by the number of ranks twice",
     }
-    for value, why in mistakes.items():
+    for value, mistake in mistakes.items():
         if math.isclose(factor, value, rel_tol=tolerance):
-            return f"{text}; {why}"
+            return f"{text}; {mistake}"
     return text

@@ -100,7 +100,7 @@ def dtypes_of(values: Sequence[Tensor]) -> list[Dtype]:
 def table_of(
     model: nn.Module, events: Sequence[Event], batch: Sequence[Dtype]
 ) -> tuple[list[tuple[str, ...]], list[str]]:
-    """(rows of the table, a line for each costly operation).
+    """Returns (rows of the table, a line for each costly operation).
 
     Rows are of the modules that ran and have no children, weights of their own, or costly
     operations, and of the loss. Numbers in names are *, so that equal blocks have equal rows.

@@ -21,7 +21,7 @@ from dist_amp.loading.nested import tensors
 from dist_amp.run import training_mode
 from dist_amp.scaling.float32 import to_float32
 from dist_amp.scaling.meta import build_module
-from dist_amp.task import as_scalar, kept_by
+from dist_amp.task import as_scalar, attributes_of
 from dist_amp.verify.reference import (
     Reference,
     Values,
@@ -123,7 +123,7 @@ def _label(name: str, kind: str) -> str:
 
 
 def first_change(a: Trace, b: Trace, tolerance: float = 0.0) -> tuple[float, str]:
-    """(relative error, label) of the first module whose output differs though its inputs do not;
+    """Returns (relative error, label) of the first module whose output differs for equal inputs;
     else of the loss. Of more rows in `a`, the first are compared.
     """
     if pair := first_difference(a.calls, b.calls, _error, tolerance):
@@ -147,7 +147,7 @@ def _error(a: list[Tensor], b: list[Tensor]) -> float:
 
 
 def _notes(reference: Reference) -> list[Finding]:
-    """What is left out, stored in another dtype, or off for the comparison."""
+    """Notes on parameters left out or stored in another dtype, and on settings off here."""
     findings = []
     if names := " and ".join(reference.task.left_out):
         text = f"not compared: the task's {names}; the steps are those of torch's SGD and AdamW"
@@ -173,7 +173,7 @@ def _trained_elsewhere(reference: Reference, batch: Any) -> list[Finding]:
     model = reference.model()
     reference.loss_and_backward(model, batch)
     findings = []
-    for name, leaves in kept_by(reference.task.task, model).items():
+    for name, leaves in attributes_of(reference.task.task, model).items():
         trained = [p for p in leaves if isinstance(p, nn.Parameter) and p.requires_grad]
         if trained:
             fails = any(p.grad is not None for p in trained)
@@ -218,7 +218,7 @@ def _random(reference: Reference, batch: Any) -> list[Finding]:
 
 
 def _sums(reference: Reference) -> list[Finding]:
-    """What prevents loss, gradients and weight of a batch from being the sums of its halves'."""
+    """The reasons why a batch's loss, gradients and weight are not the sums of its halves'."""
     if getattr(reference.task, "couples_samples", False):
         reference.compare_micro_batches()
         return [Finding(f"the task has couples_samples=True: {BY_MICRO_BATCH}")]
@@ -340,7 +340,7 @@ def _to_float32(module: nn.Module, inputs: Any, output: Any) -> None:
 
 
 def leaks(reference: Reference, rows: int) -> list[Finding]:
-    """For a task whose batches have position_ids: whether attention crosses the documents in a row.
+    """Findings of attention across the documents of a row, for batches with position_ids.
 
     Only every second document gets labels, and the gradient of their loss with respect to the other
     documents' embeddings must be exactly 0, as it is if they are masked. Takes the first `rows`

@@ -52,7 +52,7 @@ class Hyperparameters:
 
 @dataclass(frozen=True)
 class State:
-    """What the optimizer gets: the trained parameters, and their unscaled, unclipped gradients."""
+    """The optimizer's input: the trained parameters, and their unscaled, unclipped gradients."""
 
     parameters: Values
     gradients: Values
@@ -151,7 +151,7 @@ class Reference:
         self.task = RepeatableTask(task, device, STEPS * self.global_batch, eval_classes)
 
     def measured(self, precisions: Iterable[str]) -> dict[str, Any]:
-        """What is measured on the task for these precisions, and must be the same on all ranks."""
+        """The facts measured on the task for these precisions, which all ranks must share."""
         names = ["hyperparameters", "global_batch", "by_micro_batch"]
         if "fp16" in precisions:
             names.append("init_scale")
@@ -159,7 +159,7 @@ class Reference:
         return {"_bounds": bounds, **{name: getattr(self, name) for name in names}}
 
     def compare_micro_batches(self) -> None:
-        """From now on compare micro-batch by micro-batch; what was measured is measured again."""
+        """Compare micro-batch by micro-batch from now on, and measure again."""
         self.by_micro_batch = True
         self._bounds.clear()
         for name in ("step_samples", "hyperparameters", "init_scale", "rounding_error"):
@@ -236,7 +236,7 @@ class Reference:
         return self.gradients([self.step_samples[0]])[1] * UNIT_ROUNDOFF["fp32"]
 
     def bound(self, precision: str) -> float:
-        """Of the first step's gradients, relative; RuntimeError if plain torch's error is above."""
+        """Bound on step 1's relative gradient error. RuntimeError if plain torch exceeds it."""
         if precision not in self._bounds:
             samples = torch.tensor(self.step_samples[0])
             count = 1 if self.by_micro_batch else 12
@@ -250,7 +250,7 @@ class Reference:
     def bound_at(
         self, precision: str, parts: Sequence[Sequence[int]], values: Values | None = None
     ) -> tuple[float, float]:
-        """(the bound on the gradients' relative error, n x u + 4 e, derived in compare.py; e)."""
+        """Returns (bound on the gradients' relative error, n x u + 4 e as in compare.py; e)."""
         whole = parts
         if not self.by_micro_batch:
             whole = [[index for part in parts for index in part]]
@@ -268,7 +268,7 @@ class Reference:
         precision: str = "fp32",
         scale: float | None = None,
     ) -> tuple[Values, int]:
-        """(gradients of the mean loss of all parts, how many results a part's run rounds)."""
+        """Returns (gradients of the mean loss of all parts, rounded results in one part)."""
         model = self.model(precision)
         model.load_state_dict({**model.state_dict(), **(values or {})})
         if scale is None:
@@ -361,7 +361,7 @@ def stay_in_evaluation_mode(module: nn.Module) -> None:
 
 @contextmanager
 def without_ranks() -> Iterator[None]:
-    """As in a process without a group: a loss that gathers from all ranks has its batch alone."""
+    """Run as a process without a group: a loss that gathers from all ranks sees its batch alone."""
     group = dist.GroupMember.WORLD
     dist.GroupMember.WORLD = None
     try:
