@@ -56,6 +56,27 @@ class Tiny:
         return batch["counts"].sum()
 
 
+class Changed(Tiny):
+    """Tiny with its model, or its columns of the training set, changed in place."""
+
+    def __init__(self, model=None, columns=None):
+        super().__init__()
+        self.change_model = model
+        self.change_columns = columns
+
+    def build_model(self):
+        model = super().build_model()
+        if self.change_model is not None:
+            self.change_model(model)
+        return model
+
+    def build_dataset(self, split):
+        rows = super().build_dataset(split)
+        if self.change_columns is not None:
+            self.change_columns(rows.columns)
+        return rows
+
+
 class WithNoise(Tiny):
     """Keeps its [data] section, and adds noise as a sample is read and as a batch is made."""
 
@@ -162,6 +183,17 @@ def save(run):
 
     run.saver.save(wait=True)
     return checkpoint_folder(run.folder, run.step)
+
+
+def seal_again(checkpoint):
+    """Make a checkpoint's manifest match its files as they are now, as an attacker would."""
+    from dataclasses import replace
+
+    from dist_amp.checkpoint.format import MANIFEST, hash_files, read_manifest
+
+    files = hash_files(path for path in checkpoint.iterdir() if path.name != MANIFEST)
+    manifest = replace(read_manifest(checkpoint), files=files)
+    (checkpoint / MANIFEST).write_text(manifest.to_text())
 
 
 def make_run(world, task, *words):

@@ -1,19 +1,32 @@
-"""A resumed run goes on as if it had never stopped; a checkpoint is complete or absent."""
+"""A resumed run goes on as if it had never stopped, or names what differs from the checkpoint's."""
 
-import random
+from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
 from ranks import on_ranks
-from tiny import Overflow, Tiny, log_row, make_run, moments_of, parameters_of, save, take_steps
+from tiny import (
+    Changed,
+    Overflow,
+    Rows,
+    Tiny,
+    log_row,
+    make_run,
+    moments_of,
+    parameters_of,
+    save,
+    take_steps,
+)
 from torch import nn
 
-from dist_amp.errors import DataError
+from dist_amp import optim
+from dist_amp.checkpoint.compatibility import check_config, dataset_hash
+from dist_amp.errors import ConfigError, DataError
 from dist_amp.world import World
 
-LAYOUTS = [(1, "single"), (2, "ddp"), (2, "fsdp"), (3, "ddp"), (3, "fsdp"), (4, "hsdp")]
-OFTEN = [(1, "single"), (2, "fsdp")]  # whose checkpoints the others read also in the quick tests
+LAYOUTS = [(1, "single"), (2, "ddp"), (2, "fsdp"), (3, "fsdp"), (4, "hsdp")]
 ELASTIC = ["--train.global_batch_size", 12, "--train.micro_batch_size", 1]
 ELASTIC += ["--train.accumulation_steps", "auto"]
 
@@ -21,12 +34,11 @@ ELASTIC += ["--train.accumulation_steps", "auto"]
 class Dropped(Tiny):
     """Draws random numbers in every forward, so that a lost generator shows."""
 
+    norm = nn.Identity
+
     def build_model(self):
         layers = nn.Linear(8, 16), self.norm(), nn.Dropout(0.5), nn.Tanh(), nn.Linear(16, 1)
         return nn.Sequential(*layers)
-
-    def norm(self):
-        return nn.Identity()
 
 
 class Normed(Dropped):
@@ -44,17 +56,16 @@ def settings(folder, strategy, dtype, *more):
     return [*words, *more]
 
 
-def state_of(run):
-    """All that a run is, for comparing bit by bit."""
-    buffers = [buffer.clone() for buffer in run.parallel.module.buffers()]
-    tensors = [*parameters_of(run).values(), *buffers, *moments_of(run)]
-    tensors += [run.schedule.counters, run.scaler.scale_tensor, torch.get_rng_state()]
-    return [*tensors, torch.tensor([random.random(), run.step, run.data.position])]
-
-
 def equal_states(one, other):
-    """Whether two runs are the same, but for the process's generators, which they share."""
-    return list(map(torch.equal, state_of(one)[:-2], state_of(other)[:-2]))
+    """Whether two runs are the same, tensor by tensor; not the process's generators."""
+
+    def tensors(run):
+        position = torch.tensor([run.step, run.data.position])
+        counts = run.schedule.counters, run.scaler.scale_tensor, position
+        parameters = parameters_of(run).values()
+        return [*parameters, *run.parallel.module.buffers(), *moments_of(run), *counts]
+
+    return list(map(torch.equal, tensors(one), tensors(other)))
 
 
 def logged_steps(run, steps):
@@ -69,49 +80,39 @@ def logged_steps(run, steps):
     return losses
 
 
-def stop_and_go_on(world, folder, strategy, dtype, workers, task=Dropped, more=()):
-    more = ("--data.workers", workers, "--run.deterministic", "true", *more)
+def stop_and_go_on(world, folder, strategy, dtype):
+    task = Normed if strategy in ("single", "ddp") else Dropped
+    workers = 2 if dtype == "bf16" else 0
+    more = ("--data.workers", workers, "--run.deterministic", "true")
     words = settings(folder, strategy, dtype, *more)
     through = make_run(world, task(samples=40), *words)
-    losses = logged_steps(through, 8)
+    losses = logged_steps(through, 6)
     stopped = make_run(world, task(samples=40), *words)
     before = logged_steps(stopped, 4)  # in the middle of a log interval
     save(stopped)
     resumed = make_run(world, task(samples=40), *words, "--run.resume", "auto")
     assert resumed.resumed_from_step == resumed.step == 4
-    assert before + logged_steps(resumed, 4) == losses
+    assert before + logged_steps(resumed, 2) == losses
     torch.use_deterministic_algorithms(False)
     return equal_states(resumed, through)
 
 
-# Each strategy, dtype, number of ranks and of workers at least once; the whole product is slow.
-CORE = {
-    *((1, "single", "fp32", 0), (2, "ddp", "fp16", 2), (2, "fsdp", "bf16", 2)),
-    *((3, "ddp", "fp32", 0), (4, "hsdp", "fp16", 0)),
-}
-WHOLE = [
-    (ranks, strategy, dtype, workers)
-    for ranks, strategy in [*LAYOUTS, (4, "ddp"), (4, "fsdp")]
-    for dtype in ("fp32", "bf16", "fp16")
-    for workers in (0, 2)
-]
+# Each strategy and dtype at least once; the whole product is slow.
+CORE = ((1, "single", "fp32"), (2, "ddp", "fp16"), (2, "fsdp", "bf16"), (4, "hsdp", "fp16"))
 
 
 @pytest.mark.parametrize(
-    ("ranks", "strategy", "dtype", "workers"),
-    [pytest.param(*cell, marks=[] if cell in CORE else pytest.mark.slow) for cell in WHOLE],
+    ("ranks", "strategy", "dtype"),
+    [
+        pytest.param(*layout, dtype, marks=[] if (*layout, dtype) in CORE else pytest.mark.slow)
+        for layout in LAYOUTS
+        for dtype in ("fp32", "bf16", "fp16")
+    ],
 )
 def test_a_resumed_run_is_bit_identical_to_one_that_was_not_stopped(
-    tmp_path, ranks, strategy, dtype, workers
+    tmp_path, ranks, strategy, dtype
 ):
-    for equal in on_ranks(ranks, stop_and_go_on, tmp_path, strategy, dtype, workers):
-        assert all(equal)
-
-
-def test_batch_statistics_go_on_bit_identical_on_every_rank_though_their_averages_are_saved(
-    tmp_path,
-):
-    for equal in on_ranks(2, stop_and_go_on, tmp_path, "ddp", "fp32", 0, Normed):
+    for equal in on_ranks(ranks, stop_and_go_on, tmp_path, strategy, dtype):
         assert all(equal)
 
 
@@ -132,26 +133,19 @@ def test_a_checkpoint_holds_the_average_of_the_ranks_batch_statistics(tmp_path):
         torch.testing.assert_close(buffer, torch.tensor(values).double().mean(0), atol=1e-6, rtol=0)
 
 
-def losses_of(run, steps):
-    """The world's loss in each of so many steps, and the global samples that each was fed."""
-    losses, samples = [], []
-    for _ in range(steps):
+def facts_of(run):
+    """What a run has and, in five steps, the world's losses and the global samples of each."""
+    counters, losses, samples = run.schedule.counters.tolist(), [], []
+    parameters, moments = parameters_of(run), moments_of(run)
+    for _ in range(5):
         start = run.data.position
-        report = take_steps(run, 1)[0]
+        (report,) = take_steps(run, 1)
         run.metrics.record(report)
         losses.append((run.world.sum(report.loss_sum) / report.weight).item())
         mine = [index for _, indices in run.data.at(start) for index in indices]
-        fed = [index for indices in run.world.gather(mine) for index in indices]
-        samples.append(sorted(fed))
-    return losses, samples
-
-
-def facts_of(run):
-    """What a run has, and what it does in five steps."""
-    counters = run.schedule.counters.tolist()
-    seed = torch.initial_seed()
-    facts = parameters_of(run), moments_of(run), counters, *losses_of(run, 5), seed
-    return *facts, log_row(run).loss
+        samples.append(sorted(index for indices in run.world.gather(mine) for index in indices))
+    losses.append(log_row(run).loss)  # over steps before and after the save
+    return parameters, moments, counters, losses, samples, torch.initial_seed()
 
 
 def save_after_two_steps(world, folder, strategy):
@@ -179,13 +173,21 @@ def saved_by(tmp_path_factory):
     return saved
 
 
-@pytest.mark.parametrize(("ranks", "strategy"), LAYOUTS)
+SHARDED = (2, "fsdp")
+ALWAYS = [((1, "single"), SHARDED), *((SHARDED, reader) for reader in LAYOUTS)]
+
+
 @pytest.mark.parametrize(
-    "saver",
-    [pytest.param(layout, marks=[] if layout in OFTEN else pytest.mark.slow) for layout in LAYOUTS],
+    ("saver", "reader"),
+    [
+        pytest.param(*pair, marks=[] if pair in ALWAYS else pytest.mark.slow)
+        for pair in product(LAYOUTS, LAYOUTS)
+    ],
+    ids=lambda layout: layout[1] + str(layout[0]),
 )
-def test_every_layout_reads_every_others_checkpoint(saved_by, saver, ranks, strategy):
-    folder, (parameters, moments, counters, losses, samples, seed, logged) = saved_by(*saver)
+def test_every_layout_reads_every_others_checkpoint(saved_by, saver, reader):
+    folder, (parameters, moments, counters, losses, samples, seed) = saved_by(*saver)
+    ranks, strategy = reader
     resumed = on_ranks(ranks, resume_elsewhere, folder, strategy)
     if ranks != saver[0]:
         seeds = {seed, *(loaded[5] for loaded in resumed)}
@@ -196,43 +198,36 @@ def test_every_layout_reads_every_others_checkpoint(saved_by, saver, ranks, stra
         assert loaded[2] == counters == [2, 0, 0]
         assert loaded[3] == pytest.approx(losses, rel=1e-5), "the same sums in other orders"
         assert loaded[4] == samples
-        assert loaded[6] == pytest.approx(logged, rel=1e-5), "over steps before and after"
 
 
 @pytest.mark.bad_input("an explicit resume path that is missing or not a checkpoint")
 @pytest.mark.bad_input("resume=auto without any checkpoint")
-def test_resume_takes_a_checkpoint_or_a_run_and_refuses_what_is_neither(tmp_path):
-    run = make_run(World(), Tiny(), *settings(tmp_path / "a", "single", "fp32"))
-    take_steps(run, 2)
-    path = save(run)
-    for given, step in ((path, 2), (tmp_path / "a", 2), ("auto", 0)):
-        words = settings(tmp_path / "b", "single", "fp32", "--run.resume", given)
-        assert make_run(World(), Tiny(), *words).step == step
-    assert not (tmp_path / "b").exists()
-    (tmp_path / "empty").mkdir()
-    for wrong, why in (("nowhere", "does not exist"), ("empty", "is not a checkpoint")):
-        with pytest.raises(DataError, match=f"{wrong} {why}") as error:
-            make_run(World(), Tiny(), "--run.resume", tmp_path / wrong)
-        assert error.value.exit_code == 65
-
-
 @pytest.mark.bad_input("`run.resume` set to an older checkpoint of the same folder")
-def test_an_older_checkpoint_is_refused_in_its_folder_and_starts_a_run_in_another(tmp_path):
-    words = settings(tmp_path, "single", "fp32")
-    run = make_run(World(), Tiny(), *words)
+def test_resume_takes_a_checkpoint_or_a_run_and_refuses_what_is_neither_or_is_older(tmp_path):
+    def resumed(folder, path):
+        return make_run(World(), Tiny(), *settings(folder, "single", "fp32", "--run.resume", path))
+
+    first, new = tmp_path / "first", tmp_path / "new"
+    run = resumed(first, "auto")
     take_steps(run, 1)
     older = save(run)
     take_steps(run, 1)
-    save(run)
-    said = "is older than step_00000002 next to it; resume it in a new --run.dir"
-    with pytest.raises(DataError, match=said):
-        make_run(World(), Tiny(), *words, "--run.resume", older)
-    elsewhere = settings(tmp_path / "new", "single", "fp32", "--run.resume", older)
-    run = make_run(World(), Tiny(), *elsewhere)
-    assert run.step == 1
+    newer = save(run)
+    for path, step in ((older, 1), (newer, 2), (first, 2), ("auto", 0)):
+        assert resumed(new, path).step == step
+    assert not new.exists()
+    (tmp_path / "empty").mkdir()
+    refused = [(tmp_path / "nowhere", "nowhere does not exist")]
+    refused += [(tmp_path / "empty", "empty is not a checkpoint")]
+    refused += [(older, "is older than step_00000002 next to it; resume it in a new --run.dir")]
+    for path, said in refused:
+        with pytest.raises(DataError, match=said) as error:
+            resumed(first if path == older else new, path)
+        assert error.value.exit_code == 65
+    run = resumed(new, older)
     take_steps(run, 3)
     save(run)
-    assert make_run(World(), Tiny(), *elsewhere).step == 4, "the same command, started again"
+    assert resumed(new, older).step == 4, "the same command, started again"
 
 
 @pytest.mark.parametrize(
@@ -249,3 +244,184 @@ def test_saving_before_a_step_was_applied_changes_nothing(tmp_path, optimizer):
         take_steps(run, 2)
     assert all(equal_states(*runs))
     assert make_run(World(), Overflow(bad=(0,)), *words, "--run.resume", "auto").step == 1
+
+
+# ---- what a checkpoint fits
+
+ALLOW = ("--run.allow_config_change", "true")
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    """Settings of a run whose checkpoint of step 2 lies in its folder, to be resumed."""
+    words = settings(tmp_path_factory.mktemp("run"), "single", "bf16", "--optim.lr", 1e-3)
+    run = make_run(World(), Tiny(), *words)
+    take_steps(run, 2)
+    save(run)
+    return [*words, "--run.resume", "auto"]
+
+
+def refused(kind, words, *more, task=None):
+    with pytest.raises(kind) as error:
+        make_run(World(), task or Tiny(), *words, *more)
+    assert "\n" not in str(error.value)
+    assert error.value.exit_code == {ConfigError: 64, DataError: 65}[kind]
+    return str(error.value)
+
+
+@pytest.mark.bad_input("run folder of another config, or another global batch on resume")
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("--optim.lr 3e-3", "optim.lr=0.001, now 0.003:"),
+        ("--optim.schedule linear --data.shuffle false", "now False; optim.sch"),
+        ("--data.drop_last true", "data.drop_last=False, now True:"),
+        ("--precision.dtype fp16", "precision.dtype=bf16, now fp16: use"),
+        ("--train.max_grad_norm 2.0", "train.max_grad_norm=1.0, now 2.0"),
+        ("--task.args.depth 3 --task.target tiny:Tiny", "depth=2, now 3"),
+        ("--train.accumulation_steps 3", "train.global_batch_size=4, now 6: use the old"),
+        ("--run.seed 5", "run.seed=0, now 5: use the old values, or"),
+    ],
+)
+def test_another_training_is_refused_with_the_difference_and_how_to_allow_it(words, more, said):
+    text = refused(ConfigError, words, *more.split())
+    assert said in text
+    assert text.endswith("continue anyway with --run.allow_config_change true")
+
+
+def test_another_training_is_resumed_with_a_warning_if_it_is_allowed(words, capsys):
+    more = ["--optim.lr", 3e-3, "--train.accumulation_steps", 3, "--precision.dtype", "fp16"]
+    run = make_run(World(), Tiny(), *words, *more, *ALLOW)
+    assert (run.step, run.data.position) == (2, 8)
+    assert "was made with optim.lr=0.001, now 0.003" in capsys.readouterr().err
+    assert run.scaler.scale_tensor.item() == run.config.precision.scaler.init_scale
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--data.workers 1 --metrics.log_every 3 --checkpoint.every 7 --debug.nonfinite off",
+        "--train.micro_batch_size 4 --train.accumulation_steps 1 --optim.fused false "
+        "--precision.scaler.init_scale 4 --run.deterministic false",
+    ],
+)
+def test_what_does_not_change_the_mathematics_may_change(words, capsys, more):
+    run = make_run(World(), Tiny(), *words, *more.split())
+    assert run.step == 2
+    take_steps(run, 1)
+    run.data.close()
+    assert "another" not in capsys.readouterr().err
+
+
+def test_more_steps_are_reported_under_a_schedule_but_not_the_tasks(words, capsys):
+    said = "train.steps was 10 and is 20: from step 2 on, the learning rate follows the cosine"
+    own_schedule = Tiny()
+    own_schedule.schedule = lambda step: 1.0
+    for task in (Tiny(), own_schedule):
+        assert make_run(World(), task, *words, "--train.steps", 20).step == 2
+        assert (said in capsys.readouterr().err) == (task is not own_schedule)
+
+
+@pytest.mark.bad_input("dataset fingerprint, length or seed changed")
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        (Tiny(samples=65), r"now there are 65 of"),
+        (Tiny(seed=1), r"made with 64 samples of fingerprint "),
+    ],
+)
+def test_other_data_are_refused_with_length_and_fingerprint_of_both(words, task, said, capsys):
+    assert said in refused(DataError, words, task=task)
+    assert make_run(World(), task, *words, *ALLOW).step == 2
+    assert "resuming after as many samples of the new data" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda rows: rows["y"].copy_(rows["y"].flip(0)),
+        lambda rows: rows["x"][0, 0].copy_(torch.nextafter(rows["x"][0, 0], torch.tensor(9.0))),
+        lambda rows: rows.update(x=rows["x"].bfloat16()),
+        lambda rows: rows.update(t=["text"] * 64),
+    ],
+    ids=["order", "a bit", "a dtype", "a column"],
+)
+def test_the_fingerprint_knows_values_types_and_order(change):
+    tasks = (Tiny(), Tiny(), Changed(columns=change))
+    before, again, changed = (dataset_hash(make_run(World(), task).data) for task in tasks)
+    assert before == again != changed
+
+
+class Unreadable(Rows):
+    def __getitem__(self, index):
+        if index == 63:
+            raise OSError("truncated")
+        return super().__getitem__(index)
+
+
+def test_a_sample_that_cannot_be_read_ends_no_save_and_the_fingerprint_draws_no_random_numbers(
+    tmp_path,
+):
+    task = Tiny()
+    task.build_dataset = lambda split: Unreadable(**Tiny().build_dataset(split).columns)
+    words = settings(tmp_path, "single", "fp32", "--data.shuffle", "false")
+    run = make_run(World(), task, *words)
+    take_steps(run, 1)
+    before = torch.get_rng_state()
+    save(run)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert make_run(World(), task, *words, "--run.resume", "auto").step == 1
+
+
+def first_layer(width, bias=True):
+    return lambda model: model[0].__setitem__(0, nn.Linear(8, width, bias=bias))
+
+
+@pytest.mark.bad_input("a parameter that is missing, extra, or of another shape or dtype")
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda model: model.append(nn.Linear(1, 1, bias=False)),
+            "model.3.weight is missing there and [1, 1] torch.float32 here",
+        ),
+        (first_layer(8, bias=False), "model.0.0.bias is [8] torch.float32 there and missing here"),
+        (first_layer(16), "model.0.0.weight is [8, 8] torch.float32 there and [16, 8] torch.flo"),
+    ],
+)
+def test_another_model_is_refused_with_the_first_parameter_of_both(words, change, said):
+    text = refused(DataError, words, task=Changed(change))
+    assert "does not fit this model: " + said in text
+
+
+@pytest.mark.bad_input("another optimizer or other parameter groups")
+def test_another_optimizer_is_refused_even_where_another_training_is_allowed(words, monkeypatch):
+    text = refused(DataError, words, "--optim.name", "sgd", *ALLOW)
+    there = "{'adamw matrices': 3, 'adamw vectors': 3}"
+    assert f"{there}, here {{'sgd matrices': 3, 'sgd vectors': 3}}" in text
+
+    def one_group(model, config):
+        return [{"name": "all", "params": list(model.parameters()), "weight_decay": 0.0}]
+
+    monkeypatch.setattr(optim, "parameter_groups", one_group)
+    assert f"{there}, here {{'adamw all': 6}}" in refused(DataError, words)
+
+
+@pytest.mark.parametrize(("attempt", "step"), [("0", 0), ("1", 2)])
+def test_what_torchrun_starts_again_goes_on_though_the_command_says_never(
+    words, monkeypatch, attempt, step
+):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+    assert make_run(World(), Tiny(), *words, "--run.resume", "never").step == step
+
+
+def test_a_setting_that_a_checkpoint_is_too_old_to_know_has_its_default(tmp_path):
+    run = make_run(World(), Tiny(), "--run.dir", tmp_path, "--train.micro_batch_size", 2)
+    config = save(run) / "config.toml"
+    old = [line for line in config.read_text().splitlines() if not line.startswith("eps = ")]
+    assert len(old) == len(config.read_text().splitlines()) - 1
+    config.write_text("\n".join(old))
+    check_config(config.parent, run.config, run.task, World())
+    changed = replace(run.config, optim=replace(run.config.optim, eps=0.1))
+    with pytest.raises(ConfigError, match="optim.eps=1e-08, now 0.1"):
+        check_config(config.parent, changed, run.task, World())

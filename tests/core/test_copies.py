@@ -4,6 +4,9 @@ while the step before computes.
 
 from collections import UserDict, namedtuple
 from dataclasses import dataclass, replace
+from itertools import count
+from types import SimpleNamespace
+from unittest.mock import MagicMock, call
 
 import pytest
 import torch
@@ -20,79 +23,40 @@ from dist_amp.world import World
 META = torch.device("meta")
 
 
-class RecordedStream:
-    def __init__(self, log, name):
-        self.log, self.name = log, name
-
-    def __enter__(self):
-        self.log.append(f"enter {self.name}")
-
-    def __exit__(self, *error):
-        self.log.append(f"exit {self.name}")
-
-    def wait_stream(self, other):
-        self.log.append(f"{self.name} waits for {other.name}")
-
-
-class RecordedEvent:
-    def __init__(self, log):
-        self.log = log
-
-    def record(self, stream):
-        self.number = sum("event" in entry for entry in self.log)
-        self.log.append(f"event {self.number} on {stream.name}")
-
-    def synchronize(self):
-        self.log.append(f"host waits for {self.number}")
-
-
-@pytest.fixture
-def log(monkeypatch):
-    """What is done with streams and events, each copy, and each tensor's `record_stream`."""
-    log = []
-    compute = RecordedStream(log, "compute")
+def test_kernels_wait_for_their_steps_copies_and_copies_for_the_step_before_the_last(monkeypatch):
+    gpu, events = MagicMock(), count()
 
     def copied(batch, device):
-        log.append(f"copy {batch['n']}")
+        gpu.copy()
         return to_device(batch, device)
 
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: RecordedStream(log, "side"))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: gpu.side)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
-    monkeypatch.setattr(torch.cuda, "Event", lambda blocking: RecordedEvent(log))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: gpu.compute)
+    monkeypatch.setattr(torch.cuda, "Event", lambda blocking: getattr(gpu, f"event{next(events)}"))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: gpu.keep_for(stream))
     monkeypatch.setattr(nested, "to_device", copied)
-    recorded = lambda tensor, stream: log.append(f"kept for {stream.name}")  # noqa: E731
-    monkeypatch.setattr(torch.Tensor, "record_stream", recorded)
-    return log
-
-
-def test_kernels_wait_for_their_steps_copies_and_copies_for_the_step_before_the_last(log):
     copies = nested.CopyStream(META)
+    expected = []
     for step in range(3):
-        batch = {"n": step, "x": torch.zeros(2), "nested": [torch.zeros(1)]}
-        (moved,) = copies([batch])
+        (moved,) = copies([{"n": step, "x": torch.zeros(2), "nested": [torch.zeros(1)]}])
         assert moved["x"].device == moved["nested"][0].device == META
-        log.append(f"kernels {step}")
-
-    def of_step(n):
-        kept = ["kept for compute"] * 2
-        copied = ["enter side", f"copy {n}", "exit side", "compute waits for side", *kept]
-        return [f"event {n} on compute", *copied, f"kernels {n}"]
-
-    waits = [["host waits for 0"], ["host waits for 1"]]  # events before the kernels of that step
-    assert log == [*of_step(0), *waits[0], *of_step(1), *waits[1], *of_step(2)]
-
-
-class Words:
-    def tokens(self, batch):
-        return 10 * len(batch["index"])
+        gpu.kernels()
+        if step:
+            expected += [getattr(call, f"event{step - 1}").synchronize()]
+        expected += [getattr(call, f"event{step}").record(gpu.compute), call.side.__enter__()]
+        expected += [call.copy(), call.side.__exit__(None, None, None)]
+        expected += [call.compute.wait_stream(gpu.side), *[call.keep_for(gpu.compute)] * 2]
+        expected += [call.kernels()]
+    assert gpu.mock_calls == expected
 
 
 def test_the_items_and_tokens_of_steps_are_counted_without_padding():
+    task = SimpleNamespace(tokens=lambda batch: 10 * len(batch["index"]))
+
     def batches(length, ranks, rank):
         plan = Plan(length, 4 * ranks, 2, ranks, rank, 0, "dataset")
-        rows = Rows(index=torch.arange(length))
-        return Batches(rows, Words(), plan, 0, World())
+        return Batches(Rows(index=torch.arange(length)), task, plan, 0, World())
 
     one = batches(40, 1, 0)
     next(one)
@@ -149,24 +113,16 @@ class Movable:
         return Movable(self.x.to(device))
 
 
-class Opaque:
-    def __init__(self, **attributes):
-        vars(self).update(attributes)
-
-
-def x():
-    return torch.zeros(2)
-
-
 def test_a_batch_of_any_structure_is_moved_and_keeps_its_classes():
+    x = torch.zeros(2)
     before = {
-        "tuple": (x(), [x(), 3]),
-        "pair": Pair(x(), "text"),
-        "graph": Graph(x(), {"index": [x()]}),
-        "encoding": Encoding(input_ids=x(), names=["a"]),
-        "movable": Movable(x()),
+        "tuple": (x, [x, 3]),
+        "pair": Pair(x, "text"),
+        "graph": Graph(x, {"index": [x]}),
+        "encoding": Encoding(input_ids=x, names=["a"]),
+        "movable": Movable(x),
         "packed": pack_sequence([torch.ones(3), torch.ones(2)]),
-        "opaque": Opaque(text="no tensor"),
+        "opaque": SimpleNamespace(text="no tensor"),
     }
     assert len(list(tensors(before))) == 9
     moved = to_device(before, META)

@@ -2,9 +2,6 @@
 used in any way.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,13 +9,15 @@ from ranks import on_ranks
 from tiny import Rows, make_run, parameters_of, save, take_steps
 from torch import nn
 
+from dist_amp.world import World
+
 VOCABULARY, WIDTH = 64, 16
 
 
 class Text(nn.Module):
     """tokens [B, T] -> logits [B, T, VOCABULARY]; `ends` turns the last hidden state into them."""
 
-    def __init__(self, ends: Callable[..., Any]):
+    def __init__(self, ends):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
@@ -66,15 +65,13 @@ class Task:
         return [getattr(model, name) for name in self.names]
 
     def build_dataset(self, split):
-        return Rows(
-            tokens=torch.randint(0, VOCABULARY, (64, 9), generator=torch.Generator().manual_seed(1))
-        )
+        generator = torch.Generator().manual_seed(1)
+        return Rows(tokens=torch.randint(0, VOCABULARY, (64, 9), generator=generator))
 
     def loss_sum(self, model, batch):
         logits = model(batch["tokens"][:, :-1]).float()
-        return F.cross_entropy(
-            logits.flatten(0, 1), batch["tokens"][:, 1:].flatten(), reduction="sum"
-        )
+        targets = batch["tokens"][:, 1:].flatten()
+        return F.cross_entropy(logits.flatten(0, 1), targets, reduction="sum")
 
     def weight(self, batch):
         return batch["tokens"][:, 1:].numel()
@@ -85,18 +82,18 @@ FEW = ["--use_amp", "false", "--optim.lr", 0.01, "--train.global_batch_size", 16
 FEW += ["--train.micro_batch_size", 4]
 
 
-def trained(world, task, strategy, *words):
-    run = make_run(world, task, "--parallel.strategy", strategy, *FEW, *words)
+def trained(world, task, strategy):
+    run = make_run(world, task, "--parallel.strategy", strategy, *FEW)
     take_steps(run, 4)
     return parameters_of(run)
 
 
-USES = [(called, BOTH), (embedded_again, BOTH), (direct, ()), (by_the_embedding, ())]
-
-
-@pytest.mark.parametrize(("ends", "units"), USES)
+@pytest.mark.parametrize(
+    ("ends", "units"),
+    [(called, BOTH), (embedded_again, BOTH), (direct, ()), (by_the_embedding, ())],
+)
 def test_a_head_trains_as_in_one_process_however_it_is_used(ends, units):
-    (expected,) = on_ranks(1, trained, Task(ends), "single")
+    expected = trained(World(), Task(ends), "single")
     for own in on_ranks(2, trained, Task(ends, units), "fsdp"):
         for name, value in expected.items():
             # Four steps of AdamW in float32, whose sums have another order on two ranks.
@@ -104,9 +101,8 @@ def test_a_head_trains_as_in_one_process_however_it_is_used(ends, units):
 
 
 def evaluated_and_saved(world, folder):
-    run = make_run(
-        world, Task(called, BOTH), "--parallel.strategy", "fsdp", "--run.dir", folder, *FEW
-    )
+    words = ("--parallel.strategy", "fsdp", "--run.dir", folder)
+    run = make_run(world, Task(called, BOTH), *words, *FEW)
     take_steps(run, 1)
     with run.parallel.evaluating():
         run.model(next(run.data)[0]["tokens"])

@@ -82,19 +82,11 @@ def handlers():
     return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 
 
-@pytest.mark.parametrize(
-    ("built_again", "words"),
-    [
-        (False, ()),
-        (False, ("--run.resume", "never")),
-        (True, ("--data.workers", 1)),
-    ],
-    ids=["same run", "never resumes", "built again"],
-)
 def test_ctrl_c_saves_after_the_step_and_a_further_fit_ends_bit_for_bit(
-    built_again, words, tmp_path, undisturbed, capsys
+    tmp_path, undisturbed, capsys
 ):
-    run = built(World(), tmp_path, *OFTEN, *words, task=Stops(at=2))
+    words = (*OFTEN, "--run.resume", "never")
+    run = built(World(), tmp_path, *words, task=Stops(at=2))
     before = handlers()
     with pytest.raises(KeyboardInterrupt, match=r"stopped after step 3; fit\(run\) continues"):
         fit(run)
@@ -102,16 +94,12 @@ def test_ctrl_c_saves_after_the_step_and_a_further_fit_ends_bit_for_bit(
     assert all_checkpoints(run.folder)[-1].name == "step_00000003"
     summary = json.loads((run.folder / "summary.json").read_text())
     assert (summary["stopped_by"], summary["exit_code"]) == ("preempted", 75)
-    if built_again:
-        run = built(World(), tmp_path, *OFTEN, *words, task=Stops(at=0))
-    else:
-        disturb(run)
+    disturb(run)
     assert fit(run)["stopped_by"] == "completed"
     assert same(list(end_of(run)), list(undisturbed))
     assert "warning" not in capsys.readouterr().err
-    if "never" in words:
-        with pytest.raises(ConfigError, match="holds a run already"):
-            fit(built(World(), tmp_path, *OFTEN, *words))
+    with pytest.raises(ConfigError, match="holds a run already"):
+        fit(built(World(), tmp_path, *words))
 
 
 def test_a_stop_without_checkpoints_is_continued_by_the_same_run(tmp_path, undisturbed):
@@ -124,12 +112,22 @@ def test_a_stop_without_checkpoints_is_continued_by_the_same_run(tmp_path, undis
     assert same(list(end_of(run)[:3]), list(undisturbed[:3]))
 
 
-def test_another_signal_ends_a_script_with_status_75(tmp_path):
-    run = built(World(), tmp_path, *OFTEN, task=Stops(at=2, number=signal.SIGTERM))
+@pytest.mark.bad_input("`fit(run)` of a run that an error ended, or beside another's checkpoints")
+def test_a_run_that_another_signal_ended_with_status_75_is_not_replaced_by_a_new_ones_steps(
+    tmp_path,
+):
+    stopped = built(World(), tmp_path, *OFTEN, task=Stops(at=2, number=signal.SIGTERM))
     with pytest.raises(SystemExit) as ended:
+        fit(stopped)
+    assert (ended.value.code, stopped.step) == (75, 3)
+    files = sorted(stopped.folder.rglob("*"))
+    summary = (stopped.folder / "summary.json").read_text()
+    run = built(World(), tmp_path, *OFTEN)
+    train_step(run, next(run.data))
+    with pytest.raises(ConfigError, match=r"fit\(run\) at step 1 would replace .*step_00000003"):
         fit(run)
-    assert ended.value.code == 75
-    assert run.step == 3
+    assert sorted(stopped.folder.rglob("*")) == files
+    assert (stopped.folder / "summary.json").read_text() == summary
 
 
 def test_after_an_error_the_run_is_built_again_and_ends_bit_for_bit(tmp_path, undisturbed, capsys):
@@ -144,19 +142,21 @@ def test_after_an_error_the_run_is_built_again_and_ends_bit_for_bit(tmp_path, un
     assert "of the task" in summary["cause"]
     with pytest.raises(ConfigError, match="an error ended this run after step 3"):
         fit(run)
-    again = built(World(), tmp_path, *OFTEN, task=Stops(at=0))
+    again = built(World(), tmp_path, *OFTEN, "--data.workers", 1, task=Stops(at=0))
     assert fit(again)["resumed_from_step"] == 2
     assert same(list(end_of(again)), list(undisturbed))
 
 
-def with_steps_of_ones_own(folder):
+def with_own_steps_and_in_evaluation_mode(folder):
     run = built(World(), folder, *OFTEN)
     for _ in range(3):
         train_step(run, next(run.data))
+    run.model.eval()
     return run
 
 
-def with_a_loop_of_ones_own(folder):
+def with_an_own_loop_after_another_run(folder):
+    fit(built(World(), folder / "before", *OFTEN))
     loop(built(World(), folder, *OFTEN), until=4)
     run = built(World(), folder, *OFTEN)
     run.resume()
@@ -164,21 +164,9 @@ def with_a_loop_of_ones_own(folder):
     return run
 
 
-def after_another_run(folder):
-    fit(built(World(), folder / "before", *OFTEN))
-    return built(World(), folder, *OFTEN)
-
-
-def left_in_evaluation_mode(folder):
-    run = built(World(), folder, *OFTEN)
-    run.model.eval()
-    return run
-
-
-PREPARED = [with_steps_of_ones_own, with_a_loop_of_ones_own, after_another_run]
-
-
-@pytest.mark.parametrize("prepared", [*PREPARED, left_in_evaluation_mode])
+@pytest.mark.parametrize(
+    "prepared", [with_own_steps_and_in_evaluation_mode, with_an_own_loop_after_another_run]
+)
 def test_fit_takes_the_rest_of_the_steps_and_ends_bit_for_bit(prepared, tmp_path, undisturbed):
     run = prepared(tmp_path)
     fit(run)
@@ -187,59 +175,34 @@ def test_fit_takes_the_rest_of_the_steps_and_ends_bit_for_bit(prepared, tmp_path
     run.save()
 
 
-@pytest.mark.bad_input("`fit(run)` of a run that an error ended, or beside another's checkpoints")
-def test_steps_beside_another_runs_checkpoints_are_refused_and_change_nothing(tmp_path):
-    first = built(World(), tmp_path, *OFTEN)
-    fit(first)
-    files = sorted(first.folder.rglob("*"))
-    summary = (first.folder / "summary.json").read_text()
-    run = built(World(), tmp_path, *OFTEN)
-    train_step(run, next(run.data))
-    with pytest.raises(ConfigError, match=r"fit\(run\) at step 1 would replace .*step_00000006"):
-        fit(run)
-    assert sorted(first.folder.rglob("*")) == files
-    assert (first.folder / "summary.json").read_text() == summary
-
-
-def test_in_a_thread_it_trains_alike_and_says_that_signals_do_not_stop_it(
+def test_in_a_thread_it_trains_alike_under_its_own_switches_and_says_that_no_signal_stops_it(
     tmp_path, undisturbed, capsys
 ):
     run = built(World(), tmp_path, *OFTEN)
+    built(World(), tmp_path / "later", *OFTEN, "--run.deterministic", "true")
+    assert torch.are_deterministic_algorithms_enabled()
     thread = threading.Thread(target=fit, args=(run,))
     thread.start()
     thread.join()
     assert same(list(end_of(run)), list(undisturbed))
+    assert not torch.are_deterministic_algorithms_enabled()
     assert "no signal can stop it after a step" in capsys.readouterr().err
 
 
-def stopped_and_continued(world, folder, strategy):
-    words = (*OFTEN, "--parallel.strategy", strategy)
+def stopped_and_continued(world, folder):
+    words = (*OFTEN, "--parallel.strategy", "fsdp")
     through = built(world, f"{folder}/through", *words)
     summary = fit(through)
     run = built(world, f"{folder}/stopped", *words, task=Stops(at=2 * world.rank))
     with pytest.raises(SystemExit):
         fit(run)
     stopped_at = run.step
-    if strategy == "ddp":
-        torch.rand(3)
     fit(run)
-    ends = [(parameters_of(each), moments_of(each)) for each in (through, run)]
-    return summary, stopped_at, ends
+    ends = [[*parameters_of(each).values(), *moments_of(each)] for each in (through, run)]
+    return summary, stopped_at, same(*ends)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_signal_to_one_of_two_ranks_stops_both_and_a_further_fit_continues(strategy, tmp_path):
-    results = on_ranks(2, stopped_and_continued, tmp_path, strategy)
-    (summary, stopped_at, _), (other, *_) = results
-    assert summary == other
-    assert stopped_at == 3
-    for *_, (through, run) in results:
-        assert same(list(through), list(run))
-
-
-def test_a_run_is_trained_under_its_own_switches_though_another_was_built_later(tmp_path):
-    run = built(World(), tmp_path / "a", *OFTEN)
-    built(World(), tmp_path / "b", *OFTEN, "--run.deterministic", "true")
-    assert torch.are_deterministic_algorithms_enabled()
-    assert fit(run)["steps"] == 6
-    assert not torch.are_deterministic_algorithms_enabled()
+def test_a_signal_to_one_of_two_ranks_stops_both_and_a_further_fit_continues(tmp_path):
+    first, second = on_ranks(2, stopped_and_continued, tmp_path)
+    assert first == second
+    assert first[1:] == (3, True)

@@ -12,77 +12,41 @@ import numpy
 import pytest
 import torch
 from ranks import on_ranks
-from tiny import Tiny, make_run, save
+from tiny import Changed, Tiny, make_run, parameters_of, save
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from dist_amp.world import World
 
 
-class Regression(Tiny):
-    """Tiny's data for any model of [B, 8] -> [B, 1]."""
-
-    def __init__(self, make, **options):
-        super().__init__(**options)
-        self.make = make
-
-    def build_model(self):
-        return self.make()
+def value_dependent(model):
+    if model[-1].weight.sum().item() < 100:
+        model[-1].bias.data.fill_(3.0)
 
 
-class Mixer(nn.Module):
-    """Layers that are used out of a plain list of their weights too."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-        self.head = nn.Linear(8, 1)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x).tanh()
-        return self.head(x)
+def derived_buffer(model):
+    model.register_buffer("start", model[-1].weight.detach().clone())
 
 
-def value_dependent():
-    model = Mixer()
-    if model.head.weight.sum().item() < 100:
-        model.head.bias.data.fill_(3.0)
-    return model
+def drawn_from_one_generator(model):
+    generator = torch.Generator().manual_seed(1)
+    nn.init.normal_(model[-1].weight, generator=generator)
+    model.register_buffer("noise", torch.randn(4, generator=generator))
 
 
-def derived_buffer():
-    model = Mixer()
-    model.register_buffer("start", model.head.weight.detach().clone())
-    return model
-
-
-def seeded():
+def drawn_after_own_seeds(model):
     torch.manual_seed(1)
     numpy.random.seed(1)  # noqa: NPY002
     random.seed(1)
-    return Mixer()
+    nn.init.normal_(model[-1].weight)
 
 
-def drawn_from_one_generator():
-    generator = torch.Generator().manual_seed(1)
-    model = Mixer()
-    nn.init.normal_(model.head.weight, generator=generator)
-    model.register_buffer("noise", torch.randn(4, generator=generator))
-    return model
-
-
-def whole_state(world, task, strategy, *words):
-    """Every parameter and buffer of a new run, whole, in the names of the state."""
-    run = make_run(world, task, "--parallel.strategy", strategy, "--use_amp", "false", *words)
-    state = get_model_state_dict(run.model, options=StateDictOptions(full_state_dict=True))
-    state |= {f"buffer {name}": value for name, value in run.parallel.module.named_buffers()}
-    return {name: value.clone() for name, value in state.items()}
-
-
-def heard(world, task):
-    """`whole_state`, and what was printed as a warning."""
-    with redirect_stderr(io.StringIO()) as output:
-        state = whole_state(world, task, "fsdp")
-    return state, output.getvalue()
+def whole_state(world, change, strategy):
+    """Every parameter and buffer of a new run, whole, and what was printed as a warning."""
+    words = ("--parallel.strategy", strategy, "--use_amp", "false")
+    with redirect_stderr(io.StringIO()) as printed:
+        run = make_run(world, Changed(change), *words)
+    state = parameters_of(run) | dict(run.parallel.module.named_buffers())
+    return {name: value.clone() for name, value in state.items()}, printed.getvalue()
 
 
 FALLBACKS = {
@@ -93,28 +57,26 @@ FALLBACKS = {
 
 
 @pytest.mark.bad_input("a `build_model` that can't run on the meta device, under fsdp or hsdp")
-@pytest.mark.parametrize("make", [*FALLBACKS, seeded])
-def test_a_model_is_drawn_by_rank_0_alone_or_built_whole_at_a_cost_that_is_said(make):
-    (expected,) = on_ranks(1, whole_state, Regression(make), "single")
-    (own, warnings), (other, none) = on_ranks(2, heard, Regression(make))
+@pytest.mark.parametrize("change", [*FALLBACKS, drawn_after_own_seeds])
+def test_a_model_is_drawn_by_rank_0_alone_or_built_whole_at_a_cost_that_is_said(change):
+    expected, _ = whole_state(World(), change, "single")
+    (own, warnings), (other, none) = on_ranks(2, whole_state, change, "fsdp")
     for state in (own, other):
         assert all(torch.equal(state[key], value) for key, value in expected.items())
-    assert ("each of the 2 ranks holds the whole model" in warnings) == (make in FALLBACKS)
-    assert FALLBACKS.get(make, "") in warnings
+    assert ("each of the 2 ranks holds the whole model" in warnings) == (change in FALLBACKS)
+    assert FALLBACKS.get(change, "") in warnings
     assert not none
 
 
-class Wide(Regression):
+class Wide(Tiny):
     """Four blocks of 64 MiB: what malloc gives back to the system at once, half of one too."""
 
     WIDTH = 4096
 
     def build_model(self):
-        layers = [
-            nn.Sequential(nn.Linear(self.WIDTH, self.WIDTH, bias=False), nn.ReLU())
-            for _ in range(4)
-        ]
-        return nn.Sequential(*layers, nn.Linear(self.WIDTH, 1))
+        width = self.WIDTH
+        layers = [nn.Sequential(nn.Linear(width, width, bias=False), nn.ReLU()) for _ in range(4)]
+        return nn.Sequential(*layers, nn.Linear(width, 1))
 
     def blocks(self, model):
         return list(model[:4])
@@ -133,8 +95,7 @@ def growth(world, task, folder, saves):
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew; source: proc(5)
     before = peak_bytes()
     words = ["--run.dir", folder, "--run.resume", "auto", "--parallel.strategy", "fsdp"]
-    words += ["--optim.name", "sgd"]
-    run = make_run(world, task, *words, "--optim.momentum", 0)
+    run = make_run(world, task, *words, "--optim.name", "sgd", "--optim.momentum", 0)
     grown = peak_bytes() - before
     if saves:
         run.step = 1
@@ -144,7 +105,7 @@ def growth(world, task, folder, saves):
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no /proc")
 def test_only_rank_0_ever_holds_more_than_its_shards_and_one_block(tmp_path):
-    task, block = Wide(None), 4 * Wide.WIDTH**2
+    task, block = Wide(), 4 * Wide.WIDTH**2
     model = 4 * block
     (first, _), (second, _) = on_ranks(2, growth, task, tmp_path / "run", True)
     # Rank 0 drew them all; some go into memory that earlier tests have freed.

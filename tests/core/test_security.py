@@ -1,14 +1,13 @@
 """No secret is written or printed, a checkpoint runs no code, and one machine listens locally."""
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from ranks import on_ranks
-from tiny import Tiny, make_run, save, take_steps
+from tiny import Tiny, make_run, save, seal_again, take_steps
 
-from dist_amp.checkpoint.format import CONFIG, MANIFEST, hash_files, read_manifest
+from dist_amp.checkpoint.format import CONFIG
 from dist_amp.config.load import load_config
 from dist_amp.config.text import hidden, to_toml
 from dist_amp.errors import Failure, masked
@@ -17,6 +16,16 @@ from dist_amp.world import World
 SECRETS = ("hunter2", "sl/ash", "c0ffee", "AKIA1234", "hf_secret")
 ADDRESS = "s3://AKIA1234:sl/ash@bucket/x?X-Amz-Signature=c0ffee&versionId=7"
 MASKED_ADDRESS = "s3://***@bucket/x?X-Amz-Signature=***&versionId=7"
+
+
+PLAIN = (
+    "hf://datasets/user/name@main/**/*.parquet",
+    "user/name:config@v1.0",
+    "http://host:8080/a@b",
+    "https://h/a?config=x&design=y&versionId=7",
+    "unexpected token: 'x'",
+    "data.path=corpus/*.jsonl, me@example.org",
+)
 
 
 @pytest.mark.parametrize(
@@ -31,27 +40,13 @@ MASKED_ADDRESS = "s3://***@bucket/x?X-Amz-Signature=***&versionId=7"
         ("https://h/a?token=hf_secret", "https://h/a?token=***"),
         ("{'key': 'AKIA', 'secret': 'hunter2'}", "{'key': 'AKIA', 'secret': '***'}"),
         ('connect(password="hunter2")', 'connect(password="***")'),
+        *((text, text) for text in PLAIN),
     ],
 )
-def test_secrets_in_a_text_are_masked(text, shown):
+def test_secrets_in_a_text_are_masked_and_a_text_without_any_stays(text, shown):
     assert masked(text) == shown
     assert masked(shown) == shown
     assert str(Failure(text)) == shown
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "hf://datasets/user/name@main/**/*.parquet",
-        "user/name:config@v1.0",
-        "http://host:8080/a@b",
-        "https://h/a?config=x&design=y&versionId=7",
-        "unexpected token: 'x'",
-        "data.path=corpus/*.jsonl, me@example.org",
-    ],
-)
-def test_a_text_without_secrets_stays(text):
-    assert masked(text) == text
 
 
 def test_a_config_is_written_without_secrets_and_keeps_what_only_looks_like_one():
@@ -59,9 +54,6 @@ def test_a_config_is_written_without_secrets_and_keeps_what_only_looks_like_one(
     secret = dict.fromkeys(("token", "hf_token", "api_key", "db_password", "aws_secret"), "x")
     table = {"args": kept | secret, "path": [ADDRESS]}
     assert hidden(table) == {"args": kept | dict.fromkeys(secret, "***"), "path": [MASKED_ADDRESS]}
-
-
-def test_ranks_whose_configs_differ_by_a_secret_only_are_not_shown_it():
     config = to_toml(load_config(["--data.path", ADDRESS], {}))
     assert not [secret for secret in SECRETS if secret in config]
 
@@ -84,16 +76,12 @@ def hostile(tmp_path, monkeypatch):
     ran = tmp_path / "ran"
 
     def make(target, *paths):
-        config = f'[task]\ntarget = "{target}"\n'
-        checkpoint = run.folder / "checkpoints/step_00000002"
-        exported = run.folder / "exported"
+        checkpoint, exported = run.folder / "checkpoints/step_00000002", run.folder / "exported"
         exported.mkdir()
         (exported / "model.safetensors").touch()
         for folder in (checkpoint, exported, run.folder):
-            (folder / CONFIG).write_text(config)
-        manifest = read_manifest(checkpoint)
-        files = hash_files(checkpoint / name for name in manifest.files)
-        (checkpoint / MANIFEST).write_text(replace(manifest, files=files).to_text())
+            (folder / CONFIG).write_text(f'[task]\ntarget = "{target}"\n')
+        seal_again(checkpoint)
         for path in paths:
             file = run.folder / path
             file.parent.mkdir(exist_ok=True)

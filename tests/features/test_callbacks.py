@@ -9,7 +9,7 @@ import torch
 from optimizer_runs import Counter
 from ranks import on_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_stuck_saves import SHARD, check_end, start
+from test_background_saves import SHARD, check_end, start
 from tiny import Tiny, log, make_run, take_steps
 from torch import nn
 

@@ -1,0 +1,380 @@
+"""Saves in the background: each holds its step, whatever training does meanwhile. Training and the
+exit continue past one that fails or is stuck, and say why, on which rank and in which stage.
+"""
+
+import json
+import threading
+import time
+from contextlib import closing, redirect_stderr
+from functools import partial
+from io import StringIO
+from unittest.mock import patch
+
+import pytest
+import torch
+from forked import Launch
+from ranks import on_ranks
+from test_train import TINY, wait_for
+from tiny import Tiny, log_row, make_run, take_steps
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dist_amp.checkpoint import saver as saver_module
+from dist_amp.checkpoint.background import Staging
+from dist_amp.checkpoint.format import Reader, all_checkpoints, integrity_error, read_into
+from dist_amp.errors import Transient
+from dist_amp.world import World, local
+
+
+def words(folder, *more, timeout=1):
+    run = ("--run.dir", folder, "--run.timeout_seconds", timeout, "--checkpoint.keep", 9)
+    return *run, "--train.micro_batch_size", 2, *more
+
+
+def full_disk_on_rank_1(world, folder):
+    """The warnings and checkpoints of three saves; two find no space on rank 1."""
+    run = make_run(world, Tiny(), *words(folder, "--parallel.strategy", "fsdp", timeout=300))
+
+    class Full(FileSystemWriter):
+        def write_data(self, plan, planner):
+            if world.rank == 1 and "00000001" in str(self.path):
+                torch.save(torch.ones(10**6), "/dev/full")  # torch's writer gives no reason
+            if world.rank == 1 and "00000002" in str(self.path):
+                raise OSError(28, "No space left on device")
+            return super().write_data(plan, planner)
+
+    full = patch.object(saver_module, "FileSystemWriter", Full)
+    with full, closing(run.saver) as saver, redirect_stderr(StringIO()) as said:
+        for _ in range(3):
+            take_steps(run, 1)
+            saver.save(wait=False)
+            while run.saver.pending is not None:
+                saver.on_log(log_row(run))
+    world.barrier()
+    return said.getvalue(), [path.name for path in folder.glob("checkpoints/*")]
+
+
+@pytest.mark.bad_input("no space, or quota, while saving")
+def test_a_failed_background_save_is_known_to_all_ranks_and_the_run_continues(tmp_path):
+    (said, kept), (_, kept_by_1) = on_ranks(2, full_disk_on_rank_1, tmp_path)
+    assert kept == kept_by_1 == ["step_00000003"]
+    assert "step_00000001 could not be written: rank 1: no space is left on the disk; the " in said
+    assert "step_00000002 could not be written: rank 1: No space left on device; the " in said
+
+
+def saves_around_a_stuck_one(world, folder):
+    """What rank 0 says of the first save, which hangs on the last rank, and of the next ones: two
+    meanwhile, of which the later fails, and one after it has ended. Then the checkpoints' names.
+    """
+    is_last = world.rank == world.world_size - 1
+    run = make_run(world, Tiny(), *words(folder, "--parallel.strategy", "ddp"))
+    released = threading.Event()
+    real = FileSystem.create_stream
+
+    def stuck(*args):
+        if is_last:
+            assert released.wait(300)
+        return real(*args)
+
+    saving = run.saver
+    with redirect_stderr(StringIO()) as printed:
+        with patch.object(FileSystem, "create_stream", stuck):
+            take_steps(run, 1)
+            saving.save(wait=False)
+            save = run.saver.pending
+            take_steps(run, 1)
+            saving.save(wait=False)  # finds that it is stuck
+            take_steps(run, 1)
+            with pytest.raises(Transient) as error:
+                saving.save(wait=False)
+        released.set()
+        wait_for(save.future.done, "the end of the save")
+        take_steps(run, 1)
+        saving.save(wait=True)
+    world.barrier()
+    folders = sorted(folder.glob("checkpoints/*"))
+    assert [integrity_error(each) for each in folders] == [""] * len(folders)
+    return printed.getvalue(), str(error.value), [each.name for each in folders]
+
+
+@pytest.mark.bad_input("a disk that blocks a write for longer than `run.timeout_seconds`")
+def test_training_continues_past_a_stuck_save_and_ends_if_it_is_stuck_at_the_next_one(tmp_path):
+    (printed, error, names), _ = on_ranks(2, saves_around_a_stuck_one, tmp_path)
+    assert "the run trains on, and ends if that save has not ended at the next one" in printed
+    stuck = "step_00000001 could not be written: step_00000001 has made no progress for 1 s, of "
+    stuck += "run.timeout_seconds=1 (rank 0 in write_shards, rank 1 in write_shards); check the"
+    assert stuck in printed
+    assert "step_00000003 could not be written: step_00000001 has made no progress" in error
+    # A copy is of its step, whenever it is written.
+    assert names == ["step_00000001", "step_00000004"]
+
+
+def test_a_save_that_writes_for_longer_than_the_timeout_is_not_stuck(tmp_path):
+    slow = iter([0.5] * 5)
+
+    def slowly(*args):
+        time.sleep(next(slow, 0))
+        return real(*args)
+
+    real = saver_module.Planner.resolve_data
+    run = make_run(World(), Tiny(), *words(tmp_path, timeout=2))
+    take_steps(run, 1)
+    with patch.object(saver_module.Planner, "resolve_data", slowly):
+        run.saver.save(wait=True)
+    assert next(slow, None) is None
+    assert integrity_error(tmp_path / "checkpoints/step_00000001") == ""
+
+
+@pytest.mark.parametrize("is_copy", [True, False])
+def test_a_stuck_save_ends_the_run_if_it_is_not_a_copy_and_fails_one_that_must_succeed(
+    tmp_path, is_copy
+):
+    released = threading.Event()
+    run = make_run(
+        World(), Tiny(), *words(tmp_path, "--checkpoint.async_save", str(is_copy).lower())
+    )
+    take_steps(run, 1)
+    try:
+        with patch.object(saver_module, "publish", lambda *_: released.wait(300)):
+            if is_copy:
+                run.saver.save(wait=False)
+                take_steps(run, 1)
+            for _ in range(2):  # the first waits
+                with pytest.raises(Transient, match=r"could not .* \(rank 0 in finish\)"):
+                    run.saver.save(wait=is_copy)
+            run.saver.close()  # nor does leaving wait for it
+            assert not run.saver.pending.future.done()
+    finally:
+        released.set()
+
+
+# --- copies
+
+
+class Counted(TorchDispatchMode):
+    """Counts the bytes that are copied, by any operation that makes or fills a copy."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        name = function.overloadpacket._qualified_op_name
+        if name in ("aten::copy_", "aten::clone", "aten::_to_copy"):
+            self.bytes += local(result).nbytes
+        return result
+
+
+def three_saves(world, folder, strategy):
+    """Of three saves in the background, between steps: what each writes, and what three that
+    training waits for write; the bytes that the first writes and that all ranks copy for it; the
+    memory of each copy; which are planned as the one before; how many are written at one time.
+    """
+    stage, write_tensors = Staging.copy, saver_module.write_tensors
+    copies, bytes_copied, reused, contents, under_way, most = [], [], [], [], [], []
+
+    def staged(staging, state):
+        with Counted() as counted:
+            copies.append(stage(staging, state))
+        bytes_copied.append(counted.bytes)
+        return copies[-1]
+
+    def planned(create_local_plan):
+        plan = create_local_plan()
+        reused.append(not plan.usable)
+        return plan
+
+    def slow(*args, **kwargs):
+        under_way.append(1)
+        most.append(len(under_way))
+        time.sleep(0.1)
+        write_tensors(*args, **kwargs)
+        under_way.pop()
+
+    for background in ("true", "false"):
+        more = ("--parallel.strategy", strategy, "--checkpoint.async_save", background)
+        run = make_run(world, Tiny(), *words(folder / background, *more, timeout=300))
+        planner = run.saver._planner
+        planner.create_local_plan = partial(planned, planner.create_local_plan)
+        watched = patch.object(Staging, "copy", staged)
+        with (
+            watched,
+            patch.object(saver_module, "write_tensors", slow),
+            closing(run.saver) as saver,
+        ):
+            for step in range(3):
+                take_steps(run, 1)
+                if step == 2 and world.rank == 1:
+                    run.optimizer.state[run.parallel.parameters[0]]["note"] = "new"
+                saver.save(wait=False)
+            take_steps(run, 1)
+        for path in all_checkpoints(run.folder) if world.is_main else ():
+            reader = Reader(path)
+            entries = reader.read_metadata().state_dict_metadata.items()
+            content = {
+                name: torch.empty(entry.size, dtype=entry.properties.dtype)
+                for name, entry in entries
+                if isinstance(entry, TensorStorageMetadata)
+            }
+            read_into(content, reader)
+            contents.append({name: value.nan_to_num() for name, value in content.items()})
+
+    def memory(copy):
+        tensors = (local(leaf) for leaf in tree_leaves(copy) if isinstance(leaf, torch.Tensor))
+        return {tensor.data_ptr() for tensor in tensors if tensor.numel()}
+
+    bytes_copied = sum(world.gather(bytes_copied[0]))
+    return contents, bytes_copied, list(map(memory, copies)), reused[:3], max(most)
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(2, "ddp"), (2, "fsdp"), (4, "hsdp")])
+def test_background_saves_hold_their_steps_do_not_overlap_and_copy_each_byte_once_and_in_place(
+    tmp_path, ranks, strategy
+):
+    results = on_ranks(ranks, three_saves, tmp_path, strategy)
+    contents = results[0][0]
+    for background, waited_for in zip(contents[:3], contents[3:], strict=True):
+        assert background.keys() == waited_for.keys()
+        assert [name for name in background if not background[name].equal(waited_for[name])] == []
+    for rank, (_, copied, (first, second, third), reused, most) in enumerate(results):
+        assert copied == sum(tensor.nbytes for tensor in contents[0].values()) > 0
+        assert first == second == third
+        assert reused == [False, True, rank != 1], "planned again where the state is new"
+        assert most == 1
+
+
+class Scaled(torch.Tensor):
+    """A tensor made of two others, as torchao's 8-bit moments are; torch can't copy it."""
+
+    @staticmethod
+    def __new__(cls, codes, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes, scale):
+        self.codes, self.scale = codes, scale
+
+    def __tensor_flatten__(self):
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, context, size, stride):
+        return cls(**inner)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise NotImplementedError(f"{function} of {cls}")
+
+
+def test_what_is_staged_equals_the_state_and_shares_nothing_with_it():
+    shared = torch.randn(6)
+    state = {
+        "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "with gaps": torch.randn(8, 8)[::2, ::2],
+        "scalar": torch.tensor(3.5, dtype=torch.bfloat16),
+        "empty": torch.empty(0, 4),
+        "sparse": torch.eye(3).to_sparse(),
+        "whole": shared,
+        "part": shared[2:4],
+        "nested": {"count": 7, "list": [1, 2], "both": [shared, (torch.ones(2), 5)]},
+    }
+    moment = Scaled(torch.arange(4, dtype=torch.uint8), torch.tensor(0.5))
+    staged = Staging(torch.device("cpu")).copy({**state, "moment": moment})
+    moment.codes.zero_()
+    copy = staged.pop("moment")
+    assert type(copy) is Scaled
+    assert (copy.codes.tolist(), copy.scale.item()) == ([0, 1, 2, 3], 0.5)
+    for a, b in zip(tree_leaves(state), tree_leaves(staged), strict=True):
+        if isinstance(a, torch.Tensor):
+            assert torch.equal(a.to_dense(), b.to_dense())
+            assert a.dtype == b.dtype
+        else:
+            assert a == b
+    assert staged["channels last"].stride() == state["channels last"].stride()
+    state["nested"]["list"].append(3)
+    shared.add_(1)
+    assert staged["nested"]["list"] == [1, 2]
+    assert torch.equal(staged["whole"] + 1, shared)
+    # torch's writer clones a tensor whose storage holds more than it.
+    assert staged["part"].untyped_storage().size() == staged["part"].nbytes
+
+
+# --- at the end of a job
+
+PLANTED = """
+import os, signal
+from contextlib import suppress
+from unittest.mock import patch
+from tiny import Tiny
+
+what, ranks, first = os.environ["PLANT"].split(":")
+
+class Planted(Tiny):
+    step = 0
+
+    def on_step(self, run, report):
+        if run.step == int(first) and run.saver.pending is not None:
+            run.saver.pending.future.result()
+        Planted.step = run.step
+        if os.environ.get("PREEMPTED_AT") == f"{run.step}":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+def blocks(*args, **options):
+    if Planted.step >= int(first):
+        with suppress(FileExistsError):  # the other rank's
+            os.mkfifo("pipe")
+        open("pipe", "wb")  # nobody reads it
+    return real(*args, **options)
+
+real, _ = patch(what).get_original()
+if os.environ.get("RANK", "0") in ranks.split(","):
+    patch(what, blocks).start()
+"""
+SHARD = "torch.distributed.checkpoint.filesystem.FileSystem.create_stream"
+# (what blocks, the rank, the stage that is named, the strategy, checkpoint.async_save)
+STAGES = [
+    ("pathlib.Path.mkdir", 0, "make_folder", "ddp", "true"),
+    ("dist_amp.checkpoint.saver.appears", 1, "find_folder", "fsdp", "false"),
+    (SHARD, 0, "write_shards", "ddp", "false"),
+    (SHARD, 1, "write_shards", "fsdp", "true"),
+    ("dist_amp.checkpoint.format.sync_folder", 0, "finish", "ddp", "true"),
+]
+
+
+def start(launch, ranks, *more, plant="os.fsync:none:0", starts=Launch.each, **environ):
+    (launch.folder / "blocks.py").write_text(PLANTED)
+    run = ["--task.target", "blocks:Planted", "--train.steps", "4", "--checkpoint.every", "2"]
+    run += ["--run.dir", "run", "--run.timeout_seconds", "4", *more]
+    return starts(launch, ranks, *TINY, *run, PLANT=plant, timeout=120, **environ)
+
+
+def check_end(launch, ends, ranks, stage, *more):
+    """The summary names what blocks; the checkpoint before is valid, and the run continues."""
+    assert {end.returncode for end in ends} == {1}, ends[0].stderr[-3000:]
+    summary = json.loads((launch.folder / "run/summary.json").read_text())
+    for rank in ranks:
+        assert f"rank {rank} in {stage}" in summary["cause"]
+    assert " could not be written: " in summary["cause"]
+    assert integrity_error(launch.folder / "run/checkpoints/step_00000002") == ""
+    again = start(launch, len(ends), *more)
+    assert {end.returncode for end in again} == {0}, again[0].stderr[-3000:]
+    last = max((launch.folder / "run/checkpoints").glob("step_*"))
+    assert last.name >= "step_00000004"
+    assert integrity_error(last) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "rank", "stage", "strategy", "in_background"), STAGES)
+def test_a_job_ends_with_the_rank_and_stage_in_which_its_save_is_stuck(
+    launch, what, rank, stage, strategy, in_background
+):
+    more = ["--parallel.strategy", strategy, "--checkpoint.async_save", in_background]
+    ends = start(launch, 2, *more, "--train.steps", "6", plant=f"{what}:{rank}:4")
+    check_end(launch, ends, [rank], stage)
+
+
+@pytest.mark.slow
+def test_torchrun_ends_with_ranks_whose_threads_are_stuck(launch):
+    end = start(launch, 2, "--train.steps", "6", plant=f"{SHARD}:1:4", starts=Launch.__call__)
+    assert end.returncode == 1
+    assert "rank 1 in write_shards" in end.stderr
