@@ -6,19 +6,22 @@ import re
 
 import pytest
 import torch
+from messages import message_of
 from optimizer_runs import Counter
 from ranks import on_ranks
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_background_saves import SHARD, check_end, start
+from test_metrics import scalars
 from tiny import Tiny, log, make_run, take_steps
 from torch import nn
 
 from dist_amp import task
 from dist_amp.checkpoint.format import all_checkpoints, read_manifest
-from dist_amp.errors import ConfigError, DataError
+from dist_amp.errors import Failure
+from dist_amp.files import read_rows
 from dist_amp.optimizers.groups import call_on_evaluation
 from dist_amp.supervise.callbacks import OPTIONAL, Callbacks, train_metrics
 from dist_amp.supervise.stop import AgreedStop
+from dist_amp.train import main
 from dist_amp.world import World
 
 
@@ -40,10 +43,8 @@ class Watched(Tiny):
         return "stop" if self.patience and run.step >= self.patience else None
 
     def train_metrics(self, run, report):
-        """Numbers of the host, one of the device, one of sharded parameters."""
-        norm = sum(p.detach().square().sum() for p in run.parallel.parameters).sqrt()
-        values = {"rank": run.world.rank, "loss_per_rank": report.loss_sum}
-        return values | {"parameter_norm": norm, "best": math.inf}
+        """Numbers of the host, one of the device."""
+        return {"rank": run.world.rank, "loss_per_rank": report.loss_sum, "best": math.inf}
 
 
 SMALL = """
@@ -59,16 +60,9 @@ def check_ended_at_step_8(folder, cause):
     assert {key: summary[key] for key in expected} == expected
     saved = [path.name for path in all_checkpoints(folder)]
     assert saved == ["step_00000006", "step_00000008"]
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if "train/loss" in row]
+    rows = [row for row in read_rows(folder / "metrics.jsonl")[0] if "train/loss" in row]
     assert [row["step"] for row in rows] == [5, 8]
     return rows
-
-
-def scalars_of(folder, rank):
-    events = EventAccumulator(str(folder / f"tensorboard/rank{rank:05d}")).Reload()
-    tags = events.Tags()["scalars"]
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
 
 
 def test_callbacks_are_called_on_every_rank_and_one_that_says_stop_ends_the_run(launch, tmp_path):
@@ -84,48 +78,33 @@ def test_callbacks_are_called_on_every_rank_and_one_that_says_stop_ends_the_run(
     cause = 'on_step(run, report) returned "stop" on rank 1 after step 7'
     assert f"ended after step 8 of 12: the task's {cause}\n" in done[0].stdout
     rows = check_ended_at_step_8(tmp_path / "run", cause)
-    of_ranks = [scalars_of(tmp_path / "run", rank) for rank in range(2)]
-    for rank, scalars in enumerate(of_ranks):
-        assert scalars["train/rank"] == [(5, rank), (8, rank)]
-        assert [step for step, _ in scalars["train/loss_per_rank"]] == [5, 8]
-    norms = [scalars["train/parameter_norm"] for scalars in of_ranks]
-    assert norms[0] == norms[1]
+    for rank in range(2):
+        logged = scalars(tmp_path / "run", rank)
+        assert logged["train/rank"] == [(5, rank), (8, rank)]
+        assert [step for step, _ in logged["train/loss_per_rank"]] == [5, 8]
     assert [row["train/rank"] for row in rows] == [0, 0]
-    assert [(row["step"], pytest.approx(row["train/parameter_norm"])) for row in rows] == norms[0]
 
 
-def test_an_evaluation_callback_ends_the_run_at_its_own_step_for_good(launch, tmp_path):
-    words = [*SMALL, "--task.args.patience", 7]
-    first = launch(0, *words)
-    assert first.returncode == 0, first.stderr
+def test_an_evaluation_callback_ends_the_run_at_its_own_step_for_good(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    words = [*SMALL, "--task.args.patience", "7"]
+    assert main(words) == 0
     cause = 'on_evaluation(run, values) returned "stop" on rank 0 after step 8'
     rows = check_ended_at_step_8(tmp_path / "run", cause)
-    again = launch(0, *words)
-    assert f"it ended after 8 of train.steps=12, because the task's {cause};" in again.stdout
+    assert main(words) == 0
+    said = f"it ended after 8 of train.steps=12, because the task's {cause};"
+    assert said in capsys.readouterr().out
     assert check_ended_at_step_8(tmp_path / "run", cause) == rows
 
 
 class Derived(Tiny):
-    """Adds metrics of the loss to an evaluation, in a way that `kind` names."""
-
     best_metric = "min:rmse"
 
-    def __init__(self, kind: str = "numbers"):
-        super().__init__()
-        self.kind = kind
-
     def on_evaluation(self, run, values):
-        if self.kind == "numbers":
-            values |= {"rmse": values["loss"] ** 0.5, "nan": math.nan, "one": torch.ones(())}
-            del values["loss"]
-        if self.kind == "a value":
-            values["rmse"] = float(run.world.rank)
-        if self.kind == "a factor":
-            run.schedule.factor = 1.0 + run.world.rank
-        if self.kind == "a rate":
-            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(run.optimizer, patience=-1)
-            plateau.best = 0.0
-            plateau.step(values["loss"])
+        values |= {"rmse": values["loss"] ** 0.5, "nan": math.nan, "one": torch.ones(())}
+        del values["loss"]
 
 
 def test_what_on_evaluation_adds_is_logged_saved_and_returned(tmp_path, capsys):
@@ -137,59 +116,58 @@ def test_what_on_evaluation_adds_is_logged_saved_and_returned(tmp_path, capsys):
     assert list(values) == ["loss", "rmse", "nan", "one"]
     assert values["rmse"] == rmse
     assert f"rmse {rmse:.4f}  nan nan  one 1.0000\n" in capsys.readouterr().out
-    (row,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    ((row,), _) = read_rows(tmp_path / "metrics.jsonl")
     assert (row["eval/rmse"], row["eval/nan"], row["eval/one"]) == (rmse, "nan", 1.0)
     assert read_manifest(run.save()).evaluation["rmse"] == rmse
     run.close()
 
 
-def refused_on_evaluation(world, kind):
-    run = make_run(world, Derived(kind), "--optim.schedule", "constant")
-    with pytest.raises((ConfigError, DataError)) as error:
-        call_on_evaluation(run, {"loss": 1.0})
-    return str(error.value)
+def other_rmse(self, run, values):
+    values["rmse"] = float(run.world.rank)
 
 
-@pytest.mark.bad_input("an `on_evaluation` that adds other values, or another rate, on some ranks")
-@pytest.mark.bad_input("a learning rate that `on_evaluation` sets on the optimizer")
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        ("a value", "and rank 1 has [('loss', 1.0), ('rmse', 1.0)], schedule.factor 1.0"),
-        ("a factor", "and rank 1 has [('loss', 1.0)], schedule.factor 2.0"),
-        ("a rate", "which the steps set again"),
-    ],
-)
-def test_an_on_evaluation_that_ranks_or_steps_would_undo_is_refused_on_all_ranks(kind, said):
-    errors = on_ranks(2, refused_on_evaluation, kind)
-    assert errors[0] == errors[1]
-    assert said in errors[0]
+def other_factor(self, run, values):
+    run.schedule.factor = 1.0 + run.world.rank
 
 
-@pytest.mark.bad_input("a callback or `train_metrics` that fails, or returns something else")
-@pytest.mark.parametrize(
-    ("method", "body", "said"),
-    [
-        ("on_step", "return 3", "task's on_step(run, report) returned 3 after step 1; return None"),
-        ("on_step", "{}['key']", "on_step(run, report) failed after step 1: KeyError: 'key'"),
-        ("on_evaluation", "report['f1'] = '0.5'", "gave f1 a str, not a number or a scalar tenso"),
-        ("train_metrics", "return {'lr': 1}", "gave lr, but train/lr is the run's own; give it a"),
-        ("train_metrics", "return {'a': report.norm.expand(3)}", "gave a=tensor(["),
-    ],
-)
-def test_a_callback_that_fails_or_returns_something_else_is_refused(method, body, said):
-    made = {}
-    exec(f"def {method}(self, run, report):\n    {body}", made)
-    run = make_run(World(), type("Odd", (Tiny,), {method: made[method]})())
+def other_rate(self, run, values):
+    torch.optim.lr_scheduler.ConstantLR(run.optimizer, 0.5)
+
+
+REFUSED = [  # (method, what it does, what is said)
+    ("on_step", lambda *_: 3, "task's on_step(run, report) returned 3 after step 1; return None"),
+    ("on_step", lambda *_: {}["key"], "on_step(run, report) failed after step 1: KeyError: 'key'"),
+    ("on_evaluation", lambda _, run, v: v.update(f1="0.5"), "gave f1 a str, not a number or a sca"),
+    ("train_metrics", lambda *_: {"lr": 1}, "gave lr, but train/lr is the run's own; give it a"),
+    ("train_metrics", lambda _, run, report: {"a": report.norm.expand(3)}, "gave a=tensor(["),
+    ("on_evaluation", other_rmse, "and rank 1 has [('loss', 1.0), ('rmse', 1.0)], schedule.factor"),
+    ("on_evaluation", other_factor, "and rank 1 has [('loss', 1.0)], schedule.factor 2.0"),
+    ("on_evaluation", other_rate, "which the steps set again"),
+]
+
+
+def message_of_callback(world, number):
+    method, does, _ = REFUSED[number]
+    task = type("Odd", (Tiny,), {method: does})()
+    run = make_run(world, task, "--optim.schedule", "constant")
     (report,) = take_steps(run, 1)
     calls = {
-        "on_step": lambda: Callbacks(run, AgreedStop(World())).after_step(report, []),
+        "on_step": lambda: Callbacks(run, AgreedStop(world)).after_step(report, []),
         "on_evaluation": lambda: call_on_evaluation(run, {"loss": 1.0}),
         "train_metrics": lambda: train_metrics(run, report),
     }
-    with pytest.raises(DataError) as error:
+    with pytest.raises(Failure) as error:
         calls[method]()
-    assert said in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.bad_input("a callback or `train_metrics` that fails, or returns something else")
+@pytest.mark.bad_input("an `on_evaluation` that adds other values, or another rate, on some ranks")
+@pytest.mark.bad_input("a learning rate that `on_evaluation` sets on the optimizer")
+@pytest.mark.parametrize("number", range(len(REFUSED)))
+def test_what_a_callback_may_not_do_is_refused_on_all_ranks(number):
+    for message in on_ranks(2, message_of_callback, number):
+        assert REFUSED[number][-1] in message
 
 
 def test_the_tasks_own_metrics_are_not_waited_for():
@@ -212,14 +190,6 @@ class Misspelt(Tiny):
     def sheduler(self, step): ...
 
 
-WARNINGS = (
-    "the run does not call the task's method on_steps; if it is meant for on_step, rename it",
-    "the run does not call the task's method sheduler; if it is meant for schedule, rename it",
-    "the task's on_evaluation is never called, because nothing is evaluated: set eval.every, and "
-    "return the samples of build_dataset('validation')",
-)
-
-
 @pytest.mark.bad_input(
     "a method of the task whose name is almost an optional one's, which nothing calls"
 )
@@ -228,7 +198,10 @@ def test_a_method_that_nothing_calls_is_warned_of(capsys):
     run = make_run(World(), Misspelt(), "--eval.every", "off")
     capsys.readouterr()
     Callbacks(run, AgreedStop(World()))
-    assert capsys.readouterr().err.splitlines() == [f"warning: {line}" for line in WARNINGS]
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert first.endswith("the task's method on_steps; if it is meant for on_step, rename it")
+    assert second.endswith("the task's method sheduler; if it is meant for schedule, rename it")
+    assert "on_evaluation is never called, because nothing is evaluated: set eval.every" in third
 
 
 def test_every_optional_method_is_described():
@@ -254,22 +227,25 @@ def change_after_a_step(world, freezes, strategy):
     (report,) = take_steps(run, 1)
     callbacks.after_step(report, [])
     run.metrics.record(report)
-    with pytest.raises(DataError) as error:
-        callbacks.on_log(log(run))
-    return str(error.value)
+    return message_of(65, callbacks.on_log, log(run))
 
 
 @pytest.mark.bad_input("a parameter that is frozen, or a module that is replaced, while training")
-@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "ddp"), (2, "fsdp")])
-def test_freezing_or_replacing_a_part_while_training_is_refused(ranks, strategy):
-    for message in on_ranks(ranks, change_after_a_step, True, strategy):
-        assert message.startswith("the parameter 0.0.weight was frozen up to step 1, which")
-    for message in on_ranks(ranks, change_after_a_step, False, strategy):
-        assert message.startswith("the parameter 2.weight came into the model up to step 1")
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "fsdp")])
+@pytest.mark.parametrize(
+    ("freezes", "said"),
+    [
+        (True, "the parameter 0.0.weight was frozen up to step 1, which"),
+        (False, "the parameter 2.weight came into the model up to step 1"),
+    ],
+)
+def test_freezing_or_replacing_a_part_while_training_is_refused(freezes, said, ranks, strategy):
+    for message in on_ranks(ranks, change_after_a_step, freezes, strategy):
+        assert message.startswith(said)
 
 
 @pytest.mark.bad_input("a disk that blocks the save of a run that a signal stops")
 def test_a_job_whose_save_is_stuck_ends_and_can_be_continued(launch):
     words = ["--train.steps", "8"]
-    ends = start(launch, 2, *words, plant=f"{SHARD}:1:3", PREEMPTED_AT="3")
-    check_end(launch, ends, [1], "write_shards", *words)
+    ends = start(launch, 1, *words, plant=f"{SHARD}:0:3", PREEMPTED_AT="3")
+    check_end(launch, ends, [0], "write_shards", *words)

@@ -30,10 +30,7 @@ def language_model(path, *words):
     return build_task(load("--task.target", CAUSAL_LM, *SMALL, "--data.path", path, *words))
 
 
-# ---- settings ----
-
-
-def test_a_text_is_kept_as_it_is_even_where_it_looks_like_a_table_and_lines_count_on(tmp_path):
+def test_a_text_is_kept_as_it_is_even_where_it_looks_like_a_table(tmp_path):
     path = tmp_path / "mine.toml"
     for text in ("true", "--dashes first", "two\nlines", "a = 'b' \"c\" # d"):
         config = load(f"--task.args.prompt={text}", "--task.args.width=64", "--eval.every=off")
@@ -44,54 +41,51 @@ def test_a_text_is_kept_as_it_is_even_where_it_looks_like_a_table_and_lines_coun
     assert f"steps=0 in {path} must" in message_of(64, load, "--config", path)
 
 
-@pytest.mark.bad_input("a task that can't be imported, lacks a method or takes no such argument")
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--task.args.nope 1", "the task takes context,"),
-        ("--task.args.heads 3", "width=128 must be a multiple of 2 x heads=3"),
-        ("--task.args.prompt=", "prompt is empty"),
-        ("--task.target tiny", "task.target=tiny must be module:Class or path/to/file.py:Class"),
-        ("--task.target missing:Mine", "No module named 'missing'"),
-        ("--task.target tiny:Tinny", "no class Tinny in tiny, which has"),
-        ("--task.target tiny:LacksWeight", "lacks the method weight; add `def weight(self, batc"),
-    ],
-)
-def test_a_wrong_argument_or_target_is_refused_with_the_reason(words, message):
-    text = message_of(64, lambda: build_task(load(*words.split(" "))))
-    assert message in text
-    assert "Annotated" not in text, "imported classes are not suggested"
-
-
-# ---- data ----
-
-
 def bytes_in(dataset):
     return {chr(token) for row in dataset for token in row["input_ids"].tolist()} - {"\0"}
 
 
-@pytest.mark.bad_input("a column of the text that is missing or holds no text, or a missing split")
-def test_the_same_documents_are_held_out_every_time_and_a_wrong_column_is_refused(tmp_path):
-    documents = [chr(33 + n) * 100 for n in range(40)]  # each of one byte
-    rows = [json.dumps({"text": text, "length": len(text)}) + "\n" for text in documents]
-    (tmp_path / "rows.jsonl").write_text("".join(rows))
-    task = language_model(tmp_path / "rows.jsonl", "--data.validation_split", "0.1")
+@pytest.fixture
+def rows(tmp_path):
+    """40 documents of one byte each, and their lengths."""
+    lines = [json.dumps({"text": chr(33 + n) * 100, "length": 100}) + "\n" for n in range(40)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(lines))
+    return path
+
+
+def test_the_same_documents_are_held_out_every_time(rows):
+    task = language_model(rows, "--data.validation_split", "0.1")
     train, held_out = task.build_dataset("train"), task.build_dataset("validation")
     assert train[0]["input_ids"].shape == held_out[0]["labels"].shape == (17,)
     assert (len(bytes_in(train)), len(bytes_in(held_out))) == (36, 4)
     assert len(bytes_in(train) | bytes_in(held_out)) == 40
     assert bytes_in(task.build_dataset("validation")) == bytes_in(held_out)
-    for words, message in (
-        ("--data.text_column body", "data.text_column=body or "),
-        ("--data.text_column length", "the column length holds int, not text"),
-        ("--data.split trian", "the dataset has train"),
-        ("--data.validation_split 0.999", "data.validation_split=0.999"),
-    ):
-        task = language_model(tmp_path / "rows.jsonl", *words.split())
-        assert message in message_of(65, task.build_dataset, "train")
 
 
-# ---- the network ----
+@pytest.mark.bad_input("a task that can't be imported, lacks a method or takes no such argument")
+@pytest.mark.bad_input("a column of the text that is missing or holds no text, or a missing split")
+@pytest.mark.parametrize(
+    ("words", "status", "message"),
+    [
+        ("--task.args.nope 1", 64, "the task takes context,"),
+        ("--task.args.heads 3", 64, "width=128 must be a multiple of 2 x heads=3"),
+        ("--task.args.prompt=", 64, "prompt is empty"),
+        ("--task.target tiny", 64, "task.target=tiny must be module:Class or path/to/file.py:Cla"),
+        ("--task.target missing:Mine", 64, "No module named 'missing'"),
+        ("--task.target tiny:Tinny", 64, "no class Tinny in tiny, which has"),
+        ("--task.target tiny:LacksWeight", 64, "lacks the method weight; add `def weight(self, "),
+        ("--data.text_column body", 65, "data.text_column=body or "),
+        ("--data.text_column length", 65, "the column length holds int, not text"),
+        ("--data.split trian", 65, "the dataset has train"),
+        ("--data.validation_split 0.999", 65, "data.validation_split=0.999"),
+    ],
+)
+def test_what_no_task_or_dataset_can_be_built_of_is_refused(words, status, message, rows):
+    config = ["--data.path", rows, *words.split(" ")]
+    text = message_of(status, lambda: build_task(load(*config)).build_dataset("train"))
+    assert message in text
+    assert "Annotated" not in text, "imported classes are not suggested"
 
 
 def test_a_prediction_does_not_depend_on_later_bytes():
@@ -150,9 +144,6 @@ def test_a_sample_continues_the_prompt_the_same_every_time_and_evaluation_has_bi
     assert sums["bits_per_byte"].item() == pytest.approx(sums["loss"].item() / math.log(2))
     # an untrained model is close to uniform
     assert sums["bits_per_byte"].item() / 32 == pytest.approx(8, abs=0.5)
-
-
-# ---- initial weights ----
 
 
 class Tagged(Tiny):

@@ -23,16 +23,9 @@ def nothing_compiled_yet():
         yield
 
 
-@pytest.fixture
-def compiler(monkeypatch):
-    """As if Triton and a C compiler were installed."""
-    monkeypatch.setattr(compiling, "missing_compiler", lambda device: "")
-
-
-def picked(*words, task=None, world=GPU):
-    task = task or Tiny()
+def picked(*words, world=GPU):
     config = load_config(words, environ={})
-    return pick_compile(config, "single", task, task.build_model(), world).blocks
+    return pick_compile(config, "single", Tiny(), Tiny().build_model(), world).blocks
 
 
 @pytest.mark.parametrize(
@@ -45,8 +38,9 @@ def picked(*words, task=None, world=GPU):
     ],
 )
 def test_blocks_are_compiled_on_a_gpu_with_a_compiler_and_not_on_a_cpu(
-    words, world, blocks, compiler
+    words, world, blocks, monkeypatch
 ):
+    monkeypatch.setattr(compiling, "missing_compiler", lambda device: "")
     assert picked(*words, world=world) == blocks
 
 
@@ -60,15 +54,8 @@ def test_auto_compiles_nothing_without_a_compiler_and_names_what_is_missing(monk
         picked("--compile.blocks", "true")
 
 
-@pytest.fixture
-def as_on_a_gpu(monkeypatch):
-    """compile.blocks=auto compiles on this CPU, too."""
-    monkeypatch.setattr(compiling, "reason_not_to_compile", lambda *_: "")
-
-
 def losses(task, *words):
-    run = make_run(World(), task, *words)
-    return [float(report.loss_sum) for report in take_steps(run, 3)]
+    return [float(report.loss_sum) for report in take_steps(make_run(World(), task, *words), 3)]
 
 
 class Branch(nn.Linear):
@@ -100,8 +87,9 @@ def failing(graph, inputs):
     ],
 )
 def test_a_block_that_can_not_be_compiled_runs_as_written_under_auto(
-    as_on_a_gpu, monkeypatch, capsys, task, mode, options, kind
+    monkeypatch, capsys, task, mode, options, kind
 ):
+    monkeypatch.setattr(compiling, "reason_not_to_compile", lambda *_: "")  # as on a GPU
     plain = losses(task, "--compile.blocks", "false")
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **more: real(f, **more | options))

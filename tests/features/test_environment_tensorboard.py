@@ -14,8 +14,6 @@ from dist_amp.supervise.environment import (
 )
 from dist_amp.world import World
 
-# ---- where the run started ----
-
 
 def test_variables_that_matter_are_reported_and_none_that_holds_a_secret():
     kept = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1", "HF_HOME": "/x", "SLURM_JOB_ID": "7"}
@@ -45,13 +43,14 @@ def test_the_commit_and_the_changed_files_are_those_of_the_tasks_repository(tmp_
     assert git_state(tmp_path) == {}, "no repository"
     git("init", "-q", "-b", "trunk")
     assert git_state(tmp_path) == {}, "no commit"
-    (tmp_path / "task.py").write_text("1")
+    task = tmp_path / "task.py"
+    task.write_text("1")
     git("add", ".")
     git("commit", "-qm", "first")
     clean = git_state(tmp_path)
     assert clean["commit"] == git("rev-parse", "HEAD")
     assert (clean["branch"], clean["dirty"], clean["changed_files"]) == ("trunk", False, [])
-    (tmp_path / "task.py").write_text("2")
+    task.write_text("2")
     (tmp_path / "output.txt").write_text("not tracked")
     changed = git_state(tmp_path)
     assert (changed["dirty"], changed["changed_files"]) == (True, ["task.py"])
@@ -60,7 +59,7 @@ def test_the_commit_and_the_changed_files_are_those_of_the_tasks_repository(tmp_
     assert not changed["diff_is_cut"]
     secrets = "API_KEY = 'abc'\nDB_PASS = \"abc\"\nHF = 'hf_abc1'\nAWS = 'AKIAabc'\n"
     secrets += "login(token='abc')\n{'MYKEYTWO': 'abc'}\n"
-    (tmp_path / "task.py").write_text(secrets + "x = 1\n" * 40_000)
+    task.write_text(secrets + "x = 1\n" * 40_000)
     large = git_state(tmp_path)
     assert large["diff_is_cut"]
     assert len(large["diff"]) == 100_000

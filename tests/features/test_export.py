@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 import test_security
 import torch
 from ranks import on_ranks
@@ -26,18 +25,20 @@ FEW_STEPS = "--train.steps 10 --train.micro_batch_size 2 --use_amp false --optim
 
 
 class Counted(nn.Module):
-    """A float32 layer and buffers of all kinds."""
+    """Buffers of all kinds, and two parameters on one memory, as some ways of tying leave them."""
 
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(8, 1)
+        self.one = nn.Parameter(torch.randn(1))
+        self.two = nn.Parameter(self.one.data)
         self.register_buffer("calls", torch.tensor(2**40 + 1))
         self.register_buffer("scale", torch.ones(1))
         # The same only if the seed is.
         self.register_buffer("drawn", torch.rand(1), persistent=False)
 
     def forward(self, x):
-        return self.layer(x) * self.scale * self.drawn
+        return self.layer(x) * self.scale * self.drawn + self.one
 
 
 class WithBuffers(Tiny):
@@ -70,47 +71,24 @@ def exports(*words):
     return export.main([str(word) for word in words]) == 0
 
 
-def test_integer_buffers_stay_and_what_is_drawn_and_not_saved_is_drawn_as_in_the_run(tmp_path):
+def test_an_export_holds_what_is_trained_once_in_its_dtype_and_gives_the_runs_answer(tmp_path):
     checkpoint, answer = saved(tmp_path / "run", "test_export:WithBuffers", "--run.seed 7")
-    assert exports(tmp_path / "run", "--out", tmp_path / "out", "--dtype", "bf16")
-    tensors = load_file(tmp_path / "out/model.safetensors")
-    assert tensors["calls"] == torch.tensor(2**40 + 1)
-    assert {tensors[name].dtype for name in ("scale", "layer.weight")} == {torch.bfloat16}
+    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        out = tmp_path / name
+        assert exports(tmp_path / "run", "--out", out, "--dtype", name)
+        tensors = load_file(out / "model.safetensors")
+        assert tensors["calls"] == torch.tensor(2**40 + 1)
+        assert {tensors[name].dtype for name in ("scale", "layer.weight")} == {dtype}
+        assert len({"one", "two"} & tensors.keys()) == 1
+        modes = {path.stat().st_mode for path in out.iterdir()}
+        assert len(modes) == 1, "whoever may read the config may read the weights"
     config = load_config([f"--config={checkpoint / CONFIG}"])
-    model = build_model(build_task(config), config)
+    model, exported = (build_model(build_task(config), config) for _ in range(2))
     assert load_weights(model, checkpoint) == (2, "model")
+    load_model(exported, out / "model.safetensors")
     with torch.no_grad():
-        torch.testing.assert_close(model(inputs_for(None)), answer, rtol=0, atol=0)
-
-
-class Shares(nn.Module):
-    """Two parameters on one memory, as some ways of tying leave them, and a buffer of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.one = nn.Parameter(torch.randn(4, 2))
-        self.two = nn.Parameter(self.one.data)
-        self.register_buffer("own", torch.randn(4, 2))
-
-
-def write(out, model, dtype):
-    export.cast(model, dtype)
-    with export.replacing(out) as folder:
-        (folder / CONFIG).touch()
-        export.save_model(model, str(folder / export.MODEL))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_shares_memory_is_stored_once_and_loads(tmp_path, dtype):
-    model, again = Shares(), Shares()
-    values = {name: value.clone() for name, value in model.state_dict().items()}
-    write(tmp_path / "out", model, dtype)
-    assert len(load_file(tmp_path / "out/model.safetensors")) == 2
-    load_model(again, tmp_path / "out/model.safetensors")
-    expected = {name: value.to(dtype).float() for name, value in values.items()}
-    torch.testing.assert_close(dict(again.state_dict()), expected, rtol=0, atol=0)
-    modes = {path.stat().st_mode for path in (tmp_path / "out").iterdir()}
-    assert len(modes) == 1, "whoever may read the config may read the weights"
+        for each in (model, exported):
+            torch.testing.assert_close(each(inputs_for(None)), answer, rtol=0, atol=0)
 
 
 def test_parameters_that_were_trained_in_bf16_are_exported(tmp_path):

@@ -16,26 +16,6 @@ from dist_amp.diagnostics.first_steps import WATCHED_STEPS, FirstSteps
 from dist_amp.errors import NumericsError
 from dist_amp.world import World
 
-LAYOUTS = [(1, "single"), (2, "ddp"), (2, "fsdp")]
-
-
-def test_a_run_does_not_report_what_earlier_ones_of_its_process_compiled(monkeypatch, capsys):
-    spent = {"total_wall_time": 5.0}
-    monkeypatch.setattr(torch._dynamo.utils, "calculate_time_spent", lambda: spent)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "folder")
-    watched_run(World(), Tiny(), "single", steps=1)
-    assert "compiling took" not in capsys.readouterr().out
-
-
-class Forgotten(Tiny):
-    """Has a parameter that the loss does not depend on."""
-
-    def build_model(self):
-        model = super().build_model()
-        model.forgotten = nn.Parameter(torch.zeros(3))
-        model.forward = lambda x: model[2](model[1](model[0](x)))
-        return model
-
 
 def moved_in_a_list(batches):
     """As to a GPU: a step's micro-batches, never one alone."""
@@ -60,19 +40,39 @@ def warnings_of(world, *args):
     return watched_run(world, *args)[1]
 
 
+def test_a_run_does_not_report_what_earlier_ones_of_its_process_compiled(monkeypatch, capsys):
+    spent = {"total_wall_time": 5.0}
+    monkeypatch.setattr(torch._dynamo.utils, "calculate_time_spent", lambda: spent)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "folder")
+    watched_run(World(), Tiny(), "single", steps=1)
+    assert "compiling took" not in capsys.readouterr().out
+
+
+class Forgotten(Tiny):
+    """Has a parameter that the loss does not depend on."""
+
+    def build_model(self):
+        model = super().build_model()
+        model.forgotten = nn.Parameter(torch.zeros(3))
+        model.forward = lambda x: model[2](model[1](model[0](x)))
+        return model
+
+
 @pytest.mark.bad_input("a parameter that gets no gradient")
-@pytest.mark.parametrize(("ranks", "strategy"), LAYOUTS)
-def test_a_parameter_that_never_gets_a_gradient_is_named_after_some_steps(ranks, strategy):
-    for (warning,) in on_ranks(ranks, warnings_of, Forgotten(), strategy):
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_parameter_that_never_gets_a_gradient_is_named_after_some_steps(strategy):
+    for (warning,) in on_ranks(2, warnings_of, Forgotten(), strategy):
         said = f"forgotten got no gradient in {WATCHED_STEPS} steps: it counts as zero"
         assert warning.startswith(said)
 
 
-def test_experts_that_no_sample_chose_are_named_and_said_to_be_harmless():
-    (warning,) = warnings_of(World(), Mixture(), "single")
+def test_experts_that_no_sample_chose_are_said_to_be_harmless_and_no_check_follows():
+    run, (warning,) = watched_run(World(), Mixture(), "single")
     said = "blocks.0.experts.3.bias, blocks.1.experts.3.weight and 1 more got no gradient"
     assert said in warning
     assert warning.endswith("For a mixture's experts that no sample chose yet, nothing is wrong")
+    assert not run.observers.before_step
+    assert not run.observers.after_step
 
 
 class Mean(Tiny):
@@ -89,20 +89,15 @@ class FixedSize(Mean):
 
 
 @pytest.mark.bad_input("a loss_sum that returns a mean")
-@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "ddp")])
-def test_a_loss_that_is_a_mean_is_named_after_the_first_step(ranks, strategy):
-    for (warning,) in on_ranks(ranks, warnings_of, Mean(), strategy, 1):
+def test_a_loss_that_is_a_mean_is_named_after_the_first_step():
+    for (warning,) in on_ranks(2, warnings_of, Mean(), "ddp", 1):
         assert "for each of them twice, though weight(batch) grows from 2 to 4" in warning
         assert "it seems to be a mean; return the sum" in warning
 
 
 @pytest.mark.parametrize("task", [Tiny(), Tiny(uneven=True), Mixture(), FixedSize(), AlwaysNan()])
-@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "fsdp")])
-def test_a_sum_is_not_taken_for_a_mean_nor_is_a_batch_of_one_size_or_a_loss_of_nan(
-    task, ranks, strategy
-):
-    for warnings in on_ranks(ranks, warnings_of, task, strategy, 2):
-        assert not warnings
+def test_a_sum_is_not_taken_for_a_mean_nor_is_a_batch_of_one_size_or_a_loss_of_nan(task):
+    assert not warnings_of(World(), task, "single", 2)
 
 
 class Queues(Mean):
@@ -126,18 +121,14 @@ class Queues(Mean):
         return super().loss_sum(model, batch) * len(self.queue)
 
 
-def kept_after_steps(world, strategy, observed):
-    run, _ = watched_run(world, Queues(), strategy, 3, observed)
+def kept_after_steps(world, observed):
+    run, _ = watched_run(world, Queues(), "ddp", 3, observed)
     kept = [[*run.task.queue], run.task.collated, run.parallel.module.calls]
     return [*kept, {name: value.tolist() for name, value in parameters_of(run).items()}]
 
 
-@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "ddp")])
-def test_looking_for_a_mean_changes_nothing_that_a_task_or_model_keeps_nor_the_steps(
-    ranks, strategy
-):
-    plain = on_ranks(ranks, kept_after_steps, strategy, False)
-    assert on_ranks(ranks, kept_after_steps, strategy, True) == plain
+def test_looking_for_a_mean_changes_nothing_that_a_task_or_model_keeps_nor_the_steps():
+    assert on_ranks(2, kept_after_steps, True) == on_ranks(2, kept_after_steps, False)
 
 
 @pytest.mark.bad_input("an applied step that changes no parameter")
@@ -158,9 +149,6 @@ class ScaleOnTask(Tiny):
         self.model = super().build_model()
         return self.model
 
-    def loss_sum(self, model, batch):
-        return super().loss_sum(model, batch) * self.factor
-
 
 @pytest.mark.bad_input("a trained parameter that the task holds and the model does not")
 def test_a_trained_parameter_outside_the_model_is_named_at_the_start(capsys):
@@ -168,14 +156,3 @@ def test_a_trained_parameter_outside_the_model_is_named_at_the_start(capsys):
     said = capsys.readouterr().err
     assert "the task's attribute factor holds 1 trained parameters that are not in" in said
     assert "attribute model" not in said
-
-
-def test_a_step_after_the_first_ones_calls_no_check():
-    run = make_run(World(), Tiny())
-    run.observers.add(FirstSteps(run))
-    take_steps(run, WATCHED_STEPS - 1)
-    assert run.observers.before_step
-    assert run.observers.after_step
-    take_steps(run, 1)
-    assert not run.observers.before_step
-    assert not run.observers.after_step
