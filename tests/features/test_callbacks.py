@@ -6,7 +6,6 @@ import re
 
 import pytest
 import torch
-from messages import message_of
 from optimizer_runs import Counter
 from ranks import on_ranks
 from test_background_saves import SHARD, check_end, start
@@ -134,39 +133,55 @@ def other_rate(self, run, values):
     torch.optim.lr_scheduler.ConstantLR(run.optimizer, 0.5)
 
 
+def freeze(self, run, report):
+    next(run.model.parameters()).requires_grad_(False)
+
+
+def replace(self, run, report):
+    run.parallel.module[2] = nn.Linear(8, 1)
+
+
 REFUSED = [  # (method, what it does, what is said)
     ("on_step", lambda *_: 3, "task's on_step(run, report) returned 3 after step 1; return None"),
     ("on_step", lambda *_: {}["key"], "on_step(run, report) failed after step 1: KeyError: 'key'"),
+    ("on_step", freeze, "the parameter 0.0.weight was frozen up to step 1, which"),
+    ("on_step", replace, "the parameter 2.weight came into the model up to step 1"),
     ("on_evaluation", lambda _, run, v: v.update(f1="0.5"), "gave f1 a str, not a number or a sca"),
-    ("train_metrics", lambda *_: {"lr": 1}, "gave lr, but train/lr is the run's own; give it a"),
-    ("train_metrics", lambda _, run, report: {"a": report.norm.expand(3)}, "gave a=tensor(["),
     ("on_evaluation", other_rmse, "and rank 1 has [('loss', 1.0), ('rmse', 1.0)], schedule.factor"),
     ("on_evaluation", other_factor, "and rank 1 has [('loss', 1.0)], schedule.factor 2.0"),
     ("on_evaluation", other_rate, "which the steps set again"),
+    ("train_metrics", lambda *_: {"lr": 1}, "gave lr, but train/lr is the run's own; give it a"),
+    ("train_metrics", lambda _, run, report: {"a": report.norm.expand(3)}, "gave a=tensor(["),
 ]
 
 
-def message_of_callback(world, number):
-    method, does, _ = REFUSED[number]
-    task = type("Odd", (Tiny,), {method: does})()
-    run = make_run(world, task, "--optim.schedule", "constant")
+def step_evaluate_and_log(run):
+    callbacks = Callbacks(run, AgreedStop(run.world))
     (report,) = take_steps(run, 1)
-    calls = {
-        "on_step": lambda: Callbacks(run, AgreedStop(world)).after_step(report, []),
-        "on_evaluation": lambda: call_on_evaluation(run, {"loss": 1.0}),
-        "train_metrics": lambda: train_metrics(run, report),
-    }
+    callbacks.after_step(report, [])
+    call_on_evaluation(run, {"loss": 1.0})
+    train_metrics(run, report)
+    run.metrics.record(report)
+    callbacks.on_log(log(run))
+
+
+def message_of_callback(world, number, strategy):
+    method, does, _ = REFUSED[number]
+    task = type("Odd", (Watched,), {method: does})()
+    words = ["--parallel.strategy", strategy, "--use_amp", "false", "--optim.schedule", "constant"]
     with pytest.raises(Failure) as error:
-        calls[method]()
+        step_evaluate_and_log(make_run(world, task, *words))
     return str(error.value)
 
 
 @pytest.mark.bad_input("a callback or `train_metrics` that fails, or returns something else")
 @pytest.mark.bad_input("an `on_evaluation` that adds other values, or another rate, on some ranks")
 @pytest.mark.bad_input("a learning rate that `on_evaluation` sets on the optimizer")
+@pytest.mark.bad_input("a parameter that is frozen, or a module that is replaced, while training")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("number", range(len(REFUSED)))
-def test_what_a_callback_may_not_do_is_refused_on_all_ranks(number):
-    for message in on_ranks(2, message_of_callback, number):
+def test_what_a_callback_may_not_do_is_refused_on_all_ranks(number, strategy):
+    for message in on_ranks(2, message_of_callback, number, strategy):
         assert REFUSED[number][-1] in message
 
 
@@ -209,43 +224,9 @@ def test_every_optional_method_is_described():
     assert sorted(names) == sorted(OPTIONAL)
 
 
-class Changes(Tiny):
-    def __init__(self, freezes):
-        super().__init__()
-        self.freezes = freezes
-
-    def on_step(self, run, report):
-        if self.freezes:
-            next(run.model.parameters()).requires_grad_(False)
-        else:
-            run.parallel.module[2] = nn.Linear(8, 1)
-
-
-def change_after_a_step(world, freezes, strategy):
-    run = make_run(world, Changes(freezes), "--parallel.strategy", strategy, "--use_amp", "false")
-    callbacks = Callbacks(run, AgreedStop(world))
-    (report,) = take_steps(run, 1)
-    callbacks.after_step(report, [])
-    run.metrics.record(report)
-    return message_of(65, callbacks.on_log, log(run))
-
-
-@pytest.mark.bad_input("a parameter that is frozen, or a module that is replaced, while training")
-@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "fsdp")])
-@pytest.mark.parametrize(
-    ("freezes", "said"),
-    [
-        (True, "the parameter 0.0.weight was frozen up to step 1, which"),
-        (False, "the parameter 2.weight came into the model up to step 1"),
-    ],
-)
-def test_freezing_or_replacing_a_part_while_training_is_refused(freezes, said, ranks, strategy):
-    for message in on_ranks(ranks, change_after_a_step, freezes, strategy):
-        assert message.startswith(said)
-
-
 @pytest.mark.bad_input("a disk that blocks the save of a run that a signal stops")
 def test_a_job_whose_save_is_stuck_ends_and_can_be_continued(launch):
     words = ["--train.steps", "8"]
-    ends = start(launch, 1, *words, plant=f"{SHARD}:0:3", PREEMPTED_AT="3")
+    briefly = ["--run.timeout_seconds", "2"]
+    ends = start(launch, 1, *words, *briefly, plant=f"{SHARD}:0:3", PREEMPTED_AT="3")
     check_end(launch, ends, [0], "write_shards", *words)

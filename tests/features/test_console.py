@@ -63,16 +63,12 @@ def test_skipped_steps_are_shown_with_the_reason_and_the_scale_and_no_nan():
     assert columns(some, 1.0)[:2] == ["loss 1.5000", "skipped 2 (gradients not finite)"]
 
 
-@pytest.fixture
-def clocked(monkeypatch):
-    """A console of a run of 20 steps, and a list of one number, the time."""
+def test_lines_in_a_pipe_have_elapsed_and_remaining_time_also_in_a_long_evaluation(
+    monkeypatch, capsys
+):
     now = [100.0]
     monkeypatch.setattr(consoles.time, "monotonic", lambda: now[0])
-    return Console(Metrics(World(), Clip("off", math.inf)), 0, 20, 1.0), now
-
-
-def test_a_line_in_a_pipe_has_elapsed_and_remaining_time(clocked, capsys):
-    console, now = clocked
+    console = Console(Metrics(World(), Clip("off", math.inf)), 0, 20, 1.0)
     for step in (0, 5, 10):
         console.on_log(row(step=step))
         now[0] += 40.0 if step == 0 else 10.0
@@ -80,15 +76,11 @@ def test_a_line_in_a_pipe_has_elapsed_and_remaining_time(clocked, capsys):
     assert first.startswith("step      0/20   0%  0:00  loss"), "no step has been timed yet"
     assert second.startswith("step      5/20  25%  0:40 eta 2:00  loss 1.5000")
     assert third.startswith("step     10/20  50%  0:50 eta 0:50")
-
-
-def test_a_long_evaluation_says_how_far_it_is_ever_more_rarely(clocked, capsys):
-    console, now = clocked
     for seconds in (0.1, 1.0):  # a quick one is silent
         for done in range(100):
             console.during_evaluation(done, 100)
             now[0] += seconds
-    assert capsys.readouterr().out.splitlines() == [
+    assert capsys.readouterr().out.splitlines() == [  # ever more rarely
         "evaluation: batch 10 of 100, 0:10 eta 1:30",
         "evaluation: batch 20 of 100, 0:20 eta 1:20",
         "evaluation: batch 40 of 100, 0:40 eta 1:00",
