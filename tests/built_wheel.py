@@ -15,7 +15,7 @@ from forked import ROOT
 from packaging.requirements import Requirement
 
 TORCHRUN = "#!{python}\nfrom torch.distributed.run import main\n\nmain()\n"
-NOT_COPIED = shutil.ignore_patterns("__pycache__", "build", "*.egg-info", ".*")
+NOT_COPIED = shutil.ignore_patterns("__pycache__", "build", "*.egg-info", ".*_cache")
 
 
 def settings_of_pip() -> dict[str, str]:

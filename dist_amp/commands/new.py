@@ -9,14 +9,14 @@ it trains by DDP and FSDP2, resumes and reports. On a terminal without arguments
     dist_amp new my_project --with all
 """
 
-import ast
 import keyword
+import re
 import shutil
 import sys
 import tempfile
 import tomllib
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from importlib import metadata
 from importlib.util import find_spec
@@ -30,8 +30,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import dist_amp
-from dist_amp.commands.parts import Parts, closure, imports_of, parse
-from dist_amp.commands.update import BRANCH, git, run_git, user_of
+from dist_amp.commands.parts import Parts, closure, imports_of
+from dist_amp.commands.update import BRANCH, git, user_of
 from dist_amp.config.features import METHODS, SETTINGS
 from dist_amp.errors import ConfigError, Failure, nearest_name
 from dist_amp.files import shipped_folder
@@ -42,22 +42,13 @@ DEFAULT = ("console", "demo", "explain", "launch", "watchdog")
 DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "pynvml": "nvidia-ml-py"}
 DISTRIBUTIONS |= {"mlflow": "mlflow-skinny"}
 ALWAYS = {"torch", "tensorboard", "numpy"}  # torch imports the others
-FOR_TESTS = {"pytest", "pytest-xdist", "ruff", "mypy"}
-TEMPLATES = {
-    "gitignore.in": ".gitignore",
-    "init.py.in": "$name/__init__.py",
-    "pyproject.toml.in": "pyproject.toml",
-    "README.md.in": "README.md",
-    "demo.toml.in": "configs/demo.toml",
-    "test_task.py.in": "tests/test_own_task.py",
-}
 
 
 @command("; nothing was made")
 def main(argv: Sequence[str]) -> None:
     root = shipped_folder()
     package = Path(dist_amp.__file__).parent
-    parts = Parts(package, root / "launch")
+    parts = Parts(package, root)
     options = parse_options(argv, parts)
     target = Path(options.name).expanduser()
     like = {"features": DEFAULT}
@@ -65,31 +56,38 @@ def main(argv: Sequence[str]) -> None:
         like = tomllib.loads(Path(options.like).read_text(encoding="utf-8"))["tool"]["dist_amp"]
     else:
         check_name(target, root)
-    file, task = find_task(options.task or f"{root}/template/example.py:Example")
+    file, _, task = (options.task or f"{root}/template/NAME/task.py:Example").rpartition(":")
+    path = Path(file).expanduser()
+    code = path.read_text(encoding="utf-8") if path.is_file() else ""
+    if not re.search(rf"(?m)^class {re.escape(task)}\b", code):
+        raise ConfigError(
+            f"--task {options.task} must be FILE.py:Class, a class in a file that exists"
+        )
     source, commit = source_of(package.parent)
-    record = {
-        "name": target.name,
-        "version": dist_amp.__version__,
-        "commit": commit,
-        "source": like.get("source") or source,
-        "task": task.name,
-        "features": choose(parts, like["features"], options, task),
-    }
     try:
+        record = {
+            "name": target.name,
+            "version": dist_amp.__version__,
+            "commit": commit,
+            "source": like.get("source") or source,
+            "task": task,
+            "features": choose(parts, like["features"], options, code),
+        }
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as temporary:
             folder = Path(temporary, target.name)
-            write_project(folder, root, parts, record, file)
+            write_project(folder, root, parts, record, path)
             git(folder, "init", "--quiet", "--initial-branch=main")
             git(folder, "add", "--all")
             words = ["-c", "commit.gpgsign=false", "commit", "--quiet", "--no-verify"]
             git(folder, *user_of(folder), *words, "-m", f"Made by dist_amp {dist_amp.__version__}")
             git(folder, "branch", BRANCH)
             folder.rename(target)
+    except SyntaxError as error:
+        raise ConfigError(f"new {target}: {error}; fix this file") from None
     except OSError as error:
         raise Failure(f"new {target}: {error}; nothing was made") from error
-    if not options.like:
-        print(f"{target}: dist_amp with {', '.join(record['features'])}")
-        print(f"next: cd {target} && bash launch/demo.sh")
+    print(f"{target}: dist_amp with {', '.join(record['features'])}")
+    print(f"next: cd {target} && bash launch/demo.sh")
 
 
 def parse_options(argv: Sequence[str], parts: Parts) -> Namespace:
@@ -116,55 +114,40 @@ def parse_options(argv: Sequence[str], parts: Parts) -> Namespace:
 def check_name(target: Path, root: Path) -> None:
     """Errors: ConfigError for what exists, can't be a package's name, or is another module's."""
     name = target.name
-    if target.exists():
-        raise ConfigError(f"new {target}: this exists; use another name, or remove it")
-    is_name = name.isascii() and name.isidentifier() and not keyword.iskeyword(name)
-    if not is_name:
-        raise ConfigError(
-            f"new {target}: a package's name has letters, digits and _, and is no word of Python; "
-            f"use one such as my_{name.replace('-', '_').lower().strip('_')}"
-        )
-    spec = find_spec(name)
     places = [root / name, root / f"tests/{name}.py", root / f"tests/{name}"]
-    if name == "runs" or (spec and spec.origin) or any(place.exists() for place in places):
-        raise ConfigError(
-            f"new {target}: {name} is the name of a module, or of something in each project; use "
-            f"another, such as my_{name}"
-        )
+    if target.exists():
+        reason = "this exists"
+    elif not (name.isascii() and name.isidentifier() and not keyword.iskeyword(name)):
+        reason = "a package's name has letters, digits and _, and is no word of Python"
+    elif (
+        name == "runs"
+        or any(place.exists() for place in places)
+        or ((spec := find_spec(name)) and spec.origin)
+    ):
+        reason = f"{name} is the name of a module, or of something in each project"
+    else:
+        return
+    other = re.sub(r"\W", "_", name).strip("_")
+    raise ConfigError(f"new {target}: {reason}; use another name, such as my_{other}")
 
 
-def find_task(text: str) -> tuple[Path, ast.ClassDef]:
-    """(file, class) of --task."""
-    file, _, name = text.rpartition(":")
-    path = Path(file).expanduser()
-    for node in parse(path).body if path.is_file() else ():
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            return path, node
-    raise ConfigError(f"--task {text} must be FILE.py:Class, a class in a file that exists")
-
-
-def choose(
-    parts: Parts, present: Sequence[str], options: Namespace, task: ast.ClassDef
-) -> list[str]:
-    """The features that are present or added, less those to leave out, with all that they need."""
-    known = list(parts.features)
-    added = [word.strip() for word in options.added.split(",") if word.strip()]
-    left_out = [word.strip() for word in options.without.split(",") if word.strip()]
+def choose(parts: Parts, present: Sequence[str], options: Namespace, code: str) -> list[str]:
+    """The features that are present, added, or read methods of the task's code, less those to leave
+    out, with all that they need.
+    """
+    added, left_out = (re.findall(r"[^\s,]+", text) for text in (options.added, options.without))
     for word in (*added, *left_out):
-        if word not in (*known, "all"):
-            near = nearest_name(word, known)
+        if word not in (*parts.features, "all"):
+            near = nearest_name(word, parts.features)
             hint = f"did you mean {near}?" if near else "dist_amp new --help lists them"
             raise ConfigError(f"there is no feature {word}; {hint}")
-    methods = {node.name for node in task.body if isinstance(node, ast.FunctionDef)}
-    added += [feature.rpartition(".")[2] for method, feature in METHODS if method in methods]
-    selected = known if "all" in added else [*present, *added]
-    selected = [name for name in known if name in selected and name not in left_out]
-    chosen = parts.chosen(selected)
+    added += [name.rpartition(".")[2] for method, name in METHODS if f" def {method}(" in code]
+    selected = parts.features.keys() & {*present, *added} if "all" not in added else parts.features
+    chosen = parts.chosen(name for name in selected if name not in left_out)
     for name in left_out:
-        if users := [user for user in selected if name in parts.chosen([user])]:
+        if name in chosen:
+            users = [user for user in chosen if user != name and name in parts.chosen([user])]
             raise ConfigError(f"{name} is needed by {', '.join(users)}; leave that out, too")
-    if more := [name for name in chosen if name not in selected]:
-        print(f"with {', '.join(more)}, needed by the others")
     return chosen
 
 
@@ -172,13 +155,11 @@ def source_of(root: Path) -> tuple[str, str]:
     """Where these files are: the clone's remote if it has this commit, or else this folder; and the
     commit, "" if there is none or files differ from it.
     """
-    if not (root / ".git").exists():
+    if not (root / ".git").exists() or git(root, "status", "--porcelain"):
         return str(root), ""
-    url = run_git(root, "remote", "get-url", "origin").stdout.strip()
-    is_there = run_git(root, "branch", "--remotes", "--contains", "HEAD").stdout
-    is_clean = not git(root, "status", "--porcelain")
-    commit = git(root, "rev-parse", "HEAD") if is_clean else ""
-    return url if url and is_there else str(root), commit
+    url = git(root, "config", "--default=", "remote.origin.url")
+    is_there = git(root, "branch", "--remotes", "--contains", "HEAD")
+    return url if url and is_there else str(root), git(root, "rev-parse", "HEAD")
 
 
 def write_project(
@@ -188,12 +169,10 @@ def write_project(
 
     record: for [tool.dist_amp]. task: the file with the user's task.
     """
-    name, features = record["name"], record["features"]
-    files = {file: parts.files[file] for file in parts.files_with(features)}
+    name = record["name"]
+    files = {file: parts.files[file] for file in parts.files_with(record["features"])}
     files |= {file: root / file for file in ("Dockerfile", "configs/schema.json")}
     files[f"{name}/task.py"] = task
-    for path in tests_of(root / "tests", parts, features):
-        files[f"tests/{path.relative_to(root / 'tests')}"] = path
     for file, path in files.items():
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, folder / file)
@@ -204,8 +183,9 @@ def write_project(
                 text += f'\n[task]\ntarget = "{name}.task:{record["task"]}"\n'
             (folder / "configs" / path.name).write_text(text, encoding="utf-8")
     pyproject = (root / "pyproject.toml").read_text(encoding="utf-8")
-    dependencies, extras = requirements(folder, task, tomllib.loads(pyproject)["project"])
+    dependencies, extras = requirements(files, task, tomllib.loads(pyproject)["project"])
     tools = pyproject[pyproject.index("[tool.pytest") : pyproject.index("[dependency-groups]")]
+    features = [(feature, parts.features[feature]) for feature in record["features"]]
     words = {
         "name": name,
         "task": record["task"],
@@ -213,35 +193,17 @@ def write_project(
         "extras": tomli_w.dumps(extras),
         "record": tomli_w.dumps(record),
         "tools": tools.replace(', "examples"]', "]").rstrip(),
-        "features": "\n".join(
-            f"- {feature}, {parts.features[feature].docs}: {parts.features[feature].about}"
-            for feature in features
-        ),
+        "features": "\n".join(f"- {name}, {each.docs}: {each.about}" for name, each in features),
     }
-    for template, file in TEMPLATES.items():
-        text = (root / "template" / template).read_text(encoding="utf-8")
-        target = folder / Template(file).substitute(words)
-        target.write_text(Template(text).substitute(words), encoding="utf-8")
+    for path in (root / "template").rglob("*.in"):
+        file = str(path.relative_to(root / "template").with_suffix("")).replace("NAME", name)
+        text = Template(path.read_text(encoding="utf-8")).substitute(words)
+        (folder / file).write_text(text, encoding="utf-8")
     needed = needed_by([*dependencies, *chain(*extras.values())])
     pins = (root / "launch/constraints.txt").read_text(encoding="utf-8").splitlines()
     lines = ["# The versions that dist_amp was tested with, of what pyproject.toml requires."]
     lines += [line for line in pins if line[0] != "#" and distribution(line) in needed]
     (folder / "launch/constraints.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def tests_of(tests: Path, parts: Parts, features: Sequence[str]) -> set[Path]:
-    """The tests of core and of the features, with the helpers that they import."""
-    start = [tests / "conftest.py", *(tests / "core").glob("test_*.py")]
-    for path in (tests / "features").glob("test_*.py"):
-        if parts.feature_of_test(path) in features:
-            start.append(path)
-
-    def helpers(path: Path) -> list[Path]:
-        names = {f"{name.partition('.')[0]}.py" for name in imports_of(path)}
-        beside = [folder / name for folder in (tests, tests / "features") for name in names]
-        return [path for path in beside if path.exists()]
-
-    return closure(start, helpers)
 
 
 def is_usable(config: str, parts: Parts, files: Iterable[str]) -> bool:
@@ -256,26 +218,23 @@ def is_usable(config: str, parts: Parts, files: Iterable[str]) -> bool:
 
 
 def requirements(
-    folder: Path, task: Path, ours: dict[str, Any]
+    files: dict[str, Path], task: Path, ours: dict[str, Any]
 ) -> tuple[list[str], dict[str, list[str]]]:
-    """(dependencies, extras) of this package's that a project's code imports."""
-    paths = [path for path in folder.rglob("*.py") if "tests" not in path.parts]
-    used = ALWAYS.union(*(distributions(imports_of(path)) for path in paths))
+    """(dependencies, extras) of this package's that a project's files import."""
+    code = [path for file, path in files.items() if re.match(r"(?!tests/).*\.py$", file)]
+    used = ALWAYS.union(*(distributions(imports_of(path)) for path in code))
     optional = ours["optional-dependencies"]
+    known = map(distribution, [*ours["dependencies"], *chain(*optional.values())])
+    dependencies = [line for line in ours["dependencies"] if distribution(line) in used]
+    dependencies += sorted(distributions(imports_of(task)).difference(known))
     extras = {
         extra: lines
         for extra, lines in optional.items()
         if extra not in ("test", "bench") and used & set(map(distribution, lines))
     }
-    first, *for_tests = optional["test"]  # dist_amp[hf,...], and others
-    tests = [line for line in for_tests if distribution(line) in used | FOR_TESTS]
-    tests += [
-        line for extra in extras if extra in Requirement(first).extras for line in extras[extra]
-    ]
-    known = map(distribution, [*ours["dependencies"], *chain(*optional.values())])
-    of_task = sorted(distributions(imports_of(task)).difference(known))
-    dependencies = [line for line in ours["dependencies"] if distribution(line) in used]
-    return [*dependencies, *of_task], {**extras, "test": tests}
+    for_tests, *tools = optional["test"]  # dist_amp[hf,...], and what tests are run by
+    more = [extras.get(extra, []) for extra in sorted(Requirement(for_tests).extras)]
+    return dependencies, {**extras, "test": [*tools, *chain(*more)]}
 
 
 def distributions(imports: Iterable[str]) -> set[str]:
@@ -292,16 +251,13 @@ def distribution(requirement: str) -> str:
 def needed_by(requirements: Iterable[str]) -> set[str]:
     """Names of what these need, directly or not, as far as it is installed here."""
 
-    def needs(line: str) -> list[str]:
+    def needs(line: str) -> Iterator[str]:
         user = Requirement(line)
-        found = []
         with suppress(metadata.PackageNotFoundError):
-            for need in metadata.requires(user.name) or ():
-                marker = Requirement(need).marker
-                extras = ("", *user.extras)
-                if marker is None or any(marker.evaluate({"extra": extra}) for extra in extras):
-                    found.append(need)
-        return found
+            for need in map(Requirement, metadata.requires(user.name) or ()):
+                extras = [{"extra": extra} for extra in ("", *user.extras)]
+                if need.marker is None or any(map(need.marker.evaluate, extras)):
+                    yield str(need)
 
     return {distribution(line) for line in closure(requirements, needs)}
 

@@ -22,32 +22,25 @@ from dist_amp.errors import ConfigError, some_of
 from dist_amp.supervise.command_line import Parser, command
 
 BRANCH = "dist_amp"  # has the files as they were made, without later edits
-SOURCE = "say where dist_amp is by `source` under [tool.dist_amp] in pyproject.toml"
 
 
 @command("; the project is as it was")
 def main(argv: Sequence[str]) -> int:
     Parser("python -m dist_amp.update", __doc__).parse_args(argv)
-    root, record = find_project()
-    return make_again(root, record, "HEAD")
+    return make_again(*find_project(), "HEAD")
 
 
-def run_git(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def git(folder: Path, *words: str, ok: Sequence[int] = (0,)) -> str:
+    """The output of a git command. Errors: ConfigError with git's message."""
     # A git hook's variables name another repository. In a new session, Ctrl-C does not reach git.
     environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     options: dict[str, Any] = {"capture_output": True, "text": True, "start_new_session": True}
     try:
-        return subprocess.run(["git", *words], cwd=folder, env=environ, **options)
+        done = subprocess.run(["git", *words], cwd=folder, env=environ, **options)
     except FileNotFoundError:
         raise ConfigError("git is missing, which keeps a project's history; install it") from None
-
-
-def git(folder: Path, *words: str) -> str:
-    """The output of a git command. Errors: ConfigError with git's message."""
-    done = run_git(folder, *words)
-    if done.returncode:
-        reason = " ".join((done.stderr or done.stdout).split())
-        raise ConfigError(f"git {words[0]} failed: {reason}")
+    if done.returncode not in ok:
+        raise ConfigError(f"git failed: {' '.join((done.stderr or done.stdout).split())}")
     return done.stdout.strip()
 
 
@@ -65,10 +58,10 @@ def find_project() -> tuple[Path, dict[str, Any]]:
     """
     try:
         root = Path(git(Path(), "rev-parse", "--show-toplevel"))
-        settings = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
+        settings = tomllib.loads(git(root, "show", "HEAD:pyproject.toml"))
         record = {"name": settings["project"]["name"], **settings["tool"]["dist_amp"]}
         git(root, "rev-parse", "--verify", f"refs/heads/{BRANCH}")
-    except (ConfigError, OSError, KeyError, tomllib.TOMLDecodeError) as error:
+    except (ConfigError, KeyError) as error:
         raise ConfigError(
             f"this is not a project that `dist_amp new` made, with its branch {BRANCH}: {error}; "
             f"go to its folder, or fetch the branch: git fetch origin {BRANCH}:{BRANCH}"
@@ -87,77 +80,66 @@ def make_again(
 
     added, removed: features, separated by commas. Returns the exit status: 1 for conflicts.
     """
+    name = record["name"]
     with tempfile.TemporaryDirectory() as temporary:
         source = Path(record["source"])
         if not source.is_dir() or (commit and (source / ".git").exists()):
-            source = cloned(record, commit, Path(temporary, "source"))
+            source = Path(temporary, "source")
+            made_from = record["commit"] or "HEAD"
+            try:
+                git(root, "clone", "--quiet", "--no-checkout", record["source"], str(source))
+                git(source, "checkout", "--quiet", commit or "HEAD")
+                git(source, "merge-base", "--is-ancestor", made_from, "HEAD")
+            except ConfigError as error:
+                raise older(record, f"commit {made_from[:7]}: {error}") from None
         # The task as it was made, not as the user has it by now: a merge would see that as an edit.
-        task = f"{record['name']}/task.py"
-        git(root, f"--work-tree={temporary}", "restore", f"--source={BRANCH}", "--", task)
-        words = ["--like", f"{root}/pyproject.toml", "--with", added, "--without", removed]
-        words += ["--task", f"{temporary}/{task}:{record['task']}"]
         made = Path(temporary, "made")
         made.mkdir()
-        print(run_new(source, made, record["name"], *words), end="")
-        git(root, "fetch", "--quiet", str(made / record["name"]), "main")
+        git(root, f"--work-tree={made}", "restore", f"--source={BRANCH}", "--", f"{name}/task.py")
+        words = ["--like", f"{root}/pyproject.toml", "--with", added, "--without", removed]
+        run_new(
+            source,
+            Path(temporary),
+            name,
+            *words,
+            "--task",
+            f"{made}/{name}/task.py:{record['task']}",
+        )
+        git(root, "fetch", "--quiet", f"{temporary}/{name}", "main")
     new = tomllib.loads(git(root, "show", "FETCH_HEAD:pyproject.toml"))["tool"]["dist_amp"]
     if Version(new["version"]) < Version(record["version"]):
-        raise is_newer(record, f"version {record['version']}")
-    return merge(root, f"dist_amp {new['version']} with {', '.join(new['features'])}")
+        raise older(record, f"version {record['version']}")
+    title = f"dist_amp {new['version']} with {', '.join(new['features'])}"
+    user = user_of(root)
+    commit = BRANCH
+    if git(root, "diff", "--name-only", BRANCH, "FETCH_HEAD", "--"):
+        commit = git(root, *user, "commit-tree", "FETCH_HEAD^{tree}", "-p", BRANCH, "-m", title)
+    # A signal would leave half of this, and the command would say that nothing has changed.
+    ignore_stop_signals((signal.SIGINT, signal.SIGTERM))
+    words = ["merge", "--no-ff", "--stat", "-m", f"Merge {title}", commit]
+    print(git(root, *user, *words, ok=(0, 1)))
+    git(root, "branch", "--force", BRANCH, commit)
+    if conflicts := git(root, "ls-files", "--unmerged"):
+        print("resolve the conflicts, git add or git rm each file, then: git commit")
+        print("or undo all: git merge --abort")
+    return int(bool(conflicts))
 
 
-def cloned(record: dict[str, Any], commit: str, folder: Path) -> Path:
-    """The source at a commit. Errors: ConfigError if the project was made from a later one."""
-    try:
-        git(folder.parent, "clone", "--quiet", "--no-checkout", record["source"], str(folder))
-        git(folder, "checkout", "--quiet", commit or "HEAD")
-    except ConfigError as error:
-        raise ConfigError(f"{error}; {SOURCE}") from None
-    made_from = record["commit"] or "HEAD"
-    if run_git(folder, "merge-base", "--is-ancestor", made_from, "HEAD").returncode:
-        raise is_newer(record, f"commit {made_from[:7]}")
-    return folder
-
-
-def run_new(source: Path, folder: Path, *words: str) -> str:
-    """The output of the source's `dist_amp new` in a folder."""
+def run_new(source: Path, folder: Path, *words: str) -> None:
+    """Call the source's `dist_amp new` in a folder."""
     environ = os.environ | {"PYTHONPATH": str(source)}
     command = [sys.executable, "-m", "dist_amp.new", *words]
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise ConfigError(f"source {source}: {reason.removeprefix('error: ')}")
-    return done.stdout
 
 
-def is_newer(record: dict[str, Any], made_from: str) -> ConfigError:
+def older(record: dict[str, Any], made_from: str) -> ConfigError:
     return ConfigError(
-        f"the project was made from {made_from}, which is newer than {record['source']}, or not in "
-        f"its history; update that, or {SOURCE}"
+        f"{record['source']} is not there, or older than what the project was made from, "
+        f"{made_from}; update it, or name another `source` under [tool.dist_amp] in pyproject.toml"
     )
-
-
-def merge(root: Path, title: str) -> int:
-    """Commit FETCH_HEAD's files on the branch, and merge that; returns the exit status."""
-    user = user_of(root)
-    commit = BRANCH
-    if run_git(root, "diff", "--quiet", BRANCH, "FETCH_HEAD", "--").returncode:
-        commit = git(root, *user, "commit-tree", "FETCH_HEAD^{tree}", "-p", BRANCH, "-m", title)
-    if run_git(root, "merge-base", "--is-ancestor", commit, "HEAD").returncode == 0:
-        print("nothing to do")
-        return 0
-    # A signal would leave half of this, and the command would say that nothing has changed.
-    ignore_stop_signals((signal.SIGINT, signal.SIGTERM))
-    words = ["merge", "--no-ff", "--no-edit", "--stat", "-m", f"Merge {title}", commit]
-    done = run_git(root, *user, *words)
-    if done.returncode > 1:  # no conflict: it did not begin
-        raise ConfigError(f"git merge failed: {' '.join(done.stderr.split())}")
-    git(root, "branch", "--force", BRANCH, commit)
-    print(done.stdout.strip())
-    if done.returncode:
-        print("resolve the conflicts, git add or git rm each file, then: git commit")
-        print("or undo all: git merge --abort")
-    return done.returncode
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT
 
 from dist_amp.commands.new import distribution, distributions
-from dist_amp.commands.parts import imported, parse
+from dist_amp.commands.parts import imported
 
 # Which extra each optional module is for.
 NEEDS_EXTRA = {
@@ -38,9 +38,10 @@ def undeclared(path):
     """The distributions that a module imports and can not rely on."""
     at_once = [extra for extra, modules in NEEDS_EXTRA.items() if path.stem in modules]
     later = [extra for extra, modules in ASKS_FOR_EXTRA.items() if path.stem in modules]
-    outside = [node for node in parse(path).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    tree = ast.parse(path.read_text())
+    outside = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     needed = distributions(imported(ast.Module(outside, []))) - declared(*at_once)
-    return needed | distributions(imported(parse(path))) - declared(*at_once, *later)
+    return needed | distributions(imported(tree)) - declared(*at_once, *later)
 
 
 def test_every_import_of_the_package_is_declared():

@@ -1,4 +1,4 @@
-"""Core and features: a feature is a file that may be missing.
+"""Core and features: a feature is a file that may be missing, and projects get whole files.
 
 Core is imported once, in a fork that sees no feature; each feature is imported in a fork of that.
 """
@@ -13,20 +13,20 @@ from importlib.abc import MetaPathFinder
 import pytest
 import torch._dynamo  # noqa: F401
 import transformers.modeling_utils  # noqa: F401
-from conftest import ROOT
+from conftest import ROOT, TESTS
 
 import dist_amp.train
 import dist_amp.verify.__main__  # noqa: F401
 from dist_amp.commands.parts import Parts, imported
 from dist_amp.supervise.command_line import command
 
-PARTS = Parts(ROOT / "dist_amp", ROOT / "launch")
+PARTS = Parts(ROOT / "dist_amp", ROOT)
 # Benchmarks, and what makes projects.
 CLONE_ONLY = {"dist_amp/bench.py", "dist_amp/commands/new.py", "dist_amp/commands/parts.py"}
 
 
 def modules(files):
-    """The names by which Python imports these files; scripts have none."""
+    """The names by which Python imports these files; scripts and tests are left out."""
     paths = [file.removesuffix(".py") for file in sorted(files) if file.startswith("dist_amp/")]
     return [path.removesuffix("/__init__").replace("/", ".") for path in paths]
 
@@ -65,16 +65,14 @@ def import_core_and_each_feature(folder):
         del sys.modules[name]
     missing = Missing()
     sys.meta_path.insert(0, missing)
-    core = PARTS.files_with([])
-    import_all(PARTS.core, missing, core, folder / "core")
+    import_all(PARTS.core, missing, PARTS.core, folder / "core")
     ema = ["dist_amp/optimizers/ema.py"]
-    in_a_fork(import_all, ema, missing, core, folder / "ema without its file")
-    for name, feature in PARTS.features.items():
-        own = PARTS.with_needs(feature.files) - PARTS.core
-        kept = PARTS.files_with(PARTS.chosen([name]))
-        status = in_a_fork(import_all, own, missing, kept, folder / name)
-        if status != 0:
-            (folder / name).write_text(f"exit status {status}")
+    in_a_fork(import_all, ema, missing, PARTS.core, folder / "ema without its file")
+    for name, (_, _, files) in PARTS.features.items():
+        kept = PARTS.files_with([name])
+        own = [file for file in kept - PARTS.core if PARTS.unit.get(file, files) is files]
+        if in_a_fork(import_all, own, missing, kept, folder / name) != 0:
+            (folder / name).write_text("its process died")
 
 
 def test_core_is_imported_alone_and_each_feature_with_what_it_needs_alone(tmp_path):
@@ -86,21 +84,34 @@ def test_core_is_imported_alone_and_each_feature_with_what_it_needs_alone(tmp_pa
 
 
 def test_no_core_file_imports_a_feature_at_its_top_level():
-    for file in PARTS.core:
-        if file.endswith(".py"):
-            tree = ast.parse(PARTS.files[file].read_text())
-            outside = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-            for name in imported(ast.Module(outside, [])):
-                names = {*PARTS.named(name), *PARTS.named(name.rpartition(".")[0])}
-                assert names.isdisjoint(PARTS.feature_of), file
+    for file in (file for file in PARTS.core if file.startswith("dist_amp/")):
+        tree = ast.parse(PARTS.files[file].read_text())
+        outside = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        names = PARTS.named_in(" ".join(imported(ast.Module(outside, []))))
+        assert names.isdisjoint(PARTS.unit), file
 
 
 def test_every_file_belongs_to_core_or_to_a_feature_that_says_what_it_is():
-    left = PARTS.files.keys() - PARTS.files_with(PARTS.features)
-    assert left == CLONE_ONLY
+    files = {file for file in PARTS.files if not file.startswith("tests/")}
+    assert files - PARTS.files_with(PARTS.features) == CLONE_ONLY
     for name, feature in PARTS.features.items():
         assert feature.about, name
         assert (ROOT / feature.docs).is_file(), name
+
+
+def test_a_test_file_is_in_the_folder_of_what_it_needs_under_a_name_of_its_own():
+    """Projects get the tests of core and of their features."""
+    paths = sorted(TESTS.rglob("*.py"))
+    folders = ("core", "features", "together", "repo", "slow", "gpu")
+    tests = {path for path in paths if path.match("test_*.py")}
+    assert {path.parent for path in tests} == {TESTS / folder for folder in folders}
+    names = [path.name for path in paths if path.name != "__init__.py"]
+    assert sorted(names) == sorted(set(names))
+    for file in PARTS.files:
+        if file.startswith(("tests/core/test_", "tests/features/test_")):
+            assert (file in PARTS.core) != (file in PARTS.unit), "its name is no feature's"
+            tests = {need for need in PARTS.needs(file) if "/test_" in need}
+            assert tests <= PARTS.core | {*PARTS.unit.get(file, ())}, file
 
 
 @pytest.mark.bad_input("a feature's file that can't be imported, or is not Python")
