@@ -1,6 +1,5 @@
 """Every planted fault is caught, with its cause and its rank; the same run without it is silent."""
 
-from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from unittest.mock import patch
@@ -11,15 +10,14 @@ from ranks import on_ranks
 from tiny import Rows, Tiny, make_run
 from torch import nn
 
+from dist_amp import step
 from dist_amp.config.load import load_config
-from dist_amp.data import Padding
 from dist_amp.diagnostics import consistency
 from dist_amp.diagnostics.consistency import Consistency
 from dist_amp.errors import Failure
 from dist_amp.optim import build_optimizer, learning_rate
-from dist_amp.step import loss_of, mark_last, train_step, weights_of
+from dist_amp.step import loss_of, train_step
 from dist_amp.supervise.stop import AgreedStop
-from dist_amp.telemetry.step_report import StepReport
 from dist_amp.train import train
 from dist_amp.verify.cells import check_cell
 from dist_amp.verify.compare import Cell
@@ -29,75 +27,45 @@ from dist_amp.world import local
 # ---- faults in the loop: verify's comparison finds them ----
 
 
-def loop(run, micro_batches, share=None, backward=None, before=None, after=None):
-    """A copy of train_step, with the places in which a fault is planted, as around its update."""
-    task = run.task
-    device = run.world.device
-    weight = run.world.sum(weights_of(task, micro_batches, device).sum())
-    losses = []
-    for is_last, batch in mark_last(micro_batches):
-        with run.parallel.gradient_sync(is_last):
-            with run.precision.autocast():
-                loss = loss_of(task, run.model, batch, device)
-            losses.append(loss.detach())
-            part = loss / (weight / run.world.world_size)
-            if share is not None:
-                wrong = share(run, micro_batches, batch, weight)
-                part = part + loss * wrong - loss * (run.world.world_size / weight)
-            if backward is None:
-                run.scaler.scale(part).backward()
-        if backward is not None:
-            backward(run, part)
-    if before is not None:
-        before(run)
-    norm = run.parallel.global_grad_norm()
-    norm = run.scaler.unscale_and_clip(run.optimizer, norm, run.clip)
-    run.scaler.step(run.optimizer)
-    run.scaler.update()
-    run.schedule.step(run.scaler.applied)
-    run.optimizer.zero_grad(set_to_none=True)
-    if after is not None:
-        with torch.no_grad():
-            after(run)
-    return StepReport(losses, weight, norm, run.scaler.applied)
+def without_division(run, micro_batches):
+    with patch.object(step, "loss_of", lambda *args: loss_of(*args) * len(micro_batches)):
+        return train_step(run, micro_batches)
 
 
-def number_of(task, batch):
-    return 0.0 if isinstance(batch, Padding) else float(task.weight(batch))
+def mean_of_means(run, micro_batches):
+    def mean(task, model, batch, device):
+        return loss_of(task, model, batch, device) / task.weight(batch)
+
+    with patch.object(step, "loss_of", mean):
+        return train_step(run, micro_batches)
 
 
-def without_division(run, all, batch, weight):
-    return run.world.world_size * len(all) / weight
-
-
-def mean_of_means(run, all, batch, weight):
-    return 1 / (max(number_of(run.task, batch), 1e-9) * len(all))
-
-
-def clip_too_early(run):
+def clip_too_early(run, micro_batches):
     """The limit is meant for gradients that the loss scale has been taken out of."""
-    norm = torch.nn.utils.get_total_norm([p.grad for p in run.parallel.parameters])
-    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    for p in run.parallel.parameters:
-        local(p.grad).mul_((run.config.train.max_grad_norm / norm).clamp(max=1))
+    norm_of = run.parallel.global_grad_norm
+
+    def clipped():
+        factor = (run.config.train.max_grad_norm / norm_of()).clamp(max=1)
+        for p in run.parallel.parameters:
+            local(p.grad).mul_(factor)
+        return norm_of()
+
+    with patch.object(run.parallel, "global_grad_norm", clipped):
+        return train_step(run, micro_batches)
 
 
-def sync_in_the_backward(run, loss):
-    run.model.set_requires_gradient_sync(True)
-    run.scaler.scale(loss).backward()
+def sync_every_micro_batch(run, micro_batches):
+    sync = run.parallel.gradient_sync
+    with patch.object(run.parallel, "gradient_sync", lambda on: sync(True)):
+        return train_step(run, micro_batches)
 
 
-def no_sync_in_backward_only(run, micro_batches):
-    sync, run.parallel.gradient_sync = run.parallel.gradient_sync, lambda on: nullcontext()
-
-    def backward(run, loss):
-        with sync(False):
-            run.scaler.scale(loss).backward()
-
-    try:
-        return loop(run, micro_batches, backward=backward)
-    finally:
-        run.parallel.gradient_sync = sync
+@torch.no_grad()
+def after_each(fault, run, micro_batches):
+    with torch.enable_grad():
+        report = train_step(run, micro_batches)
+    fault(run)
+    return report
 
 
 def count_a_skip(run):
@@ -107,11 +75,6 @@ def count_a_skip(run):
 def scale_on_one_rank(run):
     if run.world.rank == 1:
         run.scaler.scale_tensor.mul_(0.5)
-
-
-def clear_before_each(run, loss):
-    run.model.zero_grad()
-    run.scaler.scale(loss).backward()
 
 
 def update_scaler(run):
@@ -143,51 +106,35 @@ def verdict_of(world, cell, step):
 NO_SYNC = "no_sync around its forward and its backward"
 DIVISOR = "not by one factor: each micro-batch must be divided by the weight of all"
 UPDATE = "are right, the parameters after it are not: check clipping, learning rate,"
-ONE_SCALE = "on rank 1 it left the loss scale at 512,"
-LOOP_FAULTS = [
-    ("ddp fp32", {"share": without_division}, "division by accumulation_steps is missing"),
-    ("fsdp fp32", {"share": mean_of_means}, DIVISOR),
-    ("fsdp fp16", {"before": clip_too_early}, "they were clipped before they were unscaled"),
-    ("ddp fp16", {"after": update_scaler}, "update() must run once per step"),
-    ("fsdp fp16", {"after": scale_on_one_rank}, ONE_SCALE),
-    ("ddp bf16", {"after": count_a_skip}, "on ranks 0, 1 it counted as 1 applied, 1 skipped"),
-    ("ddp fp32", {"backward": clear_before_each}, "not by one factor"),
-    # FSDP2 reads its flag in the backward alone, DDP in the forward alone.
-    ("fsdp fp32", {"backward": sync_in_the_backward}, NO_SYNC),
-    ("ddp fp32", no_sync_in_backward_only, NO_SYNC),
-    ("ddp bf16 sgd", {"after": lose_moments}, UPDATE),
-    ("fsdp fp32 sgd", {"after": change_rate_on_a_skip}, "it changed the learning"),
-]
+COUNTED = "on ranks 0, 1 it counted as 1 applied, 1 skipped"
 
 
-@pytest.mark.parametrize(("cell", "fault", "cause"), LOOP_FAULTS)
+@pytest.mark.parametrize(
+    ("cell", "fault", "cause"),
+    [
+        ("ddp fp32", without_division, "division by accumulation_steps is missing"),
+        ("ddp fp32", mean_of_means, DIVISOR),
+        ("ddp fp16", clip_too_early, "they were clipped before they were unscaled"),
+        ("ddp fp16", partial(after_each, update_scaler), "update() must run once per step"),
+        ("ddp fp16", partial(after_each, scale_on_one_rank), "on rank 1 it left the loss scale at"),
+        ("ddp bf16", partial(after_each, count_a_skip), COUNTED),
+        ("fsdp fp32", sync_every_micro_batch, NO_SYNC),
+        ("ddp fp32", sync_every_micro_batch, NO_SYNC),
+        ("ddp bf16 sgd", partial(after_each, lose_moments), UPDATE),
+        ("ddp fp32 sgd", partial(after_each, change_rate_on_a_skip), "it changed the learning"),
+    ],
+)
 def test_a_fault_in_the_loop_is_named_by_the_comparison(cell, fault, cause):
-    step = partial(loop, **fault) if isinstance(fault, dict) else fault
-    message = on_ranks(2, verdict_of, cell, step)[0]
+    message = on_ranks(2, verdict_of, cell, fault)[0]
     assert cause in message, message
 
 
-@pytest.mark.parametrize("cell", ["ddp fp16", "fsdp fp32"])
-def test_the_loop_as_it_is_and_its_copy_without_a_fault_are_silent(cell):
+@pytest.mark.parametrize("cell", ["ddp fp16", "fsdp fp16"])
+def test_the_loop_without_a_fault_is_silent(cell):
     assert on_ranks(2, verdict_of, cell, train_step)[0] == ""
-    assert on_ranks(2, verdict_of, cell, loop)[0] == ""
 
 
 # ---- faults in a run: the main job's consistency checks find them ----
-
-
-class Noisy(Tiny):
-    """Dropout and batch statistics, so that there is more to go wrong."""
-
-    def build_model(self):
-        return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 1))
-
-
-class OneBadRow(Noisy):
-    def build_dataset(self, split):
-        rows = super().build_dataset(split)
-        rows.columns["x"][0] = float("inf")
-        return rows
 
 
 class Remembers(nn.Module):
@@ -198,22 +145,9 @@ class Remembers(nn.Module):
         self.register_buffer("seen", torch.zeros(8))
 
     def forward(self, x):
-        self.seen.lerp_(x.detach().mean(0), 0.1)
+        if self.training:
+            self.seen.lerp_(x.detach().mean(0), 0.1)
         return x
-
-
-class RanksRemember(Tiny):
-    def __init__(self, averages=False):
-        super().__init__()
-        self.averages = averages
-
-    def build_model(self):
-        return nn.Sequential(Remembers(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
-
-    def on_step(self, run, report):
-        if self.averages:
-            seen = run.parallel.module[0].seen
-            seen.copy_(run.world.sum(seen) / run.world.world_size)
 
 
 class RandomRows(Rows):
@@ -229,27 +163,48 @@ class RandomRows(Rows):
         return {**row, "x": row["x"] + noise}
 
 
-class Augmented(Noisy):
-    """Each comparison of samples or buffers could draw a number that the run then lacks."""
+class Noisy(Tiny):
+    """Dropout, batch statistics and a buffer that it averages, so that there is more to go wrong.
+
+    bad: the first row is infinite. Where rows are random, each comparison of samples or buffers
+    could draw a number that the run then lacks.
+    """
+
+    def __init__(self, averages=True, bad=False, rows=Rows):
+        super().__init__()
+        self.averages, self.bad, self.rows = averages, bad, rows
+
+    def build_model(self):
+        layers = [Remembers(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.1)]
+        return nn.Sequential(*layers, nn.Linear(8, 1))
 
     def build_dataset(self, split):
-        return RandomRows(**super().build_dataset(split).columns)
+        columns = super().build_dataset(split).columns
+        if self.bad:
+            columns["x"][0] = float("inf")
+        return self.rows(**columns)
+
+    def on_step(self, run, report):
+        if self.averages:
+            seen = run.parallel.module[0].seen
+            seen.copy_(run.world.sum(seen) / run.world.world_size)
 
 
-def failure_of(world, plant, task, *words):
-    """What stops 8 steps of the main job after `plant(run)`; "" if they end well."""
+def end_of(world, plant, task, *words):
+    """What stops 8 steps of the main job after `plant(run)`, "" if nothing does; its state then."""
     small = ["--train.steps", 8, "--metrics.log_every", 2, "--train.micro_batch_size", 2]
     small += ["--debug.nonfinite", "off"]  # it would write into the run's folder
     run = make_run(world, task, *small, *words)
     plant(run)
+    message = ""
     try:
         with patch.object(consistency, "CHECK_EVERY", 2), AgreedStop(world) as stop:
             train(run, stop)
     except Failure as error:
-        return str(error)
-    finally:
-        run.data.close()
-    return ""
+        message = str(error)
+    run.data.close()
+    state = run.parallel.module.state_dict().values()
+    return message, [local(tensor).numpy().tobytes() for tensor in state]
 
 
 def after_three_steps(run, fault):
@@ -288,10 +243,10 @@ def buffers_are_never_averaged(run):
 
 
 def schedule_follows_all_steps(run):
-    step = run.schedule.step
+    move = run.schedule.step
 
     def moved(applied):
-        step(applied)
+        move(applied)
         run.schedule.lr.fill_(learning_rate(run.config.optim, run.step + 1, run.config.train.steps))
 
     run.schedule.step = moved
@@ -324,72 +279,57 @@ def ranks_draw_other_noise(run):
     run.data.fetch.dataset.own.manual_seed(run.world.rank)
 
 
+def end_of_unchecked(world, *args):
+    with patch.object(Consistency, "on_log"):
+        return end_of(world, *args)
+
+
 EVALUATED = ("--eval.every", "4")
-AUTOCAST = ("--precision.cast_by", "autocast")
 ORDERED = ("--data.shuffle", "false")
-FP16 = ("--precision.dtype", "fp16")
-GROWING = (*FP16, "--precision.scaler.init_scale", "256", "--precision.scaler.growth_interval", "2")
+GROWING = ("--precision.dtype", "fp16", "--precision.scaler.init_scale", "256")
+GROWING += ("--precision.scaler.growth_interval", "2")
 DIFFERS = "is not the same on ranks 0 and 1"
 OTHER_ROW = "sample 63 of the validation split is not the same on rank 1 as on rank 0; build_dat"
-RUN_FAULTS = [
-    (optimizer_built_before_sharding, "fsdp", Tiny(), (), "check that the optimizer got the para"),
-    (optimizer_built_before_sharding, "ddp", Tiny(), (), "changed no parameter; check that the op"),
-    (same_shard_on_all_ranks, "ddp", Tiny(), ("--train.steps", "24"), "were fed the same samples"),
-    (parameter_differs, "ddp", Tiny(), (), f"parameter 0.0.weight {DIFFERS} after step 3"),
-    (
-        parameter_differs,
-        "hsdp",
-        Tiny(),
-        (),
-        "parameter 0.0.weight is not the same on ranks 1 and 3",
-    ),
-    (buffers_are_never_averaged, "ddp", Noisy(), EVALUATED, f"buffer 1.running_mean {DIFFERS}"),
-    (nothing, "ddp", RanksRemember(), (), f"the buffer 0.seen {DIFFERS} after step 3"),
-    (schedule_follows_all_steps, "ddp", OneBadRow(), ORDERED, "the schedule moved on a skipped"),
-    (scaler_differs, "ddp", Tiny(), GROWING, "loss_scale is 512.0 on rank 1 and 1024.0 on rank 0"),
-    (same_dropout_everywhere, "ddp", Noisy(), (), "ranks 0 and 1 draw the same random numbers"),
-    (shorter_data_on_one_rank, "ddp", Tiny(), (), "the length of the training split is not the sa"),
-    (each_rank_has_a_shard, "ddp", Tiny(), (), "sample 0 of the training split is not the same on"),
-    (one_rank_evaluates_on_other_rows, "ddp", Tiny(), EVALUATED, OTHER_ROW),
-]
+LAST_REPLICA = "parameter 0.0.weight is not the same on ranks 1 and 3 after step 3"
 
 
-@pytest.mark.parametrize(("fault", "strategy", "task", "words", "cause"), RUN_FAULTS)
+@pytest.mark.parametrize(
+    ("fault", "strategy", "task", "words", "cause"),
+    [
+        (optimizer_built_before_sharding, "fsdp", Tiny(), (), "changed no parameter; check that t"),
+        (same_shard_on_all_ranks, "ddp", Tiny(), ("--train.steps", 24), "were fed the same sampl"),
+        (parameter_differs, "hsdp", Tiny(), (), LAST_REPLICA),
+        (buffers_are_never_averaged, "ddp", Noisy(), EVALUATED, f"buffer 2.running_mean {DIFFERS}"),
+        (nothing, "ddp", Noisy(averages=False), (), f"the buffer 0.seen {DIFFERS} after step"),
+        (schedule_follows_all_steps, "ddp", Noisy(bad=True), ORDERED, "the schedule moved on a sk"),
+        (scaler_differs, "ddp", Tiny(), GROWING, "loss_scale is 512.0 on rank 1 and 1024.0 on r"),
+        (same_dropout_everywhere, "ddp", Noisy(), (), "ranks 0 and 1 draw the same random numbers"),
+        (shorter_data_on_one_rank, "ddp", Tiny(), (), "the length of the training split is not th"),
+        (
+            each_rank_has_a_shard,
+            "ddp",
+            Tiny(),
+            (),
+            "sample 0 of the training split is not the same",
+        ),
+        (one_rank_evaluates_on_other_rows, "ddp", Tiny(), EVALUATED, OTHER_ROW),
+    ],
+)
 def test_a_fault_in_a_run_stops_it_with_rank_and_cause(fault, strategy, task, words, cause):
     ranks = 4 if strategy == "hsdp" else 2
-    for message in on_ranks(
-        ranks, failure_of, fault, task, "--parallel.strategy", strategy, *words
-    ):
+    for message, _ in on_ranks(ranks, end_of, fault, task, "--parallel.strategy", strategy, *words):
         assert cause in message, message
 
 
 @pytest.mark.parametrize(
-    ("plant", "strategy", "task", "words"),
-    [
-        (nothing, "hsdp", Tiny(), ()),
-        (nothing, "fsdp", Tiny(), FP16),
-        (nothing, "ddp", Noisy(), (*AUTOCAST, *EVALUATED)),
-        (nothing, "fsdp", OneBadRow(), (*AUTOCAST, *ORDERED, *EVALUATED)),
-        (nothing, "ddp", Tiny(), GROWING),
-        (nothing, "ddp", RanksRemember(averages=True), ()),
-        (ranks_draw_other_noise, "ddp", Augmented(), ()),
-    ],
+    ("strategy", "words"),
+    [("ddp", GROWING), ("fsdp", ("--precision.cast_by", "autocast", *EVALUATED))],
 )
-def test_a_run_without_a_fault_is_silent(plant, strategy, task, words):
-    words = ("--parallel.strategy", strategy, *words)
-    assert on_ranks(2, failure_of, plant, task, *words) == ["", ""]
-
-
-def state_after_training(world, checked):
-    words = ["--train.steps", 7, "--metrics.log_every", 1, "--debug.nonfinite", "off"]
-    run = make_run(world, Augmented(), *words)
-    with ExitStack() as contexts:
-        contexts.enter_context(patch.object(consistency, "CHECK_EVERY", 2))
-        if not checked:
-            contexts.enter_context(patch.object(Consistency, "on_log"))
-        train(run, contexts.enter_context(AgreedStop(world)))
-    return [value.tolist() for value in run.parallel.module.state_dict().values()]
-
-
-def test_a_run_that_is_checked_is_bit_identical_to_one_that_is_not():
-    assert on_ranks(2, state_after_training, True) == on_ranks(2, state_after_training, False)
+def test_a_run_without_a_fault_is_silent_and_has_the_bits_of_one_that_is_not_checked(
+    strategy, words
+):
+    words = ("--parallel.strategy", strategy, *ORDERED, *words)
+    how = (ranks_draw_other_noise, Noisy(bad=True, rows=RandomRows), *words)
+    checked = on_ranks(2, end_of, *how)
+    assert [message for message, _ in checked] == ["", ""]
+    assert checked == on_ranks(2, end_of_unchecked, *how)

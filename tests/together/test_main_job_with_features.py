@@ -1,18 +1,21 @@
 """The main job, as a process, with features that look at how it goes on and ends."""
 
 import json
+import os
+import signal
 
 import pytest
 from test_security import ADDRESS, SECRETS
 from test_train import TINY
+from tiny import Tiny
 
 from dist_amp.config.load import load_config
 from dist_amp.errors import ConfigError
 from dist_amp.sources.files import file_system
 
-FAULTY = '''
-import os
-from tiny import Tiny
+
+def target(task):
+    return ["--task.target", f"{__name__}:{task.__name__}", "--run.dir", "run"]
 
 
 class Faulty(Tiny):
@@ -33,37 +36,29 @@ class Faulty(Tiny):
 
     def on_step(self, run, report):
         self.steps = run.step
-'''
-AUDITED = ["--parallel.bit_exact", "true", "--train.global_batch_size", "8", "--use_amp", "false"]
-AUDITED += ["--train.micro_batch_size", "2", "--debug.audit_every", "1", "--eval.every", "off"]
 
 
 def test_an_audit_ends_the_job_with_status_70_before_the_update_and_names_the_rank(
     launch, tmp_path
 ):
-    (tmp_path / "faulty.py").write_text(FAULTY)
-    words = [*AUDITED, "--parallel.strategy", "fsdp", "--run.device", "cpu", "--run.dir", "run"]
-    words += ["--task.target", "faulty.py:Faulty", "--checkpoint.every", 2]
-    done = launch.each(2, *words)
+    words = "--parallel.bit_exact true --train.global_batch_size 8 --use_amp false --eval.every off"
+    words += " --train.micro_batch_size 2 --debug.audit_every 1 --parallel.strategy fsdp"
+    words += " --run.device cpu --checkpoint.every 2"
+    done = launch.each(2, *target(Faulty), *words.split())
     assert [one.returncode for one in done] == [70, 70]
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["cause"].startswith("audit of step 7, micro-batch ")
     assert "ranks [0] against ranks [1], each with the same result twice" in summary["cause"]
-    assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())[-1].endswith("6")
+    assert max(path.name for path in (tmp_path / "run/checkpoints").iterdir()).endswith("6")
 
-
-ENDS = """
-import os, signal
-from tiny import Tiny
 
 class Ends(Tiny):
     def on_step(self, run, report):
-        way = os.environ.get(f"AT_{run.step}")
-        if way == "signal":
+        how = os.environ.get(f"AT_{run.step}")
+        if how == "signal":
             os.kill(os.getpid(), signal.SIGTERM)
-        if way == "error":
+        if how == "error":
             raise RuntimeError("planted")
-"""
 
 
 def test_an_evaluation_that_two_resumes_repeat_is_logged_once(launch):
@@ -71,9 +66,8 @@ def test_an_evaluation_that_two_resumes_repeat_is_logged_once(launch):
         lines = (launch.folder / "run/metrics.jsonl").read_text().splitlines()
         return [line["step"] for line in map(json.loads, lines) if "eval/loss" in line]
 
-    (launch.folder / "ends.py").write_text(ENDS)
-    words = ("--task.target", "ends:Ends", "--run.dir", "run", "--metrics.log_every", 1)
-    words = (*words, "--eval.every", 2, "--checkpoint.every", 4, "--train.steps", 4)
+    words = (*target(Ends), *"--metrics.log_every 1 --eval.every 2".split())
+    words += ("--checkpoint.every", 4, "--train.steps", 4)
     assert launch(0, *words, AT_2="signal").returncode == 75  # saved before its evaluation
     assert launch(0, *words, AT_3="error").returncode == 65
     assert evaluated() == [2]
@@ -81,8 +75,8 @@ def test_an_evaluation_that_two_resumes_repeat_is_logged_once(launch):
     assert evaluated() == [2, 4]
 
 
+# A file of its own: environment.json has what is not committed of the task's repository.
 SECRETIVE = """
-import os
 from tiny import Tiny
 
 class Secretive(Tiny):
@@ -101,9 +95,10 @@ class Secretive(Tiny):
 @pytest.mark.bad_input("a masked secret of a run's config.toml, in a task's argument or data.path")
 def test_a_run_writes_and_prints_no_secret_and_never_uses_a_masked_one(launch, monkeypatch):
     (launch.folder / "secretive.py").write_text(SECRETIVE)
-    words = [*TINY, "--task.target", "secretive:Secretive", "--run.dir", "run", "--data.path"]
-    words += [ADDRESS, "--checkpoint.every", "2", "--optim.schedule", "constant"]
-    words += ["--task.args.address", ADDRESS, "--task.args.token", "hf_secret", "--train.steps"]
+    secrets = ("--task.args.address", ADDRESS, "--task.args.token", "hf_secret")
+    words = [*TINY, "--task.target", "secretive:Secretive", "--run.dir", "run", *secrets]
+    words += ["--data.path", ADDRESS, "--checkpoint.every", "2", "--optim.schedule", "constant"]
+    words += ["--train.steps"]
     environ = {"HF_HUB_X": "hunter2", "LOCAL_DSN": "postgres://u:hunter2@h"}
     first = launch(0, *words, "2", **environ)
     assert first.returncode == 0, first.stderr
@@ -119,8 +114,7 @@ def test_a_run_writes_and_prints_no_secret_and_never_uses_a_masked_one(launch, m
     for number, done in enumerate((first, failed, again, printed)):
         contents[number] = f"{done.stdout}{done.stderr}".encode()
     for name, content in contents.items():
-        for secret in SECRETS:
-            assert secret.encode() not in content, name
+        assert [secret for secret in SECRETS if secret.encode() in content] == [], name
     assert b"s3://***@bucket/x" in contents[launch.folder / "run/config.toml"]
     assert any("events.out" in str(name) for name in contents)
     monkeypatch.syspath_prepend(launch.folder)

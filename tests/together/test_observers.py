@@ -2,9 +2,7 @@
 
 import io
 import json
-import sys
 from contextlib import redirect_stderr
-from pathlib import Path
 
 import pytest
 import torch
@@ -40,98 +38,63 @@ class Restless(Overflow):
         return nn.Sequential(nn.Linear(8, 8), Residual(), nn.Linear(8, 1))
 
 
-OFF = ["--debug.nonfinite", "off"]
-WATCHED = ["--debug.nonfinite", "step", "--debug.numerics", "true", "--debug.profile", 2]
+def final_state(world, words):
+    run = make_run(world, Restless(), *words)
+    with AgreedStop(world) as stop:
+        train(run, stop)
+    run.data.close()
+    assert all(p.grad is None for p in run.parallel.parameters)
+    tensors = [*parameters_of(run).values(), *moments_of(run), *run.parallel.module.buffers()]
+    tensors += [run.scaler.scale_tensor, run.schedule.counters, torch.get_rng_state()]
+    return [run.data.position, *(tensor.numpy().tobytes() for tensor in tensors)]
 
 
-def final_states(world, words):
-    """What runs end with that are not watched, by default, and by everything."""
-    states = []
-    for more in (OFF, [], WATCHED):
-        run = make_run(world, Restless(), *words, *more)
-        with AgreedStop(world) as stop:
-            train(run, stop)
-        run.data.close()
-        tensors = [*parameters_of(run).values(), *moments_of(run), *run.parallel.module.buffers()]
-        tensors += [run.scaler.scale_tensor, run.schedule.counters, torch.get_rng_state()]
-        states.append([run.data.position, *(tensor.numpy().tobytes() for tensor in tensors)])
-        assert all(p.grad is None for p in run.parallel.parameters)
-    return states
+WATCHED = ("--debug.nonfinite", "step", "--debug.numerics", "true", "--debug.profile", 2)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "strategy"),
-    [(1, "single"), (2, "fsdp"), pytest.param(2, "ddp", marks=pytest.mark.slow)],
+    ("ranks", "strategy", "watched"),
+    [
+        (1, "single", ()),  # by what watches by default
+        (2, "fsdp", WATCHED),
+        pytest.param(2, "ddp", WATCHED, marks=pytest.mark.slow),
+    ],
 )
-def test_a_run_that_is_watched_ends_bit_for_bit_as_one_that_is_not(tmp_path, ranks, strategy):
+def test_a_run_that_is_watched_ends_bit_for_bit_as_one_that_is_not(
+    tmp_path, ranks, strategy, watched
+):
     words = ["--parallel.strategy", strategy, "--precision.dtype", "fp16", "--run.dir", tmp_path]
     words += ["--precision.cast_by", "autocast", "--precision.scaler.init_scale", 256]
     words += ["--train.micro_batch_size", 2, "--train.accumulation_steps", 2]
     words += ["--data.shuffle", "false", "--train.steps", 4, "--metrics.log_every", 2]
-    for plain, default, watched in on_ranks(ranks, final_states, words):
-        assert default == plain
-        assert watched == plain
+    plain = on_ranks(ranks, final_state, [*words, "--debug.nonfinite", "off"])
+    assert on_ranks(ranks, final_state, [*words, *watched]) == plain
     assert (tmp_path / "nonfinite/reports.jsonl").exists()
-    assert len(list((tmp_path / "profile").glob("*.gz"))) == ranks
+    assert len(list(tmp_path.glob("profile/*.gz"))) == (ranks if watched else 0)
 
 
 # ---- observers of a user's own
 
-WORDS = ["--use_amp", "false", "--run.device", "cpu", "--eval.every", "2", "--metrics.log_every"]
-WORDS += ["2", "--checkpoint.every", "3"]
+WORDS = "--use_amp false --run.device cpu --eval.every 2 --metrics.log_every 2 --checkpoint.every 3"
 
 
 @pytest.fixture
 def trained(tmp_path, capfd):
-    """trained(observer, ...): (status, errors) of the main job with the task tiny:Tiny."""
+    """trained(observer, steps, ...): (status, errors, folder) of the main job."""
 
-    def run(observer, *words):
-        words = [*WORDS, "--run.observers", observer, "--run.dir", f"{tmp_path}/run", *words]
-        status = main(["--task.target", "tiny:Tiny", "--train.steps", "6", *words])
-        return status, capfd.readouterr().err
+    def run(observer, steps=4, task="tiny:Tiny"):
+        folder = tmp_path / "run"
+        words = [*WORDS.split(), "--run.observers", observer, "--run.dir", str(folder)]
+        status = main([*words, "--task.target", task, "--train.steps", str(steps)])
+        return status, capfd.readouterr().err, folder
 
     return run
 
 
-RAISES = """
-class Raises:
-    def __init__(self, run):
-        if METHOD == "__init__":
-            raise ValueError("planted")
-
-def planted(self, *_):
-    raise ValueError("planted")
-
-METHOD = {method!r}
-if METHOD != "__init__":
-    setattr(Raises, METHOD, planted)
-"""
-
-
-@pytest.mark.bad_input("an observer that raises in one of its methods")
-@pytest.mark.parametrize(
-    "method",
-    [
-        *("__init__", "before_step", "after_step", "during_evaluation", "after_evaluation", "tags"),
-        *("rank_tags", "on_log", "state_dict", "summary", "close"),
-    ],
-)
-def test_an_observer_that_raises_is_named_the_run_saved_and_the_status_1(tmp_path, trained, method):
-    (tmp_path / "raises.py").write_text(RAISES.format(method=method))
-    status, errors = trained(f"{tmp_path}/raises.py:Raises")
-    sys.modules.pop("raises")
-    assert status == 1
-    name = "Raises(run) failed" if method == "__init__" else f"Raises failed in {method}() at step "
-    assert name in errors
-    assert "ValueError: planted (raises.py, line " in errors.splitlines()[-1]
-    if method != "__init__":  # else there was nothing to save
-        summary = json.loads((tmp_path / "run/summary.json").read_text())
-        assert (summary["stopped_by"], summary["exit_code"]) == ("failed", 1)
-        assert (tmp_path / f"run/checkpoints/step_{summary['steps']:08d}").is_dir()
-
-
 class Counts:
     """Its state is the steps that it saw, of this rank."""
+
+    tag = "seen"
 
     def __init__(self, run):
         self.seen = 0
@@ -146,29 +109,48 @@ class Counts:
         self.seen = state["seen"]
 
     def summary(self, failed):
-        return {"seen": self.seen}
+        return {self.tag: self.seen}
+
+
+class OfTheTask(Counts):
+    tag = "seen_by_the_task"
 
 
 class Watched(Tiny):
     def observers(self, run):
-        return [Counts(run)]
+        return [OfTheTask(run)]
 
 
-class Forgets(Counts):
-    def load_state_dict(self, state):
-        raise ValueError("planted")
+def planted(self, *_):
+    raise ValueError("planted")
 
 
-def test_an_own_observers_state_is_resumed_and_it_writes_into_the_summary(tmp_path, trained):
-    by_task = ["--task.target", "test_observers:Watched", "--run.observers"]
-    for name, words in (("test_observers:Counts", []), ("", by_task)):
-        for steps in (3, 5):
-            run = f"{tmp_path}/{len(words)}"
-            assert trained(name, *words, "--train.steps", str(steps), "--run.dir", run)[0] == 0
-            assert json.loads(Path(run, "summary.json").read_text())["seen"] == steps
-    assert trained("test_observers:Forgets", "--train.steps", "2")[0] == 0
-    status, errors = trained("test_observers:Forgets", "--train.steps", "5")
-    said = "the observer Forgets failed in load_state_dict() at step 0: ValueError: planted"
+@pytest.mark.bad_input("an observer that raises in one of its methods")
+@pytest.mark.parametrize(
+    "method",
+    ["after_step", "during_evaluation", "tags", "on_log", "state_dict", "summary", "close"],
+)
+def test_an_observer_that_raises_is_named_the_run_saved_and_the_status_1(
+    trained, monkeypatch, method
+):
+    monkeypatch.setattr(Counts, method, planted, raising=False)
+    status, errors, folder = trained("test_observers:Counts")
+    assert status == 1
+    assert f"the observer Counts failed in {method}() at step " in errors
+    assert "ValueError: planted (test_observers.py, line " in errors.splitlines()[-1]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["stopped_by"], summary["exit_code"]) == ("failed", 1)
+    assert (folder / f"checkpoints/step_{summary['steps']:08d}").is_dir()
+
+
+def test_own_observers_states_are_resumed_and_they_write_into_the_summary(trained, monkeypatch):
+    for steps in (3, 5):
+        status, _, folder = trained("test_observers:Counts", steps, "test_observers:Watched")
+        summary = json.loads((folder / "summary.json").read_text())
+        assert (status, summary["seen"], summary["seen_by_the_task"]) == (0, steps, steps)
+    monkeypatch.setattr(Counts, "load_state_dict", planted)
+    status, errors, _ = trained("test_observers:Counts", 6, "test_observers:Watched")
+    said = "the observer Counts failed in load_state_dict() at step 0: ValueError: planted"
     assert (status, said in errors.splitlines()[-1]) == (1, True)
 
 
@@ -213,15 +195,25 @@ def test_a_run_whose_observer_failed_on_one_rank_resumes_with_its_first_values(t
     assert "no state of the observer Counts; it starts with its first values" in first[2]
 
 
+class Plain:
+    def __init__(self, run):
+        pass
+
+
+class Breaks(Counts):
+    __init__ = planted
+
+
 @pytest.mark.bad_input("`run.observers` that names no class, or one without a method")
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "status", "said"),
     [
-        ("nothing", "run.observers=nothing must be module:Class or path/to/file.py:Class"),
-        ("tiny:Nothing", "run.observers=tiny:Nothing: there is no class Nothing in tiny"),
-        ("ranks:RankFailed", "the observer RankFailed has none of before_step, after_step"),
+        ("nothing", 64, "run.observers=nothing must be module:Class or path/to/file.py:Class"),
+        ("tiny:Nothing", 64, "run.observers=tiny:Nothing: there is no class Nothing in tiny"),
+        ("test_observers:Plain", 64, "the observer Plain has none of before_step, after_step"),
+        ("test_observers:Breaks", 1, "Breaks(run) failed: ValueError: planted (test_obse"),
     ],
 )
-def test_a_name_that_is_no_observers_is_refused(trained, name, said):
-    status, errors = trained(name)
-    assert (status, said in errors) == (64, True), errors
+def test_a_name_that_is_no_observers_is_refused(trained, name, status, said):
+    found, errors, _ = trained(name)
+    assert (found, said in errors) == (status, True), errors

@@ -2,9 +2,6 @@
 transformers' models read nothing of the device. The kernel runs on GPUs; here it has a CPU's.
 """
 
-import tempfile
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -95,58 +92,51 @@ def drawn(heads=4, of_keys=4, width=8, dtype=torch.float32):
     return [part.requires_grad_() for part in parts]
 
 
-def by_kernel(*parts, scale=None):
-    out, mask = attend(parts, VARLEN, scale)
-    assert mask is None
-    return out
-
-
-def by_mask(*parts, scale=None):
-    mask = document_mask(POSITIONS)
-    return F.scaled_dot_product_attention(*parts, mask, scale=scale, enable_gqa=True)
-
-
 VARLEN = Documents(POSITIONS, BOUNDS, mask=None, required=True)
-TRIED = VARLEN._replace(required=False)
 
 
-@pytest.mark.parametrize("scale", [None, 0.3])
-@pytest.mark.parametrize("of_keys", [4, 2])
+@pytest.mark.parametrize(("of_keys", "scale"), [(4, None), (2, 0.3)])
 def test_the_kernel_gets_documents_whose_values_and_gradients_are_the_masks(kernel, of_keys, scale):
     inputs = drawn(of_keys=of_keys, dtype=torch.float64)
-    results = []
-    for attention in (by_kernel, by_mask):
-        out = attention(*inputs, scale=scale)
-        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    with Counter(KERNEL) as counter:
+        outputs = [attend(inputs, VARLEN, scale)[0]]
+        mask = document_mask(POSITIONS)
+        options = {"scale": scale, "enable_gqa": True}
+        outputs.append(F.scaled_dot_product_attention(*inputs, mask, **options))
+    assert counter.count == 1
+    results = [[out, *torch.autograd.grad(out.square().sum(), inputs)] for out in outputs]
     # Sums of at most 8 terms in another order: float64 rounds by 1e-16.
     torch.testing.assert_close(*results, rtol=1e-12, atol=1e-14)
-    with Counter(KERNEL) as counter:
-        by_kernel(*inputs)
-    assert counter.count == 1
-
-
-@pytest.mark.parametrize(("width", "dropout"), [(8, 0.0), (12, 0.0), (264, 0.0), (8, 0.1)])
-def test_what_the_kernel_does_not_take_gets_a_mask(width, dropout):
-    parts = drawn(width=width)  # float32
-    out, mask = attend(parts, TRIED, dropout=dropout)
-    assert out is None
-    assert torch.equal(mask, document_mask(POSITIONS))
 
 
 @pytest.mark.bad_input("`task.args.packed_attention=varlen` where the kernel can't run")
-def test_a_kernel_that_is_asked_for_and_can_not_run_is_an_error(kernel, tmp_path):
-    for width, dropout in ((12, 0.0), (8, 0.1)):
-        text = message_of(64, attend, drawn(width=width), VARLEN, dropout=dropout)
-        assert f"these are torch.float32, {width} wide, with dropout {dropout}; use auto" in text
-    folder = write_model(tmp_path, "mixtral")
-    text = message_of(64, packed_run, World(), folder, "--task.args.packed_attention varlen")
-    assert text.endswith("; MixtralForCausalLM is none; use auto")
+@pytest.mark.parametrize(
+    ("dtype", "width", "dropout"),
+    [
+        (torch.float16, 8, 0.0),
+        (torch.float32, 12, 0.0),
+        (torch.float32, 264, 0.0),
+        (torch.float32, 8, 0.1),
+    ],
+)
+def test_what_the_kernel_does_not_take_gets_a_mask_unless_it_is_required(
+    kernel, dtype, width, dropout
+):
+    parts = drawn(width=width, dtype=dtype)
+    out, mask = attend(parts, VARLEN._replace(required=False), dropout=dropout)
+    assert out is None
+    assert torch.equal(mask, document_mask(POSITIONS))
+    text = message_of(64, attend, parts, VARLEN, dropout=dropout)
+    assert f"these are {dtype}, {width} wide, with dropout {dropout}; use auto" in text
 
 
-def test_on_a_cpu_there_is_a_mask_and_a_kernel_that_is_asked_for_is_an_error():
+def test_without_a_gpu_or_for_another_model_there_is_a_mask_and_required_is_an_error(tmp_path):
     for how in ("auto", "mask"):
         assert torch.equal(Documents.of(POSITIONS, BOUNDS, how).mask, document_mask(POSITIONS))
     assert "; use auto" in message_of(64, Documents.of, POSITIONS, BOUNDS, "varlen")
+    folder = write_model(tmp_path, "mixtral")
+    text = message_of(64, packed_run, World(), folder, "--task.args.packed_attention varlen")
+    assert text.endswith("; MixtralForCausalLM is none; use auto")
 
 
 # ---- the shipped GPT ----
@@ -183,35 +173,27 @@ PACKED = {"input_ids": IDS, "position_ids": POSITIONS, "bounds": BOUNDS}
 CUT = {"input_ids": IDS}
 
 
-def model_of(kind, **more):
-    """As the tasks build it."""
+def model_of(kind, folder):
+    """As the tasks build it, without GPT-2's dropout."""
     torch.manual_seed(0)
-    if kind == "gpt2":
-        more |= {"n_embd": 32, "n_layer": 2, "n_head": 4}
-    with tempfile.TemporaryDirectory() as folder:
-        AutoConfig.for_model(kind, **{**SIZES, **more}).save_pretrained(folder)
-        return huggingface.build(AutoModelForCausalLM, Path(folder))
-
-
-def sdpa(model, **inputs):
-    """The logits with transformers' own attention."""
-    before = model.config._attn_implementation
-    model.config._attn_implementation = "sdpa"
-    logits = model(**inputs, use_cache=False).logits
-    model.config._attn_implementation = before
-    return logits
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4} if kind == "gpt2" else {}
+    AutoConfig.for_model(kind, **SIZES, **sizes).save_pretrained(folder)
+    return huggingface.build(AutoModelForCausalLM, folder).eval()
 
 
 @pytest.mark.parametrize("kind", PLAIN)
-def test_a_plain_model_reads_nothing_and_its_logits_are_those_of_transformers(kind):
-    model = model_of(kind).eval()
+def test_a_plain_model_reads_nothing_and_its_logits_are_those_of_transformers(
+    kind, tmp_path, monkeypatch
+):
+    model = model_of(kind, tmp_path)
     for batch in (PADDED, PACKED, CUT):
         with Counter("_local_scalar_dense") as counter:
             logits = model(**inputs_of(model, batch)).logits
         assert counter.count == 0
         inputs = {name: value for name, value in batch.items() if name != "bounds"}
-        with Counter("_local_scalar_dense") as counter:
-            expected = sdpa(model, **inputs)
+        with monkeypatch.context() as patch, Counter("_local_scalar_dense") as counter:
+            patch.setattr(model.config, "_attn_implementation", "sdpa")
+            expected = model(**inputs, use_cache=False).logits
         assert counter.count > 0, "what they read for is to be looked at again"
         filled = batch.get("attention_mask", torch.ones_like(IDS)).bool()
         # The same kernel of a CPU, with a mask or without: logits of 0.1 that float32 rounds by
@@ -220,8 +202,8 @@ def test_a_plain_model_reads_nothing_and_its_logits_are_those_of_transformers(ki
 
 
 @pytest.mark.parametrize("kind", PLAIN)
-def test_a_plain_model_takes_the_kernel(kind, kernel):
-    model = model_of(kind).eval()  # without GPT-2's dropout
+def test_a_plain_model_takes_the_kernel(kind, kernel, tmp_path):
+    model = model_of(kind, tmp_path)
     results = []
     for how in ("varlen", "mask"):
         with Counter(KERNEL) as counter:
