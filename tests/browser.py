@@ -35,9 +35,7 @@ def tensorboard(logdir, runs=1):
         port = urlsplit(address).port
         deadline = time.monotonic() + MILLISECONDS / 1000
         while len(data(port, "timeseries/tags")["scalars"]["runTagInfo"]) < runs:
-            assert time.monotonic() < deadline, (
-                f"TensorBoard shows fewer than {runs} runs of {logdir}"
-            )
+            assert time.monotonic() < deadline, f"fewer than {runs} runs of {logdir} are shown"
             time.sleep(0.5)
         yield port
     finally:
@@ -47,9 +45,8 @@ def tensorboard(logdir, runs=1):
 
 def data(port, path):
     """What TensorBoard's own data endpoint answers."""
-    with urllib.request.urlopen(
-        f"http://localhost:{port}/data/plugin/{path}", timeout=60
-    ) as answer:
+    address = f"http://localhost:{port}/data/plugin/{path}"
+    with urllib.request.urlopen(address, timeout=60) as answer:
         return json.load(answer)
 
 
@@ -59,9 +56,8 @@ def browser(width=1500, height=1000):
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
-        )
+        options = ["--no-sandbox", "--disable-gpu"]
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=options)
         page = chromium.new_page(viewport={"width": width, "height": height})
         page.set_default_timeout(MILLISECONDS)
         yield page
@@ -89,9 +85,7 @@ def open_pinned(page, port, has_tokens=True):
 
 
 def shows(element, colour):
-    """Whether an element of the page has a pixel of a colour (red, green, blue), or almost: edges
-    are smoothed.
-    """
+    """Whether an element has a pixel of almost a colour (red, green, blue): edges are smoothed."""
     from PIL import Image
 
     image = Image.open(BytesIO(element.screenshot())).convert("RGB")
@@ -109,11 +103,8 @@ def colours_of_runs(page):
     return {name: tuple(map(int, re.findall(r"\d+", colour)[:3])) for name, colour in rows}
 
 
-def main(run, picture):
+if __name__ == "__main__":
+    run, picture = sys.argv[1:]
     with tensorboard(Path(run) / "tensorboard") as port, browser(1400, 1010) as page:
         open_pinned(page, port)
         page.screenshot(path=picture)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -1,5 +1,6 @@
 """The benchmarks measure what they say and draw the right conclusions; no test asserts a time."""
 
+import gc
 import json
 import math
 import re
@@ -20,7 +21,6 @@ from benchmarks.amp import FP32, INFERENCE, TRAIN, parity
 from benchmarks.loops import Loop, baseline, steps_of_data
 from benchmarks.overhead import AGAIN, TELEMETRY, Cell, verdict
 from benchmarks.report import BASELINE, PEERS, median_interval
-from dist_amp.errors import ConfigError, DataError
 from dist_amp.world import World
 
 TINY = Cell("tiny", "single", 1, "bf16")
@@ -32,6 +32,12 @@ def raises(error):
         raise error
 
     return build
+
+
+@pytest.fixture(autouse=True)
+def no_collection(monkeypatch):
+    """The harness collects garbage before it times: 0.3 s in a process that imported so much."""
+    monkeypatch.setattr(gc, "collect", lambda: 0)
 
 
 @pytest.fixture(scope="module")
@@ -49,21 +55,16 @@ def in_this_process():
 # --- commands
 
 
+LARGE_BATCH = ["--task.target", "tiny:Tiny", "--train.micro_batch_size", "65"]
+
+
 @pytest.mark.parametrize(
     ("words", "status", "error"),
     [
         (["overhaed"], 64, "there is no bench 'overhaed'; did you mean overhead?"),
         (["overhead", "--rounds", "5"], 64, "--rounds: 5 must be at least 6"),
-        (
-            ["amp", "gpt", "--runds", "3"],
-            64,
-            "--runds 3 is no option, and gpt has its own settings",
-        ),
-        (
-            ["amp", "--smoke", "--task.target", "tiny:Tiny", "--train.micro_batch_size", "65"],
-            DataError.exit_code,
-            "has 64 samples, fewer than",
-        ),
+        (["amp", "gpt", "--runds", "3"], 64, "--runds 3 is no option, and gpt has its own setti"),
+        (["amp", "--smoke", *LARGE_BATCH], 65, "has 64 samples, fewer than"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_refused_in_one_line(
@@ -76,18 +77,21 @@ def test_a_mistake_on_the_command_line_is_refused_in_one_line(
     assert error in last
 
 
-def test_the_command_alone_lists_the_benchmarks(capsys):
+def test_the_command_alone_lists_the_benchmarks_and_those_of_a_gpu_are_refused_without_one(
+    monkeypatch, capsys
+):
+    """Experiments with amp run at their reduced sizes; a user's settings are the user's."""
     assert bench([]) == 0
     text = capsys.readouterr().out
     assert [name for name in BENCHES if f"\n{name} " not in text] == []
-
-
-def test_benchmarks_of_one_gpu_are_refused_without_one_and_under_torchrun(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpu.main([]) == ConfigError.exit_code
+    assert gpu.main([]) == 64
     assert "add --smoke" in capsys.readouterr().err
+    assert amp.parse(["mlp"]).smoke
+    assert "no GPU was found" in capsys.readouterr().out
+    assert not amp.parse(["--task.target", "test_benchmarks:Small"]).smoke
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert amp.main(["gpt", "--smoke"]) == ConfigError.exit_code
+    assert amp.main(["gpt", "--smoke"]) == 64
     assert "runs in one process, but 2 were launched" in capsys.readouterr().err
 
 
@@ -103,27 +107,17 @@ def test_the_median_of_twenty_lies_between_the_sixth_and_the_fifteenth():
 # --- harness
 
 
-@pytest.mark.parametrize(
-    ("build", "run", "note"),
-    [
-        (ImportError(), None, NOT_INSTALLED),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to"), None, "out of memory; use smalle"),
-        (None, RuntimeError("It broke. Sorry."), "failed: It broke"),
-    ],
-)
-def test_a_loop_that_fails_gets_a_note_and_the_base_loop_is_timed(build, run, note):
-    """Where it is built, or where it is timed."""
-
+def test_a_loop_that_fails_gets_a_note_and_the_base_loop_is_timed():
     def make(name):
-        if name == "other" and build:
-            raise build
-        fails = name == "other" and run
-        return Loop(nn.Linear(1, 1), raises(run) if fails else lambda micro_batches: None), {}
+        if name == "large":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to")
+        run = raises(RuntimeError("It broke. Sorry.")) if name == "breaks" else lambda batches: None
+        return Loop(nn.Linear(1, 1), run), {}
 
     bench = harness.Bench("amp", World(), amp.parse(["gpt", "--smoke"]), 0.0)
-    rows = harness.compare(bench, "base", ("base", "other"), make, [[]])
-    assert rows["other"].keys() == {"note"}
-    assert rows["other"]["note"].startswith(note)
+    rows = harness.compare(bench, "base", ("base", "large", "breaks"), make, [[]])
+    assert rows["large"]["note"].startswith("out of memory; use smalle")
+    assert rows["breaks"] == {"note": "failed: It broke"}
     assert len(rows["base"]["seconds"]) == 2
 
 
@@ -178,7 +172,7 @@ def test_a_loop_with_another_learning_rate_drifts_and_one_that_runs_another_cell
         ({"parity": math.nan, "host_reads": [1]}, [], "missed: parity, host reads"),
     ],
 )
-def test_a_missed_target_is_named(changes, faster, expected):
+def test_a_missed_target_of_the_overhead_is_named(changes, faster, expected):
     row = {"ratio": [0.97], "target": 0.97, "parity": 1e-7, "host_reads": [0], **changes}
     assert verdict(row, 1e-6, 0, faster) == expected
 
@@ -231,28 +225,26 @@ def test_a_gpu_run_that_is_stopped_keeps_what_it_has(tmp_path, monkeypatch):
     assert cell["note"] == "first"
 
 
-def gpu_verdicts(**changes):
-    """Where the baseline's step takes 100 ms and reaches 45 % of the peak: [verdict]."""
+@pytest.mark.parametrize(
+    ("seconds", "loss", "verdicts"),  # by baseline, Accelerate, Fabric, MFU and loss
+    [
+        (0.1, 10.0, ["met", "met", "not measured", "met", "met"]),
+        (0.11, 10.1, ["missed", "missed", "not measured", "missed", "missed"]),
+    ],
+)
+def test_each_gpu_target_gets_its_verdict(seconds, loss, verdicts):
+    """Where the baseline's step takes 100 ms and reaches 45 % of the peak."""
 
     def row(seconds, loss=10.0):
         return {"seconds": [seconds], "speedup": [0.1 / seconds], "peak_bytes": 2**30, "loss": loss}
 
-    loops = {BASELINE: row(0.1), "dist_amp": row(0.1), "Accelerate": row(0.105)}
+    loops = {BASELINE: row(0.1), "dist_amp": row(seconds, loss), "Accelerate": row(0.105)}
     loops["Fabric"] = {"note": "out of memory"}
-    loops |= {name: row(*values) for name, values in changes.items()}
     cell = {"model": "124m", "mode": "compiled", "precision": "bf16", "tokens_per_step": 1000}
     cell |= {"flops_per_token": 1e9, "peak_flops": 1e13 / 0.45, "loops": loops}
     report = {"smoke": False, "models": {"124m": gpu.MODELS["124m"]._asdict()}, "cells": [cell]}
     lines = gpu.targets_table(report).splitlines()[2:]
-    return [[word.strip() for word in line.split("|")][-2] for line in lines]
-
-
-def test_each_gpu_target_gets_its_verdict():
-    # baseline, Accelerate, Fabric, MFU, loss
-    assert gpu_verdicts() == ["met", "met", "not measured", "met", "met"]
-    slow = gpu_verdicts(dist_amp=(0.11,))
-    assert slow == ["missed", "missed", "not measured", "missed", "met"]
-    assert gpu_verdicts(dist_amp=(0.1, 10.1))[-1] == "missed"
+    assert [line.split("|")[-2].strip() for line in lines] == verdicts
 
 
 # --- amp
@@ -260,12 +252,10 @@ def test_each_gpu_target_gets_its_verdict():
 
 FALLING = [1.0 - 0.009 * step for step in range(100)]
 FLAT = [sum(FALLING[:10]) / 10] * 100
-
-
 LEARNED = FLAT[0] - sum(FALLING[-10:]) / 10
 
 
-def shifted(roundings, eps):
+def shifted(roundings, eps=2**-11):
     """FALLING, off by so many roundings of what was learned."""
     return [loss + roundings * eps * LEARNED for loss in FALLING]
 
@@ -280,9 +270,8 @@ def shifted(roundings, eps):
         ("bf16", [1.0, 0.5], [2.0, 1.0], "drifts"),  # two steps are a curve
         # The tolerance is ten roundings.
         ("bf16", shifted(9.9, 2**-8), FALLING, "within"),
-        ("bf16", shifted(10.1, 2**-8), FALLING, "drifts"),
-        ("fp16", shifted(9.9, 2**-11), FALLING, "within"),
-        ("fp16", shifted(10.1, 2**-11), FALLING, "drifts"),
+        ("fp16", shifted(9.9), FALLING, "within"),
+        ("fp16", shifted(10.1), FALLING, "drifts"),
     ],
 )
 def test_a_curve_that_is_not_float32s_is_recognised(name, curve, reference, expected):
@@ -292,9 +281,8 @@ def test_a_curve_that_is_not_float32s_is_recognised(name, curve, reference, expe
 def test_drift_is_the_share_that_was_not_learned_and_twice_float32s_own_is_tolerated():
     scaled = [[1000 * loss + 5 for loss in curve] for curve in (FLAT, FALLING)]
     assert parity("bf16", *scaled)["drift"] == pytest.approx(1)
-    curve, again = shifted(20, 2**-11), shifted(12, 2**-11)
-    assert parity("fp16", curve, FALLING)["verdict"] == "drifts"
-    assert parity("fp16", curve, FALLING, again)["verdict"] == "within"
+    assert parity("fp16", shifted(20), FALLING)["verdict"] == "drifts"
+    assert parity("fp16", shifted(20), FALLING, shifted(12))["verdict"] == "within"
 
 
 def amp_result(curves=(), **speedups):
@@ -313,7 +301,6 @@ def amp_result(curves=(), **speedups):
     [
         (amp_result(bf16=[2.0], fp16=[2.04]), "bf16"),  # nearly as fast, and without a loss scale
         (amp_result(bf16=[2.0], fp16=[2.5]), "fp16"),
-        (amp_result(bf16=[0.9], fp16=[0.5]), FP32),
         (amp_result(bf16=[0.8, 0.9, 1.1, 1.2, 1.3, 1.4]), FP32),  # noise
         (amp_result({"fp16": [1.0] * 100}, fp16=[9.0], bf16=[2.0]), "bf16"),  # fp16 learns nothing
         (amp_result(fp16_unscaled=[9.0]), FP32),
@@ -352,7 +339,7 @@ def test_a_users_task_is_measured_in_each_precision_whatever_its_settings(tmp_pa
     words += "--optim.momentum 0 --optim.weight_decay 0 --optim.schedule constant "
     words += f"--precision.scaler.init_scale {2.0**46} --precision.tf32 true --use_amp false"
     monkeypatch.setenv("DIST_AMP_RUN__SEED", "7")
-    assert amp.main(["--smoke", "--out", str(tmp_path), *words.split()]) == 0
+    assert amp.main(["--smoke", "--rounds", "1", "--out", str(tmp_path), *words.split()]) == 0
     (result,) = json.loads((tmp_path / "amp.json").read_text())["experiments"]
     verdicts = {name: row["verdict"] for name, row in result["parity"].items()}
     assert verdicts == dict.fromkeys((FP32, "bf16", "fp16"), "within") | {"fp16_unscaled": "drifts"}
@@ -361,7 +348,7 @@ def test_a_users_task_is_measured_in_each_precision_whatever_its_settings(tmp_pa
         rows = result["modes"][mode]
         assert rows.pop("tf32") == {"note": "n/a: this device has no TF32"}
         assert list(rows) == [FP32, "bf16", "fp16", "fp16_unscaled"]
-        assert {len(row["speedup"]) for row in rows.values()} == {2}
+        assert {len(row["speedup"]) for row in rows.values()} == {1}
     text = (tmp_path / "amp.md").read_text()
     assert "- fp16_unscaled drifts" in text
     assert "| n/a: this device has no TF32 |" in text
@@ -372,27 +359,16 @@ def test_a_users_task_is_measured_in_each_precision_whatever_its_settings(tmp_pa
     assert "`test_benchmarks:Small`, module by module" in text
 
 
-QUICK = ["--smoke", "--rounds", "1", "--precisions", "bf16"]
-
-
 def test_without_matplotlib_one_line_says_what_to_install_and_the_table_is_there(
     tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    words = ["--modes", "train", "--out", str(tmp_path)]
-    assert amp.main(["linear", *QUICK, *words]) == 0
+    words = "linear --smoke --rounds 1 --precisions bf16 --modes train --out".split()
+    assert amp.main([*words, str(tmp_path)]) == 0
     assert capsys.readouterr().out.count("pip install") == 1
     text = (tmp_path / "amp.md").read_text()
     assert re.search(r"^\| train +\| bf16 ", text, re.MULTILINE)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["amp.json", "amp.md"]
-
-
-def test_without_a_gpu_the_experiments_run_at_their_reduced_sizes(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert amp.parse(["mlp", "--out", str(tmp_path)]).smoke
-    assert "no GPU was found" in capsys.readouterr().out
-    own = ["--task.target", "test_benchmarks:Small", "--out", str(tmp_path)]
-    assert not amp.parse(own).smoke, "the user's settings are the user's"
 
 
 def test_dtypes_shows_a_product_a_sum_and_the_modules_of_the_users_task(tmp_path):

@@ -17,9 +17,8 @@ REDUCED = {
     "images": "",
     "hf_finetune": "--task.args.sample_tokens 3",
 }
-
-# One of each number of ranks and strategy; the others are slow tests.
-QUICK = ("debug", "demo", "fsdp_bf16")
+# By default one of each number of ranks and strategy, of which one reads the default data.
+QUICK = {"demo": GPT, "debug": "--task.target tiny:Tiny", "fsdp_bf16": "--task.target tiny:Tiny"}
 
 
 def stated_ranks(path):
@@ -30,28 +29,25 @@ def stated_ranks(path):
     return 0 if "python -m" in first else 2
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, id=path.stem, marks=[] if path.stem in QUICK else pytest.mark.slow)
-        for path in sorted(CONFIGS.glob("*.toml"))
-    ],
-)
-def test_config_runs_as_it_is(path, launch, tmp_path):
-    if path.stem == "hf_finetune":
+ALL = {path.stem: REDUCED.get(path.stem, GPT) for path in sorted(CONFIGS.glob("*.toml"))}
+SLOW = [pytest.param(*row, marks=pytest.mark.slow) for row in ALL.items() if row[0] != "demo"]
+
+
+@pytest.mark.parametrize(("name", "words"), [*QUICK.items(), *SLOW])
+def test_config_runs_as_it_is(name, words, launch, tmp_path):
+    if name == "hf_finetune":
         tiny_hf = pytest.importorskip("tiny_hf")
         tiny_hf.make_tokenizer(tiny_hf.make_model(tmp_path / "model"))
         tiny_hf.write_rows(tmp_path / "chats.jsonl", tiny_hf.chats(48))
-    if path.stem == "images":
+    if name == "images":
         pytest.importorskip("sklearn")
+    path = CONFIGS / f"{name}.toml"
     ranks = stated_ranks(path)
-    small = f"{SMALL} {REDUCED.get(path.stem, GPT)}".split()
-    words = ["--config", path, "--run.dir", "run", *small]
+    words = ["--config", path, "--run.dir", "run", *SMALL.split(), *words.split()]
     for done in launch.each(ranks, *words) if ranks else [launch(0, *words)]:
         assert done.returncode == 0, done.stderr[-2000:]
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     found = [summary[key] for key in ("stopped_by", "steps", "world_size")]
     assert found == ["completed", 3, max(ranks, 1)]
-    name = path.stem.split("_")
-    if name[-1] in ("bf16", "fp16"):
-        assert (summary["strategy"], summary["precision"]) == (name[0], name[-1])
+    if name.endswith(("bf16", "fp16")):
+        assert f"{summary['strategy']}_{summary['precision']}" == name

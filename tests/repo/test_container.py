@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -69,19 +68,13 @@ class Engine:
         words = ["--layers", "--build-arg", f"BASE={base}", *words, *self.pip, "--tag", tag]
         return self("build", *ISOLATION, *words, self.context)
 
-    @contextmanager
-    def container(self, runs=None):
-        """What runs a command in a new container; runs: a folder for what it keeps."""
+    def inside(self, *command, options=()):
+        """Run a command in a new container."""
         name = self("from", "dist_amp", stderr=subprocess.DEVNULL).stdout.strip()
-        mounted = ["--volume", f"{runs}:/app/runs"] if runs else []
         try:
-            yield ["buildah", *self.options, "run", *ISOLATION, *mounted, name, "--"]
+            return self("run", *ISOLATION, *options, name, "--", *command)
         finally:
             self("rm", name)
-
-    def inside(self, *command, runs=None):
-        with self.container(runs) as enter:
-            return run(*enter, *command)
 
 
 @pytest.fixture(scope="module")
@@ -125,15 +118,6 @@ def make_context(engine):
         path = engine.context / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("not for an image")
-
-
-@pytest.fixture
-def runs(tmp_path):
-    """A volume that belongs to the image's user."""
-    folder = tmp_path / "runs"
-    folder.mkdir()
-    os.chown(folder, 1000, 1000)
-    return folder
 
 
 # ---- the files ----
@@ -184,9 +168,12 @@ def test_the_base_is_pinned_and_the_dev_container_is_the_image_with_this_folder_
 # ---- the image ----
 
 
+@pytest.mark.engine
 @pytest.mark.slow
 @needs_an_engine
-def test_the_image_holds_the_project_and_nothing_of_this_machine(engine):
+def test_the_image_holds_the_project_and_nothing_of_this_machine_and_two_ranks_train_inside(
+    engine, tmp_path
+):
     shown = (
         "id -u; stat -c %u runs; command -v ip; command -v gcc; command -v numactl; ldconfig -p | "
         "grep -c -E 'lib(ibverbs|rdmacm|mlx5)'; ls -A . runs; find . -name __pycache__; cat "
@@ -203,18 +190,15 @@ def test_the_image_holds_the_project_and_nothing_of_this_machine(engine):
     assert not {".venv", ".git", ".env", "old", "./dist_amp/__pycache__", "uv.lock"} & set(names)
     assert "[global]" not in names, "pip's settings were lent, not kept"
 
-
-@pytest.mark.engine
-@pytest.mark.slow
-@needs_an_engine
-def test_two_ranks_train_inside_by_the_command_of_compose(engine, runs):
-    command = COMPOSE["services"]["train"]["command"]
+    os.chown(tmp_path, 1000, 1000)  # a volume that belongs to the image's user
     words = "--train.steps 4 --eval.batches 1 --metrics.log_every 1".split()
-    done = engine.inside(*command, *words, runs=runs)
+    command = COMPOSE["services"]["train"]["command"]
+    done = engine.inside(*command, *words, options=["--volume", f"{tmp_path}:/app/runs"])
     assert done.returncode == 0, done.stdout[-3000:]
-    summary = json.loads((runs / "demo/summary.json").read_text())
+    path = tmp_path / "demo/summary.json"
+    summary = json.loads(path.read_text())
     assert (summary["stopped_by"], summary["world_size"], summary["steps"]) == ("completed", 2, 4)
-    assert (runs / "demo/summary.json").stat().st_uid == 1000
+    assert path.stat().st_uid == 1000
 
 
 @pytest.mark.slow

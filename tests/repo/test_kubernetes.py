@@ -4,20 +4,13 @@ PET_* alone.
 
 import json
 import os
-import platform
 import socket
 import subprocess
 import sys
-from functools import partial
-from pathlib import Path
 
 import pytest
 import yaml
 from forked import ROOT, TESTS
-from ranks import on_ranks
-
-from dist_amp.config.load import load_config
-from dist_amp.errors import Failure
 
 MANIFESTS = [
     document
@@ -92,29 +85,3 @@ def test_torchrun_forms_the_jobs_world_from_pet_variables_alone(tmp_path):
     summary = json.loads((tmp_path / "runs/demo/summary.json").read_text())
     assert (summary["stopped_by"], summary["world_size"], summary["steps"]) == ("completed", 4, 2)
     assert "step" not in said[1], "rank 0 speaks for all"
-
-
-def begin_in_a_folder_of_its_own(world, folder):
-    """What make_folder says where each rank's `runs` is another; a network disk gets no minute."""
-    from dist_amp.supervise import preflight
-
-    pod = Path(folder) / f"pod{world.rank}"
-    before = os.getcwd()
-    appears = preflight.appears
-    pod.mkdir()
-    os.chdir(pod)
-    preflight.appears = partial(appears, seconds=0.1)
-    try:
-        preflight.make_folder(Path("runs/demo"), load_config(), world)
-    except Failure as error:
-        return str(error)
-    finally:
-        os.chdir(before)
-        preflight.appears = appears
-
-
-@pytest.mark.bad_input("nodes that do not share run.dir")
-def test_pods_that_do_not_share_a_claim_are_told_so(tmp_path):
-    missing = f"run.dir=runs/demo is not there on {platform.node()}"
-    said = on_ranks(2, begin_in_a_folder_of_its_own, tmp_path)
-    assert said == [f"{missing}: put it on a disk that all ranks share"] * 2

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -47,11 +47,9 @@ def submit_to_stand_ins(folder, summary, requeue="true", **environ):
     """(status, lines) of a job whose run leaves such a summary behind, or none."""
     run = folder / "run"
     show = "echo '   NodeAddr=10.213.0.1 NodeHostName=n1'"
-    leave = "true"
-    if summary:
-        leave = f"echo '{json.dumps(summary, indent=2)}' >{run}/summary.json"
+    leave = summary and f"echo '{json.dumps(summary, indent=2)}' >{run}/summary.json"
     scripts = {
-        "srun": f"sleep 0.1; {leave}; env; exit 1",
+        "srun": f"sleep 0.1; {leave or 'true'}; env; exit 1",
         "scontrol": f'if [ "$1" = requeue ]; then echo requeue; {requeue}; else {show}; fi',
     }
     environ |= {"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "n1", "RUN_DIR": str(run)}
@@ -63,9 +61,7 @@ def submit_to_stand_ins(folder, summary, requeue="true", **environ):
 
 QUEUED = "job 42 was stopped and saved; it is queued again"
 TOO_SHORT = "job 42 was stopped before its first step and is not queued again; give it more --time"
-REFUSED = (
-    "job 42 was stopped and saved, but not queued again; continue with RUN_DIR={run} sbatch ..."
-)
+REFUSED = "job 42 was stopped and saved, but not queued again; continue with RUN_DIR={} sbatch ..."
 
 
 @pytest.mark.parametrize(
@@ -83,7 +79,7 @@ def test_a_job_that_was_saved_after_some_steps_is_queued_again(
 ):
     summary = {"exit_code": 75, "steps": steps, "resumed_from_step": before}
     found, lines = submit_to_stand_ins(tmp_path, summary, requeue)
-    assert (found, lines[-1]) == (status, told.format(run=tmp_path / "run"))
+    assert (found, lines[-1]) == (status, told.format(tmp_path / "run"))
     assert ("requeue" in lines) == (told != TOO_SHORT)
 
 
@@ -103,11 +99,9 @@ def test_a_job_that_fails_is_not_queued_again_and_has_its_own_number_of_nodes_an
 
 
 def free_ports(count):
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
+    with ExitStack() as sockets:
+        opened = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+        return [sockets.enter_context(one).getsockname()[1] for one in opened]
 
 
 class Slurm:
@@ -207,8 +201,9 @@ def chaos(tmp_path_factory):
 def affinities(job):
     """The cores of each rank of a job."""
     pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
-    ranks = [pid for pid in pids if {"RANK", "SLURM_JOB_ID"} <= environment(pid).keys()]
-    return [os.sched_getaffinity(pid) for pid in ranks if environment(pid)["SLURM_JOB_ID"] == job]
+    found = {pid: environment(pid) for pid in pids}
+    ranks = [pid for pid in pids if "RANK" in found[pid] and found[pid].get("SLURM_JOB_ID") == job]
+    return [os.sched_getaffinity(pid) for pid in ranks]
 
 
 @pytest.mark.engine

@@ -16,18 +16,13 @@ from dist_amp.step import train_step
 
 EXTRA = "needs the extra `docs`: pip install -c launch/constraints.txt -e '.[docs]'"
 missing = not (find_spec("material") and find_spec("mkdocstrings_handlers"))
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.engine,
-    pytest.mark.skipif(missing, reason=EXTRA),
-]
-NO_NOTICE = {"NO_MKDOCS_2_WARNING": "1"}  # of the theme, about mkdocs 2
+pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.skipif(missing, reason=EXTRA)]
 
 
 def build(source, site):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", site]
-    environment = {**os.environ, **NO_NOTICE}
-    return subprocess.run(command, cwd=source, env=environment, capture_output=True, text=True)
+    environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}  # a notice of the theme, about mkdocs 2
+    return subprocess.run(command, cwd=source, env=environ, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +34,7 @@ def site(tmp_path_factory):
     return folder
 
 
-def text_of(html):
-    """What a reader sees of a page, on one line, without its code blocks."""
-    html = re.sub(r"<(script|style|pre)\b.*?</\1>", "", html, flags=re.DOTALL)
-    return " ".join(unescape(re.sub(r"<[^>]+>", "", html)).split())
-
-
-def test_every_page_of_docs_is_in_the_navigation_and_the_api_page_has_the_docstrings(site):
+def test_it_is_complete_with_docstrings_and_linked_files_and_is_searched(site):
     start = (site / "index.html").read_text()
     navigation = set(re.findall(r'<a href="([^"]+)" class="md-nav__link', start))
     pages = {page.stem for page in (ROOT / "docs").glob("*.md")}
@@ -55,41 +44,30 @@ def test_every_page_of_docs_is_in_the_navigation_and_the_api_page_has_the_docstr
     for name in ("run.build_run", "run.ScriptRun.save", "train.fit", "step.evaluate", "task.Task"):
         assert f'id="dist_amp.{name}"' in api, name
     assert f'id="{train_step.__module__}.train_step"' in api
+    api = re.sub(r"<(script|style|pre)\b.*?</\1>", "", api, flags=re.DOTALL)
+    shown = " ".join(unescape(re.sub(r"<[^>]+>", "", api)).split())  # on one line
     for paragraph in train_step.__doc__.replace("`", "").split("\n\n"):
-        assert " ".join(paragraph.split()) in text_of(api)
-    assert "runs/<UTC time>-<id>" in text_of(api), "a setting's docstring; not taken for a tag"
-
-
-def test_the_search_finds_a_setting_a_function_and_an_error(site):
-    index = json.loads((site / "search/search_index.json").read_text())
-    for word, page in (
-        ("accumulation_steps", "api.html"),
-        ("gradient_sync", "own_loop.html"),
-        ("TORCH_FR_BUFFER_SIZE", "debugging.html"),
-    ):
-        found = [entry["location"] for entry in index["docs"] if word in entry["text"]]
-        assert page in {location.partition("#")[0] for location in found}, word
-
-
-def test_linked_files_of_the_repository_are_pages_with_their_text(site):
+        assert " ".join(paragraph.split()) in shown
+    assert "runs/<UTC time>-<id>" in shown, "a setting's docstring; not taken for a tag"
     recipes = (site / "recipes.html").read_text()
     assert 'href="repository/dist_amp/task.py.html"' in recipes
     assert 'href="index.html#your-model"' in recipes
-    shown = (site / "repository/LICENSE.html").read_text()
-    assert "Apache License" in unescape(shown)
+    assert "Apache License" in unescape((site / "repository/LICENSE.html").read_text())
+    index = json.loads((site / "search/search_index.json").read_text())
+    for word, page in (("accumulation_steps", "api.html"), ("TORCH_FR_BUFFER", "debugging.html")):
+        found = [entry["location"] for entry in index["docs"] if word in entry["text"]]
+        assert page in {location.partition("#")[0] for location in found}, word
 
 
 def test_a_page_shows_no_markup_as_text_and_nothing_is_fetched_from_another_host(site):
     """Markdown that a git host takes for a list or a table, and the site's Markdown does not."""
     fetched = r'<(?:script|img|link|iframe)\b[^>]*(?:src|href)="(?:https?:)?//[^"]*"'
-    wrong = {}
     for page in site.rglob("*.html"):
         html = page.read_text()
         assert not re.search(fetched, html), page
         html = re.sub(r"<(script|pre)\b.*?</\1>", "", html, flags=re.DOTALL)
-        if lines := re.findall(r"^(?:<p>)?(?:[-*] |\|[ -]|```|#+ |:::).*", html, re.MULTILINE):
-            wrong[page.name] = lines
-    assert wrong == {}
+        markup = r"^(?:<p>)?(?:[-*] |\|[ -]|```|#+ |:::).*"
+        assert re.findall(markup, html, re.MULTILINE) == [], page
 
 
 def test_broken_links_and_headings_fail_the_build(tmp_path):
