@@ -1,4 +1,4 @@
-"""What a start costs, with several features."""
+"""What a start costs, by phase, from the failure before it to the end of the first step."""
 
 import json
 import time
