@@ -130,10 +130,10 @@ class Chaos:
             self._through[key] = folder / settings["run.dir"]
         return self._through[key]
 
-    def finish(self, job: Job, **words) -> Job:
-        """Start the same run again, to its end."""
-        again = self.job(job.ranks, folder=job.folder, **words)
-        again.end()
+    def finish(self, job: Job) -> Job:
+        """Start the same run again, and check its end."""
+        again = self.job(job.ranks, folder=job.folder)
+        self.check(again)
         return again
 
     def check(self, job: Job, **words) -> None:

@@ -1,10 +1,10 @@
 """The task that chaos.py breaks: random numbers in every forward, a row that overflows.
 
 The environment says how: DIE_AT=point:step:rank kills that rank's process at that point of that
-step's checkpoint, in torchrun's first attempt alone; HANG_AT, RAISE_AT=step:rank hang or raise in
-the loss; WARM_UP, EVALUATION are seconds.
+step's checkpoint, in torchrun's first attempt alone; WARM_UP, EVALUATION are seconds.
 """
 
+import itertools
 import json
 import os
 import shutil
@@ -18,8 +18,11 @@ from torch import nn
 
 from dist_amp.checkpoint import saver
 
-RANK = int(os.environ.get("RANK", "0"))
-FIRST = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+STEPS_BETWEEN = 10
+MAIN_ONLY = ["before the metadata", "before the manifest", "before the rename"]
+MAIN_ONLY += ["after the rename", "while an old one is removed"]
+POINTS = ["before it is taken", "before this rank's shard", "in the midst of a shard"]
+POINTS += ["after this rank's shard", "before the hashes", *MAIN_ONLY]
 
 
 class Restless(Overflow):
@@ -46,13 +49,7 @@ class Restless(Overflow):
 
     def loss_sum(self, model, batch):
         time.sleep(self.seconds)
-        if model.training:
-            if is_asked("RAISE_AT"):
-                raise RuntimeError("a sample that nobody expected")
-            if is_asked("HANG_AT"):
-                time.sleep(3600)
-            count[0] += 1
-        else:
+        if not model.training:
             time.sleep(float(os.environ.get("EVALUATION", "0")) / 16)
         return super().loss_sum(model, batch)
 
@@ -90,81 +87,55 @@ class Recording(Restless):
         self.taken = []
 
 
-count = [0]  # micro-batches of this process
-
-
-def is_asked(name):
-    return FIRST and os.environ.get(name) == f"{count[0]}:{RANK}"
-
-
 def die_at(point, step):
     """Make this process kill itself at a point of writing the checkpoint of `step`."""
+    number = f"{step:08d}"
+    saves = itertools.count(1)
 
-    def dying(module, name, after=False, calls=1, when=lambda *args: True):
-        real = getattr(module, name)
-        seen = []
+    def of_step(first, *_, **__):
+        return number in str(getattr(first, "path", getattr(first, "folder", first)))
 
-        def wrapper(*args, **kwargs):
-            result = real(*args, **kwargs) if after else None
-            if when(*args, **kwargs):
-                seen.append(1)
-                if len(seen) == calls:
-                    os.kill(os.getpid(), signal.SIGKILL)
-            return result if after else real(*args, **kwargs)
+    def within_shard(transforms, stream, *_, **__):
+        stream.flush()
+        return number in stream.name
 
-        setattr(module, name, wrapper)
+    def of_folder(path, *_):  # torch renames its metadata within
+        return str(path).endswith(f"{number}.writing")
 
-    def of_the_step(first, *rest, **more):
-        return f"{step:08d}" in str(getattr(first, "path", getattr(first, "folder", first)))
-
-    def whole_folder(path, *rest):  # torch renames its metadata within
-        return str(path).endswith(f"{step:08d}.writing")
-
-    def of_this_run(run, **more):
-        return run.step == step
-
-    def of_a_checkpoint(path, *rest, **more):
-        return "/step_" in str(path)
-
-    def half(transforms, stream, *args, **kwargs):
-        """Between the two writes of one tensor of this step's shard."""
-        result = write_item(transforms, stream, *args, **kwargs)
-        if f"{step:08d}" in stream.name:
-            stream.flush()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
-
-    writer = dcp.FileSystemWriter
-    write_item = dcp._write_item
-    saves = step // STEPS_BETWEEN
-    at_step = {"when": of_the_step}
     points = {
-        "before it is taken": (saver, "take_snapshot", {"when": of_this_run}),
-        "before the first byte": (saver, "write", at_step),
-        "before this rank's shard": (writer, "write_data", at_step),
-        "after this rank's shard": (writer, "write_data", at_step | {"after": True}),
-        "before the metadata": (writer, "finish", at_step),
-        "before the hashes": (saver, "hash_files", {"calls": saves}),
-        "before the manifest": (saver, "publish", at_step),
-        "before the rename": (os, "rename", {"when": whole_folder}),
-        "after the rename": (os, "rename", {"when": whole_folder, "after": True}),
-        "while an old one is removed": (shutil, "rmtree", {"when": of_a_checkpoint}),
+        "before it is taken": (saver, "take_snapshot", lambda run, **_: run.step == step),
+        "before this rank's shard": (dcp.FileSystemWriter, "write_data", of_step),
+        "in the midst of a shard": (dcp, "_write_item", within_shard),
+        "after this rank's shard": (dcp.FileSystemWriter, "write_data", of_step),
+        "before the metadata": (dcp.FileSystemWriter, "finish", of_step),
+        "before the hashes": (
+            saver,
+            "hash_files",
+            lambda *_: next(saves) == step // STEPS_BETWEEN,
+        ),
+        "before the manifest": (saver, "publish", of_step),
+        "before the rename": (os, "rename", of_folder),
+        "after the rename": (os, "rename", of_folder),
+        "while an old one is removed": (
+            shutil,
+            "rmtree",
+            lambda path, *_, **__: "/step_" in str(path),
+        ),
     }
-    if point == "in the midst of a shard":
-        dcp._write_item = half
-        return
-    module, name, options = points[point]
-    dying(module, name, **options)
+    module, name, is_reached = points[point]
+    real = getattr(module, name)
+    is_after = point.startswith(("after", "in the midst"))
+
+    def dying(*args, **options):
+        result = real(*args, **options) if is_after else None
+        if is_reached(*args, **options):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result if is_after else real(*args, **options)
+
+    setattr(module, name, dying)
 
 
-STEPS_BETWEEN = 10
-ANY_RANK = ["before it is taken", "before the first byte", "before this rank's shard"]
-ANY_RANK += ["in the midst of a shard", "after this rank's shard", "before the hashes"]
-MAIN_ONLY = ["before the metadata", "before the manifest", "before the rename"]
-MAIN_ONLY += ["after the rename", "while an old one is removed"]
-POINTS = ANY_RANK + MAIN_ONLY
-
-if FIRST and "DIE_AT" in os.environ:
-    _point, _step, _rank = os.environ["DIE_AT"].split(":")
-    if int(_rank) == RANK:
-        die_at(_point, int(_step))
+if "DIE_AT" in os.environ and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+    point, step, rank = os.environ["DIE_AT"].split(":")
+    if rank == os.environ["RANK"]:
+        die_at(point, int(step))

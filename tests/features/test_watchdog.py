@@ -1,7 +1,6 @@
 """A rank that dies or hangs is named, and every rank ends, whatever blocks its main thread."""
 
 import itertools
-import json
 import os
 import pdb  # noqa: T100 (a debugger is what is tested)
 import platform
@@ -16,7 +15,7 @@ from datetime import timedelta
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -39,7 +38,6 @@ from dist_amp.supervise.rank_reports import (
     Process,
     busy_seconds,
     is_kept_waiting,
-    main_thread_place,
     ranks_that_hang,
     recorded_collectives,
     summary_of_waits,
@@ -127,17 +125,6 @@ def test_the_line_says_in_which_collective_the_ranks_wait_and_what_the_others_do
     assert summary_of_waits(dict(enumerate(beats)), PROCESSES) == line
 
 
-class CountingStore:
-    """A store that counts the requests to it."""
-
-    def __init__(self, store):
-        self.store, self.requests = store, 0
-
-    def __getattr__(self, name):
-        self.requests += 1
-        return getattr(self.store, name)
-
-
 # --- what each rank says of a collective that fails
 
 
@@ -150,18 +137,19 @@ def what_ranks_say(world, of_rank_1, error):
     """What rank 0 reports of a failed collective, if rank 1 failed by itself, waited too, or is
     silent; and rank 1's process.
     """
-    ranks = watchdog_of(world, seconds=10.0 if of_rank_1 == "silent" else 300.0)
-    if of_rank_1 != "silent" or world.rank == 0:  # else as if the whole process were stopped
-        ranks.start()
-    world.barrier()
+    ranks = watchdog_of(world, seconds=4.0 if of_rank_1 == "silent" else 300.0)
     report = os.getpid()
-    if world.rank == 0:
-        report = str(ranks.explain(RuntimeError(error)))
-    elif of_rank_1 != "silent":
-        ranks.explain(RuntimeError(error) if of_rank_1 == "waited" else ValueError("its own"))
-        ranks.leave()
-        ranks.close()
-    world.barrier()
+    with patch.object(watchdog, "POLL_SECONDS", 0.1):
+        if of_rank_1 != "silent" or world.rank == 0:  # else as if the whole process were stopped
+            ranks.start()
+        world.barrier()
+        if world.rank == 0:
+            report = str(ranks.explain(RuntimeError(error)))
+        elif of_rank_1 != "silent":
+            ranks.explain(RuntimeError(error) if of_rank_1 == "waited" else ValueError("its own"))
+            ranks.leave()
+            ranks.close()
+        world.barrier()
     return report
 
 
@@ -230,7 +218,7 @@ def ended_by_the_thread(world):
     with (
         patch.object(rank_reports, "recorded_collectives", lambda: collectives),
         patch.object(watchdog.os, "_exit", exit),
-        patch.object(watchdog, "POLL_SECONDS", 0.05),
+        patch.multiple(watchdog, POLL_SECONDS=0.05, ANSWER_SECONDS=0.2),
         patch.object(watchdog.faulthandler, "dump_traceback", lambda **_: exits.append("stacks")),
     ):
         ranks = watchdog_of(gpu, end, seconds=4.0)
@@ -347,128 +335,84 @@ def test_the_ranks_exchange_the_stop_flag_about_once_a_second_and_stop_at_the_sa
 # --- while a collective waits: who is missing is said long before the timeout
 
 
-class Hangs(Tiny):
-    """Each rank does at its fifth and sixth loss what the environment names for it."""
+class Differs(Tiny):
+    """Rank 1 sleeps in step 5 and is stopped in step 6; in step 7 the ranks do what is planted."""
 
     taken = 0
 
     def loss_sum(self, model, batch):
         self.taken += 1
-        eval(os.environ.get(f"LOSS_{self.taken}_OF_RANK_{os.environ['RANK']}", "None"))
+        rank = os.environ["RANK"]
+        if (self.taken, rank) == (5, "1"):
+            sleep_in_the_forward()
+        if (self.taken, rank) == (6, "1"):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if self.taken == 7:
+            eval(os.environ[f"RANK_{rank}"])
         return super().loss_sum(model, batch)
 
 
-if "LOSS_5_OF_RANK_0" in os.environ:  # in a rank, before its watchdog starts
+if "RANK_0" in os.environ:  # in a rank, before its watchdog starts
     watchdog.POLL_SECONDS, watchdog.ANSWER_SECONDS, watchdog.BEAT_SECONDS = 0.1, 0.5, 0.3
     watchdog.NAMED = 1 / 40  # of the timeout
 
 
-def sleep_in_the_forward():  # and raise no error, as a launch while the GPU's queue is full
+def sleep_in_the_forward():
     while not os.path.exists("go"):
         time.sleep(0.05)
 
 
-@pytest.fixture
-def start(launch):
-    """start(first, second, then, strategy): two ranks of a run, and what they do."""
-    started = []
-
-    def run(first="None", second="None", then="None", strategy="ddp", timeout=60):
-        words = [*TINY, "--task.target", "test_watchdog:Hangs", "--run.timeout_seconds", timeout]
-        words += ["--run.dir", "run", "--train.steps", "8", "--parallel.strategy", strategy]
-        does = {"LOSS_5_OF_RANK_0": first, "LOSS_5_OF_RANK_1": second, "LOSS_6_OF_RANK_1": then}
-        started.extend(launch.start_each(2, *words, **does))
-        return started
-
-    yield run
-    for process in started:
-        process.kill()
-
-
-def said(process):
-    path = process._output / "stderr"
-    return path.read_text() if path.exists() else ""
-
-
-def named(process, times=1):
-    """The last line about a missing rank, once there are so many."""
-    wait_for(lambda: said(process).count("the run ends if this lasts") == times, "the line", 60)
-    return [line for line in said(process).splitlines() if line.startswith("warning: waiting")][-1]
-
-
-@pytest.mark.bad_input("a rank that dies while another is blocked in a call that never returns")
-def test_a_rank_that_is_blocked_forever_ends_after_a_peers_death_with_the_dead_rank_named(
-    start, tmp_path
-):
-    first, second = start("sleep_in_the_forward()", "os.kill(os.getpid(), 9)", timeout=12)
-    assert [first.wait(300), second.wait(300)] == [1, -signal.SIGKILL], said(first)
-    assert "error: rank 1 (process" in said(first)
-    assert "died without an error: it was killed" in said(first)
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert (summary["stopped_by"], summary["exit_code"]) == ("failed", 1)
-    assert "rank 1 (process" in summary["cause"]
-
-
-@pytest.mark.bad_input("a rank that hangs")
-def test_a_hanging_rank_is_named_with_the_collective_that_it_has_not_entered(start):
-    ranks = start(second="sleep_in_the_forward()", timeout=6)
-    assert [rank.wait(300) for rank in ranks] == [1, 1]
-    first, second = map(said, ranks)
-    assert "error: rank 1 (process" not in first, "one of them reports"
-    assert "error: rank 1 (process" in second
-    assert "s in gloo:all_reduce" in second
-    assert "in step 5, in sleep_in_the_forward (test_watchdog.py, line " in second
-
-
 @pytest.mark.bad_input("a rank that keeps the others waiting in a collective")
 @pytest.mark.bad_input("a rank that is stopped (SIGSTOP)")
-def test_a_rank_that_sleeps_or_is_stopped_is_named_and_the_run_continues_when_it_does(
-    start, tmp_path
-):
-    first, second = start(second="sleep_in_the_forward()", then="os.kill(os.getpid(), 19)")
-    line = named(first)
-    assert ": rank 0 of 2; not arrived (entered " in line, line
-    assert f": rank 1 (process {second.pid} on " in line
-    assert "in step 5, in sleep_in_the_forward (test_watchdog.py, line " in line
-    (tmp_path / "go").touch()
-    line = named(first, times=2)
-    assert "the ranks continue: they had waited " in said(first)
-    assert f"; stopped (SIGSTOP): rank 1 (process {second.pid} on " in line
-    os.kill(second.pid, signal.SIGCONT)
-    assert [process.wait(300) for process in (first, second)] == [0, 0]
-    assert said(first).count("warning: waiting") == 2
-    assert "warning: waiting" not in said(second), "one line for all ranks"
-
-
 @pytest.mark.bad_input("a rank that calls another collective than the others, or skips one")
 @pytest.mark.parametrize(
-    ("first", "second", "waits", "instead"),
+    ("strategy", "rank_0", "rank_1", "waits", "instead"),
     [
+        # The next collective of the step takes its place.
+        ("ddp", "dist.barrier()", "None", "barrier", "all_"),
         # The sender of a gather does not wait: it is in the next collectives of the step.
         pytest.param(
-            "dist.all_reduce(torch.ones(4))",
-            "dist.gather(torch.ones(4), dst=0)",
-            "all_reduce",
-            "gather",
+            *("fsdp", "dist.all_reduce(torch.ones(4))", "dist.gather(torch.ones(4), dst=0)"),
+            *("all_reduce", "gather"),
             marks=pytest.mark.slow,
         ),
-        # The next collective of the step takes its place.
-        ("dist.barrier()", "None", "barrier", "all_"),
     ],
 )
-def test_a_rank_that_does_another_collective_or_skips_one_is_named_with_both(
-    start, first, second, waits, instead
+def test_a_rank_that_sleeps_is_stopped_or_does_another_collective_is_named_while_others_wait(
+    launch, request, tmp_path, strategy, rank_0, rank_1, waits, instead
 ):
-    ranks = start(first, second, strategy="ddp" if second == "None" else "fsdp")
+    words = [*TINY, "--task.target", "test_watchdog:Differs", "--parallel.strategy", strategy]
+    words += ["--run.dir", "run", "--train.steps", "8", "--run.timeout_seconds", "60"]
+    ranks = launch.start_each(2, *words, RANK_0=rank_0, RANK_1=rank_1)
+    for rank in ranks:
+        request.addfinalizer(rank.kill)
 
-    def lines():  # a slow machine may be waited for in the steps before
-        written = [line for rank in ranks for line in said(rank).splitlines()]
-        return [line for line in written if "the run ends" in line and "in step 5, in " in line]
+    def said(rank):
+        path = rank._output / "stderr"
+        return path.read_text() if path.exists() else ""
 
-    wait_for(lines, "the line", 60)
-    line = lines()[0]
+    def line_with(words):
+        """The line that names the rank; a slow machine may be waited for in other steps, too."""
+
+        def lines():
+            written = [line for rank in ranks for line in said(rank).splitlines()]
+            return [line for line in written if "the run ends if this" in line and words in line]
+
+        wait_for(lines, words, 120)
+        return lines()[0]
+
+    second = f": rank 1 (process {ranks[1].pid} on "
+    line = line_with("in step 5, in sleep_in_the_forward (test_watchdog.py, line ")
+    assert ": rank 0 of 2; not arrived (entered " in line, line
+    assert second in line
+    (tmp_path / "go").touch()
+    assert f"; stopped (SIGSTOP){second}" in line_with("stopped")
+    assert "the ranks continue: they had waited " in said(ranks[0])
+    assert "warning: waiting" not in said(ranks[1]), "one line for all ranks"
+    os.kill(ranks[1].pid, signal.SIGCONT)
+    line = line_with("in step 7, in ")
     assert f" s in gloo:{waits} " in line, line
-    assert f": rank 1 (process {ranks[1].pid} on " in line
+    assert second in line
     assert f" entered gloo:{instead}" in line
 
 
@@ -492,13 +436,11 @@ class PlantedRanks:
         monkeypatch.setattr(dist, "HashStore", lambda: store)  # one for the ranks of this process
         config = load_config([], environ={})
         self.processes = [Process(f"host-{n}", 1, f"machine-{n}") for n in range(size)]
-        self.jobs, self.stores, self.ranks = [], [], []
+        self.jobs, self.ranks = [], []
         for rank in range(size):
             world = PlantedWorld(rank, 0, size, processes=self.processes)
             self.jobs.append(SimpleNamespace(world=world, config=config, steps_taken=5))
             self.ranks.append(Watchdog(self.jobs[-1], end=None))
-            self.stores.append(CountingStore(self.ranks[-1]._store))
-            self.ranks[-1]._store = self.stores[-1]
 
     def busy(self, rank):
         """Processor seconds of a rank: all work, until a test says otherwise."""
@@ -579,29 +521,14 @@ def test_a_missing_rank_is_named_after_a_fifth_of_the_timeout_once_and_its_arriv
     assert "in all_reduce 43 of the default group: rank 1, 2 of 4; not " in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("silent", "other", "said"),
-    [
-        (None, "broadcast", "; entered broadcast as number 42, in step 7"),
-        (0, None, "; no answer: rank 0 (process 1 on host-0); the run ends"),
-        (2, None, "; no answer: rank 2 (process 1 on host-2); the run ends"),
-    ],
-)
-def test_a_rank_in_another_collective_or_without_an_answer_is_named_by_one_of_the_others(
-    job, capfd, silent, other, said
+def test_a_rank_that_gives_no_sign_is_named_and_after_four_fifths_of_the_timeout_ends_the_run(
+    job, capfd
 ):
-    ranks = job()
-    ranks.wait_in({0, 1, 2, 3} - {silent})
-    if other:
-        ranks.wait_in([2], operation=other)
-    ranks.seconds(90, silent=[silent])
-    (line,) = capfd.readouterr().err.splitlines()
-    assert said in line
-
-
-def test_a_neighbour_that_is_dead_or_gives_no_sign_is_noticed_and_one_that_lives_is_not(job):
     ranks = job(3)
+    ranks.wait_in([0, 1])
     assert ranks.seconds(230, silent=[2]) is None
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "; no answer: rank 2 (process 1 on host-2); the run ends" in line
     silent, hanging, text = ranks.seconds(20, silent=[2])  # 240 s without a sign
     assert (silent, hanging) == ([2], [])
     assert text.startswith("rank 2 (process 1 on host-2) gave no sign of life: it is stopped or ")
@@ -629,32 +556,33 @@ def test_a_rank_that_was_stopped_itself_gives_the_others_time(job):
     assert ranks.seconds(200) is None
 
 
-def test_a_rank_that_works_for_long_where_it_may_is_named_and_nothing_ends(job, capfd):
-    ranks = job()
-    ranks.wait_in([1, 2, 3], timeout_ms=LONG_MS)
-    assert ranks.seconds(600) is None
-    (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("warning: waiting 6")
-    said = "; the run ends if a missing rank does nothing for run.timeout_seconds=300"
-    assert line.endswith(said), line
-
-
-@pytest.mark.parametrize(("size", "is_kept"), [(4, False), (1, False), (1, True)])
-def test_a_rank_that_does_nothing_hangs_after_the_timeout_unless_a_person_or_a_lock_keeps_it(
-    job, monkeypatch, size, is_kept
+@pytest.mark.parametrize(
+    ("size", "waiting", "is_idle", "is_kept", "names"),
+    [
+        (4, [1, 2, 3], True, False, "0 (process 1 on host-0)"),
+        (4, [2, 3], True, False, "0 (process 1 on host-0), 1 (process 1 on host-1)"),
+        (1, [], True, False, "0 (process 1 on host-0)"),
+        (4, [1, 2, 3], False, False, ""),
+        (1, [], True, True, ""),
+    ],
+)
+def test_a_rank_that_does_nothing_hangs_after_the_timeout_but_one_that_works_or_is_kept_does_not(
+    job, monkeypatch, capfd, size, waiting, is_idle, is_kept, names
 ):
     monkeypatch.setattr(watchdog, "is_kept_waiting", lambda: is_kept)
     ranks = job(size)
-    ranks.busy = lambda rank: 0.0
-    ranks.wait_in(range(1, size), timeout_ms=LONG_MS)
+    ranks.busy = lambda rank: 0.0 if is_idle else ranks.now
+    ranks.wait_in(waiting, timeout_ms=LONG_MS)
     assert ranks.seconds(285) is None
+    said = "; the run ends if a missing rank does nothing for run.timeout_seconds=300\n"
+    assert capfd.readouterr().err.endswith(said if waiting else "")
     verdict = ranks.seconds(30)  # the timeout, and two heartbeats
-    if is_kept:
-        assert verdict is None
-    else:
+    if names:
         silent, hanging, text = verdict
-        assert (silent, hanging) == ([], [0])
-        assert "rank 0 (process 1 on host-0) hangs: it has used no processor for run.t" in text
+        assert (silent, len(hanging)) == ([], names.count("host"))
+        assert f"rank {names} hangs: it has used no processor for run.timeout_seconds=300" in text
+    else:
+        assert verdict is None
 
 
 def test_a_collective_that_does_not_end_is_noticed_and_a_busy_gpu_is_not(job):
@@ -666,14 +594,6 @@ def test_a_collective_that_does_not_end_is_noticed_and_a_busy_gpu_is_not(job):
     silent, hanging, text = ranks.seconds(40)
     assert (silent, hanging) == ([], [])
     assert text.startswith("waiting 30")
-
-
-def test_a_rank_stands_in_the_innermost_function_outside_libraries():
-    with ThreadPoolExecutor(1) as pool:
-        place = pool.submit(main_thread_place).result()
-    assert place.startswith("test_a_rank_stands_in_the_innermost_function_outside_libraries (te")
-    assert Heartbeat(0.0, place=place).stands() == f"at the start, in {place}"
-    assert Heartbeat(0.0, step=4).stands() == "in step 5"
 
 
 def test_a_debugger_and_the_lock_of_a_file_keep_a_rank_waiting(tmp_path):
@@ -741,14 +661,14 @@ def test_nothing_is_said_of_a_long_wait_that_is_legal(job, capfd, waits, seconds
 def test_a_stall_costs_each_rank_few_requests_whatever_the_number_of_ranks(job, capfd):
     size = 24
     ranks = job(size)
-    before = [each.requests for each in ranks.stores]
+    for each in ranks.ranks:
+        each._store = Mock(wraps=each._store)
     ranks.wait_in(range(1, size))
     ranks.seconds(100)
     assert "; not arrived (entered " in capfd.readouterr().err
     beats = 100 // 5
     # A beat: a heartbeat and the neighbour's; each that waits for long reads all of them.
-    requests = [each.requests - old for each, old in zip(ranks.stores, before, strict=True)]
-    assert max(requests) <= 100 + 3 * beats
+    assert max(len(each._store.method_calls) for each in ranks.ranks) <= 100 + 3 * beats
 
 
 def read(recorded, monkeypatch, state="runs", leave_out=""):

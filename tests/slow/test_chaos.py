@@ -17,9 +17,7 @@ import pytest
 from chaos import LAYOUTS, Chaos, as_options, children, differences, is_there
 from restless import MAIN_ONLY, POINTS, STEPS_BETWEEN
 
-from dist_amp.checkpoint.format import all_checkpoints, integrity_error
-from dist_amp.checkpoint.resume import newest_checkpoint
-from dist_amp.world import World
+from dist_amp.checkpoint.format import all_checkpoints
 
 KILLS = int(os.environ.get("DIST_AMP_KILLS", "4"))
 # Ranks and strategy of a bit-exact run's attempts.
@@ -33,13 +31,11 @@ def chaos(tmp_path):
     return Chaos(tmp_path, seed)
 
 
-@pytest.fixture(scope="module")
-def short(tmp_path_factory):
-    return Chaos(tmp_path_factory.mktemp("chaos"), 0, **{"train.steps": 30, "eval.every": 10})
-
-
-def test_a_run_whose_rank_is_killed_in_the_middle_of_a_checkpoint_ends_bit_identical(short, launch):
-    words = as_options(short.words | LAYOUTS["fsdp"])
+def test_a_run_whose_rank_is_killed_in_the_middle_of_a_checkpoint_ends_bit_identical(
+    launch, tmp_path
+):
+    short = Chaos(tmp_path, 0, **LAYOUTS["fsdp"], **{"train.steps": 24, "eval.every": 12})
+    words = as_options(short.words)
     killed = launch.each(2, *words, DIE_AT="in the midst of a shard:20:1")
     assert killed[1].returncode == -signal.SIGKILL
     assert killed[0].returncode > 0
@@ -47,25 +43,22 @@ def test_a_run_whose_rank_is_killed_in_the_middle_of_a_checkpoint_ends_bit_ident
     assert [rank.returncode for rank in again] == [0, 0], again[0].stderr[-3000:]
     # The checkpoint of step 20 was never complete.
     assert ", resumed from step 10" in again[0].stdout
-    assert differences(launch.folder / "run", short.through(**LAYOUTS["fsdp"])) == []
+    assert differences(launch.folder / "run", short.through()) == []
 
 
 @pytest.mark.slow
-def test_the_comparison_sees_one_bit(short, tmp_path):
-    one = short.through()
-    assert differences(one, one) == []
-    other = tmp_path / "other"
-    shutil.copytree(one, other)
+def test_the_comparison_sees_one_bit(chaos, tmp_path):
+    run = chaos.through()
+    assert json.loads((run / "summary.json").read_text())["skipped_steps"] > 0
+    assert differences(run, run) == []
+    other = shutil.copytree(run, tmp_path / "other")
     text = (other / "metrics.jsonl").read_text()
     text = text.replace('"train/grad_norm": ', '"train/grad_norm": 1', 1)
     (other / "metrics.jsonl").write_text(text)
-    assert [difference[:7] for difference in differences(one, other)] == ["line 0:"]
-    job = short.job(**LAYOUTS["ddp"], **{"optim.lr": 3.0001e-4})
-    assert job.end() == 0
-    names = differences(one, job.run)
+    assert [difference[:7] for difference in differences(run, other)] == ["line 0:"]
+    names = differences(run, chaos.through(**{"optim.lr": 3.0001e-4}))
     assert "model.0.weight" in names
     assert "ranks.0.random.torch" not in names, "the same numbers were drawn"
-    assert all_checkpoints(one)[-1].name == all_checkpoints(job.run)[-1].name
 
 
 # ---- killed ----
@@ -79,31 +72,21 @@ def kill(*pids):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "dtype", "workers"),
-    [("ddp", "fp16", 0), ("ddp", "bf16", 2), ("fsdp", "fp16", 0), ("fsdp", "bf16", 2)],
+    ("strategy", "dtype", "workers"), [("ddp", "fp16", 0), ("ddp", "bf16", 2), ("fsdp", "fp16", 2)]
 )
 def test_a_rank_that_is_killed_at_any_time_is_started_again(chaos, strategy, dtype, workers):
     words = {**LAYOUTS[strategy], "precision.dtype": dtype, "data.workers": workers}
-    words["train.steps"] = 60 + 50 * KILLS
+    words |= {"checkpoint.every": 5, "train.steps": 60 + 50 * KILLS}
     job = chaos.job(restarts=5 * KILLS, **words)
     for _ in range(KILLS):
         job.wait_for("step", count=1 + job.count("step"))
         time.sleep(chaos.random.uniform(0, 1.5))
         starts = job.count("run    ")
         kill(chaos.random.choice(list(job.rank_processes().values())))
+        time.sleep(chaos.random.uniform(0, 5))
+        if job.count("run    ") == starts:  # also while the ranks start
+            kill(*list(job.rank_processes().values())[:1])
         job.wait_for("run    ", count=starts + 1)
-        job.wait_for("step", count=job.count("step") + 1)
-    chaos.check(job, **words)
-
-
-@pytest.mark.slow
-def test_a_rank_that_is_killed_every_few_seconds_also_while_it_starts(chaos):
-    words = {"checkpoint.every": 5, "train.steps": 50 * KILLS}
-    job = chaos.job(restarts=2 * KILLS, **words)
-    for _ in range(KILLS):
-        time.sleep(chaos.random.uniform(3, 14))
-        if victims := list(job.rank_processes().values()):
-            kill(chaos.random.choice(victims))
     chaos.check(job, **words)
 
 
@@ -120,7 +103,6 @@ def test_a_bit_exact_run_that_is_killed_continues_on_other_ranks_by_another_stra
         job = chaos.job(ranks, folder=folder, **words, **{"parallel.strategy": strategy})
         # Not by time: a fast machine would end the run before its last kill.
         job.wait_for("step", count=chaos.random.randint(1, 30))
-        time.sleep(chaos.random.uniform(0, 0.05))
         victims = job.rank_processes().values()
         kill(job.process.pid, *victims)
         job.end()
@@ -146,8 +128,7 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_old_one_or_the_new(chao
 
 @pytest.mark.slow
 def test_torchrun_that_is_killed_leaves_no_process_and_its_ranks_save(chaos):
-    words = {"data.workers": 2}
-    job = chaos.job(**words)
+    job = chaos.job(**{"data.workers": 2})
     job.wait_for("step     15")
     below = children(job.process.pid)
     job.process.kill()
@@ -155,50 +136,7 @@ def test_torchrun_that_is_killed_leaves_no_process_and_its_ranks_save(chaos):
     while any(map(is_there, below)):
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    chaos.check(chaos.finish(job, **words), **words)
-
-
-# ---- damaged ----
-
-
-@pytest.mark.slow
-def test_a_bit_or_an_end_that_is_lost_anywhere_in_a_checkpoint_is_noticed(chaos):
-    run = chaos.through(**LAYOUTS["fsdp"])
-    *_, before, newest = all_checkpoints(run)
-    files = sorted(newest.iterdir())
-    for number in range(1000):
-        path = files[number % len(files)]
-        data = path.read_bytes()
-        damaged = bytearray(data)
-        if number % 4:
-            bit = chaos.random.randrange(8 * len(data))
-            damaged[bit // 8] ^= 1 << bit % 8
-        else:
-            del damaged[chaos.random.randrange(len(data)) :]
-        path.write_bytes(damaged)
-        assert integrity_error(newest), f"{path.name}, damage {number}"
-        if number % 50 == 0:
-            assert newest_checkpoint("auto", run, World()) == before
-        path.write_bytes(data)
-
-
-@pytest.mark.slow
-def test_a_run_falls_back_to_the_checkpoint_before_a_damaged_one_and_stops_without_any(chaos):
-    words = LAYOUTS["fsdp"]
-    job = chaos.job(environ={"RAISE_AT": "90:1"}, **words)
-    job.end()
-    path = all_checkpoints(job.run)[-1] / "__1_0.distcp"
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-    again = chaos.finish(job, **words)
-    chaos.check(again, **words)
-    assert "__1_0.distcp is damaged" in again.text
-    for checkpoint in all_checkpoints(job.run):
-        (checkpoint / "manifest.json").unlink()
-    stopped = chaos.finish(job, **words)
-    assert stopped.process.returncode != 0
-    assert "none of the checkpoints is valid" in stopped.text, "it never begins at zero"
+    chaos.finish(job)
 
 
 # ---- stopped ----
@@ -217,41 +155,23 @@ PHASES = {  # the environment that makes them long, and the line with which they
 def test_a_signal_stops_all_ranks_after_one_step_which_is_saved(chaos, target, phase):
     number = chaos.random.choice((signal.SIGTERM, signal.SIGUSR1))
     environ, begins = PHASES[phase]
-    words = {"data.workers": chaos.random.choice((0, 2))}
-    job = chaos.job(environ=environ, **words)
+    job = chaos.job(environ=environ)
     job.wait_for(begins)
     time.sleep(0.3 if phase == "evaluation" else 0.0)
     pids = list(job.rank_processes().values())
-    if target == "torchrun":
-        pids = [job.process.pid]
-    elif target == "one rank":
-        pids = [chaos.random.choice(pids)]
+    pids = {"torchrun": [job.process.pid], "one rank": pids[:1], "all ranks": pids}[target]
     # A step's line comes a step later, unless an evaluation follows.
     seen = job.count("step") + (phase == "training")
     for pid in pids:
         os.kill(pid, number)
     job.end()
     stopped = job.summary
-    assert stopped["stopped_by"] == "preempted", f"{number} {words}\n{job.text[-2000:]}"
+    assert stopped["stopped_by"] == "preempted", f"{number}\n{job.text[-2000:]}"
     assert stopped["exit_code"] == 75
     # The ranks exchange the stop about once a second, and at most after as many steps again.
     assert stopped["steps"] - seen <= 2 + seen
     assert all_checkpoints(job.run)[-1].name == f"step_{stopped['steps']:08d}"
-    chaos.check(chaos.finish(job, **words), **words)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["hangs in loss_sum", "is stopped"])
-def test_a_rank_that_hangs_is_named_and_the_run_can_be_continued(chaos, how):
-    environ = {"HANG_AT": "30:1"} if "hangs" in how else {}
-    job = chaos.job(environ=environ, **{"run.timeout_seconds": 10})
-    job.wait_for("step     13")  # the hang is in the step after the next, before 14's line
-    if not environ:
-        os.kill(job.rank_processes()[1], signal.SIGSTOP)
-    assert job.end() != 0
-    assert "rank 1" in job.text
-    assert how.split()[-1] in job.text
-    chaos.check(chaos.finish(job))
+    chaos.finish(job)
 
 
 # ---- disks ----
@@ -260,6 +180,7 @@ def test_a_rank_that_hangs_is_named_and_the_run_can_be_continued(chaos, how):
 @contextmanager
 def small_disk(folder, options):
     """A file system of its own over `folder`."""
+    folder.mkdir(exist_ok=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], check=True)
     try:
         yield
@@ -275,7 +196,6 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk
 def test_a_disk_that_is_full_for_a_while_costs_a_checkpoint_and_no_line(chaos):
     words = {"train.steps": 120}
     folder = chaos.new_folder()
-    (folder / "run").mkdir()
     with small_disk(folder / "run", "size=16m"):
         job = chaos.job(folder=folder, **words)
         job.wait_for("step     15")
@@ -292,7 +212,6 @@ def test_a_disk_that_is_full_for_a_while_costs_a_checkpoint_and_no_line(chaos):
 @needs_root
 def test_a_folder_that_is_read_only_is_named_and_the_run_ends_from_its_last_checkpoint(chaos):
     folder = chaos.new_folder()
-    (folder / "run").mkdir()
     with small_disk(folder / "run", "ro"):
         job = chaos.job(folder=folder)
         assert job.end() != 0
@@ -305,47 +224,5 @@ def test_a_folder_that_is_read_only_is_named_and_the_run_ends_from_its_last_chec
         assert "could not be written: rank 0: Read-only file system" in job.text
         assert "rank 0: Traceback" not in job.text
     newest = int(all_checkpoints(job.run)[-1].name.removeprefix("step_"))
-    again = chaos.finish(job)
     assert newest > 0
-    assert f"resumed from step {newest}\n" in again.text
-    chaos.check(again)
-
-
-# ---- mishaps ----
-
-
-@pytest.mark.slow
-def test_a_batch_that_is_not_finite_on_one_rank_is_skipped_by_all(chaos):
-    summary = json.loads((chaos.through() / "summary.json").read_text())
-    assert summary["skipped_steps"] > 0
-    assert summary["skipped_steps"] + summary["applied_steps"] == chaos.words["train.steps"]
-
-
-@pytest.mark.slow
-def test_the_error_of_a_rank_that_raises_stands_alone_and_a_restart_continues(chaos):
-    job = chaos.job(restarts=1, environ={"RAISE_AT": "50:1"})
-    chaos.check(job)
-    assert job.text.count("rank 1: Traceback") == 1
-    assert "rank 0: Traceback" not in job.text
-
-
-@pytest.mark.slow
-def test_a_loader_worker_that_is_killed_is_named_and_the_run_can_be_continued(chaos):
-    words = {"data.workers": 2}
-    job = chaos.job(**words)
-    job.wait_for("step     15")
-    worker = children(job.rank_processes()[1])[0]
-    kill(worker)
-    job.end()
-    assert f"rank 1: loader worker (pid {worker})" in job.text
-    assert job.summary["exit_code"] == 65
-    chaos.check(chaos.finish(job, **words), **words)
-
-
-@pytest.mark.slow
-def test_a_tensorboard_folder_that_is_removed_is_written_anew(chaos):
-    job = chaos.job()
-    job.wait_for("step     15")
-    shutil.rmtree(job.run / "tensorboard")
-    chaos.check(job)
-    assert len(list((job.run / "tensorboard").glob("rank*/events*"))) >= 2
+    assert f"resumed from step {newest}\n" in chaos.finish(job).text
