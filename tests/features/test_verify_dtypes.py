@@ -11,8 +11,6 @@ from dist_amp.config.load import load_config
 from dist_amp.verify.dtypes import dtype_report
 from dist_amp.world import World
 
-TINY_GPT = "--task.args.width 16 --task.args.context 8 --task.args.layers 3"
-
 
 def report(words="", task=None):
     return dtype_report(load_config(words.split(), environ={}), World(), task)
@@ -28,7 +26,8 @@ def row(text, path):
 def gpt(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
     (folder / "a.txt").write_text("def sum(a, b): return a + b\n" * 200)
-    return f"{TINY_GPT} --train.micro_batch_size 2 --data.path {folder}/a.txt"
+    model = "--task.args.width 16 --task.args.context 8 --task.args.layers 3"
+    return f"{model} --train.micro_batch_size 2 --data.path {folder}/a.txt"
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -48,11 +47,14 @@ def test_products_and_attention_are_in_half_precision_and_norms_and_loss_in_floa
     assert max(map(len, seen.splitlines())) <= 120
 
 
-def test_without_mixed_precision_all_is_float32_by_request(gpt):
+def test_without_mixed_precision_all_is_float32_by_request_and_fsdp_casts_by_policy(gpt):
     seen = report(f"{gpt} --use_amp false")
     assert "precision.use_amp=false: all is computed in float32, by request" in seen
     assert "bf16" not in seen
     assert "costly" not in seen
+    assert "FSDP's policy" in report("--parallel.strategy fsdp", Tiny())
+    for words in ("fsdp --precision.cast_by autocast", "ddp"):
+        assert "FSDP's policy" not in report(f"--parallel.strategy {words}", Tiny())
 
 
 class Careful(nn.Module):
@@ -76,9 +78,3 @@ def test_a_product_where_autocast_is_off_is_flagged():
     assert "1 of 3 costly operations:\n  head (Linear): addmm fp32 x fp32" in seen
     assert "autocast(enabled=False)" in seen
     assert row(seen, "body")[1] == "fp32 bf16", "called twice"
-
-
-def test_the_report_says_whether_a_sharded_run_casts_by_policy():
-    assert "FSDP's policy" in report("--parallel.strategy fsdp", Tiny())
-    for words in ("fsdp --precision.cast_by autocast", "ddp"):
-        assert "FSDP's policy" not in report(f"--parallel.strategy {words}", Tiny())
