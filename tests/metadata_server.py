@@ -40,9 +40,7 @@ class Metadata(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.cloud = cloud
         self.notice = None
-        self.quiet = 0  # so many answers come before the notice
         self.fault = ""
-        self.name = "trainer_0"  # of the machine, on Azure
         self.asked = []
         self.statuses = []
         self.tokens = {}  # {token: until when it is valid}
@@ -89,41 +87,36 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body.encode())
 
-    def notice_now(self):
-        self.server.quiet -= 1
-        return self.server.notice if self.server.quiet < 0 else None
-
     def aws(self, address):
         token = self.headers.get("X-aws-ec2-metadata-token")
         if self.server.tokens.get(token, 0.0) < time.monotonic():
             return 401, ""
-        notice = self.notice_now()
-        if address.path != "/latest/meta-data/spot/instance-action" or notice is None:
+        if address.path != "/latest/meta-data/spot/instance-action" or not self.server.notice:
             return 404, "<html>404 - Not Found</html>"
-        return 200, json.dumps(notice)
+        return 200, json.dumps(self.server.notice)
 
     def gcp(self, address):
         if self.headers.get("Metadata-Flavor") != "Google":
             return 403, "Missing Metadata-Flavor:Google header."
         if address.path != "/computeMetadata/v1/instance/preempted":
             return 404, ""
-        return 200, self.notice_now() or "FALSE"
+        return 200, self.server.notice or "FALSE"
 
     def azure(self, address):
         query = parse_qs(address.query)
         if self.headers.get("Metadata") != "true" or "api-version" not in query:
             return 400, '{"error": "Bad request"}'
         if address.path == "/metadata/instance/compute/name":
-            return 200, self.server.name
+            return 200, "trainer_0"
         if address.path != "/metadata/scheduledevents" or query["api-version"] != ["2020-07-01"]:
             return 404, ""
-        return 200, json.dumps({"DocumentIncarnation": 1, "Events": self.notice_now() or []})
+        return 200, json.dumps({"DocumentIncarnation": 1, "Events": self.server.notice or []})
 
 
 @contextmanager
 def metadata_server(cloud):
     with Metadata(cloud) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         try:
             yield server
         finally:

@@ -11,7 +11,6 @@ import shutil
 import signal
 import time
 
-import torch
 import torch.distributed.checkpoint.filesystem as dcp
 from tiny import Overflow
 from torch import nn
@@ -55,36 +54,21 @@ class Restless(Overflow):
 
 
 class Recording(Restless):
-    """Appends the samples of each rank and step to a file. Steps last `pause` seconds more, until
-    the file `hurry` is there.
-    """
+    """Writes each rank's steps to a file; each lasts `pause` seconds more, until `hurry` exists."""
 
     def __init__(self, pause: float = 0.3, batch_norm: bool = False):
         super().__init__(0.0, batch_norm)
         self.bad = ()
         self.pause = pause
-        self.taken = []
-
-    def build_dataset(self, split):
-        rows = super().build_dataset(split)
-        rows.columns["number"] = torch.arange(len(rows))
-        return rows
-
-    def loss_sum(self, model, batch):
-        if model.training:
-            self.taken += batch["number"].tolist()
-        return super().loss_sum(model, batch)
 
     def on_step(self, run, report):
         if not os.path.exists("hurry"):
             time.sleep(self.pause)
         # The port is another one in each start of the ranks, and the same for all of them.
-        attempt = os.environ.get("MASTER_PORT", "")
         line = {"time": time.time(), "step": run.step, "ranks": run.world.world_size}
-        line |= {"attempt": attempt, "samples": self.taken}
-        with (run.folder / f"samples-{os.getpid()}.jsonl").open("a") as file:
+        line["attempt"] = os.environ.get("MASTER_PORT", "")
+        with (run.folder / f"steps-{os.getpid()}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
-        self.taken = []
 
 
 def die_at(point, step):
