@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import threading
 import time
 from argparse import Namespace
 from contextlib import nullcontext
@@ -63,8 +62,15 @@ time.sleep(60)
 
 
 @pytest.fixture
-def nothing_starts(monkeypatch):
-    monkeypatch.setattr(command, "run_agent", lambda *_: pytest.fail("started"))
+def agent(monkeypatch):
+    """(torchrun's options, ranks, whether elastic) of each start; nothing starts."""
+    starts = []
+    monkeypatch.setattr(
+        command,
+        "run_agent",
+        lambda *start, **more: starts.append((*start, *more.values())) or (0, ""),
+    )
+    return starts
 
 
 # ---- the command line
@@ -122,39 +128,27 @@ NEEDS += "numbers of nodes can keep: a multiple of 24, not"
     ],
 )
 def test_a_mistake_is_one_line_before_any_rank_starts(
-    words, message, capfd, nothing_starts, tmp_path, monkeypatch
+    words, message, capfd, agent, tmp_path, monkeypatch
 ):
     (tmp_path / "exits.py").write_text("raise SystemExit(0)")
     monkeypatch.chdir(tmp_path)
     assert command.main(words.split()) == 64
     out, err = capfd.readouterr()
     assert err.startswith(f"error: {message}")
-    assert (out, err.count("\n")) == ("", 1)
+    assert (out, err.count("\n"), agent) == ("", 1, [])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_before_any_rank_is_one_line(number, capfd, monkeypatch):
-    monkeypatch.setattr(command, "load_config", lambda _: time.sleep(60))
-    threading.Timer(0.5, os.kill, (os.getpid(), number)).start()
+    monkeypatch.setattr(
+        command, "load_config", lambda _: os.kill(os.getpid(), number) or time.sleep(60)
+    )
     assert command.main([]) == 1
     message = f"error: stopped by {number.name} before any rank had started\n"
     assert capfd.readouterr().err == message
 
 
 # ---- the defaults
-
-
-@pytest.fixture
-def agent(monkeypatch):
-    """(torchrun's options, ranks, whether elastic) of each start; nothing starts."""
-    starts = []
-
-    def run_agent(options, ranks, elastic):
-        starts.append((options, ranks, elastic))
-        return 0, ""
-
-    monkeypatch.setattr(command, "run_agent", run_agent)
-    return starts
 
 
 @pytest.fixture
@@ -184,6 +178,7 @@ def test_the_defaults_are_two_processes_on_the_cpu_with_restarts_and_the_signals
     assert options.rdzv_endpoint.startswith("127.0.0.1:")
     assert os.environ["OMP_NUM_THREADS"] == "4"
     assert os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 
 
 def test_a_rank_per_gpu_near_its_cpus_unless_told_otherwise(started, monkeypatch):
@@ -208,19 +203,11 @@ def test_ranks_are_bound_where_numactl_may_use_all_cpus(
     assert command.numa_binding(2, tmp_path) == binding
 
 
-@pytest.mark.parametrize(
-    ("given", "used"),
-    [
-        ({}, "expandable_segments:True"),
-        ({"PYTORCH_ALLOC_CONF": "backend:native"}, "backend:native"),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, None),
-    ],
-)
-def test_the_users_allocator_settings_stay(given, used, started, monkeypatch):
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_the_users_allocator_settings_stay(name, started, monkeypatch):
+    monkeypatch.setenv(name, "max_split_size_mb:64")
     started()
-    assert os.environ.get("PYTORCH_ALLOC_CONF") == used
+    assert os.environ[name] == os.environ.get("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
 
 
 def test_torchruns_own_variables_and_several_machines_are_passed_on(started, monkeypatch, capsys):
@@ -273,6 +260,7 @@ def is_restarted(watch, left, status, text="", at_start=False, transient=False):
     [
         ([(64, "error: text")], 0),
         ([(75,)], 0),
+        ([(75,)], "elastic"),  # the ranks saved as a node left
         ([(70, "error: text")], 0),
         ([(65, "error: text")], 1),  # a disk may come back
         ([(-9,)] * 5, 4),
@@ -282,13 +270,9 @@ def is_restarted(watch, left, status, text="", at_start=False, transient=False):
     ],
 )
 def test_failures_that_would_come_again_are_not_restarted(failures, restarts, tmp_path):
-    watch = Watch(tmp_path, 4)
+    watch = Watch(tmp_path, 4, elastic=restarts == "elastic")
     found = [is_restarted(watch, 4 - number, *how) for number, how in enumerate(failures)]
-    assert found == [number < restarts for number in range(len(failures))]
-
-
-def test_ranks_of_an_elastic_run_that_saved_as_a_node_left_are_restarted(tmp_path):
-    assert is_restarted(Watch(tmp_path, 100, elastic=True), 100, 75)
+    assert found == [restarts == "elastic" or number < restarts for number in range(len(failures))]
 
 
 @pytest.mark.parametrize(
@@ -445,23 +429,25 @@ def test_a_signal_while_machines_are_waited_for_ends_the_launcher_at_once(
     assert (job.returncode, err) == (1, "error: stopped by SIGTERM before any rank had started\n")
 
 
-def test_a_rank_whose_launcher_is_gone_does_not_start(monkeypatch):
+@pytest.mark.bad_input("a machine whose clock is an hour off, which torchrun takes for dead")
+@pytest.mark.parametrize(
+    ("nnodes", "refused"),
+    [
+        ("1", "the launcher .* is gone"),
+        ("2", "all but 1 of --nnodes=2 machines while they joined"),
+        ("1:4", ""),
+        ("2:4", "all but 1 of --nnodes=2:4 machines while they joined"),
+    ],
+)
+def test_a_rank_does_not_start_without_its_launcher_or_with_fewer_machines_than_asked_for(
+    nnodes, refused, monkeypatch
+):
     gone = subprocess.Popen(["true"])
     gone.wait()
-    names = {"TORCHELASTIC_RUN_ID": "1", "DIST_AMP_LAUNCHER": str(gone.pid), "DIST_AMP_NNODES": "1"}
-    for name, value in names.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(Failure, match="the launcher .* is gone"):
-        preflight.check_launch()
-
-
-@pytest.mark.bad_input("a machine whose clock is an hour off, which torchrun takes for dead")
-@pytest.mark.parametrize(("nnodes", "is_enough"), [("2", False), ("1:4", True), ("2:4", False)])
-def test_fewer_machines_than_were_asked_for_do_not_train_alone(nnodes, is_enough, monkeypatch):
-    names = {"TORCHELASTIC_RUN_ID": "1", "DIST_AMP_LAUNCHER": str(os.getpid())}
+    launcher = gone.pid if "gone" in refused else os.getpid()
+    names = {"TORCHELASTIC_RUN_ID": "1", "DIST_AMP_LAUNCHER": str(launcher)}
     names |= {"GROUP_WORLD_SIZE": "1", "DIST_AMP_NNODES": nnodes}
     for name, value in names.items():
         monkeypatch.setenv(name, value)
-    message = f"all but 1 of --nnodes={nnodes} machines while they joined"
-    with nullcontext() if is_enough else pytest.raises(Failure, match=message):
+    with pytest.raises(Failure, match=refused) if refused else nullcontext():
         preflight.check_launch()

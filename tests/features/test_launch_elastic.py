@@ -97,7 +97,7 @@ class Cluster:
 
 @pytest.fixture
 def chaos(tmp_path):
-    return Chaos(tmp_path, 0, **WORDS, **{"train.steps": 60})
+    return Chaos(tmp_path, 0, **WORDS, **{"train.steps": 200})
 
 
 @pytest.fixture
@@ -194,4 +194,4 @@ def test_a_node_that_is_signalled_saves_and_leaves_and_the_others_continue(clust
     nodes.wait_for_steps(2)
     assert nodes.end() == [0, 0, 0], nodes.output()
     steps = [step for steps in steps_by_attempt(nodes.run) for step in sorted(steps)]
-    assert steps == list(range(1, 61)), "none is taken twice"
+    assert steps == list(range(1, 201)), "none is taken twice"
