@@ -5,25 +5,24 @@ exit continue past one that fails or is stuck, and say why, on which rank and in
 import json
 import threading
 import time
-from contextlib import closing, redirect_stderr
-from functools import partial
+from contextlib import closing, nullcontext, redirect_stderr
 from io import StringIO
 from unittest.mock import patch
 
 import pytest
 import torch
+from chaos import same, tensors_of
 from forked import Launch
 from ranks import on_ranks
 from test_train import TINY, wait_for
 from tiny import Tiny, log_row, make_run, take_steps
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dist_amp.checkpoint import saver as saver_module
 from dist_amp.checkpoint.background import Staging
-from dist_amp.checkpoint.format import Reader, all_checkpoints, integrity_error, read_into
+from dist_amp.checkpoint.format import checkpoint_folder, integrity_error
 from dist_amp.errors import Transient
 from dist_amp.world import World, local
 
@@ -65,16 +64,15 @@ def test_a_failed_background_save_is_known_to_all_ranks_and_the_run_continues(tm
 
 
 def saves_around_a_stuck_one(world, folder):
-    """What rank 0 says of the first save, which hangs on the last rank, and of the next ones: two
+    """What rank 0 says of the first save, which hangs on rank 1, and of the next ones: two
     meanwhile, of which the later fails, and one after it has ended. Then the checkpoints' names.
     """
-    is_last = world.rank == world.world_size - 1
     run = make_run(world, Tiny(), *words(folder, "--parallel.strategy", "ddp"))
     released = threading.Event()
     real = FileSystem.create_stream
 
     def stuck(*args):
-        if is_last:
+        if world.rank == 1:
             assert released.wait(300)
         return real(*args)
 
@@ -132,9 +130,8 @@ def test_a_stuck_save_ends_the_run_if_it_is_not_a_copy_and_fails_one_that_must_s
     tmp_path, is_copy
 ):
     released = threading.Event()
-    run = make_run(
-        World(), Tiny(), *words(tmp_path, "--checkpoint.async_save", str(is_copy).lower())
-    )
+    in_background = ("--checkpoint.async_save", str(is_copy).lower())
+    run = make_run(World(), Tiny(), *words(tmp_path, *in_background))
     take_steps(run, 1)
     try:
         with patch.object(saver_module, "publish", lambda *_: released.wait(300)):
@@ -166,81 +163,65 @@ class Counted(TorchDispatchMode):
         return result
 
 
-def three_saves(world, folder, strategy):
-    """Of three saves in the background, between steps: what each writes, and what three that
-    training waits for write; the bytes that the first writes and that all ranks copy for it; the
-    memory of each copy; which are planned as the one before; how many are written at one time.
+def four_saves(world, folder, strategy, background):
+    """The bytes that all ranks copy for the first of four saves between steps, the memory of each
+    copy, which saves are planned as the one before, and how many are written at one time.
     """
-    stage, write_tensors = Staging.copy, saver_module.write_tensors
-    copies, bytes_copied, reused, contents, under_way, most = [], [], [], [], [], []
+    more = ("--parallel.strategy", strategy, "--checkpoint.async_save", background)
+    run = make_run(world, Tiny(), *words(folder, *more, timeout=300))
+    copy, plan = Staging.copy, run.saver._planner.create_local_plan
+    write = saver_module.write_tensors
+    counted, copies, reused, under_way, most = Counted(), [], [], [], []
 
     def staged(staging, state):
-        with Counted() as counted:
-            copies.append(stage(staging, state))
-        bytes_copied.append(counted.bytes)
+        with counted if not copies else nullcontext():
+            copies.append(copy(staging, state))
         return copies[-1]
 
-    def planned(create_local_plan):
-        plan = create_local_plan()
-        reused.append(not plan.usable)
-        return plan
+    def planned():
+        planned = plan()
+        reused.append(not planned.usable)
+        return planned
 
     def slow(*args, **kwargs):
         under_way.append(1)
         most.append(len(under_way))
         time.sleep(0.1)
-        write_tensors(*args, **kwargs)
+        write(*args, **kwargs)
         under_way.pop()
 
-    for background in ("true", "false"):
-        more = ("--parallel.strategy", strategy, "--checkpoint.async_save", background)
-        run = make_run(world, Tiny(), *words(folder / background, *more, timeout=300))
-        planner = run.saver._planner
-        planner.create_local_plan = partial(planned, planner.create_local_plan)
-        watched = patch.object(Staging, "copy", staged)
-        with (
-            watched,
-            patch.object(saver_module, "write_tensors", slow),
-            closing(run.saver) as saver,
-        ):
-            for step in range(3):
-                take_steps(run, 1)
-                if step == 2 and world.rank == 1:
-                    run.optimizer.state[run.parallel.parameters[0]]["note"] = "new"
-                saver.save(wait=False)
+    run.saver._planner.create_local_plan = planned
+    writing = patch.object(saver_module, "write_tensors", slow)
+    with patch.object(Staging, "copy", staged), writing, closing(run.saver) as saver:
+        for step in range(4):
             take_steps(run, 1)
-        for path in all_checkpoints(run.folder) if world.is_main else ():
-            reader = Reader(path)
-            entries = reader.read_metadata().state_dict_metadata.items()
-            content = {
-                name: torch.empty(entry.size, dtype=entry.properties.dtype)
-                for name, entry in entries
-                if isinstance(entry, TensorStorageMetadata)
-            }
-            read_into(content, reader)
-            contents.append({name: value.nan_to_num() for name, value in content.items()})
+            if step == 3 and world.rank == 1:
+                run.optimizer.state[run.parallel.parameters[0]]["note"] = "new"
+            saver.save(wait=False)
+        take_steps(run, 1)
 
     def memory(copy):
         tensors = (local(leaf) for leaf in tree_leaves(copy) if isinstance(leaf, torch.Tensor))
         return {tensor.data_ptr() for tensor in tensors if tensor.numel()}
 
-    bytes_copied = sum(world.gather(bytes_copied[0]))
-    return contents, bytes_copied, list(map(memory, copies)), reused[:3], max(most)
+    return sum(world.gather(counted.bytes)), list(map(memory, copies)), reused, max(most)
 
 
 @pytest.mark.parametrize(("ranks", "strategy"), [(2, "ddp"), (2, "fsdp"), (4, "hsdp")])
 def test_background_saves_hold_their_steps_do_not_overlap_and_copy_each_byte_once_and_in_place(
     tmp_path, ranks, strategy
 ):
-    results = on_ranks(ranks, three_saves, tmp_path, strategy)
-    contents = results[0][0]
-    for background, waited_for in zip(contents[:3], contents[3:], strict=True):
-        assert background.keys() == waited_for.keys()
-        assert [name for name in background if not background[name].equal(waited_for[name])] == []
-    for rank, (_, copied, (first, second, third), reused, most) in enumerate(results):
-        assert copied == sum(tensor.nbytes for tensor in contents[0].values()) > 0
-        assert first == second == third
-        assert reused == [False, True, rank != 1], "planned again where the state is new"
+    results = on_ranks(ranks, four_saves, tmp_path / "background", strategy, "true")
+    on_ranks(ranks, four_saves, tmp_path / "waited for", strategy, "false")
+    for step in (3, 2, 1):
+        paths = [checkpoint_folder(folder, step) for folder in tmp_path.iterdir()]
+        one, other = map(tensors_of, paths)
+        assert one.keys() == other.keys()
+        assert [name for name in one if not same(one[name], other[name])] == []
+    for rank, (copied, memories, reused, most) in enumerate(results):
+        assert copied == sum(tensor.nbytes for tensor in one.values()) > 0
+        assert memories == [memories[0]] * 4
+        assert reused == [False, True, True, rank != 1], "planned again where the state is new"
         assert most == 1
 
 

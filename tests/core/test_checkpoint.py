@@ -1,12 +1,11 @@
 """A resumed run goes on as if it had never stopped, or names what differs from the checkpoint's."""
 
-from dataclasses import replace
-from functools import cache
 from itertools import product
 
 import pytest
 import torch
 from ranks import on_ranks
+from test_script_run import same
 from tiny import (
     Changed,
     Overflow,
@@ -22,7 +21,7 @@ from tiny import (
 from torch import nn
 
 from dist_amp import optim
-from dist_amp.checkpoint.compatibility import check_config, dataset_hash
+from dist_amp.checkpoint.compatibility import dataset_hash
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.world import World
 
@@ -56,64 +55,93 @@ def settings(folder, strategy, dtype, *more):
     return [*words, *more]
 
 
-def equal_states(one, other):
-    """Whether two runs are the same, tensor by tensor; not the process's generators."""
-
-    def tensors(run):
-        position = torch.tensor([run.step, run.data.position])
-        counts = run.schedule.counters, run.scaler.scale_tensor, position
-        parameters = parameters_of(run).values()
-        return [*parameters, *run.parallel.module.buffers(), *moments_of(run), *counts]
-
-    return list(map(torch.equal, tensors(one), tensors(other)))
+def state_of(run):
+    """All that a step changes, on this rank; not the process's generators."""
+    buffers = [buffer.clone() for buffer in run.parallel.module.buffers()]
+    tensors = [*parameters_of(run).values(), *buffers, *moments_of(run)]
+    return [*tensors, run.schedule.counters.clone(), run.scaler.scale_tensor.clone()]
 
 
-def logged_steps(run, steps):
-    """Take steps, with a log line after each third; return every loss and every logged loss."""
-    losses = []
-    for _ in range(steps):
+def steps_of(run, count):
+    """The world's loss in each of so many steps, and over each three; the samples of each."""
+    losses, samples = [], []
+    for _ in range(count):
+        start = run.data.position
         (report,) = take_steps(run, 1)
         run.metrics.record(report)
-        losses.append(report.loss_sum.item())
+        losses.append((run.world.sum(report.loss_sum) / report.weight).item())
         if run.step % 3 == 0:
             losses.append(log_row(run).loss)
-    return losses
+        mine = [index for _, indices in run.data.at(start) for index in indices]
+        samples.append(sorted(index for indices in run.world.gather(mine) for index in indices))
+    return losses, samples
 
 
-def stop_and_go_on(world, folder, strategy, dtype):
-    task = Normed if strategy in ("single", "ddp") else Dropped
-    workers = 2 if dtype == "bf16" else 0
-    more = ("--data.workers", workers, "--run.deterministic", "true")
-    words = settings(folder, strategy, dtype, *more)
-    through = make_run(world, task(samples=40), *words)
-    losses = logged_steps(through, 6)
-    stopped = make_run(world, task(samples=40), *words)
-    before = logged_steps(stopped, 4)  # in the middle of a log interval
-    save(stopped)
-    resumed = make_run(world, task(samples=40), *words, "--run.resume", "auto")
-    assert resumed.resumed_from_step == resumed.step == 4
-    assert before + logged_steps(resumed, 2) == losses
+def facts_of(run):
+    """What a run has after four steps, in the next ones, and then."""
+    seed, state = torch.initial_seed(), state_of(run)
+    return seed, state, *steps_of(run, 4), state_of(run)
+
+
+def saved_or_resumed(world, strategy, folder, dtype, is_same):
+    """The facts of a run that is saved after four steps, and of the next one in its folder."""
+    task, more = Tiny, ELASTIC
+    if is_same:
+        task, more = Dropped if strategy in ("fsdp", "hsdp") else Normed, []
+    words = settings(folder, strategy, dtype, *more, "--run.deterministic", "true")
+    words += ["--data.workers", 2 if dtype == "bf16" else 0, "--run.resume", "auto"]
+    run = make_run(world, task(samples=60), *words)
+    if run.resumed_from_step is None:
+        steps_of(run, 4)  # into the midst of a log interval
+        save(run)
+    assert run.step == 4
+    facts = facts_of(run)
+    run.data.close()
     torch.use_deterministic_algorithms(False)
-    return equal_states(resumed, through)
+    return facts
 
 
-# Each strategy and dtype at least once; the whole product is slow.
-CORE = ((1, "single", "fp32"), (2, "ddp", "fp16"), (2, "fsdp", "bf16"), (4, "hsdp", "fp16"))
+def on_layout(layout, *args):
+    if layout == (1, "single"):
+        return [saved_or_resumed(World(), "single", *args)]
+    return on_ranks(layout[0], saved_or_resumed, layout[1], *args)
+
+
+SHARDED = (2, "fsdp")
+# (who saves, who resumes, dtype): each strategy and dtype at least once; the whole product is slow.
+ALWAYS = {
+    *(((1, "single"), (1, "single"), "fp32"), ((2, "ddp"), (2, "ddp"), "fp16")),
+    *((SHARDED, SHARDED, "bf16"), ((4, "hsdp"), (4, "hsdp"), "fp16")),
+    *((SHARDED, reader, "fp32") for reader in LAYOUTS if reader != SHARDED),
+    ((1, "single"), SHARDED, "fp32"),
+}
+WHOLE = {*product(LAYOUTS, LAYOUTS, ["fp32"])}
+WHOLE |= {(layout, layout, dtype) for layout in LAYOUTS for dtype in ("bf16", "fp16")}
 
 
 @pytest.mark.parametrize(
-    ("ranks", "strategy", "dtype"),
-    [
-        pytest.param(*layout, dtype, marks=[] if (*layout, dtype) in CORE else pytest.mark.slow)
-        for layout in LAYOUTS
-        for dtype in ("fp32", "bf16", "fp16")
-    ],
+    ("saver", "reader", "dtype"),
+    [pytest.param(*row, marks=[] if row in ALWAYS else pytest.mark.slow) for row in sorted(WHOLE)],
+    ids=lambda value: value if isinstance(value, str) else f"{value[1]}{value[0]}",
 )
-def test_a_resumed_run_is_bit_identical_to_one_that_was_not_stopped(
-    tmp_path, ranks, strategy, dtype
+def test_a_resumed_run_is_bit_identical_and_on_another_layout_goes_on_with_the_same_samples(
+    tmp_path, saver, reader, dtype
 ):
-    for equal in on_ranks(ranks, stop_and_go_on, tmp_path, strategy, dtype):
-        assert all(equal)
+    is_same = saver == reader
+    saved = on_layout(saver, tmp_path, dtype, is_same)
+    resumed = on_layout(reader, tmp_path, dtype, is_same)
+    if is_same:
+        for own, before in zip(resumed, saved, strict=True):
+            assert same(list(own), list(before))
+        return
+    seed, state, losses, samples, _ = saved[0]
+    if reader[0] != saver[0]:
+        seeds = {seed, *(own[0] for own in resumed)}
+        assert len(seeds) == 1 + reader[0], "each rank draws numbers that the start has not drawn"
+    for _, own_state, own_losses, own_samples, _ in resumed:
+        assert all(map(torch.equal, own_state, state))
+        assert own_losses == pytest.approx(losses, rel=1e-5), "the same sums in other orders"
+        assert own_samples == samples
 
 
 def statistics_after_a_save(world, folder):
@@ -131,73 +159,6 @@ def test_a_checkpoint_holds_the_average_of_the_ranks_batch_statistics(tmp_path):
     assert of_ranks[0] != of_ranks[1]
     for buffer, *values in zip(buffers, *of_ranks, strict=True):
         torch.testing.assert_close(buffer, torch.tensor(values).double().mean(0), atol=1e-6, rtol=0)
-
-
-def facts_of(run):
-    """What a run has and, in five steps, the world's losses and the global samples of each."""
-    counters, losses, samples = run.schedule.counters.tolist(), [], []
-    parameters, moments = parameters_of(run), moments_of(run)
-    for _ in range(5):
-        start = run.data.position
-        (report,) = take_steps(run, 1)
-        run.metrics.record(report)
-        losses.append((run.world.sum(report.loss_sum) / report.weight).item())
-        mine = [index for _, indices in run.data.at(start) for index in indices]
-        samples.append(sorted(index for indices in run.world.gather(mine) for index in indices))
-    losses.append(log_row(run).loss)  # over steps before and after the save
-    return parameters, moments, counters, losses, samples, torch.initial_seed()
-
-
-def save_after_two_steps(world, folder, strategy):
-    run = make_run(world, Tiny(samples=60), *settings(folder, strategy, "fp32", *ELASTIC))
-    for report in take_steps(run, 2):
-        run.metrics.record(report)
-    save(run)
-    return facts_of(run)
-
-
-def resume_elsewhere(world, folder, strategy):
-    words = settings(folder, strategy, "fp32", *ELASTIC, "--run.resume", "auto")
-    return facts_of(make_run(world, Tiny(samples=60), *words))
-
-
-@pytest.fixture(scope="module")
-def saved_by(tmp_path_factory):
-    """saved_by(ranks, strategy): (folder, what rank 0 had and did), made once for each layout."""
-
-    @cache
-    def saved(ranks, strategy):
-        folder = tmp_path_factory.mktemp(strategy)
-        return folder, on_ranks(ranks, save_after_two_steps, folder, strategy)[0]
-
-    return saved
-
-
-SHARDED = (2, "fsdp")
-ALWAYS = [((1, "single"), SHARDED), *((SHARDED, reader) for reader in LAYOUTS)]
-
-
-@pytest.mark.parametrize(
-    ("saver", "reader"),
-    [
-        pytest.param(*pair, marks=[] if pair in ALWAYS else pytest.mark.slow)
-        for pair in product(LAYOUTS, LAYOUTS)
-    ],
-    ids=lambda layout: layout[1] + str(layout[0]),
-)
-def test_every_layout_reads_every_others_checkpoint(saved_by, saver, reader):
-    folder, (parameters, moments, counters, losses, samples, seed) = saved_by(*saver)
-    ranks, strategy = reader
-    resumed = on_ranks(ranks, resume_elsewhere, folder, strategy)
-    if ranks != saver[0]:
-        seeds = {seed, *(loaded[5] for loaded in resumed)}
-        assert len(seeds) == 1 + ranks, "each rank draws numbers that the start has not drawn"
-    for loaded in resumed:
-        assert all(torch.equal(loaded[0][name], value) for name, value in parameters.items())
-        assert all(map(torch.equal, loaded[1], moments))
-        assert loaded[2] == counters == [2, 0, 0]
-        assert loaded[3] == pytest.approx(losses, rel=1e-5), "the same sums in other orders"
-        assert loaded[4] == samples
 
 
 @pytest.mark.bad_input("an explicit resume path that is missing or not a checkpoint")
@@ -242,7 +203,7 @@ def test_saving_before_a_step_was_applied_changes_nothing(tmp_path, optimizer):
         if saves:
             save(run)
         take_steps(run, 2)
-    assert all(equal_states(*runs))
+    assert same(*map(state_of, runs))
     assert make_run(World(), Overflow(bad=(0,)), *words, "--run.resume", "auto").step == 1
 
 
@@ -413,15 +374,3 @@ def test_what_torchrun_starts_again_goes_on_though_the_command_says_never(
 ):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
     assert make_run(World(), Tiny(), *words, "--run.resume", "never").step == step
-
-
-def test_a_setting_that_a_checkpoint_is_too_old_to_know_has_its_default(tmp_path):
-    run = make_run(World(), Tiny(), "--run.dir", tmp_path, "--train.micro_batch_size", 2)
-    config = save(run) / "config.toml"
-    old = [line for line in config.read_text().splitlines() if not line.startswith("eps = ")]
-    assert len(old) == len(config.read_text().splitlines()) - 1
-    config.write_text("\n".join(old))
-    check_config(config.parent, run.config, run.task, World())
-    changed = replace(run.config, optim=replace(run.config.optim, eps=0.1))
-    with pytest.raises(ConfigError, match="optim.eps=1e-08, now 0.1"):
-        check_config(config.parent, changed, run.task, World())

@@ -24,6 +24,8 @@ OFTEN = ("--checkpoint.every", 2, "--eval.every", 3, "--metrics.log_every", 2)
 class Stops(Noisy):
     """A signal comes in a step, and ends the run after the next; or an error is raised."""
 
+    unsaved = ("steps_left",)
+
     def __init__(self, at: int = 2, number: int = signal.SIGINT, error: str = ""):
         super().__init__()
         self.steps_left = at
@@ -41,12 +43,6 @@ class Stops(Noisy):
 
     def on_step(self, run, report):
         """With it, every step asks whether to stop."""
-
-    def state_dict(self):  # what it counts is no part of the run
-        return {}
-
-    def load_state_dict(self, state):
-        pass
 
 
 def end_of(run):

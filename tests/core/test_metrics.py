@@ -21,6 +21,7 @@ from dist_amp.telemetry import writers
 from dist_amp.telemetry.metrics import memory_use
 from dist_amp.telemetry.step_report import MAX_RANK_FOLDERS, RANK_METRICS, SUMMED_METRICS, LogRow
 from dist_amp.telemetry.sums import MAX_STEPS_ON_DEVICE
+from dist_amp.telemetry.writers import in_readable_units
 from dist_amp.world import World
 
 PHASES = "step local data_wait forward backward optimizer communication_wait other"
@@ -78,9 +79,7 @@ def test_every_ranks_events_hold_its_metrics_and_rank_0_and_metrics_jsonl_the_wo
     assert {tag.split("/")[0] for tag in set(first) - set(second) - RANK_0} == {"ranks"}
     for tags in (first, second):
         assert [step for step, _ in tags["memory/peak_bytes"]] == [3, 6]
-        peaks = [value for _, value in tags["memory/peak_bytes"]]
-        assert min(peaks) > 2**20
-        assert [value for _, value in tags["memory/peak_GiB"]] == [peak / 2**30 for peak in peaks]
+        assert all(value > 2**20 for _, value in tags["memory/peak_bytes"])
         items, tokens = tags["throughput/items_per_second"], tags["throughput/tokens_per_second"]
         rates = [t / i for (_, i), (_, t) in zip(items, tokens, strict=True)]
         assert rates == pytest.approx([8, 8], rel=1e-5)
@@ -287,17 +286,13 @@ def test_the_metrics_of_many_steps_are_those_of_their_log_step_also_when_they_ar
     assert row["grad_norm"] == reports[-1].norm.item()
 
 
-class TwoRates(Tiny):
-    """The head learns at a tenth of the rate."""
-
-    def groups(self, model):
-        body, head = model[:2].parameters(), model[2].parameters()
-        return [{"name": "body", "params": body}, {"name": "head", "params": head, "lr_scale": 0.1}]
-
-
 def test_each_groups_learning_rate_is_logged_where_they_differ():
-    tags = []
-    for task in (TwoRates(), Tiny()):
+    grouped, tags = Tiny(), []
+    grouped.groups = lambda model: [
+        {"name": "body", "params": model[:2].parameters()},
+        {"name": "head", "params": model[2].parameters(), "lr_scale": 0.1},
+    ]
+    for task in (grouped, Tiny()):
         run = make_run(World(), task)
         recorded_steps(run, 1)
         row = log_row(run)
@@ -306,3 +301,16 @@ def test_each_groups_learning_rate_is_logged_where_they_differ():
     assert two["train/lr_body"] == two["train/lr"]
     assert two["train/lr_head"] == pytest.approx(0.1 * two["train/lr"])
     assert not [tag for tag in one if tag.startswith("train/lr_")]
+
+
+def test_an_older_checkpoints_interval_begins_with_unknown_tokens_and_without_skips():
+    run = make_run(World(), Tiny())
+    run.metrics.resume_unfinished(torch.tensor([[8.0, 4.0, 2.0]]).double(), same_world=True)
+    values = run.metrics.unfinished(run.data).tolist()
+    assert values == pytest.approx([8.0, 4.0, 2.0, math.nan, 0.0, 0.0, 0.0], nan_ok=True)
+
+
+def test_readable_units_are_those_of_the_other_tags():
+    values = {"memory/peak_bytes": 3 * 2**29, "throughput/mfu": 0.5, "amp/loss_scale": 2.0**38}
+    readable = {"memory/peak_GiB": 1.5, "perf/mfu_pct": 50, "amp/loss_scale_log2": 38}
+    assert in_readable_units(values) == readable

@@ -44,9 +44,6 @@ def test_a_billion_samples_take_no_memory_and_a_late_position_is_reached_at_once
     assert all(len(shard.indices) == 8 for _, shards in taken[1:] for shard in shards)
 
 
-# ---- in checkpoints ----
-
-
 def make(folder):
     words = ["--run.dir", folder, "--run.resume", "auto"]
     return make_run(World(), Tiny(samples=TABLE_LENGTH + 500), *words)

@@ -58,8 +58,6 @@ def test_a_config_is_written_without_secrets_and_keeps_what_only_looks_like_one(
     assert not [secret for secret in SECRETS if secret in config]
 
 
-# --- a checkpoint runs no code
-
 HOSTILE = "from pathlib import Path\nPath({!r}).touch()\nfrom tiny import Tiny as Task\n"
 
 

@@ -3,6 +3,7 @@
 import copy
 import random
 from contextlib import closing
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -42,9 +43,6 @@ def test_what_a_task_draws_and_keeps_is_equal_on_every_rank_and_strategy(strateg
     alone = drawn(World(), "single")
     for there in on_ranks(2, drawn, strategy):
         assert all(map(torch.equal, there, alone))
-
-
-# ---- saved and loaded ----
 
 
 class Remembers(Tiny):
@@ -128,7 +126,12 @@ class SetAnew(Remembers):
     unsaved = ("queue", "calls")
 
 
-@pytest.mark.parametrize("task", [SetAnew(), Tiny(), Saves()])
+# An object of a library's class is not taken for an array by its dtype.
+keeps_foreign = Tiny()
+keeps_foreign.foreign = SimpleNamespace(dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("task", [SetAnew(), keeps_foreign, Saves()])
 def test_what_is_saved_or_set_anew_in_each_step_is_not_warned_of(task, tmp_path, capsys):
     assert "keeps" not in warnings_of_saves(task, tmp_path, capsys)
 
@@ -152,9 +155,6 @@ def test_a_state_that_could_not_be_loaded_is_refused_at_the_start_or_when_it_is_
     task = type("OnlySaves", (Remembers,), {"state_dict": lambda task: {}})()
     with pytest.raises(ConfigError, match=r"has state_dict, but not both .*; add the other"):
         make_run(World(), task)
-
-
-# ---- optimizers ----
 
 
 class TwoInOne(torch.optim.Optimizer):
