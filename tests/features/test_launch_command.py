@@ -6,7 +6,7 @@ import signal
 import subprocess
 import time
 from argparse import Namespace
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -111,6 +111,7 @@ NEEDS += "numbers of nodes can keep: a multiple of 24, not"
 @pytest.mark.bad_input(
     "`dist_amp launch --nnodes MIN:MAX` with settings that not every size can keep"
 )
+@pytest.mark.bad_input("one of several machines without a GPU, and no `--nproc-per-node`")
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -125,6 +126,10 @@ NEEDS += "numbers of nodes can keep: a multiple of 24, not"
         (f"{SMALL} --train.global_batch_size 12", f"{NEEDS} 12"),
         (SMALL, f"{NEEDS} auto"),
         (f"{ELASTIC} --run.resume never", "--nnodes=1:4 restarts the run as nodes come and go: "),
+        (
+            "--nnodes=2 -m timeit",
+            "torch sees no GPU on this machine; fix that, or give --nproc-per",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_before_any_rank_starts(
@@ -132,7 +137,8 @@ def test_a_mistake_is_one_line_before_any_rank_starts(
 ):
     (tmp_path / "exits.py").write_text("raise SystemExit(0)")
     monkeypatch.chdir(tmp_path)
-    assert command.main(words.split()) == 64
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert command.main(words.split()) == (1 if "GPU" in message else 64)
     out, err = capfd.readouterr()
     assert err.startswith(f"error: {message}")
     assert (out, err.count("\n"), agent) == ("", 1, [])
@@ -226,53 +232,37 @@ def test_an_elastic_run_whose_batch_every_size_keeps_is_started(agent):
     assert (options.nnodes, options.max_restarts, *rest) == ("1:4", 100, 2, True)
 
 
-@pytest.mark.bad_input("one of several machines without a GPU, and no `--nproc-per-node`")
-def test_one_of_several_machines_without_a_gpu_says_so_unless_told_how_many_ranks(
-    monkeypatch, capsys
-):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert command.main(["--nnodes=2", "-m", "timeit"]) == 1
-    message = "error: torch sees no GPU on this machine; fix that, or give --nproc-per"
-    assert capsys.readouterr().err.startswith(message)
-
-
 # ---- how the ranks ended
 
 
-def is_restarted(watch, left, status, text="", at_start=False, transient=False):
-    """Whether the ranks are started again after one that left such a report, as the main job's."""
-    place = watch.folder / f"run/attempt_{left}/1"
-    place.mkdir(parents=True)
-    if status > 0:
-        facts = {"timestamp": "0", "status": status, "at_start": at_start, "transient": transient}
-        message = {"message": text, "extraInfo": facts}
-        (place / "error.json").write_text(json.dumps({"message": message}))
-    watch.emit(MetricData(0, "torchelastic", "workers.default.remaining_restarts", left))
-    try:
-        watch.emit(MetricData(0, "torchelastic", "workers.default.failed", 1))
-    except RestartRefused:
-        return False
-    return left > 0
-
-
 @pytest.mark.parametrize(
-    ("failures", "restarts"),
+    ("failures", "restarts", "elastic"),
     [
-        ([(64, "error: text")], 0),
-        ([(75,)], 0),
-        ([(75,)], "elastic"),  # the ranks saved as a node left
-        ([(70, "error: text")], 0),
-        ([(65, "error: text")], 1),  # a disk may come back
-        ([(-9,)] * 5, 4),
+        ([Report(64, "error: text")], 0, False),
+        ([Report(75)], 0, False),
+        ([Report(75)], 1, True),  # the ranks saved as a node left
+        ([Report(70, "error: text")], 0, False),
+        ([Report(65, "error: text")], 1, False),  # a disk may come back
+        ([None] * 5, 4, False),  # killed
         # Before the first step, unless what a lost rank has left may be the cause.
-        ([(65, "error: text", True)], 0),
-        ([(1, "a rank died", True, True), (1, "rank 1: X", True)], 2),
+        ([Report(65, "error: text", True)], 0, False),
+        ([Report(1, "a rank died", True, True), Report(1, "rank 1: X", True)], 2, False),
     ],
 )
-def test_failures_that_would_come_again_are_not_restarted(failures, restarts, tmp_path):
-    watch = Watch(tmp_path, 4, elastic=restarts == "elastic")
-    found = [is_restarted(watch, 4 - number, *how) for number, how in enumerate(failures)]
-    assert found == [restarts == "elastic" or number < restarts for number in range(len(failures))]
+def test_failures_that_would_come_again_are_not_restarted(failures, restarts, elastic, tmp_path):
+    watch = Watch(tmp_path, 4, elastic)
+    restarted = 0
+    for left, report in zip(range(4, -1, -1), failures, strict=False):
+        if report is not None:
+            place = tmp_path / f"run/attempt_{left}/1"
+            place.mkdir(parents=True)
+            message = {"message": report.text, "extraInfo": report._asdict()}
+            (place / "error.json").write_text(json.dumps({"message": message}))
+        watch.emit(MetricData(0, "torchelastic", "workers.default.remaining_restarts", left))
+        with suppress(RestartRefused):
+            watch.emit(MetricData(0, "torchelastic", "workers.default.failed", 1))
+            restarted += left > 0
+    assert restarted == restarts
 
 
 @pytest.mark.parametrize(

@@ -510,13 +510,18 @@ def test_a_rank_that_gives_no_sign_is_named_and_after_four_fifths_of_the_timeout
     assert text.startswith("rank 2 (process 1 on host-2) gave no sign of life: it is stopped or ")
 
 
-def test_a_process_is_dead_by_its_own_machines_process_table():
+def test_a_dead_process_is_noticed_at_once(job):
+    ranks = job(3)
     dead = subprocess.Popen(["true"])
     dead.wait()
     here = Process.this()
-    assert Process(here.host, dead.pid, here.machine).is_dead
     # Another container on the same host has a process table of its own.
     assert not Process(here.host, dead.pid, "another table").is_dead
+    for each in ranks.ranks:
+        each._processes[:] = [here, Process(here.host, dead.pid, here.machine), here]
+    silent, hanging, text = ranks.seconds(1, silent=[1])
+    assert (silent, hanging) == ([1], [])
+    assert text.startswith(f"rank 1 (process {dead.pid} on {here.host}) died without an error")
 
 
 def test_a_rank_that_was_stopped_itself_gives_the_others_time(job):
