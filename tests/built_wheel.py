@@ -7,12 +7,12 @@ import shutil
 import subprocess
 import sys
 import venv
-from collections.abc import Iterator
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
 
 from forked import ROOT
-from packaging.requirements import Requirement
+
+from dist_amp.commands.new import needed_by
 
 TORCHRUN = "#!{python}\nfrom torch.distributed.run import main\n\nmain()\n"
 NOT_COPIED = shutil.ignore_patterns("__pycache__", "build", "*.egg-info", ".*_cache")
@@ -56,29 +56,13 @@ def install(wheel: Path, folder: Path) -> Path:
     subprocess.run([sys.executable, "-m", "pip", "--python", python, *options, wheel], check=True)
     (packages,) = folder.glob("lib/python*/site-packages")
     (metadata,) = packages.glob("dist_amp-*.dist-info")
-    for needed in required_by(Distribution.at(metadata).requires or []):
-        link_files(needed, packages)
+    lines = Distribution.at(metadata).requires or []
+    for name in needed_by(line for line in lines if "extra ==" not in line):
+        link_files(distribution(name), packages)
     torchrun = folder / "bin/torchrun"
     torchrun.write_text(TORCHRUN.format(python=python))
     torchrun.chmod(0o755)
     return folder / "bin"
-
-
-def required_by(lines: list[str]) -> Iterator[Distribution]:
-    """The installed distributions that these requirements and theirs name, each once."""
-    waiting = [(line, "") for line in lines]
-    seen = set()
-    while waiting:
-        line, extra = waiting.pop()
-        needed = Requirement(line)
-        if needed.marker is not None and not needed.marker.evaluate({"extra": extra}):
-            continue
-        for wanted in ("", *needed.extras):
-            if (needed.name, wanted) not in seen:
-                seen.add((needed.name, wanted))
-                found = distribution(needed.name)
-                waiting += [(line, wanted) for line in found.requires or ()]
-                yield found
 
 
 def link_files(found: Distribution, packages: Path) -> None:

@@ -30,6 +30,7 @@ PRELOADED = [
     "torch._inductor.config",
     "pydantic",
     "pytest",
+    "pyarrow.dataset",  # most of what `datasets` imports; that itself reads the environment
 ]
 context.set_forkserver_preload(PRELOADED)
 

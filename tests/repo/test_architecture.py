@@ -6,6 +6,7 @@
 import ast
 import re
 import sys
+from graphlib import TopologicalSorter
 
 import pytest
 from architecture import BUDGETS, figures, files, imports_of, modules_imported, unit_of
@@ -94,70 +95,29 @@ def test_no_limit_is_exceeded_and_no_limit_is_below_its_budget():
 # ---- imports ----
 
 
-def imports():
-    """(a file, a file that it imports)"""
-    return {(name, other) for name in files() for other in imports_of(name)}
-
-
-def test_imports_point_down():
-    rank = ORDER.index
-    assert [pair for pair in imports() if rank(unit_of(pair[1])) > rank(unit_of(pair[0]))] == []
-
-
-def test_what_uses_the_training_is_imported_by_nothing_below_it():
+def test_imports_point_down_and_what_uses_the_training_is_imported_by_nothing_below_it():
     ends = IMPORTED_BY_NOTHING_ABOVE
-    assert [
-        pair for pair in imports() if unit_of(pair[1]) in ends and unit_of(pair[0]) not in ends
-    ] == []
+    for name in files():
+        for other in imports_of(name):
+            above, below = unit_of(name), unit_of(other)
+            assert ORDER.index(below) <= ORDER.index(above), f"{name} imports {other}"
+            assert below not in ends or above in ends, f"{name} imports {other}"
 
 
 def test_no_files_import_each_other_in_a_circle():
-    done = set()
-    path = []
-
-    def visit(name):
-        assert name not in path, f"a cycle: {' -> '.join([*path, name])}"
-        if name in done:
-            return
-        path.append(name)
-        for other in imports_of(name):
-            visit(other)
-        done.add(path.pop())
-
-    for name in files():
-        visit(name)
+    TopologicalSorter({name: imports_of(name) for name in files()}).prepare()
 
 
-def packages_of(path):
-    return {module.split(".")[0] for module in modules_imported(path)}
-
-
-def test_heavy_packages_are_imported_only_where_they_are_needed():
-    elsewhere = {
-        (name, package)
-        for name, path in files().items()
-        for package in packages_of(path) & set(HEAVY)
-        if name not in HEAVY[package] and unit_of(name) not in HEAVY[package]
-    }
-    assert elsewhere == set()
-
-
-def test_files_at_the_top_import_torch_and_the_standard_library():
-    allowed = {"dist_amp", "torch", *sys.stdlib_module_names}
-    top = {name: path for name, path in files().items() if "." not in name}
-    more = {
-        (name, package) for name, path in top.items() for package in packages_of(path) - allowed
-    }
-    allowed_more = {("files", "filelock"), ("files", "xxhash"), ("settings", "annotated_types")}
-    assert more == allowed_more
-
-
-def test_each_folder_says_its_purpose_in_one_docstring():
+def test_heavy_packages_are_imported_only_where_they_are_needed_and_none_at_the_top():
+    at_the_top = set()
     for name, path in files().items():
-        if name.endswith(".__init__"):
-            tree = ast.parse(path.read_text())
-            assert ast.get_docstring(tree), name
-            assert len(tree.body) == 1, f"{name} holds code"
+        packages = {module.split(".")[0] for module in modules_imported(path)}
+        for package in packages & HEAVY.keys():
+            assert {name, unit_of(name)} & HEAVY[package], f"{name} imports {package}"
+        if "." not in name:
+            others = packages - {"dist_amp", "torch", *sys.stdlib_module_names}
+            at_the_top |= {f"{name}: {package}" for package in others}
+    assert at_the_top == {"files: filelock", "files: xxhash", "settings: annotated_types"}
 
 
 def private_names_of_torch(path):
@@ -175,7 +135,5 @@ def private_names_of_torch(path):
 
 
 def test_private_names_of_torch_are_used_in_the_listed_files_only():
-    others = {name: path for name, path in files().items() if name not in PRIVATE}
-    assert {
-        name: found for name, path in others.items() if (found := [*private_names_of_torch(path)])
-    } == {}
+    for name, path in files().items():
+        assert name in PRIVATE or list(private_names_of_torch(path)) == [], name

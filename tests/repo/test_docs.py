@@ -3,10 +3,9 @@
 import ast
 import inspect
 import re
-from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, TESTS
 
 from dist_amp.config.load import load_config
 from dist_amp.config.text import flat, to_toml
@@ -17,6 +16,7 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/README.md", *DOCS]
 PATHS = r"(?<![\w/.])(?:configs|launch|dist_amp|tests|docs|benchmarks)/[\w./]*\w"
 MADE_BY_COMMANDS = {"tests/bad_inputs.md"}
+TEXT_OF_TESTS = "".join(path.read_text() for path in TESTS.rglob("test_*.py"))
 NOT_SETTINGS = {"metrics.jsonl", "parallel.model", "run.metrics.best", "run.schedule.factor"}
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -67,29 +67,20 @@ def test_every_relative_link_leads_to_a_file_and_a_heading_that_exist(page):
 
 
 @pages
-def test_every_setting_that_a_page_names_exists(page):
+def test_every_setting_path_and_test_that_a_page_names_exists(page):
+    text = page.read_text()
     keys = flat(to_toml(load_config([], environ={})))
     sections = {key.partition(".")[0] for key in keys}
-    text = page.read_text()
     named = re.findall(r"--([a-z_]+\.[a-z_.]*[a-z_])", text)
     named += re.findall(r"`([a-z_]+\.[a-z_.]*[a-z_])(?:=[^`]*| = [^`]*)?`", text)
     for key in named:
         is_key = key.partition(".")[0] in sections and not key.endswith((".py", ".toml", ".sh"))
         if is_key and key not in NOT_SETTINGS:
             assert key in keys or key.startswith(("task.args", "data.sources")), key
-
-
-@pages
-def test_every_path_that_a_page_names_exists(page):
-    for path in re.findall(PATHS, page.read_text()):
+    for path in re.findall(PATHS, text):
         assert (ROOT / path).exists() or path in MADE_BY_COMMANDS, path
-
-
-@pages
-def test_every_test_that_a_page_selects_exists(page):
-    tests = "".join(path.read_text() for path in Path(__file__).parents[1].rglob("test_*.py"))
-    for word in re.findall(r"launch/test\.sh (?:-m slow )?-k ([a-z]\w+)", page.read_text()):
-        assert re.search(rf"def test_\w*{word}", tests), word
+    for word in re.findall(r"launch/test\.sh (?:-m slow )?-k ([a-z]\w+)", text):
+        assert re.search(rf"def test_\w*{word}", TEXT_OF_TESTS), word
 
 
 def test_the_architecture_page_lists_every_folder_and_top_file():

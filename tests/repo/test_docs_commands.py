@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from conftest import ROOT
@@ -42,13 +41,10 @@ NEEDS = {
     r"torchrun --nproc_per_node=2 my_script\.py": "a script of yours: tests/repo/test_readme.py",
     r"NNODES=2 ": "several machines: tests/repo/test_launch.py",
     r"dist_amp launch --nnodes (2|1:4)": "several machines: tests/features/test_launch_command.py",
-    r"python -m benchmarks gpu": "a GPU: tests/repo/test_benchmarks.py",
-    r"python -m benchmarks (amp( --out benchmarks)?|overhead)$": "tests/repo/test_benchmarks.py",
-    r"python -m benchmarks amp --reduced$": "minutes: tests/repo/test_benchmarks.py",
+    r"python -m benchmarks (gpu|overhead$|amp$|amp --out benchmarks|amp --reduced$)": "a GPU, or "
+    "minutes: tests/repo/test_benchmarks.py",
     r"ssh ": "another machine",
-    r"(\.venv/bin/)?pip install": "the network",
-    r"(DIST_AMP_FAKE_GPU=1 )?bash tests/engines\.sh": "the network",
-    r".* --data\.name user/": "the network",
+    r"(\.venv/bin/)?pip install|.*bash tests/engines\.sh|.* --data\.name user/": "the network",
     r"python -m benchmarks\.storage": "an address: tests/features/test_storage.py",
     r".* '?s3://": "an object store: tests/features/test_sources_s3.py",
     r"python -m dist_amp\.follow|wandb |trackio ": "tests/features/test_follow_trackers.py",
@@ -63,56 +59,42 @@ NEEDS = {
 # ---- where commands stand ----
 
 
-class Block(NamedTuple):
-    """The commands of a block of a page, run from top to bottom; or one in a sentence."""
-
-    page: str
-    commands: tuple[str, ...]
-
-
-def blocks() -> list[Block]:
-    """Each block and each single command once, with the page that has it first."""
-    found: dict[tuple[str, ...], str] = {}
-    for path in PAGES:
-        text = path.read_text()
-        for commands in [*in_blocks(text), *in_sentences(text)]:
-            found.setdefault(commands, path.relative_to(ROOT).as_posix())
-    for path in FILES:
-        for command in in_header(path.read_text()):
-            found.setdefault((command,), path.relative_to(ROOT).as_posix())
-    longer = [commands for commands in found if len(commands) > 1]
-    return [
-        Block(page, commands)
-        for commands, page in found.items()
-        if len(commands) > 1 or not any(commands[0] in block for block in longer)
-    ]
-
-
-def in_blocks(text: str) -> Iterator[tuple[str, ...]]:
-    """Of blocks without a language, or of bash; of console those after a $."""
-    for language, block in re.findall(r"(?ms)^ *```(\w*)\n(.*?)^ *```", text):
+def commands_in(page: Path) -> Iterator[tuple[str, ...]]:
+    """The commands of each block of a page, and each that stands in a sentence or table."""
+    fence = r"(?ms)^ *```(\w*)\n(.*?)^ *```"
+    for language, block in re.findall(fence, page.read_text()):
         lines = re.sub(r"\\\n\s*", "", block).splitlines()
         if language == "console":
             yield tuple(without_comment(line[2:]) for line in lines if line.startswith("$ "))
         elif language in ("", "bash"):
             yield tuple(without_comment(line) for line in lines if line.strip())
-
-
-def in_sentences(text: str) -> Iterator[tuple[str, ...]]:
-    """Code in a sentence or table that begins with a program and has an argument."""
-    sentences = re.sub(r"(?ms)^ *```.*?^ *```", "", text)
-    for code in re.findall(r"`([^`]+)`", sentences):
+    for code in re.findall(r"`([^`]+)`", re.sub(fence, "", page.read_text())):
         command = " ".join(code.split())
         if is_command(command) and (" " in command or command == ".ci/run"):
             yield (command,)
 
 
-def in_header(text: str) -> Iterator[str]:
+def commands_in_header(path: Path) -> Iterator[tuple[str]]:
     """The comment lines, at a file's start, that begin with a program."""
-    header = re.match(r"(?:#.*\n)*", text)
+    header = re.match(r"(?:#.*\n)*", path.read_text())
     for line in re.findall(r"(?m)^#\s+(\S.*)$", header[0] if header else ""):
         if is_command(line):
-            yield without_comment(line)
+            yield (without_comment(line),)
+
+
+def blocks() -> dict[tuple[str, ...], str]:
+    """{commands to run from top to bottom: the page that has them first}: each once."""
+    found: dict[tuple[str, ...], str] = {}
+    for paths, read in ((PAGES, commands_in), (FILES, commands_in_header)):
+        for path in paths:
+            for commands in read(path):
+                found.setdefault(commands, path.relative_to(ROOT).as_posix())
+    longer = [commands for commands in found if len(commands) > 1]
+    return {
+        commands: page
+        for commands, page in found.items()
+        if len(commands) > 1 or not any(commands[0] in block for block in longer)
+    }
 
 
 def is_command(line: str) -> bool:
@@ -123,9 +105,8 @@ def without_comment(line: str) -> str:
     return re.sub(r"\s+#\s.*", "", line.strip())
 
 
-def needs(command: str) -> str:
-    """What the command needs that a test lacks; "" if it is run."""
-    return next((what for pattern, what in NEEDS.items() if re.match(pattern, command)), "")
+def is_run(command: str) -> bool:
+    return not any(re.match(pattern, command) for pattern in NEEDS)
 
 
 # ---- how they are run ----
@@ -155,7 +136,7 @@ LESS_WORK = {
     rf"(?!.*({OTHER_TASK}|data\.path))python -m dist_amp\.(train|plan)": "--data.path corpus",
     r".*--config gpt_124m$": "--train.global_batch_size auto",
     r".*gan\.py": "--train.steps 4",
-    r"python -m dist_amp\.plan .*gpt_124m": SMALL_GPT,
+    r"python -m dist_amp\.plan .*gpt_124m": f"{SMALL_GPT} --train.global_batch_size auto",
     r".*-m dist_amp\.verify .*": "--world_sizes 1 --precisions fp32",
     r".*-m dist_amp\.verify --bit_exact": "--world_sizes 1,2",
     r"bash launch/test\.sh": "--collect-only -q",
@@ -179,9 +160,8 @@ QUICK = re.compile(
 HUGGING_FACE = re.compile("hf_finetune|my_tokenizer")
 
 
-def is_quick(block: Block) -> bool:
-    commands = [command for command in block.commands if not needs(command)]
-    return all(QUICK.match(one) and not HUGGING_FACE.search(one) for one in commands)
+def is_quick(commands: tuple[str, ...]) -> bool:
+    return all(QUICK.match(each) and not HUGGING_FACE.search(each) for each in commands)
 
 
 def small(command: str) -> str:
@@ -193,14 +173,16 @@ def small(command: str) -> str:
 
 
 BLOCKS = blocks()
-EVERY_COMMAND = sorted({command for block in BLOCKS for command in block.commands})
+EVERY_COMMAND = sorted({command for commands in BLOCKS for command in commands})
 SETTINGS_ALONE = re.compile(
     r"-m dist_amp\.train|gan\.py|launch/(?:demo|one_node|many_nodes)\.sh|slurm\.sbatch"
     r"|-m benchmarks\.\w+|-m benchmarks (?:data|activations)"
 )
 # `dist_amp ...`, `python -m dist_amp.NAME ...` or `python -m benchmarks ...`, and no shell syntax.
 OF_THIS_PACKAGE = re.compile(r"(?:python -m )?(dist_amp[ .]|benchmarks(?= |$))([^&;|>()]*)$")
-NOT_COPIED = shutil.ignore_patterns("__pycache__", ".git", ".venv*", ".*_cache", "runs", "build")
+NOT_COPIED = shutil.ignore_patterns(
+    "__pycache__", ".git", ".venv*", ".*_cache", "runs", "build", "dist_amp"
+)
 
 
 # ---- every command
@@ -216,18 +198,14 @@ def test_the_tables_name_no_command_and_no_test_that_is_gone():
         assert (ROOT / path).exists(), path
 
 
-def options_of(words):
-    """Options that are no settings, which have a section and a dot."""
-    options = [word.partition("=")[0] for word in words]
-    return [word for word in options if re.match(r"--\w[\w-]*$", word) and word != "--config"]
-
-
 @pytest.mark.parametrize("command", EVERY_COMMAND)
 def test_a_command_parses_and_its_files_options_and_settings_exist(command, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     command = command.rstrip(")").replace("my_file:TinyRegression", "tiny:Tiny")
     command = command.replace("my_file:MyTask", "tiny:Tiny").replace("C.toml", "configs/demo.toml")
     words = [word for word in shlex.split(command) if word not in ("...", "ARGS")]
+    options = {word.partition("=")[0] for word in words if re.match(r"--\w[\w-]*(=|$)", word)}
+    options.discard("--config")
     while re.match(r"[A-Z_]+=", words[0]):
         del words[0]
     assert words[0] in PROGRAMS, f"{words[0]}: add it to PROGRAMS, or label the block as `text`"
@@ -248,11 +226,10 @@ def test_a_command_parses_and_its_files_options_and_settings_exist(command, monk
     if words[:3] == ["python", "-m", "benchmarks"] and len(words) > 3:
         assert benchmarks([words[3], "--help"]) == 0
         told = capsys.readouterr().out
-        assert [option for option in options_of(words) if option not in told] == []
+        assert [option for option in options if option not in told] == []
     if words[1:2] == ["launch/ray_train.py"]:
         text = (ROOT / "launch/ray_train.py").read_text()
-        missing = [word for word in options_of(words) if f'"{word}"' not in text]
-        assert [word for word in missing if "." not in word] == []
+        assert [option for option in options if f'"{option}"' not in text] == []
 
 
 # ---- those that can run here
@@ -263,7 +240,8 @@ def clone(tmp_path_factory):
     """A copy of the clone, with the files and runs of a reader who has followed the pages."""
     folder = tmp_path_factory.mktemp("docs") / "clone"
     shutil.copytree(ROOT, folder, ignore=NOT_COPIED)
-    (folder / ".venv").symlink_to(sys.prefix)
+    for name, path in {".venv": sys.prefix, "dist_amp": ROOT / "dist_amp"}.items():
+        (folder / name).symlink_to(path)
     (folder / "my_file.py").write_text(code_with("class TinyRegression", "README.md"))
     (folder / "gan.py").write_text(code_with("def train(world", "docs/own_loop.md"))
     (folder / "C.toml").write_text("[train]\nsteps = 4\n")
@@ -326,21 +304,16 @@ def run(command, folder):
 
 def blocks_to_run():
     """Blocks of which a command is run, as parameters; the long ones are slow tests."""
-    found = []
-    for block in BLOCKS:
-        if not all(map(needs, block.commands)):
-            marks = [] if is_quick(block) else [pytest.mark.slow]
-            name = f"{block.page}: {block.commands[0]}"
-            found.append(pytest.param(block, marks=marks, id=name))
-    return found
+    for commands, page in BLOCKS.items():
+        if to_run := tuple(filter(is_run, commands)):
+            marks = [] if is_quick(to_run) else [pytest.mark.slow]
+            yield pytest.param(to_run, marks=marks, id=f"{page}: {commands[0]}")
 
 
-@pytest.mark.parametrize("block", blocks_to_run())
-def test_the_commands_of_a_block_run_from_top_to_bottom(block, clone, tmp_path):
-    folder = tmp_path / "clone"
-    shutil.copytree(clone, folder, symlinks=True)
-    if HUGGING_FACE.search(" ".join(block.commands)):
+@pytest.mark.parametrize("commands", list(blocks_to_run()))
+def test_the_commands_of_a_block_run_from_top_to_bottom(commands, clone, tmp_path):
+    folder = shutil.copytree(clone, tmp_path / "clone", symlinks=True)
+    if HUGGING_FACE.search(" ".join(commands)):
         add_hugging_face(folder)
-    for command in block.commands:
-        if not needs(command):
-            run(small(command), folder)
+    for command in commands:
+        run(small(command), folder)

@@ -29,7 +29,6 @@ from dist_amp.scaling.meta import build_whole
 from dist_amp.settings import DataConfig
 from dist_amp.sources.conversations import IGNORE_INDEX
 from dist_amp.step import evaluate
-from dist_amp.verify import __main__ as verify
 from examples.image_text import ImageText
 from examples.preference import DPO
 
@@ -111,16 +110,6 @@ def task_of(example, folder, rows=None, **options):
     return task(DataConfig(path=str(path), validation_split=0.25), str(folder), **options)
 
 
-@pytest.fixture
-def llama(tmp_path):
-    return write_llama(tmp_path)
-
-
-@pytest.fixture
-def llava(tmp_path):
-    return write_llava(tmp_path)
-
-
 # ---- both ----
 
 
@@ -198,19 +187,6 @@ def test_an_export_opens_in_transformers_without_what_only_training_needs(
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("example", "rank"), [("preference", 0), ("preference", 2), ("image_text", 0)]
-)
-def test_verify_passes_on_one_and_two_ranks(example, rank, tmp_path, capfd):
-    write, rows, _ = EXAMPLES[example]
-    write(tmp_path)
-    path = write_rows(tmp_path / "rows.jsonl", rows(300))
-    words = f"--task.target {ROOT}/examples/{TARGETS[example]} --task.args.model {tmp_path} "
-    words += f"--data.path {path} --world_sizes 1,2 --precisions fp32 --task.args.lora_rank {rank}"
-    assert verify.main(words.split()) == 0, capfd.readouterr().out
-
-
 # ---- preferences ----
 
 
@@ -245,7 +221,8 @@ def plain_loss(policy, reference, tokenizer, rows, beta):
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_the_loss_of_pairs_and_its_gradient_are_those_of_a_plain_reference(rank, llama):
+def test_the_loss_of_pairs_and_its_gradient_are_those_of_a_plain_reference(rank, tmp_path):
+    llama = write_llama(tmp_path)
     task = task_of("preference", llama, beta=0.3, lora_rank=rank)
     model = moved_off(build_whole(task, CPU))
     dataset = task.build_dataset("train")
@@ -298,7 +275,10 @@ PARTS = [{"type": "text", "text": "which?"}, {"type": "image", "text": None}]
         ),
     ],
 )
-def test_answers_are_learned_and_the_image_is_where_the_text_says_or_first(row, text, parts, llava):
+def test_answers_are_learned_and_the_image_is_where_the_text_says_or_first(
+    row, text, parts, tmp_path
+):
+    llava = write_llava(tmp_path)
     row = {"image": "red.png", **row}
     task = task_of("image_text", llava, [row] * 4, pad_to_multiple_of=1)
     dataset = task.build_dataset("train")
@@ -315,7 +295,8 @@ def test_answers_are_learned_and_the_image_is_where_the_text_says_or_first(row, 
 
 
 @pytest.mark.parametrize(("chunk", "length"), [("auto", 2048), (5, 50), ("off", 2048)])
-def test_the_loss_is_that_of_transformers_and_padding_changes_no_samples(chunk, length, llava):
+def test_the_loss_is_that_of_transformers_and_padding_changes_no_samples(chunk, length, tmp_path):
+    llava = write_llava(tmp_path)
     task = task_of("image_text", llava, loss_chunk=chunk, length=length)
     dataset = task.build_dataset("train")
     samples = [dataset[number] for number in range(4)]

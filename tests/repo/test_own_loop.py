@@ -12,8 +12,6 @@ from dist_amp.config.load import load_config
 from dist_amp.world import World
 
 PAGE = Path(__file__).parents[2] / "docs/own_loop.md"
-
-
 LOOP, CELL = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 

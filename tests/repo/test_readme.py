@@ -1,11 +1,8 @@
 """The snippets and commands of the README and of docs/recipes.md do what they show."""
 
 import re
-import subprocess
-import sys
 import textwrap
 
-import pytest
 import torch
 from conftest import ROOT
 from tiny import Rows, take_steps
@@ -30,10 +27,6 @@ def test_the_readmes_task_trains_by_the_command_that_it_shows(launch, tmp_path):
     assert "done: 300 steps (300 applied, 0 skipped)" in done.stdout
 
 
-def files_in(folder):
-    return sorted(path.name for path in folder.iterdir() if path.name[0] not in "._")
-
-
 def test_the_readmes_snippet_trains_and_leaves_no_files(launch, tmp_path):
     (tmp_path / "my_file.py").write_text(TASK)
     (tmp_path / "notebook.py").write_text(SNIPPET)
@@ -42,7 +35,8 @@ def test_the_readmes_snippet_trains_and_leaves_no_files(launch, tmp_path):
     printed = re.search(r"last loss ([\d.]+), held out ([\d.]+)\n$", done.stdout)
     losses = [float(loss) for loss in printed.groups()]
     assert max(losses) < 2, "from 16 at the start, the mean of |x| squared"
-    assert files_in(tmp_path) == ["my_file.py", "notebook.py"]
+    files = sorted(path.name for path in tmp_path.iterdir() if path.name[0] not in "._")
+    assert files == ["my_file.py", "notebook.py"]
 
 
 KILLED = "import os\nfrom pathlib import Path\n"
@@ -53,35 +47,24 @@ KILL = """
 """
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_the_recipes_loop_is_killed_run_again_and_ends_as_if_undisturbed(ranks, launch, tmp_path):
+def test_the_recipes_loop_is_killed_run_again_and_ends_as_if_undisturbed(launch, tmp_path):
     (tmp_path / "my_file.py").write_text(TASK)
     (tmp_path / "undisturbed.py").write_text(NOTEBOOK)
     script = KILLED + NOTEBOOK.replace("--run.dir mine", "--run.dir killed_run")
     script = script.replace("        run.save()\n", f"        run.save(){KILL}")
     (tmp_path / "killed.py").write_text(script)
 
-    def run(name):
-        if ranks == 1:
-            return launch.module(name, HOME=str(tmp_path))
-        options = f"--standalone --local-addr 127.0.0.1 --nproc_per_node={ranks}"
-        command = [sys.executable, "-m", "torch.distributed.run", *options.split(), name]
-        environ = launch.environ({"HOME": str(tmp_path)})
-        return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
-
-    through = run("undisturbed.py")
+    scripts = ("undisturbed.py", "killed.py", "killed.py")
+    through, killed, rerun = (launch.module(name, HOME=str(tmp_path)) for name in scripts)
     assert through.returncode == 0, through.stderr
-    assert run("killed.py").returncode != 0
-    rerun = run("killed.py")
+    assert killed.returncode != 0
     assert rerun.returncode == 0, rerun.stderr
     evaluations = re.findall(r"^eval .*$", through.stdout, re.MULTILINE)
     assert len(evaluations) == 5
     assert re.findall(r"^eval .*$", rerun.stdout, re.MULTILINE) == evaluations[-2:]
-    one, other = (tmp_path / name / "checkpoints/step_00000050" for name in ("mine", "killed_run"))
-    shards = sorted(path.name for path in one.glob("*.distcp"))
-    assert len(shards) == ranks
-    for name in shards:
-        assert (other / name).read_bytes() == (one / name).read_bytes(), name
+    (shard,) = tmp_path.glob("mine/checkpoints/step_00000050/*.distcp")
+    (other,) = tmp_path.glob("killed_run/checkpoints/step_00000050/*.distcp")
+    assert other.read_bytes() == shard.read_bytes()
 
 
 def test_the_lstm_that_the_recipes_show_trains_in_float32_where_bf16_is_emulated(monkeypatch):

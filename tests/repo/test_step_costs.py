@@ -18,9 +18,14 @@ BUDGETS = {
 }
 
 
+def costs_in_an_interval(world, strategy):
+    explain.INTERVALS = 2  # the lower of two is as good as the middle one of three
+    return explain.costs(world, strategy, "bf16", 4)
+
+
 @pytest.mark.parametrize(("strategy", "ranks"), BUDGETS)
 def test_a_step_calls_no_more_than_its_budget(strategy, ranks):
-    rows = on_ranks(ranks, explain.costs, strategy, "bf16", 4)[0]
+    rows = on_ranks(ranks, costs_in_an_interval, strategy)[0]
     left_out = (*explain.OF_MODEL, "AgreedStop.poll")
     numbers = explain.total(rows["dist_amp"], but=left_out)
     numbers["calls"] -= explain.total(rows["by hand"], but=left_out)["calls"]
