@@ -27,6 +27,8 @@ from dist_amp.world import World
 class Watched(Tiny):
     """on_step stops after step stop_at on rank 1, on_evaluation from step `patience` on."""
 
+    best_metric = "min:rmse"
+
     def __init__(self, stop_at: int = 0, patience: int = 0):
         super().__init__()
         self.stop_at = stop_at
@@ -39,6 +41,8 @@ class Watched(Tiny):
     def on_evaluation(self, run, values):
         is_same = values == run.metrics.evaluation
         print(f"on_evaluation {run.step} on rank {run.world.rank}: {sorted(values)} {is_same}")
+        values |= {"rmse": values["loss"] ** 0.5, "nan": math.nan, "one": torch.ones(())}
+        del values["loss"]
         return "stop" if self.patience and run.step >= self.patience else None
 
     def train_metrics(self, run, report):
@@ -84,7 +88,7 @@ def test_callbacks_are_called_on_every_rank_and_one_that_says_stop_ends_the_run(
     assert [row["train/rank"] for row in rows] == [0, 0]
 
 
-def test_an_evaluation_callback_ends_the_run_at_its_own_step_for_good(
+def test_an_evaluation_callback_ends_the_run_for_good_and_what_it_adds_is_logged_and_saved(
     tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
@@ -92,33 +96,17 @@ def test_an_evaluation_callback_ends_the_run_at_its_own_step_for_good(
     assert main(words) == 0
     cause = 'on_evaluation(run, values) returned "stop" on rank 0 after step 8'
     rows = check_ended_at_step_8(tmp_path / "run", cause)
+    values = read_manifest(tmp_path / "run/checkpoints/step_00000008").evaluation
+    assert list(values) == ["loss", "rmse", "nan", "one"]
+    rmse = values["loss"] ** 0.5
+    assert values["rmse"] == rmse
+    assert f"rmse {rmse:.4f}  nan nan  one 1.0000\n" in capsys.readouterr().out
+    _, row = [row for row in read_rows(tmp_path / "run/metrics.jsonl")[0] if "eval/loss" in row]
+    assert (row["eval/rmse"], row["eval/nan"], row["eval/one"]) == (rmse, "nan", 1.0)
     assert main(words) == 0
     said = f"it ended after 8 of train.steps=12, because the task's {cause};"
     assert said in capsys.readouterr().out
     assert check_ended_at_step_8(tmp_path / "run", cause) == rows
-
-
-class Derived(Tiny):
-    best_metric = "min:rmse"
-
-    def on_evaluation(self, run, values):
-        values |= {"rmse": values["loss"] ** 0.5, "nan": math.nan, "one": torch.ones(())}
-        del values["loss"]
-
-
-def test_what_on_evaluation_adds_is_logged_saved_and_returned(tmp_path, capsys):
-    run = make_run(World(), Derived(), "--eval.every", 1, "--run.dir", tmp_path)
-    run.metrics.open(tmp_path, 0, "")
-    take_steps(run, 1)
-    values = run.evaluate()
-    rmse = values["loss"] ** 0.5
-    assert list(values) == ["loss", "rmse", "nan", "one"]
-    assert values["rmse"] == rmse
-    assert f"rmse {rmse:.4f}  nan nan  one 1.0000\n" in capsys.readouterr().out
-    ((row,), _) = read_rows(tmp_path / "metrics.jsonl")
-    assert (row["eval/rmse"], row["eval/nan"], row["eval/one"]) == (rmse, "nan", 1.0)
-    assert read_manifest(run.save()).evaluation["rmse"] == rmse
-    run.close()
 
 
 def other_rmse(self, run, values):

@@ -7,7 +7,7 @@ import torch
 from conftest import ROOT
 from messages import message_of
 from ranks import on_ranks
-from tiny import Tiny
+from tiny import Changed
 
 from dist_amp.config.load import load_config
 from dist_amp.config.task_class import build_task
@@ -119,16 +119,13 @@ def test_a_sample_continues_the_prompt_the_same_every_time_and_evaluation_has_bi
     assert sums["bits_per_byte"].item() / 32 == pytest.approx(8, abs=0.5)
 
 
-class Tagged(Tiny):
-    def build_model(self):
-        model = super().build_model()
-        model[0][0].weight.no_decay = True
-        return model
+def tag(model):
+    model[0][0].weight.no_decay = True
 
 
 def built(world):
     """Whether all parameters are on meta, and then an attribute of one that has been placed."""
-    module = build_on_ranks(Tagged(), world, False)
+    module = build_on_ranks(Changed(tag), world, False)
     on_meta = {parameter.is_meta for parameter in module.parameters()}
     placement(module, world)(module)
     return on_meta, module[0][0].weight.no_decay
