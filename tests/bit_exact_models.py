@@ -8,33 +8,33 @@ import torch.nn.functional as F
 from tiny import Rows, Tiny
 from torch import nn
 
+WIDTH, TOKENS = 13, 37
+
 
 class Blocks(Tiny):
     """Odd sizes, dropout, masks of other lengths per sample, two stacks of blocks, tied weights."""
 
-    width = 13
+    rows = Rows
 
-    def __init__(self, samples: int = 75, dropout: float = 0.1):
+    def __init__(self, samples: int = 75):
         super().__init__(samples=samples)
-        self.dropout = dropout
 
     def build_model(self):
-        return OddModel(self.width, self.dropout)
+        return OddModel()
 
     def blocks(self, model):
         return [*model.first, *model.second]
 
     def build_dataset(self, split):
         generator = torch.Generator().manual_seed(self.seed + (split == "train"))
-        tokens = torch.randint(0, 37, (self.samples, 11), generator=generator)
+        tokens = torch.randint(0, TOKENS, (self.samples, 11), generator=generator)
         mask = torch.rand(self.samples, 11, generator=generator)  # weights that are no integers
-        return Rows(tokens=tokens, mask=mask)
+        return (self.rows if split == "train" else Rows)(tokens=tokens, mask=mask)
 
     def loss_sum(self, model, batch):
         logits = model(batch["tokens"][:, :-1]).float()
-        losses = F.cross_entropy(
-            logits.flatten(0, 1), batch["tokens"][:, 1:].flatten(), reduction="none"
-        )
+        labels = batch["tokens"][:, 1:].flatten()
+        losses = F.cross_entropy(logits.flatten(0, 1), labels, reduction="none")
         return (losses * batch["mask"][:, 1:].flatten()).sum()
 
     def weight(self, batch):
@@ -42,13 +42,13 @@ class Blocks(Tiny):
 
 
 class Block(nn.Module):
-    def __init__(self, width, dropout, experts=3):
+    def __init__(self, experts=3):
         super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.router = nn.Linear(width, experts)
-        self.experts = nn.ModuleList(nn.Linear(width, 7) for _ in range(experts))
-        self.out = nn.Linear(7, width, bias=False)
-        self.dropout = nn.Dropout(dropout)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.router = nn.Linear(WIDTH, experts)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, 7) for _ in range(experts))
+        self.out = nn.Linear(7, WIDTH, bias=False)
+        self.dropout = nn.Dropout(0.1)
 
     def forward(self, x):
         y = self.norm(x)
@@ -60,13 +60,13 @@ class Block(nn.Module):
 
 
 class OddModel(nn.Module):
-    def __init__(self, width, dropout):
+    def __init__(self):
         super().__init__()
-        self.embedding = nn.Embedding(37, width)
-        self.first = nn.ModuleList(Block(width, dropout) for _ in range(2))
-        self.second = nn.ModuleList(Block(width, dropout) for _ in range(1))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, 37, bias=False)
+        self.embedding = nn.Embedding(TOKENS, WIDTH)
+        self.first = nn.ModuleList(Block() for _ in range(2))
+        self.second = nn.ModuleList([Block()])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, TOKENS, bias=False)
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens):
@@ -76,32 +76,22 @@ class OddModel(nn.Module):
         return self.head(self.norm(x))
 
 
-class Augmented(Blocks):
-    """Draws from every global generator while samples are read."""
-
-    def build_dataset(self, split):
-        rows = super().build_dataset(split)
-        if split == "train":
-            return Noisy(rows)
-        return rows
-
-
-class Noisy:
-    def __init__(self, rows):
-        self.rows = rows
-
-    def __len__(self):
-        return len(self.rows)
-
+class Noisy(Rows):
     def __getitem__(self, index):
-        row = self.rows[index]
+        row = super().__getitem__(index)
         drawn = random.random() + numpy.random.random()  # noqa: NPY002 (as older tasks do)
         drawn += torch.rand(()).item()
         return row | {"mask": row["mask"] * drawn}
 
 
+class Augmented(Blocks):
+    """Draws from every global generator while samples are read."""
+
+    rows = Noisy
+
+
 class Convolutions(Tiny):
-    """Images [B, 3, 9, 9], group norm, a scalar that is trained, double backward."""
+    """Images [B, 3, 9, 9]: convolutions and group norm."""
 
     def build_model(self):
         return nn.Sequential(
@@ -111,13 +101,11 @@ class Convolutions(Tiny):
     def build_dataset(self, split):
         generator = torch.Generator().manual_seed(int(split == "train"))
         x = torch.randn(75, 3, 9, 9, generator=generator)
-        return Rows(x=x, y=torch.randint(0, 5, (75,), generator=generator))
+        y = torch.randint(0, 5, (75,), generator=generator)
+        return Rows(x=x, y=y, counts=torch.ones(75))
 
     def loss_sum(self, model, batch):
         return F.cross_entropy(model(batch["x"]).float(), batch["y"], reduction="sum")
-
-    def weight(self, batch):
-        return len(batch["y"])
 
 
 class Crossed(Blocks):
@@ -131,10 +119,10 @@ class Crossed(Blocks):
 
 
 class Reads(nn.Module):
-    def __init__(self, width):
+    def __init__(self):
         super().__init__()
-        self.keys = nn.Linear(width, width)
-        self.values = nn.Linear(width, width)
+        self.keys = nn.Linear(WIDTH, WIDTH)
+        self.values = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x, encoding=None):
         weights = (x @ self.keys(encoding).transpose(1, 2)).softmax(-1)
@@ -142,11 +130,11 @@ class Reads(nn.Module):
 
 
 class EncoderDecoder(nn.Module):
-    def __init__(self, width=13):
+    def __init__(self):
         super().__init__()
-        self.embedding = nn.Embedding(37, width)
-        self.norm = nn.LayerNorm(width)
-        self.decoder = nn.ModuleList(Reads(width) for _ in range(3))
+        self.embedding = nn.Embedding(TOKENS, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.decoder = nn.ModuleList(Reads() for _ in range(3))
 
     def forward(self, tokens):
         encoding = self.norm(self.embedding(tokens))

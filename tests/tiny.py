@@ -77,6 +77,13 @@ class Changed(Tiny):
         return rows
 
 
+def variant(**parts):
+    """Tiny with other methods or attributes: variant(build_model=make_model)."""
+    task = Tiny()
+    vars(task).update(parts)
+    return task
+
+
 class WithNoise(Tiny):
     """Keeps its [data] section, and adds noise as a sample is read and as a batch is made."""
 

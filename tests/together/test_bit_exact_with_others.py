@@ -1,41 +1,45 @@
-"""Bit-exact runs: what they cost, their bits in other layouts, and `verify --bit_exact`."""
+"""Bit-exact runs: their bits in other layouts, what can't be exact, and `verify --bit_exact`."""
 
 import re
 
 import pytest
 import test_verify
 import torch
-import torch.distributed as dist
 from bit_exact_models import Blocks, Crossed
 from messages import message_of
 from ranks import on_ranks
 from test_bit_exact import (
+    BF16,
+    FP32,
     SETTINGS,
     compare,
     sha1,
     threads,  # noqa: F401
 )
-from tiny import Tiny, log_row, make_run, moments_of, parameters_of, take_steps
+from tiny import (
+    Tiny,
+    average_of,
+    log_row,
+    make_run,
+    moments_of,
+    parameters_of,
+    take_steps,
+    variant,
+    whole,
+)
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from dist_amp.errors import DataError
+from dist_amp.step import evaluate
 from dist_amp.world import World
 
 # Fixtures.
 verify = test_verify.verify
 
 
-# The fifth step ends an epoch. Crossed has gradients with several uses, added in one order.
-@pytest.mark.parametrize(
-    ("task", "steps", "precision"),
-    [
-        (Blocks(), 6, ["--precision.dtype", "bf16"]),
-        (Crossed(), 3, ["--precision.dtype", "bf16"]),
-        (Crossed(), 3, ["--use_amp", "false"]),
-    ],
-)
-def test_runs_of_one_and_two_ranks_have_the_same_bits(task, steps, precision):
-    compare(task, [(1, "single"), (2, "ddp"), (2, "fsdp")], steps, *precision)
+@pytest.mark.parametrize("precision", [BF16, FP32])
+def test_gradients_of_several_uses_are_added_in_one_order_on_one_and_two_ranks(precision):
+    compare(Crossed(), [(1, "single"), (2, "ddp"), (2, "fsdp")], 3, *precision)
 
 
 def continued(world, strategy, folder, steps, *words):
@@ -50,12 +54,15 @@ def continued(world, strategy, folder, steps, *words):
             row = log_row(run)
             logged.append((run.step, row.loss.hex(), row["grad_norm"].hex(), row["lr"].hex()))
     run.save()
-    hashes = sha1(parameters_of(run).values()), sha1(moments_of(run))
+    average = [whole(tensor) for tensor in average_of(run).values()]
+    hashes = [sha1(part) for part in (parameters_of(run).values(), moments_of(run), average)]
+    hashes.append(evaluate(run)["loss"].hex())
     run.close()
     return logged, hashes
 
 
-SHORT = [(4, "ddp", 2), (2, "fsdp", 5), (1, "single", 6)]
+# The fifth step ends an epoch, with a partial batch.
+SHORT = [(2, "ddp", 2), (2, "fsdp", 5), (1, "single", 6)]
 LONG = [(4, "ddp", 5), (2, "fsdp", 10), (1, "single", 15), (4, "hsdp", 19), (2, "ddp", 24)]
 # The scale falls at first, so that steps are skipped, and grows later.
 FP16 = ["--precision.scaler.init_scale", 2.0**40, "--precision.scaler.growth_interval", 3]
@@ -64,17 +71,17 @@ FP16 += ["--precision.dtype", "fp16", "--train.max_skips_in_a_row", 60]
 
 @pytest.mark.parametrize(
     ("words", "parts"),
-    [(["--precision.dtype", "bf16"], SHORT), pytest.param(FP16, LONG, marks=pytest.mark.slow)],
+    [(BF16, SHORT), pytest.param(FP16, LONG, marks=pytest.mark.slow)],
     ids=["bf16", "fp16"],
 )
 def test_a_run_that_changes_ranks_and_strategy_ends_with_the_undisturbed_runs_bits(
     tmp_path, words, parts
 ):
-    alone = on_ranks(1, continued, "single", str(tmp_path / "alone"), parts[-1][-1], *words)[0]
+    alone = continued(World(), "single", tmp_path / "alone", parts[-1][-1], *words)
     logged, hashes = [], ()
     for ranks, strategy, steps in parts:
-        changing = str(tmp_path / "changing")
-        more, hashes = on_ranks(ranks, continued, strategy, changing, steps, *words)[0]
+        run = continued, strategy, tmp_path / "changing", steps, *words
+        more, hashes = on_ranks(ranks, *run)[0]
         logged += more
     assert (logged, hashes) == alone
 
@@ -84,32 +91,21 @@ class Normed(Tiny):
         return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
 
 
-class Coupled(Tiny):
-    couples_samples = True
+class Follower(nn.Linear):
+    """A teacher that moves in each forward: twice as often with twice the micro-batches."""
 
-
-class Fused(Tiny):
-    def optimizer(self, groups, lr):
-        return torch.optim.AdamW(groups, lr=lr, fused=True)
-
-
-class Follower(nn.Module):
     def __init__(self):
-        super().__init__()
-        self.student = nn.Linear(8, 1)
+        super().__init__(8, 1)
         self.teacher = nn.Linear(8, 1).requires_grad_(False)
 
     def forward(self, x):
         with torch.no_grad():
-            self.teacher.weight.lerp_(self.student.weight, 0.1)
-        return self.student(x) - self.teacher(x)
+            self.teacher.weight.lerp_(self.weight, 0.1)
+        return super().forward(x) - self.teacher(x)
 
 
-class Follows(Tiny):
-    """A teacher that moves in each forward: twice as often with twice the micro-batches."""
-
-    def build_model(self):
-        return Follower()
+def fused(groups, lr):
+    return torch.optim.AdamW(groups, lr=lr, fused=True)
 
 
 @pytest.mark.bad_input("`parallel.bit_exact` with ranks, settings or a task that can't be exact")
@@ -120,9 +116,9 @@ class Follows(Tiny):
         (Tiny(), ["--parallel.comm_dtype", "fp16"], r"parallel.comm_dtype=fp16: .*; use off"),
         (Tiny(), ["--compile.mode", "max-autotune"], "compile.mode=max-autotune: .*; use default"),
         (Normed(), [], r'module "1" \(BatchNorm1d\) keeps statistics of each.*; use GroupNorm'),
-        (Coupled(), [], "the task has couples_samples=True"),
-        (Fused(), [], "the task's optimizer is fused"),
-        (Follows(), [], "forward changes teacher.weight, once per micro-batch"),
+        (variant(couples_samples=True), [], "the task has couples_samples=True"),
+        (variant(optimizer=fused), [], "the task's optimizer is fused"),
+        (variant(build_model=Follower), [], "forward changes teacher.weight, once per micro-batch"),
     ],
 )
 def test_what_cannot_be_exact_is_rejected_by_name(task, words, said):
@@ -162,15 +158,10 @@ def test_dtypes_prints_what_autocast_makes_of_each_module(verify):
     assert "Linear" in output
 
 
-def test_verify_compares_the_users_task_bit_for_bit(verify):
-    status, output, _ = verify(f"{BITS} bit_exact_models:Blocks")
-    assert status == 0, output
-    assert output.count("  same\n") == 4
-    assert "passed: 4 of 4 have the same bits" in output
-
-
-class Leaky(Blocks):
-    """One layer draws from a generator of its own, which knows nothing of micro-batches."""
+class Faulty(Blocks):
+    """One layer draws from a generator of its own, which knows nothing of micro-batches; and
+    sharded layers have no kernel.
+    """
 
     def build_model(self):
         model = super().build_model()
@@ -180,55 +171,44 @@ class Leaky(Blocks):
         )
         return model
 
-
-class RefusedOnRanks(Tiny):
-    """A model that only one process can train."""
-
-    def build_model(self):
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            raise DataError("the data are on one machine")
-        return super().build_model()
-
-
-class BreaksOnRanks(Tiny):
     def loss_sum(self, model, batch):
-        if dist.is_initialized() and dist.get_world_size() > 1:
+        if not isinstance(model, DistributedDataParallel) and torch.distributed.is_initialized():
             raise RuntimeError("no kernel")
         return super().loss_sum(model, batch)
 
 
 SAME = "have the same bits in their precision"
+LEAKS = "FAIL: the output of first.1.out (Linear) of micro-batch 1 differs first, in step 1\n"
 
 
 @pytest.mark.bad_input("`verify --bit_exact` of a task that bit-exact training rejects")
 @pytest.mark.parametrize(
-    ("task", "row", "outcome"),
+    ("task", "strategies", "results", "outcome"),
     [
+        ("bit_exact_models:Blocks", "ddp,hsdp", ["same\n"] * 3, f"passed: 3 of 3 {SAME} ("),
         (
-            "Leaky",
-            "FAIL: the output of first.1.out (Linear) of micro-batch 1 differs first, in step 1",
-            f"1 of 2 {SAME} (",
-        ),
-        ("Normed", 'refused: parallel.bit_exact=true can\'t hold: module "1" (BatchNorm1d', "0 of"),
-        (
-            "RefusedOnRanks",
-            "refused: the data are on one machine",
-            f"1 of 2 {SAME}, 1 refused, as in training; nothing was compared in fp32",
+            "test_bit_exact_with_others:Faulty",
+            "ddp,hsdp",
+            ["same\n", LEAKS, "FAIL: rank 1: RuntimeError: no kernel"],
+            f"failed: 1 of 3 {SAME} (",
         ),
         (
-            "BreaksOnRanks",
-            "FAIL: rank 1: RuntimeError: no kernel",
-            "; nothing was compared in fp32",
+            "test_bit_exact_with_others:Normed",
+            "ddp",
+            ['refused: parallel.bit_exact=true can\'t hold: module "1" (BatchNorm1d'] * 2,
+            f"failed: 0 of 2 {SAME}, 2 refused, as in training; nothing was compared in fp32",
         ),
     ],
 )
-def test_verify_says_what_differs_first_or_why_nothing_was_compared(verify, task, row, outcome):
-    words = f"{BITS} test_bit_exact_with_others:{task} --strategies single,ddp"
-    status, output, _ = verify(words)
-    assert status == 1, output
+def test_verify_says_for_each_way_of_running_whether_its_bits_are_the_same_or_why_not(
+    verify, task, strategies, results, outcome
+):
+    status, output, _ = verify(f"{BITS} {task} --strategies single,{strategies}")
+    assert status == outcome.startswith("failed"), output
     # Which of the ranks is first to fail is up to chance.
-    assert f"  {row}" in output.replace("rank 0: Runtime", "rank 1: Runtime")
-    assert "\nfailed: " in output
-    assert outcome in output
+    table = output.replace("rank 0: Runtime", "rank 1: Runtime").split("  result\n")[1]
+    for line, result in zip(table.splitlines(keepends=True), results, strict=False):
+        assert f"  {result}" in line, output
+    assert f"\n{outcome}" in output
     advice = "What draws\nfrom a generator of its own (torch.Generator,"
-    assert (advice in output) == ("FAIL" in row)
+    assert (advice in output) == ("FAIL" in output)

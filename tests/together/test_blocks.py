@@ -1,12 +1,12 @@
 """Compiled blocks, recomputed blocks and a loss in chunks give the same gradients."""
 
+from copy import deepcopy
 from functools import cache
 from itertools import product
 
 import pytest
 import torch
 import torch._dynamo
-import torch.nn.functional as F
 from byte_model import (
     BF16,
     COMPILED,
@@ -19,7 +19,7 @@ from byte_model import (
     nothing_compiled_yet,  # noqa: F401
 )
 from ranks import on_ranks
-from tiny import Tiny, make_run, take_steps
+from tiny import Tiny, make_run, take_steps, variant
 from torch import nn
 
 from benchmarks.activations import kept_and_flops
@@ -30,7 +30,6 @@ from dist_amp.verify.cells import capture
 from dist_amp.verify.reference import relative_error
 from dist_amp.world import World
 
-LAYOUTS = {"single": 1, "ddp": 2, "fsdp": 2}
 INDUCTOR = ["--compile.blocks", "true"]
 TOKENS, CHUNK = 64, 20  # of a micro-batch; at a time: the last chunk is smaller
 
@@ -44,18 +43,16 @@ def gradients(world, task, words):
 
 
 @cache
-def plain_gradients(strategy, precision):
-    words = ["--parallel.strategy", strategy, *precision]
-    return on_ranks(LAYOUTS[strategy], gradients, Bytes(), words)[0]
+def gradients_of(strategy, *words, chunk="off"):
+    run = Bytes(chunk), ["--parallel.strategy", strategy, *words]
+    if strategy == "single":
+        return gradients(World(), *run)
+    return on_ranks(2, gradients, *run, timeout_seconds=3600)[0]
 
 
-def error(strategy, task, words):
-    """How far a step's gradients are from those without the settings, relative to the largest."""
-    precision = BF16 if BF16[1] in words else FP32
-    words = ["--parallel.strategy", strategy, *words]
-    changed = on_ranks(LAYOUTS[strategy], gradients, task, words, timeout_seconds=3600)[0]
-    plain = plain_gradients(strategy, tuple(precision))
-    return max(relative_error(mine, true) for mine, true in zip(changed, plain, strict=True))
+def error(a, b):
+    """How far two runs' gradients are apart, relative to the largest."""
+    return max(relative_error(mine, true) for mine, true in zip(a, b, strict=True))
 
 
 # The same operations on the same numbers: what is recomputed, or traced and run by torch's kernels,
@@ -81,44 +78,45 @@ def test_each_setting_and_all_together_give_the_gradients_of_none(name, precisio
         # The head's gradient is then a sum of one bf16 matrix per chunk, and each partial sum is
         # rounded by 2^-9 of it.
         bound = 2 * -(-TOKENS // CHUNK) * 2**-9
-    assert error(strategy, Bytes(chunk), [*precision, *words]) <= bound
+    changed = gradients_of(strategy, *precision, *words, chunk=chunk)
+    assert error(changed, gradients_of(strategy, *precision)) <= bound
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", LAYOUTS)
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
 def test_inductors_code_gives_the_gradients_of_none(strategy):
     # Its kernels sum in another order, and fused ones keep float32 where bf16 would be rounded to
     # in between: in bf16 both are about as far from float32, so from one another at most twice as
     # far as plain bf16 is.
-    words = [*INDUCTOR, *SELECTIVE]
-    assert error(strategy, Bytes(), [*FP32, *words]) < 1e-6
-    plain, truth = (plain_gradients(strategy, tuple(precision)) for precision in (BF16, FP32))
-    bound = 2 * max(relative_error(a, b) for a, b in zip(plain, truth, strict=True))
-    assert error(strategy, Bytes(), [*BF16, *words]) < bound < 0.05
+    truth, plain = (gradients_of(strategy, *precision) for precision in (FP32, BF16))
+    fp32, bf16 = (
+        gradients_of(strategy, *precision, *INDUCTOR, *SELECTIVE) for precision in (FP32, BF16)
+    )
+    assert error(fp32, truth) < 1e-6
+    assert error(bf16, plain) < 2 * error(plain, truth) < 0.05
 
 
-class Normed(Tiny):
+def normed():
     """Batch statistics, which a forward that runs twice would gather twice, and dropout."""
-
-    def build_model(self):
-        blocks = [
-            nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3))
-            for _ in range(3)
-        ]
-        return nn.Sequential(*blocks, nn.Linear(8, 1))
+    blocks = [
+        nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3))
+        for _ in range(3)
+    ]
+    return nn.Sequential(*blocks, nn.Linear(8, 1))
 
 
 def gradients_and_buffers(world, words):
-    run = bytes_run(world, Normed(), "--parallel.strategy", "ddp", *FP32, *words)
+    task = variant(build_model=normed)
+    run = bytes_run(world, task, "--parallel.strategy", "ddp", *FP32, *words)
     states = capture(run)
     take_steps(run, 2)
     return [state.gradients for state in states], dict(run.parallel.module.named_buffers())
 
 
-@pytest.mark.parametrize("setting", [FULL, SELECTIVE], ids=["full", "selective"])
-def test_batch_norm_gathers_its_statistics_once_and_gradients_are_those_of_none(setting):
-    plain, mine = (on_ranks(2, gradients_and_buffers, words)[0] for words in ([], setting))
-    torch.testing.assert_close(mine, plain, rtol=0, atol=0)  # the same operations
+def test_batch_norm_gathers_its_statistics_once_and_gradients_are_those_of_none():
+    plain, *others = (on_ranks(2, gradients_and_buffers, w)[0] for w in ([], FULL, SELECTIVE))
+    for mine in others:
+        torch.testing.assert_close(mine, plain, rtol=0, atol=0)  # the same operations
 
 
 def test_selective_lies_between_full_and_none_in_memory_and_recomputes_hardly_any_arithmetic():
@@ -131,34 +129,29 @@ def test_selective_lies_between_full_and_none_in_memory_and_recomputes_hardly_an
     assert none[1] == selective[1] < half[1] < full[1]
 
 
-def test_four_blocks_are_compiled_once_for_each_mode_and_shape():
-    run = bytes_run(World(), Bytes(layers=4), *FULL, *COMPILED)
+def test_all_blocks_are_compiled_once_for_each_mode_and_shape():
+    run = bytes_run(World(), Bytes(), *FULL, *COMPILED)
     counters = torch._dynamo.utils.counters["stats"]
     counters.clear()
-
-    def evaluate(batch):
-        with run.parallel.evaluating():
-            run.task.loss_sum(run.model, batch)
-
-    def sample():
-        with run.parallel.evaluating(), stance("eager_on_recompile"):
-            run.task.sample_bytes = 10
-            run.task.sample(run.parallel.module)
-
     batch = next(run.data)[0]
     few = {name: batch[name][:3] for name in ("input_ids", "labels")}
     counts = []
-    for use in (
-        lambda: take_steps(run, 3),
-        lambda: evaluate(batch),
-        lambda: evaluate(few),
-        lambda: loss_of(run.task, run.model, few, run.world.device).backward(),
-        lambda: (take_steps(run, 2), evaluate(batch), evaluate(few), sample()),
-    ):
-        use()
+    take_steps(run, 2)
+    counts.append(counters["unique_graphs"])
+    for _ in range(2):
+        for each in (batch, few):
+            with run.parallel.evaluating():
+                run.task.loss_sum(run.model, each)
+            counts.append(counters["unique_graphs"])
+        loss_of(run.task, run.model, few, run.world.device).backward()
         counts.append(counters["unique_graphs"])
+    with run.parallel.evaluating(), stance("eager_on_recompile"):
+        run.task.sample_bytes = 10
+        run.task.sample(run.parallel.module)
+    take_steps(run, 1)
+    counts.append(counters["unique_graphs"])
     # Two graphs each: a block, and the head that computes the loss.
-    assert counts == [2, 4, 6, 8, 8]
+    assert counts == [2, 4, 6, 8, 8, 8, 8, 8]
 
 
 class Branching(nn.Linear):
@@ -170,16 +163,11 @@ class Branching(nn.Linear):
         return super().forward(x)
 
 
-class InParts(Tiny):
-    def build_model(self):
-        return nn.Sequential(nn.Linear(8, 8), Branching(8, 8), Branching(8, 8), nn.Linear(8, 1))
-
-
 @pytest.mark.bad_input("a block that is not one graph")
 def test_a_block_that_is_not_one_graph_is_compiled_in_parts():
-    plain, compiled = (
-        take_steps(make_run(World(), InParts(), *FP32, *words), 2) for words in ([], COMPILED)
-    )
+    layers = nn.Linear(8, 8), Branching(8, 8), Branching(8, 8), nn.Linear(8, 1)
+    task = variant(build_model=lambda: nn.Sequential(*deepcopy(layers)))
+    plain, compiled = (take_steps(make_run(World(), task, *FP32, *w), 2) for w in ([], COMPILED))
     losses = [[float(report.loss_sum) for report in reports] for reports in (plain, compiled)]
     assert losses[0] == losses[1]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 3, "of four blocks in parts"
@@ -201,21 +189,13 @@ class LogOf(nn.Linear):
         return super().forward(self.inside(x))
 
 
-class Spoilt(Tiny):
-    def build_model(self):
-        return nn.Sequential(nn.Linear(8, 8), LogOf(), nn.Linear(8, 1))
-
-
-def first_fault(world, words):
-    run = make_run(world, Spoilt(), *FP32, *words)
+def test_a_replay_sees_into_compiled_and_recomputed_blocks():
+    task = variant(build_model=lambda: nn.Sequential(nn.Linear(8, 8), LogOf(), nn.Linear(8, 1)))
+    run = make_run(World(), task, *FP32, *COMPILED, *FULL)
     take_steps(run, 1)  # it is compiled by now
     with run.parallel.gradient_sync(True):
-        return find_nonfinite(run, run.task, next(run.data)[0], torch.ones(()))
-
-
-def test_a_replay_sees_into_compiled_and_recomputed_blocks():
-    for fault in on_ranks(2, first_fault, ["--parallel.strategy", "fsdp", *COMPILED, *FULL]):
-        assert (fault.phase, fault.module, fault.module_class) == ("forward", "1.inside", "Log")
+        fault = find_nonfinite(run, run.task, next(run.data)[0], torch.ones(()))
+    assert (fault.phase, fault.module, fault.module_class) == ("forward", "1.inside", "Log")
 
 
 class Shared(Tiny):
@@ -229,11 +209,6 @@ class Shared(Tiny):
         return [model[0], model[1]]
 
 
-class Misfit(Tiny):
-    def loss_sum(self, model, batch):
-        return F.mse_loss(model(batch["x"][:, :3]), batch["y"], reduction="sum")
-
-
 def test_a_block_that_is_used_twice_is_wrapped_once_and_names_and_mistakes_stay_the_tasks():
     run = make_run(World(), Shared(), *FULL, *COMPILED)
     take_steps(run, 2)
@@ -242,8 +217,9 @@ def test_a_block_that_is_used_twice_is_wrapped_once_and_names_and_mistakes_stay_
     assert str(run.model) == str(plain.model)
     once_each = run.model[0].forward.__wrapped__.__wrapped__  # compiled, and recomputed
     assert not hasattr(once_each, "__wrapped__")
+    misfit = variant(loss_sum=lambda model, batch: model(batch["x"][:, :3]).sum())
     with pytest.raises(RuntimeError, match="same reduction dim"):
-        take_steps(make_run(World(), Misfit(), *COMPILED), 1)
+        take_steps(make_run(World(), misfit, *COMPILED), 1)
 
 
 def test_cuda_graphs_leave_out_the_head_that_computes_the_loss():

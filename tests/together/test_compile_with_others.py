@@ -5,48 +5,24 @@ import re
 import pytest
 import tiny_hf
 import torch
-from byte_model import COMPILED, FULL, nothing_compiled_yet  # noqa: F401
+from byte_model import FULL, nothing_compiled_yet  # noqa: F401
 from conftest import ROOT
 from messages import message_of
-from tiny import Tiny, make_run, take_steps
+from tiny import Tiny, make_run, take_steps, variant
 from torch import nn
 from torch._dynamo.utils import counters
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dist_amp.config.load import load_config
-from dist_amp.errors import ConfigError
 from dist_amp.scaling import compile as compiling
 from dist_amp.scaling.compile import check_compile, pick_compile
 from dist_amp.settings import CompileConfig
-from dist_amp.supervise.explain import explain_error
-from dist_amp.supervise.lifecycle import Job
 from dist_amp.world import World
 
 GPU = World(device=torch.device("cuda", 0))
 
 
-class Penalty(Tiny):
-    def loss_sum(self, model, batch):
-        x = batch["x"].requires_grad_()
-        y = model(x)
-        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        return super().loss_sum(model, batch) + slope.square().sum()
-
-
-@pytest.mark.bad_input("a loss that differentiates twice, with compiled blocks")
-def test_a_loss_that_differentiates_compiled_blocks_twice_is_told_to_leave_them_as_they_are():
-    run = make_run(World(), Penalty(), *COMPILED, "--use_amp", "false")
-    with pytest.raises(RuntimeError) as error:
-        take_steps(run, 1)
-    explained = explain_error(error.value, Job(run.config, run.world, run=run))
-    assert isinstance(explained, ConfigError)
-    assert str(explained).startswith("rank 0: the loss differentiates twice (create_graph)")
-    assert "; use compile.blocks=false (RuntimeError: " in str(explained)
-
-
-class OneLayer(Tiny):
-    def build_model(self):
-        return nn.Linear(8, 1)
+ONE_LAYER = variant(build_model=lambda: nn.Linear(8, 1))
 
 
 @pytest.mark.parametrize(
@@ -54,7 +30,7 @@ class OneLayer(Tiny):
     [
         (Tiny(), ["--parallel.bit_exact", "true"], "what another machine compiles may round"),
         (Tiny(), ["--debug.detect_anomaly", "true"], "names operations, not compiled code"),
-        (OneLayer(), [], "the model has no blocks"),
+        (ONE_LAYER, [], "the model has no blocks"),
     ],
 )
 def test_auto_says_why_it_compiles_nothing_on_a_gpu(task, words, said, monkeypatch, capsys):
@@ -71,7 +47,7 @@ def test_auto_says_why_it_compiles_nothing_on_a_gpu(task, words, said, monkeypat
     ("task", "words", "said"),
     [
         (Tiny(), [*FULL[:1], 4], "=4 is more than the model's 2 blocks; use 1 to 2, or"),
-        (OneLayer(), FULL, "=full: the model has no blocks; add `def blocks(self, model)` to the"),
+        (ONE_LAYER, FULL, "=full: the model has no blocks; add `def blocks(self, model)` to the"),
         (Tiny(), ["--compile.mode", "fast"], "=fast on the command line must be 'default', "),
     ],
 )
@@ -108,51 +84,43 @@ def test_what_compiled_code_needs_is_checked_before_the_first_step(
         check_compile(*arguments)
 
 
-def language_model(folder, family, pack):
-    more = {"gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4}, "llama": {}, "mistral": {}}
-    config = AutoConfig.for_model(family, **tiny_hf.LLAMA, **more.get(family, {"head_dim": 8}))
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    rows = [{"text": "ab" * (1 + n % 9)} for n in range(64)]
-    return ["dist_amp.tasks.hf_causal_lm:HFCausalLM", "--data.pack", pack], rows
-
-
-def classifier(folder):
-    tiny_hf.make_model(folder, "bert")
-    rows = [{"text": "ab" * (1 + n % 9), "label": n % 2} for n in range(64)]
-    return ["dist_amp.tasks.hf_classification:HFClassification", "--task.args.classes", 2], rows
-
-
-def preference(folder):
-    tiny_hf.make_model(folder, "llama")
-    row = {"prompt": "say", "chosen": "abab", "rejected": "ba"}
-    return [f"{ROOT}/examples/preference.py:DPO"], [row] * 64
-
-
-QUICK = ["llama best_fit", "gpt2 off", "gemma off", "classifier", "preference"]
-SLOW = ["qwen3 best_fit", "gemma best_fit"]
+LANGUAGE = "dist_amp.tasks.hf_causal_lm:HFCausalLM"
+CLASSES = "dist_amp.tasks.hf_classification:HFClassification"
+PREFERENCE = f"{ROOT}/examples/preference.py:DPO"
 SHIPPED = [
-    f"{ROOT}/examples/sinusoid.py:Sinusoid",
-    "dist_amp.tasks.image_classification:ImageClassification",
-    "dist_amp.tasks.causal_lm:CausalLM",
+    (f"{ROOT}/examples/sinusoid.py:Sinusoid", "", []),
+    ("dist_amp.tasks.image_classification:ImageClassification", "", []),
+    ("dist_amp.tasks.causal_lm:CausalLM", "", []),
+    (LANGUAGE, "llama", ["--data.pack", "best_fit"]),
+    (LANGUAGE, "gpt2", ["--data.pack", "off"]),
+    (LANGUAGE, "gemma", ["--data.pack", "off"]),
+    (CLASSES, "bert", ["--task.args.classes", 2]),
+    (PREFERENCE, "llama", []),
 ]
+SLOW = [(LANGUAGE, family, ["--data.pack", "best_fit"]) for family in ("qwen3", "gemma")]
 
 
 @pytest.mark.parametrize(
-    "task", [*SHIPPED, *QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+    ("target", "family", "words"),
+    [*SHIPPED, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)],
 )
-def test_no_task_has_a_graph_break(task, tmp_path):
-    target = [task]
-    if task not in SHIPPED:
-        makers = {"classifier": classifier, "preference": preference}
-        make = makers.get(task, lambda folder: language_model(folder, *task.split()))
-        target, rows = make(tmp_path / "model")
-        tiny_hf.make_tokenizer(tmp_path / "model")
+def test_no_task_has_a_graph_break(target, family, words, tmp_path):
+    if family in tiny_hf.MODELS:
+        tiny_hf.make_model(tmp_path, family)
+    elif family:
+        config = AutoConfig.for_model(family, **tiny_hf.LLAMA, head_dim=8)
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    if family:
+        tiny_hf.make_tokenizer(tmp_path)
+        rows = [{"text": "ab" * (1 + n % 9), "label": n % 2} for n in range(64)]
+        if target == PREFERENCE:
+            rows = [{"prompt": "say", "chosen": "abab", "rejected": "ba"}] * 64
         path = tiny_hf.write_rows(tmp_path / "rows.jsonl", rows)
-        target += ["--task.args.model", tmp_path / "model", "--data.path", path]
-        target += ["--task.args.length", 32]
+        words = [*words, "--task.args.model", tmp_path, "--data.path", path]
+        words += ["--task.args.length", 32]
     counters.clear()
     eager = ["--compile.blocks", "true", "--compile.mode", "eager"]
-    take_steps(make_run(World(), None, *eager, "--task.target", *target), 2)
+    take_steps(make_run(World(), None, *eager, "--task.target", target, *words), 2)
     # The loss's call of the model is one.
     breaks = [why for why in counters["graph_break"] if "torch.compiler.disable" not in why]
     assert breaks == []

@@ -1,13 +1,16 @@
-"""What test_explain.py tests, with other features."""
+"""Errors of a loss under FSDP2 or compiled, or of a GPU's memory, end in one line with the fix."""
 
 import pytest
 import torch
 import torch.nn.functional as F
+from byte_model import COMPILED, nothing_compiled_yet  # noqa: F401
 from ranks import on_ranks
-from test_strangers import dtypes_after_a_step, message_of_a_step, with_forward
-from tiny import Tiny, make_run
+from test_strangers import dtypes_after_a_step, message_of_a_step
+from tiny import Tiny, make_run, take_steps
+from torch import nn
 
 from dist_amp.config.memory import size_text
+from dist_amp.errors import ConfigError
 from dist_amp.supervise import explain
 from dist_amp.supervise.explain import explain_error
 from dist_amp.supervise.lifecycle import Job
@@ -28,38 +31,55 @@ class ParameterPenalty(Tiny):
         return super().loss_sum(model, batch) + 1e-2 * len(batch["y"]) * penalty
 
 
+class Student(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 1)
+        self.register_buffer("teacher", torch.randn(1, 8))
+
+    def forward(self, x):
+        return super().forward(x) - F.linear(x, self.teacher)
+
+
 class TeacherInBuffers(Tiny):
     def build_model(self):
-        def forward(model, x):
-            return model.student(x) - F.linear(x, model.teacher)
+        return nn.Sequential(nn.Linear(8, 8), Student())
 
-        model = with_forward(forward, student=super().build_model())
-        model.register_buffer("teacher", torch.randn(1, 8))
-        return model
+
+DDP = ["--parallel.strategy", "ddp"]
+AUTOCAST = ["--parallel.strategy", "fsdp", "--precision.cast_by", "autocast"]
 
 
 @pytest.mark.bad_input("a gradient penalty, or a penalty on parameters, under fsdp")
+@pytest.mark.bad_input("buffers that FSDP2's policy does not cast to the model's dtype")
 @pytest.mark.parametrize(
-    ("task", "said"),
+    ("task", "said", "fix", "words"),
     [
-        (GradientPenalty(), "the loss differentiates twice, as a gradient penalty does, and FSDP2"),
-        (ParameterPenalty(), "the loss reads sharded parameters, as a penalty on them does; use"),
+        (GradientPenalty(), "twice, as a gradient penalty does, and FSDP2", "strategy=ddp", DDP),
+        (ParameterPenalty(), "reads sharded parameters, as a penalty on ", "strategy=ddp", DDP),
+        (
+            TeacherInBuffers(),
+            "and with what it doesn't, such as buffers (",
+            "use precision.cast_by=autocast",
+            AUTOCAST,
+        ),
     ],
 )
-def test_a_loss_that_sharding_rules_out_is_explained_and_works_under_ddp(task, said):
-    on_ranks(2, dtypes_after_a_step, task, "--parallel.strategy", "ddp")
+def test_what_sharding_rules_out_is_explained_and_works_as_it_says(task, said, fix, words):
     for message in on_ranks(2, message_of_a_step, task, "fsdp"):
         assert said in message
-        assert "parallel.strategy=ddp" in message
+        assert fix in message
+    on_ranks(2, dtypes_after_a_step, task, *words)
 
 
-@pytest.mark.bad_input("buffers that FSDP2's policy does not cast to the model's dtype")
-def test_a_dtype_that_the_policy_can_not_mix_is_explained_and_works_with_autocast():
-    for message in on_ranks(2, message_of_a_step, TeacherInBuffers(), "fsdp"):
-        assert "and with what it doesn't, such as buffers (" in message
-        assert message.endswith("use precision.cast_by=autocast")
-    words = ["--parallel.strategy", "fsdp", "--precision.cast_by", "autocast"]
-    on_ranks(2, dtypes_after_a_step, TeacherInBuffers(), *words)
+@pytest.mark.bad_input("a loss that differentiates twice, with compiled blocks")
+def test_a_loss_that_differentiates_compiled_blocks_twice_is_told_to_leave_them_as_they_are():
+    run = make_run(World(), GradientPenalty(), *COMPILED, "--use_amp", "false")
+    with pytest.raises(RuntimeError) as error:
+        take_steps(run, 1)
+    explained = explain_error(error.value, Job(run.config, run.world, run=run))
+    assert isinstance(explained, ConfigError)
+    assert str(explained).startswith("rank 0: the loss differentiates twice (create_graph)")
+    assert "; use compile.blocks=false (RuntimeError: " in str(explained)
 
 
 GIB = 2**30
@@ -90,8 +110,7 @@ def test_the_line_has_the_request_what_the_model_takes_and_the_settings_that_tak
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     world = World(min(3, ranks - 1), 0, ranks, ranks, torch.device("cuda", 0))
     size = 4 * sum(p.numel() for p in run.model.parameters())
-    moments = size_text(2 * size)
-    size = size_text(size)
+    moments, size = size_text(2 * size), size_text(size)
     assert str(explain_error(error, Job(run.config, world, run=run))) == (
         f"rank {world.rank} ran out of GPU memory in step 1: asked for 2.00 GiB more than the "
         f"78.00 GiB in use, of 79.00 GiB available; parameters take {size}, gradients {size}, "
