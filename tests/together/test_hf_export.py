@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from ranks import on_ranks
-from tiny import Tiny, make_run, save, take_steps, whole
+from tiny import Rows, Tiny, make_run, parameters_of, save, take_steps
 from torch import nn
 
 pytest.importorskip("transformers")
@@ -29,29 +29,24 @@ from dist_amp.commands.model_card import write_card
 from dist_amp.config.load import load_config
 from dist_amp.settings import TaskConfig
 from dist_amp.tasks.pretrained import load_pretrained
+from dist_amp.world import World
 
 CAUSAL = "dist_amp.tasks.hf_causal_lm:HFCausalLM"
 CLASSES = "dist_amp.tasks.hf_classification:HFClassification"
 IDS = torch.arange(24).view(2, 12)
 
 
-def saved(world, folder, target, words=""):
+def trained(world, folder, target, words=""):
     """Train the folder's model for two steps and save: its parameters, and logits for IDS."""
     few = "--train.steps 4 --train.micro_batch_size 2 --use_amp false --optim.lr 0.01"
     words = f"--task.target {target} --task.args.model {folder}/model {few} {words}"
-    run = make_run(world, None, *words.split(), "--run.dir", folder / "run")
+    words += f" --data.path {folder}/rows.jsonl --run.dir {folder}/run"
+    run = make_run(world, None, *words.split())
     take_steps(run, 2)
     save(run)
-    parameters = {name: whole(p) for name, p in run.parallel.module.named_parameters()}
-    if not target.startswith("dist_amp"):
-        return parameters, None
     with torch.no_grad(), run.parallel.evaluating():
-        return parameters, run.parallel.module(input_ids=IDS).logits.clone()
-
-
-def trained(ranks, folder, target, words=""):
-    """The logits after training on this many ranks with the folder's rows."""
-    return on_ranks(ranks, saved, folder, target, f"--data.path {folder}/rows.jsonl {words}")[0][1]
+        logits = target != CLIP and run.parallel.module(input_ids=IDS).logits.clone()
+    return parameters_of(run), logits
 
 
 @pytest.fixture
@@ -100,8 +95,10 @@ def test_from_pretrained_opens_an_export_with_equal_logits(name, ranks, folder):
     tokenizer = model_in(folder, name)
     generation = GenerationConfig(temperature=0.3, do_sample=True, eos_token_id=[2, 5])
     generation.save_pretrained(folder / "model")
-    strategy = "fsdp" if ranks > 1 else "auto"
-    expected = trained(ranks, folder, CAUSAL, f"--parallel.strategy {strategy}")
+    if ranks == 1:
+        _, expected = trained(World(), folder, CAUSAL)
+    else:
+        _, expected = on_ranks(2, trained, folder, CAUSAL, "--parallel.strategy fsdp")[0]
     assert exported(folder) == 0
     model = AutoModelForCausalLM.from_pretrained(folder / "out")
     assert model.dtype == torch.float32
@@ -122,7 +119,7 @@ def test_from_pretrained_opens_an_export_with_equal_logits(name, ranks, folder):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adapters_leave_alone_or_merged(dtype, folder):
     model_in(folder, "llama", dtype)
-    expected = trained(1, folder, CAUSAL, "--task.args.lora_rank 2 --optim.lr 0.1")
+    _, expected = trained(World(), folder, CAUSAL, "--task.args.lora_rank 2 --optim.lr 0.1")
     assert exported(folder) == 0
     assert not (folder / "out/model.safetensors").exists()
     size = (folder / "out/adapter_model.safetensors").stat().st_size
@@ -145,7 +142,8 @@ def test_adapters_leave_alone_or_merged(dtype, folder):
 def test_a_classifier_with_adapters_takes_its_new_head_along(folder):
     model_in(folder, "llama")
     write_rows(folder / "rows.jsonl", TEXTS)
-    expected = trained(1, folder, CLASSES, "--task.args.classes 2 --task.args.lora_rank 2")
+    words = "--task.args.classes 2 --task.args.lora_rank 2"
+    _, expected = trained(World(), folder, CLASSES, words)
     assert exported(folder, "--merge") == 0
     merged = AutoModelForSequenceClassification.from_pretrained(folder / "out")
     torch.testing.assert_close(logits(merged), expected, rtol=0, atol=1e-5)  # see above
@@ -168,7 +166,7 @@ def test_what_can_not_be_exported_is_refused_in_one_line(folder, capsys):
         return line
 
     model_in(folder, "llama")
-    trained(1, folder, CAUSAL)
+    trained(World(), folder, CAUSAL)
     (folder / "full").mkdir()
     (folder / "full/thesis.txt").touch()
     capsys.readouterr()
@@ -179,6 +177,9 @@ def test_what_can_not_be_exported_is_refused_in_one_line(folder, capsys):
     save(make_run(None, Plain("model"), "--run.dir", folder / "run", "--train.steps", 4))
     target = "--task.target test_hf_export:Plain --task.args.model model"
     assert "Sequential has no save_pretrained; add `def export(" in refused(target)
+
+
+CLIP = "test_hf_export:Clip"
 
 
 class Clip:
@@ -196,8 +197,9 @@ class Clip:
         load_pretrained(model, self.model)
 
     def build_dataset(self, split):
-        images = torch.randn(16, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-        return [{"pixel_values": one, "input_ids": torch.arange(6)} for one in images]
+        return Rows(
+            pixel_values=torch.randn(16, 3, 16, 16), input_ids=torch.arange(96).view(16, 6) % 16
+        )
 
     def loss_sum(self, model, batch):
         return (model(**batch).logits_per_image.float() - 1).square().sum()
@@ -212,7 +214,7 @@ def test_a_scalar_that_was_made_1_for_fsdp_is_a_scalar_in_the_export(folder):
     config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
     published = AutoModel.from_config(config)
     published.save_pretrained(folder / "model")
-    expected, _ = on_ranks(2, saved, folder, "test_hf_export:Clip", "--parallel.strategy fsdp")[0]
+    expected, _ = on_ranks(2, trained, folder, CLIP, "--parallel.strategy fsdp")[0]
     assert expected["logit_scale"].shape == (1,)
     assert expected["logit_scale"] != published.logit_scale
     assert exported(folder) == 0

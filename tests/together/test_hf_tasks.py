@@ -1,6 +1,7 @@
 """Fine-tuning tasks for Hugging Face models: what is learned, padding, LoRA, and bad inputs."""
 
 import math
+from shutil import copytree
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from tiny import make_run, parameters_of, save, take_steps
 pytest.importorskip("transformers")
 import datasets
 from PIL import Image
-from tiny_hf import QUICK, TEMPLATE, chats, make_model, make_tokenizer, write_rows
+from tiny_hf import MODELS, QUICK, TEMPLATE, chats, make_model, make_tokenizer, write_rows
+from torch import nn
 from transformers import AutoModelForCausalLM, ViTImageProcessorPil
 
 from dist_amp.config.load import load_config
@@ -24,6 +26,8 @@ from dist_amp.sources.load import class_names, load_split
 from dist_amp.step import evaluate
 from dist_amp.tasks.hf_causal_lm import HFCausalLM
 from dist_amp.tasks.hf_classification import HFClassification
+from dist_amp.tasks.loss_head import LossHead
+from dist_amp.verify.cells import capture
 from dist_amp.world import World
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -102,20 +106,22 @@ def continued(world, folder, strategy, options, steps):
     return before, parameters_of(run), evaluate(run), text
 
 
-def moved(before, after):
-    return {name for name in after if not torch.equal(after[name], before[name])}
-
-
-@pytest.mark.parametrize(("options", "strategy"), [({}, "ddp"), (LORA, "fsdp")])
-def test_fine_tuning_on_two_ranks_is_that_on_one(options, strategy, tmp_path):
-    """FSDP2 shards adapters and frozen weights alike, and a sample is made by the sharded model."""
-    for name in ("one", "two"):
-        make_tokenizer(make_model(tmp_path / name, "llama_tied"))
-    (alone,) = on_ranks(1, continued, tmp_path / "one", "single", options, 2)
-    before, after, values, text = alone
+@pytest.mark.parametrize(
+    ("options", "dtype", "strategy"),
+    [({}, torch.float32, "ddp"), (LORA, torch.bfloat16, "fsdp")],
+)
+def test_fine_tuning_on_two_ranks_is_that_on_one_which_continues_it(
+    options, dtype, strategy, tmp_path
+):
+    """FSDP2 shards adapters and frozen weights alike, and a sample is made by the sharded model. A
+    checkpoint has the adapters alone; the frozen weights come from the files again.
+    """
+    make_tokenizer(make_model(tmp_path / "one", "llama_tied", dtype))
+    copytree(tmp_path / "one", tmp_path / "two")
+    before, after, values, text = continued(World(), tmp_path / "one", "single", options, 2)
     assert values.keys() == {"loss", "accuracy"}
     assert text.startswith("Hello")
-    assert moved(before, after) == {name for name in after if "lora_" in name or not options}
+    trained = {name for name in after if "lora_" in name or not options}
     for rank in on_ranks(2, continued, tmp_path / "two", strategy, options, 2):
         torch.testing.assert_close(rank[0], before, rtol=0, atol=0)
         # Two steps of 0.05 times gradients of at most some units, which are sums in another
@@ -123,19 +129,53 @@ def test_fine_tuning_on_two_ranks_is_that_on_one(options, strategy, tmp_path):
         torch.testing.assert_close(rank[1], after, rtol=0, atol=1e-6)
         assert rank[2] == pytest.approx(values, rel=1e-5)
         assert rank[3] == text
+    before, after, *_ = continued(World(), tmp_path / "two", "single", options, 4)
+    torch.testing.assert_close(before, rank[1], rtol=0, atol=0)
+    assert {name for name in after if not torch.equal(after[name], before[name])} == trained
+    parameters = list(build_whole(causal(tmp_path / "one", [], **options), CPU).parameters())
+    assert {p.dtype for p in parameters if p.requires_grad} == {torch.float32}
+    assert {p.dtype for p in parameters if not p.requires_grad} == ({dtype} if options else set())
 
 
-def test_adapters_resume_under_another_strategy_and_frozen_weights_keep_their_dtype(tmp_path):
-    """The checkpoint has the adapters alone; the frozen weights come from the files again."""
-    make_tokenizer(make_model(tmp_path, dtype=torch.bfloat16))
-    _, (_, saved, *_) = on_ranks(2, continued, tmp_path, "fsdp", LORA, 2)
-    ((before, after, *_),) = on_ranks(1, continued, tmp_path, "single", LORA, 4)
-    torch.testing.assert_close(before, saved, rtol=0, atol=0)
-    assert moved(before, after) == {name for name in after if "lora_" in name}
-    for options, frozen in ((LORA, {torch.bfloat16}), ({}, set())):
-        parameters = list(build_whole(causal(tmp_path, chats(), **options), CPU).parameters())
-        assert {p.dtype for p in parameters if p.requires_grad} == {torch.float32}
-        assert {p.dtype for p in parameters if not p.requires_grad} == frozen
+def gradients(world, task, *words):
+    run = make_run(world, task, "--train.micro_batch_size", 2, "--use_amp", "false", *words)
+    states = capture(run)
+    take_steps(run, 1)
+    run.parallel.module.eval()
+    [batch] = next(run.data)[:1]
+    values = {key: float(value) for key, value in task.metrics(run.model, batch).items()}
+    return [state.gradients for state in states], values  # on rank 0 alone
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [("llama", "ddp"), ("llama_tied", "fsdp"), ("mixtral", "fsdp"), ("gpt2", "single")],
+)
+def test_a_loss_in_chunks_has_the_gradients_of_all_logits_at_once(name, strategy, tmp_path):
+    make_tokenizer(make_model(tmp_path, name))
+    tasks = [causal(tmp_path, chats(), loss_chunk=chunk) for chunk in ("off", 5)]
+    words = ["--parallel.strategy", strategy]
+    if strategy == "single":
+        plain, chunked = (gradients(World(), task, *words) for task in tasks)
+    else:
+        plain, chunked = (on_ranks(2, gradients, task, *words)[0] for task in tasks)
+    for key, true in plain[0][0].items():
+        # Sums in another order: some roundings of 2^-24 of the largest.
+        torch.testing.assert_close(chunked[0][0][key], true, rtol=0, atol=1e-6 * true.abs().max())
+    assert chunked[1] == pytest.approx(plain[1], rel=1e-4)
+
+
+def test_the_chunks_of_a_loss_compile_as_one_graph():
+    x, targets = torch.randn(4, 16, 32, requires_grad=True), torch.randint(0, 260, (4, 16))
+    head = LossHead(32, 260, bias=False)
+    head.chunk = 20
+    nn.init.normal_(head.weight)
+    torch.compiler.reset()
+    results = []
+    for compute in (torch.compile(head, fullgraph=True, backend="aot_eager"), head):
+        loss = compute(x, targets, "none").sum()
+        results.append([loss, *torch.autograd.grad(loss, [x, head.weight])])
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 # ---- classification ----
@@ -144,34 +184,30 @@ WORDS = [(0, "a"), (1, "b")]
 TEXTS = [{"text": word * n, "label": label} for n in (1, 2, 3) * 4 for label, word in WORDS]
 
 
-def train(task, steps=16):
-    """The loss per item of the last step, and the evaluation."""
-    words = f"--train.steps {steps} --train.micro_batch_size 8 --optim.lr 1e-2".split()
-    run = make_run(World(), task, *QUICK, *words)
-    *_, last = take_steps(run, steps)
-    return last.losses[0] / last.weight, evaluate(run)
+LEARNS = "--train.steps 16 --train.micro_batch_size 8 --optim.lr 1e-2".split()
 
 
-@pytest.mark.parametrize(("name", "rank"), [("bert_base", 0), ("llama", 2)])
-def test_texts_are_classified_by_a_new_head_or_the_files_own(name, rank, tmp_path):
+@pytest.mark.parametrize(("name", "rank"), [("bert_base", 0), ("llama", 2), ("vit", 0)])
+def test_texts_and_images_are_classified_by_a_new_head_or_the_files_own(name, rank, tmp_path):
     """From a base model, and a causal model with adapters and a head that is trained whole."""
     make_tokenizer(make_model(tmp_path, name))
-    data = DataConfig(path=str(write_rows(tmp_path / "rows.jsonl", TEXTS)))
-    _, values = train(HFClassification(data, str(tmp_path), classes=2, lora_rank=rank))
+    classes, options = 2, {"lora_rank": rank}
+    if name == "vit":
+        classes, options = 3, {"of": "image"}
+        ViTImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(tmp_path)
+        colors = [(100 * label + number,) * 3 for number in range(8) for label in range(3)]
+        images = [Image.new("RGB", (16, 16), color) for color in colors]
+        rows = datasets.Dataset.from_dict({"image": images, "label": [0, 1, 2] * 8})
+        rows.cast_column("image", datasets.Image()).to_parquet(tmp_path / "rows.parquet")
+        data = DataConfig(path=str(tmp_path / "rows.parquet"), text_column="image")
+    else:
+        data = DataConfig(path=str(write_rows(tmp_path / "rows.jsonl", TEXTS)))
+    task = HFClassification(data, str(tmp_path), classes=classes, **options)
+    run = make_run(World(), task, *QUICK, *LEARNS)
+    take_steps(run, 16)
+    values = evaluate(run)
     assert values["accuracy"] == 1
-    assert values["loss"] < math.log(2) / 2  # half of what guessing costs
-
-
-def test_images_are_classified(tmp_path):
-    make_model(tmp_path, "vit")
-    ViTImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(tmp_path)
-    colors = [(100 * label + number,) * 3 for number in range(8) for label in range(3)]
-    images = [Image.new("RGB", (16, 16), color) for color in colors]
-    rows = datasets.Dataset.from_dict({"image": images, "label": [0, 1, 2] * 8})
-    rows.cast_column("image", datasets.Image()).to_parquet(tmp_path / "rows.parquet")
-    data = DataConfig(path=str(tmp_path / "rows.parquet"), text_column="image")
-    loss, _ = train(HFClassification(data, str(tmp_path), classes=3, of="image"))
-    assert loss < math.log(3) / 2  # half of what guessing costs
+    assert values["loss"] < math.log(classes) / 2  # half of what guessing costs
 
 
 @pytest.mark.bad_input("labels of more classes than `task.args.classes`, or of none")
@@ -233,41 +269,35 @@ def test_the_task_of_the_docs_page_runs(folder):
 # ---- bad inputs ----
 
 
+QUERY = {"args.lora_rank": "2", "args.lora_targets": "q_proj,query"}
+
+
 @pytest.mark.bad_input("a LoRA target that matches no layer, or without `lora_rank`")
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"lora_rank": 2, "lora_targets": "q_proj,query"}, "'query' matches no layer of LlamaForC"),
-        ({"lora_targets": "q_proj"}, "lora_targets=q_proj needs lora_rank above 0; set it"),
-    ],
-)
-def test_settings_that_fit_no_adapter_are_refused(options, message, folder):
-    words = ["--task.target", "dist_amp.tasks.hf_causal_lm:HFCausalLM", "--task.args.model", folder]
-    words += [word for name in options for word in (f"--task.args.{name}", options[name])]
-    config = load_config(list(map(str, words)), environ={})
-    assert message in message_of(64, lambda: build_task(config).build_model())
-
-
 @pytest.mark.bad_input("a model that is no folder nor on the hub, or of another kind")
 @pytest.mark.parametrize(
-    ("name", "status", "message"),
+    ("name", "options", "status", "message"),
     [
-        ("llama_nope", 65, "the hub: it is not in the cache"),
-        ("./absent", 65, "task.args.model=./absent is no folder in "),
-        ("empty", 65, "AutoTokenizer can't be read from empty: "),
-        ("t5", 64, "is a t5 model, for which there is no AutoModelForCausalLM"),
+        ("llama", QUERY, 64, "'query' matches no layer of LlamaForC"),
+        ("llama", {"args.lora_targets": "q_proj"}, 64, "=q_proj needs lora_rank above 0; set it"),
+        ("llama_nope", {}, 65, "the hub: it is not in the cache"),
+        ("./absent", {}, 65, "task.args.model=./absent is no folder in "),
+        ("empty", {}, 65, "AutoTokenizer can't be read from empty: "),
+        ("t5", {}, 64, "is a t5 model, for which there is no AutoModelForCausalLM"),
     ],
 )
-def test_a_model_that_is_no_folder_or_of_another_kind_is_refused(
-    name, status, message, tmp_path, monkeypatch
+def test_a_model_that_is_no_folder_or_does_not_fit_is_refused(
+    name, options, status, message, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
-    make_tokenizer(make_model(tmp_path / "t5", "t5"))
-    text = message_of(status, lambda: HFCausalLM(DataConfig(), name).build_model())
-    assert message in text
+    if name in MODELS:
+        make_tokenizer(make_model(tmp_path / name, name))
+    options |= {"target": "dist_amp.tasks.hf_causal_lm:HFCausalLM", "args.model": name}
+    words = [word for key, value in options.items() for word in (f"--task.{key}", value)]
+    config = load_config(words, environ={})
+    assert message in message_of(status, lambda: build_task(config).build_model())
 
 
 @pytest.mark.bad_input("a tokenizer with more tokens than the model's embedding, or no `eos_token`")
