@@ -9,14 +9,16 @@ import os
 import re
 import signal
 import socket
+from contextlib import closing
 
 import bad_inputs
 import datasets
 import pytest
 import torch
 import torch.nn.functional as F
+from huggingface_hub import constants
 from messages import message_of
-from tiny import Rows, Tiny, make_run, take_steps
+from tiny import Rows, Tiny, make_run, take_steps, variant
 from torch import nn
 
 from dist_amp.config.load import load_config
@@ -29,15 +31,13 @@ from dist_amp.supervise.explain import explain_error
 from dist_amp.supervise.lifecycle import Job
 from dist_amp.world import World, start
 
-SMALL = ["--train.micro_batch_size", 4, "--data.shuffle", "false"]
-
 
 def test_no_bad_input_has_lost_its_test():
     assert len(bad_inputs.rows()) >= 100
     assert bad_inputs.INDEX.read_text() == bad_inputs.index(), "run python tests/bad_inputs.py"
 
 
-# ---- rendezvous ----
+WAITED = "within run.timeout_seconds=1"
 
 
 @pytest.mark.bad_input("a rank that never joins, or another program at its address")
@@ -45,16 +45,10 @@ def test_no_bad_input_has_lost_its_test():
 @pytest.mark.parametrize(
     ("rank", "host", "listens", "status", "said"),
     [
-        (
-            0,
-            "127.0.0.1",
-            None,
-            1,
-            "rank 1 of 2 has not joined at {} within run.timeout_seconds=1; ",
-        ),
-        (1, "127.0.0.1", None, 1, "no rank 0 at {} within run.timeout_seconds=1 (Connection refu"),
+        (0, "127.0.0.1", None, 1, f"rank 1 of 2 has not joined at {{}} {WAITED}; "),
+        (1, "127.0.0.1", None, 1, f"no rank 0 at {{}} {WAITED} (Connection refu"),
         (0, "127.0.0.1", "", 1, "MASTER_PORT={port} on 127.0.0.1 is in use; choose another"),
-        (1, "127.0.0.1", "127.0.0.1", 1, "no rank 0 at {} within run.timeout_seconds=1 (no answer"),
+        (1, "127.0.0.1", "127.0.0.1", 1, f"no rank 0 at {{}} {WAITED} (no answer"),
         (1, "", None, 64, "MASTER_ADDR='' and MASTER_PORT="),
     ],
 )
@@ -98,83 +92,31 @@ class Ragged(Rows):
         return row | {"x": row["x"][:5]} if index == 18 else row
 
 
+# Set once the batches before it have arrived: torch reports their loss otherwise.
+received = multiprocessing.get_context("fork").Event()
+
+
+class Killed(Rows):
+    """A row that kills its worker, as one too large for the memory does."""
+
+    def __getitem__(self, index):
+        if index == 17:
+            received.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
 class ReadsFrom(Tiny):
     """Tiny on rows of the given class, in its training or its validation split."""
 
-    def __init__(self, rows, validation=False):
+    def __init__(self, rows=Broken, bad_split="train"):
         super().__init__()
         self.rows = rows
-        self.bad_split = "validation" if validation else "train"
+        self.bad_split = bad_split
 
     def build_dataset(self, split):
         rows = super().build_dataset(split)
         return self.rows(**rows.columns) if split == self.bad_split else rows
-
-
-def what_reading_says(task, *words, read=lambda run: take_steps(run, 5)):
-    run = make_run(World(), task, *SMALL, *words)
-    try:
-        return message_of(65, read, run)
-    finally:
-        run.data.close()
-
-
-@pytest.mark.bad_input("a corrupt file, row, image; a token id or label out of range")
-@pytest.mark.parametrize(("rows", "workers"), [(Broken, 0), (ManyAtOnce, 1)])
-def test_a_sample_that_cannot_be_read_is_named_with_its_rank(rows, workers):
-    message = what_reading_says(ReadsFrom(rows), "--data.workers", workers)
-    said = "sample 17 of the training split could not be read: OSError: cannot identify image file"
-    assert message.startswith(f"rank 0: {said} (test_bad_")
-    assert message.endswith("); fix or remove it")
-    task = ReadsFrom(rows, validation=True)
-    words = ["--eval.every", 1, "--data.workers", workers]
-    message = what_reading_says(task, *words, read=evaluate)
-    assert "sample 17 of the validation split could not be read" in message
-
-
-@pytest.mark.bad_input("samples that can't be collated into a batch")
-@pytest.mark.bad_input("samples with a column that is missing, None, or of another type or length")
-def test_samples_that_do_not_make_a_batch_are_named():
-    message = what_reading_says(ReadsFrom(Ragged), "--data.workers", 1)
-    said = "samples 16, 17, 18, 19 of the training split do not make one batch: "
-    said += r"x is Tensor \[\d+\] in sample \d+, Tensor \[8\] in the first: RuntimeError"
-    assert re.search(said, message), message
-    assert message.endswith("the same keys, shapes and types, or the task a collate(samples)")
-
-
-def test_a_sample_that_one_rank_cannot_read_ends_the_job_in_one_line_that_names_both(
-    launch, tmp_path
-):
-    (tmp_path / "broken.py").write_text(
-        "from test_bad_inputs import Broken, ReadsFrom\n\nclass Task(ReadsFrom):\n"
-        "    def __init__(self):\n        super().__init__(Broken)\n"
-    )
-    words = [*SMALL, "--task.target", "broken:Task", "--data.workers", 1, "--run.dir", "run"]
-    done = launch.each(2, *words)
-    errors = "".join(rank.stderr for rank in done)
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert summary["exit_code"] == 65
-    said = "rank 1: sample 17 of the training split could not be read: OSError: cannot"
-    assert summary["cause"].startswith(said)
-    assert errors.splitlines().count(f"error: {summary['cause']}") == 1
-    assert "rank 1: Traceback" not in errors
-
-
-class LooksForInput(Tiny):
-    def loss_sum(self, model, batch):
-        return model(batch["input"]).sum()
-
-
-@pytest.mark.bad_input("a key that a batch does not have, in `loss_sum`, `weight` or `metrics`")
-def test_a_key_that_the_batch_does_not_have_is_named_with_those_it_has():
-    run = make_run(World(), LooksForInput())
-    error = explained(run, take_steps, run, 1)
-    assert isinstance(error, DataError)
-    said = "the task looks for 'input' in a batch that has x, y, counts (KeyError: 'input' ("
-    assert f"rank 3: {said}" in str(error)
-
-
-# ---- indices out of range ----
 
 
 class Classes(Tiny):
@@ -191,79 +133,122 @@ class Classes(Tiny):
         columns = {"token": torch.arange(64) % 10, "label": torch.arange(64) % 4}
         for name, value in self.wrong.items():
             columns[name][13] = value
-        return Rows(**columns)
+        return Rows(**columns, counts=torch.ones(64))
 
     def loss_sum(self, model, batch):
         return F.cross_entropy(model(batch["token"]).float(), batch["label"], reduction="sum")
 
-    def weight(self, batch):
-        return len(batch["label"])
+
+def five_steps(run):
+    return take_steps(run, 5)
 
 
-def explain(error, rank, run=None):
-    return explain_error(error, Job(None, World(rank), run=run))
+def run_of(task, *words):
+    return make_run(World(), task, *IN_ORDER, "--eval.every", 1, *words)
 
 
-def explained(run, call, *args):
-    """What the error of a call on rank 3 becomes."""
-    with pytest.raises(Exception) as caught:  # noqa: PT011 (whatever torch raises)
-        call(*args)
-    return explain(caught.value, 3, run)
+def explain(error, run=None):
+    return explain_error(error, Job(None, World(3), run=run))
 
 
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [({"token": 10}, "index out of range in self"), ({"label": 9}, "Target 9 is out of bounds.")],
+def explained(run, call):
+    """What the error of a call becomes, on rank 3."""
+    with closing(run.data), pytest.raises(Exception) as caught:  # noqa: PT011 (whatever torch raises)
+        call(run)
+    return explain(caught.value, run)
+
+
+UNREAD = (
+    r"could not be read: OSError: cannot identify image file \(test_bad_.*\); fix or remove it$"
 )
-def test_a_token_or_label_out_of_range_is_named_with_rank_and_the_samples_of_its_micro_batch(
-    wrong, words
+RAGGED = r"rank 0: samples 16, 17, 18, 19 of the training split do not make one batch: x is Tensor "
+RAGGED += (
+    r"\[\d+\] in sample \d+, Tensor \[8\] in the first: RuntimeError.* the same keys, shapes and"
+)
+RANGE = "rank 3: a token id or label is out of range in samples 12, 13, 14, 15 of the"
+IN_ORDER = ["--train.micro_batch_size", 4, "--data.shuffle", "false"]
+ONE_WORKER = ["--data.workers", 1]
+IN_FOUR = ["--train.accumulation_steps", 4]
+
+
+@pytest.mark.bad_input("a corrupt file, row, image; a token id or label out of range")
+@pytest.mark.bad_input("samples that can't be collated into a batch")
+@pytest.mark.bad_input("samples with a column that is missing, None, or of another type or length")
+@pytest.mark.bad_input("a key that a batch does not have, in `loss_sum`, `weight` or `metrics`")
+@pytest.mark.parametrize(
+    ("task", "words", "call", "said"),
+    [
+        (ReadsFrom(), [], five_steps, f"rank 0: sample 17 of the training split {UNREAD}"),
+        (
+            ReadsFrom(ManyAtOnce),
+            ONE_WORKER,
+            five_steps,
+            f"sample 17 of the training split {UNREAD}",
+        ),
+        (ReadsFrom(Broken, "validation"), ONE_WORKER, evaluate, "sample 17 of the validation spl"),
+        (ReadsFrom(ManyAtOnce, "validation"), [], evaluate, "sample 17 of the validation split"),
+        (ReadsFrom(Ragged), ONE_WORKER, five_steps, RAGGED),
+        (Classes(token=10), IN_FOUR, five_steps, f"{RANGE} training split: index out of range in"),
+        (
+            Classes(token=10),
+            [],
+            evaluate,
+            f"{RANGE} validation split: index out of range in self; ",
+        ),
+        (
+            Classes(label=9),
+            [],
+            five_steps,
+            f"{RANGE} training split: Target 9 is out of bounds.; f",
+        ),
+        (
+            variant(loss_sum=lambda model, batch: model(batch["input"]).sum()),
+            [],
+            five_steps,
+            r"rank 3: the task looks for 'input' in a batch that has x, y, counts \(KeyError: ",
+        ),
+    ],
+)
+def test_the_samples_that_a_step_fails_on_are_named(task, words, call, said):
+    error = explained(run_of(task, *words), call)
+    assert isinstance(error, DataError)
+    assert re.search(said, str(error)), error
+    assert "\n" not in str(error)
+
+
+def test_a_sample_that_one_rank_cannot_read_ends_the_job_in_one_line_that_names_both(
+    launch, tmp_path
 ):
-    settings = [*SMALL, "--train.accumulation_steps", 4, "--eval.every", 1]
-    run = make_run(World(), Classes(**wrong), *settings)
-    said = "rank 3: a token id or label is out of range in samples 12, 13, 14, 15 of the"
-    for split, call, *args in (("training", take_steps, 1), ("validation", evaluate)):
-        error = explained(run, call, run, *args)
-        assert isinstance(error, DataError)
-        assert str(error).startswith(f"{said} {split} split: {words}; fix the data, or give")
+    words = [*IN_ORDER, "--task.target", "test_bad_inputs:ReadsFrom", *ONE_WORKER]
+    done = launch.each(2, *words, "--run.dir", tmp_path)
+    errors = "".join(rank.stderr for rank in done)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["exit_code"] == 65
+    said = "rank 1: sample 17 of the training split could not be read: OSError: cannot"
+    assert summary["cause"].startswith(said)
+    assert errors.splitlines().count(f"error: {summary['cause']}") == 1
+    assert "rank 1: Traceback" not in errors
 
 
 def test_an_index_out_of_range_on_a_gpu_is_explained_and_another_error_stays_what_it_is():
     text = "CUDA error: device-side assert triggered\nCUDA kernel errors might be"
     said = "rank 3: the GPU stopped at a device-side assert, typically a token id or label"
-    assert str(explain(RuntimeError(text), 3)).startswith(said)
-    run = make_run(World(), Classes(), *SMALL, "--eval.every", 1)
+    assert str(explain(RuntimeError(text))).startswith(said)
+    run = run_of(Classes())
     take_steps(run, 1)
-    assert isinstance(explained(run, nn.Embedding(2, 2), torch.tensor([2])), IndexError)
-    assert isinstance(explained(run, [].pop), IndexError)
+    assert isinstance(explained(run, lambda _: nn.Embedding(2, 2)(torch.tensor([2]))), IndexError)
+    assert isinstance(explained(run, lambda _: [].pop()), IndexError)
     other = RuntimeError("DataLoader timed out")
-    assert explain(other, 2) is other
-
-
-# ---- loader workers ----
-
-
-# Set once the batches before it have arrived: torch reports their loss otherwise.
-received = multiprocessing.get_context("fork").Event()
-
-
-class Killed(Rows):
-    """A row that kills its worker, as one too large for the memory does."""
-
-    def __getitem__(self, index):
-        if index == 17:
-            received.wait()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().__getitem__(index)
+    assert explain(other) is other
 
 
 @pytest.mark.bad_input("a loader worker killed")
 def test_a_loader_worker_that_is_killed_is_named_with_rank_and_signal():
-    run = make_run(World(), ReadsFrom(Killed), *SMALL, "--data.workers", 1)
+    run = run_of(ReadsFrom(Killed), *ONE_WORKER)
     take_steps(run, 4)
-    received.set()
-    error = explained(run, take_steps, run, 1)
     (worker,) = run.data._batches._workers
-    run.data.close()
+    received.set()
+    error = explained(run, five_steps)
     assert isinstance(error, DataError)
     # Which of torch's two messages comes first is random.
     how = "(was killed by signal: Killed|exited unexpectedly)"
@@ -278,10 +263,9 @@ class Unsendable:
 
 @pytest.mark.bad_input("batches of more tensors than a loader worker may open files")
 def test_a_batch_that_a_worker_cannot_send_ends_the_run_with_the_cause(capfd):
-    run = make_run(World(), ReadsFrom(Rows), *SMALL, "--data.workers", 1)
+    run = run_of(Tiny(), *ONE_WORKER)
     run.data.fetch.collate = lambda samples: Unsendable()
-    error = explained(run, take_steps, run, 1)  # and not a wait for ever
-    run.data.close()
+    error = explained(run, five_steps)  # and not a wait for ever
     assert "exit code 24; it had too many open files" in str(error)
     assert "a batch can't be sent: OSError: [Errno 24] Too many" in capfd.readouterr().err
 
@@ -292,8 +276,6 @@ def test_a_batch_that_a_worker_cannot_send_ends_the_run_with_the_cause(capfd):
 @pytest.fixture
 def no_network(monkeypatch, tmp_path):
     """Where the hub should be, nobody answers; and its library may yet try."""
-    from huggingface_hub import constants
-
     monkeypatch.setenv("HF_HUB_OFFLINE", "")  # so that it is put back
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setattr(documents, "getproxies", dict)
@@ -346,7 +328,7 @@ def test_without_a_network_a_cached_revision_is_loaded_and_no_other_is_taken_for
     refs = no_network / "hub/datasets--somebody--texts/refs"  # what the hub's library knows of v1.0
     refs.mkdir(parents=True)
     (refs / "v1.0").write_text("abc")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(no_network / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(no_network / "hub"))
     for revision in ("main", "abc", "v1.0"):
         assert load(f"somebody/texts@{revision}")["text"] == ["kept"]
     message = message_of(65, load, "somebody/texts@v2.0")

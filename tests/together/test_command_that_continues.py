@@ -24,6 +24,7 @@ class Stops(Tiny):
 
 
 AGAIN = "--run.dir unused --run.resume auto"
+BY_SLURM = "to continue, start the same job again with --run.dir unused (RUN_DIR of slurm.sbatch)"
 
 
 @pytest.mark.parametrize(
@@ -33,11 +34,7 @@ AGAIN = "--run.dir unused --run.resume auto"
         ("{0}/python -m dist_amp.train", {}, f"continue with python -m dist_amp.train {AGAIN}"),
         ("python -m x --run.dir unused", {}, f"continue with python -m x {AGAIN}"),
         ("python own.py", {"DIST_AMP_COMMAND": "demo '1 2'"}, f"continue with demo '1 2' {AGAIN}"),
-        (
-            "python -m dist_amp.train",
-            {"SLURM_JOB_ID": "7"},
-            "to continue, start the same job again with --run.dir unused (RUN_DIR of slurm.sbatch)",
-        ),
+        ("python -m dist_amp.train", {"SLURM_JOB_ID": "7"}, BY_SLURM),
     ],
 )
 def test_the_command_that_continues_is_the_one_that_started_with_the_runs_folder(

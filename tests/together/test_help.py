@@ -18,50 +18,45 @@ from dist_amp.train import main as train
 SINUSOID = ["--task.target", f"{ROOT}/examples/sinusoid.py:Sinusoid"]
 
 
-@pytest.mark.parametrize("name", [name for name in commands.COMMANDS if name != "bench"])
-def test_every_commands_help_works(name, capsys):
-    module = importlib.import_module(f"dist_amp.{name}{'.__main__' * (name == 'verify')}")
-    assert module.main(["--help"]) == 0
-    out, err = capsys.readouterr()
-    assert len(out.strip()) > 60
-    assert err == ""
-
-
-def test_every_benchs_help_works_by_its_name(capsys):
-    for name in BENCHES:
-        assert bench([name, "--help"]) == 0
-        assert len(capsys.readouterr().out.strip()) > 60, name
+def test_every_commands_and_benchs_help_works(capsys):
+    names = [name for name in commands.COMMANDS if name != "bench"]
+    modules = [f"dist_amp.{name}{'.__main__' * (name == 'verify')}" for name in names]
+    helps = {name: importlib.import_module(name).main for name in modules}
+    helps |= {name: lambda argv, name=name: bench([name, *argv]) for name in BENCHES}
+    for name, main in helps.items():
+        assert main(["--help"]) == 0, name
+        out, err = capsys.readouterr()
+        assert len(out.strip()) > 60, name
+        assert err == "", name
 
 
 @pytest.mark.bad_input("`--help` with a section that is not there")
-@pytest.mark.parametrize("section", ["optim", "precision.scaler", "task.args"])
-def test_help_of_a_section_shows_its_keys_alone_also_of_the_task_that_is_given(section, capsys):
-    assert train([*SINUSOID, "--help", section]) == 0
-    out = capsys.readouterr().out
-    options = [line.split()[0] for line in out.splitlines() if re.match("  --[a-z]", line)]
-    assert options
-    assert all(option.startswith(f"--{section}.") for option in options)
-    assert ("--task.args.hidden" in out) == (section == "task.args")
-    assert train(["--help", f"{section}n"]) == 64
-    said = f"{section}n: no section or setting has this word; did you mean {section}?\n"
-    assert capsys.readouterr().err == f"error: --help {said}"
-
-
 @pytest.mark.parametrize(
-    ("word", "first"),
+    ("word", "first", "only"),
     [
-        ("lr", "--optim.lr FLOAT"),
-        ("hidden", "--task.args.hidden"),
-        ("evict", "--run.eviction_notice"),  # a part of a word, as no setting has it whole
+        ("optim", "--optim.", "--optim."),
+        ("precision.scaler", "--precision.scaler.", "--precision.scaler."),
+        ("task.args", "--task.args.", "--task.args."),
+        ("lr", "--optim.lr FLOAT", ""),  # settings whose name or meaning has the word
+        ("hidden", "--task.args.hidden", ""),
+        ("evict", "--run.eviction_notice", ""),  # a part of a word, as no setting has it whole
     ],
 )
-def test_help_of_a_word_shows_the_settings_whose_name_or_meaning_has_it(word, first, capsys):
+def test_help_of_a_section_or_word_shows_its_settings_alone_also_of_the_task_that_is_given(
+    word, first, only, capsys
+):
     assert train([*SINUSOID, "--help", word]) == 0
     out = capsys.readouterr().out
-    assert out.strip().startswith(first)
-    settings = re.split(r"(?m)^  (?=--)", out)[1:]
-    assert all(re.search(rf"(?i){word}", setting) for setting in settings)
-    assert ("--optim.warmup_steps" in out) == (word == "lr"), "its meaning has the word"
+    settings = re.split(r"(?m)^  (?=--[a-z])", out)[1:]
+    assert settings[0].startswith(first)
+    assert all(setting.startswith(only) for setting in settings)
+    assert all(only or re.search(rf"(?i){word}", setting) for setting in settings)
+    assert ("--optim.warmup_steps" in out) == (word in ("lr", "optim")), "its meaning has the word"
+    assert ("--task.args.hidden" in out) == (word in ("hidden", "task.args"))
+    if only:
+        assert train(["--help", f"{word}n"]) == 64
+        said = f"{word}n: no section or setting has this word; did you mean {word}?\n"
+        assert capsys.readouterr().err == f"error: --help {said}"
 
 
 def test_what_is_installed_is_listed_and_started(monkeypatch, capsys):
@@ -135,29 +130,25 @@ def answers(tmp_path_factory):
 
 
 @pytest.mark.bad_input("a wrong setting of any command: said before torch is imported")
-@pytest.mark.parametrize("words", MISTAKES)
-def test_every_mistake_that_needs_no_task_is_answered_without_torch(words, answers):
-    status, _, err, has_torch = answers[words]
-    assert (status, has_torch) == (64, False), err
-    assert err.startswith(f"error: {MISTAKES[words]}")
-    assert err.count("\n") == 1
-
-
-def test_help_of_a_word_is_answered_without_torch(answers):
+def test_help_and_every_mistake_that_needs_no_task_are_answered_without_torch(answers):
     status, out, _, has_torch = answers[HELP]
     assert (status, has_torch) == (0, False)
     assert out.startswith("  --optim.lr FLOAT")
+    for words, said in MISTAKES.items():
+        status, _, err, has_torch = answers[words]
+        assert (status, has_torch) == (64, False), err
+        assert err.startswith(f"error: {said}")
+        assert err.count("\n") == 1
 
 
 @pytest.mark.bad_input("Ctrl-C during the imports")
-@pytest.mark.parametrize("words", INTERRUPTED)
-def test_ctrl_c_during_the_imports_is_one_line(words, answers):
-    status, _, err, _ = answers[words]
-    first, *rest = err.splitlines()
-    assert (status, [first, *rest][-1]) == (1, INTERRUPTED[words])
-    if rest:
-        assert first.startswith("launch checks the settings, then starts the ranks")
-    assert len(rest) == words.startswith("launch")
+def test_ctrl_c_during_the_imports_is_one_line(answers):
+    for words, said in INTERRUPTED.items():
+        status, _, err, _ = answers[words]
+        *before, last = err.splitlines()
+        assert (status, last) == (1, said)
+        assert len(before) == words.startswith("launch")
+        assert err.startswith("launch checks the settings, then starts the ranks" * len(before))
 
 
 def test_what_only_the_task_or_the_command_can_know_is_left_to_them():

@@ -1,4 +1,4 @@
-"""Methods of a task beside the shipped tasks, checkpoints and recipes."""
+"""Methods of tasks: schedules, helpers, metrics and weights, of shipped tasks and the recipes'."""
 
 import re
 import textwrap
@@ -8,30 +8,31 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT
 from messages import message_of
-from tiny import Tiny, make_run, take_steps
+from tiny import Tiny, make_run, take_steps, variant
 from torch.utils.data import default_collate
 
 from dist_amp.checkpoint.format import all_checkpoints
+from dist_amp.config.load import load_config
+from dist_amp.settings import DataConfig
 from dist_amp.supervise.callbacks import misspelt_methods, train_metrics
 from dist_amp.tasks.causal_lm import CausalLM
 from dist_amp.tasks.hf_causal_lm import HFCausalLM
 from dist_amp.tasks.hf_classification import HFClassification
+from dist_amp.tasks.image_classification import ImageClassification
+from dist_amp.verify.cells import check_cell
+from dist_amp.verify.compare import Cell
+from dist_amp.verify.reference import Reference
 from dist_amp.world import World
-
-
-class ByState(Tiny):
-    share = 1.0
-
-    def schedule(self, step):
-        return self.share
 
 
 @pytest.mark.bad_input("a `schedule(step)` that depends on what changes in training")
 def test_a_schedule_that_changes_later_is_refused_in_a_script_too(tmp_path):
-    run = make_run(World(), ByState(), "--eval.every", 1, "--run.dir", tmp_path)
+    shares = [1.0]
+    task = variant(schedule=lambda step: shares[-1])
+    run = make_run(World(), task, "--eval.every", 1, "--run.dir", tmp_path)
     run.evaluate()
     take_steps(run, 2)
-    run.task.share = 0.5
+    shares.append(0.5)
     said = "schedule(2) makes the learning rate 0.00015 now, and 0.0003 when the run was built"
     for call in (run.evaluate, run.save):
         assert said in message_of(64, call)
@@ -85,3 +86,31 @@ def test_the_weights_of_classes_that_the_recipes_show_give_torchs_weighted_mean(
     mean = task.loss_sum(lambda x: x, batch) / task.weight(batch)
     expected = F.cross_entropy(scores, labels, task.class_weights, ignore_index=-100)
     torch.testing.assert_close(mean, expected)
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("pack", ["off", "best_fit"])
+def test_the_shipped_model_trains_on_rows_of_each_kind_and_its_shares_are_metrics(tmp_path, pack):
+    rows = "".join(f'{{"text": "{"ab" * (5 + n // 2)}"}}\n' for n in range(60))
+    (tmp_path / "texts.jsonl").write_text(rows)
+    words = (
+        "--task.args.context 31 --task.args.width 16 --task.args.heads 2 --task.args.layers 1 "
+        f"--data.path {tmp_path}/texts.jsonl --use_amp false --data.pack {pack}"
+    )
+    run = make_run(World(), None, *words.split())
+    (report,) = take_steps(run, 1)
+    values = {name: float(value) for name, value in train_metrics(run, report).items()}
+    batch = run.data.last_step[0][0]
+    filled = batch["tokens"] / batch["labels"].numel()
+    assert values["train/counted_pct"] == pytest.approx(100 * batch["counted"] / batch["tokens"])
+    assert values["train/padding_pct"] == pytest.approx(100 - 100 * filled)
+    assert torch.isfinite(report.losses[0])
+    assert float(report.weight) == batch["counted"]
+    assert ("position_ids" in batch) == (pack == "best_fit")
+
+
+def test_verify_computes_the_steps_of_images_with_augmentation():
+    pytest.importorskip("sklearn")
+    task = ImageClassification(DataConfig(), width=4)
+    reference = Reference(load_config([], environ={}), torch.device("cpu"), task)
+    assert check_cell(World(), reference, Cell("single", "fp32")).cause == ""
