@@ -260,7 +260,9 @@ def test_what_is_staged_equals_the_state_and_shares_nothing_with_it():
         "nested": {"count": 7, "list": [1, 2], "both": [shared, (torch.ones(2), 5)]},
     }
     moment = Scaled(torch.arange(4, dtype=torch.uint8), torch.tensor(0.5))
-    staged = Staging(torch.device("cpu")).copy({**state, "moment": moment})
+    staging = Staging(torch.device("cpu"))
+    staging.copy({"whole": shared})
+    staged = staging.copy({**state, "moment": moment})
     moment.codes.zero_()
     copy = staged.pop("moment")
     assert type(copy) is Scaled

@@ -143,9 +143,11 @@ WRONG = [
     ("--learning_rate 1", "did you mean optim.lr?"),
     ("--precision.strategy 1", "did you mean parallel.strategy?"),
     ("--OPTIM.LR 1", "did you mean optim.lr?"),
+    ("--optim.lr.max 1 --optim.lr 1", "unknown key optim.lr.max"),
     ("--train 5", "unknown key train"),
     ("--nproc-per-node 4", "option of torchrun and of dist_amp launch"),
     ("--task.target tiny:NeedsName", "task.args.name is required and not set; add --task.args.n"),
+    ("--task.args 5 --task.target tiny:Tiny", "unknown key task.args"),
     ("--data.sources.wiki.revision v2", "data.sources.wiki.revision on the command line is no lo"),
     ("--data.sources.a/b.path x", "'a/b' can't name a source"),
     # Words that belong to none.

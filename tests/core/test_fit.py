@@ -145,7 +145,7 @@ def test_after_an_error_the_run_is_built_again_and_ends_bit_for_bit(tmp_path, un
 
 def with_own_steps_and_in_evaluation_mode(folder):
     run = built(World(), folder, *OFTEN)
-    for _ in range(3):
+    for _ in range(2):  # a due evaluation would restore the mode
         train_step(run, next(run.data))
     run.model.eval()
     return run

@@ -63,9 +63,6 @@ class Remembers(Tiny):
         self.calls += 1
         return (prediction - target).square().sum()
 
-    def weight(self, batch):
-        return len(batch["x"])
-
 
 class Saves(Remembers):
     def state_dict(self):
