@@ -165,36 +165,24 @@ def test_one_node_needs_no_name_that_resolves_restarts_a_dead_rank_and_is_stoppe
 # ---- two machines ----
 
 
-class Hosts:
-    """Hosts "a" (10.213.0.1) and "b" (.2) on one wire, whose names do not resolve; this disk."""
+@pytest.fixture
+def hosts(namespaces):
+    """{host: its namespace}: "a" (10.213.0.1) and "b" (.2) on one wire; their names don't resolve.
 
-    def __init__(self):
-        self.space = {host: f"dist_amp_{host}_{os.getpid()}" for host in "ab"}
-
-    def open(self):
-        for space in self.space.values():
+    They share this disk. What runs on them ends with them, also where they came up halfway.
+    """
+    spaces = {host: f"dist_amp_{host}_{os.getpid()}" for host in "ab"}
+    try:
+        for space in spaces.values():
             ip("netns", "add", space)
             ip("-n", space, "link", "set", "lo", "up")
-        a, b = self.space.values()
-        ip(*f"link add wire netns {a} type veth peer wire netns {b}".split())
-        for number, space in enumerate(self.space.values(), start=1):
+        ip(*"link add wire netns {a} type veth peer wire netns {b}".format(**spaces).split())
+        for number, space in enumerate(spaces.values(), start=1):
             ip("-n", space, "address", "add", f"10.213.0.{number}/24", "dev", "wire")
             ip("-n", space, "link", "set", "wire", "up")
-
-    def wire(self, state):
-        ip("-n", self.space["b"], "link", "set", "wire", state)
-
-    def start(self, host, folder, words, **environ):
-        inside = f'hostname host-{host}; exec bash "$@"'
-        command = f"ip netns exec {self.space[host]} unshare --uts bash -c".split()
-        command += [inside, "-", str(ROOT / "launch/many_nodes.sh"), *as_options(words)]
-        place = {"NNODES": "2", "NODE_RANK": str("ab".index(host)), "MASTER_ADDR": "10.213.0.1"}
-        place |= {"PATH": ACTIVATED, "NPROC_PER_NODE": "1"}
-        return Process(command, folder, place | environ)
-
-    def close(self):
-        """End what runs on the hosts, and remove them, also where `open` failed halfway."""
-        for space in self.space.values():
+        yield spaces
+    finally:
+        for space in spaces.values():
             inside = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True)
             for pid in inside.stdout.split():
                 with suppress(ProcessLookupError):
@@ -202,29 +190,26 @@ class Hosts:
             subprocess.run(["ip", "netns", "delete", space], capture_output=True)
 
 
-@pytest.fixture
-def hosts(namespaces):
-    made = Hosts()
-    try:
-        made.open()
-        yield made
-    finally:
-        made.close()
-
-
 @pytest.mark.engine
 @pytest.mark.slow
 def test_a_host_that_is_cut_off_is_named_on_both_sides_and_all_go_on_once_it_is_back(hosts, chaos):
     folder = chaos.new_folder()
-    a, b = (hosts.start(host, folder, chaos.words) for host in "ab")
+    place = {"NNODES": "2", "MASTER_ADDR": "10.213.0.1", "PATH": ACTIVATED, "NPROC_PER_NODE": "1"}
+    jobs = []
+    for number, (host, space) in enumerate(hosts.items()):
+        command = f"ip netns exec {space} unshare --uts bash -c".split()
+        command += [f'hostname host-{host}; exec bash "$@"', "-"]
+        command += [str(ROOT / "launch/many_nodes.sh"), *as_options(chaos.words)]
+        jobs.append(Process(command, folder, place | {"NODE_RANK": str(number)}))
+    a, b = jobs
     a.wait_for("step     60")
-    hosts.wire("down")
+    ip("-n", hosts["b"], "link", "set", "wire", "down")
     a.wait_for("error: rank 1 (process")  # both are named while the wire is still down
     b.wait_for("error: rank 0 (process")
     lost = "did not take part in a collective in time|gave no sign of life"
     assert re.search(rf"on host-b\) ({lost})", a.text)
     assert "on host-a) and the store on its machine at 10.213.0.1:" in b.text
-    hosts.wire("up")
-    assert [a.end(), b.end()] == [0, 0]
+    ip("-n", hosts["b"], "link", "set", "wire", "up")
+    assert [a.end(), b.end()] == [0, 0], f"{a.text[-3000:]}\n{b.text[-3000:]}"
     assert "resumed from step" in a.text
     assert differences(folder / "run", chaos.through()) == []

@@ -158,7 +158,7 @@ class Slurm:
         return self.has(job)["JobState"]
 
     def close(self):
-        """End all that `open` has started, however far it came."""
+        """End all that was started, however far it came."""
         if len(self.daemons) > 1:
             self.ask("scancel", "--user=root", check=False)
             with suppress(AssertionError):
@@ -193,11 +193,6 @@ def slurm():
             made.close()
 
 
-@pytest.fixture(scope="module")
-def chaos(tmp_path_factory):
-    return Chaos(tmp_path_factory.mktemp("slurm"), 0, **WORDS | {"run.timeout_seconds": 60})
-
-
 def affinities(job):
     """The cores of each rank of a job."""
     pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
@@ -208,9 +203,8 @@ def affinities(job):
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_a_job_that_is_signalled_is_saved_queued_again_and_ends_bit_identical(
-    slurm, chaos, tmp_path
-):
+def test_a_job_that_is_signalled_is_saved_queued_again_and_ends_bit_identical(slurm, tmp_path):
+    chaos = Chaos(tmp_path / "chaos", 0, **WORDS | {"run.timeout_seconds": 60})
     run = tmp_path / "run"
     log = tmp_path / "run.log"
     job = slurm.submit(run, chaos.words)

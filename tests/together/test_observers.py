@@ -2,15 +2,20 @@
 
 import io
 import json
-from contextlib import redirect_stderr
+import random
+from contextlib import nullcontext, redirect_stderr
+from unittest.mock import patch
 
+import numpy
 import pytest
 import torch
 from ranks import on_ranks
-from tiny import Overflow, Tiny, make_run, moments_of, parameters_of, take_steps
+from tiny import Overflow, Rows, Tiny, make_run, moments_of, parameters_of, take_steps
 from torch import nn
 
 from dist_amp.checkpoint.state import load
+from dist_amp.diagnostics import consistency
+from dist_amp.diagnostics.consistency import Consistency
 from dist_amp.supervise.stop import AgreedStop
 from dist_amp.train import main, train
 from dist_amp.world import World
@@ -28,8 +33,18 @@ class Residual(nn.Module):
         return x + self.inner(x)
 
 
-class Restless(Overflow):
+class RandomRows(Rows):
+    """Augmented as they are read."""
+
+    def __getitem__(self, index):
+        row = super().__getitem__(index)
+        return {**row, "x": row["x"] + torch.rand(8)}
+
+
+class Quiet(Overflow):
     """Sample 5 is infinite, so that some steps are skipped."""
+
+    samples_taken = 0
 
     def __init__(self):
         super().__init__(bad=(5,), samples=32)
@@ -37,16 +52,32 @@ class Restless(Overflow):
     def build_model(self):
         return nn.Sequential(nn.Linear(8, 8), Residual(), nn.Linear(8, 1))
 
+    def build_dataset(self, split):
+        return RandomRows(**super().build_dataset(split).columns)
 
-def final_state(world, words):
-    run = make_run(world, Restless(), *words)
-    with AgreedStop(world) as stop:
+
+class Restless(Quiet):
+    """Its sample draws from every generator, trains batch statistics and leaves its mode."""
+
+    def sample(self, model):
+        self.samples_taken += 1
+        random.random(), numpy.random.rand()  # noqa: NPY002
+        model.train()
+        return f"{model(torch.randn(4, 8)).sum().item():.3f}"
+
+
+def final_state(world, task, words):
+    """(samples taken, the state) at the end; a quiet task's run is checked by nothing either."""
+    run = make_run(world, task, *words)
+    checks = nullcontext() if hasattr(task, "sample") else patch.object(Consistency, "on_log")
+    with patch.object(consistency, "CHECK_EVERY", 2), checks, AgreedStop(world) as stop:
         train(run, stop)
     run.data.close()
     assert all(p.grad is None for p in run.parallel.parameters)
     tensors = [*parameters_of(run).values(), *moments_of(run), *run.parallel.module.buffers()]
     tensors += [run.scaler.scale_tensor, run.schedule.counters, torch.get_rng_state()]
-    return [run.data.position, *(tensor.numpy().tobytes() for tensor in tensors)]
+    state = [run.data.position, *(tensor.numpy().tobytes() for tensor in tensors)]
+    return task.samples_taken, state
 
 
 WATCHED = ("--debug.nonfinite", "step", "--debug.numerics", "true", "--debug.profile", 2)
@@ -60,15 +91,18 @@ WATCHED = ("--debug.nonfinite", "step", "--debug.numerics", "true", "--debug.pro
         pytest.param(2, "ddp", WATCHED, marks=pytest.mark.slow),
     ],
 )
-def test_a_run_that_is_watched_ends_bit_for_bit_as_one_that_is_not(
+def test_a_run_that_is_watched_and_samples_ends_bit_for_bit_as_one_that_is_not(
     tmp_path, ranks, strategy, watched
 ):
     words = ["--parallel.strategy", strategy, "--precision.dtype", "fp16", "--run.dir", tmp_path]
     words += ["--precision.cast_by", "autocast", "--precision.scaler.init_scale", 256]
-    words += ["--train.micro_batch_size", 2, "--train.accumulation_steps", 2]
+    words += ["--train.micro_batch_size", 2, "--train.accumulation_steps", 2, "--optim.ema", 0.9]
     words += ["--data.shuffle", "false", "--train.steps", 4, "--metrics.log_every", 2]
-    plain = on_ranks(ranks, final_state, [*words, "--debug.nonfinite", "off"])
-    assert on_ranks(ranks, final_state, [*words, *watched]) == plain
+    words += ["--eval.every", 2]
+    plain = on_ranks(ranks, final_state, Quiet(), [*words, "--debug.nonfinite", "off"])
+    seen = on_ranks(ranks, final_state, Restless(), [*words, *watched])
+    assert [state for _, state in seen] == [state for _, state in plain]
+    assert [taken for taken, _ in plain + seen] == [0] * ranks + [2] * ranks
     assert (tmp_path / "nonfinite/reports.jsonl").exists()
     assert len(list(tmp_path.glob("profile/*.gz"))) == (ranks if watched else 0)
 
