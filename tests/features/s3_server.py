@@ -1,151 +1,110 @@
-"""An S3 server (moto) in this process, behind a proxy that counts what is fetched and makes faults.
+"""The fixture `s3`: an S3 server (moto) in this process that makes faults and counts what is read.
 
-with s3_server() as s3:
-    s3.put("bucket/key", content)
-    s3.faults = ["500", "reset"]  # of the next two requests for an object's bytes
+s3.fs.pipe("bucket/key", content)  # the bucket is there
+s3.faults = ["500", "reset"]  # of the next two requests for an object's bytes
 """
 
-import http.client
+import logging
+import os
 import socket
 import struct
 import threading
 import time
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import parse_qs, urlsplit
+from importlib.util import find_spec
+from urllib.parse import parse_qs
+
+import fsspec
+import pytest
 
 ERROR = "<?xml version='1.0'?><Error><Code>{}</Code><Message>{}</Message></Error>"
 ANSWERS = {
-    "500": (500, "InternalError", "We encountered an internal error. Please try again."),
-    "503": (503, "SlowDown", "Please reduce your request rate."),
-    "403": (403, "AccessDenied", "Access Denied"),
+    "500": ("500 Error", "InternalError", "We encountered an internal error. Please try again."),
+    "503": ("503 Slow", "SlowDown", "Please reduce your request rate."),
+    "403": ("403 Forbidden", "AccessDenied", "Access Denied"),
 }
-WRITES = ("PUT", "POST", "DELETE")
 
 
-class Proxy(ThreadingHTTPServer):
+class S3:
     """faults: names of ANSWERS, "reset", "truncate", "slow" or "", one per GET of an object.
 
     faults_of_writes: the same, one per PUT, POST or DELETE; "lost": it is done, and not answered.
     every: the fault of each request of any kind while it is set. fetched: bytes of bodies of GET.
     """
 
-    daemon_threads = True
-
-    def __init__(self, backend_port):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.backend_port = backend_port
+    def __init__(self, moto):
+        self.moto = moto
         self.faults = []
         self.faults_of_writes = []
         self.every = ""
         self.fetched = 0
         self.lock = threading.Lock()
 
-    @property
-    def endpoint(self):
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-    def put(self, path, content):
-        connection = http.client.HTTPConnection("127.0.0.1", self.backend_port)
-        bucket = path.partition("/")[0]
-        for address, body in ((bucket, None), (path, content)):
-            signed = {"Authorization": "AWS4-HMAC-SHA256 Credential=a/20200101/us-east-1/s3/aws4"}
-            connection.request("PUT", f"/{address}", body, signed)
-            connection.getresponse().read()
-
-    def handle_error(self, request, client_address):
-        pass  # a client that went away
-
-
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *args):
-        pass
-
-    def do_GET(self):
-        address = urlsplit(self.path)
-        is_list = "list-type" in parse_qs(address.query) or address.path.count("/") < 2
-        is_get = self.command == "GET" and not is_list
-        with self.server.lock:
-            fault = self.server.every
-            if is_get and self.server.faults:
-                fault = self.server.faults.pop(0)
-            if self.command in WRITES and self.server.faults_of_writes:
-                fault = self.server.faults_of_writes.pop(0)
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        if fault == "reset":
-            self.reset()
-            return
+    def __call__(self, environ, start_response):
+        method = environ["REQUEST_METHOD"]
+        is_list = "list-type" in parse_qs(environ["QUERY_STRING"])
+        is_get = method == "GET" and not is_list and environ["PATH_INFO"].count("/") > 1
+        with self.lock:
+            fault = self.every
+            if is_get and self.faults:
+                fault = self.faults.pop(0)
+            if method in ("PUT", "POST", "DELETE") and self.faults_of_writes:
+                fault = self.faults_of_writes.pop(0)
         if fault in ANSWERS:
-            status, code, message = ANSWERS[fault]
-            self.answer(status, [("Content-Type", "application/xml")], ERROR.format(code, message))
+            status, *words = ANSWERS[fault]
+            start_response(status, [("Content-Type", "application/xml")])
+            yield ERROR.format(*words).encode()
             return
-        connection = http.client.HTTPConnection("127.0.0.1", self.server.backend_port)
-        connection.request(self.command, self.path, body, headers=dict(self.headers))
-        response = connection.getresponse()
-        body = response.read()
-        if fault == "lost":
-            self.reset()
-            return
-        if is_get and response.status < 300:
-            with self.server.lock:
-                self.server.fetched += len(body)
-        headers = [
-            (name, value)
-            for name, value in response.getheaders()
-            if name.lower() not in ("connection", "transfer-encoding", "date", "server")
-        ]
-        self.answer(response.status, headers, body, fault)
-
-    do_HEAD = do_PUT = do_POST = do_DELETE = do_GET
-
-    def answer(self, status, headers, body, fault=""):
-        body = body.encode() if isinstance(body, str) else body
-        self.send_response(status)
-        if not any(name.lower() == "content-length" for name, _ in headers):
-            headers = [*headers, ("Content-Length", str(len(body)))]
-        for name, value in headers:
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command == "HEAD":
-            return
+        if fault != "reset":
+            body = b"".join(self.moto(environ, start_response))
+        if fault in ("reset", "lost"):
+            connection = environ["werkzeug.socket"]
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.shutdown(socket.SHUT_RD)  # no further request of this connection
+            connection.close()
+            raise ConnectionResetError
+        if is_get:
+            with self.lock:
+                self.fetched += len(body)
         if fault == "truncate":
-            self.wfile.write(body[: len(body) // 2])
-            self.wfile.flush()
-            self.connection.shutdown(socket.SHUT_RDWR)
-            self.close_connection = True
-            return
-        if fault == "slow":
-            for start in range(0, len(body), -(-len(body) // 4)):
-                self.wfile.write(body[start : start - (-len(body) // 4)])
-                self.wfile.flush()
-                time.sleep(0.2)
-            return
-        self.wfile.write(body)
-
-    def reset(self):
-        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.connection.close()
-        self.close_connection = True
+            body = body[: len(body) // 2]
+        part = -(-len(body) // 4) if fault == "slow" else len(body)
+        for start in range(0, len(body), max(part, 1)):
+            time.sleep(0.2 if fault == "slow" else 0)
+            yield body[start : start + part]
 
 
-@contextmanager
-def s3_server():
-    from moto.server import ThreadedMotoServer
+@pytest.fixture
+def s3(monkeypatch):
+    """A server with the bucket `bucket`; environment variables lead to it."""
+    if not all(map(find_spec, ("s3fs", "moto", "flask"))):
+        pytest.skip("needs s3fs and moto: bash tests/engines.sh")
+    from moto.core.base_backend import BackendDict
+    from moto.moto_server import werkzeug_app
+    from werkzeug.serving import make_server
 
-    moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    moto.start()
-    proxy = Proxy(moto.get_host_and_port()[1])
-    connection = http.client.HTTPConnection("127.0.0.1", proxy.backend_port)
-    connection.request("POST", "/moto-api/reset")  # its buckets belong to the process
-    connection.getresponse().read()
-    thread = threading.Thread(target=proxy.serve_forever, daemon=True)
+    BackendDict.reset()  # its buckets belong to the process
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    made = S3(werkzeug_app.DomainDispatcherApplication(werkzeug_app.create_backend_app))
+    handler = werkzeug_app.MotoRequestHandler
+    server = make_server("127.0.0.1", 0, made, threaded=True, request_handler=handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    try:
-        yield proxy
-    finally:
-        proxy.shutdown()
-        proxy.server_close()
-        thread.join()
-        moto.stop()
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.port}",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_CONFIG_FILE": "/dev/null",
+        "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
+    }.items():
+        monkeypatch.setenv(name, value)
+    made.fs = fsspec.filesystem("s3", skip_instance_cache=True)
+    made.fs.mkdir("bucket")
+    fsspec.get_filesystem_class("s3").clear_instance_cache()  # of another server
+    yield made
+    server.shutdown()
+    server.server_close()
+    thread.join()

@@ -3,10 +3,7 @@
 The tests of faults run on a real S3 server (moto) and need the extra `engines`.
 """
 
-import importlib.util
 import io
-import logging
-import os
 import re
 from collections import Counter
 
@@ -15,20 +12,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import s3_server
 from fsspec.implementations.memory import MemoryFileSystem
 from messages import message_of
-from s3_server import s3_server
 
 from dist_amp.settings import DataConfig
 from dist_amp.sources import remote
 from dist_amp.sources.load import load_split
 from dist_amp.sources.parquet import open_parquet
 
+s3 = s3_server.s3  # the fixture
 pytestmark = pytest.mark.usefixtures("own_cache")
-needs_s3 = pytest.mark.skipif(
-    not all(map(importlib.util.find_spec, ("s3fs", "moto", "flask"))),
-    reason="needs s3fs and moto: bash tests/engines.sh",
-)
 FOOTER_BYTES = 2**16  # that are fetched at once, for a footer that is not longer
 FILE = "/bucket/a.parquet"
 
@@ -140,23 +134,6 @@ def test_a_file_that_changes_between_its_footer_and_its_rows_is_named(counted, t
         assert "a.parquet does not exist any more" in message_of(65, rows.__getitem__, 0)
 
 
-@pytest.fixture
-def s3(monkeypatch):
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
-        monkeypatch.setenv(name, "/dev/null")
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    with s3_server() as server:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
-        fsspec.get_filesystem_class("s3").clear_instance_cache()
-        yield server
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
-
-
 def rows_at(path, **settings):
     data = DataConfig(path=path, validation_split="train", **settings)
     return load_split(data, "train")
@@ -166,14 +143,13 @@ def view_at(path):
     return rows_at(path, view="parquet", streams=1).select_columns("text")
 
 
-@needs_s3
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.parametrize("fault", ["", "503", "reset", "truncate", "slow"])
 def test_the_view_reads_s3_and_survives_its_faults(s3, fault):
     content = parquet_bytes()
-    s3.put("bucket/corpus/part-0.parquet", content)
-    s3.put("bucket/corpus/part-1.parquet", parquet_bytes(seed=1))
+    s3.fs.pipe("bucket/corpus/part-0.parquet", content)
+    s3.fs.pipe("bucket/corpus/part-1.parquet", parquet_bytes(seed=1))
     s3.faults = [fault] * 3
     rows = view_at("s3://bucket/corpus")
     s3.faults = [fault, "", fault, ""] * 8
@@ -184,7 +160,6 @@ def test_the_view_reads_s3_and_survives_its_faults(s3, fault):
         assert s3.fetched <= FOOTER_BYTES + 4 * (text_bytes(content) + 2**13)
 
 
-@needs_s3
 @pytest.mark.slow
 @pytest.mark.bad_input("an S3 address without credentials, without permission or without a bucket")
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.txt"])

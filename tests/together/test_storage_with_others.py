@@ -4,17 +4,19 @@ import time
 from pathlib import Path
 
 import pytest
+import test_storage
 import torch
 from safetensors.torch import load_file
-from test_storage import address_of, damage, finished, finished_once  # noqa: F401 (fixtures)
+from test_storage import address_of, damage
 
 from dist_amp.commands import export, follow
 from dist_amp.commands.board import main as board
 
+finished, finished_once = test_storage.finished, test_storage.finished_once  # fixtures
 WORDS = ["--task.target", "tiny:Tiny", "--out", "model"]
 
 
-def test_commands_read_a_run_at_its_address(finished, monkeypatch, capsys):  # noqa: F811
+def test_commands_read_a_run_at_its_address(finished, monkeypatch, capsys):
     monkeypatch.chdir(finished)
     for inside, step in (("", 8), ("/checkpoints/step_00000006", 6), ("/", 8)):
         assert export.main([f"{address_of(finished)}{inside}", *WORDS]) == 0
@@ -22,18 +24,14 @@ def test_commands_read_a_run_at_its_address(finished, monkeypatch, capsys):  # n
     fetched = list(Path("second").rglob("*.distcp"))
     assert len(fetched) == 2, "of the two checkpoints that were asked for"
     exported = load_file("model/model.safetensors")
-    (local,) = Path("first").glob("run-*")
+    (local,) = Path("cache").glob("run-*")
     assert export.main([str(local), *WORDS]) == 0
     expected = load_file("model/model.safetensors")
     assert all(torch.equal(exported[name], expected[name]) for name in expected)
 
 
 @pytest.mark.bad_input("export of a damaged checkpoint at an address")
-def test_a_command_takes_the_newest_valid_checkpoint_of_an_address(
-    finished,  # noqa: F811
-    monkeypatch,
-    capsys,
-):
+def test_a_command_takes_the_newest_valid_checkpoint_of_an_address(finished, monkeypatch, capsys):
     damage("flipped", *finished.glob("bucket/run/checkpoints/step_00000008/__0_0*"))
     monkeypatch.chdir(finished)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
