@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import groupby
 
 import chat_templates
 import datasets
@@ -46,9 +47,9 @@ def open_with(tmp_path_factory):
 
 def texts(ids, labels, tokenizer):
     """(the whole text, the stretches of it that are learned)."""
-    pieces = [" " if label == IGNORE_INDEX else chr(label + 500) for label in labels]
-    learned = [[ord(one) - 500 for one in piece] for piece in "".join(pieces).split()]
-    return tokenizer.decode(ids), [tokenizer.decode(piece) for piece in learned]
+    stretches = groupby(zip(ids, labels, strict=True), lambda pair: pair[1] != IGNORE_INDEX)
+    learned = [[label for _, label in stretch] for is_learned, stretch in stretches if is_learned]
+    return tokenizer.decode(ids), [tokenizer.decode(stretch) for stretch in learned]
 
 
 def learned(row, tokenizer):
@@ -98,26 +99,21 @@ FORCED_EMPTY = chat_templates.QWEN_THINKING.replace(
 )
 
 
-OTHER_TAGS = (("</think>", "<|END_THINKING|>"), ("<think>", "<|START_THINKING|>"))
-
-
-@pytest.mark.parametrize("tags", [(), OTHER_TAGS], ids=["think", "START_THINKING"])
+@pytest.mark.parametrize("tag", ["think", "START_THINKING"])
 @pytest.mark.parametrize("template", ["QWEN3", "QWEN_THINKING", FORCED_EMPTY])
-def test_thoughts_are_learned_with_the_tag_that_a_template_forces(template, tags, open_with):
-    template, expected = getattr(chat_templates, template, template), FULL
-    for old, new in tags:
-        template, expected = template.replace(old, new), expected.replace(old, new)
-    for answer in (REASONED, THINKING) if not tags else (REASONED,):
+def test_thoughts_are_learned_with_the_tag_that_a_template_forces_unless_they_are_empty(
+    template, tag, open_with
+):
+    def tagged(text):
+        text = text.replace("<think>", f"<{tag}>")
+        return text.replace("</think>", f"</{tag}>" if tag == "think" else "<|END_THINKING|>")
+
+    tokenizer = open_with(tagged(getattr(chat_templates, template, template)))
+    for answer in (REASONED, THINKING) if tag == "think" else (REASONED,):
         for messages in ([HI, answer], [HI, answer, MORE, answer]):
-            assert learned({"messages": messages}, open_with(template)) == [expected]
-
-
-@pytest.mark.parametrize("tags", [(), OTHER_TAGS], ids=["think", "START_THINKING"])
-def test_an_empty_thought_that_a_template_forces_is_not_learned(tags, open_with):
-    template = FORCED_EMPTY
-    for old, new in tags:
-        template = template.replace(old, new)
-    assert learned({"messages": [HI, TWO]}, open_with(template)) == ["two<|im_end|>\n"]
+            assert learned({"messages": messages}, tokenizer) == [tagged(FULL)]
+    if template == FORCED_EMPTY:
+        assert learned({"messages": [HI, TWO]}, tokenizer) == ["two<|im_end|>\n"]
 
 
 def test_what_a_template_writes_before_an_answer_is_learned_where_the_prompt_lacks_it(open_with):
@@ -137,12 +133,8 @@ def test_answers_that_can_not_be_learned_are_warned_of_once(open_with, capsys):
 
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-CALLING = [
-    HI,
-    {"role": "assistant", "content": None, "tool_calls": [CALL]},
-    {"role": "tool", "content": "2"},
-    ONE,
-]
+CALLS = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+CALLING = [HI, CALLS, {"role": "tool", "content": "2"}, ONE]
 
 
 @pytest.mark.parametrize("stored", [lambda tools: tools, json.dumps])
@@ -158,10 +150,8 @@ def test_tools_and_their_calls_are_rendered_and_calls_are_learned(stored, open_w
     text, parts = texts(*encode(row, tokenizer, "text"), tokenizer)
     shown = "".join(json.dumps(tool) for tool in (TOOL, other))
     assert f"Be helpful.\n<tools>{shown}</tools><|im_end|>" in text
-    assert parts == [
-        '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>\n',
-        "one<|im_end|>\n",
-    ]
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>\n'
+    assert parts == [call, "one<|im_end|>\n"]
     assert learned({**row, "tools": stored([])}, tokenizer) == parts
 
 
@@ -169,11 +159,13 @@ def changed(**change):
     return {"messages": [HI, {**ONE, **change}]}
 
 
-CALLED = {**ONE, "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}]}
+ASKED = {"messages": [HI, ONE]}
+TEXT_AS_ARGUMENTS = {"function": {"name": "add", "arguments": '{"a": 1}'}}
 NOTHING_MARKED = TEMPLATE + "{% generation %}{% endgeneration %}"
 MARKED_WHOLE = (
     "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}"
 )
+ONE_OF_TWO = {"messages": [HI, {**ONE, "weight": 0}, MORE, TWO]}
 
 
 @pytest.mark.bad_input("a chat with an unknown role, weight, content, tools or calls")
@@ -186,25 +178,13 @@ MARKED_WHOLE = (
         ("QWEN", changed(role="Assistant"), "messages has the unknown role Assistant; use one of"),
         ("QWEN", changed(content=None), "messages holds .*; make it a list of messages, each with"),
         ("QWEN", changed(content=[{"type": "image"}]), "messages holds .* and content, a text"),
-        (
-            "QWEN",
-            {"messages": [HI, ONE], "tools": "[" * 100000},
-            r"tools holds \[\[.*; make it a l",
-        ),
-        ("QWEN", {"messages": [HI, CALLED]}, r"the chat template of .* puts the arguments \{\"a\""),
-        (
-            "QWEN",
-            {"messages": [HI, ONE], "tools": ["add"]},
-            r"tools holds .'add'.; make it a list",
-        ),
-        ("LLAMA3", {"messages": [HI, ONE], "tools": [TOOL]}, "the chat template of .* out tools;"),
+        ("QWEN", {**ASKED, "tools": "[" * 100000}, r"tools holds \[\[.*; make it a l"),
+        ("QWEN", {**ASKED, "tools": ["add"]}, r"tools holds .'add'.; make it a list"),
+        ("QWEN", changed(tool_calls=[TEXT_AS_ARGUMENTS]), r"the chat template of .* puts the arg"),
+        ("LLAMA3", {**ASKED, "tools": [TOOL]}, "the chat template of .* out tools;"),
         ("LLAMA3", {"messages": CALLING}, "the chat template of .* leaves out tool_calls; use one"),
-        (NOTHING_MARKED, changed(), ".* finds no token of the assistant's answers; put"),
-        (
-            MARKED_WHOLE,
-            {"messages": [HI, {**ONE, "weight": 0}, MORE, TWO]},
-            ".*marks 1 stretches of 2 answers",
-        ),
+        (NOTHING_MARKED, ASKED, ".* finds no token of the assistant's answers; put"),
+        (MARKED_WHOLE, ONE_OF_TWO, ".*marks 1 stretches of 2 answers"),
     ],
 )
 def test_a_chat_that_can_not_be_learned_as_it_is_is_refused(template, row, message, open_with):
@@ -222,12 +202,8 @@ def test_empty_answers_are_not_learned(open_with):
     assert learned({"instruction": "hi", "output": ""}, open_with("QWEN")) == []
 
 
-def turn(role, text):
-    return {"from": role, "value": text}
-
-
 SYSTEM = {"role": "system", "content": "s"}
-SHAREGPT = {"conversations": [turn("human", "hi"), turn("gpt", "one")]}
+SHAREGPT = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "one"}]
 ALPACA = {"instruction": "hi", "input": "", "output": "one"}
 PARTS = [{"type": "text", "text": "o"}, {"type": "text", "text": "ne", "image": None}]
 
@@ -236,8 +212,8 @@ PARTS = [{"type": "text", "text": "o"}, {"type": "text", "text": "ne", "image": 
     ("row", "messages"),
     [
         (changed(content=PARTS), [HI, ONE]),
-        ({"conversations": [turn("system", "s"), *SHAREGPT["conversations"]]}, [SYSTEM, HI, ONE]),
-        ({"conversations": [turn("gpt", "one")], "system": ""}, [ONE]),
+        ({"conversations": [{"from": "system", "value": "s"}, *SHAREGPT]}, [SYSTEM, HI, ONE]),
+        ({"conversations": SHAREGPT[1:], "system": ""}, [ONE]),
         ({"conversations": [HI, ONE], "system": "s"}, [SYSTEM, HI, ONE]),
         (ALPACA, [HI, ONE]),
         ({**ALPACA, "input": "a", "system": "s"}, [SYSTEM, {**HI, "content": "hi\n\na"}, ONE]),
@@ -253,18 +229,16 @@ def test_rows_of_other_layouts_are_chats(row, messages, open_with):
 def test_another_layout_is_read_from_files_and_from_a_view(tmp_path, open_with):
     rows = [{**ALPACA, "a": 1}] * 8
     data, tokenizer = source(tmp_path, rows), open_with("QWEN")
-    ahead = token_documents(data, "train", tokenizer)
     assert asks_in_turns(data, tokenizer.chat)
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
     view = DataConfig(path=f"{tmp_path}/rows.parquet", view="parquet", validation_split="train")
-    for documents in (ahead, token_documents(view, "train", tokenizer)):
+    for documents in (token_documents(each, "train", tokenizer) for each in (data, view)):
         assert texts(*documents[0].values(), tokenizer)[1] == ["one<|im_end|>\n"]
 
 
 def test_weights_and_tools_are_kept_in_the_cache_in_files_and_in_packed_rows(tmp_path, open_with):
     tokenizer = open_with("QWEN")
-    messages = [HI, {**ONE, "weight": 0}, MORE, TWO]
-    rows = [{"messages": messages, "tools": json.dumps([TOOL])}] * 8
+    rows = [{**ONE_OF_TWO, "tools": json.dumps([TOOL])}] * 8
     expected = texts(*encode(rows[0], tokenizer, "text"), tokenizer)
     assert expected[1] == ["two<|im_end|>\n"]
     cached = token_documents(source(tmp_path, rows), "train", tokenizer)
@@ -277,6 +251,5 @@ def test_weights_and_tools_are_kept_in_the_cache_in_files_and_in_packed_rows(tmp
         _, parts = texts(batch["input_ids"][0], batch["labels"][0].tolist(), tokenizer)
         assert len(parts) > 1
         assert set(parts) == set(expected[1])
-    source_of_less = source(tmp_path, [{"messages": messages}] * 8)
-    without = token_documents(source_of_less, "train", tokenizer)[0]["input_ids"]
-    assert "<tools>" not in tokenizer.decode(without), "another entry of the cache"
+    less = token_documents(source(tmp_path, [ONE_OF_TWO] * 8), "train", tokenizer)[0]
+    assert "<tools>" not in tokenizer.decode(less["input_ids"]), "another entry of the cache"

@@ -44,15 +44,15 @@ def source_and_number(sample):
 
 
 @pytest.mark.parametrize(
-    ("weights", "sizes", "length"),
+    ("weights", "sizes", "length", "order"),
     [
-        ([1.0, 1e-5], [100, 3], 300_003),
-        ([0.3333, 0.6667], [100_000, 1000], 300_031),
-        ([3.0, 4.0, 1.0], [7, 100, 3], 200),
+        ([1.0, 1e-5], [100, 3], 300_003, "a7983d2f08d1"),
+        ([0.3333, 0.6667], [100_000, 1000], 300_031, "93bc2ce1edff"),
+        ([0.7, 0.2, 0.1], [30, 20, 1], 100, "4c951027cedb"),
     ],
 )
-def test_shares_of_an_epoch_are_exact_to_a_sample_and_every_sample_comes_equally_often(
-    weights, sizes, length
+def test_shares_of_an_epoch_are_exact_and_evenly_spread_in_the_order_of_every_version(
+    weights, sizes, length, order
 ):
     named = dict(zip("abcdefgh", weights, strict=False))
     counts = counts_of(named, sizes)
@@ -60,6 +60,8 @@ def test_shares_of_an_epoch_are_exact_to_a_sample_and_every_sample_comes_equally
     mix = Mixture({name: range(size) for name, size in zip(named, sizes, strict=True)}, counts)
     assert len(mix) == length, "the shortest in which each sample comes once"
     source, number = mix.locate(numpy.arange(length))
+    content = source[:100_000].tobytes() + number[:100_000].tobytes()
+    assert hashlib.sha256(content).hexdigest()[:12] == order
     for block in source.reshape(-1, sum(counts)):
         assert numpy.bincount(block).tolist() == counts
     for index, size in enumerate(sizes):
@@ -70,22 +72,6 @@ def test_shares_of_an_epoch_are_exact_to_a_sample_and_every_sample_comes_equally
         # Evenly spread: no beginning has more or less than its share, but for a few.
         early = (source == index).cumsum() - numpy.arange(1, length + 1) * shares[index]
         assert abs(early).max() < len(sizes)
-
-
-@pytest.mark.parametrize(
-    ("weights", "sizes", "order"),
-    [
-        ({"a": 0.7, "b": 0.2, "c": 0.1}, [30, 20, 1], "4c951027cedb"),
-        ({"a": 0.3333, "b": 0.6667}, [100_000, 1000], "93bc2ce1edff"),
-        ({"a": 1.0, "b": 1e-5}, [100, 3], "a7983d2f08d1"),
-    ],
-)
-def test_the_order_of_a_mixture_is_that_of_every_version(weights, sizes, order):
-    sources = {name: range(size) for name, size in zip(weights, sizes, strict=True)}
-    mix = Mixture(sources, counts_of(weights, sizes))
-    source, number = mix.locate(numpy.arange(min(len(mix), 100_000)))
-    content = source.tobytes() + number.tobytes()
-    assert hashlib.sha256(content).hexdigest()[:12] == order
 
 
 def test_samples_come_in_the_order_asked_for_with_their_source_beside_each_token():
@@ -151,7 +137,7 @@ def config_of(*words, **environ):
     return load_config([str(word) for word in words], environ)
 
 
-@pytest.mark.bad_input("an unknown key or a weight that is no positive number in a source's table")
+@pytest.mark.bad_input("a wrong name, key or weight of a source's table, or a small source")
 @pytest.mark.parametrize(
     ("table", "message"),
     [
@@ -166,13 +152,14 @@ def test_a_wrong_name_key_or_weight_of_a_source_is_refused(table, message, tmp_p
     assert re.search(message, message_of(64, config_of, "--config", tmp_path / "mine.toml"))
 
 
-@pytest.mark.bad_input("a source so small that an epoch repeats each row more than 20 times")
 def test_a_source_that_an_epoch_repeats_too_often_is_warned_of_with_both_numbers(capsys):
     sizes = {"wiki": 41_000, "tiny": 1}
-    mixed(tables(wiki=0.9996, tiny=0.0004), "train", lambda data: Tokens(sizes[data.path]))
-    assert capsys.readouterr().err == ""
-    mixed(tables(wiki=0.99, tiny=0.01), "train", lambda data: Tokens(sizes[data.path]))
-    assert "takes each of its 1 rows 415 times, more than 20; lower" in capsys.readouterr().err
+    for weight, warning in ((0.0004, ""), (0.01, "takes each of its 1 rows 415 times, more than")):
+        weights = {"wiki": 1 - weight, "tiny": weight}
+        mixed(tables(**weights), "train", lambda data: Tokens(sizes[data.path]))
+        printed = capsys.readouterr().err
+        assert warning in printed
+        assert bool(printed) == bool(warning)
 
 
 BY_ROW_GROUP = Tokens(3)

@@ -70,26 +70,22 @@ def test_the_identity_is_what_decides_the_ids_and_nothing_else(tmp_path):
 EMPTY = json.dumps({"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}})
 
 
-@pytest.mark.bad_input("a tokenizer that is missing, no JSON or empty, or a hub name without one")
+@pytest.mark.bad_input("a tokenizer that is missing or empty, or a hub name without one")
+@pytest.mark.bad_input("a tokenizer with more tokens than the task's model has rows")
 @pytest.mark.parametrize(
-    ("name", "content", "fragment"),
+    ("name", "fragment"),
     [
-        ("tokenizer.json", None, "it does not exist"),
-        ("tokenizer.json", EMPTY, "its model has no tokens"),
-        ("nobody/nothing", None, ".*"),
+        ("missing.json", "it does not exist"),
+        ("tokenizer.json", "its model has no tokens"),
+        ("nobody/nothing", ".*"),
     ],
 )
-def test_a_tokenizer_that_can_not_be_read(name, content, fragment, tmp_path, monkeypatch):
+def test_a_tokenizer_that_can_not_be_read_or_is_too_large(name, fragment, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "tokenizer.json").write_text(EMPTY)
     path = name if "/" in name else str(tmp_path / name)
-    if content is not None:
-        (tmp_path / name).write_text(content)
     fragment = rf"data.tokenizer={path} can't be read: {fragment}; give a tokenizer.json"
     assert re.match(fragment, message_of(65, open_tokenizer, path))
-
-
-@pytest.mark.bad_input("a tokenizer with more tokens than the task's model has rows")
-def test_a_tokenizer_with_more_tokens_than_the_model_has_rows():
     check_vocabulary(BYTES, 256)
     fragment = "the tokenizer bytes has 256 tokens and the model's embedding 255 rows; use task"
     assert message_of(65, check_vocabulary, BYTES, 255).startswith(fragment)
@@ -99,9 +95,9 @@ def test_rows_are_tokenized_once_and_then_read_from_the_cache_which_knows_what_m
     tmp_path, own_cache, monkeypatch
 ):
     make_tokenizer(tmp_path / "model")
+    (tmp_path / "other").mkdir()
     rows = [{**row, "body": "c"} for row in TEXTS]
     data = source(tmp_path, rows)
-    (tmp_path / "other").mkdir()
     for config, split, tokenizer in (
         (data, "validation", BYTES),
         (data, "train", open_tokenizer(str(tmp_path / "model"))),
@@ -136,16 +132,17 @@ def test_tokens_that_are_not_of_this_tokenizer_and_these_settings_are_refused(tm
     make_tokenizer(tmp_path / "model")
     other = open_tokenizer(str(tmp_path / "model"))
     data = write_tokens(tmp_path / "tokens", train=TEXTS)
-    fragment = f"holds tokens of the tokenizer bytes (bytes), not of {tmp_path}/model ("
-    assert fragment in message_of(64, token_documents, data, "train", other)
     rows = replace(source(tmp_path, TEXTS), tokenizer="bytes")
-    fragment = message_of(64, token_documents, rows, "train", other)
-    assert fragment.startswith("data.tokenizer=bytes (bytes) is not the task's, ")
+    for config, tokenizer, fragment in (
+        (data, other, f"holds tokens of the tokenizer bytes (bytes), not of {tmp_path}/model ("),
+        (rows, other, "data.tokenizer=bytes (bytes) is not the task's, "),
+        (replace(data, text_column="body"), BYTES, "data.text_column=body has no effect: "),
+        (replace(data, split="test"), BYTES, "data.split=test has no effect: "),
+        (replace(data, view="parquet"), BYTES, "data.view=parquet has no effect: "),
+    ):
+        assert fragment in message_of(64, token_documents, config, "train", tokenizer)
     rows = replace(rows, tokenizer=str(tmp_path / "model"))
     assert len(token_documents(rows, "train", other)) == 18
-    for key, value in (("text_column", "body"), ("split", "test"), ("view", "parquet")):
-        fragment = message_of(64, token_documents, replace(data, **{key: value}), "train", BYTES)
-        assert fragment.startswith(f"data.{key}={value} has no effect: ")
     assert "is a file; give a folder" in message_of(64, write_tokens, tmp_path / "rows.jsonl")
 
 
@@ -160,7 +157,6 @@ def test_rows_of_a_view_are_tokenized_as_they_are_read(tmp_path, own_cache):
     assert isinstance(documents, TokenizedWhenRead)
     assert len(documents) == 24
     assert not own_cache.exists()
-    assert not hasattr(documents, "lengths")
     assert documents.rows.column_names == ["text"]
     ahead = token_documents(write_tokens(tmp_path / "tokens", train=TEXTS), "train", BYTES)
     for number, sample in zip([4, 1], documents.__getitems__([4, 1]), strict=True):
