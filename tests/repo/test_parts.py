@@ -97,6 +97,7 @@ def test_every_file_belongs_to_core_or_to_a_feature_that_says_what_it_is():
     for name, feature in PARTS.features.items():
         assert feature.about, name
         assert (ROOT / feature.docs).is_file(), name
+    assert PARTS.chosen(["export"]) == ["export", "frozen"], "model_card may be missing"
 
 
 def test_a_test_file_is_in_the_folder_of_what_it_needs_under_a_name_of_its_own():
