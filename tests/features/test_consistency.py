@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import RankFailed, on_ranks
-from tiny import Tiny, log, make_run, take_steps
+from tiny import Tiny, log, make_run, take_steps, variant
 
 from dist_amp.config.load import load_config
 from dist_amp.config.text import to_toml
@@ -100,14 +100,8 @@ def test_inf_on_one_rank_after_the_reduction_skips_under_fsdp_and_is_named_under
         assert "on rank 0" in message
 
 
-class Unseeded(Tiny):
-    def build_model(self):
-        self.target = np.random.default_rng().random(3)
-        return super().build_model()
-
-
 def kept_unequal(world):
-    Consistency(make_run(world, Unseeded()))
+    Consistency(make_run(world, variant(target=np.random.default_rng().random(3))))
 
 
 @pytest.mark.bad_input("a tensor that the task keeps and that differs between ranks")

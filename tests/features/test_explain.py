@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from tiny import Tiny, make_run
+from tiny import Changed, Tiny, make_run
 
 from dist_amp.config.load import load_config
 from dist_amp.errors import ConfigError, DataError, Failure
@@ -67,18 +67,13 @@ def test_another_error_stays(error):
     assert explained(error) is error
 
 
-class TooLarge(Tiny):
-    """A model that the device has no room for."""
-
-    def build_model(self):
-        model = torch.nn.Linear(1000, 1000, bias=False)
-        model.to = out_of_memory
-        return model
-
-
 def out_of_memory(*args):
     allocating = "DefaultCPUAllocator: can't allocate memory: you tried to allocate"
     raise RuntimeError(f"{allocating} 1000000 bytes. Error code 12")
+
+
+def too_large(model):
+    model.to = out_of_memory
 
 
 def explanation(call, run=None):
@@ -90,10 +85,10 @@ def explanation(call, run=None):
 def test_what_did_not_fit_and_what_the_model_takes_are_named():
     text = explanation(out_of_memory)
     assert text.endswith("there was no model yet; use a smaller model")
-    text = explanation(lambda: make_run(World(), TooLarge()))
+    text = explanation(lambda: make_run(World(), Changed(too_large)))
     said = "ran out of memory before the first step .test_explain.py, line .*: asked for 976.56 K"
     assert re.search(said, text)
-    state = "; parameters take 3.81 MiB, gradients 3.81 MiB, optimizer state 7.63 MiB; use a smalle"
+    state = "; parameters take 612 bytes, gradients 612 bytes, optimizer state 1.20 KiB; use a sma"
     assert state in text
     run = make_run(World(), Tiny(), "--eval.every", 1)
     run.step = 7

@@ -8,7 +8,7 @@ import torch
 import torch._dynamo.utils
 from ranks import on_ranks
 from test_strangers import Mixture
-from tiny import AlwaysNan, Changed, Tiny, make_run, parameters_of, take_steps
+from tiny import AlwaysNan, Changed, Tiny, make_run, parameters_of, take_steps, variant
 from torch import nn
 from torch.utils.data import default_collate
 
@@ -136,18 +136,11 @@ def test_an_applied_step_that_changes_no_parameter_ends_the_run():
         take_steps(run, 1)
 
 
-class ScaleOnTask(Tiny):
-    """Learns a factor that is not in the model, and holds the model itself too."""
-
-    def build_model(self):
-        self.factor = nn.Parameter(torch.ones(()))
-        self.model = super().build_model()
-        return self.model
-
-
 @pytest.mark.bad_input("a trained parameter that the task holds and the model does not")
 def test_a_trained_parameter_outside_the_model_is_named_at_the_start(capsys):
-    FirstSteps(make_run(World(), ScaleOnTask()))
+    run = make_run(World(), variant(factor=nn.Parameter(torch.ones(()))))
+    run.task.model = run.parallel.module
+    FirstSteps(run)
     said = capsys.readouterr().err
     assert "the task's attribute factor holds 1 trained parameters that are not in" in said
     assert "attribute model" not in said
