@@ -186,7 +186,7 @@ def four_saves(world, folder, strategy, background):
     def slow(*args, **kwargs):
         under_way.append(1)
         most.append(len(under_way))
-        time.sleep(0.1)
+        time.sleep(0.05)
         write(*args, **kwargs)
         under_way.pop()
 
@@ -207,7 +207,7 @@ def four_saves(world, folder, strategy, background):
     return sum(world.gather(counted.bytes)), list(map(memory, copies)), reused, max(most)
 
 
-@pytest.mark.parametrize(("ranks", "strategy"), [(2, "ddp"), (2, "fsdp"), (4, "hsdp")])
+@pytest.mark.parametrize(("ranks", "strategy"), [(2, "ddp"), (4, "hsdp")])
 def test_background_saves_hold_their_steps_do_not_overlap_and_copy_each_byte_once_and_in_place(
     tmp_path, ranks, strategy
 ):
