@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -183,15 +184,15 @@ def is_there(pid: int) -> bool:
 # ---- two runs' ends ----
 
 
-def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, whole, by its name."""
+def tensors_of(checkpoint: Path) -> dict[str, tuple]:
+    """{name: its bits} of a checkpoint's tensors: nan equals nan, and 0.0 does not equal -0.0."""
     reader = Reader(checkpoint)
     tensors = {}
     for name, entry in reader.read_metadata().state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata), "tensors alone"
         tensors[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
     read_into(tensors, reader)
-    return tensors
+    return {name: (t.dtype, t.shape, t.numpy().tobytes()) for name, t in tensors.items()}
 
 
 def figures_of(run: Path) -> list[dict]:
@@ -208,22 +209,10 @@ def differences(run: Path, other: Path) -> list[str]:
     ends = [all_checkpoints(folder)[-1] for folder in (run, other)]
     found = [] if ends[0].name == ends[1].name else [f"{ends[0].name} and {ends[1].name}"]
     a, b = map(tensors_of, ends)
-    for name in sorted(a.keys() | b.keys()):
-        if name not in a or name not in b or not same(a[name], b[name]):
-            found.append(name)
-    figures = [figures_of(run), figures_of(other)]
-    for line, (one, two) in enumerate(zip(*figures, strict=False)):
+    found += [name for name in sorted(a.keys() | b.keys()) if a.get(name) != b.get(name)]
+    for number, (one, two) in enumerate(zip_longest(figures_of(run), figures_of(other))):
         if one != two:
-            found.append(f"line {line}: {one} {two}")
-    if len(figures[0]) != len(figures[1]):
-        found.append(f"{len(figures[0])} and {len(figures[1])} lines of metrics.jsonl")
-    manifests = [read_manifest(end) for end in ends]
-    for name in ("samples", "evaluation", "evaluated_step", "best"):
-        if getattr(manifests[0], name) != getattr(manifests[1], name):
-            found.append(name)
-    return found
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bit by bit: nan equals nan, and 0.0 does not equal -0.0."""
-    return a.dtype == b.dtype and a.shape == b.shape and a.numpy().tobytes() == b.numpy().tobytes()
+            found.append(f"line {number}: {one} {two}")
+    a, b = (vars(read_manifest(end)) for end in ends)
+    kept = ("samples", "evaluation", "evaluated_step", "best")
+    return found + [name for name in kept if a[name] != b[name]]
