@@ -107,10 +107,8 @@ if present("optimizers.muon"):
 class Own(Overflow):
     """Its optimizer is the one of that name. bad: rows whose gradients are infinite."""
 
-    def __init__(
-        self, kind: str = "lion", bad: tuple[int, ...] = (), width: int = 8, samples: int = 64
-    ):
-        super().__init__(bad, samples)
+    def __init__(self, kind: str = "lion", bad: tuple[int, ...] = (), width: int = 8):
+        super().__init__(bad)
         self.kind = kind
         self.width = width
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import needs
 from ranks import on_ranks
-from tiny import Tiny, make_run, take_steps
+from tiny import Tiny, make_run, take_steps, variant
 
 from dist_amp import clock as clocks
 from dist_amp.clock import OWN_PHASES, PHASES, STEP_PHASES, PhaseClock
@@ -20,7 +20,7 @@ from dist_amp.world import World
 @pytest.fixture
 def at(monkeypatch):
     """The time, which moves only when `at.now` is set."""
-    fake = SimpleNamespace(now=0.0, perf_counter=lambda: fake.now)
+    fake = SimpleNamespace(now=0.0, reached=float("inf"), perf_counter=lambda: fake.now)
     monkeypatch.setattr(clocks, "time", fake)
     return fake
 
@@ -50,84 +50,66 @@ def test_every_second_belongs_to_one_phase_and_all_of_an_evaluation_to_it_until_
     assert seconds(clock.lap()) == {"forward": 4.0}, "the phase goes on after a lap"
 
 
-class FakeEvent:
-    """A CUDA event; the device has passed those up to `reached`."""
-
-    at = None
-    reached = float("inf")
-
-    def __init__(self, enable_timing):
-        assert enable_timing
-
-    def record(self):
-        self.when = self.at.now
-
-    def query(self):
-        return self.when <= FakeEvent.reached
-
-    def elapsed_time(self, end):
-        assert end.query(), "reading it would wait for the device"
-        return 1000 * (end.when - self.when)
-
-
 @pytest.fixture
 def on_gpu(at, monkeypatch):
+    """A clock of CUDA events, of which the device has passed those up to `at.reached`."""
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            if at.now < 0:
+                raise RuntimeError("CUDA error: device-side assert triggered")
+            self.when = at.now
+
+        def query(self):
+            return self.when <= at.reached
+
+        def elapsed_time(self, end):
+            assert end.query(), "reading it would wait for the device"
+            return 1000 * (end.when - self.when)
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(FakeEvent, "at", at)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
     return PhaseClock(torch.device("cuda"))
 
 
-def test_on_a_gpu_a_lap_is_read_from_events_once_the_device_has_passed_them(
-    on_gpu, at, monkeypatch
-):
-    monkeypatch.setattr(FakeEvent, "reached", -1.0)
+def test_on_a_gpu_a_lap_is_read_from_events_once_the_device_has_passed_them(on_gpu, at):
+    at.reached = -1.0
     on_gpu.enter("forward")
     at.now = 2.0
     on_gpu.enter("backward")
     at.now = 5.0
     lap = on_gpu.lap()
-    monkeypatch.setattr(FakeEvent, "reached", 5.0)
+    at.reached = 5.0
     assert seconds(lap) == {"forward": 2.0, "backward": 3.0}
 
 
-def test_a_loop_that_never_logs_keeps_few_events_and_reads_none_that_the_device_has_not_passed(
-    on_gpu, at, monkeypatch
-):
-    for reached, last in ((10.0, 2), (float("inf"), 4)):
-        monkeypatch.setattr(FakeEvent, "reached", reached)
+def test_a_loop_that_never_logs_keeps_few_events_and_never_waits_for_the_device(on_gpu, at):
+    for at.reached, last in ((10.0, 2), (float("inf"), 4)):
         while at.now < last * clocks.MANY_MARKS:
             at.now += 1.0
             on_gpu.enter(("forward", "backward")[int(at.now) % 2])
-        assert sum(on_gpu.so_far().values()) == pytest.approx(min(reached, at.now))
-    assert len(on_gpu._lap._marks) <= clocks.MANY_MARKS
+        kept = len(on_gpu._lap._marks)
+        assert sum(on_gpu.so_far().values()) == pytest.approx(min(at.reached, at.now))
+    assert kept <= clocks.MANY_MARKS
 
 
-def test_a_failed_device_is_not_asked_for_times(on_gpu, monkeypatch):
-    def fails(self):
-        raise RuntimeError("CUDA error: device-side assert triggered")
-
-    on_gpu.enter("forward")
-    monkeypatch.setattr(FakeEvent, "record", fails)
+def test_a_failed_device_is_not_asked_for_times(on_gpu, at):
+    at.now = -1.0
     with pytest.raises(KeyError), on_gpu.phase("backward"):
         raise KeyError("the task's own error stays")
 
 
-class SleepsInForward(Tiny):
-    """Rank 1 sleeps in each forward."""
-
-    def __init__(self, rank):
-        super().__init__()
-        self.rank = rank
-
-    def loss_sum(self, model, batch):
-        time.sleep(0.05 * self.rank)
-        return super().loss_sum(model, batch)
-
-
 def split(world, strategy, accumulation):
     words = ("--parallel.strategy", strategy, "--train.accumulation_steps", accumulation)
-    run = make_run(world, SleepsInForward(world.rank), *words, "--use_amp", "false")
+
+    def loss_sum(model, batch):
+        time.sleep(0.05 * world.rank)
+        return Tiny().loss_sum(model, batch)
+
+    run = make_run(world, variant(loss_sum=loss_sum), *words, "--use_amp", "false")
     take_steps(run, 2)  # DDP makes its buckets anew
     world.barrier()
     world.clock.lap()
@@ -173,14 +155,12 @@ def test_a_wait_in_any_collective_is_communication_and_none_warns():
     assert min(waits) > 0.03, waits
 
 
-class SlowToRead(Tiny):
-    def build_dataset(self, split):
-        time.sleep(0.02)
-        return super().build_dataset(split)
-
-
 def test_one_process_waits_for_nobody_and_reading_a_dataset_is_counted_as_data():
-    run = make_run(World(), SlowToRead())
+    def build_dataset(split):
+        time.sleep(0.02)
+        return Tiny().build_dataset(split)
+
+    run = make_run(World(), variant(build_dataset=build_dataset))
     assert run.world.clock.so_far()["data"] >= 0.02
     take_steps(run, 3)
     phases = run.world.clock.lap().seconds()

@@ -12,7 +12,18 @@ from itertools import chain
 import pytest
 import torch
 from conftest import needs
-from tiny import EmptyDataset, EndsItsReader, Rows, Tiny, WithNoise, make_run, save, take_steps
+from messages import message_of
+from tiny import (
+    EmptyDataset,
+    EndsItsReader,
+    Rows,
+    Tiny,
+    WithNoise,
+    make_run,
+    save,
+    take_steps,
+    variant,
+)
 
 from dist_amp.checkpoint.format import MANIFEST, read_manifest
 from dist_amp.config.load import load_config
@@ -62,28 +73,13 @@ def test_a_step_takes_the_same_samples_at_every_world_size_in_every_order(order)
     assert (epochs[0] == epochs[1]) == (order == "dataset")
 
 
-def test_one_epoch_is_the_same_each_time_and_leaves_nothing_out():
-    held_out = batches(plan(length=23, micro_batch=4))
-    first, second = (
-        [batch["index"].tolist() for (batch,) in held_out.one_epoch("all")] for _ in range(2)
-    )
-    assert sorted(index for step in first for index in step) == list(range(23))
-    assert first == second
-    assert len(list(held_out.one_epoch(2))) == 2
-
-
-def sizes(length, ranks, micro_batch):
-    """[rank][micro-batch] -> its number of samples; 0: padding."""
+@pytest.mark.parametrize(
+    ("length", "ranks", "micro_batch", "expected"),
+    [(7, 4, 2, [[2], [2], [2], [1]]), (5, 4, 8, [[3], [2], [0], [0]]), (9, 2, 4, [[2, 3], [2, 2]])],
+)
+def test_the_end_of_an_epoch_is_split_evenly_over_the_ranks(length, ranks, micro_batch, expected):
     shares = [shard_step(range(length), ranks, micro_batch, rank) for rank in range(ranks)]
-    return [[len(share.indices) * share.counts for share in rank] for rank in shares]
-
-
-def test_the_end_of_an_epoch_is_split_evenly_and_padded_where_a_rank_has_none():
-    assert sizes(7, ranks=4, micro_batch=2) == [[2], [2], [2], [1]]
-    assert sizes(5, ranks=4, micro_batch=8) == [[3], [2], [0], [0]]
-    assert sizes(9, ranks=2, micro_batch=4) == [[2, 3], [2, 2]]
-    (padding,) = shard_step(range(10, 13), 4, 4, rank=3)
-    assert (padding.indices, padding.counts) == ((10, 11), False), "batch norm takes it too"
+    assert [[len(s.indices) * s.counts for s in rank] for rank in shares] == expected
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
@@ -117,12 +113,6 @@ def test_drop_last_leaves_out_what_does_not_fill_a_step_on_any_number_of_ranks()
 # ---- datasets that are refused or warned of ----
 
 
-def returns(dataset):
-    task = Tiny()
-    task.build_dataset = lambda split: dataset
-    return task
-
-
 @pytest.mark.bad_input("dataset empty, absent, or smaller than a global batch")
 @pytest.mark.bad_input("a `build_dataset` that returns a text or a dict (of splits)")
 @pytest.mark.parametrize(
@@ -130,15 +120,19 @@ def returns(dataset):
     [
         (EmptyDataset(), "the training dataset is empty"),
         (Tiny(samples=20), "has 20 samples, fewer than one global batch of 24 = micro_batch_size"),
-        (returns(iter(range(9))), "('train') returned a range_iterator, not samples by number;"),
-        (returns({"train": [1]}), "returned a dict, not samples by number; return a map-style"),
+        (
+            variant(build_dataset=lambda split: iter(range(9))),
+            "('train') returned a range_iterator, not samples by number;",
+        ),
+        (
+            variant(build_dataset=lambda split: {"train": [1]}),
+            "returned a dict, not samples by number; return a map-style",
+        ),
     ],
     ids=["empty", "small", "stream", "dict"],
 )
 def test_a_dataset_that_can_not_be_trained_on_is_refused(task, said):
-    with pytest.raises(DataError) as error:
-        make_run(World(), task, "--train.accumulation_steps", 3)
-    assert said in str(error.value)
+    assert said in message_of(65, make_run, World(), task, "--train.accumulation_steps", 3)
 
 
 def test_a_dataset_smaller_than_the_default_batch_is_a_step_per_epoch():
@@ -175,18 +169,13 @@ def test_settings_of_data_that_the_task_does_not_take_are_warned_of_by_name(
 # ---- workers ----
 
 
-def test_random_numbers_of_loader_workers_do_not_depend_on_their_number_but_on_the_epoch():
-    class RandomCollate(Tiny):
-        def collate(self, samples):
-            return {**torch.utils.data.default_collate(samples), "noise": torch.rand(8)}
+def test_random_numbers_of_a_loader_worker_depend_on_the_epoch():
+    def collate(samples):
+        return {**torch.utils.data.default_collate(samples), "noise": torch.rand(8)}
 
-    draws = []
-    for workers in (1, 3):
-        run = make_run(World(), RandomCollate(samples=8), "--data.workers", workers)
-        draws.append([tuple(next(run.data)[0]["noise"].tolist()) for _ in range(4)])
-        run.data.close()
-    assert draws[0] == draws[1]
-    assert len({*draws[0]}) == 4
+    run = make_run(World(), variant(samples=8, collate=collate), "--data.workers", 1)
+    assert len({tuple(next(run.data)[0]["noise"].tolist()) for _ in range(4)}) == 4
+    run.data.close()
 
 
 def test_workers_resume_from_a_position_alone_and_closing_ends_them_and_the_next_step_goes_on():
@@ -213,14 +202,13 @@ def start_method(request):
     ("start_method", "on_bad_sample"),
     [
         ("fork", "stop"),
-        ("forkserver", "stop"),
         pytest.param("forkserver", "skip", marks=needs("loading.bad_samples")),
         pytest.param("spawn", "stop", marks=pytest.mark.slow),
     ],
     indirect=["start_method"],
 )
 def test_loader_workers_give_the_same_batches_by_each_start_method(start_method, on_bad_sample):
-    words = ["--data.workers", 1, "--data.on_bad_sample", on_bad_sample, "--train.micro_batch_size"]
+    words = ["--data.workers", 2, "--data.on_bad_sample", on_bad_sample, "--train.micro_batch_size"]
     config = load_config(["--task.target", "tiny:WithNoise", *map(str, [*words, 4])], {})
     run = make_run(World(), WithNoise(config.data), *words, 4)
     expected = [run.data.at(start)[0][0]["x"] for start in (0, 4)]
@@ -302,34 +290,30 @@ def samples_taken(run, steps):
     return seen
 
 
-def test_a_dataset_with_its_own_shuffle_is_read_in_it_unless_shuffling_is_off():
-    run = make_run(World(), OwnOrder(samples=8), *STEP, "--run.seed", 5)
-    assert samples_taken(run, 3) == [(5, 4, 3, 2), (1, 0, 7, 6), (0, 7, 6, 5)]
-    stored = make_run(World(), OwnOrder(samples=8), *STEP, "--data.shuffle", "false")
-    assert samples_taken(stored, 1) == [(0, 1, 2, 3)]
-
-
 @pytest.mark.bad_input("another `data.streams` or `data.view` than the checkpoint's")
 @pytest.mark.bad_input(
     "a checkpoint whose samples were taken in another order: other `data.view`, `data.streams`, "
     "or `data.group_by_length`"
 )
-def test_a_resumed_run_continues_in_its_own_order_and_one_in_another_is_refused(
+def test_a_dataset_is_read_in_its_own_order_also_resumed_and_another_order_is_refused(
     tmp_path, capsys, monkeypatch
 ):
-    words = [*STEP, "--run.dir", tmp_path, "--run.resume", "auto"]
-    run = make_run(World(), OwnOrder(), *words)
-    samples_taken(run, 3)
+    words = [*STEP, "--run.dir", tmp_path, "--run.resume", "auto", "--run.seed", 5]
+    run = make_run(World(), OwnOrder(samples=8), *words)
+    assert samples_taken(run, 3) == [(5, 4, 3, 2), (1, 0, 7, 6), (0, 7, 6, 5)]
     assert read_manifest(save(run)).order == "backwards"
-    assert samples_taken(make_run(World(), OwnOrder(), *words), 2) == samples_taken(run, 2)
+    again = make_run(World(), OwnOrder(samples=8), *words)
+    assert samples_taken(again, 2) == [(4, 3, 2, 1), (3, 2, 1, 0)]
     monkeypatch.setattr(Backwards, "name", "turns")
-    for task, order in ((Tiny(), "randperm"), (OwnOrder(), "turns")):
+    for task, order in ((Tiny(samples=8), "randperm"), (OwnOrder(samples=8), "turns")):
         text = f"takes its samples in the order 'backwards', this run in '{order}'"
         with pytest.raises(DataError, match=f"{text}: use the old data.view, data.streams"):
             make_run(World(), task, *words)
         resumed = make_run(World(), task, *words, "--run.allow_config_change", "true")
         assert text in capsys.readouterr().err
         assert resumed.data.plan.order == order
+    stored = make_run(World(), OwnOrder(samples=8), *STEP, "--data.shuffle", "false")
+    assert samples_taken(stored, 1) == [(0, 1, 2, 3)]
 
 
 # ---- the order of a large dataset: a keyed permutation, which is never stored ----
@@ -443,11 +427,8 @@ def test_a_training_samples_augmentation_depends_on_nothing_but_seed_and_epoch()
 
 @pytest.mark.bad_input("a task's `augment` that fails")
 def test_an_augmentation_that_fails_names_the_sample():
-    class Broken(Tiny):
-        def augment(self, sample, rng):
-            return sample["pixels"]
-
-    run = make_run(World(), Broken(), *STEP, "--data.shuffle", "false")
+    task = variant(augment=lambda sample, rng: sample["pixels"])
+    run = make_run(World(), task, *STEP, "--data.shuffle", "false")
     text = r"augment\(sample, rng\) failed on sample 0: KeyError: 'pixels'"
     with pytest.raises(DataError, match=text):
         next(run.data)

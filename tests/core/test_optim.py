@@ -4,12 +4,14 @@ schedules.
 
 import math
 import re
+from itertools import chain
 
 import pytest
 import torch
+from messages import message_of
 from optimizer_runs import LAYOUTS, MAKERS, Counter, Lion, Own, given_gradients, words
 from ranks import on_ranks
-from tiny import Tiny, log_row, make_run, parameters_of, save, take_steps
+from tiny import Tiny, log_row, make_run, parameters_of, take_steps, variant
 from torch.optim import SGD
 
 from dist_amp.errors import ConfigError, DataError
@@ -29,39 +31,33 @@ def are_equal(one, other):
 
 def all_of(run):
     """Parameters, counters, and this rank's part of the optimizer's state."""
-    tensors = [*parameters_of(run).values(), run.schedule.counters]
-    for p in run.parallel.parameters:
-        for value in run.optimizer.state[p].values():
-            part = local(torch.as_tensor(value))
-            # Of 8-bit moments the codes and scales.
-            tensors += [part.codes, part.scale] if hasattr(part, "codes") else [part]
-    return tensors
+    values = [value for p in run.parallel.parameters for value in run.optimizer.state[p].values()]
+    parts = [local(torch.as_tensor(value)) for value in values]
+    # Of 8-bit moments the codes and scales.
+    moments = [[part.codes, part.scale] if hasattr(part, "codes") else [part] for part in parts]
+    return [*parameters_of(run).values(), run.schedule.counters, *chain(*moments)]
 
 
 def skipped_and_resumed(world, folder, strategy, kind):
-    """Whether runs that are resumed before any applied step, after a skipped one and later continue
-    bit for bit.
+    """Whether runs that are resumed after a skipped step and later continue bit for bit.
 
     The first step's gradients are infinite on the last rank alone.
     """
     # 8 bits: it quantises moments of 4,096 elements and more, on each rank.
     task = Own(kind, bad=(world.world_size - 1,), width=96 if "8bit" in kind else 8)
-    fp16 = ["--precision.dtype", "fp16", "--precision.scaler.init_scale", 64]
-
-    def resumed():
-        run.saver.save(wait=False)  # in the background, where the state can be copied
-        run.saver.finish()
-        return make_run(world, task, *words(folder, strategy, *fp16, "--run.resume", "auto"))
-
-    run = make_run(world, task, *words(folder, strategy, *fp16))
+    small = words(
+        folder, strategy, "--precision.dtype", "fp16", "--precision.scaler.init_scale", 64
+    )
+    run = make_run(world, task, *small)
     start = parameters_of(run)
-    others = [resumed()]
     assert not take_steps(run, 1)[0].applied
     assert are_equal(start.values(), parameters_of(run).values())
     assert run.schedule.counters.tolist() == [0, 1, 1]
-    take_steps(others[0], 1)
+    others = []
     for _ in range(2):
-        others.append(resumed())
+        run.saver.save(wait=False)  # in the background, where the state can be copied
+        run.saver.finish()
+        others.append(make_run(world, task, *small, "--run.resume", "auto"))
         assert others[-1].step == run.step
         assert all(report.applied for one in (run, *others) for report in take_steps(one, 2))
     assert not torch.equal(start["1.0.weight"], parameters_of(run)["1.0.weight"])
@@ -126,14 +122,6 @@ def test_shards_take_the_steps_of_one_process_with_an_optimizer_of_the_tasks(kin
     )
 
 
-class Brings(Tiny):
-    """A task with these methods: Brings(optimizer=lambda groups, lr: ...)."""
-
-    def __init__(self, **methods):
-        super().__init__()
-        vars(self).update(methods)
-
-
 @pytest.mark.bad_input("a task's optimizer that can't unscale and skip in its kernel")
 def test_an_optimizer_that_cannot_skip_by_itself_takes_the_textbook_path_and_says_so_once(capsys):
     run = make_run(World(), Own("lion"))
@@ -151,13 +139,13 @@ def test_an_optimizer_that_cannot_skip_by_itself_takes_the_textbook_path_and_say
         def step(self, closure=None):
             pass
 
-    task = Brings(optimizer=lambda groups, lr: OwnStep(groups, lr=lr, fused=True))
+    task = variant(optimizer=lambda groups, lr: OwnStep(groups, lr=lr, fused=True))
     assert not takes_grad_scale(build_optimizer(task.build_model(), OptimConfig(), task))
 
 
 def test_a_rate_that_an_optimizer_keeps_in_a_tensor_is_filled_in_place():
     """As torchao's, whose compiled step reads that tensor."""
-    run = make_run(World(), Brings(optimizer=lambda groups, lr: SGD(groups, lr=torch.tensor(lr))))
+    run = make_run(World(), variant(optimizer=lambda groups, lr: SGD(groups, lr=torch.tensor(lr))))
     rates = [group["lr"] for group in run.optimizer.param_groups]
     take_steps(run, 2)
     assert [id(group["lr"]) for group in run.optimizer.param_groups] == [*map(id, rates)]
@@ -168,7 +156,7 @@ def test_a_rate_that_an_optimizer_keeps_in_a_tensor_is_filled_in_place():
     "an optimizer that changes options of its groups in training, when a checkpoint is due"
 )
 def test_an_optimizer_that_changes_its_groups_in_training_is_refused_when_it_is_to_be_saved():
-    task = Brings(optimizer=lambda groups, lr: Lion([{**g, "k": 0} for g in groups], lr=lr))
+    task = variant(optimizer=lambda groups, lr: Lion([{**g, "k": 0} for g in groups], lr=lr))
     optimizer = build_optimizer(task.build_model(), OptimConfig(), task)
     optimizer.state_dict()
     optimizer.param_groups[0]["k"] = 2
@@ -197,7 +185,7 @@ def test_sgd_in_half_precision_on_a_cpu_takes_the_path_that_works():
         p.grad = torch.ones_like(p)
     optimizer.step()
     assert not any(map(torch.equal, model.parameters(), before))
-    task = Brings(optimizer=lambda groups, lr: SGD(groups, lr=lr, fused=True))
+    task = variant(optimizer=lambda groups, lr: SGD(groups, lr=lr, fused=True))
     with pytest.raises(ConfigError, match="SGD has fused=True, which on a CPU silently leaves"):
         build_optimizer(model, OptimConfig(), task)
 
@@ -222,7 +210,7 @@ def test_fused_sgd_takes_torchs_steps_bit_for_bit_also_without_some_gradients(mo
 
 
 class Grouped(Tiny):
-    """Per-layer rates."""
+    """Rates of its layers, which its schedule and its evaluations lower."""
 
     def groups(self, model):
         second = {"name": "layer 1", "params": ["1.0.weight", "1.0.bias"], "lr_scale": 0.5}
@@ -231,6 +219,12 @@ class Grouped(Tiny):
             {**second, "weight_decay": 0.0},
             {"params": model[2].parameters()},
         ]
+
+    def schedule(self, step):
+        return [1.0, 0.5, 0.25][step // 2] if step < 6 else 0.0
+
+    def on_evaluation(self, run, values):
+        run.schedule.factor *= 0.3
 
 
 def test_groups_take_names_patterns_and_parameters_fill_in_the_defaults_and_are_printed(capsys):
@@ -250,29 +244,6 @@ def test_groups_take_names_patterns_and_parameters_fill_in_the_defaults_and_are_
     assert said.count("betas (0.9, 0.95)") == 3
     assert "; group 2 (2 tensors): lr_scale 1.0, weight_decay 0.1, " in said
     assert "foreach" not in said, "what is not set is left out"
-
-
-def rates_by_group(world, folder):
-    """Each step's rates before and after a resume: those of the groups relative to lr, and lr."""
-    more = ["--use_amp", "false", "--optim.schedule", "linear", "--run.resume", "auto"]
-    rates = []
-    for _ in range(2):
-        run = make_run(world, Grouped(), *words(folder, "fsdp", *more))
-        for _ in range(2):
-            lr = run.schedule.lr.item()
-            rates.append([float(group["lr"]) / lr for group in run.optimizer.param_groups] + [lr])
-            take_steps(run, 1)
-        save(run)
-    with pytest.raises(DataError, match="'adamw layer 0': 2"):
-        make_run(world, Tiny(), *words(folder, "fsdp", *more))
-    return rates
-
-
-def test_lr_scale_multiplies_the_groups_rate_also_after_a_resume(tmp_path):
-    for rates in on_ranks(2, rates_by_group, tmp_path):
-        assert [rate[:3] for rate in rates] == [pytest.approx([0.25, 0.5, 1.0], rel=1e-6)] * 4
-        expected = [0.01 * (1 - 0.09 * step) for step in range(4)]
-        assert [rate[3] for rate in rates] == pytest.approx(expected, rel=1e-6)
 
 
 def without_the_first(groups, lr):
@@ -315,56 +286,52 @@ REFUSED_GROUPS = [
 @pytest.mark.parametrize(
     ("task", "said"),
     [
-        *((Brings(optimizer=make), said) for make, said in REFUSED_OPTIMIZERS),
+        *((variant(optimizer=make), said) for make, said in REFUSED_OPTIMIZERS),
         *(
-            (Brings(groups=lambda _, groups=groups: groups), said)
+            (variant(groups=lambda _, groups=groups: groups), said)
             for groups, said in REFUSED_GROUPS
         ),
     ],
 )
 def test_an_optimizer_or_groups_that_would_train_something_else_are_refused(task, said):
-    with pytest.raises(ConfigError) as error:
-        make_run(World(), task)
-    assert said in str(error.value)
-    assert "\n" not in str(error.value)
+    assert said in message_of(64, make_run, World(), task)
 
 
 # ---- schedules
 
 
 def rates_and_end(world, folder, strategy, name):
-    """Rates of 6 steps with a factor from the third and fifth on, through and resumed; the ends."""
+    """The rates of six steps and of their groups, through and resumed; the ends."""
     found = []
     for cut in (None, 4):
         settings = words(folder / str(cut), strategy, "--eval.every", 2, "--optim.name", name)
-        settings += ["--optim.schedule", "constant", "--run.resume", "auto"]
-        task = Brings(on_evaluation=lower)
-        run = make_run(world, task, *settings)
+        settings += ["--optim.warmup_steps", 5, "--run.resume", "auto"]
+        run = make_run(world, Grouped(), *settings)
         rates = []
         for _ in range(3):
             for _ in range(2):
+                scaled = [float(group["lr"]) for group in run.optimizer.param_groups]
                 take_steps(run, 1)
-                rates.append(log_row(run)["lr"])
+                rates += [*scaled, log_row(run)["lr"]]
             run.evaluate()
             if run.step == cut:
                 run.save()
-                run = make_run(world, task, *settings)
+                run = make_run(world, Grouped(), *settings)
         found.append((rates, parameters_of(run), run.schedule.factor))
+    with pytest.raises(DataError, match=f"'{name} layer 0': 2"):
+        make_run(world, Tiny(), *settings)
     return found
-
-
-def lower(run, values):
-    run.schedule.factor *= 0.3
 
 
 @pytest.mark.parametrize(
     ("ranks", "strategy", "name"), [(1, "single", "sgd"), (2, "fsdp", "adamw")]
 )
-def test_a_factor_set_after_an_evaluation_counts_from_the_next_step_and_is_resumed(
+def test_a_rate_is_that_of_the_tasks_schedule_times_its_factor_and_the_groups_also_resumed(
     tmp_path, ranks, strategy, name
 ):
     for through, resumed in on_ranks(ranks, rates_and_end, tmp_path, strategy, name):
-        expected = [through[0][0] * factor for factor in (1, 1, 0.3, 0.3, 0.09, 0.09)]
+        factors = (1, 1, 0.5 * 0.3, 0.5 * 0.3, 0.25 * 0.09, 0.25 * 0.09)
+        expected = [0.01 * factor * scale for factor in factors for scale in (0.25, 0.5, 1, 1)]
         assert through[0] == pytest.approx(expected, rel=1e-6)
         assert resumed[0] == through[0]
         assert resumed[2] == through[2] == pytest.approx(0.027)
@@ -388,22 +355,6 @@ def test_a_factor_that_is_no_rate_is_refused_and_one_of_a_checkpoint_is_said_at_
     assert run.schedule.factor == 0.5
 
 
-def stairs(step):
-    return [0.0, 1.0, 0.5][step // 2] if step < 6 else 0.25
-
-
-def test_a_tasks_schedule_is_the_whole_factor_by_applied_step_also_after_a_resume(tmp_path):
-    rates = []
-    for _ in range(2):
-        more = ["--optim.warmup_steps", 5, "--run.resume", "auto"]
-        run = make_run(World(), Brings(schedule=stairs), *words(tmp_path, "single", *more))
-        for _ in range(2):
-            take_steps(run, 1)
-            rates.append(run.schedule.last_lr.item())
-        save(run)
-    assert rates == pytest.approx([0.0, 0.0, 0.01, 0.01], rel=1e-6)
-
-
 @pytest.mark.bad_input("a task's `schedule(step)` that returns no number from 0 on")
 @pytest.mark.bad_input("a task's `groups`, `optimizer` or `schedule` that raises")
 @pytest.mark.parametrize("factor", [-0.1, math.nan, None, torch.ones(2)])
@@ -416,7 +367,7 @@ def test_a_schedule_that_fails_or_gives_no_factor_is_refused_at_the_start(factor
             return at_7 if step == 7 else 1 / (9 - step)
 
         with pytest.raises(ConfigError, match=re.escape(expected)):
-            make_run(World(), Brings(schedule=schedule), "--train.steps", 10)
+            make_run(World(), variant(schedule=schedule), "--train.steps", 10)
 
 
 def rates(schedule, warmup_steps, min_lr_ratio=0.1):

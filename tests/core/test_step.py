@@ -9,7 +9,6 @@ from ranks import on_ranks
 from tiny import Overflow, Tiny, make_run, moments_of, parameters_of, take_steps
 from torch import nn
 
-from dist_amp.distributed.process import seed_all
 from dist_amp.errors import DataError
 from dist_amp.step import evaluate, train_step
 from dist_amp.world import World
@@ -66,20 +65,12 @@ def test_inf_on_one_rank_skips_the_step_on_all_and_changes_nothing(
 def recover_from_a_huge_scale(world, strategy):
     words = ["--parallel.strategy", strategy, "--train.micro_batch_size", 2, *DTYPES["fp16"]]
     run = make_run(world, Tiny(), *words, "--precision.scaler.init_scale", 2**30)
-    applied = []
-    after = [*parameters_of(run).values(), *moments_of(run)]
-    for _ in range(24):
-        before = after
-        applied.append(take_steps(run, 1)[0].applied.item())
-        after = [*parameters_of(run).values(), *moments_of(run)]
-        # AdamW makes its moments, zeros, in the first step.
-        if not applied[-1] and len(after) == len(before):
-            assert all(map(torch.equal, before, after))
+    applied = [report.applied.item() for report in take_steps(run, 24)]
     return applied, run.schedule.counters.tolist(), run.scaler.get_scale()
 
 
 @pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "fsdp")])
-def test_fp16_with_a_scale_far_too_high_skips_recovers_and_loses_nothing(ranks, strategy):
+def test_fp16_with_a_scale_far_too_high_skips_and_recovers(ranks, strategy):
     results = on_ranks(ranks, recover_from_a_huge_scale, strategy)
     assert all(result == results[0] for result in results)
     applied, (applied_steps, skipped_steps, in_a_row), scale = results[0]
@@ -225,27 +216,26 @@ def test_a_step_without_micro_batches_is_refused():
 
 
 class Moded(nn.Module):
-    """Twice its input in training mode: a layer whose mode shows, on each sample alike."""
+    """Notes the modes in which it is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.modes = []
 
     def forward(self, x):
-        return x * (1 + self.training)
+        if self.training not in self.modes[-1:]:
+            self.modes.append(self.training)
+        return x
 
 
-class Trunk(nn.Sequential):
-    def __init__(self):
-        super().__init__(nn.Linear(8, 8), Moded())
-
-
-class KeptInEvaluationMode(Trunk):
+class KeptInEvaluationMode(nn.Sequential):
     def train(self, mode=True):  # without its return value, as some write it
         super().train(False)
 
 
 class Partly(Tiny):
-    """A model of which some is in evaluation mode.
-
-    A pretrained trunk, as from_pretrained returns it, under a new head; a detector, which keeps a
-    part so by its own train(); or all.
+    """A model of which some is in evaluation mode: a pretrained trunk under a new head, as
+    from_pretrained returns it; a part of a detector, which keeps it so by its own train(); or all.
     """
 
     def __init__(self, kind):
@@ -253,61 +243,33 @@ class Partly(Tiny):
         self.kind = kind
 
     def build_model(self):
-        trunk = KeptInEvaluationMode() if self.kind == "detector" else Trunk()
-        if self.kind == "pretrained":
-            trunk.eval()
+        cls = KeptInEvaluationMode if self.kind == "detector" else nn.Sequential
+        trunk = cls(nn.Linear(8, 8), Moded())
         model = nn.Sequential(trunk, nn.Tanh(), Moded(), nn.Linear(8, 1))
-        return model.eval() if self.kind == "whole" else model
+        part = {"pretrained": trunk, "detector": nn.Identity(), "whole": model}[self.kind]
+        part.eval()
+        return model
 
 
-def plain_loop(task, steps=4):
-    """model.train() at the start and after the evaluation in the middle, and torch's SGD."""
-    seed_all(0)
-    model = task.build_model()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    rows = task.build_dataset("train")
-    model.train()
-    for step in range(steps):
-        if step == steps // 2:
-            model.eval()
-            held_out = task.build_dataset("validation")
-            with torch.no_grad():
-                loss = task.loss_sum(model, held_out[:]) / len(held_out)
-            model.train()
-        batch = rows[8 * step : 8 * step + 8]
-        (task.loss_sum(model, batch) / 8).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return dict(model.named_parameters()), loss.item()
-
-
-def run_with_an_evaluation(world, task, strategy):
-    words = ["--optim.name", "sgd", "--optim.momentum", 0, "--optim.weight_decay", 0]
-    words += ["--optim.lr", 0.1, "--optim.schedule", "constant", "--train.clip_by", "off"]
-    words += [*DTYPES["fp32"], "--data.shuffle", "false", "--eval.every", 2, "--run.seed", 0]
-    words += ["--parallel.strategy", strategy, "--train.micro_batch_size", 8 // world.world_size]
-    run = make_run(world, task, *words)
-    take_steps(run, 2)
-    loss = evaluate(run)["loss"]
-    take_steps(run, 2)
-    return parameters_of(run), loss
+def modes_with_an_evaluation(world, task, strategy):
+    run = make_run(world, task, "--parallel.strategy", strategy, "--eval.every", 1)
+    take_steps(run, 1)
+    evaluate(run)
+    take_steps(run, 1)
+    return [m.modes for m in run.parallel.module.modules() if isinstance(m, Moded)]
 
 
 @pytest.mark.parametrize("kind", ["pretrained", "detector", "whole"])
 @pytest.mark.parametrize(("ranks", "strategy"), LAYOUTS)
-def test_modes_are_those_of_a_plain_loop_and_a_part_that_leaves_evaluation_mode_is_named(
+def test_modes_are_those_of_a_loop_with_train_and_eval_and_a_part_that_leaves_its_own_is_named(
     kind, ranks, strategy, capfd
 ):
+    changes = [True, False, True]
+    trunk = [False] if kind == "detector" else changes
     task = Partly(kind)
-    expected, expected_loss = plain_loop(task)
-    for parameters, loss in on_ranks(ranks, run_with_an_evaluation, task, strategy):
-        assert loss == pytest.approx(expected_loss, rel=1e-5)
-        # Rounding of float32 sums in another order.
-        torch.testing.assert_close(parameters, expected, rtol=1e-5, atol=1e-6)
+    assert on_ranks(ranks, modes_with_an_evaluation, task, strategy) == [[trunk, changes]] * ranks
     capfd.readouterr()
     make_run(World(), task)
-    said = "0 left evaluation mode at model.train(), as in any training loop: for fixed batch"
-    output = capfd.readouterr().out
-    assert (
-        (said in output) == ("override train() in its module" in output) == (kind == "pretrained")
-    )
+    said = "0 left evaluation mode at model.train(), as in any training loop: for fixed batch "
+    said += "statistics, or no dropout, override train() in its module"
+    assert (said in capfd.readouterr().out) == (kind == "pretrained")

@@ -1,17 +1,27 @@
 """Models that nobody designed the code around: idle experts, branches, wrappers called."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import RankFailed, on_ranks
-from tiny import Rows, Tiny, make_run, parameters_of, save, take_steps
+from ranks import on_ranks
+from tiny import Changed, Rows, Tiny, make_run, parameters_of, save, take_steps
 from torch import nn
 
-from dist_amp.config.auto import not_for_policy
-from dist_amp.errors import ConfigError, DataError, Failure
+from dist_amp.errors import Failure
 from dist_amp.scaling.float32 import to_float32
 from dist_amp.step import evaluate
 from dist_amp.world import World
+
+
+def with_forward(forward, **parts):
+    """A model of these parts, computed by forward(model, *inputs)."""
+    model = nn.Module()
+    for name, part in parts.items():
+        setattr(model, name, part)
+    model.forward = partial(forward, model)
+    return model
 
 
 class Experts(nn.Module):
@@ -30,25 +40,19 @@ class Experts(nn.Module):
         return out
 
 
-class MixtureModel(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(8, 8)
-        self.blocks = nn.ModuleList(Experts() for _ in range(2))
-        self.head = nn.Linear(8, 1)
-
-    def forward(self, x, chosen):
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x, chosen)
-        return self.head(x)
+def mix(model, x, chosen):
+    x = model.first(x)
+    for block in model.blocks:
+        x = block(x, chosen)
+    return model.head(x)
 
 
 class Mixture(Tiny):
     """Each micro-batch leaves some experts without a sample; expert 3 never has one."""
 
     def build_model(self):
-        return MixtureModel()
+        blocks = nn.ModuleList(Experts() for _ in range(2))
+        return with_forward(mix, first=nn.Linear(8, 8), blocks=blocks, head=nn.Linear(8, 1))
 
     def blocks(self, model):
         return model.blocks
@@ -102,11 +106,6 @@ def test_experts_without_a_sample_on_some_ranks_take_the_step_of_one_process(
 # ---- parameters in another dtype ----
 
 
-class Bf16(Tiny):
-    def build_model(self):
-        return super().build_model().bfloat16()
-
-
 @pytest.mark.bad_input("weights that come in bf16, fp16 or float64")
 @pytest.mark.parametrize(
     ("ranks", "strategy", "amp"), [(1, "single", "true"), (2, "fsdp", "false")]
@@ -115,9 +114,10 @@ def test_weights_that_come_in_bf16_are_trained_in_float32_and_a_line_says_so(
     capsys, ranks, strategy, amp
 ):
     words = ["--parallel.strategy", strategy, "--use_amp", amp]
-    results = on_ranks(ranks, dtypes_after_a_step, Bf16(), *words)
+    task = Changed(model=nn.Module.bfloat16)
+    results = on_ranks(ranks, dtypes_after_a_step, task, *words)
     assert results == [{torch.float32}] * ranks
-    make_run(World(), Bf16())
+    make_run(World(), task)
     said = "build_model gave 153 parameters in bfloat16: they are stored in float32"
     assert said in capsys.readouterr().out
 
@@ -163,9 +163,9 @@ class CanNotBeCalled(Tiny):
         return super().loss_sum(model["net"], batch)
 
 
-def message_of_a_step(world, task, strategy):
-    with pytest.raises(DataError) as error:
-        take_steps(make_run(world, task, "--parallel.strategy", strategy), 1)
+def message_of_a_step(world, task, strategy, *words):
+    with pytest.raises(Failure) as error:
+        take_steps(make_run(world, task, "--parallel.strategy", strategy, *words), 1)
     return str(error.value)
 
 
@@ -197,31 +197,29 @@ def test_metrics_gets_the_module_without_ddps_wrapper():
 # ---- what only one process allows ----
 
 
-class HookedParameter(Tiny):
-    def build_model(self):
-        model = super().build_model()
-        model[0][0].weight.register_hook(lambda gradient: gradient * 2)
-        return model
+def hook_parameter(model):
+    model[0][0].weight.register_hook(lambda gradient: gradient * 2)
 
 
 def first_weight_after(world, task, strategy, steps=2, more=()):
     words = ["--use_amp", "false", "--data.shuffle", "false", "--parallel.strategy", strategy]
     size = 8 // world.world_size
-    run = make_run(world, task(), *words, "--train.micro_batch_size", size, *more)
+    run = make_run(world, task, *words, "--train.micro_batch_size", size, *more)
     take_steps(run, steps)
     return parameters_of(run)
 
 
 @pytest.mark.bad_input("a hook on a parameter, from build_model, under fsdp")
 def test_a_hook_on_a_parameter_works_under_ddp_and_is_refused_where_sharding_would_lose_it():
-    alone = first_weight_after(World(), HookedParameter, "single")
-    without = first_weight_after(World(), Tiny, "single")
+    task = Changed(hook_parameter)
+    alone = first_weight_after(World(), task, "single")
+    without = first_weight_after(World(), Tiny(), "single")
     assert not torch.equal(alone["0.0.weight"], without["0.0.weight"])
-    for parameters in on_ranks(2, first_weight_after, HookedParameter, "ddp"):
+    for parameters in on_ranks(2, first_weight_after, task, "ddp"):
         # Rounding of float32 sums in another order, which two steps of Adam add up.
         torch.testing.assert_close(parameters, alone, rtol=0, atol=2e-6)
-    with pytest.raises(RankFailed, match="parameter 0.0.weight of build_model, which has a hook, "):
-        on_ranks(2, first_weight_after, HookedParameter, "fsdp")
+    for message in on_ranks(2, message_of_a_step, task, "fsdp"):
+        assert "parameter 0.0.weight of build_model, which has a hook, " in message
 
 
 class TwoNames(Tiny):
@@ -229,10 +227,7 @@ class TwoNames(Tiny):
 
     def build_model(self):
         model = super().build_model()
-        both = nn.Module()
-        both.encoder = both.teacher_of = model
-        both.forward = both.teacher_of.forward
-        return both
+        return with_forward(lambda both, x: both.teacher(x), encoder=model, teacher=model)
 
 
 def resume_shared(world, strategy, folder):
@@ -252,21 +247,6 @@ def test_a_model_with_two_names_for_a_module_resumes(strategy, tmp_path):
 # ---- one line in place of a traceback
 
 
-def with_forward(forward, **parts):
-    """A model of these parts, computed by forward(model, x)."""
-    model = nn.Module()
-    for name, part in parts.items():
-        setattr(model, name, part)
-    model.forward = lambda x: forward(model, x)
-    return model
-
-
-def refusal_of_a_build(world, task, *words):
-    with pytest.raises(ConfigError) as error:
-        make_run(world, task, *words)
-    return str(error.value)
-
-
 class Coupled(Tiny):
     couples_samples = True
 
@@ -277,27 +257,10 @@ class Coupled(Tiny):
 )
 def test_coupled_samples_with_a_last_batch_that_ranks_share_unequally_are_refused(words, split):
     words = ["--train.micro_batch_size", 4, "--eval.every", 1, *words]
-    for message in on_ranks(2, refusal_of_a_build, Coupled(samples=60), *words):
+    for message in on_ranks(2, message_of_a_step, Coupled(samples=60), "auto", *words):
         assert f"the last of the {split} batches of 8 has 4 of the 60 samples" in message
     on_ranks(2, dtypes_after_a_step, Coupled(samples=64))
     take_steps(make_run(World(), Coupled(samples=62), *words), 1)
-
-
-class Spectral(Tiny):
-    def build_model(self):
-        return nn.utils.parametrizations.spectral_norm(nn.Linear(8, 1))
-
-
-def cast_after_a_step(world):
-    run = make_run(world, Spectral(), "--parallel.strategy", "fsdp")
-    take_steps(run, 1)
-    return run.precision.cast_by
-
-
-def test_auto_casts_by_autocast_where_the_policy_would_fail():
-    assert on_ranks(2, cast_after_a_step) == ["autocast"] * 2
-    assert not_for_policy(nn.utils.parametrizations.orthogonal(nn.Linear(8, 8)))
-    assert not not_for_policy(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)))
 
 
 @pytest.mark.bad_input("a model that build_model has compiled")

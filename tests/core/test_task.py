@@ -8,7 +8,7 @@ import pytest
 import torch
 from messages import message_of
 from ranks import on_ranks
-from tiny import Tiny, make_run, take_steps
+from tiny import Tiny, make_run, take_steps, variant
 
 from dist_amp.config.load import load_config
 from dist_amp.config.task_class import build_task
@@ -121,15 +121,6 @@ def test_a_task_that_can_not_be_built_is_named_with_the_cause(tmp_path, wrong, w
 # ---- what a task's methods return ----
 
 
-class Returns(Tiny):
-    """Its methods return these values, one after the other: Returns(weight=[-2])."""
-
-    def __init__(self, **returned):
-        super().__init__()
-        for name, values in returned.items():
-            setattr(self, name, lambda *_, values=values: values.pop(0))
-
-
 PAIR = "return a sum, or a pair (sum, weight)"
 NOT_COUNTED = "not what counts in the batch: a number or a scalar tensor, at least 0"
 MODEL = "the task's model"
@@ -159,7 +150,9 @@ MODEL = "the task's model"
 )
 def test_what_a_method_may_not_return_is_refused(method, answers, said):
     def use(call, *args):
-        call(make_run(World(), Returns(**{method: list(answers)}), "--eval.every", 1), *args)
+        left = list(answers)
+        task = variant(**{method: lambda *_: left.pop(0)})
+        call(make_run(World(), task, "--eval.every", 1), *args)
 
     assert said in message_of(65, use, evaluate)
     if method != "metrics":
@@ -215,22 +208,16 @@ def test_metrics_may_differ_in_order_between_ranks_but_not_in_names_and_may_have
         assert said in text
 
 
-class FillsACache(Tiny):
-    def __init__(self, folder, rank):
-        super().__init__()
-        self.cache, self.rank = folder / "cache", rank
-
-    def build_dataset(self, split):
-        if self.rank == 0:
-            time.sleep(0.3)
-            self.cache.touch()
-        assert self.cache.exists(), "the node's first rank has not filled it yet"
-        return super().build_dataset(split)
-
-
 def build_in_turn(world, folder):
+    def build_dataset(split):
+        if world.is_main:
+            time.sleep(0.3)
+            (folder / "cache").touch()
+        assert (folder / "cache").exists(), "the node's first rank has not filled it yet"
+        return Tiny().build_dataset(split)
+
     world = replace(world, local_rank=world.rank)
-    return len(build_split(FillsACache(folder, world.rank), "train", world))
+    return len(build_split(variant(build_dataset=build_dataset), "train", world))
 
 
 def test_the_other_ranks_of_a_node_build_their_datasets_after_its_first(tmp_path):

@@ -48,30 +48,28 @@ def test_the_average_follows_applied_steps_and_a_skipped_one_leaves_it_bit_for_b
 def evaluated_saved_and_resumed(world, folder, strategy, more):
     """The loss of an evaluation, what it should be, and the saved averages.
 
-    Neither averaging nor evaluating changes the training, and a resume continues both.
+    An evaluation changes neither the parameters nor their average, and a resume continues both.
     """
     small = [*EMA, "--eval.every", 5, "--train.global_batch_size", 8, *more]
     small = words(folder, strategy, *small)
-    plain, run = (make_run(world, Tiny(), *small) for _ in range(2))
-    for one in (plain, run):
-        take_steps(one, 2)
+    run = make_run(world, Tiny(), *small)
+    take_steps(run, 2)
     before, averages = parameters_of(run), averages_of(run)
     loss = evaluate(run)["loss"]
     assert_equal(parameters_of(run), before)
     assert_equal(averages_of(run), averages)
     model = Tiny().build_model()
     model.load_state_dict(averages)
-    rows = Tiny().build_dataset("validation").columns
+    rows = Tiny().build_dataset("validation")[:]
     with torch.no_grad():
         expected = (Tiny().loss_sum(model, rows) / len(rows["x"])).item()
     save(run)
     resumed = make_run(world, Tiny(), *small, "--run.resume", "auto")
     assert_equal(averages_of(resumed), averages)
-    for one in (plain, run, resumed):
-        take_steps(one, 2)
     for one in (run, resumed):
-        assert_equal(parameters_of(one), parameters_of(plain))
-        assert_equal(averages_of(one), averages_of(plain))
+        take_steps(one, 2)
+    assert_equal(parameters_of(resumed), parameters_of(run))
+    assert_equal(averages_of(resumed), averages_of(run))
     return loss, expected, averages
 
 

@@ -26,23 +26,17 @@ def test_muon_gives_the_numbers_of_torchs_own_on_matrices_and_of_adamw_on_the_ot
     torch.manual_seed(0)
     ours = nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 8))
     other = copy.deepcopy(ours)
-
-    def split(model):
-        parameters = list(model.parameters())
-        return [p for p in parameters if p.ndim == 2], [p for p in parameters if p.ndim == 1]
-
-    groups = [{"name": str(n), "params": ps} for n, ps in enumerate(split(ours))]
-    mine = Muon(groups, lr=0.02, weight_decay=0.1)
-    matrices, vectors = split(other)
     both = {"lr": 0.02, "weight_decay": 0.1}
-    torchs = [
+    matrices, vectors = ([p for p in other.parameters() if p.ndim == ndim] for ndim in (2, 1))
+    optimizers = [
+        Muon([{"name": name, "params": [p]} for name, p in ours.named_parameters()], **both),
         torch.optim.Muon(matrices, momentum=0.95, adjust_lr_fn="match_rms_adamw", **both),
         torch.optim.AdamW(vectors, betas=(0.9, 0.95), fused=True, **both),
     ]
     for step in range(5):
         given_gradients(ours, step)
         given_gradients(other, step)
-        for optimizer in (mine, *torchs):
+        for optimizer in optimizers:
             optimizer.step()
         for a, b in zip(ours.parameters(), other.parameters(), strict=True):
             # The momentum is the same, so the orthogonalised matrices are; two roundings of float32

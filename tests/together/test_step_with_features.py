@@ -107,12 +107,8 @@ class FrozenTrunk(Tiny):
 
     def build_model(self):
         model = super().build_model()
-        for block in model[: self.frozen]:
-            block.requires_grad_(False)
+        model[: self.frozen].requires_grad_(False)
         return model
-
-    def blocks(self, model):
-        return list(model[:3])
 
 
 def test_blocks_below_everything_that_is_trained_are_gathered_for_the_forward_alone():
@@ -182,12 +178,12 @@ class FollowsInForward(Tiny):
 @pytest.mark.bad_input("a teacher that the forward changes, under fsdp")
 @pytest.mark.parametrize("through_data", [False, True])
 def test_a_teacher_that_moves_in_forward_moves_under_ddp_and_is_refused_under_fsdp(through_data):
-    task = partial(FollowsInForward, through_data)
+    task = FollowsInForward(through_data)
     alone = first_weight_after(World(), task, "single")
     for parameters in on_ranks(2, first_weight_after, task, "ddp"):
         # Rounding of float32 sums in another order, which two steps of Adam add up.
         torch.testing.assert_close(
             parameters["teacher.weight"], alone["teacher.weight"], rtol=0, atol=2e-6
         )
-    for message in on_ranks(2, message_of_a_step, task(), "fsdp"):
+    for message in on_ranks(2, message_of_a_step, task, "fsdp"):
         assert "forward changes its parameter teacher.weight, which is" in message
