@@ -14,6 +14,7 @@ import sys
 import time
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -569,8 +570,8 @@ def test_a_loop_of_ones_own_at_an_address_is_refused(tmp_path):
 
 def start_with_one_folder(world, folder):
     """What a run does at its start; ranks are as on two nodes."""
-    object.__setattr__(world, "local_rank", 0)
     os.environ["DIST_AMP_CACHE"] = str(folder / "cache")
+    world = replace(world, local_rank=0)
     job = SimpleNamespace(folder=local_folder(address_of(folder)), world=world)
     with pytest.raises(ConfigError, match="is shared by several nodes"):
         mirror.mirrored(SimpleNamespace(resume="auto"), job).__enter__()
