@@ -43,34 +43,27 @@ TEMPLATE = (
 )
 
 
-def pairs(count=24, chats=False):
+def pairs():
     """Prompts of different lengths, of which the answer in small letters is preferred."""
-    rows = []
-    for number in range(count):
-        row = {"prompt": f"say {number}: ", "chosen": "ab" * (1 + number % 3), "rejected": "XY"}
-        if chats:
-            row["prompt"] = [{"role": "user", "content": row["prompt"]}]
-            for name in ("chosen", "rejected"):
-                row[name] = [{"role": "assistant", "content": row[name]}]
-        rows.append(row)
-    return rows
+    answers = [{"chosen": "ab" * (1 + number % 3), "rejected": "XY"} for number in range(24)]
+    return [{"prompt": f"say {number}: ", **row} for number, row in enumerate(answers)]
 
 
-def questions(count=24):
+def questions():
     """Rows that name the files of their images, relative to their own folder."""
-    names = [list(COLORS)[number % 3] for number in range(count)]
+    names = 8 * list(COLORS)
     return [
         {"image": f"{name}.png", "prompt": f"{number}? ", "completion": name}
         for number, name in enumerate(names)
     ]
 
 
-def write_llama(folder, name="llama"):
-    make_tokenizer(make_model(folder, name))
+def write_llama(folder):
+    make_tokenizer(make_model(folder))
     return folder
 
 
-def write_llava(folder, template=TEMPLATE):
+def write_llava(folder):
     """Three images, a tiny Llava and its processor: an image of any size becomes four tokens."""
     for name, color in COLORS.items():
         Image.new("RGB", (20, 30), color).save(folder / f"{name}.png")
@@ -90,9 +83,8 @@ def write_llava(folder, template=TEMPLATE):
     size = {"height": 16, "width": 16}
     images = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=size)
     kind = {"patch_size": 8, "vision_feature_select_strategy": "default"}
-    LlavaProcessor(
-        images, tokenizer, chat_template=template, num_additional_image_tokens=1, **kind
-    ).save_pretrained(folder)
+    kind |= {"chat_template": TEMPLATE, "num_additional_image_tokens": 1}
+    LlavaProcessor(images, tokenizer, **kind).save_pretrained(folder)
     return folder
 
 
@@ -245,13 +237,9 @@ def test_the_loss_of_pairs_and_its_gradient_are_those_of_a_plain_reference(rank,
 # ---- images and texts ----
 
 
-def chat(name="red"):
-    return [
-        {"role": "user", "content": "which?"},
-        {"role": "assistant", "content": name},
-        {"role": "user", "content": "sure?"},
-        {"role": "assistant", "content": "yes"},
-    ]
+def chat(*texts):
+    roles = ("user", "assistant", "user", "assistant")
+    return [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
 
 
 FOUR = "<image>" * 4
@@ -264,12 +252,12 @@ PARTS = [{"type": "text", "text": "which?"}, {"type": "image", "text": None}]
         ({"prompt": "a? ", "completion": "red"}, f"{FOUR}a? red</s>", "red</s>"),
         ({"prompt": "a <image>? ", "completion": "red"}, f"a {FOUR}? red</s>", "red</s>"),
         (
-            {"messages": chat()},
+            {"messages": chat("which?", "red", "sure?", "yes")},
             f"<user>{FOUR}which?</s><assistant>red</s><user>sure?</s><assistant>yes</s>",
             "red</s>|yes</s>",
         ),
         (
-            {"messages": [{"role": "user", "content": PARTS}, chat()[1]]},
+            {"messages": chat(PARTS, "red")},
             f"<user>which?{FOUR}</s><assistant>red</s>",
             "red</s>",
         ),
