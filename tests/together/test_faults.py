@@ -93,7 +93,7 @@ def change_rate_on_a_skip(run):
 
 @cache  # in each rank's process: measured once for all faults
 def reference_of(device):
-    return Reference(load_config([], environ={}), device, Tiny(samples=300, uneven=True))
+    return Reference(load_config([], environ={}), device, Tiny(samples=300, uneven=True, depth=1))
 
 
 def verdict_of(world, cell, step):
