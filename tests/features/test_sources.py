@@ -125,25 +125,19 @@ def test_files_behind_symbolic_links_are_read_and_a_link_to_nothing_is_named(tmp
     assert "gone.jsonl" in message_of(65, all_rows, tmp_path / "data")
 
 
-TWO_AND_ONE = {"train": 2, "test": 1}
-
-
 @pytest.mark.parametrize(
     ("names", "splits"),
     [
-        (["training-0.csv", "testing-0.csv"], {"train": 1, "test": 1}),
-        (["en_train.csv", "de_train.csv", "EN_TEST.csv"], TWO_AND_ONE),
-        (
-            ["train.txt", "wiki.valid.txt", "LICENSE.txt", "vocab.txt"],
-            {"train": 1, "validation": 1},
-        ),
-        (["test_io.py", "io.py", "val.py"], {"train": 3}),
-        (["car/1.png", "train/1.png"], {"train": 2}),  # classes
-        (["train/bus/train_1.png", "train/train/test_2.png", "test/a/3.png"], TWO_AND_ONE),
+        ("training-0.csv testing-0.csv", {"train": 1, "test": 1}),
+        ("en_train.csv de_train.csv EN_TEST.csv", {"train": 2, "test": 1}),
+        ("train.txt wiki.valid.txt LICENSE.txt vocab.txt", {"train": 1, "validation": 1}),
+        ("test_io.py io.py val.py", {"train": 3}),
+        ("car/1.png train/1.png", {"train": 2}),  # classes
+        ("train/bus/train_1.png train/train/test_2.png test/a/3.png", {"train": 2, "test": 1}),
     ],
 )
 def test_a_whole_word_of_a_path_names_a_split(names, splits, tmp_path):
-    write(tmp_path, dict.fromkeys(names, "text\nsome\n"))
+    write(tmp_path, dict.fromkeys(names.split(), "text\nsome\n"))
     found = find_files(DataConfig(path=str(tmp_path)))
     assert {split: len(paths) for split, paths in found.splits.items()} == splits
 

@@ -616,17 +616,16 @@ def test_a_store_that_fails_now_and_then_gets_all_checkpoints(fault, s3, launch,
 @ENGINE
 @pytest.mark.bad_input("object storage without credentials, or a missing or read-only bucket")
 @pytest.mark.parametrize(
-    ("case", "line"),
+    ("name", "line"),
     [
-        ("nobucket", "can't be used: FileNotFoundError: The specified bucket does not exist; make"),
-        ("403", "check the credentials, which must be allowed to read, write and list, and the"),
-        ("no keys", "NoCredentialsError: Unable to locate credentials; check the credentials"),
+        ("none", "can't be used: FileNotFoundError: The specified bucket does not exist; make"),
+        ("bucket", "check the credentials, which must be allowed to read, write and list, and the"),
+        ("no_keys", "NoCredentialsError: Unable to locate credentials; check the credentials"),
     ],
 )
-def test_a_store_that_can_not_be_used_is_refused_at_the_start(case, line, s3, launch, monkeypatch):
-    s3.every = case if case == "403" else ""
-    name = case if case == "nobucket" else "bucket"
-    if case == "no keys":
+def test_a_store_that_can_not_be_used_is_refused_at_the_start(name, line, s3, launch, monkeypatch):
+    s3.every = "403" if name == "bucket" else ""
+    if name == "no_keys":
         monkeypatch.delenv("AWS_ACCESS_KEY_ID")
         monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     done = run(launch, "--run.dir", f"s3://{name}/run", ends=(1, 1))

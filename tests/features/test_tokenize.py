@@ -230,7 +230,6 @@ def test_an_interrupted_command_continues_with_the_rows_that_are_missing_and_pri
     ],
 )
 def test_a_wrong_command_line_is_one_line(words, fragment, tmp_path, capsys):
-    rows_file(tmp_path, texts())
     assert run(tmp_path, *words.split()) == 64
     assert f"error: {fragment}" in capsys.readouterr().err.splitlines()[-1]
 
