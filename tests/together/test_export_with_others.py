@@ -121,6 +121,7 @@ def test_a_hostile_config_starts_nothing_and_is_refused(tmp_path, draws, capsys)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
+@pytest.mark.bad_input("`export` over other files")
 @pytest.mark.bad_input(
     "an export or sample from something that is not a checkpoint, or from another model"
 )

@@ -294,7 +294,7 @@ def test_a_model_that_is_no_folder_or_does_not_fit_is_refused(
     (tmp_path / "empty").mkdir()
     if name in MODELS:
         make_tokenizer(make_model(tmp_path / name, name))
-    options |= {"target": "dist_amp.tasks.hf_causal_lm:HFCausalLM", "args.model": name}
+    options = {"target": "dist_amp.tasks.hf_causal_lm:HFCausalLM", "args.model": name} | options
     words = [word for key, value in options.items() for word in (f"--task.{key}", value)]
     config = load_config(words, environ={})
     assert message in message_of(status, lambda: build_task(config).build_model())
