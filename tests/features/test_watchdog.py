@@ -43,6 +43,7 @@ from dist_amp.supervise.rank_reports import (
 )
 from dist_amp.supervise.stop import AgreedStop
 from dist_amp.supervise.watchdog import Watchdog
+from dist_amp.train import train
 from dist_amp.world import World, locate
 
 # --- who is at fault
@@ -268,6 +269,25 @@ def test_every_group_of_a_mesh_has_the_timeout_of_the_default_group():
     for found in on_ranks(2, timeouts, "hsdp"):
         assert len(found) >= 2
         assert set(found.values()) == {30.0}, found  # of ranks.py
+
+
+def users_of_groups(world, folder):
+    """The threads that use the control group, and the background group."""
+    words = "--train.steps 8 --train.micro_batch_size 2 --checkpoint.every 2 --eval.every 4"
+    words += " --metrics.log_every 1 --debug.profile 2"
+    before = {each["record_id"] for each in recorded_collectives()}
+    with AgreedStop(world) as stop:
+        train(make_run(world, Tiny(), "--run.dir", folder, *words.split()), stop)
+    entries = [each for each in recorded_collectives() if each["record_id"] not in before]
+    entries = [(each["process_group"][0], each["thread_id"]) for each in entries]
+    groups = (world.control.group_name, world.background.group_name)
+    return [{thread for group, thread in entries if group == name} for name in groups]
+
+
+def test_no_two_threads_use_one_group_in_a_run_that_saves_evaluates_and_profiles(tmp_path):
+    for control, background in on_ranks(2, users_of_groups, tmp_path):
+        assert len(control) == 1, "the main thread's own"
+        assert background - control == background != set()
 
 
 # --- the stop flag
