@@ -20,8 +20,8 @@ from dist_amp.checkpoint import saver
 STEPS_BETWEEN = 10
 MAIN_ONLY = ["before the metadata", "before the manifest", "before the rename"]
 MAIN_ONLY += ["after the rename", "while an old one is removed"]
-POINTS = ["before it is taken", "before this rank's shard", "in the midst of a shard"]
-POINTS += ["after this rank's shard", "before the hashes", *MAIN_ONLY]
+POINTS = ["before it is taken", "before the first byte", "before this rank's shard"]
+POINTS += ["in the midst of a shard", "after this rank's shard", "before the hashes", *MAIN_ONLY]
 
 
 class Restless(Overflow):
@@ -88,6 +88,7 @@ def die_at(point, step):
 
     points = {
         "before it is taken": (saver, "take_snapshot", lambda run, **_: run.step == step),
+        "before the first byte": (saver, "write", of_step),
         "before this rank's shard": (dcp.FileSystemWriter, "write_data", of_step),
         "in the midst of a shard": (dcp, "_write_item", within_shard),
         "after this rank's shard": (dcp.FileSystemWriter, "write_data", of_step),

@@ -72,7 +72,8 @@ def kill(*pids):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "dtype", "workers"), [("ddp", "fp16", 0), ("ddp", "bf16", 2), ("fsdp", "fp16", 2)]
+    ("strategy", "dtype", "workers"),
+    [("ddp", "fp16", 0), ("ddp", "bf16", 2), ("fsdp", "fp16", 0), ("fsdp", "bf16", 2)],
 )
 def test_a_rank_that_is_killed_at_any_time_is_started_again(chaos, strategy, dtype, workers):
     words = {**LAYOUTS[strategy], "precision.dtype": dtype, "data.workers": workers}
