@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import tiny  # noqa: F401
 import torch
-from forked import FOLDERS, Launch
+from forked import FOLDERS, PRELOADED, Launch, context
 from forked import ROOT as ROOT
 from forked import TESTS as TESTS
 
@@ -86,6 +86,9 @@ def pytest_report_collectionfinish(config, items):
 def pytest_runtest_protocol(item):
     # A test before it may have left another number, with which sums round differently.
     torch.set_num_threads(1)
+    # A run with loader workers sets other modules: a server that starts after it would have none of
+    # these, and each fork would import torch again.
+    context.set_forkserver_preload(PRELOADED)
 
 
 def count_interpreters(event: str, args: tuple) -> None:
