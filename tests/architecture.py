@@ -33,7 +33,7 @@ BUDGETS = {
     "lines of core, with what it imports in functions": (8_000, 10_050),
     "lines of the package": (21_000, 28_740),
     "files of the package": (130, 168),
-    "lines of the tests": (24_000, 34_110),
+    "lines of the tests": (24_000, 30_310),
     "words of the docs": (13_000, 13_000),
     "settings": (75, 75),
 }
