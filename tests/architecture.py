@@ -31,7 +31,7 @@ BUDGETS = {
     "lines loaded by `import dist_amp.step`": (4_000, 4_270),
     "lines loaded by `import dist_amp.train`": (7_500, 8_350),
     "lines of core, with what it imports in functions": (8_000, 10_050),
-    "lines of the package": (21_000, 28_740),
+    "lines of the package": (21_000, 28_735),
     "files of the package": (130, 168),
     "lines of the tests": (24_000, 30_310),
     "words of the docs": (13_000, 13_000),

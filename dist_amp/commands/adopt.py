@@ -29,7 +29,8 @@ def main(argv: Sequence[str]) -> int:
             f"adopt {there[0]}: the project has it already; leave it out, or bring back a file "
             f"that you deleted: git checkout {BRANCH} -- FILE"
         )
-    if not (added or removed) or {*removed.split(",")} - {"", *has}:
+    missing = [name for name in removed.split(",") if name and name not in has]
+    if missing or not (added or removed):
         raise ConfigError(
             f"adopt: name a feature to add, or one to --remove that it has: {', '.join(has)}"
         )

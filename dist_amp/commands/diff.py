@@ -326,7 +326,7 @@ def table_of(title: str, pairs: Mapping[str, Sequence[Any]]) -> list[str]:
 
 
 class Value(NamedTuple):
-    """The dtype, shape and hash of an event's tensors."""
+    """A hash of an event's tensors, and some elements of each."""
 
     bits: int  # a hash
     samples: list[Tensor]

@@ -152,8 +152,8 @@ def choose(parts: Parts, present: Sequence[str], options: Namespace, code: str) 
 
 
 def source_of(root: Path) -> tuple[str, str]:
-    """Where these files are: the clone's remote if it has this commit, or else this folder; and the
-    commit, "" if there is none or files differ from it.
+    """Returns (the clone's remote if that has this commit, else this folder; the commit, or "" if
+    there is none or files differ from it).
     """
     if not (root / ".git").exists() or git(root, "status", "--porcelain"):
         return str(root), ""
@@ -220,7 +220,7 @@ def is_usable(config: str, parts: Parts, files: Iterable[str]) -> bool:
 def requirements(
     files: dict[str, Path], task: Path, ours: dict[str, Any]
 ) -> tuple[list[str], dict[str, list[str]]]:
-    """(dependencies, extras) of this package's that a project's files import."""
+    """Returns this package's (dependencies, extras) that a project's files import."""
     code = [path for file, path in files.items() if re.match(r"(?!tests/).*\.py$", file)]
     used = ALWAYS.union(*(distributions(imports_of(path)) for path in code))
     optional = ours["optional-dependencies"]

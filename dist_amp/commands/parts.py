@@ -1,4 +1,4 @@
-"""What a project is made of: core, and features, which are files that may be missing.
+"""The parts of a project: core, and features, which are files that may be missing.
 
 A feature is a file, or a folder, whose docstring has a line "Docs: PAGE"; a script in launch/ has
 it in its first comments. Its tests are named after it. A file needs what it imports, but under

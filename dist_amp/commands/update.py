@@ -97,14 +97,8 @@ def make_again(
         made.mkdir()
         git(root, f"--work-tree={made}", "restore", f"--source={BRANCH}", "--", f"{name}/task.py")
         words = ["--like", f"{root}/pyproject.toml", "--with", added, "--without", removed]
-        run_new(
-            source,
-            Path(temporary),
-            name,
-            *words,
-            "--task",
-            f"{made}/{name}/task.py:{record['task']}",
-        )
+        words += ["--task", f"{made}/{name}/task.py:{record['task']}"]
+        run_new(source, Path(temporary), name, *words)
         git(root, "fetch", "--quiet", f"{temporary}/{name}", "main")
     new = tomllib.loads(git(root, "show", "FETCH_HEAD:pyproject.toml"))["tool"]["dist_amp"]
     if Version(new["version"]) < Version(record["version"]):
