@@ -46,8 +46,10 @@ class Watched(Tiny):
         return "stop" if self.patience and run.step >= self.patience else None
 
     def train_metrics(self, run, report):
-        """Numbers of the host, one of the device."""
-        return {"rank": run.world.rank, "loss_per_rank": report.loss_sum, "best": math.inf}
+        """Numbers of the host, one of the device, one of sharded parameters."""
+        norm = sum(p.detach().square().sum() for p in run.parallel.parameters).sqrt()
+        values = {"rank": run.world.rank, "loss_per_rank": report.loss_sum}
+        return values | {"parameter_norm": norm, "best": math.inf}
 
 
 SMALL = """
@@ -81,10 +83,12 @@ def test_callbacks_are_called_on_every_rank_and_one_that_says_stop_ends_the_run(
     cause = 'on_step(run, report) returned "stop" on rank 1 after step 7'
     assert f"ended after step 8 of 12: the task's {cause}\n" in done[0].stdout
     rows = check_ended_at_step_8(tmp_path / "run", cause)
+    norms = [(row["step"], pytest.approx(row["train/parameter_norm"])) for row in rows]
     for rank in range(2):
         logged = scalars(tmp_path / "run", rank)
         assert logged["train/rank"] == [(5, rank), (8, rank)]
         assert [step for step, _ in logged["train/loss_per_rank"]] == [5, 8]
+        assert logged["train/parameter_norm"] == norms, "the same on both ranks"
     assert [row["train/rank"] for row in rows] == [0, 0]
 
 
