@@ -290,8 +290,10 @@ class Watchdog:
         if self._rank in verdict.hanging:
             print(f"error: rank {self._rank} hangs; its stacks:", file=sys.stderr, flush=True)
             faulthandler.dump_traceback(all_threads=True)
-            for worker in multiprocessing.active_children():  # of the loader, which print theirs
+            workers = multiprocessing.active_children()  # of the loader, which print theirs
+            for worker in workers:
                 os.kill(worker.pid or 0, signal.SIGUSR2)
+            time.sleep(1.0 if workers else 0.0)  # or the report begins in one of their lines
         text = verdict.text or "another rank has failed, and this one's main thread did not end"
         try:
             if self._job.status is None:
