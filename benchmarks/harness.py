@@ -116,6 +116,7 @@ def _rank(
         os.environ |= {name: str(value) for name, value in ranks.items()}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)  # as in parallel.py
     with start(RunConfig(device="cpu")) as world:
         returned = bench(world, *args)
         if world.is_main:
