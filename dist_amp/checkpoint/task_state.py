@@ -37,13 +37,16 @@ class Unsaved:
         if self._saves > 2:
             return
         run = self._run
-        owners: dict[str, Any] = {"the optimizer": run.optimizer}
+        of_optimizer = attributes_of(run.optimizer, run.parallel.module)
+        for group in run.optimizer.param_groups:  # a resumed run has the config's options
+            for key in group.keys() - {"params", "lr"}:
+                of_optimizer[f"{key} of {group['name']}"] = [group[key]]
+        kept = {"the optimizer": of_optimizer}
         if not hasattr(run.task, "state_dict"):
-            owners["the task"] = run.task
+            kept["the task"] = attributes_of(run.task, run.parallel.module)
         unsaved = getattr(run.task, "unsaved", ())
-        for owner, instance in owners.items():
-            kept = attributes_of(instance, run.parallel.module)
-            now = {name: [*map(digest, kept[name])] for name in kept if name not in unsaved}
+        for owner, leaves in kept.items():
+            now = {name: [*map(digest, leaves[name])] for name in leaves if name not in unsaved}
             before = self._first.setdefault(owner, now)
             if changed := [name for name in now if now[name] != before.get(name)]:
                 run.world.warn(

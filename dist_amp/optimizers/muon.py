@@ -70,11 +70,7 @@ class Muon(torch.optim.Optimizer):
             if any(p.is_meta for p in parameters):  # only planned with; no fused kernel takes them
                 copy["fused"] = False
             if copy["use_muon"] and not matrices_only:
-                other = next(p for p in parameters if p.ndim != 2)
-                raise ValueError(
-                    f"Muon takes matrices, not a parameter of shape {list(other.shape)}: "
-                    "use_muon=False"
-                )
+                raise ValueError("a group with use_muon=True has other parameters than matrices")
             copies.append(copy)
         super().__init__(copies, {**self._adamw.defaults, "momentum": momentum})
         self._step_supports_amp_scaling = fused

@@ -160,8 +160,10 @@ class TwoInOne(torch.optim.Optimizer):
     def __init__(self, groups, lr):
         super().__init__(groups, {"lr": lr})
         self.parts = [torch.optim.AdamW([group], lr=lr) for group in self.param_groups]
+        self.param_groups[0]["k"] = 0  # as schedule-free optimizers count
 
     def step(self, closure=None):
+        self.param_groups[0]["k"] += 1
         for part in self.parts:
             part.step()
 
@@ -172,6 +174,7 @@ class OptimizerOfTwo(Tiny):
 
 
 @pytest.mark.bad_input("an optimizer that keeps its moments outside `state`")
-def test_moments_outside_an_optimizers_state_are_warned_of(tmp_path, capsys):
+@pytest.mark.bad_input("an optimizer that changes options of its groups in training")
+def test_what_an_optimizer_keeps_outside_its_state_is_warned_of(tmp_path, capsys):
     said = warnings_of_saves(OptimizerOfTwo(), tmp_path, capsys)
-    assert "the optimizer keeps parts, which changed and is in no checkpoint" in said
+    assert "the optimizer keeps parts, k of matrices, which changed and is in no checkpoint" in said
