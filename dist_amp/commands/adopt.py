@@ -10,30 +10,20 @@ by a merge, as `dist_amp update` does, so that your edits stay.
 import sys
 from collections.abc import Sequence
 
-from dist_amp.commands.update import BRANCH, find_project, make_again
-from dist_amp.errors import ConfigError
+from dist_amp.commands.update import find_project, make_again
 from dist_amp.supervise.command_line import Parser, command
 
 
-@command("; the project is as it was")
+@command("; git status shows what is left to do")
 def main(argv: Sequence[str]) -> int:
     parser = Parser("python -m dist_amp.adopt", __doc__)
     parser.add_argument("features", nargs="*", metavar="FEATURE", help="to add")
     parser.add_argument("--remove", action="append", default=[], metavar="FEATURE,...")
     options = parser.parse_args(argv)
+    if not (options.features or options.remove):
+        parser.error("name a feature to add, or one to --remove")
     root, record = find_project()
     added, removed = ",".join(options.features), ",".join(options.remove)
-    has = record["features"]
-    if there := [name for name in added.split(",") if name in has]:
-        raise ConfigError(
-            f"adopt {there[0]}: the project has it already; leave it out, or bring back a file "
-            f"that you deleted: git checkout {BRANCH} -- FILE"
-        )
-    missing = [name for name in removed.split(",") if name and name not in has]
-    if missing or not (added or removed):
-        raise ConfigError(
-            f"adopt: name a feature to add, or one to --remove that it has: {', '.join(has)}"
-        )
     return make_again(root, record, record["commit"], added, removed)
 
 

@@ -6,7 +6,6 @@ into the current one. Your edits stay; where both changed the same lines, git re
 """
 
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -17,24 +16,24 @@ from typing import Any
 
 from packaging.version import Version
 
-from dist_amp.distributed.signals import ignore_stop_signals
-from dist_amp.errors import ConfigError, some_of
+from dist_amp.errors import ConfigError
 from dist_amp.supervise.command_line import Parser, command
 
 BRANCH = "dist_amp"  # has the files as they were made, without later edits
+COMMITTER = ("-c", "user.name=dist_amp", "-c", "user.email=dist_amp@localhost")
 
 
-@command("; the project is as it was")
+@command("; git status shows what is left to do")
 def main(argv: Sequence[str]) -> int:
     Parser("python -m dist_amp.update", __doc__).parse_args(argv)
-    return make_again(*find_project(), "HEAD")
+    return make_again(*find_project())
 
 
 def git(folder: Path, *words: str, ok: Sequence[int] = (0,)) -> str:
     """The output of a git command. Errors: ConfigError with git's message."""
-    # A git hook's variables name another repository. In a new session, Ctrl-C does not reach git.
+    # A git hook's variables name another repository.
     environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    options: dict[str, Any] = {"capture_output": True, "text": True, "start_new_session": True}
+    options: dict[str, Any] = {"capture_output": True, "text": True}
     try:
         done = subprocess.run(["git", *words], cwd=folder, env=environ, **options)
     except FileNotFoundError:
@@ -44,54 +43,43 @@ def git(folder: Path, *words: str, ok: Sequence[int] = (0,)) -> str:
     return done.stdout.strip()
 
 
-def user_of(folder: Path) -> list[str]:
-    """Options for who commits, where git knows no user."""
-    if git(folder, "config", "--default=", "user.email"):
-        return []
-    return ["-c", "user.name=dist_amp", "-c", "user.email=dist_amp@localhost"]
-
-
 def find_project() -> tuple[Path, dict[str, Any]]:
     """The project in this folder, and [tool.dist_amp] of its pyproject.toml, with its name.
 
-    Errors: ConfigError if nothing can be merged into it.
+    Errors: ConfigError outside of a project.
     """
     try:
         root = Path(git(Path(), "rev-parse", "--show-toplevel"))
-        settings = tomllib.loads(git(root, "show", "HEAD:pyproject.toml"))
+        settings = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
         record = {"name": settings["project"]["name"], **settings["tool"]["dist_amp"]}
         git(root, "rev-parse", "--verify", f"refs/heads/{BRANCH}")
-    except (ConfigError, KeyError) as error:
+    except (ConfigError, OSError, KeyError) as error:
         raise ConfigError(
             f"this is not a project that `dist_amp new` made, with its branch {BRANCH}: {error}; "
             f"go to its folder, or fetch the branch: git fetch origin {BRANCH}:{BRANCH}"
         ) from None
-    if changed := git(root, "diff", "--name-only", "HEAD").splitlines():
-        raise ConfigError(f"{root} has changes in {some_of(changed)}; commit or stash them")
-    if git(root, "branch", "--show-current") == BRANCH:
-        raise ConfigError(f"{BRANCH} has the files as they were made; switch to your own branch")
     return root, record
 
 
 def make_again(
-    root: Path, record: dict[str, Any], commit: str, added: str = "", removed: str = ""
+    root: Path, record: dict[str, Any], commit: str = "", added: str = "", removed: str = ""
 ) -> int:
-    """Make the project's files from a commit of its source, with other features, and merge them.
+    """Make the project's files again, with other features, and merge them.
 
-    added, removed: features, separated by commas. Returns the exit status: 1 for conflicts.
+    commit: of its source; "" for the newest. added, removed: features, separated by commas.
+    Returns the exit status: 1 for conflicts.
     """
     name = record["name"]
     with tempfile.TemporaryDirectory() as temporary:
         source = Path(record["source"])
-        if not source.is_dir() or (commit and (source / ".git").exists()):
+        if commit or not source.is_dir():
             source = Path(temporary, "source")
-            made_from = record["commit"] or "HEAD"
             try:
-                git(root, "clone", "--quiet", "--no-checkout", record["source"], str(source))
+                git(root, "clone", "--quiet", record["source"], str(source))
                 git(source, "checkout", "--quiet", commit or "HEAD")
-                git(source, "merge-base", "--is-ancestor", made_from, "HEAD")
             except ConfigError as error:
-                raise older(record, f"commit {made_from[:7]}: {error}") from None
+                hint = "name another `source` under [tool.dist_amp] in pyproject.toml"
+                raise ConfigError(f"{error}; {hint}") from None
         # The task as it was made, not as the user has it by now: a merge would see that as an edit.
         made = Path(temporary, "made")
         made.mkdir()
@@ -102,17 +90,18 @@ def make_again(
         git(root, "fetch", "--quiet", f"{temporary}/{name}", "main")
     new = tomllib.loads(git(root, "show", "FETCH_HEAD:pyproject.toml"))["tool"]["dist_amp"]
     if Version(new["version"]) < Version(record["version"]):
-        raise older(record, f"version {record['version']}")
+        raise ConfigError(
+            f"{record['source']} has version {new['version']}, and the project was made from "
+            f"{record['version']}; bring the source to that version or a newer one"
+        )
     title = f"dist_amp {new['version']} with {', '.join(new['features'])}"
-    user = user_of(root)
-    commit = BRANCH
+    # The branch comes first: if the merge is refused or stopped, the next update merges it.
     if git(root, "diff", "--name-only", BRANCH, "FETCH_HEAD", "--"):
-        commit = git(root, *user, "commit-tree", "FETCH_HEAD^{tree}", "-p", BRANCH, "-m", title)
-    # A signal would leave half of this, and the command would say that nothing has changed.
-    ignore_stop_signals((signal.SIGINT, signal.SIGTERM))
-    words = ["merge", "--no-ff", "--stat", "-m", f"Merge {title}", commit]
-    print(git(root, *user, *words, ok=(0, 1)))
-    git(root, "branch", "--force", BRANCH, commit)
+        tree = ("FETCH_HEAD^{tree}", "-p", BRANCH, "-m", title)
+        made_now = git(root, *COMMITTER, "commit-tree", *tree)
+        git(root, "branch", "--force", BRANCH, made_now)
+    words = ["merge", "--no-ff", "--stat", "-m", f"Merge {title}", BRANCH]
+    print(git(root, *COMMITTER, *words, ok=(0, 1)))
     if conflicts := git(root, "ls-files", "--unmerged"):
         print("resolve the conflicts, git add or git rm each file, then: git commit")
         print("or undo all: git merge --abort")
@@ -127,13 +116,6 @@ def run_new(source: Path, folder: Path, *words: str) -> None:
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise ConfigError(f"source {source}: {reason.removeprefix('error: ')}")
-
-
-def older(record: dict[str, Any], made_from: str) -> ConfigError:
-    return ConfigError(
-        f"{record['source']} is not there, or older than what the project was made from, "
-        f"{made_from}; update it, or name another `source` under [tool.dist_amp] in pyproject.toml"
-    )
 
 
 if __name__ == "__main__":
