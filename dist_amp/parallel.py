@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dist_amp.config.auto import batch_statistics, replicas_of
 from dist_amp.distributed.process import random_state, set_random_state
-from dist_amp.files import present
 from dist_amp.precision import DTYPES, Precision
 from dist_amp.settings import ParallelConfig, Strategy
 from dist_amp.world import World
@@ -304,12 +303,8 @@ def _shard(
     for unit, following in pairwise(sharded):
         unit.set_modules_to_forward_prefetch([following])
 
-    context: AbstractContextManager[Any] = nullcontext()
-    if present("scaling.hooks"):
-        from dist_amp.scaling.hooks import ExplainedErrors
-
-        context = ExplainedErrors(world.rank, precision.cast_by)
     reshards[model] = False
+    nothing = nullcontext()
 
     def gradient_sync(on: bool) -> AbstractContextManager[None]:
         model.set_is_last_backward(on)
@@ -317,7 +312,7 @@ def _shard(
             model.set_requires_gradient_sync(on)
         elif strategy == "hsdp":  # reduced within the shards every time, between the replicas once
             model.set_requires_all_reduce(on)
-        return context
+        return nothing
 
     return Parallel(
         strategy, module, module, world, gradient_sync, state_device, replicas, reshards

@@ -60,7 +60,9 @@ def checkpoint_activations(checkpointing: int | str, blocks: Sequence[nn.Module]
 def recomputed(block: nn.Module, selective: bool = False) -> Forward:
     """The block's forward, run again in backward with the same random numbers and buffers."""
     forward: Forward = block.forward
-    buffers = Buffers(block)
+    places = [
+        (owner, name) for owner in block.modules() for name, _ in owner.named_buffers(recurse=False)
+    ]
     contexts: Callable[[], Any] = noop_context_fn
     if selective:
         contexts = partial(create_selective_checkpoint_contexts, policy)
@@ -75,15 +77,13 @@ def recomputed(block: nn.Module, selective: bool = False) -> Forward:
             if selective:
                 options["context_fn"] = contexts
             return checkpoint(forward, *args, **options, **kwargs)
-        copies, large = buffers.before()
+        before = contents_of(places)
 
         def both_runs() -> tuple[Any, Any]:
             first, again = contexts()
-            return first, buffers.second_run(copies, again)
+            return first, second_run(before, again)
 
-        outputs = checkpoint(forward, *args, context_fn=both_runs, **options, **kwargs)
-        buffers.add_replaced(copies, large)
-        return outputs
+        return checkpoint(forward, *args, context_fn=both_runs, **options, **kwargs)
 
     return call
 
@@ -99,60 +99,43 @@ def policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class Buffers:
-    """A block's buffers: its second run finds them as the first one did, and does not change them.
+def contents_of(places: Sequence[Place]) -> dict[Place, tuple[Tensor, int]]:
+    """What a block is about to read in its buffers, each with torch's count of writes to it.
 
-    Those of up to SMALL elements are copied before each forward, as it may write to them without a
-    trace: torch does not count what batch norm's kernel writes. Larger ones are tables, which may
-    be replaced, but not written to in place.
+    Those of up to SMALL elements are copied, as the block may write to them without a trace: torch
+    does not count what batch norm's kernel writes. Larger ones are tables, which may be replaced,
+    but not written to in place.
     """
+    contents = {}
+    for place in places:
+        tensor = getattr(*place)
+        if tensor.numel() <= SMALL:
+            tensor = tensor.clone()
+        contents[place] = (tensor, tensor._version)
+    return contents
 
-    def __init__(self, block: nn.Module):
-        self._places: list[Place] = [
-            (owner, name)
-            for owner in block.modules()
-            for name, _ in owner.named_buffers(recurse=False)
-        ]
 
-    def before(self) -> tuple[dict[Place, Tensor], dict[Place, tuple[Tensor, int]]]:
-        """Copies of the small buffers; the large ones, each with torch's count of its writes."""
-        tensors = {place: getattr(*place) for place in self._places}
-        copies = {place: t.clone() for place, t in tensors.items() if t.numel() <= SMALL}
-        return copies, {p: (t, t._version) for p, t in tensors.items() if p not in copies}
+@contextmanager
+def second_run(
+    contents: dict[Place, tuple[Tensor, int]], inner: AbstractContextManager[Any]
+) -> Iterator[None]:
+    """The block's second run finds its buffers as the first one did, and does not change them.
 
-    def add_replaced(
-        self, copies: dict[Place, Tensor], large: dict[Place, tuple[Tensor, int]]
-    ) -> None:
-        """Add the large buffers that a forward has replaced. Errors: ConfigError."""
-        for (owner, name), (tensor, version) in large.items():
+    Errors: ConfigError for a large buffer that was written to since.
+    """
+    current = {place: getattr(*place) for place in contents}
+    try:
+        for (owner, name), (tensor, version) in contents.items():
             if tensor._version != version:
                 raise ConfigError(
                     f"parallel.activation_checkpointing: {type(owner).__name__}.{name}, of "
                     f"{tensor.numel():,} elements, is written in place, and only smaller ones are "
                     "copied for the second run; assign a new tensor, or use none"
                 )
-            copies[owner, name] = tensor
-
-    @contextmanager
-    def second_run(
-        self, copies: dict[Place, Tensor], inner: AbstractContextManager[Any]
-    ) -> Iterator[None]:
-        """Set the buffers as in `copies`. Errors: ConfigError for a changed kept result."""
-        current = {place: getattr(*place) for place in self._places}
-        try:
-            for place, tensor in copies.items():
-                # A second run may write to it, and there may be a third.
-                setattr(*place, tensor.clone() if tensor.numel() <= SMALL else tensor)
-            with inner:
-                yield
-        except RuntimeError as error:
-            if "has been mutated" not in str(error):
-                raise
-            raise ConfigError(
-                "parallel.activation_checkpointing=selective: a block changes the result of a "
-                "matrix product, convolution or attention in place, as nn.ReLU(inplace=True) does; "
-                "use inplace=False, or full"
-            ) from error
-        finally:
-            for place, tensor in current.items():
-                setattr(*place, tensor)
+            # A second run may write to it, and there may be a third.
+            setattr(owner, name, tensor.clone() if tensor.numel() <= SMALL else tensor)
+        with inner:
+            yield
+    finally:
+        for place, tensor in current.items():
+            setattr(*place, tensor)

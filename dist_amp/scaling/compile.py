@@ -8,11 +8,8 @@ deepcopy of the model would run the original's blocks.
 Docs: docs/recipes.md
 """
 
-import importlib.util
 import os
-import shutil
 import sys
-import sysconfig
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -43,27 +40,35 @@ def pick_compile(
 ) -> CompileConfig:
     """The settings of [compile], where blocks=auto is false if nothing is to be compiled.
 
-    Errors: as for `check_compile`.
+    Errors: ConfigError for CUDA graphs of what changes its addresses or is overwritten.
     """
     picked = config.compile
     if picked.blocks == "auto":
-        reason = reason_not_to_compile(config, task, module, world)
-        if reason:
-            if world.device.type != "cpu":
-                world.say(f"compile.blocks=auto: nothing is compiled, because {reason}")
+        if world.device.type == "cpu":  # which gains little from it
             return replace(picked, blocks=False)
-    if picked.blocks:
-        micro_batches = accumulation_steps(config.train, world.world_size)
-        check_compile(picked, strategy, micro_batches, world)
+        if reason := reason_not_to_compile(config, task, module):
+            world.say(f"compile.blocks=auto: nothing is compiled, because {reason}")
+            return replace(picked, blocks=False)
+    if picked.blocks is False or picked.mode not in CUDA_GRAPHS:
+        return picked
+    if strategy in ("fsdp", "hsdp"):
+        raise ConfigError(
+            f"compile.mode={picked.mode} replays CUDA graphs, which need parameters at fixed "
+            f"addresses, and {strategy} gathers them anew each time; use default or "
+            "max-autotune-no-cudagraphs"
+        )
+    micro_batches = accumulation_steps(config.train, world.world_size)
+    if micro_batches > 1 and world.device.type == "cuda":
+        raise ConfigError(
+            f"compile.mode={picked.mode} replays CUDA graphs, whose gradients the next micro-batch "
+            f"overwrites, and there are {micro_batches} in a step; use accumulation_steps=1, or "
+            "max-autotune-no-cudagraphs"
+        )
     return picked
 
 
-def reason_not_to_compile(config: Config, task: Any, module: nn.Module, world: World) -> str:
-    """Why compile.blocks=auto compiles nothing; "" if it does."""
-    if world.device.type == "cpu":
-        return "a CPU gains little from it"
-    if missing := missing_compiler(world.device):
-        return f"it needs {missing}"
+def reason_not_to_compile(config: Config, task: Any, module: nn.Module) -> str:
+    """Why compile.blocks=auto compiles nothing on a GPU; "" if it does."""
     if config.parallel.bit_exact:
         return "parallel.bit_exact=true, and what another machine compiles may round otherwise"
     if config.debug.detect_anomaly:
@@ -71,41 +76,6 @@ def reason_not_to_compile(config: Config, task: Any, module: nn.Module, world: W
     if not blocks_of(task, module):
         return "the model has no blocks"
     return ""
-
-
-def check_compile(config: CompileConfig, strategy: str, micro_batches: int, world: World) -> None:
-    """Check that these settings can compile. Errors: ConfigError that says what would."""
-    if config.mode in GENERATE_NO_CODE:
-        return
-    if missing := missing_compiler(world.device):
-        raise ConfigError(
-            f"compile.mode={config.mode} needs {missing}; install it, or use "
-            "compile.mode=aot_eager (no faster than without) or compile.blocks=false"
-        )
-    if config.mode in CUDA_GRAPHS and strategy in ("fsdp", "hsdp"):
-        raise ConfigError(
-            f"compile.mode={config.mode} replays CUDA graphs, which need parameters at fixed "
-            f"addresses, and {strategy} gathers them anew each time; use default or "
-            "max-autotune-no-cudagraphs"
-        )
-    if config.mode in CUDA_GRAPHS and micro_batches > 1 and world.device.type == "cuda":
-        raise ConfigError(
-            f"compile.mode={config.mode} replays CUDA graphs, whose gradients the next micro-batch "
-            f"overwrites, and there are {micro_batches} in a step; use accumulation_steps=1, or "
-            "max-autotune-no-cudagraphs"
-        )
-
-
-def missing_compiler(device: torch.device) -> str:
-    """The package or compiler that inductor lacks to generate code for `device`; "" if none."""
-    if device.type != "cuda":
-        has_compiler = shutil.which(os.environ.get("CXX", "g++"))
-        return "" if has_compiler else "a C++ compiler on a CPU (g++, or the one that CXX names)"
-    names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
-    header = Path(sysconfig.get_config_var("INCLUDEPY"), "Python.h")
-    if importlib.util.find_spec("triton") and any(map(shutil.which, names)) and header.exists():
-        return ""
-    return f"Triton, a C compiler ({' or '.join(names)}) and {header} (Debian: python3-dev)"
 
 
 def compile_blocks(

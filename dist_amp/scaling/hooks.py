@@ -11,9 +11,7 @@ Docs: docs/collectives.md
 """
 
 import math
-import re
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -23,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
 from dist_amp.clock import PhaseClock
-from dist_amp.errors import DataError, first_line
+from dist_amp.errors import DataError
 from dist_amp.scaling.reduction import call_after_backward
 from dist_amp.world import World
 
@@ -37,51 +35,6 @@ CHECKED_FORWARDS = 16
 # In which the ranks compare which blocks they called, by a collective of the hosts.
 COMPARED_FORWARDS = 2
 
-# What one process allows and FSDP2 does not: torch's words, what they mean, the fix.
-ERRORS = (
-    (
-        "uniform gradient dtype",
-        "a parameter, such as an idle expert's, had a gradient in some of the step's micro-batches "
-        "only, which FSDP2's policy can't add up; use parallel.accumulate_reduce=every, or "
-        "precision.cast_by=autocast",
-    ),
-    (
-        "storage of size 0",
-        "the loss differentiates twice, as a gradient penalty does, and FSDP2 has dropped the "
-        "gathered parameters after the first time; use parallel.strategy=ddp",
-    ),
-    (
-        "mixed torch.Tensor and DTensor",
-        "the loss reads sharded parameters, as a penalty on them does; use optim.weight_decay, or "
-        "parallel.strategy=ddp",
-    ),
-)
-OF_DTYPES = re.compile(
-    "have the same dtype|Unsupported dtype|expected scalar type|not implemented for '(BF|H)|"
-    "Input type .* and (weight|bias) type"
-)
-
-
-class ExplainedErrors(AbstractContextManager[Any]):
-    """A context around FSDP2's forward and backward: DataError for errors of torch's in ERRORS."""
-
-    def __init__(self, rank: int, cast_by: str):
-        self._rank = rank
-        self._cast_by = cast_by
-
-    def __exit__(self, kind: Any, error: BaseException | None, where: Any) -> None:
-        if not isinstance(error, AssertionError | RuntimeError):
-            return
-        for words, meaning in ERRORS:
-            if words in str(error):
-                raise DataError(f"rank {self._rank}: {meaning}")
-        if self._cast_by == "policy" and OF_DTYPES.search(str(error)):
-            raise DataError(
-                f"rank {self._rank}: the model computes with what FSDP2's policy casts and with "
-                f"what it doesn't, such as buffers ({first_line(error)}); use "
-                "precision.cast_by=autocast"
-            )
-
 
 def hook_units(model: nn.Module, blocks: Collection[nn.Module], world: World) -> None:
     """Time the waits of an FSDP2 model, and check how it is used. blocks: the sharded ones."""
@@ -93,13 +46,12 @@ def hook_units(model: nn.Module, blocks: Collection[nn.Module], world: World) ->
 
 
 def groups_of(unit: Any) -> list[Any]:
-    """The parameter groups of an FSDP2 unit: one at most before torch 2.13; private names."""
+    """The parameter groups of an FSDP2 unit, which has one at most before torch 2.13."""
     if not hasattr(unit, "_get_fsdp_state"):
         return []
     state = unit._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    groups = getattr(state, "_fsdp_param_groups", [getattr(state, "_fsdp_param_group", None)])
+    return [group for group in groups if group is not None]
 
 
 def fsdp_groups(model: nn.Module) -> list[Any]:
@@ -137,8 +89,7 @@ class BlockCalls:
         self._names = {part: name for name, part in model.named_modules() if part in blocks}
         self._model = model
         self._world = world
-        self._forwards = 0
-        self._compared = 0
+        self._forwards = 0  # with gradients
         self._in_forward = False  # false while a block is recomputed
         self._calls: list[nn.Module] = []  # of this forward
         self._ahead: list[nn.Module] = []  # blocks whose backward is to come, the next one last
@@ -160,8 +111,7 @@ class BlockCalls:
         if not self._in_forward:
             return
         self._calls.append(block)
-        if self._forwards < CHECKED_FORWARDS:
-            self._check_writes(block)
+        self._check_writes(block)
         trained = trained_tensors(output)
         if trained:
             self._ahead.append(block)
@@ -170,63 +120,49 @@ class BlockCalls:
 
     def _end(self, model: nn.Module, inputs: Any, output: Any) -> None:
         self._in_forward = False
-        if self._forwards < CHECKED_FORWARDS:
-            self._check_writes(model)
-        self._forwards += 1
-        if self._compared < COMPARED_FORWARDS and torch.is_grad_enabled():
-            self._compared += 1
-            self._compare_calls()
-        if missing := self._names.keys() - set(self._calls):
-            self._refuse_missing(missing)
+        self._check_writes(model)
         trained = trained_tensors(output)
-        if not trained and not self._ahead and torch.is_grad_enabled():
-            self._refuse_output(output)
+        if torch.is_grad_enabled():
+            self._forwards += 1
+            if self._forwards <= COMPARED_FORWARDS:
+                self._compare_calls()
+            # A backward of the root alone begins at the output's tensors.
+            if not trained and not self._ahead:
+                self._refuse(
+                    f"the model's output, of type {type(output).__name__}, has no tensor that "
+                    "FSDP2 finds and that is trained, so gradients would not be reduced; return a "
+                    "tensor, tuple, dict or dataclass"
+                )
+        if missing := [name for block, name in self._names.items() if block not in self._calls]:
+            self._refuse(
+                f"the model's forward did not call its block {missing[0]} ({len(missing)} of "
+                f"{len(self._names)} such), whose shards all ranks gather at once; give the task a "
+                "blocks(model) and units(model) without it, so that it is part of a larger unit"
+            )
         for tensor in trained:
-            tensor.register_hook(self._begin_backward)
-
-    def _begin_backward(self, gradient: Tensor) -> None:
-        call_after_backward(self._reach)
+            tensor.register_hook(lambda _: call_after_backward(self._reach))
 
     def _reach(self, block: nn.Module | None = None, gradient: Tensor | None = None) -> None:
         """Autograd reaches a block, or its end: it has passed the blocks that were called later."""
         if self._ahead and block in (None, *self._ahead):
             last = self._ahead.pop()
             if last is not block:
-                self._refuse_unused(last)
+                self._refuse(
+                    f"the loss does not depend on the block {self._names[last]}, whose gradients "
+                    "all ranks reduce at once, in a backward and not in torch.autograd.grad; let "
+                    "the loss depend on all blocks"
+                )
 
     def _refuse(self, text: str) -> None:
         raise DataError(f"rank {self._world.rank}: {text}, or use parallel.strategy=ddp")
 
-    def _refuse_missing(self, missing: Collection[nn.Module]) -> None:
-        first = next(name for block, name in self._names.items() if block in missing)
-        self._refuse(
-            f"the model's forward did not call its block {first} ({len(missing)} of "
-            f"{len(self._names)} such), whose shards all ranks gather at once; give the task a "
-            "blocks(model) and units(model) without it, so that it is part of a larger unit"
-        )
-
-    def _refuse_output(self, output: Any) -> None:
-        """A backward of the root alone begins at the output's tensors."""
-        self._refuse(
-            f"the model's output, of type {type(output).__name__}, has no tensor that FSDP2 finds "
-            "and that is trained, so gradients would not be reduced; return a tensor, tuple, dict "
-            "or dataclass"
-        )
-
-    def _refuse_unused(self, block: nn.Module) -> None:
-        self._refuse(
-            f"the loss does not depend on the block {self._names[block]}, whose gradients all "
-            "ranks reduce at once, in a backward and not in torch.autograd.grad; let the loss "
-            "depend on all blocks"
-        )
-
     def _compare_calls(self) -> None:
         calls = self._world.gather([self._names[block] for block in self._calls])
-        for rank, other in enumerate(calls):
-            if other != calls[0]:
+        for rank, names in enumerate(calls):
+            if names != calls[0]:
                 raise DataError(
                     f"rank 0 calls the blocks {', '.join(calls[0])} and rank {rank} "
-                    f"{', '.join(other)}, and FSDP2 gathers a block's shards from all ranks at "
+                    f"{', '.join(names)}, and FSDP2 gathers a block's shards from all ranks at "
                     "each call: let all ranks call the same blocks in the same order, equally "
                     "often, or use parallel.strategy=ddp"
                 )
@@ -248,6 +184,8 @@ class BlockCalls:
     @torch.no_grad()
     def _check_writes(self, unit: nn.Module) -> None:
         """FSDP2 drops a gathered parameter, and with it what the forward has written to it."""
+        if self._forwards >= CHECKED_FORWARDS:
+            return
         for parameter in [p for group in groups_of(unit) for p in group.fsdp_params]:
             if is_written(parameter.unsharded_param, parameter.sharded_param):
                 self._refuse(

@@ -46,18 +46,30 @@ KNOWN: dict[str, tuple[type[Failure], str]] = {
         ConfigError,
         "this device can't compute the model in half precision; use --use_amp false",
     ),
-    "does not currently support double backward": (
+    "does not currently support double backward|storage of size 0": (
         ConfigError,
-        "the loss differentiates twice (create_graph), as a gradient penalty does, and compiled "
-        "blocks can't; use compile.blocks=false",
+        "the loss differentiates twice (create_graph), as a gradient penalty does, which neither "
+        "compiled blocks nor FSDP2's gathered parameters allow; use compile.blocks=false, under "
+        "fsdp parallel.strategy=ddp",
     ),
     "mixed torch.Tensor and DTensor|FSDP does not support deepcopy": (
         DataError,
         "FSDP2's parameters are shards, which neither can be copied by deepcopy nor go with whole "
-        "tensors, such as those of an AveragedModel; use optim.ema for an average of the weights, "
-        "parameter.full_tensor() on every rank, or parallel.strategy=ddp",
+        "tensors, such as a penalty's or those of an AveragedModel; use optim.weight_decay, "
+        "optim.ema for an average of the weights, parameter.full_tensor() on every rank, or "
+        "parallel.strategy=ddp",
+    ),
+    "uniform gradient dtype": (
+        DataError,
+        "a parameter, such as an idle expert's, had a gradient in some of the step's micro-batches "
+        "only, which FSDP2's policy can't add up; use parallel.accumulate_reduce=every, or "
+        "precision.cast_by=autocast",
     ),
 }
+# Under FSDP2's policy alone: elsewhere they have other causes.
+TWO_DTYPES = re.compile(
+    "have the same dtype|expected scalar type|Input type .* and (weight|bias) type"
+)
 
 # The CPU's messages for an index beyond an embedding, a class beyond a loss or beyond one_hot.
 OUT_OF_RANGE = re.compile(
@@ -108,6 +120,12 @@ def explain_error(error: BaseException, job: Job) -> BaseException:
             f"rank {rank}: the task looks for {error.args[0]!r} in a batch that has "
             f"{', '.join(map(str, batch))} ({in_one_line(error)}); rename it there or in the "
             "dataset, or make such a batch in collate(samples)"
+        )
+    by_policy = job.run is not None and job.run.precision.cast_by == "policy"
+    if by_policy and TWO_DTYPES.search(str(error)):
+        return DataError(
+            f"rank {rank}: FSDP2's policy casts parameters and inputs, and not buffers "
+            f"({in_one_line(error)}); use precision.cast_by=autocast"
         )
     for text, (kind, explanation) in KNOWN.items():
         if re.search(text, str(error)):

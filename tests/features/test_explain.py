@@ -42,7 +42,7 @@ COPY = "aten.copy_.default got mixed torch.Tensor and DTensor, need to convert"
             "rank 0: this device can't compute the model in half p",
         ),
         (RuntimeError(LSTM), ConfigError, f"; use --use_amp false (RuntimeError: {LSTM})"),
-        (RuntimeError(COPY), DataError, "use optim.ema for an average of the weights"),
+        (RuntimeError(COPY), DataError, "optim.ema for an average of the weights"),
         (OSError(errno.ENOSPC, "No space left", "a/b"), Failure, "a/b can't be written (No space"),
         (
             MemoryError("Unable to allocate 7.00 GiB for an array"),

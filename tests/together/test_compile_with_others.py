@@ -14,9 +14,7 @@ from torch._dynamo.utils import counters
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dist_amp.config.load import load_config
-from dist_amp.scaling import compile as compiling
-from dist_amp.scaling.compile import check_compile, pick_compile
-from dist_amp.settings import CompileConfig
+from dist_amp.scaling.compile import pick_compile
 from dist_amp.world import World
 
 GPU = World(device=torch.device("cuda", 0))
@@ -33,8 +31,7 @@ ONE_LAYER = variant(build_model=lambda: nn.Linear(8, 1))
         (ONE_LAYER, [], "the model has no blocks"),
     ],
 )
-def test_auto_says_why_it_compiles_nothing_on_a_gpu(task, words, said, monkeypatch, capsys):
-    monkeypatch.setattr(compiling, "missing_compiler", lambda device: "")
+def test_auto_says_why_it_compiles_nothing_on_a_gpu(task, words, said, capsys):
     config = load_config(words, environ={})
     assert pick_compile(config, "single", task, task.build_model(), GPU).blocks is False
     out = capsys.readouterr().out
@@ -55,33 +52,24 @@ def test_settings_of_blocks_that_cannot_be_are_refused(task, words, said):
     assert said in message_of(64, make_run, World(), task, *words)
 
 
-@pytest.mark.bad_input("inductor without a C or C++ compiler, Python's headers, or Triton on a GPU")
 @pytest.mark.bad_input("CUDA graphs (`compile.mode`) with parameters that FSDP gathers")
+@pytest.mark.bad_input("CUDA graphs (`compile.mode`) with several micro-batches")
 @pytest.mark.parametrize(
-    ("there", "world", "strategy", "mode", "said"),
+    ("strategy", "words", "said"),
     [
-        ("triton clang Python.h", GPU, "single", "default", ""),
-        ("clang Python.h", GPU, "single", "default", "needs Triton, a C compiler (gcc or clang)"),
-        ("triton Python.h", GPU, "single", "default", "needs Triton, a C compiler (gcc or clang)"),
-        ("triton gcc", GPU, "single", "default", "/Python.h (Debian: python3-dev); install it"),
-        ("", World(), "single", "default", "compile.mode=default needs a C++ compiler on a CPU"),
-        ("g++", World(), "fsdp", "reduce-overhead", "replays CUDA graphs, which need par"),
+        ("fsdp", [], "replays CUDA graphs, which need par"),
+        ("single", ["--train.accumulation_steps", 2], "gradients the next micro-batch overwrites"),
+        ("single", [], ""),
     ],
 )
-def test_what_compiled_code_needs_is_checked_before_the_first_step(
-    there, world, strategy, mode, said, monkeypatch, tmp_path
-):
-    there = there.split()
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name in there else None)
-    monkeypatch.setattr("shutil.which", lambda name: name if name in there else None)
-    monkeypatch.setattr("sysconfig.get_config_var", lambda name: str(tmp_path))
-    if "Python.h" in there:
-        (tmp_path / "Python.h").touch()
-    arguments = CompileConfig(blocks=True, mode=mode), strategy, 1, world
+def test_cuda_graphs_of_what_moves_or_is_overwritten_are_refused(strategy, words, said):
+    words = ["--compile.blocks", "true", "--compile.mode", "reduce-overhead", *map(str, words)]
+    config = load_config(words, environ={})
+    arguments = config, strategy, Tiny(), Tiny().build_model(), GPU
     if said:
-        assert said in message_of(64, check_compile, *arguments)
+        assert said in message_of(64, pick_compile, *arguments)
     else:
-        check_compile(*arguments)
+        assert pick_compile(*arguments) == config.compile
 
 
 LANGUAGE = "dist_amp.tasks.hf_causal_lm:HFCausalLM"

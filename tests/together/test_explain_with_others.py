@@ -5,12 +5,13 @@ import torch
 import torch.nn.functional as F
 from byte_model import COMPILED, nothing_compiled_yet  # noqa: F401
 from ranks import on_ranks
-from test_strangers import dtypes_after_a_step, message_of_a_step
+from test_strangers import Mixture, dtypes_after_a_step
 from tiny import Tiny, make_run, take_steps
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from dist_amp.config.memory import size_text
-from dist_amp.errors import ConfigError
+from dist_amp.errors import Failure
 from dist_amp.supervise import explain
 from dist_amp.supervise.explain import explain_error
 from dist_amp.supervise.lifecycle import Job
@@ -49,37 +50,55 @@ DDP = ["--parallel.strategy", "ddp"]
 AUTOCAST = ["--parallel.strategy", "fsdp", "--precision.cast_by", "autocast"]
 
 
+def explanation(world, task, *words):
+    """The line for the error of a step."""
+    run = make_run(world, task, *words)
+    with pytest.raises((AssertionError, RuntimeError)) as error:
+        take_steps(run, 4)
+    explained = explain_error(error.value, Job(run.config, world, run=run))
+    assert isinstance(explained, Failure)
+    return str(explained)
+
+
 @pytest.mark.bad_input("a gradient penalty, or a penalty on parameters, under fsdp")
 @pytest.mark.bad_input("buffers that FSDP2's policy does not cast to the model's dtype")
 @pytest.mark.parametrize(
     ("task", "said", "fix", "words"),
     [
-        (GradientPenalty(), "twice, as a gradient penalty does, and FSDP2", "strategy=ddp", DDP),
-        (ParameterPenalty(), "reads sharded parameters, as a penalty on ", "strategy=ddp", DDP),
+        (GradientPenalty(), "twice (create_graph), as a gradient penalty", "strategy=ddp", DDP),
+        (ParameterPenalty(), "are shards, which neither can be copied", "strategy=ddp", DDP),
         (
             TeacherInBuffers(),
-            "and with what it doesn't, such as buffers (",
+            "casts parameters and inputs, and not buffers (RuntimeError: ",
             "use precision.cast_by=autocast",
             AUTOCAST,
         ),
     ],
 )
 def test_what_sharding_rules_out_is_explained_and_works_as_it_says(task, said, fix, words):
-    for message in on_ranks(2, message_of_a_step, task, "fsdp"):
+    for message in on_ranks(2, explanation, task, "--parallel.strategy", "fsdp"):
         assert said in message
         assert fix in message
     on_ranks(2, dtypes_after_a_step, task, *words)
 
 
+@pytest.mark.bad_input("idle experts under fsdp's policy with accumulation")
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="zeros are reduced here"
+)
+def test_idle_experts_with_accumulation_under_fsdps_policy_are_told_what_reduces_them():
+    words = ["--parallel.strategy", "fsdp", "--train.accumulation_steps", 2]
+    words += ["--data.shuffle", "false", "--train.micro_batch_size", 2]
+    for message in on_ranks(2, explanation, Mixture(24), *words):
+        assert "had a gradient in some of the step's micro-batches only" in message
+        assert "use parallel.accumulate_reduce=every" in message
+
+
 @pytest.mark.bad_input("a loss that differentiates twice, with compiled blocks")
 def test_a_loss_that_differentiates_compiled_blocks_twice_is_told_to_leave_them_as_they_are():
-    run = make_run(World(), GradientPenalty(), *COMPILED, "--use_amp", "false")
-    with pytest.raises(RuntimeError) as error:
-        take_steps(run, 1)
-    explained = explain_error(error.value, Job(run.config, run.world, run=run))
-    assert isinstance(explained, ConfigError)
-    assert str(explained).startswith("rank 0: the loss differentiates twice (create_graph)")
-    assert "; use compile.blocks=false (RuntimeError: " in str(explained)
+    message = explanation(World(), GradientPenalty(), *COMPILED, "--use_amp", "false")
+    assert message.startswith("rank 0: the loss differentiates twice (create_graph)")
+    assert "use compile.blocks=false" in message
 
 
 GIB = 2**30
