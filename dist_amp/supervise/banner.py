@@ -19,7 +19,7 @@ def print_banner(run: Run) -> None:
     plan = run.data.plan
     total = sum(p.numel() for p in run.parallel.module.parameters())
     trained = sum(p.numel() for p in run.parallel.parameters)
-    first = "from step 0: it holds no checkpoint"
+    first = "starting from scratch"
     if run.resumed_from is not None:
         first = f"resumed from step {run.step}"
         start = run.config.run.resume

@@ -45,7 +45,6 @@ NEEDS = {
     "minutes: tests/repo/test_benchmarks.py",
     r"ssh ": "another machine",
     r"(\.venv/bin/)?pip install|.*bash tests/engines\.sh|.* --data\.name user/": "the network",
-    r"python -m benchmarks\.storage": "an address: tests/features/test_storage.py",
     r".* '?s3://": "an object store: tests/features/test_sources_s3.py",
     r"python -m dist_amp\.follow|wandb |trackio ": "tests/features/test_follow_trackers.py",
     r"\.venv/bin/mkdocs": "mkdocs: tests/slow/test_site.py",

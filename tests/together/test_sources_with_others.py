@@ -1,6 +1,5 @@
 """What test_sources.py tests, with other features."""
 
-import json
 import re
 import textwrap
 from types import SimpleNamespace
@@ -31,8 +30,8 @@ def test_the_task_in_the_docs_learns_from_any_of_these(tmp_path):
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     names: dict = {}
     exec(code, names)
-    rows = [{"x": [n % 5, 1, 0, n % 3], "y": n % 7} for n in range(40)]
-    write(tmp_path, {"rows.jsonl": "".join(json.dumps(row) + "\n" for row in rows)})
+    rows = [f"{n % 5},1,0.5,{n % 3},{n % 7}\n" for n in range(40)]
+    write(tmp_path, {"rows.csv": "a,b,c,d,y\n" + "".join(rows)})
     run = make_run(World(), names["Table"](section(path=in_memory(tmp_path))))
     before = parameters_of(run)["weight"].clone()
     take_steps(run, 1)
