@@ -138,7 +138,7 @@ def evaluate(run: Run, stop: Callable[[], bool] | None = None) -> dict[str, floa
                 with run.precision.autocast():
                     values = {}
                     if metrics is not None:
-                        values = means.checked(metrics(run.parallel.module, content))
+                        values = dict(metrics(run.parallel.module, content))
                     if "loss" not in values:
                         values["loss"] = run.task.loss_sum(run.model, content)
                     means.add(values, run.task.weight(content), 0.0 if padding else 1.0)

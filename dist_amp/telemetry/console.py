@@ -5,7 +5,6 @@ Docs: docs/metrics.md
 
 import math
 import os
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -19,12 +18,8 @@ from dist_amp.telemetry.metrics import Metrics
 from dist_amp.telemetry.observer import Observer
 from dist_amp.telemetry.step_report import LogRow, StepReport
 
-BAR = "step {n_fmt:>6}/{total_fmt} {percentage:3.0f}%  {elapsed} eta {remaining}{postfix}"
-# Between two signs of life of an evaluation: on a terminal; in a log at first, then twice as long
-# each time.
-SECONDS_ON_A_TERMINAL = 0.5
-SECONDS_IN_A_LOG = 10.0
-LINES = 10  # of a run's history that stay on a terminal, besides the evaluations
+BAR = "step {n_fmt:>6}/{total_fmt} {percentage:3.0f}%  {elapsed} eta {remaining}"
+SECONDS = 30.0  # between two lines of an evaluation
 
 
 class Console(Observer):
@@ -32,19 +27,22 @@ class Console(Observer):
 
     def __init__(self, metrics: Metrics, first_step: int, last_step: int, loss_scale: float):
         self._world = metrics.world
+        self._first_step = first_step
         self._last_step = last_step
         self._loss_scale = loss_scale
-        self._first_step = first_step
-        self._tenth = first_step * LINES // last_step
         self._opened = time.monotonic()
-        self._evaluation_began = self._next_sign = 0.0
-        self._patience = SECONDS_IN_A_LOG
-        self._text = ""
+        self._evaluation_began = self._last_line = 0.0
         self._bar: Any = None
         self._restore = ExitStack()
         if self._world.is_main and sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
-            self._patience = SECONDS_ON_A_TERMINAL
-            self._bar = bar(first_step, last_step)
+            self._bar = tqdm(
+                total=last_step,
+                initial=first_step,
+                bar_format=BAR,
+                file=sys.stdout,
+                dynamic_ncols=True,
+                disable=False,  # whatever TQDM_DISABLE says
+            )
             self._restore.callback(self._bar.close)
             self._restore.enter_context(redirect_stdout(DummyTqdmFile(sys.stdout)))
             self._restore.enter_context(redirect_stderr(DummyTqdmFile(sys.stderr)))
@@ -58,57 +56,26 @@ class Console(Observer):
             self._bar.update()
 
     def on_log(self, row: LogRow) -> None:
-        self._text = "  ".join(columns(row, self._loss_scale))
-        self._loss_scale = row["loss_scale"]
-        if self._bar is not None:
-            self._bar.set_postfix_str(self._text)
-            tenth = row.step * LINES // self._last_step
-            if tenth == self._tenth:
-                return
-            self._tenth = tenth
         progress = f"step {row.step:>6}/{self._last_step} {row.step / self._last_step:>4.0%}"
         elapsed = time.monotonic() - self._opened
         times = duration(elapsed)
         if row.step > self._first_step:
             left = elapsed * (self._last_step - row.step) / (row.step - self._first_step)
             times += f" eta {duration(left)}"
-        line = f"{progress}  {times}  {self._text}"
-        if self._bar is not None:
-            line = line[: shutil.get_terminal_size().columns - 1]
-        self._world.say(line)
+        figures = "  ".join(columns(row, self._loss_scale))
+        self._loss_scale = row["loss_scale"]
+        self._world.say(f"{progress}  {times}  {figures}")
 
     def during_evaluation(self, done: int, steps: int) -> None:
-        """Show how far an evaluation is, before each of its `steps` batches."""
+        """Show how far a long evaluation is, before each of its `steps` batches."""
         now = time.monotonic()
         if not done:
-            self._evaluation_began = now
-            self._next_sign = now + self._patience
-        if now < self._next_sign:
-            return
-        seconds = now - self._evaluation_began
-        left = duration(seconds * (steps - done) / max(done, 1))
-        text = f"evaluation: batch {done} of {steps}, {duration(seconds)} eta {left}"
-        if self._bar is not None:
-            self._bar.set_postfix_str(text)
-            self._next_sign = now + self._patience
-            return
-        self._world.say(text)
-        self._next_sign = now + seconds
-
-    def after_evaluation(self) -> None:
-        if self._bar is not None:
-            self._bar.set_postfix_str(self._text)
-
-
-def bar(first_step: int, last_step: int) -> Any:
-    return tqdm(
-        total=last_step,
-        initial=first_step,
-        bar_format=BAR,
-        file=sys.stdout,
-        dynamic_ncols=True,
-        disable=False,  # whatever TQDM_DISABLE says
-    )
+            self._evaluation_began = self._last_line = now
+        if now - self._last_line >= SECONDS:
+            self._last_line = now
+            seconds = now - self._evaluation_began
+            left = duration(seconds * (steps - done) / max(done, 1))
+            self._world.say(f"evaluation: batch {done} of {steps}, {duration(seconds)} eta {left}")
 
 
 def columns(row: LogRow, loss_scale_before: float) -> list[str]:

@@ -9,6 +9,7 @@ Docs: docs/metrics.md
 import platform
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,17 +33,20 @@ THROTTLED = {
 }
 EXIT_SECONDS = 1.0  # what the run's end waits for the last reading
 
-# What follows nvmlDeviceGet, and NVML_ of each argument.
-READINGS = {
-    "gpu/sm_clock_MHz": "ClockInfo CLOCK_SM",
-    "gpu/memory_clock_MHz": "ClockInfo CLOCK_MEM",
-    "gpu/power_W": "PowerUsage",  # in mW, as the limit
-    "gpu/power_limit_W": "EnforcedPowerLimit",
-    "gpu/temperature_C": "Temperature TEMPERATURE_GPU",
-    "gpu/utilisation_pct": "UtilizationRates",
-    "gpu/throttled": "CurrentClocksEventReasons",
-    "gpu/ecc_uncorrected": "TotalEccErrors MEMORY_ERROR_TYPE_UNCORRECTED VOLATILE_ECC",
-    "gpu/ecc_uncorrected_lifetime": "TotalEccErrors MEMORY_ERROR_TYPE_UNCORRECTED AGGREGATE_ECC",
+# {tag: reads it with the module pynvml from the handle of a GPU}
+READINGS: dict[str, Callable[[Any, Any], float]] = {
+    "gpu/sm_clock_MHz": lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
+    "gpu/memory_clock_MHz": lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM),
+    "gpu/power_W": lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
+    "gpu/power_limit_W": lambda nvml, gpu: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1000,
+    "gpu/temperature_C": lambda nvml, gpu: nvml.nvmlDeviceGetTemperature(
+        gpu, nvml.NVML_TEMPERATURE_GPU
+    ),
+    "gpu/utilisation_pct": lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
+    "gpu/throttled": lambda nvml, gpu: nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu),
+    "gpu/ecc_uncorrected": lambda nvml, gpu: nvml.nvmlDeviceGetTotalEccErrors(
+        gpu, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+    ),
 }
 
 
@@ -53,13 +57,12 @@ class Health(Observer):
         self._metrics = metrics
         self._world = metrics.world
         self._gpu: Gpu | None = None
-        if self._world.device.type == "cuda":
+        if self._world.device.type == "cuda" and not torch.version.hip:  # AMD's have no NVML
             self._gpu, problem = open_gpu(self._world.device)
             problems = [text for text in self._world.gather(problem) if text]
             if problems:
-                self._world.say(
-                    f"health {problems[0]} ({len(problems)} of {self._world.world_size} ranks)"
-                )
+                ranks = f"{len(problems)} of {self._world.world_size} ranks"
+                self._world.say(f"health no gpu/* tags: {problems[0]} ({ranks})")
         self._warned: set[str] = set()
         self._thread = threading.Thread()
         # Made by the thread, taken by this one: step, tags, warnings.
@@ -99,23 +102,17 @@ class Health(Observer):
 
 
 def open_gpu(device: torch.device) -> tuple["Gpu | None", str]:
-    """Returns (this rank's GPU, which readings it lacks) or (None, why it has none)."""
-    if torch.version.hip:
-        return None, "no gpu/* tags: AMD's GPUs have no NVML"
+    """Returns (this rank's GPU, "") or (None, why it can't be read)."""
     try:
         import pynvml as nvml
 
         nvml.nvmlInit()
-        gpu = Gpu(nvml, handle_of(nvml, torch.cuda.get_device_properties(device)))
+        return Gpu(nvml, handle_of(nvml, torch.cuda.get_device_properties(device))), ""
     except ImportError:
-        problem = "nvidia-ml-py is missing; pip install nvidia-ml-py"
-        return None, f"no gpu/* tags: {problem}"
+        return None, "nvidia-ml-py is missing; pip install nvidia-ml-py"
     except Exception as error:
         # A driver without NVML, a container without the device, another package of that name.
-        return None, f"no gpu/* tags: NVML failed ({type(error).__name__}: {error})"
-    if gpu.unsupported:
-        return gpu, f"no {', '.join(gpu.unsupported)}: not supported by this GPU or driver"
-    return gpu, ""
+        return None, f"NVML failed ({type(error).__name__}: {error})"
 
 
 def handle_of(nvml: Any, properties: Any) -> Any:
@@ -126,38 +123,28 @@ def handle_of(nvml: Any, properties: Any) -> Any:
 
 
 class Gpu:
-    """One GPU through NVML. unsupported: the tags that could not be read at the start."""
+    """One GPU through NVML."""
 
     def __init__(self, nvml: Any, handle: Any):
         self._nvml = nvml
         self._handle = handle
-        self._calls: dict[str, str] = {}
-        self._at_start: Tags = {}
-        for tag, call in READINGS.items():
+        self._at_start: Tags = {}  # without what this GPU or driver does not support
+        for tag, read in READINGS.items():
             with suppress(AttributeError, nvml.NVMLError):
-                self._at_start[tag] = self._value(call)
-                self._calls[tag] = call
-        self.unsupported = [tag for tag in READINGS if tag not in self._calls]
-
-    def _value(self, call: str) -> float:
-        name, *arguments = call.split()
-        values = [getattr(self._nvml, f"NVML_{argument}") for argument in arguments]
-        value = getattr(self._nvml, f"nvmlDeviceGet{name}")(self._handle, *values)
-        return float(getattr(value, "gpu", value))  # utilisation has another one, the memory's
+                self._at_start[tag] = read(nvml, handle)
+        self._tags = list(self._at_start)
 
     def tags(self) -> tuple[Tags, list[str]]:
         """Returns (tags, warnings). No more tags once a call has failed: further calls may hang."""
         tags = {}
         warnings = []
-        for tag, call in self._calls.items():
+        for tag in self._tags:
             try:
-                tags[tag] = self._value(call)
+                tags[tag] = float(READINGS[tag](self._nvml, self._handle))
             except Exception as error:
-                self._calls = {}
-                warnings.append(f"no more gpu/* tags: {call} failed ({error})")
+                self._tags = []
+                warnings.append(f"no more gpu/* tags: {tag} failed ({error})")
                 break
-            if tag.endswith("_W"):
-                tags[tag] /= 1000
         if "gpu/throttled" in tags:
             bits = int(tags["gpu/throttled"])
             reasons = [name for bit, name in THROTTLED.items() if bits & bit]

@@ -10,7 +10,6 @@ Docs: docs/metrics.md
 
 import math
 import re
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -37,15 +36,12 @@ COLUMNS = ("fp32", "tf32", "bf16", "fp16")
 PEAKS = (
     ("V100-SXM2-(16|32)GB", 15.7, 0, 0, 125),  # NVIDIA V100 datasheet, V100 SXM2
     ("V100-PCIE-(16|32)GB", 14.0, 0, 0, 112),  # NVIDIA V100 datasheet, V100 PCIe
-    ("V100S-PCIE-32GB", 16.4, 0, 0, 130),  # NVIDIA V100 datasheet, V100S PCIe
     ("T4", 8.1, 0, 0, 65),  # NVIDIA T4 datasheet
     ("A100-(SXM4|PCIE)-40GB", 19.5, 156, 312, 312),  # NVIDIA A100 datasheet
     ("A[18]00(-SXM4-80GB| 80GB PCIe)", 19.5, 156, 312, 312),  # NVIDIA A100 and A800 datasheets
-    ("A30", 10.3, 82, 165, 165),  # NVIDIA A30 datasheet
     ("A40", 37.4, 74.8, 149.7, 149.7),  # NVIDIA A40 datasheet
     ("A10", 31.2, 62.5, 125, 125),  # NVIDIA A10 datasheet
     ("A10G", 0, 35, 70, 70),  # NVIDIA A10G datasheet, for AWS G5
-    ("Quadro RTX 6000", 16.3, 0, 0, 130.5),  # NVIDIA Turing whitepaper
     ("RTX A6000", 38.7, 77.4, 154.8, 154.8),  # NVIDIA Ampere GA102 whitepaper
     ("RTX 3090", 35.6, 35.6, 71, 71),  # NVIDIA Ampere GA102 whitepaper
     ("RTX 4090", 82.6, 82.6, 165.2, 165.2),  # NVIDIA Ada whitepaper
@@ -53,19 +49,15 @@ PEAKS = (
     ("RTX 5090", 104.8, 104.8, 209.5, 209.5),  # NVIDIA RTX Blackwell whitepaper
     ("RTX PRO 6000 Blackwell Works.*", 126.0, 251.9, 503.8, 503.8),  # NVIDIA RTX PRO whitepaper
     ("L4", 30.3, 60, 121, 121),  # NVIDIA L4 datasheet, half of 120, 242
-    ("L40", 90.5, 90.5, 181.05, 181.05),  # NVIDIA L40 datasheet
     ("L40S", 91.6, 183, 362.05, 362.05),  # NVIDIA L40S datasheet
     ("H100 80GB HBM3|H800|H200", 66.9, 494.7, 989.4, 989.4),  # NVIDIA H100 whitepaper, H100 SXM5
     ("H[18]00 PCIe", 51.2, 378, 756, 756),  # NVIDIA H100 whitepaper, H100 PCIe
     ("H[12]00 NVL", 60, 417.5, 835.5, 835.5),  # NVIDIA H100 datasheet, half of 1,671
     ("H20", 44, 74, 148, 148),  # NVIDIA H20 datasheet
     ("GH200 (480GB|120GB|144G HBM3e)", 66.9, 494.7, 989.4, 989.4),  # NVIDIA GH200 datasheet
-    ("B100", 0, 875, 1750, 1750),  # NVIDIA HGX B100 page, 28,000 / 2 / 8
     ("B200|B300( SXM6 AC)?", 0, 1125, 2250, 2250),  # NVIDIA HGX B200 page, 36,000 / 2 / 8
     ("GB[23]00", 0, 1250, 2500, 2500),  # NVIDIA GB200 NVL72 page, 360,000 / 2 / 72
-    ("MI210", 45.3, 0, 181.0, 181.0),  # AMD Instinct MI210 datasheet
     ("MI250X", 47.85, 0, 191.5, 191.5),  # AMD Instinct MI250X datasheet, half of it
-    ("MI300A", 122.6, 0, 980.6, 980.6),  # AMD Instinct MI300A datasheet
     ("MI300X( OAM)?", 163.4, 0, 1307.4, 1307.4),  # AMD Instinct MI300X datasheet
     ("MI325X( OAM)?", 163.4, 0, 1307.4, 1307.4),  # AMD Instinct MI325X datasheet
     ("MI350X( OAM)?", 144.2, 0, 2306.9, 2306.9),  # AMD Instinct MI350X datasheet
@@ -99,7 +91,7 @@ def find_mfu(world: World, config: Config, task: Task, parallel: Parallel) -> Mf
     peak = config.metrics.peak_flops
     if peak == "auto" and world.device.type != "cuda":
         return None
-    missing = []
+    missing = ""
     if peak == "auto":
         dtype = config.precision.name
         if dtype == "fp32" and config.precision.tf32:
@@ -107,34 +99,30 @@ def find_mfu(world: World, config: Config, task: Task, parallel: Parallel) -> Mf
         name = torch.cuda.get_device_name(world.device)
         peak = known_peak(name, dtype)
         if not peak:
-            missing.append(
-                f"the peak of {name} in {dtype} is not known; set metrics.peak_flops, in FLOP/s"
-            )
-    with parallel.no_side_effects():  # a task may count by running its model
-        flops = flops_per_item(task, parallel.module)
-    if not flops:
-        missing.append(
-            "the task has no flops_per_item(model); dist_amp.telemetry.mfu.count_flops computes it"
-        )
-    reasons = [text for text in world.gather("; and ".join(missing)) if text]
+            missing = f"the peak of {name} in {dtype} is not known; set metrics.peak_flops, in "
+            missing += "FLOP/s"
+    if not hasattr(task, "flops_per_item"):
+        missing = "the task has no flops_per_item(model); dist_amp.telemetry.mfu.count_flops "
+        missing += "computes it"
+    reasons = [text for text in world.gather(missing) if text]
     if reasons:
         world.say(f"mfu    not shown: {reasons[0]}")
         return None
+    with parallel.no_side_effects():  # a task may count by running its model
+        flops = flops_per_item(task, parallel.module)
     return Mfu(np.array(world.gather(flops / peak)))
 
 
-def flops_per_item(task: Task, model: nn.Module) -> float:
-    """The task's count for one item, or 0. Errors: DataError for anything but a number above 0."""
-    if not hasattr(task, "flops_per_item"):
-        return 0.0
-    flops = call_task(DataError, "flops_per_item(model)", task.flops_per_item, model)
-    if not isinstance(flops, Real) or not 0 < float(flops) < math.inf:
-        what = f"{float(flops):g}" if isinstance(flops, Real) else type(flops).__name__
+def flops_per_item(task: Any, model: nn.Module) -> float:
+    """The task's count for one item. Errors: DataError for anything but a number above 0."""
+    name = "flops_per_item(model)"
+    flops: float = call_task(DataError, name, lambda: float(task.flops_per_item(model)))
+    if not 0 < flops < math.inf:
         raise DataError(
-            f"the task's flops_per_item(model) returned {what}; it must be a finite number above "
-            "0: the floating-point operations of one sample's forward and backward"
+            f"the task's {name} returned {flops:g}; it must be a finite number above 0: the "
+            "floating-point operations of one sample's forward and backward"
         )
-    return float(flops)
+    return flops
 
 
 def count_flops(task: Task, model: nn.Module, batch: Any) -> float:

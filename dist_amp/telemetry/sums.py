@@ -13,8 +13,6 @@ from dist_amp.task import as_scalar
 from dist_amp.telemetry.step_report import StepReport
 from dist_amp.world import World
 
-MAX_STEPS_ON_DEVICE = 64  # before their results are copied to the host
-
 # What a checkpoint saves of an unfinished interval, in this order, and each one's start.
 SAVED = {
     "loss_sum": 0.0,
@@ -36,14 +34,12 @@ class Interval:
         self.sums = dict(zip(SAVED, saved, strict=True), steps=0.0, grad_norm=0.0)
         self._max_norm = max_norm  # above it, gradients are clipped
         self._reports: list[StepReport] = []
-        # On their way to the host: (values, when they have arrived, losses of each step, names of
+        # On its way to the host: (values, when they have arrived, losses of each step, names of
         # the rest).
-        self._copies: list[tuple[list[Tensor], Any, list[int], list[str]]] = []
+        self._copy: tuple[list[Tensor], Any, list[int], list[str]] | None = None
 
     def add(self, report: StepReport) -> None:
         self._reports.append(report)
-        if len(self._reports) == MAX_STEPS_ON_DEVICE:
-            self.start_copy({})
 
     def start_copy(self, more: Mapping[str, Tensor]) -> None:
         """Start copying to the host what is still on the device, and more scalars of it.
@@ -67,26 +63,25 @@ class Interval:
             arrived = torch.cuda.Event()
             arrived.record()
         losses_per_step = [len(report.losses) for report in reports]
-        self._copies.append((values, arrived, losses_per_step, list(more)))
+        self._copy = (values, arrived, losses_per_step, list(more))
 
     def read(self) -> dict[str, float]:
-        """Add the copied steps to the sums, waiting for them; return the last copy's `more`."""
-        copies = self._copies
-        self._copies = []
-        rest = {}
-        for copied, arrived, losses_per_step, names in copies:
-            if arrived is not None:
-                arrived.synchronize()
-            values = iter(torch.cat(copied).tolist())
-            steps = []
-            for count in losses_per_step:
-                losses = [next(values) for _ in range(count)]
-                steps.append((sum(losses), next(values)))
-            norms = [next(values) for _ in steps]
-            for step, norm in zip(steps, norms, strict=True):
-                self._add(*step, norm, applied=bool(next(values)))
-            rest = dict(zip(names, values, strict=True))
-        return rest
+        """Add the copied steps to the sums, waiting for them; return the copy's `more`."""
+        if self._copy is None:
+            return {}
+        copied, arrived, losses_per_step, names = self._copy
+        self._copy = None
+        if arrived is not None:
+            arrived.synchronize()
+        values = iter(torch.cat(copied).tolist())
+        steps = []
+        for count in losses_per_step:
+            losses = [next(values) for _ in range(count)]
+            steps.append((sum(losses), next(values)))
+        norms = [next(values) for _ in steps]
+        for step, norm in zip(steps, norms, strict=True):
+            self._add(*step, norm, applied=bool(next(values)))
+        return dict(zip(names, values, strict=True))
 
     def _add(self, loss: float, weight: float, norm: float, applied: bool) -> None:
         sums = self.sums
@@ -112,22 +107,6 @@ class WeightedMeans:
         self._world = world
         self._exact = exact
         self._sums: dict[str, list[Tensor]] = {}  # by metric, of each batch: [2], sum and weight
-        self._names_vary = False  # whether the names come from the task's metrics()
-
-    def checked(self, values: Any) -> dict[str, Any]:
-        """A copy of what metrics() returned. Errors: DataError unless names are equal."""
-        self._names_vary = True
-        if not isinstance(values, Mapping):
-            raise DataError(
-                f"the task's metrics() returned {type(values).__name__}; return a dict of sums, or "
-                "of pairs (sum, weight)"
-            )
-        if self._sums and {*values, "loss"} != self._sums.keys():
-            raise DataError(
-                f"the task's metrics() returned {', '.join(values) or 'nothing'} for one batch and "
-                f"{', '.join(self._sums)} for another; return the same names for every batch"
-            )
-        return dict(values)
 
     def add(self, values: Mapping[str, Any], weight: float | Tensor, counts: float) -> None:
         """Add a batch's sums (of this weight) or pairs of a sum and its weight, times `counts`."""
@@ -150,18 +129,18 @@ class WeightedMeans:
         """{metric: its mean}, equal on every rank; one all-reduce.
 
         With a total weight of 0 the loss is nan, and any other metric is left out. Errors:
-        DataError, on every rank, if ranks have other metrics than rank 0.
+        DataError, on every rank, if batches or ranks have other metrics than the first.
         """
         # Ranks may have them in another order.
         names = sorted(self._sums, key=lambda name: (name != "loss", name))
-        if self._names_vary:
-            texts = self._world.gather(", ".join(names))
-            for rank, text in enumerate(texts):
-                if text != texts[0]:
-                    raise DataError(
-                        f"the task's metrics() returned {texts[0]} on rank 0 and {text} on rank "
-                        f"{rank}; return the same names on every rank"
-                    )
+        counts = self._world.gather({name: len(self._sums[name]) for name in names})
+        for rank, of_rank in enumerate(counts):
+            if of_rank != counts[0] or len(set(of_rank.values())) > 1:
+                raise DataError(
+                    "the task's metrics() did not return the same names for every batch on every "
+                    f"rank; the batches that had each are {counts[0]} on rank 0 and {of_rank} on "
+                    f"rank {rank}"
+                )
         rows = torch.stack([torch.stack(self._sums[name]) for name in names])
         if self._exact:
             totals = []

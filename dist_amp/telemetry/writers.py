@@ -93,9 +93,7 @@ class TensorBoardWriter:
         if time.monotonic() < self._retry_at:
             return
         try:
-            if self._writer is not None and not os.listdir(self._path):
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-            if self._writer is None:
+            if self._writer is None or not os.listdir(self._path):
                 self._writer = SummaryWriter(
                     str(self._path), purge_step=self._purge_step, flush_secs=FLUSH_SECONDS
                 )
@@ -103,8 +101,7 @@ class TensorBoardWriter:
             add(self._writer)
         except OSError as error:  # also one of the writer's thread, which the next write raises
             self._writer = None
-            if error.errno != errno.ENOENT:  # a folder that was removed is made again at once
-                self._retry_at = time.monotonic() + RETRY_SECONDS
+            self._retry_at = time.monotonic() + RETRY_SECONDS
             self._warn(
                 f"{self._path} can't be written ({error.strerror}); metrics.jsonl will have all "
                 "the metrics"

@@ -76,15 +76,14 @@ def test_lines_in_a_pipe_have_elapsed_and_remaining_time_also_in_a_long_evaluati
     assert first.startswith("step      0/20   0%  0:00  loss"), "no step has been timed yet"
     assert second.startswith("step      5/20  25%  0:40 eta 2:00  loss 1.5000")
     assert third.startswith("step     10/20  50%  0:50 eta 0:50")
-    for seconds in (0.1, 1.0):  # a quick one is silent
+    for seconds in (0.1, 1.0):  # the quick one is silent
         for done in range(100):
             console.during_evaluation(done, 100)
             now[0] += seconds
-    assert capsys.readouterr().out.splitlines() == [  # ever more rarely
-        "evaluation: batch 10 of 100, 0:10 eta 1:30",
-        "evaluation: batch 20 of 100, 0:20 eta 1:20",
-        "evaluation: batch 40 of 100, 0:40 eta 1:00",
-        "evaluation: batch 80 of 100, 1:20 eta 0:20",
+    assert capsys.readouterr().out.splitlines() == [
+        "evaluation: batch 30 of 100, 0:30 eta 1:10",
+        "evaluation: batch 60 of 100, 1:00 eta 0:40",
+        "evaluation: batch 90 of 100, 1:30 eta 0:10",
     ]
 
 
@@ -200,10 +199,6 @@ def test_on_a_terminal_one_bar_is_updated_and_what_is_printed_stays_above_it(tmp
     words = ("--task.target", "tiny:Tiny", "--train.steps", 6, "--metrics.log_every", 2)
     status, text = on_a_terminal(tmp_path, 80, *words, "--eval.every", 3)
     assert status == 0, text
-    drawn = [part for part in re.split(r"[\r\n]+", text) if part.startswith("step ")]
-    assert any("6/6 100%" in part for part in drawn)
-    assert max(map(len, drawn)) <= 80
-    assert all(name in drawn[-1] for name in ("loss ", "items/s ", "peak "))
     # What is left of each line.
     screen = "\n".join(line.rstrip().split("\r")[-1] for line in text.split("\n"))
     assert [number for name, number in shown(screen) if name == "eval"] == ["3", "6"]

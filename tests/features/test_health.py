@@ -17,7 +17,7 @@ GPU = torch.device("cuda", 0)
 PROPERTIES = SimpleNamespace(uuid="aa-1")
 HEALTHY = {"sm_clock_MHz": 1980, "memory_clock_MHz": 2619, "power_W": 412.5, "power_limit_W": 700}
 HEALTHY |= {"temperature_C": 61, "utilisation_pct": 97, "throttled": 0, "power_capped": 0}
-HEALTHY |= {"ecc_uncorrected": 0, "ecc_uncorrected_lifetime": 3}
+HEALTHY |= {"ecc_uncorrected": 0}
 
 
 class FakeError(Exception):
@@ -29,7 +29,7 @@ class FakeNvml:
 
     NVMLError = FakeError
     NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
-    NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC, NVML_AGGREGATE_ECC = 1, 0, 1
+    NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 1, 0
 
     def __init__(self, **values):
         self.calls = []
@@ -42,7 +42,7 @@ class FakeNvml:
             "nvmlDeviceGetTemperature": 61,
             "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=97, memory=40),
             "nvmlDeviceGetCurrentClocksEventReasons": 0,
-            "nvmlDeviceGetTotalEccErrors": lambda kind, counter: {0: 0, 1: 3}[counter],
+            "nvmlDeviceGetTotalEccErrors": lambda kind, counter: {0: 0}[counter],
             **values,
         }
 
@@ -117,8 +117,8 @@ NO_ECC = FakeNvml(nvmlDeviceGetTotalEccErrors=FakeError("Not Supported"))
     [
         (None, GPU, None, "no gpu/* tags: nvidia-ml-py is missing; pip install nvidia-ml-py"),
         (NO_HANDLE, GPU, None, "no gpu/* tags: NVML failed (FakeError: ?) (1 of 1 ranks)"),
-        (NO_ECC, GPU, None, "no gpu/ecc_uncorrected, gpu/ecc_uncorrected_lifetime: not supported"),
-        (FakeNvml(), GPU, "7.0", "no gpu/* tags: AMD's GPUs have no NVML"),
+        (NO_ECC, GPU, None, ""),
+        (NO_HANDLE, GPU, "7.0", ""),
         (FakeNvml(), torch.device("cpu"), None, ""),
     ],
 )
@@ -160,7 +160,7 @@ def test_reasons_of_throttling_are_named(bits, throttled, capped, reasons):
 @pytest.mark.bad_input("NVML failing in a run, as on a lost GPU")
 def test_what_is_wrong_is_said_once_with_rank_host_and_step(install, capsys, monkeypatch):
     monkeypatch.setattr(health.platform, "node", lambda: "host-b")
-    counts = {0: 2, 1: 7}
+    counts = {0: 2}
     nvml = install(FakeNvml(nvmlDeviceGetTotalEccErrors=lambda kind, counter: counts[counter]))
     metrics = Metrics(rank=3, local_rank=1, device=GPU)
     with watched(Health(metrics)) as observer:
@@ -168,7 +168,7 @@ def test_what_is_wrong_is_said_once_with_rank_host_and_step(install, capsys, mon
         for step, bits in ((20, 0x40), (30, 0), (40, 0x40)):
             nvml.values["nvmlDeviceGetCurrentClocksEventReasons"] = bits
             metrics.log(observer, step)
-        counts.update({0: 3, 1: 8})
+        counts[0] = 3
         metrics.log(observer, 50, 60)
         nvml.values["nvmlDeviceGetPowerUsage"] = FakeError("GPU is lost")
         metrics.log(observer, 70)
@@ -179,11 +179,10 @@ def test_what_is_wrong_is_said_once_with_rank_host_and_step(install, capsys, mon
     assert capsys.readouterr().err.splitlines() == [
         "warning: rank 3 (host-b), step 20: the GPU is throttled: hardware thermal slowdown",
         f"warning: rank 3 (host-b), step 50: {ecc}",
-        "warning: rank 3 (host-b), step 70: no more gpu/* tags: PowerUsage failed (GPU is lost)",
+        "warning: rank 3 (host-b), step 70: no more gpu/* tags: gpu/power_W failed (GPU is lost)",
     ]
     written = dict(metrics.written)
-    names = ("gpu/ecc_uncorrected", "gpu/ecc_uncorrected_lifetime")
-    assert [[written[step][name] for name in names] for step in (50, 60)] == [[0, 7], [1, 8]]
+    assert [written[step]["gpu/ecc_uncorrected"] for step in (50, 60)] == [0, 1]
     assert ["gpu/power_W" in written[step] for step in (70, 80, 90)] == [True, False, False]
 
 

@@ -61,11 +61,10 @@ def test_on_a_gpu_the_peak_is_that_of_the_dtype_that_is_computed_in(on_a_gpu, wo
 def test_on_a_gpu_what_is_missing_is_said_with_the_fix(on_a_gpu, capsys):
     assert on_a_gpu("NVIDIA Foo", Tiny()) is None
     said = capsys.readouterr().out
-    start = "mfu    not shown: the peak of NVIDIA Foo in bf16 is not known; set metrics.peak_flops"
-    assert said.startswith(start)
-    assert "; and the task has no flops_per_item(model); dist_amp.telemetry.mfu.count_flops" in said
+    assert "mfu    not shown: the task has no flops_per_item(model); dist_amp.telemetry." in said
     assert on_a_gpu("Tesla T4", Counted()) is None
-    assert capsys.readouterr().out.endswith("not known; set metrics.peak_flops, in FLOP/s\n")
+    said = "not shown: the peak of Tesla T4 in bf16 is not known; set metrics.peak_flops, in FLOP/s"
+    assert said in capsys.readouterr().out
 
 
 BF16_PEAKS = {
@@ -75,7 +74,7 @@ BF16_PEAKS = {
     "AMD Instinct MI300X OAM": 1307.4,
     "NVIDIA GeForce RTX 4090 Laptop GPU": 0,
     "NVIDIA A100-SXM4-40GB MIG 3g.20gb": 0,
-    "Quadro RTX 6000": 0,  # fp16 alone
+    "NVIDIA T4": 0,  # fp16 alone
     "": 0,
 }
 
@@ -99,7 +98,7 @@ def test_the_table_of_peaks_has_dense_rates():
     [
         (lambda: -1, "returned -1; it must be a finite number above 0"),
         (lambda: math.nan, "returned nan; it must"),
-        (lambda: torch.ones(2), "returned Tensor; it must"),
+        (lambda: torch.ones(2), "failed: ValueError: only one"),
         (lambda: 1 // 0, "failed: ZeroDivisionError: "),
     ],
 )
