@@ -170,7 +170,8 @@ class Recorder:
         if self._is_on and not getattr(function, "is_view", False):
             module = self._running[-1].module if self._running else TASK
             name = str(getattr(function, "overloadpacket", function))
-            self._add("op", module, output, name, inputs)
+            if "empty" not in name:  # whose values are what memory held
+                self._add("op", module, output, name, inputs)
 
     def _name_parameters(self, prefix: str, module: nn.Module, args: Any) -> None:
         """FSDP2 gathers a unit's parameters, as other tensors, right before its forward."""

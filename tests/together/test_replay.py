@@ -73,7 +73,7 @@ def test_a_bit_exact_run_of_two_ranks_is_replayed_to_the_same_bits_and_its_last_
     assert status == 0, output
     assert {path: path.stat().st_mtime_ns for path in recorded.rglob("*")} == before
     assert f"replay {recorded} from step_00000006: 2 steps on one process" in output
-    assert "expect the same bits, since it was bit-exact" in output
+    assert "expect the same bits, since it was bit-exact or had one process" in output
     assert re.search(r"^step +8  loss \S+  the same bits$", output, re.MULTILINE)
     assert output.endswith("all as logged\n")
     assert "step 8, after 56 samples" in output
@@ -103,7 +103,7 @@ def test_what_differs_from_the_log_is_named_and_what_can_not_be_compared_is_not_
     assert (status, output.count(nothing), output.count("as logged")) == (0, 1, 0)
     status, output, _ = look(copied, 8, "--optim.lr", 0.5, "--metrics.log_every", 1)
     assert (status, output.count(nothing)) == (0, 1)
-    assert "expect other values than were logged, since you changed optim.lr=0.5 (it" in output
+    assert "expect other values than were logged, since you set optim.lr\n" in output
     assert "log_every" not in output
 
 
@@ -139,12 +139,12 @@ def test_each_step_is_judged_by_the_settings_with_which_it_was_taken(tmp_path, l
     on_ranks(2, record, folder, *words, "--parallel.bit_exact", "true")
     assert "expect values within 0.001" in look(folder, 4)[1]
     status, output, _ = look(folder, 6)
-    assert "expect the same bits, since it was bit-exact" in output
+    assert "expect the same bits, since it was bit-exact or had one process" in output
     assert status == 0, output
     shutil.rmtree(folder / "checkpoints/step_00000004")
     status, _, errors = look(folder, 5)
     assert status == 65
-    assert "--step 5: the settings changed after step 4" in errors
+    assert "--step 5: the settings changed since step 2" in errors
 
 
 @pytest.mark.bad_input("`replay` with a task's source file that was edited since the run")
@@ -190,7 +190,12 @@ def continued(folder):
     [
         (Path, "9", 64, "--step 9: {} has taken the steps 1 to 8; choose one"),
         (shutil.rmtree, "3", 65, "{} is not the folder of a run: config.toml: No such file"),
-        (continued, "5", 65, "and has no checkpoint before this step; choose a step from 7 on"),
+        (
+            continued,
+            "5",
+            65,
+            "and has no checkpoint before this step; choose a step after its first one",
+        ),
         (Path, "5 --task.args.seed 7", 65, "data"),
         (Path, "5 --task.args.depth 3", 65, ""),
     ],
@@ -211,15 +216,12 @@ def manifest_is_damaged(folder):
     (folder / "checkpoints/step_00000008/manifest.json").write_text("{")
 
 
-DAMAGED = "step_00000008: manifest.json is damaged; another checkpoint says"
-
-
 @pytest.mark.bad_input("`replay` of a run with a damaged checkpoint or newest manifest")
 @pytest.mark.parametrize(
     ("change", "start", "warning"),
     [
         (shard_is_damaged, "from step_00000003: 5 steps", "using step_00000003 instead"),
-        (manifest_is_damaged, "from step_00000006", DAMAGED),
+        (manifest_is_damaged, "from step_00000006", ""),
     ],
 )
 def test_what_is_damaged_gives_way_to_what_is_older(copied, look, change, start, warning):
