@@ -303,7 +303,8 @@ def compare_inside(folders: Sequence[Path], equal_until: int, until: int) -> str
 
 def first_divergence(runs: Sequence[Replayed], first: int, until: int) -> str:
     for step in range(first, until + 2):
-        if pair := first_difference(*(run.parameters() for run in runs)):
+        a, b = [run.parameters() for run in runs]
+        if pair := first_difference(a, b):
             where = "the start" if step == first else f"the update of step {step - 1}"
             return f"{where}: the first other parameters are in {pair[0].module}"
         if step > until:
@@ -316,8 +317,8 @@ def first_divergence(runs: Sequence[Replayed], first: int, until: int) -> str:
         events = []
         for run, micro_batches in zip(runs, batches, strict=True):
             events.append(run.call(run.replay.step, micro_batches, hash_of, kinds)[1])
-        computed = [[event for event in each if event.kind != "op"] for each in events]
-        if pair := first_difference(*computed):
+        a, b = [[event for event in each if event.kind != "op"] for each in events]
+        if pair := first_difference(a, b):
             return f"step {step}: {text_of_event(pair[0], *events)}"
     return (
         f"the replays are equal up to step {until}: what differed is not in the steps as one "
@@ -340,7 +341,7 @@ def text_of_event(event: Event, a: Sequence[Event], b: Sequence[Event]) -> str:
     for events in (a, b):
         here = [each for each in events if (each.kind, each.module, each.micro_batch) == place]
         operations.append(here)
-    if pair := first_difference(*operations):
+    if pair := first_difference(operations[0], operations[1]):
         text += f", {pair[0].name}"
     return text
 
