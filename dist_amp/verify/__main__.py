@@ -13,22 +13,21 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import get_args
 
 import torch
 
 from dist_amp.config.load import load_config
-from dist_amp.config.validate import warn_once
-from dist_amp.distributed.machine import check_dtype
 from dist_amp.distributed.process import hide_progress_bars
 from dist_amp.errors import ConfigError, first_line
-from dist_amp.settings import Config, ParallelConfig, Strategy
+from dist_amp.settings import Strategy
 from dist_amp.supervise.command_line import Parser, command
-from dist_amp.verify.cells import Row, compare_on_ranks
+from dist_amp.verify.cells import Row, compare_row, results_on_ranks
 from dist_amp.verify.compare import Verdict
 from dist_amp.verify.findings import inspect_task
 from dist_amp.verify.reference import GLOBAL_BATCH, STEPS, Reference
-from dist_amp.world import World, locate
+from dist_amp.world import locate
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 STRATEGIES = get_args(Strategy)
@@ -38,7 +37,8 @@ HEADER = "ranks  strategy  precision  gradients    bound  parameters    bound   
 EPILOG = """\
 All other options are settings of dist_amp.train: --task.target my_file:MyTask, --run.device cpu,
 --task.args.width 32, --config FILE.toml ... A small model and short samples are enough: the
-comparison does not depend on their size.
+comparison does not depend on their size. It uses torch's SGD and AdamW with float32 parameters,
+reductions and communication, whatever optim.name and parallel.*_dtype are.
 Exit status: 0 nothing fails, 1 something fails, 64 a wrong setting, 65 wrong data."""
 
 
@@ -71,8 +71,12 @@ def main(argv: Sequence[str]) -> int:
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Returns (this command's options, the settings of a run). Errors: ConfigError."""
     parser = Parser("python -m dist_amp.verify", __doc__, EPILOG)
-    lists = {"strategies": STRATEGIES, "precisions": PRECISIONS}
-    parser.add_argument("--world_sizes", default="1,2,4", help="numbers of ranks; default 1,2,4")
+    parser.add_argument(
+        "--world_sizes",
+        type=numbers_of_ranks,
+        default="1,2,4",
+        help="numbers of ranks; default 1,2,4",
+    )
     parser.add_argument("--strategies", default=",".join(STRATEGIES), help="default: all")
     parser.add_argument(
         "--precisions", default=",".join(PRECISIONS), help="default: all; fp16 is slow on a CPU"
@@ -88,18 +92,19 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         help="compare all ways of running bit for bit, each with parallel.bit_exact=true",
     )
     options, rest = parser.parse_known_args(argv)
-    words = options.world_sizes.split(",")
-    if not all(word.isdigit() and int(word) > 0 for word in words):
-        rule = "must be whole numbers above 0, separated by commas: 1,2,4"
-        raise ConfigError(f"--world_sizes={options.world_sizes} {rule}")
-    options.world_sizes = sorted({int(word) for word in words})
-    for name, known in lists.items():
+    for name, known in (("strategies", STRATEGIES), ("precisions", PRECISIONS)):
         words = getattr(options, name).split(",")
-        for word in words:
-            if word not in known:
-                raise ConfigError(f"--{name}: {word!r} is none of {', '.join(known)}")
+        if unknown := set(words) - set(known):
+            raise ConfigError(f"--{name}: {unknown.pop()!r} is none of {', '.join(known)}")
         setattr(options, name, [word for word in known if word in words])
     return options, rest
+
+
+def numbers_of_ranks(text: str) -> list[int]:
+    numbers = sorted({int(word) for word in text.split(",")})
+    if numbers[0] < 1:
+        raise ValueError
+    return numbers
 
 
 def rows_of(options: argparse.Namespace, device: torch.device) -> list[Row]:
@@ -132,8 +137,6 @@ def verify(argv: Sequence[str], rows: list[Row], device: torch.device) -> int:
     findings = inspect_task(reference)
     for finding in findings:
         say(f"{'fail' if finding.fails else 'note'}     {finding.text}")
-    if ignored := ignored_settings(config):
-        say(f"note     ignored: {', '.join(ignored)}; the comparison uses sgd, adamw and float32")
     if any(finding.fails for finding in findings):
         reason = "no way of running can compute this task's step as one process would"
         say(f"failed: {reason}; fix the task first")
@@ -141,23 +144,22 @@ def verify(argv: Sequence[str], rows: list[Row], device: torch.device) -> int:
     precisions = dict.fromkeys(precision for _, _, precision in rows)
     supported = [precision for precision in precisions if is_supported(reference, precision)]
     rows = [row for row in rows if row[2] in supported]
-    steps = f"{STEPS} steps of {global_batch} samples with SGD and with AdamW"
+    steps = f"{STEPS} steps of {global_batch} samples with torch's SGD and with its AdamW"
     say(f"compare  {len(rows)} combinations, each {steps}\n\n{HEADER}")
     rows_by_cause: dict[str, list[str]] = {}
     results: Counter[str] = Counter()
     started = time.perf_counter()
-    for row, verdicts in compare_on_ranks(argv, rows, reference):
+    take = partial(compare_row, reference.measured(supported))
+    for row, result in results_on_ranks(argv, rows, take):
+        size, strategy, precision = row
         now = time.perf_counter()
-        result = "pass"
-        if any(verdict.refused for verdict in verdicts):
-            result = "refused"
-        elif any(verdict.cause for verdict in verdicts):
-            result = "FAIL"
-        results[result] += 1
-        say(f"{table_row(row, verdicts, now - started)}  {result}")
+        word, cause, numbers = judge(result)
+        results[word] += 1
+        took = f"{now - started:>5.1f} s"
+        say(f"{size:>5}  {strategy:<8}  {precision:<9}  {numbers}  {took}  {word}")
         started = now
-        for cause in dict.fromkeys(verdict.cause for verdict in verdicts if verdict.cause):
-            rows_by_cause.setdefault(cause, []).append(" ".join(map(str, row)))
+        if cause:
+            rows_by_cause.setdefault(cause, []).append(f"{size} {strategy} {precision}")
     for cause, names in rows_by_cause.items():
         say(f"\n{', '.join(names)}:\n    {cause}")
     failed = results["FAIL"] > 0 or not results["pass"]
@@ -175,24 +177,8 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def ignored_settings(config: Config) -> list[str]:
-    """Settings whose rounding would hide errors of the step, and optimizers other than torch's."""
-    default = ParallelConfig()
-    ignored = []
-    for name in ("param_dtype", "reduce_dtype", "comm_dtype", "cpu_offload"):
-        value = getattr(config.parallel, name)
-        if value != getattr(default, name):
-            ignored.append(f"parallel.{name}={value}")
-    if config.optim.name not in ("sgd", "adamw"):
-        ignored.append(f"optim.name={config.optim.name}")
-    return ignored
-
-
 def is_supported(reference: Reference, precision: str) -> bool:
-    """Whether plain torch can compute the task in this precision; if not, or slowly, says so."""
-    on_cpu = reference.device.type == "cpu" and precision != "fp32"
-    if on_cpu and (warning := check_dtype(precision, reference.device)):
-        warn_once(World(), warning)
+    """Whether plain torch can compute the task in this precision; if not, says so."""
     try:
         reference.bound(precision)
     except RuntimeError as error:
@@ -203,16 +189,22 @@ def is_supported(reference: Reference, precision: str) -> bool:
     return True
 
 
-def table_row(row: Row, verdicts: list[Verdict], seconds: float) -> str:
-    """A row of the table, without its result: the worst of its verdicts."""
-    size, strategy, precision = row
+def judge(result: list[Verdict] | str) -> tuple[str, str, str]:
+    """Returns (a row's result in a word, the cause, the numbers of the table: the worst ones)."""
+    if isinstance(result, str):
+        word, _, cause = result.partition(": ")
+        verdicts = [Verdict()]
+    else:
+        verdicts = result
+        cause = next((verdict.cause for verdict in verdicts if verdict.cause), "")
+        word = "FAIL" if cause else "pass"
     gradients = max(verdicts, key=lambda verdict: verdict.gradient_error)
     updates = max(verdicts, key=lambda verdict: verdict.parameter_error / verdict.parameter_bound)
     numbers = (
         f"{gradients.gradient_error:>9.1e}  {gradients.gradient_bound:>7.0e}  "
         f"{updates.parameter_error:>10.1e}  {updates.parameter_bound:>7.0e}"
-    ).replace("nan", "  -")
-    return f"{size:>5}  {strategy:<8}  {precision:<9}  {numbers}  {seconds:>5.1f} s"
+    )
+    return word, cause, numbers.replace("nan", "  -")
 
 
 if __name__ == "__main__":

@@ -9,20 +9,18 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
-from functools import partial
 from queue import Empty
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dist_amp.config.auto import batch_statistics
 from dist_amp.config.load import load_config
 from dist_amp.data import build_batches
 from dist_amp.diagnostics import consistency
-from dist_amp.errors import ConfigError, DataError, Failure, in_one_line
+from dist_amp.errors import ConfigError, DataError, in_one_line
 from dist_amp.run import Run, build_run
 from dist_amp.settings import (
     CheckpointConfig,
@@ -51,9 +49,8 @@ def check_cell(world: World, reference: Reference, cell: Cell, step: Step = trai
     micro_batches, _ = micro_batches_at(run, reference, max(cell.accumulation), 0)
     about = f"a step that is not finite on rank {world.world_size - 1} must be skipped, but"
     fault = fault_of_skip(run, reference, micro_batches, step)
-    faults = by_rank(about, world.gather(fault))
-    if faults:  # start again, so that this fault alone does not make the following steps wrong
-        run = build_run(config_of(reference, cell, world), world, reference.task)
+    if cause := on_first_rank(world, about, fault):
+        return Verdict(cause=cause)
     captured = capture(run)
     buffers = []
     reductions = []
@@ -70,11 +67,12 @@ def check_cell(world: World, reference: Reference, cell: Cell, step: Step = trai
             step(run, micro_batches)
         reductions.append(counter.count)
     fault = fault_of_counts(run, applied=STEPS, skips_in_a_row=0)
-    counts = by_rank("after a skipped and five applied steps,", world.gather(fault))
-    faults.append(consistency.find_mismatch(run))
+    counts = on_first_rank(world, "after a skipped and five applied steps,", fault)
+    mismatch = consistency.find_mismatch(run)
+    sums = ""
     own_sums = getattr(reference.task, "couples_samples", False)  # in each micro-batch's backward
     if cell.accumulate_reduce == "last" and len(set(reductions)) > 1 and not own_sums:
-        faults.append(
+        sums = (
             f"steps of {cell.accumulation} micro-batches sum over ranks {reductions} times, not "
             "equally often; only the last may reduce gradients: each other one needs no_sync "
             "around its forward and its backward"
@@ -88,16 +86,12 @@ def check_cell(world: World, reference: Reference, cell: Cell, step: Step = trai
     finally:
         world.wait_long()  # for rank 0, which alone computes the reference
     # Wrong gradients can lead to skipped steps, so they come before a wrong count.
-    causes = [verdict.cause or "; ".join(counts), *faults]
-    return replace(verdict, cause="; ".join(filter(None, causes)))
+    return replace(verdict, cause=verdict.cause or counts or mismatch or sums)
 
 
 def config_of(reference: Reference, cell: Cell, world: World) -> Config:
     user = reference.config
     scaled = reference.hyperparameters
-    replicas = user.parallel.replicas
-    if replicas != "auto" and world.world_size % replicas:
-        replicas = "auto"
     return replace(
         user,
         run=replace(user.run, dir="unused", resume="never"),
@@ -105,7 +99,7 @@ def config_of(reference: Reference, cell: Cell, world: World) -> Config:
         precision=precision_of(reference, cell),
         parallel=ParallelConfig(
             cell.strategy,
-            replicas,
+            user.parallel.replicas,
             accumulate_reduce=cell.accumulate_reduce,
             activation_checkpointing=user.parallel.activation_checkpointing,
         ),
@@ -129,8 +123,6 @@ def precision_of(reference: Reference, cell: Cell) -> PrecisionConfig:
     if cell.precision == "fp32":
         return replace(user, use_amp=False, cast_by="auto")
     cast_by = user.cast_by if cell.strategy in ("fsdp", "hsdp") else "auto"
-    if batch_statistics(reference.model()):
-        cast_by = "autocast"  # a policy would cast batch norm's weights but not its statistics
     scaler = ScalerConfig()
     if cell.precision == "fp16":
         scaler = ScalerConfig(init_scale=reference.init_scale, growth_interval=2)
@@ -227,38 +219,22 @@ def fault_of_counts(run: Run, applied: int, skips_in_a_row: int) -> str:
     return ""
 
 
-def by_rank(about: str, texts: list[str]) -> list[str]:
-    """Each fault once, with the ranks that have it. texts: one per rank."""
-    faults = []
-    for fault in dict.fromkeys(filter(None, texts)):
-        ranks = [str(rank) for rank, text in enumerate(texts) if text == fault]
-        plural = "s" if len(ranks) > 1 else ""
-        faults.append(f"{about} on rank{plural} {', '.join(ranks)} {fault}")
-    return faults
+def on_first_rank(world: World, about: str, fault: str) -> str:
+    """The fault of the first rank that has one, in words; every rank calls it."""
+    for rank, text in enumerate(world.gather(fault)):
+        if text:
+            return f"{about} on rank {rank} {text}"
+    return ""
 
 
 # ---- the processes of the ranks ----
 
 
-def compare_on_ranks(
-    argv: Sequence[str], rows: Sequence[Row], reference: Reference
-) -> Iterator[tuple[Row, list[Verdict]]]:
-    """Compare the rows on new processes; yields each row when it is done."""
-    measured = reference.measured({precision for _, _, precision in rows})
-    take = partial(compare_row, reference.task.eval_classes, measured)
-    for row, result in results_on_ranks(argv, rows, take):
-        yield row, [Verdict(cause=result)] if isinstance(result, str) else result
-
-
 def compare_row(
-    eval_classes: frozenset[str],
-    measured: Mapping[str, Any],
-    world: World,
-    config: Config,
-    row: Any,
+    measured: Mapping[str, Any], world: World, config: Config, row: Any
 ) -> list[Verdict]:
     """The verdicts of a row's cells, one for each optimizer. Every rank calls it."""
-    reference = Reference(config, world.device, None, eval_classes, measured)
+    reference = Reference(config, world.device, None, measured)
     _, strategy, precision = row
     verdicts = []
     for optimizer in ("sgd", "adamw"):
@@ -270,19 +246,16 @@ def compare_row(
             fused=config.optim.fused,
             accumulate_reduce="every" if config.parallel.accumulate_reduce == "every" else "last",
         )
-        try:
-            verdicts.append(check_cell(world, reference, cell))
-        except (ConfigError, DataError) as error:  # raised on every rank, and in training too
-            return [Verdict(cause=str(error), refused=True)]
-        except Failure as error:  # raised on every rank
-            verdicts.append(Verdict(cause=str(error)))
+        verdicts.append(check_cell(world, reference, cell))
     return verdicts
 
 
 def results_on_ranks(
     argv: Sequence[str], rows: Sequence[Row], take: Callable[[World, Config, Row], Any]
 ) -> Iterator[tuple[Row, Any]]:
-    """Each row with what `take` gives on rank 0 of as many new processes, or a rank's error."""
+    """Each row with what `take` returns on rank 0 of as many new processes, or a rank's error in
+    words: "refused: ..." for what training refuses too, else "FAIL: ...".
+    """
     context = multiprocessing.get_context("spawn")
     for row in rows:
         size = row[0]
@@ -312,7 +285,7 @@ def first_result(results: Any, ranks: Sequence[Any]) -> Any:
             return results.get(timeout=0.5)
         for rank, process in enumerate(ranks):
             if process.exitcode and results.empty():
-                return f"rank {rank} ended with exit status {process.exitcode} and no error message"
+                return f"FAIL: rank {rank} ended with exit status {process.exitcode} and no error"
 
 
 def run_rank(
@@ -322,29 +295,25 @@ def run_rank(
     take: Callable[[World, Config, Row], Any],
     results: Any,
 ) -> None:
-    """One rank's process: rank 0 sends what `take` gives, and each rank the error that ends it.
+    """One rank's process: rank 0 sends what `take` returns, and each rank the error that ends it.
 
     It prints nothing: the command has said everything before the table, once for all rows.
     """
     os.environ |= environment
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // row[0]))
-    with open(os.devnull, "w") as nothing, redirect_stdout(nothing), redirect_stderr(nothing):
+    with ExitStack() as contexts:
+        nothing = contexts.enter_context(open(os.devnull, "w"))
+        contexts.enter_context(redirect_stdout(nothing))
+        contexts.enter_context(redirect_stderr(nothing))
         try:
             config = load_config(argv)
-            with start(config.run) as world:
-                try:
-                    result = take(world, config, row)
-                    if world.is_main:
-                        results.put(result)
-                except Exception as error:  # before it leaves the group, at which others fail
-                    results.put(text_of(error, world.rank))
-                    raise
-        except Exception as error:
-            results.put(text_of(error, int(environment["RANK"])))
+            world = contexts.enter_context(start(config.run))
+            result = take(world, config, row)
+            if world.is_main:
+                results.put(result)
+        except Exception as error:  # before this rank leaves the group, at which the rest fails
+            text = f"FAIL: rank {environment['RANK']}: {in_one_line(error)}"
+            if isinstance(error, ConfigError | DataError):
+                text = f"refused: {error}"
+            results.put(text)
             sys.exit(1)
-
-
-def text_of(error: Exception, rank: int) -> str:
-    if isinstance(error, ConfigError | DataError):  # in training too
-        return f"refused: {error}"
-    return f"rank {rank}: {in_one_line(error)}"

@@ -27,7 +27,7 @@ parameters: u x (3 P + 50 D) + 4 e in all precisions, since parameters and updat
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -61,14 +61,13 @@ class Cell:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The distance of a cell from the reference. cause: what is wrong; refused: by training too."""
+    """The distance of a cell from the reference. cause: what is wrong."""
 
     gradient_error: float = math.nan
     gradient_bound: float = math.nan
     parameter_error: float = math.nan
     parameter_bound: float = math.nan
     cause: str = ""
-    refused: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,36 +113,37 @@ class Comparison:
 
 
 def compare(run: Comparison) -> Verdict:
-    """The largest errors of all steps, and the cause of the first that exceeds its bound."""
+    """The largest errors of all steps, or the first step that exceeds a bound, with the cause."""
     reference, cell, states = run.reference, run.cell, run.states
     if len(states) != STEPS:
         times = f"the optimizer was applied {len(states)} times in {STEPS} steps"
         return Verdict(cause=f"{times}; it must be once in each")
-    cause = ""
     if any(not torch.equal(states[0].parameters[n], x) for n, x in reference.initial.items()):
         cause = "the initial weights are not those that build_model makes from run.seed"
+        return Verdict(cause=cause)
     ends = [*(state.parameters for state in states[1:]), run.end]
     updates = reference.updates(cell.optimizer, cell.clip_by, states)
     update_bound = bound_of_updates(run, updates)
-    gradients = []  # (whether a step's exceed the bound, error / bound, error, bound)
-    update_errors = []
+    verdicts = []
     for step, state in enumerate(states):
         truth = run.truth(step)
         error = relative_error(state.gradients, truth)
         bound = run.bound(step, error)
         update_error = largest(difference(ends[step], updates[step]))
+        cause = ""
         # "not <=" in place of ">", for nan
-        if not cause and not error <= bound:
+        if not error <= bound:
             cause = about_gradients(run, step, truth)
-        if not cause and not update_error <= update_bound:
+        elif not update_error <= update_bound:
             cause = (
                 f"the gradients of step {step + 1} are right, the parameters after it are not: "
                 "check clipping, learning rate, weight decay and moments"
             )
-        gradients.append((not error <= bound, error / bound, error, bound))
-        update_errors.append(update_error)
-    _, _, error, bound = max(gradients)
-    return Verdict(error, bound, max(update_errors), update_bound, cause)
+        verdicts.append(Verdict(error, bound, update_error, update_bound, cause))
+        if cause:
+            return verdicts[-1]
+    worst = max(verdicts, key=lambda verdict: verdict.gradient_error / verdict.gradient_bound)
+    return replace(worst, parameter_error=max(verdict.parameter_error for verdict in verdicts))
 
 
 def bound_of_updates(run: Comparison, updates: Sequence[Values]) -> float:

@@ -17,10 +17,9 @@ from torch.utils.flop_counter import flop_registry
 
 from dist_amp.config.task_class import build_task
 from dist_amp.data import build_batches
-from dist_amp.diagnostics.trace import TASK, Event, Recorder, clean_name
+from dist_amp.diagnostics.trace import Event, Recorder, clean_name
 from dist_amp.distributed.process import seed_all
 from dist_amp.errors import columns
-from dist_amp.loading.nested import tensors
 from dist_amp.precision import DTYPES, build_precision
 from dist_amp.scaling.meta import build_whole
 from dist_amp.settings import Config
@@ -40,14 +39,7 @@ MOVES = re.compile(
 
 WHY = """\
 Why: autocast is off there (autocast(enabled=False), custom_fwd(cast_inputs=torch.float32)), or it
-does not know the operation (in-place and out= products, custom operations). A .float() before an
-ordinary product is not enough: autocast casts its result again.
-Fix: end the autocast(enabled=False) block before the product, or cast its inputs and weights
-yourself."""
-
-POLICY = """\
-A sharded run casts by FSDP's policy instead of autocast, unless precision.cast_by=autocast. A block
-then computes everything in half precision, norms included."""
+does not know the operation. Cast its inputs and weights yourself, or end that block before it."""
 
 
 def dtype_report(config: Config, world: World | None = None, task: Task | None = None) -> str:
@@ -68,84 +60,64 @@ def dtype_report(config: Config, world: World | None = None, task: Task | None =
         accumulation_steps=1,
         seed=config.run.seed,
     )
-    batch = next(batches)[0]
     # A policy needs ranks to shard over, so autocast is what is recorded.
     precision = build_precision(replace(config.precision, cast_by="auto"), False, world)
     recorder = Recorder(task, model, dtypes_of, ("forward", "op"), inputs=True)
     with recorder, precision.autocast():
-        recorder.loss_sum(model, batch)
-    rows, costly = table_of(model, recorder.events, dtypes_of([*tensors(batch)]))
+        recorder.loss_sum(model, next(batches)[0])
+    rows, costly = table_of(model, recorder.events)
     table = "\n".join(columns(list(dict.fromkeys(rows)), left=len(rows[0])))
     if precision.name == "fp32":
         return f"precision.use_amp=false: all is computed in float32, by request\n\n{table}"
-    head = f"autocast to {precision.name} on {world.device.type}; one micro-batch, forward and loss"
+    head = (
+        f"autocast to {precision.name} on {world.device.type}; one micro-batch, forward and loss\n"
+        "(a sharded run casts by FSDP's policy, norms too, unless precision.cast_by=autocast)"
+    )
     count = f"{len(costly)} costly operations"
     about = f"All {count} (products, convolutions, attention) run in {precision.name}."
-    wide = [text for text in costly if not re.search("bf16|fp16", text)]
-    if wide:
+    if wide := [text for text in costly if not re.search("bf16|fp16", text)]:
         about = "\n".join([f"In float32, {len(wide)} of {count}:", *wide, WHY])
-    parts = [head, table, about]
-    if config.parallel.strategy in ("fsdp", "hsdp") and config.precision.cast_by != "autocast":
-        parts.append(POLICY)
-    return "\n\n".join(parts)
+    return f"{head}\n\n{table}\n\n{about}"
 
 
-Dtype = tuple[str, int]  # a tensor's, and its number of dimensions
+def dtypes_of(values: Sequence[Tensor]) -> list[str]:
+    return [SHORT.get(v.dtype, str(v.dtype).removeprefix("torch.")) for v in values]
 
 
-def dtypes_of(values: Sequence[Tensor]) -> list[Dtype]:
-    return [(SHORT.get(v.dtype, str(v.dtype).removeprefix("torch.")), v.ndim) for v in values]
-
-
-def table_of(
-    model: nn.Module, events: Sequence[Event], batch: Sequence[Dtype]
-) -> tuple[list[tuple[str, ...]], list[str]]:
+def table_of(model: nn.Module, events: Sequence[Event]) -> tuple[list[tuple[str, ...]], list[str]]:
     """Returns (rows of the table, a line for each costly operation).
 
     Rows are of the modules that ran and have no children, weights of their own, or costly
-    operations, and of the loss. Numbers in names are *, so that equal blocks have equal rows.
+    operations. Numbers in names are *, so that equal blocks have equal rows.
     """
-    modules = {clean_name(name): module for name, module in model.named_modules()}
-    places = {name: (name or "(model)", type(part).__name__) for name, part in modules.items()}
-    places[TASK] = ("loss_sum", "the task")
     # {(module, column): distinct dtypes, in order}
     cells: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
-
-    def add(path: str, column: str, dtypes: Sequence[Dtype]) -> None:
-        cells[path, column] |= dict.fromkeys(name for name, _ in dtypes)
-
     costly = []
-    add(TASK, "inputs", batch)
     for event in events:
+        place = event.module
         if event.kind != "op":
-            add(event.module, "inputs", event.inputs)
-            add(event.module, "outputs", event.values)
+            cells[place, "inputs"] |= dict.fromkeys(event.inputs)
+            cells[place, "outputs"] |= dict.fromkeys(event.values)
             continue
         name = event.name.removeprefix("aten.")
-        floating = [dtype for dtype in event.inputs if dtype[0].startswith(("fp", "bf", "float"))]
+        dtypes = dict.fromkeys(d for d in event.inputs if d.startswith(("fp", "bf", "float")))
         if event.name in COSTLY:
-            add(event.module, "products", floating)
-            operands = " x ".join(dtype for dtype, ndim in floating if ndim > 1)  # without a bias
-            path, kind = places[event.module]
-            name = "attention" if "attention" in name else name
-            costly.append(f"  {path} ({kind}): {name} {operands}")
+            cells[place, "products"] |= dtypes
+            costly.append(f"  {place or '(model)'}: {name} in {' '.join(dtypes)}")
         elif not MOVES.fullmatch(name):
-            add(event.module, "other", floating)
+            cells[place, "other"] |= dtypes
     rows: list[tuple[str, ...]] = [
         ("module", "class", "inputs", "weights", "computed in", "outputs")
     ]
-    for path in [*modules, TASK]:
-        weights = []
-        if path != TASK:
-            weights = list(modules[path].parameters(recurse=False))
-            is_leaf = not list(modules[path].children())
-            computes = is_leaf or weights or cells[path, "products"]
-            if not (computes and cells[path, "outputs"]):
-                continue
-        add(path, "weights", dtypes_of(weights))
-        computed = "products" if cells[path, "products"] else "other"
-        names = ("inputs", "weights", computed, "outputs")
-        texts = (" ".join(cells[path, name]) or "-" for name in names)
-        shown, kind = places[path]
-        rows.append((re.sub(r"\b\d+\b", "*", shown), kind, *texts))
+    for name, module in model.named_modules():
+        place = clean_name(name)
+        weights = list(module.parameters(recurse=False))
+        computes = not list(module.children()) or weights or cells[place, "products"]
+        if computes and cells[place, "outputs"]:
+            cells[place, "weights"] |= dict.fromkeys(dtypes_of(weights))
+            computed = "products" if cells[place, "products"] else "other"
+            names = ("inputs", "weights", computed, "outputs")
+            texts = (" ".join(cells[place, column]) or "-" for column in names)
+            shown = re.sub(r"\b\d+\b", "*", place or "(model)")
+            rows.append((shown, type(module).__name__, *texts))
     return rows, costly

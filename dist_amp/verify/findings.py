@@ -18,8 +18,6 @@ from dist_amp.diagnostics.first_steps import untrained_text
 from dist_amp.diagnostics.trace import TASK, Event, Recorder, first_difference
 from dist_amp.distributed.process import seed_all
 from dist_amp.loading.nested import tensors
-from dist_amp.run import training_mode
-from dist_amp.scaling.float32 import to_float32
 from dist_amp.scaling.meta import build_module
 from dist_amp.task import as_scalar, attributes_of
 from dist_amp.verify.reference import (
@@ -65,7 +63,7 @@ class Trace:
 
 
 def inspect_task(reference: Reference) -> list[Finding]:
-    """Check the task; sets `reference.task.eval_classes` to what is compared in evaluation mode."""
+    """Check the task; fills `reference.eval_classes`, which are compared in evaluation mode."""
     findings = _notes(reference)
     samples = reference.step_samples[0][:SAMPLES]
     batch = reference.batch(samples)
@@ -85,7 +83,7 @@ def inspect_task(reference: Reference) -> list[Finding]:
         text = f"two identical runs differ by rounding ({error:.1e}, first in {where})"
         findings.append(Finding(f"{text}; run.deterministic=true makes them equal"))
     # In training mode, so before batch statistics are left out.
-    findings += leaks(reference, len(samples))
+    findings += leaks(reference, batch)
     findings += _random(reference, batch)
     if any(finding.fails for finding in findings):
         return findings  # the following checks would find the same again
@@ -147,19 +145,14 @@ def _error(a: list[Tensor], b: list[Tensor]) -> float:
 
 
 def _notes(reference: Reference) -> list[Finding]:
-    """Notes on parameters left out or stored in another dtype, and on settings off here."""
+    """Notes on what is not compared."""
     findings = []
     if names := " and ".join(reference.task.left_out):
         text = f"not compared: the task's {names}; the steps are those of torch's SGD and AdamW"
         findings.append(Finding(text))
-    module = build_module(reference.task.task)
-    if changed := training_mode(module):
-        findings.append(Finding(changed))
-    if converted := to_float32(module, frozen_too=False):
-        findings.append(Finding(converted))
     labels = [
         _label(name, type(part).__name__)
-        for name, part in module.named_modules()
+        for name, part in build_module(reference.task.task).named_modules()
         if isinstance(part, _DropoutNd) or (isinstance(part, nn.RNNBase) and part.dropout)
     ]
     if labels:
@@ -298,11 +291,11 @@ def _in_evaluation_mode(
         kind = where.rpartition(" ")[2].strip("()")
         if where.startswith(f"{TASK} "):
             return [*findings, Finding(where, fails=True)]
-        if kind in reference.task.eval_classes:
+        if kind in reference.eval_classes:
             reason += ", in evaluation mode too"
-        if where == TASK or kind in reference.task.eval_classes:
+        if where == TASK or kind in reference.eval_classes:
             return [Finding(f"{where}: {reason}, so it can't be compared; {fix}", fails=True)]
-        reference.task.eval_classes |= {kind}
+        reference.eval_classes.add(kind)
         findings.append(Finding(f"{where}: {reason}; every {kind} is compared in evaluation mode"))
     return findings
 
@@ -339,33 +332,27 @@ def _to_float32(module: nn.Module, inputs: Any, output: Any) -> None:
 # ---- whether attention crosses packed documents ----
 
 
-def leaks(reference: Reference, rows: int) -> list[Finding]:
+def leaks(reference: Reference, batch: Any) -> list[Finding]:
     """Findings of attention across the documents of a row, for batches with position_ids.
 
     Only every second document gets labels, and the gradient of their loss with respect to the other
-    documents' embeddings must be exactly 0, as it is if they are masked. Takes the first `rows`
-    samples that have a second document in a row.
+    documents' embeddings must be exactly 0, as it is if they are masked.
     """
-    unchecked = "packed documents are not checked for leaks"
-    length = reference.task.length
-    for first in range(0, length, rows):
-        batch = reference.batch(range(first, min(first + rows, length)))
-        if not isinstance(batch, Mapping):
-            return []
-        ids: Any = batch.get("input_ids")
-        positions: Any = batch.get("position_ids")
-        labels: Any = batch.get("labels")
-        if not isinstance(ids, Tensor) or getattr(positions, "shape", None) != ids.shape:
-            return []
-        if getattr(labels, "shape", None) != ids.shape:
-            return [Finding(f"{unchecked}: the batch has no labels like its input_ids")]
-        second = (positions == 0).cumsum(1) % 2 == 0  # the tokens of every second document
-        if (second[:, 1:] & (labels[:, 1:] != IGNORE_INDEX)).any():
-            break
-    else:
-        return [Finding(f"{unchecked}: no row of {length} has a second one that counts")]
+    if not isinstance(batch, Mapping) or not isinstance(batch.get("position_ids"), Tensor):
+        return []
+    unchecked = Finding(
+        "packed documents are not checked for leaks, which takes an nn.Embedding of input_ids, "
+        "labels like them, and a row with two documents"
+    )
+    ids: Any = batch.get("input_ids")
+    labels: Any = batch.get("labels")
+    positions = batch["position_ids"]
+    if any(getattr(part, "shape", None) != positions.shape for part in (ids, labels)):
+        return [unchecked]
+    second = (positions == 0).cumsum(1) % 2 == 0  # the tokens of every second document
+    if not (second[:, 1:] & (labels[:, 1:] != IGNORE_INDEX)).any():
+        return [unchecked]
     model = reference.model()
-    arguments: dict[str, Any] = {}  # of the model's call
     embedded: list[Tensor] = []  # what embeddings make of input_ids
 
     def embed(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
@@ -375,9 +362,6 @@ def leaks(reference: Reference, rows: int) -> list[Finding]:
         embedded.append(output.detach().requires_grad_())
         return embedded[-1]
 
-    model.register_forward_pre_hook(
-        lambda module, args, kwargs: arguments.update(kwargs), with_kwargs=True
-    )
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             module.register_forward_hook(embed)
@@ -385,7 +369,7 @@ def leaks(reference: Reference, rows: int) -> list[Finding]:
     labelled = {**batch, "labels": torch.where(second, labels, IGNORE_INDEX)}
     loss = reference.task.loss_sum(model, labelled)
     if not embedded:
-        return [Finding(f"{unchecked}: no nn.Embedding takes input_ids")]
+        return [unchecked]
     inside = outside = 0.0
     for gradient in torch.autograd.grad(loss, embedded, materialize_grads=True):
         by_token = gradient.abs().flatten(2).amax(2)
@@ -398,26 +382,8 @@ def leaks(reference: Reference, rows: int) -> list[Finding]:
     text = (
         "packed documents leak: the gradient of a document's loss with respect to another's "
         f"embeddings is {outside / max(inside, 1e-30):.2g} of that with respect to its own, and "
-        f"must be 0: {_cause_of_leak(model, arguments)}"
+        "must be 0; call the model with use_cache=False and without an attention_mask of ones, "
+        "since with either it takes a row for one document; if it mixes tokens without regard to "
+        "position_ids, use data.pack=off"
     )
     return [Finding(text, fails=True)]
-
-
-def _cause_of_leak(model: nn.Module, arguments: dict[str, Any]) -> str:
-    """The likely cause of a leak, and its fix. arguments: by name, of the model's call."""
-    mask = arguments.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.ndim == 2 and bool(mask.all()):
-        return (
-            "the model is called with an attention_mask of ones, and then takes a row for one "
-            "document; leave attention_mask out"
-        )
-    default = getattr(getattr(model, "config", None), "use_cache", False)
-    if arguments.get("use_cache", default):
-        return (
-            "the model is called with use_cache at its default, true, and with a cache it takes a "
-            "row for one document; call it with use_cache=False"
-        )
-    return (
-        "it mixes tokens without regard to position_ids; use data.pack=off, or a module that takes "
-        "them"
-    )

@@ -7,6 +7,7 @@ task's gradients: every step moves the parameters by about 1 %, and clipping tak
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -64,18 +65,18 @@ class RepeatableTask:
     eval_classes: whose modules are in evaluation mode. infinite_loss: for this rank.
     """
 
-    def __init__(self, task: Task, device: torch.device, length: int, eval_classes: frozenset[str]):
+    def __init__(self, task: Task, device: torch.device, length: int, eval_classes: set[str]):
         self.task = task
         self._device = device
-        self._dataset: Any = None
+        self._samples: list[Any] = []
         self._needed = length
         self.length = length
-        self.eval_classes = eval_classes
+        self._eval_classes = eval_classes
         self.infinite_loss = False
         self.left_out = [f"{name}()" for name in NOT_COMPARED if hasattr(task, name)]
 
     def __getattr__(self, name: str) -> Any:
-        # augment is called in __getitem__, for the reference too.
+        # augment is called when samples are read, for the reference too.
         if name in NOT_COMPARED or name == "augment":
             raise AttributeError(name)
         return getattr(self.task, name)
@@ -87,41 +88,37 @@ class RepeatableTask:
                 module.p = 0.0
             if isinstance(module, nn.RNNBase):  # cuDNN's has no backward in evaluation mode
                 module.dropout = 0.0
-            if type(module).__name__ in self.eval_classes:
+            if type(module).__name__ in self._eval_classes:
                 stay_in_evaluation_mode(module)
         return model
 
     def build_dataset(self, split: str) -> Any:
-        if self._dataset is None:
-            with self._seeded(0):  # a randomly generated dataset is then the same in every process
-                self._dataset = self.task.build_dataset("train")
-            have = 0 if self._dataset is None else len(self._dataset)
-            if have < self._needed:
-                raise DataError(
-                    f"the training dataset has {have} samples; the comparison takes {STEPS} steps "
-                    f"of {self._needed // STEPS} (not the config's) = {self._needed}; use more "
-                    "data, or shorter rows"
-                )
+        if not self._samples:
+            before = random_state(self._device)
+            seed_all(0)  # data and augmentations drawn at random are the same in every process
+            self._samples = self._read(self.task.build_dataset("train"))
+            set_random_state(before, self._device)
         return self
+
+    def _read(self, dataset: Any) -> list[Any]:
+        have = 0 if dataset is None else len(dataset)
+        if have < self._needed:
+            raise DataError(
+                f"the training dataset has {have} samples; the comparison takes {STEPS} steps of "
+                f"{self._needed // STEPS} (not the config's) = {self._needed}; use more data, or "
+                "shorter rows"
+            )
+        samples = [dataset[index] for index in range(self._needed)]
+        if hasattr(self.task, "augment"):
+            rng = torch.Generator().manual_seed(0)
+            samples = [self.task.augment(sample, rng) for sample in samples]
+        return samples
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> Any:
-        with self._seeded(index):  # a random augmentation is then the same on every reading
-            sample = self._dataset[int(index)]
-        if hasattr(self.task, "augment"):
-            return self.task.augment(sample, torch.Generator().manual_seed(int(index)))
-        return sample
-
-    @contextmanager
-    def _seeded(self, seed: int) -> Iterator[None]:
-        before = random_state(self._device)
-        seed_all(seed)
-        try:
-            yield
-        finally:
-            set_random_state(before, self._device)
+        return deepcopy(self._samples[int(index)])  # a task's collate may change it
 
     def loss_sum(self, model: nn.Module, batch: Any) -> Tensor:
         loss = self.task.loss_sum(model, batch)
@@ -136,7 +133,6 @@ class Reference:
         config: Config,
         device: torch.device,
         task: Task | None = None,
-        eval_classes: frozenset[str] = frozenset(),
         measured: Mapping[str, Any] = {},
         global_batch: int = GLOBAL_BATCH,
     ):
@@ -145,14 +141,15 @@ class Reference:
         self.device = device
         self.global_batch = global_batch
         self.by_micro_batch = False  # samples are coupled, or forward keeps a state
+        self.eval_classes: set[str] = set()  # whose modules are compared in evaluation mode
         self._bounds: dict[str, float] = {}
         vars(self).update(measured)  # fills the cached properties
-        task = task or build_task(config)
-        self.task = RepeatableTask(task, device, STEPS * self.global_batch, eval_classes)
+        length = STEPS * self.global_batch
+        self.task = RepeatableTask(task or build_task(config), device, length, self.eval_classes)
 
     def measured(self, precisions: Iterable[str]) -> dict[str, Any]:
         """The facts measured on the task for these precisions, which all ranks must share."""
-        names = ["hyperparameters", "global_batch", "by_micro_batch"]
+        names = ["hyperparameters", "global_batch", "by_micro_batch", "eval_classes"]
         if "fp16" in precisions:
             names.append("init_scale")
         bounds = {precision: self.bound(precision) for precision in precisions}

@@ -39,7 +39,6 @@ def test_products_and_attention_are_in_half_precision_and_norms_and_loss_in_floa
     assert row(seen, "norm")[3] == "fp32"
     # The head computes the loss.
     assert row(seen, "head")[3:] == [dtype, "fp32"]
-    assert row(seen, "loss_sum") == ["the task", "int64", "-", "-", "fp32"]
     assert f"autocast to {dtype} on cpu" in seen
     # Four matrices and attention per block, and the head.
     about = f"All 16 costly operations (products, convolutions, attention) run in {dtype}"
@@ -47,14 +46,11 @@ def test_products_and_attention_are_in_half_precision_and_norms_and_loss_in_floa
     assert max(map(len, seen.splitlines())) <= 120
 
 
-def test_without_mixed_precision_all_is_float32_by_request_and_fsdp_casts_by_policy(gpt):
+def test_without_mixed_precision_all_is_float32_by_request(gpt):
     seen = report(f"{gpt} --use_amp false")
     assert "precision.use_amp=false: all is computed in float32, by request" in seen
     assert "bf16" not in seen
     assert "costly" not in seen
-    assert "FSDP's policy" in report("--parallel.strategy fsdp", Tiny())
-    for words in ("fsdp --precision.cast_by autocast", "ddp"):
-        assert "FSDP's policy" not in report(f"--parallel.strategy {words}", Tiny())
 
 
 class Careful(nn.Module):
@@ -75,6 +71,6 @@ def test_a_product_where_autocast_is_off_is_flagged():
     task = Tiny()
     task.build_model = Careful
     seen = report("--precision.dtype bf16", task=task)
-    assert "1 of 3 costly operations:\n  head (Linear): addmm fp32 x fp32" in seen
+    assert "1 of 3 costly operations:\n  head: addmm in fp32\n" in seen
     assert "autocast(enabled=False)" in seen
     assert row(seen, "body")[1] == "fp32 bf16", "called twice"

@@ -141,7 +141,7 @@ BITS = "--bit_exact --train.micro_batch_size 2 --precisions fp32 --world_sizes 1
         ("--task.taget x:Y", "task.target"),
         (f"{BITS} tiny:Tiny --world_sizes 1,3", "a power of two of ranks, not 3: .*; use 2 or 4"),
         (f"{BITS} tiny:Tiny --world_sizes 1", "nothing to compare: .*; use --world_sizes 1,2"),
-        (f"{BITS} tiny:Tiny --parallel.bit_exact false", "remove --parallel.bit_exact false"),
+        ("--world_sizes 0,2", "argument --world_sizes/--world-sizes: invalid .* value: '0,2'"),
     ],
 )
 def test_a_mistake_on_verifys_command_line_is_rejected(verify, words, error):

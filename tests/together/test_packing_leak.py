@@ -107,10 +107,10 @@ WITHOUT_EMBEDDING = OfALayer(nn.Identity, embedding=nn.Linear)
     [
         (GPT, False, "no cross-document attention in packed rows: 8 rows, gradient exactly 0"),
         (LLAMA_TASK, False, "no cross-document attention in packed rows: 8 rows, gradient exact"),
-        (OfLlama(), True, "use_cache at its default, true.* call it with use_cache=False"),
-        (OfLlama(ones=True, use_cache=False), True, "an attention_mask of ones.* leave atten"),
-        (CONVOLUTION, True, "^packed documents leak: .*, and must be 0: .*without regard to"),
-        (WITHOUT_EMBEDDING, False, "not checked for leaks: no nn.Embedding"),
+        (OfLlama(), True, "call the model with use_cache=False"),
+        (OfLlama(ones=True, use_cache=False), True, "without an attention_mask of ones"),
+        (CONVOLUTION, True, "^packed documents leak: .*, and must be 0; .*without regard to"),
+        (WITHOUT_EMBEDDING, False, "not checked for leaks, which takes an nn.Embedding"),
     ],
     ids=["gpt", "llama", "cache", "ones", "convolution", "without embedding"],
 )
