@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     Metadata,
@@ -19,7 +18,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dist_amp.checkpoint.typed import fits
 from dist_amp.errors import CheckpointRejected
 
 # Everything that torch's checkpoints pickle into `.metadata`: plain containers without behaviour,
@@ -71,14 +69,18 @@ def read_metadata(folder: Path, files: Mapping[str, Any]) -> Metadata:
     try:
         with (folder / ".metadata").open("rb") as file:
             metadata = _Unpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise CheckpointRejected(".metadata is not that of a checkpoint")
+        _check_places(metadata, files)
     except CheckpointRejected:
         raise
     except Exception as error:  # whatever damaged bytes make of a pickle
         raise CheckpointRejected(f".metadata can't be read ({error})") from None
-    if not fits(metadata, Metadata) or not fits(
-        metadata.storage_data, dict[MetadataIndex, _StorageInfo]
-    ):
-        raise CheckpointRejected(".metadata is not that of a checkpoint")
+    return metadata
+
+
+def _check_places(metadata: Metadata, files: Mapping[str, Any]) -> None:
+    """Errors: CheckpointRejected for a tensor whose content is elsewhere, or not all there."""
     for place in metadata.storage_data.values():
         if place.relative_path not in files:
             raise CheckpointRejected(
@@ -95,7 +97,6 @@ def read_metadata(folder: Path, files: Mapping[str, Any]) -> Metadata:
         room = sum(files[place.relative_path]["bytes"] for place in places if place)
         if not is_whole or elements * entry.properties.dtype.itemsize > room:
             raise CheckpointRejected(f".metadata has {name} of {[*entry.size]} without its content")
-    return metadata
 
 
 class Planner(DefaultLoadPlanner):

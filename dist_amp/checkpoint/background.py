@@ -32,15 +32,13 @@ OF_EACH_RANK = ("ranks", "task", "observer")
 class Save:
     """A checkpoint that a thread of each rank writes.
 
-    future: of this rank's thread. is_copy: whether the next step leaves what is written as it is.
-    stuck: once all ranks agree that none makes progress, which ranks are in which stage.
+    future: of this rank's thread. is_stuck: whether the ranks have given up waiting for it.
     """
 
     def __init__(self, run: Run, snapshot: Snapshot, write: Callable[..., None], staging: Any):
         """staging: write a copy made by it, without what another rank writes."""
         self.folder = snapshot.folder
-        self.is_copy = staging is not None
-        self.stuck = ""
+        self.is_stuck = False
         self._world = run.world
         self._timeout = run.config.run.timeout_seconds
         self._enter("")
@@ -57,35 +55,30 @@ class Save:
 
     def _enter(self, stage: str) -> None:
         """This rank begins a stage, or the next tensor in it; "": it waits for the other ranks."""
-        self._stage = stage
-        self._since = time.monotonic()
-
-    def done(self) -> bool:
-        """Whether it has ended on this rank, or is late and the ranks have not agreed on that."""
-        is_late = time.monotonic() - self._since >= self._timeout
-        return self.future.done() or (is_late and not self.stuck)
+        self._progress = (time.monotonic(), stage)
 
     def wait(self) -> None:
-        """Wait until it ends or is stuck; every rank calls it. Errors: Failure, if stuck once."""
-        was_stuck = bool(self.stuck)
-        self.stuck = ""
+        """Wait until it ends; every rank calls it.
+
+        Errors: Failure if it fails; Transient if no rank makes progress for run.timeout_seconds.
+        """
         while True:
-            wait([self.future], 0 if was_stuck else min(1.0, self._timeout / 10))
-            own = (self.future.done(), time.monotonic() - self._since, self._stage)
+            wait([self.future], min(1.0, self._timeout / 10))
+            since, stage = self._progress
+            own = (self.future.done(), time.monotonic() - since, stage)
             ranks = self._world.gather(own)
-            seconds = min((since for ended, since, _ in ranks if not ended), default=0.0)
-            if all(ended for ended, _, _ in ranks):
-                self.future.result()
-                return
-            if seconds >= self._timeout:
-                break
-        places = [f"rank {rank} in {stage}" for rank, (_, _, stage) in enumerate(ranks) if stage]
-        self.stuck = (
-            f"{self.folder.name} has made no progress for {seconds:.0f} s, of "
-            f"run.timeout_seconds={self._timeout:g} ({some_of(places)}); check the file system"
-        )
-        if not was_stuck:
-            raise Transient(f"{self.folder} could not be written: {self.stuck}")
+            if all(is_done for is_done, _, _ in ranks):
+                self.is_stuck = False
+                return self.future.result()
+            seconds = min(idle for is_done, idle, _ in ranks if not is_done)
+            self.is_stuck = seconds >= self._timeout
+            if self.is_stuck:
+                places = [f"rank {n} in {stage}" for n, (_, _, stage) in enumerate(ranks) if stage]
+                raise Transient(
+                    f"{self.folder} could not be written: it has made no progress for "
+                    f"run.timeout_seconds={self._timeout:g} ({some_of(places)}); check the file "
+                    "system"
+                )
 
 
 class Staging:

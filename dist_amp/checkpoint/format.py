@@ -15,22 +15,21 @@ import math
 import os
 import re
 import shutil
-import stat
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import xxhash
+from pydantic import TypeAdapter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 
 from dist_amp.checkpoint.allow_list import Planner, read_metadata
-from dist_amp.checkpoint.typed import fits
 from dist_amp.distributed.process_group import without_timeout
 from dist_amp.errors import CheckpointRejected, DataError
 from dist_amp.files import entry_of, run_dir, sync_folder, write_synced
@@ -78,6 +77,9 @@ class Manifest:
         return signed_text(content)
 
 
+MANIFEST_TYPE = TypeAdapter(Manifest)
+
+
 def signed_text(content: State) -> str:
     """JSON with a hash of itself."""
     digest = xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
@@ -97,9 +99,7 @@ def read_manifest(folder: Path) -> Manifest:
                 f"its format is {content['format']}, this version reads up to {FORMAT}; use a "
                 "newer dist_amp"
             )
-        names = {item.name for item in fields(Manifest)} & content.keys()
-        manifest = Manifest(**{name: content[name] for name in names})
-        is_whole = is_whole and fits(manifest, Manifest)
+        manifest = MANIFEST_TYPE.validate_json(text, strict=True)
     except OSError as error:
         raise CheckpointRejected(f"{MANIFEST} can't be read ({error.strerror})") from None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
@@ -129,8 +129,6 @@ def integrity_error(folder: Path, part: int = 0, parts: int = 1) -> str:
         if (int(writer[1]) if writer else 0) % parts != part:
             continue
         try:
-            if not stat.S_ISREG(path.lstat().st_mode):
-                return f"{name} is not a file"
             if entry_of(path) != files[name]:
                 return f"{name} is damaged: its size or hash differs from the manifest's"
         except OSError as error:

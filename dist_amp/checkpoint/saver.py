@@ -9,8 +9,7 @@ save on all.
 
 The outcome is known at a log step, or when the next save begins. A save that fails costs a
 checkpoint and not the run, unless it is the last one. If no rank ends a stage, or comes to its next
-tensor, for run.timeout_seconds, the save is stuck: nothing can end its threads, so no other save
-starts, and the run ends with the next one.
+tensor, for run.timeout_seconds, the save is stuck: nothing can end its threads, so the run ends.
 """
 
 import shutil
@@ -43,7 +42,7 @@ from dist_amp.checkpoint.format import (
 )
 from dist_amp.checkpoint.state import Snapshot, take_snapshot
 from dist_amp.checkpoint.task_state import Unsaved
-from dist_amp.errors import ConfigError, Failure, Transient
+from dist_amp.errors import ConfigError, Failure
 from dist_amp.files import appears, run_dir, sync_folder, write_synced
 from dist_amp.step import Run
 from dist_amp.telemetry.observer import Observer
@@ -56,7 +55,7 @@ Enter = Callable[[str], object]  # is told the stage that this rank works on, or
 class Saver(Observer):
     """Saves checkpoints of a run, one at a time, with checkpoint.async_save in the background.
 
-    pending: one that is being written, or that is stuck. saved_step: that of the latest.
+    pending: one that is being written. saved_step: that of the latest.
     """
 
     def __init__(self, run: Run):
@@ -77,14 +76,9 @@ class Saver(Observer):
 
         run = self._run
         with run.world.clock.hold("checkpoint"):
-            was_stuck = self.pending is not None and self.pending.stuck
             self.finish()
             self._unsaved.compare()
             folder = checkpoint_folder(run.folder, run.step)
-            if self.pending is not None:
-                if wait or was_stuck:
-                    raise Transient(f"{folder} could not be written: {self.pending.stuck}")
-                return
             self.saved_step = run.step
             is_there = folder == self._written or run.step == run.resumed_from_step
             if not is_there or not run.world.from_main((folder / MANIFEST).exists()):
@@ -100,8 +94,8 @@ class Saver(Observer):
                 raise ConfigError(problem)
 
     def is_done(self) -> bool:
-        """Whether nothing is being written by this rank, as far as is known."""
-        return self.pending is None or bool(self.pending.done())
+        """Whether nothing is being written by this rank."""
+        return self.pending is None or bool(self.pending.future.done())
 
     def on_log(self, row: LogRow) -> None:
         """Check whether the background save has ended, and how: the same on every rank."""
@@ -109,31 +103,27 @@ class Saver(Observer):
             self.finish()
 
     def finish(self, must_succeed: bool = False) -> None:
-        """Wait for the pending save, until it ends or is stuck; every rank calls it.
+        """Wait for the pending save; every rank calls it.
 
-        Errors: Failure if it fails and must not, or is stuck and writes what the next step changes.
+        Errors: Failure if it is stuck, or fails and must not.
         """
         pending = self.pending
         if pending is None:
             return
-        then = "tries again at the next one"
         try:
             pending.wait()
-            if not pending.stuck:
-                self._written = pending.folder
+            self._written = pending.folder
         except Failure as error:
-            if must_succeed or (pending.stuck and not pending.is_copy):
+            if must_succeed or pending.is_stuck:
                 raise
-            if pending.stuck:
-                then = "trains on, and ends if that save has not ended at the next one"
-            self._run.world.warn(f"{error}; the run {then}")
+            self._run.world.warn(f"{error}; the run tries again at the next one")
         finally:
-            if not pending.stuck:
+            if not pending.is_stuck:  # else its threads may write yet: no other save may begin
                 self.pending = None
 
     def close(self, error: BaseException | None = None) -> None:
         """Wait for the pending save; only briefly if ranks may have diverged: writing needs all."""
-        if self.pending is None or self.pending.stuck:
+        if self.pending is None or self.pending.is_stuck:
             return
         seconds = 5.0
         if error is None or isinstance(error, Failure):

@@ -53,7 +53,7 @@ HEAVY = {  # package: the files that may import it
     "pyarrow": {"sources"},
     "fsspec": {"sources", "storage"},
     "tensorboard": {"telemetry"},
-    "pydantic": {"config"},
+    "pydantic": {"config", "checkpoint.format"},
     "transformers": {"tasks", "sources"},
     "tokenizers": {"sources"},
     "peft": {"tasks"},
