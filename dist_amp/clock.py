@@ -5,7 +5,7 @@ device reaches the next one, so time in which a slow host leaves the device idle
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -48,20 +48,6 @@ class PhaseClock:
             self._lap.end(before, self._now())
             self._phase = phase
         return before
-
-    @contextmanager
-    def watched(self, watch: Callable[[str], None]) -> Iterator[None]:
-        """Inside, watch(phase) is called when a phase is entered; else it costs a step nothing."""
-
-        def enter(phase: str) -> str:
-            watch(phase)
-            return type(self).enter(self, phase)
-
-        self.enter = enter  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            del self.enter  # the method is back
 
     @contextmanager
     def phase(self, phase: str) -> Iterator[None]:

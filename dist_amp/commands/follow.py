@@ -76,10 +76,12 @@ def main(argv: Sequence[str]) -> int:
 
 def wait_for_run(folder: Path, seconds: float, stop: threading.Event) -> None:
     """Wait until a run has begun in the folder. Errors: DataError if none does."""
+    config = folder / "config.toml"
+    if seconds and not config.exists():
+        print(f"waiting up to {seconds:.0f} s for a run in {folder}", flush=True)
     deadline = time.monotonic() + seconds
-    while not (folder / "config.toml").exists() and not stop.is_set():
-        is_used = folder.exists() and (folder.is_file() or any(folder.iterdir()))
-        if time.monotonic() >= deadline or (is_used and not (folder / ".lock").exists()):
+    while not config.exists() and not stop.is_set():
+        if time.monotonic() >= deadline:
             raise DataError(
                 f"{folder} is not a run's folder: it has no config.toml; start the run, or give "
                 "the folder that run.dir names"
@@ -93,7 +95,6 @@ class Position:
 
     id: str  # of the tracker's run
     project: str
-    earlier: str = ""  # see `earlier_attempt`
     lines: int = 0
     sent: dict[str, int] = field(default_factory=dict)  # the last step of each tag
     summary: str = ""  # hash of the summary that was sent
@@ -108,7 +109,7 @@ class Position:
 
 
 class Follower:
-    """Sends one run's folder to one tracker."""
+    """Sends a run's folder to a tracker. Errors: ConfigError for another project than before."""
 
     def __init__(self, folder: Path, tracker: str, project: str):
         self.folder = folder
@@ -117,7 +118,19 @@ class Follower:
         self.offset = 0  # of what was read of it
         self.path = folder / f"follow_{tracker}.json"
         self.tracker: Tracker | None = None
-        self.position = self.load(project)
+        # An id that no other folder of the same name gets, on any machine.
+        name = re.sub(r"[^\w.-]", "-", folder.name, flags=re.ASCII)[:48]
+        default = os.environ.get(TRACKERS[tracker].project_variable, "dist_amp")
+        self.position = Position(f"{name}-{secrets.token_hex(3)}", project or default)
+        if self.path.exists():
+            saved = json.loads(self.path.read_text())
+            saved.pop("earlier", None)  # of earlier versions
+            self.position = Position(**saved)
+            if project not in ("", self.position.project):
+                raise ConfigError(
+                    f"--project {project}: this run goes to {self.position.project}; leave the "
+                    f"option out, or remove {self.path} to send the run again, as a new one"
+                )
 
     def follow(self, once: bool, stop: threading.Event) -> int:
         """Send lines until the run has ended; returns the exit status."""
@@ -142,12 +155,6 @@ class Follower:
 
     def new_lines(self) -> list[dict[str, Any]]:
         """The complete lines since the last call; all of them if the run has replaced the file."""
-        if earlier_attempt(self.folder) != self.position.earlier:
-            again = f"{self.folder} has started again from step 0: this is a new run in {self.name}"
-            print(again, flush=True)
-            self.close()
-            self.position = self.new_position(self.position.project)
-            self.offset = 0
         try:
             with (self.folder / "metrics.jsonl").open("rb") as file:
                 state = os.fstat(file.fileno())
@@ -214,29 +221,6 @@ class Follower:
     def save(self) -> None:
         write_durably(self.path, json.dumps(asdict(self.position)) + "\n")
 
-    def new_position(self, project: str) -> Position:
-        """A new position, whose id no other folder of the same name gets, on any machine."""
-        name = re.sub(r"[^\w.-]", "-", self.folder.name, flags=re.ASCII)[:48]
-        return Position(f"{name}-{secrets.token_hex(3)}", project, earlier_attempt(self.folder))
-
-    def load(self, project: str) -> Position:
-        """Read the position. Errors: DataError if damaged, ConfigError for another project."""
-        if not self.path.exists():
-            default = os.environ.get(TRACKERS[self.name].project_variable, "dist_amp")
-            return self.new_position(project or default)
-        again = f"remove {self.path} to send the run again, as a new one"
-        try:
-            position = Position(**json.loads(self.path.read_text()))
-        except (OSError, ValueError, TypeError) as error:
-            text = f"{self.path} can't be read ({first_line(error)}); {again}"
-            raise DataError(text) from error
-        if project not in ("", position.project):
-            raise ConfigError(
-                f"--project {project}: this run goes to {position.project}; leave the option out, "
-                f"or {again}"
-            )
-        return position
-
 
 # --- the run's files
 
@@ -255,15 +239,6 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 def hash_of(summary: Mapping[str, Any] | None) -> str:
     return sha256(json.dumps(summary).encode()).hexdigest()[:16] if summary else ""
-
-
-def earlier_attempt(folder: Path) -> str:
-    """A hash that changes when a run starts again from step 0, which moves its metrics away."""
-    try:
-        with (folder / "metrics_before.jsonl").open("rb") as file:
-            return sha256(file.readline()).hexdigest()[:16]
-    except OSError:
-        return ""
 
 
 def clean(tag: str) -> str:

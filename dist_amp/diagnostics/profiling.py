@@ -1,22 +1,20 @@
-"""debug.profile: record some steps on all ranks, into RUN/profile.
+"""debug.profile: record some steps on all ranks by torch.profiler, into RUN/profile.
 
-A trace for ui.perfetto.dev, in which a step is the range ProfilerStep#N and the clock's phases are
-ranges within it; a table; on GPUs the allocator's history, for pytorch.org/memory_viz.
+A trace for ui.perfetto.dev, in which a step is the range ProfilerStep#N; a table of operations; on
+GPUs the allocator's history, for pytorch.org/memory_viz.
 
 Docs: docs/debugging.md
 """
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._autograd import DeviceType  # has no public name; diagnostics only
-from torch.profiler import ProfilerAction, profile, record_function
+from torch.profiler import profile, schedule
 
-from dist_amp.clock import STEP_PHASES
 from dist_amp.errors import in_one_line
 from dist_amp.run import Run
 from dist_amp.telemetry.observer import Observer
@@ -26,7 +24,7 @@ from dist_amp.world import World
 # Not recorded: they compile, size DDP's buckets and fill caches. Assumed to be enough.
 FIRST_STEPS = 10
 WARM_UP_STEPS = 2  # recorded by the profiler and discarded, because starting it slows the first
-ROWS = 40  # of the table in the file
+ROWS = 40  # of the table
 MAX_ALLOCATIONS = 100_000  # kept; several KB of host memory each, by torch's documentation
 
 
@@ -35,105 +33,71 @@ class Profile(Observer):
 
     def __init__(self, run: Run):
         self._run = run
-        assert run.config.debug.profile != "off"
-        self._count = run.config.debug.profile
-        self.first, self.last = window(run.step, run.config.train.steps, self._count)
-        self._is_written = False
-        self._ranges = ExitStack()  # while the clock is watched
-        self._range = ExitStack()  # of the clock's present phase
-        self._profiler: profile | None = None
-        if self.first <= self.last:
-            # Without acc_events it warns that it will clear them.
-            self._profiler = profile(schedule=self._action, acc_events=True)
-            self._profiler.step_num = run.step + 1  # its step numbers are the run's
-            self._profiler.start()
-
-    def _action(self, step: int) -> ProfilerAction:
-        step = max(step, self._run.step + 1)  # the profiler asks for step 0 when it is made
-        if step >= self.first:
-            return ProfilerAction.RECORD
-        if step >= self.first - WARM_UP_STEPS:
-            return ProfilerAction.WARMUP
-        return ProfilerAction.NONE
+        count: Any = run.config.debug.profile  # not "off"
+        self.first, self.last = window(run.step, run.config.train.steps, count)
+        warm_up = min(WARM_UP_STEPS, self.first - run.step - 1)
+        length = max(1, self.last - self.first + 1)
+        self._profiler: profile | None = profile(
+            schedule=schedule(
+                skip_first=self.first - warm_up, wait=0, warmup=warm_up, active=length, repeat=1
+            ),
+            on_trace_ready=self._write,
+            acc_events=True,  # otherwise it warns that it will clear them
+        )
+        self._profiler.step_num = run.step + 1  # its step numbers are the run's
+        self._profiler.start()
 
     def after_step(self, report: StepReport, micro_batches: Sequence[Any]) -> None:
-        run = self._run
-        if self._is_written:
-            return
-        if run.step >= self.last:
-            self._write()
-        elif self._profiler is not None:
-            self._range.close()
+        if self._profiler is not None:
             self._profiler.step()
-            if run.step == self.first - 1:
-                self._ranges.enter_context(run.world.clock.watched(self._enter))
-            if run.step >= self.first - 1:
-                self._range.enter_context(record_function("other"))
-
-    def _enter(self, phase: str) -> None:
-        self._range.close()
-        self._range.enter_context(record_function(phase))
 
     def close(self, error: BaseException | None = None) -> None:
-        if not self._is_written and error is None:  # the run ended before the last recorded step
-            self._write()
-        self._stop_ranges()
-        world = self._run.world
-        # After a failure. With several GPUs, stopping may wait for one that waits for a dead rank.
-        if self._profiler is not None and (world.world_size == 1 or world.device.type == "cpu"):
-            with suppress(Exception):
-                self._profiler.stop()
-
-    def _stop_ranges(self) -> None:
-        self._ranges.close()
-        self._range.close()
-
-    def _write(self) -> None:
-        """Write what was recorded, while the other ranks wait."""
-        self._is_written = True
-        self._stop_ranges()
+        """Stop, and write what was recorded if the run ended before the last recorded step."""
         run = self._run
-        profiler, self._profiler = self._profiler, None
-        with run.world.clock.hold("diagnostics"):
-            if run.step < self.first:
-                run.world.warn(
-                    f"debug.profile={self._count} recorded nothing: the run ended after step "
-                    f"{run.step}, and step {self.first} would have been the first; take more steps"
-                )
-            try:
-                if profiler is not None:
-                    profiler.stop()
-                    if run.step >= self.first:
-                        self._write_trace(profiler)
-                if run.world.device.type == "cuda":
-                    write_snapshot(run.folder, run.world.rank, f"step_{run.step:08d}_memory")
-            except Exception as error:  # most likely a full disk, which must not end the run
-                text = f"the profile could not be written: {in_one_line(error)}"
-                print(f"warning: rank {run.world.rank}: {text}", file=sys.stderr, flush=True)
-            run.world.wait_long()
+        if self._profiler is None:
+            return
+        if error is not None:
+            self._profiler.on_trace_ready = None
+            # With several GPUs, stopping may wait for one that waits for a dead rank.
+            if run.world.world_size == 1 or run.world.device.type == "cpu":
+                with suppress(Exception):
+                    self._profiler.stop()
+        elif run.step < self.first:
+            self._profiler.stop()
+            run.world.warn(
+                f"debug.profile={run.config.debug.profile} recorded nothing: the run ended after "
+                f"step {run.step}, and step {self.first} would have been the first; take more steps"
+            )
+        else:
+            self._profiler.stop()
 
-    def _write_trace(self, profiler: profile) -> None:
-        """Write trace and table, the table to TensorBoard too; rank 0 prints a summary."""
+    def _write(self, profiler: profile) -> None:
+        """Write trace and table while the other ranks wait; the profiler calls it at its end."""
         run = self._run
         rank = run.world.rank
-        folder = run.folder / "profile"
-        folder.mkdir(exist_ok=True)
-        path = folder / f"rank{rank:05d}_step_{self.first:08d}-{run.step:08d}"
-        profiler.export_chrome_trace(f"{path}.json.gz")
-        title = f"steps {self.first} to {run.step} of rank {rank} of {run.world.world_size}"
         on_gpu = run.world.device.type == "cuda"
-        summary = time_per_step(profiler, run.step - self.first + 1, on_gpu)
-        table = profiler.key_averages().table(
-            sort_by="self_device_time_total" if on_gpu else "self_cpu_time_total",
-            row_limit=ROWS,
-            max_name_column_width=60,
-        )
-        text = f"{title}\n{summary}\n\n{table}"
-        Path(f"{path}_table.txt").write_text(text)
-        run.metrics.write_text("profile", text, run.step)
-        lines = [f"profile  {title}", *summary.splitlines()]
-        lines.append(f"{path}.json.gz opens in ui.perfetto.dev; the table is next to it")
-        run.world.say("\n         ".join(lines))
+        self._profiler = None
+        folder = run.folder / "profile"
+        path = folder / f"rank{rank:05d}_step_{self.first:08d}-{run.step:08d}"
+        title = f"steps {self.first} to {run.step} of rank {rank} of {run.world.world_size}"
+        with run.world.clock.hold("diagnostics"):
+            try:
+                folder.mkdir(exist_ok=True)
+                profiler.export_chrome_trace(f"{path}.json.gz")
+                table = profiler.key_averages().table(
+                    sort_by="self_device_time_total" if on_gpu else "self_cpu_time_total",
+                    row_limit=ROWS,
+                    max_name_column_width=60,
+                )
+                Path(f"{path}_table.txt").write_text(f"{title}\n\n{table}")
+                text = f"{path}.json.gz opens in ui.perfetto.dev; the table is next to it"
+                run.world.say(f"profile  {title}\n         {text}")
+                if on_gpu:
+                    write_snapshot(run.folder, rank, f"step_{run.step:08d}_memory")
+            except Exception as error:  # most likely a full disk, which must not end the run
+                text = f"the profile could not be written: {in_one_line(error)}"
+                print(f"warning: rank {rank}: {text}", file=sys.stderr, flush=True)
+            run.world.wait_long()
 
 
 def window(done: int, last_step: int, count: int) -> tuple[int, int]:
@@ -141,34 +105,6 @@ def window(done: int, last_step: int, count: int) -> tuple[int, int]:
     # At least one step before them, for the profiler's warm-up.
     first = max(done + 2, min(done + FIRST_STEPS + WARM_UP_STEPS + 1, last_step - count + 1))
     return first, min(first + count - 1, last_step)
-
-
-def time_per_step(profiler: profile, steps: int, on_gpu: bool) -> str:
-    """Time per step on the host, and its phases' shares; on a GPU also its idle share."""
-    events = profiler.key_averages()
-    on_host = {e.key: e.cpu_time_total for e in events if e.device_type == DeviceType.CPU}
-    total = on_host["ProfilerStep*"]
-    shares = {phase: on_host[phase] / total for phase in STEP_PHASES if phase in on_host}
-    texts = [f"{phase} {100 * share:.1f} %" for phase, share in shares.items()]
-    text = f"{total / steps / 1000:.2f} ms per step on the host: {', '.join(texts)}"
-    if not on_gpu:
-        return text
-    spans = sorted(
-        (event.time_range.start, event.time_range.end)
-        for event in profiler.events() or ()
-        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
-    )
-    if not spans:
-        return f"{text}\nno times of the device: CUPTI is missing or not permitted"
-    start = until = spans[0][0]
-    busy = 0.0  # kernels of several streams overlap
-    for begin, end in spans:
-        busy += max(0.0, end - max(begin, until))
-        until = max(until, end)
-    per_step = f"{(until - start) / steps / 1000:.2f} ms per step on the device"
-    return (
-        f"{text}\n{per_step}, which was idle for {100 * (1 - busy / (until - start)):.1f} % of it"
-    )
 
 
 @contextmanager

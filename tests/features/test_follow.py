@@ -172,17 +172,14 @@ def test_a_follower_that_is_killed_sends_lines_again_under_the_same_numbers_and_
     assert steps_of(the_only(runs)) == list(range(1, len(lines) + 1))
 
 
-def test_a_run_that_starts_again_from_step_0_is_a_new_run_in_the_tracker(run, runs, capsys):
+def test_a_run_that_starts_again_from_step_0_continues_after_what_was_sent(run, runs):
     def killed_before_its_first_checkpoint():
         run.start(0)
         run.take(1, 2, 3)
 
     run.take(1, 2)
     run.follow(killed_before_its_first_checkpoint, run.end)
-    first, second = runs.values()
-    assert (steps_of(first), steps_of(second)) == ([1, 2], [1, 2, 3])
-    assert (len(first["ends"]), len(second["ends"])) == (0, 1)
-    assert "has started again from step 0: this is a new run in fake" in capsys.readouterr().out
+    assert steps_of(the_only(runs)) == [1, 2, 3]
 
 
 def test_a_tag_written_ahead_of_the_step_before_costs_neither_and_odd_values_and_names(run, runs):
@@ -217,8 +214,6 @@ def test_a_run_that_failed_has_ended_once_it_is_not_restarted_for_a_while(run, r
 
 
 # ---- the command ----
-
-NOTE = "follow_fake.json"
 
 
 def command(*words):
@@ -283,7 +278,6 @@ def test_what_fails_is_one_line_that_says_how_to_continue(
 
 
 @pytest.mark.bad_input("`follow` on a folder that is no run")
-@pytest.mark.bad_input("a `follow_TRACKER.json` that is damaged")
 @pytest.mark.bad_input(
     "`follow` to another project than before, or to a tracker that has lost the run"
 )
@@ -291,7 +285,6 @@ def test_what_fails_is_one_line_that_says_how_to_continue(
     ("change", "words", "status", "message"),
     [
         (lambda run: (run / "config.toml").unlink(), [], 65, "is not a run's folder: it has no c"),
-        (lambda run: (run / NOTE).write_text('{"id": "x"}'), [], 65, "to send the run again, as"),
         (lambda run: None, ["--project", "other"], 64, "this run goes to dist_amp; leave the opti"),
         (lambda run: Fake.runs.clear(), [], 64, "to which 1 lines were sent; set its server or fo"),
     ],
@@ -303,6 +296,16 @@ def test_what_can_not_be_continued_is_refused(run, capsys, change, words, status
     change(run.folder)
     found, line = refused(capsys, run.folder, *words)
     assert (found, message in line) == (status, True), line
+
+
+def test_what_an_earlier_version_has_sent_is_not_sent_again(run, runs):
+    run.take(1)
+    run.follow(once=True)
+    path = run.folder / "follow_fake.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "earlier": "0123"}))
+    run.take(2)
+    run.follow(once=True)
+    assert steps_of(the_only(runs)) == [1, 2]
 
 
 def test_a_run_that_does_not_exist_yet_is_waited_for(tmp_path):

@@ -3,15 +3,12 @@
 import gzip
 import json
 from contextlib import suppress
-from itertools import groupby, pairwise
 
 import pytest
 import torch
 from ranks import on_ranks
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import Tiny, make_run, take_steps, watched
 
-from dist_amp.clock import PHASES
 from dist_amp.diagnostics.profiling import (
     MAX_ALLOCATIONS,
     Profile,
@@ -46,29 +43,24 @@ def ranges(path):
     return found
 
 
-def test_each_phase_of_each_recorded_step_is_a_range_in_the_trace(tmp_path, capsys):
+def test_each_recorded_step_is_a_range_in_the_trace_and_operations_are_in_the_table(
+    tmp_path, capsys
+):
     words = ["--train.steps", 15, "--train.accumulation_steps", 3, "--debug.profile", 2]
-    run = steps_of(World(), tmp_path, 15, *words)
+    steps_of(World(), tmp_path, 15, *words)
     name = "rank00000_step_00000013-00000014"
     written = sorted(path.name for path in (tmp_path / "profile").iterdir())
     assert written == [f"{name}.json.gz", f"{name}_table.txt"]
     found = ranges(tmp_path / f"profile/{name}.json.gz")
-    in_order = sorted((*span, label) for label in PHASES if label in found for span in found[label])
-    labels = [label for label, _ in groupby(label for _, _, label in in_order)]
-    once = ["other", "data", "other", *["forward", "backward"] * 3, "optimizer"]
-    assert labels == [*once, *once, "other"]
-    assert all(end <= start for (_, end, _), (start, _, _) in pairwise(in_order))
-    steps = [found[f"ProfilerStep#{number}"] for number in (13, 14)]
-    assert [len(spans) for spans in steps] == [1, 1]
-    assert steps[0][0][0] <= in_order[0][0]
-    assert in_order[-1][1] <= steps[1][0][1]
+    steps = [label for label in found if label.startswith("ProfilerStep")]
+    assert sorted(steps) == ["ProfilerStep#13", "ProfilerStep#14"]
+    assert [len(found[label]) for label in steps] == [1, 1]
+    assert "Optimizer.step#AdamW.step" in found
     table = (tmp_path / f"profile/{name}_table.txt").read_text()
     assert table.startswith("steps 13 to 14 of rank 0 of 1\n")
     assert "aten::addmm" in table
-    said = capsys.readouterr().out
-    assert "profile  steps 13 to 14 of rank 0 of 1\n" in said
-    assert "ms per step on the host: data " in said
-    assert "enter" not in vars(run.world.clock), "nothing watches it any more"
+    said = f"profile  steps 13 to 14 of rank 0 of 1\n         {tmp_path}/profile/{name}.json.gz o"
+    assert said in capsys.readouterr().out
 
 
 def profiled(world, folder):
@@ -81,7 +73,7 @@ def test_all_ranks_write_the_same_steps(tmp_path):
     for rank in range(2):
         path = tmp_path / f"profile/rank0000{rank}_step_00000002-00000003.json.gz"
         found = ranges(path)
-        assert {"data", "forward", "backward", "optimizer"} <= set(found)
+        assert {"ProfilerStep#2", "ProfilerStep#3"} <= set(found)
         assert [label for label in found if label.startswith("gloo:")], "collectives have names"
 
 
@@ -146,12 +138,8 @@ def test_memory_history_starts_before_the_model_and_is_written_if_memory_runs_ou
     assert "open it at pytorch.org/memory_viz" in capsys.readouterr().out
 
 
-def test_the_main_job_profiles_and_tensorboard_has_the_table(tmp_path, capsys):
+def test_the_main_job_profiles(tmp_path, capsys):
     words = ["--task.target", "tiny:Tiny", "--train.steps", "20", "--debug.profile", "3"]
     words += ["--eval.every", "16", "--run.dir", str(tmp_path), "--run.device", "cpu"]
     assert main(words) == 0
     assert "profile  steps 13 to 15 of rank 0 of 1\n" in capsys.readouterr().out
-    board = EventAccumulator(str(tmp_path / "tensorboard/rank00000")).Reload()
-    text = board.Tensors("profile/text_summary")[0]
-    assert text.step == 15
-    assert b"aten::addmm" in text.tensor_proto.string_val[0]
