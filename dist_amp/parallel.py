@@ -276,10 +276,6 @@ def _shard(
     reshards: dict[Any, bool] = {unit: unit is not units[-1] for unit in units}
     for unit in units:
         place(unit)
-        if precision.in_float8:
-            from dist_amp.scaling.float8 import gather_in_float8
-
-            gather_in_float8(unit)
         sharded_unit = fully_shard(
             unit, reshard_after_forward=reshards[unit], mp_policy=policy, **options
         )
@@ -291,10 +287,6 @@ def _shard(
         policy = replace(policy, output_dtype=torch.float32)
     # Backward begins with the root's parameters, such as a tied head's.
     model = fully_shard(module, mp_policy=policy, reshard_after_forward=False, **options)
-    if precision.in_float8:
-        from dist_amp.scaling.float8 import scale_before_forwards
-
-        scale_before_forwards(model)
     if hasattr(model, "set_reduce_scatter_unused_params"):  # since torch 2.13
         model.set_reduce_scatter_unused_params(True)
     # A unit's all-gather is issued before the unit ahead of it computes, so that a slow host does

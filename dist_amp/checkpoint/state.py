@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -25,7 +24,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.utils._pytree import tree_map_only
 
 from dist_amp import __version__
 from dist_amp.checkpoint.compatibility import check_fit, continue_data, fingerprint
@@ -202,10 +200,6 @@ def state_of(run: Run, with_moments: bool = False) -> State:
     for section, observer in sections(run).items():
         if (tensors := observer.state_dict()) is not None:
             state[section] = tensors
-    if run.config.precision.dtype == "fp8":
-        from dist_amp.scaling.float8 import as_plain
-
-        state = tree_map_only(Tensor, as_plain, state)
     return state
 
 

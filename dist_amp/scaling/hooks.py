@@ -198,8 +198,6 @@ class BlockCalls:
 def is_written(whole: Tensor, sharded: Any) -> bool:
     """Whether a gathered parameter has other values than this rank's shard."""
     shard = sharded.to_local()
-    if hasattr(shard, "fsdp_pre_all_gather"):  # gathered in other values, such as float8's
-        return False
     mesh = sharded.device_mesh
     begin = math.ceil(len(whole) / mesh.size(-1)) * mesh.get_local_rank(mesh_dim=-1)
     gathered = whole[begin : begin + len(shard)]

@@ -62,7 +62,6 @@ CASES = {  # name: (ranks, settings)
     "gpt_compiled": (1, [*GPT2_SMALL.split(), *COMPILED]),
     "gpt_fp8": (1, [*GPT2_SMALL.split(), *FP8]),
     "fsdp_compiled": (8, ["--parallel.strategy", "fsdp", *COMPILED]),
-    "fsdp_fp8": (8, ["--parallel.strategy", "fsdp", "--task.args.width", 64, *FP8]),
 }
 
 PREFETCH = "dist_amp/loading/nested.py CopyStream.__call__"
