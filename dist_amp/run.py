@@ -325,7 +325,8 @@ def lay_out(
     units: list[nn.Module] = []
     uses_blocks = sharded or config.parallel.bit_exact
     compiled = replace(config.compile, blocks=False)
-    if config.compile.blocks and present("scaling.compile"):
+    asked = config.compile.blocks
+    if asked and (asked != "auto" or present("scaling.compile")):
         from dist_amp.scaling.compile import pick_compile
 
         compiled = pick_compile(config, strategy, task, module, world)

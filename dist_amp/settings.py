@@ -4,7 +4,6 @@ Pydantic reads them: config/values.py checks all values at once; config/schema.p
 Schema, and from it --help.
 """
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -23,11 +22,6 @@ class Section:
         "extra": "forbid",
         "allow_inf_nan": False,
     }
-
-    def __post_init__(self) -> None:
-        """Expand ~/ in paths, which a shell does only for some of them."""
-        texts = {name: text for name, text in vars(self).items() if isinstance(text, str)}
-        vars(self).update({name: os.path.expanduser(text) for name, text in texts.items()})
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ from dist_amp.config.auto import (
     replicas_of,
 )
 from dist_amp.config.load import load_config
-from dist_amp.config.memory import auto_strategy, capacity_of, size_text
+from dist_amp.config.memory import capacity_of, size_text
 from dist_amp.config.task_class import build_task
 from dist_amp.config.validate import check_length, check_parallel
 from dist_amp.errors import ConfigError, DataError, Failure, columns, first_line, in_one_line
@@ -159,10 +159,8 @@ def make_plan(
         precision = replace(precision, dtype="bf16")
     config = replace(config, parallel=parallel, precision=precision)
     strategy = ""
-    if parallel.strategy != "auto" or world_size == 1 or device.type == "cpu":
-        strategy = pick_strategy(parallel, module, world)
-    elif memory:
-        strategy = auto_strategy(module, world, memory)
+    if memory or parallel.strategy != "auto" or world_size == 1 or device.type == "cpu":
+        strategy = pick_strategy(parallel, module, world, memory)
     else:
         world.say(
             "parallel.strategy=auto depends on the GPU's memory; give --device or "

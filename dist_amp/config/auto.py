@@ -13,8 +13,13 @@ from dist_amp.world import World
 SHARDED = ("fsdp", "hsdp")
 
 
-def pick_strategy(config: ParallelConfig, module: nn.Module, world: World) -> Strategy:
-    """The strategy for this model in this world; says what "auto" picked, and why."""
+def pick_strategy(
+    config: ParallelConfig, module: nn.Module, world: World, memory: float = 0
+) -> Strategy:
+    """The strategy for this model in this world; says what "auto" picked, and why.
+
+    memory: bytes of each GPU; 0: as many as this rank's has.
+    """
     if world.world_size == 1:
         if config.strategy not in ("auto", "single"):
             world.warn(
@@ -29,12 +34,24 @@ def pick_strategy(config: ParallelConfig, module: nn.Module, world: World) -> St
         )
     if config.strategy != "auto":
         return config.strategy
-    from dist_amp.config.memory import auto_strategy
-
-    memory = 0
+    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    # Gradients and AdamW's two moments: with the weights 16 bytes per float32 parameter.
+    need = sum(p.nbytes for p in module.parameters()) + 3 * 4 * trained
+    strategy: Strategy = "ddp"
+    reason = "fit in the host's memory"
     if world.device.type == "cuda":
-        memory = torch.cuda.get_device_properties(world.device).total_memory
-    return auto_strategy(module, world, memory)
+        memory = memory or torch.cuda.get_device_properties(world.device).total_memory
+        reason = f"fit in half of the device's {memory / 2**30:.1f} GiB"
+        ranks = world.local_world_size  # of a machine
+        if need > memory / 2:
+            strategy = "fsdp"
+            reason = f"do not {reason}"
+        if strategy == "fsdp" and 1 < ranks < world.world_size and need / ranks <= memory / 2:
+            strategy = "hsdp"
+            reason += f", but do when sharded over the {ranks} ranks of a machine"
+    state = f"weights, gradients and moments ({need / 2**30:.2f} GiB)"
+    world.say(f"parallel.strategy=auto: {strategy}, because {state} {reason}")
+    return strategy
 
 
 def pick_reduction(

@@ -1,6 +1,5 @@
 """The output of --help and --print_config."""
 
-import re
 import sys
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
@@ -12,13 +11,13 @@ from dist_amp.config.load import collect, load_config, task_in
 from dist_amp.config.schema import Schema, described, json_schema
 from dist_amp.config.text import to_toml
 from dist_amp.distributed.signals import quiet_on_closed_pipe
-from dist_amp.errors import ConfigError, nearest_name
+from dist_amp.errors import ConfigError
 
 EXAMPLES = """\
 examples:
   dist_amp train --config debug                                     one process
   dist_amp launch --task.target my_file:MyTask --run.dir runs/mine  all GPUs, or two CPU processes
-  dist_amp train --help optim                   a section of the settings below, or those on a word
+  dist_amp train --help optim                   a section of the settings below, or of their names
 """
 OPTIONS = {
     "-h, --help [SECTION or word]": "Show these settings, or some of them.",
@@ -81,23 +80,20 @@ def help_text(words: Sequence[str], prog: str, description: str) -> str:
 
 
 def help_on(asked: str, words: Sequence[str]) -> str:
-    """The settings of a section, or those on a word. Errors: ConfigError for none."""
+    """The settings of a section, or those with a word in their name. Errors: ConfigError."""
     settings = collect(words)
-    # The default task takes seconds to import, so it is left to words that nothing else has.
-    for with_task in ("task.target" in settings or asked.startswith("task.args"), True):
-        about = described(json_schema(task_in(settings) if with_task else None))
-        found = [key for key in about if key.startswith(f"{asked}.")]
-        # Whole words before parts of words, and names before meanings.
-        for around in ("(?<![a-z0-9]){}(?![a-z0-9])", "{}"):
-            has_word = re.compile("(?i)" + around.format(re.escape(asked)))
-            on_word = [key for key in about if has_word.search(f"{key} {entry('', about[key])}")]
-            found = found or sorted(on_word, key=lambda key: not has_word.search(key))
-        if found:
-            return "".join(entry(f"--{key}", about[key]) for key in found)
-    sections = list(dict.fromkeys(key.rpartition(".")[0] for key in about))
-    near = nearest_name(asked, sections)
-    hint = f"did you mean {near}?" if near else f"the sections are {', '.join(sections)}"
-    raise ConfigError(f"--help {asked}: no section or setting has this word; {hint}")
+    # The default task takes seconds to import.
+    with_task = "task.target" in settings or asked.startswith("task.args")
+    about = described(json_schema(task_in(settings) if with_task else None))
+    found = [key for key in about if key.startswith(f"{asked}.")]
+    found = found or [key for key in about if asked in key]
+    if not found:
+        sections = dict.fromkeys(key.rpartition(".")[0] for key in about)
+        raise ConfigError(
+            f"--help {asked}: no section or setting has this name; the sections are "
+            f"{', '.join(sections)}"
+        )
+    return "".join(entry(f"--{key}", about[key]) for key in found)
 
 
 def entry(name: str, about: Schema) -> str:

@@ -9,8 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dist_amp.config.features import check_features
-from dist_amp.config.suggestions import removed, unknown, with_dashes
+from dist_amp.config.suggestions import removed, unknown
 from dist_amp.config.task_class import (
     GIVEN,
     args_dataclass,
@@ -20,7 +19,7 @@ from dist_amp.config.task_class import (
 )
 from dist_amp.config.text import leaves
 from dist_amp.config.values import Settings, UnknownKey, from_toml, from_words, read
-from dist_amp.errors import MASK, ConfigError, nearest_name
+from dist_amp.errors import ConfigError
 from dist_amp.files import present, shipped_folder
 from dist_amp.settings import Config, TaskConfig
 
@@ -38,28 +37,13 @@ def load_config(argv: Sequence[str] = (), environ: Mapping[str, str] = os.enviro
     Errors: ConfigError for an unknown, mistyped or out-of-range key, or a missing task.
     """
     settings = collect(argv, environ)
-    for key, setting in settings.items():
-        if key.startswith("task.args.") and MASK in setting.text:
-            raise ConfigError(
-                f"{key} {setting.source} is masked, because a run writes no secrets; give it on "
-                f"the command line, or as {ENVIRONMENT_PREFIX}{key.upper().replace('.', '__')}"
-            )
     if any(key.startswith("precision.") or key.endswith("_dtype") for key in settings):
         settings.setdefault("precision.dtype", from_toml("bf16", "by default"))
-    task = task_in(settings)
-    config = config_of(settings, task)
-    check_features(config, task)
-    return config
+    return config_of(settings, task_in(settings))
 
 
 def config_of(settings: Settings, task: type) -> Config:
     """The config of these settings for a task's class. Errors: ConfigError."""
-    for key, setting in settings.items():
-        if key.startswith("data.sources.") and not (name := key.split(".")[2]).isidentifier():
-            raise ConfigError(
-                f"{key} {setting.source}: {name!r} can't name a source; use letters, digits and _, "
-                "as in data.sources.wiki.path"
-            )
     of_task = {key: settings[key] for key in settings if f"{key}.".startswith("task.args.")}
     try:
         config: Config = read(
@@ -76,11 +60,12 @@ def config_of(settings: Settings, task: type) -> Config:
     return replace(config, task=replace(config.task, args=args))
 
 
-def load_saved(path: Path, argv: Sequence[str], folder: Path | None = None) -> Config:
-    """A run's saved config from `path`, under these settings; folder: that it came in, by default
-    the file's. Errors: as `load_config`, and ConfigError for a task that came with it.
+def load_saved(path: Path, argv: Sequence[str]) -> Config:
+    """A run's saved config from `path`, under these settings.
+
+    Errors: as `load_config`, and ConfigError for a task that came with it.
     """
-    folder = (folder or path.parent).resolve()
+    folder = path.parent.resolve()
     if folder.parent.name == "checkpoints":
         folder = folder.parent.parent
     words = [f"--config={path}", *argv]
@@ -93,34 +78,24 @@ def load_saved(path: Path, argv: Sequence[str], folder: Path | None = None) -> C
 def with_task(config: Config, task: Any) -> Config:
     """The config of a run whose task is this object: with its class and arguments, by which
     commands build it again; else as the config names it, or GIVEN and the class's name.
-
-    Errors: ConfigError for a class.
     """
     if isinstance(task, type):
         name = task.__name__
         raise ConfigError(f"build_run got the class {name} as its task; give an object: {name}()")
     cls: Any = type(task)
-    args = args_of(task, config.data)
+    if (args := args_of(task)) is not None:
+        return replace(config, task=TaskConfig(f"{cls.__module__}:{cls.__name__}", args))
     target = config.task.target
-    if args is None and target.endswith(f":{cls.__name__}") and target != TaskConfig.target:
+    if target.endswith(f":{cls.__name__}") and target != TaskConfig.target:
         return config
-    if args is None:
-        return replace(config, task=TaskConfig(f"{GIVEN}{cls.__qualname__}"))
-    return replace(config, task=TaskConfig(f"{cls.__module__}:{cls.__name__}", args))
-
-
-def target_in(settings: Settings) -> str:
-    """The task that the settings name."""
-    if "task.target" in settings:
-        return str(settings["task.target"].readings[0])
-    return TaskConfig.target
+    return replace(config, task=TaskConfig(f"{GIVEN}{cls.__qualname__}"))
 
 
 def task_in(settings: Settings) -> type:
     """The class that the settings name; `object` where the default is not in this project."""
-    if "task.target" in settings or present(DEFAULT_TASK):
-        return find_task(target_in(settings))
-    return object
+    if "task.target" in settings:
+        return find_task(str(settings["task.target"].readings[0]))
+    return find_task(TaskConfig.target) if present(DEFAULT_TASK) else object
 
 
 # ---- where settings come from
@@ -138,7 +113,7 @@ def collect(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Set
             arguments[-1][1].append(word)
         else:
             raise ConfigError(
-                f"{word!r} on the command line belongs to no key; {with_dashes(argv)}"
+                f"{word!r} on the command line belongs to no key; write --section.key VALUE"
             )
     settings: Settings = {}
     for key, words in arguments:
@@ -157,22 +132,16 @@ def collect(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Set
 
 
 def path_of(word: str) -> str:
-    """The file that a word after --config names: its path, or a shipped config's name, as demo.
-
-    Errors: ConfigError for a name that none has.
-    """
+    """The file that a word after --config names: its path, or a shipped config's name, as demo."""
     if "/" in word or word.endswith(".toml") or Path(word).is_file():
         return word
-    folder = shipped_folder() / "configs"
-    names = sorted(path.stem for path in folder.glob("*.toml"))
-    if word in names:
-        return str(folder / f"{word}.toml")
-    near = nearest_name(word, names)
-    hint = f"did you mean {near}? " if near else ""
-    raise ConfigError(
-        f"--config {word}: neither a file here nor a shipped config; {hint}give the path of a TOML "
-        f"file, or one of {', '.join(names)}"
-    )
+    paths = {path.stem: str(path) for path in shipped_folder().glob("configs/*.toml")}
+    if word not in paths:
+        raise ConfigError(
+            f"--config {word}: neither a file here nor a shipped config; give the path of a TOML "
+            f"file, or one of {', '.join(sorted(paths))}"
+        )
+    return paths[word]
 
 
 def from_file(path: str) -> Settings:

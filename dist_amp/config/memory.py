@@ -1,4 +1,4 @@
-"""Bytes: of tensors, of what a model's training keeps, and of a rank's device."""
+"""Bytes: of tensors, of an optimizer's moments, and of a rank's device."""
 
 import os
 import resource
@@ -7,9 +7,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from dist_amp.settings import OptimConfig, Strategy
+from dist_amp.settings import OptimConfig
 from dist_amp.world import World
 
 UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
@@ -25,27 +25,6 @@ def moments_per_parameter(config: OptimConfig) -> int:
     if config.name == "sgd":
         return int(config.momentum > 0)
     return {"muon": 1}.get(config.name, 2)
-
-
-def auto_strategy(module: nn.Module, world: World, memory: int) -> Strategy:
-    """The strategy that "auto" picks for several ranks; prints why. memory: a GPU's bytes, or 0."""
-    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    # Gradients and AdamW's two moments: with the weights 16 bytes per float32 parameter.
-    need = tensor_bytes(module.parameters()) + 3 * 4 * trained
-    strategy: Strategy = "ddp"
-    reason = "fit in the host's memory"
-    if memory:
-        reason = f"fit in half of the device's {memory / 2**30:.1f} GiB"
-    if memory and need > memory / 2:
-        strategy = "fsdp"
-        reason = f"do not {reason}"
-        ranks = world.local_world_size  # of a machine
-        if 1 < ranks < world.world_size and need / ranks <= memory / 2:
-            strategy = "hsdp"
-            reason += f", but do when sharded over the {ranks} ranks of a machine"
-    state = f"weights, gradients and moments ({size_text(need)})"
-    world.say(f"parallel.strategy=auto: {strategy}, because {state} {reason}")
-    return strategy
 
 
 def capacity_of(world: World) -> tuple[int, int]:

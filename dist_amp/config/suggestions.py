@@ -39,12 +39,6 @@ ELSEWHERE = {
     "gradient_accumulation_steps": "train.accumulation_steps",
 }
 
-# Options of torchrun, which are often given to the main job.
-OF_LAUNCHERS = (
-    *("nproc", "nproc_per_node", "nnodes", "node_rank", "num_gpus", "gpus", "max_restarts"),
-    *("master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "standalone"),
-)
-
 
 def removed(key: str) -> str:
     """The replacement of a setting of an earlier release; "" for other keys."""
@@ -57,16 +51,16 @@ def unknown(key: str, source: str, known: Sequence[str]) -> str:
     if text := removed(key):
         return f"{key} {source}{text}"
     start = f"unknown key {key} {source}"
-    if key in OF_LAUNCHERS:
+    if key in ("nproc_per_node", "nnodes", "standalone"):
         return f"{start}: it is an option of torchrun and of dist_amp launch, which starts ranks"
-    section, _, name = key.lower().rpartition(".")
-    if section == "task.args":
+    name = key.lower().rpartition(".")[2]
+    if key.startswith("task.args."):
         names = [other.removeprefix("task.args.") for other in known if "task.args." in other]
         if near := nearest_name(name, names):
             return f"{start}; did you mean task.args.{near}?"
         return f"{start}; the task takes {', '.join(names) or 'no arguments'}"
+    same_name = [other for other in known if other.endswith(f".{name}")]
     near = ELSEWHERE.get(name) or nearest_name(key.lower(), known)
-    same_name = [other for other in known if other.rpartition(".")[2] == name]
     if len(same_name) == 1:
         near = same_name[0]
     return f"{start}; did you mean {near}?" if near else f"{start}; --help lists every key"
@@ -82,22 +76,8 @@ def rule(problems: Sequence[Any], value: str) -> str:
         elif problem["type"] == "needs_python_object":
             text = "left out, as no setting can have its type; set it in the task"
         expected.append(text.replace("a valid array", "values, separated by spaces"))
-    ending = ""
-    choices = re.findall(r"'([^']+)'", " ".join(expected))
-    if any(problem["type"] == "bool_type" for problem in problems):
-        choices += ["true", "false"]
+    text = " or ".join(dict.fromkeys(expected))
+    choices = re.findall(r"'([^']+)'", text)
     if near := nearest_name(value.strip('"').lower(), choices):
-        ending = f"; did you mean {near}?"
-    elif lost := re.search(r" ([a-z]\w*(\.[a-z]\w*)+=\S+)", value):
-        ending = f"; write --{lost[1]}"
-    return " or ".join(dict.fromkeys(expected)) + ending
-
-
-def with_dashes(words: Sequence[str]) -> str:
-    """A suggestion for words that belong to no key."""
-    key, equals, value = words[0].partition("=")
-    if not re.fullmatch(r"[a-z]\w*(\.[a-z]\w*)+", key) or key.endswith(".py"):
-        return f"write --section.key {words[0]}"
-    if not equals:
-        value = "".join(words[1:2]) or "VALUE"
-    return f"write --{key}={value}"
+        text += f"; did you mean {near}?"
+    return text

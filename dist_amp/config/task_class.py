@@ -7,12 +7,11 @@ import sys
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import MISSING, field, fields, is_dataclass, make_dataclass
-from enum import Enum, EnumType
+from enum import Enum
 from functools import cache, partial
 from importlib.machinery import PathFinder
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 from dist_amp.errors import ConfigError, first_line
 from dist_amp.files import missing
@@ -28,10 +27,6 @@ SIGNATURES = {
 INJECTED = "data"  # this constructor parameter is not a setting: it gets the data section
 
 GIVEN = "given:"  # in place of a module: the task was an object that no config can build again
-
-
-class NotASetting:
-    """A stand-in for a type that pydantic can't check, such as a Protocol: it accepts no value."""
 
 
 # ---- the class
@@ -94,11 +89,8 @@ def _import(module_name: str, target: str, key: str) -> Any:
         fix = "fix it"
         if isinstance(error, ModuleNotFoundError):
             fix = f"pip install {error.name}, or check the path: {folder} was searched too"
-            if name.startswith("dist_amp.tasks.") and str(error.name).startswith("dist_amp."):
-                feature = name.removeprefix("dist_amp.")
-                raise ConfigError(
-                    f"{key}={target}: {missing(feature)}, or name another task"
-                ) from error
+            if str(error.name).startswith("dist_amp."):
+                fix = missing(str(error.name).removeprefix("dist_amp."))
         cause = f"importing it failed with {type(error).__name__}: {first_line(error)}"
         raise ConfigError(f"{key}={target}: {cause}; {fix}") from error
     file = getattr(module, "__file__", None) or "built in"
@@ -112,31 +104,27 @@ def _import(module_name: str, target: str, key: str) -> Any:
 def check_saved_target(target: str, folder: Path) -> None:
     """Say what the task of a saved config is imported from: a checkpoint must not run its own code.
 
-    folder: of the run or export, resolved. Errors: ConfigError for a file in it or beside it, or
-    outside of the current folder.
+    folder: of the run or export, resolved. Errors: ConfigError for a file in it, or outside of the
+    current folder.
     """
-    if target.startswith("dist_amp."):
-        return
-    here = Path.cwd()
-    if not here.is_relative_to(folder.parent):
-        folder = folder.parent  # it may have come with the run
     module = target.partition(":")[0]
+    here = place = Path.cwd()
+    if module.startswith("dist_amp."):
+        return
     if module.endswith(".py"):
-        places = [Path(module).resolve()]
-    else:  # where its package is, found without importing it
-        search = [str(here), *sys.path]
-        spec: Any = PathFinder.find_spec(module.partition(".")[0], search)
-        found = [spec.origin, *(spec.submodule_search_locations or ())] if spec else []
-        places = [Path(place).resolve() for place in found if place]
-    is_outside = module.endswith(".py") and not places[0].is_relative_to(here)
-    if is_outside or any(path.is_relative_to(folder) for path in (here, *places)):
+        place = Path(module).resolve()
+        is_outside = not place.is_relative_to(here)
+    else:  # its package, found without importing it
+        spec: Any = PathFinder.find_spec(module.partition(".")[0], [str(here), *sys.path])
+        if spec is not None:
+            place = Path(next(iter(spec.submodule_search_locations or [spec.origin]))).resolve()
+        is_outside = False
+    if is_outside or here.is_relative_to(folder) or place.is_relative_to(folder):
         raise ConfigError(
             f"task.target={target} is only named by the config in {folder}, and would be imported "
-            f"from {places[0] if places else here}, which could run any code; check it, and give "
-            f"--task.target {target}"
+            f"from {place}, which could run any code; check it, and give --task.target {target}"
         )
-    if places:
-        print(f"task   {target}, named by the saved config, from {places[0]}", file=sys.stderr)
+    print(f"task   {target}, named by the saved config, from {place}", file=sys.stderr)
 
 
 # ---- the arguments of its constructor
@@ -145,8 +133,6 @@ def check_saved_target(target: str, folder: Path) -> None:
 @cache
 def args_dataclass(cls: type) -> type:
     """A dataclass of the constructor's parameters, for checking `task.args` and for --help."""
-    from pydantic import TypeAdapter
-
     checks = {"arbitrary_types_allowed": True, "extra": "forbid"}
     constructor: Any = inspect.getattr_static(cls, "__init__")
     hints = {}
@@ -164,11 +150,7 @@ def args_dataclass(cls: type) -> type:
         if name == INJECTED or parameter.kind.name.startswith("VAR"):  # *args and **kwargs
             continue
         is_required = default is parameter.empty
-        hint = by_name(hints.get(name, int | float | str if is_required else type_of(default)))
-        try:
-            TypeAdapter(hint, config=checks)  # type: ignore[arg-type]
-        except Exception:  # pydantic's, its core's, or of a hint's own hooks
-            hint = NotASetting
+        hint = hints.get(name, int | float | str if is_required else type_of(default))
         if is_required:
             required.append((name, hint))
             continue
@@ -181,19 +163,6 @@ def args_dataclass(cls: type) -> type:
     return make_dataclass("Args", [*required, *optional], frozen=True, namespace=namespace)
 
 
-def by_name(hint: Any) -> Any:
-    """The type for a setting: a member of an Enum is given by its name, not by its value."""
-    if isinstance(hint, EnumType):
-        from pydantic import BeforeValidator, WithJsonSchema
-
-        members: Mapping[str, Any] = hint.__members__
-        named = BeforeValidator(lambda name: members.get(name, name))
-        return Annotated[hint, named, WithJsonSchema({"enum": [*members]})]
-    if isinstance(hint, UnionType) or get_origin(hint) is Union:
-        return Union[tuple(map(by_name, get_args(hint)))]  # noqa: UP007
-    return hint
-
-
 def type_of(default: Any) -> Any:
     """The type of a parameter without annotation."""
     if default is None:
@@ -204,23 +173,16 @@ def type_of(default: Any) -> Any:
     return type(default)
 
 
-def args_of(task: Any, data: Any) -> Any:
-    """The arguments that build an object again: its `args_dataclass`, from its attributes of
-    these names; None if they are not there, or the class can't be imported. data: the section.
+def args_of(task: Any) -> dict[str, Any] | None:
+    """The arguments that build an object again, from its attributes of these names; None if they
+    are not there, or the class can't be imported.
     """
-    cls: Any = type(task)
-    kept = getattr(task, "__dict__", {})
-    is_found = getattr(sys.modules.get(cls.__module__), cls.__name__, None) is cls
-    if cls.__module__ == "__main__" or not is_found:
+    cls = type(task)
+    if cls.__module__ == "__main__" or "." in cls.__qualname__:
         return None
-    if INJECTED in inspect.signature(cls).parameters and kept.get(INJECTED) != data:
-        return None
-    try:
-        kind = args_dataclass(cls)
-        args = {item.name: kept[item.name] for item in fields(kind)}
-    except (ConfigError, KeyError):
-        return None
-    return kind(**args) if all(map(is_plain, args.values())) else None
+    names = [name for name in inspect.signature(cls).parameters if name != INJECTED]
+    args = {name: getattr(task, name, ...) for name in names}
+    return args if all(map(is_plain, args.values())) else None
 
 
 def is_plain(value: Any) -> bool:

@@ -56,8 +56,8 @@ def _for_toml(items: list[tuple[str, Any]]) -> dict[str, Any]:
     """Leaves out what TOML can't hold, such as None: no setting can give it, so it is a default."""
     kinds = (str, int, float, list, tuple, dict, date, time)
     kept = {name: value for name, value in items if isinstance(value, kinds)}
-    paths = {name: str(value) for name, value in items if isinstance(value, Path)}
-    return kept | paths | {name: value.name for name, value in items if isinstance(value, Enum)}
+    kept |= {name: str(value) for name, value in items if isinstance(value, Path)}
+    return kept | {name: value.value for name, value in items if isinstance(value, Enum)}
 
 
 def flat(toml: str) -> dict[str, Any]:

@@ -50,22 +50,11 @@ def check_parallel(
         problem = f"replicas={replicas} does not divide {world.world_size} ranks; use one that does"
     if problem:
         raise ConfigError(f"parallel.{problem}")
-    if sharded and config.comm_dtype != "off":
-        world.warn(
-            f"parallel.comm_dtype={config.comm_dtype} has no effect under {strategy}: use "
-            "reduce_dtype"
-        )
     for name, parameter in module.named_parameters() if sharded else ():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            problem = "which has a hook, and would replace it; register the hook on the module"
-        elif parameter.ndim == 0:
-            problem = "which is a scalar; give it the shape [1]"
-        elif not parameter.is_contiguous():
-            problem = "which is not contiguous, as in channels_last; make it contiguous"
-        if problem:
             raise ConfigError(
-                f"{strategy} can't shard the parameter {name} of build_model, {problem}, or use "
-                "parallel.strategy=ddp"
+                f"{strategy} would lose the hook on the parameter {name} of build_model; register "
+                "it on the module, or use parallel.strategy=ddp"
             )
 
 
@@ -153,18 +142,11 @@ def check_model(module: Any) -> None:
             "the task's build_model returned a compiled model; return the model as it is, and set "
             "compile.blocks=true"
         )
-    trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-    if not trained:
+    if not any(p.requires_grad for p in module.parameters()):
         raise DataError(
             "none of the parameters of the task's model is trained; build_model must leave some of "
             "them with requires_grad=True"
         )
-    for name, parameter in trained:
-        if parameter.is_complex():
-            raise DataError(
-                f"the parameter {name} of the task's model is {parameter.dtype}, and only real "
-                "ones are trained; use torch.view_as_complex in forward"
-            )
 
 
 def check_kept_state(task: Any) -> None:

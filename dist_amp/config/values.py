@@ -1,7 +1,7 @@
 """Settings as an object: pydantic checks all of them at once, and says what it expects.
 
 A file's values have types. The words of a command line or of the environment have none: they are
-read as TOML would read them, then as a list of one item, and as text where no number is accepted.
+read as TOML would read them, then as a list of one item, then as text.
 """
 
 import json
@@ -19,7 +19,6 @@ from dist_amp.config.suggestions import rule
 from dist_amp.errors import ConfigError
 
 NAMED = {"true": True, "True": True, "false": False, "False": False, "None": None}
-NUMBER_ERRORS = ("int", "float", "greater", "less", "finite", "multiple")
 LIST_ERRORS = ("list_type", "tuple_type", "set_type")
 UNKNOWN = ("unexpected_keyword_argument", "dataclass_type")  # no such key; a key below is missing
 
@@ -30,8 +29,7 @@ class Setting:
 
     text: str
     source: str
-    readings: tuple[Any, ...]
-    texts: tuple[Any, ...] = ()  # further readings, for a type that accepts no number
+    readings: Sequence[Any]
 
 
 Settings = dict[str, Setting]
@@ -45,11 +43,11 @@ def from_words(words: Sequence[str], source: str, split: bool = False) -> Settin
     """A setting of a command line; split: of the environment, where spaces separate items."""
     texts = [os.path.expanduser(word) for word in words]
     items = texts[0].split() if split else texts
-    lists = [as_typed(item) for item in items], items
+    typed = [as_typed(item) for item in items]
     text = " ".join(words) or "(nothing)"
     if len(texts) != 1:
-        return Setting(text, source, lists[:1], lists[1:])
-    return Setting(text, source, (as_typed(texts[0]), lists[0]), (texts[0], lists[1]))
+        return Setting(text, source, [typed, items])
+    return Setting(text, source, [as_typed(texts[0]), typed, texts[0], items])
 
 
 def as_typed(word: str) -> Any:
@@ -66,8 +64,9 @@ def from_toml(value: Any, source: str) -> Setting:
     items = [os.path.expanduser(item) if isinstance(item, str) else item for item in items]
     text = json.dumps(value, default=str)
     if isinstance(value, list):
-        return Setting(text, source, (items,))
-    return Setting(text, source, (*([None] if value == "None" else []), *items, items))
+        return Setting(text, source, [items])
+    none = [None] if value == "None" else []
+    return Setting(text, source, [*none, *items, items])
 
 
 def read(kind: Any, settings: Settings, prefix: str = "") -> Any:
@@ -82,7 +81,7 @@ def read(kind: Any, settings: Settings, prefix: str = "") -> Any:
     ways = dict.fromkeys(settings, 0)
     reported: dict[str, list[Any]] = {}
     while True:
-        values = {key: (*settings[key].readings, *settings[key].texts)[ways[key]] for key in ways}
+        values = {key: settings[key].readings[way] for key, way in ways.items()}
         try:
             text = json.dumps(nested(values, prefix), default=str)  # as text: dates
             return adapter(kind).validate_json(text, strict=True)
@@ -92,11 +91,8 @@ def read(kind: Any, settings: Settings, prefix: str = "") -> Any:
             if key not in reported or reported[key][0]["type"] in LIST_ERRORS:
                 reported[key] = found
             setting = settings[key]
-            most = len(setting.readings)
-            if not any(each["type"].startswith(NUMBER_ERRORS) for each in reported[key]):
-                most += len(setting.texts)
             ways[key] += 1
-            if ways[key] >= most:
+            if ways[key] == len(setting.readings):
                 expected = rule(reported[key], setting.text)
                 raise ConfigError(f"{key}={setting.text} {setting.source} must be {expected}")
 

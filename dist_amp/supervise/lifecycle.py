@@ -169,7 +169,8 @@ def add_observers(run: ScriptRun, stop: AgreedStop) -> None:
 
         add(Audit(run))
     nonfinite = None
-    if config.debug.nonfinite != "off" and present("diagnostics.nonfinite_replay"):
+    asked = config.debug.nonfinite
+    if asked != "off" and (asked == "step" or present("diagnostics.nonfinite_replay")):
         from dist_amp.diagnostics.nonfinite_replay import NonfiniteReplay
 
         nonfinite = NonfiniteReplay(run)
@@ -204,11 +205,12 @@ def add_observers(run: ScriptRun, stop: AgreedStop) -> None:
         from dist_amp.supervise.sampling import Sampling
 
         add(Sampling(run))
-    if present("supervise.callbacks"):
+    if hasattr(run.task, "on_step") or present("supervise.callbacks"):
         from dist_amp.supervise.callbacks import Callbacks
 
         add(Callbacks(run, stop))
-    if config.run.eviction_notice != "off" and present("supervise.eviction"):
+    notice = config.run.eviction_notice
+    if notice != "off" and (notice != "auto" or present("supervise.eviction")):
         from dist_amp.supervise.eviction import EvictionNotice
 
         add(EvictionNotice(run, stop))

@@ -20,9 +20,7 @@ from dist_amp.run import run_folder
 from dist_amp.settings import (
     CheckpointConfig,
     PrecisionConfig,
-    RunConfig,
     ScalerConfig,
-    TaskConfig,
     TrainConfig,
 )
 from dist_amp.supervise.command_line import Parser
@@ -127,11 +125,10 @@ def test_a_home_folders_path_is_expanded_wherever_it_is_given(tmp_path, monkeypa
     words = ["--config=~/c.toml", "--run.resume=~/d"]
     config = load_config(words, {"DIST_AMP_DATA__TOKENIZER": "~/e"})
     found = [config.run.dir, config.data.path, config.run.resume, config.data.tokenizer]
-    found += [RunConfig(resume="~/f").resume, TaskConfig("~/g").target]
     parser = Parser("test", None)
     parser.add_argument("run", type=Path)
-    found += [parser.parse_args(["~/h"]).run, run_folder(RunConfig(dir="~/i"), World())]
-    names = ("a", "b/*.txt", "d", "e", "f", "g", "h", "i")
+    found += [parser.parse_args(["~/h"]).run]
+    names = ("a", "b/*.txt", "d", "e", "h")
     assert list(map(str, found)) == [f"{tmp_path}/{name}" for name in names]
 
 
@@ -149,23 +146,20 @@ WRONG = [
     ("--task.target tiny:NeedsName", "task.args.name is required and not set; add --task.args.n"),
     ("--task.args 5 --task.target tiny:Tiny", "unknown key task.args"),
     ("--data.sources.wiki.revision v2", "data.sources.wiki.revision on the command line is no lo"),
-    ("--data.sources.a/b.path x", "'a/b' can't name a source"),
     # Words that belong to none.
     ("optim_lr 1", "'optim_lr' on the command line belongs to no key; write --section.key"),
-    ("--optim.lr 1 train.steps=5", "must be a valid number; write --train.steps=5"),
     ("--config", "--config names no file; give the path of a TOML file"),
-    ("--config dmeo", "neither a file here nor a shipped config; did you mean demo? give the path"),
+    ("--config dmeo", "neither a file here nor a shipped config; give the path of a TOML file"),
     ("--config missing.toml", "missing.toml: No such file or directory; give the path of a TOML"),
     # Types, choices and ranges.
     ("--train.steps=", "train.steps=(nothing) on the command line must be a valid integer"),
     ("--train.steps 1e3", "train.steps=1e3 on the command line must be a valid integer"),
-    ("--precision.use_amp False.", "must be a valid boolean; did you mean false?"),
     ("--eval.every of", "must be a valid integer or 'off'; did you mean off?"),
     ("--precision.dtype bfloat16", "'auto', 'bf16', 'fp16' or 'fp8'; did you mean bf16?"),
     ("--optim.betas 0.9", "must be more values"),
     ("--optim.betas 1.0 0.9", "must be less than 1"),
     ("--train.steps 0", "must be greater than or equal to 1"),
-    ("--data.validation_split 1.5", "must be less than 1 or a valid string"),
+    ("--parallel.activation_checkpointing 0", "or equal to 1 or 'none', 'full' or 'selective'"),
     ("--optim.lr inf", "must be a finite number"),
     ("--eval.every 0", "must be greater than or equal to 1 or 'off'"),
 ]
@@ -306,9 +300,9 @@ def test_an_argument_whose_type_no_setting_can_have_is_refused_and_the_others_wo
     message = refusal(*task, "--task.args.b=torch.bfloat16")
     assert_says(message, "task.args.b=torch.bfloat16", "no setting can ")
     assert_says(refusal(*task, "--task.args.more", 3), "unknown key", "the task takes b, shape")
-    config = load(*task, "--task.args.shape", "SQUARE", "--task.args.sizes.big", "3")
+    config = load(*task, "--task.args.shape", "2", "--task.args.sizes.big", "3")
     assert (config.task.args.shape, config.task.args.sizes) == (Shape.SQUARE, {"big": 3})
     written = tomllib.loads(to_toml(config))["task"]["args"]
-    assert written == {"shape": "SQUARE", "sizes": {"big": 3}}
+    assert written == {"shape": 2, "sizes": {"big": 3}}
     assert main([*task, "--help", "task.args"]) == 0
     assert "--task.args.b" in capsys.readouterr().out
