@@ -58,12 +58,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 def main(argv: Sequence[str]) -> None:
     parser = model_parser("python -m dist_amp.export", __doc__, "RUN_OR_CHECKPOINT")
     add = parser.add_argument
-    text = "where to write; an earlier export is replaced"
-    add("--out", type=Path, required=True, metavar="DIR", help=text)
-    text = "of floating-point tensors; default fp32"
-    add("--dtype", default="fp32", choices=DTYPES, help=text)
-    kinds = ("safetensors", "hf")
-    add("--format", default=kinds[0], choices=kinds, help="hf: for transformers")
+    add("--out", type=Path, required=True, metavar="DIR", help="an earlier export is replaced")
+    add("--dtype", default="fp32", choices=DTYPES, help="of floating-point tensors; default fp32")
+    formats = ("safetensors", "hf")
+    add("--format", default="safetensors", choices=formats, help="hf: for transformers")
     add("--merge", action="store_true", help="add adapters to the weights; needs --format hf")
     options, settings = parser.parse_known_args(argv)
     out = options.out
@@ -92,16 +90,8 @@ def main(argv: Sequence[str]) -> None:
             from dist_amp.commands.model_card import write_card
 
             write_card(folder, out.name, config, checkpoint, weights)
-        if settings:
-            (folder / CONFIG).write_text(to_toml(config), encoding="utf-8")
-        else:
-            shutil.copyfile(checkpoint / CONFIG, folder / CONFIG)
-    adapters = options.format == "hf" and hasattr(model, "peft_config")
-    count = sum(p.numel() for p in model.parameters() if p.requires_grad or not adapters)
-    what = "parameters of adapters" if adapters else "parameters"
-    print(
-        f"{out}: {count:,} {what} ({weights}) in {options.dtype}, from step {step} ({checkpoint})"
-    )
+        (folder / CONFIG).write_text(to_toml(config), encoding="utf-8")
+    print(f"{out}: {weights} in {options.dtype}, from step {step} ({checkpoint})")
 
 
 # --- a trained model from a path on the command line, for sample too

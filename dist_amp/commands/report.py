@@ -86,18 +86,11 @@ def report(folder: Path) -> str:
         steps, values = finite_series(rows, metric)
         if steps:
             pictures.append(picture(heading, (steps, [value / unit for value in values])))
-    where = "1 rank" if run.ranks == 1 else f"{run.ranks} ranks"
-    text = [run.state, f"step {run.step:,} of {run.steps:,} on {where}"]
-    if run.cause:
-        text[0] = f"{run.state} ({run.cause})"
-    for name, value in (
-        ("started", run.started),
-        ("loss", number(run.loss, ".4f")),
-        ("best held-out loss", number(run.best, ".4f")),
-        ("goodput", number(run.goodput, ".0%")),
-    ):
-        if value:
-            text.append(f"{name} {value}")
+    text = f"{run['state']}, step {run['step']:,} of {run['steps']:,}, world size {run['ranks']}"
+    if run["cause"]:
+        text += f" ({run['cause']})"
+    text += f", started {run['started']}, loss {number(run['loss'], '.4f')}"
+    text += f", best held-out loss {number(run['best'], '.4f') or 'none'}"
     ranks = [("rank", "host", "peak memory", "items per second")]
     for rank in record.summary.get("ranks") or ():
         peak = f"{rank['peak_memory_bytes'] / 2**20:,.0f} MiB"
@@ -107,10 +100,10 @@ def report(folder: Path) -> str:
         content = (folder / "sample.txt").read_text(encoding="utf-8", errors="replace")
         sample = f"<h2>Sample</h2>\n<pre>{escape(content)}</pre>"
     return PAGE.format(
-        title=escape(f"{run.task}: {run.run}"),
-        summary=escape(", ".join(text)),
+        title=escape(f"{run['task']}: {run['run']}"),
+        summary=escape(text),
         curves="\n".join(pictures) or "<p>Nothing is logged yet.</p>",
-        settings=html_table([("setting", "value"), *run.settings.items()]),
+        settings=html_table([("setting", "value"), *run["settings"].items()]),
         ranks=html_table(ranks),
         sample=sample,
     )

@@ -14,7 +14,6 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,38 +26,17 @@ from dist_amp.record import Record
 from dist_amp.supervise.command_line import Parser, command
 
 NOT_COMPARED = ("run.dir", "run.resume", "task.target")
-LETTERS = 60  # of a state with its cause in the table; --json has all
-
-
-@dataclass
-class RunRow:
-    """The facts in a run's folder; nan and 0 for missing ones."""
-
-    run: str
-    started: str
-    task: str
-    state: str
-    cause: str
-    ranks: int
-    step: int
-    steps: int  # to train
-    loss: float  # the last that was logged
-    best: float
-    goodput: float
-    settings: dict[str, Any]
+COLUMNS = ("run", "started", "task", "state", "ranks", "step", "loss", "best", "goodput")
 
 
 @command()
 def main(argv: Sequence[str]) -> None:
     parser = Parser("python -m dist_amp.runs", __doc__)
-    names = [name for name in RunRow.__dataclass_fields__ if name != "settings"]
     parser.add_argument("folder", nargs="?", type=Path, default=Path("runs"), metavar="DIR")
-    parser.add_argument("--sort", choices=names, default="started", help="the column to sort by")
-    parser.add_argument(
-        "--json", action="store_true", help="print JSON, with full causes and null for nan"
-    )
+    parser.add_argument("--sort", choices=COLUMNS, default="started", help="the column to sort by")
+    parser.add_argument("--json", action="store_true", help="print JSON, with null for nan")
     options = parser.parse_args(argv)
-    rows = [asdict(row) for row in rows_of(records_in(options.folder))]
+    rows = rows_of(records_in(options.folder))
     # nan, the value of a run without one, comes last: it is not equal to itself.
     rows.sort(key=lambda row: (row[options.sort] != row[options.sort], row[options.sort]))
     if options.json:
@@ -66,22 +44,19 @@ def main(argv: Sequence[str]) -> None:
             row |= {name: None for name, value in row.items() if value != value}
         print(json.dumps(plain_json(rows), indent=2))
         return
-    head = ["run", "started", "task", "state", "ranks", "step", "loss", "best", "goodput"]
-    cells = [head]
+    cells = [[*COLUMNS, "settings"]]
     for row in rows:
-        state = f"{row['state']}: {row['cause']}" if row["cause"] else row["state"]
-        if len(state) > LETTERS:
-            state = f"{state[: LETTERS - 3]}..."
-        numbers = [number(row["loss"], ".4f"), number(row["best"], ".4f")]
-        numbers.append(number(row["goodput"], ".0%"))
-        step = f"{row['step']:,}/{row['steps']:,}"
-        texts = [row["run"], row["started"], row["task"], state, str(row["ranks"]), step]
-        cells.append([*texts, *numbers])
-    lines = columns(cells, left=4)
-    settings = [" ".join(f"{k}={v}" for k, v in row["settings"].items()) for row in rows]
-    width = max(map(len, lines))
-    for line, text in zip(lines, ["settings", *settings], strict=True):
-        print(f"{line:<{width}}  {text}".rstrip())
+        settings = " ".join(f"{key}={value}" for key, value in row["settings"].items())
+        shown = {
+            **row,
+            "state": f"{row['state']}: {row['cause']}" if row["cause"] else row["state"],
+            "step": f"{row['step']:,}/{row['steps']:,}",
+            "loss": number(row["loss"], ".4f"),
+            "best": number(row["best"], ".4f"),
+            "goodput": number(row["goodput"], ".0%"),
+        }
+        cells.append([*(str(shown[name]) for name in COLUMNS), settings])
+    print("\n".join(columns(cells, left=len(cells[0]))))
 
 
 def number(value: float, form: str) -> str:
@@ -108,7 +83,10 @@ def records_in(folder: Path) -> list[Record]:
     return records
 
 
-def rows_of(records: Sequence[Record]) -> list[RunRow]:
+def rows_of(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """The facts of each run, in COLUMNS and "cause", "steps" to train, and "settings"; nan and 0
+    for missing ones. loss: the last that was logged. best: the lowest held-out one.
+    """
     defaults = flat(to_toml(load_config([], environ={})))
     all_runs = [record.settings for record in records] if len(records) > 1 else [defaults]
     rows = []
@@ -125,7 +103,7 @@ def rows_of(records: Sequence[Record]) -> list[RunRow]:
     return rows
 
 
-def row_of(record: Record, differing: dict[str, Any]) -> RunRow:
+def row_of(record: Record, differing: dict[str, Any]) -> dict[str, Any]:
     summary = record.summary
     logged: dict[str, Any] = {}
     best = math.inf
@@ -146,20 +124,20 @@ def row_of(record: Record, differing: dict[str, Any]) -> RunRow:
         state = "not started"
     if state in ("running", "killed"):
         goodput = finite(logged.get("perf/goodput_pct")) / 100
-    return RunRow(
-        run=record.folder.name,
-        started=record.started,
-        task=str(record.settings["task.target"]).rpartition(":")[2],
-        state=state,
-        cause=cause,
-        ranks=summary.get("world_size", len(logged.get("ranks", ()))),
-        step=step,
-        steps=record.settings.get("train.steps", 0),
-        loss=finite(logged.get("train/loss", summary.get("final_loss"))),
-        best=finite(best),
-        goodput=goodput,
-        settings=differing,
-    )
+    return {
+        "run": record.folder.name,
+        "started": record.started,
+        "task": str(record.settings["task.target"]).rpartition(":")[2],
+        "state": state,
+        "cause": cause,
+        "ranks": summary.get("world_size", len(logged.get("ranks", ()))),
+        "step": step,
+        "steps": record.settings.get("train.steps", 0),
+        "loss": finite(logged.get("train/loss", summary.get("final_loss"))),
+        "best": finite(best),
+        "goodput": goodput,
+        "settings": differing,
+    }
 
 
 def finite(value: Any) -> float:

@@ -4,8 +4,7 @@ Prints the text that task.sample(model) returns; an image is written to sample.p
 folder. Settings after the path override the run's config: --task.args.prompt "class ", --run.device
 cpu. The model computes in float32, as the task builds it, even from a bf16 export. A run with a
 moving average of its parameters samples with that; --weights model with the parameters themselves.
-Exit status: 0 done, 64 bad setting or a task without sample(), 65 bad weights, 1 sample.png can't
-be written.
+Exit status: 0 done, 64 bad setting or a task without sample(), 65 bad weights.
 
 Docs: docs/recipes.md
 """
@@ -25,7 +24,7 @@ from dist_amp.checkpoint.weights import load_weights
 from dist_amp.commands.export import MODEL, build_model, find_checkpoint, model_parser
 from dist_amp.config.load import load_saved
 from dist_amp.config.task_class import build_task
-from dist_amp.errors import ConfigError, DataError, Failure
+from dist_amp.errors import ConfigError, DataError
 from dist_amp.supervise.command_line import command
 from dist_amp.supervise.sampling import checked, printable
 from dist_amp.world import locate
@@ -75,12 +74,7 @@ def show(sample: Any) -> None:
     height, width, channels = pixels.shape
     if channels == 1:
         pixels = pixels[..., 0]
-    try:
-        Image.fromarray(pixels.numpy()).save(IMAGE)
-    except OSError as error:
-        raise Failure(
-            f"{IMAGE.resolve()} can't be written ({error.strerror}); start in a writable folder"
-        ) from error
+    Image.fromarray(pixels.numpy()).save(IMAGE)
     print(f"{IMAGE.resolve()}: {width} x {height} pixels")
 
 

@@ -135,13 +135,11 @@ def test_a_hostile_config_starts_nothing_and_is_refused(tmp_path, draws, capsys)
         (sample, "plain", 64, "error: task.target=tiny:Tiny has no sample(model)"),
         (sample, "run --task.args.kind number", 65, "returned int; return text, or an image"),
         (sample, "run --task.args.kind image --task.args.channels 2", 65, "returned [2, 3, 4]"),
-        (sample, "run --task.args.kind image", 1, "/sample.png can't be written"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(tmp_path, draws, capsys, command, words, status, message):
     if words == "plain":
         saved(tmp_path / "plain", "tiny:Tiny")
-    (tmp_path / "sample.png").mkdir()
     (tmp_path / "file").write_text("mine")
     config = (draws / CONFIG).read_text()
     found, line = refusal(capsys, command, *words.split())
@@ -153,7 +151,7 @@ def test_bad_input_is_refused_in_one_line(tmp_path, draws, capsys, command, word
 
 def test_sample_gives_the_same_from_run_checkpoint_and_export(tmp_path, draws, capsys):
     assert exports("run", "--out", "out")
-    written = f"153 parameters (model) in fp32, from step 2 ({draws.relative_to(tmp_path)})"
+    written = f"model in fp32, from step 2 ({draws.relative_to(tmp_path)})"
     assert capsys.readouterr().out.endswith(f"out: {written}\n")
     assert exports(draws, "--out", "half", "--dtype", "bf16")
     shutil.copytree(draws, "copied")
@@ -190,7 +188,10 @@ def test_export_and_sample_use_the_average_unless_the_parameters_are_asked_for(t
     save(run)
     averages, parameters = average_of(run), parameters_of(run)
     shown = []
-    for words, expected, said in ([], averages, "(ema)"), (["--weights", "model"], parameters, "("):
+    for words, expected, said in (
+        ([], averages, ": ema in"),
+        (["--weights", "model"], parameters, ": model in"),
+    ):
         assert exports(tmp_path / "run", "--out", tmp_path / "out", *words)
         assert said in capsys.readouterr().out
         exported = load_file(tmp_path / "out/model.safetensors")

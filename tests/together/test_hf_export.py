@@ -79,9 +79,7 @@ def front_matter(path):
 def loaded_by_card(folder):
     """(the library that the model card names, the model that its code loads)."""
     front, body = front_matter(folder / "out/README.md")
-    assert front.get("base_model") is None, "a folder is no name on the hub"
-    for text in ("| base model | model |", "| data | rows.jsonl |", "| steps | 2 of "):
-        assert text in body
+    assert "| steps | 2 of " in body
     assert str(folder) not in body
     (code,) = re.findall(r"```python\n(.*?)```", body, re.DOTALL)
     names = {}
@@ -220,24 +218,20 @@ def test_a_scalar_that_was_made_1_for_fsdp_is_a_scalar_in_the_export(folder):
         assert torch.equal(parameter, expected[name].reshape(parameter.shape)), name
 
 
-def test_a_model_of_the_hub_and_data_with_a_password_are_named_without_it(tmp_path):
+def test_a_card_has_the_evaluation_and_no_folder_and_the_tasks_own_stays(tmp_path):
     folder = tmp_path / "out"
     folder.mkdir()
-    (folder / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
     run = make_run(None, Tiny(), "--train.steps", 4, "--run.dir", tmp_path / "run")
     run.metrics.write_evaluation(0, {"loss": 1.25})
     checkpoint = save(run)
-    (tmp_path / "run/metrics.jsonl").write_text('{"step": 0, "train/loss": 2.5}\n{"st\n12\n')
     config = load_config([], environ={})
-    path = "s3://key:hush@bucket/a/chats.jsonl?signature=hush"
-    task = TaskConfig("my_file:Mine", {"model": "Qwen/Qwen2.5-0.5B"})
-    config = replace(config, task=task, data=replace(config.data, path=path))
+    config = replace(config, task=TaskConfig("/home/me/my_file.py:Mine", {}))
     write_card(folder, "out", config, checkpoint, "model")
     front, body = front_matter(folder / "README.md")
-    assert front == {"library_name": "transformers", "base_model": "Qwen/Qwen2.5-0.5B"}
-    assert "| training loss | 2.5000 (step 0) |" in body
+    assert front == {"library_name": "pytorch"}
+    assert "| task | my_file.py:Mine |" in body
     assert "| held out | loss 1.2500 (step 0) |" in body
-    assert "hush" not in body
+    assert "from my_file import Mine\n" in body
     (folder / "README.md").write_text("the task's own")
     write_card(folder, "out", config, checkpoint, "model")
     assert (folder / "README.md").read_text() == "the task's own"
