@@ -17,13 +17,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 
 from benchmarks.harness import on_a_run, step_seconds
-from dist_amp.checkpoint.format import checkpoint_folder
+from dist_amp.checkpoint.format import all_checkpoints
 from dist_amp.errors import ConfigError
 from dist_amp.run import Run
-from dist_amp.storage.mirror import mirrored
+from dist_amp.storage.mirror import mirror_run
 from dist_amp.storage.store import Store
 from dist_amp.supervise.lifecycle import Job
 
@@ -39,8 +40,8 @@ def main(run: Run) -> None:
     if "://" not in run.config.run.dir:
         raise ConfigError(f"run.dir={run.config.run.dir} is no address; give s3://bucket/new_run")
     job = Job(run.config, run.world, folder=run.folder)
-    with mirrored(run.config.run, job):
-        measure(run)
+    mirror_run(run.config.run, job)
+    measure(run)
     job.at_end()
 
 
@@ -62,25 +63,30 @@ def measure(run: Run) -> None:
                 run.folder = local if place == LOCAL else mirror
                 if place == UPLOADING:
                     # At most a while: a small checkpoint may be up already.
-                    wait_until(run, lambda: any(mirror.glob(".uploading/step_*/*")), 2.0)
+                    wait_until(run, lambda: is_uploading(store, mirror), 2.0)
                 steps[place].append(step_seconds(run))
                 run.world.barrier()
                 started = time.perf_counter()
                 saver.save(wait=False)
                 waits[kind, place].append(time.perf_counter() - started)
                 if place == UPLOADING:
-                    still_uploading += any(mirror.glob(".uploading/step_*/*"))
+                    still_uploading += is_uploading(store, mirror)
                 saver.finish()
                 run.world.barrier()
                 if place == UPLOADING:
-                    key = f"checkpoints/{checkpoint_folder(mirror, run.step).name}/manifest.json"
-                    wait_until(run, lambda key=key: key in store.sizes("checkpoints"))
-                    wait_until(run, lambda: not any(mirror.glob(".uploading/step_*")))
+                    wait_until(run, lambda: not is_uploading(store, mirror))
             if run.world.is_main:
                 for folder in (mirror, local):
                     shutil.rmtree(folder / "checkpoints")
             run.world.barrier()
     report(run, waits, steps, still_uploading)
+
+
+def is_uploading(store: Store, folder: Path) -> bool:
+    """Whether a checkpoint of the local folder is not yet complete at the address."""
+    names = store.sizes("checkpoints")
+    local = all_checkpoints(folder)
+    return any(f"checkpoints/{path.name}/manifest.json" not in names for path in local)
 
 
 def report(

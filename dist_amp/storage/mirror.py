@@ -16,19 +16,18 @@ import os
 import re
 import shutil
 import signal
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
 
-from dist_amp.distributed.process import attempt, in_time
+from dist_amp.distributed.process import attempt, in_time, warn
 from dist_amp.distributed.signals import handle_signals
 from dist_amp.errors import (
     SAVED_AND_STOPPED,
@@ -37,27 +36,24 @@ from dist_amp.errors import (
     DataError,
     Failure,
     first_line,
-    masked,
 )
-from dist_amp.files import ADDRESS, only_process, run_dir, write_durably
+from dist_amp.files import ADDRESS, only_process, run_dir
 from dist_amp.settings import RunConfig
-from dist_amp.storage.store import CLAIMS, RENEW_SECONDS, Claim, Record, Store, take_claim
+from dist_amp.storage.store import CLAIMS, RENEW_SECONDS, Claim, Store
 from dist_amp.world import World
 
 T = TypeVar("T")
 
 VARIABLE = "DIST_AMP_CACHE"
-# Of stores that let one of two writers create a file.
 USABLE = re.compile(r"(s3|s3a|gs|gcs|az|abfs|abfss|file)://[^:/]*(/((?!::)[^/])+)+")
 MANIFEST = "manifest.json"
-HOLDER = ".lease.json"  # in the local folder: the claim under which it was written last
-STAGING = ".uploading"  # in the local folder: links to the files of a checkpoint on its way
+HOLDER = ".claim"  # in the main node's folder: the id of the claim under which it was written last
 
 PARALLEL = 4  # files at a time
 LOG_SECONDS = 30.0  # between uploads of logs: stores can't append, so each takes the whole file
 PAUSES = (0.5, 1.0, 4.0, 16.0, 30.0)  # seconds between uploads, longer with each that fails
 FETCH_PAUSES = (1.0, 4.0, 0.0)  # after each attempt to fetch a file
-CLOSE_SECONDS = 30.0
+RELEASE_SECONDS = 30.0
 
 
 def local_folder(address: str, ending: str = "") -> Path:
@@ -70,91 +66,50 @@ def local_folder(address: str, ending: str = "") -> Path:
         raise ConfigError(
             f"run.dir={address} is no address for a run: use s3://BUCKET/RUN, gs://, az:// or "
             "file:///FOLDER/RUN, without a password (the store's environment variables have the "
-            "credentials); other stores may let two runs create one file"
+            "credentials)"
         )
     temporary = Path(tempfile.gettempdir(), f"dist_amp-{getpass.getuser()}")
     parent = Path(os.environ.get(VARIABLE, temporary)).expanduser()
     unique = hashlib.sha256(address.encode()).hexdigest()[:8]
     folder = parent / f"{address.rpartition('/')[2]}-{unique}{ending}"
-    try:
-        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if parent.stat().st_uid != os.getuid():
-            raise PermissionError(1, "it belongs to another user")
-        folder.mkdir(exist_ok=True)
-        complete = folder / f"{ADDRESS}.{uuid4().hex}"
-        complete.write_text(address)
-        complete.replace(folder / ADDRESS)  # another rank, or command, may be reading it
-    except OSError as error:
-        raise ConfigError(
-            f"{parent} can't be used ({error.strerror}); set {VARIABLE} to a folder on a local disk"
-        ) from error
+    parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if parent.stat().st_uid != os.getuid():
+        raise ConfigError(f"{parent} belongs to another user; set {VARIABLE} to a folder of yours")
+    folder.mkdir(exist_ok=True)
+    complete = folder / f"{ADDRESS}.{uuid4().hex}"
+    complete.write_text(address)
+    complete.replace(folder / ADDRESS)  # another rank, or command, may be reading it
     return folder
 
 
 # --- from the address
 
 
-def pull(store: Store, folder: Path, claim: Record, is_main: bool) -> None:
-    """Bring the folder up to date, and note the claim under which it is written from now on."""
-    last = last_claim(folder)
-    is_stale = claim["written_by"] not in ("", last.get("id"), last.get("written_by"))
-    if is_stale and is_main:
-        pull_logs(store, folder)
-    pull_manifests(store, folder, is_stale)
-    write_durably(folder / HOLDER, json.dumps({**claim, "is_main": is_main}))
+def pull(store: Store, folder: Path, logs: bool = True, is_copy: bool = False) -> None:
+    """Show what is at the address. Checkpoints that are here only go if a newer one is there.
 
-
-def last_claim(folder: Path) -> Record:
-    """The claim under which a local folder was written last; empty for a new folder."""
-    note = folder / HOLDER
-    record: Record = json.loads(note.read_text()) if note.exists() else {}
-    return record
-
-
-def pull_manifests(store: Store, folder: Path, is_stale: bool) -> None:
-    """Show the checkpoints that are at the address.
-
-    is_stale: another machine has written there since. Else what is here is at least as new.
+    is_copy: the folder is a command's, which has nothing of its own.
     """
     complete = {}
-    for checkpoint in checkpoints_at(store):
-        if text := store.read(manifest_of(checkpoint)):
-            complete[checkpoint] = text
-    for path in folder.glob("checkpoints/step_*") if is_stale else ():
-        manifest = path / MANIFEST
-        if manifest.exists() and complete.get(path.name) == manifest.read_bytes():
-            continue
-        # A run's folder may hold the only copy of its newest; a command's folder holds none.
-        if path.name > max(complete, default="") and (folder / HOLDER).exists():
-            kept = path.rename(path.with_name(f"not_put_{path.name}_{uuid4().hex[:8]}"))
-            warn(
-                f"{path} never came to {store.address}, written elsewhere since; it is kept as "
-                f"{kept.name}"
-            )
-        else:
-            shutil.rmtree(path)
-    for checkpoint, text in complete.items():
-        path = folder / "checkpoints" / checkpoint
-        if not (path / MANIFEST).exists():
-            path.mkdir(parents=True, exist_ok=True)
-            (path / MANIFEST).write_bytes(text)
-
-
-def pull_logs(store: Store, folder: Path) -> None:
-    for name in store.sizes(""):
-        if is_log(name) and not name.startswith("tensorboard/"):
-            path = folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(store.read(name))
-
-
-def checkpoints_at(store: Store) -> dict[str, list[str]]:
-    """{checkpoint at the address, complete or not: names of its files}."""
-    checkpoints: dict[str, list[str]] = {}
     for name in store.sizes("checkpoints"):
-        if re.fullmatch(r"checkpoints/step_\d+/[^/]+", name):
-            checkpoints.setdefault(name.split("/")[1], []).append(name)
-    return checkpoints
+        if name.endswith(MANIFEST):
+            complete[name.split("/")[1]] = store.read(name)
+    local = {}
+    for path in folder.glob(f"checkpoints/step_*/{MANIFEST}"):
+        local[path.parent.name] = path.read_bytes()
+    if is_copy or max(complete, default="") > max(local, default=""):
+        for name in store.sizes("") if logs else ():
+            if is_log(name) and not name.startswith("tensorboard/"):
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_bytes(store.read(name))
+        for checkpoint in local:
+            if local[checkpoint] != complete.get(checkpoint):
+                shutil.rmtree(folder / "checkpoints" / checkpoint)
+    for checkpoint, manifest in complete.items():
+        path = folder / "checkpoints" / checkpoint
+        if not path.exists():
+            path.mkdir(parents=True)
+            (path / MANIFEST).write_bytes(manifest)
 
 
 def is_log(name: str) -> bool:
@@ -175,19 +130,16 @@ def fetch(checkpoint: Path, files: dict[str, Any]) -> None:
     """Get a checkpoint's files that are at the address only. Errors: CheckpointRejected."""
 
     def get(name: str) -> None:
-        problem = ""
         for pause in FETCH_PAUSES:
             try:
                 if not (checkpoint / name).exists():
                     key = key_of(checkpoint.name, name, files)
                     store.download(key, checkpoint / name, files[name])
                 return
-            except FileNotFoundError:
-                raise CheckpointRejected(f"{name} is not at {store.address}") from None
             except Exception as error:  # each file system has errors of its own
                 problem = first_line(error) or type(error).__name__
                 time.sleep(pause)
-        raise CheckpointRejected(f"{name} can't be fetched: {problem}")
+        raise CheckpointRejected(f"{name} can't be fetched from {store.address}: {problem}")
 
     if not all((checkpoint / name).exists() for name in files):
         store = Store(run_dir(checkpoint.parent.parent))
@@ -200,7 +152,7 @@ def fetch(checkpoint: Path, files: dict[str, Any]) -> None:
 
 
 class Mirror:
-    """Uploads what is new. claim: on the run's main node; None on the others."""
+    """Uploads what is new. claim: on the run's main node; None on other nodes."""
 
     def __init__(self, store: Store, folder: Path, claim: Claim | None):
         self.store = store
@@ -260,11 +212,11 @@ class Mirror:
         if problem:
             raise problem
         if self.claim is not None and self.up and (new or is_last):
-            for name, files in checkpoints_at(self.store).items():
-                if name < max(self.up) and name not in times:
-                    self.store.remove(manifest_of(name))
-                    for file in files:
-                        self.store.remove(file)
+            names = self.store.sizes("checkpoints")
+            for name in sorted(names, key=lambda name: not name.endswith(MANIFEST)):  # first
+                checkpoint = name.split("/")[1]
+                if checkpoint < max(self.up) and checkpoint not in times:
+                    self.store.remove(name)
 
     def put_checkpoint(self, checkpoint: str) -> None:
         """Upload this node's files of a checkpoint; on the main node, publish it at the address.
@@ -278,35 +230,22 @@ class Mirror:
         files = json.loads(manifest)["files"]
         sizes = {key_of(checkpoint, name, files): files[name]["bytes"] for name in files}
         before = self.store.sizes(f"checkpoints/{checkpoint}")
-        # Links, since the run may remove the files meanwhile.
-        links = self.folder / STAGING / checkpoint
-        shutil.rmtree(links.parent, ignore_errors=True)
-        links.mkdir(parents=True)
-        for name in files:
-            with suppress(FileNotFoundError):  # another node's
-                os.link(path / name, links / name)
 
         def put(name: str) -> None:
             key = key_of(checkpoint, name, files)
-            if before.get(key) != sizes[key] and (links / name).exists():
-                self.store.upload(links / name, key, files[name])
+            if before.get(key) != sizes[key] and (path / name).exists():  # else another node's
+                self.store.upload(path / name, key, files[name])
 
         with ThreadPoolExecutor(PARALLEL) as pool:
             list(pool.map(put, files))
-        shutil.rmtree(links.parent)
         if self.claim is None:
             return
-        remote = self.store.sizes(f"checkpoints/{checkpoint}")
+        after = self.store.sizes(f"checkpoints/{checkpoint}")
         for key, size in sizes.items():
-            if remote.get(key) != size:
+            if after.get(key) != size:
                 raise OSError(f"{key} is not up yet")
         self.put_logs()  # before it: a run that resumes here needs its metrics so far
-        self.claim.renew()
-        self.store.remove(manifest_of(checkpoint))  # of one that this run has refused
-        if not self.store.create(manifest_of(checkpoint), manifest):
-            raise OSError(f"{checkpoint} has a manifest of another writer")
-        for stray in remote.keys() - sizes.keys() - {manifest_of(checkpoint)}:
-            self.store.remove(stray)
+        self.store.write(manifest_of(checkpoint), manifest)
 
     def put_logs(self) -> None:
         if self.claim is not None:
@@ -320,102 +259,73 @@ class Mirror:
                     self.logs[name] = (stat.st_size, stat.st_mtime)
         self.logs_put = time.monotonic()
 
-    def finish(self, seconds: float, has_failed: bool) -> None:
+    def finish(self, seconds: float, job: Any) -> None:
         """Wait until all is up. Errors: SystemExit with 75 if it is not, unless the run has failed.
 
         Ctrl-C ends the wait; other signals don't: it needs the time that a grace period gives.
         """
         self.run_ended.set()
-        ctrl_c = handle_signals(signal.default_int_handler, [signal.SIGINT])
-        with suppress(KeyboardInterrupt), handle_signals(signal.SIG_IGN), ctrl_c:
-            self.uploads.join(2.0)
-            if self.uploads.is_alive():
-                text = f"waiting up to {seconds:g} s for the uploads to {self.store.address}"
-                print(f"{text}; Ctrl-C ends it", file=sys.stderr, flush=True)
+        address = self.store.address
+        job.world.say(f"waiting up to {seconds:g} s for the uploads to {address}; Ctrl-C ends it")
+        ignored = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+        with suppress(KeyboardInterrupt), handle_signals(signal.SIG_IGN, ignored):
             self.uploads.join(seconds)
         is_complete = not self.uploads.is_alive()
-        self.close()
-        if is_complete and self.claim is not None:
-            address = self.store.address
-            print(f"uploaded: --run.dir {address} continues on any machine", flush=True)
-        if not is_complete:
-            warn(
-                f"{self.store.address} is not complete after {seconds:g} s "
-                f"({self.problem or 'the uploads are slow'}); the rest is in {self.folder}: the "
-                "same command on this machine uploads it"
-            )
-            if not has_failed:
-                raise SystemExit(SAVED_AND_STOPPED)
-
-    def close(self) -> None:
-        """Let another run start at the address at once; without an answer it waits a while."""
         self.ended.set()
         if self.claim is not None:
-            with suppress(TimeoutError):
-                in_time(CLOSE_SECONDS, self.claim.release)
-
-
-def warn(text: str) -> None:
-    print(f"warning: {masked(text)}", file=sys.stderr, flush=True)
+            with suppress(TimeoutError):  # without an answer another run waits a while
+                in_time(RELEASE_SECONDS, self.claim.release)
+        if is_complete:
+            job.world.say(f"uploaded: --run.dir {address} continues on any machine")
+            return
+        warn(
+            f"{address} is not complete after {seconds:g} s ({self.problem or 'it is slow'}); the "
+            f"rest is in {self.folder}: the same command on this machine uploads it"
+        )
+        if job.status is None:
+            raise SystemExit(SAVED_AND_STOPPED)
 
 
 # --- a run, and a command
 
 
-@contextmanager
-def mirrored(config: RunConfig, job: Any) -> Iterator[None]:
-    """Claim the address and follow the folder; every rank calls it. job: the supervised one.
+def mirror_run(config: RunConfig, job: Any) -> None:
+    """Claim the address, and upload from now to the end of the job; every rank calls it.
 
     Errors: Failure if another run holds the claim, or the store can't be used.
     """
     folder, world = job.folder, job.world
     address = run_dir(folder)
-    main_node = folder / ".main_node"
+    holder = folder / HOLDER
 
-    def take(store: Store) -> Mirror:
+    def take(store: Store) -> Claim:
         names = store.sizes("checkpoints")
         if config.resume == "never" and not attempt() and any(MANIFEST in name for name in names):
             raise Failure(
                 f"run.dir={address} holds a run already; choose another, or use run.resume=auto"
             )
-        last = last_claim(folder)
-        dead = last["id"] if last.get("is_main") else ""  # this process has its lock on the folder
-        claim = take_claim(store, dead, world.say)
-        main_node.write_text(claim.record["id"])
-        return Mirror(store, folder, claim)
+        # The claim that this folder notes is a dead process's: this one has the folder's lock.
+        dead = holder.read_text() if holder.exists() else ""
+        claim = Claim(store, dead, world.say)
+        holder.write_text(claim.record["id"])
+        return claim
 
-    def begin(store: Store) -> Mirror:
-        if not world.is_main and main_node.exists() and main_node.read_text() == record["id"]:
+    def follow(store: Store) -> Mirror:
+        if not world.is_main and holder.exists() and holder.read_text() == claim_id:
             raise ConfigError(
                 f"{folder} is shared by several nodes, which keep their parts of checkpoints in "
                 f"it; set {VARIABLE} to a folder on each node's disk"
             )
-        pull(store, folder, record, world.is_main)
-        return mirror or Mirror(store, folder, None)
+        pull(store, folder, logs=world.is_main)
+        return Mirror(store, folder, claim)
 
-    mirror = on_all_ranks(world, address, take if world.is_main else None)
-    claim = mirror.claim if mirror else None
-    record = world.from_main(claim.record if claim else {})
-    try:
-        mirror = on_all_ranks(world, address, begin if world.local_rank == 0 else None)
-    except BaseException:
-        if mirror is not None:
-            mirror.close()
-        raise
-    if mirror is None:
-        yield
-        return
-    if claim is not None:
-        claim.record["written_by"] = claim.record["id"]
-    world.say(f"local  {folder}, uploaded to {address}")
-    mirror.uploads.start()
-    job.at_end = partial(mirror.finish, config.timeout_seconds, True)
-    try:
-        yield
-    except KeyboardInterrupt:  # the second Ctrl-C
-        job.at_end = mirror.close
-        raise
-    job.at_end = partial(mirror.finish, config.timeout_seconds, False)
+    claim = on_all_ranks(world, address, take if world.is_main else None)
+    claim_id = world.from_main(claim.record["id"] if claim else "")
+    uploader = on_all_ranks(world, address, follow if world.local_rank == 0 else None)
+    if uploader is not None:
+        world.say(f"local  {folder}, uploaded to {address}")
+        uploader.uploads.start()
+        job.at_end = partial(uploader.finish, config.timeout_seconds, job)
 
 
 def on_all_ranks(world: World, address: str, call: Callable[[Store], T] | None) -> T | None:
@@ -438,13 +348,11 @@ def at_address(address: str, call: Callable[[Store], T]) -> T:
     except Failure:
         raise
     except Exception as error:  # each file system has errors of its own
-        kind = type(error).__name__
-        fix = (
-            "check the credentials, which must be allowed to read, write and list, and the network"
-        )
-        if "NotFoundError" in kind:  # Azure's is no FileNotFoundError
-            fix = "make the bucket, or check its name"
-        raise Failure(f"{address} can't be used: {kind}: {first_line(error)}; {fix}") from error
+        raise Failure(
+            f"{address} can't be used: {type(error).__name__}: {first_line(error)}; check the "
+            "bucket's name, the credentials, which must be allowed to read, write and list, and "
+            "the network"
+        ) from error
 
 
 def fetched(text: str) -> Path:
@@ -461,8 +369,7 @@ def fetched(text: str) -> Path:
         if not store.sizes(CLAIMS):
             raise DataError(f"{address} holds no run; give what its run.dir was")
         with only_process(folder / ".reading.lock", math.inf):
-            pull_logs(store, folder)
-            pull_manifests(store, folder, is_stale=True)
+            pull(store, folder, is_copy=True)
 
     at_address(address, show)
     return folder.joinpath(*inside)

@@ -1,19 +1,16 @@
 """Files at an address (s3, gs, az, file by fsspec), and which process may write there.
 
-The writer holds the claim with the highest number: a small file that it rewrites every few seconds.
-A start creates the next number, which the store lets one process do. Before that, it waits until
-the holder has released its claim, or has not rewritten it for a while: no clocks are compared. A
-holder that finds the next number writes nothing more.
+The writer holds the claim, a small file that it rewrites every few seconds. A start waits until the
+holder has released its claim, or has not rewritten it for a while: no clocks are compared. A holder
+that finds another's claim in place of its own writes nothing more.
 """
 
 import json
-import logging
 import os
 import platform
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -22,8 +19,10 @@ from dist_amp.errors import ConfigError, Failure, first_line
 from dist_amp.files import entry_of
 
 CLAIMS = "leases"
+CLAIM = f"{CLAIMS}/claim.json"
 RENEW_SECONDS = 10.0
 DEAD_SECONDS = 45.0  # without a renewal: a few may be lost on the way
+LOOK_SECONDS = 2.0  # Google's takes a write per second to one file
 
 Record = dict[str, Any]
 
@@ -34,7 +33,6 @@ class Store:
     def __init__(self, address: str):
         from fsspec.core import url_to_fs
 
-        logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # logs a trace of what it raises
         self.address = address.rstrip("/")
         # Object stores have no folders; on a disk they are made.
         options = {"auto_mkdir": True} if address.startswith("file:") else {}
@@ -49,7 +47,6 @@ class Store:
 
     def sizes(self, folder: str) -> dict[str, int]:
         """{name: bytes} of all files in a folder; empty without it."""
-        self.fs.invalidate_cache()
         try:
             found = self.fs.find(self.path(folder), detail=True)
         except FileNotFoundError:
@@ -65,35 +62,7 @@ class Store:
         return content
 
     def write(self, name: str, content: bytes) -> None:
-        if "file" in self.fs.protocol:
-            os.replace(self._written_beside(name, content), self.path(name))
-        else:
-            self.fs.pipe_file(self.path(name), content)
-
-    def _written_beside(self, name: str, content: bytes) -> str:
-        """A new local file to be renamed to `name`: its readers find all of the content."""
-        self.fs.makedirs(os.path.dirname(self.path(name)), exist_ok=True)
-        temporary = self.path(f".{uuid4().hex}")
-        Path(temporary).write_bytes(content)
-        return temporary
-
-    def create(self, name: str, content: bytes) -> bool:
-        """Write a file unless it exists, which the store decides: of two writers one succeeds.
-
-        True as well if the file has this content: an answer may be lost on its way.
-        """
-        try:
-            if "file" in self.fs.protocol:  # where fsspec looks first and writes then
-                temporary = self._written_beside(name, content)
-                try:
-                    os.link(temporary, self.path(name))
-                finally:
-                    os.remove(temporary)
-            else:
-                self.fs.pipe_file(self.path(name), content, mode="create")
-        except FileExistsError:
-            return self.read(name) == content
-        return True
+        self.fs.pipe_file(self.path(name), content)
 
     def remove(self, name: str) -> None:
         with suppress(FileNotFoundError):
@@ -114,81 +83,66 @@ class Store:
         temporary.replace(local)
 
 
-@dataclass
 class Claim:
-    """The right of this process to write at an address, until another has the next number.
+    """The right of this process to write at an address, until another takes it.
 
-    record: what its file says. written_by in it is the id of the claim under which the files at the
-    address were written: an earlier one's, until the process of this claim has put something.
+    ended: the id of a claim whose process is known to be dead. Errors: Failure if a live run holds
+    the address.
     """
 
-    store: Store
-    number: int
-    record: Record
+    def __init__(self, store: Store, ended: str, say: Callable[[str], None]):
+        self.store = store
+        self.record: Record = {"process": f"process {os.getpid()}", "host": platform.node()}
+        self.record |= {"id": uuid4().hex, "renewals": 0}
+        before = self.read()
+        if before and before["id"] != ended and not before.get("released"):
+            self._wait_for_end(before, say)
+        self._write()
+        time.sleep(LOOK_SECONDS)  # of two that start at once, the last to write stays
+        holder = self.read()
+        if holder and holder["id"] != self.record["id"]:
+            raise self._in_use(holder)
+
+    def read(self) -> Record:
+        """The claim at the address, of whichever process; empty if there is none."""
+        record: Record = json.loads(self.store.read(CLAIM) or b"{}")
+        return record
 
     def renew(self) -> None:
-        """Show that this process lives. Errors: OSError if another has the next claim."""
-        if record := read_claim(self.store, self.number + 1):
-            raise OSError(f"{record['process']} on {record['host']} has taken over")
+        """Show that this process lives. Errors: OSError if another has the claim."""
+        holder = self.read()
+        if holder and holder["id"] != self.record["id"]:
+            raise OSError(f"{holder['process']} on {holder['host']} has taken over")
         self.record["renewals"] += 1
-        self.store.write(claim_name(self.number), json.dumps(self.record).encode())
+        self._write()
 
     def release(self) -> None:
         """Let another process start at once. If the store is away, it has to wait."""
         self.record["released"] = True
         with suppress(Exception):
-            self.store.write(claim_name(self.number), json.dumps(self.record).encode())
+            self.renew()
 
+    def _write(self) -> None:
+        self.store.write(CLAIM, json.dumps(self.record).encode())
 
-def take_claim(store: Store, ended: str, say: Callable[[str], None]) -> Claim:
-    """Become the writer at an address. ended: the id of a claim whose process is known to be dead.
-
-    Errors: Failure if a live run holds it.
-    """
-    record: Record = {"process": f"process {os.getpid()}", "host": platform.node()}
-    record |= {"id": uuid4().hex, "renewals": 0}
-    number = max((int(name.rpartition("/")[2]) for name in store.sizes(CLAIMS)), default=0)
-    while True:
-        before = read_claim(store, number)
-        if before and before["id"] != ended and not before.get("released"):
-            wait_for_end(store, number, before, say)
-        record["written_by"] = before.get("written_by", before.get("id", ""))
-        number += 1
-        if store.create(claim_name(number), json.dumps(record).encode()):
-            break  # else another run was quicker, or the store lists late
-    if store.create(claim_name(number), json.dumps({**record, "released": True}).encode()):
-        raise Failure(
-            f"run.dir={store.address}: this store lets two writers create one file (it ignores "
-            "If-None-Match, or the like); update it and its fsspec package, or choose another"
+    def _wait_for_end(self, record: Record, say: Callable[[str], None]) -> None:
+        """Return when the holder of a claim has ended. Errors: Failure if it lives."""
+        say(
+            f"{self.store.address} was last written by {record['process']} on {record['host']}, "
+            f"which did not say that it ended; waiting up to {DEAD_SECONDS:.0f} s for a sign of "
+            "life"
         )
-    return Claim(store, number, record)
+        deadline = time.monotonic() + DEAD_SECONDS
+        while time.monotonic() < deadline:
+            time.sleep(LOOK_SECONDS)
+            now = self.read()
+            if now.get("released"):
+                return
+            if now != record:
+                raise self._in_use(record)
 
-
-def wait_for_end(store: Store, number: int, record: Record, say: Callable[[str], None]) -> None:
-    """Return when the holder of a claim has ended. Errors: Failure if it lives."""
-    holder = f"{record['process']} on {record['host']}"
-    say(
-        f"{store.address} was last written by {holder}, which did not say that it ended; "
-        f"waiting up to {DEAD_SECONDS:.0f} s for a sign of life"
-    )
-    deadline = time.monotonic() + DEAD_SECONDS
-    while time.monotonic() < deadline:
-        time.sleep(2.0)  # Google's takes a write per second to one file
-        now = read_claim(store, number)
-        if now.get("released"):
-            return
-        if now != record:
-            raise Failure(
-                f"run.dir={store.address} is in use by a live run ({holder}); stop that one, or "
-                "choose another"
-            )
-
-
-def read_claim(store: Store, number: int) -> Record:
-    """The content of a claim; empty if there is none."""
-    record: Record = json.loads(store.read(claim_name(number)) or b"{}")
-    return record
-
-
-def claim_name(number: int) -> str:
-    return f"{CLAIMS}/{number:08d}"
+    def _in_use(self, record: Record) -> Failure:
+        return Failure(
+            f"run.dir={self.store.address} is in use by a live run ({record['process']} on "
+            f"{record['host']}); stop that one, or choose another"
+        )

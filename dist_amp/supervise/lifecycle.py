@@ -82,9 +82,9 @@ def run_job(job: Job, train: Train, run: ScriptRun | None = None) -> int:
         # From here on a signal stops the run after a step; an earlier one, before the first.
         stop = contexts.enter_context(AgreedStop(world))
         if "://" in config.run.dir:
-            from dist_amp.storage.mirror import mirrored
+            from dist_amp.storage.mirror import mirror_run
 
-            contexts.enter_context(mirrored(config.run, job))
+            mirror_run(config.run, job)
         if config.compile.blocks and present("scaling.compile"):
             from dist_amp.scaling.compile import keep_code
 

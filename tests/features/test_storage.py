@@ -13,7 +13,6 @@ import socket
 import sys
 import time
 import tomllib
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,8 +28,9 @@ from tiny import Tiny, make_run
 from dist_amp.errors import CheckpointRejected, ConfigError, Failure
 from dist_amp.files import entry_of, run_dir
 from dist_amp.storage import mirror, store
-from dist_amp.storage.mirror import Mirror, fetch, fetched, local_folder, pull, pull_manifests
-from dist_amp.storage.store import Claim, Store, read_claim, take_claim
+from dist_amp.storage.mirror import Mirror, fetch, fetched, local_folder, pull
+from dist_amp.storage.store import Claim, Store
+from dist_amp.supervise.lifecycle import Job
 from dist_amp.world import World
 
 s3 = s3_server.s3  # the fixture
@@ -96,8 +96,8 @@ def run(launch, *words, ends=(0, 0), **environment):
     return done
 
 
-def is_released(bucket, number):
-    return json.loads((bucket / f"leases/{number:08d}").read_text()).get("released", False)
+def is_released(bucket):
+    return json.loads((bucket / store.CLAIM).read_text()).get("released", False)
 
 
 # ---- a whole run ----
@@ -128,7 +128,7 @@ def test_a_run_continues_after_a_kill_on_its_disks_and_on_empty_ones_as_if_nothi
     stopped, ends = on_two_nodes(launch, AT="3")
     assert ends == [75, 75], stopped
     assert f"resumed from step {int(saved[-1][5:])}" in stopped
-    assert "waiting up to" not in stopped, "for a sign of life of a run of this disk"
+    assert "a sign of life" not in stopped, "of a run of this disk"
     assert f"start the same job again with --run.dir {address_of(tmp_path)}\n" in stopped
     assert saved[-1] in complete(bucket), "it is put by the next start on its disk"
     for rank in range(2):
@@ -155,9 +155,9 @@ def test_a_run_that_fails_waits_for_its_uploads_and_gives_its_address_to_the_cor
     (failed,) = run(launch, *SINGLE, ends=(1,), AT="6", RAISES="1")
     assert "RuntimeError: of the task" in failed.stderr
     assert max(complete(bucket)) == "step_00000004"
-    assert is_released(bucket, 1)
+    assert is_released(bucket)
     run(launch, *SINGLE, "--run.seed", 5, ends=(64,))
-    assert is_released(bucket, 2)
+    assert is_released(bucket)
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +205,7 @@ def add_checkpoint(folder, step, content=b"shard"):
 
 
 @pytest.fixture
-def watched(tmp_path):
+def watched(tmp_path, monkeypatch):
     """A store that keeps what is done to it in `done`, and calls `before` with that first."""
     at = Store(address_of(tmp_path))
     at.done = []
@@ -217,8 +217,9 @@ def watched(tmp_path):
         at.done.append((action, name))
         return call(*args)
 
-    for action in ("write", "create", "upload", "remove"):
+    for action in ("write", "upload", "remove"):
         setattr(at, action, partial(note, action, getattr(at, action)))
+    monkeypatch.setattr(store, "LOOK_SECONDS", 0.0)
     return at
 
 
@@ -228,7 +229,7 @@ def away(action, name):
 
 def mirror_of(folder, at, dead=""):
     """The mirror of a run's main node, with a claim of its own."""
-    return Mirror(at, folder, take_claim(at, dead, pytest.fail))
+    return Mirror(at, folder, Claim(at, dead, pytest.fail))
 
 
 @pytest.fixture
@@ -307,15 +308,13 @@ def test_a_dead_runs_address_is_taken_and_it_publishes_nothing_if_it_lives_after
 ):
     monkeypatch.setattr(store, "DEAD_SECONDS", 0.0)
     printed = []
-    claim = take_claim(watched, "", printed.append)
+    claim = Claim(watched, "", printed.append)
     assert "did not say that it ended; waiting up to 0 s for a sign of life" in printed[0]
     with pytest.raises(OSError, match="has taken over"):
         main.put_new(is_last=True)
     assert complete(bucket) == {}
-    (bucket / "checkpoints/step_00000004/manifest.json").write_text('{"files": {}}')
     Mirror(watched, local_run(tmp_path / "live", b"live!"), claim).put_new(is_last=False)
     assert list(complete(bucket)) == ["step_00000004"]
-    assert len(list(bucket.rglob("*distcp*"))) == 2, "those of the dead run are removed"
 
 
 @pytest.mark.bad_input("a file of a checkpoint on the local disk that is damaged before its upload")
@@ -326,21 +325,18 @@ def test_a_file_that_is_not_what_its_manifest_says_is_not_put(local, main, bucke
     assert complete(bucket) == {}
 
 
-def test_neither_a_signal_nor_the_removal_of_a_checkpoint_cuts_its_last_upload(
-    local, main, watched, bucket
-):
+def test_a_signal_does_not_cut_the_last_upload(main, watched, bucket):
     def stop(action, name):
         if action == "upload":
-            shutil.rmtree(local / "checkpoints/step_00000004", ignore_errors=True)
             assert main.run_ended.wait(60)
             time.sleep(0.2)
             os.kill(os.getpid(), signal.SIGTERM)
 
     watched.before = stop
     main.uploads.start()
-    main.finish(60.0, has_failed=False)
+    main.finish(60.0, Job(None, World()))
     assert list(complete(bucket)) == ["step_00000004"]
-    assert is_released(bucket, 1)
+    assert is_released(bucket)
 
 
 @pytest.mark.bad_input("an object store that is away while a run trains, and after its end")
@@ -351,7 +347,7 @@ def test_a_run_whose_uploads_are_not_complete_ends_with_75_and_the_next_start_co
     watched.before = away
     main.uploads.start()
     with pytest.raises(SystemExit) as ended:
-        main.finish(0.1, has_failed=False)
+        main.finish(0.1, Job(None, World()))
     assert ended.value.code == 75
     printed = capfd.readouterr().err
     warning = f"{watched.address} is not up to date (the store is away); checkpoints are kept in "
@@ -361,7 +357,7 @@ def test_a_run_whose_uploads_are_not_complete_ends_with_75_and_the_next_start_co
     watched.before = lambda *_: None
     again = mirror_of(local, watched, main.claim.record["id"])
     again.uploads.start()
-    again.finish(60.0, has_failed=False)
+    again.finish(60.0, Job(None, World()))
     printed = capfd.readouterr().out
     assert f"uploaded: --run.dir {watched.address} continues on any machine" in printed
     assert list(complete(bucket)) == ["step_00000004"]
@@ -389,7 +385,7 @@ def test_a_damaged_checkpoint_at_the_address_gives_way_to_the_one_before(
     (path,) = finished.glob(f"bucket/run/checkpoints/step_00000008/{name}*")
     damage(kind, path)
     address = address_of(finished)
-    pull_manifests(Store(address), local_folder(address), is_stale=False)
+    pull(Store(address), local_folder(address))
     words = [*WORDS, *SINGLE, "--run.dir", address, "--run.resume", "auto"]
     assert make_run(World(), None, *words).step == 6
     assert "using step_00000006 instead" in capsys.readouterr().err
@@ -419,54 +415,33 @@ def test_a_file_that_arrives_damaged_is_fetched_again_and_one_that_is_gone_is_na
     assert len(fetches) == 3, "only what was missing"
     for file in (path / "__1_0.distcp", *bucket.rglob("*__1_0*")):
         file.unlink()
-    with pytest.raises(CheckpointRejected, match=r"__1_0.distcp is not at file://"):
+    with pytest.raises(CheckpointRejected, match=r"__1_0.distcp can't be fetched from file://"):
         fetch(path, files)
 
 
-def started(folder, at, dead=""):
-    """The mirror of a start that has claimed the address and brought its folder up to date."""
-    main = mirror_of(folder, at, dead)
-    pull(at, folder, main.claim.record, is_main=True)
-    return main
-
-
-def put_all(main):
-    main.claim.record["written_by"] = main.claim.record["id"]
-    main.put_new(is_last=True)
-
-
-def test_what_another_machine_wrote_since_replaces_what_is_here(tmp_path, watched, capsys):
+def test_a_newer_checkpoint_of_another_machine_replaces_what_is_here(tmp_path, watched):
     here = local_run(tmp_path / "here", content=b"older")
-    started(here, watched).close()
-    there = mirror_of(local_run(tmp_path / "there", content=b"newer"), watched)
-    put_all(there)
-    add_checkpoint(here, 9)
-    started(here, watched, there.claim.record["id"])
+    there = local_run(tmp_path / "there", content=b"newer")
+    add_checkpoint(there, 6)
+    add_checkpoint(here, 5)
+    mirror_of(there, watched).put_new(is_last=True)
+    pull(watched, here)
     assert (here / "metrics.jsonl").read_text() == "newer"
-    assert [path.name for path in here.glob("checkpoints/step*")] == ["step_00000004"]
-    assert [path.name for path in here.glob("checkpoints/step*/*")] == ["manifest.json"]
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"step_00000009 never came to {watched.address}, written elsewhere since" in line
-    (kept,) = here.glob("checkpoints/not_put_step_00000009_*")
-    assert (kept / "manifest.json").exists()
-    assert kept.name in line
+    names = sorted(str(path.relative_to(here)) for path in here.glob("checkpoints/step*/*"))
+    assert names == [f"checkpoints/step_0000000{step}/manifest.json" for step in (4, 6)]
 
 
-def test_starts_that_are_killed_leave_what_is_only_on_a_disk_which_replaces_what_was_refused(
-    local, watched, bucket
-):
-    main = started(local, watched)
-    put_all(main)
+def test_what_is_newest_on_a_disk_stays_and_replaces_what_was_refused(local, watched, bucket):
+    main = mirror_of(local, watched)
+    main.put_new(is_last=True)
     add_checkpoint(local, 9)
-    for start in (mirror_of, started, mirror_of, started):
-        main = start(local, watched, main.claim.record["id"])
-    assert len(list(local.glob("checkpoints/step_0000000[49]/*"))) == 6
     shutil.rmtree(local / "checkpoints/step_00000004")
     add_checkpoint(local, 4, content=b"anew!")  # and the run is killed before it is put
-    put_all(started(local, watched, main.claim.record["id"]))
+    pull(watched, local)
+    assert len(list(local.glob("checkpoints/step_0000000[49]/*"))) == 6
+    mirror_of(local, watched, main.claim.record["id"]).put_new(is_last=True)
     assert list(complete(bucket)) == ["step_00000004", "step_00000009"]
     assert (local / "checkpoints/step_00000004/__0_0.distcp").read_bytes() == b"anew!"
-    assert len(list(bucket.rglob("*distcp*"))) == 4
 
 
 def test_what_a_command_shows_follows_the_address(local, main, watched, bucket):
@@ -487,47 +462,30 @@ def test_what_a_command_shows_follows_the_address(local, main, watched, bucket):
 @pytest.mark.bad_input("a run at an address that a live run writes, also with another clock")
 @pytest.mark.parametrize("hours", [-1, 1])
 def test_a_live_runs_address_is_refused_by_its_holders_name(hours, watched, monkeypatch):
-    claim = take_claim(watched, "", pytest.fail)
+    claim = Claim(watched, "", pytest.fail)
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() + 3600 * hours)
     monkeypatch.setattr(time, "sleep", lambda seconds: claim.renew())
     with pytest.raises(Failure, match=rf"is in use by a live run \(process {os.getpid()} on "):
-        take_claim(watched, "of another disk", print)
+        Claim(watched, "of another disk", print)
 
 
-@pytest.mark.bad_input("a store that lets two writers create one file")
-def test_a_store_that_can_not_tell_two_writers_apart_is_refused(watched):
-    watched.create = lambda name, content: watched.write(name, content) is None
-    with pytest.raises(Failure, match="lets two writers create one file"):
-        take_claim(watched, "", print)
+@pytest.mark.bad_input("two runs at one address at once")
+def test_of_two_that_start_at_once_the_last_to_write_gets_the_address(watched, monkeypatch):
+    second = []
 
+    def start_another(seconds):
+        if not second:
+            second.append(None)  # it starts once
+            second[0] = Claim(Store(watched.address), "", print)
 
-@pytest.mark.bad_input("two runs at one address at once, also in a store that lists files late")
-@pytest.mark.parametrize("is_late", [False, True])
-def test_of_two_that_start_at_once_one_gets_the_address(is_late, watched, monkeypatch):
-    if is_late:
-        monkeypatch.setattr(Store, "sizes", lambda self, folder: {})
-    claims = []
-
-    def start_another(action, name):
-        if not claims:
-            claims.append(take_claim(Store(watched.address), "", print))
-
-    watched.before = start_another
-    monkeypatch.setattr(time, "sleep", lambda seconds: claims[0].renew())
+    read = Claim.read
+    monkeypatch.setattr(time, "sleep", start_another)
+    # Both find no claim at first.
+    monkeypatch.setattr(Claim, "read", lambda self: read(self) if len(second) else {})
     with pytest.raises(Failure, match="is in use by a live run"):
-        take_claim(watched, "", print)
-    assert watched.done[0] == ("create", f"leases/{claims[0].number:08d}")
-
-
-@pytest.mark.parametrize("at", ["file", pytest.param("s3", marks=[pytest.mark.slow, ENGINE])])
-def test_of_eight_writers_one_creates_a_file(at, watched, request):
-    at = watched if at == "file" else request.getfixturevalue("s3") and Store("s3://bucket/run")
-    with ThreadPoolExecutor(8) as pool:
-        created = list(pool.map(lambda number: at.create("leases/1", b"%d" % number), range(8)))
-    assert sum(created) == 1
-    assert at.read("leases/1") == b"%d" % created.index(True)
-    assert at.create("leases/1", at.read("leases/1")), "whose answer was lost"
+        Claim(watched, "", print)
+    second[0].renew()
 
 
 # ---- what is refused ----
@@ -538,23 +496,17 @@ NO_ADDRESS = "is no address for a run: use s3://BUCKET/RUN, gs://, az:// or file
 
 @pytest.mark.bad_input("run.dir: a bucket without a folder, an address within another, hf://")
 @pytest.mark.bad_input("run.dir: an address with a password, or whose package is missing")
-@pytest.mark.bad_input("run.dir: an address, with a local folder that can't be made")
 @pytest.mark.parametrize(
-    ("address", "cache", "fragment"),
+    ("address", "fragment"),
     [
-        ("s3://bucket", "", NO_ADDRESS),
-        ("hf://buckets/me/all/run", "", NO_ADDRESS),
-        ("s3://bucket/run::file:///run", "", NO_ADDRESS),
-        ("s3://k:hush@b/run", "", NO_ADDRESS),
-        ("gs://bucket/run", "", "gs://bucket/run: Please install gcsfs to access Google Storage"),
-        ("s3://bucket/run", "file", "set DIST_AMP_CACHE to a folder"),
+        ("s3://bucket", NO_ADDRESS),
+        ("hf://buckets/me/all/run", NO_ADDRESS),
+        ("s3://bucket/run::file:///run", NO_ADDRESS),
+        ("s3://k:hush@b/run", NO_ADDRESS),
+        ("gs://bucket/run", "gs://bucket/run: Please install gcsfs to access Google Storage"),
     ],
 )
-def test_an_address_that_can_not_be_used_is_refused(
-    address, cache, fragment, tmp_path, monkeypatch
-):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("DIST_AMP_CACHE", str(tmp_path / cache))
+def test_an_address_that_can_not_be_used_is_refused(address, fragment, monkeypatch):
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     message = message_of(64, lambda: Store(run_dir(local_folder(address))))
     assert fragment in message
@@ -574,7 +526,7 @@ def start_with_one_folder(world, folder):
     world = replace(world, local_rank=0)
     job = SimpleNamespace(folder=local_folder(address_of(folder)), world=world)
     with pytest.raises(ConfigError, match="is shared by several nodes"):
-        mirror.mirrored(SimpleNamespace(resume="auto"), job).__enter__()
+        mirror.mirror_run(SimpleNamespace(resume="auto"), job)
 
 
 @pytest.mark.bad_input("run.dir: an address, with a local folder that nodes share")
@@ -618,9 +570,9 @@ def test_a_store_that_fails_now_and_then_gets_all_checkpoints(fault, s3, launch,
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("none", "can't be used: FileNotFoundError: The specified bucket does not exist; make"),
-        ("bucket", "check the credentials, which must be allowed to read, write and list, and the"),
-        ("no_keys", "NoCredentialsError: Unable to locate credentials; check the credentials"),
+        ("none", "FileNotFoundError: The specified bucket does not exist; check the bucket's name"),
+        ("bucket", "the credentials, which must be allowed to read, write and list, and the"),
+        ("no_keys", "NoCredentialsError: Unable to locate credentials; check the "),
     ],
 )
 def test_a_store_that_can_not_be_used_is_refused_at_the_start(name, line, s3, launch, monkeypatch):
@@ -658,9 +610,9 @@ def test_whatever_is_killed_checkpoints_are_complete_or_absent_and_the_end_is_th
                 process.kill()
         ends = [process.wait(120) for process in ranks]
         at = Store(f"s3://bucket/{name}")
-        number = len(at.sizes("leases"))
-        if record := read_claim(at, number):  # as if a while had passed: a wait is no test
-            Claim(at, number, record).release()
+        if record := json.loads(at.read(store.CLAIM) or "{}"):
+            # As if a while had passed: a wait is no test.
+            at.write(store.CLAIM, json.dumps({**record, "released": True}).encode())
         checkpoints = all_at(tmp_path / "fetched", name)
         if draw.random() < 0.5:
             shutil.rmtree(tmp_path / "cache", ignore_errors=True)
