@@ -33,7 +33,6 @@ from dist_amp.telemetry.metrics import Metrics
 from dist_amp.telemetry.step_report import StepReport
 from dist_amp.world import World, all_gather_single, local
 
-CHECKED = 16  # micro-batches in which the forward must not change a state
 CHUNK = 2**22  # elements of a gradient that are squared at a time
 
 # Section, key, the values that can be exact, and why others can't.
@@ -69,9 +68,8 @@ def exact_config(config: Config, world: World) -> Config:
     if config.train.global_batch_size == "auto":
         size = config.train.micro_batch_size * ranks
         raise ConfigError(
-            "parallel.bit_exact=true needs train.global_batch_size: with auto, another number of "
-            f"ranks takes other steps; use train.global_batch_size={size} or another multiple of "
-            f"micro_batch_size {config.train.micro_batch_size}"
+            "parallel.bit_exact=true needs train.global_batch_size, as auto depends on the ranks; "
+            f"use train.global_batch_size={size} or another multiple of micro_batch_size"
         )
     on_cpu = world.device.type == "cpu"
     if on_cpu:
@@ -119,7 +117,7 @@ def exact_parallel(run: Run) -> "ExactParallel":
     """The bit-exact layout of a run that is being built. Errors: as for `check_exact`."""
     check_exact(run)
     if isinstance(run.parallel.model, DistributedDataParallel):
-        run.parallel.model.register_comm_hook(AllReduce(run.world), AllReduce.hook)
+        run.parallel.model.register_comm_hook(run.world, all_reduce)
     elif run.parallel.sharded:
         reduce_scatter: Any = ReduceScatter(run.parallel)
         for unit in run.parallel.model.modules():
@@ -211,9 +209,7 @@ def row_squares(gradient: Tensor) -> Tensor:
 
 
 def padded(flat: Tensor, parts: int) -> Tensor:
-    """[n] with zeros at its end, up to a multiple of `parts`; the tensor itself if n is one."""
-    if len(flat) % parts == 0:
-        return flat
+    """A copy of [n] with zeros at its end, up to a multiple of `parts`."""
     return F.pad(flat, (0, -len(flat) % parts))
 
 
@@ -256,34 +252,19 @@ class ReduceScatter:
         whole = padded(output_tensor, self._replicas)
         part = tree_sum(exchanged(whole, self._replicas, self._group))
         whole.zero_().view(self._replicas, -1)[dist.get_rank(self._group)] = part
-        if whole is not output_tensor:
-            output_tensor.copy_(whole[: len(output_tensor)])
+        output_tensor.copy_(whole[: len(output_tensor)])
 
 
-class AllReduce:
+def all_reduce(world: World, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
     """DDP's all-reduce in the order of the tree: as many bytes as an ordinary one."""
-
-    def __init__(self, world: World):
-        self._ranks = world.world_size
-        self._stream: Any = None
-        self._devices: list[Any] = []
-        if world.device.type == "cuda":
-            self._stream = torch.cuda.Stream(world.device)
-            self._devices = [world.device]
-
-    def hook(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
-        buffer = bucket.buffer()
-        ranks = self._ranks
-        done: torch.futures.Future[Tensor] = torch.futures.Future(devices=self._devices)
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            whole = padded(buffer, ranks)
-            all_gather_single(whole, tree_sum(exchanged(whole, ranks)))
-            if whole is not buffer:
-                buffer.copy_(whole[: len(buffer)])
-            done.set_result(buffer)
-        return done
+    buffer = bucket.buffer()
+    whole = padded(buffer, world.world_size)
+    all_gather_single(whole, tree_sum(exchanged(whole, world.world_size)))
+    buffer.copy_(whole[: len(buffer)])
+    devices: list[Any] = [world.device] if buffer.is_cuda else []
+    done: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+    done.set_result(buffer)
+    return done
 
 
 def shards_of(parallel: Parallel) -> int:
@@ -325,7 +306,6 @@ class ExactParallel(Parallel):
         self._synchronise = parallel.gradient_sync
         self.gradient_sync = self._micro_batch
         self._round = 0
-        self._checks = CHECKED
         self._sums: list[list[Tensor]] = []  # of 2^n rounds each, the largest first
 
     @contextmanager
@@ -343,14 +323,11 @@ class ExactParallel(Parallel):
                     "per micro-batch, and ranks take different numbers of them; change it in "
                     "on_step(run, report), or use bit_exact=false"
                 )
-        self._checks -= 1
         self._round += 1
         self._add(is_last)
 
     def _versions(self) -> dict[str, int]:
-        """The version counter of each untrained tensor; checked in the first micro-batches."""
-        if self._checks <= 0:
-            return {}
+        """torch's count of writes to each untrained tensor."""
         state = [*self.module.named_parameters(), *self.module.named_buffers()]
         return {name: tensor._version for name, tensor in state if not tensor.requires_grad}
 

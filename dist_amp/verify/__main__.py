@@ -25,7 +25,7 @@ from dist_amp.settings import Strategy
 from dist_amp.supervise.command_line import Parser, command
 from dist_amp.verify.cells import Row, compare_row, results_on_ranks
 from dist_amp.verify.compare import Verdict
-from dist_amp.verify.findings import inspect_task
+from dist_amp.verify.findings import WrongTask, inspect_task
 from dist_amp.verify.reference import GLOBAL_BATCH, STEPS, Reference
 from dist_amp.world import locate
 
@@ -134,10 +134,11 @@ def verify(argv: Sequence[str], rows: list[Row], device: torch.device) -> int:
     reference = Reference(config, device, global_batch=global_batch)
     parameters = sum(p.numel() for p in reference.model().parameters())
     say(f"task     {config.task.target} on {device.type}, {parameters:,} parameters")
-    findings = inspect_task(reference)
-    for finding in findings:
-        say(f"{'fail' if finding.fails else 'note'}     {finding.text}")
-    if any(finding.fails for finding in findings):
+    try:
+        for note in inspect_task(reference):
+            say(f"note     {note}")
+    except WrongTask as error:
+        say(f"fail     {error}")
         reason = "no way of running can compute this task's step as one process would"
         say(f"failed: {reason}; fix the task first")
         return 1

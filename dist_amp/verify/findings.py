@@ -4,7 +4,7 @@ Two runs of the model that should agree are compared call by call: the first mod
 output changes though its inputs do not.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -33,23 +33,14 @@ SAMPLES = 8  # enough to split; the comparison itself takes more
 IGNORE_INDEX = -100  # the label that cross-entropy ignores
 ROUNDING = 1e-6  # of gradients in float32: 3e-8 to 3e-6 in tests/families.py
 TRIES = 3  # batches, of which one must have the gradients of its halves
-AUGMENT = (
-    "draw the numbers of each sample in the task's augment(sample, rng), which puts them into the "
-    "batch, the same on every reading"
-)
-NO_BATCH = "use a layer that treats each sample for itself, such as group norm"
 BY_MICRO_BATCH = (
     "each micro-batch, over all ranks, is compared with one of the same samples in one process, "
     "and no partial window"
 )
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line for the user. fails: the task is wrong, or can't be compared."""
-
-    text: str
-    fails: bool = False
+class WrongTask(Exception):
+    """The task is wrong, or can't be compared."""
 
 
 @dataclass(frozen=True)
@@ -62,42 +53,43 @@ class Trace:
     calls: list[Event]
 
 
-def inspect_task(reference: Reference) -> list[Finding]:
-    """Check the task; fills `reference.eval_classes`, which are compared in evaluation mode."""
-    findings = _notes(reference)
-    samples = reference.step_samples[0][:SAMPLES]
-    batch = reference.batch(samples)
+def inspect_task(reference: Reference) -> Iterator[str]:
+    """Check the task, and yield a note on each finding that does not fail. Errors: WrongTask.
+
+    Fills `reference.eval_classes`, whose modules are compared in evaluation mode.
+    """
+    yield from _left_out(reference)
+    batch = reference.batch(reference.step_samples[0][:SAMPLES])
     first = trace(reference, batch)
-    findings += _trained_elsewhere(reference, batch)
+    yield from _trained_elsewhere(reference, batch)
     if not all(value.isfinite().all() for value in (first.loss, *first.gradients.values())):
-        text = "loss or gradients of the first samples are not finite in float32, with the initial"
-        return [*findings, Finding(f"{text} weights", fails=True)]
+        raise WrongTask(
+            "loss or gradients of the first samples are not finite in float32, with the initial "
+            "weights"
+        )
     error, where = first_change(first, trace(reference, batch))
     if error > reference.rounding_error:
-        text = (
+        raise WrongTask(
             f"{where} is not deterministic: two identical runs differ by {error:.1e}; make it "
             "deterministic (run.deterministic=true does that for kernels)"
         )
-        return [*findings, Finding(text, fails=True)]
     if error:
-        text = f"two identical runs differ by rounding ({error:.1e}, first in {where})"
-        findings.append(Finding(f"{text}; run.deterministic=true makes them equal"))
+        yield (
+            f"two identical runs differ by rounding ({error:.1e}, first in {where}); "
+            "run.deterministic=true makes them equal"
+        )
     # In training mode, so before batch statistics are left out.
-    findings += leaks(reference, batch)
-    findings += _random(reference, batch)
-    if any(finding.fails for finding in findings):
-        return findings  # the following checks would find the same again
-    findings += _state(reference, batch)
-    findings += _sums(reference)
-    findings += _half_loss(reference, batch)
+    yield from _leaks(reference, batch)
+    yield from _random(reference, batch)
+    yield from _state(reference, batch)
+    yield from _sums(reference)
+    _check_dtype_of_loss(reference, batch)
     if unused := trace(reference, batch).unused:
-        text = (
-            f"{unused[0]} ({len(unused)} such) gets no gradient from {SAMPLES} samples,"
-            " which counts as zero: right for a mixture's idle experts; else use it, or set "
+        yield (
+            f"{unused[0]} ({len(unused)} such) gets no gradient from {SAMPLES} samples, which "
+            "counts as zero: right for a mixture's idle experts; else use it, or set "
             "requires_grad=False"
         )
-        findings.append(Finding(text))
-    return findings
 
 
 def trace(reference: Reference, batch: Any, seed: int = 0) -> Trace:
@@ -144,40 +136,50 @@ def _error(a: list[Tensor], b: list[Tensor]) -> float:
     return max(errors, key=lambda error: (error != error, error))
 
 
-def _notes(reference: Reference) -> list[Finding]:
+def _left_out(reference: Reference) -> Iterator[str]:
     """Notes on what is not compared."""
-    findings = []
     if names := " and ".join(reference.task.left_out):
-        text = f"not compared: the task's {names}; the steps are those of torch's SGD and AdamW"
-        findings.append(Finding(text))
+        yield f"not compared: the task's {names}; the steps are those of torch's SGD and AdamW"
     labels = [
         _label(name, type(part).__name__)
         for name, part in build_module(reference.task.task).named_modules()
         if isinstance(part, _DropoutNd) or (isinstance(part, nn.RNNBase) and part.dropout)
     ]
     if labels:
-        text = f"{labels[0]} ({len(labels)} such): dropout is off for the comparison"
-        findings.append(Finding(text))
-    return findings
+        yield f"{labels[0]} ({len(labels)} such): dropout is off for the comparison"
 
 
-def _trained_elsewhere(reference: Reference, batch: Any) -> list[Finding]:
+def _trained_elsewhere(reference: Reference, batch: Any) -> Iterator[str]:
     """Parameters that the task keeps beside its model; it fails if the loss would train them."""
     model = reference.model()
     reference.loss_and_backward(model, batch)
-    findings = []
     for name, leaves in attributes_of(reference.task.task, model).items():
         trained = [p for p in leaves if isinstance(p, nn.Parameter) and p.requires_grad]
+        if any(p.grad is not None for p in trained):
+            raise WrongTask(untrained_text(name, len(trained)))
         if trained:
-            fails = any(p.grad is not None for p in trained)
-            findings.append(Finding(untrained_text(name, len(trained)), fails))
-        for p in trained:
-            p.grad = None
-    return findings
+            yield untrained_text(name, len(trained))
 
 
-def _state(reference: Reference, batch: Any) -> list[Finding]:
-    """Whether forward changes what it depends on, such as a teacher; batch statistics apart."""
+def _random(reference: Reference, batch: Any) -> Iterator[str]:
+    """Modules whose results depend on the seed."""
+
+    def find() -> str:
+        tolerance = reference.rounding_error
+        traces = trace(reference, batch), trace(reference, batch, seed=1)
+        error, where = first_change(*traces, tolerance)
+        return where if error > tolerance else ""
+
+    reason = "the result is drawn at random in training mode"
+    fix = (
+        "draw the numbers of each sample in the task's augment(sample, rng), which puts them into "
+        "the batch, the same on every reading"
+    )
+    yield from _in_evaluation_mode(reference, find, reason, fix)
+
+
+def _state(reference: Reference, batch: Any) -> Iterator[str]:
+    """What forward changes and depends on, such as a teacher; batch statistics apart."""
     model = reference.model()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -191,51 +193,37 @@ def _state(reference: Reference, batch: Any) -> list[Finding]:
         for name, value in model.state_dict().items()
         if not name.endswith(tuple(counters)) and not torch.equal(value, before[name])
     ]
-    if not changed:
-        return []
-    reference.compare_micro_batches()
-    return [Finding(f"forward changes {changed[0]} ({len(changed)} such): {BY_MICRO_BATCH}")]
+    if changed:
+        reference.compare_micro_batches()
+        yield f"forward changes {changed[0]} ({len(changed)} such): {BY_MICRO_BATCH}"
 
 
-def _random(reference: Reference, batch: Any) -> list[Finding]:
-    """Modules whose results depend on the seed."""
-
-    def find() -> str:
-        tolerance = reference.rounding_error
-        traces = trace(reference, batch), trace(reference, batch, seed=1)
-        error, where = first_change(*traces, tolerance)
-        return where if error > tolerance else ""
-
-    reason = "the result is drawn at random in training mode"
-    return _in_evaluation_mode(reference, find, reason, AUGMENT)
-
-
-def _sums(reference: Reference) -> list[Finding]:
-    """The reasons why a batch's loss, gradients and weight are not the sums of its halves'."""
+def _sums(reference: Reference) -> Iterator[str]:
+    """Check that a batch's loss, gradients and weight are the sums of its halves'."""
     if getattr(reference.task, "couples_samples", False):
         reference.compare_micro_batches()
-        return [Finding(f"the task has couples_samples=True: {BY_MICRO_BATCH}")]
+        yield f"the task has couples_samples=True: {BY_MICRO_BATCH}"
+        return
     for name, part in reference.model().named_modules():
         if getattr(part, "scale_grad_by_freq", False) and part.weight.requires_grad:
-            text = f"the layer {name} has scale_grad_by_freq=True, which counts indices in each "
-            return [Finding(f"{text}micro-batch alone; use False", fails=True)]
+            raise WrongTask(
+                f"the layer {name} has scale_grad_by_freq=True, which counts indices in each "
+                "micro-batch alone; use False"
+            )
     reason = (
         "the result depends on the whole batch (batch statistics), which no split of it can equal"
     )
-    findings = _in_evaluation_mode(reference, partial(_not_a_sum, reference), reason, NO_BATCH)
-    if any(finding.fails for finding in findings):
-        return findings
+    fix = "use a layer that treats each sample for itself, such as group norm"
+    yield from _in_evaluation_mode(reference, partial(_not_a_sum, reference), reason, fix)
     samples = reference.step_samples[0][:SAMPLES]
     weights = [reference.task.weight(batch) for batch in _halved(reference, samples)]
     weight, *parts = [as_scalar(x, reference.device) for x in weights]
     total = torch.stack(parts).sum()
     if not torch.isclose(weight, total, rtol=1e-6):
-        text = (
+        raise WrongTask(
             f"the task's weight of {len(samples)} samples is {weight:g}, but its halves add up to "
             f"{total:g}: it must count what loss_sum sums over"
         )
-        findings.append(Finding(text, fails=True))
-    return findings
 
 
 def _halved(reference: Reference, samples: list[int]) -> list[Any]:
@@ -244,22 +232,20 @@ def _halved(reference: Reference, samples: list[int]) -> list[Any]:
 
 
 def _not_a_sum(reference: Reference) -> str:
-    """The module whose result depends on the whole batch, or what is wrong with the loss; or ""."""
+    """The module whose result depends on the whole batch, or "". Errors: WrongTask for the loss."""
     tolerance = 10 * reference.rounding_error
     errors = []
     for start in range(0, TRIES * SAMPLES, SAMPLES):
         samples = reference.step_samples[0][start : start + SAMPLES]
         whole, first, second = [trace(reference, part) for part in _halved(reference, samples)]
         halves = first.loss + second.loss
-        loss_is_off = not torch.isclose(whole.loss, halves, rtol=tolerance, atol=0)
         added = {name: value + second.gradients[name] for name, value in first.gradients.items()}
         errors.append(relative_error(added, whole.gradients))
-        off = {name: largest({name: d}) for name, d in difference(added, whole.gradients).items()}
+        if not torch.isclose(whole.loss, halves, rtol=tolerance, atol=0):
+            break
         # What rounding does to them: in another order, a term of the whole batch is the same.
         reordered = trace(reference, reference.batch(samples[::-1]))
         rounding = relative_error(reordered.gradients, whole.gradients)
-        if loss_is_off:
-            break
         # A router or ReLU that rounding flips changes gradients too, but seldom in all tries.
         if not errors[-1] > 10 * max(rounding, ROUNDING):
             return ""
@@ -268,13 +254,14 @@ def _not_a_sum(reference: Reference) -> str:
     _, where = first_change(replace(whole, calls=calls), first, tolerance)
     if where != TASK:
         return where
+    off = {name: largest({name: d}) for name, d in difference(added, whole.gradients).items()}
     text = (
         f"{TASK} of {SAMPLES} samples is {whole.loss:.6g}, and its halves add up to {halves:.6g}, "
         f"their gradients differ by {min(errors):.1e}, most at {max(off, key=off.__getitem__)}: "
     )
     if halves > 1.5 * whole.loss > 0:
-        return f'{text}it must be a sum over samples, not a mean (reduction="sum")'
-    return (
+        raise WrongTask(f'{text}it must be a sum over samples, not a mean (reduction="sum")')
+    raise WrongTask(
         f"{text}it must be a sum over samples, without terms of the whole batch, such as a "
         "mixture's load-balancing loss (verify with a coefficient of 0, for Hugging Face "
         "router_aux_loss_coef in the model's config.json) or a contrastive loss "
@@ -284,24 +271,20 @@ def _not_a_sum(reference: Reference) -> str:
 
 def _in_evaluation_mode(
     reference: Reference, find: Callable[[], str], reason: str, fix: str
-) -> list[Finding]:
-    """The classes put into evaluation mode until `find` labels no module, or what fails."""
-    findings: list[Finding] = []
+) -> Iterator[str]:
+    """Put classes into evaluation mode until `find` labels no module. Errors: WrongTask."""
     while where := find():
         kind = where.rpartition(" ")[2].strip("()")
-        if where.startswith(f"{TASK} "):
-            return [*findings, Finding(where, fails=True)]
         if kind in reference.eval_classes:
             reason += ", in evaluation mode too"
         if where == TASK or kind in reference.eval_classes:
-            return [Finding(f"{where}: {reason}, so it can't be compared; {fix}", fails=True)]
+            raise WrongTask(f"{where}: {reason}, so it can't be compared; {fix}")
         reference.eval_classes.add(kind)
-        findings.append(Finding(f"{where}: {reason}; every {kind} is compared in evaluation mode"))
-    return findings
+        yield f"{where}: {reason}; every {kind} is compared in evaluation mode"
 
 
-def _half_loss(reference: Reference, batch: Any) -> list[Finding]:
-    """Whether the loss changes if the model's output is cast to float32 first."""
+def _check_dtype_of_loss(reference: Reference, batch: Any) -> None:
+    """Errors: WrongTask if the loss changes once the model's output is cast to float32 first."""
     dtype = replace(reference.config.precision, use_amp=True).name
     losses = []
     for hook in (lambda *_: None, _to_float32):
@@ -312,15 +295,13 @@ def _half_loss(reference: Reference, batch: Any) -> list[Finding]:
             with reference.autocast(dtype), torch.no_grad():
                 losses.append(reference.task.loss_sum(model, batch).float())
         except RuntimeError:  # the device can't compute it so: its rows are skipped, with a note
-            return []
+            return
     error = _error(losses[1:], losses[:1])
-    if not error > reference.rounding_error:
-        return []
-    text = (
-        f"the loss is computed in half precision: under {dtype} it differs by {error:.1e} from the "
-        "float32 loss of the same outputs; cast them first, as in `logits.float()`"
-    )
-    return [Finding(text, fails=True)]
+    if error > reference.rounding_error:
+        raise WrongTask(
+            f"the loss is computed in half precision: under {dtype} it differs by {error:.1e} from "
+            "the float32 loss of the same outputs; cast them first, as in `logits.float()`"
+        )
 
 
 def _to_float32(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -329,18 +310,15 @@ def _to_float32(module: nn.Module, inputs: Any, output: Any) -> None:
             tensor.data = tensor.float()
 
 
-# ---- whether attention crosses packed documents ----
-
-
-def leaks(reference: Reference, batch: Any) -> list[Finding]:
-    """Findings of attention across the documents of a row, for batches with position_ids.
+def _leaks(reference: Reference, batch: Any) -> Iterator[str]:
+    """Check that attention does not cross the documents of a row, if the batch has position_ids.
 
     Only every second document gets labels, and the gradient of their loss with respect to the other
-    documents' embeddings must be exactly 0, as it is if they are masked.
+    documents' embeddings must be exactly 0, as it is if they are masked. Errors: WrongTask.
     """
     if not isinstance(batch, Mapping) or not isinstance(batch.get("position_ids"), Tensor):
-        return []
-    unchecked = Finding(
+        return
+    unchecked = (
         "packed documents are not checked for leaks, which takes an nn.Embedding of input_ids, "
         "labels like them, and a row with two documents"
     )
@@ -348,10 +326,12 @@ def leaks(reference: Reference, batch: Any) -> list[Finding]:
     labels: Any = batch.get("labels")
     positions = batch["position_ids"]
     if any(getattr(part, "shape", None) != positions.shape for part in (ids, labels)):
-        return [unchecked]
+        yield unchecked
+        return
     second = (positions == 0).cumsum(1) % 2 == 0  # the tokens of every second document
     if not (second[:, 1:] & (labels[:, 1:] != IGNORE_INDEX)).any():
-        return [unchecked]
+        yield unchecked
+        return
     model = reference.model()
     embedded: list[Tensor] = []  # what embeddings make of input_ids
 
@@ -369,21 +349,21 @@ def leaks(reference: Reference, batch: Any) -> list[Finding]:
     labelled = {**batch, "labels": torch.where(second, labels, IGNORE_INDEX)}
     loss = reference.task.loss_sum(model, labelled)
     if not embedded:
-        return [unchecked]
+        yield unchecked
+        return
     inside = outside = 0.0
     for gradient in torch.autograd.grad(loss, embedded, materialize_grads=True):
         by_token = gradient.abs().flatten(2).amax(2)
         chosen = second[:, : by_token.shape[1]]
         inside = max(inside, float(by_token[chosen].max()))
         outside = max(outside, float(by_token[~chosen].max()))
-    if outside == 0.0:
-        text = "no cross-document attention in packed rows"
-        return [Finding(f"{text}: {int(second.any(1).sum())} rows, gradient exactly 0")]
-    text = (
-        "packed documents leak: the gradient of a document's loss with respect to another's "
-        f"embeddings is {outside / max(inside, 1e-30):.2g} of that with respect to its own, and "
-        "must be 0; call the model with use_cache=False and without an attention_mask of ones, "
-        "since with either it takes a row for one document; if it mixes tokens without regard to "
-        "position_ids, use data.pack=off"
-    )
-    return [Finding(text, fails=True)]
+    if outside > 0.0:
+        raise WrongTask(
+            "packed documents leak: the gradient of a document's loss with respect to another's "
+            f"embeddings is {outside / max(inside, 1e-30):.2g} of that with respect to its own, "
+            "and must be 0; call the model with use_cache=False and without an attention_mask of "
+            "ones, since with either it takes a row for one document; if it mixes tokens without "
+            "regard to position_ids, use data.pack=off"
+        )
+    rows = int(second.any(1).sum())
+    yield f"no cross-document attention in packed rows: {rows} rows, gradient exactly 0"

@@ -9,7 +9,7 @@ from bit_exact_models import Augmented, Blocks, Convolutions
 from ranks import on_ranks
 from tiny import Tiny, average_of, log_row, make_run, moments_of, parameters_of, take_steps, whole
 
-from dist_amp.bit_exact import AllReduce, row_squares, tree_sum
+from dist_amp.bit_exact import all_reduce, row_squares, tree_sum
 from dist_amp.step import evaluate
 from dist_amp.world import World
 
@@ -132,7 +132,7 @@ def sums_of_buckets(world, lengths):
     """What the hook makes of a bucket of each length whose elements are 0, 1, ... + the rank."""
     buckets = [torch.arange(length) + float(world.rank) for length in lengths]
     for bucket in buckets:
-        AllReduce(world).hook(SimpleNamespace(buffer=lambda bucket=bucket: bucket)).wait()
+        all_reduce(world, SimpleNamespace(buffer=lambda bucket=bucket: bucket)).wait()
     return [bucket.tolist() for bucket in buckets]
 
 
