@@ -1,28 +1,25 @@
 """Rows through the `datasets` library: memory-mapped in its cache, or images where they are.
 
 The library converts files once, in one process per machine. Two things are done here in its place:
-the rows of tables, and the labels of images.
+pyarrow reads tables, because pandas would read a text such as None as missing; and the labels of
+images.
 """
 
-import csv
 import glob
-import io
 import json
 import logging
 import posixpath
 import re
-import sys
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import datasets
 import fsspec
 import pyarrow as pa
-from huggingface_hub import constants
+import pyarrow.csv
 
 from dist_amp.errors import DataError, first_line, some_of
 from dist_amp.settings import DataConfig, SourceConfig
@@ -39,18 +36,7 @@ LOADERS: dict[str, tuple[str, dict[str, str]]] = {
     "tsv": ("csv", {"sep": "\t"}),
     "parquet": ("parquet", {}),
 }
-# Values in a column of a table. A number with leading zeros is a name, such as a postcode.
-INTEGER = re.compile(r"\s*[+-]?(0|[1-9]\d*)\s*", re.ASCII)
-DECIMAL = re.compile(
-    r"\s*[+-]?(((0|[1-9]\d*)(\.\d*)?|\.\d+)(e[+-]?\d+)?|inf(inity)?)\s*", re.ASCII | re.IGNORECASE
-)
-# Marks of a missing number, as pandas reads them.
-MISSING = frozenset(
-    "|NA|N/A|n/a|#NA|#N/A|#N/A N/A|<NA>|None|NULL|null|NaN|nan|-NaN|-nan"
-    "|1.#IND|-1.#IND|1.#QNAN|-1.#QNAN".split("|")
-)
-TRUTHS = frozenset("True TRUE true False FALSE false".split())
-ROWS_AT_ONCE = 10_000
+BLOCK_BYTES = 2**26  # of a table at a time; no row may be larger
 
 
 def from_hub(config: SourceConfig) -> Any:
@@ -80,9 +66,7 @@ def from_hub(config: SourceConfig) -> Any:
     # After any error of the hub, the library takes the newest commit in its cache.
     if type(builder).__module__.endswith(".cache"):
         log.info("data: %s comes from the cache, commit %s", name, builder.hash)
-        refs = Path(constants.HF_HUB_CACHE) / f"datasets--{name.replace('/', '--')}" / "refs"
-        is_cached = (refs / revision).is_file() and (refs / revision).read_text() == builder.hash
-        if revision not in ("", "main", builder.hash) and not is_cached:
+        if revision not in ("", "main", builder.hash):
             raise DataError(
                 f"data.name={config.name}: revision {revision} could not be loaded, and the newest "
                 f"in the cache is commit {builder.hash}; check the revision and the network, or "
@@ -107,7 +91,7 @@ def from_files(config: DataConfig, files: Files) -> Any:
     except DataError as error:
         raise DataError(f"{source}: {error}") from error
     except Exception as error:
-        if files.format in ("text", "json", "csv", "tsv"):
+        if files.format in ("text", "json"):
             fix = broken_line(files) + fix
         raise not_loaded(source, error, fix) from error
 
@@ -119,157 +103,91 @@ def convert(config: DataConfig, files: Files) -> Any:
         # Each value of these settings has its own conversion in the cache.
         options = {**options, "na_values": config.text_column}
         if config.most_bad_samples:
-            options["on_bad_lines"] = "skip"
+            options["on_bad_lines"] = str(config.on_bad_sample)
     # The library takes names as patterns.
     escape = glob.escape if is_local(files.fs) else files.address
     data_files = {split: [escape(path) for path in paths] for split, paths in files.splits.items()}
     builder = datasets.load_dataset_builder(loader, data_files=data_files, **options)
-    tables = Tables(config, options.get("sep", ","))
     if not Path(builder.cache_dir, "dataset_info.json").exists():
         if loader == "parquet":
             read_source(files.fs, files.paths)  # names a damaged one
         if loader == "csv":
-            tables.read_types(files)
-            builder.info.description = "\n".join(tables.left_out)
-    if loader == "csv":
-        builder._generate_tables = tables.of_files
+            tables = Tables(config, files, options.get("sep", ","))
+            builder._generate_tables = tables.of_files
     # By its ETag, a file that has changed in its store is fetched again.
     cache = str(Path(datasets.config.HF_DATASETS_CACHE) / "downloads")
     download = datasets.DownloadConfig(cache_dir=cache, use_etag=True)
     # Also of converted files: the builder may have looked before another process wrote them.
     builder.download_and_prepare(download_config=download)
-    rows = builder.as_dataset()
-    if loader == "csv" and builder.info.description:
-        left_out = builder.info.description.splitlines()
-        limit = config.most_bad_samples
-        if limit < 1:
-            limit *= sum(rows.num_rows.values()) + len(left_out)
-        text = f"rows left out for their number of fields: {len(left_out):,}, {some_of(left_out)}"
-        if len(left_out) > limit:
-            raise DataError(f"{text}; fix them, or raise data.on_bad_sample={config.on_bad_sample}")
-        log.warning("warning: %s", text)
-    return rows
+    return builder.as_dataset()
 
 
 class Tables:
-    """CSV files as Arrow tables. A column has the name in the header, and a type that fits all rows
-    of all files: whole numbers, numbers, truth values, or the texts that stand there.
+    """CSV files as Arrow tables: the columns of their headers, with types that fit all rows.
 
-    This takes two readings, for the types and for the rows. pandas, with which the library reads
-    tables, takes a first column without a name as an index, None as missing, and 00042 as 42.
+    Each file is read twice, for the types and for the rows. Errors: DataError names the file.
     """
 
-    def __init__(self, config: DataConfig, delimiter: str):
-        self.text_column = config.text_column
-        self.skips = config.most_bad_samples > 0
+    def __init__(self, config: DataConfig, files: Files, delimiter: str):
         self.delimiter = delimiter
-        self.kinds: dict[str, set[str]] = defaultdict(set)  # of the values of a column
+        self.skips = config.most_bad_samples > 0
         self.left_out: list[str] = []  # rows with more or fewer fields than the header
-
-    def read_types(self, files: Files) -> None:
-        """Errors: DataError with the line of a row that does not fit."""
+        self.types = pa.schema({config.text_column: pa.large_string()})
+        schema = None
+        rows = 0
         for path in files.paths:
             address = files.address(path)
-            with files.fs.open(path, "rb", compression="infer") as content:
-                for batch in self._batches(content, address):
-                    if self.kinds and self.kinds.keys() != batch.keys():
-                        raise DataError(
-                            f"{address} has the columns {', '.join(batch)}, and a file before it "
-                            f"{', '.join(self.kinds)}; give all files the same ones"
-                        )
-                    for name, texts in batch.items():
-                        self.kinds[name].update(map(kind_of, texts))
+            try:
+                with files.fs.open(path, "rb", compression="infer") as content:
+                    table = pa.csv.read_csv(content, *self._options(address))
+                if schema is not None and {*schema.names} != {*table.column_names}:
+                    raise DataError(
+                        f"{address} has the columns {', '.join(table.column_names)}, and a file "
+                        f"before it {', '.join(schema.names)}; give all files the same ones"
+                    )
+                pair = [schema or table.schema, table.schema]
+                schema = pa.unify_schemas(pair, promote_options="permissive")
+            except pa.ArrowException as error:
+                raise DataError(
+                    f"{address} can't be read as a table: {first_line(error)}; correct it "
+                    "(data.on_bad_sample=skip leaves out rows of another number of fields)"
+                ) from error
+            rows += len(table)
+        self.types = schema
+        if self.left_out:
+            limit = config.most_bad_samples
+            if limit < 1:
+                limit *= rows + len(self.left_out)
+            text = f"rows left out for their number of fields: {len(self.left_out):,}, "
+            text += some_of(self.left_out)
+            if len(self.left_out) > limit:
+                raise DataError(
+                    f"{text}; fix them, or raise data.on_bad_sample={config.on_bad_sample}"
+                )
+            log.warning("warning: %s", text)
 
     def of_files(self, files_iterables: Any, **_: Any) -> Iterator[tuple[int, pa.Table]]:
         """Replaces the library's generator of pairs, whose first parts it does not use."""
         for path in (path for paths in files_iterables for path in paths):
             with fsspec.open(path, "rb") as content:
-                for batch in islice(self._batches(content, ""), 1, None):
-                    columns = {}
-                    for name, kinds in self.kinds.items():
-                        if name == self.text_column:
-                            kinds = {"text"}
-                        columns[name] = typed(batch[name], kinds)
-                    yield 0, pa.table(columns)
+                for batch in pa.csv.open_csv(content, *self._options(path)):
+                    yield 0, pa.Table.from_batches([batch]).select(self.types.names)
 
-    def _batches(self, content: Any, address: str) -> Iterator[dict[str, tuple[str, ...]]]:
-        """{column: texts}, first of no row. address: "" if rows left out have been noted before."""
-        names, rows = read_csv(content, address, self.delimiter)
-        yield dict.fromkeys(names, ())
-        batch = []
-        for line, row in rows:
-            if len(row) == len(names):
-                batch.append(row)
-            elif not self.skips:
-                raise DataError(
-                    f"{address}, line {line} has another number of fields ({len(row)}) than the "
-                    f"header ({len(names)}), which is {self.delimiter.join(names):.80}; quote "
-                    "fields that hold the separator; data.on_bad_sample=skip leaves such rows out"
-                )
-            elif address:
-                self.left_out.append(f"{address}, line {line} (fields: {len(row)})")
-            if len(batch) == ROWS_AT_ONCE:
-                yield dict(zip(names, zip(*batch, strict=True), strict=True))
-                batch = []
-        if batch:
-            yield dict(zip(names, zip(*batch, strict=True), strict=True))
+    def _options(self, address: str) -> tuple[Any, Any, Any]:
+        def on_invalid_row(row: Any) -> str:
+            self.left_out.append(f"{address}, row {row.number} (fields: {row.actual_columns})")
+            return "skip" if self.skips else "error"
 
-
-def read_csv(
-    content: Any, address: str, delimiter: str
-) -> tuple[list[str], Iterator[tuple[int, list[str]]]]:
-    """Returns (the header's names, (line, fields) of each row). Errors: DataError."""
-    csv.field_size_limit(sys.maxsize)
-    lines = io.TextIOWrapper(content, encoding="utf-8-sig", newline="")
-    reader = csv.reader(lines, delimiter=delimiter, strict=True)
-
-    def filled() -> Iterator[tuple[int, list[str]]]:
-        line = 1
-        try:
-            for row in reader:
-                if row and not (len(row) == 1 and row[0].isspace()):
-                    yield line, row
-                line = reader.line_num + 1
-        except csv.Error as error:
-            raise DataError(f"{address}, line {line} can't be read as CSV: {error}") from None
-
-    rows = filled()
-    if (header := next(rows, None)) is None:
-        raise DataError(f"{address} is empty; its first line must name the columns")
-    names = [name or f"Unnamed: {number}" for number, name in enumerate(header[1])]
-    if repeated := [name for name in names if names.count(name) > 1]:
-        raise DataError(f"{address}, line {header[0]} names column {repeated[0]} twice; rename one")
-    return names, rows
-
-
-def kind_of(text: str) -> str:
-    """ "": empty, missing, truth, integer, large: an integer above 64 bits, number, text."""
-    if text in MISSING:
-        return text and "missing"
-    if INTEGER.fullmatch(text):
-        if len(text) < 40 and -(2**63) <= int(text) < 2**63:
-            return "integer"
-        return "large"
-    if DECIMAL.fullmatch(text):
-        return "number"
-    if text in TRUTHS:
-        return "truth"
-    return "text"
-
-
-def typed(texts: tuple[str, ...], kinds: set[str]) -> pa.Array:
-    """Values of the type that fits all kinds in their column."""
-    known = kinds - {"", "missing"}
-    if known == {"truth"}:
-        truths = [None if text in MISSING else text.lower() == "true" for text in texts]
-        return pa.array(truths, pa.bool_())
-    if kinds == {"integer"}:
-        return pa.array(map(int, texts), pa.int64())
-    # An integer above 64 bits alone is a name, among numbers a number.
-    if known == {"integer"} or ("number" in known and not known & {"text", "truth"}):
-        numbers = [None if text in MISSING else float(text) for text in texts]
-        return pa.array(numbers, pa.float64())
-    return pa.array([text or None for text in texts], pa.large_string())
+        return (
+            # In several threads rows have no numbers.
+            pa.csv.ReadOptions(use_threads=False, block_size=BLOCK_BYTES),
+            pa.csv.ParseOptions(
+                delimiter=self.delimiter,
+                newlines_in_values=True,
+                invalid_row_handler=on_invalid_row,
+            ),
+            pa.csv.ConvertOptions(column_types=self.types),
+        )
 
 
 def broken_line(files: Files) -> str:
@@ -326,45 +244,39 @@ def folders_of(files: Files) -> dict[str, list[Any]]:
 
 def columns_of_tables(files: Files) -> dict[str, list[Any]]:
     """{column: its value for each image}, of the CSV tables beside images."""
-    found: dict[str, dict[str, str]] = {}
-    images = set(files.paths)
+    rows: list[dict[str, Any]] = []
     for table in files.tables:
         address = files.address(table)
         log.info("data: labels are those of %s", address)
-        with files.fs.open(table, "rb") as content:
-            names, lines = read_csv(content, address, ",")
-            names = [name.strip() for name in names]
-            key = next((name for name in ("file_name", "file") if name in names), "")
-            if not key or len(names) < 2 or "image" in names:
-                raise DataError(
-                    f"{address} has the columns {', '.join(names)}; it needs file or file_name, "
-                    "then label, separated by commas, and none named image"
-                )
-            for line, texts in lines:
-                row = dict(zip(names, map(str.strip, texts), strict=False))
-                path = posixpath.normpath(posixpath.join(posixpath.dirname(table), row.pop(key)))
-                problem = ""
-                if len(texts) != len(names):
-                    problem = f"has not the {len(names)} fields of the header"
-                elif path not in images or path in found:
-                    problem = f"names {path}, which is no image that is there, or has a row already"
-                elif not row.get("label" if "label" in row else min(row)):
-                    problem = f"has no label for {path}"
-                if problem:
-                    raise DataError(f"{address}, line {line} {problem}; correct or remove it")
-                found[path] = row
-    columns = [name for name in names if name != key]
-    for path in files.paths:
-        if {*found.get(path, ())} != {*columns}:
+        try:
+            with files.fs.open(table, "rb") as content:
+                found = pa.csv.read_csv(content)
+        except pa.ArrowException as error:
             raise DataError(
-                f"the image {files.address(path)} has no row in {', '.join(files.tables)}, or a "
-                "row of other columns; add one, or remove the image"
+                f"{address} can't be read as a table: {first_line(error)}; correct it"
+            ) from error
+        names = found.column_names
+        key = "file" if "file" in names else "file_name"
+        if key not in names or len(names) < 2 or "image" in names:
+            raise DataError(
+                f"{address} has the columns {', '.join(names)}; it needs file or file_name, "
+                "then label, separated by commas, and none named image"
             )
-    values = {}
-    for name in columns:
-        column = tuple(found[path][name] for path in files.paths)
-        values[name] = typed(column, {*map(kind_of, column)}).to_pylist()
-    return values
+        for row in found.to_pylist():
+            path = posixpath.join(posixpath.dirname(table), row.pop(key))
+            row["image"] = posixpath.normpath(path)
+            if row.get("label") == "":
+                raise DataError(f"{address} has no label for {path}; add it")
+            rows.append(row)
+    counts = Counter(row["image"] for row in rows)
+    for path in sorted({*counts, *files.paths}):
+        if counts[path] != 1 or path not in files.paths:
+            raise DataError(
+                f"{files.address(path)} has {counts[path]} rows in {', '.join(files.tables)}; each "
+                "image must have one, and each row its image: add or remove what is wrong"
+            )
+    by_image = {row.pop("image"): row for row in rows}
+    return {name: [by_image[path][name] for path in files.paths] for name in rows[0]}
 
 
 def not_loaded(source: str, error: Exception, fix: str) -> DataError:

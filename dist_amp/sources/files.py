@@ -1,11 +1,11 @@
 """The files that `data.path` names, on this machine or at an address that fsspec knows."""
 
+import glob
 import logging
 import os
 import posixpath
 import re
 import socket
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from dist_amp.errors import MASK, ConfigError, DataError, first_line
+from dist_amp.errors import MASK, ConfigError, DataError, first_line, some_of
 from dist_amp.settings import SourceConfig
 from dist_amp.sources.remote import address_of, is_local, patiently, unreachable
 
@@ -89,10 +89,9 @@ def find_files(config: SourceConfig) -> Files:
     if any(format_of(path) == "images" for path in sizes):
         tables = sorted(path for path in sizes if names[path] in LABEL_TABLES)
     paths = sorted(sizes.keys() - {*tables})
-    data = [path for path in paths if not COMPANION.match(names[path])]
-    if data:
-        for path in sorted({*paths} - {*data}):
-            log.info("data: %s comes with the data, and is left out", path)
+    if data := [path for path in paths if not COMPANION.match(names[path])]:
+        if left_out := sorted({*paths} - {*data}):
+            log.info("data: left out, as they come with the data: %s", some_of(left_out))
         paths = data
     format_, paths = of_one_format(config, paths, is_folder)
     size = sum(sizes[path] or 0 for path in paths)
@@ -124,11 +123,12 @@ def list_files(fs: Any, root: str) -> tuple[bool, Sizes]:
     if about.get("type") == "file":
         return False, {root: about.get("size")}
     is_folder = about.get("type") == "directory"
-    if is_folder and is_local(fs):
-        sizes: Sizes = {path: os.path.getsize(path) for path in local_files(root)}
+    sizes: Sizes = {}
+    if is_folder and is_local(fs):  # glob follows links to folders, which fsspec leaves out
+        inside = glob.iglob(glob.escape(root) + "/**", recursive=True)
+        sizes = {path: os.path.getsize(path) for path in inside if not os.path.isdir(path)}
     else:
         search = fs.find if is_folder else fs.glob
-        sizes = {}
         for path, entry in search(root, detail=True).items():
             if entry["type"] == "file" or (entry.get("islink") and fs.isfile(path)):
                 sizes[path] = entry.get("size")
@@ -138,18 +138,6 @@ def list_files(fs: Any, root: str) -> tuple[bool, Sizes]:
         if not HIDDEN.search(name):
             visible[path] = size
     return is_folder, visible
-
-
-def local_files(root: str) -> Iterator[str]:
-    """The files below a folder, those behind symbolic links too, which fsspec leaves out."""
-    seen = set()
-    for folder, folders, names in os.walk(root, followlinks=True):
-        real = os.path.realpath(folder)
-        if real in seen:
-            folders.clear()  # a link to a folder above
-            continue
-        seen.add(real)
-        yield from (os.path.join(folder, name) for name in names)
 
 
 def of_one_format(config: SourceConfig, paths: list[str], is_folder: bool) -> tuple[str, list[str]]:
@@ -179,19 +167,15 @@ def split_by_name(paths: list[str], format_: str) -> dict[str, list[str]]:
     splits: dict[str, list[str]] = {}
     for path in paths:
         splits.setdefault(split_of(posixpath.relpath(path, top or "."), format_), []).append(path)
-    unnamed = splits.pop("", [])
-    held_out = [path for name, inside in splits.items() if name != "train" for path in inside]
-    if unnamed and held_out:
+    if len(splits) == 1 or {*splits} == {"train", ""}:
+        return {"train": paths}
+    if "" in splits or "train" not in splits:
+        files = ", ".join(min(inside) for inside in splits.values())
         raise DataError(
-            f"{unnamed[0]} names no split, though {held_out[0]} does, which would be trained on; "
-            "rename it, move it elsewhere, or name the files in data.path"
+            f"among {files}, some that name a split to hold out would be trained on: all must name "
+            "a split, and one of them train; rename them, or name the files in data.path"
         )
-    if "train" not in splits and len(splits) > 1:
-        raise DataError(
-            f"files such as {', '.join(inside[0] for inside in splits.values())} are to hold out, "
-            "and none is to train on; name one of them train, or name the files in data.path"
-        )
-    return splits if held_out and "train" in splits else {"train": paths}
+    return splits
 
 
 def split_of(path: str, format_: str) -> str:
