@@ -2,13 +2,11 @@
 
 import hashlib
 import os
-import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from urllib.parse import unquote
 
 import numpy as np
 import pyarrow as pa
@@ -21,9 +19,8 @@ from dist_amp.sources.remote import address_of, fetch, patiently
 AT_ONCE = 16  # threads: an object store takes some 50 ms per request (assumed)
 LIKELY_BYTES = 2**16  # of a footer: what is fetched first
 MAGIC = b"PAR1"
-NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
 Version = tuple[int, str]  # a file's size and, if its store has one, the mark of its content
-Columns = dict[str, Any]  # by their names: types, values or Arrow arrays
+Types = dict[str, Any]  # Arrow's, by the columns' names
 
 
 def short_hash(content: bytes) -> str:
@@ -38,16 +35,14 @@ class Source:
     files: Sequence[str]
     schema: Any  # the first file's, Arrow
     groups: NDArray[np.int64]  # [R, 3]: file, number in it, rows
-    types: Columns  # of each column that all files have
+    types: Types  # of each column that all files have
     refused: dict[str, str]  # the other columns, and why
-    partitions: list[Columns]  # {key: value} of each file
     versions: list[Version]
     fingerprint: str
 
 
 def read_source(fs: Any, files: Sequence[str]) -> Source:
     """Read all footers. Errors: DataError for the first file that has none."""
-    partitions = partitions_of(files)
     groups = []
     schemas = []
     identities: list[Any] = []
@@ -58,17 +53,18 @@ def read_source(fs: Any, files: Sequence[str]) -> Source:
             try:
                 metadata = pq.read_metadata(pa.BufferReader(MAGIC + tail))
             except Exception as error:  # of many types
-                raise no_parquet(fs, files[number], first_line(error)) from error
+                raise DataError(
+                    f"{address_of(fs, files[number])} can't be read as Parquet: "
+                    f"{first_line(error)}; download or write it again"
+                ) from error
             schemas.append(metadata.schema.to_arrow_schema())
             for group in range(metadata.num_row_groups):
                 if rows := metadata.row_group(group).num_rows:
                     groups.append((number, group, rows))
             name = os.path.basename(files[number])
-            identity = (name, versions[number][0], hashlib.sha256(tail).hexdigest())
-            # Nothing is added for files outside of partitions: checkpoints hold the fingerprint.
-            identities.append(identity + tuple(partitions[number].items()))
+            identities.append((name, versions[number][0], hashlib.sha256(tail).hexdigest()))
     first = {column.name: str(column.type) for column in schemas[0]}
-    types, refused = common_types(files, schemas, partitions)
+    types, refused = common_types(files, schemas)
     return Source(
         fs,
         files,
@@ -76,9 +72,8 @@ def read_source(fs: Any, files: Sequence[str]) -> Source:
         np.array(groups, np.int64).reshape(-1, 3),
         types,
         refused,
-        partitions,
         versions,
-        short_hash(repr([first, *identities]).encode()),
+        short_hash(repr([first, *identities]).encode()),  # checkpoints hold it
     )
 
 
@@ -93,50 +88,21 @@ def version_of(fs: Any, file: str, refresh: bool = False) -> Version:
 
 
 def read_tail(fs: Any, file: str, version: Version) -> bytes:
-    """The footer as it is, with the file's last 8 bytes. Errors: DataError if there is none."""
+    """The file's footer and its last 8 bytes; anything else of a file that is no Parquet."""
     size = version[0]
     tail = fetch(fs, file, max(0, size - LIKELY_BYTES), size)
-    length = int.from_bytes(tail[-8:-4], "little") + 8
-    if tail[-4:] != MAGIC or length > size:
-        raise no_parquet(fs, file, "it does not end in a footer")
-    if length > len(tail):
+    length = min(size, int.from_bytes(tail[-8:-4], "little") + 8)
+    if length > len(tail) and tail[-4:] == MAGIC:
         tail = fetch(fs, file, size - length, size - len(tail)) + tail
-    return tail[-length:]
+    return tail[-length:]  # type: ignore[no-any-return]
 
 
-def no_parquet(fs: Any, file: str, cause: str) -> DataError:
-    where = address_of(fs, file)
-    return DataError(f"{where} can't be read as Parquet: {cause}; download or write it again")
-
-
-def partitions_of(files: Sequence[str]) -> list[Columns]:
-    """{key: value} of each file's folders key=value, as Hive writes them: integers or texts."""
-    partitions: list[Columns] = []
-    for file in files:
-        pairs = [folder.partition("=") for folder in file.split("/")[:-1] if "=" in folder]
-        partitions.append({unquote(key): unquote(value) for key, _, value in pairs})
-    for key in {key for partition in partitions for key in partition}:
-        inside = [partition for partition in partitions if key in partition]
-        values = {partition[key] for partition in inside} - {NO_VALUE}
-        is_number = all(re.fullmatch(r"-?(0|[1-9]\d{0,17})", value) for value in values)
-        for partition in inside:
-            if partition[key] == NO_VALUE:
-                partition[key] = None
-            elif is_number:
-                partition[key] = int(partition[key])
-    return partitions
-
-
-def common_types(
-    files: Sequence[str], schemas: Sequence[Any], partitions: Sequence[Columns]
-) -> tuple[Columns, dict[str, str]]:
+def common_types(files: Sequence[str], schemas: Sequence[Any]) -> tuple[Types, dict[str, str]]:
     """Returns ({column: the type of its values}, {column without a common type: why})."""
-    types: Columns = {}
+    types: Types = {column.name: column.type for column in schemas[0]}
     refused: dict[str, str] = {}
-    for file, schema, partition in zip(files, schemas, partitions, strict=True):
-        kinds = {key: pa.scalar(value).type for key, value in partition.items()}
-        kinds |= {column.name: column.type for column in schema}
-        types = types or dict(kinds)
+    for file, schema in zip(files, schemas, strict=True):
+        kinds = {column.name: column.type for column in schema}
         for name in (types | kinds).keys() - refused.keys():
             if types.get(name) == kinds.get(name):
                 continue

@@ -15,7 +15,6 @@ from functools import lru_cache, partial
 from typing import Any, Literal
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
@@ -208,19 +207,11 @@ class Reader:
     def _read(self, number: int, group: int) -> tuple[Row, int]:
         """Returns (Arrow columns, rows) of a row group. Errors: DataError if it is damaged."""
         source = self.source
-        partition = source.partitions[number]
-        columns = {}
         try:
             opened = self.open(number)
-            inside = [name for name in self.columns if name in opened.schema_arrow.names]
             # Single-threaded: there is a process per GPU, or per loader worker, already.
-            table = opened.read_row_group(group, columns=inside, use_threads=False)
-            for name in self.columns:
-                kind = source.types[name]
-                if name in inside:
-                    columns[name] = table[name].cast(kind)
-                else:
-                    columns[name] = pa.repeat(pa.scalar(partition[name], kind), table.num_rows)
+            table = opened.read_row_group(group, columns=self.columns, use_threads=False)
+            columns = {name: table[name].cast(source.types[name]) for name in self.columns}
         except DataError:
             raise
         except Exception as error:  # file systems raise what they like

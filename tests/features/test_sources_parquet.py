@@ -191,20 +191,6 @@ def test_types_are_widened_if_that_loses_nothing(tmp_path):
     assert list(view(paths, streams=1)) == [row for table in tables for row in table.to_pylist()]
 
 
-def test_folders_of_hive_partitions_are_columns(tmp_path):
-    def rows():
-        return view(sorted(map(str, tmp_path.rglob("*.parquet"))), streams=1)
-
-    for folder, size in (("year=2020/lang=de", 2), ("year=2021/lang=en%20us", 1)):
-        written(tmp_path / folder, [[size]])
-    before = rows()
-    assert before[1] == {"index": 1, "text": "row 1", "year": 2020, "lang": "de"}
-    assert before.select_columns("lang")[2] == {"lang": "en us"}
-    (tmp_path / "year=2021").rename(tmp_path / "year=__HIVE_DEFAULT_PARTITION__")
-    assert [row["year"] for row in rows()] == [2020, 2020, None]
-    assert rows().fingerprint != before.fingerprint, "its rows have other values"
-
-
 @pytest.mark.bad_input("`data.streams` that the world size does not divide, or above row groups")
 def test_streams_are_picked_for_any_row_groups_and_ranks_and_take_every_row_once_per_epoch(
     tmp_path,
