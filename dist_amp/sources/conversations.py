@@ -2,7 +2,7 @@
 
 A row has the column "messages", a chat, of which the assistant's turns are learned; or "prompt"
 and "completion", texts or messages, of which the completion is learned; or `data.text_column`, all
-of which is learned; or else it is a chat of ShareGPT ("conversations") or Alpaca ("instruction").
+of which is learned; or else "conversations", a chat as ShareGPT has it.
 
 The tokenizer's chat template turns a chat into text. The tokens of an answer are those that the
 template marks with {% generation %}; in a template without marks, those by which the text gets
@@ -16,15 +16,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any
 
 from dist_amp.distributed.process import warn
-from dist_amp.errors import DataError, Failure, first_line, in_one_line
-from dist_amp.settings import DataConfig
-from dist_amp.sources.load import load_rows
-from dist_amp.sources.mixture import source_configs
-from dist_amp.sources.token_shards import IGNORE_INDEX, holds_tokens, read_manifest
+from dist_amp.errors import DataError, in_one_line
+from dist_amp.sources.token_shards import IGNORE_INDEX
 from dist_amp.sources.tokenizer import Tokenizer
 
 CHAT_ENCODING = 2  # one more whenever the same chats get other tokens or labels
@@ -33,7 +29,6 @@ LAYOUTS = {
     "messages": ("tools",),
     "prompt": ("completion", "tools"),
     "conversations": ("system", "tools"),
-    "instruction": ("input", "output", "system"),
 }
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 SAME_ROLE = {"human": "user", "gpt": "assistant", "model": "assistant"}  # ShareGPT's, Gemma's
@@ -54,9 +49,8 @@ Apply = Callable[..., Any]  # apply_chat_template, with the row's tools
 
 def layout(columns: Sequence[str], text_column: str) -> str:
     """The column that tells the layout of rows; "" for none of the layouts."""
-    needs = {"prompt": "completion", "instruction": "output"}
-    for form in ("messages", "prompt", text_column, "conversations", "instruction"):
-        if {form, needs.get(form, form)} <= set(columns):
+    for form in ("messages", "prompt", text_column, "conversations"):
+        if form in columns and (form != "prompt" or "completion" in columns):
             return form
     return ""
 
@@ -111,22 +105,6 @@ def check_rows(rows: Any, split: str, text_column: str, tokenizer: Tokenizer) ->
                     "and {% endgeneration %} around what the assistant writes to learn all"
                 )
                 return
-
-
-def asks_in_turns(data: DataConfig, tokenizer: Any) -> bool:
-    """Whether a prompt is a user's turn: with a chat template, if the rows are chats or unknown."""
-    if tokenizer.chat_template is None:
-        return False
-    source = next(iter(source_configs(data).values()), data)
-    try:
-        if holds_tokens(source.path):
-            splits = read_manifest(Path(source.path)).splits
-            return any(split.chats for split in splits.values())
-        return are_chats(load_rows(source, "train", *LAYOUTS), source.text_column)
-    except Failure as error:
-        cause = first_line(error)
-        warn(f"the prompt is rendered as a user's turn, but the rows are not known: {cause}")
-        return True
 
 
 class RowEncoder:
@@ -195,14 +173,7 @@ def chat_of(row: Row, text_column: str, tokenizer: Any) -> tuple[list[Message], 
     if form == "prompt":
         prompt = turns(row, "prompt", template)
         return prompt + turns(row, "completion", template), len(prompt)
-    if form == "instruction":
-        question = text_of(row, "instruction")
-        if row.get("input"):
-            question += "\n\n" + text_of(row, "input")
-        answer = {"role": "assistant", "content": text_of(row, "output")}
-        messages = [{"role": "user", "content": question}, answer]
-    else:
-        messages = turns(row, form, template)
+    messages = turns(row, form, template)
     if row.get("system") and form != "messages":
         if any(message["role"] == "system" for message in messages):
             raise DataError(f"{form} has a system message beside the column system; keep one")
@@ -299,10 +270,7 @@ def encode_chat(
 
 def tools_of(tools: Any) -> list[Message] | None:
     """A row's tools, or the JSON of them, as the template takes them. Errors: DataError."""
-    found = tools
-    if isinstance(tools, str) and tools.strip():
-        with suppress(ValueError, RecursionError):
-            found = json.loads(tools)
+    found = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
     if not found:
         return None
     if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):

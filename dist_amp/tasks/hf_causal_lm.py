@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import AutoModelForCausalLM
 
 from dist_amp.errors import ConfigError
 from dist_amp.settings import Count, DataConfig
-from dist_amp.sources.conversations import asks_in_turns
 from dist_amp.sources.mixture import losses_by_source, mixed, tables_of
 from dist_amp.sources.packing import Packing, TokenShares
 from dist_amp.sources.tokenizer import of_transformers
@@ -120,9 +120,21 @@ class HFCausalLM(huggingface.FineTuning):
             check_documents_are_apart(run, self.packed_attention)
         return self.shares.read(run.world)
 
-    def sample(self, model: nn.Module) -> str:
-        chat = asks_in_turns(self.data, self.tokenizer)
-        return huggingface.continued(model, self.tokenizer, self.prompt, self.sample_tokens, chat)
+    def sample(self, model: Any) -> str:
+        """The prompt and its likeliest continuation, or its answer in a chat; all ranks call it."""
+        register_fsdp_forward_method(model, "generate")
+        tokenizer = self.tokenizer
+        inputs = tokenizer(self.prompt, return_tensors="pt")
+        if tokenizer.chat_template:
+            turn = [{"role": "user", "content": self.prompt}]
+            options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+            inputs = tokenizer.apply_chat_template(turn, **options)
+        inputs = inputs.to(next(model.parameters()).device)
+        ids = model.generate(**inputs, max_new_tokens=self.sample_tokens, do_sample=False)[0]
+        if tokenizer.chat_template:
+            answer = ids[inputs["input_ids"].shape[1] :]
+            return f"{self.prompt}\n{tokenizer.decode(answer, skip_special_tokens=True)}"
+        return tokenizer.decode(ids, skip_special_tokens=True)  # type: ignore[no-any-return]
 
 
 def check_documents_are_apart(run: Any, how: PackedAttention) -> None:

@@ -13,7 +13,6 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -299,19 +298,3 @@ def next_token_losses(
     with head.losses_of(targets, reduction):
         output = model(**inputs)
     return output.logits, output
-
-
-def continued(model: Any, tokenizer: Any, prompt: str, tokens: int, chat: bool) -> str:
-    """The prompt and the likeliest continuation, or its answer in a chat; every rank calls it."""
-    register_fsdp_forward_method(model, "generate")
-    inputs = tokenizer(prompt, return_tensors="pt")
-    if chat:
-        turn = [{"role": "user", "content": prompt}]
-        options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
-        inputs = tokenizer.apply_chat_template(turn, **options)
-    inputs = inputs.to(next(model.parameters()).device)
-    ids = model.generate(**inputs, max_new_tokens=tokens, do_sample=False)
-    if chat:
-        answer = ids[0, inputs["input_ids"].shape[1] :]
-        return f"{prompt}\n{tokenizer.decode(answer, skip_special_tokens=True)}"
-    return tokenizer.decode(ids[0], skip_special_tokens=True)

@@ -10,14 +10,13 @@ import torch
 
 from dist_amp.settings import DataConfig
 from dist_amp.sources import conversations
-from dist_amp.sources.conversations import asks_in_turns
 from dist_amp.sources.token_shards import TokenShards
 from dist_amp.sources.tokenizer import check_vocabulary, of_transformers, open_tokenizer
 from dist_amp.sources.tokens import TokenizedWhenRead, token_documents, tokenize
 
 pytest.importorskip("transformers")
 from messages import message_of
-from tiny_hf import MARKED_TEMPLATE, chats, make_tokenizer, write_rows
+from tiny_hf import MARKED_TEMPLATE, make_tokenizer, write_rows
 from transformers import AutoTokenizer
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -113,18 +112,12 @@ def test_rows_are_tokenized_once_and_then_read_from_the_cache_which_knows_what_m
     assert token_documents(data, "train", BYTES).fingerprint == first.fingerprint
 
 
-@pytest.mark.parametrize("rows", [chats(), TEXTS], ids=["chats", "texts"])
-def test_a_folder_of_tokens_is_a_source_of_its_splits_and_knows_whether_rows_were_chats(
-    rows, tmp_path
-):
-    model = make_tokenizer(tmp_path / "model")
-    tokenizer = of_transformers(model)
-    both = write_tokens(tmp_path / "both", tokenizer, train=rows, validation=rows[1:3])
-    one = write_tokens(tmp_path / "one", tokenizer, train=rows)
-    assert len(token_documents(both, "validation", tokenizer)) == 2
-    assert token_documents(one, "validation", tokenizer) is None
-    assert len(token_documents(one, "train", tokenizer)) == 24
-    assert asks_in_turns(one, model) == ("messages" in rows[0])
+def test_a_folder_of_tokens_is_a_source_of_its_splits(tmp_path):
+    both = write_tokens(tmp_path / "both", train=TEXTS, validation=TEXTS[1:3])
+    one = write_tokens(tmp_path / "one", train=TEXTS)
+    assert len(token_documents(both, "validation", BYTES)) == 2
+    assert token_documents(one, "validation", BYTES) is None
+    assert len(token_documents(one, "train", BYTES)) == 24
 
 
 @pytest.mark.bad_input("tokens of another tokenizer")

@@ -232,20 +232,14 @@ def test_text_labels_are_numbered_as_those_of_images_are_and_others_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("rows", "template", "seen"),
-    [
-        (chats(), TEMPLATE, "<user>Hello</s><assistant>"),
-        ([{"prompt": ASKED, "completion": ASKED}] * 4, TEMPLATE, "<user>Hello</s><assistant>"),
-        (None, TEMPLATE, "<user>Hello</s><assistant>"),
-        ([{"text": "a"}] * 4, TEMPLATE, "Hello"),
-    ],
+    ("template", "seen"), [(TEMPLATE, "<user>Hello</s><assistant>"), (None, "Hello")]
 )
-def test_a_sample_asks_as_the_rows_do(rows, template, seen, folder, monkeypatch):
-    """Without the rows it is a chat, if the tokenizer knows them."""
-    tokenizer = make_tokenizer(folder, template)
-    task = causal(folder, rows or [], sample_tokens=3)
-    if rows is None:
-        (folder / "rows.jsonl").unlink()
+def test_a_sample_is_an_answer_if_the_tokenizer_has_a_chat_template(
+    template, seen, folder, monkeypatch
+):
+    task = causal(folder, [], sample_tokens=3)
+    tokenizer = task.tokenizer
+    tokenizer.chat_template = template
     model = build_whole(task, CPU).eval()
     asked, generate = [], model.generate
     monkeypatch.setattr(model, "generate", lambda **ids: asked.append(ids) or generate(**ids))
