@@ -43,8 +43,11 @@ def main(words: Sequence[str]) -> None:
         started = time.thread_time()
         rows = PackedRows(documents, Packing(length, "best_fit", "split"))
         rate = count / (time.thread_time() - started)
-        single = PackedRows(documents, Packing(length, "off", "split")).padding_share
-        line = f"{length:>14,} {len(rows):>10,} {rows.padding_share:>10.3%} {single:>20.1%}"
+        single = PackedRows(documents, Packing(length, "off", "split"))
+        padding, single_padding = (
+            1 - each.lengths.sum() / (len(each) * length) for each in (rows, single)
+        )
+        line = f"{length:>14,} {len(rows):>10,} {padding:>10.3%} {single_padding:>20.1%}"
         print(f"{line}{rate:>14,.0f}")
 
 

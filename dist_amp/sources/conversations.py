@@ -332,8 +332,9 @@ def encode_unmarked(
     for number in learned:
         if number:
             asked = apply(messages[:number], tokenize=False, add_generation_prompt=True)
-        else:
-            asked = text_before_first(messages, apply)
+        else:  # templates fail on a chat without messages: what another answer has before it, too
+            other = "1" if (messages[0]["content"] or "").strip().startswith("0") else "0"
+            asked = apply([{"role": "assistant", "content": other}], tokenize=False)
         same = text[: common_prefix(text, asked)]
         start = common_prefix(ids, ids_of(OPENS_THOUGHT.sub("", same), tokenizer))
         if number and same != asked:
@@ -345,22 +346,6 @@ def encode_unmarked(
         end = common_prefix(ids, ids_of(apply(messages[: number + 1], tokenize=False), tokenizer))
         labels[start:end] = ids[start:end]
     return ids, labels
-
-
-def text_before_first(messages: list[Message], apply: Apply) -> str:
-    """The text before a chat's first message, an answer: what another answer has before it, too,
-    up to the generation prompt. Templates fail on a chat without messages.
-    """
-    other = "1" if (messages[0]["content"] or "").strip().startswith("0") else "0"
-    same = apply(messages[:1], tokenize=False)
-    replaced = apply([{"role": "assistant", "content": other}], tokenize=False)
-    same = same[: common_prefix(same, replaced)]
-    ask = [{"role": "user", "content": "0"}]
-    asked = apply(ask, tokenize=False)
-    opening = apply(ask, tokenize=False, add_generation_prompt=True).removeprefix(asked)
-    opening = OPENS_THOUGHT.sub("", opening)
-    place = same.rfind(opening)
-    return same if place < 0 else same[: place + len(opening)]
 
 
 def ids_of(text: str, tokenizer: Any) -> list[int]:

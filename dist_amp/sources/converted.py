@@ -24,7 +24,7 @@ import pyarrow.csv
 from dist_amp.errors import DataError, first_line, some_of
 from dist_amp.settings import DataConfig, SourceConfig
 from dist_amp.sources.files import Files, stay_local_without_network
-from dist_amp.sources.footers import read_source
+from dist_amp.sources.parquet import read_source
 from dist_amp.sources.remote import is_local
 
 log = logging.getLogger(__name__)

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.loading.loader import read
@@ -130,8 +131,6 @@ def pick_split(splits: Any, config: SourceConfig, split: str, *other_columns: st
     if rows is None:
         return None
     present = {config.text_column, *other_columns} & set(rows.column_names)
-    if len(present) == 1:
-        rows.select_columns([*present])  # refuses one that the files do not agree on
     if not present:
         columns = " or ".join((f"data.text_column={config.text_column}", *other_columns))
         raise DataError(f"{columns} does not exist; the columns are {', '.join(rows.column_names)}")
@@ -144,30 +143,33 @@ def held_out_part(rows: Any, split: str, share: float, way: str = "") -> Any:
     way: last: the rows at the end; "": drawn rows; auto: drawn rows if that can be; shuffled: drawn
     rows, and the rest in the order of the draw, not the file's, as versions before this one had it.
     """
-    in_groups = not hasattr(rows, "select")  # a Parquet view holds out whole row groups
-    if len(rows) < 2 or (in_groups and rows.row_groups < 2 and way == "auto"):
+    in_groups = hasattr(rows, "row_groups")  # a Parquet view holds out whole row groups
+    parts = rows.row_groups if in_groups else len(rows)
+    if len(rows) < 2 or (parts < 2 and way == "auto"):
         if split == "train":
             return rows
         log.info("data: a single document or row group: none is held out, so no evaluation")
         return None
-    count = math.ceil(len(rows) * share)
-    if count >= len(rows):
+    count = math.ceil(parts * share)
+    if count >= parts:
         raise DataError(
-            f"data.validation_split={share} leaves none of {len(rows)} rows to train on; use a "
-            "smaller one"
+            f"data.validation_split={share} leaves none of {parts} "
+            f"{'row groups' if in_groups else 'rows'} to train on; use a smaller one, smaller row "
+            "groups, or data.view=map"
         )
-    if in_groups:
-        parts = rows.train_test_split(test_size=share, seed=0, shuffle=way != "last")
-        return parts["train" if split == "train" else "test"]
     if way == "last":
-        first = len(rows) - count
-        return rows.select(range(first) if split == "train" else range(first, len(rows)))
-    order = np.random.default_rng(0).permutation(len(rows))  # as train_test_split(seed=0) draws
-    if split != "train":  # not in the file's order: a short evaluation has rows of all its parts
-        return rows.select(order[:count])
-    if way != "shuffled":
-        order[count:].sort()
-    return rows.select(order[count:])
+        order = np.roll(np.arange(parts), count)
+    elif in_groups:
+        order = torch.randperm(parts, generator=torch.Generator().manual_seed(0)).numpy()
+    else:
+        order = np.random.default_rng(0).permutation(parts)  # as train_test_split(seed=0) draws
+    # Held-out rows as drawn: a short evaluation has rows of all parts of the file.
+    chosen = order[:count]
+    if split == "train":
+        chosen = order[count:]
+        if way != "shuffled":
+            chosen.sort()
+    return rows.select_groups(chosen) if in_groups else rows.select(chosen)
 
 
 def class_names(rows: Any, label_column: str) -> Sequence[str]:

@@ -27,7 +27,6 @@ Array = numpy.ndarray[Any, Any]
 
 LONGEST_BLOCK = 10_000  # samples: a table of 160 KB; for a longer block places are computed
 CLOSE_ENOUGH = 1e-3  # of a source's share, by which short blocks are tried
-LONGEST_EPOCH = 2**52  # samples, as `permute` takes them
 # In an epoch, before a warning: rows add next to nothing after 16 times (arXiv:2305.16264).
 MOST_REPEATS = 20
 SOURCE_KEYS = [item.name for item in fields(SourceConfig)]
@@ -166,12 +165,6 @@ def counts_of(weights: Mapping[str, float], sizes: Sequence[int]) -> list[int]:
         if max(map(abs, errors)) * blocks < 1:
             return counts
     length = max(math.ceil(size / share) for size, share in zip(sizes, shares, strict=True))
-    if length > LONGEST_EPOCH:
-        smallest = min(weights, key=weights.__getitem__)
-        raise ConfigError(
-            f"data.sources.{smallest}.weight={weights[smallest]:g} is too small: to read each "
-            f"source once takes {length:.1e} rows of the mixture; raise it, or remove the source"
-        )
     counts = [math.floor(length * share) for share in shares]
     remainders = [length * share - count for share, count in zip(shares, counts, strict=True)]
     largest_first = sorted(range(len(counts)), key=remainders.__getitem__, reverse=True)

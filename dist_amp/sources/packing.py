@@ -62,10 +62,7 @@ class Packing:
                     "tokenize first by python -m dist_amp.tokenize, and set data.path to its folder"
                 )
             if self.pack == "best_fit":
-                log.info(
-                    f"data: {split}: documents are packed as they are read, those of a micro-batch "
-                    f"together; of longer ones the first {self.length:,} tokens are taken"
-                )
+                log.info("data: only the first %d tokens of a document are read", self.length)
             return documents
         rows = PackedRows(documents, self)
         if not len(rows) and split == "validation":
@@ -156,12 +153,6 @@ class PackedRows:
     def fingerprint(self) -> str:
         return short_hash(f"{self.documents.fingerprint} {self.packing} 1")[:16]
 
-    @property
-    def padding_share(self) -> float:
-        """The mean share of padding in a row of `length` tokens."""
-        places = len(self) * self.packing.length
-        return 1 - float(self.lengths.sum()) / max(1, places)
-
     def __getitem__(self, index: int) -> Sample:
         pieces = self.documents.pieces(self.pieces(index))
         if self.packing.pack == "cut":
@@ -193,32 +184,29 @@ class PackedRows:
     def describe(self, split: str) -> None:
         """Log rows, tokens and padding. Errors: DataError if the documents do not fill a row."""
         pack = self.packing.pack
-        length = f"{self.packing.length:,}"
-        documents = f"{len(self.documents):,} {split} documents"
+        length = self.packing.length
         lengths = numpy.asarray(self.documents.lengths)
+        documents = f"{len(self.documents):,} {split} documents"
         if not len(self):
             raise DataError(
                 f"the {documents} have {lengths.sum():,} tokens in all, and do not fill one row of "
-                f"{length} with something to learn; use shorter rows, more data, or best_fit"
+                f"{length:,} with something to learn; use shorter rows, more data, or best_fit"
             )
-        padding = f"{self.padding_share:.2%} of the places are padding"
-        if pack == "off":
-            padding = "a batch is padded to its longest row (train/padding_pct), not to that"
         log.info(
-            f"data: {split}: {len(self):,} rows of at most {length} tokens (data.pack={pack}), "
-            f"{self.lengths.sum():,} tokens; {padding}"
+            f"data: {documents}, {lengths.sum():,} tokens: {len(self):,} rows of at most "
+            f"{length:,} (data.pack={pack})"
         )
         if self.packing.long_documents == "split":
             return
         if pack != "cut" and (left_out := len(self.documents) - self._pieces.shape[1]):
             warn(
-                f"{left_out:,} of {documents} are left out: within {length} tokens they have no "
+                f"{left_out:,} of {documents} are left out: within {length:,} tokens they have no "
                 "answer to learn, because it comes later"
             )
-        if cut_off := (lengths - self.packing.length).clip(min=0).sum() / lengths.sum():
+        if cut_off := (lengths - length).clip(min=0).sum() / lengths.sum():
             log.info(
                 f"data: {split}: {cut_off:.1%} of the tokens are cut off, in documents longer than "
-                f"{length} tokens; use longer rows, or data.pack=best_fit"
+                f"{length:,} tokens; use longer rows, or data.pack=best_fit"
             )
 
 

@@ -6,15 +6,18 @@ for those of a partial last step, which several ranks may read again.
 """
 
 import copy
+import hashlib
 import logging
-import math
 import os
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, Literal
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
@@ -23,8 +26,7 @@ from torch import Tensor
 from dist_amp.errors import ConfigError, DataError, first_line
 from dist_amp.loading.plan import EpochOrder, OrderOf, epoch_keys, epoch_order, permute
 from dist_amp.settings import DataConfig
-from dist_amp.sources.footers import Source, read_source, short_hash, version_of
-from dist_amp.sources.remote import RangeFile, address_of, is_local
+from dist_amp.sources.remote import RangeFile, address_of, fetch, is_local, patiently
 
 log = logging.getLogger(__name__)
 OPEN_FILES = 32  # per process
@@ -34,7 +36,25 @@ SHUFFLE_GROUPS = 2
 MOST_STREAMS = 64  # with data.streams=auto: each keeps row groups in memory
 # 2^64 / the golden ratio: its multiples lie far apart, and so do the keys of two windows.
 GOLDEN = -0x61C8864680B583EB
+AT_ONCE = 16  # threads: an object store takes some 50 ms per request (assumed)
+LIKELY_BYTES = 2**16  # of a footer: what is fetched first
+MAGIC = b"PAR1"
+Version = tuple[int, str]  # a file's size and, if its store has one, the mark of its content
+Types = dict[str, Any]  # Arrow's, by the columns' names
 Row = dict[str, Any]  # or a row group's columns, by their names
+
+
+@dataclass
+class Source:
+    """Parquet files of one file system, and what a view of their rows needs to know."""
+
+    fs: Any
+    files: Sequence[str]
+    schema: Any  # the first file's, Arrow
+    groups: NDArray[np.int64]  # [R, 3]: file, number in it, rows
+    types: Types  # of each column that all files have
+    versions: list[Version]
+    fingerprint: str
 
 
 def open_parquet(fs: Any, files: Sequence[str], data: DataConfig) -> "ParquetView":
@@ -42,8 +62,6 @@ def open_parquet(fs: Any, files: Sequence[str], data: DataConfig) -> "ParquetVie
     source = read_source(fs, files)
     if not len(source.groups):
         raise DataError(f"{files[0]} has no rows, nor any file beside it; give files with data")
-    for reason in source.refused.values():
-        log.warning("warning: left out, unless the task asks for it: %s", reason)
     view = ParquetView(source, data.streams)
     log.info(f"data: {len(view):,} rows in {view.row_groups:,} row groups of {len(files)} files")
     return view
@@ -53,8 +71,7 @@ class ParquetView:
     """The rows of a source, or of some of its row groups. May be pickled and forked."""
 
     def __init__(self, source: Source, streams: int | Literal["auto"]):
-        # Also those that only some files have, so that a task that takes one is told.
-        self.column_names: list[str] = [*source.types, *source.refused]
+        self.column_names: list[str] = list(source.types)
         self.features: Any = None  # the `datasets.Features` in the file, such as pictures
         if b"huggingface" in (source.schema.metadata or {}):
             import datasets
@@ -62,7 +79,6 @@ class ParquetView:
             self.features = datasets.Features.from_arrow_schema(source.schema)
         self.fingerprint = source.fingerprint
         self._source = source
-        self._columns = list(source.types)
         self._groups = source.groups
         self._ends = self._groups[:, 2].cumsum()
         self._streams = streams
@@ -86,7 +102,7 @@ class ParquetView:
         if len(outside):
             raise IndexError(f"row {outside[0]} of {len(self)}")
         if self._reader is None or self._reader.pid != os.getpid():  # a fork shares no open files
-            self._reader = Reader(self._source, self._columns, self._kept_groups)
+            self._reader = Reader(self._source, self.column_names, self._kept_groups)
         groups = np.searchsorted(self._ends, numbers, side="right")
         file, number, count = self._groups[groups].T
         keys = np.stack((file, number, numbers - self._ends[groups] + count), axis=1).tolist()
@@ -105,33 +121,12 @@ class ParquetView:
             if name not in self.column_names:
                 columns = ", ".join(self.column_names)
                 raise DataError(f"column {name} does not exist; the columns are {columns}")
-            if name in self._source.refused:
-                raise DataError(self._source.refused[name])
         view = copy.copy(self)
         view.column_names = names
-        view._columns = names
         view._reader = None
         return view
 
-    def train_test_split(
-        self, test_size: float, seed: int = 0, shuffle: bool = True
-    ) -> dict[str, "ParquetView"]:
-        """Hold out random row groups, or the last; DataError if none is left to train on."""
-        held_out = math.ceil(self.row_groups * test_size)
-        if held_out >= self.row_groups:
-            raise DataError(
-                f"data.validation_split={test_size} leaves none of the row groups "
-                f"({self.row_groups}) to train on; name a split, write smaller row groups, or use "
-                "data.view=map"
-            )
-        order = np.arange(self.row_groups)
-        test = order[-held_out:]
-        if shuffle:
-            rng = torch.Generator().manual_seed(seed)
-            test = torch.randperm(self.row_groups, generator=rng).numpy()[:held_out]
-        return {"train": self._part(np.setdiff1d(order, test)), "test": self._part(test)}
-
-    def _part(self, chosen: NDArray[np.int64]) -> "ParquetView":
+    def select_groups(self, chosen: NDArray[np.int64]) -> "ParquetView":
         view = copy.copy(self)
         view._groups = self._groups[chosen]
         view._ends = view._groups[:, 2].cumsum()
@@ -294,3 +289,83 @@ def digits_reversed(count: int) -> Tensor:
     # The number as an array of its digits; transposed, it is read from the other end.
     numbers = torch.arange(count).reshape(factors[::-1] or [1])
     return numbers.permute(*range(numbers.dim())[::-1]).flatten().argsort()
+
+
+def read_source(fs: Any, files: Sequence[str]) -> Source:
+    """Read all footers. Errors: DataError for the first file that has none."""
+    groups = []
+    schemas = []
+    identities: list[Any] = []
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        versions = list(pool.map(partial(version_of, fs), files))
+        tails = pool.map(partial(read_tail, fs), files, versions)
+        for number, tail in enumerate(tails):
+            try:
+                metadata = pq.read_metadata(pa.BufferReader(MAGIC + tail))
+            except Exception as error:  # of many types
+                raise DataError(
+                    f"{address_of(fs, files[number])} can't be read as Parquet: "
+                    f"{first_line(error)}; download or write it again"
+                ) from error
+            schemas.append(metadata.schema.to_arrow_schema())
+            for group in range(metadata.num_row_groups):
+                if rows := metadata.row_group(group).num_rows:
+                    groups.append((number, group, rows))
+            name = os.path.basename(files[number])
+            identities.append((name, versions[number][0], hashlib.sha256(tail).hexdigest()))
+    first = {column.name: str(column.type) for column in schemas[0]}
+    return Source(
+        fs,
+        files,
+        schemas[0],
+        np.array(groups, np.int64).reshape(-1, 3),
+        common_types(files, schemas),
+        versions,
+        short_hash(repr([first, *identities]).encode()),  # checkpoints hold it
+    )
+
+
+def version_of(fs: Any, file: str, refresh: bool = False) -> Version:
+    if refresh:
+        fs.invalidate_cache(file)
+    try:
+        about = patiently(fs, file, partial(fs.info, file))
+    except FileNotFoundError as error:
+        raise DataError(f"{address_of(fs, file)} does not exist any more; put it back") from error
+    return about["size"], str(about.get("ETag") or about.get("etag") or "")
+
+
+def read_tail(fs: Any, file: str, version: Version) -> bytes:
+    """The file's footer and its last 8 bytes; anything else of a file that is no Parquet."""
+    size = version[0]
+    tail = fetch(fs, file, max(0, size - LIKELY_BYTES), size)
+    length = min(size, int.from_bytes(tail[-8:-4], "little") + 8)
+    if length > len(tail) and tail[-4:] == MAGIC:
+        tail = fetch(fs, file, size - length, size - len(tail)) + tail
+    return tail[-length:]  # type: ignore[no-any-return]
+
+
+def common_types(files: Sequence[str], schemas: Sequence[Any]) -> Types:
+    """{column: the type of its values}, without columns that have none; a warning tells why."""
+    types: Types = {column.name: column.type for column in schemas[0]}
+    left_out: set[str] = set()
+    for file, schema in zip(files, schemas, strict=True):
+        kinds = {column.name: column.type for column in schema}
+        for name in (types | kinds).keys() - left_out:
+            if types.get(name) == kinds.get(name):
+                continue
+            try:
+                pair = [pa.schema({name: columns[name]}) for columns in (types, kinds)]
+                types[name] = pa.unify_schemas(pair, promote_options="permissive").field(0).type
+            except (KeyError, pa.ArrowException):
+                left_out.add(name)
+                log.warning(
+                    f"warning: column {name} is left out: it is {kinds.get(name, 'missing')} in "
+                    f"{file} and {types.pop(name, 'missing')} in {files[0]}; write the files with "
+                    "the same columns, or name those that have them in data.path"
+                )
+    return types
+
+
+def short_hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]

@@ -11,8 +11,7 @@ import hashlib
 import json
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128_hexdigest
 
-from dist_amp.errors import DataError, Failure
+from dist_amp.errors import DataError
 from dist_amp.files import write_durably
 
 FORMAT = 1  # newer ones are refused
@@ -91,8 +90,7 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         content = json.dumps({**asdict(self), "dtype": self.dtype.name}, indent=1)
-        with writing(folder):
-            write_durably(folder / MANIFEST, content + "\n")
+        write_durably(folder / MANIFEST, content + "\n")
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -240,31 +238,18 @@ def write_shard(
         file: {"bytes": len(content), "xxh3": xxh3_128_hexdigest(content)}
         for file, content in contents.items()
     }
-    with writing(folder):
-        (folder / name).mkdir(exist_ok=True)
-        for file, content in contents.items():
-            write_durably(folder / name / file, content)
-        with (folder / name / INDEX).open("ab") as index_file:
-            # Drops what an interrupted run left after the last shard of the manifest.
-            index_file.truncate(INDEX_BYTES * split.total("documents"))
-            index_file.write(index)
-            index_file.flush()
-            os.fsync(index_file.fileno())
+    (folder / name).mkdir(exist_ok=True)
+    for file, content in contents.items():
+        write_durably(folder / name / file, content)
+    with (folder / name / INDEX).open("ab") as index_file:
+        # Drops what an interrupted run left after the last shard of the manifest.
+        index_file.truncate(INDEX_BYTES * split.total("documents"))
+        index_file.write(index)
+        index_file.flush()
+        os.fsync(index_file.fileno())
     hash_of_index = xxh3_128_hexdigest(index)
     shard = TokenShard(end_row, len(documents), len(tokens), counted, hash_of_index, files)
     split = replace(split, shards=(*split.shards, shard))
     manifest = replace(manifest, splits={**manifest.splits, name: split})
     manifest.write(folder)
     return manifest
-
-
-@contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Inside, an OSError is a Failure that names the folder."""
-    try:
-        yield
-    except OSError as error:
-        raise Failure(
-            f"the tokens in {folder} can't be written ({error.strerror}); make room or name "
-            "another folder: the same command then continues after the last complete shard"
-        ) from error

@@ -7,8 +7,7 @@ after the last row in the manifest; the files are the same, whatever the number 
 
 import logging
 import time
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dist_amp.errors import ConfigError, DataError, Failure
+from dist_amp.errors import ConfigError, DataError
 from dist_amp.loading.loader import load
 from dist_amp.settings import DataConfig
 from dist_amp.sources.conversations import (
@@ -41,7 +40,6 @@ from dist_amp.sources.token_shards import (
     read_manifest,
     short_hash,
     write_shard,
-    writing,
 )
 from dist_amp.sources.tokenizer import Tokenizer, open_tokenizer
 
@@ -179,10 +177,8 @@ def tokenize(
     if manifest is not None and manifest.complete:  # perhaps where nothing can be written
         return manifest
     log.info("data: making tokens in %s, after any other process that does", folder)
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / ".lock").acquire()
-    with lock:
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / ".lock"):
         manifest = existing_manifest(folder, new)
         if manifest is None:
             manifest = new
@@ -198,8 +194,6 @@ def tokenize(
 
 def existing_manifest(folder: Path, new: Manifest) -> Manifest | None:
     """The folder's manifest, if any. Errors: ConfigError if it is not of the same tokens."""
-    if folder.is_file():
-        raise ConfigError(f"{folder} is a file; give a folder for the tokens")
     # One listing: another process may begin. The manifest is written first.
     names = [path.name for path in folder.glob("[!.]*")]
     if MANIFEST not in names:
@@ -235,8 +229,11 @@ def tokenize_split(
     documents: list[tuple[Array, Array]] = []  # of the shard in progress
     tokens = 0
     reported = time.monotonic()
-    with closing(encoded_chunks(chunks, ranges, workers)) as encoded:
+    encoded, close = load(chunks, lambda: ranges, workers=workers, pin_memory=False, rank=0)
+    try:
         for chunk, batch in zip(ranges, encoded, strict=True):
+            if isinstance(batch, DataError):
+                raise batch
             for row, ids, learned in batch:
                 if documents and tokens + len(ids) > manifest.shard_tokens:
                     manifest = write_shard(folder, name, manifest, documents, row)
@@ -247,32 +244,14 @@ def tokenize_split(
             if time.monotonic() - reported >= SECONDS:
                 reported = time.monotonic()
                 log.info(f"data: {name}: tokenized {chunk.stop:,} of {end:,} rows")
+    finally:
+        close()
     if not documents:  # a shard ends before a document, so there was none
         raise DataError(
             f"none of the {end:,} rows of the {name} split has anything to learn; check that their "
             "texts, answers or completions are not empty, nor of weight 0"
         )
     return write_shard(folder, name, manifest, documents, end)
-
-
-def encoded_chunks(
-    chunks: "Chunks", ranges: Sequence[range], workers: int
-) -> Generator[list[tuple[int, Array, Array]], None, None]:
-    """chunks[range] of each, in order. Errors: DataError of a row; Failure for a dead worker."""
-    try:
-        encoded, close = load(chunks, lambda: ranges, workers=workers, pin_memory=False, rank=0)
-        try:
-            for batch in encoded:
-                if isinstance(batch, DataError):
-                    raise batch
-                yield batch
-        finally:
-            close()
-    except (RuntimeError, OSError, EOFError) as error:
-        if not workers:
-            raise
-        message = "a worker has died, perhaps for lack of memory; use fewer workers"
-        raise Failure(message) from error
 
 
 class Chunks(RowEncoder):

@@ -107,7 +107,7 @@ def test_cut_rows_are_the_joined_documents_without_the_remainder_that_fills_no_r
     labels = torch.stack([sample["labels"] for sample in rows])
     assert ids.tolist() == torch.arange(24).view(4, 6).tolist()
     assert ids[labels == IGNORE_INDEX].tolist() == [0, 5, 6, 19], "the first of each document"
-    assert rows.padding_share == 0
+    assert rows.lengths.tolist() == [6] * 4
     assert "position_ids" not in rows[0]
 
 

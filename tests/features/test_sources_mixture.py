@@ -167,7 +167,7 @@ BY_ROW_GROUP.shuffled = None
 
 
 @pytest.mark.bad_input("a source of a mixture that has no samples or is read by row group")
-@pytest.mark.bad_input("a mixture beside `data.path`, or with a weight that is too small")
+@pytest.mark.bad_input("a mixture beside `data.path`")
 @pytest.mark.parametrize(
     ("change", "rows", "status", "fragment"),
     [
@@ -175,7 +175,6 @@ BY_ROW_GROUP.shuffled = None
         ({}, None, 65, "wiki has no samples; check its path, split and columns"),
         ({}, DataError("data.path=x is no file"), 65, "wiki: data.path=x is no file"),
         ({"path": "off"}, [1], 64, "wiki names no data; set data.sources.wiki.path or data.sour"),
-        ({"weight": 1e-15}, Tokens(400), 64, "wiki.weight=1e-15 is too small: to read each s"),
         ({"split": "a"}, [1], 64, "wiki.split, or remove data.sources"),
     ],
 )
