@@ -24,7 +24,7 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 
 from benchmarks.activations import Kept
-from benchmarks.collectives import Counting, bytes_in
+from benchmarks.collectives import Counting, sent_bytes
 from benchmarks.harness import in_turns, on_a_run, timed
 from benchmarks.report import interval, median
 from dist_amp.bit_exact import ExactParallel
@@ -100,12 +100,12 @@ def block(run: Run) -> tuple[float, float]:
 
 
 def bytes_of_a_step(run: Run) -> dict[str, int]:
-    """What this rank puts into a step's collectives, by kind and size of the group."""
+    """What this rank sends in a step's collectives, by kind and size of the group."""
     micro_batches = next(run.data)
     with Counting() as counting:
         step(run, micro_batches)
     counted: Counter[Any] = counting.collectives
-    return bytes_in(counted)
+    return sent_bytes(counted)
 
 
 class Made(Kept):

@@ -42,11 +42,11 @@ def measure(run: Run) -> Counter[Collective]:
     return counting.collectives
 
 
-def bytes_in(step: Counter[Collective]) -> dict[str, int]:
-    """What a rank puts in, by kind and size of the group."""
+def sent_bytes(step: Counter[Collective]) -> dict[str, int]:
+    """What a rank sends, by kind and size of the group."""
     total: Counter[str] = Counter()
-    for one, times in step.items():
-        total[f"{one.kind} of {one.ranks}"] += times * one.bytes_in
+    for each, times in step.items():
+        total[f"{each.kind} of {each.ranks}"] += round(times * each.sent)
     return dict(total)
 
 
@@ -55,9 +55,9 @@ def show(run: Run) -> None:
     world = run.world
     world.say(
         f"{run.parallel.strategy} on {world.world_size} x {world.device.type}, "
-        f"{run.precision.name}: bytes that a rank puts into a step's collectives"
+        f"{run.precision.name}: bytes that a rank sends in a step's collectives"
     )
-    world.say(str(bytes_in(measure(run))))
+    world.say(str(sent_bytes(measure(run))))
 
 
 main = on_a_run(show)

@@ -13,31 +13,31 @@ import math
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from functools import wraps
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from dist_amp.clock import PhaseClock
-from dist_amp.commands.devices import SENDS, Device
-from dist_amp.config.auto import accumulation_steps
+from dist_amp.commands.devices import READS, SENDS, Device
+from dist_amp.config.auto import accumulation_steps, pick_cast
 from dist_amp.config.memory import tensor_bytes
-from dist_amp.errors import DataError
+from dist_amp.config.validate import check_parallel
+from dist_amp.errors import DataError, Failure, in_one_line
 from dist_amp.loading.loader import Fetch
 from dist_amp.loading.plan import Shard
 from dist_amp.precision import DTYPES
@@ -51,7 +51,6 @@ from dist_amp.world import World, local
 aten = torch.ops.aten
 
 PHASES = ("forward", "backward", "optimizer")
-HELD = ("parameters, buffers", "gradients", "optimizer state", "moving average")
 ROUNDING = 512  # an allocation is a multiple of it. Source: torch's CUDACachingAllocator.cpp
 # The forward's and the backward's thread each have one. Source: torch's CUDABlas.cpp, for Hopper.
 WORKSPACES = 2 * 32 * 2**20
@@ -61,12 +60,13 @@ USABLE = 0.95  # the share of a device to plan for; fragmentation takes the rest
 BUCKET = 25 * 2**20 // 4
 
 # What the host reads from the device is 1 or true here: checks pass, and divisions work.
-READS = (aten._local_scalar_dense, aten.allclose, aten.equal)
+READ_BACK = (aten._local_scalar_dense, aten.allclose, aten.equal)
 
 # What CUDA's autocast computes in float32, and a CPU's does not. Source: torch's autocast_mode.h.
-OPERATIONS = "cumsum exp log log_softmax pow prod rsqrt softmax sum"
-LAYERS = "cross_entropy group_norm kl_div l1_loss layer_norm log_softmax nll_loss softmax"
-IN_FLOAT32: dict[Any, str] = {torch: OPERATIONS, Tensor: OPERATIONS, F: LAYERS}
+IN_FLOAT32 = {
+    *("cumsum", "exp", "log", "log_softmax", "pow", "prod", "rsqrt", "softmax", "sum"),
+    *("cross_entropy", "group_norm", "kl_div", "l1_loss", "layer_norm", "nll_loss"),
+}
 
 # A CPU's attention, which torch's table lacks, takes the arguments of a GPU's.
 FORWARD = aten._scaled_dot_product_flash_attention
@@ -77,90 +77,69 @@ FLOPS = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[BACKWARD],
 }
 
-KINDS = {  # of collectives, by torch's operations
-    "allreduce_": "all_reduce",
-    "allgather_": "all_gather",
-    "_allgather_base_": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "alltoall_base_": "all_to_all",
-    "broadcast_": "broadcast",
-}
-
 
 @dataclass
 class StrategyPlan:
-    """One strategy: what a step takes of a rank, or the problem for which training refuses it."""
+    """What a step takes of a rank under one strategy."""
 
-    name: str = ""
-    chosen: bool = False
-    problem: str = ""
-    fits: bool | None = None  # into the device, with room for fragments; None: not known
-    precision: str = ""  # and who casts
-    memory: dict[str, int] = field(default_factory=dict)  # bytes of what is kept, by HELD
-    peaks: dict[str, int] = field(default_factory=dict)  # bytes on the device, by phase
-    on_device: int = 0  # the highest of them
-    seconds: dict[str, float] = field(default_factory=dict)  # by phase; sending; the whole step
-    sent_bytes: float = 0.0
+    name: str
+    memory: dict[str, int]  # bytes of each kind that is kept
+    peaks: dict[str, int]  # bytes on the device, by phase
+    on_device: int  # the highest of them
+    fits: bool  # into the device, with room for fragments, or its memory is not known
+    sent_bytes: float
+    seconds: dict[str, float]  # computing, sending and the whole step; {}: of an unknown GPU
 
 
 # ---- what a step sends
 
 
 class Collective(NamedTuple):
-    """One collective as a rank sees it: the ranks of its group, and the bytes in and out."""
+    """One collective: the ranks of its group, and the bytes of its larger side on each rank."""
 
     kind: str
     ranks: int
-    bytes_in: int
-    bytes_out: int
+    nbytes: int
 
     @property
     def sent(self) -> float:
         """Bytes that each rank sends in a ring. Source: doi:10.1016/j.jpdc.2008.09.002."""
-        rounds = 2 if self.kind == "all_reduce" else 1
-        return rounds * (self.ranks - 1) / self.ranks * max(self.bytes_in, self.bytes_out)
+        rounds = 2 if self.kind == "allreduce" else 1
+        return rounds * (self.ranks - 1) / self.ranks * self.nbytes
 
     def seconds(self, gpu: Device, world: World) -> float:
         """Seconds at the bandwidth of the machine's links, or of its network cards."""
-        # A ring over several machines enters and leaves each by every network card.
-        rate = min(gpu.machine, world.local_world_size * gpu.network)
-        inside_hsdp = self.ranks < world.world_size
-        if world.world_size == world.local_world_size or inside_hsdp:
-            rate = gpu.machine
-        if inside_hsdp and self.kind == "all_reduce":
-            rate = gpu.network
+        rate = gpu.machine
+        has_one_machine = world.world_size == world.local_world_size
+        if self.ranks == world.world_size and not has_one_machine:
+            # A ring over several machines enters and leaves each by every network card.
+            rate = min(gpu.machine, world.local_world_size * gpu.network)
+        elif self.kind == "allreduce" and not has_one_machine:
+            rate = gpu.network  # hsdp's, between machines
         return self.sent / (SENDS * rate * 1e9)
 
 
 def collective_of(function: Any, args: Sequence[Any]) -> Collective | None:
     """The collective that an operation is; None for another one, or in a group of one rank."""
     if function.namespace == "_c10d_functional" and function._opname == "all_gather_into_tensor":
-        kind, ranks = "all_gather", args[1]  # a DTensor's
-        sizes = [ranks * args[0].nbytes, args[0].nbytes]
+        kind, ranks = "allgather", args[1]  # a DTensor's
+        nbytes = ranks * args[0].nbytes
     elif function.namespace == "c10d":
-        kind = KINDS.get(function._opname, function._opname)
+        kind = function._opname.strip("_").removesuffix("_base")
         group = next(value for value in args if isinstance(value, torch.ScriptObject))
         ranks = dist.ProcessGroup.unbox(group).size()
         tensors = [[t for t in tree_iter(value) if isinstance(t, Tensor)] for value in args]
-        sizes = [size for size in map(tensor_bytes, tensors) if size] or [0]
+        nbytes = max(map(tensor_bytes, tensors))
     else:
         return None
-    return Collective(kind, ranks, sizes[-1], sizes[0]) if ranks > 1 else None  # outputs are first
+    return Collective(kind, ranks, nbytes) if ranks > 1 else None
 
 
 @dataclass(frozen=True)
 class ImaginedWorld(World):
-    """A rank among ranks that do not exist. notes: what a training would print at its start."""
+    """A rank among ranks that do not exist, which prints nothing."""
 
-    notes: list[str] = field(default_factory=list, compare=False)
-    is_main = False  # which would measure what this CPU computes in half precision
-
-    def say(self, text: str) -> None:
-        if text not in self.notes:
-            self.notes.append(text)
-
-    def warn(self, text: str) -> None:
-        self.say(f"warning: {text}")
+    is_main = False
 
     def mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
         with _disable_current_modes():  # a mesh needs values
@@ -217,14 +196,14 @@ class ImaginedDevice(TorchDispatchMode):
     def forget(self) -> None:
         """Begin again to measure; what is allocated remains."""
         self.peaks: Counter[str] = Counter()  # bytes, by the phase of a step
-        self.counts: Any = Counter()  # seconds by phase, and how often each Collective
+        self.counts: Any = Counter()  # seconds of computing, and how often each Collective
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if DTensor in types:
             return NotImplemented  # what it calls with its local tensors comes here again
         kwargs = kwargs or {}
         is_fake = any(issubclass(kind, FakeTensor) for kind in types)
-        if is_fake and function.overloadpacket in READS:
+        if is_fake and function.overloadpacket in READ_BACK:
             return True
         if collective := collective_of(function, args):
             self.counts[collective] += 1
@@ -237,11 +216,11 @@ class ImaginedDevice(TorchDispatchMode):
         if self._device is not None and not function.is_view:
             inputs = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
             traffic = sum(leaf.nbytes for leaf in (*inputs, *results))
-            seconds = traffic / self._device.bytes_per_second
+            seconds = traffic / (READS * self._device.memory * 1e9)
             if formula := FLOPS.get(function.overloadpacket):
                 flops = formula(*args, **kwargs, out_val=result)
                 seconds = max(seconds, flops / self._device.flop_per_second(inputs[0].dtype))
-            self.counts[self.phase] += seconds
+            self.counts["computing"] += seconds
         return result
 
     def count(self, storage: Any) -> None:
@@ -259,7 +238,7 @@ class ImaginedDevice(TorchDispatchMode):
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Inside, it knows a step's phases and FSDP2's resizing; modules stay where they are."""
+        """Inside, it knows a step's phases and FSDP2's resizing."""
         resize = torch.UntypedStorage.resize_
         enter = PhaseClock.enter
 
@@ -276,7 +255,6 @@ class ImaginedDevice(TorchDispatchMode):
         with (
             patch.object(PhaseClock, "enter", entered),
             patch.object(torch.UntypedStorage, "resize_", resized),
-            patch.object(nn.Module, "to", lambda module, *_, **__: module),
         ):
             yield
 
@@ -298,38 +276,29 @@ def within_kernel(function: Any, args: Any) -> int:
     return 0
 
 
-@contextmanager
-def as_on_gpu() -> Iterator[None]:
-    """Inside, operations are as CUDA has them: autocast's list, and kernels that a CPU lacks."""
-    attention = F.scaled_dot_product_attention
+class AsOnGpu(TorchFunctionMode):
+    """Operations as CUDA has them: autocast's list, and kernels that a CPU lacks."""
 
-    def in_full(tensor: Tensor) -> Tensor:
-        return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+    def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
+        if name in IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
+            args, kwargs = tree_map_only(Tensor, in_full, (args, kwargs))
+        elif name == "dropout":
+            return fused_dropout(*args, **kwargs)
+        elif name == "scaled_dot_product_attention":
+            kwargs = {**kwargs, "dropout_p": 0.0}
+            if isinstance(mask := kwargs.get("attn_mask"), Tensor):
+                kwargs["attn_mask"] = mask.detach()  # a CPU's kernel gives it no gradient
+        return function(*args, **kwargs)
 
-    def in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def called(*args: Any, **kwargs: Any) -> Any:
-            if torch.is_autocast_enabled("cpu"):
-                args, kwargs = tree_map_only(Tensor, in_full, (args, kwargs))
-            return function(*args, **kwargs)
 
-        return called
+def in_full(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
-    def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-        return torch.native_dropout(input, p, True)[0] if training and 0 < p < 1 else input
 
-    def without_dropout(*args: Any, dropout_p: float = 0.0, **kwargs: Any) -> Tensor:
-        if isinstance(mask := kwargs.get("attn_mask"), Tensor):
-            kwargs["attn_mask"] = mask.detach()  # a CPU's kernel gives it no gradient
-        return attention(*args, **kwargs)
-
-    with ExitStack() as patches:
-        for owner, names in IN_FLOAT32.items():
-            for name in names.split():
-                patches.enter_context(patch.object(owner, name, in_float32(getattr(owner, name))))
-        patches.enter_context(patch.object(F, "dropout", dropout))
-        patches.enter_context(patch.object(F, "scaled_dot_product_attention", without_dropout))
-        yield
+def fused_dropout(input: Tensor, p: float, training: bool = True, inplace: bool = False) -> Tensor:
+    return torch.native_dropout(input, p, True)[0] if training and 0 < p < 1 else input
 
 
 # ---- the step
@@ -344,7 +313,7 @@ class Job:
 
     config: Config
     strategy: Strategy
-    world: ImaginedWorld
+    world: World
     task: Task
     module: nn.Module
     dataset: Any
@@ -369,7 +338,7 @@ class Job:
 def simulate(job: Job) -> StrategyPlan:
     """A later step of rank 0, whose micro-batches are all like this one.
 
-    Errors: what training raises for its settings; what the task raises; torch's for an operation
+    Errors: what training raises for its settings; what the task raises; DataError for an operation
     that depends on values, since there are none.
     """
     # It prints a traceback before it raises.
@@ -377,15 +346,7 @@ def simulate(job: Job) -> StrategyPlan:
     register_fused_updates()
     batch = job.batch()
     on_gpu = job.world.device.type == "cuda"
-    fake = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
     device = ImaginedDevice(job.gpu, allocated=WORKSPACES if on_gpu else 0)
-
-    def on_device(tensor: Tensor) -> Tensor:
-        with fake:
-            made = torch.empty_like(tensor, device="cpu")
-        device.count(made.untyped_storage())
-        return made
-
     # The optimizer's state and all gradients exist from the second step on. The third of many
     # micro-batches does what each further one does.
     sizes = [2, 3] if job.micro_batches > 2 else [job.micro_batches]
@@ -396,20 +357,34 @@ def simulate(job: Job) -> StrategyPlan:
             dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
             modes.callback(dist.destroy_process_group)
         modes.enter_context(warnings.catch_warnings(action="ignore"))  # those that training prints
-        module = without_memory(job.module, on_device)
-        kept = tree_iter(attributes_of(job.task, job.module))
-        beside_model = [on_device(leaf) for leaf in kept if isinstance(leaf, nn.Parameter)]
-        batches = [tree_map_only(Tensor, on_device, batch) for _ in range(sizes[-1])]
-        for mode in (fake, device, device.watched()):
-            modes.enter_context(mode)
+        module = copy.deepcopy(job.module)
+        modes.enter_context(
+            FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
+        )
+        modes.enter_context(device)
+        modes.enter_context(device.watched())
+        # Modules stay where they are.
+        modes.enter_context(patch.object(nn.Module, "to", lambda module, *_, **__: module))
         if on_gpu:
-            modes.enter_context(as_on_gpu())
-        run = imagined_run(job, module)
-        train_step(run, batches[:1])
-        for size in sizes:
-            device.forget()
-            train_step(run, batches[:size])
-            steps.append(device.counts)
+            modes.enter_context(AsOnGpu())
+        try:
+            leave_memory(module)
+            kept = tree_iter(attributes_of(job.task, job.module))
+            beside_model = [like_it(leaf) for leaf in kept if isinstance(leaf, nn.Parameter)]
+            batches = [tree_map_only(Tensor, like_it, batch) for _ in range(sizes[-1])]
+            run = imagined_run(job, module)
+            train_step(run, batches[:1])
+            for size in sizes:
+                device.forget()
+                train_step(run, batches[:size])
+                steps.append(device.counts)
+        except Failure:
+            raise
+        except Exception as error:
+            raise DataError(
+                "a plan runs the step on tensors without values, and this one can't run so: "
+                f"{in_one_line(error)}"
+            ) from error
         memory = held_by(run)
         del beside_model
     # Those of all further micro-batches are added to those of the last step.
@@ -420,48 +395,50 @@ def simulate(job: Job) -> StrategyPlan:
     if run.parallel.sharded and job.config.parallel.cpu_offload:
         on_host = sum(memory.values()) - memory["gradients"]
         peaks = {phase: peaks[phase] - on_host for phase in ("forward", "backward")}
-    plan = StrategyPlan(precision=run.precision.name, memory=memory, peaks=peaks)
-    plan.on_device = max(peaks.values())
-    if run.precision.cast_by != "nothing":
-        plan.precision += f", {run.precision.cast_by}"
-    if job.memory:
-        plan.fits = plan.on_device <= USABLE * job.memory
-    sent = {key: times for key, times in counts.items() if isinstance(key, Collective)}
-    plan.sent_bytes = sum(times * each.sent for each, times in sent.items())
+    on_device = max(peaks.values())
+    fits = not job.memory or on_device <= USABLE * job.memory
+    computing = counts.pop("computing", 0.0)
+    sent_bytes = sum(times * each.sent for each, times in counts.items())
+    seconds = {}
     if job.gpu is not None:
-        plan.seconds = {phase: counts.get(phase, 0.0) for phase in PHASES}
-        computing = sum(plan.seconds.values())
-        sending = sum(times * each.seconds(job.gpu, job.world) for each, times in sent.items())
-        plan.seconds |= {"sending": sending, "step": max(sending, computing)}  # they overlap
-    return plan
+        sending = sum(times * each.seconds(job.gpu, job.world) for each, times in counts.items())
+        step = max(computing, sending)  # they overlap
+        seconds = {"computing": computing, "sending": sending, "step": step}
+    name = f"hsdp of {run.parallel.replicas}" if job.strategy == "hsdp" else job.strategy
+    return StrategyPlan(name, memory, peaks, on_device, fits, sent_bytes, seconds)
 
 
-def without_memory(module: nn.Module, on_device: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A copy on the imagined device; tied parameters stay tied."""
-    module = copy.deepcopy(module)
+def like_it(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="cpu")
+
+
+def leave_memory(module: nn.Module) -> None:
+    """Replace parameters and buffers, inside of FakeTensorMode; tied parameters stay tied."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for part in module.modules():
         for name, parameter in list(part.named_parameters(recurse=False, remove_duplicate=False)):
             if parameter not in made:
-                made[parameter] = like(parameter, on_device(parameter))
+                made[parameter] = like(parameter, like_it(parameter))
             setattr(part, name, made[parameter])
         for name, buffer in list(part.named_buffers(recurse=False)):
-            part._buffers[name] = on_device(buffer)
-    return module
+            part._buffers[name] = like_it(buffer)
 
 
 def imagined_run(job: Job, module: nn.Module) -> Run:
     """A run on the CPU, whose parameters have their shards' shapes."""
     config, is_ddp = job.config, job.strategy == "ddp"
+    quiet = replace(job.world, rank=1)
+    cast = pick_cast(config.precision, job.strategy, module, quiet)
+    check_parallel(config.parallel, job.strategy, cast, module, quiet)
     strategy: Strategy = "single" if is_ddp else job.strategy
     config = replace(
         config,
         parallel=replace(config.parallel, strategy=strategy, cpu_offload=False),
         compile=replace(config.compile, blocks=False),
     )
-    world = replace(job.world, device=torch.device("cpu"), _meshes={})
-    alone = replace(world, world_size=1, local_world_size=1)
-    precision, parallel = lay_out(config, job.task, module, alone if is_ddp else world)
+    world = ImaginedWorld(0, 0, job.world.world_size, job.world.local_world_size)
+    laid_out_on = ImaginedWorld() if is_ddp else world
+    precision, parallel = lay_out(config, job.task, module, laid_out_on)
     if is_ddp:
         gradients = FlatGradients(parallel.parameters, DTYPES.get(config.parallel.comm_dtype))
         parallel = replace(
@@ -475,13 +452,15 @@ def imagined_run(job: Job, module: nn.Module) -> Run:
 
 
 def held_by(run: Run) -> dict[str, int]:
-    """Bytes that this rank keeps, by HELD; the gradients are those at the update."""
+    """Bytes that this rank keeps; the gradients are those at the update."""
+
+    def size(tree: Any) -> int:
+        return tensor_bytes(local(leaf) for leaf in tree_iter(tree) if isinstance(leaf, Tensor))
+
     module = run.parallel.module
-    averages = [getattr(observer, "tensors", {}) for observer in run.observers]
-    state, average = (
-        [leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor) and leaf.ndim]
-        for tree in (list(run.optimizer.state.values()), averages)
-    )
-    held = ([*module.parameters(), *module.buffers()], run.parallel.parameters, state, average)
-    sizes = [tensor_bytes(map(local, tensors)) for tensors in held]
-    return dict(zip(HELD, sizes, strict=True))
+    return {
+        "parameters, buffers": size([*module.parameters(), *module.buffers()]),
+        "gradients": size(run.parallel.parameters),
+        "optimizer state": size(list(run.optimizer.state.values())),
+        "moving average": size([getattr(observer, "tensors", {}) for observer in run.observers]),
+    }

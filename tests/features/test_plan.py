@@ -1,6 +1,5 @@
 """What `dist_amp.plan` says is what runs hold and send; it needs neither GPUs nor memory."""
 
-import json
 import math
 import re
 from pathlib import Path
@@ -11,8 +10,9 @@ from conftest import ROOT
 from tiny import Rows, Tiny
 from torch import nn
 
-from dist_amp.commands.devices import find_device
-from dist_amp.commands.plan import main, make_plan
+from dist_amp.commands.devices import DEVICES
+from dist_amp.commands.plan import main, make_job
+from dist_amp.commands.simulation import simulate
 from dist_amp.config.load import load_config
 from dist_amp.distributed import machine
 from dist_amp.errors import DataError
@@ -141,7 +141,7 @@ def planned(task, words, ranks, module="test_plan"):
 
 
 def chosen(words, ranks, memory=0, device=None):
-    return make_plan(load_config(words.split(), {}), ranks, memory, device, True).strategies[0]
+    return simulate(make_job(load_config(words.split(), {}), ranks, memory, device))
 
 
 def shown(capsys, words):
@@ -154,41 +154,34 @@ def test_a_large_model_is_planned_for_gpus_that_are_not_here_in_half_a_gibibyte(
     capsys, monkeypatch
 ):
     monkeypatch.setattr(machine, "is_native", pytest.fail)
-    words = "--task.target test_plan:Large --world_size 64 --device_memory_GiB 80 --json"
+    words = "--task.target test_plan:Large --world_size 64 --device_memory_GiB 80"
     words += " --train.micro_batch_size 1 --parallel.activation_checkpointing full"
     words += " --parallel.bit_exact true --train.global_batch_size 64 --compile.blocks true"
     Path("/proc/self/clear_refs").write_text("5")  # the peak of memory is what it is now
     before = resident_bytes()[1]
-    status, out, err = shown(capsys, f"{words} --precision.scaler.growth_factor 4")
+    status, out, _ = shown(capsys, words)
     assert resident_bytes()[0] < before + 2**29, "the parameters alone would take 11 GiB"
-    assert (status, "building" in err) == (0, True), "what the task prints is no JSON"
-    plan = json.loads(out)
-    assert plan["facts"]["model"] == "Sequential, 3,040,944,128 parameters; 2 x Sequential"
-    assert plan["facts"]["ranks"] == "64 x cuda, 80.00 GiB each, 8 to a machine (assumed)"
-    batch = "64 samples per step = 64 ranks x 1 x micro-batch of 1; 524,288 tokens per step"
-    assert plan["facts"]["batch"] == batch
-    assert "planned without compile.blocks, parallel.bit_exact and float8" in plan["notes"]
-    warning = "precision.scaler has no effect in bf16: only fp16 needs a loss scaler"
-    assert f"warning: {warning}" in plan["notes"]
-    keys = ("name", "chosen", "fits", "precision")
-    assert [[one[key] for key in keys] for one in plan["strategies"]] == [
-        ["ddp", False, True, "bf16, autocast"],
-        ["fsdp", False, True, "bf16, policy"],
-        ["hsdp of 8", True, True, "bf16, policy"],
+    assert status == 0
+    expected = [
+        "model       Sequential, 3,040,944,128 parameters",
+        "ranks       64 x cuda, 80.00 GiB each",
+        "step        64 ranks x 1 x micro-batch of 1 = 64 samples, 524,288 tokens",
     ]
+    assert [line for line in expected if line not in out.splitlines()] == []
+    assert re.search(r"on each rank +ddp +fsdp +hsdp of 8 \*\n", out)
 
 
 def test_the_strategy_and_the_largest_micro_batch_are_those_that_fit(capsys):
-    words = f"{MEDIUM} --world_size 8 --device_memory_GiB 0.1631 --largest_micro_batch --json"
-    plan = json.loads(shown(capsys, words)[1])
-    assert [one["name"] for one in plan["strategies"] if one["chosen"]] == ["fsdp"]
-    assert [one["fits"] for one in plan["strategies"]] == [False, True, False]
-    size = plan["largest_micro_batch"]
+    words = f"{MEDIUM} --world_size 8 --device_memory_GiB 0.1631 --largest_micro_batch"
+    _, out, _ = shown(capsys, words)
+    assert re.search(r"ddp +fsdp \* +hsdp of 2\n", out)
+    assert re.search(r"left of .*  too large  .*MiB +too large\n", out)
+    size = int(re.search(r"largest train.micro_batch_size that fits: (\d+)", out)[1])
     assert size > 16
     for tried, fits in ((size, True), (math.ceil(size * 17 / 16), False)):
         more = f"{MEDIUM} --parallel.strategy fsdp --train.micro_batch_size {tried}"
         assert chosen(more, 8, round(0.1631 * 2**30)).fits == fits
-    assert chosen(UNEVEN, 8, 80 * 2**30).name == "ddp"
+    assert make_job(load_config(UNEVEN.split(), {}), 8, 80 * 2**30).strategy == "ddp"
     words = f"{UNEVEN} --world_size 1 --device_memory_GiB 0.05 --largest_micro_batch"
     _, out, _ = shown(capsys, words)
     assert "nothing fits into 95 % of the device; use more ranks" in out
@@ -196,37 +189,16 @@ def test_the_strategy_and_the_largest_micro_batch_are_those_that_fit(capsys):
     assert "largest train.micro_batch_size that fits: 0" in out
 
 
-@pytest.mark.parametrize(
-    "ranks", [(2, 8, 64), pytest.param((8, 64, 512, 4096), marks=pytest.mark.slow)]
-)
-def test_a_table_over_ranks_has_a_column_or_the_problem_of_each_number(capsys, monkeypatch, ranks):
-    monkeypatch.setattr("dist_amp.commands.plan.MANY_RANKS", ranks)
-    words = f"{MEDIUM} --parallel.strategy fsdp --device h100-80gb --over_ranks"
-    batch = 8 * ranks[-2]
-    _, out, _ = shown(capsys, f"{words} --world_size 2 --train.global_batch_size {batch}")
-    assert "fsdp *" in out
-    assert re.findall(r"([\d,]+) x fsdp", out) == [f"{count:,}" for count in ranks[:-1]]
-    problem = f"{ranks[-1]:,} x ranks: not possible: train.global_batch_size={batch} is not a mult"
-    assert problem in out
-    table = out.partition(" x fsdp")[2]
-    assert "too large" not in table
-    shards = re.search("optimizer state(.*)", table)[1]
-    sizes = [float(size) for size in re.findall(r"([\d.]+) [MK]iB", shards)[:2]]
-    assert sizes[0] > sizes[1]
-
-
 def test_time_is_that_of_the_arithmetic_and_under_cpu_offload_the_state_is_the_hosts():
     words = f"{MEDIUM} --train.micro_batch_size 2048 --parallel.strategy fsdp"
     words = f"{words} --parallel.activation_checkpointing full --parallel.cpu_offload"
     kept, offloaded = (
-        chosen(f"{words} {is_on}", 8, device=find_device("h100-80gb")) for is_on in (False, True)
+        chosen(f"{words} {is_on}", 8, device=DEVICES["h100-80gb"]) for is_on in (False, True)
     )
     # A forward of the blocks and one more, at 60 % of 989.4 TFLOP/s, and a backward of twice it.
     blocks = 2 * 2 * 2 * 1024 * 4096 * 2048
-    assert kept.seconds["forward"] > blocks / (0.6 * 989.4e12)
-    assert kept.seconds["backward"] > 3 * blocks / (0.6 * 989.4e12)
-    computing = sum(kept.seconds[phase] for phase in ("forward", "backward", "optimizer"))
-    assert kept.seconds["step"] == max(computing, kept.seconds["sending"])
+    assert kept.seconds["computing"] > 4 * blocks / (0.6 * 989.4e12)
+    assert kept.seconds["step"] == max(kept.seconds["computing"], kept.seconds["sending"])
     # Of the same peak in forward or backward; the gradients' shards are on their way.
     state = kept.memory["parameters, buffers"] + kept.memory["optimizer state"]
     assert kept.on_device - offloaded.on_device == state
@@ -247,31 +219,28 @@ def test_what_a_model_or_an_unknown_device_rules_out_is_explained(capsys):
     reason = "parallel.strategy=auto depends on the GPU's memory; give --device or --device_mem"
     assert reason in out
     assert re.search("fsdp: not possible: .*doesn't support scalar parameters. Change gain", out)
-    assert "warning: each of the 4 ranks holds the whole model, 0.00 GiB, in host memory" in out
 
 
 NEEDS_VALUES = "a plan runs the step on tensors without values, and this one can't run so: Dynamic"
 
 
 @pytest.mark.bad_input("`plan` for an unknown device, or with a setting that training would refuse")
-@pytest.mark.bad_input("`plan` with data that fails or is too small, or shapes that need values")
+@pytest.mark.bad_input("`plan` with data that fails, or shapes that need values")
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
-        ("--device h100", 64, "--device=h100 is not in the table; use one of a100-40gb, a100-80gb"),
-        ("--device l4 --run.device cpu", 64, "--device=l4 is a GPU, and run.device=cpu plans for"),
+        ("--device h100", 64, "argument --device: invalid choice: 'h100' (choose from 'a100-40gb"),
         ("--largest_micro_batch", 64, "--largest_micro_batch needs --device or --device_memory_G"),
         ("--world_size 0", 64, "--world_size=0 must be at least 1"),
         ("--world_size 3 --train.global_batch_size 16", 64, "of micro_batch_size 8 x world size 3"),
         ("--worldsize 8", 64, "unknown key worldsize on the command line; --help lists e"),
-        ("--world_size 1024 --data.drop_last true", 65, "has 4096 samples, fewer than one global"),
         ("--task.target test_plan:NoData", 65, "no such table"),
         ("--task.target test_plan:CountsPositives", 65, NEEDS_VALUES),
     ],
 )
 def test_a_wrong_plan_is_one_line_with_its_status(capsys, words, status, message):
-    found, out, err = shown(capsys, f"{UNEVEN} --world_size 2 {words}")
-    assert (found, out) == (status, "")
+    found, _, err = shown(capsys, f"{UNEVEN} --world_size 2 {words}")
+    assert found == status
     assert err.startswith("error: ")
     assert message in err
     assert err.count("\n") == 1

@@ -30,7 +30,8 @@ from gpu_stand_in.loops import (
 )
 from gpu_stand_in.stand_in import peaks_of
 
-from dist_amp.commands.plan import make_plan
+from dist_amp.commands.plan import make_job
+from dist_amp.commands.simulation import simulate
 from dist_amp.config.load import load_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine, needs_fake_gpus]
@@ -197,9 +198,8 @@ def test_casts_to_float8_are_fused_with_what_computes_their_operands(tmp_path):
 def check_plan(words, ranks=1, values=False):
     words = [*words, "--compile.blocks", "false"]
     real = on_fake_gpus(min(ranks, 8), peaks_of, words, ranks, values=values)
-    plan = make_plan(load_config(words, environ={}), ranks, 0, only_chosen=True)
-    (chosen,) = plan.strategies
-    assert chosen.on_device == pytest.approx(max(real.values()), rel=0.03)
+    plan = simulate(make_job(load_config(words, environ={}), ranks, 0))
+    assert plan.on_device == pytest.approx(max(real.values()), rel=0.03)
 
 
 @pytest.mark.parametrize(("model", "strategy", "ranks", "recomputed"), PLANNED)

@@ -74,7 +74,7 @@ def real(world, task, words):
         lambda *_: gradients.append(bytes_of(local(p.grad) for p in run.parallel.parameters))
     )
     sends = sum(times * one.sent for one, times in measure(run).items())
-    moments = [v for values in run.optimizer.state.values() for v in values.values() if v.ndim]
+    moments = [v for values in run.optimizer.state.values() for v in values.values()]
     holds = {
         "parameters, buffers": bytes_of(map(local, [*module.parameters(), *module.buffers()])),
         "gradients": max(gradients),

@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import log_step as log_step_bench
 from benchmarks.collectives import Counting, measure
-from dist_amp.commands.plan import make_plan, table
+from dist_amp.commands.plan import compare, make_job, table
 from dist_amp.commands.simulation import Collective
 from dist_amp.config.auto import accumulation_steps
 from dist_amp.config.load import load_config
@@ -105,7 +105,7 @@ def by_formula(run):
     if parallel.strategy == "ddp":
         size = 4 if run.config.parallel.comm_dtype == "off" else 2
         total = size * sum(p.numel() for p in model.parameters())
-        return {("all_reduce", world.world_size): total + 4}
+        return {("allreduce", world.world_size): total + 4}
     replicas = parallel.replicas
     shards = world.world_size // replicas
     units = [list(block.parameters()) for block in task.blocks(model)]
@@ -118,10 +118,10 @@ def by_formula(run):
     reduced = DTYPES[run.config.parallel.reduce_dtype].itemsize if in_policy else 4
     micro_batches = accumulation_steps(run.config.train, world.world_size)
     times = micro_batches if run.config.parallel.accumulate_reduce == "every" else 1
-    expected = Counter({("all_reduce", world.world_size): 8})
-    expected["all_gather", shards] += micro_batches * gathered * sum([*sizes, *sizes[:-2]])
+    expected = Counter({("allreduce", world.world_size): 8})
+    expected["allgather", shards] += micro_batches * gathered * sum([*sizes, *sizes[:-2]])
     expected["reduce_scatter", shards] += times * reduced * sum(sizes)
-    expected["all_reduce", replicas] += reduced * sum(sizes) // shards
+    expected["allreduce", replicas] += reduced * sum(sizes) // shards
     return {key: size for key, size in expected.items() if key[1] > 1}
 
 
@@ -132,7 +132,7 @@ def measured(world, command_lines):
         run = run_of(world, *words)
         counted = Counter()
         for one, times in measure(run).items():
-            counted[one.kind, one.ranks] += times * max(one.bytes_in, one.bytes_out)
+            counted[one.kind, one.ranks] += times * one.nbytes
             calls += times
         if (expected := by_formula(run)) != dict(counted):
             apart.append((words, expected, dict(counted)))
@@ -169,7 +169,7 @@ def buckets_of_wide(world):
 def test_ddp_sends_a_bucket_when_it_is_full():
     for counted in on_ranks(2, buckets_of_wide):
         # The first is full at 1 MiB, with a layer of 4 MiB; the second at 25 MiB, with seven.
-        assert sum(one.bytes_in > 2**20 for one in counted) == 2
+        assert sum(one.nbytes > 2**20 for one in counted) == 2
 
 
 @pytest.mark.parametrize(("size", "strategy"), [(3, "fsdp"), (1024, "hsdp"), (1024, "ddp")])
@@ -229,7 +229,7 @@ def test_a_step_takes_as_many_operations_and_calls_on_a_thousand_ranks_as_on_two
 def test_the_page_has_the_numbers_of_its_command(words):
     page = (ROOT / "docs" / "collectives.md").read_text()
     config = load_config(["--config", str(ROOT / "configs" / "gpt_124m.toml"), *words], environ={})
-    rows = table(make_plan(config, 8, 0).strategies, 0)
+    rows = table(compare(make_job(config, 8, 0))[0], 0)
     (line,) = [line for line in rows if line.startswith("sent per step")]
     assert line in page
 
@@ -261,7 +261,7 @@ def collectives_of_log_steps(world, folder):
         run.observers.close(None)
     with AgreedStop(world) as stop, Counting() as polling:
         stop.poll()
-    assert polling.collectives == {Collective("all_reduce", 2, 8, 8): 1}
+    assert polling.collectives == {Collective("allreduce", 2, 8): 1}
     return counted, waiting
 
 

@@ -65,7 +65,7 @@ def test_a_step_reads_nothing_back_and_a_log_step_reads_once(ranks, strategy, dt
 
 
 class Sizes(Counting):
-    """The bytes that go into each collective of a kind, in their order."""
+    """The bytes of each collective of a kind, in their order."""
 
     def __init__(self):
         super().__init__()
@@ -75,7 +75,7 @@ class Sizes(Counting):
         before = self.collectives.copy()
         result = super().__torch_dispatch__(function, types, args, kwargs)
         for one in self.collectives - before:
-            self.sizes[one.kind].append(one.bytes_in)
+            self.sizes[one.kind].append(one.nbytes)
         return result
 
 
@@ -84,17 +84,17 @@ def sizes_in_a_step(world, task, *words):
     take_steps(run, hooks.COMPARED_FORWARDS)  # in which the ranks compare their blocks
     with Sizes() as counting:
         take_steps(run, 1)
-    return counting.sizes["reduce_scatter"], counting.sizes["all_gather"]
+    return counting.sizes["reduce_scatter"], counting.sizes["allgather"]
 
 
 def test_an_embedding_that_is_a_unit_is_gathered_once_and_a_head_reduced_before_the_blocks():
     head = 4 * (VOCABULARY * WIDTH + VOCABULARY)
-    shard_of_embedding = 4 * VOCABULARY * WIDTH // 2
-    shard_of_block = 4 * (WIDTH * WIDTH + WIDTH) // 2
+    embedding = 4 * VOCABULARY * WIDTH
+    block = 4 * (WIDTH * WIDTH + WIDTH)
     reduced, gathered = on_ranks(2, sizes_in_a_step, Task(called, BOTH), *FEW)[0]
     assert (reduced[0], len(reduced)) == (head, 6)
-    assert gathered.count(shard_of_embedding) == 2, "the forwards of two micro-batches"
-    assert gathered.count(shard_of_block) == 3 * 2 * 2, "three blocks, forward and backward"
+    assert gathered.count(embedding) == 2, "the forwards of two micro-batches"
+    assert gathered.count(block) == 3 * 2 * 2, "three blocks, forward and backward"
     reduced, _ = on_ranks(2, sizes_in_a_step, Task(called), *FEW)[0]
     assert reduced[-1] > head
     assert len(reduced) == 4
