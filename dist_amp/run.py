@@ -33,7 +33,7 @@ from dist_amp.distributed.process import (
     set_random_state,
     set_tf32,
 )
-from dist_amp.errors import ConfigError, some_of
+from dist_amp.errors import ConfigError
 from dist_amp.files import present
 from dist_amp.optim import Schedule, build_optimizer
 from dist_amp.parallel import Parallel, build_parallel
@@ -44,11 +44,6 @@ from dist_amp.task import Task, build_split
 from dist_amp.telemetry.metrics import Metrics
 from dist_amp.telemetry.observer import Observers
 from dist_amp.world import World, locate
-
-LEFT_EVALUATION_MODE = (
-    "left evaluation mode at model.train(), as in any training loop: for fixed batch statistics, "
-    "or no dropout, override train() in its module (docs/recipes.md)"
-)
 
 __all__ = ["Run", "ScriptRun", "build_run", "load_config"]
 
@@ -112,8 +107,7 @@ class ScriptRun(Run):
         self.set_switches()  # another run may have been built since
         self._is_fitting = True
         self.observers.begin(self)
-        if changed := training_mode(self.model):
-            self.world.say(changed)
+        self.model.train()
         self.data.close()
         if not self.step:
             self.data.position = 0
@@ -143,9 +137,8 @@ class ScriptRun(Run):
                 "task's build_dataset('validation') must return samples; set eval.every to a "
                 "number of steps, and hold some out"
             )
-        from dist_amp.optimizers.groups import call_on_evaluation, check_formula
+        from dist_amp.optimizers.groups import call_on_evaluation
 
-        check_formula(self.schedule, self.step)
         values = evaluate(self)
         wish = self.metrics.write_evaluation(self.step, values, partial(call_on_evaluation, self))
         if wish:
@@ -159,10 +152,9 @@ class ScriptRun(Run):
         """
         self._refuse_address("save()")
         self.saver.save(wait)
-        if hasattr(self.task, "schedule"):
-            from dist_amp.optimizers.groups import check_formula
+        from dist_amp.optimizers.groups import check_formula
 
-            check_formula(self.schedule, self.step)
+        check_formula(self.schedule, self.step)
         return checkpoint_folder(self.folder, self.step)
 
     def close(self) -> None:
@@ -225,8 +217,6 @@ def build_run(
         run.observers.add(TaskState(task), stays=True)
     if problem := best_metric_problem(run):
         raise ConfigError(problem)
-    if hasattr(task, "best_metric") and run.validation is None:
-        world.warn(f"best_metric={task.best_metric!r} has no effect, because nothing is evaluated")
     run.set_switches = partial(set_switches, config)
     return run
 
@@ -286,24 +276,19 @@ def initial_module(config: Config, task: Task, world: World, resumes: bool) -> n
         module = build_on_ranks(task, world, resumes)
     else:
         module = build_module(task)
-    if changed := training_mode(module):
-        world.say(changed)
-
+    frozen = [(name, part) for name, part in module.named_modules() if not part.training]
+    module.train()
+    left = [name for name, part in frozen if part.training]
+    if left and left[0]:  # the root has no name: libraries load whole models in evaluation mode
+        world.say(
+            f"{left[0]} left evaluation mode at model.train(), as in any training loop: for fixed "
+            "batch statistics, or no dropout, override train() in its module (docs/recipes.md)"
+        )
     from dist_amp.scaling.float32 import to_float32
 
     if converted := to_float32(module, frozen_too=not config.precision.use_amp):
         world.say(converted)
     return module
-
-
-def training_mode(module: nn.Module) -> str:
-    """Call module.train(); returns what to tell of parts that leave evaluation mode, or ""."""
-    frozen = {name: part for name, part in module.named_modules() if not part.training}
-    module.train()
-    trained = [name for name, part in frozen.items() if part.training]
-    # Not their own parts, nor a whole model, which libraries load in evaluation mode.
-    trained = [name for name in trained if name.rpartition(".")[0] not in frozen]
-    return f"{some_of(trained)} {LEFT_EVALUATION_MODE}" if trained else ""
 
 
 def lay_out(

@@ -28,7 +28,7 @@ from dist_amp.telemetry.sums import WeightedMeans
 from dist_amp.world import World
 
 
-@dataclass(repr=False)
+@dataclass(repr=False)  # its parts are long
 class Run:
     """Everything that one run needs; `step` counts the steps taken, applied or skipped."""
 
@@ -50,11 +50,6 @@ class Run:
     current_batch: Any = None  # the micro-batch in use
     resumed_from_step: int | None = None
     resumed_from: Path | None = None
-
-    def __repr__(self) -> str:
-        steps = f"step {self.step} of {self.config.train.steps}"
-        ranks = f"{self.parallel.strategy} on {self.world.world_size} ranks"
-        return f"<Run of {type(self.task).__name__}: {steps}, {ranks}, in {self.folder}>"
 
     @property
     def model(self) -> nn.Module:

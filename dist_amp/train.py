@@ -16,7 +16,6 @@ the device anyway, and what is not sound is neither evaluated nor saved.
 
 import gc
 import sys
-import threading
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -177,11 +176,6 @@ def fit(run: ScriptRun) -> dict[str, Any]:
     run built again, after any end. Errors: what ended it; ConfigError as for `ScriptRun.fitting`;
     SystemExit with the exit status after another signal, and after any error of several ranks.
     """
-    if threading.current_thread() is not threading.main_thread():
-        run.world.warn(
-            "fit(run) runs in a thread, where no signal can stop it after a step: call it in the "
-            'main thread, or let the task\'s on_step return "stop"'
-        )
     check_launch()
     config = replace(run.config, run=replace(run.config.run, dir=str(run.folder)))
     run.config = config

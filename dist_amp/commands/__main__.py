@@ -22,7 +22,6 @@ COMMANDS = {
     "demo": "train a small GPT on Python's own source; the arguments are those of launch",
     "launch": "train on all GPUs of this machine, or on several machines; torchrun's options",
     "verify": "prove on your task and machine that every way of running computes the same step",
-    "bench": "in a clone, measure what things cost: overhead, amp, gpu, data, checkpoint ...",
     "schema": "print the JSON Schema of config files, by which editors complete and check them",
     "plan": "predict memory, traffic and time per rank of a config on a number of GPUs",
     "tokenize": "pre-tokenize a dataset into memory-mapped files",

@@ -13,7 +13,7 @@ from typing import NoReturn
 from urllib.parse import quote, urlencode
 
 from dist_amp.errors import ConfigError
-from dist_amp.supervise.command_line import command, run_folder
+from dist_amp.supervise.command_line import Parser, command, run_folder
 
 PORT = 6006  # TensorBoard's own default
 
@@ -48,26 +48,23 @@ def pinned_url(has_tokens: bool, port: int | str = PORT) -> str:
 @command()
 def main(argv: Sequence[str]) -> NoReturn:
     """Print the address of the main charts, then become TensorBoard. Errors: ConfigError."""
-    if argv[:1] in (["-h"], ["--help"]):
-        print(__doc__)
-        sys.exit()
-    folder = run_folder("".join(argv[:1]))
+    parser = Parser("python -m dist_amp.board", __doc__)
+    parser.add_argument("folder", type=run_folder, metavar="RUN|FOLDER")
+    parser.add_argument("--port", default=str(PORT))
+    options, words = parser.parse_known_args(argv)
+    folder = options.folder
     logs = folder / "tensorboard"
     if not logs.is_dir():
         logs = folder
-        if not argv or not any(folder.glob("*/tensorboard")):
+        if not any(folder.glob("*/tensorboard")):
             raise ConfigError(
-                f"dist_amp board {' '.join(argv)}: there is no run; give the folder of a run, or "
-                "of several"
+                f"{folder} holds no run; give the folder of a run, or the folder of several"
             )
     logged = [*folder.glob("metrics.jsonl"), *folder.glob("*/metrics.jsonl")]
     has_tokens = any("throughput/tokens_per_second" in path.read_text() for path in logged)
-    options = list(argv[1:])
-    if "--port" not in options:
-        options += ["--port", str(PORT)]
-    print(pinned_url(has_tokens, options[options.index("--port") + 1]), flush=True)
-    command_line = [sys.executable, "-m", "tensorboard.main", "--logdir", str(logs), *options]
-    os.execv(sys.executable, command_line)
+    print(pinned_url(has_tokens, options.port), flush=True)
+    command_line = [sys.executable, "-m", "tensorboard.main", "--logdir", str(logs)]
+    os.execv(sys.executable, [*command_line, "--port", options.port, *words])
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ class Audit(Observer):
         run = self._run
         world = run.world
         ranks = world.world_size
-        every = run.config.debug.audit_every
+        every: Any = run.config.debug.audit_every  # not "off"
         position = self._position
         self._position = run.data.position
         choice = choose(run.config.run.seed, every, run.step, ranks, len(micro_batches))
@@ -126,16 +126,14 @@ def hash_for_audit(values: Sequence[Tensor]) -> Tensor:
 
 def check_settings(config: Config, world: World) -> None:
     """Errors: ConfigError, on all ranks, where other bits would be no sign of corruption."""
+    kinds = world.gather(kind_of(world.device))
     reason = ""
     if not config.parallel.bit_exact:
         reason = "needs parallel.bit_exact=true: otherwise ranks do not compute the same bits"
-    elif world.world_size == 1:
+    elif len(kinds) == 1:
         reason = "needs another rank, which computes again, and this is one process"
-    else:
-        kinds = world.gather(kind_of(world.device))
-        for rank, kind in enumerate(kinds):
-            if kind != kinds[0]:
-                reason = f"needs ranks on equal devices: {kinds[0]} (rank 0), {kind} (rank {rank})"
+    elif len(set(kinds)) > 1:
+        reason = f"needs ranks on equal devices, and they are on {', '.join(sorted(set(kinds)))}"
     if reason:
         every = config.debug.audit_every
         raise ConfigError(f"debug.audit_every={every} {reason}; use debug.audit_every=off")
@@ -149,13 +147,12 @@ def kind_of(device: torch.device) -> str:
 
 
 def choose(
-    seed: int, every: int | Literal["off"], step: int, ranks: int, micro_batches: int
+    seed: int, every: int, step: int, ranks: int, micro_batches: int
 ) -> tuple[int, int] | None:
     """The micro-batch to audit in a step, None in most; a pure function of its arguments.
 
     Returns (its number in each rank's step, how many ranks further on is the rank that it is of).
     """
-    assert every != "off"
     window, place = divmod(step, every)
     generator = random.Random(f"audit {seed} {window}")  # the same in every process, unlike a hash
     if place != generator.randrange(every):
@@ -169,25 +166,17 @@ def verdict(ranks: Sequence[int], values: Sequence[Hashes], places: Sequence[str
     ranks: that of the micro-batch, another one that computed it, then all ranks once more.
     values: what each of these computed. places: where each of all ranks is.
     """
-    pairs = list(zip(ranks, values, strict=True))
-    likely, count = Counter(values).most_common(1)[0]
-    wrong = Counter(rank for rank, value in pairs if value != likely)
     # The first two computed it twice, and may differ from themselves.
-    unsteady = {rank for rank, value in pairs[:2] if value != values[2 + rank]}
-    if unsteady and len({value[0] for value in values}) > 1:
+    unsteady = {ranks[i] for i in (0, 1) if values[i] != values[2 + ranks[i]]}
+    other_samples = len({value[0] for value in values}) > 1
+    likely, count = Counter(values).most_common(1)[0]
+    is_majority = 2 * count > len(values)
+    if (unsteady and other_samples) or (len(unsteady) == 2 and not is_majority):
         return ""
-    if 2 * count <= len(values):  # no majority
-        if len(unsteady) == 2:
-            return ""
-        wrong = Counter({rank: wrong[rank] for rank in unsteady})
+    pairs = zip(ranks, values, strict=True)
+    wrong = unsteady
+    if is_majority:
+        wrong = {rank for rank, value in pairs if value != likely}
     if not wrong:
-        sides: dict[Hashes, list[int]] = {}
-        for rank, value in enumerate(values[2:]):
-            sides.setdefault(value, []).append(rank)
-        text = " against ".join(f"ranks {side}" for side in sides.values())
-        return f"{text}, each with the same result twice: which is wrong can't be told"
-    texts = [
-        f"rank {rank} ({places[rank]}) in {wrong[rank]} of {ranks.count(rank)} computations"
-        for rank in sorted(wrong)
-    ]
-    return f"wrong is {', '.join(texts)}"
+        return "which rank is wrong can't be told: as many ranks have either result, twice"
+    return f"wrong is {', '.join(f'rank {rank} ({places[rank]})' for rank in sorted(wrong))}"

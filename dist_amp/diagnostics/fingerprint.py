@@ -19,7 +19,6 @@ from dist_amp.telemetry.observer import Observer
 from dist_amp.telemetry.step_report import LogRow, StepReport
 from dist_amp.world import local
 
-MAX_GROUPS = 64  # hashes of parameters in a line; assumed: 64 of each kind take 4 KB
 KINDS = ("parameters", "gradients")
 
 
@@ -30,9 +29,10 @@ class Fingerprint(Observer):
         self._run = run
         self._every: Any = run.config.metrics.fingerprint  # not "off"
         names, parameters = zip(*run.parallel.module.named_parameters(), strict=True)
-        groups = group_names(names)
-        self._names = list(dict.fromkeys(groups))
-        self._group_of = torch.tensor([self._names.index(group) for group in groups])
+        # A parameter of the model itself is hashed under its own name.
+        modules = [clean_name(name).rpartition(".")[0] or name for name in names]
+        self._names = list(dict.fromkeys(modules))
+        self._module_of = [self._names.index(module) for module in modules]
         shards = run.world.world_size // run.parallel.replicas
         # This rank's: the parameter, and which of its elements is the shard's first.
         self._parts: list[tuple[nn.Parameter, int]] = []
@@ -53,7 +53,7 @@ class Fingerprint(Observer):
             self._hook.enter_context(hook)
 
     def _hash(self, kind: str) -> None:
-        """Each group's hash, of what this rank holds: [groups] int64."""
+        """Each module's hash, of what this rank holds: [modules] int64."""
         world = self._run.world
         hashes = torch.zeros(len(self._names), dtype=torch.int64, device=world.device)
         with world.clock.hold("diagnostics"):
@@ -62,7 +62,7 @@ class Fingerprint(Observer):
                 if tensor is not None:
                     # Times an odd number, so that exchanged parameters are noticed.
                     value = hash_tensor(local(tensor), first) * (2 * number + 1)
-                    hashes[self._group_of[number]] += value.to(world.device)
+                    hashes[self._module_of[number]] += value.to(world.device)
         self._hashes.append(hashes)
 
     def after_step(self, report: StepReport, micro_batches: Sequence[Any]) -> None:
@@ -90,19 +90,3 @@ class Fingerprint(Observer):
                 for kind, values in zip(KINDS, hashes, strict=False)
             }
         return {"fingerprints": written} if written and self._run.world.is_main else {}
-
-
-def group_names(names: Sequence[str]) -> list[str]:
-    """The module group of each parameter, by name: the smallest modules, at most MAX_GROUPS, or the
-    layers where there are more.
-    """
-    paths = [clean_name(name).split(".")[:-1] or [name] for name in names]
-    # Down to a layer's number, such as model.layers.0.
-    numbers = [[part.isdigit() for part in path] for path in paths]
-    layers = max(row.index(True) + 1 if any(row) else 1 for row in numbers)
-    groups: list[str] = []
-    for depth in range(max(map(len, paths)), layers - 1, -1):
-        groups = [".".join(path[:depth]) for path in paths]
-        if len(set(groups)) <= MAX_GROUPS:
-            break
-    return groups

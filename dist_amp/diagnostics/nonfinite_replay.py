@@ -58,12 +58,10 @@ class TensorStats:
 
     def __str__(self) -> str:
         what = f"{self.what} {self.dtype} {self.shape}"
-        span = "..".join(f"{bound:.6g}" for bound in self.span)
+        span = "..".join(f"{bound:.6g}" for bound in self.span) or "nothing"
         if self.finite:
-            return f"{what} {span or 'empty'}"
-        counts = {"nan": self.nan, "inf": self.inf}
-        text = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-        return f"{what} has {text}, {f'finite part {span}' if span else 'nothing finite'}"
+            return f"{what} {span}"
+        return f"{what} has {self.nan} nan and {self.inf} inf, finite part {span}"
 
 
 @dataclass(frozen=True)
@@ -84,18 +82,15 @@ class NonFinite:
     @property
     def where(self) -> str:
         samples = listed(self.samples)
-        if self.phase in ("batch", "forward"):
-            first = self.tensors[0]
-            by_sample = first.shape[:1] == [len(self.samples)]
-            if by_sample and 0 < len(first.rows) < len(self.samples):
-                samples += f"; not finite: {listed([self.samples[row] for row in first.rows])}"
-        module = self.module
-        if self.module_class:
-            module = f"{module or 'the model'} ({self.module_class})"
+        rows = self.tensors[0].rows
+        by_sample = self.tensors[0].shape[:1] == [len(self.samples)]
+        if self.phase in ("batch", "forward") and by_sample and len(rows) < len(self.samples):
+            samples += f"; not finite: {listed([self.samples[row] for row in rows])}"
+        module = f"{self.module or 'the model'} ({self.module_class})"
         place = {
             "batch": "the batch itself",
             "parameters": f"the parameters of {module}",
-            "loss": module,
+            "loss": self.module,
             "forward": f"forward of {module}",
             "backward": f"backward of {module}, in {self.operation}",
         }[self.phase]

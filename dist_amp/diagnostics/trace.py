@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import ne
 from typing import Any, Literal, Self
 
 import torch
@@ -274,14 +275,10 @@ def call_of(event: Event, events: Iterable[Event]) -> Event | None:
     return next((call for call in calls if event.nodes.start in call.nodes), None)
 
 
-def unequal(a: Any, b: Any) -> float:
-    return float(a != b)
-
-
 def first_difference(
     a: Iterable[Event],
     b: Iterable[Event],
-    error: Callable[[Any, Any], float] = unequal,
+    error: Callable[[Any, Any], float] = ne,
     tolerance: float = 0.0,
 ) -> tuple[Event, Event] | None:
     """The first event whose values differ though its inputs do not, in `a` and in `b`.

@@ -171,9 +171,7 @@ def test_fit_takes_the_rest_of_the_steps_and_ends_bit_for_bit(prepared, tmp_path
     run.save()
 
 
-def test_in_a_thread_it_trains_alike_under_its_own_switches_and_says_that_no_signal_stops_it(
-    tmp_path, undisturbed, capsys
-):
+def test_in_a_thread_it_trains_alike_under_its_own_switches(tmp_path, undisturbed):
     run = built(World(), tmp_path, *OFTEN)
     built(World(), tmp_path / "later", *OFTEN, "--run.deterministic", "true")
     assert torch.are_deterministic_algorithms_enabled()
@@ -182,7 +180,6 @@ def test_in_a_thread_it_trains_alike_under_its_own_switches_and_says_that_no_sig
     thread.join()
     assert same(list(end_of(run)), list(undisturbed))
     assert not torch.are_deterministic_algorithms_enabled()
-    assert "no signal can stop it after a step" in capsys.readouterr().err
 
 
 def stopped_and_continued(world, folder):

@@ -242,8 +242,8 @@ def test_a_removed_tensorboard_folder_is_made_anew_and_nothing_else_is_lost(
 @pytest.mark.bad_input("a damaged metrics.jsonl at a resume")
 @pytest.mark.parametrize(
     "damaged",
-    [b"12", b'{"step": "2"}', b'{"st\xff": 2}', b"[" * 10**5],
-    ids=lambda damaged: damaged[:12].decode(errors="replace"),
+    [b"12", b'{"step": "2"}', b'{"st\xff": 2}'],
+    ids=lambda damaged: damaged.decode(errors="replace"),
 )
 def test_a_resume_after_a_kill_keeps_the_complete_lines_of_steps_not_taken_again(
     damaged, tmp_path, capsys

@@ -71,14 +71,9 @@ def trained(world, task, words, steps=3, plant=None, culprit=0):
     return error, warnings, parameters_of(run)
 
 
-OF_ALL = r"loss, gradient of 0.0.weight, gradient .* wrong is rank {} \(.*in 1 of 2 "
-OF_FOUR = (
-    r"; wrong is rank 2 \(.*in 2 of 2 computations; the parameter 1.0.weight is not the same on"
-)
-OF_REPLICAS = (
-    r"ranks (\[0, 1\] against ranks \[2, 3\]|\[2, 3\] against ranks \[0, 1\]).*"
-    "; the parameter 1.0.weight is not the same on ranks 0 and 2"
-)
+OF_ALL = r"loss, gradient of 0.0.weight, gradient .* wrong is rank {} \([^()]*\); resume"
+OF_FOUR = r"; wrong is rank 2 \([^()]*\); the parameter 1.0.weight is not the same on"
+OF_REPLICAS = "can't be told: .*; the parameter 1.0.weight is not the same on ranks 0 and 2"
 
 
 @pytest.mark.parametrize(
@@ -156,7 +151,7 @@ def test_one_step_of_each_window_is_chosen_by_seed_and_step_alone():
     ("words", "kinds", "said"),
     [
         (EXACT, "AA", ""),
-        (EXACT, "AB", "debug.audit_every=1 needs ranks on equal devices: A (rank 0), B (rank 1)"),
+        (EXACT, "AB", "debug.audit_every=1 needs ranks on equal devices, and they are on A, B; "),
         ([], "AA", "debug.audit_every=1 needs parallel.bit_exact=true"),
         (EXACT, "A", "debug.audit_every=1 needs another rank"),
     ],

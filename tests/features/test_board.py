@@ -14,7 +14,9 @@ def test_a_run_names_the_command_that_shows_it(tmp_path, capsys):
 
 
 @pytest.mark.bad_input("`dist_amp board` of a folder without a run")
-@pytest.mark.parametrize("words", [[], ["nowhere"]])
-def test_board_of_no_run_is_refused(words, capsys):
+@pytest.mark.parametrize(
+    ("words", "said"), [([], "required: RUN|FOLDER"), (["nowhere"], "nowhere holds no run; give")]
+)
+def test_board_of_no_run_is_refused(words, said, capsys):
     assert main(words) == 64
-    assert "there is no run; give the folder of a run, or" in capsys.readouterr().err
+    assert said in capsys.readouterr().err

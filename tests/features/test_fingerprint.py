@@ -7,7 +7,7 @@ import torch
 from ranks import on_ranks
 from tiny import Overflow, Tiny, log_row, make_run, take_steps
 
-from dist_amp.diagnostics.fingerprint import MAX_GROUPS, Fingerprint, group_names
+from dist_amp.diagnostics.fingerprint import Fingerprint
 from dist_amp.diagnostics.trace import hash_tensor
 from dist_amp.world import World
 
@@ -70,13 +70,3 @@ def test_a_skipped_step_has_its_parameters_hashes(fused):
     written, _ = hashed_steps(World(), task, 1, "--optim.fused", fused)
     assert ("gradients" in written["1"]) == (fused == "true")
     assert "parameters" in written["1"]
-
-
-def test_groups_are_the_smallest_modules_that_are_few_enough():
-    names = ["embedding.weight", "blocks.0.up.weight", "blocks.0.up.bias", "scale"]
-    assert group_names(names) == ["embedding", "blocks.0.up", "blocks.0.up", "scale"]
-    parts = ("query", "key", "value", "out")
-    names = [f"model.layers.{n}.mix.{part}.weight" for n in range(20) for part in parts]
-    assert set(group_names(names)) == {f"model.layers.{n}.mix" for n in range(20)}
-    names = ["embed.weight", *(f"layers.{number}.w" for number in range(126)), "head.weight"]
-    assert len(set(group_names(names))) == 128 > MAX_GROUPS, "not less than layers"

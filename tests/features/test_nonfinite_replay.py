@@ -110,7 +110,9 @@ def test_the_first_inf_or_nan_of_each_kind_is_named(tmp_path, ranks, strategy):
     fault, warnings = batch
     assert (fault.phase, fault.step, fault.rank, fault.micro_batch) == ("batch", 1, ranks - 1, 0)
     assert fault.samples == ([0, 1] if ranks == 1 else [1, 3])
-    assert str(fault.tensors[0]).startswith("batch['x'] fp32 [2, 8] has 8 inf, finite part -")
+    assert str(fault.tensors[0]).startswith(
+        "batch['x'] fp32 [2, 8] has 0 nan and 8 inf, finite part -"
+    )
     command = f"dist_amp replay {tmp_path / 'batch'} --step 1"
     assert warnings == [f"step 1 was skipped: on {fault}; see {command}"]
     assert ", the batch itself: batch['x'] fp32" in warnings[0]
@@ -124,7 +126,8 @@ def test_the_first_inf_or_nan_of_each_kind_is_named(tmp_path, ranks, strategy):
     assert (output.what, output.dtype, output.shape, output.nan) == ("output", "bf16", [2, 8], 16)
     assert (given.what, given.dtype, given.finite) == ("input", "bf16", True)
     assert given.span[0] < 0 < given.span[1]
-    said = "forward of 1 (Layer): output bf16 [2, 8] has 16 nan, nothing finite; input bf16"
+    said = "forward of 1 (Layer): output bf16 [2, 8] has 16 nan and 0 inf, finite part nothing; "
+    said += "input bf16"
     assert said in warnings[0]
 
     fault, warnings = backward
@@ -165,7 +168,7 @@ def test_an_infinity_that_goes_no_further_is_not_blamed_and_without_a_folder_non
     folder = str(tmp_path / "never_opened")
     (fault,), (warning,) = replayed(World(), Made("minus inf"), words, folder, 1, infinite_loss)
     assert (fault.phase, fault.module) == ("loss", "the task's loss_sum")
-    assert "the task's loss_sum: loss fp32 [] has 1 inf, nothing finite; output" in warning
+    assert "the task's loss_sum: loss fp32 [] has 0 nan and 1 inf, " in warning
     assert "dist_amp replay" not in warning
     task = Made("harmless root")
     faults, (warning,) = replayed(World(), task, words, folder, 1, infinite_norm)
@@ -186,7 +189,7 @@ def test_a_nan_parameter_is_named_wherever_its_shard_is(tmp_path):
     fault, warnings = replay(2, Tiny(), words, tmp_path, 1, nan_in_the_last_parameter)
     assert (fault.phase, fault.module, fault.rank) == ("parameters", "0.0", 1)
     assert fault.tensors[0].what == "0.0.weight"
-    assert "the parameters of 0.0 (Linear): 0.0.weight fp32 [8, 8] has 8 nan" in warnings[0]
+    assert "the parameters of 0.0 (Linear): 0.0.weight fp32 [8, 8] has 8 nan and" in warnings[0]
 
 
 def test_fp16_that_overflows_by_the_loss_scale_alone_is_silent(tmp_path):

@@ -22,7 +22,7 @@ from dist_amp.supervise.command_line import command
 
 PARTS = Parts(ROOT / "dist_amp", ROOT)
 # Benchmarks, and what makes projects.
-CLONE_ONLY = {"dist_amp/bench.py", "dist_amp/commands/new.py", "dist_amp/commands/parts.py"}
+CLONE_ONLY = {"dist_amp/commands/new.py", "dist_amp/commands/parts.py"}
 
 
 def modules(files):

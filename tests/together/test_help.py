@@ -19,8 +19,7 @@ SINUSOID = ["--task.target", f"{ROOT}/examples/sinusoid.py:Sinusoid"]
 
 
 def test_every_commands_and_benchs_help_works(capsys):
-    names = [name for name in commands.COMMANDS if name != "bench"]
-    modules = [f"dist_amp.{name}{'.__main__' * (name == 'verify')}" for name in names]
+    modules = [f"dist_amp.{name}{'.__main__' * (name == 'verify')}" for name in commands.COMMANDS]
     helps = {name: importlib.import_module(name).main for name in modules}
     helps |= {name: lambda argv, name=name: bench([name, *argv]) for name in BENCHES}
     for name, main in helps.items():
