@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,29 +30,15 @@ from dist_amp.run import Run
 # What results may depend on.
 PACKAGES = ("numpy", "datasets", "tensorboard", "transformers", "peft", "torchao")
 
-# In a diff: texts with names like DB_PASS and MY_KEY, and tokens of known forms under any name.
-SECRETS_IN_CODE = re.compile(
-    r"((?i:\w*(?:pass|key|token|secret|cred|auth)\w*['\"]?\s*[:=]\s*['\"])|"
-    r"\b(?:hf_|sk-|gh[pousr]_|github_pat_|xox[abp]-|AKIA|ASIA))[^'\"\s]+"
+# Names of which none holds a secret.
+VARIABLES = re.compile(
+    r"(CUDA|NVIDIA|HIP|HSA|ROCR|NCCL|GLOO|PYTORCH|TORCH|TORCHINDUCTOR|TRITON|OMP|MKL|KMP|PET)_\w+|"
+    r"(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_(RUN_ID|RESTART_COUNT)|"
+    r"HF_(HOME|ENDPOINT|HUB_OFFLINE|DATASETS_CACHE|DATASETS_OFFLINE)|LD_PRELOAD|PYTHONHASHSEED|"
+    r"SLURM_(JOB_ID|JOB_NODELIST|NTASKS|CPUS_PER_TASK|RESTART_COUNT)|DIST_AMP_(LAUNCHER|PYTHON)"
 )
-
-DIFF_LETTERS = 100_000  # kept of a diff; more is data rather than code
 
 GIT_SECONDS = 5.0  # assumed: a status takes far less, but a network disk may hang
-
-# Families of which no name holds a secret; of others only these names.
-FAMILIES = re.compile(
-    "(CUDA|NVIDIA|HIP|HSA|ROCR|NCCL|GLOO|PYTORCH|TORCH|TORCHINDUCTOR|TRITON|OMP|MKL|KMP|PET)_"
-)
-NAMES = (
-    *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
-    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
-    *("TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE", "DIST_AMP_LAUNCHER"),
-    *("HF_HOME", "HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "HF_DATASETS_OFFLINE"),
-    *("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_JOB_PARTITION", "SLURM_NTASKS"),
-    *("SLURM_CPUS_PER_TASK", "SLURM_GPUS_ON_NODE", "SLURM_RESTART_COUNT"),
-    *("DIST_AMP_PYTHON", "LD_PRELOAD", "MALLOC_CONF", "PYTHONHASHSEED"),
-)
 
 
 def report_environment(run: Run) -> None:
@@ -62,14 +47,7 @@ def report_environment(run: Run) -> None:
     if not run.world.is_main:
         return
     text = json.dumps(environment(run, ranks), indent=2)
-    path = run.folder / "environment.json"
-    try:
-        write_durably(path, text + "\n")
-    except OSError as error:
-        run.world.warn(
-            f"{path} can't be written ({error.strerror}); TensorBoard's text `start/environment` "
-            "has the same"
-        )
+    write_durably(run.folder / "environment.json", text + "\n")
     run.metrics.write_text("start/environment", text, run.step)
 
 
@@ -128,8 +106,8 @@ def versions() -> dict[str, str]:
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables of torch, NCCL, Slurm or a run, without passwords."""
-    names = [name for name in environ if FAMILIES.match(name) or name in NAMES]
-    return {name: masked(environ[name]) for name in sorted(names)}
+    names = sorted(filter(VARIABLES.fullmatch, environ))
+    return {name: masked(environ[name]) for name in names}
 
 
 def source_of(task: object) -> dict[str, str]:
@@ -159,27 +137,13 @@ def code_folder(source: Mapping[str, str]) -> Path:
 
 
 def git_state(folder: Path) -> dict[str, Any]:
-    """{commit, branch, changed files, new Python files, diff}; empty without git or a commit."""
-    quiet = {"stderr": subprocess.DEVNULL, "stdin": subprocess.DEVNULL, "errors": "replace"}
-    git = partial(subprocess.check_output, cwd=folder, timeout=GIT_SECONDS, **quiet)
-    # Without locks, so that a commit at this moment succeeds.
-    status = ["git", "--no-optional-locks", "status", "--porcelain", "--branch"]
+    """{commit, dirty: whether a tracked file was changed since}; empty without git or a commit."""
+    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40"]
+    command.append("--exclude=*")  # no tags, but the hash
     try:
-        commit = git(["git", "rev-parse", "HEAD"]).strip()
-        branch, *lines = git(status).splitlines()
+        text = subprocess.check_output(
+            command, cwd=folder, timeout=GIT_SECONDS, stderr=subprocess.DEVNULL, text=True
+        ).strip()
     except (OSError, subprocess.SubprocessError):
         return {}
-    diff = ""
-    with suppress(OSError, subprocess.SubprocessError):  # a large one takes long
-        text = git([*status[:2], "diff", "--no-color", "--no-ext-diff", "HEAD"])
-        diff = SECRETS_IN_CODE.sub(r"\1***", masked(text))
-    files = [line[3:] for line in lines if line[:2] != "??" or line.endswith(".py")]
-    return {
-        "folder": str(folder),
-        "commit": commit,
-        "branch": branch[3:].partition("...")[0],
-        "dirty": bool(files),
-        "changed_files": files[:50],
-        "diff": diff[:DIFF_LETTERS],
-        "diff_is_cut": len(diff) > DIFF_LETTERS,
-    }
+    return {"commit": text.removesuffix("-dirty"), "dirty": text.endswith("-dirty")}

@@ -7,12 +7,10 @@ import errno
 import re
 import traceback
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
-import dist_amp
 from dist_amp.config.memory import (
     UNITS,
     capacity_of,
@@ -20,14 +18,7 @@ from dist_amp.config.memory import (
     size_text,
     tensor_bytes,
 )
-from dist_amp.errors import (
-    ConfigError,
-    DataError,
-    Failure,
-    first_line,
-    in_one_line,
-    outside_packages,
-)
+from dist_amp.errors import ConfigError, DataError, Failure, first_line, in_one_line
 from dist_amp.loading.loader import samples_text
 from dist_amp.run import Run
 from dist_amp.supervise.lifecycle import Job
@@ -99,19 +90,16 @@ def explain_error(error: BaseException, job: Job) -> BaseException:
         if died := WORKER_DIED.match(str(reported)):
             how = died[2].replace("is killed", "was killed").strip()
             advice = "it may have run out of memory: lower data.workers, or check the kernel's log"
-            if how.endswith(f"exit code {errno.EMFILE}"):
-                advice = "it had too many open files, one per tensor that waits: collate fewer and "
-                advice += "larger tensors, raise the limit (ulimit -n), or use data.workers=0"
-            elif "exit code" in how:
+            if "exit code" in how:
                 advice = "the dataset's or the task's code ended it; data.workers=0 shows where"
             return DataError(f"rank {rank}: loader worker (pid {died[1]}) {how}; {advice}")
     batch, samples = current_batch(job.run)
-    functions = [place.name for place in traceback.extract_tb(error.__traceback__)]
-    if OUT_OF_RANGE.match(str(error)) and samples:
+    if samples and OUT_OF_RANGE.match(str(error)):
         return DataError(
             f"rank {rank}: a token id or label is out of range in {samples}: {first_line(error)}; "
             "fix the data, or give the model that many embeddings or classes"
         )
+    functions = [place.name for place in traceback.extract_tb(error.__traceback__)]
     if job.run is not None and "weights_of" in functions and job.run.data.last_step:
         batch = job.run.data.last_step[0][0]  # any of them: they have the same keys
     is_key = isinstance(error, KeyError) and error.args
@@ -155,27 +143,20 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
-def out_of_memory(error: BaseException, job: Job) -> BaseException:
+def out_of_memory(error: BaseException, job: Job) -> Failure:
     """A Failure with what the model takes, and the settings that take less."""
     config, world, run = job.config, job.world, job.run
-    try:
-        capacity, unused = capacity_of(world)
-        used = f"used {size_text(memory_use(world.device)[0])}"
-    except RuntimeError:  # the device does not answer any more
-        return error
-    requested = 0
+    capacity, unused = capacity_of(world)
+    requested, used = 0, size_text(memory_use(world.device)[0])
+    request = f"used {used}"
     if match := REQUESTED.search(str(error)):
         requested = int(float(match[1]) * UNITS[match[2]])
-        used = f"asked for {size_text(requested)} more than the {used[5:]} in use"
+        request = f"asked for {size_text(requested)} more than the {used} in use"
     when = "before the first step"
     if run is not None:
         when = f"in step {run.step + 1}"
         if "validation" in current_batch(run)[1]:
             when = f"in the evaluation after step {run.step}"
-    package = str(Path(dist_amp.__file__).parent)
-    places = [each for each in outside_packages(error) if not each.filename.startswith(package)]
-    if places:  # in the task or its model
-        when += f" ({Path(places[-1].filename).name}, line {places[-1].lineno})"
 
     # Parameters as this rank holds them; before they are sharded, all of them.
     module = run.parallel.module if run is not None else getattr(error, "module", None)
@@ -199,8 +180,7 @@ def out_of_memory(error: BaseException, job: Job) -> BaseException:
         )
     if run is not None and config.parallel.activation_checkpointing != "full":
         settings.append("parallel.activation_checkpointing=selective or full")
-    strategy = run.parallel.strategy if run is not None else config.parallel.strategy
-    is_sharded = strategy in ("fsdp", "hsdp")
+    is_sharded = run is not None and run.parallel.sharded
     if is_sharded and world.device.type == "cuda" and not config.parallel.cpu_offload:
         settings.append("parallel.cpu_offload=true")
     if not is_sharded and world.world_size > 1:
@@ -208,6 +188,6 @@ def out_of_memory(error: BaseException, job: Job) -> BaseException:
     settings.append("more ranks" if is_sharded else "a smaller model")
     kind = "GPU memory" if world.device.type == "cuda" else "memory"
     return Failure(
-        f"rank {world.rank} ran out of {kind} {when}: {used}, of {size_text(capacity)} available; "
-        f"{takes}; use {', or '.join(settings)}"
+        f"rank {world.rank} ran out of {kind} {when}: {request}, of {size_text(capacity)} "
+        f"available; {takes}; use {', or '.join(settings)}"
     )

@@ -23,35 +23,31 @@ from dist_amp.telemetry.observer import Observer
 
 
 class Sampling(Observer):
-    """Writes a sample, of the same random numbers each time, after each evaluation; warns once."""
+    """Writes a sample, of the same random numbers each time, after each evaluation."""
 
     def __init__(self, run: Run):
         self._run = run
-        self._warning = ""
 
     def after_evaluation(self) -> None:
-        warning = write_sample(self._run)
-        if warning and warning != self._warning:
-            self._run.world.warn(warning)
-        self._warning = warning
+        write_sample(self._run)
 
 
 def show_sample(run: Run) -> None:
     """Print the last sample at the end of a run."""
-    if run.metrics.evaluated_step < run.step and (warning := write_sample(run)):
-        run.world.warn(warning)
+    if run.metrics.evaluated_step < run.step:
+        write_sample(run)
     if run.metrics.sample:
         run.world.say(f"\nsample:\n{run.metrics.sample}\n")
 
 
-def write_sample(run: Run) -> str:
-    """Write the task's sample; every rank calls it. Returns what went wrong, or ""."""
+def write_sample(run: Run) -> None:
+    """Write the task's sample, or warn of what went wrong; every rank calls it."""
     again = f"python -m dist_amp.sample {run.folder}"
     task: Any = run.task
     parallel = run.parallel
     try:
-        if parallel.sharded and (problem := does_not_fit(run)):
-            return f"no sample: {problem}; {again} makes one on one device"
+        if parallel.sharded:
+            check_it_fits(run)
         began = time.perf_counter()
         compiled = stance("eager_on_recompile")
         # It leaves no trace in the run.
@@ -59,21 +55,20 @@ def write_sample(run: Run) -> str:
             seed_all(run.config.run.seed)
             with run.precision.autocast():
                 sample = checked(task.sample(parallel.module))
-        about = inspect.getdoc(task.sample) or "what the task's sample(model) returned"
-        keep_sample(run, sample, about.splitlines()[0])
+        if run.world.is_main:
+            keep_sample(run, sample)
     except Exception as error:
-        return f"the task's sample(model) failed: {in_one_line(error)}; {again} tries again"
+        problem = in_one_line(error)
+        run.world.warn(f"the task's sample(model) failed: {problem}; {again} tries again")
+        return
     seconds = time.perf_counter() - began
     where = "text" if isinstance(sample, str) else "images"
     run.world.say(f"sample {run.step:>5}  {seconds:.1f} s; see TensorBoard's {where}")
-    return ""
 
 
-def keep_sample(run: Run, sample: str | Tensor, about: str) -> None:
-    """Write a sample to TensorBoard on rank 0, and a text to RUN/sample.txt; about: what it is."""
+def keep_sample(run: Run, sample: str | Tensor) -> None:
+    """Write a sample to TensorBoard, and a text to RUN/sample.txt."""
     metrics = run.metrics
-    if not run.world.is_main:
-        return
     if isinstance(sample, Tensor):
         image = sample.numpy()
         metrics.write_to_tensorboard(
@@ -81,16 +76,9 @@ def keep_sample(run: Run, sample: str | Tensor, about: str) -> None:
         )
         return
     metrics.sample = printable(sample)
-    path = run.folder / "sample.txt"
-    try:
-        write_durably(path, metrics.sample)
-    except OSError as error:
-        run.world.warn(f"{path} can't be written ({error.strerror}); the sample is in TensorBoard")
-    label = f"step {run.step}"
-    if metrics.evaluated_step == run.step:
-        for name, value in metrics.evaluation.items():
-            label += f", held-out {name} {value:.4f}"
-    text = f"**{label}**: {about}\n```\n{metrics.sample}\n```"
+    write_durably(run.folder / "sample.txt", metrics.sample)
+    about = inspect.getdoc(run.task.sample) or "what the task's sample(model) returned"  # type: ignore[attr-defined]
+    text = f"**step {run.step}**: {about.splitlines()[0]}\n```\n{metrics.sample}\n```"
     metrics.write_to_tensorboard(lambda writer: writer.add_text("sample", text, run.step))
 
 
@@ -114,17 +102,17 @@ def checked(sample: Any) -> str | Tensor:
     return values.round().byte().permute(1, 2, 0).cpu()
 
 
-def does_not_fit(run: Run) -> str:
-    """Why the whole model can't be held beside the shards on some rank's device; "" if it can."""
-    # As it is gathered.
+def check_it_fits(run: Run) -> None:
+    """Errors: DataError if the whole model can't be held beside the shards on some rank."""
     itemsize = run.precision.dtype.itemsize if run.precision.cast_by == "policy" else 4
     need = sum(p.numel() for p in run.parallel.module.parameters()) * itemsize
     mine = capacity_of(run.world)[0] - memory_use(run.world.device)[1]
     free = min(run.world.gather(mine))
-    if need <= free / 2:
-        return ""
-    sizes = f"{size_text(need)}, and {size_text(free)} are free"
-    return f"the whole model takes {sizes} beside its shards"
+    if need > free / 2:
+        raise DataError(
+            f"the whole model takes {size_text(need)} beside its shards, and {size_text(free)} are "
+            "free"
+        )
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import re
 
 import pytest
 import torch
@@ -86,15 +85,14 @@ def test_what_did_not_fit_and_what_the_model_takes_are_named():
     text = explanation(out_of_memory)
     assert text.endswith("there was no model yet; use a smaller model")
     text = explanation(lambda: make_run(World(), Changed(too_large)))
-    said = "ran out of memory before the first step .test_explain.py, line .*: asked for 976.56 K"
-    assert re.search(said, text)
+    assert "ran out of memory before the first step: asked for 976.56 KiB" in text
     state = "; parameters take 612 bytes, gradients 612 bytes, optimizer state 1.20 KiB; use a sma"
     assert state in text
     run = make_run(World(), Tiny(), "--eval.every", 1)
     run.step = 7
     run.task.loss_sum = out_of_memory
     text = explanation(lambda: evaluate(run), run)
-    assert "ran out of memory in the evaluation after step 7 (test_explain.py, line " in text
+    assert "ran out of memory in the evaluation after step 7: " in text
     run.parallel.module.requires_grad_(False)
     text = explanation(out_of_memory, run)
     assert "; parameters take 612 bytes, gradients 0 bytes, optimizer state 0 bytes; " in text
@@ -114,8 +112,7 @@ def test_a_step_that_asks_for_too_much_ends_in_one_line_with_status_1(
     assert main(words.split()) == 1
     text = capsys.readouterr().err
     assert text.count("\n") == 1
-    line = Greedy.loss_sum.__code__.co_firstlineno + 1
-    said = f"error: rank 0 ran out of memory in step 1 (test_explain.py, line {line}): asked for "
+    said = "error: rank 0 ran out of memory in step 1: asked for "
     assert text.startswith(f"{said}3,725,290.30 GiB more than the ")
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert (summary["stopped_by"], summary["exit_code"]) == ("failed", 1)

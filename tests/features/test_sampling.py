@@ -9,7 +9,7 @@ from ranks import on_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import Tiny, make_run, take_steps
 
-from dist_amp.supervise import sampling
+from dist_amp.supervise.sampling import write_sample
 from dist_amp.train import main
 
 
@@ -53,8 +53,7 @@ def test_every_evaluation_has_a_sample_of_the_same_random_numbers_with_its_step_
     texts = [event.tensor_proto.string_val[0].decode() for event in events]
     assert [event.step for event in events] == [2, 4, 6]
     for event, text in zip(events, texts, strict=True):
-        assert text.startswith(f"**step {event.step}, held-out loss ")
-        assert "**: Eight random numbers.\n```\n" in text
+        assert text.startswith(f"**step {event.step}**: Eight random numbers.\n```\n")
     assert len({text.split("```")[1] for text in texts}) == 1
     printed = capsys.readouterr().out
     assert printed.count("tensor(") == 1, "the last one, at the end"
@@ -70,19 +69,22 @@ def test_a_picture_of_every_evaluation_is_in_tensorboard(monkeypatch, tmp_path):
 
 @pytest.mark.bad_input("a `sample(model)` that fails, or whose result can't be written")
 @pytest.mark.parametrize(
-    ("task", "times", "message"),
+    ("task", "message"),
     [
-        ("Wrong", 1, "sample(model) returned [8]; return text, or an image [1, 3 or 4, H, W] in"),
-        ("Fails", 1, "the task's sample(model) failed: KeyError: 'no prompt' (test_sampling.py, l"),
-        ("Drawn", 3, "run/sample.txt can't be written (Is a directory); the sample is in Tensor"),
+        ("Wrong", "sample(model) returned [8]; return text, or an image [1, 3 or 4, H, W] in"),
+        ("Fails", "the task's sample(model) failed: KeyError: 'no prompt' (test_sampling.py, l"),
+        (
+            "Drawn",
+            "the task's sample(model) failed: IsADirectoryError: [Errno 21] Is a directory",
+        ),
     ],
 )
-def test_a_sample_that_is_wrong_each_time_is_one_warning_and_ends_no_run(
-    task, times, message, monkeypatch, tmp_path, capsys
+def test_a_sample_that_fails_is_a_warning_and_ends_no_run(
+    task, message, monkeypatch, tmp_path, capsys
 ):
     (tmp_path / "run/sample.txt").mkdir(parents=True)
     six_steps(monkeypatch, tmp_path, task)
-    assert capsys.readouterr().err.count(message) == times
+    assert capsys.readouterr().err.count(message) == 3
     assert json.loads((tmp_path / "run/summary.json").read_text())["stopped_by"] == "completed"
 
 
@@ -104,13 +106,11 @@ def sampled_on_one_rank_only(world, folder):
     words = ["--parallel.strategy", "fsdp", "--use_amp", "false", "--run.dir", folder]
     run = make_run(world, task, *words)
     take_steps(run, 1)
-    warning = sampling.write_sample(run)
+    write_sample(run)
     take_steps(run, 1)  # in step with the other rank
-    return warning, [p.full_tensor().sum().item() for p in run.parallel.parameters]
+    return [p.full_tensor().sum().item() for p in run.parallel.parameters]
 
 
 def test_a_sample_that_fails_on_one_rank_of_a_sharded_model_leaves_the_ranks_in_step(tmp_path):
-    (fine, first), (warning, second) = on_ranks(2, sampled_on_one_rank_only, str(tmp_path))
-    assert fine == ""
-    assert "ValueError: no such file" in warning
+    first, second = on_ranks(2, sampled_on_one_rank_only, str(tmp_path))
     assert first == second

@@ -266,7 +266,7 @@ def test_a_batch_that_a_worker_cannot_send_ends_the_run_with_the_cause(capfd):
     run = run_of(Tiny(), *ONE_WORKER)
     run.data.fetch.collate = lambda samples: Unsendable()
     error = explained(run, five_steps)  # and not a wait for ever
-    assert "exit code 24; it had too many open files" in str(error)
+    assert "exit code 24; the dataset's or the task's code ended it" in str(error)
     assert "a batch can't be sent: OSError: [Errno 24] Too many" in capfd.readouterr().err
 
 

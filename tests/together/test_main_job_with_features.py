@@ -71,7 +71,6 @@ def test_an_evaluation_that_two_resumes_repeat_is_logged_once(launch):
     assert evaluated() == [2, 4]
 
 
-# A file of its own: environment.json has what is not committed of the task's repository.
 SECRETIVE = """
 from tiny import Tiny
 
