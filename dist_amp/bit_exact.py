@@ -56,7 +56,12 @@ def exact_config(config: Config, world: World) -> Config:
     On a CPU it also sets one thread per process: other numbers add in another order.
     """
     ranks = world.world_size
-    check_ranks(ranks, "parallel.bit_exact=true")
+    if ranks & (ranks - 1):
+        lower = 2 ** (ranks.bit_length() - 1)
+        raise ConfigError(
+            f"parallel.bit_exact=true needs a power of two of ranks, not {ranks}: gradients are "
+            f"added in pairs; use {lower} or {2 * lower} ranks"
+        )
     for section, key, exact, reason in EXACT:
         value = getattr(getattr(config, section), key)
         if value not in exact:
@@ -83,16 +88,6 @@ def exact_config(config: Config, world: World) -> Config:
         # A fused kernel on a CPU rounds the end of a shard otherwise than its body.
         optim=replace(config.optim, fused=config.optim.fused and not on_cpu),
     )
-
-
-def check_ranks(ranks: int, setting: str) -> None:
-    """Errors: ConfigError for a number of ranks whose gradients can't be added in pairs."""
-    if ranks & (ranks - 1):
-        lower = 2 ** (ranks.bit_length() - 1)
-        raise ConfigError(
-            f"{setting} needs a power of two of ranks, not {ranks}: gradients are added in pairs; "
-            f"use {lower} or {2 * lower} ranks"
-        )
 
 
 def check_exact(run: Run) -> None:

@@ -10,8 +10,6 @@ plain torch in one process: float32, the whole batch at once.
 import argparse
 import math
 import sys
-import time
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import get_args
@@ -23,7 +21,7 @@ from dist_amp.distributed.process import hide_progress_bars
 from dist_amp.errors import ConfigError, first_line
 from dist_amp.settings import Strategy
 from dist_amp.supervise.command_line import Parser, command
-from dist_amp.verify.cells import Row, compare_row, results_on_ranks
+from dist_amp.verify.cells import Row, compare_row, print_table, say
 from dist_amp.verify.compare import Verdict
 from dist_amp.verify.findings import WrongTask, inspect_task
 from dist_amp.verify.reference import GLOBAL_BATCH, STEPS, Reference
@@ -32,7 +30,8 @@ from dist_amp.world import locate
 PRECISIONS = ("fp32", "bf16", "fp16")
 STRATEGIES = get_args(Strategy)
 
-HEADER = "ranks  strategy  precision  gradients    bound  parameters    bound     took"
+HEADING = "gradients    bound  parameters    bound"
+CLAIM = "compute the steps of one process with the whole batch"
 
 EPILOG = """\
 All other options are settings of dist_amp.train: --task.target my_file:MyTask, --run.device cpu,
@@ -59,12 +58,12 @@ def main(argv: Sequence[str]) -> int:
     sys.warnoptions.append("ignore:resource_tracker")
     device = locate(config.run).device
     rows = rows_of(options, device)
+    if not rows:
+        raise ConfigError("nothing to compare: single takes --world_sizes 1, the others 2 and more")
     if options.bit_exact:
         from dist_amp.verify.bit_exact import verify_bits
 
         return verify_bits(rest, rows)
-    if not rows:
-        raise ConfigError("nothing to compare: single takes --world_sizes 1, the others 2 and more")
     return verify(rest, rows, device)
 
 
@@ -126,7 +125,6 @@ def rows_of(options: argparse.Namespace, device: torch.device) -> list[Row]:
 
 def verify(argv: Sequence[str], rows: list[Row], device: torch.device) -> int:
     """Print findings and table; return 1 if anything in them fails, or nothing passes."""
-    began = time.perf_counter()
     config = load_config(argv)
     if not sys.stderr.isatty():
         hide_progress_bars()
@@ -146,36 +144,9 @@ def verify(argv: Sequence[str], rows: list[Row], device: torch.device) -> int:
     supported = [precision for precision in precisions if is_supported(reference, precision)]
     rows = [row for row in rows if row[2] in supported]
     steps = f"{STEPS} steps of {global_batch} samples with torch's SGD and with its AdamW"
-    say(f"compare  {len(rows)} combinations, each {steps}\n\n{HEADER}")
-    rows_by_cause: dict[str, list[str]] = {}
-    results: Counter[str] = Counter()
-    started = time.perf_counter()
+    say(f"compare  {len(rows)} combinations, each {steps}\n")
     take = partial(compare_row, reference.measured(supported))
-    for row, result in results_on_ranks(argv, rows, take):
-        size, strategy, precision = row
-        now = time.perf_counter()
-        word, cause, numbers = judge(result)
-        results[word] += 1
-        took = f"{now - started:>5.1f} s"
-        say(f"{size:>5}  {strategy:<8}  {precision:<9}  {numbers}  {took}  {word}")
-        started = now
-        if cause:
-            rows_by_cause.setdefault(cause, []).append(f"{size} {strategy} {precision}")
-    for cause, names in rows_by_cause.items():
-        say(f"\n{', '.join(names)}:\n    {cause}")
-    failed = results["FAIL"] > 0 or not results["pass"]
-    refused = ""
-    if results["refused"]:
-        refused = f", {results['refused']} refused, as in training"
-    say(
-        f"\n{'failed' if failed else 'passed'}: {results['pass']} of {len(rows)} compute the steps "
-        f"of one process with the whole batch{refused} ({time.perf_counter() - began:.0f} s)"
-    )
-    return int(failed)
-
-
-def say(text: str) -> None:
-    print(text, flush=True)
+    return print_table(argv, rows, take, judge, HEADING, CLAIM)
 
 
 def is_supported(reference: Reference, precision: str) -> bool:
@@ -190,22 +161,16 @@ def is_supported(reference: Reference, precision: str) -> bool:
     return True
 
 
-def judge(result: list[Verdict] | str) -> tuple[str, str, str]:
-    """Returns (a row's result in a word, the cause, the numbers of the table: the worst ones)."""
-    if isinstance(result, str):
-        word, _, cause = result.partition(": ")
-        verdicts = [Verdict()]
-    else:
-        verdicts = result
-        cause = next((verdict.cause for verdict in verdicts if verdict.cause), "")
-        word = "FAIL" if cause else "pass"
+def judge(row: Row, verdicts: list[Verdict]) -> tuple[str, str, str]:
+    """Returns (a row's result in a word, the cause, the worst numbers for the table)."""
+    cause = next((verdict.cause for verdict in verdicts if verdict.cause), "")
     gradients = max(verdicts, key=lambda verdict: verdict.gradient_error)
     updates = max(verdicts, key=lambda verdict: verdict.parameter_error / verdict.parameter_bound)
     numbers = (
         f"{gradients.gradient_error:>9.1e}  {gradients.gradient_bound:>7.0e}  "
         f"{updates.parameter_error:>10.1e}  {updates.parameter_bound:>7.0e}"
     )
-    return word, cause, numbers.replace("nan", "  -")
+    return "FAIL" if cause else "pass", cause, numbers.replace("nan", "  -")
 
 
 if __name__ == "__main__":

@@ -5,83 +5,49 @@ are compared by hash with those of the first combination in the same precision.
 """
 
 import math
-import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dist_amp.bit_exact import check_ranks
 from dist_amp.data import Padding
 from dist_amp.diagnostics.trace import Event, clean_name, first_difference, hash_of, recorded_step
-from dist_amp.errors import ConfigError
 from dist_amp.run import Run, build_run
 from dist_amp.settings import Config
-from dist_amp.verify.cells import Row, full, results_on_ranks
+from dist_amp.verify.cells import Row, full, print_table
 from dist_amp.world import World
 
-HINT = """
-dist_amp seeds the global generators of random, numpy and torch before each micro-batch. What draws
-from a generator of its own (torch.Generator, numpy.random.default_rng()), from the system or in a
-thread, or depends on earlier calls, differs."""
+HINT = """\
+    dist_amp seeds the global generators of random, numpy and torch before each micro-batch. What
+    draws from a generator of its own (torch.Generator, numpy.random.default_rng()), from the system
+    or in a thread, or depends on earlier calls, differs."""
 
 
 def verify_bits(argv: Sequence[str], rows: list[Row]) -> int:
-    """Print each row's hash and what differs first; return 1 if any row differs, or none of a
-    precision can be compared. Errors: ConfigError before anything starts.
-    """
-    began = time.perf_counter()
-    check_rows(rows)
+    """Print each row's hash, and what differs first from the first row of its precision."""
     expected: dict[str, list[list[Event]]] = {}  # each step's, by precision
-    results: Counter[str] = Counter()
-    uncompared = {precision for _, _, precision in rows}
-    print("ranks  strategy  precision  bits              result", flush=True)
-    largest = max(size for size, _, _ in rows)
-    for row, result in results_on_ranks(argv, rows, partial(trace_of_row, largest)):
-        size, strategy, precision = row
-        bits = "-"
-        text = str(result)
-        if isinstance(result, list):
-            values = [event.values for step in result for event in step]
-            bits = f"{hash_of([torch.tensor([value - 2**63 for value in values])]):016x}"
-            if precision in expected:
-                uncompared.discard(precision)
-            text = first_fault(expected.setdefault(precision, result), result)
-        results[text.partition(":")[0]] += 1
-        print(f"{size:>5}  {strategy:<8}  {precision:<9}  {bits:<16}  {text}", flush=True)
-    if results["FAIL"]:
-        print(HINT)
-    failed = results["FAIL"] > 0 or bool(uncompared)
-    counts = f"{results['same']} of {len(rows)} have the same bits in their precision"
-    if results["refused"]:
-        counts += f", {results['refused']} refused, as in training"
-    if uncompared:
-        counts += f"; nothing was compared in {', '.join(sorted(uncompared))}"
-    result = "failed" if failed else "passed"
-    print(f"\n{result}: {counts} ({time.perf_counter() - began:.0f} s)")
-    return int(failed)
+
+    def judge(row: Row, traces: list[list[Event]]) -> tuple[str, str, str]:
+        values = [event.values for step in traces for event in step]
+        bits = f"{hash_of([torch.tensor([value - 2**63 for value in values])]):016x}"
+        if row[2] not in expected:
+            expected[row[2]] = traces
+            return "first", "", bits
+        if fault := first_fault(expected[row[2]], traces):
+            return "FAIL", f"{fault}\n{HINT}", bits
+        return "pass", "", bits
+
+    claim = "have the bits of the first in their precision"
+    return print_table(argv, rows, trace_of_row, judge, f"{'bits':<16}", claim)
 
 
-def check_rows(rows: list[Row]) -> None:
-    """Errors: ConfigError for rows with which nothing can be compared."""
-    for size, _, _ in rows:
-        check_ranks(size, "--world_sizes with --bit_exact")
-    if len({(size, strategy) for size, strategy, _ in rows}) < 2:
-        raise ConfigError(
-            "--bit_exact has nothing to compare: it needs two ways of running; use --world_sizes "
-            "1,2 with all --strategies"
-        )
-
-
-def trace_of_row(largest: int, world: World, config: Config, row: Row) -> list[list[Event]]:
-    """Each step's events, on every rank. largest: the highest number of ranks of all rows."""
+def trace_of_row(world: World, config: Config, row: Row) -> list[list[Event]]:
+    """Each step's events, on every rank."""
     batch = config.train.global_batch_size
-    if batch == "auto":
-        batch = 2 * largest * config.train.micro_batch_size
+    if batch == "auto":  # two rounds on 8 ranks
+        batch = 16 * config.train.micro_batch_size
     strategy: Any = row[1]
     precision: dict[str, Any] = {"use_amp": row[2] != "fp32"}
     if row[2] != "fp32":
@@ -131,7 +97,7 @@ def hash_whole(values: Sequence[Tensor]) -> int:
 
 
 def first_fault(expected: Sequence[Sequence[Event]], traces: Sequence[Sequence[Event]]) -> str:
-    """The first difference in words, or "same". Micro-batches of padding are left out."""
+    """The first difference in words, or "". Micro-batches of padding are left out."""
     for step, (a, b) in enumerate(zip(expected, traces, strict=True), start=1):
         if pair := first_difference(a, b):
             event = pair[0]
@@ -143,5 +109,5 @@ def first_fault(expected: Sequence[Sequence[Event]], traces: Sequence[Sequence[E
             }[event.kind]
             if event.kind in ("forward", "loss"):
                 what += f" of micro-batch {event.micro_batch}"
-            return f"FAIL: {what} differs first, in step {step}"
-    return "same"
+            return f"{what} differs first, in step {step}"
+    return ""

@@ -8,6 +8,8 @@ import multiprocessing
 import os
 import socket
 import sys
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
@@ -248,6 +250,50 @@ def compare_row(
         )
         verdicts.append(check_cell(world, reference, cell))
     return verdicts
+
+
+def print_table(
+    argv: Sequence[str],
+    rows: Sequence[Row],
+    take: Callable[[World, Config, Row], Any],
+    judge: Callable[[Row, Any], tuple[str, str, str]],
+    heading: str,
+    claim: str,
+) -> int:
+    """Print a line per row, then each cause; return 1 if any row fails, or none passes.
+
+    judge(row, what `take` returned) returns (a word: pass, FAIL ..., the cause, the figures).
+    """
+    say(f"ranks  strategy  precision  {heading}     took")
+    rows_by_cause: dict[str, list[str]] = {}
+    words: Counter[str] = Counter()
+    began = started = time.perf_counter()
+    for row, result in results_on_ranks(argv, rows, take):
+        if isinstance(result, str):
+            word, _, cause = result.partition(": ")
+            figures = "-"
+        else:
+            word, cause, figures = judge(row, result)
+        words[word] += 1
+        now = time.perf_counter()
+        size, strategy, precision = row
+        place = f"{size:>5}  {strategy:<8}  {precision:<9}"
+        say(f"{place}  {figures:>{len(heading)}}  {now - started:>5.1f} s  {word}")
+        started = now
+        if cause:
+            rows_by_cause.setdefault(cause, []).append(f"{size} {strategy} {precision}")
+    for cause, names in rows_by_cause.items():
+        say(f"\n{', '.join(names)}:\n    {cause}")
+    failed = words["FAIL"] > 0 or not words["pass"]
+    refused = f", {words['refused']} refused, as in training" if words["refused"] else ""
+    result = "failed" if failed else "passed"
+    took = time.perf_counter() - began
+    say(f"\n{result}: {words['pass']} of {len(rows)} {claim}{refused} ({took:.0f} s)")
+    return int(failed)
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
 
 
 def results_on_ranks(

@@ -194,14 +194,14 @@ def _state(reference: Reference, batch: Any) -> Iterator[str]:
         if not name.endswith(tuple(counters)) and not torch.equal(value, before[name])
     ]
     if changed:
-        reference.compare_micro_batches()
+        reference.by_micro_batch = True
         yield f"forward changes {changed[0]} ({len(changed)} such): {BY_MICRO_BATCH}"
 
 
 def _sums(reference: Reference) -> Iterator[str]:
     """Check that a batch's loss, gradients and weight are the sums of its halves'."""
     if getattr(reference.task, "couples_samples", False):
-        reference.compare_micro_batches()
+        reference.by_micro_batch = True
         yield f"the task has couples_samples=True: {BY_MICRO_BATCH}"
         return
     for name, part in reference.model().named_modules():

@@ -155,13 +155,6 @@ class Reference:
         bounds = {precision: self.bound(precision) for precision in precisions}
         return {"_bounds": bounds, **{name: getattr(self, name) for name in names}}
 
-    def compare_micro_batches(self) -> None:
-        """Compare micro-batch by micro-batch from now on, and measure again."""
-        self.by_micro_batch = True
-        self._bounds.clear()
-        for name in ("step_samples", "hyperparameters", "init_scale", "rounding_error"):
-            vars(self).pop(name, None)
-
     def model(self, precision: str = "fp32") -> nn.Module:
         """A new model with the initial weights that every rank of every cell has."""
         seed_all(self.config.run.seed)
@@ -185,7 +178,7 @@ class Reference:
             return 3 * self.global_batch
         return 3 * self.global_batch + 2 * self.global_batch // 5
 
-    @cached_property
+    @property
     def step_samples(self) -> list[list[int]]:
         length = self.epoch_length
         steps: list[list[int]] = []

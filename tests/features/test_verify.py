@@ -107,7 +107,7 @@ def test_what_is_refused_or_skipped_does_not_fail_while_a_row_passes_and_a_cause
     verify, monkeypatch, words, results, status, said
 ):
     monkeypatch.setattr(
-        verify_main, "results_on_ranks", lambda _, rows, __: zip(rows, results, strict=True)
+        cells, "results_on_ranks", lambda _, rows, __: zip(rows, results, strict=True)
     )
     ended, output, _ = verify(f"{FAULTY} {words} --world_sizes 2")
     assert ended == status, output
