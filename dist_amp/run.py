@@ -20,7 +20,7 @@ from torch import nn
 
 from dist_amp.checkpoint.format import all_checkpoints, checkpoint_folder
 from dist_amp.checkpoint.resume import resume, with_dtype
-from dist_amp.checkpoint.saver import Saver, best_metric_problem
+from dist_amp.checkpoint.saver import Saver
 from dist_amp.config.auto import accumulation_steps, pick_cast, pick_reduction, pick_strategy
 from dist_amp.config.load import load_config, with_task
 from dist_amp.config.task_class import build_task
@@ -215,8 +215,6 @@ def build_run(
         from dist_amp.checkpoint.packed import TaskState
 
         run.observers.add(TaskState(task), stays=True)
-    if problem := best_metric_problem(run):
-        raise ConfigError(problem)
     run.set_switches = partial(set_switches, config)
     return run
 

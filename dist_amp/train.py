@@ -29,7 +29,6 @@ if __name__ == "__main__" and {"-h", "--help"} & {*sys.argv}:
 
 from torch import Tensor
 
-from dist_amp.checkpoint.saver import best_metric_problem
 from dist_amp.config.load import load_config
 from dist_amp.config.task_class import find_class, find_task
 from dist_amp.errors import Failure
@@ -108,9 +107,7 @@ def due(run: ScriptRun, stop: AgreedStop, done: Collection[Action]) -> Action:
     is_evaluated = run.metrics.evaluated_step == run.step
     if run.validation is not None and not is_evaluated and falls(config.eval.every):
         return "evaluate"
-    # A best_metric that no evaluation has is refused once the step of the first is saved.
-    refused = is_evaluated and config.checkpoint.every != "off" and best_metric_problem(run)
-    if "save" not in done and (falls(config.checkpoint.every) or refused):
+    if "save" not in done and falls(config.checkpoint.every):
         return "save"
     return "stop" if is_last else "step"
 

@@ -116,41 +116,31 @@ class Staging:
 
 
 def without_replicas(state: State, world: World) -> State:
-    """The state without the replicas that another rank writes; they are spread over ranks by size.
+    """The state without what another rank writes of several ranks' equal tensors.
 
-    Of an ordinary tensor one rank keeps it, of a DTensor one replica of the mesh.
+    Ordinary tensors are spread over the ranks by size; of a DTensor the first replica is kept.
     """
-    bytes_of: dict[int, list[int]] = {}  # {replicas: bytes that each of them keeps}
+    bytes_of = [0] * world.world_size
+
+    def is_kept(value: Any) -> bool:
+        if isinstance(value, DTensor):
+            coordinates: Any = value.device_mesh.get_coordinate()
+            at = zip(coordinates, value.placements, strict=True)
+            return not any(place for place, placement in at if placement.is_replicate())
+        if not isinstance(value, Tensor):
+            return True
+        keeper = bytes_of.index(min(bytes_of))
+        bytes_of[keeper] += value.numel() * value.element_size()
+        return keeper == world.rank
 
     def part_of(section: State) -> State:
         part = {}
         for name, value in section.items():
             if isinstance(value, dict):
                 part[name] = part_of(value)
-                continue
-            replica, replicas = _replica(value, world)
-            kept = bytes_of.setdefault(replicas, [0] * replicas)
-            keeper = kept.index(min(kept))
-            if not isinstance(value, Tensor) or keeper == replica:
+            elif is_kept(value):
                 part[name] = value
-            if isinstance(value, Tensor):
-                kept[keeper] += value.numel() * value.element_size()
         return part
 
     own = {name: state[name] for name in state if name.partition(" ")[0] in OF_EACH_RANK}
     return part_of({name: state[name] for name in state if name not in own}) | own
-
-
-def _replica(value: Any, world: World) -> tuple[int, int]:
-    """Returns (index of the replica that this rank holds a shard of, number of replicas)."""
-    if not isinstance(value, DTensor):
-        return world.rank, world.world_size
-    replica = 0
-    replicas = 1
-    mesh = value.device_mesh
-    coordinates: Any = mesh.get_coordinate()
-    for size, coordinate, placement in zip(mesh.shape, coordinates, value.placements, strict=True):
-        if placement.is_replicate():
-            replica = replica * size + coordinate
-            replicas *= size
-    return replica, replicas

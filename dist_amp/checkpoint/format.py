@@ -26,7 +26,7 @@ import xxhash
 from pydantic import TypeAdapter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 
 from dist_amp.checkpoint.allow_list import Planner, read_metadata
@@ -247,10 +247,7 @@ class Reader(FileSystemReader):
         self.manifest = fetched_manifest(folder)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        metadata = read_metadata(self.folder, self.manifest.files)
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+        return read_metadata(self.folder, self.manifest.files)
 
 
 def read_into(state: State, reader: Reader, world: World | None = None) -> None:

@@ -45,7 +45,16 @@ def checkpoint_to_resume(
     task: an object in place of `task.target`. Errors: DataError if a given path is not a
     checkpoint, or none is valid; ConfigError if it was made with another config.
     """
-    checkpoint = newest_checkpoint(config.run.resume, run_folder, world)
+    paths: list[Path] = []
+    problem: DataError | None = None
+    # Rank 0 looks: a network disk may show another rank other files for a while.
+    if world.is_main:
+        try:
+            paths = _candidates(config.run.resume, run_folder)
+        except DataError as error:
+            problem = error
+    world.raise_first(problem)
+    checkpoint = newest_valid(world.from_main(paths), world)
     if checkpoint is not None:
         check_config(checkpoint, config, task or find_task(config.task.target), world)
     return checkpoint
@@ -83,21 +92,6 @@ def with_dtype(config: Config, run_folder: Path, world: World) -> Config:
     name = world.from_main(name)
     dtype: Any = "bf16" if name == "fp32" else name
     return replace(config, precision=replace(precision, use_amp=name != "fp32", dtype=dtype))
-
-
-def newest_checkpoint(resume: str, run_folder: Path, world: World) -> Path | None:
-    """The newest valid checkpoint that `resume` allows; None if there are none."""
-    paths: list[Path] = []
-    problem: DataError | None = None
-    # Rank 0 looks: a network disk may show another rank other files for a while.
-    if world.is_main:
-        try:
-            paths = list(_candidates(resume, run_folder))
-        except DataError as error:
-            problem = error
-    world.raise_first(problem)
-    paths = world.from_main(paths)
-    return newest_valid(paths, world) if paths else None
 
 
 def newest_valid(paths: Sequence[Path], world: World) -> Path | None:

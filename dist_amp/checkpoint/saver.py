@@ -133,19 +133,16 @@ class Saver(Observer):
 
 
 def best_metric_problem(run: Run) -> str:
-    """Why best_metric is not in the evaluation just made or, before one, can be in none; or ""."""
+    """Why the task's best_metric is not in the evaluation just made; "" if it is, or none was."""
     best = getattr(run.task, "best_metric", "loss")
     names = run.metrics.evaluation
-    if names and run.metrics.evaluated_step == run.step != run.resumed_from_step:
-        is_known = isinstance(best, str) and metric_name(best) in names
-        rule = f"is not in the evaluation after step {run.step}, whose checkpoint is saved: name "
-        rule += f"one of {', '.join(names)}"
-    else:
-        may_have_more = hasattr(run.task, "metrics") or hasattr(run.task, "on_evaluation")
-        is_known = isinstance(best, str) and (may_have_more or metric_name(best) == "loss")
-        rule = "is in no evaluation: name one of metrics(model, batch), or one that on_evaluation "
-        rule += 'adds, as "max:accuracy" or "min:error"'
-    return "" if is_known else f"the task's best_metric={best!r} {rule}"
+    is_new = names and run.metrics.evaluated_step == run.step != run.resumed_from_step
+    if not is_new or metric_name(best) in names:
+        return ""
+    return (
+        f"the task's best_metric={best!r} is not in the evaluation after step {run.step}, whose "
+        f"checkpoint is saved: name one of {', '.join(names)}"
+    )
 
 
 class Planner(DefaultSavePlanner):

@@ -30,7 +30,6 @@ from dist_amp.checkpoint.format import (
     read_manifest,
     signed_text,
 )
-from dist_amp.checkpoint.resume import newest_checkpoint
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.world import World
 
@@ -304,7 +303,7 @@ def test_what_is_half_written_is_no_checkpoint_and_what_can_not_be_removed_is_wa
 ):
     saved_evaluations(tmp_path, "loss", *[{"loss": loss} for loss in (4.0, 3.0, 5.0)])
     (tmp_path / "checkpoints" / ".step_00000006.writing").mkdir()
-    assert newest_checkpoint("never", tmp_path, World()) is None
+    assert new_run(tmp_path, "--run.resume", "never").step == 0
     run = resumed(tmp_path)
     assert run.metrics.best == {"step": 2, "loss": 3.0}
 
@@ -325,11 +324,6 @@ def test_a_best_metric_that_no_evaluation_has_is_refused_once_that_is_known(tmp_
     with pytest.raises(ConfigError, match=f"{said}name one of loss, accuracy"):
         saved_evaluations(tmp_path, "min:f1", *EVALUATIONS)
     assert [path.name for path in all_checkpoints(tmp_path)] == ["step_00000001"]
-    task = Tiny()
-    for task.best_metric in ("accuracy", None):
-        said = f"best_metric={task.best_metric!r} is in no evaluation: name one of"
-        with pytest.raises(ConfigError, match=said):
-            make_run(World(), task)
 
 
 def test_rejected_checkpoints_are_quarantined_and_their_steps_saved_again_once(newest):
@@ -341,7 +335,7 @@ def test_rejected_checkpoints_are_quarantined_and_their_steps_saved_again_once(n
     take_steps(run, 1)
     stats = [(save(run) / "manifest.json").stat() for _ in range(2)]
     assert len({(stat.st_ino, stat.st_mtime_ns) for stat in stats}) == 1, "not written again"
-    assert newest_checkpoint("auto", folder, World()).name == "step_00000002"
+    assert resumed(folder).step == 2
     names = sorted(path.name for path in newest.parent.iterdir())
     assert names == ["refused_step_00000002", "step_00000001", "step_00000002"]
     again = new_run(folder, "--run.resume", os.path.relpath(newest))
