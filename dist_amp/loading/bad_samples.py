@@ -18,10 +18,11 @@ from dist_amp.errors import DataError
 from dist_amp.files import write_durably
 from dist_amp.loading.loader import Fetch
 from dist_amp.loading.plan import Shard
+from dist_amp.loading.samples import spread
 from dist_amp.world import World
 
 FOLDER = "bad_samples"
-WITNESSES = 8  # other samples that tell which of two that do not make a batch is the odd one
+WITNESSES = 8  # samples that tell which of two that do not make a batch is the odd one
 
 
 @dataclass(frozen=True)
@@ -34,62 +35,45 @@ class Rest:
 
 
 class SkippingFetch(Fetch):
-    """Returns a `Rest` for a micro-batch with bad samples; a DataError if no other can be read."""
+    """Returns a `Rest` for a micro-batch with bad samples; a DataError if no other can be read.
+
+    A sample is bad if it makes no batch with a sound one.
+    """
+
+    _sound: int | None = None  # known from the first bad micro-batch on
 
     def __getitem__(self, shard: Shard) -> Any:
         batch = super().__getitem__(shard)
         if not isinstance(batch, DataError):
             return batch
-        good = []
+        if self._sound is None:
+            self._sound = self._sound_sample(shard)
         errors = {}
         for index in shard.indices:
-            alone = self._batch_of(shard, index)
+            alone = self._batch_of(shard, self._sound, index)
             if isinstance(alone, DataError):
                 errors[index] = str(alone)
-            else:
-                good.append(index)
+        good = [index for index in shard.indices if index not in errors]
+        has_good = bool(good)
+        if not has_good:  # padding, to run the same steps on
+            good = [self._sound] * min(2, len(shard.indices))  # batch norm fails on one
         batch = self._batch_of(shard, *good)
-        is_alone = len(good) == 1 < len(shard.indices)  # so that nothing tells whether it fits
-        if is_alone or (good and isinstance(batch, DataError)):
-            errors |= self._odd_ones(shard, good)
-            good = [index for index in good if index not in errors]
-            batch = self._batch_of(shard, *good)
-        if not good:
-            return self._padding(shard, errors)
-        return Rest(batch, replace(shard, indices=tuple(good)), errors)
+        if isinstance(batch, DataError):
+            return DataError(f"no sample can be used: {batch}")
+        return Rest(batch, replace(shard, indices=tuple(good), counts=has_good), errors)
 
     def _batch_of(self, shard: Shard, *indices: int) -> Any:
         return super().__getitem__(replace(shard, indices=indices))
 
-    def _odd_ones(self, shard: Shard, indices: Sequence[int]) -> dict[int, str]:
-        """{sample: error} of those that do not make a batch with most others of the dataset."""
-        last = len(self.dataset) - 1
-        witnesses = [number * last // (WITNESSES - 1) for number in range(WITNESSES)]
-        groups: list[list[int]] = []
-        for index in dict.fromkeys([*indices, *witnesses]):
-            for group in groups:
-                if not isinstance(self._batch_of(shard, group[0], index), DataError):
-                    group.append(index)
-                    break
-            else:
-                groups.append([index])
-        most = max(groups, key=len)
-        errors = {}
-        for index in indices:
-            if index not in most:
-                errors[index] = str(self._batch_of(shard, most[0], index))
-        return errors
+    def _sound_sample(self, shard: Shard) -> int:
+        """The one of WITNESSES samples that makes a batch with most of them."""
 
-    def _padding(self, shard: Shard, errors: Mapping[int, str]) -> Any:
-        """Some other sample, to run the same steps on. Ever further away: files may be damaged."""
-        length = len(self.dataset)
-        for power in range(length.bit_length()):
-            index = (shard.indices[0] + 2**power) % length
-            indices = (index,) * min(2, len(shard.indices))  # batch norm fails on one
-            batch = self._batch_of(shard, *indices)
-            if not isinstance(batch, DataError):
-                return Rest(batch, replace(shard, indices=indices, counts=False), errors)
-        return DataError(f"no sample can be used, the last because: {batch}")
+        def fitting(index: int) -> int:
+            batches = [self._batch_of(shard, index, other) for other in witnesses]
+            return sum(not isinstance(batch, DataError) for batch in batches)
+
+        witnesses = spread(len(self.dataset), WITNESSES)
+        return max(witnesses, key=fitting)
 
 
 class BadSamples:
@@ -106,8 +90,7 @@ class BadSamples:
         self.most = most
         self.seen: set[tuple[str, int, int]] = set()  # split, epoch and sample, in this rank's list
         self._is_continued = False
-        self._reported = 0
-        self._unwritten = ""
+        self._is_reported = False
 
     def follow(self, training: Any) -> None:
         """Count by the epochs of the training batches."""
@@ -147,12 +130,10 @@ class BadSamples:
                 "samples_seen": self.training.position,
                 "rank": self.world.rank,
             }
-            self._unwritten += json.dumps(entry) + "\n"
-        with suppress(OSError):  # what a full disk refuses is written later
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with self.file.open("a") as file:
-                file.write(self._unwritten)
-            self._unwritten = ""
+            with suppress(OSError):  # a full disk does not end the run
+                self.folder.mkdir(parents=True, exist_ok=True)
+                with self.file.open("a") as file:
+                    file.write(json.dumps(entry) + "\n")
         self._check(data, self._in_epoch(data.split, epoch), error)
 
     def _in_epoch(self, split: str, epoch: int) -> int:
@@ -194,11 +175,9 @@ class BadSamples:
         total = sum(split == data.split for split, _, _ in self.seen)
         counts = torch.tensor([total, self._in_epoch(data.split, epoch)])
         total, in_epoch = self.world.stack(counts).sum(0).tolist()
-        if total and total >= 2 * self._reported:  # not at each log step
-            self._reported = total
-            self.world.warn(
-                f"bad samples skipped since step 0: {total:,}; {self.folder} lists them"
-            )
+        if total and not self._is_reported:
+            self._is_reported = True
+            self.world.warn(f"bad samples are skipped; {self.folder} lists them")
         self._check(data, in_epoch, f"{self.folder} lists them")
         if self.world.is_main:
             return {"train/skipped_samples": total}

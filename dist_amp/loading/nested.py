@@ -1,12 +1,10 @@
 """Nested structures, such as samples and batches: their tensors, and the same on a device.
 
-What torch's pytrees know, other mappings, dataclasses, and objects with a `to(device)`.
+What torch's pytrees know, and objects with a `to(device)`.
 """
 
-import copy
 from collections import deque
-from collections.abc import Iterator, Mapping, MutableMapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -41,7 +39,7 @@ def _parts(value: Any) -> dict[Any, Any]:
 def to_device(batch: Any, device: torch.device) -> Any:
     """The same structure with its tensors on the device; a GPU copies them from pinned memory.
 
-    An object of another class is moved by its method `to`, or stays where it is.
+    Other objects are moved by their method `to`, or stay where they are.
     """
 
     def moved(part: Any) -> Any:
@@ -51,37 +49,19 @@ def to_device(batch: Any, device: torch.device) -> Any:
             if device.type == "cuda" and part.device.type == "cpu" and part.layout == torch.strided:
                 part = part.pin_memory()
             return part.to(device, non_blocking=True)
-        if _moves_itself(part):
-            return _moved_by_itself(part, device)
-        if isinstance(part, MutableMapping):
-            other: Any = copy.copy(part)  # of the same class
-            other.update({key: inside(item) for key, item in part.items()})
-            return other
-        if is_dataclass(part) and not isinstance(part, type):
-            other = copy.copy(part)
-            for item in fields(part):  # set past the class, which may be frozen
-                object.__setattr__(other, item.name, inside(getattr(part, item.name)))
-            return other
-        return part
+        if not _moves_itself(part):
+            return part
+        try:
+            at_device = part.to(device, non_blocking=True)
+        except TypeError:  # a `to` without that argument
+            at_device = part.to(device)
+        return part if at_device is None else at_device  # None: it has moved in place
 
-    def inside(part: Any) -> Any:
-        return tree_map(moved, part, is_leaf=_moves_itself)
-
-    return inside(batch)
+    return tree_map(moved, batch, is_leaf=_moves_itself)
 
 
 def _moves_itself(part: Any) -> bool:
     return callable(getattr(part, "to", None))
-
-
-def _moved_by_itself(part: Any, device: torch.device) -> Any:
-    try:
-        moved = part.to(device, non_blocking=True)
-    except TypeError:  # a `to` without that argument
-        moved = part.to(device)
-    if moved is None:  # it has moved in place
-        return part
-    return moved
 
 
 class CopyStream:
