@@ -30,7 +30,7 @@ LAYOUTS = {
     "prompt": ("completion", "tools"),
     "conversations": ("system", "tools"),
 }
-ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
 SAME_ROLE = {"human": "user", "gpt": "assistant", "model": "assistant"}  # ShareGPT's, Gemma's
 # Keys by which other trainers mark messages that are not learned.
 OTHER_WEIGHTS = {"train", "training", "trainable", "loss", "loss_mask", "mask"}
@@ -94,7 +94,7 @@ def check_rows(rows: Any, split: str, text_column: str, tokenizer: Tokenizer) ->
     rows = rows.select_columns(columns)
     for row in rows.__getitems__(list(range(min(len(rows), ROWS_TO_TRY)))):
         with suppress(Exception):  # reported with its number when the row is encoded
-            messages, learned_from = chat_of(row, text_column, tokenizer.chat)
+            messages, learned_from = chat_of(row, text_column)
             answers = len(answers_to_learn(messages, learned_from))
             _, labels = encode_chat(messages, tokenizer.chat, learned_from, row.get("tools"))
             found = sum(a < 0 <= b for a, b in pairwise([IGNORE_INDEX, *labels]))
@@ -141,7 +141,7 @@ def encode(row: Row, tokenizer: Tokenizer, text_column: str) -> Encoded:
         return encode_text(text_of(row, "prompt"), text_of(row, "completion"), tokenizer)
     if form == text_column != "messages":
         return encode_text("", text_of(row, text_column), tokenizer)
-    messages, learned_from = chat_of(row, text_column, tokenizer.chat)
+    messages, learned_from = chat_of(row, text_column)
     return encode_chat(messages, tokenizer.chat, learned_from, row.get("tools"))
 
 
@@ -166,22 +166,19 @@ def text_of(row: Row, column: str) -> str:
     return text
 
 
-def chat_of(row: Row, text_column: str, tokenizer: Any) -> tuple[list[Message], int]:
+def chat_of(row: Row, text_column: str) -> tuple[list[Message], int]:
     """Returns (a row's messages, the number of the first one that is trained on)."""
     form = layout(list(row), text_column)
-    template = str(tokenizer.chat_template)
     if form == "prompt":
-        prompt = turns(row, "prompt", template)
-        return prompt + turns(row, "completion", template), len(prompt)
-    messages = turns(row, form, template)
-    if row.get("system") and form != "messages":
-        if any(message["role"] == "system" for message in messages):
-            raise DataError(f"{form} has a system message beside the column system; keep one")
+        prompt = turns(row, "prompt")
+        return prompt + turns(row, "completion"), len(prompt)
+    messages = turns(row, form)
+    if row.get("system") and form == "conversations":
         messages.insert(0, {"role": "system", "content": text_of(row, "system")})
     return messages, 0
 
 
-def turns(row: Row, column: str, template: str) -> list[Message]:
+def turns(row: Row, column: str) -> list[Message]:
     """The messages in a column, each with a role that is known, its content as one text, and
     without the nulls that Arrow adds. Errors: DataError for other contents.
     """
@@ -204,13 +201,10 @@ def turns(row: Row, column: str, template: str) -> list[Message]:
         is_call = content is None and "tool_calls" in message
         if not isinstance(role, str) or not (isinstance(content, str) or is_call):
             raise problem
-        if role not in ROLES and not re.search(rf"['\"]{re.escape(role)}['\"]", template):
-            raise DataError(
-                f"{column} has the unknown role {role}; use one of {', '.join(ROLES)}, or a chat "
-                "template that names it"
-            )
+        if role not in ROLES:
+            raise DataError(f"{column} has the unknown role {role}; use one of {', '.join(ROLES)}")
         weight = message.get("weight", 0)
-        if isinstance(weight, str) or weight not in (0, 1) or (weight and role != "assistant"):
+        if weight not in (0, 1) or (weight and role != "assistant"):
             raise DataError(
                 f"{column} has the weight {weight!r} at a message of the {role}; an answer of the "
                 "assistant may have 0 (not learned) or 1, other messages 0 or none"
@@ -252,7 +246,9 @@ def encode_chat(
         return [], []  # some templates fail on it
     learned = answers_to_learn(messages, learned_from)
     messages = [{key: each[key] for key in each if key != "weight"} for each in messages]
-    tools = tools_of(tools)
+    if isinstance(tools, str) and tools.strip():
+        tools = json.loads(tools)
+    tools = without_nulls(tools) or None
     apply = partial(tokenizer.apply_chat_template, tools=tools)
     text = apply(messages, tokenize=False)
     check_tools(messages, tools, text, tokenizer)
@@ -266,18 +262,6 @@ def encode_chat(
             "answers; put {% generation %} and {% endgeneration %} around what the assistant writes"
         )
     return ids, labels
-
-
-def tools_of(tools: Any) -> list[Message] | None:
-    """A row's tools, or the JSON of them, as the template takes them. Errors: DataError."""
-    found = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
-    if not found:
-        return None
-    if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
-        raise DataError(
-            f"tools holds {tools!s:.100}; make it a list of JSON schemas of functions, or its JSON"
-        )
-    return without_nulls(found)  # type: ignore[no-any-return]
 
 
 def check_tools(messages: list[Message], tools: Any, text: str, tokenizer: Any) -> None:

@@ -10,7 +10,6 @@ import json
 import logging
 import posixpath
 import re
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -103,7 +102,7 @@ def convert(config: DataConfig, files: Files) -> Any:
         # Each value of these settings has its own conversion in the cache.
         options = {**options, "na_values": config.text_column}
         if config.most_bad_samples:
-            options["on_bad_lines"] = str(config.on_bad_sample)
+            options["on_bad_lines"] = "skip"
     # The library takes names as patterns.
     escape = glob.escape if is_local(files.fs) else files.address
     data_files = {split: [escape(path) for path in paths] for split, paths in files.splits.items()}
@@ -133,38 +132,27 @@ class Tables:
         self.skips = config.most_bad_samples > 0
         self.left_out: list[str] = []  # rows with more or fewer fields than the header
         self.types = pa.schema({config.text_column: pa.large_string()})
-        schema = None
-        rows = 0
+        schema = pa.schema([])
         for path in files.paths:
             address = files.address(path)
             try:
                 with files.fs.open(path, "rb", compression="infer") as content:
                     table = pa.csv.read_csv(content, *self._options(address))
-                if schema is not None and {*schema.names} != {*table.column_names}:
-                    raise DataError(
-                        f"{address} has the columns {', '.join(table.column_names)}, and a file "
-                        f"before it {', '.join(schema.names)}; give all files the same ones"
-                    )
-                pair = [schema or table.schema, table.schema]
-                schema = pa.unify_schemas(pair, promote_options="permissive")
+                if schema.names and {*schema.names} != {*table.column_names}:
+                    names = ", ".join(table.column_names)
+                    raise pa.ArrowInvalid(f"its columns are {names}, unlike those of a file before")
+                schema = pa.unify_schemas([schema, table.schema], promote_options="permissive")
             except pa.ArrowException as error:
                 raise DataError(
                     f"{address} can't be read as a table: {first_line(error)}; correct it "
                     "(data.on_bad_sample=skip leaves out rows of another number of fields)"
                 ) from error
-            rows += len(table)
         self.types = schema
         if self.left_out:
-            limit = config.most_bad_samples
-            if limit < 1:
-                limit *= rows + len(self.left_out)
-            text = f"rows left out for their number of fields: {len(self.left_out):,}, "
-            text += some_of(self.left_out)
-            if len(self.left_out) > limit:
-                raise DataError(
-                    f"{text}; fix them, or raise data.on_bad_sample={config.on_bad_sample}"
-                )
-            log.warning("warning: %s", text)
+            log.warning(
+                f"warning: rows left out for their number of fields: {len(self.left_out):,}, "
+                f"{some_of(self.left_out)}"
+            )
 
     def of_files(self, files_iterables: Any, **_: Any) -> Iterator[tuple[int, pa.Table]]:
         """Replaces the library's generator of pairs, whose first parts it does not use."""
@@ -209,16 +197,15 @@ def broken_line(files: Files) -> str:
 
 def image_rows(files: Files) -> Any:
     """A row per image, in the order of their names: image and, by folders of classes or a table,
-    label. Texts in the only column, or label, are classes. Nothing is copied, nor read before it
-    is needed.
+    label. Nothing is copied, nor read before it is needed.
     """
-    images = [files.address(path) for path in files.paths]
-    columns = columns_of_tables(files) if files.tables else folders_of(files)
-    rows = datasets.Dataset.from_dict({"image": images, **columns})
-    rows = rows.cast_column("image", datasets.Image())
-    for name, values in columns.items():
-        if (name == "label" or len(columns) == 1) and isinstance(values[0], str):
-            rows = rows.cast_column(name, datasets.ClassLabel(names=sorted(set(values))))
+    columns = {"image": [files.address(path) for path in files.paths]}
+    labels = labels_of_tables(files) if files.tables else labels_of_folders(files)
+    if labels:
+        columns["label"] = labels
+    rows = datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image())
+    if labels and isinstance(labels[0], str):
+        rows = rows.cast_column("label", datasets.ClassLabel(names=sorted(set(labels))))
     splits = datasets.DatasetDict()
     first = 0
     for split, inside in files.splits.items():
@@ -227,56 +214,51 @@ def image_rows(files: Files) -> Any:
     return splits
 
 
-def folders_of(files: Files) -> dict[str, list[Any]]:
-    """{"label": the folder of each image}; nothing if they lie in one."""
+def labels_of_folders(files: Files) -> list[Any]:
+    """The folder of each image; nothing if they lie in one."""
     top = posixpath.commonpath([posixpath.dirname(path) for path in files.paths])
     below = int(len(files.splits) > 1)  # the folders train, test ... are no classes
     folders = [posixpath.relpath(path, top or ".").split("/")[below:-1] for path in files.paths]
     if not any(folders):
-        return {}
+        return []
     if [] in folders:
         stray = files.address(files.paths[folders.index([])])
         raise DataError(
             f"the image {stray} lies in no class's folder, as others do; move or remove it"
         )
-    return {"label": ["/".join(folder) for folder in folders]}
+    return ["/".join(folder) for folder in folders]
 
 
-def columns_of_tables(files: Files) -> dict[str, list[Any]]:
-    """{column: its value for each image}, of the CSV tables beside images."""
-    rows: list[dict[str, Any]] = []
+def labels_of_tables(files: Files) -> list[Any]:
+    """The label of each image in the CSV tables beside them."""
+    labels: dict[str, Any] = {}
+    images = set(files.paths)
     for table in files.tables:
         address = files.address(table)
         log.info("data: labels are those of %s", address)
-        try:
-            with files.fs.open(table, "rb") as content:
-                found = pa.csv.read_csv(content)
-        except pa.ArrowException as error:
-            raise DataError(
-                f"{address} can't be read as a table: {first_line(error)}; correct it"
-            ) from error
-        names = found.column_names
+        with files.fs.open(table, "rb") as content:
+            rows = pa.csv.read_csv(content)
+        names = rows.column_names
         key = "file" if "file" in names else "file_name"
-        if key not in names or len(names) < 2 or "image" in names:
+        if not {key, "label"} <= {*names}:
             raise DataError(
-                f"{address} has the columns {', '.join(names)}; it needs file or file_name, "
-                "then label, separated by commas, and none named image"
+                f"{address} has the columns {', '.join(names)}; it needs file or file_name, and "
+                "label, separated by commas"
             )
-        for row in found.to_pylist():
-            path = posixpath.join(posixpath.dirname(table), row.pop(key))
-            row["image"] = posixpath.normpath(path)
-            if row.get("label") == "":
-                raise DataError(f"{address} has no label for {path}; add it")
-            rows.append(row)
-    counts = Counter(row["image"] for row in rows)
-    for path in sorted({*counts, *files.paths}):
-        if counts[path] != 1 or path not in files.paths:
-            raise DataError(
-                f"{files.address(path)} has {counts[path]} rows in {', '.join(files.tables)}; each "
-                "image must have one, and each row its image: add or remove what is wrong"
-            )
-    by_image = {row.pop("image"): row for row in rows}
-    return {name: [by_image[path][name] for path in files.paths] for name in rows[0]}
+        for row in rows.to_pylist():
+            path = posixpath.normpath(posixpath.join(posixpath.dirname(table), row[key]))
+            if path not in images or path in labels or row["label"] in ("", None):
+                raise DataError(
+                    f"{address}: {row[key]} must be an image that is there, in one row, with a "
+                    "label; correct it"
+                )
+            labels[path] = row["label"]
+    if missing := sorted(images - labels.keys()):
+        raise DataError(
+            f"the image {files.address(missing[0])} has no row in {', '.join(files.tables)}; add "
+            "one, or remove the image"
+        )
+    return [labels[path] for path in files.paths]
 
 
 def not_loaded(source: str, error: Exception, fix: str) -> DataError:

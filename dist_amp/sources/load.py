@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 # Parquet files above this are read by row group: converting them takes their size in the cache.
 MAP_UP_TO_BYTES = 4 * 2**30
 HELD_OUT = 0.05  # of the rows, with data.validation_split=auto, last or shuffled
-WAY = re.compile(r"(last|shuffled)(?::(0?\.\d*[1-9]\d*))?")  # of holding out, and the share
+WAY = re.compile(r"(auto|last|shuffled)(?::(0?\.\d*[1-9]\d*))?")  # of holding out, and the share
 
 
 class Converted:
@@ -107,14 +107,13 @@ def pick_split(splits: Any, config: SourceConfig, split: str, *other_columns: st
     """The training or validation part of {name: rows, or what opens them}: see `load_rows`."""
     name = config.split
     held_out = config.validation_split  # a share, or a split's name
-    way = str(held_out) if held_out == "shuffled" else ""
-    if held_out in ("auto", "shuffled") and held_out not in splits:
-        usual = (other for other in ("validation", "test") if other in splits and other != name)
-        held_out = next(usual, HELD_OUT)
-        way = "auto"
-    elif held_out not in splits and (match := WAY.fullmatch(str(held_out))):
+    way = ""
+    if held_out not in splits and (match := WAY.fullmatch(str(held_out))):
         way, share = match.groups()
         held_out = float(share or HELD_OUT)
+        usual = [other for other in ("validation", "test") if other in splits and other != name]
+        if usual and way != "last" and not share:
+            held_out = usual[0]
     for key, value in (("split", name), ("validation_split", held_out)):
         if isinstance(value, str) and value not in splits:
             raise DataError(
@@ -167,7 +166,7 @@ def held_out_part(rows: Any, split: str, share: float, way: str = "") -> Any:
     chosen = order[:count]
     if split == "train":
         chosen = order[count:]
-        if way != "shuffled":
+        if in_groups or way != "shuffled":
             chosen.sort()
     return rows.select_groups(chosen) if in_groups else rows.select(chosen)
 

@@ -159,8 +159,6 @@ def test_encoded_images_are_decoded_upright():
 
 # ---- labels in a table ----
 
-FOLDER = "file_name,label\na.png,x\nb.png,x\nsub/c.png,y\n"
-
 
 def folder_with_table(folder, text, name="labels.csv", images=("a.png", "b.png", "sub/c.png")):
     for number, image in enumerate(images):
@@ -245,15 +243,15 @@ def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("file,label\nz.png,x\n", "a.png has 0 rows in "),
-        (f"{FOLDER}z.png,x\n", "z.png has 1 rows in "),
-        (f"{FOLDER}./a.png,y\n", "a.png has 2 rows in "),
-        ("file,label\na.png,x\nb.png,\n", "labels.csv has no label for "),
-        ("file;label\na.png;x\n", "has the columns file;label; it needs file or file_"),
         (
-            "file,label\na.png,x,y\n",
-            "parse error: Expected 2 columns, got 3",
+            "file,label\nz.png,x\n",
+            "labels.csv: z.png must be an image that is there, in one",
         ),
+        ("file,label\na.png,x\n./a.png,y\n", "labels.csv: ./a.png must be an image that is there,"),
+        ("file,label\na.png,x\nb.png,\n", "labels.csv: b.png must be an image that is there, in"),
+        ("file,label\na.png,x\n", "b.png has no row in "),
+        ("file;label\na.png;x\n", "has the columns file;label; it needs file or file_"),
+        ("file,label\na.png,x,y\n", "parse error: Expected 2 columns, got 3"),
     ],
 )
 def test_a_table_of_labels_that_does_not_fit_is_refused_by_name(text, message, tmp_path):

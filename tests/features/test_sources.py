@@ -199,12 +199,13 @@ def test_tables_are_the_same_whatever_program_wrote_them_and_text_is_what_stands
 
 def test_held_out_rows_are_drawn_and_the_rest_keeps_the_order_of_the_file(tmp_path):
     write(tmp_path, {"rows.csv": FORTY})
-    drawn = all_rows(tmp_path).train_test_split(test_size=0.2, seed=0)
+    few, drawn = (all_rows(tmp_path).train_test_split(size, seed=0) for size in (0.05, 0.2))
     held_out = drawn["test"]["n"][:]  # as in earlier versions
     rest = sorted(set(range(40)) - set(held_out))
     for share, train, validation in (
         ("0.2", rest, held_out),
         ("shuffled:.2", drawn["train"]["n"][:], held_out),
+        ("shuffled", few["train"]["n"][:], few["test"]["n"][:]),
         ("last", [*range(38)], [38, 39]),
         ("last:.25", [*range(30)], [*range(30, 40)]),
     ):
@@ -243,7 +244,7 @@ PNG = dict.fromkeys(("cat/1.png", "dog/2.png", "stray.png"), "")
             {"a.csv": "text\na\n", "b.csv": "text,n\na,1\n"},
             {},
             65,
-            "b.csv has the columns text, n",
+            "b.csv can't be read as a table: its co",
         ),
         ({"a.jsonl": GOOD, "b.jsonl": '{"title": "a"}'}, {}, 65, "names don't match"),
         ({"test.jsonl": GOOD, "a.jsonl": GOOD}, {}, 65, "among a.jsonl, test.jsonl, some that n"),

@@ -178,7 +178,6 @@ ONE_OF_TWO = {"messages": [HI, {**ONE, "weight": 0}, MORE, TWO]}
         ("QWEN", changed(role="Assistant"), "messages has the unknown role Assistant; use one of"),
         ("QWEN", changed(content=None), "messages holds .*; make it a list of messages, each with"),
         ("QWEN", changed(content=[{"type": "image"}]), "messages holds .* and content, a text"),
-        ("QWEN", {**ASKED, "tools": ["add"]}, r"tools holds .'add'.; make it a list"),
         ("QWEN", changed(tool_calls=[TEXT_AS_ARGUMENTS]), r"the chat template of .* puts the arg"),
         ("LLAMA3", {**ASKED, "tools": [TOOL]}, "the chat template of .* out tools;"),
         ("LLAMA3", {"messages": CALLING}, "the chat template of .* leaves out tool_calls; use one"),
