@@ -7,8 +7,8 @@ configuration, metrics under the same tags as in TensorBoard, those of each rank
 (up to 64 ranks), and the summary and the sample at the end. Server, login and offline mode are set
 as the tracker documents it: WANDB_MODE, MLFLOW_TRACKING_URI ... See docs/metrics.md.
 
-Exit status: 0 all is sent, 64 bad arguments, no package or no login, 65 not a run's folder, 75
-stopped by a signal, 1 anything else.
+Exit status: 0 all is sent, 64 bad arguments, no package or no login, 65 not a run's folder, 1
+anything else.
 
 Docs: docs/metrics.md
 """
@@ -17,9 +17,7 @@ import json
 import os
 import re
 import secrets
-import signal
 import sys
-import threading
 import time
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -30,8 +28,7 @@ from typing import Any
 
 from dist_amp.commands.trackers import TRACKERS, Tracker
 from dist_amp.config.text import hidden
-from dist_amp.distributed.signals import handle_signals
-from dist_amp.errors import SAVED_AND_STOPPED, ConfigError, DataError, Failure, first_line, masked
+from dist_amp.errors import ConfigError, DataError, Failure, first_line, masked
 from dist_amp.files import InUse, only_process, parse_row, write_durably
 from dist_amp.supervise.command_line import Parser, command, run_folder
 
@@ -41,8 +38,8 @@ APPEARS_SECONDS = 120.0  # to wait for a run that was started at the same time
 RESTART_SECONDS = 30.0
 
 
-@command()
-def main(argv: Sequence[str]) -> int:
+@command("; start the same command again to continue")
+def main(argv: Sequence[str]) -> None:
     parser = Parser("python -m dist_amp.follow", __doc__)
     parser.add_argument("run", type=run_folder, metavar="RUN", help="a run's folder")
     parser.add_argument("--to", required=True, choices=list(TRACKERS), help="the tracker")
@@ -50,43 +47,36 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--once", action="store_true", help="send what exists now, and end")
     options = parser.parse_args(argv)
     folder = options.run.resolve()
-    stop = threading.Event()
-
-    def on_signal(number: int, frame: object) -> None:
-        stop.set()
-        signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once
-
-    with handle_signals(on_signal, (signal.SIGINT, signal.SIGTERM)):
-        wait_for_run(folder, 0.0 if options.once else APPEARS_SECONDS, stop)
-        try:
-            with only_process(folder / f".follow_{options.to}.lock"):  # so nothing is sent twice
-                return Follower(folder, options.to, options.project).follow(options.once, stop)
-        except InUse as error:
-            raise Failure(
-                f"{folder} is followed to {options.to} by another process already ({error}); stop "
-                "that one first"
-            ) from error
-        except Failure:
-            raise
-        except Exception as error:  # of the tracker, or of the disk
-            reason = first_line(error) or type(error).__name__
-            text = f"{options.to}: {reason}; start the same command again to continue"
-            raise Failure(text) from error
+    wait_for_run(folder, 0.0 if options.once else APPEARS_SECONDS)
+    try:
+        with only_process(folder / f".follow_{options.to}.lock"):  # so nothing is sent twice
+            Follower(folder, options.to, options.project).follow(options.once)
+    except InUse as error:
+        raise Failure(
+            f"{folder} is followed to {options.to} by another process already ({error}); stop "
+            "that one first"
+        ) from error
+    except Failure:
+        raise
+    except Exception as error:  # of the tracker, or of the disk
+        reason = first_line(error) or type(error).__name__
+        text = f"{options.to}: {reason}; start the same command again to continue"
+        raise Failure(text) from error
 
 
-def wait_for_run(folder: Path, seconds: float, stop: threading.Event) -> None:
+def wait_for_run(folder: Path, seconds: float) -> None:
     """Wait until a run has begun in the folder. Errors: DataError if none does."""
     config = folder / "config.toml"
     if seconds and not config.exists():
         print(f"waiting up to {seconds:.0f} s for a run in {folder}", flush=True)
     deadline = time.monotonic() + seconds
-    while not config.exists() and not stop.is_set():
+    while not config.exists():
         if time.monotonic() >= deadline:
             raise DataError(
                 f"{folder} is not a run's folder: it has no config.toml; start the run, or give "
                 "the folder that run.dir names"
             )
-        stop.wait(1.0)
+        time.sleep(POLL_SECONDS)
 
 
 @dataclass
@@ -132,26 +122,26 @@ class Follower:
                     f"option out, or remove {self.path} to send the run again, as a new one"
                 )
 
-    def follow(self, once: bool, stop: threading.Event) -> int:
-        """Send lines until the run has ended; returns the exit status."""
-        while not stop.is_set():
-            # First: a run's last lines are written before its summary.
-            summary = read_summary(self.folder)
-            lines = [line for line in self.new_lines() if self.position.unsent(line)]
-            over = once
-            if summary is not None:  # no restart is to be expected after a while
-                age = time.time() - (self.folder / "summary.json").stat().st_mtime
-                over |= summary["stopped_by"] == "completed" or age >= RESTART_SECONDS
-            if lines or not over or hash_of(summary) != self.position.summary:
-                self.send(lines, stop)
-            if over and not stop.is_set():
-                self.end(summary)
-                return 0
-            stop.wait(POLL_SECONDS)
-        self.close()
-        count = self.position.lines
-        print(f"stopped after {count} lines; start the same command again to continue", flush=True)
-        return SAVED_AND_STOPPED
+    def follow(self, once: bool) -> None:
+        """Send lines until the run has ended."""
+        over = False
+        try:
+            while not over:
+                # First: a run's last lines are written before its summary.
+                summary = read_summary(self.folder)
+                over = once
+                if summary is not None:  # no restart is to be expected after a while
+                    age = time.time() - (self.folder / "summary.json").stat().st_mtime
+                    over |= summary["stopped_by"] == "completed" or age >= RESTART_SECONDS
+                lines = [line for line in self.new_lines() if self.position.unsent(line)]
+                if lines or not over or hash_of(summary) != self.position.summary:
+                    self.send(lines)
+                if not over:
+                    time.sleep(POLL_SECONDS)
+        except KeyboardInterrupt:
+            self.close()
+            raise
+        self.end(summary)
 
     def new_lines(self) -> list[dict[str, Any]]:
         """The complete lines since the last call; all of them if the run has replaced the file."""
@@ -170,14 +160,12 @@ class Follower:
         rows = map(parse_row, complete.splitlines())
         return [row for row in rows if row is not None]  # without damaged ones, as in a resumed run
 
-    def send(self, lines: Sequence[Mapping[str, Any]], stop: threading.Event) -> None:
+    def send(self, lines: Sequence[Mapping[str, Any]]) -> None:
         if self.tracker is None:
             self.tracker = self.open()
         elif self.tracker.writes_within_a_second:
             self.save()  # of the lines before these
         for line in lines:
-            if stop.is_set():
-                return
             unsent = self.position.unsent(line)
             if values := flat(unsent):
                 seconds = line.get("unix_time", 0.0)

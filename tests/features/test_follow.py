@@ -4,8 +4,10 @@ import json
 import math
 import os
 import signal
-import threading
 import time
+from contextlib import suppress
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 
@@ -38,7 +40,17 @@ class WrittenRun:
         (self.folder / "summary.json").write_text(json.dumps(summary))
 
     def follow(self, *actions, once=False):
-        return follow.Follower(self.folder, "fake", "").follow(once, Script(*actions))
+        """Follow it; between two polls comes the next of the actions, and at the end a signal."""
+        left = list(actions)
+
+        def sleep(seconds):
+            if not left:
+                raise KeyboardInterrupt
+            left.pop(0)()
+
+        clock = SimpleNamespace(time=time.time, sleep=sleep)
+        with patch.object(follow, "time", clock), suppress(KeyboardInterrupt):
+            follow.Follower(self.folder, "fake", "").follow(once)
 
 
 class Killed(BaseException):
@@ -75,18 +87,6 @@ def runs(monkeypatch):
     return Fake.runs
 
 
-class Script(threading.Event):
-    """Between two polls, the next of the actions; after the last one, a signal to stop."""
-
-    def __init__(self, *actions):
-        super().__init__()
-        self.actions = list(actions)
-
-    def wait(self, timeout=None):
-        self.actions.pop(0)() if self.actions else self.set()
-        return self.is_set()
-
-
 @pytest.fixture
 def run(tmp_path):
     return WrittenRun(tmp_path / "my run")
@@ -117,8 +117,8 @@ def test_a_live_run_is_sent_as_it_comes_and_its_summary_at_the_end(run, runs):
         run.end(final_loss=0.5, ranks=[{"rank": 0}])
 
     run.take(1, 2)
-    assert run.follow(later, end) == 0
-    assert run.follow() == 0, "it sends nothing twice"
+    run.follow(later, end)
+    run.follow()
     assert seen == [[1, 2]]
     (identity, sent), *others = runs.items()
     assert not others
@@ -206,7 +206,7 @@ def test_a_run_that_failed_has_ended_once_it_is_not_restarted_for_a_while(run, r
 
     run.take(1, 2)
     run.end("failed", cause="out of memory")
-    assert run.follow(restarted) == 0
+    run.follow(restarted)
     assert steps_of(the_only(runs)) == [1, 2, 3]
     ((_, summary, _, _),) = the_only(runs)["ends"]
     assert "cause" not in summary, "of the attempt that was restarted"
@@ -234,15 +234,17 @@ def test_a_signal_stops_it_after_the_line_and_the_next_start_continues(
     log = Fake.log
 
     def interrupted(self, number, *line):
-        log(self, number, *line)
-        if number == 1:
+        if number == 2:
+            monkeypatch.setattr(Fake, "log", log)
             signal.raise_signal(signal.SIGTERM)
+        log(self, number, *line)
 
     monkeypatch.setattr(Fake, "log", interrupted)
     run.take(1, 2, 3)
     run.end()
-    assert command(run.folder, "--to", "fake") == 75
-    assert "stopped after 2 lines; start the same command again" in capsys.readouterr().out
+    assert command(run.folder, "--to", "fake") == 1
+    said = "error: stopped by SIGTERM; start the same command again to continue\n"
+    assert capsys.readouterr().err == said
     assert (steps_of(the_only(runs)), the_only(runs)["ends"]) == ([1, 2], [])
     assert command(run.folder, "--to", "fake") == 0
     assert steps_of(the_only(runs)) == [1, 2, 3]
@@ -309,6 +311,8 @@ def test_what_an_earlier_version_has_sent_is_not_sent_again(run, runs):
 
 
 def test_a_run_that_does_not_exist_yet_is_waited_for(tmp_path):
-    started = Script(lambda: WrittenRun(tmp_path / "run").end())
-    follow.wait_for_run(tmp_path / "run", 1000.0, started)
-    assert not started.is_set()
+    def sleep(seconds):
+        WrittenRun(tmp_path / "run")
+
+    with patch.object(follow, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep)):
+        follow.wait_for_run(tmp_path / "run", 1000.0)
