@@ -15,11 +15,13 @@ QUERY = re.compile(
     r"(?i)(?<=[?&;])([\w.-]*(?:sig|signature|credential|token|secret|passw\w*|pwd|key|keyid|auth|"
     r"policy))=[^&\s\"'#]+"
 )
-# Of storage options and code, such as 'secret': 'abc' and password = "abc".
-QUOTED = re.compile(
-    r"(?i)(\w*(?:secret|passwd|password|pwd|token|api_?key|account_?key|access_?key)"
-    r"(?:['\"]\s*:|\s*=)\s*)(['\"])[^'\"]+\2"
+# Names of settings and variables; pad_token is none.
+SECRET = (
+    r"token|(?:\w*[_-])?(?:password|passwd|pwd|passphrase|secret|credentials?|api_?key|"
+    r"(?:access|account|private|secret)_?key|(?:access|api|auth|hf|sas|session)[_-]token)"
 )
+# Of TOML, code and storage options, such as 'secret': 'abc' and password = "abc".
+QUOTED = re.compile(rf"(?i)(?<!\w)((?:{SECRET})(?:['\"]\s*:|\s*=)\s*)(['\"])(?:\\.|(?!\2)[^\\])+\2")
 
 SAVED_AND_STOPPED = 75  # exit status: stopped by a signal, saved, may be restarted (EX_TEMPFAIL)
 

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 from dist_amp.commands.trackers import TRACKERS, Tracker
-from dist_amp.config.text import hidden
 from dist_amp.errors import ConfigError, DataError, Failure, first_line, masked
 from dist_amp.files import InUse, only_process, parse_row, write_durably
 from dist_amp.supervise.command_line import Parser, command, run_folder
@@ -176,7 +175,8 @@ class Follower:
     def open(self) -> Tracker:
         """The tracker's run, new or continued; prints where it is."""
         self.save()  # before the tracker knows of it
-        config = hidden(tomllib.loads((self.folder / "config.toml").read_text(encoding="utf-8")))
+        toml = (self.folder / "config.toml").read_text(encoding="utf-8")
+        config = tomllib.loads(masked(toml))
         position = self.position
         tracker = TRACKERS[self.name](position.project, position.id, self.folder.name, config)
         if position.lines and not tracker.has_run:

@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import MISSING, field, fields, is_dataclass, make_dataclass
+from dataclasses import MISSING, field, is_dataclass, make_dataclass
 from enum import Enum
 from functools import cache, partial
 from importlib.machinery import PathFinder
@@ -135,32 +135,27 @@ def args_dataclass(cls: type) -> type:
     """A dataclass of the constructor's parameters, for checking `task.args` and for --help."""
     checks = {"arbitrary_types_allowed": True, "extra": "forbid"}
     constructor: Any = inspect.getattr_static(cls, "__init__")
-    hints = {}
-    if constructor is not object.__init__:
-        try:
-            hints = get_type_hints(constructor, include_extras=True)
-        except NameError as error:
-            raise ConfigError(
-                f"{cls.__name__}: unknown type in its constructor: {error}; import it"
-            ) from error
-    fields_of_a_dataclass = vars(cls).get("__dataclass_fields__", {})
-    required, optional = [], []
+    try:
+        hints = get_type_hints(constructor, include_extras=True)
+    except NameError as error:
+        raise ConfigError(
+            f"{cls.__name__}: unknown type in its constructor: {error}; import it"
+        ) from error
+    declared = vars(cls).get("__dataclass_fields__", {})  # of a task that is a dataclass
+    args: list[Any] = []
     for name, parameter in inspect.signature(cls).parameters.items():
         default = parameter.default
         if name == INJECTED or parameter.kind.name.startswith("VAR"):  # *args and **kwargs
             continue
-        is_required = default is parameter.empty
-        hint = hints.get(name, int | float | str if is_required else type_of(default))
-        if is_required:
-            required.append((name, hint))
+        if default is parameter.empty:
+            args.append((name, hints.get(name, int | float | str)))
             continue
-        copy_default = partial(deepcopy, default)  # a list: every task gets its own
-        declared = fields_of_a_dataclass.get(name, field())
-        if declared.default_factory is not MISSING:
-            copy_default = declared.default_factory
-        optional.append((name, hint, field(default_factory=copy_default)))
+        factory = partial(deepcopy, default)  # a list: every task gets its own
+        if name in declared and declared[name].default_factory is not MISSING:
+            factory = declared[name].default_factory
+        args.append((name, hints.get(name, type_of(default)), field(default_factory=factory)))
     namespace = {"__pydantic_config__": checks}
-    return make_dataclass("Args", [*required, *optional], frozen=True, namespace=namespace)
+    return make_dataclass("Args", args, frozen=True, kw_only=True, namespace=namespace)
 
 
 def type_of(default: Any) -> Any:
@@ -197,7 +192,7 @@ def build_task(config: Config) -> Any:
     cls = find_task(target)
     args: Mapping[str, Any] = config.task.args
     if is_dataclass(args):
-        args = {item.name: getattr(args, item.name) for item in fields(args)}
+        args = vars(args)
     if INJECTED in inspect.signature(cls).parameters:
         args = {**args, INJECTED: config.data}
     from dist_amp.distributed.process import seed_all  # torch: settings are checked without it

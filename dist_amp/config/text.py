@@ -10,46 +10,24 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from dist_amp.errors import MASK, DataError, first_line, masked
+from dist_amp.errors import MASK, SECRET, DataError, first_line, masked
 from dist_amp.settings import Config
 
-# A task's arguments with such names are not written.
-SECRET = re.compile(
-    r"(^|_)(password|passwd|pwd|passphrase|secret|credentials?|api_?key|"
-    r"(access|account|private|secret)_key|(access|api|auth|hf|sas)_token)$|^token$"
-)
+# The value after an option such as --task.args.hf-token; words end with \0.
+OPTION = re.compile(rf"(?i)(--(?:[\w-]*\.)*(?:{SECRET})[\0=])[^\0]+")
 
 
 def to_toml(config: Config) -> str:
     """The config as TOML that `--config` reads back, without secrets."""
     import tomli_w
 
-    return tomli_w.dumps(hidden(asdict(config, dict_factory=_for_toml)))
-
-
-def hidden(value: Any, name: str = "") -> Any:
-    """Settings without secrets: those that are named so, and passwords in addresses."""
-    if isinstance(value, dict):
-        return {key: hidden(part, key) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [hidden(part, name) for part in value]
-    if isinstance(value, str) and value:
-        return MASK if SECRET.search(name) else masked(value)
-    return value
+    return masked(tomli_w.dumps(asdict(config, dict_factory=_for_toml)))
 
 
 def command_line(words: Sequence[str]) -> str:
-    """The words quoted for a shell, without the values of secret settings."""
-    shown = []
-    key = ""
-    for word in words:
-        name, equals, value = word.partition("=")
-        if word.startswith("-"):
-            key = name.replace("-", "_").strip("_").rpartition(".")[2]
-            shown.append(name + equals + hidden(value, key))
-        else:
-            shown.append(hidden(word, key))
-    return shlex.join(shown)
+    """The words quoted for a shell, without secrets."""
+    shown = OPTION.sub(rf"\1{MASK}", "\0".join(words))
+    return shlex.join(map(masked, shown.split("\0")))
 
 
 def _for_toml(items: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -62,7 +40,7 @@ def _for_toml(items: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def flat(toml: str) -> dict[str, Any]:
     """{dotted key: value} of a config in TOML, without secrets."""
-    return dict(leaves(hidden(tomllib.loads(toml))))
+    return dict(leaves(tomllib.loads(masked(toml))))
 
 
 def read_flat(path: Path) -> dict[str, Any]:

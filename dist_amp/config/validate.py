@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 from dist_amp.config.auto import SHARDED, replicas_of
 from dist_amp.errors import ConfigError, DataError, first_line
 from dist_amp.files import present
-from dist_amp.settings import ParallelConfig, PrecisionConfig, ScalerConfig, Strategy, TrainConfig
+from dist_amp.settings import ParallelConfig, PrecisionConfig, Strategy, TrainConfig
 from dist_amp.world import World
 
 # ---- settings
@@ -70,15 +70,6 @@ def check_precision(config: PrecisionConfig, sharded: bool, world: World) -> Non
         raise ConfigError(
             "precision.cast_by=policy needs parallel.strategy fsdp or hsdp; use "
             "precision.cast_by=autocast"
-        )
-    if config.cast_by != "auto" and not config.use_amp:
-        raise ConfigError(
-            f"precision.cast_by={config.cast_by} casts, but use_amp=false computes in float32; use "
-            "auto"
-        )
-    if config.scaler != ScalerConfig() and config.name != "fp16":
-        world.warn(
-            f"precision.scaler has no effect in {config.name}: only fp16 needs a loss scaler"
         )
 
 

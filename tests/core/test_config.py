@@ -9,7 +9,6 @@ import pytest
 import torch
 from tiny import Tiny
 
-from dist_amp.config import validate
 from dist_amp.config.auto import accumulation_steps
 from dist_amp.config.load import load_config
 from dist_amp.config.suggestions import REMOVED
@@ -20,7 +19,6 @@ from dist_amp.run import run_folder
 from dist_amp.settings import (
     CheckpointConfig,
     PrecisionConfig,
-    ScalerConfig,
     TrainConfig,
 )
 from dist_amp.supervise.command_line import Parser
@@ -246,29 +244,10 @@ def test_accumulation_and_global_batch_size_determine_one_another_or_are_refused
     )
 
 
-@pytest.mark.bad_input("scaler settings with bf16 or fp32")
-def test_scaler_settings_without_fp16_are_warned_of(capsys, monkeypatch):
-    # Nothing warns of a dtype that this CPU only emulates.
-    monkeypatch.setattr(validate, "present", lambda name: False)
-    scaler = ScalerConfig(init_scale=2.0)
-    for settings in ({}, {"dtype": "fp16", "scaler": scaler}):
-        build_precision(PrecisionConfig(**settings), False, World())
-        assert capsys.readouterr().err == ""
-    build_precision(PrecisionConfig(scaler=scaler), False, World())
-    assert "precision.scaler has no effect in bf16" in capsys.readouterr().err
-
-
-@pytest.mark.bad_input("a `cast_by` that does not go with the strategy or `use_amp=false`")
-@pytest.mark.parametrize(
-    ("settings", "sharded", "said"),
-    [
-        ({"cast_by": "policy"}, False, "precision.cast_by=policy needs parallel.strategy fsdp or"),
-        ({"cast_by": "policy", "use_amp": False}, True, "cast_by=policy casts, but use_amp=false"),
-        ({"cast_by": "autocast", "use_amp": False}, True, "cast_by=autocast casts, but use_amp=fa"),
-    ],
-)
-def test_a_cast_that_can_not_be_is_refused(settings, sharded, said):
-    assert said in refused(build_precision, PrecisionConfig(**settings), sharded, World())
+@pytest.mark.bad_input("a `cast_by` that does not go with the strategy")
+def test_a_cast_by_the_policy_of_what_is_not_sharded_is_refused():
+    message = refused(build_precision, PrecisionConfig(cast_by="policy"), False, World())
+    assert "precision.cast_by=policy needs parallel.strategy fsdp or" in message
 
 
 @pytest.mark.bad_input("an empty run.dir")

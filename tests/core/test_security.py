@@ -4,12 +4,13 @@ import os
 from pathlib import Path
 
 import pytest
+import tomli_w
 from ranks import on_ranks
 from tiny import Tiny, make_run, save, seal_again, take_steps
 
 from dist_amp.checkpoint.format import CONFIG
 from dist_amp.config.load import load_config
-from dist_amp.config.text import hidden, to_toml
+from dist_amp.config.text import command_line, flat, to_toml
 from dist_amp.errors import Failure, masked
 from dist_amp.world import World
 
@@ -51,11 +52,18 @@ def test_secrets_in_a_text_are_masked_and_a_text_without_any_stays(text, shown):
 
 def test_a_config_is_written_without_secrets_and_keeps_what_only_looks_like_one():
     kept = {"image_key": "a", "pad_token": "<pad>", "tokenizer": "bytes", "steps": 3}
-    secret = dict.fromkeys(("token", "hf_token", "api_key", "db_password", "aws_secret"), "x")
-    table = {"args": kept | secret, "path": [ADDRESS]}
-    assert hidden(table) == {"args": kept | dict.fromkeys(secret, "***"), "path": [MASKED_ADDRESS]}
+    secret = dict.fromkeys(("token", "hf_token", "api_key", "db_password", "aws_secret"), 'x"y')
+    table = tomli_w.dumps({**kept, **secret, "path": [ADDRESS]})
+    assert flat(table) == kept | dict.fromkeys(secret, "***") | {"path": [MASKED_ADDRESS]}
     config = to_toml(load_config(["--data.path", ADDRESS], {}))
     assert not [secret for secret in SECRETS if secret in config]
+
+
+def test_a_command_line_is_shown_without_secrets():
+    words = ["--task.args.hf-token", "x y", "--task.args.api_key=z z", "--task.args.pad_token", "p"]
+    shown = command_line([*words, "--data.path", ADDRESS])
+    expected = "--task.args.hf-token '***' '--task.args.api_key=***' --task.args.pad_token p"
+    assert shown == f"{expected} --data.path '{MASKED_ADDRESS}'"
 
 
 HOSTILE = "from pathlib import Path\nPath({!r}).touch()\nfrom tiny import Tiny as Task\n"
