@@ -17,7 +17,6 @@ from typing import get_args
 import torch
 
 from dist_amp.config.load import load_config
-from dist_amp.distributed.process import hide_progress_bars
 from dist_amp.errors import ConfigError, first_line
 from dist_amp.settings import Strategy
 from dist_amp.supervise.command_line import Parser, command
@@ -53,9 +52,6 @@ def main(argv: Sequence[str]) -> int:
 
         print(dtype_report(config))
         return 0
-    # A rank that is killed leaves semaphores, of which multiprocessing would warn at the end. Its
-    # process for them has these options from its start, which may be in the task.
-    sys.warnoptions.append("ignore:resource_tracker")
     device = locate(config.run).device
     rows = rows_of(options, device)
     if not rows:
@@ -126,8 +122,6 @@ def rows_of(options: argparse.Namespace, device: torch.device) -> list[Row]:
 def verify(argv: Sequence[str], rows: list[Row], device: torch.device) -> int:
     """Print findings and table; return 1 if anything in them fails, or nothing passes."""
     config = load_config(argv)
-    if not sys.stderr.isatty():
-        hide_progress_bars()
     global_batch = math.lcm(GLOBAL_BATCH, *(12 * size for size, _, _ in rows))
     reference = Reference(config, device, global_batch=global_batch)
     parameters = sum(p.numel() for p in reference.model().parameters())
@@ -140,25 +134,20 @@ def verify(argv: Sequence[str], rows: list[Row], device: torch.device) -> int:
         reason = "no way of running can compute this task's step as one process would"
         say(f"failed: {reason}; fix the task first")
         return 1
-    precisions = dict.fromkeys(precision for _, _, precision in rows)
-    supported = [precision for precision in precisions if is_supported(reference, precision)]
+    supported = []
+    for precision in dict.fromkeys(precision for _, _, precision in rows):
+        try:
+            reference.bound(precision)
+            supported.append(precision)
+        except RuntimeError as error:
+            cause = first_line(error) or type(error).__name__
+            rule = "plain torch can't compute this task in it on this device"
+            say(f"note     {precision} is skipped: {rule} ({cause})")
     rows = [row for row in rows if row[2] in supported]
     steps = f"{STEPS} steps of {global_batch} samples with torch's SGD and with its AdamW"
     say(f"compare  {len(rows)} combinations, each {steps}\n")
     take = partial(compare_row, reference.measured(supported))
     return print_table(argv, rows, take, judge, HEADING, CLAIM)
-
-
-def is_supported(reference: Reference, precision: str) -> bool:
-    """Whether plain torch can compute the task in this precision; if not, says so."""
-    try:
-        reference.bound(precision)
-    except RuntimeError as error:
-        cause = first_line(error) or type(error).__name__
-        rule = "plain torch can't compute this task in it on this device"
-        say(f"note     {precision} is skipped: {rule} ({cause})")
-        return False
-    return True
 
 
 def judge(row: Row, verdicts: list[Verdict]) -> tuple[str, str, str]:

@@ -4,8 +4,9 @@ to `compare`; each row of the table on new processes of this machine.
 Not in __main__.py, whose functions a process that multiprocessing spawns can't import.
 """
 
-import multiprocessing
+import logging
 import os
+import pickle
 import socket
 import sys
 import time
@@ -13,11 +14,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
-from queue import Empty
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.spawn import ProcessException, spawn
 
 from dist_amp.config.load import load_config
 from dist_amp.data import build_batches
@@ -36,7 +39,7 @@ from dist_amp.settings import (
 )
 from dist_amp.step import train_step
 from dist_amp.verify.compare import Cell, Comparison, Verdict, compare
-from dist_amp.verify.reference import STEPS, OperationCounter, Reference, State, gradient_of
+from dist_amp.verify.reference import STEPS, Reference, State, counted, gradient_of
 from dist_amp.world import World, local, start
 
 Row = tuple[int, str, str]  # (ranks, strategy, precision)
@@ -65,9 +68,9 @@ def check_cell(world: World, reference: Reference, cell: Cell, step: Step = trai
             parameters = run.parallel.module.named_parameters()
             untrained |= {name: p for name, p in parameters if not p.requires_grad}
         buffers.append({name: full(tensor) for name, tensor in untrained.items()})
-        with OperationCounter(sums_over_ranks) as counter:
+        with counted(sums_over_ranks) as found:
             step(run, micro_batches)
-        reductions.append(counter.count)
+        reductions.append(sum(found))
     fault = fault_of_counts(run, applied=STEPS, skips_in_a_row=0)
     counts = on_first_rank(world, "after a skipped and five applied steps,", fault)
     mismatch = consistency.find_mismatch(run)
@@ -302,51 +305,39 @@ def results_on_ranks(
     """Each row with what `take` returns on rank 0 of as many new processes, or a rank's error in
     words: "refused: ..." for what training refuses too, else "FAIL: ...".
     """
-    context = multiprocessing.get_context("spawn")
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # for ranks it ends
     for row in rows:
-        size = row[0]
-        results = context.Queue()
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        group = {"WORLD_SIZE": f"{size}", "LOCAL_WORLD_SIZE": f"{size}"}
-        group |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
-        ranks = []
-        for rank in range(size):
-            environment = {**group, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
-            args = (environment, list(argv), row, take, results)
-            ranks.append(context.Process(target=run_rank, args=args))
-            ranks[-1].start()
-        try:
-            yield row, first_result(results, ranks)
-        finally:
-            for process in ranks:
-                process.kill()
-                process.join()
-
-
-def first_result(results: Any, ranks: Sequence[Any]) -> Any:
-    """The first result or error that a rank sends."""
-    while True:
-        with suppress(Empty):
-            return results.get(timeout=0.5)
-        for rank, process in enumerate(ranks):
-            if process.exitcode and results.empty():
-                return f"FAIL: rank {rank} ended with exit status {process.exitcode} and no error"
+        with TemporaryDirectory() as folder:
+            path = Path(folder, "result")
+            result = ""
+            try:
+                spawn(run_rank, (port, list(argv), row, take, path), nprocs=row[0])
+            except ProcessException as error:
+                result = f"FAIL: {error}"  # such as "process 1 terminated with signal SIGKILL"
+            if path.exists():
+                result = pickle.loads(path.read_bytes())
+        yield row, result
 
 
 def run_rank(
-    environment: Mapping[str, str],
+    rank: int,
+    port: int,
     argv: list[str],
     row: Row,
     take: Callable[[World, Config, Row], Any],
-    results: Any,
+    path: Path,
 ) -> None:
-    """One rank's process: rank 0 sends what `take` returns, and each rank the error that ends it.
+    """One rank's process: writes what `take` returns on rank 0, or the first error of any rank.
 
     It prints nothing: the command has said everything before the table, once for all rows.
     """
-    os.environ |= environment
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // row[0]))
+    size = row[0]
+    os.environ |= {"WORLD_SIZE": f"{size}", "LOCAL_WORLD_SIZE": f"{size}"}
+    os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
     with ExitStack() as contexts:
         nothing = contexts.enter_context(open(os.devnull, "w"))
         contexts.enter_context(redirect_stdout(nothing))
@@ -356,10 +347,15 @@ def run_rank(
             world = contexts.enter_context(start(config.run))
             result = take(world, config, row)
             if world.is_main:
-                results.put(result)
+                write_first(path, result)
         except Exception as error:  # before this rank leaves the group, at which the rest fails
-            text = f"FAIL: rank {environment['RANK']}: {in_one_line(error)}"
+            text = f"FAIL: rank {rank}: {in_one_line(error)}"
             if isinstance(error, ConfigError | DataError):
                 text = f"refused: {error}"
-            results.put(text)
+            write_first(path, text)
             sys.exit(1)
+
+
+def write_first(path: Path, result: Any) -> None:
+    with suppress(FileExistsError), open(path, "xb") as file:
+        pickle.dump(result, file)

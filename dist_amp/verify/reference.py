@@ -266,10 +266,10 @@ class Reference:
         batches = [self.batch(part) for part in parts]
         weight = sum(self.task.weight(batch) for batch in batches)
         for batch in batches:
-            with OperationCounter(rounds) as roundings:
+            with counted(rounds) as roundings:
                 self.loss_and_backward(model, batch, precision, scale / weight)
         gradients = {name: gradient / scale for name, gradient in gradients_of(model).items()}
-        return gradients, roundings.count
+        return gradients, sum(roundings)
 
     def loss_and_backward(
         self,
@@ -360,16 +360,12 @@ def without_ranks() -> Iterator[None]:
         dist.GroupMember.WORLD = group
 
 
-class OperationCounter(Operations):
-    """Counts the operations for which `counts(function, output)` is true."""
-
-    def __init__(self, counts: Callable[[Any, Any], bool]) -> None:
-        super().__init__(self._add)
-        self.counts = counts
-        self.count = 0
-
-    def _add(self, function: Any, inputs: Any, output: Any) -> None:
-        self.count += self.counts(function, output)
+@contextmanager
+def counted(counts: Callable[[Any, Any], bool]) -> Iterator[list[bool]]:
+    """Collect counts(function, output) of each operation of torch's dispatcher."""
+    found: list[bool] = []
+    with Operations(lambda function, _, output: found.append(counts(function, output))):
+        yield found
 
 
 def rounds(function: Any, out: Any) -> bool:

@@ -4,8 +4,9 @@ import os
 import re
 import sys
 from contextlib import suppress
+from functools import partial
 
-import forked
+import forked  # noqa: F401 (its server has imported torch)
 import pytest
 import torch
 import torch.nn.functional as F
@@ -29,7 +30,8 @@ from dist_amp.world import World
 @pytest.fixture
 def verify(monkeypatch, capfd):
     """verify(words): (status, output, errors) of the command here; its ranks are forked."""
-    monkeypatch.setattr(cells.multiprocessing, "get_context", lambda method: forked.context)
+    ranks = partial(torch.multiprocessing.start_processes, start_method="forkserver")
+    monkeypatch.setattr(cells, "spawn", ranks)
 
     def run(words):
         capfd.readouterr()
