@@ -64,13 +64,6 @@ class HFCausalLM(huggingface.FineTuning):
             )
         huggingface.make_loss_head(model, self.loss_chunk)
         self.balance = getattr(model, "router_aux_loss_coef", 0.0)
-        fits = takes_documents(model.config, self.packing.length)
-        if self.packed_attention == "varlen" and not fits:
-            raise ConfigError(
-                "task.args.packed_attention=varlen needs a model with attention to all tokens, by "
-                f"torch's function, of a type among {', '.join(huggingface.PLAIN)}; "
-                f"{type(model).__name__} is none; use auto"
-            )
         return model  # type: ignore[no-any-return]
 
     def build_dataset(self, split: str) -> Any:

@@ -57,8 +57,7 @@ class HFClassification(huggingface.FineTuning):
     def names(self) -> Sequence[str]:
         """The names of the classes, by number; none where labels are plain numbers."""
         names = class_names(self.training_rows, "label")
-        of_rows = not hasattr((self.training_rows.features or {}).get("label"), "names")
-        if of_rows and len(names) > self.classes:
+        if len(names) > self.classes:
             raise DataError(
                 f"the column label names {len(names)} classes, such as {some_of(names)}, and "
                 f"task.args.classes={self.classes}; set it to their number"

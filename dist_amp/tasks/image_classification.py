@@ -74,15 +74,10 @@ class ImageClassification:
         """The number of classes. Errors: DataError if neither the settings nor the data have it."""
         if self.classes != "auto":
             return self.classes
-        if len(self.names) == 1:
+        if len(self.names) < 2:
             raise DataError(
-                f"the column {self.label_column} names one class, {self.names[0]!r}, so there is "
-                "nothing to tell apart; add rows of another class, or set task.args.classes"
-            )
-        if not self.names:
-            raise DataError(
-                f"task.args.classes=auto, and the column {self.label_column} names no classes; "
-                "set task.args.classes to how many there are, at least 2"
+                f"task.args.classes=auto, and the column {self.label_column} names "
+                f"{len(self.names)} classes; set task.args.classes to how many there are"
             )
         return len(self.names)
 

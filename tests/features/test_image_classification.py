@@ -221,8 +221,8 @@ def test_a_row_that_is_no_labelled_image_is_named_with_the_reason(row, message):
     ("labels", "options", "message"),
     [
         ([0, 1, 1], {"image_column": "photo"}, "task.args.image_column=photo does not exist; the"),
-        ([3, 7, 7], {}, "task.args.classes=auto, and the column label names no classes; set task"),
-        (["x", "x", "x"], {}, "the column label names one class, 'x', so there is nothing to tell"),
+        ([3, 7, 7], {}, "task.args.classes=auto, and the column label names 0 classes; set task."),
+        (["x", "x", "x"], {}, "the column label names 1 classes; set task.args.classes to"),
     ],
 )
 def test_a_column_that_is_missing_or_names_no_classes_is_refused(
