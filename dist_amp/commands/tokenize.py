@@ -35,30 +35,19 @@ from dist_amp.supervise.command_line import Parser, command
 def main(argv: Sequence[str]) -> None:
     cores = cpu_cores()
     parser = Parser("python -m dist_amp.tokenize", __doc__)
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where to write, or to continue")
-    parser.add_argument(
-        "--check", type=Path, metavar="FOLDER", help="verify the hashes of this folder's files"
-    )
-    parser.add_argument(
-        "--workers",
-        type=int,
-        default=cores,
-        help=f"processes; 0: this one; default: all {cores} cores",
-    )
-    parser.add_argument(
-        "--shard_tokens",
-        type=int,
-        default=SHARD_TOKENS,
-        help=f"tokens per file; default {SHARD_TOKENS:,}",
-    )
+    add = parser.add_argument
+    add("--out", type=Path, metavar="FOLDER", help="where to write, or to continue")
+    add("--check", type=Path, metavar="FOLDER", help="verify the hashes of this folder's files")
+    text = f"processes; 0: this one; default: all {cores} cores"
+    add("--workers", type=int, default=cores, help=text)
+    text = f"tokens per file; default {SHARD_TOKENS:,}"
+    add("--shard_tokens", type=int, default=SHARD_TOKENS, help=text)
     options, words = parser.parse_known_args(argv)
     configure_logging(0)
     folder = options.check or options.out
     if folder is None:
         raise ConfigError("--out is missing; name the folder to write, as in --out tokens")
     if options.check:
-        if words or options.out:
-            raise ConfigError(f"--check takes a folder alone, without {' '.join(words) or '--out'}")
         for name in read_manifest(folder).splits:
             TokenShards(folder, name).check_hashes()
         print(f"{folder}: all files are as they were written")
