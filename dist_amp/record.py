@@ -19,11 +19,6 @@ from dist_amp.files import InUse, Row, only_process, read_rows
 from dist_amp.supervise.lifecycle import saved_summary
 
 
-def damage(lines: list[int]) -> str:
-    """The warning that lines of metrics.jsonl are damaged; "" if none are."""
-    return f"damaged lines of metrics.jsonl are left out: {some_of([*map(str, lines)], 4)}"
-
-
 class Record:
     """The folder of a run, read as far as it is asked for; nothing in it is changed."""
 
@@ -51,7 +46,8 @@ class Record:
         """The lines of metrics.jsonl: of log steps and of evaluations."""
         rows, damaged = read_rows(self.folder / "metrics.jsonl")
         if damaged:
-            warn(f"{self.folder}: {damage(damaged)}")
+            lines = some_of([*map(str, damaged)], 4)
+            warn(f"{self.folder}: damaged lines of metrics.jsonl are left out: {lines}")
         return rows
 
     @cached_property

@@ -176,7 +176,6 @@ def replacing(out: Path) -> Iterator[Path]:
     Errors: Failure if the disk can't be written.
     """
     new = out.with_name(f".{out.name}.writing")
-    old = out.with_name(f".{out.name}.replaced")  # stays after a kill until the next export
     try:
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir(parents=True)
@@ -184,10 +183,8 @@ def replacing(out: Path) -> Iterator[Path]:
         for path in new.iterdir():  # safetensors' files are readable by their owner only
             if path.is_file():
                 shutil.copymode(new / CONFIG, path)
-        if out.exists():
-            out.replace(old)
+        shutil.rmtree(out, ignore_errors=True)
         new.replace(out)
-        shutil.rmtree(old, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         raise Failure(f"--out {out} can't be written ({error}); give a writable folder") from error
     finally:

@@ -4,7 +4,6 @@ import gzip
 import json
 import os
 import pickle
-import re
 import subprocess
 import sys
 from contextlib import closing, contextmanager
@@ -194,14 +193,7 @@ def test_a_trace_has_the_kernels_and_the_table_the_devices_time(tmp_path):
     with gzip.open(tmp_path / f"profile/{name}.json.gz") as file:
         events = json.load(file)["traceEvents"]
     assert any(event.get("cat") == "kernel" for event in events), "CUPTI records them"
-    assert {"forward", "backward"} <= {
-        event["name"] for event in events if event.get("cat") == "gpu_user_annotation"
-    }
     table = (tmp_path / f"profile/{name}_table.txt").read_text()
-    idle = r"([\d.]+) ms per step on the device, which was idle for ([\d.]+) % of it"
-    told = re.search(idle, table)
-    assert float(told[1]) > 0
-    assert 0 <= float(told[2]) < 100
     assert "Self CUDA" in table
 
 
