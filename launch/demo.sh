@@ -5,7 +5,6 @@ set -euo pipefail
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
-export DIST_AMP_COMMAND="bash $0 ${*@Q}" # for the line that says how a stopped run continues
 if [ -f "$root/dist_amp/commands/demo.py" ] && [ -f "$root/dist_amp/commands/launch.py" ]; then
     exec "$PYTHON" -m dist_amp.demo "$@"
 fi

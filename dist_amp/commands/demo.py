@@ -12,7 +12,6 @@ Docs: docs/recipes.md
 """
 
 import os
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -46,7 +45,6 @@ def main(argv: Sequence[str]) -> None:
         raise ConfigError(f"dist_amp demo: {missing('commands.launch')}")
     config = str(shipped_folder() / "configs/demo.toml")
     words = ["--config", config, *precision_settings(argv), *argv]
-    os.environ.setdefault("DIST_AMP_COMMAND", shlex.join(sys.orig_argv))
     # In place of this process: a CUDA context that it may have made can't be forked by launch.
     os.execv(sys.executable, [sys.executable, "-m", "dist_amp.launch", *words])
 

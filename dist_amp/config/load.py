@@ -28,7 +28,7 @@ ENVIRONMENT_PREFIX = "DIST_AMP_"
 DEFAULT_TASK = "tasks.causal_lm"  # a feature
 # Used by the launch scripts, set by `dist_amp launch` for its ranks, and by optional features.
 NOT_SETTINGS = {"DIST_AMP_PYTHON", "DIST_AMP_LAUNCHER", "DIST_AMP_CACHE", "DIST_AMP_METADATA"}
-NOT_SETTINGS |= {"DIST_AMP_NNODES", "DIST_AMP_COMMAND", "DIST_AMP_FAILED_AT"}
+NOT_SETTINGS |= {"DIST_AMP_NNODES", "DIST_AMP_FAILED_AT"}
 
 
 def load_config(argv: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -> Config:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -59,21 +58,6 @@ def closing_table(summary: Mapping[str, Any], folder: Path) -> str:
         row += [f"{rank['tokens_per_second']:,.0f}"] if shows_tokens else []
         row += [f"{100 * rank['mfu']:.3g} %"] if "mfu" in summary else []
         rows.append(row)
-    lines = columns(rows, left=2)
-    if "start_seconds" in summary:
-        seconds = summary["start_seconds"]
-        longest = sorted(seconds, key=lambda phase: -seconds[phase])[:4]
-        parts = ", ".join(f"{phase.replace('_', ' ')} {seconds[phase]:.1f}" for phase in longest)
-        lines.append(f"start {sum(seconds.values()):.1f} s to the first step: {parts}, ...")
-    # Of a shorter run it only says how long a start takes.
-    if "goodput" in summary and summary["wall_seconds"] > 60:
-        spent = dict(summary["spent_seconds"])
-        applied = timedelta(seconds=round(spent.pop("applied_steps")))
-        wall = timedelta(seconds=round(summary["wall_seconds"]))
-        most = max(spent, key=lambda kind: spent[kind]).replace("_", " ")
-        most = most.replace("elsewhere", "starting, ending and pauses")
-        share = f"goodput {100 * summary['goodput']:.0f} %"
-        lines.append(f"{share}: {applied} of {wall} in applied steps; the rest: mostly {most}")
     result = f"{summary['steps']} steps"
     # Missing if a resumed run only had to evaluate, and its metrics.jsonl is lost.
     if "final_loss" in summary:
@@ -82,7 +66,8 @@ def closing_table(summary: Mapping[str, Any], folder: Path) -> str:
         result += f", loss {loss:.4f}"
     for name, value in summary["evaluation"].items():
         result += f", held-out {name} {value:.4f}"
-    return "\n".join([*lines, f"done: {result}", f"all of it is in {run_dir(folder)}"])
+    lines = [*columns(rows, left=2), f"done: {result}", f"all of it is in {run_dir(folder)}"]
+    return "\n".join(lines)
 
 
 def print_next_command(run: Run) -> None:

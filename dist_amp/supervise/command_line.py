@@ -66,7 +66,7 @@ def exit_status(run: Run, argv: Sequence[str] | None = None, when: str = "") -> 
         try:
             with signals.quiet_on_closed_pipe():
                 return run(sys.argv[1:] if argv is None else argv) or 0
-        except (Failure, ImportError, SyntaxError) as error:
+        except (Failure, ModuleNotFoundError) as error:
             from dist_amp.supervise.failure import as_failure, report_failure  # imports torch
 
             failure = as_failure(error)

@@ -9,13 +9,11 @@ Docs: docs/launching.md
 """
 
 import json
-import math
 import os
 import signal
 import socket
 import sys
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 from urllib.request import HTTPHandler, OpenerDirector, Request
@@ -28,7 +26,7 @@ from dist_amp.telemetry.observer import Observer
 
 POLL_SECONDS = 2.0  # little of a notice of 30 s; AWS advises 5 s, Azure 1 s
 ANSWER_SECONDS = 2.0  # the service is on the same host
-SILENT_SECONDS = 30.0  # without a useful answer, before a warning
+SILENT_POLLS = 15  # without a useful answer, before a warning
 DMI = Path("/sys/class/dmi/id")
 MACHINES = {  # cloud: (a file of DMI, a text that it has in this cloud alone)
     "aws": ("sys_vendor", "Amazon EC2"),
@@ -104,15 +102,15 @@ class EvictionNotice(Observer):
 
     def _watch(self, cloud: str) -> None:
         """Ask until there is a notice, or the run ends; a service that fails changes nothing."""
-        warns_from = time.monotonic() + SILENT_SECONDS
+        failures = 0
         while not self._has_ended.wait(POLL_SECONDS):
             when = ""
             try:
                 when = eviction_time(cloud)
-                warns_from = max(warns_from, time.monotonic() + SILENT_SECONDS)  # inf stays
+                failures = 0
             except Exception as error:
-                if time.monotonic() >= warns_from and not self._has_ended.is_set():
-                    warns_from = math.inf
+                failures += 1
+                if failures == SILENT_POLLS:
                     warn(
                         f"run.eviction_notice={cloud} gets no useful answer from {address()} "
                         f"({first_line(error):.90}), and asks every {POLL_SECONDS:g} s; on other "

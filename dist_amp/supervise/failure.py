@@ -99,15 +99,9 @@ def end_failed(error: BaseException, job: Job, is_shown: bool = False) -> int:
 
 
 def as_failure(error: BaseException) -> BaseException:
-    """A ConfigError for a feature's file that the project does not have, or that is broken."""
+    """A ConfigError for a feature's file that the project does not have; any other unchanged."""
     if isinstance(error, ModuleNotFoundError) and str(error.name).startswith("dist_amp."):
         return ConfigError(missing(str(error.name).removeprefix("dist_amp.")))
-    if isinstance(error, ImportError | SyntaxError):
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        file = last.filename if last.name == "<module>" else ""
-        file = getattr(error, "filename", None) or file  # of a SyntaxError
-        if file.startswith(__file__.removesuffix("supervise/failure.py")):
-            return ConfigError(f"{file} can't be imported: {error}; fix it, or restore it by git")
     return error
 
 

@@ -16,7 +16,7 @@ from dist_amp.checkpoint.format import (
 )
 from dist_amp.checkpoint.resume import checkpoint_to_resume, with_dtype
 from dist_amp.checkpoint.state import load
-from dist_amp.config.text import to_toml
+from dist_amp.config.text import command_line, to_toml
 from dist_amp.data import Batches
 from dist_amp.diagnostics.limits import Limits
 from dist_amp.distributed.process import tell_launcher
@@ -27,7 +27,7 @@ from dist_amp.run import Run, ScriptRun, build_run, run_folder
 from dist_amp.settings import Config
 from dist_amp.supervise.banner import closing_table, print_banner, print_next_command
 from dist_amp.supervise.preflight import check_run, make_folder, only_live_run
-from dist_amp.supervise.stop import AgreedStop, next_command_text
+from dist_amp.supervise.stop import AgreedStop
 from dist_amp.telemetry.startup import Startup
 from dist_amp.world import World
 
@@ -297,7 +297,10 @@ def close_preempted(run: Run, stop: AgreedStop) -> int:
     then = "checkpoint.every=off, so nothing was saved"
     if run.config.checkpoint.every != "off":
         status = SAVED_AND_STOPPED
-        then = next_command_text(run)
+        words = ["--run.dir", run_dir(run.folder)]
+        if run.config.run.resume == "never":
+            words += ["--run.resume", "auto"]
+        then = f"to continue, start the same job again with {command_line(words)}"
     if run.world.is_main:
         write_summary(run.folder, run, "preempted", status, cause)
     run.world.say(f"stopped after step {run.step} by {cause}; {then}")

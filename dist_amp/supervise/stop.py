@@ -1,22 +1,14 @@
 """A signal or notice to any rank, or a callback on any, stops all ranks after the same step."""
 
 import os
-import shlex
-import shutil
 import signal
-import sys
 import time
-from itertools import pairwise
-from pathlib import Path
 from types import FrameType
 
 import torch
 import torch.distributed as dist
 
-from dist_amp.config.text import command_line
 from dist_amp.distributed.signals import handle_signals
-from dist_amp.files import run_dir
-from dist_amp.run import Run
 from dist_amp.world import World
 
 # What the ranks exchange; of two the larger counts, since a run that is preempted is continued.
@@ -118,27 +110,3 @@ class AgreedStop:
         # At most twice as many polls as before, because the first ones may be the fastest.
         most = min(2 * self._interval, MOST_POLLS_BETWEEN)
         self._interval = max(1, min(most, int(SECONDS_BETWEEN / max(seconds, 1e-6))))
-
-
-def next_command_text(run: Run) -> str:
-    """The command that continues this run: the one that started it, if it started all ranks."""
-    words = shlex.split(os.environ.get("DIST_AMP_COMMAND", "")) or sys.orig_argv
-    ranks = 1
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        ranks = int(os.environ["LOCAL_WORLD_SIZE"])
-        if "DIST_AMP_COMMAND" not in os.environ:  # torchrun, or dist_amp launch
-            words = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")[:-1]
-    setting = ["--run.dir", run_dir(run.folder)]
-    is_script = getattr(sys.modules["__main__"].__spec__, "name", "") != "dist_amp.train"
-    if is_script or "SLURM_JOB_ID" in os.environ or run.world.world_size != ranks:
-        slurm = " (RUN_DIR of slurm.sbatch)" if "SLURM_JOB_ID" in os.environ else ""
-        return f"to continue, start the same job again with {command_line(setting)}{slurm}"
-    if "python" in Path(words[0]).name and not words[1].startswith("-"):
-        words = words[1:]  # a program whose first line names this Python
-    if shutil.which(name := Path(words[0]).name) == words[0]:
-        words = [name, *words[1:]]
-    if setting not in ([*pair] for pair in pairwise(words)):
-        words = [*words, *setting]
-    if run.config.run.resume == "never":
-        words = [*words, "--run.resume", "auto"]
-    return f"continue with {command_line(words)}"

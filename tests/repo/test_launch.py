@@ -158,7 +158,7 @@ def test_one_node_needs_no_name_that_resolves_restarts_a_dead_rank_and_is_stoppe
     job.wait_for("step     80", count=1)
     job.process.send_signal(signal.SIGUSR1)
     assert job.end() == 75
-    assert "by SIGUSR1; continue with python3 -m dist_amp.launch --nproc-per-node=2 " in job.text
+    assert "by SIGUSR1; to continue, start the same job again with --run.dir run" in job.text
     assert Process(command, folder, environ).end() == 0
     assert differences(folder / "run", chaos.through()) == []
 

@@ -10,7 +10,6 @@ import sys
 import traceback
 from importlib.abc import MetaPathFinder
 
-import pytest
 import torch._dynamo  # noqa: F401
 import transformers.modeling_utils  # noqa: F401
 from conftest import ROOT, TESTS
@@ -18,7 +17,6 @@ from conftest import ROOT, TESTS
 import dist_amp.train
 import dist_amp.verify.__main__  # noqa: F401
 from dist_amp.commands.parts import Parts, imported
-from dist_amp.supervise.command_line import command
 
 PARTS = Parts(ROOT / "dist_amp", ROOT)
 # Benchmarks, and what makes projects.
@@ -113,24 +111,3 @@ def test_a_test_file_is_in_the_folder_of_what_it_needs_under_a_name_of_its_own()
             assert (file in PARTS.core) != (file in PARTS.unit), "its name is no feature's"
             tests = {need for need in PARTS.needs(file) if "/test_" in need}
             assert tests <= PARTS.core | {*PARTS.unit.get(file, ())}, file
-
-
-@pytest.mark.bad_input("a feature's file that can't be imported, or is not Python")
-@pytest.mark.parametrize(
-    ("code", "said"),
-    [
-        ("def f(:", "invalid syntax (ema.py, line 1)"),
-        ("import einops_", "No module named 'einops_'"),
-    ],
-)
-def test_a_broken_feature_is_named_in_one_line(code, said, capsys):
-    path = ROOT / "dist_amp/optimizers/ema.py"
-
-    @command()
-    def imports_it(argv):
-        exec(compile(code, str(path), "exec"), {})
-
-    assert imports_it([]) == 64
-    assert capsys.readouterr().err == (
-        f"error: {path} can't be imported: {said}; fix it, or restore it by git\n"
-    )

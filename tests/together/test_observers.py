@@ -234,10 +234,6 @@ class Plain:
         pass
 
 
-class Breaks(Counts):
-    __init__ = planted
-
-
 @pytest.mark.bad_input("`run.observers` that names no class, or one without a method")
 @pytest.mark.parametrize(
     ("name", "status", "said"),
@@ -245,7 +241,6 @@ class Breaks(Counts):
         ("nothing", 64, "run.observers=nothing must be module:Class or path/to/file.py:Class"),
         ("tiny:Nothing", 64, "run.observers=tiny:Nothing: there is no class Nothing in tiny"),
         ("test_observers:Plain", 64, "the observer Plain has none of before_step, after_step"),
-        ("test_observers:Breaks", 1, "Breaks(run) failed: ValueError: planted (test_obse"),
     ],
 )
 def test_a_name_that_is_no_observers_is_refused(trained, name, status, said):
