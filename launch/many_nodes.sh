@@ -41,9 +41,7 @@ until ((NODE_RANK == 0)) || answers "$head"; do
     sleep 1
 done
 export GLOO_SOCKET_IFNAME
-# After a network failure the store may answer late, since TCP retries lost packets at growing intervals. torchrun's
-# limit of 60 s has ended machines whose network was back.
-conf="is_host=$((NODE_RANK == 0)),join_timeout=$RDZV_TIMEOUT,read_timeout=150"
+conf="is_host=$((NODE_RANK == 0)),join_timeout=$RDZV_TIMEOUT"
 exec python3 -m dist_amp.launch --nnodes="$NNODES" ${NPROC_PER_NODE:+--nproc-per-node="$NPROC_PER_NODE"} \
     --max-restarts="${MAX_RESTARTS:-3}" --local-addr="$here" --rdzv-backend=c10d --rdzv-endpoint="$at" \
     --rdzv-id="${RDZV_ID:-dist_amp}" --rdzv-conf="$conf" "$@"

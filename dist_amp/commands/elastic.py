@@ -34,15 +34,12 @@ FAILS_AGAIN = (ConfigError.exit_code, NumericsError.exit_code)
 
 
 class Report(NamedTuple):
-    """The end of a rank that was not signalled. text: its error. at_start: it had taken no step.
-
-    transient: another rank is the cause.
-    """
+    """The end of a rank that was not signalled."""
 
     status: int = 1
-    text: str = ""
-    at_start: bool = False
-    transient: bool = False
+    text: str = ""  # its error
+    at_start: bool = False  # it had taken no step
+    transient: bool = False  # another rank is the cause
 
 
 def read_report(path: Path) -> Report:
@@ -168,9 +165,8 @@ def death_of(rank: str, exit_code: int) -> str:
 def after_signal(name: str, reports: Sequence[Report], ranks: int) -> tuple[int, str]:
     """Returns (exit status, last line or "") of this machine's ranks after a signal."""
     statuses = [report.status for report in reports]
-    if errors := [status for status in statuses if status not in (0, SAVED_AND_STOPPED)]:
-        return errors[0], ""  # a rank has said why
-    if len(statuses) == ranks:
-        return max(statuses), ""
+    errors = [status for status in statuses if status not in (0, SAVED_AND_STOPPED)]
+    if errors or len(statuses) == ranks:
+        return max(errors or statuses), ""  # the ranks have said why
     early = f"stopped by {name} before all ranks had saved and left"
     return 1, f"{early}; checkpoints written before are intact"

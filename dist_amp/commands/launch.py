@@ -11,50 +11,45 @@ one line of an error, and with their exit status: 0 done, 64 wrong setting, 65 d
 70 numerics, 75 stopped by a signal and saved (the same command continues), 1 anything else. If a
 rank fails or dies, all restart from the last checkpoint, up to --max-restarts times (3).
 
-`-m MODULE ARGUMENTS` at the end starts another module. --log-dir DIR keeps torchrun's own log, as
-DIR/torchrun.log. In the environment: OMP_NUM_THREADS (CPU threads per rank), PYTORCH_ALLOC_CONF
-(torch's GPU allocator; expandable_segments:True), TORCH_ELASTIC_SHUTDOWN_TIMEOUT (seconds for
-saving after a signal; 120).
+`-m MODULE ARGUMENTS` at the end starts another module. torchrun --help lists its options, such as
+--numa-binding node; with --log-dir DIR its own log stays, as DIR/torchrun.log. In the environment:
+OMP_NUM_THREADS (CPU threads per rank), PYTORCH_ALLOC_CONF (torch's GPU allocator;
+expandable_segments:True), TORCH_ELASTIC_SHUTDOWN_TIMEOUT (seconds for saving after a signal; 120).
 
 Docs: docs/launching.md
 """
 
 import math
 import os
-import shutil
-import subprocess
 import sys
 import tempfile
 import uuid
 from argparse import ArgumentError, ArgumentParser, Namespace
 from collections.abc import Sequence
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stdout
 from io import StringIO
-from pathlib import Path
 
 from dist_amp.distributed.signals import BEFORE_RANKS, exit_on_signals
 
 if __name__ == "__main__":
     exit_on_signals()  # before torch's imports, which take seconds
-    if not {"-h", "--help"} & {*sys.argv}:
-        text = "launch checks the settings, then starts the ranks: about 10 s until they have "
-        print(f"{text}imported torch", file=sys.stderr, flush=True)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # gloo warns of names and interfaces
 
 import torch
 import torch.distributed as dist
 from torch.distributed import run as torchrun
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
 from dist_amp.commands.elastic import run_agent
 from dist_amp.config.auto import accumulation_steps
 from dist_amp.config.help import show_if_asked
-from dist_amp.config.load import collect, load_config
+from dist_amp.config.load import load_config
 from dist_amp.distributed.launchers import refuse_copies
 from dist_amp.distributed.machine import check_gpus_are_used
 from dist_amp.distributed.process import LAUNCHER, cpu_cores
 from dist_amp.distributed.rendezvous import loopback_listener
 from dist_amp.errors import ConfigError, Failure, first_line, in_one_line
+from dist_amp.settings import Config
 from dist_amp.supervise.command_line import exit_status
 
 TRAIN = "dist_amp.train"
@@ -66,39 +61,36 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(argv: Sequence[str]) -> int:
     options, module, words = parse(argv)
-    if words[-1:] in (["-h"], ["--help"]):
-        print((__doc__ or "").strip())
-        print("\npython -m dist_amp.train --help lists the settings, torchrun --help its options.")
-        return 0
-    settings = words if module == TRAIN else []
-    if settings and show_if_asked(settings, "python -m dist_amp.launch", __doc__ or ""):
-        return 0
+    config = None
+    if module == TRAIN:
+        if show_if_asked(words, "python -m dist_amp.launch", __doc__ or ""):
+            return 0
+        with redirect_stdout(StringIO()):  # what the task's module prints, the ranks print again
+            config = load_config(words)
+    gpus = 0
+    if config is None or config.run.device != "cpu":
+        gpus = torch.cuda.device_count()
+        if not gpus:
+            check_gpus_are_used()
     try:
         fewest, most = torchrun.parse_min_max_nnodes(options.nnodes)
+        if not (options.nproc_per_node or gpus) and most > 1:
+            fix = "fix that, or give --nproc-per-node for ranks on the CPU"
+            raise Failure(f"torch sees no GPU on this machine; {fix}")
+        options.nproc_per_node = options.nproc_per_node or str(gpus or 2)
+        ranks = torchrun.determine_local_world_size(options.nproc_per_node)
     except (RuntimeError, ValueError) as error:
-        raise ConfigError(f"--nnodes={options.nnodes}: {first_line(error)}") from None
-    if options.node_rank >= most:
-        rule = f"must be below --nnodes={options.nnodes}; the first is 0"
-        raise ConfigError(f"--node-rank={options.node_rank} {rule}")
+        raise ConfigError(
+            f"--nnodes={options.nnodes} --nproc-per-node={options.nproc_per_node}: "
+            f"{first_line(error)}; see torchrun --help"
+        ) from None
     if most == 1:
         refuse_copies()
     if options.max_restarts is None:  # a node that leaves uses one up, too
         options.max_restarts = 100 if fewest < most else 3
-    gpus = usable_gpus(settings)
-    if not (options.nproc_per_node or gpus) and most > 1:
-        fix = "fix that, or give --nproc-per-node for ranks on the CPU"
-        raise Failure(f"torch sees no GPU on this machine; {fix}")
-    options.nproc_per_node = options.nproc_per_node or str(gpus or 2)
-    ranks = 0
-    with suppress(ValueError):  # "gpu" without one, too
-        ranks = torchrun.determine_local_world_size(options.nproc_per_node)
-    if ranks < 1:
-        rule = "must be a number above 0, auto, cpu, or gpu where there is one"
-        raise ConfigError(f"--nproc-per-node={options.nproc_per_node} {rule}")
-    if module == TRAIN:
-        check_settings(words, range(fewest, most + 1), ranks)
+    if config is not None:
+        check_settings(config, range(fewest, most + 1), ranks)
     set_environment(options, ranks)
-    options.numa_binding = options.numa_binding or numa_binding(gpus)
     options.module = True
     options.training_script = module
     options.training_script_args = words
@@ -124,23 +116,18 @@ def parse(argv: Sequence[str]) -> tuple[Namespace, str, list[str]]:
         options, words = parser.parse_known_args(argv[:end])
     except ArgumentError as error:
         raise ConfigError(f"{error.argument_name}: {error.message}; see torchrun --help") from None
-    if end == len(argv):
-        return options, TRAIN, words
-    if end == len(argv) - 1:
-        raise ConfigError(f"{argv[end]}: expected one argument; see torchrun --help")
-    return options, argv[end + 1], [*words, *argv[end + 2 :]]
+    module, *arguments = argv[end + 1 :] or [TRAIN]
+    return options, module, [*words, *arguments]
 
 
-def check_settings(words: Sequence[str], nodes: range, ranks: int) -> None:
-    """Check the settings once, not in each of a node's `ranks` and restart. Errors: ConfigError.
+def check_settings(config: Config, nodes: range, ranks: int) -> None:
+    """Errors: ConfigError unless the run can have, and continue with, each number of nodes.
 
-    nodes: the numbers of nodes that the run may have; all of them must be able to continue it.
+    ranks: of each node.
     """
-    with redirect_stdout(StringIO()):  # what the task's module prints, the ranks print again
-        config = load_config(words)
-    train = config.train
+    for count in nodes:
+        accumulation_steps(config.train, count * ranks)
     if len(nodes) == 1:
-        accumulation_steps(train, nodes[0] * ranks)
         return
     sizes = f"--nnodes={nodes[0]}:{nodes[-1]}"
     if config.run.dir == "auto" or config.run.resume == "never":
@@ -148,25 +135,12 @@ def check_settings(words: Sequence[str], nodes: range, ranks: int) -> None:
             f"{sizes} restarts the run as nodes come and go: give run.dir, the same on each node, "
             "and leave run.resume=auto"
         )
-    size = train.global_batch_size
-    unit = train.micro_batch_size * ranks * math.lcm(*nodes)
-    changes = size == "auto" or train.accumulation_steps != "auto" or size % unit
-    if changes and not (size == "auto" and config.run.allow_config_change):
+    if config.train.global_batch_size == "auto" and not config.run.allow_config_change:
+        size = config.train.micro_batch_size * ranks * math.lcm(*nodes)
         raise ConfigError(
-            f"{sizes} needs train.accumulation_steps=auto and a train.global_batch_size that all "
-            f"numbers of nodes can keep: a multiple of {unit}, not {size}"
+            f"{sizes} needs a train.global_batch_size that all numbers of nodes can keep, such as "
+            f"{size}, not auto"
         )
-
-
-def usable_gpus(words: Sequence[str]) -> int:
-    """The number of GPUs for ranks with these settings. Errors: ConfigError for unusable GPUs."""
-    device = collect(words).get("run.device")
-    if device and device.text == "cpu":
-        return 0
-    gpus = torch.cuda.device_count()
-    if not gpus and (device is None or device.text == "auto"):
-        check_gpus_are_used()
-    return gpus
 
 
 def set_environment(options: Namespace, ranks: int) -> None:
@@ -184,18 +158,6 @@ def set_environment(options: Namespace, ranks: int) -> None:
     os.environ["DIST_AMP_NNODES"] = options.nnodes  # for the ranks' check
 
 
-def numa_binding(gpus: int, folder: Path = Path("/sys/devices/system/node")) -> str | None:
-    """torchrun's option; None on a machine of one node.
-
-    Slurm or a container may deny some CPUs: numactl is tried here, where torchrun would fail.
-    """
-    nodes = [path.name.removeprefix("node") for path in folder.glob("node[0-9]*")]
-    if not gpus or len(nodes) < 2 or not shutil.which("numactl"):
-        return None
-    tried = [subprocess.call(["numactl", f"--cpunodebind={node}", "true"]) for node in nodes]
-    return None if any(tried) else "node"
-
-
 def start(options: Namespace, ranks: int, fewest: int, most: int) -> int:
     """Run the ranks to their end; returns their status. Errors: torchrun's, as Failure."""
     at = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port or 29500}"
@@ -203,6 +165,9 @@ def start(options: Namespace, ranks: int, fewest: int, most: int) -> int:
     if most > 1:
         what = "joins" if fewest < most else "waits for"
         print(f"{options.nnodes} machines: this one {what} the others at {at}", flush=True)
+        # After a network failure the store may answer late, since TCP retries lost packets at
+        # growing intervals. torchrun's 60 s have ended machines whose network was back.
+        options.rdzv_conf = f"read_timeout=150,{options.rdzv_conf}".rstrip(",")
     elif not options.rdzv_endpoint and options.master_port in (None, 29500):  # torch 2.11's default
         store = host_store(options)
     with tempfile.TemporaryDirectory(prefix="dist_amp_launch_") as folder:
@@ -211,21 +176,16 @@ def start(options: Namespace, ranks: int, fewest: int, most: int) -> int:
             status, line = run_agent(options, ranks, elastic=fewest < most)
         except (AssertionError, ValueError) as error:  # as for an unknown --rdzv-backend
             raise ConfigError(f"torchrun refuses its options: {first_line(error)}") from error
+        except RendezvousTimeoutError as error:
+            late = f"not all of --nnodes={options.nnodes} machines joined the rendezvous at {at} in"
+            raise Failure(f"{late} time") from error
         except Exception as error:
-            raise Failure(reason_torchrun_failed(error, at, options.nnodes)) from error
+            reason = in_one_line(error.__cause__ or error)
+            raise Failure(f"torchrun failed with its rendezvous at {at}: {reason}") from error
     del store
     if line:
         print(f"error: {line}", file=sys.stderr, flush=True)
     return status
-
-
-def reason_torchrun_failed(error: Exception, at: str, machines: str) -> str:
-    """One line with the error of the rendezvous, or of torchrun itself. at: the rendezvous."""
-    if isinstance(error, RendezvousTimeoutError):
-        return f"not all of --nnodes={machines} machines joined the rendezvous at {at} in time"
-    if isinstance(error, RendezvousClosedError):
-        return f"the rendezvous at {at} is closed: another machine's last line says why"
-    return f"torchrun failed with its rendezvous at {at}: {in_one_line(error.__cause__ or error)}"
 
 
 def host_store(options: Namespace) -> dist.Store:  # type: ignore[name-defined]
@@ -237,7 +197,7 @@ def host_store(options: Namespace) -> dist.Store:  # type: ignore[name-defined]
     options.standalone = False
     options.rdzv_backend = "c10d"
     options.rdzv_endpoint = f"127.0.0.1:{port}"
-    options.rdzv_conf = ",".join(filter(None, (options.rdzv_conf, "is_host=0")))
+    options.rdzv_conf = f"{options.rdzv_conf},is_host=0".lstrip(",")
     options.rdzv_id = str(uuid.uuid4())
     options.local_addr = options.local_addr or "127.0.0.1"
     return dist.TCPStore(  # type: ignore[attr-defined]

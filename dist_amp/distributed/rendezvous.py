@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 
@@ -41,30 +42,32 @@ def connecting(
     try:
         yield store
     except RuntimeError as error:
-        reason = f"(rank {rank} got: {first_line(error)})"
-        hanging: list[int] = []
-        try:
-            store.delete_key(f"{JOINED}{rank}")
-            if time.monotonic() - start > 0.9 * timeout_seconds:  # no error of this rank
-                seconds = min(5.0, timeout_seconds / 4)  # by which the other ranks may be later
-                time.sleep(seconds)
-                keys = [f"{JOINED}{other}" for other in range(world_size)]
-                hanging = [other for other, key in enumerate(keys) if store.check([key])]
-                processes = [store.get(keys[other]).decode() for other in hanging]
-                time.sleep(seconds * (rank == 0))  # the other ranks still ask its store
-        except RuntimeError:
-            lost = "rank 0 left before all had connected; see its output"
-            raise Transient(f"{lost} {reason}") from None
-        if not hanging:
-            raise
-        raise Transient(
-            f"{_ranks_have(hanging, world_size)} joined ({some_of(processes)}), but not connected "
-            f"within run.timeout_seconds={timeout_seconds:g}: it hangs, is stopped or has died; "
-            f"see its output {reason}"
-        ) from error
+        has_waited = time.monotonic() - start > 0.9 * timeout_seconds  # else it is its own error
+        if has_waited and (hanging := _not_connected(store, rank, world_size, timeout_seconds)):
+            raise Transient(
+                f"{hanging}, but not connected within run.timeout_seconds={timeout_seconds:g}: it "
+                f"hangs, is stopped or has died; see its output (rank {rank} got: "
+                f"{first_line(error)})"
+            ) from error
+        raise
     finally:
         faulthandler.cancel_dump_traceback_later()
     store.delete_key(f"{JOINED}{rank}")  # torchrun may keep the store for its next attempt
+
+
+def _not_connected(store: Any, rank: int, world_size: int, timeout_seconds: float) -> str:
+    """The ranks that have joined and did not give up: a text; "" if there are none."""
+    seconds = min(5.0, timeout_seconds / 4)  # by which the other ranks may be later
+    keys = [f"{JOINED}{other}" for other in range(world_size)]
+    with suppress(RuntimeError):  # rank 0 has left with its store
+        store.delete_key(keys[rank])
+        time.sleep(seconds)
+        hanging = [other for other, key in enumerate(keys) if store.check([key])]
+        processes = [store.get(keys[other]).decode() for other in hanging]
+        time.sleep(seconds * (rank == 0))  # the other ranks still ask its store
+        if hanging:
+            return f"{_ranks_have(hanging, world_size)} joined ({some_of(processes)})"
+    return ""
 
 
 def rendezvous(rank: int, world_size: int, timeout_seconds: float) -> dist.Store:  # type: ignore[name-defined]
@@ -99,17 +102,14 @@ def rendezvous(rank: int, world_size: int, timeout_seconds: float) -> dist.Store
         master_listen_fd=loopback_listener(host, port)[1] if is_server else None,
     )
     try:
-        if not is_server:
-            _wait_for_listener(host, port, deadline)
-        # torch would wait forever for a listener that does not answer.
+        # torch tries again after its timeout, and waits forever for a listener that is silent.
         store = dist.PrefixStore("default_pg", in_time(timeout_seconds, connect))  # type: ignore[attr-defined]
     except (OSError, RuntimeError) as error:
         if "EADDRINUSE" in str(error):
             raise Transient(f"MASTER_PORT={port} on {host} is in use; choose another") from error
-        cause = getattr(error, "strerror", "") or first_line(error) or "no answer"
         raise Transient(
-            f"no rank 0 at {within} ({cause}); start it, or set MASTER_ADDR and MASTER_PORT to its "
-            "address"
+            f"no rank 0 at {within} ({first_line(error) or 'no answer'}); start it, or set "
+            "MASTER_ADDR and MASTER_PORT to its address"
         ) from error
     keys = [f"{JOINED}{other}" for other in range(world_size)]
     store.set(keys[rank], f"process {os.getpid()} on {platform.node()}")
@@ -133,21 +133,6 @@ def _ranks_have(ranks: list[int], world_size: int) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]} of {world_size} has"
     return f"ranks {some_of([*map(str, ranks)], 16)} have"
-
-
-def _wait_for_listener(host: str, port: int, deadline: float) -> None:
-    """Wait until something listens: rank 0 may start last, and its name may not resolve yet.
-
-    torch's client waits, too, but prints pages of C++ frames at the end. Errors: OSError.
-    """
-    while True:
-        left = max(deadline - time.monotonic(), 0.1)
-        try:
-            return in_time(left, partial(socket.create_connection, (host, port), left)).close()
-        except OSError:
-            if time.monotonic() >= deadline:
-                raise
-            time.sleep(0.1)
 
 
 def loopback_listener(host: str, port: int) -> tuple[int, int | None]:

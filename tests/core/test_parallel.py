@@ -107,12 +107,12 @@ def test_single_with_several_processes_is_refused():
         ("RANK=2 WORLD_SIZE=2", "RANK=2 must be below WORLD_SIZE=2"),
         ("RANK=one WORLD_SIZE=2", "RANK='one'"),
         ("RANK=0 WORLD_SIZE=4 LOCAL_RANK=0 LOCAL_WORLD_SIZE=4", "4 processes .* than its 2 GPUs; "),
-        ("SLURM_STEP_NUM_TASKS=2 SLURM_PROCID=1", "SLURM_STEP_NUM_TASKS=2, .* use srun .*torchrun"),
-        ("SLURM_NTASKS=4 SLURM_PROCID=0", "=4, .* --nproc_per_node=4 -m dist_amp.train"),
-        ("OMPI_COMM_WORLD_SIZE=2", "OMPI_COMM_WORLD_SIZE=2, .* use torchrun"),
-        ("PMI_SIZE=2", "PMI_SIZE=2, but RANK and WORLD_SIZE are not set"),
-        ("SLURM_NTASKS=8", ""),  # a shell of salloc
-        ("SLURM_NTASKS=8 SLURM_PROCID=0 ENVIRONMENT=BATCH", ""),  # a script of sbatch
+        (
+            "SLURM_STEP_NUM_TASKS=2",
+            "SLURM_STEP_NUM_TASKS=2, .* start one process per machine .srun",
+        ),
+        ("PMI_SIZE=2", "PMI_SIZE=2, .* torchrun --standalone --nproc_per_node=2 -m dist_amp.train"),
+        ("SLURM_NTASKS=8 SLURM_PROCID=0", ""),  # a script of sbatch, a shell of salloc
         ("SLURM_NTASKS=8 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1", ""),  # a shell inside a step
         ("PMI_SIZE=2 RANK=0 WORLD_SIZE=1", ""),  # separate runs
     ],

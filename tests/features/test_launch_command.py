@@ -8,6 +8,7 @@ import time
 from argparse import Namespace
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,7 +18,6 @@ from test_train import wait_for
 from torch.distributed.elastic.metrics.api import MetricData
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousTimeoutError,
 )
@@ -98,13 +98,12 @@ def test_torchruns_options_stand_anywhere_before_the_module_and_no_setting_is_ta
 
 ELASTIC = "--nnodes 1:4 --nproc-per-node 2 --run.dir shared"
 SMALL = f"{ELASTIC} --train.micro_batch_size 1"
-NEEDS = "--nnodes=1:4 needs train.accumulation_steps=auto and a train.global_batch_size that all "
-NEEDS += "numbers of nodes can keep: a multiple of 24, not"
-
-
-@pytest.mark.bad_input(
-    "`dist_amp launch` with an option that is almost one of torchrun's, or has no value"
+NEEDS = (
+    "--nnodes=1:4 needs a train.global_batch_size that all numbers of nodes can keep, such as 24"
 )
+
+
+@pytest.mark.bad_input("`dist_amp launch` with an option that is almost one of torchrun's")
 @pytest.mark.bad_input(
     "`dist_amp launch` with a value that torchrun refuses, a wrong setting, or a task that exits"
 )
@@ -116,15 +115,13 @@ NEEDS += "numbers of nodes can keep: a multiple of 24, not"
     ("words", "message"),
     [
         ("--nproc-per-nod 4", "unknown key nproc_per_nod on the command line; --help lists"),
-        ("-m", "-m: expected one argument; see torchrun --help"),
-        ("--nnodes two", "--nnodes=two: invalid literal for int() with base 10"),
-        ("--nproc-per-node two", "--nproc-per-node=two must be a number above 0, auto, cpu, or"),
-        ("--nnodes=2 --node-rank=2", "--node-rank=2 must be below --nnodes=2; the first is 0"),
+        ("--nnodes two", "--nnodes=two --nproc-per-node=: invalid literal for int() with base 10"),
+        ("--nproc-per-node two", "--nnodes=1:1 --nproc-per-node=two: Unsupported nproc_per_node"),
         ("--optim.lrr 1", "unknown key optim.lrr on the command line; did you mean optim.lr?"),
         ("--nproc-per-node 3 --train.global_batch_size 64", "train.global_batch_size=64 is not a"),
         ("--task.target exits.py:T", "task.target=exits.py:T: importing it failed with"),
-        (f"{SMALL} --train.global_batch_size 12", f"{NEEDS} 12"),
-        (SMALL, f"{NEEDS} auto"),
+        (f"{SMALL} --train.global_batch_size 12", "train.global_batch_size=12 is not a multiple"),
+        (SMALL, NEEDS),
         (f"{ELASTIC} --run.resume never", "--nnodes=1:4 restarts the run as nodes come and go: "),
         (
             "--nnodes=2 -m timeit",
@@ -187,26 +184,11 @@ def test_the_defaults_are_two_processes_on_the_cpu_with_restarts_and_the_signals
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 
 
-def test_a_rank_per_gpu_near_its_cpus_unless_told_otherwise(started, monkeypatch):
+def test_a_rank_per_gpu_unless_the_run_is_on_the_cpu(started, agent, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(command, "numa_binding", lambda gpus: "node" if gpus else None)
-    assert (started().nproc_per_node, started().numa_binding) == ("4", "node")
-    assert started("--numa-binding=socket").numa_binding == "socket"
-    assert command.usable_gpus(["--run.device", "cpu"]) == 0
-
-
-@pytest.mark.parametrize(
-    ("nodes", "numactl", "binding"), [(1, "", None), (2, "exit 0", "node"), (2, "exit 1", None)]
-)
-def test_ranks_are_bound_where_numactl_may_use_all_cpus(
-    nodes, numactl, binding, tmp_path, monkeypatch
-):
-    for number in range(nodes):
-        (tmp_path / f"node{number}").mkdir()
-    (tmp_path / "numactl").write_text(f"#!/bin/sh\n{numactl}\n")
-    (tmp_path / "numactl").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert command.numa_binding(2, tmp_path) == binding
+    assert started().nproc_per_node == "4"
+    assert command.main(["--run.device", "cpu"]) == 0
+    assert agent[-1][0].nproc_per_node == "2"
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
@@ -222,6 +204,7 @@ def test_torchruns_own_variables_and_several_machines_are_passed_on(started, mon
     options = started(*place.split())
     assert (options.max_restarts, options.nnodes) == (7, "2")
     assert (options.rdzv_endpoint, options.local_addr) == ("10.0.0.1:29500", None)
+    assert options.rdzv_conf == "read_timeout=150"
     message = "2 machines: this one waits for the others at 10.0.0.1:29500\n"
     assert capsys.readouterr().out == message
 
@@ -320,24 +303,24 @@ def test_after_a_signal_the_ranks_own_status_counts_and_one_that_did_not_save_is
     assert after_signal("SIGINT", reports, 2) == end
 
 
-@pytest.mark.bad_input(
-    "a rendezvous that is not reached, closed, incomplete, or whose port is taken"
-)
+@pytest.mark.bad_input("a rendezvous that is not reached or incomplete, or whose port is taken")
 @pytest.mark.parametrize(
     ("error", "message"),
     [
         (RendezvousTimeoutError(), "not all of --nnodes=2 machines joined the rendezvous at here"),
-        (RendezvousClosedError(), "the rendezvous at here:1 is closed: another machine's last"),
         (
             RendezvousConnectionError("Off"),
             "torchrun failed with its rendezvous at here:1: RendezvousConnectionError: Off",
         ),
     ],
 )
-def test_what_torchrun_fails_with_is_one_line(error, message):
-    text = command.reason_torchrun_failed(error, "here:1", "2")
-    assert text.startswith(message)
-    assert "\n" not in text
+def test_what_torchrun_fails_with_is_one_line(error, message, monkeypatch, capsys):
+    monkeypatch.setattr(command, "run_agent", Mock(side_effect=error))
+    place = "--nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=here:1 -m timeit"
+    assert command.main(place.split()) == 1
+    text = capsys.readouterr().err
+    assert text.startswith(f"error: {message}")
+    assert text.count("\n") == 1
 
 
 # ---- the agent, with stand-ins for ranks

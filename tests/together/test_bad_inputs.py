@@ -46,7 +46,7 @@ WAITED = "within run.timeout_seconds=1"
     ("rank", "host", "listens", "status", "said"),
     [
         (0, "127.0.0.1", None, 1, f"rank 1 of 2 has not joined at {{}} {WAITED}; "),
-        (1, "127.0.0.1", None, 1, f"no rank 0 at {{}} {WAITED} (Connection refu"),
+        (1, "127.0.0.1", None, 1, f"no rank 0 at {{}} {WAITED} (no answer"),
         (0, "127.0.0.1", "", 1, "MASTER_PORT={port} on 127.0.0.1 is in use; choose another"),
         (1, "127.0.0.1", "127.0.0.1", 1, f"no rank 0 at {{}} {WAITED} (no answer"),
         (1, "", None, 64, "MASTER_ADDR='' and MASTER_PORT="),

@@ -142,10 +142,7 @@ def test_help_and_every_mistake_that_needs_no_task_are_answered_without_torch(an
 def test_ctrl_c_during_the_imports_is_one_line(answers):
     for words, said in INTERRUPTED.items():
         status, _, err, _ = answers[words]
-        *before, last = err.splitlines()
-        assert (status, last) == (1, said)
-        assert len(before) == words.startswith("launch")
-        assert err.startswith("launch checks the settings, then starts the ranks" * len(before))
+        assert (status, err) == (1, f"{said}\n")
 
 
 def test_what_only_the_task_or_the_command_can_know_is_left_to_them():
