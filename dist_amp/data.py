@@ -9,6 +9,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -219,14 +220,6 @@ def build_validation(
     check_coupled(task, "validation", len(dataset), batch, world)
     if training.plan.deal is not None:  # a bit-exact run's steps have as many samples everywhere
         batch = training.plan.global_batch_size
-    plan = Plan(
-        len(dataset),
-        batch,
-        training.plan.micro_batch_size,
-        world.world_size,
-        world.rank,
-        seed=0,
-        order="dataset",
-        deal=training.plan.deal,
-    )
+    plan = replace(training.plan, length=len(dataset), global_batch_size=batch, seed=0)
+    plan = replace(plan, order="dataset", drop_last=False, dataset_order=None)
     return Batches(dataset, task, plan, workers, world, "validation", training.bad_samples)

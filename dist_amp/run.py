@@ -24,7 +24,7 @@ from dist_amp.checkpoint.saver import Saver
 from dist_amp.config.auto import accumulation_steps, pick_cast, pick_reduction, pick_strategy
 from dist_amp.config.load import load_config, with_task
 from dist_amp.config.task_class import build_task
-from dist_amp.config.validate import check_kept_state, check_parallel
+from dist_amp.config.validate import check_parallel
 from dist_amp.data import Batches, build_batches, build_validation
 from dist_amp.distributed.process import (
     random_state,
@@ -210,8 +210,7 @@ def build_run(
 
         run.observers.add(FrozenBase(run.parallel.module, world, run.parallel.replicas), stays=True)
     run.saver = Saver(run)
-    check_kept_state(task)
-    if hasattr(task, "state_dict"):
+    if hasattr(task, "state_dict") or hasattr(task, "load_state_dict"):  # one alone fails there
         from dist_amp.checkpoint.packed import TaskState
 
         run.observers.add(TaskState(task), stays=True)

@@ -140,16 +140,6 @@ def check_model(module: Any) -> None:
         )
 
 
-def check_kept_state(task: Any) -> None:
-    """Errors: ConfigError for one of state_dict and load_state_dict alone."""
-    methods = [name for name in ("state_dict", "load_state_dict") if hasattr(task, name)]
-    if len(methods) == 1:
-        raise ConfigError(
-            f"the task has {methods[0]}, but not both of state_dict() and load_state_dict(state), "
-            "which save and restore what it keeps; add the other"
-        )
-
-
 def check_scalar(value: Any, what: str, rule: str = "a number or a scalar tensor") -> None:
     """Errors: DataError for anything else. what: such as "weight(batch) returned"."""
     if isinstance(value, Real) or (isinstance(value, Tensor) and value.ndim == 0):
