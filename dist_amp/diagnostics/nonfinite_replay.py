@@ -241,7 +241,6 @@ class NonfiniteReplay(Observer):
         # (step, position of the data before it, whether it was applied) since the last log step
         self._notes: list[tuple[int, int, Tensor]] = []
         self._position = run.data.position
-        self._skipped = int(run.schedule.skipped_steps)
         self._reported: set[tuple[str, str, int]] = set()
         self._random: dict[str, Tensor] | None = None  # before the step, if each is watched
         if self._at_each_step:
@@ -260,9 +259,7 @@ class NonfiniteReplay(Observer):
         """Replay the interval's skipped steps, until one is not finite at a loss scale of 1."""
         notes = [note for note in self._notes if note[0] <= row.step]
         self._notes = self._notes[len(notes) :]
-        before = self._skipped
-        self._skipped = int(row["skipped_steps"])
-        if self._skipped == before or not notes:
+        if not (row["skipped_in_interval"] and notes):
             return
         applied = torch.stack([note[2] for note in notes]).tolist()
         skipped = [note for note, good in zip(notes, applied, strict=True) if not good]
