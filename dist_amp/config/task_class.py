@@ -90,7 +90,9 @@ def _import(module_name: str, target: str, key: str) -> Any:
         if isinstance(error, ModuleNotFoundError):
             fix = f"pip install {error.name}, or check the path: {folder} was searched too"
             if str(error.name).startswith("dist_amp."):
-                fix = missing(str(error.name).removeprefix("dist_amp."))
+                # Without any task, the folder of tasks is what is not found.
+                absent = name if name.startswith(f"{error.name}.") else str(error.name)
+                fix = missing(absent.removeprefix("dist_amp."))
         cause = f"importing it failed with {type(error).__name__}: {first_line(error)}"
         raise ConfigError(f"{key}={target}: {cause}; {fix}") from error
     file = getattr(module, "__file__", None) or "built in"

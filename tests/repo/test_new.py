@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 from forked import Launch
+from messages import message_of
 
 from dist_amp.commands import new
 from dist_amp.commands.parts import Parts
+from dist_amp.config.task_class import find_task
 
 CHOICES = {
     "bare": ["--without", "demo,launch,console"],
@@ -120,6 +122,12 @@ def test_a_task_of_the_users_is_copied_and_trained(tmp_path):
     assert new.main([f"{tmp_path}/mine", "--task", f"{tmp_path}/curve.py:Curve"]) == 0
     assert (tmp_path / "mine/mine/task.py").read_text() == (tmp_path / "curve.py").read_text()
     assert 'target = "mine.task:Curve"' in (tmp_path / "mine/configs/demo.toml").read_text()
+
+
+def test_a_task_that_a_project_lacks_is_named_with_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "dist_amp.tasks", None)  # as without the folder
+    text = message_of(64, find_task, "dist_amp.tasks.absent:Task")
+    assert text.endswith("no dist_amp/tasks/absent.py; get it with `dist_amp adopt absent`")
 
 
 # ---- what is refused ----
