@@ -16,22 +16,18 @@ from dist_amp.telemetry.step_report import LogRow
 FACTOR = 1.2  # of the ranks' median
 DATA_SHARE = 0.5  # of the step, on every rank: above it, data are the bottleneck
 SHARE = 0.05  # of the step: a smaller excess holds nobody up
-WINDOW = 5  # log intervals that are judged together
-# How many times its standard error a rank's mean excess must be: the quantile of Student's t for 1
-# false alarm in 1,000 with WINDOW intervals, if they vary independently.
-CERTAIN = 7.17
+WINDOW = 6  # log intervals in a row, in each of which a rank must be slow
 QUIET = 10  # log steps without a finding before the same warning is repeated
 NAMES = {"data": "data wait", "other": "callbacks and checks"}  # for the rest the phase's own name
 
 
 class SlowRanks(Observer):
-    """Rank 0 compares the ranks' local time, and warns of one slow at two log steps in a row."""
+    """Rank 0 compares the ranks' local time, and warns of one that is slow in all of a window."""
 
     def __init__(self, run: Run):
         self._run = run
         self._phases: deque[np.ndarray] = deque(maxlen=WINDOW)  # [ranks, phases] seconds per step
         self._step_seconds: deque[float] = deque(maxlen=WINDOW)
-        self._slow_before: set[int] = set()  # at the last log step
         self._quiet: dict[int, int] = {}  # for how many more log steps
         self._is_first = True
         self._has_warned_of_data = False
@@ -59,13 +55,12 @@ class SlowRanks(Observer):
                 "cheaper to read"
             )
         slow = find_slow_ranks(phases, step_seconds) if len(row.table) > 1 else []
-        for rank in self._slow_before.intersection(slow):
+        for rank in slow:
             if rank not in self._quiet:
                 text = describe(rank, phases, run.metrics.hosts[rank], row.step)
                 run.world.warn(text)
                 run.metrics.write_text("slow_ranks", text, row.step)
             self._quiet[rank] = QUIET
-        self._slow_before = set(slow)
 
 
 def median_of(seconds: np.ndarray) -> np.ndarray:
@@ -74,15 +69,13 @@ def median_of(seconds: np.ndarray) -> np.ndarray:
 
 
 def find_slow_ranks(phases: np.ndarray, step_seconds: np.ndarray) -> list[int]:
-    """The ranks whose local time exceeds FACTOR times the ranks' median, beyond chance.
+    """The ranks whose local time exceeds FACTOR times the ranks' median in every interval.
 
     phases: [WINDOW, ranks, phases] seconds per step; step_seconds: [WINDOW], with all waits.
     """
     seconds = phases.sum(axis=2)
     excess = seconds - FACTOR * median_of(seconds)[:, None]
-    mean = excess.mean(axis=0)
-    error = excess.std(axis=0, ddof=1) / WINDOW**0.5
-    is_slow = (mean > CERTAIN * error) & (mean > SHARE * step_seconds.mean())
+    is_slow = (excess > SHARE * step_seconds[:, None]).all(axis=0)
     return [int(rank) for rank in np.flatnonzero(is_slow)]
 
 

@@ -85,7 +85,7 @@ def test_steps_that_wait_for_data_on_all_ranks_are_warned_of_once():
     share = phases[:, :, data].mean() / (phases[:, :, data].mean() + others)
     (line,) = warned(phases)
     assert line == (
-        f"steps wait for data in {share:.0%} of their time (up to step 5): raise data.workers=2, "
+        f"steps wait for data in {share:.0%} of their time (up to step 6): raise data.workers=2, "
         "or make samples cheaper to read"
     )
     phases[:, 1, data] -= 0.1
