@@ -10,7 +10,7 @@ Docs: docs/bit_exact.md
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -65,10 +65,9 @@ def exact_config(config: Config, world: World) -> Config:
     for section, key, exact, reason in EXACT:
         value = getattr(getattr(config, section), key)
         if value not in exact:
-            shown = str(exact[0]).lower()
             raise ConfigError(
                 f"parallel.bit_exact=true does not allow {section}.{key}={str(value).lower()}: "
-                f"{reason}; use {shown}"
+                f"{reason}; use {str(exact[0]).lower()}"
             )
     if config.train.global_batch_size == "auto":
         size = config.train.micro_batch_size * ranks
@@ -90,8 +89,11 @@ def exact_config(config: Config, world: World) -> Config:
     )
 
 
-def check_exact(run: Run) -> None:
-    """Errors: ConfigError for a model, task or optimizer whose steps can't be exact."""
+def exact_parallel(run: Run) -> "ExactParallel":
+    """The bit-exact layout of a run that is being built.
+
+    Errors: ConfigError for a model, task or optimizer whose steps can't be exact.
+    """
     module = run.parallel.module
     layers = [name.rpartition(".")[0] for name in batch_statistics(module)]
     reason = ""
@@ -102,15 +104,10 @@ def check_exact(run: Run) -> None:
         reason = "the task has couples_samples=True, so the loss depends on what ranks hold"
     elif run.world.device.type == "cpu" and takes_grad_scale(run.optimizer):
         reason = "the task's optimizer is fused, and on a CPU it rounds shards otherwise"
-    elif run.parallel.replicas > 2 and run.parallel.sharded and shards_of(run.parallel) == 1:
+    elif run.parallel.sharded and run.parallel.replicas == run.world.world_size > 2:
         reason = f"parallel.replicas={run.parallel.replicas} shards nothing; use strategy ddp"
     if reason:
         raise ConfigError(f"parallel.bit_exact=true can't hold: {reason}, or bit_exact=false")
-
-
-def exact_parallel(run: Run) -> "ExactParallel":
-    """The bit-exact layout of a run that is being built. Errors: as for `check_exact`."""
-    check_exact(run)
     if isinstance(run.parallel.model, DistributedDataParallel):
         run.parallel.model.register_comm_hook(run.world, all_reduce)
     elif run.parallel.sharded:
@@ -203,11 +200,6 @@ def row_squares(gradient: Tensor) -> Tensor:
     return torch.cat(sums)
 
 
-def padded(flat: Tensor, parts: int) -> Tensor:
-    """A copy of [n] with zeros at its end, up to a multiple of `parts`."""
-    return F.pad(flat, (0, -len(flat) % parts))
-
-
 def exchanged(flat: Tensor, ranks: int, group: Any = None) -> Tensor:
     """This rank's chunk of every rank's tensor: [n] -> [ranks, n / ranks]; one all-to-all."""
     received = torch.empty_like(flat)
@@ -226,8 +218,8 @@ class ReduceScatter:
         self._replicas = 1
         if parallel.strategy == "hsdp" and parallel.replicas > 2:
             self._replicas = parallel.replicas
-            shape = (parallel.replicas, shards_of(parallel))
-            mesh = parallel.world.mesh(shape, ("replicate", "shard"))
+            shards = parallel.world.world_size // parallel.replicas
+            mesh = parallel.world.mesh((parallel.replicas, shards), ("replicate", "shard"))
             self._group = mesh.get_group("replicate")
 
     def allocate(self, size: Sequence[int], *, dtype: Any, device: torch.device) -> Tensor:
@@ -244,7 +236,7 @@ class ReduceScatter:
         output_tensor.copy_(tree_sum(exchanged(input_tensor, group.size(), group)))
         if self._replicas == 1:
             return
-        whole = padded(output_tensor, self._replicas)
+        whole = F.pad(output_tensor, (0, -len(output_tensor) % self._replicas))
         part = tree_sum(exchanged(whole, self._replicas, self._group))
         whole.zero_().view(self._replicas, -1)[dist.get_rank(self._group)] = part
         output_tensor.copy_(whole[: len(output_tensor)])
@@ -253,18 +245,13 @@ class ReduceScatter:
 def all_reduce(world: World, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
     """DDP's all-reduce in the order of the tree: as many bytes as an ordinary one."""
     buffer = bucket.buffer()
-    whole = padded(buffer, world.world_size)
+    whole = F.pad(buffer, (0, -len(buffer) % world.world_size))
     all_gather_single(whole, tree_sum(exchanged(whole, world.world_size)))
     buffer.copy_(whole[: len(buffer)])
     devices: list[Any] = [world.device] if buffer.is_cuda else []
     done: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
     done.set_result(buffer)
     return done
-
-
-def shards_of(parallel: Parallel) -> int:
-    """The number of ranks that share one copy of the model."""
-    return parallel.world.world_size // parallel.replicas
 
 
 class ExactSum(SumOverRanks):
@@ -293,12 +280,9 @@ class ExactParallel(Parallel):
     """A layout whose gradients are summed, not averaged, in one order."""
 
     def __init__(self, run: Run):
-        parallel = run.parallel
-        super().__init__(
-            **{part.name: getattr(parallel, part.name) for part in fields(parallel) if part.init}
-        )
+        vars(self).update(vars(run.parallel))
         self._run = run
-        self._synchronise = parallel.gradient_sync
+        self._synchronise = self.gradient_sync
         self.gradient_sync = self._micro_batch
         self._round = 0
         self._sums: list[list[Tensor]] = []  # of 2^n rounds each, the largest first
@@ -363,7 +347,7 @@ class ExactParallel(Parallel):
     @torch.no_grad()
     def global_grad_norm(self) -> Tensor:
         """The norm as in Parallel, from each row's sum of squares: sharding never splits a row."""
-        shards = shards_of(self)
+        shards = self.world.world_size // self.replicas
         parts = []
         for parameter in self.parameters:
             rows = torch.zeros(len(parameter) if parameter.ndim else 1, device=self.world.device)

@@ -51,17 +51,14 @@ def pick_compile(
             return replace(picked, blocks=False)
     if picked.blocks is False or picked.mode not in CUDA_GRAPHS:
         return picked
+    problem = ""
     if strategy in ("fsdp", "hsdp"):
+        problem = f"which need fixed addresses, and {strategy} gathers parameters anew each time"
+    elif accumulation_steps(config.train, world.world_size) > 1 and world.device.type == "cuda":
+        problem = "whose gradients the next of several micro-batches overwrites"
+    if problem:
         raise ConfigError(
-            f"compile.mode={picked.mode} replays CUDA graphs, which need parameters at fixed "
-            f"addresses, and {strategy} gathers them anew each time; use default or "
-            "max-autotune-no-cudagraphs"
-        )
-    micro_batches = accumulation_steps(config.train, world.world_size)
-    if micro_batches > 1 and world.device.type == "cuda":
-        raise ConfigError(
-            f"compile.mode={picked.mode} replays CUDA graphs, whose gradients the next micro-batch "
-            f"overwrites, and there are {micro_batches} in a step; use accumulation_steps=1, or "
+            f"compile.mode={picked.mode} replays CUDA graphs, {problem}; use default or "
             "max-autotune-no-cudagraphs"
         )
     return picked

@@ -15,16 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
-from dist_amp.config.task_class import build_task
-from dist_amp.data import build_batches
 from dist_amp.diagnostics.trace import Event, Recorder, clean_name
-from dist_amp.distributed.process import seed_all
 from dist_amp.errors import columns
-from dist_amp.precision import DTYPES, build_precision
-from dist_amp.scaling.meta import build_whole
-from dist_amp.settings import Config
-from dist_amp.task import Task, build_split
-from dist_amp.world import World, locate
+from dist_amp.precision import DTYPES
+from dist_amp.run import build_run
+from dist_amp.settings import Config, ParallelConfig
+from dist_amp.task import Task
+from dist_amp.world import World
 
 SHORT = {dtype: name for name, dtype in DTYPES.items()} | {torch.float64: "fp64"}
 
@@ -43,39 +40,38 @@ does not know the operation. Cast its inputs and weights yourself, or end that b
 
 
 def dtype_report(config: Config, world: World | None = None, task: Task | None = None) -> str:
-    """A table of the dtypes in the first micro-batch, in this process only. Errors: as `build_run`.
+    """A table of the dtypes in the first micro-batch. Errors: as `build_run`.
 
     A row has the distinct dtypes of a module, in order of first use.
     """
-    world = world or locate(config.run)
-    task = task or build_task(config)
-    seed_all(config.run.seed)
-    model = build_whole(task, world.device, frozen_too=not config.precision.use_amp)
-    batches = build_batches(
-        replace(config.data, workers=0),  # only one batch is needed
-        task,
-        build_split(task, "train", world),
-        world,
-        micro_batch_size=config.train.micro_batch_size,
-        accumulation_steps=1,
-        seed=config.run.seed,
+    config = replace(
+        config,
+        run=replace(config.run, dir="unused", resume="never"),
+        data=replace(config.data, workers=0),  # only one batch is needed
+        # A policy needs ranks to shard over, so autocast is what is recorded.
+        precision=replace(config.precision, cast_by="auto"),
+        parallel=ParallelConfig(),
+        compile=replace(config.compile, blocks=False),
+        eval=replace(config.eval, every="off"),
     )
-    # A policy needs ranks to shard over, so autocast is what is recorded.
-    precision = build_precision(replace(config.precision, cast_by="auto"), False, world)
-    recorder = Recorder(task, model, dtypes_of, ("forward", "op"), inputs=True)
-    with recorder, precision.autocast():
-        recorder.loss_sum(model, next(batches)[0])
+    run = build_run(config, world, task)
+    model = run.parallel.module
+    recorder = Recorder(run.task, model, dtypes_of, ("forward", "op"), inputs=True)
+    with recorder, run.precision.autocast():
+        recorder.loss_sum(model, next(run.data)[0])
+    run.close()
+    precision = run.precision.name
     rows, costly = table_of(model, recorder.events)
     table = "\n".join(columns(list(dict.fromkeys(rows)), left=len(rows[0])))
-    if precision.name == "fp32":
+    if precision == "fp32":
         return f"precision.use_amp=false: all is computed in float32, by request\n\n{table}"
     head = (
-        f"autocast to {precision.name} on {world.device.type}; one micro-batch, forward and loss\n"
+        f"autocast to {precision} on {run.world.device.type}; one micro-batch, forward and loss\n"
         "(a sharded run casts by FSDP's policy, norms too, unless precision.cast_by=autocast)"
     )
     count = f"{len(costly)} costly operations"
-    about = f"All {count} (products, convolutions, attention) run in {precision.name}."
-    if wide := [text for text in costly if not re.search("bf16|fp16", text)]:
+    about = f"All {count} (products, convolutions, attention) run in {precision}."
+    if wide := [text for text in costly if not re.search("bf16|fp16|float8", text)]:
         about = "\n".join([f"In float32, {len(wide)} of {count}:", *wide, WHY])
     return f"{head}\n\n{table}\n\n{about}"
 

@@ -57,8 +57,8 @@ def test_settings_of_blocks_that_cannot_be_are_refused(task, words, said):
 @pytest.mark.parametrize(
     ("strategy", "words", "said"),
     [
-        ("fsdp", [], "replays CUDA graphs, which need par"),
-        ("single", ["--train.accumulation_steps", 2], "gradients the next micro-batch overwrites"),
+        ("fsdp", [], "CUDA graphs, which need fixed addresses, and fsdp"),
+        ("single", ["--train.accumulation_steps", 2], "gradients the next of several micro"),
         ("single", [], ""),
     ],
 )
