@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dist_amp.checkpoint.format import all_checkpoints, checkpoint_folder
+from dist_amp.checkpoint.format import checkpoint_folder
 from dist_amp.checkpoint.resume import resume, with_dtype
 from dist_amp.checkpoint.saver import Saver
 from dist_amp.config.auto import accumulation_steps, pick_cast, pick_reduction, pick_strategy
@@ -89,20 +89,12 @@ class ScriptRun(Run):
         """For `train.fit`: resume at step 0; later, continue with the samples and random numbers
         that come next, whatever a notebook has drawn meanwhile.
 
-        Errors: ConfigError for a run that an error ended, or beside checkpoints of another.
+        Errors: ConfigError for a run that an error ended.
         """
         if self._is_fitting:
             raise ConfigError(
                 f"fit(run): an error ended this run after step {self.step}, maybe within the next, "
                 "or another thread trains it; build it again, and fit(run) resumes it"
-            )
-        newest = self.world.from_main(str(next(reversed(all_checkpoints(self.folder)), "")))
-        is_new = self.saver.saved_step is None and self.resumed_from_step is None
-        is_later = newest > str(checkpoint_folder(self.folder, self.step))
-        if self.step and newest and (is_new or is_later):
-            raise ConfigError(
-                f"fit(run) at step {self.step} would replace {newest}, which is not of this run's "
-                "steps; build it again, and fit(run) resumes that one, or choose another run.dir"
             )
         self.set_switches()  # another run may have been built since
         self._is_fitting = True

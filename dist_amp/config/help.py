@@ -4,7 +4,7 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from shutil import get_terminal_size
-from textwrap import fill
+from textwrap import fill, indent
 from typing import Any, NoReturn
 
 from dist_amp.config.load import collect, load_config, task_in
@@ -103,15 +103,7 @@ def entry(name: str, about: Schema) -> str:
         default = about["default"]
         items = default if isinstance(default, list) else [default]
         text += f" (default: {' '.join(map(as_word, items))})"
-    indent = " " * 8
-    meaning = fill(
-        text.strip(),
-        get_terminal_size().columns,
-        initial_indent=indent,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    meaning = indent(fill(text.strip(), get_terminal_size().columns - 8), " " * 8)
     return f"  {f'{name} {metavar(about)}'.strip()}\n{meaning}\n"
 
 

@@ -202,7 +202,7 @@ def test_a_wrong_variable_of_the_environment_is_named():
 
 
 def test_the_launchers_variables_are_no_settings():
-    names = ("PYTHON", "LAUNCHER", "CACHE", "METADATA", "COMMAND", "FAILED_AT", "NNODES")
+    names = ("PYTHON", "LAUNCHER", "CACHE", "METADATA", "FAILED_AT", "NNODES")
     assert load(**{f"DIST_AMP_{name}": "1" for name in names}) == load()
 
 

@@ -108,24 +108,18 @@ def test_a_stop_without_checkpoints_is_continued_by_the_same_run(tmp_path, undis
     assert same(list(end_of(run)[:3]), list(undisturbed[:3]))
 
 
-@pytest.mark.bad_input("`fit(run)` of a run that an error ended, or beside another's checkpoints")
-def test_a_run_that_another_signal_ended_with_status_75_is_not_replaced_by_a_new_ones_steps(
-    tmp_path,
-):
+def test_a_checkpoint_of_a_stopped_run_is_set_aside_by_the_own_steps_of_another(tmp_path):
     stopped = built(World(), tmp_path, *OFTEN, task=Stops(at=2, number=signal.SIGTERM))
     with pytest.raises(SystemExit) as ended:
         fit(stopped)
     assert (ended.value.code, stopped.step) == (75, 3)
-    files = sorted(stopped.folder.rglob("*"))
-    summary = (stopped.folder / "summary.json").read_text()
     run = built(World(), tmp_path, *OFTEN)
     train_step(run, next(run.data))
-    with pytest.raises(ConfigError, match=r"fit\(run\) at step 1 would replace .*step_00000003"):
-        fit(run)
-    assert sorted(stopped.folder.rglob("*")) == files
-    assert (stopped.folder / "summary.json").read_text() == summary
+    fit(run)
+    assert (run.folder / "checkpoints/refused_step_00000003/manifest.json").exists()
 
 
+@pytest.mark.bad_input("`fit(run)` of a run that an error ended")
 def test_after_an_error_the_run_is_built_again_and_ends_bit_for_bit(tmp_path, undisturbed, capsys):
     run = built(World(), tmp_path, *OFTEN, task=Stops(at=4, error="of the task"))
     before = handlers(), threading.enumerate()
