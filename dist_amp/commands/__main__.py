@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 from dist_amp import __version__
 from dist_amp.config.load import collect, config_of
-from dist_amp.distributed.signals import BEFORE_RANKS, exit_on_signals, quiet_on_closed_pipe
+from dist_amp.distributed.signals import end_on_ctrl_c, quiet_on_closed_pipe
 from dist_amp.errors import ConfigError, nearest_name
 from dist_amp.files import missing
 
@@ -64,7 +64,7 @@ def main() -> int:
             hint = missing(f"commands.{name}")
         print(f"error: there is no command {name}; {hint}", file=sys.stderr)
         return 64
-    exit_on_signals(BEFORE_RANKS if name in WITH_SETTINGS else "; nothing was made or changed")
+    end_on_ctrl_c()  # before torch's import, which takes seconds
     try:
         if name in WITH_SETTINGS and "RANK" not in os.environ:
             check_early(rest, has_options=name != "train")

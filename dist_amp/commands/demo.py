@@ -15,10 +15,10 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from dist_amp.distributed.signals import exit_on_signals
+from dist_amp.distributed.signals import end_on_ctrl_c
 
 if __name__ == "__main__":
-    exit_on_signals()  # before torch's import, which takes seconds
+    end_on_ctrl_c()  # before torch's import, which takes seconds
 
 import torch
 

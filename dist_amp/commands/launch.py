@@ -29,10 +29,10 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from io import StringIO
 
-from dist_amp.distributed.signals import BEFORE_RANKS, exit_on_signals
+from dist_amp.distributed.signals import BEFORE_RANKS, end_on_ctrl_c
 
 if __name__ == "__main__":
-    exit_on_signals()  # before torch's imports, which take seconds
+    end_on_ctrl_c()  # before torch's imports, which take seconds
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # gloo warns of names and interfaces
 
 import torch

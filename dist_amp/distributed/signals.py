@@ -7,7 +7,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -28,7 +27,7 @@ def handle_signals(handler: Handler, numbers: Iterable[int] = STOP_SIGNALS) -> I
         yield
     finally:
         for number, before in previous.items():
-            signal.signal(number, signal.SIG_DFL if exits(before) else before)
+            signal.signal(number, before)
 
 
 def ignore_stop_signals(numbers: Iterable[int] = STOP_SIGNALS) -> None:
@@ -40,10 +39,15 @@ def ignore_stop_signals(numbers: Iterable[int] = STOP_SIGNALS) -> None:
 # --- commands
 
 
-def exit_on_signals(when: str = BEFORE_RANKS) -> None:
-    """End the process quietly during imports, where an exception would print a traceback."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, partial(_exit, when))
+def end_on_ctrl_c() -> None:
+    """Let Ctrl-C end the process during imports, where an exception would print a traceback."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def after_imports() -> None:
+    """Make Ctrl-C raise KeyboardInterrupt again."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager
@@ -51,23 +55,6 @@ def raise_on_signals() -> Iterator[None]:
     """KeyboardInterrupt on SIGTERM too, with the signal's name."""
     with handle_signals(_raise, (signal.SIGINT, signal.SIGTERM)):
         yield
-
-
-def say_stopped(name: str, when: str) -> int:
-    """Print the line; returns the exit status."""
-    print(f"error: stopped by {name or 'SIGINT'}{when}", file=sys.stderr, flush=True)
-    return 1
-
-
-def after_imports() -> None:
-    """Make signals raise exceptions, or end the process, again."""
-    usual: dict[int, Handler] = {
-        signal.SIGINT: signal.default_int_handler,
-        signal.SIGTERM: signal.SIG_DFL,
-    }
-    for number, handler in usual.items():
-        if exits(signal.getsignal(number)):
-            signal.signal(number, handler)
 
 
 @contextmanager
@@ -86,15 +73,6 @@ def quiet_on_closed_pipe() -> Iterator[None]:
         # The interpreter flushes once more at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
-
-
-def exits(handler: object) -> bool:
-    """Whether it is that of `exit_on_signals`."""
-    return isinstance(handler, partial) and handler.func is _exit
-
-
-def _exit(when: str, number: int, frame: FrameType | None) -> None:
-    os._exit(say_stopped(signal.Signals(number).name, when))
 
 
 def _raise(number: int, frame: FrameType | None) -> None:

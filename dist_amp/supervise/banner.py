@@ -74,7 +74,4 @@ def print_next_command(run: Run) -> None:
     """Print the command that exports the trained model, if the config names its task."""
     is_named = not run.config.task.target.startswith(GIVEN)
     if is_named and present("commands.export"):
-        model = run.parallel.module
-        for_transformers = hasattr(run.task, "export") or hasattr(model, "save_pretrained")
-        form = " --format hf" if for_transformers else ""
-        run.world.say(f"next: dist_amp export {run_dir(run.folder)} --out model{form}")
+        run.world.say(f"next: dist_amp export {run_dir(run.folder)} --out model")

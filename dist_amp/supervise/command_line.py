@@ -74,6 +74,8 @@ def exit_status(run: Run, argv: Sequence[str] | None = None, when: str = "") -> 
                 raise
             return report_failure(failure, None)[0]
         except KeyboardInterrupt as stopped:
-            return signals.say_stopped(str(stopped), when)
+            name = str(stopped) or "SIGINT"
+            print(f"error: stopped by {name}{when}", file=sys.stderr, flush=True)
+            return 1
         except SystemExit as reported:  # argparse, after --help; a closed pipe
             return int(reported.code or 0)

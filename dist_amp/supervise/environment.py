@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import dist_amp
 from dist_amp.config.text import command_line
 from dist_amp.errors import masked
-from dist_amp.files import present, write_durably
+from dist_amp.files import write_durably
 from dist_amp.run import Run
 
 # What results may depend on.
@@ -92,12 +91,7 @@ def versions() -> dict[str, str]:
     if torch.cuda.is_available():
         rows |= {"cuda": str(torch.version.cuda), "hip": str(torch.version.hip)}
         rows["cudnn"] = str(torch.backends.cudnn.version())
-        if dist.is_nccl_available():
-            rows["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        if present("distributed.machine"):
-            from dist_amp.distributed.machine import driver_branch
-
-            rows["driver"] = str(driver_branch())
+        rows["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     for package in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             rows[package] = importlib.metadata.version(package)

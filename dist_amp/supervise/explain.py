@@ -5,7 +5,6 @@ Docs: docs/debugging.md
 
 import errno
 import re
-import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -99,9 +98,6 @@ def explain_error(error: BaseException, job: Job) -> BaseException:
             f"rank {rank}: a token id or label is out of range in {samples}: {first_line(error)}; "
             "fix the data, or give the model that many embeddings or classes"
         )
-    functions = [place.name for place in traceback.extract_tb(error.__traceback__)]
-    if job.run is not None and "weights_of" in functions and job.run.data.last_step:
-        batch = job.run.data.last_step[0][0]  # any of them: they have the same keys
     is_key = isinstance(error, KeyError) and error.args
     if is_key and isinstance(batch, Mapping) and error.args[0] not in batch:
         return DataError(

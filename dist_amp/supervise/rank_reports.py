@@ -8,7 +8,6 @@ import re
 import sys
 import sysconfig
 import threading
-import time
 import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -159,14 +158,14 @@ def is_one_missing(beats: Heartbeats) -> bool:
 def ranks_that_hang(beats: Heartbeats) -> list[int]:
     """The ranks that run and are behind, but wait in no collective themselves.
 
-    Where torch records no collectives, or a rank is alone, it is the one that still runs.
+    One that is alone is the one that still runs.
     """
     waits = collectives_in_wait(beats)
     hanging = []
     for rank, beat in beats.items():
         if beat is None or beat.state != RUNS or beat.waits_in is not None:
             continue
-        if len(beats) == 1 or beat.is_behind(waits) or not beat.entered:
+        if len(beats) == 1 or beat.is_behind(waits):
             hanging.append(rank)
     return hanging
 
@@ -209,10 +208,7 @@ def activity(beat: Heartbeat | None, wait: Entered, process: Process) -> str:
 
 
 def recorded_collectives() -> list[dict[str, Any]]:
-    """torch's record of what this rank has entered; 2,000 entries take 84 ms.
-
-    Empty where torch has no such private functions.
-    """
+    """torch's record of what this rank has entered; 2,000 entries take 84 ms."""
     entries = []
     for function in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # NCCL's and gloo's
         with suppress(Exception):  # no such function, or another signature or format
@@ -234,7 +230,7 @@ def busy_seconds() -> float:
                     if process != "self" or not polls:
                         seconds += int((thread / "schedstat").read_text().split()[0]) / 1e9
                         processes += (thread / "children").read_text().split()
-    return seconds or time.process_time()  # without these files
+    return seconds
 
 
 def is_kept_waiting() -> bool:

@@ -7,7 +7,7 @@ that the rank has entered, the one in which it waits, and the line at which its 
 - A rank judges by all heartbeats if it has waited for the timeout, if its collective fails, if a
   process is gone or its neighbour's heartbeat has stopped, or if it does nothing for so long while
   others wait for it. A rank without a recent heartbeat is silent; one that waits in no collective
-  and has not entered one in which others wait hangs. The first verdict in the store stays.
+  and has not entered one in which others wait hangs. The verdict is in the store.
 - All ranks end by it: one that hangs prints its stacks and ends its process, the others end by the
   error of their main thread, or their process is ended if it gets none.
 
@@ -38,6 +38,7 @@ from dist_amp.supervise.rank_reports import (
     LEFT,
     RUNS,
     WAITED,
+    Entered,
     Heartbeat,
     Process,
     busy_seconds,
@@ -100,7 +101,7 @@ class Watchdog:
         self._left = threading.Event()  # it has left the run
         self._ended = threading.Event()  # and its process groups
         self._to_kill: Sequence[int] = ()  # ranks, once they have been named
-        self._named: Heartbeat | None = None  # with which this rank has named a missing one
+        self._named: Entered | None = None  # the collective for which it has named a missing rank
         self._writes = threading.Lock()  # both threads write heartbeats
         self._last = Heartbeat(0.0)
         self._busy_seconds = self._idle_seconds = self._awake_at = 0.0
@@ -191,18 +192,14 @@ class Watchdog:
         return None
 
     def _name_the_missing(self, beat: Heartbeat) -> None:
-        """Say for whom ranks have waited for long, on the first of them, and that they continue."""
-        if self._named is not None and beat.waits_in != self._named.waits_in:
-            waited = self._named.waited_seconds + beat.at - self._named.at
-            print(f"the ranks continue: they had waited {waited:.0f} s", file=sys.stderr)
-            self._named = None
-        if self._named is not None or beat.waited_seconds < NAMED * self._timeout:
+        """Say for whom ranks have waited for long, once per collective, on the first of them."""
+        if beat.waits_in == self._named or beat.waited_seconds < NAMED * self._timeout:
             return
         beats = self._read()
         wait = next(iter(collectives_in_wait(beats)), None)
         waiting = [rank for rank, each in beats.items() if each and each.waits_in == wait]
         if wait is not None and waiting[0] == self._rank and is_one_missing(beats):
-            self._named = beat
+            self._named = wait
             what = "a missing rank does nothing" if beat.may_wait_long else "this lasts"
             end = f"the run ends if {what} for run.timeout_seconds={self._timeout:g}"
             where = summary_of_waits(beats, self._processes)
@@ -211,7 +208,7 @@ class Watchdog:
     # --- once something has happened
 
     def _judge(self, fault: str = "", since: float | None = None) -> Verdict:
-        """Find who is at fault and tell all ranks; returns the first verdict of any rank.
+        """Find who is at fault and tell all ranks.
 
         fault: what ranks that hang did, if a rank has waited too long. since: as in `_read`.
         """
@@ -226,8 +223,8 @@ class Watchdog:
             where = summary_of_waits(beats, self._processes)
             parts += [where] if where else [beats[rank].stands() for rank in hanging]
             verdict = Verdict(silent, hanging, "; ".join(parts))
-        first = self._store.compare_set("verdict", "", pickle.dumps(tuple(verdict)))
-        return Verdict(*pickle.loads(first))
+        self._store.set("verdict", pickle.dumps(tuple(verdict)))
+        return verdict
 
     def explain(self, error: BaseException) -> BaseException:
         """A Failure that names the ranks that are dead or hang; any other error as it is."""
@@ -257,11 +254,9 @@ class Watchdog:
         since = self._beat(WAITED).at
 
         def is_known() -> bool:
-            beats = self._read(since=since)
-            silent = [rank for rank, beat in beats.items() if beat is None]
-            has_failed = any(beat and beat.state == FAILED for beat in beats.values())
-            has_verdict = self._store.get("verdict") != b""
-            return has_failed or has_verdict or all(self._processes[r].is_dead for r in silent)
+            silent = [rank for rank, beat in self._read(since=since).items() if beat is None]
+            is_judged = self._store.get("verdict") != b""
+            return is_judged or all(self._processes[rank].is_dead for rank in silent)
 
         def all_know() -> bool:
             return all(beat is None or beat.state != RUNS for beat in self._read().values())
@@ -353,9 +348,6 @@ class Watchdog:
 
 
 def wait_until(seconds: float, condition: Callable[[], bool]) -> None:
-    """Wait until it becomes true; asked ever less often, down to once a second."""
     deadline = time.monotonic() + seconds
-    pause = 0.1
     while not condition() and time.monotonic() < deadline:
-        time.sleep(pause)
-        pause = min(2 * pause, 1.0)
+        time.sleep(0.2)

@@ -76,7 +76,6 @@ WAITING = beat("waited", ("step", 42), step=42)
             ],
             [1],
         ),
-        ([beat("runs")], [1]),  # torch records nothing: the one whose collective does not end
     ],
 )
 def test_a_rank_hangs_if_it_waits_nowhere_and_others_are_in_a_collective_that_it_has_not_entered(
@@ -339,7 +338,6 @@ def test_a_rank_that_sleeps_is_stopped_or_skips_a_collective_is_named_while_othe
     assert second in line
     (tmp_path / "go").touch()
     assert f"; stopped (SIGSTOP){second}" in line_with("stopped")
-    assert "the ranks continue: they had waited " in said[0].read_text()
     assert "warning: waiting" not in said[1].read_text(), "one line for all ranks"
     os.kill(ranks[1].pid, signal.SIGCONT)
     line = line_with("in step 7, in ")
@@ -415,9 +413,7 @@ def job(monkeypatch):
     return make
 
 
-def test_a_missing_rank_is_named_after_a_fifth_of_the_timeout_once_and_its_arrival_is_said(
-    job, capfd
-):
+def test_a_missing_rank_is_named_after_a_fifth_of_the_timeout_once_per_collective(job, capfd):
     ranks = job()
     for each in ranks.ranks:
         each._store = Mock(wraps=each._store)
@@ -438,8 +434,7 @@ def test_a_missing_rank_is_named_after_a_fifth_of_the_timeout_once_and_its_arriv
     assert capfd.readouterr().err == ""
     ranks.take_step(42)
     ranks.seconds(30)
-    (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("the ranks continue: they had waited 18")
+    assert capfd.readouterr().err == ""
     ranks.wait_in([1, 2], number=43, operation="nccl:_reduce_scatter_base")
     ranks.seconds(80)
     where = "s in nccl:_reduce_scatter_base 43 of the default group: rank 1, 2 of 4; not arrived"
