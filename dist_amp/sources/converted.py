@@ -39,13 +39,9 @@ BLOCK_BYTES = 2**26  # of a table at a time; no row may be larger
 
 
 def from_hub(config: SourceConfig) -> Any:
-    """All splits of data.name, NAME[:CONFIGURATION][@REVISION]: on the hub, cached, or a folder."""
+    """All splits of data.name, NAME[:CONFIGURATION][@REVISION], on the hub or cached."""
     source, _, revision = config.name.partition("@")
-    if Path(config.name.partition(":")[0]).exists():
-        source = config.name
-        revision = ""
-    else:
-        stay_local_without_network()
+    stay_local_without_network()
     name, _, configuration = source.partition(":")
     try:
         with quiet_library():

@@ -93,7 +93,16 @@ def find_files(config: SourceConfig) -> Files:
         if left_out := sorted({*paths} - {*data}):
             log.info("data: left out, as they come with the data: %s", some_of(left_out))
         paths = data
-    format_, paths = of_one_format(config, paths, is_folder)
+    if is_folder:
+        paths = [path for path in paths if format_of(path)]
+    formats = {format_of(path) for path in paths}
+    if len(formats) != 1 or "" in formats:
+        raise DataError(
+            f"data.path={config.path} must name files of one format; known endings are "
+            f"{' '.join(FORMATS)}, also followed by {' '.join(sorted(COMPRESSED))}: give a glob "
+            "such as *.jsonl, or rename the files, or name links to them with such an ending"
+        )
+    format_ = formats.pop()
     size = sum(sizes[path] or 0 for path in paths)
     return Files(fs, root, format_, split_by_name(paths, format_), size, rest, tuple(tables))
 
@@ -138,20 +147,6 @@ def list_files(fs: Any, root: str) -> tuple[bool, Sizes]:
         if not HIDDEN.search(name):
             visible[path] = size
     return is_folder, visible
-
-
-def of_one_format(config: SourceConfig, paths: list[str], is_folder: bool) -> tuple[str, list[str]]:
-    """Returns (the format, its files); in a folder, files with unknown endings are left out."""
-    formats = {path: format_of(path) for path in paths}
-    chosen = [path for path in paths if formats[path] or not is_folder]
-    found = {formats[path] for path in chosen}
-    if len(found) == 1 and found != {""}:
-        return found.pop(), chosen
-    raise DataError(
-        f"data.path={config.path} must name files of one format; known endings are "
-        f"{' '.join(FORMATS)}, also followed by {' '.join(sorted(COMPRESSED))}: give a glob such "
-        "as *.jsonl, or rename the files, or name links to them with such an ending"
-    )
 
 
 def format_of(path: str) -> str:

@@ -43,12 +43,6 @@ class Converted:
 
 def load_split(config: DataConfig, split: str, *other_columns: str) -> Any:
     """Call `load_rows` for a task that reads rows of one source. Errors: ConfigError."""
-    for name in ("tokenizer", "pack"):
-        if (value := getattr(config, name)) != "auto":
-            raise ConfigError(
-                f"data.{name}={value} is for tasks that read tokens, and this one reads rows; "
-                "remove it"
-            )
     if tables := tables_of(config):
         raise ConfigError(
             f"data.sources.{next(iter(tables))}: this task reads one source; use data.path or "
@@ -66,28 +60,23 @@ def load_rows(config: DataConfig, split: str, *other_columns: str) -> Any:
             f"data.name={config.name} and data.path={config.path} are two sources; remove one of "
             "them"
         )
-    if config.path == "off":
-        if config.view == "parquet":
-            raise ConfigError(
-                f"data.view=parquet reads files, and data.name={config.name} is converted as a "
-                "whole; name its files instead, as data.path=hf://datasets/user/name/**/*.parquet"
-            )
+    if config.path.startswith("hf://"):
+        stay_local_without_network()
+    files = None if config.path == "off" else find_files(config)
+    if config.view == "parquet" and (files is None or files.format != "parquet"):
+        raise ConfigError(
+            "data.view=parquet needs Parquet files, and data.path names none; set it, for example "
+            "to hf://datasets/user/name/**/*.parquet, or use data.view=map"
+        )
+    if files is None:
         from dist_amp.sources.converted import from_hub
 
         return pick_split(from_hub(config), config, split, *other_columns)
-    if config.path.startswith("hf://"):
-        stay_local_without_network()
-    files = find_files(config)
     if files.format == "tokens":
         raise DataError(
             f"data.path={config.path} holds tokens, and the task reads "
             f"{' or '.join(('text', *other_columns))}; use a task that takes tokens, with the "
             "folder on this machine, or set data.path to the files of rows"
-        )
-    if config.view == "parquet" and files.format != "parquet":
-        raise ConfigError(
-            f"data.view=parquet, and data.path={config.path} has the format {files.format}; write "
-            "Parquet files, or use data.view=map"
         )
     is_large = config.view == "auto" and files.bytes > MAP_UP_TO_BYTES
     if files.format == "parquet" and (is_large or config.view == "parquet"):

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 from xxhash import xxh3_128_hexdigest
 
@@ -96,19 +97,16 @@ class Manifest:
 def read_manifest(folder: Path) -> Manifest:
     """Errors: DataError if it is missing, damaged, or of a newer format."""
     try:
-        content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        if content["format"] > FORMAT:
-            raise ValueError(f"its format {content['format']} is of a newer dist_amp")
-        content.pop("dtype")
-        for name, split in content["splits"].items():
-            shards = tuple(TokenShard(**shard) for shard in split["shards"])
-            content["splits"][name] = Split(**{**split, "shards": shards})
-        return Manifest(**content)
-    except Exception as error:  # of many types, in a damaged one
+        manifest = TypeAdapter(Manifest).validate_json((folder / MANIFEST).read_bytes())
+        if manifest.format > FORMAT:
+            raise ValueError(f"its format {manifest.format} is of a newer dist_amp")
+    except (OSError, ValueError) as error:
+        cause = " ".join(str(error).split())  # pydantic's has several lines
         raise DataError(
-            f"{folder / MANIFEST} can't be read ({type(error).__name__}: {error}); give the folder "
-            "that dist_amp.tokenize wrote, copy it again, or make the tokens again"
+            f"{folder / MANIFEST} can't be read ({cause:.200}); give the folder that "
+            "dist_amp.tokenize wrote, copy it again, or make the tokens again"
         ) from error
+    return manifest
 
 
 def holds_tokens(path: str) -> bool:

@@ -20,7 +20,6 @@ from dist_amp.errors import DataError
 from dist_amp.settings import Count, DataConfig
 from dist_amp.sources.labelled_images import LabelledImage, labelled_rows
 from dist_amp.sources.load import Converted, class_names
-from dist_amp.telemetry.mfu import count_flops
 
 Side = Annotated[int, Ge(4)]  # two poolings halve it twice
 Batch = dict[str, Tensor]
@@ -131,11 +130,3 @@ class ImageClassification:
         logits = self.logits(model, batch)
         loss = F.cross_entropy(logits, batch["label"], reduction="sum")
         return {"loss": loss, "accuracy": (logits.argmax(1) == batch["label"]).sum()}
-
-    def flops_per_item(self, model: nn.Module) -> float:
-        with torch.device("meta"):
-            batch = {
-                "image": torch.empty(2, self.channels, *self.size),  # batch norm needs two
-                "label": torch.zeros(2, dtype=torch.int64),
-            }
-            return count_flops(self, self.build_model(), batch) / 2

@@ -83,7 +83,6 @@ def test_the_model_takes_any_size_in_either_layout(size, channels, channels_last
     model[1].register_forward_hook(lambda module, args, out: seen.append(out))
     batch = {"image": torch.rand(3, channels, *size), "label": torch.tensor([0, 3, 6])}
     assert task.logits(model, batch).shape == (3, 7)
-    assert task.flops_per_item(None) > 0
     if size != (4, 4):
         assert seen[0].is_contiguous(memory_format=torch.channels_last) == channels_last
     assert {p.is_contiguous() for p in model.parameters()} == {True}

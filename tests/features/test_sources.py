@@ -225,7 +225,6 @@ PNG = dict.fromkeys(("cat/1.png", "dog/2.png", "stray.png"), "")
     ("files", "settings", "status", "fragment"),
     [
         ({}, {"path": "s3://bucket/a.jsonl"}, 64, "Install s3fs to access S3; use a local path"),
-        ({}, {"pack": "best_fit"}, 64, "data.pack=best_fit is for tasks that read tokens"),
         ({"tokens.json": "{}"}, {}, 65, "data.path=. holds tokens"),
         ({"a.jsonl": GOOD, "b.jsonl": LINES + "oops"}, {}, 65, "line 5 of b.jsonl is"),
         ({"a.jsonl.gz": gzip.compress(b"a" * 999)[:20]}, {}, 65, "end-of-stream"),

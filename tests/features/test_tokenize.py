@@ -276,7 +276,7 @@ def test_a_missing_truncated_damaged_or_newer_file_is_named(tmp_path, capsys):
     newer = json.dumps({**json.loads((tmp_path / MANIFEST).read_text()), "format": 2})
     for text, message in (
         (newer, "format 2 is of a newer"),
-        ("{", "tokens.json can't be read (JSONDecodeError: "),
+        ("{", "tokens.json can't be read (1 validation error for Manifest "),
     ):
         (tmp_path / MANIFEST).write_text(text)
         assert message in message_of(65, opened, tmp_path)
