@@ -53,7 +53,7 @@ HEAVY = {  # package: the files that may import it
     "pyarrow": {"sources"},
     "fsspec": {"sources", "storage"},
     "tensorboard": {"telemetry"},
-    "pydantic": {"config", "checkpoint.format"},
+    "pydantic": {"config", "checkpoint.format", "sources.token_shards"},
     "transformers": {"tasks", "sources"},
     "tokenizers": {"sources"},
     "peft": {"tasks"},
