@@ -20,7 +20,6 @@ from torch.utils.checkpoint import (
 from dist_amp.errors import ConfigError
 
 Forward = Callable[..., Any]
-
 Place = tuple[nn.Module, str]  # a module and the name of its buffer
 SMALL = 2**22  # elements of a buffer that is copied for the second run
 
@@ -43,15 +42,11 @@ PRODUCTS = {
 def checkpoint_activations(checkpointing: int | str, blocks: Sequence[nn.Module]) -> None:
     """Recompute every n-th block ("full", "selective": all) in backward, from the first one on."""
     every = checkpointing if isinstance(checkpointing, int) else 1
-    name = f"parallel.activation_checkpointing={checkpointing}"
-    if not blocks:
-        raise ConfigError(
-            f"{name}: the model has no blocks; add `def blocks(self, model)` to the task, or use "
-            "none"
-        )
     if every > len(blocks):
         raise ConfigError(
-            f"{name} is more than the model's {len(blocks)} blocks; use 1 to {len(blocks)}, or none"
+            f"parallel.activation_checkpointing={checkpointing} needs {every} or more blocks, and "
+            f"the model has {len(blocks)}; use a lower number or none, or name the blocks by "
+            "`def blocks(self, model)` in the task"
         )
     for block in blocks[::every]:
         block.forward = recomputed(block, selective=checkpointing == "selective")

@@ -16,9 +16,7 @@ from dist_amp.errors import DataError
 from dist_amp.world import World, local
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
 CHUNK = 2**20  # elements at a time, which bounds the memory it takes
-
 SAMPLED_ELEMENTS = 2**12  # of each parameter, spread over it, that are compared to notice a change
 
 
@@ -81,7 +79,7 @@ class FrozenBase:
         self._replicas = replicas
         self._frozen = frozen_parameters(module)
         self._at_start = self._samples()
-        self._checksums: Tensor | None = None
+        self._checksums: Tensor | None = None  # of each whole parameter, as it was at the start
         self._changes = False
 
     def _samples(self) -> list[Tensor]:

@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.multiprocessing.spawn import ProcessException, spawn
 
 from dist_amp.config.load import load_config
-from dist_amp.data import build_batches
 from dist_amp.diagnostics import consistency
 from dist_amp.errors import ConfigError, DataError, in_one_line
 from dist_amp.run import Run, build_run
@@ -33,7 +32,6 @@ from dist_amp.settings import (
     DebugConfig,
     EvalConfig,
     ParallelConfig,
-    PrecisionConfig,
     ScalerConfig,
     TrainConfig,
 )
@@ -51,7 +49,7 @@ def check_cell(world: World, reference: Reference, cell: Cell, step: Step = trai
     reference.task.length = reference.epoch_length
     run = build_run(config_of(reference, cell, world), world, reference.task)
     consistency.check_start(run)
-    micro_batches, _ = micro_batches_at(run, reference, max(cell.accumulation), 0)
+    micro_batches, _ = micro_batches_at(run, max(cell.accumulation), 0)
     about = f"a step that is not finite on rank {world.world_size - 1} must be skipped, but"
     fault = fault_of_skip(run, reference, micro_batches, step)
     if cause := on_first_rank(world, about, fault):
@@ -61,7 +59,7 @@ def check_cell(world: World, reference: Reference, cell: Cell, step: Step = trai
     reductions = []
     position = 0
     for accumulation in cell.accumulation:
-        micro_batches, position = micro_batches_at(run, reference, accumulation, position)
+        micro_batches, position = micro_batches_at(run, accumulation, position)
         # What forward may change, and what a step's gradients depend on besides what is trained.
         untrained = consistency.compared_buffers(run, with_batch_statistics=True)
         if reference.by_micro_batch:
@@ -95,13 +93,27 @@ def check_cell(world: World, reference: Reference, cell: Cell, step: Step = trai
 
 
 def config_of(reference: Reference, cell: Cell, world: World) -> Config:
+    """The user's config with the cell's settings, and a loss scale that grows and backs off."""
     user = reference.config
     scaled = reference.hyperparameters
+    casts = cell.precision != "fp32"
+    dtype: Any = cell.precision if casts else "auto"
+    has_policy = casts and cell.strategy in ("fsdp", "hsdp")
+    scaler = ScalerConfig()
+    if cell.precision == "fp16":
+        scaler = ScalerConfig(init_scale=reference.init_scale, growth_interval=2)
     return replace(
         user,
         run=replace(user.run, dir="unused", resume="never"),
         data=replace(user.data, workers=0, shuffle=True, drop_last=False),
-        precision=precision_of(reference, cell),
+        precision=replace(
+            user.precision,
+            use_amp=casts,
+            dtype=dtype,
+            cast_by=user.precision.cast_by if has_policy else "auto",
+            tf32=False,
+            scaler=scaler,
+        ),
         parallel=ParallelConfig(
             cell.strategy,
             user.parallel.replicas,
@@ -120,18 +132,6 @@ def config_of(reference: Reference, cell: Cell, world: World) -> Config:
         checkpoint=CheckpointConfig(every="off"),
         debug=DebugConfig(),  # anomaly detection would raise in the step that must be skipped
     )
-
-
-def precision_of(reference: Reference, cell: Cell) -> PrecisionConfig:
-    """The cell's precision, with a loss scale that grows and backs off within its steps."""
-    user = replace(reference.config.precision, tf32=False, scaler=ScalerConfig())
-    if cell.precision == "fp32":
-        return replace(user, use_amp=False, cast_by="auto")
-    cast_by = user.cast_by if cell.strategy in ("fsdp", "hsdp") else "auto"
-    scaler = ScalerConfig()
-    if cell.precision == "fp16":
-        scaler = ScalerConfig(init_scale=reference.init_scale, growth_interval=2)
-    return replace(user, use_amp=True, dtype=cell.precision, cast_by=cast_by, scaler=scaler)
 
 
 def capture(run: Run) -> list[State]:
@@ -163,21 +163,12 @@ def full(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
 
 
-def micro_batches_at(
-    run: Run, reference: Reference, accumulation: int, position: int
-) -> tuple[list[Any], int]:
+def micro_batches_at(run: Run, accumulation: int, position: int) -> tuple[list[Any], int]:
     """This rank's micro-batches of the step at `position`, and the position after it."""
-    batches = build_batches(
-        run.config.data,
-        reference.task,
-        reference.task.build_dataset("train"),
-        run.world,
-        micro_batch_size=reference.global_batch // (run.world.world_size * accumulation),
-        accumulation_steps=accumulation,
-        seed=run.config.run.seed,
-    )
-    batches.position = position
-    return next(batches), batches.position
+    size = run.data.plan.global_batch_size // (run.world.world_size * accumulation)
+    plan = replace(run.data.plan, micro_batch_size=size)
+    position, shards = next(plan.steps(position))
+    return [batch for batch, _ in run.data.fetched(shards)], position
 
 
 def sums_over_ranks(function: Any, out: Any) -> bool:
@@ -241,18 +232,12 @@ def compare_row(
     """The verdicts of a row's cells, one for each optimizer. Every rank calls it."""
     reference = Reference(config, world.device, None, measured)
     _, strategy, precision = row
-    verdicts = []
-    for optimizer in ("sgd", "adamw"):
-        cell = Cell(
-            strategy,
-            precision,
-            optimizer,
-            clip_by=config.train.clip_by,
-            fused=config.optim.fused,
-            accumulate_reduce="every" if config.parallel.accumulate_reduce == "every" else "last",
-        )
-        verdicts.append(check_cell(world, reference, cell))
-    return verdicts
+    reduces: Any = "every" if config.parallel.accumulate_reduce == "every" else "last"
+    clip_by, fused = config.train.clip_by, config.optim.fused
+    cell = Cell(strategy, precision, clip_by=clip_by, fused=fused, accumulate_reduce=reduces)
+    return [
+        check_cell(world, reference, replace(cell, optimizer=name)) for name in ("sgd", "adamw")
+    ]
 
 
 def print_table(

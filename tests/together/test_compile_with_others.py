@@ -43,8 +43,8 @@ def test_auto_says_why_it_compiles_nothing_on_a_gpu(task, words, said, capsys):
 @pytest.mark.parametrize(
     ("task", "words", "said"),
     [
-        (Tiny(), [*FULL[:1], 4], "=4 is more than the model's 2 blocks; use 1 to 2, or"),
-        (ONE_LAYER, FULL, "=full: the model has no blocks; add `def blocks(self, model)` to the"),
+        (Tiny(), [*FULL[:1], 4], "=4 needs 4 or more blocks, and the model has 2; use"),
+        (ONE_LAYER, FULL, "=full needs 1 or more blocks, and the model has 0; use a lower"),
         (Tiny(), ["--compile.mode", "fast"], "=fast on the command line must be 'default', "),
     ],
 )
