@@ -98,24 +98,16 @@ def build_optimizer(
 
 def named_optimizer(config: OptimConfig, groups: list[dict[str, Any]]) -> Optimizer:
     """The optimizer that optim.name names."""
-    if config.name == "muon":
-        from dist_amp.optimizers.muon import Muon
-
-        return Muon(
-            groups,
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-            momentum=config.momentum,
-            fused=config.fused,
-        )
     if config.name == "sgd":
         from dist_amp.optimizers.sgd import build_sgd
 
         return build_sgd(groups, config)
-    return torch.optim.AdamW(
-        groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=config.fused
-    )
+    of_adamw: Any = {name: getattr(config, name) for name in ("lr", "betas", "eps", "fused")}
+    if config.name == "muon":
+        from dist_amp.optimizers.muon import Muon
+
+        return Muon(groups, momentum=config.momentum, **of_adamw)
+    return torch.optim.AdamW(groups, **of_adamw)
 
 
 class Schedule:

@@ -297,23 +297,20 @@ def lay_out(
         to_float8(config, task, module, world)
     blocks: list[nn.Module] = []
     units: list[nn.Module] = []
-    uses_blocks = sharded or config.parallel.bit_exact
     compiled = replace(config.compile, blocks=False)
     asked = config.compile.blocks
     if asked and (asked != "auto" or present("scaling.compile")):
         from dist_amp.scaling.compile import pick_compile
 
         compiled = pick_compile(config, strategy, task, module, world)
-        uses_blocks = uses_blocks or bool(compiled.blocks)
-    if config.parallel.activation_checkpointing != "none":
-        uses_blocks = True
-    if uses_blocks:
+    recomputes = config.parallel.activation_checkpointing != "none"
+    if sharded or config.parallel.bit_exact or compiled.blocks or recomputes:
         from dist_amp.scaling.blocks import pick_blocks, units_of
 
         blocks = pick_blocks(strategy, task, module, world)
         units = units_of(task, module, blocks)
     # Both change only a block's forward, and come before FSDP2's hooks, which go around it.
-    if config.parallel.activation_checkpointing != "none":
+    if recomputes:
         from dist_amp.scaling.activation_checkpointing import checkpoint_activations
 
         checkpoint_activations(config.parallel.activation_checkpointing, blocks)

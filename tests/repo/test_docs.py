@@ -89,4 +89,4 @@ def test_the_architecture_page_lists_every_folder_and_top_file():
     folders = {path.parent.name for path in package.glob("*/__init__.py")}
     assert set(re.findall(r"^\| `(\w+)/` \|", text, re.MULTILINE)) == folders
     listed = set(re.findall(r"`(\w+\.py)`", text))
-    assert {path.name for path in package.glob("*.py")} - listed == {"__init__.py", "bench.py"}
+    assert {path.name for path in package.glob("*.py")} - listed == {"__init__.py"}
