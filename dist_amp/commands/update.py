@@ -114,7 +114,7 @@ def run_new(source: Path, folder: Path, *words: str) -> None:
     command = [sys.executable, "-m", "dist_amp.new", *words]
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
     if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        reason = " ".join(done.stderr.split())
         raise ConfigError(f"source {source}: {reason.removeprefix('error: ')}")
 
 

@@ -236,7 +236,7 @@ BAD = [  # what came before, the command, and a part of its line
     (
         "cd ../source; echo 'def f(:' >> dist_amp/optimizers/ema.py; git commit -qam Broken",
         "update",
-        "invalid syntax (ema.py, line",
+        "SyntaxError: invalid syntax",
     ),
     (f"echo mine > {MUON}", "adopt muon", f"would be overwritten by merge: {MUON}"),
     ("git branch --quiet -D dist_amp", "update", "git fetch origin dist_amp:dist_amp"),
