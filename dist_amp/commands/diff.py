@@ -68,9 +68,10 @@ def main(argv: Sequence[str]) -> int:
     if options.run_a.resolve() == options.run_b.resolve():
         raise ConfigError(f"{options.run_a} and {options.run_b} are the same folder; give two runs")
     a, b = Record(options.run_a), Record(options.run_b)
+    settings = differences(a.settings, b.settings, ("run.dir",))
     metrics = compare_metrics(a, b)
     hashes = {} if metrics["tolerance"] else compare_fingerprints(a, b)
-    print("\n".join(text_of(a, b, metrics, hashes)), flush=True)
+    print("\n".join(text_of(a, b, settings, metrics, hashes)), flush=True)
     parts = [part for part in (metrics, hashes) if "step" in part]
     if options.deep and parts:
         first = min(parts, key=lambda part: part["step"])
@@ -88,51 +89,48 @@ def compare_metrics(a: Record, b: Record) -> dict[str, Any]:
     compared with}; if any differ also {"step": the first, "metrics": {tag: [in A, in B]}, "ranks":
     those whose own losses differ, if not all}. Errors: DataError without a common step.
     """
-    for run in (a, b):
-        if not run.rows:
-            raise DataError(
-                f"{run.folder / 'metrics.jsonl'} has no complete line; wait for the step "
-                f"metrics.log_every={run.settings.get('metrics.log_every')}, or give another run's "
-                "folder"
-            )
     common = sorted(a.steps.keys() & b.steps.keys())
     if not common:
-        logged = [f"{run.folder} logged {min(run.steps)} to {max(run.steps)}" for run in (a, b)]
+        logged = []
+        for run in (a, b):
+            steps = f"{min(run.steps)} to {max(run.steps)}" if run.steps else "no complete line"
+            logged.append(f"{run.folder} logged {steps}")
         raise DataError(
             f"no logged step in common: {', '.join(logged)}; run both with one metrics.log_every"
         )
+    pairs = [(a.settings_at(step), b.settings_at(step)) for step in common]
+    ranks = [{len(row["ranks"]) for row in run.rows if "ranks" in row} for run in (a, b)]
     compared: tuple[str, ...] = METRICS
-    report: dict[str, Any] = {"steps": len(common), "equal_until": 0, "tolerance": 0.0}
-    ranks = [0, 0]
+    tolerance = 0.0
+    if ranks[0] != ranks[1] or any(layout(x) != layout(y) for x, y in pairs):
+        compared = (*ROUNDED, *COUNTED)
+        settings = [each for pair in pairs for each in pair]
+        if not all(each.get("parallel.bit_exact") for each in settings):
+            tolerance = rounding(settings)
+    key = "metrics.log_every"
+    left_out = () if all(x.get(key) == y.get(key) for x, y in pairs) else OF_INTERVAL
+    report = {"steps": len(common), "equal_until": 0, "tolerance": tolerance}
     for step in common:
-        rows = [run.steps[step] for run in (a, b)]
-        settings = [run.settings_at(step) for run in (a, b)]
-        layouts: list[Any] = []
-        for number, row in enumerate(rows):
-            # The line of an evaluation has no ranks: they are those of a log step before.
-            ranks[number] = len(row.get("ranks", ())) or ranks[number]
-            layouts.append({k: v for k, v in settings[number].items() if k.startswith(LAYOUT)})
-        if layouts[0] != layouts[1] or ranks[0] != ranks[1]:
-            compared = (*ROUNDED, *COUNTED)
-            if not all(each.get("parallel.bit_exact") for each in settings):
-                # What was rounded once is not equal later.
-                report["tolerance"] = max(report["tolerance"], rounding(settings))
-        log_every = [each.get("metrics.log_every") for each in settings]
-        left_out = OF_INTERVAL if log_every[0] != log_every[1] else ()
+        row_a, row_b = a.steps[step], b.steps[step]
         differing = {}
-        for tag, value in rows[0].items():
-            if tag in rows[1] and tag.startswith(compared) and tag not in left_out:
-                error = relative_difference(value, rows[1][tag])
-                if error > (report["tolerance"] if tag in ROUNDED else 0.0):
-                    differing[tag] = [value, rows[1][tag]]
+        for tag, value in row_a.items():
+            if tag in row_b and tag.startswith(compared) and tag not in left_out:
+                error = relative_difference(value, row_b[tag])
+                if error > (tolerance if tag in ROUNDED else 0.0):
+                    differing[tag] = [value, row_b[tag]]
         if differing:
-            pairs = enumerate(zip(*(row.get("ranks", ()) for row in rows), strict=False))
-            own = [i for i, (x, y) in pairs if x.get("train/loss_sum") != y.get("train/loss_sum")]
-            if ranks[0] != ranks[1] or len(own) == ranks[0]:
+            ranks_of_step = zip(row_a.get("ranks", ()), row_b.get("ranks", ()), strict=False)
+            losses = [[rank.get("train/loss_sum") for rank in pair] for pair in ranks_of_step]
+            own = [rank for rank, (x, y) in enumerate(losses) if x != y]
+            if ranks[0] != ranks[1] or len(own) == len(losses):
                 own = []
             return report | {"step": step, "metrics": differing, "ranks": own}
         report["equal_until"] = step
     return report
+
+
+def layout(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if key.startswith(LAYOUT)}
 
 
 def rounding(settings: Sequence[Mapping[str, Any]]) -> float:
@@ -184,7 +182,11 @@ def compare_fingerprints(a: Record, b: Record) -> dict[str, Any]:
 
 
 def text_of(
-    a: Record, b: Record, metrics: Mapping[str, Any], hashes: Mapping[str, Any]
+    a: Record,
+    b: Record,
+    settings: Mapping[str, list[Any]],
+    metrics: Mapping[str, Any],
+    hashes: Mapping[str, Any],
 ) -> list[str]:
     """The report's lines. metrics, hashes: see compare_metrics and compare_fingerprints."""
     lines = [f"A  {a.folder}", f"B  {b.folder}"]
@@ -192,7 +194,6 @@ def text_of(
     if code := environment.get("task.hash"):
         text = "the task's source file differs (hashes {} | {}): look there first"
         lines.insert(0, text.format(*code))
-    settings = differences(a.settings, b.settings, ("run.dir",))
     for title, pairs in (("settings that differ:", settings), ("environment:", environment)):
         rows = [["", "", "A", "B"]]
         for key, pair in pairs.items():

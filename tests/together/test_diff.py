@@ -223,7 +223,7 @@ def test_runs_of_other_models_are_compared_as_far_as_they_go(trained, diff_of):
     ("change", "status", "said"),
     [
         (shutil.rmtree, 65, "{} is not the folder of a run: config.toml"),
-        (cut_off, 65, "{}/metrics.jsonl has no complete"),
+        (cut_off, 65, "{} logged no complete line; run"),
         (partial(edit_metrics, lambda line: {"step": line["step"] + 100}), 65, "no logged step in"),
         (None, 64, "are the same folder; give two runs"),
     ],
