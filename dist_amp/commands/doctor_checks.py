@@ -1,6 +1,5 @@
 """The checks of `doctor`, on each machine and with several ranks."""
 
-import os
 import platform
 import shutil
 import socket
@@ -8,10 +7,10 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,14 +18,10 @@ from packaging.requirements import Requirement
 
 from dist_amp.clock import wait_for_device
 from dist_amp.config.load import load_config
+from dist_amp.config.memory import host_memory
 from dist_amp.config.text import to_toml
 from dist_amp.diagnostics.consistency import check_ranks_agree
-from dist_amp.distributed.machine import (
-    CAPABILITY,
-    driver_branch,
-    is_native,
-    reason_unused,
-)
+from dist_amp.distributed.machine import check_dtype, driver_branch, name_of, reason_unused
 from dist_amp.distributed.process import cpu_cores, in_time
 from dist_amp.errors import ConfigError, first_line, some_of
 from dist_amp.world import World
@@ -40,7 +35,7 @@ RESOLVE_SECONDS = 5.0
 
 # Below the median by more than this factor, a rank or a link is reported. A run reports a slow rank
 # at the same factor; links are also slowed by other traffic (assumed).
-SLOW = {"matmul": 1.2, "links in a machine": 2.0, "links between machines": 2.0}
+SLOW_MATMUL, SLOW_LINK = 1.2, 2.0
 
 # A matrix product's size and an all-reduce's bytes: some milliseconds each, measured on two cores
 # and assumed on a GPU.
@@ -49,21 +44,12 @@ BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
 REPEATS = 30  # of which the fastest counts: other processes only make one slower
 
 
-@dataclass(frozen=True)
-class Check:
-    """status: ok, warn or fail; name: what was checked; found: what there is; fix: what to do about
-    it; hosts: where, "" for everywhere.
-    """
+class Check(NamedTuple):
+    """status: ok, warn or fail; text: what there is, and what to do about it."""
 
     status: str
     name: str
-    found: str
-    fix: str = ""
-    hosts: str = ""
-
-    @property
-    def title(self) -> str:
-        return f"{self.name} ({self.hosts})" if self.hosts else self.name
+    text: str
 
 
 ok = partial(Check, "ok")
@@ -72,24 +58,14 @@ fail = partial(Check, "fail")
 
 
 def machine_checks() -> list[Check]:
-    return results_of(
-        {
-            "python": lambda: [ok("python", platform.python_version())],
-            "packages": packages,
-            "gpu": gpus,
-            "precision": precisions,
-            "hostname": hostname,
-            "memory": memory,
-            "/dev/shm": shared_memory,
-            "folders": folders,
-        }
-    )
+    checks = (packages, gpus, precision, hostname, shared_memory, folders)
+    return results_of({check.__name__: check for check in checks})
 
 
 def ranks_checks(world: World) -> list[Check]:
     """Every rank calls it, and gets the same."""
-    checks = {"same code": same_code, "all-reduce": all_reduce, "links": links, "matmul": matmul}
-    return results_of({name: partial(check, world) for name, check in checks.items()})
+    checks = (same_code, all_reduce, links, matmul)
+    return results_of({check.__name__: partial(check, world) for check in checks})
 
 
 def results_of(checks: Mapping[str, Callable[[], Iterable[Check]]]) -> list[Check]:
@@ -109,26 +85,21 @@ def results_of(checks: Mapping[str, Callable[[], Iterable[Check]]]) -> list[Chec
 
 def packages() -> Iterator[Check]:
     """Check that the packages that the project needs are installed."""
+    memory = f"{host_memory() / GIB:.0f} GiB of memory, {cpu_cores()} cores"
+    yield ok("python", f"{platform.python_version()}; {memory}")
     for requirement in map(Requirement, requires("dist_amp") or []):
         name = requirement.name
         if requirement.marker is not None and "extra" in str(requirement.marker):
             continue
-        found = installed(name)
-        fix = f"pip install '{requirement}'"
-        if not found:
-            yield fail(name, "not installed", fix)
-        elif not requirement.specifier.contains(found.partition("+")[0], prereleases=True):
-            yield fail(name, f"{found}; the project needs {requirement.specifier}", fix)
-        else:
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            yield fail(name, f"not installed; pip install '{requirement}'")
+            continue
+        if requirement.specifier.contains(found.partition("+")[0], prereleases=True):
             yield ok(name, found)
-
-
-def installed(name: str) -> str:
-    """The version of a package; "" if it is not installed."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
+        else:
+            yield fail(name, f"{found}; pip install '{requirement}'")
 
 
 def kinds_of_gpus() -> dict[str, list[int]]:
@@ -156,33 +127,23 @@ def gpus() -> Iterator[Check]:
             yield fail("gpu", f"{name}: {first_line(error)}")
             continue
         properties = torch.cuda.get_device_properties(numbers[0])
-        size = f"{properties.total_memory / GIB:.0f} GiB"
-        architecture = f"sm_{properties.major}{properties.minor}"
-        yield ok("gpu", f"{len(numbers)} x {name}, {size}, {architecture}")
+        yield ok("gpu", f"{len(numbers)} x {name}, {properties.total_memory / GIB:.0f} GiB")
     if torch.version.cuda:
         driver = driver_branch() or "unknown"
         yield ok("driver", f"{driver}; torch is built for CUDA {torch.version.cuda}")
     if dist.is_nccl_available():
         yield ok("nccl", ".".join(map(str, torch.cuda.nccl.version())))
     else:
-        yield fail("nccl", "missing in this build of torch", "install one from pytorch.org")
+        yield fail("nccl", "missing in this build of torch; install one from pytorch.org")
 
 
-def precisions() -> Iterator[Check]:
-    """bf16 and fp16 on each kind of GPU and the CPU: native or emulated."""
-    devices = {name: torch.device("cuda", numbers[0]) for name, numbers in kinds_of_gpus().items()}
-    has_gpu = bool(devices)
-    devices["the CPU"] = torch.device("cpu")
-    for name, device in devices.items():
-        words = dict.fromkeys(CAPABILITY, "emulated")
-        words |= {dtype: "native" for dtype in CAPABILITY if is_native(dtype, device)}
-        found = f"{', '.join(f'{dtype} {word}' for dtype, word in words.items())} on {name}"
-        if words["bf16"] == "native" or (has_gpu and device.type == "cpu"):
-            yield ok("precision", found)
-        elif device.type == "cpu":
-            yield warn("precision", found, "train with --use_amp false on this CPU")
-        else:
-            yield warn("precision", found, "use --precision.dtype fp16")
+def precision() -> Iterator[Check]:
+    """bf16 on each kind of GPU, or on the CPU: native or emulated."""
+    gpus = [torch.device("cuda", numbers[0]) for numbers in kinds_of_gpus().values()]
+    for device in gpus or [torch.device("cpu")]:
+        warning = check_dtype("bf16", device)
+        native = f"bf16 is native on {name_of(device)}"
+        yield warn("precision", warning) if warning else ok("precision", native)
 
 
 def hostname() -> Iterator[Check]:
@@ -191,60 +152,48 @@ def hostname() -> Iterator[Check]:
     try:
         address = in_time(RESOLVE_SECONDS, lambda: socket.getaddrinfo(name, None)[0][4][0])
         yield ok("hostname", f"{name} is {address}")
-    except (OSError, TimeoutError) as error:
-        reason = getattr(error, "strerror", None) or f"no answer within {RESOLVE_SECONDS:g} s"
+    except OSError as error:
+        reason = error.strerror or f"no answer within {RESOLVE_SECONDS:g} s"
         yield warn(
             "hostname",
-            f"{name} does not resolve ({reason}), and torchrun may hang",
-            f"add `127.0.0.1 {name}` to /etc/hosts, or give torchrun --local-addr 127.0.0.1 on one "
-            "machine",
+            f"{name} does not resolve ({reason}), and torchrun may hang; add `127.0.0.1 {name}` to "
+            "/etc/hosts, or give torchrun --local-addr 127.0.0.1 on one machine",
         )
-
-
-def memory() -> Iterator[Check]:
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 / GIB for line in lines}
-    available = f"{sizes['MemAvailable']:.0f} of {sizes['MemTotal']:.0f} GiB available"
-    yield ok("memory", f"{available}; {cpu_cores()} cores")
 
 
 def shared_memory(path: Path = Path("/dev/shm")) -> Iterator[Check]:
     """Loader workers pass batches through it, and NCCL and gloo use it on one machine."""
-    if not path.is_dir():
-        yield fail("/dev/shm", "missing", "mount a tmpfs at it")
-        return
     total, _, free = shutil.disk_usage(path)
     found = f"{free / GIB:.2f} of {total / GIB:.2f} GiB free"
     if free < LITTLE_SHARED_MEMORY:
         fix = "docker run --shm-size=16g, shm_size in Compose, an emptyDir with medium: Memory in "
-        found += ": loader workers may die with `Bus error`"
-        yield warn("/dev/shm", found, f"{fix}Kubernetes")
+        found += f": loader workers may die with `Bus error`; {fix}Kubernetes"
+        yield warn("/dev/shm", found)
     else:
         yield ok("/dev/shm", found)
 
 
 def folders() -> Iterator[Check]:
     """Check that the folders of runs, datasets and temporary files are writable and have space."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    home = Path(os.environ.get("HF_HOME") or cache / "huggingface")
-    datasets = Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets")
+    from datasets import config
+
     for name, folder, setting in (
         ("runs folder", Path("runs"), "--run.dir"),
-        ("data cache", datasets, "HF_HOME"),
+        ("data cache", Path(config.HF_DATASETS_CACHE), "HF_HOME"),
         ("temporary", Path(tempfile.gettempdir()), "TMPDIR"),
     ):
         path = folder.absolute()
         existing = next(parent for parent in (path, *path.parents) if parent.exists())
-        fix = f"choose another by {setting}"
+        fix = f"; choose another by {setting}"
         try:
             with tempfile.TemporaryFile(dir=existing):
                 free = shutil.disk_usage(existing).free
         except OSError as error:
-            yield fail(name, f"{path} can't be written ({error.strerror})", fix)
+            yield fail(name, f"{path} can't be written ({error.strerror}){fix}")
             continue
         found = f"{path} is writable, {free / GIB:.1f} GiB free"
         if free < LITTLE_DISK:
-            yield warn(name, f"{found}: little for checkpoints and data", fix)
+            yield warn(name, f"{found}: little for checkpoints and data{fix}")
         else:
             yield ok(name, found)
 
@@ -253,19 +202,17 @@ def folders() -> Iterator[Check]:
 
 
 def merge(machines: Sequence[tuple[str, Sequence[Check]]]) -> list[Check]:
-    """The checks of all machines, (host, checks): ok of one machine, the rest with its hosts."""
-    found: list[Check] = []
-    first: dict[str, str] = {}  # the machine that reports that a check is ok
-    bad: dict[Check, list[str]] = {}
-    for host, checks in machines:
+    """The checks of all machines, (host, checks): what is ok, of the first; the rest with hosts."""
+    hosts: dict[Check, list[str]] = {}
+    for number, (host, checks) in enumerate(machines):
         for check in checks:
-            if check.status != "ok":
-                bad.setdefault(check, []).append(host)
-            elif first.setdefault(check.name, host) == host:
-                found.append(check)
-    for check, hosts in bad.items():
-        everywhere = len(hosts) == len(machines)
-        found.append(check if everywhere else replace(check, hosts=some_of(hosts, 4)))
+            if check.status != "ok" or number == 0:
+                hosts.setdefault(check, []).append(host)
+    found = []
+    for check, names in hosts.items():
+        if check.status != "ok" and len(names) < len(machines):
+            check = check._replace(name=f"{check.name} ({some_of(names, 4)})")
+        found.append(check)
     return found
 
 
@@ -311,33 +258,30 @@ def links(world: World) -> Iterator[Check]:
         kind = "links in a machine" if host == ranks[sender][0] else "links between machines"
         link = f"rank {sender} on {ranks[sender][0]} to rank {rank} on {host}"
         kinds.setdefault(kind, {})[link] = rate
-    fix = "check that host's network, and other traffic"
     for kind, rates in kinds.items():
-        yield compare(kind, rates, "GB/s from each rank to the next", fix)
+        yield compare(kind, rates, "GB/s from each rank to the next", SLOW_LINK)
 
 
 def matmul(world: World) -> Iterator[Check]:
     size = MATRIX[world.device.type]
-    dtype = torch.float32
-    if world.device.type == "cuda" and torch.cuda.is_bf16_supported():
-        dtype = torch.bfloat16
+    dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
     matrix = torch.ones(size, size, device=world.device, dtype=dtype)
     rate = 2 * size**3 / fastest(world, lambda: torch.mm(matrix, matrix)) / 1e12
     ranks = dict(world.gather((f"rank {world.rank} on {platform.node()}", rate)))
     unit = f"TFLOP/s in {str(dtype).removeprefix('torch.')} per rank"
-    fix = "look there for other processes, throttled clocks, fewer cores or a GPU in other use"
-    yield compare("matmul", ranks, unit, fix)
+    yield compare("matmul", ranks, unit, SLOW_MATMUL)
 
 
-def compare(name: str, rates: Mapping[str, float], unit: str, fix: str) -> Check:
+def compare(name: str, rates: Mapping[str, float], unit: str, factor: float) -> Check:
     """A warning of the places whose rate is well below the median, the slowest first."""
     median = statistics.median(rates.values())
     found = f"{median:.3g} {unit} (median; {min(rates.values()):.3g} to {max(rates.values()):.3g})"
-    slow = sorted((rate, place) for place, rate in rates.items() if rate * SLOW[name] < median)
+    slow = sorted((rate, place) for place, rate in rates.items() if rate * factor < median)
     if not slow:
         return ok(name, found)
     texts = [f"{place} is {median / rate:.1f}x slower" for rate, place in slow]
-    return warn(name, f"{found}: {some_of(texts, 4)}", fix)
+    fix = "look there for other processes or traffic, throttled clocks or fewer cores"
+    return warn(name, f"{found}: {some_of(texts, 4)}; {fix}")
 
 
 def fastest(world: World, work: Callable[[], object]) -> float:

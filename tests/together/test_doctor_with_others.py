@@ -1,18 +1,19 @@
 """The doctor on two ranks."""
 
-import json
+import re
 
 from test_doctor import alone  # noqa: F401
 
 
 def test_two_ranks_are_started_and_rank_0_prints(launch):
     """As torchrun does, with the variables that every launcher sets."""
-    first, second = launch.each(2, "--json", module="dist_amp.doctor")
+    first, second = launch.each(2, module="dist_amp.doctor")
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert second.stdout == ""
-    found = json.loads(first.stdout)
-    assert found["ranks"] == 2
-    lines = {check["name"]: check["found"] for check in found["checks"]}
-    assert lines["same code"] == "2 ranks have the same code and versions"
-    assert " GB/s bus bandwidth with 4 MiB; " in lines["all-reduce"]
-    assert {"links in a machine", "matmul"} <= lines.keys(), found
+    for text in (
+        "same code +2 ranks have the same code and versions",
+        "all-reduce .* GB/s bus bandwidth with 4 MiB; ",
+        "links in a machine",
+        "matmul",
+    ):
+        assert re.search(f"^(ok  |warn)  {text}", first.stdout, re.M), first.stdout
