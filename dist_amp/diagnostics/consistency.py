@@ -58,14 +58,11 @@ def check_ranks_agree(target: str, config_text: str, world: World) -> None:
         for name in expected | mine
         if mine.get(name) != expected.get(name)
     ]
-    text = ""
-    if differences:
-        text = f"rank {world.rank} ({platform.node()}): {'; '.join(differences[:8])}"
-    if different := [text for text in world.gather(text) if text]:
-        raise ConfigError(
-            f"the ranks differ: on {some_of(different, 1)}; start all of them with the same code, "
-            "versions and settings (environment, config files)"
-        )
+    problem = ConfigError(
+        f"the ranks differ: on rank {world.rank} ({platform.node()}): {'; '.join(differences[:8])};"
+        " start all of them with the same code, versions and settings (environment, config files)"
+    )
+    world.raise_first(problem if differences else None)
 
 
 def code_hashes(target: str) -> dict[str, str]:
@@ -122,8 +119,7 @@ class Consistency(Observer):
 
 def check_start(run: Run) -> None:
     """Check what must be equal before the first step. Errors: DataError, NumericsError."""
-    check_samples_equal(run)
-    check_kept_equal(run)
+    check_inputs_equal(run)
     check_state_equal(run)
 
 
@@ -143,8 +139,10 @@ class SampleHashes:
         return hashlib.sha256(first).hexdigest() if first == again else ""
 
 
-def check_samples_equal(run: Run) -> None:
-    """Errors: DataError if a rank has another dataset than rank 0, such as a shard of its own."""
+def check_inputs_equal(run: Run) -> None:
+    """Errors: DataError if a rank has another dataset than rank 0, such as a shard of its own, or
+    the task keeps another tensor there.
+    """
     world = run.world
     if world.world_size == 1:
         return
@@ -167,33 +165,20 @@ def check_samples_equal(run: Run) -> None:
             found[f"sample {index} of the {data.split} split"] = next(read)
         close()
     set_random_state(before, world.device)
-    advice = "build_dataset must return the full dataset on every rank, dist_amp shards it"
-    check_equal(world, found, advice)
-
-
-def check_kept_equal(run: Run) -> None:
-    """Errors: DataError for a tensor that the task keeps and that differs between ranks."""
-    kept = attributes_of(run.task, run.parallel.module)
-    hashes = {
-        f"the task's attribute {name}": [digest(x) for x in leaves if isinstance(x, Tensor)]
-        for name, leaves in kept.items()
-    }
-    advice = (
-        "draw it with a fixed seed, or from the generators of torch, NumPy and Python, which have "
-        "the same seed on every rank in its constructor and build_model"
-    )
-    check_equal(run.world, hashes, advice)
-
-
-def check_equal(world: World, found: dict[str, Any], advice: str) -> None:
-    """Errors: DataError for the first value that is not rank 0's, unless some rank has ""."""
+    for name, leaves in attributes_of(run.task, run.parallel.module).items():
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        found[f"the task's attribute {name}"] = [digest(tensor) for tensor in tensors]
     ranks = world.gather(found)
     for name in dict.fromkeys(name for rank in ranks for name in rank):
         values = [rank.get(name) for rank in ranks]
         differing = [str(rank) for rank, value in enumerate(values) if value != values[0]]
         if differing and "" not in values:
-            text = f"{name} is not the same on rank {some_of(differing)} as on rank 0"
-            raise DataError(f"{text}; {advice}")
+            raise DataError(
+                f"{name} is not the same on rank {some_of(differing)} as on rank 0; build_dataset "
+                "must return the full dataset on every rank, which dist_amp shards, and what the "
+                "task draws must come from a fixed seed, or in its constructor and build_model "
+                "from the generators of torch, NumPy and Python"
+            )
 
 
 def check_state_equal(run: Run, with_batch_statistics: bool = False) -> None:
@@ -210,13 +195,6 @@ def find_mismatch(run: Run, with_batch_statistics: bool = False) -> str:
     parameters = dict(run.parallel.module.named_parameters())
     buffers = compared_buffers(run, with_batch_statistics)
     names = [*parameters, *buffers]
-    names_hash = hashlib.sha256(" ".join(names).encode()).digest()[:8]
-    names_hashes = world.stack(torch.tensor(int.from_bytes(names_hash, signed=True))).tolist()
-    for rank, other in enumerate(names_hashes):
-        if other != names_hashes[0]:
-            rank_names = world.gather(set(names))
-            which = (*sorted(rank_names[0] ^ rank_names[rank]), "their order")[0]
-            return f"ranks 0 and {rank} do not have the same parameters and buffers: {which}"
     tensors = [*parameters.values(), *buffers.values()]
     hashes_here = [hash_tensor(local(tensor)).to(world.device) for tensor in tensors]
     hashes = world.stack(torch.stack(hashes_here).cpu()).numpy()  # [ranks, tensors]
@@ -228,15 +206,16 @@ def find_mismatch(run: Run, with_batch_statistics: bool = False) -> str:
     if not len(columns):
         return ""
     rank, column = different_ranks[0], columns[0]
-    first = rank % stride
-    what = "parameter"
-    rule = "every rank must start with the same weights and apply the same update"
-    if column >= len(parameters):
-        first = 0
-        what = "buffer"
-        rule = "if forward updates it from its batch, average it there or in on_step(run, report)"
-    where = f"on ranks {first} and {rank} after step {run.step}"
-    return f"the {what} {names[column]} is not the same {where}; {rule}"
+    where = f"{names[column]} is not the same on ranks"
+    if column < len(parameters):
+        return (
+            f"the parameter {where} {rank % stride} and {rank} after step {run.step}; every rank "
+            "must start with the same weights and apply the same update"
+        )
+    return (
+        f"the buffer {where} 0 and {rank} after step {run.step}; if forward updates it from its "
+        "batch, average it there or in on_step(run, report)"
+    )
 
 
 def compared_buffers(run: Run, with_batch_statistics: bool = False) -> dict[str, Tensor]:
@@ -301,8 +280,7 @@ def check_rate(run: Run, row: LogRow) -> None:
     expected = run.schedule.formula(before) * row["lr_factor"]
     if abs(row["lr"] - expected) > 1e-6 * max(run.config.optim.lr, expected):  # it is float32
         raise NumericsError(
-            f"step {row.step}: the learning rate on all ranks is {row['lr']:.6g}, not "
-            f"{expected:.6g} as after {before} applied steps; the schedule moved on a skipped "
-            "step, was stepped twice, or the optimizer's rate was set by something else: change "
-            "run.schedule.factor instead"
+            f"step {row.step}: the learning rate is {row['lr']:.6g}, not {expected:.6g} as after "
+            f"{before} applied steps; the schedule moved on a skipped step, was stepped twice, or "
+            "something else set the optimizer's rate: change run.schedule.factor instead"
         )

@@ -106,6 +106,6 @@ def kept_unequal(world):
 
 @pytest.mark.bad_input("a tensor that the task keeps and that differs between ranks")
 def test_a_kept_tensor_that_differs_between_ranks_is_refused_by_name():
-    said = "attribute target is not the same on rank 1 as on rank 0; d"
+    said = "attribute target is not the same on rank 1 as on rank 0; b"
     with pytest.raises(RankFailed, match=said):
         on_ranks(2, kept_unequal)
