@@ -2,8 +2,8 @@
 fail, and the fix.
 
 Alone it checks versions, GPUs and driver, precision, host name, shared memory and folders.
-Started on several ranks, as the training would be, also whether the ranks find each other and have
-the same code, how fast they exchange data and multiply matrices, and which of them are slow:
+Started on several ranks, as the training would be, also whether the ranks find each other, how fast
+they exchange data and multiply matrices, and which of them are slow:
 
     torchrun --standalone --local-addr 127.0.0.1 --nproc_per_node=8 -m dist_amp.doctor
 

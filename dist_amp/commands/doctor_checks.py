@@ -17,13 +17,10 @@ import torch.distributed as dist
 from packaging.requirements import Requirement
 
 from dist_amp.clock import wait_for_device
-from dist_amp.config.load import load_config
 from dist_amp.config.memory import host_memory
-from dist_amp.config.text import to_toml
-from dist_amp.diagnostics.consistency import check_ranks_agree
 from dist_amp.distributed.machine import check_dtype, driver_branch, name_of, reason_unused
 from dist_amp.distributed.process import cpu_cores, in_time
-from dist_amp.errors import ConfigError, first_line, some_of
+from dist_amp.errors import first_line, some_of
 from dist_amp.world import World
 
 GIB = 2**30
@@ -64,7 +61,7 @@ def machine_checks() -> list[Check]:
 
 def ranks_checks(world: World) -> list[Check]:
     """Every rank calls it, and gets the same."""
-    checks = (same_code, all_reduce, links, matmul)
+    checks = (all_reduce, links, matmul)
     return results_of({check.__name__: partial(check, world) for check in checks})
 
 
@@ -214,15 +211,6 @@ def merge(machines: Sequence[tuple[str, Sequence[Check]]]) -> list[Check]:
             check = check._replace(name=f"{check.name} ({some_of(names, 4)})")
         found.append(check)
     return found
-
-
-def same_code(world: World) -> Iterator[Check]:
-    config = load_config([], environ={})
-    try:
-        check_ranks_agree(config.task.target, to_toml(config), world)
-        yield ok("same code", f"{world.world_size} ranks have the same code and versions")
-    except ConfigError as error:
-        yield fail("same code", str(error))
 
 
 def all_reduce(world: World) -> Iterator[Check]:

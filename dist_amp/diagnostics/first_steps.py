@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dist_amp.diagnostics.trace import hash_samples
 from dist_amp.errors import DataError, NumericsError, some_of
-from dist_amp.files import present
+from dist_amp.loading.loader import Fetch
 from dist_amp.loading.plan import Shard
 from dist_amp.parallel import norms_of
 from dist_amp.run import Run
@@ -32,7 +32,6 @@ class FirstSteps(Observer):
 
     def __init__(self, run: Run):
         self._run = run
-        self._first_step = run.step + 1
         self._last_step = run.step + WATCHED_STEPS
         self._before: list[Tensor] = []
         self._moved = False
@@ -41,11 +40,6 @@ class FirstSteps(Observer):
         # [parameters]: sums of the norms of this rank's part of the gradients.
         self._gradient_sums = torch.zeros(len(parallel.parameters), device=parallel.state_device)
         warn_of_untrained(run)
-        self._compiles = run.config.compile.blocks and present("scaling.compile")
-        if self._compiles:
-            from dist_amp.scaling.compile import compile_seconds
-
-            self._compile_seconds = compile_seconds()  # of earlier runs in this process
         self._hook = run.optimizer.register_step_pre_hook(self._add_gradients)
 
     def close(self, error: BaseException | None = None) -> None:
@@ -56,10 +50,6 @@ class FirstSteps(Observer):
             self._before = [part.clone() for part in self._sampled()]
 
     def after_step(self, report: StepReport, micro_batches: Sequence[Any]) -> None:
-        if self._run.step == self._first_step and self._compiles:
-            from dist_amp.scaling.compile import say_cost
-
-            say_cost(self._run.world, self._compile_seconds)
         if self._run.step == 1:
             warn_of_mean(self._run)
         if not self._moved:
@@ -78,10 +68,8 @@ class FirstSteps(Observer):
 
     @torch.no_grad()
     def _add_gradients(self, *_: Any) -> None:
-        gradients = [p.grad for p in self._run.parallel.parameters]
-        norms = norms_of([local(gradient) for gradient in gradients if gradient is not None])
-        has_gradient = torch.tensor([gradient is not None for gradient in gradients])
-        self._gradient_sums[has_gradient] += norms
+        gradients: list[Any] = [p.grad for p in self._run.parallel.parameters]
+        self._gradient_sums += norms_of([local(gradient) for gradient in gradients])
 
     def _check_moved(self, report: StepReport) -> None:
         """Errors: NumericsError where an applied step changed no sampled element on any rank."""
@@ -94,13 +82,11 @@ class FirstSteps(Observer):
         if not self._moved or any(moved for _, moved in rows) or not norm * lr:
             return
         text = f"step {run.step} was applied with grad_norm {norm:.3g} at lr {lr:.3g}, but changed "
-        text += "no parameter; "
+        text += "no parameter; check that the optimizer got the parameters of the model, and raise "
+        text += "optim.lr, or use parallel.param_dtype=fp32"
         if all(p.dtype == torch.float32 for p in run.parallel.parameters):
-            fix = "check that the optimizer got the parameters of the model, and raise optim.lr"
-            raise NumericsError(text + fix)
-        # They may yet move, at a higher rate.
-        fix = "at this rate updates are lost to rounding: use parallel.param_dtype=fp32"
-        run.world.warn(text + fix)
+            raise NumericsError(text)
+        run.world.warn(text)  # half-precision ones may yet move, at a higher rate
 
     def _warn_of_idle_parameters(self) -> None:
         """Name the parameters whose gradients were missing or zero in all steps on all ranks."""
@@ -163,26 +149,23 @@ def warn_of_mean(run: Run) -> None:
     _, indices = run.data.last_step[0]
     dataset = run.data.fetch.dataset
     # The samples are shared: there may be many, and they are only read.
-    shared = (
-        [dataset, *getattr(dataset, "__dict__", {}).values()] if dataset is not run.task else []
-    )
+    shared = {id(part): part for part in (dataset, *getattr(dataset, "__dict__", {}).values())}
     values = []
-    torch.cuda.empty_cache()  # a larger batch between the others leaves their memory in pieces
     with (
         run.parallel.no_side_effects(),
         torch.no_grad(),
         torch.compiler.set_stance("force_eager"),  # nothing is compiled for the larger batch
         suppress(Exception),  # of a task that can't be copied, or take twice the samples
     ):
-        originals = (run.task, run.parallel.module, run.data.fetch)
-        task, model, fetch = copy.deepcopy(originals, {id(part): part for part in shared})
+        task, model = copy.deepcopy((run.task, run.parallel.module), shared)
         model.eval()
+        fetch = Fetch(dataset, task, "training")
         for samples in (indices, indices + indices):
             (batch,) = run.data.to_device([fetch[Shard(samples)]])
             with run.precision.autocast():
                 loss = task.loss_sum(model, batch)
             values.append((float(loss), float(task.weight(batch))))
-    torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # a larger batch between the others leaves their memory in pieces
     if len(values) < 2:
         return
     (loss_of_one, weight_of_one), (loss_of_two, weight_of_two) = values

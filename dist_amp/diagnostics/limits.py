@@ -24,20 +24,15 @@ class Limits(Observer):
 
     def on_log(self, row: LogRow) -> None:
         precision = self._config.precision
-        weight = row["min_weight"]  # inf if there was no step
-        if row["weight_sum"] == math.inf:
-            weight = row["weight_sum"]
+        # The least total weight of a step, inf if there was none; a weight of inf is in the sum.
+        weight = math.inf if row["weight_sum"] == math.inf else row["min_weight"]
         if row["weight_sum"] == math.inf or not weight > 0:
-            advice = ""
-            if weight == 0:
-                advice = (
-                    "; a resumed run comes to this step again: leave out the samples without a "
-                    "label in build_dataset and resume with --run.allow_config_change true, or "
-                    "return max(1, weight) there, which makes a step without labels one of loss 0"
-                )
             raise DataError(
                 f"in the steps up to {row.step} a total weight was {weight:g}; the task's "
-                f"weight(batch) is what the loss is divided by, and must be above 0{advice}"
+                "weight(batch) is what the loss is divided by, and must be finite and above 0; if "
+                "it is 0, leave out the samples without a label in build_dataset and resume with "
+                "--run.allow_config_change true, or return max(1, weight) there, which makes a "
+                "step without labels one of loss 0"
             )
         if precision.name == "fp16" and row["loss_scale"] < MIN_SCALE:
             raise NumericsError(
@@ -48,12 +43,9 @@ class Limits(Observer):
             )
         limit = self._config.train.max_skips_in_a_row
         if row["skips_in_a_row"] >= limit:
-            advice = "a lower optim.lr"
-            if precision.name != "fp32":
-                advice += ", or --use_amp false"
             raise NumericsError(
                 f"{row['skips_in_a_row']:.0f} steps in a row were not finite and were skipped, up "
                 f"to step {row.step} (loss {row.loss:g}); the limit is "
-                f"train.max_skips_in_a_row={limit}; try {advice}, or check the data"
-                f"{self.first_nonfinite(row)}"
+                f"train.max_skips_in_a_row={limit}; try a lower optim.lr or --use_amp false, or "
+                f"check the data{self.first_nonfinite(row)}"
             )

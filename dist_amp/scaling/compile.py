@@ -142,24 +142,6 @@ def keep_code(folder: Path, config: CompileConfig, world: World) -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
 
 
-def compile_seconds() -> float:
-    """Seconds that this process has compiled so far; 0 if torch doesn't tell."""
-    utils: Any = sys.modules.get("torch._dynamo.utils")
-    if not hasattr(utils, "calculate_time_spent"):
-        return 0.0
-    return utils.calculate_time_spent().get("total_wall_time", 0.0)
-
-
-def say_cost(world: World, before: float) -> None:
-    """Print how long this process has compiled since `before` seconds, if it has."""
-    seconds = compile_seconds() - before
-    if seconds > 0:
-        world.say(
-            f"compile.blocks: compiling took {seconds:.1f} s up to the end of the first step; "
-            f"the code is kept in {os.environ['TORCHINDUCTOR_CACHE_DIR']}"
-        )
-
-
 def stance(name: str) -> AbstractContextManager[Any]:
     """A context for compiled blocks. force_eager: they run as written, and hooks inside them are
     called; eager_on_recompile: nothing more is compiled, so a new shape, say, runs as written.

@@ -26,7 +26,12 @@ from dist_amp.loading.plan import shuffled_order
 from dist_amp.run import Run, ScriptRun, build_run, run_folder
 from dist_amp.settings import Config
 from dist_amp.supervise.banner import closing_table, print_banner, print_next_command
-from dist_amp.supervise.preflight import check_run, make_folder, only_live_run
+from dist_amp.supervise.preflight import (
+    check_free_space,
+    make_folder,
+    only_live_run,
+    warn_about_unread_settings,
+)
 from dist_amp.supervise.stop import AgreedStop
 from dist_amp.telemetry.startup import Startup
 from dist_amp.world import World
@@ -243,7 +248,8 @@ def open_run(run: Run) -> None:
     print_banner(run)
     if run.validation is not None and run.config.eval.batches == "auto":
         bound_evaluation(run, run.validation)
-    check_run(run)
+    warn_about_unread_settings(run)
+    check_free_space(run)
     settings = to_toml(run.config)
     if run.world.is_main:
         run.folder.mkdir(parents=True, exist_ok=True)

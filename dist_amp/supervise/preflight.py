@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -68,19 +67,17 @@ def make_folder(folder: Path, config: Config, world: World) -> None:
             raise ConfigError(
                 f"run.dir={folder} holds a run already; choose another, or use run.resume=auto"
             )
+        if (folder / MANIFEST).exists():
+            raise ConfigError(
+                f"run.dir={folder} is a checkpoint; name a run's folder, and give this one as "
+                "run.resume"
+            )
         try:
-            if (folder / MANIFEST).exists():
-                raise ConfigError(
-                    f"run.dir={folder} is a checkpoint; name a run's folder, and give this one as "
-                    "run.resume"
-                )
             folder.mkdir(parents=True, exist_ok=True)
             (folder / ".lock").touch()  # on a read-only disk it fails
         except OSError as error:
-            raise Failure(
-                f"run.dir={folder} can't be written ({error.strerror}); choose another with "
-                "--run.dir"
-            ) from error
+            why = f"can't be written ({error.strerror}); choose another with --run.dir"
+            raise Failure(f"run.dir={folder} {why}") from error
     world.barrier()
     is_missing = config.checkpoint.every != "off" and not appears(folder)
     where = f"run.dir={folder} is not there on {platform.node()}"
@@ -110,20 +107,12 @@ def only_live_run(folder: Path, world: World) -> Iterator[None]:
         yield
 
 
-def check_run(run: Run) -> None:
-    """Check a run before its first step. Errors: Failure."""
-    warn_about_unread_settings(run)
-    check_free_space(run)
-
-
 def check_free_space(run: Run) -> None:
     """Errors: Failure if the checkpoints of this run will not fit on the disk."""
     if run.config.checkpoint.every == "off":
         return
-    states: list[Any] = [run.parallel.module.state_dict(), *run.optimizer.state.values()]
-    if not run.optimizer.state:  # made in the first step: assumed to be two moments, as AdamW's
-        states += 2 * run.parallel.parameters
-    states += [getattr(observer, "tensors", {}) for observer in run.observers]
+    # The model, and two moments of what is trained, as AdamW's; made in the first step.
+    states = [run.parallel.module.state_dict(), 2 * run.parallel.parameters]
     size = tensor_bytes(leaf for leaf in tree_leaves(states) if isinstance(leaf, Tensor))
     most = run.config.checkpoint.keep + BESIDES_KEPT
     existing = len(all_checkpoints(run.folder))

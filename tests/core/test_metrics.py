@@ -151,8 +151,7 @@ def test_a_total_weight_that_is_0_or_no_number_is_named(weight):
     recorded_steps(run, 3)
     with pytest.raises(DataError, match=f"a total weight was {weight}; the task's weight") as error:
         Limits(run).on_log(log(run))
-    says_how_to_pass_it = "resume with --run.allow_config_change true, or return max(1, weight)"
-    assert (says_how_to_pass_it in str(error.value)) == (weight == 0)
+    assert "--run.allow_config_change true, or return max(1, weight)" in str(error.value)
 
 
 @pytest.mark.bad_input("loss or gradients not finite k times in a row")

@@ -79,10 +79,8 @@ def test_a_resumed_run_finds_its_compiled_code_beside_the_runs(launch, tmp_path,
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch sets it
     words = ["--task.target", f"{TESTS}/tiny.py:Tiny", "--eval.every", "off", "--run.dir", "run"]
     words += ["--compile.blocks", "true", "--use_amp", "false", "--train.steps"]
-    done = launch(0, *words, 2)
+    launch(0, *words, 2)
     cache = tmp_path / "compile_cache"
-    (line,) = (line for line in done.stdout.splitlines() if "compiling took" in line)
-    assert line.endswith(f" s up to the end of the first step; the code is kept in {cache}")
     compiled = sorted(cache.rglob("*.py"))
     assert compiled
     assert "resumed from step 2" in launch(0, *words, 4).stdout

@@ -5,7 +5,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch._dynamo.utils
 from ranks import on_ranks
 from test_strangers import Mixture
 from tiny import AlwaysNan, Changed, Tiny, make_run, parameters_of, take_steps, variant
@@ -38,14 +37,6 @@ def watched_run(world, task, strategy, steps=WATCHED_STEPS, observed=True):
 
 def warnings_of(world, *args):
     return watched_run(world, *args)[1]
-
-
-def test_a_run_does_not_report_what_earlier_ones_of_its_process_compiled(monkeypatch, capsys):
-    spent = {"total_wall_time": 5.0}
-    monkeypatch.setattr(torch._dynamo.utils, "calculate_time_spent", lambda: spent)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "folder")
-    watched_run(World(), Tiny(), "single", steps=1)
-    assert "compiling took" not in capsys.readouterr().out
 
 
 def forget(model):

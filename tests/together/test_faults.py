@@ -14,7 +14,7 @@ from dist_amp import step
 from dist_amp.config.load import load_config
 from dist_amp.diagnostics import consistency
 from dist_amp.errors import Failure
-from dist_amp.optim import build_optimizer, learning_rate
+from dist_amp.optim import build_optimizer
 from dist_amp.step import loss_of, train_step
 from dist_amp.supervise.stop import AgreedStop
 from dist_amp.train import train
@@ -226,22 +226,8 @@ def buffers_are_never_averaged(run):
     run.parallel.average_batch_statistics = lambda: None
 
 
-def schedule_follows_all_steps(run):
-    move = run.schedule.step
-
-    def moved(applied):
-        move(applied)
-        run.schedule.lr.fill_(learning_rate(run.config.optim, run.step + 1, run.config.train.steps))
-
-    run.schedule.step = moved
-
-
 def scaler_differs(run):
     after_three_steps(run, lambda: run.scaler.scale_tensor.mul_(0.5 if run.world.rank else 1))
-
-
-def same_dropout_everywhere(run):
-    torch.manual_seed(1)
 
 
 def each_rank_has_a_shard(run):
@@ -272,9 +258,7 @@ LAST_REPLICA = "parameter 0.0.weight is not the same on ranks 1 and 3 after step
         (parameter_differs, "hsdp", Tiny(), (), LAST_REPLICA),
         (buffers_are_never_averaged, "ddp", Noisy(), EVALUATED, f"buffer 2.running_mean {DIFFERS}"),
         (nothing, "ddp", Noisy(averages=False), (), f"the buffer 0.seen {DIFFERS} after step"),
-        (schedule_follows_all_steps, "ddp", Noisy(bad=True), ORDERED, "the schedule moved on a sk"),
         (scaler_differs, "ddp", Tiny(), GROWING, "loss_scale is 512.0 on rank 1 and 1024.0 on r"),
-        (same_dropout_everywhere, "ddp", Noisy(), (), "ranks 0 and 1 draw the same random numbers"),
         (
             each_rank_has_a_shard,
             "ddp",
