@@ -1,5 +1,6 @@
 """The checks of `doctor`, on each machine and with several ranks."""
 
+import os
 import platform
 import shutil
 import socket
@@ -172,11 +173,10 @@ def shared_memory(path: Path = Path("/dev/shm")) -> Iterator[Check]:
 
 def folders() -> Iterator[Check]:
     """Check that the folders of runs, datasets and temporary files are writable and have space."""
-    from datasets import config
-
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface"))
     for name, folder, setting in (
         ("runs folder", Path("runs"), "--run.dir"),
-        ("data cache", Path(config.HF_DATASETS_CACHE), "HF_HOME"),
+        ("data cache", home.expanduser(), "HF_HOME"),
         ("temporary", Path(tempfile.gettempdir()), "TMPDIR"),
     ):
         path = folder.absolute()

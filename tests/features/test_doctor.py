@@ -10,7 +10,6 @@ import time
 from collections import namedtuple
 from importlib.metadata import PackageNotFoundError
 
-import datasets
 import pytest
 import torch
 
@@ -59,7 +58,7 @@ def test_each_thing_that_a_machine_lacks_is_a_check_with_the_fix(monkeypatch, ca
     monkeypatch.setattr(doctor_checks, "RESOLVE_SECONDS", 0.1)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(64 * 2**20, 0, 64 * 2**20))
     (tmp_path / "file").touch()
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "file"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "file"))
     assert doctor.main([]) == 1
     out = capsys.readouterr().out
     full = f"{tmp_path}/runs is writable, 0.1 GiB free: little .*; choose another by --run.dir"
