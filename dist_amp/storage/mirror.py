@@ -1,11 +1,11 @@
 """A run whose run.dir is an address, such as s3://bucket/run: a local folder stands for it.
 
 The run reads and writes that folder alone. On each node a thread of the first rank uploads what is
-new there: a checkpoint's files, under names with their hashes, so that two writers never mix them;
-and once the store has all of them, also those of other nodes, the manifest. So at the address too,
-a checkpoint is complete or absent. Uploads that fail are tried again, and what a killed run did not
-upload, the next start in this folder uploads. At a start the folder gets the manifests that are at
-the address, and the logs; a checkpoint's other files are fetched when it is read.
+new: a checkpoint's files, under names with their hashes, so that two writers never mix them; and
+once the store has the files of all nodes, the manifest. So at the address too, a checkpoint is
+complete or absent. Uploads that fail are tried again; the next start in this folder uploads what a
+killed run did not. A start gets the manifests and logs that are at the address; a checkpoint's
+other files are fetched when it is read.
 """
 
 import getpass
@@ -53,20 +53,15 @@ PARALLEL = 4  # files at a time
 LOG_SECONDS = 30.0  # between uploads of logs: stores can't append, so each takes the whole file
 PAUSES = (0.5, 1.0, 4.0, 16.0, 30.0)  # seconds between uploads, longer with each that fails
 FETCH_PAUSES = (1.0, 4.0, 0.0)  # after each attempt to fetch a file
-RELEASE_SECONDS = 30.0
 
 
 def local_folder(address: str, ending: str = "") -> Path:
-    """The folder that stands for an address on this machine; made if it is missing.
-
-    In DIST_AMP_CACHE, or a folder for temporary files. Errors: ConfigError.
-    """
+    """Make the folder that stands for an address on this machine. Errors: ConfigError."""
     address = address.rstrip("/")
     if not USABLE.fullmatch(address):
         raise ConfigError(
             f"run.dir={address} is no address for a run: use s3://BUCKET/RUN, gs://, az:// or "
-            "file:///FOLDER/RUN, without a password (the store's environment variables have the "
-            "credentials)"
+            "file:///FOLDER/RUN, without a password: it belongs into the environment"
         )
     temporary = Path(tempfile.gettempdir(), f"dist_amp-{getpass.getuser()}")
     parent = Path(os.environ.get(VARIABLE, temporary)).expanduser()
@@ -274,7 +269,7 @@ class Mirror:
         self.ended.set()
         if self.claim is not None:
             with suppress(TimeoutError):  # without an answer another run waits a while
-                in_time(RELEASE_SECONDS, self.claim.release)
+                in_time(30.0, self.claim.release)
         if is_complete:
             job.world.say(f"uploaded: --run.dir {address} continues on any machine")
             return

@@ -92,8 +92,8 @@ class Claim:
 
     def __init__(self, store: Store, ended: str, say: Callable[[str], None]):
         self.store = store
-        self.record: Record = {"process": f"process {os.getpid()}", "host": platform.node()}
-        self.record |= {"id": uuid4().hex, "renewals": 0}
+        name = f"process {os.getpid()} on {platform.node()}"
+        self.record: Record = {"id": uuid4().hex, "holder": name, "renewals": 0}
         before = self.read()
         if before and before["id"] != ended and not before.get("released"):
             self._wait_for_end(before, say)
@@ -112,7 +112,7 @@ class Claim:
         """Show that this process lives. Errors: OSError if another has the claim."""
         holder = self.read()
         if holder and holder["id"] != self.record["id"]:
-            raise OSError(f"{holder['process']} on {holder['host']} has taken over")
+            raise OSError(f"{holder['holder']} has taken over")
         self.record["renewals"] += 1
         self._write()
 
@@ -128,9 +128,8 @@ class Claim:
     def _wait_for_end(self, record: Record, say: Callable[[str], None]) -> None:
         """Return when the holder of a claim has ended. Errors: Failure if it lives."""
         say(
-            f"{self.store.address} was last written by {record['process']} on {record['host']}, "
-            f"which did not say that it ended; waiting up to {DEAD_SECONDS:.0f} s for a sign of "
-            "life"
+            f"{self.store.address} was last written by {record['holder']}, which did not say that "
+            f"it ended; waiting up to {DEAD_SECONDS:.0f} s for a sign of life"
         )
         deadline = time.monotonic() + DEAD_SECONDS
         while time.monotonic() < deadline:
@@ -143,6 +142,6 @@ class Claim:
 
     def _in_use(self, record: Record) -> Failure:
         return Failure(
-            f"run.dir={self.store.address} is in use by a live run ({record['process']} on "
-            f"{record['host']}); stop that one, or choose another"
+            f"run.dir={self.store.address} is in use by a live run ({record['holder']}); stop that "
+            "one, or choose another"
         )

@@ -21,11 +21,8 @@ def print_banner(run: Run) -> None:
     first = "starting from scratch"
     if run.resumed_from is not None:
         first = f"resumed from step {run.step}"
-        start = run.config.run.resume
         if not run.resumed_from.resolve().is_relative_to(run.folder.resolve()):
             first += f" ({run.resumed_from})"
-        elif start not in ("auto", "never", str(run.resumed_from)):
-            first += f"; it has continued since it began from run.resume={start}"
     world.say(f"run    {run_dir(run.folder)}, {first}")
     model = f"{total:,} parameters"
     if trained < total:

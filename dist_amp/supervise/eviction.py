@@ -1,7 +1,7 @@
 """Stops a run when its cloud is about to take a machine away: saved, as after a signal.
 
-A thread of each machine's first rank asks the metadata service, once there is a step to save. A
-notice makes all ranks stop at the same step, and is the cause of the stop.
+A thread of each machine's first rank asks the metadata service. A notice makes all ranks stop at
+the same step, and is the cause of the stop.
 Protocols: AWS, "Spot Instance interruption notices"; Google, "Create and use preemptible VMs";
 Azure, "Scheduled Events for Linux VMs".
 
@@ -90,14 +90,9 @@ class EvictionNotice(Observer):
         self._run = run
         self._stop = stop
         self._has_ended = threading.Event()
-
-    def after_step(self, *_: object) -> None:
-        self._run.observers.rest(self)
-        if self._run.world.local_rank:
-            return
-        setting = self._run.config.run.eviction_notice
+        setting = run.config.run.eviction_notice
         cloud = recognised() if setting == "auto" else setting
-        if cloud:
+        if cloud and not run.world.local_rank:
             in_thread(lambda: self._watch(cloud), "eviction notice")
 
     def _watch(self, cloud: str) -> None:

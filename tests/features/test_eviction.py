@@ -33,13 +33,11 @@ def service(request, monkeypatch):
 
 @contextmanager
 def watching(name, **world):
-    """A run that has taken its first step and asks the cloud."""
+    """A run that asks the cloud."""
     run = make_run(None, Tiny(), "--run.eviction_notice", name)
     run.world = replace(run.world, **world)
     stop = AgreedStop(World())
-    observer = EvictionNotice(run, stop)
-    with watched(observer):
-        observer.after_step(None, [])
+    with watched(EvictionNotice(run, stop)):
         yield stop
 
 
