@@ -204,15 +204,11 @@ def turns(row: Row, column: str) -> list[Message]:
         if role not in ROLES:
             raise DataError(f"{column} has the unknown role {role}; use one of {', '.join(ROLES)}")
         weight = message.get("weight", 0)
-        if weight not in (0, 1) or (weight and role != "assistant"):
+        unread = OTHER_WEIGHTS & message.keys()
+        if unread or weight not in (0, 1) or (weight and role != "assistant"):
             raise DataError(
-                f"{column} has the weight {weight!r} at a message of the {role}; an answer of the "
-                "assistant may have 0 (not learned) or 1, other messages 0 or none"
-            )
-        if unread := OTHER_WEIGHTS & message.keys():
-            raise DataError(
-                f"{column} has the key {min(unread)}, which is not read; for messages of the "
-                "assistant that are not learned use weight 0"
+                f"{column} has {', '.join(unread) or f'weight {weight!r}'} at a message of the "
+                f"{role}; only weight 0 (not learned) or 1 at one of the assistant is read"
             )
     return messages  # type: ignore[no-any-return]
 

@@ -22,9 +22,8 @@ import pyarrow.csv
 
 from dist_amp.errors import DataError, first_line, some_of
 from dist_amp.settings import DataConfig, SourceConfig
-from dist_amp.sources.files import Files, stay_local_without_network
+from dist_amp.sources.files import Files, is_local, stay_local_without_network
 from dist_amp.sources.parquet import read_source
-from dist_amp.sources.remote import is_local
 
 log = logging.getLogger(__name__)
 # Format -> (the loader of the library, its options).
@@ -53,10 +52,7 @@ def from_hub(config: SourceConfig) -> Any:
     except Exception as error:  # of many types; each message names what it could not read
         fix = "check the name, its revision and the network, or set data.path to local files"
         if datasets.config.HF_HUB_OFFLINE:
-            fix = (
-                "it is not cached, and the hub is not reached or HF_HUB_OFFLINE is set: load it "
-                "once with a network, or set data.path to local files"
-            )
+            fix = f"it is not cached, and the hub is not reached or HF_HUB_OFFLINE is set: {fix}"
         raise not_loaded(f"data.name={config.name}", error, fix) from error
     # After any error of the hub, the library takes the newest commit in its cache.
     if type(builder).__module__.endswith(".cache"):

@@ -74,9 +74,8 @@ def load_rows(config: DataConfig, split: str, *other_columns: str) -> Any:
         return pick_split(from_hub(config), config, split, *other_columns)
     if files.format == "tokens":
         raise DataError(
-            f"data.path={config.path} holds tokens, and the task reads "
-            f"{' or '.join(('text', *other_columns))}; use a task that takes tokens, with the "
-            "folder on this machine, or set data.path to the files of rows"
+            f"data.path={config.path} holds tokens, which only a task of tokens reads, from a "
+            "folder on this machine; set data.path to the files of rows"
         )
     is_large = config.view == "auto" and files.bytes > MAP_UP_TO_BYTES
     if files.format == "parquet" and (is_large or config.view == "parquet"):

@@ -26,7 +26,7 @@ from torch import Tensor
 from dist_amp.errors import ConfigError, DataError, first_line
 from dist_amp.loading.plan import EpochOrder, OrderOf, epoch_keys, epoch_order, permute
 from dist_amp.settings import DataConfig
-from dist_amp.sources.remote import RangeFile, address_of, fetch, is_local, patiently
+from dist_amp.sources.files import RangeFile, address_of, fetch, is_local, patiently
 
 log = logging.getLogger(__name__)
 OPEN_FILES = 32  # per process
@@ -328,10 +328,7 @@ def read_source(fs: Any, files: Sequence[str]) -> Source:
 def version_of(fs: Any, file: str, refresh: bool = False) -> Version:
     if refresh:
         fs.invalidate_cache(file)
-    try:
-        about = patiently(fs, file, partial(fs.info, file))
-    except FileNotFoundError as error:
-        raise DataError(f"{address_of(fs, file)} does not exist any more; put it back") from error
+    about = patiently(fs, file, partial(fs.info, file))
     return about["size"], str(about.get("ETag") or about.get("etag") or "")
 
 

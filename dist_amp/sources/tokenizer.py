@@ -28,11 +28,6 @@ class Tokenizer:
 
 def open_tokenizer(name: str) -> Tokenizer:
     """The tokenizer that `data.tokenizer` names: bytes, a file, a folder, or a model on the hub."""
-    if name == "auto":
-        raise ConfigError(
-            "data.tokenizer=auto names none here; give a tokenizer's file or folder, a model, or "
-            "bytes"
-        )
     if name == "bytes":
         return Tokenizer(name, 256, 0, "bytes", _bytes_of, _text_of)
     path = Path(name).expanduser()

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from annotated_types import Ge
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import LocalEntryNotFoundError
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import (
@@ -49,12 +48,9 @@ def model_folder(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=FILES))
     except Exception as error:  # the library raises many types
-        cause = first_line(error)
-        if isinstance(error, LocalEntryNotFoundError):  # whose text is about options of the library
-            cause = "it is not in the cache, and the hub does not answer or HF_HUB_OFFLINE is set"
         raise DataError(
             f"task.args.model={name} is no folder in {Path.cwd()}, and can't be fetched from the "
-            f"hub: {cause}; check the name and the network, or give a local folder"
+            f"hub: {first_line(error)}; check the name and the network, or give a local folder"
         ) from error
 
 

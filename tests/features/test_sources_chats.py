@@ -173,8 +173,12 @@ ONE_OF_TWO = {"messages": [HI, {**ONE, "weight": 0}, MORE, TWO]}
 @pytest.mark.parametrize(
     ("template", "row", "message"),
     [
-        ("QWEN", changed(weight=0.5), "messages has the weight 0.5 at a message of the assistant"),
-        ("QWEN", changed(training=False), "messages has the key training, which is not read; for"),
+        ("QWEN", changed(weight=0.5), "messages has weight 0.5 at a message of the assistant; on"),
+        (
+            "QWEN",
+            changed(training=False),
+            "messages has training at a message of the assistan",
+        ),
         ("QWEN", changed(role="Assistant"), "messages has the unknown role Assistant; use one of"),
         ("QWEN", changed(content=None), "messages holds .*; make it a list of messages, each with"),
         ("QWEN", changed(content=[{"type": "image"}]), "messages holds .* and content, a text"),

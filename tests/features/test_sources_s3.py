@@ -17,7 +17,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from messages import message_of
 
 from dist_amp.settings import DataConfig
-from dist_amp.sources import remote
+from dist_amp.sources import files as sources_files
 from dist_amp.sources.load import load_split
 from dist_amp.sources.parquet import open_parquet
 
@@ -112,13 +112,13 @@ def test_an_answer_that_is_too_short_is_asked_for_again_but_not_for_ever(
     expected = list(text_of(counted, FILE))
     cut = iter([True, False] * 100)
     monkeypatch.setattr(Counted, "broken", lambda data: data[:-1] if next(cut) else data)
-    monkeypatch.setattr(remote, "FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(sources_files, "FIRST_PAUSE", 0.0)
     assert list(text_of(counted, FILE)) == expected
     size = text_bytes(content)
     assert f"{size - 1} bytes came in place of {size}; trying again for 120 s" in caplog.text
     rows = text_of(counted, FILE)
     monkeypatch.setattr(Counted, "broken", lambda data: data[:-1])
-    monkeypatch.setattr(remote, "OUTAGE_SECONDS", 0.0)
+    monkeypatch.setattr(sources_files, "OUTAGE_SECONDS", 0.0)
     assert "counted:///bucket/a.parquet can't be read: " in message_of(65, rows.__getitem__, 0)
 
 
@@ -131,7 +131,7 @@ def test_a_file_that_changes_between_its_footer_and_its_rows_is_named(counted, t
         fs.pipe(file, parquet_bytes(groups=5))
         assert "a.parquet has changed since the run" in message_of(65, rows.__getitem__, 0)
         fs.rm(file)
-        assert "a.parquet does not exist any more" in message_of(65, rows.__getitem__, 0)
+        assert "a.parquet can't be read: FileNotFoundError: " in message_of(65, rows.__getitem__, 0)
 
 
 def rows_at(path, **settings):

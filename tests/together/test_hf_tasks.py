@@ -273,7 +273,7 @@ QUERY = {"args.lora_rank": "2", "args.lora_targets": "q_proj,query"}
     [
         ("llama", QUERY, 64, "'query' matches no layer of LlamaForC"),
         ("llama", {"args.lora_targets": "q_proj"}, 64, "=q_proj needs lora_rank above 0; set it"),
-        ("llama_nope", {}, 65, "the hub: it is not in the cache"),
+        ("llama_nope", {}, 65, "can't be fetched from the hub: "),
         ("./absent", {}, 65, "task.args.model=./absent is no folder in "),
         ("empty", {}, 65, "AutoTokenizer can't be read from empty: "),
         ("t5", {}, 64, "is a t5 model, for which there is no AutoModelForCausalLM"),
