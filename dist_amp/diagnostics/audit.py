@@ -20,11 +20,10 @@ from torch import Tensor
 
 from dist_amp.bit_exact import seed_micro_batch
 from dist_amp.diagnostics.consistency import find_mismatch
-from dist_amp.diagnostics.trace import Recorder, clean_name, hash_samples, hash_tensor, unreduced
+from dist_amp.diagnostics.trace import clean_name, hash_samples, hash_tensor, recorded_backward
 from dist_amp.errors import ConfigError, NumericsError, some_of
 from dist_amp.run import Run
 from dist_amp.settings import Config
-from dist_amp.step import loss_of
 from dist_amp.telemetry.observer import Observer
 from dist_amp.world import World
 
@@ -76,18 +75,13 @@ class Audit(Observer):
     def _hashes(self, number: int, rank: int, batch: Any) -> Tensor:
         """Hashes of samples, loss and each gradient, 0 where there is none: int64 on the host."""
         run = self._run
-        parallel = run.parallel
         device = run.world.device
-        seed = run.config.run.seed
-        recorder = Recorder(
-            run.task, parallel.module, hash_for_audit, ("gradient",), drop_gradients=True
-        )
-        with parallel.no_side_effects(), unreduced(parallel), recorder:
-            seed_micro_batch(seed, run.step, number * run.world.world_size + rank)
-            with run.precision.autocast():
-                loss = loss_of(recorder, run.model, batch, device)
-            run.scaler.scale(loss / run.data.plan.micro_batch_size).backward()
-        by_name = {event.name: event.values for event in recorder.events}
+        factor = run.scaler.scale_tensor / run.data.plan.micro_batch_size
+        with run.parallel.no_side_effects():
+            micro_batch = number * run.world.world_size + rank
+            seed_micro_batch(run.config.run.seed, run.step, micro_batch)
+            _, events = recorded_backward(run, run.task, batch, factor, hash_for_audit, ())
+        by_name = {event.name: event.values for event in events}
         zero = torch.zeros((), dtype=torch.int64, device=device)
         gradients = [by_name.get(name, zero) for name in self._trained]
         return torch.stack([hash_samples([batch], device), by_name[""], *gradients]).cpu()

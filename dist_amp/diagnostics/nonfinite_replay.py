@@ -21,13 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from dist_amp.data import Batches, Indexed, Padding
-from dist_amp.diagnostics.trace import TASK, Event, Recorder, call_of, unreduced
+from dist_amp.diagnostics.trace import TASK, Event, call_of, recorded_backward
 from dist_amp.distributed.process import random_state, set_random_state
 from dist_amp.errors import in_one_line
 from dist_amp.precision import DTYPES
 from dist_amp.run import Run
 from dist_amp.scaling.compile import stance
-from dist_amp.step import loss_of, weights_of
+from dist_amp.step import weights_of
 from dist_amp.telemetry.observer import Observer
 from dist_amp.telemetry.step_report import LogRow, StepReport
 from dist_amp.world import local
@@ -181,16 +181,11 @@ def find_nonfinite(run: Run, task: Any, batch: Any, share: Tensor) -> NonFinite 
 
     batch: as a step takes it; share: what its loss is multiplied by, scalar float32.
     """
-    kinds = ("parameter", "forward", "backward", "gradient")
-    module = run.parallel.module
-    recorder = Recorder(task, module, stats_of, kinds, inputs=True, drop_gradients=True)
+    kinds = ("parameter", "forward", "backward")
     # Compiled code calls no hooks, and anomaly detection would raise before the cause is found.
-    eager = stance("force_eager")
-    with eager, torch.autograd.set_detect_anomaly(False), unreduced(run.parallel), recorder:
-        with run.precision.autocast():
-            loss = loss_of(recorder, module, batch, run.world.device)
-        (loss * share).backward()
-    fault = first_nonfinite(recorder.events)
+    with stance("force_eager"), torch.autograd.set_detect_anomaly(False):
+        loss, events = recorded_backward(run, task, batch, share, stats_of, kinds, inputs=True)
+    fault = first_nonfinite(events)
     if loss.isfinite() and not share.isfinite():
         stats = stats_of([share], "world_size / weight")
         fault = NonFinite("loss", "the task's weight", "", stats)

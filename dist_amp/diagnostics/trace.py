@@ -11,8 +11,8 @@ tensors: hashes, statistics, dtypes. What activation checkpointing computes agai
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import ne
@@ -25,8 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dist_amp.data import Padding
 from dist_amp.loading.nested import tensors
-from dist_amp.parallel import Parallel
-from dist_amp.step import Run, train_step
+from dist_amp.step import Run, loss_of, train_step
 from dist_amp.telemetry.step_report import StepReport
 
 Kind = Literal["parameter", "forward", "op", "loss", "backward", "gradient", "update"]
@@ -249,21 +248,32 @@ def recorded_step(
     return report, recorder.events
 
 
-@contextmanager
-def unreduced(parallel: Parallel) -> Iterator[None]:
-    """A context around a forward and backward whose gradients are not reduced over ranks."""
-    model: Any = parallel.model
-    if parallel.sharded:
-        model.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            model.set_requires_gradient_sync(True)
-    elif parallel.world.world_size > 1:
-        with model.no_sync():
-            yield
-    else:
-        yield
+def recorded_backward(
+    run: Run,
+    task: Any,
+    batch: Any,
+    factor: Tensor,
+    look: Look,
+    kinds: Collection[str],
+    inputs: bool = False,
+) -> tuple[Tensor, list[Event]]:
+    """Take the loss of a micro-batch, and the backward of `factor` times it, and record them.
+
+    Gradients are neither kept nor reduced over ranks. look, kinds, inputs: see Recorder.
+    """
+    module: Any = run.parallel.module  # without DDP, which would reduce
+    recorder = Recorder(task, module, look, {*kinds, "gradient"}, inputs, drop_gradients=True)
+    if run.parallel.sharded:
+        module.set_requires_gradient_sync(False)
+    try:
+        with recorder:
+            with run.precision.autocast():
+                loss = loss_of(recorder, module, batch, run.world.device)
+            (loss * factor).backward()
+    finally:
+        if run.parallel.sharded:
+            module.set_requires_gradient_sync(True)
+    return loss.detach(), recorder.events
 
 
 # ---- what events say
