@@ -111,7 +111,8 @@ class BlockCalls:
         if not self._in_forward:
             return
         self._calls.append(block)
-        self._check_writes(block)
+        if torch.is_grad_enabled():
+            self._check_writes(block)
         trained = trained_tensors(output)
         if trained:
             self._ahead.append(block)
@@ -120,9 +121,9 @@ class BlockCalls:
 
     def _end(self, model: nn.Module, inputs: Any, output: Any) -> None:
         self._in_forward = False
-        self._check_writes(model)
         trained = trained_tensors(output)
         if torch.is_grad_enabled():
+            self._check_writes(model)
             self._forwards += 1
             if self._forwards <= COMPARED_FORWARDS:
                 self._compare_calls()
