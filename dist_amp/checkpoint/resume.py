@@ -79,15 +79,14 @@ def with_dtype(config: Config, run_folder: Path, world: World) -> Config:
             if world.device.type == "cpu":
                 name = "fp32"
                 if present("distributed.machine"):
-                    from dist_amp.distributed.machine import native_precision
+                    from dist_amp.distributed.machine import is_native
 
-                    native, reason = native_precision("cpu")
-                    if native == "bf16":
+                    if is_native("bf16", world.device):
                         name = "bf16"
                     else:
                         world.say(
-                            f"precision.dtype=auto: float32, because {reason}; --use_amp true "
-                            "computes in bf16 all the same"
+                            "precision.dtype=auto: float32, because this CPU only emulates bf16; "
+                            "--use_amp true computes in bf16 all the same"
                         )
     name = world.from_main(name)
     dtype: Any = "bf16" if name == "fp32" else name

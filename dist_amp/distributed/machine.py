@@ -90,14 +90,5 @@ def check_dtype(dtype: str, device: torch.device) -> str:
     return f"{name_of(device)} only emulates {dtype}, which is slower than float32; use {instead}"
 
 
-def native_precision(device_type: str) -> tuple[str, str]:
-    """Returns ("bf16", "fp16" or "float32", why): the first that the device computes natively."""
-    device = torch.device(device_type)
-    for dtype in CAPABILITY:
-        if is_native(dtype, device):
-            return dtype, f"native on {name_of(device)}"
-    return "float32", f"{name_of(device)} only emulates bf16"
-
-
 def name_of(device: torch.device) -> str:
     return "this CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)

@@ -48,20 +48,6 @@ def test_a_cpu_is_known_by_its_flags(flags, native, tmp_path):
     ] == native
 
 
-@pytest.mark.parametrize(
-    ("capability", "dtype", "why"),
-    [
-        ((8, 0), "bf16", "native on Some GPU"),
-        ((7, 0), "fp16", "native on Some GPU"),
-        ((6, 1), "float32", "Some GPU only emulates bf16"),
-    ],
-)
-def test_a_gpu_gets_the_precision_of_its_compute_capability(monkeypatch, capability, dtype, why):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
-    assert machine.native_precision("cuda") == (dtype, why)
-
-
 # ---- the warning ----
 
 
