@@ -55,12 +55,11 @@ Enter = Callable[[str], object]  # is told the stage that this rank works on, or
 class Saver(Observer):
     """Saves checkpoints of a run, one at a time, with checkpoint.async_save in the background.
 
-    pending: one that is being written. saved_step: that of the latest.
+    pending: one that is being written.
     """
 
     def __init__(self, run: Run):
         self.pending: Any = None
-        self.saved_step: int | None = None
         self._run = run
         # One planner for all saves plans only what has changed: planning takes rank 0 86 to 101 us
         # per shard of any rank (measured for 64 to 1,024 ranks).
@@ -79,7 +78,6 @@ class Saver(Observer):
             self.finish()
             self._unsaved.compare()
             folder = checkpoint_folder(run.folder, run.step)
-            self.saved_step = run.step
             is_there = folder == self._written or run.step == run.resumed_from_step
             if not is_there or not run.world.from_main((folder / MANIFEST).exists()):
                 staging = None

@@ -5,7 +5,6 @@ import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -159,16 +158,10 @@ def from_file(path: str) -> Settings:
     for key, value in values.items():
         # The config of a run may be of an earlier release.
         if Path(path).name == "config.toml" and (text := removed(key)):
-            say_once(f"{key} {source}{text}")
+            if os.environ.get("RANK", "0") == "0":
+                print(f"note: {key} {source}{text}", file=sys.stderr)
             if (key, value) == ("precision.matmul", "fp8"):
                 settings["precision.dtype"] = from_toml(value, source)
         else:
             settings[key] = from_toml(value, source)
     return settings
-
-
-@cache
-def say_once(text: str) -> None:
-    """Print a note on the first rank, once however often a command reads its settings."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"note: {text}", file=sys.stderr)

@@ -1,7 +1,6 @@
 """Bytes: of tensors, of an optimizer's moments, and of a rank's device."""
 
 import os
-import resource
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -35,11 +34,7 @@ def capacity_of(world: World) -> tuple[int, int]:
         allocated = torch.cuda.memory_allocated(world.device)
         allowed = int(total * torch.cuda.get_per_process_memory_fraction(world.device))
         return min(allowed, free + reserved), reserved - allocated
-    share = host_memory() // world.local_world_size
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit != resource.RLIM_INFINITY:
-        share = min(share, limit)
-    return share, 0
+    return host_memory() // world.local_world_size, 0
 
 
 def host_memory() -> int:
