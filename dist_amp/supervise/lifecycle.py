@@ -16,7 +16,7 @@ from dist_amp.checkpoint.format import (
 )
 from dist_amp.checkpoint.resume import checkpoint_to_resume, with_dtype
 from dist_amp.checkpoint.state import load
-from dist_amp.config.text import command_line, to_toml
+from dist_amp.config.text import to_toml
 from dist_amp.data import Batches
 from dist_amp.diagnostics.limits import Limits
 from dist_amp.distributed.process import tell_launcher
@@ -254,9 +254,7 @@ def open_run(run: Run) -> None:
     if run.world.is_main:
         run.folder.mkdir(parents=True, exist_ok=True)
         for path in quarantine_after(run.folder, run.step):
-            run.world.warn(
-                f"{path} was refused: it is kept under this name, and its steps are taken again"
-            )
+            run.world.warn(f"{path} was refused, and its steps are taken again")
         if (run.folder / CONFIG).exists():
             # The config of the steps so far is kept under another name, if it was another.
             before = config_at(run.folder, run.step)
@@ -303,10 +301,7 @@ def close_preempted(run: Run, stop: AgreedStop) -> int:
     then = "checkpoint.every=off, so nothing was saved"
     if run.config.checkpoint.every != "off":
         status = SAVED_AND_STOPPED
-        words = ["--run.dir", run_dir(run.folder)]
-        if run.config.run.resume == "never":
-            words += ["--run.resume", "auto"]
-        then = f"to continue, start the same job again with {command_line(words)}"
+        then = f"to continue, start the same job again with --run.dir {run_dir(run.folder)}"
     if run.world.is_main:
         write_summary(run.folder, run, "preempted", status, cause)
     run.world.say(f"stopped after step {run.step} by {cause}; {then}")
@@ -326,9 +321,8 @@ def close_run(run: Run, stop: AgreedStop) -> int:
     early = ""
     if stop.by_task and run.step < run.config.train.steps:
         early = next(filter(None, run.world.gather(stop.ended_by)))
-        run.world.say(
-            f"ended after step {run.step} of {run.config.train.steps}: the task's {early}"
-        )
+        steps = run.config.train.steps
+        run.world.say(f"ended after step {run.step} of {steps}: the task's {early}")
     if hasattr(run.task, "sample") and present("supervise.sampling"):
         from dist_amp.supervise.sampling import show_sample
 

@@ -7,7 +7,7 @@ that the rank has entered, the one in which it waits, and the line at which its 
 - A rank judges by all heartbeats if it has waited for the timeout, if its collective fails, if a
   process is gone or its neighbour's heartbeat has stopped, or if it does nothing for so long while
   others wait for it. A rank without a recent heartbeat is silent; one that waits in no collective
-  and has not entered one in which others wait hangs. The verdict is in the store.
+  and has not entered one in which others wait hangs. The first verdict in the store stays.
 - All ranks end by it: one that hangs prints its stacks and ends its process, the others end by the
   error of their main thread, or their process is ended if it gets none.
 
@@ -208,7 +208,7 @@ class Watchdog:
     # --- once something has happened
 
     def _judge(self, fault: str = "", since: float | None = None) -> Verdict:
-        """Find who is at fault and tell all ranks.
+        """Find who is at fault and tell all ranks; returns the first verdict of any rank.
 
         fault: what ranks that hang did, if a rank has waited too long. since: as in `_read`.
         """
@@ -223,8 +223,8 @@ class Watchdog:
             where = summary_of_waits(beats, self._processes)
             parts += [where] if where else [beats[rank].stands() for rank in hanging]
             verdict = Verdict(silent, hanging, "; ".join(parts))
-        self._store.set("verdict", pickle.dumps(tuple(verdict)))
-        return verdict
+        first = self._store.compare_set("verdict", "", pickle.dumps(tuple(verdict)))
+        return Verdict(*pickle.loads(first))
 
     def explain(self, error: BaseException) -> BaseException:
         """A Failure that names the ranks that are dead or hang; any other error as it is."""
@@ -274,8 +274,7 @@ class Watchdog:
         seconds = self._answer_seconds  # a peer that ends closes its connections
         if not verdict.silent and not verdict.hanging:
             seconds = min(30.0, self._timeout / 2)
-        # A stopped rank of this machine has to be killed, and it is named before.
-        elif self._rank in verdict.hanging or any(map(self._lives, verdict.silent)):
+        elif self._rank in verdict.hanging:
             seconds = 0.0
         if not self._returns.wait(seconds):
             self._end_process(verdict)
@@ -300,14 +299,12 @@ class Watchdog:
                 time.sleep(2 * self._answer_seconds)
             os._exit(self._job.status or 1)
 
-    def _lives(self, rank: int) -> bool:
-        return self._processes[rank].state not in ("", "X", "Z")
-
     def _kill(self, ranks: Sequence[int]) -> None:
         """torchrun waits 30 s for silent ranks of its machine: a stopped one ignores SIGTERM."""
-        for rank in filter(self._lives, ranks):
-            with suppress(OSError):
-                os.kill(self._processes[rank].pid, signal.SIGKILL)
+        for rank in ranks:
+            if self._processes[rank].state not in ("", "X", "Z"):  # "" on another machine
+                with suppress(OSError):
+                    os.kill(self._processes[rank].pid, signal.SIGKILL)
 
     # --- heartbeats
 
