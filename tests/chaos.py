@@ -215,4 +215,4 @@ def differences(run: Path, other: Path) -> list[str]:
             found.append(f"line {number}: {one} {two}")
     a, b = (vars(read_manifest(end)) for end in ends)
     kept = ("samples", "evaluation", "evaluated_step", "best")
-    return found + [name for name in kept if a[name] != b[name]]
+    return found + [name for name in kept if str(a[name]) != str(b[name])]  # nan equals nan

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint.filesystem as dcp
 from tiny import Overflow
 from torch import nn
 
-from dist_amp.checkpoint import saver
+from dist_amp.checkpoint import background, saver
 
 STEPS_BETWEEN = 10
 MAIN_ONLY = ["before the metadata", "before the manifest", "before the rename"]
@@ -88,17 +88,17 @@ def die_at(point, step):
 
     points = {
         "before it is taken": (saver, "take_snapshot", lambda run, **_: run.step == step),
-        "before the first byte": (saver, "write", of_step),
+        "before the first byte": (background.Save, "_write", of_step),
         "before this rank's shard": (dcp.FileSystemWriter, "write_data", of_step),
         "in the midst of a shard": (dcp, "_write_item", within_shard),
         "after this rank's shard": (dcp.FileSystemWriter, "write_data", of_step),
         "before the metadata": (dcp.FileSystemWriter, "finish", of_step),
         "before the hashes": (
-            saver,
+            background,
             "hash_files",
             lambda *_: next(saves) == step // STEPS_BETWEEN,
         ),
-        "before the manifest": (saver, "publish", of_step),
+        "before the manifest": (background, "publish", of_step),
         "before the rename": (os, "rename", of_folder),
         "after the rename": (os, "rename", of_folder),
         "while an old one is removed": (

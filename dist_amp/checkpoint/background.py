@@ -6,27 +6,66 @@ DefaultStager (2.13.0) fails on tensors that are made of others, on sparse ones,
 can't be pinned.
 """
 
+import shutil
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import wait
 from dataclasses import replace
+from functools import partial
 from typing import Any
+from uuid import uuid4
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_with_path
 
-from dist_amp.checkpoint.format import State
-from dist_amp.checkpoint.state import Snapshot
+from dist_amp.checkpoint.format import (
+    CONFIG,
+    Entry,
+    Manifest,
+    State,
+    checkpoint_folder,
+    hash_files,
+    publish,
+    quarantine_after,
+    reason,
+    remove_old_checkpoints,
+)
+from dist_amp.config.text import to_toml
 from dist_amp.distributed.process import in_thread
-from dist_amp.errors import Transient, some_of
+from dist_amp.errors import Failure, Transient, some_of
+from dist_amp.files import appears, run_dir, sync_folder, write_synced
 from dist_amp.step import Run
 from dist_amp.world import World
 
 # Each rank has its own entries there, which no other rank writes.
 OF_EACH_RANK = ("ranks", "task", "observer")
+
+
+class Planner(DefaultSavePlanner):
+    """torch's, which calls `progress` before each tensor that is written.
+
+    One for all saves plans only what has changed: planning takes rank 0 86 to 101 us per shard of
+    any rank (measured for 64 to 1,024 ranks).
+    """
+
+    progress: Callable[[], object]
+
+    def __init__(self) -> None:
+        super().__init__(enable_plan_caching=True)
+        self._cached_plans_key = uuid4().hex  # torch's is shared by all runs of a process
+
+    def resolve_data(self, write_item: Any) -> Any:
+        self.progress()
+        return super().resolve_data(write_item)
 
 
 class Save:
@@ -35,23 +74,28 @@ class Save:
     future: of this rank's thread. is_stuck: whether the ranks have given up waiting for it.
     """
 
-    def __init__(self, run: Run, snapshot: Snapshot, write: Callable[..., None], staging: Any):
+    def __init__(
+        self, run: Run, state: State, manifest: Manifest, planner: Planner, staging: Any = None
+    ):
         """staging: write a copy made by it, without what another rank writes."""
-        self.folder = snapshot.folder
+        self.folder = checkpoint_folder(run.folder, manifest.step)
         self.is_stuck = False
+        self._temporary = self.folder.with_name(f".{self.folder.name}.writing")
+        self._run_folder = run.folder
         self._world = run.world
-        self._timeout = run.config.run.timeout_seconds
+        self._config = run.config
+        self._best_metric = getattr(run.task, "best_metric", "loss")
+        self._manifest = manifest
+        self._planner = planner
+        self._files: dict[str, Entry] = {}
+        self._leads = run.world.is_main
+        if "://" in run_dir(run.folder):  # each node has a folder of its own
+            self._leads = run.world.local_rank == 0
         self._enter("")
         if staging is not None:
-            state = without_replicas(snapshot.state, run.world)
-            snapshot = replace(snapshot, state=staging.copy(state))
-
-        def work() -> None:
-            if run.world.device.type == "cuda":  # a new thread's device is the first one
-                torch.cuda.set_device(run.world.device)
-            write(snapshot, enter=self._enter)
-
-        self.future = in_thread(work, "checkpoint writer")
+            state = staging.copy(without_replicas(state, run.world))
+        self._state = state
+        self.future = in_thread(self._write, "checkpoint writer")
 
     def _enter(self, stage: str) -> None:
         """This rank begins a stage, or the next tensor in it; "": it waits for the other ranks."""
@@ -62,8 +106,9 @@ class Save:
 
         Errors: Failure if it fails; Transient if no rank makes progress for run.timeout_seconds.
         """
+        timeout = self._config.run.timeout_seconds
         while True:
-            wait([self.future], min(1.0, self._timeout / 10))
+            wait([self.future], min(1.0, timeout / 10))
             since, stage = self._progress
             own = (self.future.done(), time.monotonic() - since, stage)
             ranks = self._world.gather(own)
@@ -71,14 +116,92 @@ class Save:
                 self.is_stuck = False
                 return self.future.result()
             seconds = min(idle for is_done, idle, _ in ranks if not is_done)
-            self.is_stuck = seconds >= self._timeout
+            self.is_stuck = seconds >= timeout
             if self.is_stuck:
                 places = [f"rank {n} in {stage}" for n, (_, _, stage) in enumerate(ranks) if stage]
                 raise Transient(
                     f"{self.folder} could not be written: it has made no progress for "
-                    f"run.timeout_seconds={self._timeout:g} ({some_of(places)}); check the file "
+                    f"run.timeout_seconds={timeout:g} ({some_of(places)}); check the file "
                     "system"
                 )
+
+    def _write(self) -> None:
+        """Write and publish it. Errors: Failure on all ranks if one fails."""
+        if self._world.device.type == "cuda":  # a new thread's device is the first one
+            torch.cuda.set_device(self._world.device)
+        try:
+            self._on_all_ranks("make_folder", self._make_folder)
+            self._on_all_ranks("find_folder", self._find_folder)
+            for entries in self._on_all_ranks("write_shards", self._write_shards):
+                self._files |= entries
+            self._on_all_ranks("finish", self._finish)
+        except Failure as error:
+            if self._leads:
+                # The partial files may be what fills the disk.
+                shutil.rmtree(self._temporary, ignore_errors=True)
+            raise Failure(
+                f"checkpoint {self.folder} could not be written: {error}; the previous one is kept"
+            ) from error
+
+    def _on_all_ranks(self, name: str, stage: Callable[[], Any]) -> list[Any]:
+        """All ranks' results of a stage, in rank order. Errors: Failure on all if one fails."""
+        result = None
+        failure = ""
+        self._enter(name)
+        try:
+            result = stage()
+        except CheckpointException as error:  # raised on all ranks for what failed on one
+            failure = f"rank {next(iter(error.failures), self._world.rank)}: {reason(error)}"
+        except Exception as error:
+            failure = f"rank {self._world.rank}: {reason(error)}"
+        self._enter("")
+        outcomes = [(result, failure)] * self._world.world_size
+        if self._world.background is not None:
+            dist.all_gather_object(outcomes, (result, failure), group=self._world.background)
+        for _, failure in outcomes:
+            if failure:
+                raise Failure(failure)
+        return [result for result, _ in outcomes]
+
+    def _make_folder(self) -> None:
+        if self._world.is_main:
+            for path in quarantine_after(self._run_folder, self._manifest.step - 1):
+                self._world.warn(f"{path} is damaged, or of another run: it keeps this name")
+        elif self._leads:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        if self._leads:
+            # What a run that was killed while it wrote has left.
+            shutil.rmtree(self._temporary, ignore_errors=True)
+            self._temporary.mkdir(parents=True)
+            sync_folder(self._run_folder)
+            write_synced(self._temporary / CONFIG, to_toml(self._config))
+
+    def _find_folder(self) -> None:
+        if not appears(self._temporary):
+            raise Failure("run.dir is not on a disk that all ranks share; put it on one")
+
+    def _write_shards(self) -> dict[str, Entry]:
+        # No process group is fine here. Set for good, because threads share warning filters.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        self._planner.progress = partial(self._enter, "write_shards")
+        write_tensors(
+            self._state,
+            storage_writer=FileSystemWriter(self._temporary),
+            planner=self._planner,
+            process_group=self._world.background,
+            no_dist=self._world.world_size == 1,
+        )
+        paths = list(self._temporary.glob(f"__{self._world.rank}_*"))
+        if self._world.is_main:
+            paths += [self._temporary / CONFIG, self._temporary / ".metadata"]
+        return hash_files(paths)
+
+    def _finish(self) -> None:
+        if self._leads:
+            publish(self._temporary, self.folder, replace(self._manifest, files=self._files))
+            keep = self._config.checkpoint.keep
+            for problem in remove_old_checkpoints(self._run_folder, keep, self._best_metric):
+                self._world.warn(problem)
 
 
 class Staging:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dist_amp.checkpoint.format import State
-from dist_amp.errors import CheckpointRejected, DataError, in_one_line
+from dist_amp.errors import DataError, in_one_line
 from dist_amp.step import Run
 from dist_amp.task import Task, call_task
 from dist_amp.telemetry.observer import Observer, defines
@@ -77,27 +77,20 @@ def unpacked(content: Tensor, name: str) -> Any:
 
 def expected_states(run: Run, metadata: Mapping[str, Any], saved_ranks: int) -> State:
     """{name: {rank: room for the state}} of what the checkpoint has for this rank."""
-    rank = str(run.world.rank % saved_ranks)
     states: State = {}
-    for name in sorted({key.rpartition(".")[0] for key in metadata}):
-        is_observer = name.startswith(OBSERVER)
-        if is_observer and sum(key.rpartition(".")[0] == name for key in metadata) < saved_ranks:
-            continue  # it failed on some ranks, which saved the run without it
-        if is_observer or name == "task":
-            entry = metadata.get(f"{name}.{rank}")
-            if not isinstance(entry, TensorStorageMetadata):
-                raise CheckpointRejected(f".metadata has no {name}.{rank} that is a tensor")
-            states[name] = {rank: torch.empty(entry.size, dtype=torch.uint8)}
+    for name in packing(run):
+        entries = [metadata.get(f"{name}.{rank}") for rank in range(saved_ranks)]
+        # An observer that failed on some ranks is missing there: it is left out on all.
+        if all(isinstance(entry, TensorStorageMetadata) for entry in entries):
+            rank = run.world.rank % saved_ranks
+            room: Any = entries[rank]
+            states[name] = {str(rank): torch.empty(room.size, dtype=torch.uint8)}
     return states
 
 
 def load_packed(run: Run, state: State, saved_ranks: int) -> None:
     """Give each observer its part of what was read into `expected_states`."""
-    observers = packing(run)
-    for name in state:
-        if name.startswith(OBSERVER) and name not in observers:
-            run.world.warn(f"the checkpoint's state of the {name} is dropped: there is none now")
-    for name, observer in observers.items():
+    for name, observer in packing(run).items():
         if name not in state:
             run.world.warn(
                 f"the checkpoint has no state of the {name}; it starts with its first values"

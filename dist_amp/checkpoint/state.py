@@ -12,7 +12,6 @@ the state of the new run, lets DCP fill its tensors, and puts them in place.
 """
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,32 +30,18 @@ from dist_amp.checkpoint.format import (
     Manifest,
     Reader,
     State,
-    checkpoint_folder,
     read_into,
     rejection_as_data_error,
 )
 from dist_amp.config.auto import batch_statistics
-from dist_amp.config.text import to_toml
 from dist_amp.distributed.process import random_state, seed_all, set_random_state
 from dist_amp.errors import CheckpointRejected
 from dist_amp.parallel import averaged_statistics, set_statistics
 from dist_amp.step import Run
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """The state of a run after a step: what to write, and where."""
-
-    folder: Path  # RUN/checkpoints/step_N
-    state: State
-    manifest: Manifest
-    config: str
-    keep: int
-    best_metric: str
-
-
-def take_snapshot(run: Run) -> Snapshot:
-    """The current state of the run, not copied; every rank calls it."""
+def take_snapshot(run: Run) -> tuple[State, Manifest]:
+    """The current state of the run, not copied, and what it is; every rank calls it."""
     from dist_amp.checkpoint.packed import packed_states
 
     state = state_of(run)
@@ -90,10 +75,7 @@ def take_snapshot(run: Run) -> Snapshot:
             "dist_amp": __version__,
         },
     )
-    folder = checkpoint_folder(run.folder, run.step)
-    keep = run.config.checkpoint.keep
-    best_metric = getattr(run.task, "best_metric", "loss")
-    return Snapshot(folder, state, manifest, to_toml(run.config), keep, best_metric)
+    return state, manifest
 
 
 def load(run: Run, path: Path) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dist_amp.checkpoint import saver as saver_module
+from dist_amp.checkpoint import background
 from dist_amp.checkpoint.background import Staging
 from dist_amp.checkpoint.format import checkpoint_folder, integrity_error
 from dist_amp.errors import Transient
@@ -44,7 +44,7 @@ def full_disk_on_rank_1(world, folder):
                 raise OSError(28, "No space left on device")
             return super().write_data(plan, planner)
 
-    full = patch.object(saver_module, "FileSystemWriter", Full)
+    full = patch.object(background, "FileSystemWriter", Full)
     with full, closing(run.saver) as saver, redirect_stderr(StringIO()) as said:
         for _ in range(3):
             take_steps(run, 1)
@@ -112,10 +112,10 @@ def test_a_save_that_writes_for_longer_than_the_timeout_is_not_stuck(tmp_path):
         time.sleep(next(slow, 0))
         return real(*args)
 
-    real = saver_module.Planner.resolve_data
+    real = background.Planner.resolve_data
     run = make_run(World(), Tiny(), *words(tmp_path, timeout=2))
     take_steps(run, 1)
-    with patch.object(saver_module.Planner, "resolve_data", slowly):
+    with patch.object(background.Planner, "resolve_data", slowly):
         run.saver.save(wait=True)
     assert next(slow, None) is None
     assert integrity_error(tmp_path / "checkpoints/step_00000001") == ""
@@ -125,7 +125,7 @@ def test_a_save_that_is_not_in_the_background_ends_the_run_when_it_is_stuck(tmp_
     released = threading.Event()
     run = make_run(World(), Tiny(), *words(tmp_path, "--checkpoint.async_save", "false"))
     take_steps(run, 1)
-    stuck = patch.object(saver_module, "publish", lambda *_: released.wait(300))
+    stuck = patch.object(background, "publish", lambda *_: released.wait(300))
     with stuck, pytest.raises(Transient, match=r"could not .* \(rank 0 in finish\)"):
         run.saver.save(wait=False)
     released.set()
@@ -147,14 +147,14 @@ class Counted(TorchDispatchMode):
         return result
 
 
-def four_saves(world, folder, strategy, background):
+def four_saves(world, folder, strategy, async_save):
     """The bytes that all ranks copy for the first of four saves between steps, the memory of each
     copy, which saves are planned as the one before, and how many are written at one time.
     """
-    more = ("--parallel.strategy", strategy, "--checkpoint.async_save", background)
+    more = ("--parallel.strategy", strategy, "--checkpoint.async_save", async_save)
     run = make_run(world, Tiny(), *words(folder, *more, timeout=300))
-    copy, plan = Staging.copy, run.saver._planner.create_local_plan
-    write = saver_module.write_tensors
+    copy, plan = Staging.copy, background.Planner.create_local_plan
+    write = background.write_tensors
     counted, copies, reused, under_way, most = Counted(), [], [], [], []
 
     def staged(staging, state):
@@ -162,8 +162,8 @@ def four_saves(world, folder, strategy, background):
             copies.append(copy(staging, state))
         return copies[-1]
 
-    def planned():
-        planned = plan()
+    def planned(planner):
+        planned = plan(planner)
         reused.append(not planned.usable)
         return planned
 
@@ -174,9 +174,9 @@ def four_saves(world, folder, strategy, background):
         write(*args, **kwargs)
         under_way.pop()
 
-    run.saver._planner.create_local_plan = planned
-    writing = patch.object(saver_module, "write_tensors", slow)
-    with patch.object(Staging, "copy", staged), writing, closing(run.saver) as saver:
+    planning = patch.object(background.Planner, "create_local_plan", planned)
+    writing = patch.object(background, "write_tensors", slow)
+    with patch.object(Staging, "copy", staged), planning, writing, closing(run.saver) as saver:
         for step in range(4):
             take_steps(run, 1)
             if step == 3 and world.rank == 1:
@@ -300,7 +300,7 @@ SHARD = "torch.distributed.checkpoint.filesystem.FileSystem.create_stream"
 # (what blocks, the rank, the stage that is named, the strategy, checkpoint.async_save)
 STAGES = [
     ("pathlib.Path.mkdir", 0, "make_folder", "ddp", "true"),
-    ("dist_amp.checkpoint.saver.appears", 1, "find_folder", "fsdp", "false"),
+    ("dist_amp.checkpoint.background.appears", 1, "find_folder", "fsdp", "false"),
     (SHARD, 0, "write_shards", "ddp", "false"),
     (SHARD, 1, "write_shards", "fsdp", "true"),
     ("dist_amp.checkpoint.format.sync_folder", 0, "finish", "ddp", "true"),

@@ -24,7 +24,7 @@ from ranks import on_ranks
 from test_train import TINY, wait_for
 from tiny import Tiny, make_run, take_steps
 
-from dist_amp.checkpoint import saver
+from dist_amp.checkpoint.background import Save
 from dist_amp.config.load import load_config
 from dist_amp.distributed import process_group
 from dist_amp.supervise import rank_reports, watchdog
@@ -605,17 +605,17 @@ def waits_during_a_save(world, folder):
     """Where the watchdog sees rank 0's main thread while its writer waits for rank 1's."""
     run = make_run(world, Tiny(), "--run.dir", folder, "--checkpoint.every", 1)
     take_steps(run, 1)
-    real = saver.write
+    real = Save._write
 
-    def later(*args, **options):
+    def later(save):
         time.sleep(1.0 * world.rank)
-        real(*args, **options)
+        real(save)
 
     def is_waiting():
         return any(not each["retired"] for each in recorded_collectives())
 
     ranks = watchdog_of(world)
-    with patch.object(saver, "write", later), closing(run.saver) as saving:
+    with patch.object(Save, "_write", later), closing(run.saver) as saving:
         saving.save(wait=False)
         if world.rank == 0:
             wait_for(is_waiting, "the writer's wait", 60)

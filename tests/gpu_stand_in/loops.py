@@ -11,8 +11,8 @@ from unittest.mock import patch
 
 import torch
 
-from dist_amp.checkpoint.background import Save, Staging, without_replicas
-from dist_amp.checkpoint.state import Snapshot, take_snapshot
+from dist_amp.checkpoint.background import Planner, Save, Staging, without_replicas
+from dist_amp.checkpoint.state import take_snapshot
 from dist_amp.config.load import load_config
 from dist_amp.diagnostics import first_steps
 from dist_amp.diagnostics.first_steps import FirstSteps
@@ -186,7 +186,7 @@ def unordered_accesses(words: Sequence[object], planted: str, ranks: int = 1) ->
                 with around_data():
                     micro_batches = next(run.data)
                 train_step(run, micro_batches)
-                state = without_replicas(take_snapshot(run).state, run.world)
+                state = without_replicas(take_snapshot(run)[0], run.world)
                 with around_save():
                     staging.copy(state)
     except sanitizer.CUDASanitizerErrors as found:
@@ -203,16 +203,16 @@ def saved_too_early(words: Sequence[object], planted: bool) -> list[str]:
     train_step(run, next(run.data))
     early: list[str] = []
 
-    def write(copy: Snapshot, enter: Any) -> None:
-        model = copy.state["model"]
+    def write(save: Save) -> None:
+        model = save._state["model"]
         early.extend(name for name, value in model.items() if value.isnan().any())
 
     snapshot = take_snapshot(run)
     fault: Any = nullcontext()
     if planted:
         fault = patch.object(torch.cuda.Stream, "synchronize", nothing)
-    with fault:
-        Save(run, snapshot, write, Staging(run.world.device)).wait()
+    with fault, patch.object(Save, "_write", write):
+        Save(run, *snapshot, Planner(), Staging(run.world.device)).wait()
     return early
 
 
