@@ -1,5 +1,5 @@
-"""python -m dist_amp.doctor: is this machine ready to train? A line per check: ok, warn or
-fail, and the fix.
+"""python -m dist_amp.doctor: is this machine ready to train? A line per check: ok, warn or fail,
+and the fix.
 
 Alone it checks versions, GPUs and driver, precision, host name, shared memory and folders.
 Started on several ranks, as the training would be, also whether the ranks find each other, how fast
@@ -7,8 +7,8 @@ they exchange data and multiply matrices, and which of them are slow:
 
     torchrun --standalone --local-addr 127.0.0.1 --nproc_per_node=8 -m dist_amp.doctor
 
-Each machine is checked; rank 0 prints. Takes some seconds. Exit status: 0, or 1 if a check fails; a
-warning is none.
+Rank 0 prints what it finds on its machine, and what is wrong on the others. Takes some seconds.
+Exit status: 0, or 1 if a check fails; a warning is none.
 
 Docs: docs/launching.md
 """
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(argv: Sequence[str]) -> int:
-    from dist_amp.commands.doctor_checks import fail, machine_checks, merge, ranks_checks
+    from dist_amp.commands.doctor_checks import fail, machine_checks, ranks_checks
     from dist_amp.errors import first_line
     from dist_amp.settings import RunConfig
     from dist_amp.supervise.command_line import Parser
@@ -52,8 +52,10 @@ def run(argv: Sequence[str]) -> int:
     shows = os.environ.get("RANK") == "0"
     try:
         with start(RunConfig(device=options.device, timeout_seconds=JOIN_SECONDS)) as world:
-            machines = world.gather((platform.node(), checks))
-            checks = [*merge([machine for machine in machines if machine[1]]), *ranks_checks(world)]
+            for host, others in world.gather((platform.node(), checks))[1:]:
+                bad = [check for check in others if check.status != "ok"]
+                checks += [check._replace(name=f"{check.name} ({host})") for check in bad]
+            checks += ranks_checks(world)
     except Exception as error:
         shows = is_first_here  # rank 0 may not be there
         checks.append(fail("ranks", f"they can't work together: {first_line(error)}"))

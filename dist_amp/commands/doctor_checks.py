@@ -7,7 +7,7 @@ import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -196,21 +196,6 @@ def folders() -> Iterator[Check]:
 
 
 # ---- with several ranks
-
-
-def merge(machines: Sequence[tuple[str, Sequence[Check]]]) -> list[Check]:
-    """The checks of all machines, (host, checks): what is ok, of the first; the rest with hosts."""
-    hosts: dict[Check, list[str]] = {}
-    for number, (host, checks) in enumerate(machines):
-        for check in checks:
-            if check.status != "ok" or number == 0:
-                hosts.setdefault(check, []).append(host)
-    found = []
-    for check, names in hosts.items():
-        if check.status != "ok" and len(names) < len(machines):
-            check = check._replace(name=f"{check.name} ({some_of(names, 4)})")
-        found.append(check)
-    return found
 
 
 def all_reduce(world: World) -> Iterator[Check]:

@@ -142,8 +142,11 @@ def run_agent(options: Namespace, ranks: int, elastic: bool) -> tuple[int, str]:
         if reports := watch.reports():
             return first_cause(reports).status, ""
         rank, failure = error.get_first_failure()
-        status = failure.exitcode if failure.exitcode > 0 else 1  # killed by a signal
-        return status, death_of(f"rank {rank} (process {failure.pid})", failure.exitcode)
+        line = f"rank {rank} (process {failure.pid}) "
+        if failure.exitcode >= 0:
+            return failure.exitcode, f"{line}ended with status {failure.exitcode} and no report"
+        hint = " (by the kernel, if the machine ran out of memory)" * (failure.exitcode == -9)
+        return 1, f"{line}was killed by {failure.signal_name()}{hint}"
     finally:
         metrics.configure(metrics.NullMetricHandler())
     return 0, ""
@@ -152,14 +155,6 @@ def run_agent(options: Namespace, ranks: int, elastic: bool) -> tuple[int, str]:
 def first_cause(reports: Sequence[Report]) -> Report:
     """The report that says why the ranks ended: an error rather than what followed from it."""
     return min(reports, key=lambda report: (not report.text, report.transient), default=Report())
-
-
-def death_of(rank: str, exit_code: int) -> str:
-    if exit_code >= 0:
-        return f"{rank} ended with status {exit_code} and reported nothing"
-    names = {int(number): number.name for number in signal.Signals}
-    hint = " (by the kernel, if the machine ran out of memory)" if exit_code == -9 else ""
-    return f"{rank} was killed by {names.get(-exit_code, f'signal {-exit_code}')}{hint}"
 
 
 def after_signal(name: str, reports: Sequence[Report], ranks: int) -> tuple[int, str]:

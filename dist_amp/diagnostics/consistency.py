@@ -10,8 +10,6 @@ Docs: docs/verification.md
 import hashlib
 import platform
 import sys
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +49,9 @@ def check_ranks_agree(target: str, config_text: str, world: World) -> None:
         return
     settings = flat(config_text)
     settings |= {key: "given" for key in PER_MACHINE if settings[key] != "off"}
-    mine: dict[str, Any] = code_hashes(target) | versions() | settings
+    python = ".".join(platform.python_version_tuple()[:2])
+    versions = {"python": python, "torch": torch.__version__}
+    mine: dict[str, Any] = code_hashes(target) | versions | settings
     expected = world.from_main(mine)
     differences = [
         f"{name} is {mine.get(name, 'absent')}, and {expected.get(name, 'absent')} on rank 0"
@@ -78,14 +78,6 @@ def code_hashes(target: str) -> dict[str, str]:
         if "/." not in name:
             hashes[name] = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
     return hashes
-
-
-def versions() -> dict[str, str]:
-    python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    found = {"python": python, "torch": torch.__version__}
-    if find_spec("datasets"):  # which a project may do without
-        found["datasets"] = version("datasets")
-    return found
 
 
 # ---- while it runs ----

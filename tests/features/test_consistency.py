@@ -54,8 +54,17 @@ def test_ranks_with_other_code_or_settings_get_each_difference_with_both_values(
         assert error.startswith(said) if what else not error
 
 
-def test_the_users_file_and_torch_are_compared_and_hidden_files_are_not(tmp_path, monkeypatch):
-    assert consistency.versions()["torch"] == torch.__version__
+def difference_with_another_torch(world):
+    with patch.object(torch, "__version__", f"2.1{world.rank}.0"):
+        return difference_of_ranks(world, "--data.path /disk", {})
+
+
+def test_ranks_with_another_torch_are_refused():
+    for error in on_ranks(2, difference_with_another_torch):
+        assert f"({platform.node()}): torch is 2.11.0, and 2.10.0 on rank 0; start all" in error
+
+
+def test_the_users_file_is_compared_and_hidden_files_are_not(tmp_path, monkeypatch):
     for name in ("step.py", ".step.py", "tasks/own.py", ".ipynb_checkpoints/step-checkpoint.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dist_amp.commands import doctor, doctor_checks
-from dist_amp.commands.doctor_checks import fail, ok, warn
+from dist_amp.commands.doctor_checks import fail, ok
 from dist_amp.distributed import machine
 
 usage = namedtuple("usage", "total used free")
@@ -103,18 +103,6 @@ def test_gpus_and_their_precisions_are_reported_and_what_torch_can_not_use_fails
     monkeypatch.setattr(doctor_checks, "run_kernel", refuse)
     expected = fail("gpu", "Fake GPU: CUDA error: no kernel image ...")
     assert next(doctor_checks.gpus()) == expected
-
-
-def test_what_is_ok_everywhere_is_said_once_and_what_fails_on_some_machines_with_their_names():
-    gpus = [ok("gpu", "4 x A"), ok("gpu", "4 x B")]
-    old, small = fail("torch", "2.0"), warn("/dev/shm", "0.06 GiB")
-    machines = [
-        ("a", [*gpus, old, ok("/dev/shm", "9 GiB")]),
-        ("b", [*gpus, old, small]),
-        ("c", [ok("gpu", "8 x A"), old, small]),
-    ]
-    merged = doctor_checks.merge(machines)
-    assert merged == [*gpus, old, ok("/dev/shm", "9 GiB"), warn("/dev/shm (b, c)", "0.06 GiB")]
 
 
 @pytest.mark.bad_input("`doctor`: ranks that do not find one another")

@@ -253,7 +253,7 @@ def test_failures_that_would_come_again_are_not_restarted(failures, restarts, el
     [
         (-9, 1, "was killed by SIGKILL (by the kernel, if the machine ran out of memory)"),
         (-1, 1, "was killed by SIGHUP"),
-        (3, 3, "ended with status 3 and reported nothing"),
+        (3, 3, "ended with status 3 and no report"),
     ],
 )
 def test_a_rank_that_ends_without_a_report_is_named_and_the_status_is_no_success(
