@@ -12,6 +12,7 @@ import posixpath
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +104,7 @@ def convert(config: DataConfig, files: Files) -> Any:
         if loader == "parquet":
             read_source(files.fs, files.paths)  # names a damaged one
         if loader == "csv":
-            tables = Tables(config, files, options.get("sep", ","))
-            builder._generate_tables = tables.of_files
+            builder._generate_tables = partial(read_tables, config, options.get("sep", ","))
     # By its ETag, a file that has changed in its store is fetched again.
     cache = str(Path(datasets.config.HF_DATASETS_CACHE) / "downloads")
     download = datasets.DownloadConfig(cache_dir=cache, use_etag=True)
@@ -113,60 +113,45 @@ def convert(config: DataConfig, files: Files) -> Any:
     return builder.as_dataset()
 
 
-class Tables:
-    """CSV files as Arrow tables: the columns of their headers, with types that fit all rows.
+def read_tables(
+    config: DataConfig, delimiter: str, files_iterables: Any, **_: Any
+) -> Iterator[tuple[int, pa.Table]]:
+    """Replaces the library's generator: CSV files as Arrow tables, read whole by pyarrow.
 
-    Each file is read twice, for the types and for the rows. Errors: DataError names the file.
+    Rows with more or fewer fields than the header are refused, or left out with a warning.
     """
+    left_out: list[str] = []
+    types: Any = {config.text_column: pa.large_string()}
 
-    def __init__(self, config: DataConfig, files: Files, delimiter: str):
-        self.delimiter = delimiter
-        self.skips = config.most_bad_samples > 0
-        self.left_out: list[str] = []  # rows with more or fewer fields than the header
-        self.types = pa.schema({config.text_column: pa.large_string()})
-        schema = pa.schema([])
-        for path in files.paths:
-            address = files.address(path)
-            try:
-                with files.fs.open(path, "rb", compression="infer") as content:
-                    table = pa.csv.read_csv(content, *self._options(address))
-                if schema.names and {*schema.names} != {*table.column_names}:
-                    names = ", ".join(table.column_names)
-                    raise pa.ArrowInvalid(f"its columns are {names}, unlike those of a file before")
-                schema = pa.unify_schemas([schema, table.schema], promote_options="permissive")
-            except pa.ArrowException as error:
-                raise DataError(
-                    f"{address} can't be read as a table: {first_line(error)}; correct it "
-                    "(data.on_bad_sample=skip leaves out rows of another number of fields)"
-                ) from error
-        self.types = schema
-        if self.left_out:
-            log.warning(
-                f"warning: rows left out for their number of fields: {len(self.left_out):,}, "
-                f"{some_of(self.left_out)}"
-            )
+    def on_invalid_row(row: Any) -> str:
+        left_out.append(f"row {row.number} of {path} (fields: {row.actual_columns})")
+        return "skip" if config.most_bad_samples else "error"
 
-    def of_files(self, files_iterables: Any, **_: Any) -> Iterator[tuple[int, pa.Table]]:
-        """Replaces the library's generator of pairs, whose first parts it does not use."""
-        for path in (path for paths in files_iterables for path in paths):
+    for path in (path for paths in files_iterables for path in paths):
+        try:
             with fsspec.open(path, "rb") as content:
-                for batch in pa.csv.open_csv(content, *self._options(path)):
-                    yield 0, pa.Table.from_batches([batch]).select(self.types.names)
-
-    def _options(self, address: str) -> tuple[Any, Any, Any]:
-        def on_invalid_row(row: Any) -> str:
-            self.left_out.append(f"{address}, row {row.number} (fields: {row.actual_columns})")
-            return "skip" if self.skips else "error"
-
-        return (
-            # In several threads rows have no numbers.
-            pa.csv.ReadOptions(use_threads=False, block_size=BLOCK_BYTES),
-            pa.csv.ParseOptions(
-                delimiter=self.delimiter,
-                newlines_in_values=True,
-                invalid_row_handler=on_invalid_row,
-            ),
-            pa.csv.ConvertOptions(column_types=self.types),
+                table = pa.csv.read_csv(
+                    content,
+                    # In several threads rows have no numbers.
+                    pa.csv.ReadOptions(use_threads=False, block_size=BLOCK_BYTES),
+                    pa.csv.ParseOptions(
+                        delimiter=delimiter,
+                        newlines_in_values=True,
+                        invalid_row_handler=on_invalid_row,
+                    ),
+                    pa.csv.ConvertOptions(column_types=types),
+                )
+        except pa.ArrowException as error:
+            raise DataError(
+                f"{path} can't be read as a table: {first_line(error)}; correct it "
+                "(data.on_bad_sample=skip leaves out rows of another number of fields)"
+            ) from error
+        types = table.schema  # of the first file, for the others
+        yield 0, table
+    if left_out:
+        log.warning(
+            f"warning: rows left out for their number of fields: {len(left_out):,}, "
+            f"{some_of(left_out)}"
         )
 
 

@@ -57,7 +57,7 @@ def test_rows_of_a_table_that_do_not_fit_its_header_can_be_left_out_and_are_name
     write(tmp_path, {"rows.csv": "text,n\nx,a,1\nb\nc,3\n"})
     for _ in range(2):  # read, and from the cache
         assert list(all_rows(path, on_bad_sample="skip")) == [{"text": "c", "n": 3}]
-    assert f"fields: 2, {path}, row 2 (fields: 3), {path}, row 3 (fields: 1)" in caplog.text
+    assert f"fields: 2, row 2 of {path} (fields: 3), row 3 of {path} (fields: 1)" in caplog.text
 
 
 def test_a_mixture_has_the_lengths_of_its_samples_so_that_they_can_be_grouped():
