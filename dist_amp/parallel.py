@@ -210,7 +210,7 @@ def build_parallel(
 
 def _replicate(config: ParallelConfig, module: nn.Module, world: World) -> Parallel:
     """DDP: a full copy on each rank, gradients averaged in buckets while backward runs."""
-    from dist_amp.scaling.reduction import CAN_FINISH, ZerosForUnused, fix_buckets, time_reduction
+    from dist_amp.scaling.reduction import ZerosForUnused, fix_buckets, time_reduction
 
     with warnings.catch_warnings():
         # torch 2.13 has a new name for it, which 2.11 does not know.
@@ -218,7 +218,6 @@ def _replicate(config: ParallelConfig, module: nn.Module, world: World) -> Paral
         model = DistributedDataParallel(
             module,
             gradient_as_bucket_view=True,
-            find_unused_parameters=not CAN_FINISH,
             broadcast_buffers=False,  # a collective per forward; `evaluating` averages them instead
         )
     if config.comm_dtype != "off":

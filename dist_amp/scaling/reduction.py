@@ -1,6 +1,6 @@
 """The end of DDP's gradient reduction: missing gradients, the order of its buckets, time waited.
 
-Without private names the waits count as backward, and DDP looks for unused parameters.
+Without private names of torch's engine the waits count as backward.
 """
 
 import re
@@ -13,10 +13,6 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_amp.clock import PhaseClock
-
-# Without it, DDP has to be made with find_unused_parameters=True, which walks the graph in every
-# forward. Asking the reducer afterwards costs 0.3 us.
-CAN_FINISH = hasattr(DistributedDataParallel, "_check_reducer_finalized")
 
 MISSING = re.compile(r"indices which did not receive grad for rank \d+: ([\d ]+)")
 
@@ -41,9 +37,9 @@ class ZerosForUnused(AbstractContextManager[Any]):
         self._parameters = [p for p in model.parameters() if p.requires_grad]
 
     def __exit__(self, kind: Any, error: BaseException | None, where: Any) -> None:
-        if kind is not None or not CAN_FINISH:
+        if kind is not None:
             return
-        try:
+        try:  # 0.3 us; DDP's find_unused_parameters walks the graph in every forward
             self._model._check_reducer_finalized()
         except RuntimeError as unfinished:
             listed = MISSING.findall(str(unfinished))
@@ -59,8 +55,6 @@ def fix_buckets(model: DistributedDataParallel) -> None:
     Otherwise it takes the order of its first backward, which differs after a resume: three or more
     ranks would sum in another order.
     """
-    if not CAN_FINISH:  # then it never rebuilds them
-        return
     reducer: Any = model.reducer
     parameters = [p for p in model.parameters() if p.requires_grad]
     reducer.prepare_for_forward()
