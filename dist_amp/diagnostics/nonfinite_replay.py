@@ -68,7 +68,7 @@ class TensorStats:
 class NonFinite:
     """The first inf or nan of a step, and where it appeared."""
 
-    phase: Literal["batch", "parameters", "forward", "loss", "backward"]
+    phase: Literal["batch", "forward", "loss", "backward"]
     module: str  # "" is the model itself
     module_class: str
     tensors: list[TensorStats]  # first what is not finite, then what it was computed from
@@ -89,7 +89,6 @@ class NonFinite:
         module = f"{self.module or 'the model'} ({self.module_class})"
         place = {
             "batch": "the batch itself",
-            "parameters": f"the parameters of {module}",
             "loss": self.module,
             "forward": f"forward of {module}",
             "backward": f"backward of {module}, in {self.operation}",
@@ -150,10 +149,6 @@ def first_nonfinite(events: Sequence[Event]) -> NonFinite | None:
     if not (bad(loss.values) or any(bad(event.values) for event in gradients)):
         return None
     calls = [event for event in events if event.kind == "forward"]
-    for event in events:
-        if event.kind == "parameter" and bad(event.values):
-            stats = labelled(event.name, bad(event.values))
-            return NonFinite("parameters", event.module, event.module_class, stats)
     if bad(loss.values):
         for call in calls:
             made = bad(call.values) and not bad(call.inputs)
@@ -181,7 +176,7 @@ def find_nonfinite(run: Run, task: Any, batch: Any, share: Tensor) -> NonFinite 
 
     batch: as a step takes it; share: what its loss is multiplied by, scalar float32.
     """
-    kinds = ("parameter", "forward", "backward")
+    kinds = ("forward", "backward")
     # Compiled code calls no hooks, and anomaly detection would raise before the cause is found.
     with stance("force_eager"), torch.autograd.set_detect_anomaly(False):
         loss, events = recorded_backward(run, task, batch, share, stats_of, kinds, inputs=True)
@@ -189,8 +184,8 @@ def find_nonfinite(run: Run, task: Any, batch: Any, share: Tensor) -> NonFinite 
     if loss.isfinite() and not share.isfinite():
         stats = stats_of([share], "world_size / weight")
         fault = NonFinite("loss", "the task's weight", "", stats)
-    if fault is None or fault.phase == "parameters":
-        return fault
+    if fault is None:
+        return None
     content = batch.batch if isinstance(batch, Padding) else batch
     stats = []
     for path, leaf in tree_flatten_with_path(content)[0]:
@@ -290,11 +285,8 @@ class NonfiniteReplay(Observer):
         faults = [result for result in results if isinstance(result, NonFinite)]
         failures = [f"rank {rank}: {cause}" for rank, cause in enumerate(results) if cause]
         if faults:
-            # Only the rank that holds a sharded parameter's bad part sees it; the others blame the
-            # module's forward.
-            first = min(faults, key=lambda fault: (fault.phase != "parameters", fault.rank))
-            other_ranks = [fault.rank for fault in faults if fault is not first]
-            self._report(replace(first, other_ranks=other_ranks))
+            first, *later = faults
+            self._report(replace(first, other_ranks=[fault.rank for fault in later]))
         elif failures:
             text = "; ".join(failures)
             world.warn(f"step {step} was skipped, and replaying it failed on {text}")

@@ -50,7 +50,7 @@ class Event:
     values: Any  # what `look` returned for the result; "update": for the step's gradient
     name: str = ""  # of the parameter, the operation, or the node of the backward graph
     inputs: Any = None  # what `look` returned for the inputs, if they are recorded
-    micro_batch: int = 0  # counting calls of loss_sum; -1 for a parameter, before the first
+    micro_batch: int = 0  # counting calls of loss_sum
     module_class: str = ""
     callers: Sequence["Event"] = ()  # the calls of modules that a forward is inside of
     nodes: range = field(default_factory=lambda: range(0))  # of the backward graph, by number
@@ -92,10 +92,6 @@ class Recorder:
     def __enter__(self) -> Self:
         for name, parameter in self._model.named_parameters():
             self._names[id(parameter)] = clean_name(name)
-            if "parameter" in self._kinds:
-                owner = name.rpartition(".")[0]
-                self._add("parameter", clean_name(owner), [parameter], clean_name(name))
-                self.events[-1].module_class = class_name(self._model.get_submodule(owner))
         module: nn.Module
         for name, module in self._model.named_modules():
             if isinstance(module, FSDPModule):

@@ -11,7 +11,7 @@ from torch import nn
 from dist_amp.diagnostics.trace import Event, Recorder, first_difference, hash_of, recorded_step
 from dist_amp.world import World
 
-KINDS = ("parameter", "forward", "loss", "backward", "gradient", "op", "update")
+KINDS = ("forward", "loss", "backward", "gradient", "op", "update")
 FP32 = ["--use_amp", "false", "--train.micro_batch_size", 4, "--train.accumulation_steps", 2]
 FULL = ["--parallel.activation_checkpointing", "full"]
 COMPILED = ["--compile.blocks", "true", "--compile.mode", "eager"]
@@ -48,7 +48,7 @@ def test_each_call_of_a_module_is_an_event_in_order_and_the_step_has_the_bits_of
     events, parameters = trace_of(World(), Shares(), KINDS)
     first = [event for event in events if event.micro_batch < 1 and event.kind != "op"]
     order = list(dict.fromkeys(event.kind for event in first))
-    assert order == ["parameter", "forward", "loss", "backward", "gradient"]
+    assert order == ["forward", "loss", "backward", "gradient"]
     names = ["head.bias", "head.weight", "shared.bias", "shared.weight"]
     assert [event.name for event in events if event.kind == "update"] == names
     assert sorted(event.name for event in first if event.kind == "gradient") == names
