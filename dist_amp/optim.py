@@ -117,7 +117,7 @@ class Schedule:
     last_lr: the last step's; scalar float32. A group's rate is lr times its lr_scale.
     """
 
-    last_factor = _factor = 1.0  # of the last step, and of the next
+    _factor = 1.0  # from the next step on
 
     def __init__(
         self,
@@ -157,7 +157,6 @@ class Schedule:
         if_skipped = self.counters + self._if_skipped
         torch.where(applied, if_applied, if_skipped, out=self.counters)
         self.last_lr.copy_(self.lr)
-        self.last_factor = self._factor
         self._look_up()
         if not self._on_device:
             self.bind()

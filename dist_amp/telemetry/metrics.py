@@ -129,7 +129,6 @@ class Metrics:
             "tokens": data.tokens,
             "samples_seen": data.position,
             "epoch": data.position / data.plan.length,
-            "lr_factor": schedule.last_factor,
             **dict(zip(MEMORY, memory_use(device), strict=True)),
         }
         self._pending = (step, interval, lap, on_host, tuple(of_task))

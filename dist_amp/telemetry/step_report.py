@@ -17,7 +17,7 @@ MAX_RANK_FOLDERS = 64
 
 # Equal on all ranks, because each is computed from sums over all ranks.
 GLOBAL_METRICS = (
-    *("loss_scale", "applied_steps", "skipped_steps", "skips_in_a_row", "lr_factor", "lr"),
+    *("loss_scale", "applied_steps", "skipped_steps", "skips_in_a_row", "lr"),
     *("weight_sum", "min_weight", "grad_norm"),
     *("applied_in_interval", "skipped_in_interval", "clipped_in_interval"),
 )

@@ -44,7 +44,6 @@ ORDER = (
     "tasks",
     "verify",
     "commands",
-    "bench",
 )
 IMPORTED_BY_NOTHING_ABOVE = {"sources", "tasks", "verify", "commands", "train"}
 
