@@ -15,32 +15,66 @@ Docs: docs/launching.md
 
 import os
 import platform
+import shutil
+import socket
+import statistics
 import sys
+import tempfile
+import time
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import NamedTuple
 
+import torch
+import torch.distributed as dist
+from packaging.requirements import Requirement
+
+from dist_amp.clock import wait_for_device
+from dist_amp.config.memory import host_memory
+from dist_amp.distributed.machine import check_dtype, driver_branch, name_of, reason_unused
+from dist_amp.distributed.process import cpu_cores, in_time
+from dist_amp.errors import first_line, some_of
+from dist_amp.settings import RunConfig
+from dist_amp.supervise.command_line import Parser, command
+from dist_amp.world import World, start
+
+GIB = 2**30
 JOIN_SECONDS = 60.0  # how long a rank may take to start; assumed
 
+# Docker's default of 64 MiB fails with the first loader workers ("Bus error"); the rest is assumed.
+LITTLE_SHARED_MEMORY = 1 * GIB
+LITTLE_DISK = 5 * GIB
+RESOLVE_SECONDS = 5.0
 
-def main(argv: Sequence[str] | None = None) -> int:
-    try:  # here, since a package that is missing or broken is a finding
-        from dist_amp.commands import doctor_checks  # noqa: F401
-        from dist_amp.supervise.command_line import exit_status
-    except (ImportError, OSError) as error:
-        fix = "pip install -e . -c launch/constraints.txt"
-        print(f"fail  packages  can't be imported ({error}); {fix}")
-        return 1
-    return exit_status(run, argv)
+# Below the median by more than this factor, a rank or a link is reported. A run reports a slow rank
+# at the same factor; links are also slowed by other traffic (assumed).
+SLOW_MATMUL, SLOW_LINK = 1.2, 2.0
+
+# A matrix product's size and an all-reduce's bytes: some milliseconds each, measured on two cores
+# and assumed on a GPU.
+MATRIX = {"cpu": 768, "cuda": 8192}
+BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
+REPEATS = 30  # of which the fastest counts: other processes only make one slower
 
 
-def run(argv: Sequence[str]) -> int:
-    from dist_amp.commands.doctor_checks import fail, machine_checks, ranks_checks
-    from dist_amp.errors import first_line
-    from dist_amp.settings import RunConfig
-    from dist_amp.supervise.command_line import Parser
-    from dist_amp.world import start
+class Check(NamedTuple):
+    """status: ok, warn or fail; text: what there is, and what to do about it."""
 
+    status: str
+    name: str
+    text: str
+
+
+ok = partial(Check, "ok")
+warn = partial(Check, "warn")
+fail = partial(Check, "fail")
+
+
+@command()
+def main(argv: Sequence[str]) -> int:
     parser = Parser("python -m dist_amp.doctor", __doc__)
     devices = ("auto", "cpu", "cuda")
     parser.add_argument("--device", default="auto", choices=devices, help="of the ranks")
@@ -52,8 +86,8 @@ def run(argv: Sequence[str]) -> int:
     shows = os.environ.get("RANK") == "0"
     try:
         with start(RunConfig(device=options.device, timeout_seconds=JOIN_SECONDS)) as world:
-            for host, others in world.gather((platform.node(), checks))[1:]:
-                bad = [check for check in others if check.status != "ok"]
+            for host, found in world.gather((platform.node(), checks))[1:]:
+                bad = [check for check in found if check.status != "ok"]
                 checks += [check._replace(name=f"{check.name} ({host})") for check in bad]
             checks += ranks_checks(world)
     except Exception as error:
@@ -62,7 +96,7 @@ def run(argv: Sequence[str]) -> int:
     return show(checks) if shows else 0
 
 
-def show(checks: Sequence[Any]) -> int:
+def show(checks: Sequence[Check]) -> int:
     """Print the checks and their numbers; return the exit status."""
     width = max(len(check.name) for check in checks)
     for check in checks:
@@ -72,6 +106,224 @@ def show(checks: Sequence[Any]) -> int:
     summary = ", ".join(f"{numbers[status]} {status}" for status in ("ok", "warn", "fail"))
     print(f"\n{summary}: {ready}", flush=True)
     return 1 if numbers["fail"] else 0
+
+
+# ---- the checks
+
+
+def machine_checks() -> list[Check]:
+    checks = (packages, gpus, precision, hostname, shared_memory, folders)
+    return results_of({check.__name__: check for check in checks})
+
+
+def ranks_checks(world: World) -> list[Check]:
+    """Every rank calls it, and gets the same."""
+    checks = (all_reduce, links, matmul)
+    return results_of({check.__name__: partial(check, world) for check in checks})
+
+
+def results_of(checks: Mapping[str, Callable[[], Iterable[Check]]]) -> list[Check]:
+    """The checks' lines; a check that itself fails is a warning."""
+    found: list[Check] = []
+    for name, check in checks.items():
+        try:
+            found += check()
+        except Exception as error:
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            found.append(warn(name, f"can't be checked ({reason})"))
+    return found
+
+
+# ---- on a machine
+
+
+def packages() -> Iterator[Check]:
+    """Check that the packages that the project needs are installed."""
+    memory = f"{host_memory() / GIB:.0f} GiB of memory, {cpu_cores()} cores"
+    yield ok("python", f"{platform.python_version()}; {memory}")
+    for requirement in map(Requirement, requires("dist_amp") or []):
+        name = requirement.name
+        if requirement.marker is not None and "extra" in str(requirement.marker):
+            continue
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            yield fail(name, f"not installed; pip install '{requirement}'")
+            continue
+        if requirement.specifier.contains(found.partition("+")[0], prereleases=True):
+            yield ok(name, found)
+        else:
+            yield fail(name, f"{found}; pip install '{requirement}'")
+
+
+def kinds_of_gpus() -> dict[str, list[int]]:
+    """{name: the numbers of these GPUs}."""
+    kinds: dict[str, list[int]] = {}
+    for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        kinds.setdefault(torch.cuda.get_device_name(number), []).append(number)
+    return kinds
+
+
+def run_kernel(device: torch.device) -> None:
+    torch.ones(1, device=device).item()
+
+
+def gpus() -> Iterator[Check]:
+    kinds = kinds_of_gpus()
+    if not kinds:
+        reason = reason_unused()
+        yield fail("gpu", reason) if reason else ok("gpu", "none: ranks run on the CPU")
+        return
+    for name, numbers in kinds.items():
+        try:
+            run_kernel(torch.device("cuda", numbers[0]))
+        except RuntimeError as error:  # such as a build of torch without code for it
+            yield fail("gpu", f"{name}: {first_line(error)}")
+            continue
+        properties = torch.cuda.get_device_properties(numbers[0])
+        yield ok("gpu", f"{len(numbers)} x {name}, {properties.total_memory / GIB:.0f} GiB")
+    if torch.version.cuda:
+        driver = driver_branch() or "unknown"
+        yield ok("driver", f"{driver}; torch is built for CUDA {torch.version.cuda}")
+    if dist.is_nccl_available():
+        yield ok("nccl", ".".join(map(str, torch.cuda.nccl.version())))
+    else:
+        yield fail("nccl", "missing in this build of torch; install one from pytorch.org")
+
+
+def precision() -> Iterator[Check]:
+    """bf16 on each kind of GPU, or on the CPU: native or emulated."""
+    gpus = [torch.device("cuda", numbers[0]) for numbers in kinds_of_gpus().values()]
+    for device in gpus or [torch.device("cpu")]:
+        warning = check_dtype("bf16", device)
+        native = f"bf16 is native on {name_of(device)}"
+        yield warn("precision", warning) if warning else ok("precision", native)
+
+
+def hostname() -> Iterator[Check]:
+    """torchrun --standalone hangs without a word where the host's name does not resolve."""
+    name = socket.gethostname()
+    try:
+        address = in_time(RESOLVE_SECONDS, lambda: socket.getaddrinfo(name, None)[0][4][0])
+        yield ok("hostname", f"{name} is {address}")
+    except OSError as error:
+        reason = error.strerror or f"no answer within {RESOLVE_SECONDS:g} s"
+        yield warn(
+            "hostname",
+            f"{name} does not resolve ({reason}), and torchrun may hang; add `127.0.0.1 {name}` to "
+            "/etc/hosts, or give torchrun --local-addr 127.0.0.1 on one machine",
+        )
+
+
+def shared_memory(path: Path = Path("/dev/shm")) -> Iterator[Check]:
+    """Loader workers pass batches through it, and NCCL and gloo use it on one machine."""
+    total, _, free = shutil.disk_usage(path)
+    found = f"{free / GIB:.2f} of {total / GIB:.2f} GiB free"
+    if free < LITTLE_SHARED_MEMORY:
+        fix = "docker run --shm-size=16g, shm_size in Compose, an emptyDir with medium: Memory in "
+        found += f": loader workers may die with `Bus error`; {fix}Kubernetes"
+        yield warn("/dev/shm", found)
+    else:
+        yield ok("/dev/shm", found)
+
+
+def folders() -> Iterator[Check]:
+    """Check that the folders of runs, datasets and temporary files are writable and have space."""
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface"))
+    for name, folder, setting in (
+        ("runs folder", Path("runs"), "--run.dir"),
+        ("data cache", home.expanduser(), "HF_HOME"),
+        ("temporary", Path(tempfile.gettempdir()), "TMPDIR"),
+    ):
+        path = folder.absolute()
+        existing = next(parent for parent in (path, *path.parents) if parent.exists())
+        fix = f"; choose another by {setting}"
+        try:
+            with tempfile.TemporaryFile(dir=existing):
+                free = shutil.disk_usage(existing).free
+        except OSError as error:
+            yield fail(name, f"{path} can't be written ({error.strerror}){fix}")
+            continue
+        found = f"{path} is writable, {free / GIB:.1f} GiB free"
+        if free < LITTLE_DISK:
+            yield warn(name, f"{found}: little for checkpoints and data{fix}")
+        else:
+            yield ok(name, found)
+
+
+# ---- with several ranks
+
+
+def all_reduce(world: World) -> Iterator[Check]:
+    """Bus bandwidth of a large all-reduce, as NCCL's tests define it; the time of a small one."""
+    size = BYTES[world.device.type]
+    large = torch.ones(size // 4, device=world.device)
+    small = torch.ones(2, device=world.device)
+    seconds = max(world.gather(fastest(world, lambda: dist.all_reduce(large))))
+    latency = max(world.gather(fastest(world, lambda: dist.all_reduce(small))))
+    bandwidth = 2 * (world.world_size - 1) / world.world_size * size / seconds
+    found = f"{bandwidth / 1e9:.2f} GB/s bus bandwidth with {size / 2**20:.0f} MiB"
+    yield ok("all-reduce", f"{found}; {latency * 1e6:.0f} us with 8 bytes")
+
+
+def links(world: World) -> Iterator[Check]:
+    """Each rank sends to the next, all at once: an all-reduce is as slow as its slowest link."""
+    out = torch.ones(BYTES[world.device.type] // 4, device=world.device)
+    into = torch.empty_like(out)
+    before = (world.rank - 1) % world.world_size
+    after = (world.rank + 1) % world.world_size
+
+    def exchange() -> None:
+        sending = dist.P2POp(dist.isend, out, after)
+        receiving = dist.P2POp(dist.irecv, into, before)
+        for work in dist.batch_isend_irecv([sending, receiving]):
+            work.wait()
+
+    rate = out.nbytes / fastest(world, exchange) / 1e9
+    kinds: dict[str, dict[str, float]] = {}
+    ranks = world.gather((platform.node(), rate))
+    for rank, (host, rate) in enumerate(ranks):
+        sender = (rank - 1) % len(ranks)
+        kind = "links in a machine" if host == ranks[sender][0] else "links between machines"
+        link = f"rank {sender} on {ranks[sender][0]} to rank {rank} on {host}"
+        kinds.setdefault(kind, {})[link] = rate
+    for kind, rates in kinds.items():
+        yield compare(kind, rates, "GB/s from each rank to the next", SLOW_LINK)
+
+
+def matmul(world: World) -> Iterator[Check]:
+    size = MATRIX[world.device.type]
+    dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+    matrix = torch.ones(size, size, device=world.device, dtype=dtype)
+    rate = 2 * size**3 / fastest(world, lambda: torch.mm(matrix, matrix)) / 1e12
+    ranks = dict(world.gather((f"rank {world.rank} on {platform.node()}", rate)))
+    unit = f"TFLOP/s in {str(dtype).removeprefix('torch.')} per rank"
+    yield compare("matmul", ranks, unit, SLOW_MATMUL)
+
+
+def compare(name: str, rates: Mapping[str, float], unit: str, factor: float) -> Check:
+    """A warning of the places whose rate is well below the median, the slowest first."""
+    median = statistics.median(rates.values())
+    found = f"{median:.3g} {unit} (median; {min(rates.values()):.3g} to {max(rates.values()):.3g})"
+    slow = sorted((rate, place) for place, rate in rates.items() if rate * factor < median)
+    if not slow:
+        return ok(name, found)
+    texts = [f"{place} is {median / rate:.1f}x slower" for rate, place in slow]
+    fix = "look there for other processes or traffic, throttled clocks or fewer cores"
+    return warn(name, f"{found}: {some_of(texts, 4)}; {fix}")
+
+
+def fastest(world: World, work: Callable[[], object]) -> float:
+    """Seconds of the fastest of some repeats, all ranks at once."""
+    seconds = []
+    for _ in range(1 + REPEATS):  # the first makes connections and chooses kernels
+        world.barrier()
+        wait_for_device(world.device)
+        began = time.perf_counter()
+        work()
+        wait_for_device(world.device)
+        seconds.append(time.perf_counter() - began)
+    return min(seconds[1:])
 
 
 if __name__ == "__main__":

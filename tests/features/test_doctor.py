@@ -13,8 +13,8 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 import torch
 
-from dist_amp.commands import doctor, doctor_checks
-from dist_amp.commands.doctor_checks import fail, ok
+from dist_amp.commands import doctor
+from dist_amp.commands.doctor import fail, ok
 from dist_amp.distributed import machine
 
 usage = namedtuple("usage", "total used free")
@@ -52,10 +52,10 @@ def version(name):
 @pytest.mark.bad_input("`doctor`: little shared memory")
 @pytest.mark.bad_input("`doctor`: a folder that can't be written, or a full disk")
 def test_each_thing_that_a_machine_lacks_is_a_check_with_the_fix(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(doctor_checks, "reason_unused", lambda: 1 / 0)
-    monkeypatch.setattr(doctor_checks, "version", version)
+    monkeypatch.setattr(doctor, "reason_unused", lambda: 1 / 0)
+    monkeypatch.setattr(doctor, "version", version)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: time.sleep(60))
-    monkeypatch.setattr(doctor_checks, "RESOLVE_SECONDS", 0.1)
+    monkeypatch.setattr(doctor, "RESOLVE_SECONDS", 0.1)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(64 * 2**20, 0, 64 * 2**20))
     (tmp_path / "file").touch()
     monkeypatch.setenv("HF_HOME", str(tmp_path / "file"))
@@ -77,8 +77,8 @@ def test_each_thing_that_a_machine_lacks_is_a_check_with_the_fix(monkeypatch, ca
 
 @pytest.mark.bad_input("`doctor`: GPUs that torch can't use, or has no code for; no NCCL")
 def test_gpus_and_their_precisions_are_reported_and_what_torch_can_not_use_fails(monkeypatch):
-    monkeypatch.setattr(doctor_checks, "reason_unused", lambda: "8 NVIDIA GPUs, and driver 525 ...")
-    assert [*doctor_checks.gpus()] == [fail("gpu", "8 NVIDIA GPUs, and driver 525 ...")]
+    monkeypatch.setattr(doctor, "reason_unused", lambda: "8 NVIDIA GPUs, and driver 525 ...")
+    assert [*doctor.gpus()] == [fail("gpu", "8 NVIDIA GPUs, and driver 525 ...")]
     properties = namedtuple("properties", "total_memory major minor")(80 * 2**30, 7, 5)
     for function, value in {
         "is_available": True,
@@ -89,20 +89,20 @@ def test_gpus_and_their_precisions_are_reported_and_what_torch_can_not_use_fails
     }.items():
         monkeypatch.setattr(torch.cuda, function, lambda *_, value=value: value)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    monkeypatch.setattr(doctor_checks, "run_kernel", lambda device: None)
-    gpu, *_, nccl = doctor_checks.gpus()
+    monkeypatch.setattr(doctor, "run_kernel", lambda device: None)
+    gpu, *_, nccl = doctor.gpus()
     assert gpu == ok("gpu", "2 x Fake GPU, 80 GiB")
     assert nccl == fail("nccl", "missing in this build of torch; install one from pytorch.org")
-    (on_gpu,) = doctor_checks.precision()
+    (on_gpu,) = doctor.precision()
     assert on_gpu.status == "warn"
     assert on_gpu.text.startswith("Fake GPU only emulates bf16, which is slower than float32; use ")
 
     def refuse(device):
         raise RuntimeError("CUDA error: no kernel image ...")
 
-    monkeypatch.setattr(doctor_checks, "run_kernel", refuse)
+    monkeypatch.setattr(doctor, "run_kernel", refuse)
     expected = fail("gpu", "Fake GPU: CUDA error: no kernel image ...")
-    assert next(doctor_checks.gpus()) == expected
+    assert next(doctor.gpus()) == expected
 
 
 @pytest.mark.bad_input("`doctor`: ranks that do not find one another")
@@ -127,9 +127,9 @@ def test_ranks_that_do_not_find_one_another_are_a_failed_check(capsys, monkeypat
 @pytest.mark.bad_input("`doctor`: a slow rank or link")
 def test_a_rank_that_is_slower_than_the_median_is_named_with_the_factor():
     even = {"rank 0 on a": 1.0, "rank 1 on a": 0.9, "rank 2 on b": 1.1}
-    check = doctor_checks.compare("matmul", even, "TFLOP/s", 1.2)
+    check = doctor.compare("matmul", even, "TFLOP/s", 1.2)
     assert check == ok("matmul", "1 TFLOP/s (median; 0.9 to 1.1)")
     slow = even | {"rank 3 on b": 0.5, "rank 4 on b": 1.0}
-    check = doctor_checks.compare("matmul", slow, "TFLOP/s", 1.2)
+    check = doctor.compare("matmul", slow, "TFLOP/s", 1.2)
     assert check.status == "warn"
     assert ": rank 3 on b is 2.0x slower; look" in check.text
