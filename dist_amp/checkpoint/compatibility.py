@@ -155,27 +155,6 @@ def continue_data(run: Run, path: Path, manifest: Manifest) -> None:
         run.data.plan = replace(plan, order=saved)
 
 
-def check_fit(
-    path: Path,
-    manifest: Manifest,
-    metadata: Metadata,
-    state: Mapping[str, Any],
-    groups: Mapping[str, int],
-) -> None:
-    """Errors: DataError for the first parameter or moment of another presence, shape or dtype."""
-    check_tensors(path, metadata, "model", state["model"])
-    if manifest.optimizer != groups:
-        raise DataError(
-            f"checkpoint {path} does not fit this optimizer: its groups and their parameters are "
-            f"{manifest.optimizer}, here {groups}"
-        )
-    # It has no moments if no step was applied before it was saved.
-    saved = {name.partition(".")[0] for name in metadata.state_dict_metadata}
-    for section in (state.keys() & saved) - {"model", "ranks"}:
-        if isinstance(state[section], dict):
-            check_tensors(path, metadata, section, state[section])
-
-
 def check_tensors(path: Path, metadata: Metadata, section: str, state: Any) -> None:
     """Errors: DataError for the first tensor of a section, such as "model", that differs."""
 

@@ -57,9 +57,15 @@ class Saver(Observer):
                 self.pending = Save(run, *take_snapshot(run), self._planner, staging)
                 if staging is None:
                     self.finish(must_succeed=wait)
-            if problem := best_metric_problem(run):
+            best = getattr(run.task, "best_metric", "loss")
+            names = run.metrics.evaluation
+            is_new = names and run.metrics.evaluated_step == run.step != run.resumed_from_step
+            if is_new and metric_name(best) not in names:
                 self.finish(must_succeed=True)
-                raise ConfigError(problem)
+                raise ConfigError(
+                    f"the task's best_metric={best!r} is not in the evaluation after step "
+                    f"{run.step}, whose checkpoint is saved: name one of {', '.join(names)}"
+                )
 
     def is_done(self) -> bool:
         """Whether nothing is being written by this rank."""
@@ -98,16 +104,3 @@ class Saver(Observer):
             # A Failure may be this rank's alone: half of the timeout of the others' collectives.
             seconds = self._run.config.run.timeout_seconds / 2
         wait([self.pending.future], seconds)
-
-
-def best_metric_problem(run: Run) -> str:
-    """Why the task's best_metric is not in the evaluation just made; "" if it is, or none was."""
-    best = getattr(run.task, "best_metric", "loss")
-    names = run.metrics.evaluation
-    is_new = names and run.metrics.evaluated_step == run.step != run.resumed_from_step
-    if not is_new or metric_name(best) in names:
-        return ""
-    return (
-        f"the task's best_metric={best!r} is not in the evaluation after step {run.step}, whose "
-        f"checkpoint is saved: name one of {', '.join(names)}"
-    )

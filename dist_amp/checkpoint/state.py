@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from dist_amp import __version__
-from dist_amp.checkpoint.compatibility import check_fit, continue_data, fingerprint
+from dist_amp.checkpoint.compatibility import check_tensors, continue_data, fingerprint
 from dist_amp.checkpoint.format import (
     Manifest,
     Reader,
@@ -35,7 +35,7 @@ from dist_amp.checkpoint.format import (
 )
 from dist_amp.config.auto import batch_statistics
 from dist_amp.distributed.process import random_state, seed_all, set_random_state
-from dist_amp.errors import CheckpointRejected
+from dist_amp.errors import CheckpointRejected, DataError
 from dist_amp.parallel import averaged_statistics, set_statistics
 from dist_amp.step import Run
 
@@ -118,7 +118,15 @@ def read_state(run: Run, reader: Reader) -> State:
         from dist_amp.scaling.frozen import expect_checksums
 
         expect_checksums(state, run.parallel.module, metadata, reader.folder)
-    check_fit(reader.folder, manifest, metadata, state, group_sizes(run))
+    check_tensors(reader.folder, metadata, "model", state["model"])
+    if manifest.optimizer != group_sizes(run):
+        raise DataError(
+            f"checkpoint {reader.folder} does not fit this optimizer: its groups and their "
+            f"parameters are {manifest.optimizer}, here {group_sizes(run)}"
+        )
+    # It has no moments if no step was applied before it was saved.
+    for section in (state.keys() & saved) - {"model", "ranks"}:
+        check_tensors(reader.folder, metadata, section, state[section])
     state |= expected_states(run, metadata.state_dict_metadata, manifest.world_size)
     read_into(state, reader, run.world)
     return state

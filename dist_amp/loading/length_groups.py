@@ -26,11 +26,6 @@ def grouped(data: DataConfig, dataset: Any, lengths: Any = None) -> Any:
             f"data.group_by_length={steps} changes the order, which data.shuffle=false keeps; use "
             "off"
         )
-    if data.pack in ("cut", "best_fit"):
-        raise ConfigError(
-            f"data.group_by_length={steps} saves no padding with data.pack={data.pack}; set one of "
-            "them to off"
-        )
     return LengthGroups(dataset, steps, lengths)
 
 

@@ -1,6 +1,5 @@
 """A dataset by micro-batches: in this process, or in workers (workers.py)."""
 
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -34,8 +33,17 @@ class Fetch:
             samples = list(read(self.dataset, indices))
         except Exception as error:
             return self._unreadable(indices, error)
-        if self.augment is not None and (failed := self._augment(samples, shard)):
-            return failed
+        if self.augment is not None:
+            rng = torch.Generator()
+            for place, index in enumerate(indices):
+                rng.manual_seed(hash((shard.augmentation, index)))
+                try:
+                    samples[place] = self.augment(samples[place], rng)
+                except Exception as error:
+                    return DataError(
+                        f"the task's augment(sample, rng) failed on sample {index}: "
+                        f"{in_one_line(error)}; fix it"
+                    )
         try:
             return self.collate(samples)
         except Exception as error:
@@ -44,17 +52,6 @@ class Fetch:
                 f"{self._odd_column(samples, indices)}{in_one_line(error)}; give all samples the "
                 "same keys, shapes and types, or the task a collate(samples)"
             )
-
-    def _augment(self, samples: list[Any], shard: Shard) -> DataError | None:
-        rng = torch.Generator()
-        for place, index in enumerate(shard.indices):
-            rng.manual_seed(hash((shard.augmentation, index)))
-            try:
-                samples[place] = self.augment(samples[place], rng)
-            except Exception as error:
-                failed = f"the task's augment(sample, rng) failed on sample {index}"
-                return DataError(f"{failed}: {in_one_line(error)}; fix it")
-        return None
 
     def _odd_column(self, samples: Sequence[Any], indices: Sequence[int]) -> str:
         """The first column of another type or shape than in the first sample, in words; or "".
@@ -93,20 +90,11 @@ class Fetch:
                 indices = (index,)
                 error = error_of_one
                 break
-        reason = f"{file_of(error)}{in_one_line(error)}; fix or remove it"
+        reason = f"{in_one_line(error)}; fix or remove it"
         if isinstance(error, DataError):
             reason = str(error)
         unread = f"{samples_text(indices)} of the {self.split} split could not be read"
         return DataError(f"{unread}: {reason}")
-
-
-def file_of(error: BaseException) -> str:
-    """The file that a library, such as PIL, had open when it failed: "FILE: "; "" if unknown."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        name = getattr(frame.f_locals.get("self"), "filename", None)
-        if isinstance(name, str) and name and name not in str(error):
-            return f"{name}: "
-    return ""
 
 
 def read(dataset: Any, indices: Sequence[int]) -> list[Any]:

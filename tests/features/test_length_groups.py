@@ -98,13 +98,12 @@ BY_ROW_GROUP = Rows(index=torch.arange(5))
 BY_ROW_GROUP.shuffled = None
 
 
-@pytest.mark.bad_input("`data.group_by_length` without lengths, padding to save or shuffling")
+@pytest.mark.bad_input("`data.group_by_length` without lengths or shuffling")
 @pytest.mark.parametrize(
     ("dataset", "lengths", "settings", "fragment"),
     [
         (FIVE, None, {}, " needs each sample's length, and a Rows has no `lengths`; write its"),
         (FIVE, lengths_of(4), {}, ": there are 4 lengths for 5 samples"),
-        (FIVE, lengths_of(5), {"pack": "cut"}, " saves no padding with data.pack=cut; set one"),
         (FIVE, lengths_of(5), {"shuffle": False}, " changes the order, which data.shuffle=false"),
         (BY_ROW_GROUP, lengths_of(5), {}, ": the data is read by row group, in an order of its"),
     ],
