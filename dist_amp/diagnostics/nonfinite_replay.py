@@ -17,11 +17,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from dist_amp.data import Batches, Indexed, Padding
-from dist_amp.diagnostics.trace import TASK, Event, call_of, recorded_backward
+from dist_amp.diagnostics.trace import TASK, Event, Operations, call_of, recorded_backward
 from dist_amp.distributed.process import random_state, set_random_state
 from dist_amp.errors import in_one_line
 from dist_amp.precision import DTYPES
@@ -276,7 +275,7 @@ class NonfiniteReplay(Observer):
                 cause = f"the task can't be copied ({in_one_line(error)})"
                 world.warn(f"step {step} was skipped, and is not taken again: {cause}")
                 return False
-            with run.parallel.no_side_effects(), NoWrites(run.parallel.module.parameters()):
+            with run.parallel.no_side_effects(), no_writes(run.parallel.module.parameters()):
                 micro_batches = data.at(position)
                 if self._random is not None:
                     set_random_state(self._random, world.device)
@@ -323,7 +322,7 @@ class NonfiniteReplay(Observer):
 def copy_of_task(run: Run) -> tuple[Any, Batches]:
     """Copies of the task, and of the data that it collates. Errors: those of copy.deepcopy.
 
-    The model and the dataset are shared: they may be large. Call the task inside `NoWrites`.
+    The model and the dataset are shared: they may be large. Call the task inside `no_writes`.
     """
     module = run.parallel.module
     dataset = run.data.fetch.dataset
@@ -336,24 +335,18 @@ def copy_of_task(run: Run) -> tuple[Any, Batches]:
     return task, data
 
 
-class NoWrites(TorchDispatchMode):
-    """Refuses operations that write to one of the tensors."""
+def no_writes(parameters: Iterable[Tensor]) -> Operations:
+    """A context that refuses operations which write to one of the parameters."""
+    storages = {storage_of(parameter.detach()) for parameter in parameters}
 
-    supports_higher_order_operators = True
-
-    def __init__(self, tensors: Iterable[Tensor]):
-        super().__init__()
-        self._storages = {storage_of(tensor.detach()) for tensor in tensors}
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def check(function: Any, args: Any) -> None:
         schema = getattr(function, "_schema", None)
         for argument, value in zip(getattr(schema, "arguments", ()), args, strict=False):
             for tensor in tree_leaves(value) if argument.is_write else ():
-                if isinstance(tensor, Tensor) and storage_of(tensor) in self._storages:
+                if isinstance(tensor, Tensor) and storage_of(tensor) in storages:
                     raise RuntimeError(f"{function} would change a parameter")
-        return function(*args, **(kwargs or {}))
+
+    return Operations(before=check)
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -212,13 +212,14 @@ class Recorder:
 
 
 class Operations(TorchDispatchMode):
-    """Calls note(function, inputs, output) after each operation of torch's dispatcher."""
+    """Calls before(function, args) and after(function, inputs, output) around each operation."""
 
-    supports_higher_order_operators = True  # compiled code has them
+    supports_higher_order_operators = True
 
-    def __init__(self, note: Callable[[Any, Any, Any], None]):
+    def __init__(self, after: Any = None, before: Any = None):
         super().__init__()
-        self._note = note
+        self._before = before
+        self._after = after
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -227,8 +228,11 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if self._before is not None:
+            self._before(function, args)
         output = function(*args, **(kwargs or {}))
-        self._note(function, (args, kwargs), output)
+        if self._after is not None:
+            self._after(function, (args, kwargs), output)
         return output
 
 
