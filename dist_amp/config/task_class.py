@@ -162,12 +162,7 @@ def args_dataclass(cls: type) -> type:
 
 def type_of(default: Any) -> Any:
     """The type of a parameter without annotation."""
-    if default is None:
-        return str | None
-    if isinstance(default, tuple | list) and default:
-        item = type(default[0])
-        return tuple[item, ...] if isinstance(default, tuple) else list[item]  # type: ignore[valid-type]
-    return type(default)
+    return str | None if default is None else type(default)
 
 
 def args_of(task: Any) -> dict[str, Any] | None:
