@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_model
-from torch import Tensor, nn
+from torch import nn
 
 from dist_amp.checkpoint.format import CONFIG, MANIFEST, all_checkpoints
 from dist_amp.checkpoint.resume import checkpoints_at, newest_valid
@@ -76,9 +76,9 @@ def main(argv: Sequence[str]) -> None:
     if options.merge:
         if not hasattr(model, "merge_and_unload"):
             raise ConfigError("--merge: this model has no adapters of peft; leave --merge out")
-        cast(model, torch.float32)  # frozen weights may be bf16, and the sum would be rounded to it
+        model.float()  # frozen weights may be bf16, and the sum would be rounded to it
         model = model.merge_and_unload()
-    cast(model, DTYPES[options.dtype])
+    model.to(DTYPES[options.dtype])
     with replacing(out) as folder:
         if options.format == "hf":
             save_for_transformers(task, model, folder)
@@ -127,17 +127,6 @@ def build_model(task: Task, config: Config) -> nn.Module:
 
 
 # --- writing
-
-
-def cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast floating-point tensors; those that share memory must share it in the file too."""
-    made: dict[Any, Tensor] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.is_floating_point():
-            memory = (tensor.data_ptr(), tensor.shape, tensor.stride())
-            if memory not in made:
-                made[memory] = tensor.data.to(dtype)
-            tensor.data = made[memory]
 
 
 def save_for_transformers(task: Any, model: Any, folder: Path) -> None:

@@ -41,7 +41,15 @@ def main(argv: Sequence[str]) -> None:
     root = shipped_folder()
     package = Path(dist_amp.__file__).parent
     parts = Parts(package, root)
-    options = parse_options(argv, parts)
+    about = "\n".join(f"  {name:<25} {each.about}" for name, each in parts.features.items())
+    parser = Parser("python -m dist_amp.new", __doc__, f"features:\n{about}")
+    parser.add_argument("name", metavar="NAME", help="the new folder, named as your package")
+    some = {"default": "", "metavar": "FEATURE,..."}
+    parser.add_argument("--with", dest="added", help="features to add, or all", **some)
+    parser.add_argument("--task", default="", metavar="FILE.py:Class", help="your task: copied")
+    parser.add_argument("--like", default="", metavar="PYPROJECT.toml", help="for dist_amp update")
+    parser.add_argument("--without", help="for dist_amp adopt", **some)
+    options = parser.parse_args(argv)
     target = Path(options.name).expanduser()
     like = {"features": DEFAULT, "source": str(package.parent)}
     if options.like:
@@ -77,18 +85,6 @@ def main(argv: Sequence[str]) -> None:
         raise Failure(f"new {target}: {error}; nothing was made") from error
     print(f"{target}: dist_amp with {', '.join(record['features'])}")
     print(f"next: cd {target} && bash launch/demo.sh")
-
-
-def parse_options(argv: Sequence[str], parts: Parts) -> Namespace:
-    about = "\n".join(f"  {name:<25} {each.about}" for name, each in parts.features.items())
-    parser = Parser("python -m dist_amp.new", __doc__, f"features:\n{about}")
-    parser.add_argument("name", metavar="NAME", help="the new folder, named as your package")
-    some = {"default": "", "metavar": "FEATURE,..."}
-    parser.add_argument("--with", dest="added", help="features to add, or all", **some)
-    parser.add_argument("--task", default="", metavar="FILE.py:Class", help="your task: copied")
-    parser.add_argument("--like", default="", metavar="PYPROJECT.toml", help="for dist_amp update")
-    parser.add_argument("--without", help="for dist_amp adopt", **some)
-    return parser.parse_args(argv)
 
 
 def check_name(target: Path) -> None:
