@@ -69,23 +69,19 @@ def from_hub(config: SourceConfig) -> Any:
 
 def from_files(config: DataConfig, files: Files) -> Any:
     """All splits of the files. Errors: DataError that names the file and, if known, the line."""
-    source = f"data.path={config.path}"
     fix = "check the files"
     try:
         with quiet_library(files):
             if files.format == "images":
                 return image_rows(files)
             if files.format == "saved":
-                fix = "write the folder again with save_to_disk, of a Dataset or DatasetDict"
                 saved = datasets.load_from_disk(files.address(files.root))
                 return saved if isinstance(saved, dict) else datasets.DatasetDict(train=saved)
             return convert(config, files)
-    except DataError as error:
-        raise DataError(f"{source}: {error}") from error
     except Exception as error:
         if files.format in ("text", "json"):
             fix = broken_line(files) + fix
-        raise not_loaded(source, error, fix) from error
+        raise not_loaded(f"data.path={config.path}", error, fix) from error
 
 
 def convert(config: DataConfig, files: Files) -> Any:
@@ -100,11 +96,10 @@ def convert(config: DataConfig, files: Files) -> Any:
     escape = glob.escape if is_local(files.fs) else files.address
     data_files = {split: [escape(path) for path in paths] for split, paths in files.splits.items()}
     builder = datasets.load_dataset_builder(loader, data_files=data_files, **options)
-    if not Path(builder.cache_dir, "dataset_info.json").exists():
-        if loader == "parquet":
-            read_source(files.fs, files.paths)  # names a damaged one
-        if loader == "csv":
-            builder._generate_tables = partial(read_tables, config, options.get("sep", ","))
+    if loader == "csv":
+        builder._generate_tables = partial(read_tables, config, options.get("sep", ","))
+    elif loader == "parquet" and not Path(builder.cache_dir, "dataset_info.json").exists():
+        read_source(files.fs, files.paths)  # names a damaged one
     # By its ETag, a file that has changed in its store is fetched again.
     cache = str(Path(datasets.config.HF_DATASETS_CACHE) / "downloads")
     download = datasets.DownloadConfig(cache_dir=cache, use_etag=True)
