@@ -431,17 +431,19 @@ def test_a_newer_checkpoint_of_another_machine_replaces_what_is_here(tmp_path, w
     assert names == [f"checkpoints/step_0000000{step}/manifest.json" for step in (4, 6)]
 
 
-def test_what_is_newest_on_a_disk_stays_and_replaces_what_was_refused(local, watched, bucket):
+@pytest.mark.parametrize("newer", [[], [9]])
+def test_what_is_newest_on_a_disk_stays_and_replaces_what_was_refused(
+    newer, local, watched, bucket
+):
     main = mirror_of(local, watched)
     main.put_new(is_last=True)
-    add_checkpoint(local, 9)
     shutil.rmtree(local / "checkpoints/step_00000004")
-    add_checkpoint(local, 4, content=b"anew!")  # and the run is killed before it is put
+    for step in (4, *newer):
+        add_checkpoint(local, step, content=b"anew!")  # and the run is killed before it is put
     pull(watched, local)
-    assert len(list(local.glob("checkpoints/step_0000000[49]/*"))) == 6
-    mirror_of(local, watched, main.claim.record["id"]).put_new(is_last=True)
-    assert list(complete(bucket)) == ["step_00000004", "step_00000009"]
     assert (local / "checkpoints/step_00000004/__0_0.distcp").read_bytes() == b"anew!"
+    mirror_of(local, watched, main.claim.record["id"]).put_new(is_last=True)
+    assert list(complete(bucket)) == [f"step_0000000{step}" for step in (4, *newer)]
 
 
 def test_what_a_command_shows_follows_the_address(local, main, watched, bucket):
@@ -468,6 +470,13 @@ def test_a_live_runs_address_is_refused_by_its_holders_name(hours, watched, monk
     monkeypatch.setattr(time, "sleep", lambda seconds: claim.renew())
     with pytest.raises(Failure, match=rf"is in use by a live run \(process {os.getpid()} on "):
         Claim(watched, "of another disk", print)
+
+
+def test_a_run_that_ends_while_another_waits_for_it_gives_its_address(watched, monkeypatch):
+    claim = Claim(watched, "", pytest.fail)
+    monkeypatch.setattr(time, "sleep", lambda seconds: claim.release())
+    again = Claim(watched, "of another disk", print)
+    assert again.read()["id"] == again.record["id"]
 
 
 @pytest.mark.bad_input("two runs at one address at once")
