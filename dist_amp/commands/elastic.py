@@ -145,7 +145,7 @@ def run_agent(options: Namespace, ranks: int, elastic: bool) -> tuple[int, str]:
         line = f"rank {rank} (process {failure.pid}) "
         if failure.exitcode >= 0:
             return failure.exitcode, f"{line}ended with status {failure.exitcode} and no report"
-        hint = " (by the kernel, if the machine ran out of memory)" * (failure.exitcode == -9)
+        hint = " (by the kernel, if memory ran out)" if failure.exitcode == -9 else ""
         return 1, f"{line}was killed by {failure.signal_name()}{hint}"
     finally:
         metrics.configure(metrics.NullMetricHandler())

@@ -251,7 +251,7 @@ def test_failures_that_would_come_again_are_not_restarted(failures, restarts, el
 @pytest.mark.parametrize(
     ("exit_code", "status", "message"),
     [
-        (-9, 1, "was killed by SIGKILL (by the kernel, if the machine ran out of memory)"),
+        (-9, 1, "was killed by SIGKILL (by the kernel, if memory ran out)"),
         (-1, 1, "was killed by SIGHUP"),
         (3, 3, "ended with status 3 and no report"),
     ],
