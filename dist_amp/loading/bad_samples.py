@@ -124,7 +124,6 @@ class BadSamples:
             entry = {
                 "split": data.split,
                 "sample": index,
-                "where": data.fetch.row_of(index),
                 "error": error,
                 "epoch": epoch,
                 "samples_seen": self.training.position,

@@ -71,15 +71,8 @@ class Fetch:
             for key in {**kinds[0], **here}:
                 kind, first = here.get(key, "missing"), kinds[0].get(key, "missing")
                 if kind != first:
-                    return f"{key} is {kind} in {self.row_of(index)}, {first} in the first: "
+                    return f"{key} is {kind} in sample {index}, {first} in the first: "
         return ""
-
-    def row_of(self, index: int) -> str:
-        """A sample, and its row in the data's files where a part of them is held out."""
-        chosen = getattr(getattr(self.dataset, "rows", self.dataset), "_indices", None)
-        if chosen is None:
-            return f"sample {index}"
-        return f"sample {index} (row {chosen.column(0)[index]} of the data)"
 
     def _unreadable(self, indices: tuple[int, ...], error: Exception) -> DataError:
         """The error for samples that can't be read; it names the first that can't be read alone."""

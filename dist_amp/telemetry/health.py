@@ -64,41 +64,35 @@ class Health(Observer):
                 ranks = f"{len(problems)} of {self._world.world_size} ranks"
                 self._world.say(f"health no gpu/* tags: {problems[0]} ({ranks})")
         self._warned: set[str] = set()
-        self._thread = threading.Thread()
-        # Made by the thread, taken by this one: step, tags, warnings.
-        self._reading: tuple[int, Tags, list[str]] = (0, {}, [])
+        self._thread: threading.Thread | None = None
+        self._reading: tuple[int, Tags] = (0, {})  # of the thread: the step, what it read
 
     def tags(self, row: LogRow) -> Tags:
         """The readings of the last log step; starts to read for the next one."""
-        _, tags = self._take_reading()
-        if not self._thread.is_alive():  # else it still waits for the driver
-            self._thread = threading.Thread(target=self._read, args=(row.step,), daemon=True)
-            self._thread.start()
+        if self._thread is not None and self._thread.is_alive():  # it waits for the driver
+            return {}
+        _, tags = self._reading
+        self._thread = threading.Thread(target=self._read, args=(row.step,), daemon=True)
+        self._thread.start()
         return tags
 
     def close(self, error: BaseException | None = None) -> None:
-        if self._thread.ident is not None:
+        if self._thread is not None:
             self._thread.join(EXIT_SECONDS)
-        self._metrics.write_rank_scalars(*self._take_reading())
+            if not self._thread.is_alive():
+                self._metrics.write_rank_scalars(*self._reading)
 
     def _read(self, step: int) -> None:
-        tags: Tags = {}
-        warnings: list[str] = []
+        tags = host_tags(of_machine=self._world.local_rank == 0)
         if self._gpu is not None:
-            tags, warnings = self._gpu.tags()
-        tags |= host_tags(of_machine=self._world.local_rank == 0)
-        self._reading = (step, tags, warnings)
-
-    def _take_reading(self) -> tuple[int, Tags]:
-        """Returns (step, tags); prints new warnings."""
-        step, tags, warnings = self._reading
-        self._reading = (0, {}, [])
-        for text in warnings:
-            if text not in self._warned:
-                self._warned.add(text)
-                where = f"rank {self._world.rank} ({platform.node()})"
-                print(f"warning: {where}, step {step}: {text}", file=sys.stderr, flush=True)
-        return step, tags
+            of_gpu, warnings = self._gpu.tags()
+            tags |= of_gpu
+            for text in warnings:
+                if text not in self._warned:
+                    self._warned.add(text)
+                    where = f"rank {self._world.rank} ({platform.node()})"
+                    print(f"warning: {where}, step {step}: {text}", file=sys.stderr, flush=True)
+        self._reading = (step, tags)
 
 
 def open_gpu(device: torch.device) -> tuple["Gpu | None", str]:
