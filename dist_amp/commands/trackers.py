@@ -30,10 +30,7 @@ class Tracker:
     def __init__(self, project: str, id: str, name: str, config: Facts): ...
 
     def log(self, number: int, step: int, seconds: float, values: Values) -> None:
-        """Add the values of a step, logged at this Unix time.
-
-        `number` counts the run's lines: one that is sent again must not be added twice.
-        """
+        """Add a step's values, logged at a Unix time; a line sent again has the same number."""
 
     def end(self, step: int, summary: Facts, values: Values, sample: str) -> None:
         """Add the run's summary, whole and as numbers, and its model's sample, if any."""

@@ -80,7 +80,7 @@ class Audit(Observer):
         with run.parallel.no_side_effects():
             micro_batch = number * run.world.world_size + rank
             seed_micro_batch(run.config.run.seed, run.step, micro_batch)
-            _, events = recorded_backward(run, run.task, batch, factor, hash_for_audit, ())
+            _, events = recorded_backward(run, run.task, batch, factor, hash_first, ())
         by_name = {event.name: event.values for event in events}
         zero = torch.zeros((), dtype=torch.int64, device=device)
         gradients = [by_name.get(name, zero) for name in self._trained]
@@ -112,10 +112,8 @@ class Audit(Observer):
         )
 
 
-def hash_for_audit(values: Sequence[Tensor]) -> Tensor:
-    """Scalar int64 on the device, of one tensor."""
-    # Zeros are as good as no gradient: DDP gives them to an idle expert after the backward.
-    return hash_tensor(values[0]) * values[0].any()
+def hash_first(values: Sequence[Tensor]) -> Tensor:
+    return hash_tensor(values[0])
 
 
 def check_settings(config: Config, world: World) -> None:
