@@ -17,10 +17,10 @@ EXAMPLES = """\
 examples:
   dist_amp train --config debug                                     one process
   dist_amp launch --task.target my_file:MyTask --run.dir runs/mine  all GPUs, or two CPU processes
-  dist_amp train --help optim                   a section of the settings below, or of their names
+  dist_amp train --help optim                   a section of the settings, or those so named
 """
 OPTIONS = {
-    "-h, --help [SECTION or word]": "Show these settings, or some of them.",
+    "-h, --help [SECTION or name]": "Show these settings, or some of them.",
     "--config FILE.toml ...": "TOML files of settings, or shipped ones by name, as demo; later "
     "files override earlier ones, and the command line overrides all of them.",
     "--print_config": "Print all settings as TOML, as a run would use them, and exit.",
@@ -33,7 +33,7 @@ torchrun --nproc_per_node=8 -m dist_amp.train, with these arguments, is the same
 
 
 def show_if_asked(argv: Sequence[str], prog: str, description: str = TRAINS) -> bool:
-    """Print what --help [SECTION or word] or --print_config asks for. Errors: ConfigError."""
+    """Print what --help [SECTION or name] or --print_config asks for. Errors: ConfigError."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("-h", "--help", nargs="?", const="")
     parser.add_argument("--print_config", "--print-config", action="store_true")

@@ -59,14 +59,11 @@ def as_typed(word: str) -> Any:
 
 
 def from_toml(value: Any, source: str) -> Setting:
-    """A setting of a file. A single value may stand for a list of one, and "None" for None."""
-    items = value if isinstance(value, list) else [value]
-    items = [os.path.expanduser(item) if isinstance(item, str) else item for item in items]
+    """A setting of a file, where "None" may stand for None."""
     text = json.dumps(value, default=str)
-    if isinstance(value, list):
-        return Setting(text, source, [items])
-    none = [None] if value == "None" else []
-    return Setting(text, source, [*none, *items, items])
+    if value == "None":
+        return Setting(text, source, [None, value])
+    return Setting(text, source, [os.path.expanduser(value) if isinstance(value, str) else value])
 
 
 def read(kind: Any, settings: Settings, prefix: str = "") -> Any:
