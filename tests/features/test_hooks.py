@@ -123,6 +123,26 @@ class OtherWeights(Tiny):
         return super().loss_sum(lambda x: call((x,)), batch)
 
 
+class Fading(nn.Linear):
+    """Scales its input by a frozen parameter that it changes."""
+
+    def __init__(self):
+        super().__init__(8, 8)
+        self.scale = nn.Parameter(torch.ones(8), requires_grad=False)
+
+    def forward(self, x):
+        self.scale.mul_(0.9)
+        return super().forward(x * self.scale.detach().clone())
+
+
+class WritesInABlock(Tiny):
+    def build_model(self):
+        return nn.Sequential(nn.Linear(8, 8), Fading(), nn.Linear(8, 1))
+
+    def blocks(self, model):
+        return [model[0], model[1]]
+
+
 @pytest.mark.bad_input("an inner gradient, or another order of blocks on a rank, under fsdp")
 @pytest.mark.parametrize(
     ("task", "said"),
@@ -132,6 +152,7 @@ class OtherWeights(Tiny):
         (OrderOfTheRank([0, 1], [1, 0]), "rank 0 calls the blocks blocks.0, blocks.1 and rank 1"),
         (OrderOfTheRank([0, 1], [0, 1, 1]), "rank 1 blocks.0, blocks.1, blocks.1, and FSDP2"),
         (OrderOfTheRank([0], [0]), "did not call its block blocks.1 (1 of 2 such), whose shards"),
+        (WritesInABlock(), "the model's forward changes its parameter 1.scale, which is lost"),
         (OtherWeights(), "the model is called with another weight of a Linear than its own, as by"),
     ],
 )

@@ -248,6 +248,28 @@ def test_a_wrong_task_fails_with_the_rule_that_it_breaks(task, said):
     assert re.search(said, text), text
 
 
+class Drawn(Tiny):
+    """Samples and augmentations are drawn at random, and collate takes the samples apart."""
+
+    def build_dataset(self, split):
+        return [{"x": torch.rand(8)} for _ in range(300)]
+
+    def augment(self, sample, rng):
+        return {"x": sample["x"] + torch.rand(8, generator=rng)}
+
+    def collate(self, samples):
+        return torch.stack([sample.pop("x") for sample in samples])
+
+
+def test_samples_are_the_same_in_every_process_and_on_every_reading():
+    batches = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        reference = reference_of(Drawn())
+        batches += [reference.batch([3, 4]), reference.batch([3, 4])]
+    assert all(torch.equal(batch, batches[0]) for batch in batches)
+
+
 def test_a_wrong_task_is_not_compared(verify):
     status, output, _ = verify("--task.target tiny:AlwaysNan --task.args.samples 300")
     assert status == 1
