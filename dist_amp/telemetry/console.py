@@ -91,7 +91,7 @@ def columns(row: LogRow, loss_scale_before: float) -> list[str]:
         parts.append(f"mfu {100 * row.rank_columns['throughput/mfu'].mean():.3g} %")
     scales = dict.fromkeys((loss_scale_before, row["loss_scale"]))
     if list(scales) != [1.0]:
-        parts.append(f"scale {' -> '.join(map(power_of_two, scales))}")
+        parts.append(f"scale {' -> '.join(f'{scale:g}' for scale in scales)}")
     if math.isfinite(row["grad_norm"]):
         parts.append(f"grad_norm {row['grad_norm']:.3g}")
     parts.append(f"lr {row['lr']:.2e}")
@@ -102,9 +102,3 @@ def columns(row: LogRow, loss_scale_before: float) -> list[str]:
 
 def duration(seconds: float) -> str:
     return str(tqdm.format_interval(seconds)).removeprefix("0")
-
-
-def power_of_two(scale: float) -> str:
-    """Such as 2^16; the number itself if it is none."""
-    mantissa, exponent = math.frexp(scale)
-    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"
