@@ -298,8 +298,7 @@ def lay_out(
     blocks: list[nn.Module] = []
     units: list[nn.Module] = []
     compiled = replace(config.compile, blocks=False)
-    asked = config.compile.blocks
-    if asked and (asked != "auto" or present("scaling.compile")):
+    if config.compile.blocks and present("scaling.compile"):
         from dist_amp.scaling.compile import pick_compile
 
         compiled = pick_compile(config, strategy, task, module, world)

@@ -7,11 +7,12 @@ import shutil
 import subprocess
 import sys
 import venv
-from importlib.metadata import Distribution, PackageNotFoundError, distribution, requires
+from importlib.metadata import Distribution, distribution
 from pathlib import Path
 
 from forked import ROOT
-from packaging.requirements import Requirement
+
+from dist_amp.commands.new import needed_by
 
 TORCHRUN = "#!{python}\nfrom torch.distributed.run import main\n\nmain()\n"
 NOT_COPIED = shutil.ignore_patterns("__pycache__", "build", "*.egg-info", ".*_cache")
@@ -56,31 +57,12 @@ def install(wheel: Path, folder: Path) -> Path:
     (packages,) = folder.glob("lib/python*/site-packages")
     (metadata,) = packages.glob("dist_amp-*.dist-info")
     lines = Distribution.at(metadata).requires or []
-    for name in needed_by([line for line in lines if "extra ==" not in line]):
+    for name in needed_by(line for line in lines if "extra ==" not in line):
         link_files(distribution(name), packages)
     torchrun = folder / "bin/torchrun"
     torchrun.write_text(TORCHRUN.format(python=python))
     torchrun.chmod(0o755)
     return folder / "bin"
-
-
-def needed_by(requirements: list[str]) -> set[str]:
-    """Names of the installed packages that these need, directly or not."""
-    needed: set[str] = set()
-    ahead = list(map(Requirement, requirements))
-    while ahead:
-        user = ahead.pop()
-        environments = [{"extra": extra} for extra in ("", *user.extras)]
-        try:
-            lines = requires(user.name) or []
-        except PackageNotFoundError:  # of another platform
-            continue
-        if user.name not in needed:
-            needed.add(user.name)
-            for need in map(Requirement, lines):
-                if need.marker is None or any(map(need.marker.evaluate, environments)):
-                    ahead.append(need)
-    return needed
 
 
 def link_files(found: Distribution, packages: Path) -> None:

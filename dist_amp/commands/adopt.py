@@ -10,7 +10,8 @@ by a merge, as `dist_amp update` does, so that your edits stay.
 import sys
 from collections.abc import Sequence
 
-from dist_amp.commands.update import find_project, make_again
+from dist_amp.commands.update import BRANCH, find_project, make_again
+from dist_amp.errors import ConfigError
 from dist_amp.supervise.command_line import Parser, command
 
 
@@ -24,6 +25,11 @@ def main(argv: Sequence[str]) -> int:
         parser.error("name a feature to add, or one to --remove")
     root, record = find_project()
     added, removed = ",".join(options.features), ",".join(options.remove)
+    if there := [name for name in added.split(",") if name in record["features"]]:
+        raise ConfigError(
+            f"adopt {there[0]}: the project has it already; leave it out, or bring back a file "
+            f"that you deleted: git checkout {BRANCH} -- FILE"
+        )
     return make_again(root, record, record["commit"], added, removed)
 
 

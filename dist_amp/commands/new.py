@@ -1,8 +1,8 @@
-"""python -m dist_amp.new NAME [--with FEATURE,...] [--task FILE.py:Class]
+"""python -m dist_amp.new NAME [--with FEATURE,...] [--task FILE.py:Class] [--yes]
 
 Make a project of your own in the folder NAME: your package NAME with a task to start from, and
 beside it dist_amp with the features that you choose, tests, configs and scripts. Without a choice
-it trains by DDP and FSDP2, resumes and reports.
+it trains by DDP and FSDP2, resumes and reports. On a terminal without arguments it asks.
 
     dist_amp new my_project
     dist_amp new my_project --with ema,slurm --task my_file.py:MyTask
@@ -16,24 +16,32 @@ import sys
 import tempfile
 import tomllib
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from importlib import metadata
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from string import Template
 from typing import Any
 
 import tomli_w
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import dist_amp
-from dist_amp.commands.parts import Parts
-from dist_amp.commands.update import BRANCH, COMMITTER, git
+from dist_amp.commands.parts import Parts, closure, imports_of
+from dist_amp.commands.update import BRANCH, git, user_of
+from dist_amp.config.features import METHODS, SETTINGS
 from dist_amp.errors import ConfigError, Failure, nearest_name
 from dist_amp.files import shipped_folder
 from dist_amp.supervise.command_line import Parser, command
 
 DEFAULT = ("console", "demo", "explain", "launch", "watchdog")
-OF_EACH_PROJECT = ("configs", "launch", "runs", "tests")  # folders
-OF_THE_CLONE = ("bench", "clone", "docs", "engines")  # extras that no project needs
+# Imported names that differ from the distribution's.
+DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "pynvml": "nvidia-ml-py"}
+DISTRIBUTIONS |= {"mlflow": "mlflow-skinny"}
+ALWAYS = {"torch", "tensorboard", "numpy"}  # torch imports the others
 
 
 @command("; nothing was made")
@@ -41,21 +49,13 @@ def main(argv: Sequence[str]) -> None:
     root = shipped_folder()
     package = Path(dist_amp.__file__).parent
     parts = Parts(package, root)
-    about = "\n".join(f"  {name:<25} {each.about}" for name, each in parts.features.items())
-    parser = Parser("python -m dist_amp.new", __doc__, f"features:\n{about}")
-    parser.add_argument("name", metavar="NAME", help="the new folder, named as your package")
-    some = {"default": "", "metavar": "FEATURE,..."}
-    parser.add_argument("--with", dest="added", help="features to add, or all", **some)
-    parser.add_argument("--task", default="", metavar="FILE.py:Class", help="your task: copied")
-    parser.add_argument("--like", default="", metavar="PYPROJECT.toml", help="for dist_amp update")
-    parser.add_argument("--without", help="for dist_amp adopt", **some)
-    options = parser.parse_args(argv)
+    options = parse_options(argv, parts)
     target = Path(options.name).expanduser()
-    like = {"features": DEFAULT, "source": str(package.parent)}
+    like = {"features": DEFAULT}
     if options.like:
-        like |= tomllib.loads(Path(options.like).read_text(encoding="utf-8"))["tool"]["dist_amp"]
+        like = tomllib.loads(Path(options.like).read_text(encoding="utf-8"))["tool"]["dist_amp"]
     else:
-        check_name(target)
+        check_name(target, root)
     file, _, task = (options.task or f"{root}/template/NAME/task.py:Example").rpartition(":")
     path = Path(file).expanduser()
     code = path.read_text(encoding="utf-8") if path.is_file() else ""
@@ -63,52 +63,85 @@ def main(argv: Sequence[str]) -> None:
         raise ConfigError(
             f"--task {options.task} must be FILE.py:Class, a class in a file that exists"
         )
-    record = {
-        "name": target.name,
-        "version": dist_amp.__version__,
-        "commit": commit_of(package.parent),
-        "source": like["source"],
-        "task": task,
-        "features": choose(parts, like["features"], options),
-    }
+    source, commit = source_of(package.parent)
     try:
+        record = {
+            "name": target.name,
+            "version": dist_amp.__version__,
+            "commit": commit,
+            "source": like.get("source") or source,
+            "task": task,
+            "features": choose(parts, like["features"], options, code),
+        }
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as temporary:
             folder = Path(temporary, target.name)
             write_project(folder, root, parts, record, path)
             git(folder, "init", "--quiet", "--initial-branch=main")
             git(folder, "add", "--all")
             words = ["-c", "commit.gpgsign=false", "commit", "--quiet", "--no-verify"]
-            git(folder, *COMMITTER, *words, "-m", f"Made by dist_amp {dist_amp.__version__}")
+            git(folder, *user_of(folder), *words, "-m", f"Made by dist_amp {dist_amp.__version__}")
             git(folder, "branch", BRANCH)
             folder.rename(target)
+    except SyntaxError as error:
+        raise ConfigError(f"new {target}: {error}; fix this file") from None
     except OSError as error:
         raise Failure(f"new {target}: {error}; nothing was made") from error
     print(f"{target}: dist_amp with {', '.join(record['features'])}")
     print(f"next: cd {target} && bash launch/demo.sh")
 
 
-def check_name(target: Path) -> None:
+def parse_options(argv: Sequence[str], parts: Parts) -> Namespace:
+    about = "\n".join(f"  {name:<25} {each.about}" for name, each in parts.features.items())
+    parser = Parser("python -m dist_amp.new", __doc__, f"features:\n{about}")
+    parser.add_argument("name", nargs="?", default="", help="the new folder, named as your package")
+    some = {"default": "", "metavar": "FEATURE,..."}
+    parser.add_argument("--with", dest="added", help="features to add, or all", **some)
+    parser.add_argument("--task", default="", metavar="FILE.py:Class", help="your task: copied")
+    parser.add_argument("--yes", action="store_true", help="ask nothing")
+    parser.add_argument("--like", default="", metavar="PYPROJECT.toml", help="for dist_amp update")
+    parser.add_argument("--without", help="for dist_amp adopt", **some)
+    options = parser.parse_args(argv)
+    if not options.name and not options.yes and sys.stdin.isatty() and sys.stdout.isatty():
+        options.name = input("name of your package: ").strip()
+        print(about)
+        options.added = input("features besides the main job, such as ema,compile: ")
+        options.task = input("your task, as FILE.py:Class, or nothing for an example: ").strip()
+    if not options.name:
+        raise ConfigError("new: give the project a name, such as: dist_amp new my_project")
+    return options
+
+
+def check_name(target: Path, root: Path) -> None:
     """Errors: ConfigError for what exists, can't be a package's name, or is another module's."""
     name = target.name
+    places = [root / name, root / f"tests/{name}.py", root / f"tests/{name}"]
     if target.exists():
         reason = "this exists"
     elif not (name.isascii() and name.isidentifier() and not keyword.iskeyword(name)):
         reason = "a package's name has letters, digits and _, and is no word of Python"
-    elif name in OF_EACH_PROJECT or ((spec := find_spec(name)) and spec.origin):
-        reason = f"{name} is the name of a module, or of a folder in each project"
+    elif (
+        name == "runs"
+        or any(place.exists() for place in places)
+        or ((spec := find_spec(name)) and spec.origin)
+    ):
+        reason = f"{name} is the name of a module, or of something in each project"
     else:
         return
-    raise ConfigError(f"new {target}: {reason}; use another name, such as my_project")
+    other = re.sub(r"\W", "_", name).strip("_")
+    raise ConfigError(f"new {target}: {reason}; use another name, such as my_{other}")
 
 
-def choose(parts: Parts, present: Sequence[str], options: Namespace) -> list[str]:
-    """The features that are present or added, less those to leave out, with all that they need."""
+def choose(parts: Parts, present: Sequence[str], options: Namespace, code: str) -> list[str]:
+    """The features that are present, added, or read methods of the task's code, less those to leave
+    out, with all that they need.
+    """
     added, left_out = (re.findall(r"[^\s,]+", text) for text in (options.added, options.without))
     for word in (*added, *left_out):
         if word not in (*parts.features, "all"):
             near = nearest_name(word, parts.features)
             hint = f"did you mean {near}?" if near else "dist_amp new --help lists them"
             raise ConfigError(f"there is no feature {word}; {hint}")
+    added += [name.rpartition(".")[2] for method, name in METHODS if f" def {method}(" in code]
     selected = parts.features.keys() & {*present, *added} if "all" not in added else parts.features
     chosen = parts.chosen(name for name in selected if name not in left_out)
     for name in left_out:
@@ -118,17 +151,21 @@ def choose(parts: Parts, present: Sequence[str], options: Namespace) -> list[str
     return chosen
 
 
-def commit_of(folder: Path) -> str:
-    """The commit that these files are of; "" outside of git, and if files differ from it."""
-    if not (folder / ".git").exists() or git(folder, "status", "--porcelain"):
-        return ""
-    return git(folder, "rev-parse", "HEAD")
+def source_of(root: Path) -> tuple[str, str]:
+    """Returns (the clone's remote if that has this commit, else this folder; the commit, or "" if
+    there is none or files differ from it).
+    """
+    if not (root / ".git").exists() or git(root, "status", "--porcelain"):
+        return str(root), ""
+    url = git(root, "config", "--default=", "remote.origin.url")
+    is_there = git(root, "branch", "--remotes", "--contains", "HEAD")
+    return url if url and is_there else str(root), git(root, "rev-parse", "HEAD")
 
 
 def write_project(
     folder: Path, root: Path, parts: Parts, record: dict[str, Any], task: Path
 ) -> None:
-    """Write whole files of the clone, or of what pip installed, and the filled-in templates.
+    """Whole files of the clone, or of what pip installed, and the filled-in templates.
 
     record: for [tool.dist_amp]. task: the file with the user's task.
     """
@@ -141,20 +178,18 @@ def write_project(
         shutil.copy(path, folder / file)
     for path in (root / "configs").glob("*.toml"):
         text = path.read_text(encoding="utf-8")
-        if "target" not in tomllib.loads(text).get("task", {}):
-            text += f'\n[task]\ntarget = "{name}.task:{record["task"]}"\n'
-        (folder / "configs" / path.name).write_text(text, encoding="utf-8")
+        if path.name != "demo.toml" and is_usable(text, parts, files):
+            if "target" not in tomllib.loads(text).get("task", {}):
+                text += f'\n[task]\ntarget = "{name}.task:{record["task"]}"\n'
+            (folder / "configs" / path.name).write_text(text, encoding="utf-8")
     pyproject = (root / "pyproject.toml").read_text(encoding="utf-8")
-    project = tomllib.loads(pyproject)["project"]
-    extras = project["optional-dependencies"]
-    extras["test"][0] = f"{name}[hf,images,float8,plot]"
-    extras = {extra: lines for extra, lines in extras.items() if extra not in OF_THE_CLONE}
+    dependencies, extras = requirements(files, task, tomllib.loads(pyproject)["project"])
     tools = pyproject[pyproject.index("[tool.pytest") : pyproject.index("[dependency-groups]")]
     features = [(feature, parts.features[feature]) for feature in record["features"]]
     words = {
         "name": name,
         "task": record["task"],
-        "requirements": tomli_w.dumps({"dependencies": project["dependencies"]}),
+        "requirements": tomli_w.dumps({"dependencies": dependencies}),
         "extras": tomli_w.dumps(extras),
         "record": tomli_w.dumps(record),
         "tools": tools.replace(', "examples"]', "]").rstrip(),
@@ -164,6 +199,67 @@ def write_project(
         file = str(path.relative_to(root / "template").with_suffix("")).replace("NAME", name)
         text = Template(path.read_text(encoding="utf-8")).substitute(words)
         (folder / file).write_text(text, encoding="utf-8")
+    needed = needed_by([*dependencies, *chain(*extras.values())])
+    pins = (root / "launch/constraints.txt").read_text(encoding="utf-8").splitlines()
+    lines = ["# The versions that dist_amp was tested with, of what pyproject.toml requires."]
+    lines += [line for line in pins if line[0] != "#" and distribution(line) in needed]
+    (folder / "launch/constraints.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def is_usable(config: str, parts: Parts, files: Iterable[str]) -> bool:
+    """Whether these files have all that a config's text and settings name."""
+    named = parts.named_in(config)
+    sections = tomllib.loads(config)
+    for key, free, feature in SETTINGS:
+        section, name = key.split(".")
+        if sections.get(section, {}).get(name, free[0]) not in free:
+            named.add(f"dist_amp/{feature.replace('.', '/')}.py")
+    return named.issubset(files)
+
+
+def requirements(
+    files: dict[str, Path], task: Path, ours: dict[str, Any]
+) -> tuple[list[str], dict[str, list[str]]]:
+    """Returns this package's (dependencies, extras) that a project's files import."""
+    code = [path for file, path in files.items() if re.match(r"(?!tests/).*\.py$", file)]
+    used = ALWAYS.union(*(distributions(imports_of(path)) for path in code))
+    optional = ours["optional-dependencies"]
+    known = map(distribution, [*ours["dependencies"], *chain(*optional.values())])
+    dependencies = [line for line in ours["dependencies"] if distribution(line) in used]
+    dependencies += sorted(distributions(imports_of(task)).difference(known))
+    extras = {
+        extra: lines
+        for extra, lines in optional.items()
+        if extra not in ("test", "bench") and used & set(map(distribution, lines))
+    }
+    for_tests, *tools = optional["test"]  # dist_amp[hf,...], and what tests are run by
+    more = [extras.get(extra, []) for extra in sorted(Requirement(for_tests).extras)]
+    return dependencies, {**extras, "test": [*tools, *chain(*more)]}
+
+
+def distributions(imports: Iterable[str]) -> set[str]:
+    """The distributions of modules' dotted names, but for dist_amp and Python's own."""
+    modules = {name.partition(".")[0] for name in imports}
+    modules -= {"dist_amp", *sys.stdlib_module_names}
+    return {canonicalize_name(DISTRIBUTIONS.get(name, name)) for name in modules}
+
+
+def distribution(requirement: str) -> str:
+    return canonicalize_name(Requirement(requirement).name)
+
+
+def needed_by(requirements: Iterable[str]) -> set[str]:
+    """Names of what these need, directly or not, as far as it is installed here."""
+
+    def needs(line: str) -> Iterator[str]:
+        user = Requirement(line)
+        with suppress(metadata.PackageNotFoundError):
+            for need in map(Requirement, metadata.requires(user.name) or ()):
+                extras = [{"extra": extra} for extra in ("", *user.extras)]
+                if need.marker is None or any(map(need.marker.evaluate, extras)):
+                    yield str(need)
+
+    return {distribution(line) for line in closure(requirements, needs)}
 
 
 if __name__ == "__main__":

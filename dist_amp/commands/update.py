@@ -20,7 +20,6 @@ from dist_amp.errors import ConfigError
 from dist_amp.supervise.command_line import Parser, command
 
 BRANCH = "dist_amp"  # has the files as they were made, without later edits
-COMMITTER = ("-c", "user.name=dist_amp", "-c", "user.email=dist_amp@localhost")
 
 
 @command("; git status shows what is left to do")
@@ -41,6 +40,13 @@ def git(folder: Path, *words: str, ok: Sequence[int] = (0,)) -> str:
     if done.returncode not in ok:
         raise ConfigError(f"git failed: {' '.join((done.stderr or done.stdout).split())}")
     return done.stdout.strip()
+
+
+def user_of(folder: Path) -> list[str]:
+    """Options for who commits, where git knows no user."""
+    if git(folder, "config", "--default=", "user.email"):
+        return []
+    return ["-c", "user.name=dist_amp", "-c", "user.email=dist_amp@localhost"]
 
 
 def find_project() -> tuple[Path, dict[str, Any]]:
@@ -98,10 +104,10 @@ def make_again(
     # The branch comes first: if the merge is refused or stopped, the next update merges it.
     if git(root, "diff", "--name-only", BRANCH, "FETCH_HEAD", "--"):
         tree = ("FETCH_HEAD^{tree}", "-p", BRANCH, "-m", title)
-        made_now = git(root, *COMMITTER, "commit-tree", *tree)
+        made_now = git(root, *user_of(root), "commit-tree", *tree)
         git(root, "branch", "--force", BRANCH, made_now)
     words = ["merge", "--no-ff", "--stat", "-m", f"Merge {title}", BRANCH]
-    print(git(root, *COMMITTER, *words, ok=(0, 1)))
+    print(git(root, *user_of(root), *words, ok=(0, 1)))
     if conflicts := git(root, "ls-files", "--unmerged"):
         print("resolve the conflicts, git add or git rm each file, then: git commit")
         print("or undo all: git merge --abort")

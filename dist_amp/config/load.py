@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dist_amp.config.features import check_features
 from dist_amp.config.suggestions import removed, unknown
 from dist_amp.config.task_class import (
     GIVEN,
@@ -18,7 +19,7 @@ from dist_amp.config.task_class import (
 )
 from dist_amp.config.text import leaves
 from dist_amp.config.values import Settings, UnknownKey, from_toml, from_words, read
-from dist_amp.errors import ConfigError
+from dist_amp.errors import MASK, ConfigError
 from dist_amp.files import present, shipped_folder
 from dist_amp.settings import Config, TaskConfig
 
@@ -38,7 +39,16 @@ def load_config(argv: Sequence[str] = (), environ: Mapping[str, str] = os.enviro
     settings = collect(argv, environ)
     if any(key.startswith("precision.") or key.endswith("_dtype") for key in settings):
         settings.setdefault("precision.dtype", from_toml("bf16", "by default"))
-    return config_of(settings, task_in(settings))
+    for key, setting in settings.items():
+        if key.startswith("task.args.") and MASK in setting.text:
+            raise ConfigError(
+                f"{key} {setting.source} is masked, because a run writes no secrets; give it on "
+                f"the command line, or as {ENVIRONMENT_PREFIX}{key.upper().replace('.', '__')}"
+            )
+    task = task_in(settings)
+    config = config_of(settings, task)
+    check_features(config, task)
+    return config
 
 
 def config_of(settings: Settings, task: type) -> Config:

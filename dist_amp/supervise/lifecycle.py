@@ -174,8 +174,7 @@ def add_observers(run: ScriptRun, stop: AgreedStop) -> None:
 
         add(Audit(run))
     nonfinite = None
-    asked = config.debug.nonfinite
-    if asked != "off" and (asked == "step" or present("diagnostics.nonfinite_replay")):
+    if config.debug.nonfinite != "off" and present("diagnostics.nonfinite_replay"):
         from dist_amp.diagnostics.nonfinite_replay import NonfiniteReplay
 
         nonfinite = NonfiniteReplay(run)
@@ -210,12 +209,11 @@ def add_observers(run: ScriptRun, stop: AgreedStop) -> None:
         from dist_amp.supervise.sampling import Sampling
 
         add(Sampling(run))
-    if hasattr(run.task, "on_step") or present("supervise.callbacks"):
+    if present("supervise.callbacks"):
         from dist_amp.supervise.callbacks import Callbacks
 
         add(Callbacks(run, stop))
-    notice = config.run.eviction_notice
-    if notice != "off" and (notice != "auto" or present("supervise.eviction")):
+    if config.run.eviction_notice != "off" and present("supervise.eviction"):
         from dist_amp.supervise.eviction import EvictionNotice
 
         add(EvictionNotice(run, stop))

@@ -9,14 +9,9 @@ import tomllib
 import built_wheel
 import pytest
 from conftest import ROOT
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
+from dist_amp.commands.new import distribution, distributions
 from dist_amp.commands.parts import imported
-
-# Imported names that differ from the distribution's.
-DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "pynvml": "nvidia-ml-py"}
-DISTRIBUTIONS |= {"mlflow": "mlflow-skinny"}
 
 # Which extra each optional module is for.
 NEEDS_EXTRA = {
@@ -36,14 +31,7 @@ def declared(*extras):
     """The distributions that pyproject.toml names, of the base package and of these extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     groups = [project["dependencies"], *(project["optional-dependencies"][name] for name in extras)]
-    return {canonicalize_name(Requirement(line).name) for group in groups for line in group}
-
-
-def distributions(imports):
-    """The distributions of modules' dotted names, but for dist_amp and Python's own."""
-    modules = {name.partition(".")[0] for name in imports}
-    modules -= {"dist_amp", *sys.stdlib_module_names}
-    return {canonicalize_name(DISTRIBUTIONS.get(name, name)) for name in modules}
+    return {distribution(line) for group in groups for line in group}
 
 
 def undeclared(path):

@@ -20,7 +20,7 @@ from dist_amp.config.task_class import find_task
 
 CHOICES = {
     "bare": ["--without", "demo,launch,console"],
-    "my_project": ["--with", "ema,slurm"],
+    "my_project": ["--with", "ema,slurm", "--yes"],
     "everything_there_is": ["--with", "all"],
 }
 PARTS = Parts(ROOT / "dist_amp", ROOT)
@@ -84,8 +84,8 @@ def test_types_pass(root, tmp_path):
     call(root, sys.executable, "-m", "mypy", "--cache-dir", str(tmp_path))
 
 
-def test_readme_and_scripts_name_only_what_is_there_and_configs_train_the_projects_task(root):
-    paths = [root / "README.md", *(root / "launch").iterdir()]
+def test_readme_configs_and_scripts_name_only_what_is_there(root):
+    paths = [root / "README.md", *(root / "configs").glob("*.toml"), *(root / "launch").iterdir()]
     text = "\n".join(path.read_text() for path in paths if path.name != "demo.sh")
     absent = {file for file in PARTS.files if not (root / file).exists()}
     assert PARTS.named_in(text) & absent <= {"dist_amp/commands/new.py"}
@@ -95,19 +95,23 @@ def test_readme_and_scripts_name_only_what_is_there_and_configs_train_the_projec
         name = word.strip(".,:;'\"|")
         if name.startswith(("launch/", "configs/", "dist_amp/")) and "=" not in name:
             assert (root / name).exists(), name
-    for name in ("demo", "ddp_bf16"):
-        target = tomllib.loads((root / f"configs/{name}.toml").read_text())["task"]["target"]
-        assert target == f"{root.name}.task:Example"
 
 
-def test_dependencies_are_those_of_dist_amp_without_what_only_a_clone_needs(root):
-    project, ours = (pyproject(folder)["project"] for folder in (root, ROOT))
-    assert project["dependencies"] == ours["dependencies"]
-    extras, ours = (each["optional-dependencies"] for each in (project, ours))
-    assert ours.keys() - extras.keys() == {"bench", "clone", "docs", "engines"}
-    tests, *tools = extras["test"]
-    assert (tests, tools) == (f"{root.name}[hf,images,float8,plot]", ours["test"][1:])
-    assert {name: extras[name] for name in ("hf", "gpu")} == {"hf": ours["hf"], "gpu": ours["gpu"]}
+@pytest.mark.parametrize(("name", "has"), [("bare", False), ("everything_there_is", True)])
+def test_dependencies_and_pins_are_those_of_what_was_chosen(name, has, made):
+    content = pyproject(made[name])["project"]
+    names = {new.distribution(line) for line in content["dependencies"]}
+    assert {"torch", "tensorboard", "pydantic"} <= names
+    assert ("safetensors" in names) == has
+    extras = content["optional-dependencies"]
+    assert {"bench", "docs", "engines", "clone"}.isdisjoint(extras)
+    assert ("hf" in extras, list(extras) == ["test"]) == (has, not has)
+    assert ("transformers>=5.23" in extras["test"]) == has
+    pins = (made[name] / "launch/constraints.txt").read_text()
+    assert "\ntorch==" in pins
+    assert "\nsympy==" in pins, "which torch needs"
+    assert ("\ntransformers==" in pins) == has
+    assert "matplotlib" in new.needed_by(["dist_amp[plot]"]) - new.needed_by(["dist_amp"])
 
 
 def test_help_lists_each_feature_with_the_first_sentence_of_its_docstring(capsys):
@@ -117,11 +121,33 @@ def test_help_lists_each_feature_with_the_first_sentence_of_its_docstring(capsys
     assert "slurm                     Train under Slurm: one torchrun per node" in said
 
 
-def test_a_task_of_the_users_is_copied_and_trained(tmp_path):
-    (tmp_path / "curve.py").write_text("class Curve:\n    pass\n")
-    assert new.main([f"{tmp_path}/mine", "--task", f"{tmp_path}/curve.py:Curve"]) == 0
-    assert (tmp_path / "mine/mine/task.py").read_text() == (tmp_path / "curve.py").read_text()
-    assert 'target = "mine.task:Curve"' in (tmp_path / "mine/configs/demo.toml").read_text()
+TASK = """import einops
+import torch
+from torch import nn
+
+
+class Curve:
+    def build_model(self):
+        return nn.Linear(4, 1)
+
+    def on_step(self, run, report):
+        pass
+"""
+
+
+def test_on_a_terminal_it_asks_and_a_task_of_the_users_brings_what_it_needs(tmp_path, monkeypatch):
+    (tmp_path / "curve.py").write_text(TASK)
+    root = tmp_path / "mine"
+    answers = iter([str(root), "ema, slurm", f"{tmp_path}/curve.py:Curve"])
+    monkeypatch.setattr("builtins.input", lambda text: next(answers))
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
+    assert new.main([]) == 0
+    assert (root / "mine/task.py").read_text() == TASK
+    assert 'target = "mine.task:Curve"' in (root / "configs/demo.toml").read_text()
+    features = pyproject(root)["tool"]["dist_amp"]["features"]
+    assert {"ema", "many_nodes", "callbacks"} <= set(features), "who reads on_step?"
+    assert pyproject(root)["project"]["dependencies"][-1] == "einops"
 
 
 def test_a_task_that_a_project_lacks_is_named_with_how_to_get_it(monkeypatch):
@@ -135,17 +161,18 @@ def test_a_task_that_a_project_lacks_is_named_with_how_to_get_it(monkeypatch):
 TASK_RULE = "must be FILE.py:Class, a class in a file that exists"
 BAD = [
     (["my-project"], "a package's name has letters, digits and _, and is no word of Python"),
-    (["class"], "use another name, such as my_project"),
+    (["class"], "use another name, such as my_class"),
     (["torch"], "torch is the name of a module"),
     (["dist_amp"], "dist_amp is the name of a module"),
-    (["tests"], "or of a folder in each project; use another name, such as my_project"),
+    (["tiny"], "or of something in each project; use another name, such as my_tiny"),
     (["taken"], "new taken: this exists; use another name"),
     (["no/where"], "No such file or directory"),
     (["x", "--with", "emma"], "there is no feature emma; did you mean ema?"),
     (["x", "--with", "slurm", "--without", "launch"], "launch is needed by many_nodes, slurm; "),
     (["x", "--task", "no.py:T"], f"--task no.py:T {TASK_RULE}"),
     (["x", "--task", "mine.py:T"], f"--task mine.py:T {TASK_RULE}"),
-    ([], "the following arguments are required: NAME"),
+    (["x", "--task", "broken.py:T"], "new x: invalid syntax (broken.py, line 3)"),
+    ([], "new: give the project a name"),
 ]
 
 
@@ -156,6 +183,7 @@ BAD = [
 def test_what_can_not_be_made_is_refused_in_one_line(tmp_path, monkeypatch, capsys, words, said):
     (tmp_path / "taken").mkdir()
     (tmp_path / "mine.py").write_text("class Mine:\n    pass\n")
+    (tmp_path / "broken.py").write_text("class T:\n    pass\ndef f(:\n")
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.rglob("*"))
     assert new.main(words) == (1 if words == ["no/where"] else 64)
@@ -182,7 +210,7 @@ def test_what_is_interrupted_leaves_nothing(tmp_path, monkeypatch, capsys, error
         monkeypatch.setenv("PATH", str(tmp_path))
     else:
         monkeypatch.setattr(new, "git", fail)
-        monkeypatch.setattr(new, "commit_of", lambda folder: "")
+        monkeypatch.setattr(new, "source_of", lambda root: ("", ""))
     assert new.main([f"{tmp_path}/mine"]) != 0
     assert said in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -64,8 +64,8 @@ def new_in_this_process(source, folder, *words):
         patch.setattr(new, "shipped_folder", lambda: source)
         package = SimpleNamespace(__file__=f"{source}/dist_amp/x.py", __version__="0.1.0")
         patch.setattr(new, "dist_amp", package)
-        # Read once, not for each copy.
-        patch.setattr(parts, "imports_of", lambda path: imports_in(path.read_text()))
+        for module in (new, parts):  # read once, not for each copy
+            patch.setattr(module, "imports_of", lambda path: imports_in(path.read_text()))
         if new.main(words):
             raise ConfigError(errors.getvalue().removeprefix("error: ").strip())
 
@@ -236,12 +236,13 @@ BAD = [  # what came before, the command, and a part of its line
     (
         "cd ../source; echo 'def f(:' >> dist_amp/optimizers/ema.py; git commit -qam Broken",
         "update",
-        "SyntaxError: invalid syntax",
+        "invalid syntax (ema.py, line",
     ),
     (f"echo mine > {MUON}", "adopt muon", f"would be overwritten by merge: {MUON}"),
     ("git branch --quiet -D dist_amp", "update", "git fetch origin dist_amp:dist_amp"),
     ("rm -rf .git", "update", "not a git repository"),
     ("", "adopt", "name a feature to add, or one to --remove"),
+    ("", "adopt ema", "adopt ema: the project has it already"),
     ("", "adopt emma", "there is no feature emma; did you mean ema?"),
     ("", "adopt slurm --remove launch", "launch is needed by "),
 ]
@@ -252,7 +253,7 @@ BAD = [  # what came before, the command, and a part of its line
 )
 @pytest.mark.bad_input("`dist_amp update`, `adopt`: outside a project, or on the branch as made")
 @pytest.mark.bad_input("`dist_amp update`: a source that is older, gone or broken")
-@pytest.mark.bad_input("`dist_amp adopt`: no feature, an unknown one, one that is needed")
+@pytest.mark.bad_input("`dist_amp adopt`: no feature, an unknown one, one that is there or needed")
 @pytest.mark.parametrize(("before", "command", "said"), BAD)
 def test_what_is_refused_says_why_in_one_line_and_changes_nothing(
     project, request, capsys, before, command, said

@@ -9,6 +9,9 @@ from test_security import ADDRESS, SECRETS
 from test_train import TINY
 from tiny import Tiny
 
+from dist_amp.config.load import load_config
+from dist_amp.errors import ConfigError
+
 
 def target(task):
     return ["--task.target", f"{__name__}:{task.__name__}", "--run.dir", "run"]
@@ -34,9 +37,7 @@ class Faulty(Tiny):
         self.steps = run.step
 
 
-def test_an_audit_ends_the_job_with_status_70_before_the_update_and_names_the_rank(
-    launch, tmp_path
-):
+def test_an_audit_ends_the_job_with_status_70_before_the_update(launch, tmp_path):
     words = "--parallel.bit_exact true --train.global_batch_size 8 --use_amp false --eval.every off"
     words += " --train.micro_batch_size 2 --debug.audit_every 1 --parallel.strategy fsdp"
     words += " --run.device cpu --checkpoint.every 2"
@@ -44,7 +45,7 @@ def test_an_audit_ends_the_job_with_status_70_before_the_update_and_names_the_ra
     assert [one.returncode for one in done] == [70, 70]
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["cause"].startswith("audit of step 7, micro-batch ")
-    assert "ranks [0] against ranks [1], each with the same result twice" in summary["cause"]
+    assert "can't be told: as many ranks have either result, twice" in summary["cause"]
     assert max(path.name for path in (tmp_path / "run/checkpoints").iterdir()).endswith("6")
 
 
@@ -87,7 +88,8 @@ class Secretive(Tiny):
 
 
 @pytest.mark.bad_input("a password, token or signed address in a setting or variable")
-def test_a_run_writes_and_prints_no_secret(launch):
+@pytest.mark.bad_input("a masked secret of a run's config.toml in a task's argument")
+def test_a_run_writes_and_prints_no_secret_and_never_uses_a_masked_one(launch, monkeypatch):
     (launch.folder / "secretive.py").write_text(SECRETIVE)
     secrets = ("--task.args.address", ADDRESS, "--task.args.token", "hf_secret")
     words = [*TINY, "--task.target", "secretive:Secretive", "--run.dir", "run", *secrets]
@@ -111,3 +113,7 @@ def test_a_run_writes_and_prints_no_secret(launch):
         assert [secret for secret in SECRETS if secret.encode() in content] == [], name
     assert b"s3://***@bucket/x" in contents[launch.folder / "run/config.toml"]
     assert any("events.out" in str(name) for name in contents)
+    monkeypatch.syspath_prepend(launch.folder)
+    saved = ["--config", str(launch.folder / "run/config.toml")]
+    with pytest.raises(ConfigError, match=r"task.args.address in .*config.toml is masked"):
+        load_config(saved, {})
