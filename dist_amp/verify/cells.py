@@ -74,7 +74,11 @@ def check_cell(world: World, reference: Reference, cell: Cell, step: Step = trai
     mismatch = consistency.find_mismatch(run)
     sums = ""
     own_sums = getattr(reference.task, "couples_samples", False)  # in each micro-batch's backward
-    if cell.accumulate_reduce == "last" and len(set(reductions)) > 1 and not own_sums:
+    if (
+        run.config.parallel.accumulate_reduce == "last"
+        and len(set(reductions)) > 1
+        and not own_sums
+    ):
         sums = (
             f"steps of {cell.accumulation} micro-batches sum over ranks {reductions} times, not "
             "equally often; only the last may reduce gradients: each other one needs no_sync "
@@ -96,6 +100,7 @@ def config_of(reference: Reference, cell: Cell, world: World) -> Config:
     """The user's config with the cell's settings, and a loss scale that grows and backs off."""
     user = reference.config
     scaled = reference.hyperparameters
+    reduces = user.parallel.accumulate_reduce
     casts = cell.precision != "fp32"
     dtype: Any = cell.precision if casts else "auto"
     has_policy = casts and cell.strategy in ("fsdp", "hsdp")
@@ -117,17 +122,17 @@ def config_of(reference: Reference, cell: Cell, world: World) -> Config:
         parallel=ParallelConfig(
             cell.strategy,
             user.parallel.replicas,
-            accumulate_reduce=cell.accumulate_reduce,
+            accumulate_reduce="every" if reduces == "every" else "last",
             activation_checkpointing=user.parallel.activation_checkpointing,
         ),
         train=TrainConfig(
             steps=STEPS,
             micro_batch_size=reference.global_batch // world.world_size,
-            clip_by=cell.clip_by,
+            clip_by=user.train.clip_by,
             max_grad_norm=scaled.max_grad_norm,
             max_grad_value=scaled.max_grad_value,
         ),
-        optim=reference.optim_config(cell.optimizer, cell.fused),
+        optim=reference.optim_config(cell.optimizer),
         eval=EvalConfig(every="off"),
         checkpoint=CheckpointConfig(every="off"),
         debug=DebugConfig(),  # anomaly detection would raise in the step that must be skipped
@@ -232,12 +237,8 @@ def compare_row(
     """The verdicts of a row's cells, one for each optimizer. Every rank calls it."""
     reference = Reference(config, world.device, None, measured)
     _, strategy, precision = row
-    reduces: Any = "every" if config.parallel.accumulate_reduce == "every" else "last"
-    clip_by, fused = config.train.clip_by, config.optim.fused
-    cell = Cell(strategy, precision, clip_by=clip_by, fused=fused, accumulate_reduce=reduces)
-    return [
-        check_cell(world, reference, replace(cell, optimizer=name)) for name in ("sgd", "adamw")
-    ]
+    cells = [Cell(strategy, precision, "sgd"), Cell(strategy, precision, "adamw")]
+    return [check_cell(world, reference, cell) for cell in cells]
 
 
 def print_table(

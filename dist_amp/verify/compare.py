@@ -53,10 +53,7 @@ class Cell:
     strategy: Strategy
     precision: Literal["fp32", "bf16", "fp16"]
     optimizer: Literal["sgd", "adamw"] = "sgd"
-    clip_by: Literal["norm", "value", "off"] = "norm"
-    fused: bool = True
     accumulation: tuple[int, ...] = (1, 3, 4, 4, 3)
-    accumulate_reduce: Literal["last", "every"] = "last"
 
 
 @dataclass(frozen=True)
@@ -122,7 +119,7 @@ def compare(run: Comparison) -> Verdict:
         cause = "the initial weights are not those that build_model makes from run.seed"
         return Verdict(cause=cause)
     ends = [*(state.parameters for state in states[1:]), run.end]
-    updates = reference.updates(cell.optimizer, cell.clip_by, states)
+    updates = reference.updates(cell.optimizer, states)
     update_bound = bound_of_updates(run, updates)
     verdicts = []
     for step, state in enumerate(states):
@@ -148,7 +145,7 @@ def compare(run: Comparison) -> Verdict:
 
 def bound_of_updates(run: Comparison, updates: Sequence[Values]) -> float:
     """The bound on the error of the parameters. updates: the reference's, in float64."""
-    rounded = run.reference.updates(run.cell.optimizer, run.cell.clip_by, run.states, torch.float32)
+    rounded = run.reference.updates(run.cell.optimizer, run.states, torch.float32)
     changes = []
     errors = []
     for step, update in enumerate(updates):

@@ -291,11 +291,7 @@ class Reference:
         return torch.autocast(self.device.type, dtype=DTYPES[precision], enabled=enabled)
 
     def updates(
-        self,
-        optimizer_name: str,
-        clip_by: str,
-        states: Sequence[State],
-        dtype: torch.dtype = torch.float64,
+        self, optimizer_name: str, states: Sequence[State], dtype: torch.dtype = torch.float64
     ) -> list[Values]:
         """The parameters after one textbook step from each of the states."""
         scaled = self.hyperparameters
@@ -319,9 +315,9 @@ class Reference:
             for name, p in trained.items():
                 p.data.copy_(state.parameters[name])
                 p.grad = state.gradients[name].to(dtype, copy=True)
-            if clip_by == "norm":
+            if self.config.train.clip_by == "norm":
                 nn.utils.clip_grad_norm_(trained.values(), scaled.max_grad_norm)
-            if clip_by == "value":
+            if self.config.train.clip_by == "value":
                 nn.utils.clip_grad_value_(trained.values(), scaled.max_grad_value)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(config, step, STEPS)
@@ -329,7 +325,7 @@ class Reference:
             after.append({name: p.detach().clone() for name, p in trained.items()})
         return after
 
-    def optim_config(self, name: Any, fused: bool = True) -> OptimConfig:
+    def optim_config(self, name: Any) -> OptimConfig:
         scaled = self.hyperparameters
         return replace(
             self.config.optim,
@@ -337,7 +333,6 @@ class Reference:
             lr=scaled.lr[name],
             eps=scaled.eps,
             weight_decay=scaled.weight_decay,
-            fused=fused,
             schedule="cosine",
             warmup_steps=2,
         )

@@ -57,8 +57,12 @@ def covering(strength, most_ranks):
 def causes(world, uneven, cells):
     """What is wrong with each cell, on rank 0; the reference is computed once for all of them."""
     task = Tiny(samples=300, uneven=uneven)
-    reference = Reference(load_config([], environ={}), world.device, task)
-    return [check_cell(world, reference, cell).cause for cell in cells]
+    measured = Reference(load_config([], environ={}), world.device, task).measured(VALUES[2])
+    found = []
+    for words, cell in cells:
+        reference = Reference(load_config(words, environ={}), world.device, task, measured)
+        found.append(check_cell(world, reference, cell).cause)
+    return found
 
 
 def run_cells(entries, say):
@@ -66,9 +70,13 @@ def run_cells(entries, say):
     wrong = []
     for ranks, uneven in itertools.product((1, 2, 4), (False, True)):
         cells = []
-        for (strategy, size), of_uneven, *options, reduces, accumulation in entries:
+        for (strategy, size), of_uneven, precision, optimizer, *settings, accumulation in entries:
             if (size, of_uneven) == (ranks, uneven):
-                cells.append(Cell(strategy, *options, (accumulation,) * STEPS, reduces))
+                clip_by, fused, reduces = settings
+                words = ["--train.clip_by", clip_by, "--optim.fused", str(fused).lower()]
+                words += ["--parallel.accumulate_reduce", reduces]
+                cell = Cell(strategy, precision, optimizer, (accumulation,) * STEPS)
+                cells.append((words, cell))
         if not cells:
             continue
         told = on_ranks(ranks, causes, uneven, cells, timeout_seconds=3600)[0]
