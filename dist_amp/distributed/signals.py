@@ -30,12 +30,6 @@ def handle_signals(handler: Handler, numbers: Iterable[int] = STOP_SIGNALS) -> I
             signal.signal(number, before)
 
 
-def ignore_stop_signals(numbers: Iterable[int] = STOP_SIGNALS) -> None:
-    """Ignore signals in loader workers, which a rank needs to the end, and in commands."""
-    for number in numbers:
-        signal.signal(number, signal.SIG_IGN)
-
-
 # --- commands
 
 

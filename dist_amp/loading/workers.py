@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils.data import DataLoader
 
 from dist_amp.distributed.process import die_with_parent, in_thread
-from dist_amp.distributed.signals import STOP_SIGNALS, ignore_stop_signals
+from dist_amp.distributed.signals import STOP_SIGNALS
 from dist_amp.errors import DataError, first_line, in_one_line
 
 # A fork can leave a worker stuck before its first line, once in some thousand forks: Python 3.11
@@ -114,7 +114,8 @@ def _shut_down(batches: Any) -> None:
 def _start_worker(started: Any, worker: int) -> None:
     # As torch does, which would lose conjugation and negation.
     ForkingPickler.register(Tensor, lambda t: reduce_tensor(t.resolve_conj().resolve_neg()))
-    ignore_stop_signals()
+    for number in STOP_SIGNALS:  # the rank needs it to the end
+        signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     faulthandler.register(signal.SIGUSR2, file=2)  # prints where it hangs, for the watchdog
     # It holds its rank's sockets as well: other ranks would take a dead rank for alive.

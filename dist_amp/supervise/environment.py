@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import dist_amp
 from dist_amp.config.text import command_line
@@ -91,7 +92,8 @@ def versions() -> dict[str, str]:
     if torch.cuda.is_available():
         rows |= {"cuda": str(torch.version.cuda), "hip": str(torch.version.hip)}
         rows["cudnn"] = str(torch.backends.cudnn.version())
-        rows["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        if dist.is_nccl_available():
+            rows["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     for package in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             rows[package] = importlib.metadata.version(package)

@@ -286,7 +286,7 @@ def test_checkpoints_that_the_run_removed_are_removed_manifests_first_never_the_
     cut.parent.mkdir()
     cut.write_text("left by a save that was killed")
     shutil.rmtree(local / "checkpoints/step_00000004")
-    main.put_new(is_last=False)
+    main.put_new(is_last=True)
     assert list(complete(bucket)) == ["step_00000004"], "the only one"
     add_checkpoint(local, 6)
     watched.done.clear()
