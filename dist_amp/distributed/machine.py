@@ -26,9 +26,9 @@ FLAGS = {"bf16": {"avx512_bf16", "amx_bf16", "bf16"}, "fp16": {"avx512_fp16", "a
 # ---- GPUs ----
 
 
-def check_gpus_are_used(root: Path = Path("/"), device: str = "auto") -> None:
+def check_gpus_are_used(device: str = "auto") -> None:
     """Errors: ConfigError if there are device files of GPUs; call it if torch finds none."""
-    if reason := reason_unused(root):
+    if reason := reason_unused():
         instead = "use run.device=cpu to train on the CPU"
         raise ConfigError(f"run.device={device}: {reason}; or {instead}")
 
@@ -39,21 +39,18 @@ def reason_unused(root: Path = Path("/")) -> str:
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1", "NoDevFiles")
     if not count or is_hidden or torch.version.hip:
         return ""
-    what = f"this machine has {count} NVIDIA GPU{'s' if count > 1 else ''}"
-    if torch.version.cuda is None:
-        return (
-            f"{what}, and torch {torch.__version__} is a build for the CPU alone; install one for "
-            "CUDA (pytorch.org)"
-        )
-    problem = "it finds no device"
-    try:
-        torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:  # such as a driver that is too old
-        problem = first_line(error)
+    problem = "it is a build for the CPU alone"
+    if torch.version.cuda is not None:
+        driver = driver_branch(root) or "unknown"
+        problem = f"it is built for CUDA {torch.version.cuda}, and the driver is {driver}"
+        try:
+            torch.cuda.init()
+        except (RuntimeError, AssertionError) as error:  # such as a driver that is too old
+            problem += f": {first_line(error)}"
     return (
-        f"{what}, but torch {torch.__version__} can't use CUDA {torch.version.cuda} with driver "
-        f"{driver_branch(root) or 'unknown'} ({problem}); check that `nvidia-smi` works, and "
-        "install a newer driver, or torch built for an older CUDA (pytorch.org)"
+        f"this machine has {count} NVIDIA GPUs that torch {torch.__version__} can't use ({problem})"
+        "; check that `nvidia-smi` works, and install a newer driver or another build of torch "
+        "(pytorch.org)"
     )
 
 
