@@ -150,8 +150,6 @@ class CausalLM:
                 f"width={self.width} must be a multiple of 2 x heads={self.heads}, for rotary "
                 "positions"
             )
-        if not self.prompt:
-            raise ValueError("prompt is empty; a sample continues it, so use at least a space")
         name = "bytes" if self.data.tokenizer == "auto" else self.data.tokenizer
         self.tokenizer = open_tokenizer(name)
         check_vocabulary(self.tokenizer, self.vocabulary)

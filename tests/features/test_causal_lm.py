@@ -41,7 +41,6 @@ def test_a_text_is_kept_as_it_is_even_where_it_looks_like_a_table(tmp_path):
     [
         ("--task.args.nope 1", 64, "the task takes context,"),
         ("--task.args.heads 3", 64, "width=128 must be a multiple of 2 x heads=3"),
-        ("--task.args.prompt=", 64, "prompt is empty"),
         ("--task.target tiny", 64, "task.target=tiny must be module:Class or path/to/file.py:Cla"),
         ("--task.target missing:Mine", 64, "No module named 'missing'"),
         ("--task.target tiny:Tinny", 64, "no class Tinny in tiny, which has"),
