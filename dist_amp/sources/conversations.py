@@ -19,7 +19,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from dist_amp.distributed.process import warn
-from dist_amp.errors import DataError, in_one_line
+from dist_amp.errors import DataError
 from dist_amp.sources.token_shards import IGNORE_INDEX
 from dist_amp.sources.tokenizer import Tokenizer
 
@@ -105,33 +105,6 @@ def check_rows(rows: Any, split: str, text_column: str, tokenizer: Tokenizer) ->
                     "and {% endgeneration %} around what the assistant writes to learn all"
                 )
                 return
-
-
-class RowEncoder:
-    """Rows as tokens; only the columns that are needed are read: images, for one, cost time."""
-
-    def __init__(self, rows: Any, tokenizer: Tokenizer, text_column: str):
-        self.rows = rows.select_columns(columns_read(rows.column_names, text_column))
-        self.tokenizer = tokenizer
-        self.text_column = text_column
-
-    def encode(self, numbers: Sequence[int]) -> list[Encoded]:
-        """Returns (token ids, labels) of rows. The loss of a first token is masked."""
-        encoded = []
-        rows = self.rows.__getitems__(list(numbers))
-        for number, row in zip(numbers, rows, strict=True):
-            try:
-                ids, labels = encode(row, self.tokenizer, self.text_column)
-            except Exception as error:  # templates raise what they like
-                chosen = getattr(self.rows, "_indices", None)  # of a part of a `datasets.Dataset`
-                if chosen is not None:
-                    number = chosen.column(0)[number].as_py()
-                what = f"row {number} can't be encoded: {in_one_line(error)}; correct or remove it"
-                if isinstance(error, DataError):
-                    what = f"row {number}: {error}"
-                raise DataError(what) from error
-            encoded.append((ids, [IGNORE_INDEX, *labels[1:]]))
-        return encoded
 
 
 def encode(row: Row, tokenizer: Tokenizer, text_column: str) -> Encoded:

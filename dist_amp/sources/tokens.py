@@ -9,23 +9,25 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from dist_amp.errors import ConfigError, DataError
+from dist_amp.errors import ConfigError, DataError, in_one_line
 from dist_amp.loading.loader import load
 from dist_amp.settings import DataConfig
 from dist_amp.sources.conversations import (
     CHAT_ENCODING,
     LAYOUTS,
-    RowEncoder,
     are_chats,
     check_rows,
+    columns_read,
+    encode,
 )
-from dist_amp.sources.load import load_rows
+from dist_amp.sources.load import Converted, load_rows
 from dist_amp.sources.token_shards import (
     FORMAT,
     IGNORE_INDEX,
@@ -52,7 +54,7 @@ SECONDS = 10.0  # between lines of progress
 
 
 def token_documents(data: DataConfig, split: str, tokenizer: Tokenizer, rows: Any = None) -> Any:
-    """A split's `TokenShards`, or of a Parquet view `TokenizedWhenRead`; None without such a split.
+    """A split's `TokenShards`, or of a Parquet view `Converted` rows; None without such a split.
     rows: in place of those that `data` names. Errors: ConfigError.
     """
     if data.tokenizer not in ("auto", tokenizer.name):
@@ -78,7 +80,7 @@ def token_documents(data: DataConfig, split: str, tokenizer: Tokenizer, rows: An
         return None
     check_rows(rows, split, data.text_column, tokenizer)
     if not hasattr(rows, "map"):
-        return TokenizedWhenRead(rows, tokenizer, data.text_column)
+        return tokenized_when_read(rows, tokenizer, data.text_column)
     import datasets
 
     source = source_fingerprint(rows, data.text_column)
@@ -111,38 +113,28 @@ def source_fingerprint(rows: Any, text_column: str) -> str:
     return f"{identity} chats {CHAT_ENCODING}" if are_chats(rows, text_column) else identity
 
 
-class TokenizedWhenRead(RowEncoder):
+def tokenized_when_read(rows: Any, tokenizer: Tokenizer, text_column: str) -> Converted:
     """Rows that are tokenized when they are read, so of unknown lengths, some with no label."""
-
-    def __init__(self, rows: Any, tokenizer: Tokenizer, text_column: str):
-        super().__init__(rows, tokenizer, text_column)
-        template = getattr(tokenizer.chat, "chat_template", "")
-        if "strftime_now" in str(template) and are_chats(rows, text_column):
-            raise ConfigError(
-                "the chat template writes today's date, so rows that are tokenized as they are "
-                "read would differ after a resume; use python -m dist_amp.tokenize"
-            )
-        self.fingerprint = short_hash(
-            source_fingerprint(rows, text_column), tokenizer.identity, text_column
+    template = getattr(tokenizer.chat, "chat_template", "")
+    if "strftime_now" in str(template) and are_chats(rows, text_column):
+        raise ConfigError(
+            "the chat template writes today's date, so rows that are tokenized as they are read "
+            "would differ after a resume; use python -m dist_amp.tokenize"
         )
-        self.shuffled = self.rows.shuffled
+    read = rows.select_columns(columns_read(rows.column_names, text_column))
+    documents: Any = Converted(read, partial(sample_of, tokenizer, text_column))
+    source = source_fingerprint(rows, text_column)
+    documents.fingerprint = short_hash(source, tokenizer.identity, text_column)
+    return documents  # type: ignore[no-any-return]
 
-    def __len__(self) -> int:
-        return len(self.rows)
 
-    def __getitem__(self, number: int) -> Sample:
-        return self.__getitems__([number])[0]
-
-    def __getitems__(self, numbers: list[int]) -> list[Sample]:
-        samples = []
-        for number, (ids, labels) in zip(numbers, self.encode(numbers), strict=True):
-            if not ids:
-                raise DataError(
-                    f"row {number} has no tokens; remove it, or use dist_amp.tokenize, which "
-                    "leaves it out"
-                )
-            samples.append({"input_ids": torch.tensor(ids), "labels": torch.tensor(labels)})
-        return samples
+def sample_of(tokenizer: Tokenizer, text_column: str, row: Any) -> Sample:
+    ids, labels = encode(row, tokenizer, text_column)
+    if not ids:
+        raise DataError(
+            "the row has no tokens; remove it, or use dist_amp.tokenize, which leaves it out"
+        )
+    return {"input_ids": torch.tensor(ids), "labels": torch.tensor([IGNORE_INDEX, *labels[1:]])}
 
 
 def tokenize(
@@ -254,20 +246,31 @@ def tokenize_split(
     return write_shard(folder, name, manifest, documents, end)
 
 
-class Chunks(RowEncoder):
+class Chunks:
     """Map-style: a range of rows -> (row, ids [n], which are learned [n] bool) of its documents.
 
-    A DataError is returned in their place, for the parent of a worker to raise.
+    A DataError is returned in their place, for the parent of a worker to raise. Only the columns
+    that are needed are read: images, for one, cost time.
     """
 
+    def __init__(self, rows: Any, tokenizer: Tokenizer, text_column: str):
+        self.rows = rows.select_columns(columns_read(rows.column_names, text_column))
+        self.tokenizer = tokenizer
+        self.text_column = text_column
+
     def __getitem__(self, chunk: range) -> list[tuple[int, Array, Array]] | DataError:
-        try:
-            encoded = self.encode(chunk)
-        except DataError as error:
-            return error
         documents = []
-        for row, (ids, labels) in zip(chunk, encoded, strict=True):
-            learned = np.array(labels) != IGNORE_INDEX
+        for number, row in zip(chunk, self.rows.__getitems__(list(chunk)), strict=True):
+            try:
+                ids, labels = encode(row, self.tokenizer, self.text_column)
+            except Exception as error:  # templates raise what they like
+                chosen = getattr(self.rows, "_indices", None)  # of a part of a `datasets.Dataset`
+                if chosen is not None:
+                    number = chosen.column(0)[number].as_py()
+                cause = str(error) if isinstance(error, DataError) else in_one_line(error)
+                return DataError(f"row {number} can't be encoded: {cause}; correct or remove it")
+            learned = np.array([IGNORE_INDEX, *labels[1:]]) != IGNORE_INDEX
             if ids and learned.any():
-                documents.append((row, np.array(ids, id_type(self.tokenizer.vocabulary)), learned))
+                dtype = id_type(self.tokenizer.vocabulary)
+                documents.append((number, np.array(ids, dtype), learned))
         return documents

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from dist_amp.settings import DataConfig
-from dist_amp.sources import conversations
+from dist_amp.sources import tokens
+from dist_amp.sources.load import Converted
 from dist_amp.sources.token_shards import TokenShards
 from dist_amp.sources.tokenizer import check_vocabulary, of_transformers, open_tokenizer
-from dist_amp.sources.tokens import TokenizedWhenRead, token_documents, tokenize
+from dist_amp.sources.tokens import token_documents, tokenize
 
 pytest.importorskip("transformers")
 from messages import message_of
@@ -108,7 +109,7 @@ def test_rows_are_tokenized_once_and_then_read_from_the_cache_which_knows_what_m
     assert len(list(own_cache.iterdir())) == 5
     assert isinstance(first, TokenShards)
     assert len(first) == 18
-    monkeypatch.setattr(conversations, "encode", None)  # it would fail
+    monkeypatch.setattr(tokens, "encode", None)  # it would fail
     assert token_documents(data, "train", BYTES).fingerprint == first.fingerprint
 
 
@@ -146,7 +147,7 @@ def view(folder, rows):
 def test_rows_of_a_view_are_tokenized_as_they_are_read(tmp_path, own_cache):
     data = view(tmp_path, [{**row, "image": b"", "body": "b"} for row in TEXTS])
     documents = token_documents(data, "train", BYTES)
-    assert isinstance(documents, TokenizedWhenRead)
+    assert isinstance(documents, Converted)
     assert len(documents) == 24
     assert not own_cache.exists()
     assert documents.rows.column_names == ["text"]
@@ -162,7 +163,9 @@ def test_rows_of_a_view_are_tokenized_as_they_are_read(tmp_path, own_cache):
 def test_a_row_that_makes_no_tokens_is_named_by_its_number_in_the_file(tmp_path):
     data = view(tmp_path, [{"text": "a"}, {"text": ""}])
     documents = token_documents(data, "train", replace(BYTES, end=None))
-    assert message_of(65, documents.__getitems__, [0, 1]).startswith("row 1 has no tokens; remove")
+    assert message_of(65, documents.__getitems__, [0, 1]).startswith(
+        "the row has no tokens; remove"
+    )
     data = source(tmp_path, [*TEXTS * 2, {"text": None}, *TEXTS])
     message = message_of(65, token_documents, replace(data, validation_split=0.01), "train", BYTES)
-    assert message.startswith("row 48: the column text")
+    assert message.startswith("row 48 can't be encoded: the column text")

@@ -19,7 +19,7 @@ import torch
 from messages import message_of
 
 from dist_amp.commands import tokenize as command
-from dist_amp.sources import conversations, tokens
+from dist_amp.sources import tokens
 from dist_amp.sources.token_shards import IGNORE_INDEX, MANIFEST, TokenShards, read_manifest
 from dist_amp.sources.tokenizer import open_tokenizer
 from dist_amp.sources.tokens import tokenize
@@ -204,8 +204,8 @@ def test_an_interrupted_command_continues_with_the_rows_that_are_missing_and_pri
     assert "is not complete: dist_amp.tokenize was interrupted; start it again as" in message
     shards = read_manifest(tmp_path / "tokens").splits["train"].shards
     assert len(shards) == 2
-    rows, encode = [], conversations.encode
-    monkeypatch.setattr(conversations, "encode", lambda *args: rows.append(args) or encode(*args))
+    rows, encode = [], tokens.encode
+    monkeypatch.setattr(tokens, "encode", lambda *args: rows.append(args) or encode(*args))
     for _ in range(2):  # once it is complete, it prints the same
         assert to_tokens("tokens") == 0
         assert content(tmp_path / "tokens") == content(tmp_path / "whole")
@@ -290,7 +290,13 @@ def unknown(text):
 @pytest.mark.parametrize(
     ("rows", "workers", "tokenizer", "status", "fragment"),
     [
-        ([{"text": "a"}, {"text": None}], 2, {}, 65, "row 1: the column text holds NoneType, not"),
+        (
+            [{"text": "a"}, {"text": None}],
+            2,
+            {},
+            65,
+            "row 1 can't be encoded: the column text",
+        ),
         ([{"text": ""}] * 9, 2, {}, 65, "none of the 9 rows of the train split has anything to"),
         (texts(), 0, {"encode": unknown}, 65, "row 0 can't be encoded: RuntimeError: no such"),
     ],
