@@ -29,9 +29,7 @@ OURS, BARE = "dist_amp", "DataLoader"
 
 
 def ours(run: Run, dataset: Any) -> Iterator[Any]:
-    config, size = run.config.data, run.config.train.micro_batch_size
-    sizes = {"micro_batch_size": size, "accumulation_steps": 1}
-    with closing(build_batches(config, run.task, dataset, run.world, **sizes, seed=0)) as batches:
+    with closing(build_batches(run.config, run.task, dataset, run.world)) as batches:
         yield from batches
 
 

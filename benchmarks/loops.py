@@ -176,16 +176,8 @@ class Loop:
 
 def steps_of_data(setup: Setup) -> list[Any]:
     """The same eight steps for every loop."""
-    train = setup.config.train
-    batches = build_batches(
-        setup.config.data,
-        setup.task,
-        build_split(setup.task, "train", setup.world),
-        setup.world,
-        micro_batch_size=train.micro_batch_size,
-        accumulation_steps=int(train.accumulation_steps),
-        seed=setup.config.run.seed,
-    )
+    dataset = build_split(setup.task, "train", setup.world)
+    batches = build_batches(setup.config, setup.task, dataset, setup.world)
     return list(itertools.islice(batches, 8))
 
 

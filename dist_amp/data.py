@@ -14,13 +14,14 @@ from functools import partial
 from typing import Any, Literal
 
 from dist_amp.clock import PhaseClock
+from dist_amp.config.auto import accumulation_steps
 from dist_amp.config.validate import check_coupled, check_length
 from dist_amp.distributed.process import seed_all
 from dist_amp.errors import DataError
 from dist_amp.loading.loader import Fetch, load
 from dist_amp.loading.nested import CopyStream
 from dist_amp.loading.plan import Deal, Plan, Shard, shuffled_order
-from dist_amp.settings import DataConfig
+from dist_amp.settings import Config
 from dist_amp.task import Task
 from dist_amp.world import World
 
@@ -170,30 +171,28 @@ def indexed(batches: list[Any], shards: list[Shard]) -> Indexed:
 
 
 def build_batches(
-    config: DataConfig,
+    config: Config,
     task: Task,
     dataset: Any,
     world: World,
-    *,
-    micro_batch_size: int,
-    accumulation_steps: int,
-    seed: int,
     deal: Deal | None = None,
     bad_samples: Any = None,
 ) -> Batches:
     """The training batches. Errors: DataError for a dataset that does not fill one global batch."""
     length = 0 if dataset is None else len(dataset)
-    check_length(length, micro_batch_size, accumulation_steps, config.drop_last, world)
-    global_batch_size = micro_batch_size * accumulation_steps * world.world_size
-    if not config.drop_last:
+    micro_batch_size = config.train.micro_batch_size
+    micro_batches = accumulation_steps(config.train, world.world_size)
+    check_length(length, micro_batch_size, micro_batches, config.data.drop_last, world)
+    global_batch_size = micro_batch_size * micro_batches * world.world_size
+    if not config.data.drop_last:
         check_coupled(task, "training", length, global_batch_size, world)
-    if config.group_by_length != "off":
+    if config.data.group_by_length != "off":
         from dist_amp.loading.length_groups import grouped
 
-        dataset = grouped(config, dataset)
-    order: str = shuffled_order(length) if config.shuffle else "dataset"
+        dataset = grouped(config.data, dataset)
+    order: str = shuffled_order(length) if config.data.shuffle else "dataset"
     dataset_order = None
-    if config.shuffle and hasattr(dataset, "shuffled"):  # such as Parquet by row group
+    if config.data.shuffle and hasattr(dataset, "shuffled"):  # such as Parquet by row group
         order, dataset_order = dataset.shuffled(global_batch_size, world.world_size)
     plan = Plan(
         length,
@@ -201,13 +200,13 @@ def build_batches(
         micro_batch_size,
         world.world_size,
         world.rank,
-        seed,
+        config.run.seed,
         order,
-        config.drop_last,
+        config.data.drop_last,
         dataset_order,
         deal,
     )
-    return Batches(dataset, task, plan, config.workers, world, bad_samples=bad_samples)
+    return Batches(dataset, task, plan, config.data.workers, world, bad_samples=bad_samples)
 
 
 def build_validation(

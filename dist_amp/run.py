@@ -21,7 +21,7 @@ from torch import nn
 from dist_amp.checkpoint.format import checkpoint_folder
 from dist_amp.checkpoint.resume import resume, with_dtype
 from dist_amp.checkpoint.saver import Saver
-from dist_amp.config.auto import accumulation_steps, pick_cast, pick_reduction, pick_strategy
+from dist_amp.config.auto import pick_cast, pick_reduction, pick_strategy
 from dist_amp.config.load import load_config, with_task
 from dist_amp.config.task_class import build_task
 from dist_amp.config.validate import check_parallel
@@ -333,7 +333,6 @@ def build_data(
     config: Config, task: Task, world: World, folder: Path
 ) -> tuple[Batches, Batches | None]:
     """Returns (training batches, validation batches or None). folder: the run's."""
-    size = config.train.micro_batch_size
     deal = None
     if config.parallel.bit_exact:
         from dist_amp.bit_exact import deal_in_order
@@ -344,17 +343,8 @@ def build_data(
         from dist_amp.loading.bad_samples import BadSamples
 
         bad_samples = BadSamples(world, folder, config.data.most_bad_samples)
-    data = build_batches(
-        config.data,
-        task,
-        build_split(task, "train", world),
-        world,
-        micro_batch_size=size,
-        accumulation_steps=accumulation_steps(config.train, world.world_size),
-        seed=config.run.seed,
-        deal=deal,
-        bad_samples=bad_samples,
-    )
+    dataset = build_split(task, "train", world)
+    data = build_batches(config, task, dataset, world, deal, bad_samples)
     if bad_samples is not None:
         bad_samples.follow(data)
     held_out = build_split(task, "validation", world) if config.eval.every != "off" else None

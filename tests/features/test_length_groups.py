@@ -11,7 +11,7 @@ from dist_amp.data import Padding, build_batches
 from dist_amp.errors import Failure
 from dist_amp.loading.length_groups import LengthGroups, grouped
 from dist_amp.loading.plan import LOOKED_UP, TABLE_LENGTH, epoch_order, shuffled_order
-from dist_amp.settings import DataConfig
+from dist_amp.settings import Config, DataConfig, TrainConfig
 from dist_amp.world import World
 
 BATCH = 12
@@ -68,14 +68,14 @@ def test_the_order_depends_on_seed_and_epoch_and_on_nothing_else():
 
 def steps_of(ranks, micro_batch, position, steps):
     """([step] -> its sorted samples, over all ranks; the position after them)."""
-    sizes = {"micro_batch_size": micro_batch, "accumulation_steps": BATCH // (ranks * micro_batch)}
+    train = TrainConfig(micro_batch_size=micro_batch, global_batch_size=BATCH)
+    config = Config(data=DataConfig(group_by_length=3), train=train)
     of_ranks = []
     for rank in range(ranks):
         world = World(rank, 0, ranks)
         rows = Rows(index=torch.arange(100))
         rows.lengths = lengths_of(100)
-        settings = DataConfig(group_by_length=3)
-        data = build_batches(settings, object(), rows, world, seed=0, **sizes)
+        data = build_batches(config, object(), rows, world)
         data.position = position
         of_ranks.append(data)
     assert data.plan.order == "randperm, sorted by length over 3 steps of 12", "in checkpoints"

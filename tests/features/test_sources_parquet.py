@@ -17,7 +17,7 @@ from messages import message_of
 
 from dist_amp.checkpoint.compatibility import dataset_hash
 from dist_amp.data import Padding, build_batches
-from dist_amp.settings import DataConfig
+from dist_amp.settings import Config, DataConfig, RunConfig, TrainConfig
 from dist_amp.sources import load, parquet
 from dist_amp.sources.load import held_out_part, load_split
 from dist_amp.sources.parquet import ParquetView, open_parquet
@@ -59,14 +59,16 @@ class Index:
 
 def on_each_rank(dataset, ranks, global_batch=24, micro_batch=2, workers=0, position=0, **settings):
     """The training batches of each rank, as build_batches makes them."""
-    config = DataConfig(workers=workers, **settings)
-    steps = global_batch // (micro_batch * ranks)
-    sizes = {"micro_batch_size": micro_batch, "accumulation_steps": steps}
+    config = Config(
+        run=RunConfig(seed=5),
+        data=DataConfig(workers=workers, **settings),
+        train=TrainConfig(micro_batch_size=micro_batch, global_batch_size=global_batch),
+    )
     made = []
     for rank in range(ranks):
         rows = pickle.loads(pickle.dumps(dataset))
         world = World(rank=rank, world_size=ranks)
-        made.append(build_batches(config, Index(), rows, world, seed=5, **sizes))
+        made.append(build_batches(config, Index(), rows, world))
         made[-1].position = position
     return made
 
