@@ -83,6 +83,7 @@ class Job(Process):
         command += ["--local-addr", "127.0.0.1", f"--nproc_per_node={ranks}"]
         command += [f"--max-restarts={restarts}"]
         command += ["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
+        environ = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} | (environ or {})
         super().__init__([*command, "-m", "dist_amp.train", *as_options(words)], folder, environ)
 
     def rank_processes(self) -> dict[int, int]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dist_amp.distributed.process import attempt, environment_number, in_time
+from dist_amp.distributed.process import environment_number, in_time
 from dist_amp.errors import ConfigError, Transient, first_line, some_of
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -103,7 +103,7 @@ def rendezvous(rank: int, world_size: int, timeout_seconds: float) -> dist.Store
     )
     try:
         # torch tries again after its timeout, and waits forever for a listener that is silent.
-        shared: Any = in_time(timeout_seconds, connect)
+        store = dist.PrefixStore("default_pg", in_time(timeout_seconds, connect))  # type: ignore[attr-defined]
     except (OSError, RuntimeError) as error:
         if "EADDRINUSE" in str(error):
             raise Transient(f"MASTER_PORT={port} on {host} is in use; choose another") from error
@@ -111,8 +111,6 @@ def rendezvous(rank: int, world_size: int, timeout_seconds: float) -> dist.Store
             f"no rank 0 at {within} ({first_line(error) or 'no answer'}); start it, or set "
             "MASTER_ADDR and MASTER_PORT to its address"
         ) from error
-    # torchrun may keep one store for all attempts: none reads the addresses of dead ranks.
-    store = dist.PrefixStore(f"default_pg/{attempt()}/{world_size}", shared)  # type: ignore[attr-defined]
     keys = [f"{JOINED}{other}" for other in range(world_size)]
     store.set(keys[rank], f"process {os.getpid()} on {platform.node()}")
     try:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dist_amp.distributed.process import in_time, tell_launcher
+from dist_amp.distributed.process import attempt, in_time, tell_launcher
 from dist_amp.errors import ConfigError, Failure, Transient, in_one_line, masked
 from dist_amp.files import missing, present
 from dist_amp.settings import Config
@@ -146,9 +146,11 @@ def _is_first_to_report(world: World | None) -> bool:
         # Before the ranks are connected, all of a machine make the same mistake, maybe not all
         # machines.
         return os.environ.get("LOCAL_RANK", "0") == "0"
+    key = "dist_amp/failures"
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it outlives this attempt
+        key += f"/{attempt()}"
     try:
         # Torch's store works where collectives do not.
-        add = group.get_group_store().add
-        return in_time(5.0, lambda: bool(add("dist_amp/failures", 1) == 1))
+        return in_time(5.0, lambda: bool(group.get_group_store().add(key, 1) == 1))
     except Exception:  # the store's host is dead or unreachable: two reports are better than none
         return True

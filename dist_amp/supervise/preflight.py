@@ -36,7 +36,14 @@ READ_BY_THE_LOADER = (
 
 
 def check_launch() -> None:
-    """Errors: Failure if the launcher, or one of its machines, is gone."""
+    """Errors: ConfigError if torchrun would restart into a stale store; Failure if it is gone."""
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if restarts != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise ConfigError(
+            f"torchrun --max-restarts={restarts} would restart into a store that holds addresses "
+            "of dead workers, and hang; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its "
+            "environment, and use --standalone or --rdzv-backend=c10d"
+        )
     if "TORCHELASTIC_RUN_ID" in os.environ:
         try:
             os.kill(environment_number(LAUNCHER, os.getpid()), 0)  # 0: only looks for the process

@@ -16,12 +16,13 @@ from test_train import TINY, wait_for
 from tiny import Tiny, make_run, save, take_steps
 
 from dist_amp.config.load import load_config
-from dist_amp.errors import Failure
+from dist_amp.errors import ConfigError, Failure
 from dist_amp.files import write_durably
 from dist_amp.supervise import preflight as guards
 from dist_amp.supervise import stop as stops
 from dist_amp.supervise.preflight import (
     check_free_space,
+    check_launch,
     make_folder,
     only_live_run,
 )
@@ -68,6 +69,18 @@ def test_loader_workers_die_with_their_rank_however_it_dies(launch, tmp_path):
     run.kill()
     run.wait(300)
     wait_for(lambda: not any(map(is_there, workers)), "the end of the workers")
+
+
+@pytest.mark.bad_input("restarts requested with a rendezvous store that all attempts share")
+def test_restarts_into_a_store_that_outlives_its_workers_are_refused_with_the_variable(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    rule = "max-restarts=3 .* set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+    with pytest.raises(ConfigError, match=rule) as error:
+        check_launch()
+    assert error.value.exit_code == 64
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    check_launch()
 
 
 @pytest.mark.bad_input("too little disk space for the coming checkpoints")
