@@ -108,12 +108,8 @@ def described(optimizer: Optimizer) -> str:
 def task_optimizer(task: Any, groups: Sequence[Group], lr: float) -> Optimizer:
     """The optimizer that the task's optimizer(groups, lr) returns, made to step on shards."""
     copies = [dict(group) for group in groups]  # the optimizer adds its defaults to them
-    optimizer = call_task(ConfigError, "optimizer(groups, lr)", task.optimizer, copies, lr)
-    if not isinstance(optimizer, Optimizer):
-        raise ConfigError(
-            f"the task's optimizer(groups, lr) returned {str(optimizer)!r:.80}, not a torch "
-            "optimizer; return one made of the groups, as torch.optim.SGD(groups, lr=lr)"
-        )
+    make = task.optimizer
+    optimizer: Optimizer = call_task(ConfigError, "optimizer(groups, lr)", make, copies, lr)
     kind = type(optimizer).__name__
     expected = [set(map(id, group["params"])) for group in groups]
     if [set(map(id, group["params"])) for group in optimizer.param_groups] != expected:

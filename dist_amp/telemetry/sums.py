@@ -113,15 +113,10 @@ class WeightedMeans:
         check_weight(weight)
         weight = as_scalar(weight, self._world.device)
         for name, value in values.items():
-            pair = value if isinstance(value, tuple) else (value, weight)
-            if len(pair) != 2:
-                raise DataError(
-                    f"the task's metrics() gave {name} {len(pair)} values; return a sum, or a pair "
-                    "(sum, weight)"
-                )
-            check_scalar(pair[0], f"metrics() gave {name}")
-            check_weight(pair[1], f"metrics() gave {name} the weight")
-            scalars = [as_scalar(x, self._world.device) for x in pair]
+            total, own_weight = value if isinstance(value, tuple) else (value, weight)
+            check_scalar(total, f"metrics() gave {name}")
+            check_weight(own_weight, f"metrics() gave {name} the weight")
+            scalars = [as_scalar(x, self._world.device) for x in (total, own_weight)]
             sums = torch.stack([scalar.detach().double() for scalar in scalars])
             self._sums.setdefault(name, []).append(sums * counts)
 
