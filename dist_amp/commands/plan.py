@@ -1,5 +1,5 @@
 """python -m dist_amp.plan [--world_size N] [--device NAME | --device_memory_GiB G]
-[--largest_micro_batch] [settings of dist_amp.train]
+[--largest_micro_batch] [--over_ranks] [settings of dist_amp.train]
 
 Predict what a config will do on any number of ranks, without a GPU: memory per rank, bytes sent and
 time per step under each strategy, and the strategy that "auto" picks. Nothing is trained or
@@ -46,6 +46,7 @@ from dist_amp.task import build_split
 from dist_amp.world import World
 
 RANKS_PER_MACHINE = 8  # assumed
+MANY_RANKS = (8, 64, 512, 4096)
 LARGEST = 2**16  # micro-batches beyond it are not tried
 
 
@@ -65,6 +66,9 @@ def main(argv: Sequence[str]) -> None:
         action="store_true",
         help="find the largest train.micro_batch_size that fits",
     )
+    parser.add_argument(
+        "--over_ranks", action="store_true", help="a table over 8, 64, 512 and 4,096 ranks"
+    )
     options, words = parser.parse_known_args(argv)
     if options.world_size < 1:
         raise ConfigError(f"--world_size={options.world_size} must be at least 1")
@@ -74,6 +78,11 @@ def main(argv: Sequence[str]) -> None:
     job = make_job(config, options.world_size, memory, gpu)
     if options.largest_micro_batch and not job.memory:
         raise ConfigError("--largest_micro_batch needs --device or --device_memory_GiB")
+    if options.over_ranks and not job.strategy:
+        raise ConfigError(
+            "--over_ranks needs --device or --device_memory_GiB, on which parallel.strategy=auto "
+            "depends"
+        )
     plans, problems = compare(job)
     text = [*facts(job), "", *table(plans, job.memory), "", *problems]
     if job.strategy:
@@ -82,6 +91,9 @@ def main(argv: Sequence[str]) -> None:
         text.append(f"nothing fits into {100 * USABLE:.0f} % of the device; use more ranks")
     if options.largest_micro_batch:
         text.append(f"largest train.micro_batch_size that fits: {largest_micro_batch(job)}")
+    if options.over_ranks:
+        plans, problems = over_ranks(config, memory, gpu)
+        text += ["", *table(plans, job.memory), "", *problems]
     print("\n".join(text))
 
 
@@ -151,6 +163,23 @@ def compare(job: Job) -> tuple[list[StrategyPlan], list[str]]:
         plans.append(plan)
     if not plans:
         raise DataError(problems[0])
+    return plans, problems
+
+
+def over_ranks(
+    config: Config, memory: int, gpu: Device | None
+) -> tuple[list[StrategyPlan], list[str]]:
+    """Plans of the config's strategy on growing numbers of ranks, and lines on why some are not."""
+    plans = []
+    problems = []
+    for ranks in MANY_RANKS:
+        try:
+            plan = simulate(make_job(config, ranks, memory, gpu))
+        except Failure as error:
+            problems.append(f"{ranks:,} ranks: not possible: {first_line(error)}")
+            continue
+        plan.name = f"{ranks:,} x {plan.name}"
+        plans.append(plan)
     return plans, problems
 
 

@@ -189,6 +189,22 @@ def test_the_strategy_and_the_largest_micro_batch_are_those_that_fit(capsys):
     assert "largest train.micro_batch_size that fits: 0" in out
 
 
+@pytest.mark.parametrize(
+    "ranks", [(2, 8, 64), pytest.param((8, 64, 512, 4096), marks=pytest.mark.slow)]
+)
+def test_a_table_over_ranks_has_a_column_or_the_problem_of_each_number(capsys, monkeypatch, ranks):
+    monkeypatch.setattr("dist_amp.commands.plan.MANY_RANKS", ranks)
+    words = f"{MEDIUM} --parallel.strategy fsdp --device h100-80gb --over_ranks"
+    batch = 8 * ranks[-2]
+    _, out, _ = shown(capsys, f"{words} --world_size 2 --train.global_batch_size {batch}")
+    assert re.findall(r"([\d,]+) x fsdp", out) == [f"{count:,}" for count in ranks[:-1]]
+    problem = f"{ranks[-1]:,} ranks: not possible: train.global_batch_size={batch} is not a mult"
+    assert problem in out
+    shards = re.search("optimizer state(.*)", out.partition(" x fsdp")[2])[1]
+    sizes = [float(size) for size in re.findall(r"([\d.]+) [MK]iB", shards)[:2]]
+    assert sizes[0] > sizes[1]
+
+
 def test_time_is_that_of_the_arithmetic_and_under_cpu_offload_the_state_is_the_hosts():
     words = f"{MEDIUM} --train.micro_batch_size 2048 --parallel.strategy fsdp"
     words = f"{words} --parallel.activation_checkpointing full --parallel.cpu_offload"
