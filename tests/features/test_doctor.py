@@ -8,7 +8,9 @@ import shutil
 import socket
 import time
 from collections import namedtuple
+from contextlib import nullcontext
 from importlib.metadata import PackageNotFoundError
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -122,6 +124,19 @@ def test_ranks_that_do_not_find_one_another_are_a_failed_check(capsys, monkeypat
     said = capsys.readouterr().out
     assert f"they can't work together: {why}" in said
     assert said.endswith("1 fail: fix what failed before you train\n")
+
+
+def test_what_is_wrong_on_another_machine_has_its_name(monkeypatch, capsys):
+    found = [ok("gpu", "4 x A"), fail("torch", "2.0")]
+    world = SimpleNamespace(gather=lambda mine: [mine, ("b", found)])
+    monkeypatch.setattr(doctor, "start", lambda config: nullcontext(world))
+    monkeypatch.setattr(doctor, "ranks_checks", lambda world: [])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    assert doctor.main([]) == 1
+    out = capsys.readouterr().out
+    assert re.search("^fail  torch .b. +2.0$", out, re.M)
+    assert "4 x A" not in out
 
 
 @pytest.mark.bad_input("`doctor`: a slow rank or link")
