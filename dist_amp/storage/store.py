@@ -24,8 +24,6 @@ RENEW_SECONDS = 10.0
 DEAD_SECONDS = 45.0  # without a renewal: a few may be lost on the way
 LOOK_SECONDS = 2.0  # Google's takes a write per second to one file
 
-Record = dict[str, Any]
-
 
 class Store:
     """The files below an address. Names are relative to it. Errors: those of its file system."""
@@ -93,7 +91,7 @@ class Claim:
     def __init__(self, store: Store, ended: str, say: Callable[[str], None]):
         self.store = store
         name = f"process {os.getpid()} on {platform.node()}"
-        self.record: Record = {"id": uuid4().hex, "holder": name, "renewals": 0}
+        self.record: dict[str, Any] = {"id": uuid4().hex, "holder": name, "renewals": 0}
         before = self.read()
         if before and before["id"] != ended and not before.get("released"):
             self._wait_for_end(before, say)
@@ -103,9 +101,9 @@ class Claim:
         if holder and holder["id"] != self.record["id"]:
             raise self._in_use(holder)
 
-    def read(self) -> Record:
+    def read(self) -> dict[str, Any]:
         """The claim at the address, of whichever process; empty if there is none."""
-        record: Record = json.loads(self.store.read(CLAIM) or b"{}")
+        record: dict[str, Any] = json.loads(self.store.read(CLAIM) or b"{}")
         return record
 
     def renew(self) -> None:
@@ -125,7 +123,7 @@ class Claim:
     def _write(self) -> None:
         self.store.write(CLAIM, json.dumps(self.record).encode())
 
-    def _wait_for_end(self, record: Record, say: Callable[[str], None]) -> None:
+    def _wait_for_end(self, record: dict[str, Any], say: Callable[[str], None]) -> None:
         """Return when the holder of a claim has ended. Errors: Failure if it lives."""
         say(
             f"{self.store.address} was last written by {record['holder']}, which did not say that "
@@ -140,7 +138,7 @@ class Claim:
             if now != record:
                 raise self._in_use(record)
 
-    def _in_use(self, record: Record) -> Failure:
+    def _in_use(self, record: dict[str, Any]) -> Failure:
         return Failure(
             f"run.dir={self.store.address} is in use by a live run ({record['holder']}); stop that "
             "one, or choose another"
