@@ -137,7 +137,7 @@ def test_a_validation_part_is_whole_row_groups_and_the_same_each_time(tmp_path):
     assert train == sorted(train)
     assert parts[1].row_groups == 5, "of 41"
     prints = [each.fingerprint for each in (*parts, held_out_part(dataset, "train", 0.2))]
-    assert prints[0] == prints[2]
+    assert prints[0] == prints[2] == held_out_part(dataset, "train", 0.1, "shuffled").fingerprint
     assert len({*prints}) == 3
 
 
