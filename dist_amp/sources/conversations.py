@@ -55,9 +55,11 @@ def layout(columns: Sequence[str], text_column: str) -> str:
     return ""
 
 
-def columns_read(columns: Sequence[str], text_column: str) -> list[str]:
-    form = layout(columns, text_column)
-    return [name for name in columns if name in (form, *LAYOUTS.get(form, ()))]
+def columns_read(rows: Any, text_column: str) -> Any:
+    """The rows with the columns that are read alone: images, for one, cost time."""
+    form = layout(rows.column_names, text_column)
+    needed = (form, *LAYOUTS.get(form, ()))
+    return rows.select_columns([name for name in rows.column_names if name in needed])
 
 
 def are_chats(rows: Any, text_column: str) -> bool:
@@ -83,7 +85,6 @@ def check_rows(rows: Any, split: str, text_column: str, tokenizer: Tokenizer) ->
         )
     if split != "train":
         return
-    columns = columns_read(rows.column_names, text_column)
     if tokenizer.end is None:
         warn(
             "the tokenizer has no eos_token, so no sample ends with one, and only what a chat "
@@ -91,7 +92,7 @@ def check_rows(rows: Any, split: str, text_column: str, tokenizer: Tokenizer) ->
         )
     if not chats:
         return
-    rows = rows.select_columns(columns)
+    rows = columns_read(rows, text_column)
     for row in rows.__getitems__(list(range(min(len(rows), ROWS_TO_TRY)))):
         with suppress(Exception):  # reported with its number when the row is encoded
             messages, learned_from = chat_of(row, text_column)

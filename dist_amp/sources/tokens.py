@@ -121,8 +121,8 @@ def tokenized_when_read(rows: Any, tokenizer: Tokenizer, text_column: str) -> Co
             "the chat template writes today's date, so rows that are tokenized as they are read "
             "would differ after a resume; use python -m dist_amp.tokenize"
         )
-    read = rows.select_columns(columns_read(rows.column_names, text_column))
-    documents: Any = Converted(read, partial(sample_of, tokenizer, text_column))
+    convert = partial(sample_of, tokenizer, text_column)
+    documents: Any = Converted(columns_read(rows, text_column), convert)
     source = source_fingerprint(rows, text_column)
     documents.fingerprint = short_hash(source, tokenizer.identity, text_column)
     return documents  # type: ignore[no-any-return]
@@ -249,12 +249,11 @@ def tokenize_split(
 class Chunks:
     """Map-style: a range of rows -> (row, ids [n], which are learned [n] bool) of its documents.
 
-    A DataError is returned in their place, for the parent of a worker to raise. Only the columns
-    that are needed are read: images, for one, cost time.
+    A DataError is returned in their place, for the parent of a worker to raise.
     """
 
     def __init__(self, rows: Any, tokenizer: Tokenizer, text_column: str):
-        self.rows = rows.select_columns(columns_read(rows.column_names, text_column))
+        self.rows = columns_read(rows, text_column)
         self.tokenizer = tokenizer
         self.text_column = text_column
 
