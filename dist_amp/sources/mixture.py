@@ -201,10 +201,16 @@ def mixed(data: DataConfig, split: str, build: Callable[[DataConfig], Any]) -> A
     if not tables:
         return build(data)
     sources = {}
-    for name, config in source_configs(data).items():
+    for name, table in tables.items():
+        if table.name == "auto" and table.path == "off":
+            raise ConfigError(
+                f"data.sources.{name} names no data; set data.sources.{name}.path or "
+                f"data.sources.{name}.name"
+            )
         log.info("data: source %s, %s", name, split)
+        keys = {key: getattr(table, key) for key in SOURCE_KEYS}
         try:
-            sources[name] = build(config)
+            sources[name] = build(replace(data, **keys, sources={}))
         except Failure as error:
             raise type(error)(f"data.sources.{name}: {error}") from error
     sizes = {name: len(rows or ()) for name, rows in sources.items()}
@@ -244,19 +250,6 @@ def tables_of(data: DataConfig) -> dict[str, MixedSourceConfig]:
                 "data.sources"
             )
     return dict(tables)
-
-
-def source_configs(data: DataConfig) -> dict[str, DataConfig]:
-    configs = {}
-    for name, table in tables_of(data).items():
-        if table.name == "auto" and table.path == "off":
-            raise ConfigError(
-                f"data.sources.{name} names no data; set data.sources.{name}.path or "
-                f"data.sources.{name}.name"
-            )
-        keys = {key: getattr(table, key) for key in SOURCE_KEYS}
-        configs[name] = replace(data, **keys, sources={})
-    return configs
 
 
 def losses_by_source(

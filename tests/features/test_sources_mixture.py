@@ -142,7 +142,6 @@ def config_of(*words, **environ):
     ("table", "message"),
     [
         ("wiki]\nwieght = 1.0", "unknown key .*wiki.wieght in .*; did you mean .*.weight"),
-        ('"2024"]\npath = "x"', "'2024' can't name a source; use letters, digits and _"),
         ("wiki]\nweight = 0.0", "data.sources.wiki.weight=0.* must be "),
         ("wiki]\nweight = nan", "data.sources.wiki.weight=NaN .* must be "),
     ],
