@@ -130,8 +130,7 @@ def report_failure(
     is_first = waited or _is_first_to_report(world)
     if is_first:
         sys.stdout.flush()
-        start = "\r\033[K" if sys.stderr.isatty() else ""  # over rank 0's progress line
-        print(start + text, file=sys.stderr, flush=True)
+        print(text, file=sys.stderr, flush=True)
         facts = {"step": step, "at_start": at_start, "transient": isinstance(error, Transient)}
         tell_launcher(status, text, line=cause_of(error, rank), **facts)
     elif "TORCHELASTIC_ERROR_FILE" in os.environ:

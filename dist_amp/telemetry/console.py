@@ -1,29 +1,22 @@
-"""Rank 0's console: a line per log step; on a terminal a progress bar below what is printed.
+"""Rank 0's console: a line per log step.
 
 Docs: docs/metrics.md
 """
 
 import math
-import os
-import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, redirect_stderr, redirect_stdout
-from typing import Any
 
 from tqdm import tqdm
-from tqdm.contrib import DummyTqdmFile
 
 from dist_amp.telemetry.metrics import Metrics
 from dist_amp.telemetry.observer import Observer
-from dist_amp.telemetry.step_report import LogRow, StepReport
+from dist_amp.telemetry.step_report import LogRow
 
-BAR = "step {n_fmt:>6}/{total_fmt} {percentage:3.0f}%  {elapsed} eta {remaining}"
 SECONDS = 30.0  # between two lines of an evaluation
 
 
 class Console(Observer):
-    """Prints log steps on rank 0, on a terminal above a bar. loss_scale: at the start."""
+    """Prints log steps on rank 0. loss_scale: at the start."""
 
     def __init__(self, metrics: Metrics, first_step: int, last_step: int, loss_scale: float):
         self._world = metrics.world
@@ -32,28 +25,6 @@ class Console(Observer):
         self._loss_scale = loss_scale
         self._opened = time.monotonic()
         self._evaluation_began = self._last_line = 0.0
-        self._bar: Any = None
-        self._restore = ExitStack()
-        if self._world.is_main and sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
-            self._bar = tqdm(
-                total=last_step,
-                initial=first_step,
-                bar_format=BAR,
-                file=sys.stdout,
-                dynamic_ncols=True,
-                disable=False,  # whatever TQDM_DISABLE says
-            )
-            self._restore.callback(self._bar.close)
-            self._restore.enter_context(redirect_stdout(DummyTqdmFile(sys.stdout)))
-            self._restore.enter_context(redirect_stderr(DummyTqdmFile(sys.stderr)))
-
-    def close(self, error: BaseException | None = None) -> None:
-        """Leave the bar as it is; what is printed from now on goes to the terminal itself."""
-        self._restore.close()
-
-    def after_step(self, report: StepReport, micro_batches: Sequence[Any]) -> None:
-        if self._bar is not None:
-            self._bar.update()
 
     def on_log(self, row: LogRow) -> None:
         progress = f"step {row.step:>6}/{self._last_step} {row.step / self._last_step:>4.0%}"

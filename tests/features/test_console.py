@@ -1,20 +1,12 @@
-"""What rank 0 prints: a line per log step, with the time left; on a terminal a progress bar."""
+"""What rank 0 prints: a line per log step, with the time left."""
 
-import fcntl
 import json
 import math
-import os
-import pty
 import re
-import select
-import struct
-import sys
-import termios
 from statistics import median
 
 import numpy as np
 import pytest
-from forked import context
 from test_fit import OFTEN, end_of
 from test_metrics import random_row
 from test_script_run import built, same
@@ -163,52 +155,3 @@ def test_the_command_ends_bit_for_bit_as_fit_does_and_both_show_each_step_in_ord
     assert same(list(end_of(by_command)), list(end_of(run)))
     assert fit(run)["stopped_by"] == "completed"
     assert f"{run.folder} is finished: it took 6 of train.steps=6" in capfd.readouterr().out
-
-
-# ---- on a terminal
-
-
-def train_on(terminal, folder, words):
-    """The main job in a process whose output is a terminal."""
-    os.environ |= {"TERM": "xterm", "TQDM_DISABLE": "1"}  # what a user set for other programs
-    for number in (1, 2):
-        os.dup2(os.open(terminal, os.O_WRONLY | os.O_NOCTTY), number)
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
-    os.chdir(folder)
-    sys.exit(main(words))
-
-
-def on_a_terminal(folder, width, *words):
-    """What a run writes to a terminal of that width: (exit status, text)."""
-    ours, of_run = pty.openpty()
-    fcntl.ioctl(of_run, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
-    args = (os.ttyname(of_run), folder, [*map(str, words)])
-    process = context.Process(target=train_on, args=args)
-    process.start()
-    text = b""
-    while ours in select.select([ours, process.sentinel], [], [], 120)[0]:
-        text += os.read(ours, 4096)
-    process.join(60)
-    os.close(ours)
-    os.close(of_run)
-    return process.exitcode, text.decode().replace("\r\n", "\n")
-
-
-def test_on_a_terminal_one_bar_is_updated_and_what_is_printed_stays_above_it(tmp_path):
-    words = ("--task.target", "tiny:Tiny", "--train.steps", 6, "--metrics.log_every", 2)
-    status, text = on_a_terminal(tmp_path, 80, *words, "--eval.every", 3)
-    assert status == 0, text
-    # What is left of each line.
-    screen = "\n".join(line.rstrip().split("\r")[-1] for line in text.split("\n"))
-    assert [number for name, number in shown(screen) if name == "eval"] == ["3", "6"]
-    steps = [number for name, number in shown(screen) if name == "step"]
-    assert steps == ["2/6", "4/6", "6/6", "6/6"], "the history, and the bar that is left below it"
-    assert "\ndone: 6 steps" in screen
-
-
-def test_on_a_terminal_an_error_is_the_last_thing_on_the_screen(tmp_path):
-    words = ("--task.target", "tiny:AlwaysNan", "--train.max_skips_in_a_row", 2)
-    status, text = on_a_terminal(tmp_path, 200, *words, "--metrics.log_every", 2)
-    assert status == 70, text
-    last = text.rstrip().split("\n")[-1]
-    assert last.split("\r")[-1].startswith("\033[Kerror: 2 steps in a row"), last
