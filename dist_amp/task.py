@@ -42,6 +42,7 @@ A constructor parameter called `data` gets the `[data]` section; every other one
 `--task.args.NAME VALUE`.
 """
 
+import random
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, Protocol
@@ -121,7 +122,7 @@ def build_split(task: Task, split: Literal["train", "validation"], world: World)
 
 
 def attributes_of(owner: Any, module: nn.Module) -> dict[str, list[Any]]:
-    """{attribute: the tensors, arrays, numbers and texts in it}, without the model's.
+    """{attribute: the tensors, numbers, texts and states of generators in it}, without the model's.
 
     Objects of classes of the owner's file are looked into. Of an optimizer, what a checkpoint has
     is left out.
@@ -151,5 +152,11 @@ def leaves_of(value: Any, owner: type) -> Iterator[Any]:
         elif hasattr(leaf, "__array_interface__") and hasattr(leaf, "dtype"):
             if leaf.dtype.kind in "biufc":
                 yield torch.as_tensor(leaf)
+        elif isinstance(leaf, torch.Generator):
+            yield leaf.get_state()
+        elif hasattr(leaf, "bit_generator"):  # of NumPy
+            yield str(leaf.bit_generator.state)
+        elif isinstance(leaf, random.Random):
+            yield str(leaf.getstate())
         elif type(leaf).__module__ == owner.__module__ and hasattr(leaf, "__dict__"):
             yield from leaves_of(vars(leaf), owner)

@@ -46,6 +46,8 @@ def check_parallel(
         problem = f"comm_dtype=fp16 {small}; use bf16 or off"
     elif strategy == "ddp" and on_cpu and config.comm_dtype == "bf16":
         problem = "comm_dtype=bf16 needs GPUs: on a CPU gloo does not sum bf16; use off"
+    elif sharded and config.comm_dtype != "off":
+        problem = f"comm_dtype={config.comm_dtype} has no effect under {strategy}; use reduce_dtype"
     elif strategy == "hsdp" and world.world_size % replicas:
         problem = f"replicas={replicas} does not divide {world.world_size} ranks; use one that does"
     if problem:

@@ -73,6 +73,7 @@ BF16_PARAMS, BF16_REDUCE = {"param_dtype": "bf16"}, {"reduce_dtype": "bf16"}
 REFUSED = [
     ("ddp", {"comm_dtype": "fp16"}, {}, "=fp16 needs precision.dtype=fp16"),
     ("ddp", {"comm_dtype": "bf16"}, {}, "comm_dtype=bf16 needs GPUs"),
+    ("fsdp", {"comm_dtype": "bf16"}, {}, "has no effect under fsdp; use reduce_dtype"),
     ("fsdp", {"reduce_dtype": "fp16"}, {}, "=fp16 needs precision.dtype=fp16"),
     ("fsdp", BF16_PARAMS, {"use_amp": False}, "=bf16 needs use_amp=true"),
     ("fsdp", BF16_REDUCE, {"use_amp": False}, "=bf16 needs use_amp=true"),

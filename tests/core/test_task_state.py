@@ -119,6 +119,27 @@ def test_what_changes_between_the_first_two_saves_and_is_in_no_checkpoint_is_war
     assert "give the task state_dict() and load_state_dict(state), or name it in" in said
 
 
+class Draws(Tiny):
+    """Draws from generators that it keeps itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.of_torch = torch.Generator()
+        self.of_numpy = np.random.default_rng(0)
+        self.of_python = random.Random(0)
+
+    def loss_sum(self, model, batch):
+        torch.rand(1, generator=self.of_torch)
+        self.of_numpy.random()
+        self.of_python.random()
+        return super().loss_sum(model, batch)
+
+
+def test_generators_that_a_task_keeps_are_warned_of(tmp_path, capsys):
+    said = warnings_of_saves(Draws(), tmp_path, capsys)
+    assert "the task keeps of_torch, of_numpy, of_python, which changed" in said
+
+
 class SetAnew(Remembers):
     unsaved = ("queue", "calls")
 
