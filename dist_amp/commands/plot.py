@@ -37,13 +37,15 @@ def main(argv: Sequence[str]) -> None:
     for folder in options.runs:
         rows = Record(folder).rows
         steps, values = finite_series(rows, options.metric)
-        if not steps:
-            names = sorted({name for row in rows for name in row if "/" in name})
-            raise DataError(
-                f"--metric {options.metric}: {folder} has no finite value of it; it has "
-                f"{', '.join(names) or 'logged nothing'}"
-            )
-        axes.plot(steps, values, label=folder, marker="." if len(steps) == 1 else "")
+        if steps:
+            axes.plot(steps, values, label=folder, marker="." if len(steps) == 1 else "")
+            continue
+        names = sorted({name for row in rows for name in row if "/" in name})
+        problem = f"--metric {options.metric}: {folder} has no finite value of it; it has "
+        problem += ", ".join(names) or "logged nothing"
+        print(f"warning: {problem}", file=sys.stderr)
+    if not axes.lines:
+        raise DataError(problem)
     axes.set(xlabel="step", ylabel=options.metric)
     axes.grid(alpha=0.3)
     axes.legend()

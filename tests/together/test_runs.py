@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 from contextlib import redirect_stdout
+from pathlib import Path
 
 import pytest
 from tiny import make_run, take_steps
@@ -151,6 +152,11 @@ def test_runs_are_drawn_on_one_chart_and_what_can_not_be_drawn_is_said(
     assert (tmp_path / "loss.svg").read_bytes().startswith(b"<?xml")
     assert plot.main(["a", "--metric", "train/los"]) == 65
     said = "error: --metric train/los: a has no finite value of it; it has amp/loss_scale, "
+    assert said in capsys.readouterr().err
+    shutil.copytree("b", "c")
+    Path("c/metrics.jsonl").write_text('{"step": 1, "train/loss": 1.0}\n')
+    assert plot.main(["a", "c", "--metric", "train/grad_norm"]) == 0
+    said = "warning: --metric train/grad_norm: c has no finite value of it; it has train/loss\n"
     assert said in capsys.readouterr().err
     nans = [{"step": 1, "train/loss": "nan"}, {"step": 2, "train/loss": 1.0}]
     assert plot.finite_series(nans, "train/loss") == ([2], [1.0])
