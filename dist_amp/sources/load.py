@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dist_amp.errors import ConfigError, DataError
+from dist_amp.errors import ConfigError, DataError, in_one_line
 from dist_amp.loading.loader import read
 from dist_amp.settings import DataConfig, SourceConfig
 from dist_amp.sources.files import find_files, stay_local_without_network
@@ -38,7 +38,21 @@ class Converted:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        return [self.convert(row) for row in read(self.rows, indices)]
+        try:
+            rows = read(self.rows, indices)
+        except OSError as error:
+            if len(indices) == 1 and (file := image_file(self.rows, indices[0])):
+                raise DataError(f"{file}: {in_one_line(error)}; fix or remove it") from error
+            raise
+        return [self.convert(row) for row in rows]
+
+
+def image_file(rows: Any, index: int) -> str:
+    """The file of a row's image, for an error; "" if there is none."""
+    for name, feature in (getattr(rows, "features", None) or {}).items():
+        if type(feature).__name__ == "Image":
+            return rows.cast_column(name, type(feature)(decode=False))[index][name]["path"] or ""
+    return ""
 
 
 def load_split(config: DataConfig, split: str, *other_columns: str) -> Any:

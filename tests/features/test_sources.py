@@ -20,7 +20,7 @@ from dist_amp.loading.loader import Fetch
 from dist_amp.loading.plan import Shard
 from dist_amp.settings import DataConfig
 from dist_amp.sources.files import find_files
-from dist_amp.sources.load import load_rows, load_split
+from dist_amp.sources.load import Converted, load_rows, load_split
 from dist_amp.task import build_split
 from dist_amp.world import World
 
@@ -154,7 +154,7 @@ def test_the_folders_of_images_are_their_labels(tmp_path, place):
 def test_an_image_that_can_not_be_decoded_is_named_with_its_file(tmp_path):
     write_images(tmp_path, "a/0.png", "b/1.png")
     write(tmp_path, {"b/1.png": (tmp_path / "b/1.png").read_bytes()[:45]})
-    rows = all_rows(tmp_path, text_column="image").with_format("torch")
+    rows = Converted(all_rows(tmp_path, text_column="image"), dict)
     error = Fetch(rows, SimpleNamespace(collate=list), "training")[Shard((0, 1))]
     assert f"{tmp_path}/b/1.png: OSError: image file is truncated" in str(error)
 
