@@ -149,8 +149,12 @@ def warn_of_mean(run: Run) -> None:
     _, indices = run.data.last_step[0]
     dataset = run.data.fetch.dataset
     # The samples are shared: there may be many, and they are only read.
-    shared = {id(part): part for part in (dataset, *getattr(dataset, "__dict__", {}).values())}
+    shared = {}
+    if dataset is not run.task:
+        parts = (dataset, *getattr(dataset, "__dict__", {}).values())
+        shared = {id(part): part for part in parts}
     values = []
+    torch.cuda.empty_cache()  # a larger batch between the others leaves their memory in pieces
     with (
         run.parallel.no_side_effects(),
         torch.no_grad(),
@@ -165,7 +169,7 @@ def warn_of_mean(run: Run) -> None:
             with run.precision.autocast():
                 loss = task.loss_sum(model, batch)
             values.append((float(loss), float(task.weight(batch))))
-    torch.cuda.empty_cache()  # a larger batch between the others leaves their memory in pieces
+    torch.cuda.empty_cache()
     if len(values) < 2:
         return
     (loss_of_one, weight_of_one), (loss_of_two, weight_of_two) = values
