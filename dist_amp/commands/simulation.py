@@ -13,20 +13,21 @@ import math
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map_only
@@ -63,9 +64,12 @@ BUCKET = 25 * 2**20 // 4
 READ_BACK = (aten._local_scalar_dense, aten.allclose, aten.equal)
 
 # What CUDA's autocast computes in float32, and a CPU's does not. Source: torch's autocast_mode.h.
-IN_FLOAT32 = {
-    *("cumsum", "exp", "log", "log_softmax", "pow", "prod", "rsqrt", "softmax", "sum"),
-    *("cross_entropy", "group_norm", "kl_div", "l1_loss", "layer_norm", "nll_loss"),
+OPERATIONS = ("cumsum", "exp", "log", "log_softmax", "pow", "prod", "rsqrt", "softmax", "sum")
+LAYERS = ("cross_entropy", "group_norm", "kl_div", "l1_loss", "layer_norm", "log_softmax")
+IN_FLOAT32: dict[Any, tuple[str, ...]] = {
+    torch: OPERATIONS,
+    Tensor: OPERATIONS,
+    F: (*LAYERS, "nll_loss", "softmax"),
 }
 
 # A CPU's attention, which torch's table lacks, takes the arguments of a GPU's.
@@ -276,29 +280,41 @@ def within_kernel(function: Any, args: Any) -> int:
     return 0
 
 
-class AsOnGpu(TorchFunctionMode):
-    """Operations as CUDA has them: autocast's list, and kernels that a CPU lacks."""
+@contextmanager
+def as_on_gpu() -> Iterator[None]:
+    """Inside, operations are as CUDA has them: autocast's list, and kernels that a CPU lacks.
 
-    def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        kwargs = kwargs or {}
-        name = getattr(function, "__name__", "")
-        if name in IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
-            args, kwargs = tree_map_only(Tensor, in_full, (args, kwargs))
-        elif name == "dropout":
-            return fused_dropout(*args, **kwargs)
-        elif name == "scaled_dot_product_attention":
-            kwargs = {**kwargs, "dropout_p": 0.0}
-            if isinstance(mask := kwargs.get("attn_mask"), Tensor):
-                kwargs["attn_mask"] = mask.detach()  # a CPU's kernel gives it no gradient
-        return function(*args, **kwargs)
+    They are replaced, since a TorchFunctionMode is off in backward, which may call blocks again.
+    """
+    attention = F.scaled_dot_product_attention
 
+    def in_full(tensor: Tensor) -> Tensor:
+        return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
-def in_full(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+    def in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if torch.is_autocast_enabled("cpu"):
+                args, kwargs = tree_map_only(Tensor, in_full, (args, kwargs))
+            return function(*args, **kwargs)
 
+        return called
 
-def fused_dropout(input: Tensor, p: float, training: bool = True, inplace: bool = False) -> Tensor:
-    return torch.native_dropout(input, p, True)[0] if training and 0 < p < 1 else input
+    def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+        return torch.native_dropout(input, p, True)[0] if training and 0 < p < 1 else input
+
+    def without_dropout(*args: Any, dropout_p: float = 0.0, **kwargs: Any) -> Tensor:
+        if isinstance(mask := kwargs.get("attn_mask"), Tensor):
+            kwargs["attn_mask"] = mask.detach()  # a CPU's kernel gives it no gradient
+        return attention(*args, **kwargs)
+
+    with ExitStack() as patches:
+        for owner, names in IN_FLOAT32.items():
+            for name in names:
+                patches.enter_context(patch.object(owner, name, in_float32(getattr(owner, name))))
+        patches.enter_context(patch.object(F, "dropout", dropout))
+        patches.enter_context(patch.object(F, "scaled_dot_product_attention", without_dropout))
+        yield
 
 
 # ---- the step
@@ -366,7 +382,7 @@ def simulate(job: Job) -> StrategyPlan:
         # Modules stay where they are.
         modes.enter_context(patch.object(nn.Module, "to", lambda module, *_, **__: module))
         if on_gpu:
-            modes.enter_context(AsOnGpu())
+            modes.enter_context(as_on_gpu())
         try:
             leave_memory(module)
             kept = tree_iter(attributes_of(job.task, job.module))
