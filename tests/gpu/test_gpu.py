@@ -231,8 +231,7 @@ def test_memory_that_runs_out_names_what_to_lower_and_leaves_its_history(launch,
     last = done.stderr.strip().splitlines()[-1]
     # 8 samples of 2^36 float32.
     assert last.startswith(
-        "error: rank 0 ran out of GPU memory in step 1 (greedy.py, line 7): asked for 2,048.00 GiB "
-        "more than the "
+        "error: rank 0 ran out of GPU memory in step 1: asked for 2,048.00 GiB more than the "
     )
     assert (tmp_path / "run/profile/rank00000_out_of_memory.pickle").stat().st_size > 0
 
@@ -240,7 +239,7 @@ def test_memory_that_runs_out_names_what_to_lower_and_leaves_its_history(launch,
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert "ran out of GPU memory before the first step: asked for 4.00 GiB more than the " in last
-    assert "; 1,073,774,592 parameters take 4.00 GiB, gradients 4.00 GiB, " in last
+    assert "; parameters take 4.00 GiB, gradients 4.00 GiB, " in last
     assert last.endswith("; use a smaller model")
 
 

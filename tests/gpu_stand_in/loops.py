@@ -156,8 +156,7 @@ def learning_rates_read(words: Sequence[object], planted: bool) -> list[float]:
         interval = run.metrics.interval
         run.metrics.begin(run.step, run.schedule, run.scaler, run.data)
         if planted:
-            for _, arrived, *_ in interval._copies:
-                arrived.synchronize = nothing
+            interval._copy[1].synchronize = nothing
         rates.append(run.metrics.read()["lr"])
     return rates
 
