@@ -31,7 +31,7 @@ BUDGETS = {
     "lines loaded by `import dist_amp.step`": (4_000, 4_115),
     "lines loaded by `import dist_amp.train`": (7_500, 7_675),
     "lines of core, with what it imports in functions": (8_000, 9_345),
-    "lines of the package": (21_000, 25_795),
+    "lines of the package": (21_000, 25_815),
     "files of the package": (130, 163),
     "lines of the tests": (24_000, 29_780),
     "words of the docs": (13_000, 13_000),

@@ -74,6 +74,7 @@ ALLOWED = {  # where the host waits: why it may
 ALLOWED_IN = {
     "numerics": {
         "dist_amp/diagnostics/numerics.py Numerics._shares": "asked for, at log steps",
+        "dist_amp/diagnostics/numerics.py Numerics.after_step": "the rate, at log steps",
     },
     "fsdp_offload": {
         "dist_amp/scaling/hooks.py _timed": "FSDP2, for each gradient's copy to the host",
@@ -287,6 +288,7 @@ NO_VALUES = {  # of test_gpu.py: assertions that a device which computes nothing
     ("test_log_steps_wait_for_nothing_and_their_time_is_the_devices", "row['applied_steps'] == "),
     ("test_log_steps_wait_for_nothing_and_their_time_is_the_devices", "expected['lr'] == row["),
     # There is no CUPTI, which records kernels.
+    ("test_a_trace_has_the_kernels_and_the_table_the_devices_time", "event.get('cat')"),
     ("test_a_trace_has_the_kernels_and_the_table_the_devices_time", "'Self CUDA' in table"),
     ("test_the_benchmark_of_one_gpu_measures_both_precisions_here", "ours['loss'] == "),
 }
