@@ -27,6 +27,10 @@ from dist_amp.supervise.lifecycle import Job, write_summary
 from dist_amp.telemetry.startup import Startup
 from dist_amp.world import World
 
+FAILURES = "dist_amp/failures"  # in torch's store: how many ranks have failed
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # in torchrun's process, which outlives the ranks
+WAIT_SECONDS = 3.0  # for ranks that fail at the same time; the others end by the loss of this one
+
 Ranks = AbstractContextManager[World]  # such as `world.start`
 Work = Callable[[Job], int]
 
@@ -136,6 +140,8 @@ def report_failure(
     elif "TORCHELASTIC_ERROR_FILE" in os.environ:
         # torchrun shows the first rank that exits, and ends the others once that one has.
         time.sleep(10)
+    if rank == 0 and world is not None:
+        _wait_for_reports(world.world_size)
     return status, is_first
 
 
@@ -145,11 +151,23 @@ def _is_first_to_report(world: World | None) -> bool:
         # Before the ranks are connected, all of a machine make the same mistake, maybe not all
         # machines.
         return os.environ.get("LOCAL_RANK", "0") == "0"
-    key = "dist_amp/failures"
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it outlives this attempt
+    key = FAILURES
+    if os.environ.get(AGENT_STORE) == "True":  # it outlives this attempt
         key += f"/{attempt()}"
     try:
         # Torch's store works where collectives do not.
         return in_time(5.0, lambda: bool(group.get_group_store().add(key, 1) == 1))
     except Exception:  # the store's host is dead or unreachable: two reports are better than none
         return True
+
+
+def _wait_for_reports(ranks: int) -> None:
+    """Keep rank 0's store for the ranks that fail at the same time, so that one of them reports."""
+    group: Any = dist.group.WORLD
+    if group is None or ranks == 1 or os.environ.get(AGENT_STORE) == "True":
+        return
+    deadline = time.monotonic() + WAIT_SECONDS
+    with suppress(Exception):
+        store = group.get_group_store()
+        while store.add(FAILURES, 0) < ranks and time.monotonic() < deadline:
+            time.sleep(0.05)
