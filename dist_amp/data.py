@@ -1,4 +1,4 @@
-"""A dataset's samples as this rank's micro-batches, in an order by seed and position alone.
+"""A dataset's samples as this rank's micro-batches, ordered by seed and position alone.
 
 A step takes the next `global_batch_size` samples, or what is left of the epoch, and shards them
 over ranks and micro-batches (loading/plan.py): the same set at every world size. Resuming needs one

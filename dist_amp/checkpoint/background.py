@@ -1,7 +1,7 @@
 """Saves by a thread: with checkpoint.async_save training waits only for a copy on the host.
 
-The memory of the copy, pinned with a GPU, is filled again by each save: fresh memory costs more
-than the copy. Of what several ranks have alike, one rank makes the copy and writes it. torch's
+The memory of the copy, pinned with a GPU, is reused by each save: allocating it costs more than
+copying. Of replicated state, only one rank copies and writes each tensor. torch's
 DefaultStager (2.13.0) fails on tensors that are made of others, on sparse ones, and where memory
 can't be pinned.
 """
@@ -46,15 +46,15 @@ from dist_amp.files import appears, run_dir, sync_folder, write_synced
 from dist_amp.step import Run
 from dist_amp.world import World
 
-# Each rank has its own entries there, which no other rank writes.
+# Sections of the state, such as "observer NAME", that each rank writes for itself.
 OF_EACH_RANK = ("ranks", "task", "observer")
 
 
 class Planner(DefaultSavePlanner):
-    """torch's, which calls `progress` before each tensor that is written.
+    """torch's planner, which also calls `progress` before it writes a tensor.
 
-    One for all saves plans only what has changed: planning takes rank 0 86 to 101 us per shard of
-    any rank (measured for 64 to 1,024 ranks).
+    Used for all saves of a run, it plans only what has changed: a plan takes rank 0 about 90 us per
+    shard of any rank (measured for 64 to 1,024 ranks).
     """
 
     progress: Callable[[], object]
@@ -77,7 +77,7 @@ class Save:
     def __init__(
         self, run: Run, state: State, manifest: Manifest, planner: Planner, staging: Any = None
     ):
-        """staging: write a copy made by it, without what another rank writes."""
+        """staging: what copies this rank's part first; None: `state` itself is written."""
         self.folder = checkpoint_folder(run.folder, manifest.step)
         self.is_stuck = False
         self._temporary = self.folder.with_name(f".{self.folder.name}.writing")
@@ -166,11 +166,11 @@ class Save:
     def _make_folder(self) -> None:
         if self._world.is_main:
             for path in quarantine_after(self._run_folder, self._manifest.step - 1):
-                self._world.warn(f"{path} is damaged, or of another run: it keeps this name")
+                self._world.warn(f"{path} is damaged, or of another run: renamed, and not used")
         elif self._leads:
             shutil.rmtree(self.folder, ignore_errors=True)
         if self._leads:
-            # What a run that was killed while it wrote has left.
+            # Left by a run that was killed while writing.
             shutil.rmtree(self._temporary, ignore_errors=True)
             self._temporary.mkdir(parents=True)
             sync_folder(self._run_folder)
@@ -181,7 +181,7 @@ class Save:
             raise Failure("run.dir is not on a disk that all ranks share; put it on one")
 
     def _write_shards(self) -> dict[str, Entry]:
-        # No process group is fine here. Set for good, because threads share warning filters.
+        # Having no process group is fine here. The filter stays, because threads share filters.
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         self._planner.progress = partial(self._enter, "write_shards")
         write_tensors(
@@ -213,7 +213,7 @@ class Staging:
 
     @torch.no_grad()
     def copy(self, state: State) -> State:
-        """The state with every tensor in this memory, in place of the copy before."""
+        """Copy the state's tensors into this memory, over the previous copy."""
         copy: State = tree_map_with_path(self._staged, state)
         if self._on_gpu:
             torch.cuda.current_stream().synchronize()
@@ -233,13 +233,13 @@ class Staging:
         if key not in self._kept:
             try:
                 self._kept[key] = torch.empty_like(leaf, device="cpu", pin_memory=self._on_gpu)
-            except RuntimeError:  # the system pins no more: the copy takes longer
+            except RuntimeError:  # no more memory can be pinned: the copy takes longer
                 self._kept[key] = torch.empty_like(leaf, device="cpu")
         return self._kept[key].copy_(leaf, non_blocking=True)
 
 
 def without_replicas(state: State, world: World) -> State:
-    """The state without what another rank writes of several ranks' equal tensors.
+    """The state without the replicated tensors that another rank writes.
 
     Ordinary tensors are spread over the ranks by size; of a DTensor the first replica is kept.
     """

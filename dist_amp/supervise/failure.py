@@ -28,8 +28,8 @@ from dist_amp.telemetry.startup import Startup
 from dist_amp.world import World
 
 FAILURES = "dist_amp/failures"  # in torch's store: how many ranks have failed
-AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # in torchrun's process, which outlives the ranks
-WAIT_SECONDS = 3.0  # for ranks that fail at the same time; the others end by the loss of this one
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # set where torchrun keeps the store
+WAIT_SECONDS = 3.0  # for ranks that fail at the same time; the rest fail once this one is gone
 
 Ranks = AbstractContextManager[World]  # such as `world.start`
 Work = Callable[[Job], int]
@@ -119,8 +119,8 @@ def report_failure(
 ) -> tuple[int, bool]:
     """Print the error, unless another rank has printed its own: (exit status, was it the first).
 
-    world: None before the ranks are connected. step: how many were taken; at_start: none of them by
-    this process. By these the launcher decides on a restart.
+    world: None before the ranks are connected. step: steps taken so far; at_start: none of them by
+    this process. The launcher's restart depends on both.
     """
     rank = world.rank if world is not None else int(os.environ.get("RANK", "0"))
     if isinstance(error, Failure):
@@ -129,7 +129,7 @@ def report_failure(
     else:
         status = 1
         text = masked(f"rank {rank}: " + "".join(traceback.format_exception(error)).rstrip())
-    # A rank that waited in vain says so itself: others may be what it waited for.
+    # A rank that timed out always reports: those that it waited for may not.
     waited = world is None and isinstance(error, Transient)
     is_first = waited or _is_first_to_report(world)
     if is_first:
@@ -138,7 +138,7 @@ def report_failure(
         facts = {"step": step, "at_start": at_start, "transient": isinstance(error, Transient)}
         tell_launcher(status, text, line=cause_of(error, rank), **facts)
     elif "TORCHELASTIC_ERROR_FILE" in os.environ:
-        # torchrun shows the first rank that exits, and ends the others once that one has.
+        # torchrun shows only the first rank to exit, and then ends the rest.
         time.sleep(10)
     if rank == 0 and world is not None:
         _wait_for_reports(world.world_size)
@@ -148,8 +148,7 @@ def report_failure(
 def _is_first_to_report(world: World | None) -> bool:
     group: Any = dist.group.WORLD
     if world is None or group is None:
-        # Before the ranks are connected, all of a machine make the same mistake, maybe not all
-        # machines.
+        # Before they connect, all ranks of a machine fail alike; other machines may not.
         return os.environ.get("LOCAL_RANK", "0") == "0"
     key = FAILURES
     if os.environ.get(AGENT_STORE) == "True":  # it outlives this attempt
@@ -162,7 +161,7 @@ def _is_first_to_report(world: World | None) -> bool:
 
 
 def _wait_for_reports(ranks: int) -> None:
-    """Keep rank 0's store for the ranks that fail at the same time, so that one of them reports."""
+    """Keep rank 0's store alive, so that ranks that fail at the same time print one report."""
     group: Any = dist.group.WORLD
     if group is None or ranks == 1 or os.environ.get(AGENT_STORE) == "True":
         return
