@@ -7,7 +7,6 @@ gpu_stand_in/expected.json.
 import json
 import math
 import random
-import re
 import signal
 import subprocess
 import tempfile
@@ -292,7 +291,6 @@ NO_VALUES = {  # of test_gpu.py: assertions that a device which computes nothing
     ("test_a_trace_has_the_kernels_and_the_table_the_devices_time", "'Self CUDA' in table"),
     ("test_the_benchmark_of_one_gpu_measures_both_precisions_here", "ours['loss'] == "),
 }
-NO_CUPTI = "test_a_trace_has_the_kernels_and_the_table_the_devices_time"
 
 
 def test_the_tests_of_a_gpu_run_but_for_values(tmp_path):
@@ -308,8 +306,7 @@ def test_the_tests_of_a_gpu_run_but_for_values(tmp_path):
         if not any(one["test"] == test and part in one["line"] for test, part in NO_VALUES)
     ]
     assert not others, done.stdout
-    failed = re.findall(r"^FAILED .*::(\w+)", done.stdout, re.MULTILINE)
-    assert failed == [NO_CUPTI], done.stdout
+    assert done.returncode == 0, done.stdout
     assert "skipped" not in done.stdout
 
 
