@@ -165,6 +165,15 @@ def test_fit_takes_the_rest_of_the_steps_and_ends_bit_for_bit(prepared, tmp_path
     run.save()
 
 
+def test_a_launch_that_would_restart_into_a_stale_store_is_refused_here_too(tmp_path, monkeypatch):
+    run = built(World(), tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with pytest.raises(ConfigError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        fit(run)
+    run.close()
+
+
 def test_in_a_thread_it_trains_alike_under_its_own_switches(tmp_path, undisturbed):
     run = built(World(), tmp_path, *OFTEN)
     built(World(), tmp_path / "later", *OFTEN, "--run.deterministic", "true")
