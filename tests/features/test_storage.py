@@ -347,12 +347,12 @@ def test_a_run_whose_uploads_are_not_complete_ends_with_75_and_the_next_start_co
     watched.before = away
     main.uploads.start()
     with pytest.raises(SystemExit) as ended:
-        main.finish(0.1, Job(None, World()))
+        main.finish(1.0, Job(None, World()))
     assert ended.value.code == 75
     printed = capfd.readouterr().err
     warning = f"{watched.address} is not up to date (the store is away); checkpoints are kept in "
     assert printed.count(warning) == 1
-    assert f"{watched.address} is not complete after 0.1 s (the store is away)" in printed
+    assert f"{watched.address} is not complete after 1 s (the store is away)" in printed
     assert f"the rest is in {local}: the same command on this machine uploads it" in printed
     watched.before = lambda *_: None
     again = mirror_of(local, watched, main.claim.record["id"])
