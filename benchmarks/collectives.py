@@ -12,7 +12,7 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.harness import on_a_run
-from dist_amp.commands.simulation import Collective, collective_of
+from dist_amp.commands.imagined import Collective, collective_of
 from dist_amp.run import Run
 from dist_amp.step import train_step
 

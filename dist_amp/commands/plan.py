@@ -25,13 +25,7 @@ from typing import Any
 import torch
 
 from dist_amp.commands.devices import DEVICES, Device
-from dist_amp.commands.simulation import (
-    PHASES,
-    USABLE,
-    Job,
-    StrategyPlan,
-    simulate,
-)
+from dist_amp.commands.simulation import PHASES, USABLE, Job, StrategyPlan, simulate
 from dist_amp.config.auto import accumulation_steps, pick_reduction, pick_strategy
 from dist_amp.config.load import load_config
 from dist_amp.config.memory import capacity_of, size_text

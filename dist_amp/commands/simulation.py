@@ -1,40 +1,30 @@
 """The real step of a config on ranks and a device that do not exist: memory, traffic and time.
 
 `train_step` runs under torch's FakeTensorMode, which computes shapes alone, in a process group
-whose collectives return at once. Of each operation, `ImaginedDevice` counts what it allocates, as a
-GPU's allocator does; what it sends; and its time, the larger of its arithmetic and its memory
-traffic. DDP, whose C++ code reads values, is replaced by its buckets. Not seen: what most kernels
-allocate within themselves, compiled blocks, bit-exact reductions, diagnostics.
+whose collectives return at once, and `ImaginedDevice` counts its operations. Not seen: compiled
+blocks, bit-exact reductions, diagnostics.
 """
 
 import copy
-import logging
-import math
 import warnings
-import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import wraps
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map_only
-from torch.utils.flop_counter import flop_registry
 
-from dist_amp.clock import PhaseClock
-from dist_amp.commands.devices import READS, SENDS, Device
+from dist_amp.commands.devices import Device
+from dist_amp.commands.imagined import (
+    FlatGradients,
+    ImaginedDevice,
+    ImaginedWorld,
+    as_on_gpu,
+    without_values,
+)
 from dist_amp.config.auto import accumulation_steps, pick_cast
 from dist_amp.config.memory import tensor_bytes
 from dist_amp.config.validate import check_parallel
@@ -49,37 +39,10 @@ from dist_amp.step import Run, train_step
 from dist_amp.task import Task, attributes_of
 from dist_amp.world import World, local
 
-aten = torch.ops.aten
-
 PHASES = ("forward", "backward", "optimizer")
-ROUNDING = 512  # an allocation is a multiple of it. Source: torch's CUDACachingAllocator.cpp
 # The forward's and the backward's thread each have one. Source: torch's CUDABlas.cpp, for Hopper.
 WORKSPACES = 2 * 32 * 2**20
 USABLE = 0.95  # the share of a device to plan for; fragmentation takes the rest. Assumed.
-
-# Elements of one of DDP's buckets. Source: DistributedDataParallel's bucket_cap_mb.
-BUCKET = 25 * 2**20 // 4
-
-# What the host reads from the device is 1 or true here: checks pass, and divisions work.
-READ_BACK = (aten._local_scalar_dense, aten.allclose, aten.equal)
-
-# What CUDA's autocast computes in float32, and a CPU's does not. Source: torch's autocast_mode.h.
-OPERATIONS = ("cumsum", "exp", "log", "log_softmax", "pow", "prod", "rsqrt", "softmax", "sum")
-LAYERS = ("cross_entropy", "group_norm", "kl_div", "l1_loss", "layer_norm", "log_softmax")
-IN_FLOAT32: dict[Any, tuple[str, ...]] = {
-    torch: OPERATIONS,
-    Tensor: OPERATIONS,
-    F: (*LAYERS, "nll_loss", "softmax"),
-}
-
-# A CPU's attention, which torch's table lacks, takes the arguments of a GPU's.
-FORWARD = aten._scaled_dot_product_flash_attention
-BACKWARD = aten._scaled_dot_product_flash_attention_backward
-FLOPS = {
-    **flop_registry,
-    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[FORWARD],
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[BACKWARD],
-}
 
 
 @dataclass
@@ -93,228 +56,6 @@ class StrategyPlan:
     fits: bool  # into the device, with room for fragments, or its memory is not known
     sent_bytes: float
     seconds: dict[str, float]  # computing, sending and the whole step; {}: of an unknown GPU
-
-
-# ---- what a step sends
-
-
-class Collective(NamedTuple):
-    """One collective: the ranks of its group, and the bytes of its larger side on each rank."""
-
-    kind: str
-    ranks: int
-    nbytes: int
-
-    @property
-    def sent(self) -> float:
-        """Bytes that each rank sends in a ring. Source: doi:10.1016/j.jpdc.2008.09.002."""
-        rounds = 2 if self.kind == "allreduce" else 1
-        return rounds * (self.ranks - 1) / self.ranks * self.nbytes
-
-    def seconds(self, gpu: Device, world: World) -> float:
-        """Seconds at the bandwidth of the machine's links, or of its network cards."""
-        rate = gpu.machine
-        has_one_machine = world.world_size == world.local_world_size
-        if self.ranks == world.world_size and not has_one_machine:
-            # A ring over several machines enters and leaves each by every network card.
-            rate = min(gpu.machine, world.local_world_size * gpu.network)
-        elif self.kind == "allreduce" and not has_one_machine:
-            rate = gpu.network  # hsdp's, between machines
-        return self.sent / (SENDS * rate * 1e9)
-
-
-def collective_of(function: Any, args: Sequence[Any]) -> Collective | None:
-    """The collective that an operation is; None for another one, or in a group of one rank."""
-    if function.namespace == "_c10d_functional" and function._opname == "all_gather_into_tensor":
-        kind, ranks = "allgather", args[1]  # a DTensor's
-        nbytes = ranks * args[0].nbytes
-    elif function.namespace == "c10d":
-        kind = function._opname.strip("_").removesuffix("_base")
-        group = next(value for value in args if isinstance(value, torch.ScriptObject))
-        ranks = dist.ProcessGroup.unbox(group).size()
-        tensors = [[t for t in tree_iter(value) if isinstance(t, Tensor)] for value in args]
-        nbytes = max(map(tensor_bytes, tensors))
-    else:
-        return None
-    return Collective(kind, ranks, nbytes) if ranks > 1 else None
-
-
-@dataclass(frozen=True)
-class ImaginedWorld(World):
-    """A rank among ranks that do not exist, which prints nothing."""
-
-    is_main = False
-
-    def mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-        with _disable_current_modes():  # a mesh needs values
-            return super().mesh(shape, names)
-
-
-class FlatGradients:
-    """Gradients as DDP keeps and sends them: they have memory from the start, and the backward of
-    the last micro-batch copies each gradient there.
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter], sent_in: torch.dtype | None) -> None:
-        sizes = [parameter.numel() for parameter in parameters]
-        flat = parameters[0].new_empty(sum(sizes))
-        self._buckets = flat.split(BUCKET)
-        self._gradients: dict[Tensor, Tensor] = {}
-        self._sent_in = sent_in or flat.dtype
-        self._synchronises = True
-        for parameter, part in zip(parameters, flat.split(sizes), strict=True):
-            parameter.is_replicated = True  # type: ignore[attr-defined]
-            parameter.register_post_accumulate_grad_hook(self._copy)
-            self._gradients[parameter] = part.view_as(parameter)
-
-    def _copy(self, parameter: Tensor) -> None:
-        if self._synchronises:
-            parameter.grad = self._gradients[parameter].copy_(parameter.grad)  # type: ignore[arg-type]
-
-    @contextmanager
-    def gradient_sync(self, on: bool) -> Iterator[None]:
-        self._synchronises = on
-        yield
-        if on:
-            for bucket in self._buckets:
-                dist.all_reduce(bucket.to(self._sent_in))
-
-
-# ---- what a step allocates, and how long it computes
-
-
-class ImaginedDevice(TorchDispatchMode):
-    """The device of one rank: what is allocated on it, how long it computes, what it sends.
-
-    allocated: bytes from the start to the end.
-    """
-
-    def __init__(self, device: Device | None, allocated: int = 0) -> None:
-        super().__init__()
-        self.phase = "other"
-        self.forget()
-        self._device = device
-        self._bytes = allocated
-        self._sizes: dict[int, int] = {}  # of the storages alive, by their address
-
-    def forget(self) -> None:
-        """Begin again to measure; what is allocated remains."""
-        self.peaks: Counter[str] = Counter()  # bytes, by the phase of a step
-        self.counts: Any = Counter()  # seconds of computing, and how often each Collective
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if DTensor in types:
-            return NotImplemented  # what it calls with its local tensors comes here again
-        kwargs = kwargs or {}
-        is_fake = any(issubclass(kind, FakeTensor) for kind in types)
-        if is_fake and function.overloadpacket in READ_BACK:
-            return True
-        if collective := collective_of(function, args):
-            self.counts[collective] += 1
-        result = function(*args, **kwargs)
-        results = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
-        for tensor in results:
-            self.count(tensor.untyped_storage())
-        peak = self._bytes + within_kernel(function, args)
-        self.peaks[self.phase] = max(self.peaks[self.phase], peak)
-        if self._device is not None and not function.is_view:
-            inputs = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
-            traffic = sum(leaf.nbytes for leaf in (*inputs, *results))
-            seconds = traffic / (READS * self._device.memory * 1e9)
-            if formula := FLOPS.get(function.overloadpacket):
-                flops = formula(*args, **kwargs, out_val=result)
-                seconds = max(seconds, flops / self._device.flop_per_second(inputs[0].dtype))
-            self.counts["computing"] += seconds
-        return result
-
-    def count(self, storage: Any) -> None:
-        """Count a storage until it is freed, or its new size."""
-        key = storage._cdata
-        if key not in self._sizes:
-            weakref.finalize(storage, self._free, key)
-        size = math.ceil(storage.nbytes() / ROUNDING) * ROUNDING
-        self._bytes += size - self._sizes.get(key, 0)
-        self._sizes[key] = size
-        self.peaks[self.phase] = max(self.peaks[self.phase], self._bytes)
-
-    def _free(self, key: int) -> None:
-        self._bytes -= self._sizes.pop(key)
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Inside, it knows a step's phases and FSDP2's resizing."""
-        resize = torch.UntypedStorage.resize_
-        enter = PhaseClock.enter
-
-        def resized(storage: Any, size: int) -> Any:
-            result = resize(storage, size)
-            self.count(storage)
-            return result
-
-        def entered(clock: PhaseClock, phase: str) -> str:
-            if phase != "communication":
-                self.phase = phase
-            return enter(clock, phase)
-
-        with (
-            patch.object(PhaseClock, "enter", entered),
-            patch.object(torch.UntypedStorage, "resize_", resized),
-        ):
-            yield
-
-
-def within_kernel(function: Any, args: Any) -> int:
-    """Bytes that the kernels with the largest buffers allocate while they run.
-
-    Sums over rows, as of a bias's gradient: partial sums of 128 threads each, of as many blocks as
-    fill a GPU of 132 x 16. Source: torch's Reduce.cuh. Attention's backward: the queries' gradient
-    in float32. Source: torch's flash_api.cpp.
-    """
-    if function is aten.sum.dim_IntList and args[0].ndim == 2 and list(args[1]) == [0]:
-        rows, columns = args[0].shape
-        to_fill = math.ceil(132 * 16 / math.ceil(columns / 128))
-        blocks = max(min(to_fill, math.ceil(rows / 64)), math.ceil(rows / 1024))
-        return 4 * columns * blocks * 128
-    if function.overloadpacket is aten._scaled_dot_product_flash_attention_for_cpu_backward:
-        return 4 * args[1].numel()
-    return 0
-
-
-@contextmanager
-def as_on_gpu() -> Iterator[None]:
-    """Inside, operations are as CUDA has them: autocast's list, and kernels that a CPU lacks.
-
-    They are replaced, since a TorchFunctionMode is off in backward, which may call blocks again.
-    """
-    attention = F.scaled_dot_product_attention
-
-    def in_full(tensor: Tensor) -> Tensor:
-        return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
-
-    def in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def called(*args: Any, **kwargs: Any) -> Any:
-            if torch.is_autocast_enabled("cpu"):
-                args, kwargs = tree_map_only(Tensor, in_full, (args, kwargs))
-            return function(*args, **kwargs)
-
-        return called
-
-    def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-        return torch.native_dropout(input, p, True)[0] if training and 0 < p < 1 else input
-
-    def without_dropout(*args: Any, dropout_p: float = 0.0, **kwargs: Any) -> Tensor:
-        if isinstance(mask := kwargs.get("attn_mask"), Tensor):
-            kwargs["attn_mask"] = mask.detach()  # a CPU's kernel gives it no gradient
-        return attention(*args, **kwargs)
-
-    with ExitStack() as patches:
-        for owner, names in IN_FLOAT32.items():
-            for name in names:
-                patches.enter_context(patch.object(owner, name, in_float32(getattr(owner, name))))
-        patches.enter_context(patch.object(F, "dropout", dropout))
-        patches.enter_context(patch.object(F, "scaled_dot_product_attention", without_dropout))
-        yield
 
 
 # ---- the step
@@ -357,8 +98,6 @@ def simulate(job: Job) -> StrategyPlan:
     Errors: what training raises for its settings; what the task raises; DataError for an operation
     that depends on values, since there are none.
     """
-    # It prints a traceback before it raises.
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     register_fused_updates()
     batch = job.batch()
     on_gpu = job.world.device.type == "cuda"
@@ -368,15 +107,9 @@ def simulate(job: Job) -> StrategyPlan:
     sizes = [2, 3] if job.micro_batches > 2 else [job.micro_batches]
     steps = []
     with ExitStack() as modes:
-        if job.world.world_size > 1:  # this group's collectives return at once
-            size = job.world.world_size
-            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
-            modes.callback(dist.destroy_process_group)
         modes.enter_context(warnings.catch_warnings(action="ignore"))  # those that training prints
         module = copy.deepcopy(job.module)
-        modes.enter_context(
-            FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
-        )
+        modes.enter_context(without_values(job.world.world_size))
         modes.enter_context(device)
         modes.enter_context(device.watched())
         # Modules stay where they are.

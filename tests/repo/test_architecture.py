@@ -67,7 +67,7 @@ AS_GOOD_AS_PUBLIC = ("torch.utils._pytree", "torch.utils._python_dispatch")
 # kernels that torch's own GradScaler and clip_grad_norm_ call.
 PRIVATE = {
     "checkpoint.allow_list": "DCP's memory formats, allow-listed for the unpickler",
-    "commands.simulation": "tensors without memory, and a process group without ranks",
+    "commands.imagined": "tensors without memory, and a process group without ranks",
     "diagnostics.trace": "the sequence numbers of the autograd graph",
     "diagnostics.profiling": "the allocator's history and snapshot",
     "distributed.process_group": "c10d's time-outs, abort and store",

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.collectives import measure
-from dist_amp.commands.simulation import ImaginedDevice
+from dist_amp.commands.imagined import ImaginedDevice
 from dist_amp.step import train_step
 from dist_amp.world import World, local
 

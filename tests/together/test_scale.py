@@ -21,8 +21,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import log_step as log_step_bench
 from benchmarks.collectives import Counting, measure
+from dist_amp.commands.imagined import Collective
 from dist_amp.commands.plan import compare, make_job, table
-from dist_amp.commands.simulation import Collective
 from dist_amp.config.auto import accumulation_steps
 from dist_amp.config.load import load_config
 from dist_amp.precision import DTYPES
