@@ -389,7 +389,18 @@ def test_the_order_of_a_dataset_never_changes_or_a_resume_reads_other_samples(
     assert make_run(World(), Tiny(), "--data.shuffle", "false").data.plan.order == "dataset"
 
 
-# ---- a task's augmentation ----
+# ---- random numbers of collate, and a task's augmentation ----
+
+
+def test_each_micro_batch_draws_from_a_seed_of_its_own_that_does_not_depend_on_the_world_size():
+    def seeds(ranks, accumulation):
+        plans = [plan(64, ranks, rank, 2, accumulation) for rank in range(ranks)]
+        return {shard.seed for each in plans for shard in each.micro_batches(0, 2)}
+
+    expected = seeds(1, 8)
+    assert len(expected) == 2 * 8
+    assert seeds(2, 4) == seeds(4, 2) == expected
+
 
 
 class Noisy(Tiny):

@@ -158,6 +158,36 @@ class Normed(Tiny):
         return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
 
 
+def test_gradients_under_ddp_lie_in_its_buckets_and_take_no_memory_of_their_own():
+    assert on_ranks(2, storages_of_gradients) == [1, 1]
+
+
+def storages_of_gradients(world):
+    """How many blocks of memory hold the gradients that the optimizer gets."""
+    run = make_run(world, Tiny(), "--parallel.strategy", "ddp")
+    storages = set()
+
+    def note(*_):
+        storages.update(p.grad.untyped_storage().data_ptr() for p in run.model.parameters())
+
+    run.optimizer.register_step_pre_hook(note)
+    take_steps(run, 1)
+    return len(storages)
+
+
+def test_a_buffer_with_two_names_has_both_after_a_forward_without_side_effects():
+    run = make_run(World(), Tiny())
+    module = run.parallel.module
+    shared = torch.zeros(())
+    module.register_buffer("first", shared)
+    module.register_buffer("second", shared)
+    with run.parallel.no_side_effects():
+        module.second = module.second + 1
+        module.first += 1
+    assert module.first is module.second is shared
+    assert shared == 0
+
+
 def steps_with_batch_norm(world):
     words = ["--precision.dtype", "bf16", "--precision.scaler.init_scale", 64]
     run = make_run(world, Normed(), "--parallel.strategy", "fsdp", *words)
