@@ -402,7 +402,6 @@ def test_each_micro_batch_draws_from_a_seed_of_its_own_that_does_not_depend_on_t
     assert seeds(2, 4) == seeds(4, 2) == expected
 
 
-
 class Noisy(Tiny):
     """Each training sample gets noise of its own."""
 
