@@ -67,7 +67,7 @@ class Batches:
         self._count_tokens: Callable[[Any], int] = lambda batch: 0
         if split == "training" and hasattr(task, "tokens"):
             self._count_tokens = task.tokens
-        self._workers = workers
+        self.workers = workers
         self._pin_memory = world.device.type == "cuda"
         self.to_device: Callable[[Any], Any] = lambda batches: batches  # on a CPU already
         if self._pin_memory:
@@ -134,7 +134,7 @@ class Batches:
         """Any micro-batches; random augmentations draw from this process's generators."""
         batches = []
         for shard in shards:
-            if self._workers:
+            if self.workers:
                 seed_all(shard.seed)  # as the worker did
             batches.append(self._checked(self.fetch[shard]))
         if self.bad_samples is not None:
@@ -147,7 +147,7 @@ class Batches:
         self._batches, close = load(
             self.fetch,
             partial(self.plan.micro_batches, self.position, limit),
-            workers=self._workers,
+            workers=self.workers,
             pin_memory=self._pin_memory,
             rank=self.plan.rank,
         )

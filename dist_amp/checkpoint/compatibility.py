@@ -10,6 +10,7 @@ import hashlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -24,7 +25,7 @@ from dist_amp.data import Batches
 from dist_amp.distributed.process import random_state, set_random_state
 from dist_amp.errors import ConfigError, DataError, first_line
 from dist_amp.loading.plan import Order
-from dist_amp.loading.samples import sample_bytes, spread
+from dist_amp.loading.samples import call_in_worker, sample_bytes, spread
 from dist_amp.settings import FREE_TO_CHANGE, Config, TaskConfig
 from dist_amp.step import Run
 from dist_amp.world import World
@@ -192,13 +193,20 @@ def fingerprint(data: Batches, world: World) -> str:
 
 def dataset_hash(data: Batches) -> str:
     """The dataset's own `fingerprint`, else a hash of 64 samples evenly spread over it."""
-    known = getattr(data.fetch.dataset, "fingerprint", None)
+    dataset = data.fetch.dataset
+    known = getattr(dataset, "fingerprint", None)
     if isinstance(known, str):
         return known
+    indices = spread(data.plan.length, 64)
+    (digest,) = call_in_worker(partial(content_hash, dataset), [indices], data.workers, rank=0)
+    return str(digest)
+
+
+def content_hash(dataset: Any, indices: list[int]) -> str:
     digest = hashlib.sha256()
-    for index in spread(data.plan.length, 64):
+    for index in indices:
         try:
-            digest.update(sample_bytes(data.fetch.dataset, index))
+            digest.update(sample_bytes(dataset, index))
         except Exception:  # the step that needs the sample raises the error
             digest.update(repr("can't be read").encode())
     return digest.hexdigest()[:16]

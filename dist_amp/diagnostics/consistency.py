@@ -10,6 +10,7 @@ Docs: docs/verification.md
 import hashlib
 import platform
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,7 @@ from dist_amp.config.text import flat
 from dist_amp.diagnostics.trace import hash_tensor
 from dist_amp.distributed.process import random_state, set_random_state
 from dist_amp.errors import ConfigError, DataError, NumericsError, some_of
-from dist_amp.loading.loader import load
-from dist_amp.loading.samples import sample_bytes, spread
+from dist_amp.loading.samples import call_in_worker, sample_bytes, spread
 from dist_amp.run import Run
 from dist_amp.task import attributes_of
 from dist_amp.telemetry.observer import Observer
@@ -114,20 +114,15 @@ def check_start(run: Run) -> None:
     check_state_equal(run)
 
 
-class SampleHashes:
-    """Map-style view of a dataset; "" for a sample that can't be read twice with the same result,
-    such as a random one.
+def repeatable_hash(dataset: Any, index: int) -> str:
+    """A hash of a sample; "" for one that can't be read twice with the same result, such as a
+    random one.
     """
-
-    def __init__(self, dataset: Any):
-        self.dataset = dataset
-
-    def __getitem__(self, index: int) -> str:
-        try:
-            first, again = [sample_bytes(self.dataset, index) for _ in range(2)]
-        except Exception:  # the step that needs the sample raises the error
-            return ""
-        return hashlib.sha256(first).hexdigest() if first == again else ""
+    try:
+        first, again = [sample_bytes(dataset, index) for _ in range(2)]
+    except Exception:  # the step that needs the sample raises the error
+        return ""
+    return hashlib.sha256(first).hexdigest() if first == again else ""
 
 
 def check_inputs_equal(run: Run) -> None:
@@ -146,15 +141,10 @@ def check_inputs_equal(run: Run) -> None:
             found[f"the {data.split} split"] = known
             continue
         indices = spread(data.plan.length, COMPARED_SAMPLES)
-        # In a worker if there are any: a file that is open before they fork would be shared.
-        workers = min(1, run.config.data.workers)
-        fetch = SampleHashes(data.fetch.dataset)
-        read, close = load(
-            fetch, indices.__iter__, workers=workers, pin_memory=False, rank=world.rank
-        )
-        for index in indices:
-            found[f"sample {index} of the {data.split} split"] = next(read)
-        close()
+        hash_sample = partial(repeatable_hash, data.fetch.dataset)
+        hashes = call_in_worker(hash_sample, indices, data.workers, world.rank)
+        for index, sample in zip(indices, hashes, strict=True):
+            found[f"sample {index} of the {data.split} split"] = sample
     set_random_state(before, world.device)
     for name, leaves in attributes_of(run.task, run.parallel.module).items():
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

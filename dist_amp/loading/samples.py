@@ -1,5 +1,6 @@
 """The content of a few samples, by which datasets are compared."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from dist_amp.distributed.process import seed_all
-from dist_amp.loading.loader import read
+from dist_amp.loading.loader import load, read
 from dist_amp.task import PLAIN
 
 
@@ -30,3 +31,30 @@ def sample_bytes(dataset: Any, index: int) -> bytes:
         else:
             content.append(type(leaf).__name__.encode())
     return b"".join(content)
+
+
+class Calls:
+    """What a loader reads from in place of a dataset: the function's results."""
+
+    def __init__(self, function: Callable[[Any], Any]):
+        self.function = function
+
+    def __getitem__(self, request: Any) -> Any:
+        return self.function(request)
+
+
+def call_in_worker(
+    function: Callable[[Any], Any], requests: Sequence[Any], workers: int, rank: int
+) -> list[Any]:
+    """function(request) for each request, in a loader worker if the run has any.
+
+    A file that the dataset opens at its first read would otherwise be open when the run's workers
+    fork, which would then share its position in the file.
+    """
+    results, close = load(
+        Calls(function), requests.__iter__, workers=min(1, workers), pin_memory=False, rank=rank
+    )
+    try:
+        return [next(results) for _ in requests]
+    finally:
+        close()
