@@ -12,7 +12,6 @@ from unittest.mock import patch
 import pytest
 
 from dist_amp.commands import follow, trackers
-from dist_amp.errors import Failure
 from dist_amp.supervise.preflight import InUse
 from dist_amp.telemetry.writers import JsonlWriter
 
@@ -137,18 +136,19 @@ def test_a_live_run_is_sent_as_it_comes_and_its_summary_at_the_end(run, runs):
     assert summary["ranks"] == [{"rank": 0}]
 
 
-@pytest.mark.parametrize("seen", [5, 12, 15])  # the last step sent when the run was killed at 15
-def test_of_a_resumed_run_each_step_is_sent_once_and_none_is_lost(run, runs, seen):
-    def killed_and_resumed_from_step_10():
+# The last step sent when the run was killed at 15, and the step from which it resumed.
+@pytest.mark.parametrize(("seen", "resumed"), [(5, 10), (12, 10), (15, 10), (15, 0)])
+def test_of_a_resumed_run_each_step_is_sent_once_and_none_is_lost(run, runs, seen, resumed):
+    def killed_and_resumed():
         run.take(*range(seen + 1, 16))
-        run.start(10)
-        run.take(*range(11, 14), **{"train/new": 1.0})
+        run.start(resumed)
+        run.take(*range(resumed + 1, 14), **{"train/new": 1.0})
 
     run.take(*range(1, seen + 1))
-    run.follow(killed_and_resumed_from_step_10, lambda: run.take(*range(14, 21)), run.end)
+    run.follow(killed_and_resumed, lambda: run.take(*range(14, 21)), run.end)
     assert steps_of(the_only(runs)) == list(range(1, 21))
     new = steps_of(the_only(runs), "train/new")
-    assert new == [11, 12, 13], "a tag that the first attempt did not have"
+    assert new == list(range(resumed + 1, 14)), "a tag that the first attempt did not have"
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -170,16 +170,6 @@ def test_a_follower_that_is_killed_sends_lines_again_under_the_same_numbers_and_
     lines = (run.folder / "metrics.jsonl").read_text().splitlines()
     assert list(the_only(runs)["lines"]) == list(range(len(lines)))
     assert steps_of(the_only(runs)) == list(range(1, len(lines) + 1))
-
-
-def test_a_run_that_starts_again_from_step_0_continues_after_what_was_sent(run, runs):
-    def killed_before_its_first_checkpoint():
-        run.start(0)
-        run.take(1, 2, 3)
-
-    run.take(1, 2)
-    run.follow(killed_before_its_first_checkpoint, run.end)
-    assert steps_of(the_only(runs)) == [1, 2, 3]
 
 
 def test_a_tag_written_ahead_of_the_step_before_costs_neither_and_odd_values_and_names(run, runs):
@@ -216,16 +206,8 @@ def test_a_run_that_failed_has_ended_once_it_is_not_restarted_for_a_while(run, r
 # ---- the command ----
 
 
-def command(*words):
-    return follow.main([str(word) for word in words])
-
-
-def refused(capsys, folder, *words, to="fake"):
-    """(exit status, the last line of stderr, which is all of it but warnings)"""
-    status = command(folder, "--to", to, "--once", *words)
-    *_, line = capsys.readouterr().err.strip().splitlines()
-    assert line.startswith("error: ")
-    return status, line
+def command(run, *words):
+    return follow.main([str(run.folder), "--to", "fake", *words])
 
 
 def test_a_signal_stops_it_after_the_line_and_the_next_start_continues(
@@ -242,43 +224,30 @@ def test_a_signal_stops_it_after_the_line_and_the_next_start_continues(
     monkeypatch.setattr(Fake, "log", interrupted)
     run.take(1, 2, 3)
     run.end()
-    assert command(run.folder, "--to", "fake") == 1
+    assert command(run) == 1
     said = "error: stopped by SIGTERM; start the same command again to continue\n"
     assert capsys.readouterr().err == said
     assert (steps_of(the_only(runs)), the_only(runs)["ends"]) == ([1, 2], [])
-    assert command(run.folder, "--to", "fake") == 0
+    path = run.folder / "follow_fake.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "earlier": "0123"}))  # an old one's
+    assert command(run) == 0
     assert steps_of(the_only(runs)) == [1, 2, 3]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def failing(self, *line):
+def fails(self, *line):
     raise RuntimeError("API request failed: 500\nsome page")
 
 
-def locked(path):
+def is_locked(path):
     raise InUse("process 7 on a")
+
+
+ANOTHER = "is followed to fake by another process already (process 7 on a)"
 
 
 @pytest.mark.bad_input("a tracker that fails, in a request or at the start")
 @pytest.mark.bad_input("two `follow` of one run to one tracker")
-@pytest.mark.parametrize(
-    ("place", "name", "fails", "message"),
-    [
-        (Fake, "log", failing, "fake: API request failed: 500; start the same command again to c"),
-        (follow, "only_process", locked, "is followed to fake by another process already (proces"),
-    ],
-)
-def test_what_fails_is_one_line_that_says_how_to_continue(
-    run, runs, monkeypatch, capsys, place, name, fails, message
-):
-    monkeypatch.setattr(place, name, fails)
-    run.take(1)
-    status, line = refused(capsys, run.folder)
-    assert status == Failure.exit_code
-    assert message in line
-    assert all(not one["lines"] for one in runs.values()), "nothing was sent"
-
-
 @pytest.mark.bad_input("`follow` on a folder that is no run")
 @pytest.mark.bad_input(
     "`follow` to another project than before, or to a tracker that has lost the run"
@@ -286,28 +255,25 @@ def test_what_fails_is_one_line_that_says_how_to_continue(
 @pytest.mark.parametrize(
     ("change", "words", "status", "message"),
     [
-        (lambda run: (run / "config.toml").unlink(), [], 65, "is not a run's folder: it has no c"),
-        (lambda run: None, ["--project", "other"], 64, "this run goes to dist_amp; leave the opti"),
-        (lambda run: Fake.runs.clear(), [], 64, "to which 1 lines were sent; set its server or fo"),
+        (lambda run, set: set(Fake, "log", fails), [], 1, "500; start the same command again to c"),
+        (lambda run, set: set(follow, "only_process", is_locked), [], 1, ANOTHER),
+        (lambda run, set: (run / "config.toml").unlink(), [], 65, "is not a run's folder: it has"),
+        (lambda run, set: None, ["--project", "x"], 64, "this run goes to dist_amp; leave the opt"),
+        (lambda run, set: Fake.runs.clear(), [], 64, "to which 1 lines were sent; set its server"),
     ],
 )
-def test_what_can_not_be_continued_is_refused(run, capsys, change, words, status, message):
+def test_what_fails_or_can_not_be_continued_is_one_line_and_nothing_is_sent(
+    run, runs, monkeypatch, capsys, change, words, status, message
+):
     run.take(1)
-    assert command(run.folder, "--to", "fake", "--once") == 0
+    assert command(run, "--once") == 0
     run.take(2)
-    change(run.folder)
-    found, line = refused(capsys, run.folder, *words)
-    assert (found, message in line) == (status, True), line
-
-
-def test_what_an_earlier_version_has_sent_is_not_sent_again(run, runs):
-    run.take(1)
-    run.follow(once=True)
-    path = run.folder / "follow_fake.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "earlier": "0123"}))
-    run.take(2)
-    run.follow(once=True)
-    assert steps_of(the_only(runs)) == [1, 2]
+    change(run.folder, monkeypatch.setattr)
+    assert command(run, "--once", *words) == status
+    *_, line = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+    assert all(steps_of(one) in ([1], []) for one in runs.values())
 
 
 def test_a_run_that_does_not_exist_yet_is_waited_for(tmp_path):
