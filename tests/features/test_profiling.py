@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from collections import Counter
 from contextlib import suppress
 
 import pytest
@@ -9,12 +10,7 @@ import torch
 from ranks import on_ranks
 from tiny import Tiny, make_run, take_steps, watched
 
-from dist_amp.diagnostics.profiling import (
-    MAX_ALLOCATIONS,
-    Profile,
-    memory_history,
-    window,
-)
+from dist_amp.diagnostics.profiling import MAX_ALLOCATIONS, Profile, memory_history, window
 from dist_amp.train import main
 from dist_amp.world import World
 
@@ -33,28 +29,24 @@ def take_profiled(run, steps):
 
 
 def ranges(path):
-    """{name: [(start, end), ...]} of the labelled ranges in a trace, in microseconds."""
-    found = {}
+    """{name: how often} of the labelled ranges in a trace."""
     with gzip.open(path) as file:
-        for event in json.load(file)["traceEvents"]:
-            if event.get("cat") == "user_annotation":
-                span = (event["ts"], event["ts"] + event["dur"])
-                found.setdefault(event["name"], []).append(span)
-    return found
+        events = json.load(file)["traceEvents"]
+    return Counter(one["name"] for one in events if one.get("cat") == "user_annotation")
 
 
-def test_each_recorded_step_is_a_range_in_the_trace_and_operations_are_in_the_table(
+def test_a_step_of_the_main_job_is_a_range_in_the_trace_and_operations_are_in_the_table(
     tmp_path, capsys
 ):
-    words = ["--train.steps", 15, "--train.accumulation_steps", 3, "--debug.profile", 2]
-    steps_of(World(), tmp_path, 15, *words)
+    words = ["--task.target", "tiny:Tiny", "--train.steps", "15", "--train.accumulation_steps", "3"]
+    words += ["--debug.profile", "2", "--eval.every", "15", "--run.dir", str(tmp_path)]
+    assert main([*words, "--run.device", "cpu"]) == 0
     name = "rank00000_step_00000013-00000014"
     written = sorted(path.name for path in (tmp_path / "profile").iterdir())
     assert written == [f"{name}.json.gz", f"{name}_table.txt"]
     found = ranges(tmp_path / f"profile/{name}.json.gz")
-    steps = [label for label in found if label.startswith("ProfilerStep")]
-    assert sorted(steps) == ["ProfilerStep#13", "ProfilerStep#14"]
-    assert [len(found[label]) for label in steps] == [1, 1]
+    steps = {label: count for label, count in found.items() if label.startswith("Profiler")}
+    assert steps == {"ProfilerStep#13": 1, "ProfilerStep#14": 1}
     assert "Optimizer.step#AdamW.step" in found
     table = (tmp_path / f"profile/{name}_table.txt").read_text()
     assert table.startswith("steps 13 to 14 of rank 0 of 1\n")
@@ -71,8 +63,7 @@ def profiled(world, folder):
 def test_all_ranks_write_the_same_steps(tmp_path):
     on_ranks(2, profiled, tmp_path)
     for rank in range(2):
-        path = tmp_path / f"profile/rank0000{rank}_step_00000002-00000003.json.gz"
-        found = ranges(path)
+        found = ranges(tmp_path / f"profile/rank0000{rank}_step_00000002-00000003.json.gz")
         assert {"ProfilerStep#2", "ProfilerStep#3"} <= set(found)
         assert [label for label in found if label.startswith("gloo:")], "collectives have names"
 
@@ -98,9 +89,8 @@ def test_a_run_that_ends_early_writes_what_was_recorded_or_says_that_nothing_was
     assert "profile  steps 13 to 14 of rank 0 of 1\n" in capsys.readouterr().out
     assert len(list((tmp_path / "profile").iterdir())) == 2
     steps_of(World(), tmp_path, 12, *words)
-    assert (
-        "debug.profile=5 recorded nothing: the run ended after step 12" in capsys.readouterr().err
-    )
+    said = "debug.profile=5 recorded nothing: the run ended after step 12"
+    assert said in capsys.readouterr().err
 
 
 def test_neither_a_failure_in_a_recorded_step_nor_one_to_write_hides_another(tmp_path, capsys):
@@ -136,10 +126,3 @@ def test_memory_history_starts_before_the_model_and_is_written_if_memory_runs_ou
     snapshot = str(tmp_path / "profile/rank00001_out_of_memory.pickle")
     assert calls[1:] == [snapshot, {"enabled": None}]
     assert "open it at pytorch.org/memory_viz" in capsys.readouterr().out
-
-
-def test_the_main_job_profiles(tmp_path, capsys):
-    words = ["--task.target", "tiny:Tiny", "--train.steps", "20", "--debug.profile", "3"]
-    words += ["--eval.every", "16", "--run.dir", str(tmp_path), "--run.device", "cpu"]
-    assert main(words) == 0
-    assert "profile  steps 13 to 15 of rank 0 of 1\n" in capsys.readouterr().out
