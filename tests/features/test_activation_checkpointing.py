@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_step import Operations
+from optimizer_runs import Operations
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 

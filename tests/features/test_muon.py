@@ -8,7 +8,7 @@ import pytest
 import torch
 from optimizer_runs import Operations, Own, given_gradients, words
 from ranks import on_ranks
-from tiny import make_run, moments_of, parameters_of, save
+from tiny import make_run, moments_of, parameters_of
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -77,41 +77,25 @@ class Stack(Own):
         return nn.Sequential(*(nn.Sequential(nn.Linear(*pair), nn.Tanh()) for pair in pairs))
 
 
-def run_of(world, strategy, *more):
-    return make_run(world, Stack("muon"), *words("unused", strategy, "--use_amp", "false", *more))
-
-
-def stepped(run, steps):
-    for step in steps:
-        given_gradients(run.parallel.module, step)
-        if step == 1:
-            run.parallel.module[1][0].weight.grad = None
-        run.optimizer.step()
-    return [*parameters_of(run).values(), *moments_of(run)]
-
-
 def after_three_steps(world, strategy, at_once):
     """(parameters and moments; collectives, host reads and flops of the third step), with the same
     gradients everywhere.
     """
-    run = run_of(world, strategy)
+    run = make_run(world, Stack("muon"), *words("unused", strategy, "--use_amp", "false"))
+    module = run.parallel.module
     with patch.object(muon, "AT_ONCE", at_once or muon.AT_ONCE):
-        stepped(run, (0, 1))
-        given_gradients(run.parallel.module, 2)
+        for step in range(2):
+            given_gradients(module, step)
+            if step == 1:
+                module[1][0].weight.grad = None
+            run.optimizer.step()
+        given_gradients(module, 2)
         with Operations() as done, FlopCounterMode(display=False) as flops:
             run.optimizer.step()
     kinds = ("alltoall", "allgather", "_local_scalar_dense")
     counts = [sum(kind in name for name in done.names) for kind in kinds]
     tensors = [*parameters_of(run).values(), *moments_of(run)]
     return tensors, counts, flops.get_total_flops()
-
-
-def assert_equal(tensors, expected):
-    for a, b in zip(tensors, expected, strict=True):
-        # Each matrix is orthogonalised in one piece, and on a CPU alike in a batch of any size;
-        # AdamW's kernel rounds a shard's tail differently.
-        rtol = 0 if a.ndim == 2 else 2**-22
-        torch.testing.assert_close(a, b, rtol=rtol, atol=0)
 
 
 # (ranks, strategy, elements that are exchanged at once, all-to-alls and all-gathers of a step)
@@ -132,7 +116,10 @@ def test_ranks_that_share_the_matrices_equal_one_process_bit_for_bit(
     assert none == [0, 0, 0]
     results = on_ranks(ranks, after_three_steps, strategy, at_once)
     for tensors, counts, _ in results:
-        assert_equal(tensors, expected)
+        for a, b in zip(tensors, expected, strict=True):
+            # Each matrix is orthogonalised in one piece, and on a CPU alike in a batch of any size;
+            # AdamW's kernel rounds a shard's tail differently.
+            torch.testing.assert_close(a, b, rtol=0 if a.ndim == 2 else 2**-22, atol=0)
         assert counts == [*collectives, 0], "for all seven matrices, without a host read"
     # Each is orthogonalised once, and a rank takes its share and at most one more. The largest:
     # five times X X', its square, and a product with X.
@@ -140,22 +127,3 @@ def test_ranks_that_share_the_matrices_equal_one_process_bit_for_bit(
     assert sum(work) == total
     assert max(work) <= total / ranks + 5 * 2 * 3 * 10**3
     assert min(work) > 0
-
-
-def saved_or_resumed(world, strategy, folder, steps):
-    more = ["--run.dir", str(folder), "--run.resume", "auto", "--train.global_batch_size", 24]
-    run = run_of(world, strategy, *more)
-    assert run.step == steps[0]
-    tensors = stepped(run, steps)
-    run.step = steps[-1] + 1
-    save(run)
-    return tensors
-
-
-def test_a_run_resumes_on_other_ranks_and_strategies(tmp_path):
-    expected = stepped(run_of(World(), "single"), range(4))
-    on_ranks(2, saved_or_resumed, "fsdp", tmp_path, (0,))
-    on_ranks(2, saved_or_resumed, "ddp", tmp_path, (1,))
-    on_ranks(4, saved_or_resumed, "hsdp", tmp_path, (2,))
-    for tensors in on_ranks(2, saved_or_resumed, "fsdp", tmp_path, (3,)):
-        assert_equal(tensors, expected)
