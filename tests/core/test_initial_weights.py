@@ -5,7 +5,7 @@ the same bits.
 import gc
 import io
 import random
-from contextlib import redirect_stderr
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 
 import numpy
@@ -15,6 +15,7 @@ from ranks import on_ranks
 from tiny import Changed, Tiny, make_run, parameters_of, save
 from torch import nn
 
+from dist_amp.telemetry.metrics import resident_bytes
 from dist_amp.world import World
 
 
@@ -82,38 +83,64 @@ class Wide(Tiny):
         return list(model[:4])
 
 
-def peak_bytes():
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (line,) = (line for line in lines if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
+class Narrower(Wide):
+    """Of 33 MiB, in shapes of its own: memory that earlier tests have freed fits none of them."""
+
+    WIDTH = 1472
 
 
-def growth(world, task, folder, saves):
-    """By how many bytes the resident memory grows at most while a run is built."""
-    make_run(world, Tiny(), "--parallel.strategy", "fsdp")  # what torch allocates once
+@contextmanager
+def growth():
+    """A list that gets, after the block, the bytes by which the resident memory grew at most."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew; source: proc(5)
-    before = peak_bytes()
+    before, _ = resident_bytes()
+    found = []
+    yield found
+    found.append(resident_bytes()[0] - before)
+
+
+def growth_of_the_build(world, task, folder, saves):
+    make_run(world, Tiny(), "--parallel.strategy", "fsdp")  # what torch allocates once
     words = ["--run.dir", folder, "--run.resume", "auto", "--parallel.strategy", "fsdp"]
-    run = make_run(world, task, *words, "--optim.name", "sgd", "--optim.momentum", 0)
-    grown = peak_bytes() - before
+    with growth() as grown:
+        run = make_run(world, task, *words, "--optim.name", "sgd", "--optim.momentum", 0)
     if saves:
         run.step = 1
         save(run)
-    return grown, run.resumed_from_step
+    return grown[0], run.resumed_from_step
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no /proc")
+def growth_in_the_first_update(world, task):
+    run = make_run(world, task, "--parallel.strategy", "fsdp", "--use_amp", "false")
+    run.model(torch.zeros(2, task.WIDTH)).sum().backward()
+    with growth() as grown:
+        run.optimizer.step()
+    return grown[0]
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no /proc")
+
+
+@needs_proc
 def test_only_rank_0_ever_holds_more_than_its_shards_and_one_block(tmp_path):
     task, block = Wide(), 4 * Wide.WIDTH**2
     model = 4 * block
-    (first, _), (second, _) = on_ranks(2, growth, task, tmp_path / "run", True)
+    (first, _), (second, _) = on_ranks(2, growth_of_the_build, task, tmp_path / "run", True)
     # Rank 0 drew them all; some go into memory that earlier tests have freed.
     assert first > model / 2
     # Half of a block for what Python and the file cache take; a rank that holds all needs more than
     # 4 blocks.
     assert second < model / 2 + 1.5 * block
-    (first, step), (second, _) = on_ranks(2, growth, task, tmp_path / "run", False)
+    (first, step), (second, _) = on_ranks(2, growth_of_the_build, task, tmp_path / "run", False)
     assert step == 1
     # Resumed, neither does: both read the shards from the file.
     assert max(first, second) < model
+
+
+@needs_proc
+def test_the_first_sharded_update_takes_no_memory_of_the_whole_models_size():
+    # Zeros of parameters, gradients and two moments would take four times the model; a rank's
+    # moments take it once.
+    for grown in on_ranks(2, growth_in_the_first_update, Narrower()):
+        assert grown < 2 * 4 * 4 * Narrower.WIDTH**2
