@@ -8,7 +8,7 @@ import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import suppress
 from datetime import timedelta
 from io import StringIO
 from pathlib import Path
@@ -21,10 +21,9 @@ import torch.distributed as dist
 from filelock import FileLock, Timeout
 from filelock import _api as filelock_api
 from ranks import on_ranks
-from test_train import TINY, wait_for
+from test_train import wait_for
 from tiny import Tiny, make_run, take_steps
 
-from dist_amp.checkpoint.background import Save
 from dist_amp.config.load import load_config
 from dist_amp.distributed import process_group
 from dist_amp.supervise import rank_reports, watchdog
@@ -48,11 +47,11 @@ from dist_amp.world import World, locate
 # --- who is at fault
 
 
-def beat(state, waits=None, waited_seconds=0.0, place="", **last):
+def beat(state, waits=None, waited_seconds=0.0, **last):
     """A rank that has entered so many collectives of each group, and waits in one."""
     entered = {name: {number: "all_reduce"} for name, number in last.items()}
     waits_in = Entered(waits[0], waits[0], waits[1], "all_reduce") if waits else None
-    return Heartbeat(0.0, 7, state, entered, waits_in, waited_seconds, place=place)
+    return Heartbeat(0.0, 7, state, entered, waits_in, waited_seconds)
 
 
 WAITING = beat("waited", ("step", 42), step=42)
@@ -84,42 +83,21 @@ def test_a_rank_hangs_if_it_waits_nowhere_and_others_are_in_a_collective_that_it
     assert ranks_that_hang(dict(enumerate([WAITING, *others]))) == hanging
 
 
-# The sender of a gather does not wait: it is in the next collective, or in none.
-SENT = beat("runs", place="loss (own.py, l")
-SENT.entered = {"step": {41: "all_reduce", 42: "gather", 43: "all_reduce"}}
 PROCESSES = [Process(f"host-{rank // 8}", 100 + rank, "") for rank in range(64)]
 
 
 @pytest.mark.bad_input("ranks that wait in different collectives")
-@pytest.mark.parametrize(
-    ("beats", "line"),
-    [
-        (
-            [WAITING, beat("runs", step=40), WAITING],
-            "waiting in all_reduce 42 of group step: rank 0, 2 of 3; not arrived (entered 40 "
-            "of them), in step 8: rank 1 (process 101 on host-0)",
-        ),
-        (
-            [WAITING, SENT],
-            "waiting in all_reduce 42 of group step: rank 0 of 2; entered gather as number 42, "
-            "in step 8, in loss (own.py, l: rank 1 (process 101 on host-0)",
-        ),
-        # Most wait for rank 4, which waits in another group for rank 0; that waits nowhere.
-        (
-            [
-                beat("runs", shards=6),
-                *[beat("runs", ("shards", 7), shards=7)] * 4,
-                *[beat("waited", ("step", 42), 62.3, step=42)] * 59,
-            ],
-            "waiting 62 s in all_reduce 42 of group step: rank 5, 6, 7 and 56 more of 64; not "
-            "arrived (entered 0 of them), in step 8: rank 0 (process 100 on host-0); in all_reduce "
-            "7 of group shards, in step 8: rank 1 (process 101 on host-0), 2 (process 102 on "
-            "host-0), 3 (process 103 on host-0) and 1 more",
-        ),
-    ],
-)
-def test_the_line_says_in_which_collective_the_ranks_wait_and_what_the_others_do(beats, line):
-    assert summary_of_waits(dict(enumerate(beats)), PROCESSES) == line
+def test_the_line_says_in_which_collective_most_ranks_wait_and_first_for_whom_all_do():
+    # Most wait for rank 4, which waits in another group for rank 0; that waits nowhere.
+    waiting_for_0 = [beat("runs", ("shards", 7), shards=7)] * 4
+    waiting_for_4 = [beat("waited", ("step", 42), 62.3, step=42)] * 59
+    beats = [beat("runs", shards=6), *waiting_for_0, *waiting_for_4]
+    assert summary_of_waits(dict(enumerate(beats)), PROCESSES) == (
+        "waiting 62 s in all_reduce 42 of group step: rank 5, 6, 7 and 56 more of 64; not "
+        "arrived (entered 0 of them), in step 8: rank 0 (process 100 on host-0); in all_reduce "
+        "7 of group shards, in step 8: rank 1 (process 101 on host-0), 2 (process 102 on "
+        "host-0), 3 (process 103 on host-0) and 1 more"
+    )
 
 
 # --- what each rank says of a collective that fails
@@ -193,12 +171,6 @@ def entry(number, operation="all_reduce", group="0", done=False, **more):
     fields |= {"process_group": [group, "default_pg"], "timeout_ms": 360_000}
     fields |= {"retired": done, "state": "completed" if done else "started"}
     return {**fields, "time_created_ns": number, **more}
-
-
-def test_without_torchs_private_names_nothing_is_recorded(monkeypatch):
-    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
-        monkeypatch.delattr(torch._C._distributed_c10d, name, raising=False)
-    assert recorded_collectives() == []
 
 
 def test_torchs_own_supervision_comes_later_and_the_users_values_stay(monkeypatch):
@@ -279,74 +251,7 @@ def test_the_ranks_exchange_the_stop_flag_about_once_a_second_and_stop_at_the_sa
         assert exchanges <= 500 / max(most - 1, 1) + 12
 
 
-# --- while a collective waits: who is missing is said long before the timeout
-
-
-class Differs(Tiny):
-    """Rank 1 sleeps in step 5, is stopped in step 6 and skips a barrier in step 7."""
-
-    taken = 0
-
-    def loss_sum(self, model, batch):
-        self.taken += 1
-        if (self.taken, os.environ["RANK"]) == (5, "1"):
-            sleep_in_the_forward()
-        if (self.taken, os.environ["RANK"]) == (6, "1"):
-            os.kill(os.getpid(), signal.SIGSTOP)
-        if (self.taken, os.environ["RANK"]) == (7, "0"):
-            dist.barrier()
-        return super().loss_sum(model, batch)
-
-
-if "DIFFERS" in os.environ:  # in a rank, before its watchdog starts
-    watchdog.POLL_SECONDS, watchdog.ANSWER_SECONDS, watchdog.BEAT_SECONDS = 0.1, 0.5, 0.3
-    watchdog.NAMED = 1 / 40  # of the timeout
-
-
-def sleep_in_the_forward():
-    while not os.path.exists("go"):
-        time.sleep(0.05)
-
-
-@pytest.mark.bad_input("a rank that keeps the others waiting in a collective")
-@pytest.mark.bad_input("a rank that is stopped (SIGSTOP)")
-@pytest.mark.bad_input("a rank that calls another collective than the others, or skips one")
-def test_a_rank_that_sleeps_is_stopped_or_skips_a_collective_is_named_while_others_wait(
-    launch, request, tmp_path
-):
-    words = [*TINY, "--task.target", "test_watchdog:Differs", "--run.dir", "run"]
-    words += ["--train.steps", "8", "--run.timeout_seconds", "60"]
-    ranks = launch.start_each(2, *words, DIFFERS="1")
-    for rank in ranks:
-        request.addfinalizer(rank.kill)
-
-    said = [rank._output / "stderr" for rank in ranks]
-
-    def line_with(words):
-        """The line that names the rank; a slow machine may be waited for in other steps, too."""
-
-        def lines():
-            written = [line for file in said if file.exists() for line in file.open()]
-            return [line for line in written if "the run ends if this" in line and words in line]
-
-        wait_for(lines, words, 120)
-        return lines()[0]
-
-    second = f": rank 1 (process {ranks[1].pid} on "
-    line = line_with("in step 5, in sleep_in_the_forward (test_watchdog.py, line ")
-    assert ": rank 0 of 2; not arrived (entered " in line, line
-    assert second in line
-    (tmp_path / "go").touch()
-    assert f"; stopped (SIGSTOP){second}" in line_with("stopped")
-    assert "warning: waiting" not in said[1].read_text(), "one line for all ranks"
-    os.kill(ranks[1].pid, signal.SIGCONT)
-    line = line_with("in step 7, in ")
-    assert " s in gloo:barrier " in line, line
-    assert second in line
-    assert " entered gloo:all_" in line, "the next collective of the step takes its place"
-
-
-# --- by a clock, and records that are planted
+# --- by a clock, and records that are planted: who is missing is said long before the timeout
 
 
 class PlantedRanks:
@@ -368,7 +273,8 @@ class PlantedRanks:
         self.processes = [Process(f"host-{n}", 1, f"machine-{n}") for n in range(size)]
         self.jobs, self.ranks = [], []
         for rank in range(size):
-            world = SimpleNamespace(rank=rank, world_size=size, barrier=int, background=None)
+            world = SimpleNamespace(rank=rank, world_size=size, barrier=int)
+            world.background = SimpleNamespace(group_name="saves")
             world.from_main, world.gather = lambda _: "run", lambda _: list(self.processes)
             self.jobs.append(SimpleNamespace(world=world, config=config, steps_taken=5))
             self.ranks.append(Watchdog(self.jobs[-1], end=None))
@@ -413,25 +319,19 @@ def job(monkeypatch):
     return make
 
 
+@pytest.mark.bad_input("a rank that keeps the others waiting in a collective")
 def test_a_missing_rank_is_named_after_a_fifth_of_the_timeout_once_per_collective(job, capfd):
     ranks = job()
-    for each in ranks.ranks:
-        each._store = Mock(wraps=each._store)
     ranks.wait_in([1, 3])
     ranks.recorded[0] = [entry(42, done=True)]  # it has sent what the others wait for
     ranks.seconds(59)
     assert capfd.readouterr().err == ""
     ranks.seconds(20)
-    # A poll asks for the verdict. A beat: a heartbeat and the neighbour's; each that waits for long
-    # reads all of them at once.
-    most = max(len(each._store.method_calls) for each in ranks.ranks)
-    assert most <= 79 + 3 * 80 / 5
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("warning: waiting 6")
     assert "rank 1, 3 of 4; not arrived (entered 41 of them), in step 7" in line
     assert ": rank 2 (process 1 on host-2); the run ends if this lasts for run.timeout_sec" in line
     ranks.seconds(100)
-    assert capfd.readouterr().err == ""
     ranks.take_step(42)
     ranks.seconds(30)
     assert capfd.readouterr().err == ""
@@ -444,6 +344,29 @@ def test_a_missing_rank_is_named_after_a_fifth_of_the_timeout_once_per_collectiv
     fault = "3 (process 1 on host-3) did not take part in a collective in time: it hangs; waiting 3"
     assert text.startswith(f"rank 0 (process 1 on host-0), {fault}")
     assert where in text
+
+
+@pytest.mark.bad_input("a rank that calls another collective than the others, or skips one")
+def test_ranks_in_different_collectives_are_named_in_one_line_for_all(job, capfd):
+    ranks = job(2)
+    ranks.wait_in([0], operation="gloo:barrier")
+    ranks.wait_in([1], operation="gloo:all_reduce")
+    ranks.seconds(80)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert " s in gloo:barrier 42 of the default group: rank 0 of 2; " in line
+    assert "; entered gloo:all_reduce as number 42, in step 7, in " in line
+    assert ": rank 1 (process 1 on host-1); the run ends if this lasts" in line
+
+
+@pytest.mark.bad_input("a rank that is stopped (SIGSTOP)")
+def test_a_stopped_process_is_named_as_such():
+    with subprocess.Popen(["sleep", "60"]) as stopped:
+        stopped.send_signal(signal.SIGSTOP)
+        process = Process(platform.node(), stopped.pid, Process.this().machine)
+        wait_for(lambda: process.state == "T", "the stop")
+        line = summary_of_waits({0: WAITING, 1: None}, [Process.this(), process])
+        stopped.kill()
+    assert line.endswith(f"; stopped (SIGSTOP): rank 1 ({process})")
 
 
 def test_a_rank_that_gives_no_sign_is_named_and_after_four_fifths_of_the_timeout_ends_the_run(
@@ -559,20 +482,21 @@ def test_every_thread_but_the_watchdogs_and_torchs_own_counts_as_work():
 
 
 @pytest.mark.parametrize(
-    ("waits", "seconds", "times"),
+    ("waits", "group", "seconds", "times"),
     [
-        ([0, 1, 3], 25, 10),  # short ones in turn
-        ([0, 1, 2, 3], 290, 1),  # every rank has entered it, as a GPU computes for long
-        ([], 400, 1),  # nobody is in a collective, as in an evaluation
+        ([0, 1, 3], "0", 25, 10),  # short ones in turn
+        ([0, 1, 2, 3], "0", 290, 1),  # every rank has entered it, as a GPU computes for long
+        ([], "0", 400, 1),  # nobody is in a collective, as in an evaluation
+        ([0, 1, 3], "saves", 400, 1),  # threads wait for one that takes long to write
     ],
 )
-def test_nothing_is_said_of_a_long_wait_that_is_legal(job, capfd, waits, seconds, times):
+def test_nothing_is_said_of_a_long_wait_that_is_legal(job, capfd, waits, group, seconds, times):
     ranks = job()
     for number in range(42, 42 + times):
-        ranks.wait_in(waits, number)
-        ranks.seconds(seconds)
+        ranks.wait_in(waits, number, process_group=[group, ""])
+        assert ranks.seconds(seconds) is None
         if times > 1:
-            ranks.recorded = [[entry(number, done=True)] for _ in ranks.ranks]
+            ranks.take_step(number)
             ranks.seconds(1)
     assert capfd.readouterr().err == ""
 
@@ -594,34 +518,14 @@ def test_of_a_recorders_entries_the_first_unfinished_one_is_where_a_rank_waits(m
     assert found.waits_in == Entered("0", "default_pg", 41, "all_reduce")
     assert not found.may_wait_long
     assert {group: [*recent] for group, recent in found.entered.items()} == {"0": [*range(35, 43)]}
-    unknown = entry(1)
-    del unknown["timeout_ms"]  # of another release: it is never too late
-    assert read([unknown], monkeypatch).may_wait_long
     found = read(old, monkeypatch, state="waited")
     assert found.waits_in.number == 40, "after a failure all are finished"
 
 
-def waits_during_a_save(world, folder):
-    """Where the watchdog sees rank 0's main thread while its writer waits for rank 1's."""
-    run = make_run(world, Tiny(), "--run.dir", folder, "--checkpoint.every", 1)
-    take_steps(run, 1)
-    real = Save._write
-
-    def later(save):
-        time.sleep(1.0 * world.rank)
-        real(save)
-
-    def is_waiting():
-        return any(not each["retired"] for each in recorded_collectives())
-
-    ranks = watchdog_of(world)
-    with patch.object(Save, "_write", later), closing(run.saver) as saving:
-        saving.save(wait=False)
-        if world.rank == 0:
-            wait_for(is_waiting, "the writer's wait", 60)
-            return ranks._beat().waits_in
-    return None
-
-
-def test_a_checkpoint_that_takes_one_rank_long_is_not_taken_for_a_wait_of_the_others(tmp_path):
-    assert on_ranks(2, waits_during_a_save, tmp_path)[0] is None
+def test_with_another_torch_less_is_recorded_and_nothing_is_too_late(monkeypatch):
+    unknown = entry(1)
+    del unknown["timeout_ms"]
+    assert read([unknown], monkeypatch).may_wait_long
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        monkeypatch.delattr(torch._C._distributed_c10d, name, raising=False)
+    assert recorded_collectives() == []
