@@ -1,6 +1,7 @@
 """Hooks into FSDP2: blocks that a rank leaves out, refusals with their cause, times of waiting."""
 
 from functools import partial
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -61,16 +62,14 @@ class BranchedModel(nn.Module):
         return self.head({0: left, 1: right, 2: left + right, 3: x}[chosen.item()])
 
 
-class Output:
-    """No tensor, nor a container that torch looks into."""
-
-    def __init__(self, prediction):
-        self.prediction = prediction
+def in_an_object(model, x):
+    """The output in no container that torch looks into."""
+    return SimpleNamespace(prediction=model.net(x))
 
 
 class PlainOutput(Tiny):
     def build_model(self):
-        return with_forward(lambda model, x: Output(model.net(x)), net=super().build_model())
+        return with_forward(in_an_object, net=super().build_model())
 
     def blocks(self, model):
         return []  # of which none would start the reduction
@@ -82,34 +81,22 @@ class PlainOutput(Tiny):
 # ---- what works in one process alone, or is refused by its cause
 
 
-class InnerGradient(Tiny):
-    def loss_sum(self, model, batch):
-        loss = super().loss_sum(model, batch)
-        torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-        return loss
-
-
-class InAnyOrder(nn.Module):
-    """Calls its blocks in an order, and as often, as each rank says."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-        self.head = nn.Linear(8, 3)  # two ranks hold 2 rows, and 1
-
-    def forward(self, x, order):
-        for number in order:
-            x = self.blocks[number](x)
-        return self.head(x)[:, :1]
+def in_order(model, x, order):
+    for number in order:
+        x = model.blocks[number](x)
+    return model.head(x)[:, :1]
 
 
 class OrderOfTheRank(Tiny):
+    """Each rank calls the blocks in an order of its own."""
+
     def __init__(self, *orders):
         super().__init__()
         self.orders = orders
 
     def build_model(self):
-        return InAnyOrder()
+        blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        return with_forward(in_order, blocks=blocks, head=nn.Linear(8, 3))  # of 2 rows, and 1
 
     def loss_sum(self, model, batch):
         order = self.orders[torch.distributed.get_rank()]
@@ -143,12 +130,11 @@ class WritesInABlock(Tiny):
         return [model[0], model[1]]
 
 
-@pytest.mark.bad_input("an inner gradient, or another order of blocks on a rank, under fsdp")
+@pytest.mark.bad_input("another order of blocks on a rank, or other weights in a call, under fsdp")
 @pytest.mark.parametrize(
     ("task", "said"),
     [
-        (PlainOutput(), "the model's output, of type Output, has no tensor that FSDP2 finds"),
-        (InnerGradient(), "in a backward and not in torch.autograd.grad; let the loss"),
+        (PlainOutput(), "the model's output, of type SimpleNamespace, has no tensor that FSDP2 f"),
         (OrderOfTheRank([0, 1], [1, 0]), "rank 0 calls the blocks blocks.0, blocks.1 and rank 1"),
         (OrderOfTheRank([0, 1], [0, 1, 1]), "rank 1 blocks.0, blocks.1, blocks.1, and FSDP2"),
         (OrderOfTheRank([0], [0]), "did not call its block blocks.1 (1 of 2 such), whose shards"),
@@ -162,39 +148,14 @@ def test_what_sharding_rules_out_is_named_before_the_ranks_part(task, said):
         assert "use parallel.strategy=ddp" in message
 
 
-# ---- what it costs, and without torch's private names ----
-
-
-def comparisons_in_steps(world):
-    """How often the hosts exchange something in each of three steps."""
-    run = make_run(world, OrderOfTheRank([0, 1], [0, 1]), "--parallel.strategy", "fsdp")
-    counts = []
-    with patch.object(World, "gather", autospec=True, side_effect=World.gather) as gather:
-        for _ in range(3):
-            gather.reset_mock()
-            take_steps(run, 1)
-            counts.append(gather.call_count)
-    return counts
-
-
-def test_ranks_compare_their_blocks_in_the_first_forwards_alone():
-    assert on_ranks(2, comparisons_in_steps) == [[1, 1, 0]] * 2
-
-
-def parameters_with_and_without_names(world):
-    """Of a small model after two steps, with and without FSDP2's private names."""
-    results = []
-    for renamed in (True, False):
-        with pytest.MonkeyPatch.context() as names:
-            if renamed:
-                names.setattr(hooks, "WAITS", ("renamed",))
-                names.setattr(reduction, "ENGINE", None)
-            run = make_run(world, Tiny(), "--parallel.strategy", "fsdp", "--use_amp", "false")
-            take_steps(run, 2)
-            results.append({name: p.tolist() for name, p in parameters_of(run).items()})
-    return results
+def parameters_after_two_steps(world, renamed):
+    waits, engine = (("renamed",), None) if renamed else (hooks.WAITS, reduction.ENGINE)
+    with patch.object(hooks, "WAITS", waits), patch.object(reduction, "ENGINE", engine):
+        run = make_run(world, Tiny(), "--parallel.strategy", "fsdp", "--use_amp", "false")
+        take_steps(run, 2)
+    return {name: p.tolist() for name, p in parameters_of(run).items()}
 
 
 def test_steps_are_the_same_where_torch_has_other_private_names():
-    for without, named in on_ranks(2, parameters_with_and_without_names):
-        assert without == named
+    named, renamed = (on_ranks(2, parameters_after_two_steps, change) for change in (False, True))
+    assert named == renamed

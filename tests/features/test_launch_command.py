@@ -12,19 +12,16 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from forked import Forked
 from test_security import listening
 from test_train import wait_for
 from torch.distributed.elastic.metrics.api import MetricData
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import (
-    RendezvousConnectionError,
-    RendezvousTimeoutError,
-)
+from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
 from dist_amp.commands import elastic
 from dist_amp.commands import launch as command
 from dist_amp.commands.elastic import Report, RestartRefused, Watch, after_signal
+from dist_amp.commands.launch import TRAIN
 from dist_amp.distributed.process import tell_launcher
 from dist_amp.errors import Failure
 from dist_amp.supervise import preflight
@@ -79,13 +76,8 @@ def agent(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "nodes", "module", "rest"),
     [
-        (
-            "--config a --nnodes 2 --standalone --no.x=1 --r.a -1",
-            "2",
-            "dist_amp.train",
-            "--config a --no.x=1 --r.a -1",
-        ),
-        ("--nnodes=2 -m dist_amp.train --a.b 1", "2", "dist_amp.train", "--a.b 1"),
+        ("--config a --nnodes 2 --no.x=1 --r.a -1", "2", TRAIN, "--config a --no.x=1 --r.a -1"),
+        ("--nnodes=2 -m dist_amp.train --a.b 1", "2", TRAIN, "--a.b 1"),
         ("-m mine --nnodes 2", "1:1", "mine", "--nnodes 2"),
     ],
 )
@@ -98,24 +90,17 @@ def test_torchruns_options_stand_anywhere_before_the_module_and_no_setting_is_ta
 
 ELASTIC = "--nnodes 1:4 --nproc-per-node 2 --run.dir shared"
 SMALL = f"{ELASTIC} --train.micro_batch_size 1"
-NEEDS = (
-    "--nnodes=1:4 needs a train.global_batch_size that all numbers of nodes can keep, such as 24"
-)
+NEEDS = "--nnodes=1:4 needs a train.global_batch_size that all numbers of nodes can keep, such as 2"
 
 
 @pytest.mark.bad_input("`dist_amp launch` with an option that is almost one of torchrun's")
-@pytest.mark.bad_input(
-    "`dist_amp launch` with a value that torchrun refuses, a wrong setting, or a task that exits"
-)
-@pytest.mark.bad_input(
-    "`dist_amp launch --nnodes MIN:MAX` with settings that not every size can keep"
-)
+@pytest.mark.bad_input("`dist_amp launch` with a wrong option or setting, or a task that exits")
+@pytest.mark.bad_input("`dist_amp launch --nnodes MIN:MAX` with a batch that not every size keeps")
 @pytest.mark.bad_input("one of several machines without a GPU, and no `--nproc-per-node`")
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ("--nproc-per-nod 4", "unknown key nproc_per_nod on the command line; --help lists"),
-        ("--nnodes two", "--nnodes=two --nproc-per-node=: invalid literal for int() with base 10"),
         ("--nproc-per-node two", "--nnodes=1:1 --nproc-per-node=two: Unsupported nproc_per_node"),
         ("--optim.lrr 1", "unknown key optim.lrr on the command line; did you mean optim.lr?"),
         ("--nproc-per-node 3 --train.global_batch_size 64", "train.global_batch_size=64 is not a"),
@@ -154,27 +139,25 @@ def test_a_signal_before_any_rank_is_one_line(number, capfd, monkeypatch):
 # ---- the defaults
 
 
+ALLOCATORS = [f"PYTORCH_{kind}ALLOC_CONF" for kind in ("", "CUDA_", "HIP_")]
+
+
 @pytest.fixture
 def started(monkeypatch, agent):
-    """started(*words): the options that torchrun's agent gets."""
-    names = ["OMP_NUM_THREADS", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"]
-    names += [f"PYTORCH_{kind}ALLOC_CONF" for kind in ("", "CUDA_", "HIP_")]
-    for name in names:
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
+    """started(words, gpus): the options that torchrun's agent gets on a machine of 8 cores."""
+    for name in ("OMP_NUM_THREADS", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", *ALLOCATORS):
+        monkeypatch.setenv(name, "")  # so that it is put back
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
 
-    def run(*words):
-        assert command.main([*words, "-m", "timeit"]) == 0
+    def run(words="-m timeit", gpus=0):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        assert command.main(words.split()) == 0
         return agent[-1][0]
 
     return run
 
 
-def test_the_defaults_are_two_processes_on_the_cpu_with_restarts_and_the_signals_that_save(
-    started, monkeypatch
-):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+def test_the_defaults_are_a_rank_per_gpu_or_two_on_the_cpu_and_restarts(started):
     options = started()
     assert (options.nproc_per_node, options.max_restarts) == ("2", 3)
     assert options.local_addr == "127.0.0.1"
@@ -182,26 +165,21 @@ def test_the_defaults_are_two_processes_on_the_cpu_with_restarts_and_the_signals
     assert os.environ["OMP_NUM_THREADS"] == "4"
     assert os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert started(gpus=4).nproc_per_node == "4"
+    assert started("--run.device cpu", gpus=4).nproc_per_node == "2"
 
 
-def test_a_rank_per_gpu_unless_the_run_is_on_the_cpu(started, agent, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert started().nproc_per_node == "4"
-    assert command.main(["--run.device", "cpu"]) == 0
-    assert agent[-1][0].nproc_per_node == "2"
-
-
-@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+@pytest.mark.parametrize("name", ALLOCATORS)
 def test_the_users_allocator_settings_stay(name, started, monkeypatch):
     monkeypatch.setenv(name, "max_split_size_mb:64")
     started()
-    assert os.environ[name] == os.environ.get("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    assert [os.environ[each] for each in ALLOCATORS if os.environ[each]] == ["max_split_size_mb:64"]
 
 
 def test_torchruns_own_variables_and_several_machines_are_passed_on(started, monkeypatch, capsys):
     monkeypatch.setenv("PET_MAX_RESTARTS", "7")
     place = "--nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=10.0.0.1:29500"
-    options = started(*place.split())
+    options = started(f"{place} -m timeit")
     assert (options.max_restarts, options.nnodes) == (7, "2")
     assert (options.rdzv_endpoint, options.local_addr) == ("10.0.0.1:29500", None)
     assert options.rdzv_conf == "read_timeout=150"
@@ -222,9 +200,9 @@ def test_an_elastic_run_whose_batch_every_size_keeps_is_started(agent):
     ("failures", "restarts", "elastic"),
     [
         ([Report(64, "error: text")], 0, False),
+        ([Report(70, "error: text")], 0, False),
         ([Report(75)], 0, False),
         ([Report(75)], 1, True),  # the ranks saved as a node left
-        ([Report(70, "error: text")], 0, False),
         ([Report(65, "error: text")], 1, False),  # a disk may come back
         ([None] * 5, 4, False),  # killed
         # Before the first step, unless what a lost rank has left may be the cause.
@@ -237,10 +215,10 @@ def test_failures_that_would_come_again_are_not_restarted(failures, restarts, el
     restarted = 0
     for left, report in zip(range(4, -1, -1), failures, strict=False):
         if report is not None:
-            place = tmp_path / f"run/attempt_{left}/1"
-            place.mkdir(parents=True)
+            file = tmp_path / f"run/attempt_{left}/1/error.json"
+            file.parent.mkdir(parents=True)
             message = {"message": report.text, "extraInfo": report._asdict()}
-            (place / "error.json").write_text(json.dumps({"message": message}))
+            file.write_text(json.dumps({"message": message}))
         watch.emit(MetricData(0, "torchelastic", "workers.default.remaining_restarts", left))
         with suppress(RestartRefused):
             watch.emit(MetricData(0, "torchelastic", "workers.default.failed", 1))
@@ -284,9 +262,7 @@ def test_a_report_has_the_status_and_the_error_unless_another_module_wrote_the_f
         assert elastic.read_report(file) == Report(1)
 
 
-EARLY = (
-    "stopped by SIGINT before all ranks had saved and left; checkpoints written before are intact"
-)
+EARLY = "stopped by SIGINT before all ranks had saved and left"
 
 
 @pytest.mark.bad_input("ranks that did not save after a signal to the launcher, or had not started")
@@ -300,7 +276,8 @@ EARLY = (
     ],
 )
 def test_after_a_signal_the_ranks_own_status_counts_and_one_that_did_not_save_is_said(reports, end):
-    assert after_signal("SIGINT", reports, 2) == end
+    status, line = after_signal("SIGINT", reports, 2)
+    assert (status, line.partition(";")[0]) == end
 
 
 @pytest.mark.bad_input("a rendezvous that is not reached or incomplete, or whose port is taken")
@@ -308,19 +285,15 @@ def test_after_a_signal_the_ranks_own_status_counts_and_one_that_did_not_save_is
     ("error", "message"),
     [
         (RendezvousTimeoutError(), "not all of --nnodes=2 machines joined the rendezvous at here"),
-        (
-            RendezvousConnectionError("Off"),
-            "torchrun failed with its rendezvous at here:1: RendezvousConnectionError: Off",
-        ),
+        (OSError("Off"), "torchrun failed with its rendezvous at here:1: OSError: Off"),
     ],
 )
 def test_what_torchrun_fails_with_is_one_line(error, message, monkeypatch, capsys):
     monkeypatch.setattr(command, "run_agent", Mock(side_effect=error))
     place = "--nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=here:1 -m timeit"
     assert command.main(place.split()) == 1
-    text = capsys.readouterr().err
-    assert text.startswith(f"error: {message}")
-    assert text.count("\n") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {message}")
 
 
 # ---- the agent, with stand-ins for ranks
@@ -343,7 +316,7 @@ LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
 def test_a_signal_is_passed_on_and_the_status_is_what_the_ranks_end_with(launch, tmp_path):
     (tmp_path / "stand_in.py").write_text(RANK)
     words = ["--nproc-per-node=2", "-m", "stand_in", "saves"]
-    job = Forked(words, tmp_path, launch.environ({}), "dist_amp.commands.launch")
+    job = launch.start(0, *words, module="dist_amp.commands.launch")
     wait_for(lambda: len(list(tmp_path.glob("rank?"))) == 2, "the start of the ranks", 60)
     addresses = {*listening(job.pid)}
     job.send_signal(signal.SIGINT)
@@ -361,7 +334,7 @@ def test_a_signal_in_the_middle_of_the_ranks_start_leaves_none_behind(tmp_path, 
     code += "os.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(60)\n"
     (tmp_path / "sleeps.py").write_text(code)
     words = ["--nproc-per-node=8", "-m", "sleeps"]
-    job = Forked(words, tmp_path, launch.environ({}), "dist_amp.commands.launch")
+    job = launch.start(0, *words, module="dist_amp.commands.launch")
     _, err = job.communicate(60)
     assert (job.returncode, err.count("\n")) == (1, 1)
     assert err.startswith("error: stopped by SIGTERM before all ranks had saved and left")
@@ -387,12 +360,10 @@ def test_a_second_interrupt_kills_ranks_that_save_but_not_one_that_is_sent_twice
     assert killed == [7, 8]
 
 
-def test_a_signal_while_machines_are_waited_for_ends_the_launcher_at_once(
-    tmp_path, launch, request
-):
+def test_a_signal_while_machines_are_waited_for_ends_the_launcher_at_once(launch, request):
     words = "--nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0"
     words += " --rdzv-conf=is_host=1 --local-addr=127.0.0.1 -m timeit"
-    job = Forked(words.split(), tmp_path, launch.environ({}), "dist_amp.commands.launch")
+    job = launch.start(0, *words.split(), module="dist_amp.commands.launch")
     request.addfinalizer(job.kill)
     output = job._output / "stdout"
     wait_for(lambda: output.exists() and "waits for" in output.read_text(), "the launcher", 60)
