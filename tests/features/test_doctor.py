@@ -1,8 +1,5 @@
-"""The doctor: a line per check with its fix, whatever the machine lacks, and ranks that are slow
-are named.
-"""
+"""The doctor: a line per check with its fix, whatever the machine lacks; slow ranks are named."""
 
-import platform
 import re
 import shutil
 import socket
@@ -30,14 +27,11 @@ def alone(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
 
 
-def test_every_check_is_one_aligned_line_and_the_last_line_counts_them(capsys):
+def test_every_check_is_one_line_and_the_last_line_counts_them(capsys):
     assert doctor.main([]) == 0
     *lines, empty, last = capsys.readouterr().out.splitlines()
     assert empty == ""
     assert all(line[:6] in ("ok    ", "warn  ", "fail  ") for line in lines)
-    versions = (torch.__version__, platform.python_version())
-    columns = {line.index(v) for line in lines for v in versions if f"  {v}" in line}
-    assert len(columns) == 1
     oks = sum(line.startswith("ok") for line in lines)
     assert last == f"{oks} ok, {len(lines) - oks} warn, 0 fail: ready to train"
 

@@ -35,19 +35,10 @@ COPY = "aten.copy_.default got mixed torch.Tensor and DTensor, need to convert"
 @pytest.mark.parametrize(
     ("error", "kind", "said"),
     [
-        (
-            RuntimeError(LSTM),
-            ConfigError,
-            "rank 0: this device can't compute the model in half p",
-        ),
         (RuntimeError(LSTM), ConfigError, f"; use --use_amp false (RuntimeError: {LSTM})"),
         (RuntimeError(COPY), DataError, "optim.ema for an average of the weights"),
         (OSError(errno.ENOSPC, "No space left", "a/b"), Failure, "a/b can't be written (No space"),
-        (
-            MemoryError("Unable to allocate 7.00 GiB for an array"),
-            Failure,
-            "asked for 7.00 GiB m",
-        ),
+        (MemoryError("Unable to allocate 7.00 GiB"), Failure, "asked for 7.00 GiB more than the "),
         (compilers_error(), Failure, "rank 0 ran out of memory before the first step"),
     ],
 )
@@ -91,10 +82,9 @@ def test_what_did_not_fit_and_what_the_model_takes_are_named():
     run = make_run(World(), Tiny(), "--eval.every", 1)
     run.step = 7
     run.task.loss_sum = out_of_memory
+    run.parallel.module.requires_grad_(False)
     text = explanation(lambda: evaluate(run), run)
     assert "ran out of memory in the evaluation after step 7: " in text
-    run.parallel.module.requires_grad_(False)
-    text = explanation(out_of_memory, run)
     assert "; parameters take 612 bytes, gradients 0 bytes, optimizer state 0 bytes; " in text
 
 

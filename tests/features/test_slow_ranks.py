@@ -81,13 +81,9 @@ def test_steps_that_wait_for_data_on_all_ranks_are_warned_of_once():
     phases = table(30, 2, noise=0.01)
     data = OWN_PHASES.index("data")
     phases[:, :, data] += 0.1
-    others = phases.sum(axis=2).mean() - phases[:, :, data].mean()
-    share = phases[:, :, data].mean() / (phases[:, :, data].mean() + others)
     (line,) = warned(phases)
-    assert line == (
-        f"steps wait for data in {share:.0%} of their time (up to step 6): raise data.workers=2, "
-        "or make samples cheaper to read"
-    )
+    said = "steps wait for data in 60% of their time (up to step 6): raise data.workers=2, or"
+    assert line.startswith(said)
     phases[:, 1, data] -= 0.1
     assert not [line for line in warned(phases) if "wait for data" in line], "of one rank alone"
 
