@@ -4,17 +4,16 @@ import gc
 import json
 import math
 import re
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from PIL import Image
+from ranks import on_ranks
 from tiny import Rows, Tiny
 from torch import nn
 
-from benchmarks import amp, gpu, harness, overhead, padding, shuffle
+from benchmarks import amp, explain, gpu, harness, overhead
 from benchmarks.__main__ import BENCHES
 from benchmarks.__main__ import main as bench
 from benchmarks.amp import FP32, INFERENCE, TRAIN, parity
@@ -42,7 +41,7 @@ def no_collection(monkeypatch):
 
 @pytest.fixture(scope="module")
 def in_this_process():
-    """Without peers (slow tests below measure them), and without new processes for ranks."""
+    """Without peers, which the commands of the docs measure, and new processes for ranks."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (overhead, gpu):
             patch.setattr(module, "accelerate", raises(ImportError()))
@@ -55,23 +54,16 @@ def in_this_process():
 # --- commands
 
 
-LARGE_BATCH = ["--task.target", "tiny:Tiny", "--train.micro_batch_size", "65"]
-
-
 @pytest.mark.parametrize(
-    ("words", "status", "error"),
+    ("words", "error"),
     [
-        (["overhaed"], 64, "there is no bench 'overhaed'; did you mean overhead?"),
-        (["overhead", "--rounds", "5"], 64, "--rounds: 5 must be at least 6"),
-        (["amp", "gpt", "--runds", "3"], 64, "--runds 3 is no option, and gpt has its own setti"),
-        (["amp", "--smoke", *LARGE_BATCH], 65, "has 64 samples, fewer than"),
+        (["overhaed"], "there is no bench 'overhaed'; did you mean overhead?"),
+        (["overhead", "--rounds", "5"], "--rounds: 5 must be at least 6"),
+        (["amp", "gpt", "--runds", "3"], "--runds 3 is no option, and gpt has its own setti"),
     ],
 )
-def test_a_mistake_on_the_command_line_is_refused_in_one_line(
-    words, status, error, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.chdir(tmp_path)
-    assert bench(words) == status
+def test_a_mistake_on_the_command_line_is_refused_in_one_line(words, error, capsys):
+    assert bench(words) == 64
     *_, last = capsys.readouterr().err.strip().splitlines()
     assert last.startswith("error: ")
     assert error in last
@@ -80,16 +72,12 @@ def test_a_mistake_on_the_command_line_is_refused_in_one_line(
 def test_the_command_alone_lists_the_benchmarks_and_those_of_a_gpu_are_refused_without_one(
     monkeypatch, capsys
 ):
-    """Experiments with amp run at their reduced sizes; a user's settings are the user's."""
     assert bench([]) == 0
     text = capsys.readouterr().out
     assert [name for name in BENCHES if f"\n{name} " not in text] == []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert gpu.main([]) == 64
     assert "add --smoke" in capsys.readouterr().err
-    assert amp.parse(["mlp"]).smoke
-    assert "no GPU was found" in capsys.readouterr().out
-    assert not amp.parse(["--task.target", "test_benchmarks:Small"]).smoke
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert amp.main(["gpt", "--smoke"]) == 64
     assert "runs in one process, but 2 were launched" in capsys.readouterr().err
@@ -151,7 +139,7 @@ def test_overhead_reports_parity_host_reads_and_a_verdict_in_every_precision(
         assert loops["dist_amp"]["verdict"].startswith(("met", "missed: ratio"))
 
 
-def test_a_loop_with_another_learning_rate_drifts_and_one_that_runs_another_cell_is_refused():
+def test_a_loop_with_another_learning_rate_drifts():
     setup = overhead.build_setup(TINY, World())
     steps = steps_of_data(setup)
     path = []
@@ -159,9 +147,6 @@ def test_a_loop_with_another_learning_rate_drifts_and_one_that_runs_another_cell
     late = replace(setup.config.optim, warmup_steps=setup.config.optim.warmup_steps + 1)
     late = replace(setup, config=replace(setup.config, optim=late))
     assert overhead.drift_of(baseline(late), steps, path) > 1e-5
-    in_float32 = overhead.build_setup(TINY._replace(precision="fp32"), World())
-    with pytest.raises(RuntimeError, match="trains in float32"):
-        overhead.first_steps(setup, lambda _: baseline(in_float32), steps, path)
 
 
 @pytest.mark.parametrize(
@@ -177,17 +162,35 @@ def test_a_missed_target_of_the_overhead_is_named(changes, faster, expected):
     assert verdict(row, 1e-6, 0, faster) == expected
 
 
-@pytest.mark.slow
-def test_overhead_starts_ranks_and_measures_the_peers(tmp_path, capfd):
-    words = ["--workloads", "tiny", "--precisions", "fp32", "--ranks", "2", "--rounds", "6"]
-    assert bench(["overhead", *words, "--out", str(tmp_path)]) == 0
-    assert "dist_amp, full telemetry" in capfd.readouterr().out
-    cell, sharded = json.loads((tmp_path / "overhead.json").read_text())["cells"]
-    assert [cell["strategy"], sharded["strategy"]] == ["ddp", "fsdp"]
-    for loops in (cell["loops"], sharded["loops"]):
-        assert loops["dist_amp"]["parity"] < 1e-6
-    notes = [cell["loops"][peer].get("note", NOT_INSTALLED) for peer in PEERS]
-    assert notes == [NOT_INSTALLED] * 2
+# --- what a step calls: `python -m benchmarks overhead --explain` says which component
+
+# Per step of 4 micro-batches, without forward and backward; the calls are those beyond the
+# hand-written loop's, which reads no data (117 of them), since they differ between releases of
+# torch. One log in ten steps adds a tenth of "at a log". The poll for signals is left out: it asks
+# the other ranks every so many seconds, not steps.
+BUDGETS = {
+    ("single", 1): {"calls": 120, "operations": 45, "collectives": 0, "calls at a log": 700},
+    ("ddp", 2): {"calls": 160, "operations": 46, "collectives": 1, "calls at a log": 900},
+}
+
+
+def costs_in_an_interval(world, strategy):
+    explain.INTERVALS = 2  # the lower of two is as good as the middle one of three
+    return explain.costs(world, strategy, "bf16", 4)
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), BUDGETS)
+def test_a_step_calls_no_more_than_its_budget(strategy, ranks):
+    rows = on_ranks(ranks, costs_in_an_interval, strategy)[0]
+    left_out = (*explain.OF_MODEL, "AgreedStop.poll")
+    numbers = explain.total(rows["dist_amp"], but=left_out)
+    numbers["calls"] -= explain.total(rows["by hand"], but=left_out)["calls"]
+    above = {
+        kind: (numbers[kind], most)
+        for kind, most in BUDGETS[strategy, ranks].items()
+        if numbers[kind] > most
+    }
+    assert above == {}, explain.table_of(rows["dist_amp"], rows["by hand"])
 
 
 # --- gpu
@@ -209,20 +212,6 @@ def test_the_smoke_form_of_gpu_runs_every_cell_and_judges_nothing(tmp_path, in_t
     assert "The speeds and memory below are meaningless" in text
     assert "not judged (smoke)" in text
     assert " met " not in text
-
-
-def test_a_gpu_run_that_is_stopped_keeps_what_it_has(tmp_path, monkeypatch):
-    cells = iter([{"note": "first"}])
-
-    def measure(bench, cell):
-        if (found := next(cells, None)) is None:
-            raise KeyboardInterrupt
-        return found
-
-    monkeypatch.setattr(gpu, "measure", measure)
-    assert gpu.main(["--smoke", "--out", str(tmp_path)]) == 1
-    (cell,) = json.loads((tmp_path / "gpu.json").read_text())["cells"]
-    assert cell["note"] == "first"
 
 
 @pytest.mark.parametrize(
@@ -353,38 +342,11 @@ def test_a_users_task_is_measured_in_each_precision_whatever_its_settings(tmp_pa
     assert "- fp16_unscaled drifts" in text
     assert "| n/a: this device has no TF32 |" in text
     assert text.count("![amp_Small](amp_Small.png)") == 1
-    with Image.open(tmp_path / "amp_Small.png") as image:
-        width, height = image.size
-    assert width > 2 * height > 500, "panels side by side"
     assert "`test_benchmarks:Small`, module by module" in text
 
 
-def test_without_matplotlib_one_line_says_what_to_install_and_the_table_is_there(
-    tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    words = "linear --smoke --rounds 1 --precisions bf16 --modes train --out".split()
-    assert amp.main([*words, str(tmp_path)]) == 0
-    assert capsys.readouterr().out.count("pip install") == 1
-    text = (tmp_path / "amp.md").read_text()
-    assert re.search(r"^\| train +\| bf16 ", text, re.MULTILINE)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["amp.json", "amp.md"]
-
-
-def test_dtypes_shows_a_product_a_sum_and_the_modules_of_the_users_task(tmp_path):
-    words = ["--task.target", "test_benchmarks:Small", "--train.micro_batch_size", "4"]
-    assert amp.main(["dtypes", *words, "--precision.dtype", "bf16", "--out", str(tmp_path)]) == 0
-    found = json.loads((tmp_path / "amp.json").read_text())
-    assert found["experiments"] == []
-    product, total = found["dtypes"]["operations"]
-    assert list(product.values()) == ["x @ y.T", "torch.float32", "torch.bfloat16", "torch.float16"]
-    assert list(total.values()) == ["x + y", *["torch.float32"] * 3]
-    text = (tmp_path / "amp.md").read_text()
-    assert re.search(r"^\* +Linear +fp32 +fp32 +bf16 +bf16$", text, re.MULTILINE)
-
-
 @pytest.mark.slow
-def test_the_reduced_report_has_every_experiment_its_figures_and_its_pictures(tmp_path):
+def test_the_reduced_report_has_every_experiment_and_its_figures(tmp_path):
     assert amp.main(["--reduced", "--out", str(tmp_path)]) == 0
     results = json.loads((tmp_path / "amp.json").read_text())["experiments"]
     assert [result["name"] for result in results] == list(amp.EXPERIMENTS)
@@ -396,31 +358,6 @@ def test_the_reduced_report_has_every_experiment_its_figures_and_its_pictures(tm
             rows = result["modes"][mode]
             assert list(rows)[:5] == list(amp.USUAL)
             for precision in (FP32, "bf16", "fp16", "fp16_unscaled"):
-                assert rows[precision]["seconds"]
                 line = rf"^\| {mode} +\| {precision} +\| +[\d.,]+ "
                 assert re.search(line, chapters[result["name"]], re.MULTILINE), line
-        for picture in result["pictures"]:
-            assert f"({picture})" in chapters[result["name"]]
-            assert (tmp_path / picture).exists()
     assert "All 11 costly operations" in chapters["dtypes"]
-
-
-# --- data
-
-
-def test_the_benchmarks_of_the_order_of_samples_print_a_line_per_setting(monkeypatch, capsys):
-    monkeypatch.setattr(padding, "SAMPLES", 4096)
-    monkeypatch.setattr(padding, "STEPS", 2)
-    monkeypatch.setattr(padding, "BATCHES", ((4, 1),))
-    for name, value in (("ROWS", 2**15), ("GROUPS", 1024), ("BATCHES", (256,))):
-        monkeypatch.setattr(shuffle, name, value)
-    monkeypatch.setattr(shuffle, "LARGE_GROUPS", (1000,))
-    assert bench(["packing", "--documents", "1000"]) == 0
-    assert bench(["padding"]) == 0
-    capsys.readouterr()
-    assert bench(["shuffle"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    variances = [float(line.split()[-2]) for line in lines[3:9]]
-    assert variances[:5] == sorted(variances[:5], reverse=True)
-    # Of 512 steps' means the variance is within 6 % by one sigma.
-    assert abs(variances[5] - 1) < 5 * 0.063
