@@ -7,6 +7,7 @@ import ast
 import importlib
 import multiprocessing
 import sys
+import tomllib
 import traceback
 from importlib.abc import MetaPathFinder
 
@@ -16,11 +17,24 @@ from conftest import ROOT, TESTS
 
 import dist_amp.train
 import dist_amp.verify.__main__  # noqa: F401
+from dist_amp.commands.new import distribution, distributions
 from dist_amp.commands.parts import Parts, imported
 
 PARTS = Parts(ROOT / "dist_amp", ROOT)
 # Benchmarks, and what makes projects.
 CLONE_ONLY = {"dist_amp/commands/new.py", "dist_amp/commands/parts.py"}
+# Which extra each optional module is for.
+NEEDS_EXTRA = {
+    "hf": ("hf_causal_lm", "hf_classification", "huggingface"),
+    "images": ("labelled_images",),
+}
+# Where an extra's package is imported by a function that says what to install.
+ASKS_FOR_EXTRA = {
+    "hf": ("tokenizer", "pretrained"),
+    "gpu": ("health",),
+    "float8": ("float8",),
+    "plot": ("plot",),
+}
 
 
 def modules(files):
@@ -81,12 +95,31 @@ def test_core_is_imported_alone_and_each_feature_with_what_it_needs_alone(tmp_pa
     assert failures == {}
 
 
+def imported_at_the_top(tree):
+    outside = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    return imported(ast.Module(outside, []))
+
+
 def test_no_core_file_imports_a_feature_at_its_top_level():
     for file in (file for file in PARTS.core if file.startswith("dist_amp/")):
         tree = ast.parse(PARTS.files[file].read_text())
-        outside = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-        names = PARTS.named_in(" ".join(imported(ast.Module(outside, []))))
-        assert names.isdisjoint(PARTS.unit), file
+        assert PARTS.named_in(" ".join(imported_at_the_top(tree))).isdisjoint(PARTS.unit), file
+
+
+def declared(*extras):
+    """The distributions that pyproject.toml names, of the base package and of these extras."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    groups = [project["dependencies"], *(project["optional-dependencies"][name] for name in extras)]
+    return {distribution(line) for group in groups for line in group}
+
+
+def test_every_import_of_the_package_is_declared():
+    for path in (ROOT / "dist_amp").rglob("*.py"):
+        at_once = [extra for extra, modules in NEEDS_EXTRA.items() if path.stem in modules]
+        later = [extra for extra, modules in ASKS_FOR_EXTRA.items() if path.stem in modules]
+        tree = ast.parse(path.read_text())
+        assert distributions(imported_at_the_top(tree)) <= declared(*at_once), path
+        assert distributions(imported(tree)) <= declared(*at_once, *later), path
 
 
 def test_every_file_belongs_to_core_or_to_a_feature_that_says_what_it_is():

@@ -14,7 +14,6 @@ import pytest
 from conftest import ROOT
 
 from dist_amp import files
-from dist_amp.commands import __main__ as commands
 from dist_amp.config.load import collect, load_config
 from dist_amp.errors import ConfigError
 
@@ -53,8 +52,6 @@ def trained(installed, tmp_path_factory):
 def test_a_folder_of_the_packages_name_does_not_shadow_an_editable_install(tmp_path, project):
     text = re.sub(r"^\$[a-z]+$", "", (ROOT / project).read_text(), flags=re.MULTILINE)
     clone = tmp_path / "clone"
-    here = tmp_path / "here"
-    (here / "dist_amp").mkdir(parents=True)
     (clone / "dist_amp").mkdir(parents=True)
     (clone / "pyproject.toml").write_text(text.replace("$name", "dist_amp"))
     (clone / "dist_amp/__init__.py").write_text("__version__ = '1'\n")
@@ -63,24 +60,18 @@ def test_a_folder_of_the_packages_name_does_not_shadow_an_editable_install(tmp_p
     build = "from setuptools import build_meta; build_meta.build_editable('.')"
     subprocess.run([sys.executable, "-c", build], cwd=clone, check=True, capture_output=True)
     shutil.unpack_archive(next(clone.glob("*.whl")), tmp_path / "packages", "zip")
-    # `python -m` has the current folder in front.
-    imports = f"import sys, site; sys.path.insert(0, {str(here)!r})\n"
-    imports += f"site.addsitedir({str(tmp_path / 'packages')!r}); import dist_amp\n"
-    command = [sys.executable, "-I", "-S", "-c", f"{imports}print(dist_amp.__file__)"]
-    found = subprocess.check_output(command, text=True).strip()
-    assert found == str(clone / "dist_amp/__init__.py")
+    (path,) = (tmp_path / "packages").glob("*.pth")
+    assert path.read_text().strip() == str(clone), "a plain path: no finder that comes last"
 
 
 # ---- commands
 
 
-@pytest.mark.bad_input("an unknown config name, to every command that takes settings")
-@pytest.mark.parametrize(
-    "command",
-    ["train", *(pytest.param(each, marks=pytest.mark.slow) for each in commands.WITH_SETTINGS[1:])],
-)
-def test_every_command_names_the_configs_that_are_installed(command, installed, tmp_path):
-    done = installed(tmp_path, "dist_amp", command, "--config", "dbug")
+@pytest.mark.bad_input("an unknown config name")
+def test_an_unknown_config_is_refused_with_the_names_of_those_that_are_installed(
+    installed, tmp_path
+):
+    done = installed(tmp_path, "dist_amp", "train", "--config", "dbug")
     assert done.returncode == 64
     names = ", ".join(sorted(path.stem for path in (ROOT / "configs").glob("*.toml")))
     assert done.stderr == (
@@ -104,26 +95,17 @@ def test_every_command_names_the_configs_that_are_installed(command, installed, 
         ("report run", 0, "run/report.html"),
         ("doctor --device cpu", 0, "ready to train"),
         ("schema --config debug", 0, '"title": "dist_amp"'),
-        ("train --config demo --print_config", 0, "steps = 1500"),
         ("launch --config demo --config mine.toml --print_config", 0, "steps = 7"),
         ("plan --config demo --world_size 2", 0, "426,624 parameters"),
         ("sample gpt --config debug", 0, "def "),
         ("verify --config debug --world_sizes 1 --precisions fp32", 0, "passed: "),
-        (
-            "tokenize --config debug --data.path my_file.py --data.tokenizer bytes --out t",
-            0,
-            "token",
-        ),
-        ("demo --train.stps 3", 64, "unknown key train.stps on the command line; did you mean"),
+        ("tokenize --data.path my_file.py --data.tokenizer bytes --out t", 0, "token"),
         ("plot run", 64, "pip install matplotlib"),
         ("follow run --to wandb --once", 64, "pip install wandb"),
-        ("follow run --to trackio --once", 64, "pip install trackio"),
-        ("follow run --to mlflow --once", 64, "pip install mlflow"),
         ("train --config images", 64, "pip install scikit-learn"),
         ("train --config hf_finetune", 64, "pip install transformers"),
         ("train --config debug --data.tokenizer gpt2", 64, "pip install transformers"),
         ("train --config demo --precision.dtype fp8", 64, "pip install torchao"),
-        *((f"{each} --help", 0, f"{each}") for each in commands.COMMANDS),
     ],
 )
 def test_a_command_runs_without_a_clone_or_says_what_to_install(
@@ -145,9 +127,8 @@ def test_a_config_is_found_by_its_name_a_file_here_comes_before_it_and_a_later_o
     for path in (ROOT / "configs").glob("*.toml"):
         assert collect(["--config", path.stem], {}) == collect(["--config", str(path)], {})
     (tmp_path / "mine.toml").write_text("train.steps = 7\n")
-    words = ["--config", "demo", "--config", "mine.toml"]
-    config = load_config(words, {"DIST_AMP_EVAL__EVERY": "3"})
-    assert (config.train.steps, config.optim.lr, config.eval.every) == (7, 4e-3, 3)
+    config = load_config(["--config", "demo", "--config", "mine.toml"], {})
+    assert (config.train.steps, config.optim.lr) == (7, 4e-3)
     assert load_config(["--config", "mine.toml", "demo"], {}).train.steps == 1500
     (tmp_path / "debug").mkdir()  # as the folder of a run or a project
     (tmp_path / "demo").write_text("train.steps = 7\n")
