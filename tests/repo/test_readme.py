@@ -1,20 +1,26 @@
-"""The snippets and commands of the README and of docs/recipes.md do what they show."""
+"""The Python of the README, docs/recipes.md and docs/own_loop.md does what it shows."""
 
 import re
 import textwrap
+from pathlib import Path
 
+import pytest
 import torch
 from conftest import ROOT
-from tiny import Rows, take_steps
+from ranks import on_ranks
+from tiny import Rows, take_steps, whole
 
 from dist_amp.config.load import load_config
 from dist_amp.distributed import machine
 from dist_amp.run import build_run
+from dist_amp.world import World
 
 README = (ROOT / "README.md").read_text()
 RECIPES = (ROOT / "docs/recipes.md").read_text()
 TASK, SNIPPET = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 (NOTEBOOK,) = re.findall(r"```python\n(.*?)```", RECIPES, re.DOTALL)
+OWN_LOOP = ROOT / "docs/own_loop.md"
+LOOP, CELL = re.findall(r"```python\n(.*?)```", OWN_LOOP.read_text(), re.DOTALL)
 
 
 def test_the_readmes_task_trains_by_the_command_that_it_shows(launch, tmp_path):
@@ -79,3 +85,46 @@ def test_the_lstm_that_the_recipes_show_trains_in_float32_where_bf16_is_emulated
         run = build_run(config, task=type("Shown", (), methods)())
         (report,) = take_steps(run, 1)
         assert (run.precision.name, bool(report.losses[0].isfinite())) == ("fp32", True)
+
+
+# ---- docs/own_loop.md: two models in a loop of one's own, and fit ----
+
+
+def trained(world, loop, *words):
+    """Both models' parameters after some steps of the page's loop."""
+    config = load_config(["--train.steps", "6", "--optim.lr", "1e-2", *words], environ={})
+    names = {"__name__": "gan"}
+    exec(compile(loop, OWN_LOOP, "exec"), names)
+    sides = names["train"](world, config)
+    return [whole(p) for side in sides for p in side.parameters]
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(2, "ddp"), (2, "fsdp"), (4, "hsdp")])
+def test_two_models_on_ranks_with_the_same_data_take_the_steps_of_one_process(ranks, strategy):
+    same_data = LOOP.replace("config.run.seed + 1 + world.rank", "config.run.seed + 1")
+    alone = trained(World(), same_data, "--use_amp", "false")
+    words = ["--parallel.strategy", strategy, "--use_amp", "false"]
+    for parameters in on_ranks(ranks, trained, same_data, *words):
+        # Six steps of Adam add up roundings of 1e-7.
+        torch.testing.assert_close(parameters, alone, rtol=0, atol=1e-5)
+
+
+def test_both_models_learn_in_half_precision_and_an_overflow_skips_their_step():
+    words = ["--precision.dtype", "fp16", "--train.steps", "1"]
+    # The rate is no number that moves a parameter.
+    begun = trained(World(), LOOP, *words, "--optim.lr", "1e-30")
+    skipped = trained(World(), LOOP, *words, "--precision.scaler.init_scale", str(2.0**60))
+    torch.testing.assert_close(skipped, begun, rtol=0, atol=1e-12)
+    for before, after in zip(begun, trained(World(), LOOP, *words), strict=True):
+        assert after.isfinite().all()
+        assert not torch.equal(before, after)
+
+
+def test_the_cell_trains_in_a_notebook(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("my_file.py").write_text("from tiny import Tiny as TinyRegression\n")
+    monkeypatch.setenv("DIST_AMP_TRAIN__STEPS", "3")
+    names = {}
+    exec(CELL, names)
+    assert names["summary"]["steps"] == 3
