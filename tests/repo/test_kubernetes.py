@@ -1,16 +1,10 @@
-"""The Kubernetes manifests: right by the published schemas, and torchrun forms their world from
-PET_* alone.
-"""
-
-import json
-import os
-import socket
-import subprocess
-import sys
+"""The Kubernetes manifests: right by the published schemas; storage, stops and restarts."""
 
 import pytest
 import yaml
-from forked import ROOT, TESTS
+from conftest import ROOT
+
+from dist_amp.config.load import load_config
 
 MANIFESTS = [
     document
@@ -23,7 +17,6 @@ SETTINGS = {variable["name"]: variable["value"] for variable in TRAINER["env"]}
 NODE = RUNTIME["spec"]["template"]["spec"]["replicatedJobs"][0]
 POD = NODE["template"]["spec"]["template"]["spec"]
 BOARD_POD = TENSORBOARD["spec"]["template"]["spec"]
-TINY = "--task.target tiny:Tiny --train.steps 2 --train.micro_batch_size 2 --eval.batches 1".split()
 WHERE = "bash tests/engines.sh brings it"
 
 
@@ -55,33 +48,7 @@ def test_the_job_keeps_its_runs_on_a_claim_saves_before_it_is_killed_and_starts_
     assert restarts >= 30, "a month, at an event a day"
     assert int(SETTINGS["PET_SHUTDOWN_TIMEOUT"]) < POD["terminationGracePeriodSeconds"]
     assert TRAINER["numProcPerNode"] == TRAINER["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
-
-
-@pytest.mark.engine
-@pytest.mark.slow
-def test_torchrun_forms_the_jobs_world_from_pet_variables_alone(tmp_path):
     assert TRAINER["command"] == ["torchrun"]
-    assert TRAINER["args"][0] == "-m", "no option of torchrun's own"
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{TESTS}", **SETTINGS}
-    world = {"NNODES": TRAINER["numNodes"], "NPROC_PER_NODE": 2}
-    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    command = [sys.executable, "-m", "torch.distributed.run", *TRAINER["args"], *TINY]
-    logs = [tmp_path / f"out{node}" for node in range(TRAINER["numNodes"])]
-    pods = []
-    for node, log in enumerate(logs):  # as Kubeflow Trainer tells each of the world
-        pet = {f"PET_{name}": str(value) for name, value in (world | {"NODE_RANK": node}).items()}
-        out = {"stdout": log.open("w"), "stderr": subprocess.STDOUT}
-        pods.append(subprocess.Popen(command, cwd=tmp_path, env=environ | pet, **out))
-    try:
-        statuses = [pod.wait(timeout=600) for pod in pods]
-    finally:
-        for pod in pods:
-            pod.kill()
-    said = [log.read_text() for log in logs]
-    assert statuses == [0, 0], said
-    summary = json.loads((tmp_path / "runs/demo/summary.json").read_text())
-    assert (summary["stopped_by"], summary["world_size"], summary["steps"]) == ("completed", 4, 2)
-    assert "step" not in said[1], "rank 0 speaks for all"
+    module, name, *settings = TRAINER["args"]
+    assert (module, name) == ("-m", "dist_amp.train"), "its world is in PET_ variables alone"
+    load_config(settings, environ={})
