@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tomllib
@@ -158,27 +157,26 @@ def test_a_task_that_a_project_lacks_is_named_with_how_to_get_it(monkeypatch):
 
 # ---- what is refused ----
 
-TASK_RULE = "must be FILE.py:Class, a class in a file that exists"
 BAD = [
     (["my-project"], "a package's name has letters, digits and _, and is no word of Python"),
-    (["class"], "use another name, such as my_class"),
     (["torch"], "torch is the name of a module"),
     (["dist_amp"], "dist_amp is the name of a module"),
     (["tiny"], "or of something in each project; use another name, such as my_tiny"),
     (["taken"], "new taken: this exists; use another name"),
-    (["no/where"], "No such file or directory"),
     (["x", "--with", "emma"], "there is no feature emma; did you mean ema?"),
     (["x", "--with", "slurm", "--without", "launch"], "launch is needed by many_nodes, slurm; "),
-    (["x", "--task", "no.py:T"], f"--task no.py:T {TASK_RULE}"),
-    (["x", "--task", "mine.py:T"], f"--task mine.py:T {TASK_RULE}"),
+    (
+        ["x", "--task", "no.py:T"],
+        "--task no.py:T must be FILE.py:Class, a class in a file that exis",
+    ),
+    (["x", "--task", "mine.py:T"], "--task mine.py:T must be FILE.py:Class, a class in a file"),
     (["x", "--task", "broken.py:T"], "new x: invalid syntax (broken.py, line 3)"),
     ([], "new: give the project a name"),
 ]
 
 
 @pytest.mark.bad_input("`dist_amp new`: a name or folder that is taken or can't be a package's")
-@pytest.mark.bad_input("`dist_amp new`: a feature that does not exist, or needs another")
-@pytest.mark.bad_input("`dist_amp new`: a task that can't be copied")
+@pytest.mark.bad_input("`dist_amp new`: a feature that does not exist; a task that can't be copied")
 @pytest.mark.parametrize(("words", "said"), BAD, ids=[" ".join(words) for words, _ in BAD])
 def test_what_can_not_be_made_is_refused_in_one_line(tmp_path, monkeypatch, capsys, words, said):
     (tmp_path / "taken").mkdir()
@@ -186,7 +184,7 @@ def test_what_can_not_be_made_is_refused_in_one_line(tmp_path, monkeypatch, caps
     (tmp_path / "broken.py").write_text("class T:\n    pass\ndef f(:\n")
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.rglob("*"))
-    assert new.main(words) == (1 if words == ["no/where"] else 64)
+    assert new.main(words) == 64
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
@@ -218,8 +216,8 @@ def test_what_is_interrupted_leaves_nothing(tmp_path, monkeypatch, capsys, error
 
 # ---- what it does ----
 
-# For two ranks, forked with torch, which find the project's files in place of the clone's.
-RUNS = """
+# For ranks that are forked with torch and the clone's package: they find the project's.
+TRAIN = """
 import os
 import sys
 
@@ -229,24 +227,21 @@ for name in [name for name in sys.modules if name.split(".")[0] == "dist_amp"]:
 from dist_amp import train
 
 assert train.__file__ == os.path.abspath("dist_amp/train.py")
-for strategy, steps in (("ddp", 2), ("fsdp", 4)):
-    words = f"--config demo --run.dir runs/a --run.device cpu --precision.dtype bf16"
-    words += f" --parallel.strategy {strategy} --train.steps {steps} --optim.warmup_steps 0"
-    words += " --train.micro_batch_size 2 --train.accumulation_steps 2 --eval.batches 1"
-    words += " --checkpoint.every 2 --metrics.log_every 1 --run.allow_config_change true"
-    words += " --task.args.width 16 --task.args.context 16"
-    assert train.main(words.split()) == 0
-    os.environ["MASTER_PORT"] = os.environ["NEXT_PORT"]
+sys.exit(train.main(sys.argv[1:]))
 """
 
 
 def test_without_any_feature_two_ranks_train_save_resume_and_report(made, tmp_path):
     root = shutil.copytree(made["bare"], tmp_path / "bare")
-    (root / "runs.py").write_text(RUNS)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        more = {"NEXT_PORT": str(free.getsockname()[1]), "PYTHONPATH": str(root)}
-    for done in Launch(root).each(2, module="runs.py", **more):
-        assert done.returncode == 0, done.stderr
+    (root / "train.py").write_text(TRAIN)
+    words = "--config demo --run.dir runs/a --run.device cpu --precision.dtype bf16"
+    words += " --optim.warmup_steps 0 --train.micro_batch_size 2 --train.accumulation_steps 2"
+    words += " --eval.batches 1 --checkpoint.every 2 --metrics.log_every 1"
+    words += " --run.allow_config_change true --task.args.width 16 --task.args.context 16"
+    for strategy, steps in (("ddp", 2), ("fsdp", 4)):
+        settings = ("--parallel.strategy", strategy, "--train.steps", steps, *words.split())
+        for done in Launch(root).each(2, *settings, module="train.py", PYTHONPATH=str(root)):
+            assert done.returncode == 0, done.stderr
     run = root / "runs/a"
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["steps"], summary["strategy"]) == (4, "fsdp")

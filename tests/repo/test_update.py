@@ -4,7 +4,6 @@ import ast
 import io
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tomllib
@@ -117,8 +116,7 @@ def state_of(root):
     """All that a refused command must not change."""
     if not (root / ".git").exists():
         return sorted(root.rglob("*"))
-    mine = root / "dist_amp/optimizers/muon.py"
-    return shell(root, "git status --porcelain=v2 --branch"), mine.exists() and mine.read_text()
+    return shell(root, "git status --porcelain=v2 --branch; git diff")
 
 
 # ---- what they do ----
@@ -219,14 +217,12 @@ def test_a_plain_folder_is_a_source_as_it_stands_and_a_name_that_is_taken_by_now
 
 # ---- what is refused ----
 
-MUON = "dist_amp/optimizers/muon.py"
 BAD = [  # what came before, the command, and a part of its line
     (
         "echo mine >> dist_amp/step.py; sed -i '$a # Newer' ../source/dist_amp/step.py",
         "update",
         "local changes to the following files would be overwritten by merge: dist_amp/step.py",
     ),
-    ("git switch --quiet dist_amp", "adopt muon", "cannot force update the branch 'dist_amp'"),
     (
         f'rm -r ../source/.git; sed -i "{IS_VERSION}" pyproject.toml; git commit -qam Edited',
         "update",
@@ -238,22 +234,15 @@ BAD = [  # what came before, the command, and a part of its line
         "update",
         "invalid syntax (ema.py, line",
     ),
-    (f"echo mine > {MUON}", "adopt muon", f"would be overwritten by merge: {MUON}"),
-    ("git branch --quiet -D dist_amp", "update", "git fetch origin dist_amp:dist_amp"),
     ("rm -rf .git", "update", "not a git repository"),
-    ("", "adopt", "name a feature to add, or one to --remove"),
     ("", "adopt ema", "adopt ema: the project has it already"),
     ("", "adopt emma", "there is no feature emma; did you mean ema?"),
-    ("", "adopt slurm --remove launch", "launch is needed by "),
 ]
 
 
-@pytest.mark.bad_input(
-    "`dist_amp update`, `adopt`: changes that are not committed, a file in the way"
-)
-@pytest.mark.bad_input("`dist_amp update`, `adopt`: outside a project, or on the branch as made")
+@pytest.mark.bad_input("`dist_amp update`, `adopt`: changes that are not committed; no project")
 @pytest.mark.bad_input("`dist_amp update`: a source that is older, gone or broken")
-@pytest.mark.bad_input("`dist_amp adopt`: no feature, an unknown one, one that is there or needed")
+@pytest.mark.bad_input("`dist_amp adopt`: an unknown feature, or one that is there")
 @pytest.mark.parametrize(("before", "command", "said"), BAD)
 def test_what_is_refused_says_why_in_one_line_and_changes_nothing(
     project, request, capsys, before, command, said
@@ -270,26 +259,3 @@ def test_what_is_refused_says_why_in_one_line_and_changes_nothing(
     assert said in error
     assert error.count("\n") == 1
     assert state_of(project) == state
-
-
-@pytest.mark.bad_input("`dist_amp update`, `adopt`: interrupted")
-def test_an_update_that_was_interrupted_is_continued_by_the_next(
-    project, source, monkeypatch, capsys
-):
-    newer(source)
-    before = state_of(project)
-    real = update.git
-
-    def interrupted(folder, *words, **options):
-        done = real(folder, *words, **options)
-        if "branch" in words:
-            os.kill(os.getpid(), signal.SIGINT)
-        return done
-
-    monkeypatch.setattr(update, "git", interrupted)
-    assert update.main([]) == 1
-    said = "error: stopped by SIGINT; git status shows what is left to do\n"
-    assert (capsys.readouterr().err, state_of(project)) == (said, before)
-    assert update.main([]) == 0
-    assert '"""Newer. ' in (project / "dist_amp/step.py").read_text()
-    assert shell(project, "git diff HEAD dist_amp --") == ""

@@ -80,10 +80,8 @@ def ends(request, tmp_path_factory):
     return {hang: Ended(*run) for hang, *run in zip(hangs, launches, started, strict=True)}
 
 
-@pytest.mark.bad_input("a rank that hangs")
-@pytest.mark.bad_input("a rank that hangs while it starts, saves or ends")
-@pytest.mark.bad_input("a hang of the only rank, with a signal to stop")
-@pytest.mark.bad_input("a collate that hangs in a loader worker")
+@pytest.mark.bad_input("a rank that hangs, also while it starts, saves or ends")
+@pytest.mark.bad_input("a hang of the only rank, with a signal to stop, or in a loader worker")
 @pytest.mark.parametrize(
     "hang",
     rows(

@@ -3,32 +3,24 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
-from html import unescape
 from importlib.util import find_spec
 
 import pytest
 from conftest import ROOT
-
-from dist_amp.step import train_step
 
 EXTRA = "needs the extra `docs`: pip install -c launch/constraints.txt -e '.[docs]'"
 missing = not (find_spec("material") and find_spec("mkdocstrings_handlers"))
 pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.skipif(missing, reason=EXTRA)]
 
 
-def build(source, site):
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", site]
-    environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}  # a notice of the theme, about mkdocs 2
-    return subprocess.run(command, cwd=source, env=environ, capture_output=True, text=True)
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
-    done = build(ROOT, folder)
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder]
+    environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}  # a notice of the theme, about mkdocs 2
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr, done.stderr
     return folder
@@ -37,22 +29,15 @@ def site(tmp_path_factory):
 def test_it_is_complete_with_docstrings_and_linked_files_and_is_searched(site):
     start = (site / "index.html").read_text()
     navigation = set(re.findall(r'<a href="([^"]+)" class="md-nav__link', start))
-    pages = {page.stem for page in (ROOT / "docs").glob("*.md")}
-    assert len(pages) > 15
-    assert {f"{page}.html" for page in pages} <= navigation
+    assert {f"{page.stem}.html" for page in (ROOT / "docs").glob("*.md")} <= navigation
     api = (site / "api.html").read_text()
-    for name in ("run.build_run", "run.ScriptRun.save", "train.fit", "step.evaluate", "task.Task"):
+    names = "run.build_run run.ScriptRun.save train.fit step.evaluate step.train_step task.Task"
+    for name in names.split():
         assert f'id="dist_amp.{name}"' in api, name
-    assert f'id="{train_step.__module__}.train_step"' in api
-    api = re.sub(r"<(script|style|pre)\b.*?</\1>", "", api, flags=re.DOTALL)
-    shown = " ".join(unescape(re.sub(r"<[^>]+>", "", api)).split())  # on one line
-    for paragraph in train_step.__doc__.replace("`", "").split("\n\n"):
-        assert " ".join(paragraph.split()) in shown
-    assert "runs/<UTC time>-<id>" in shown, "a setting's docstring; not taken for a tag"
+    assert "runs/&lt;UTC time&gt;-&lt;id&gt;" in api, "a setting's docstring; not taken for a tag"
     recipes = (site / "recipes.html").read_text()
     assert 'href="repository/dist_amp/task.py.html"' in recipes
     assert 'href="index.html#your-model"' in recipes
-    assert "Apache License" in unescape((site / "repository/LICENSE.html").read_text())
     index = json.loads((site / "search/search_index.json").read_text())
     for word, page in (("accumulation_steps", "api.html"), ("SIGSTOP", "debugging.html")):
         found = [entry["location"] for entry in index["docs"] if word in entry["text"]]
@@ -68,18 +53,3 @@ def test_a_page_shows_no_markup_as_text_and_nothing_is_fetched_from_another_host
         html = re.sub(r"<(script|pre)\b.*?</\1>", "", html, flags=re.DOTALL)
         markup = r"^(?:<p>)?(?:[-*] |\|[ -]|```|#+ |:::).*"
         assert re.findall(markup, html, re.MULTILINE) == [], page
-
-
-def test_broken_links_and_headings_fail_the_build(tmp_path):
-    ignored = shutil.ignore_patterns(".*", "runs", "build", "dist", "site", "__pycache__")
-    shutil.copytree(ROOT, tmp_path / "source", ignore=ignored)
-    broken = ("gone.md", "data.md#gone", "../dist_amp/gone.py", "../README.md#gone", "#gone")
-    with (tmp_path / "source/docs/api.md").open("a") as page:
-        page.writelines(f"\n[x]({link})\n" for link in broken)
-    (tmp_path / "source/docs/new.md").write_text("# New\n")
-    done = build(tmp_path / "source", tmp_path / "site")
-    assert done.returncode != 0
-    for link in broken:
-        in_site = link.replace("../README", "index")
-        assert f"contains a link '{in_site}'" in done.stderr
-    assert 'not included in the "nav" configuration:\n  - new.md' in done.stderr
