@@ -6,29 +6,25 @@ import pytest
 import torch
 from messages import message_of
 from PIL import Image
-from ranks import on_ranks
 from safetensors import safe_open
-from safetensors.torch import load_file, load_model
-from test_export import exports, saved, saved_run
+from safetensors.torch import load_file
+from test_export import exports, saved
 from test_frozen import AdapterTask, trained_run
 from tiny import Tiny, average_of, make_run, parameters_of, save, seal_again, take_steps
 
 from dist_amp.checkpoint.format import CONFIG
 from dist_amp.checkpoint.weights import load_weights
 from dist_amp.commands import export, sample
-from dist_amp.config.load import load_config
-from dist_amp.config.task_class import build_task
 from dist_amp.world import World
 
-GPT = "dist_amp.tasks.causal_lm:CausalLM"
-SMALL = "--task.args.context 8 --task.args.width 16 --task.args.layers 1"
+DRAWS = "test_export_with_others:Draws"
 
 
 class Draws(Tiny):
     """sample gives a text with a terminal's command in it, or an image of so many channels."""
 
-    def __init__(self, kind: str = "text", channels: int = 3):
-        super().__init__()
+    def __init__(self, kind: str = "text", channels: int = 3, depth: int = 2):
+        super().__init__(depth=depth)
         self.kind = kind
         self.channels = channels
 
@@ -45,7 +41,7 @@ class Draws(Tiny):
 def draws(tmp_path, monkeypatch):
     """The checkpoint of a run of Draws, in an empty current folder."""
     monkeypatch.chdir(tmp_path)
-    return saved(tmp_path / "run", "test_export_with_others:Draws")[0]
+    return saved(tmp_path / "run", DRAWS)[0]
 
 
 def refusal(capsys, command, *argv):
@@ -56,42 +52,6 @@ def refusal(capsys, command, *argv):
     errors = capsys.readouterr().err.splitlines()
     (line,) = [line for line in errors if not line.startswith(said)]
     return status, line
-
-
-def test_an_export_of_a_sharded_model_gives_the_runs_logits(tmp_path, capsys):
-    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 40)
-    more = f"{SMALL} --data.path {tmp_path}/text.txt"
-    words = f"{more} --parallel.strategy fsdp --precision.tf32 false"
-    checkpoint, logits = on_ranks(2, saved_run, tmp_path / "run", GPT, words)[0]
-    inputs = torch.arange(16).reshape(2, 8)
-    config = load_config(["--task.target", GPT, *more.split()], environ={})
-    models = {}
-    for dtype in ("fp32", "bf16"):
-        assert exports(tmp_path / "run", "--out", tmp_path / dtype, "--dtype", dtype)
-        # As in the three lines of the command's docstring.
-        models[dtype] = build_task(config).build_model()
-        load_model(models[dtype], tmp_path / dtype / "model.safetensors")
-    model, half = models["fp32"], models["bf16"].bfloat16()
-    with torch.no_grad():
-        torch.testing.assert_close(model(inputs), logits, rtol=0, atol=0)
-        torch.testing.assert_close(half(inputs), model.bfloat16()(inputs), rtol=0, atol=0)
-    assert model.head.weight is model.embedding.weight
-    assert (tmp_path / "fp32" / CONFIG).read_bytes() == (checkpoint / CONFIG).read_bytes()
-    files = sorted(path.name for path in (tmp_path / "fp32").iterdir())
-    assert files == ["README.md", CONFIG, "model.safetensors"]
-    tensors = load_file(tmp_path / "bf16/model.safetensors")
-    assert len({"embedding.weight", "head.weight"} & tensors.keys()) == 1
-    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
-    with safe_open(tmp_path / "bf16/model.safetensors", "pt") as file:
-        metadata = file.metadata()
-    expected = {"step": "2", "dtype": "bf16", "checkpoint": "step_00000002", "format": "pt"}
-    assert metadata.items() >= expected.items()
-    wider = ["--task.args.width", "32"]
-    status, line = refusal(capsys, export, tmp_path / "run", "--out", tmp_path / "new", *wider)
-    assert status == 65
-    assert "embedding.weight is [256, 16] torch.float32 there and [256, 32] torch.float32" in line
-    status, line = refusal(capsys, sample, tmp_path / "fp32", *wider)
-    assert (status, "size mismatch for " in line) == (65, True)
 
 
 def test_a_failed_export_leaves_the_old_one(tmp_path, draws, monkeypatch, capsys):
@@ -121,17 +81,18 @@ def test_a_hostile_config_starts_nothing_and_is_refused(tmp_path, draws, capsys)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
-@pytest.mark.bad_input("`export` over other files")
-@pytest.mark.bad_input(
-    "an export or sample from something that is not a checkpoint, or from another model"
-)
+@pytest.mark.bad_input("`export` over other files, or of a model that it can't write")
+@pytest.mark.bad_input("an export or sample of what is no checkpoint, or of another model's")
 @pytest.mark.parametrize(
     ("command", "words", "status", "message"),
     [
         (export, "file --out out", 65, "file is not a checkpoint and holds none"),
-        (export, "run --out file/below", 1, "--out file/below can't be written"),
+        (export, "run --out out --task.args.depth 1", 65, "1.weight is missing there and [1, 8] "),
         (export, "run --out run", 64, "--out run holds other files, and would be replaced"),
         (export, "run", 64, "required: --out; see python -m dist_amp.export --help"),
+        (export, "run --out out --merge", 64, "--merge is for --format hf; add --format hf"),
+        (export, "run --out out --format hf --merge", 64, "this model has no adapters of peft"),
+        (export, "run --out out --format hf", 64, "Sequential has no save_pretrained; add `def ex"),
         (sample, "plain", 64, "error: task.target=tiny:Tiny has no sample(model)"),
         (sample, "run --task.args.kind number", 65, "returned int; return text, or an image"),
         (sample, "run --task.args.kind image --task.args.channels 2", 65, "returned [2, 3, 4]"),
@@ -153,6 +114,13 @@ def test_sample_gives_the_same_from_run_checkpoint_and_export(tmp_path, draws, c
     assert exports("run", "--out", "out")
     written = f"model in fp32, from step 2 ({draws.relative_to(tmp_path)})"
     assert capsys.readouterr().out.endswith(f"out: {written}\n")
+    files = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert files == ["README.md", CONFIG, "model.safetensors"]
+    assert (tmp_path / "out" / CONFIG).read_bytes() == (draws / CONFIG).read_bytes()
+    with safe_open(tmp_path / "out/model.safetensors", "pt") as file:
+        metadata = file.metadata()
+    expected = {"step": "2", "dtype": "fp32", "checkpoint": "step_00000002", "format": "pt"}
+    assert metadata.items() >= expected.items()
     assert exports(draws, "--out", "half", "--dtype", "bf16")
     shutil.copytree(draws, "copied")
     capsys.readouterr()
@@ -164,6 +132,8 @@ def test_sample_gives_the_same_from_run_checkpoint_and_export(tmp_path, draws, c
         shown.append(float(number))
     assert shown[0] == shown[1] == shown[2]
     assert shown[0] == pytest.approx(shown[3], rel=0.05), "8 bits of mantissa, three layers"
+    status, line = refusal(capsys, sample, "out", "--task.args.depth", "3")
+    assert (status, "key(s) in state_dict: " in line) == (65, True), line
     file = tmp_path / "out/model.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
     status, line = refusal(capsys, sample, "out")
@@ -183,7 +153,7 @@ def test_sample_writes_an_image(tmp_path, draws, capsys, channels, mode):
 
 def test_export_and_sample_use_the_average_unless_the_parameters_are_asked_for(tmp_path, capsys):
     words = ["--run.dir", tmp_path / "run", "--optim.ema", 0.9, "--optim.lr", 0.01]
-    run = make_run(World(), None, *words, "--task.target", "test_export_with_others:Draws")
+    run = make_run(World(), None, *words, "--task.target", DRAWS)
     take_steps(run, 3)
     save(run)
     averages, parameters = average_of(run), parameters_of(run)
