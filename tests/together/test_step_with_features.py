@@ -1,26 +1,26 @@
-"""What a step reads back and sends with features, and models that change in their forward."""
+"""What a step and a sample read back and send, and models that change in their forward."""
 
-from collections import defaultdict
-from functools import partial
+import io
+from collections import Counter
+from contextlib import contextmanager, nullcontext, redirect_stderr
+from unittest.mock import patch
 
 import pytest
 import torch
+from byte_model import Bytes
 from ranks import on_ranks
 from test_end_units import BOTH, FEW, VOCABULARY, WIDTH, Task, called
-from test_hooks import BranchedModel
 from test_step import DTYPES
-from test_strangers import Mixture, first_weight_after, message_of_a_step
-from tiny import Rows, Tiny, log, make_run, parameters_of, take_steps
+from test_strangers import message_of_a_step, with_forward
+from tiny import Tiny, log, make_run, take_steps, variant
 from torch import nn
 
-from benchmarks.collectives import Counting
+from benchmarks.collectives import Counting, measure
 from benchmarks.harness import HostReads
 from dist_amp.diagnostics.nonfinite_replay import NonfiniteReplay
-from dist_amp.scaling import hooks
 from dist_amp.step import train_step
+from dist_amp.supervise import sampling
 from dist_amp.world import World
-
-# ---- reads
 
 
 def host_reads(world, words):
@@ -51,8 +51,6 @@ TEXTBOOK = ["--optim.fused", "false", "--optim.name", "sgd"]
         (2, "ddp", "fp16", [], 0),
         (2, "fsdp", "bf16", [], 0),
         (4, "hsdp", "fp16", ["--optim.name", "sgd"], 0),
-        (1, "single", "fp16", ["--train.clip_by", "value"], 0),
-        (1, "single", "fp16", ["--train.clip_by", "off"], 0),
         (1, "single", "fp16", TEXTBOOK, 2),  # the decision and the rate
     ],
 )
@@ -61,129 +59,137 @@ def test_a_step_reads_nothing_back_and_a_log_step_reads_once(ranks, strategy, dt
     assert on_ranks(ranks, host_reads, words) == [(reads, 1)] * ranks
 
 
-# ---- collectives
+# Kernels that torch has for CPUs and GPUs alone. What they compute does not matter here.
+FUSED = ("_fused_adamw_", "_fused_adamw_.tensor_lr", "_fused_sgd_", "_fused_sgd_.tensor_lr")
 
 
-class Sizes(Counting):
-    """The bytes of each collective of a kind, in their order."""
+@contextmanager
+def meta_kernels():
+    """Inside, the meta device has the fused optimizers, and an autocast that does nothing."""
+    library = torch.library.Library("aten", "IMPL", "Meta")
+    for name in FUSED:
+        library.impl(name, lambda *args, **kwargs: None, allow_override=True)  # torch 2.11 has some
+    try:
+        with (
+            patch("torch.autocast", lambda *args, **kwargs: nullcontext()),
+            patch("torch.is_autocast_enabled", lambda device: False),
+            patch("torch.optim.optimizer._get_fused_kernels_supported_devices", lambda: ["meta"]),
+            patch("dist_amp.config.validate.check_precision", lambda *args: None),
+            patch("dist_amp.precision.check_precision", lambda *args: None),
+        ):
+            yield
+    finally:
+        library._destroy()
 
-    def __init__(self):
-        super().__init__()
-        self.sizes = defaultdict(list)
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        before = self.collectives.copy()
-        result = super().__torch_dispatch__(function, types, args, kwargs)
-        for one in self.collectives - before:
-            self.sizes[one.kind].append(one.nbytes)
-        return result
+# Each pair of two values once.
+@pytest.mark.parametrize(
+    ("optimizer", "clips"),
+    [
+        ("adamw", ("norm", "value", "off")),
+        ("sgd", ("value", "off", "norm")),
+        ("muon", ("off", "norm", "value")),
+    ],
+)
+def test_a_step_on_the_meta_device_where_a_read_raises_ends(optimizer, clips):
+    tokens = torch.zeros(4, 17, dtype=torch.int64, device="meta")
+    batch = {"input_ids": tokens, "labels": tokens, "counted": 64, "tokens": 68}
+    common = ["--optim.name", optimizer, "--optim.ema", 0.99, "--train.accumulation_steps", 2]
+    for dtype, clip in zip(("fp32", "bf16", "fp16"), clips, strict=True):
+        words = [*common, *DTYPES[dtype], "--train.clip_by", clip, "--compile.blocks", "false"]
+        with meta_kernels():
+            world = World(device=torch.device("meta"))
+            run = make_run(world, Bytes(loss_chunk=40, layers=1), *words)
+            if optimizer == "muon":
+                for group in run.optimizer.param_groups:
+                    group["fused"] = True  # on meta it is not, for dist_amp.plan
+            for _ in range(2):
+                report = train_step(run, [batch, batch])
+                run.metrics.record(report)
+        assert report.norm.is_meta
 
 
-def sizes_in_a_step(world, task, *words):
+def collectives_of_a_step(world, task, *words):
+    """{(kind, bytes): calls} under FSDP2."""
     run = make_run(world, task, "--parallel.strategy", "fsdp", "--use_amp", "false", *words)
-    take_steps(run, hooks.COMPARED_FORWARDS)  # in which the ranks compare their blocks
-    with Sizes() as counting:
-        take_steps(run, 1)
-    return counting.sizes["reduce_scatter"], counting.sizes["allgather"]
+    counted = Counter()
+    for one, calls in measure(run).items():
+        counted[one.kind, one.nbytes] += calls
+    return counted
 
 
-def test_an_embedding_that_is_a_unit_is_gathered_once_and_a_head_reduced_before_the_blocks():
+def calls_of(kind, counted):
+    return sum(calls for (each, _), calls in counted.items() if each == kind)
+
+
+def test_an_embedding_that_is_a_unit_is_gathered_once_and_a_head_reduced_by_itself():
     head = 4 * (VOCABULARY * WIDTH + VOCABULARY)
     embedding = 4 * VOCABULARY * WIDTH
     block = 4 * (WIDTH * WIDTH + WIDTH)
-    reduced, gathered = on_ranks(2, sizes_in_a_step, Task(called, BOTH), *FEW)[0]
-    assert (reduced[0], len(reduced)) == (head, 6)
-    assert gathered.count(embedding) == 2, "the forwards of two micro-batches"
-    assert gathered.count(block) == 3 * 2 * 2, "three blocks, forward and backward"
-    reduced, _ = on_ranks(2, sizes_in_a_step, Task(called), *FEW)[0]
-    assert reduced[-1] > head
-    assert len(reduced) == 4
+    units = on_ranks(2, collectives_of_a_step, Task(called, BOTH), *FEW)[0]
+    assert units["reduce_scatter", head] == 1
+    assert calls_of("reduce_scatter", units) == 6
+    assert units["allgather", embedding] == 2, "the forwards of two micro-batches"
+    assert units["allgather", block] == 3 * 2 * 2, "three blocks, forward and backward"
+    without = on_ranks(2, collectives_of_a_step, Task(called), *FEW)[0]
+    assert without["reduce_scatter", head] == 0
+    assert calls_of("reduce_scatter", without) == 4
 
 
-class FrozenTrunk(Tiny):
-    def __init__(self, frozen):
-        super().__init__(depth=3)
-        self.frozen = frozen
-
-    def build_model(self):
-        model = super().build_model()
-        model[: self.frozen].requires_grad_(False)
-        return model
+class Sampled(Tiny):
+    def sample(self, model):
+        out = [model(torch.full((1, 8), float(n))).item() for n in range(10)]
+        return " ".join(f"{value:.4f}" for value in out)
 
 
-def test_blocks_below_everything_that_is_trained_are_gathered_for_the_forward_alone():
-    # The root and the last block stay gathered; torch fetches the block below the last one ahead.
-    for frozen, gathers in ((0, 4 + 2), (2, 4 + 1)):
-        _, gathered = on_ranks(2, sizes_in_a_step, FrozenTrunk(frozen))[0]
-        assert len(gathered) == gathers
+def gathers_of(call):
+    """How many collectives of the call gather parameters."""
+    with Counting() as counting:
+        call()
+    found = counting.collectives.items()
+    return sum(times for one, times in found if one.kind == "allgather" and one.nbytes > 16)
 
 
-# ---- models that change in their forward
+def sampled(world, strategy, free=1e12):
+    """(the sample, how many gathers it took, what was printed as warnings)."""
+    words = ("--use_amp", "false", "--optim.ema", 0.5, "--train.global_batch_size", 16)
+    run = make_run(world, Sampled(), "--parallel.strategy", strategy, *words)
+    take_steps(run, 2)
+    found = []
+    run.metrics.write_sample = lambda step, sample, about: found.append(sample)
+    before = gathers_of(lambda: take_steps(run, 1))
+    has_room = patch.object(sampling, "capacity_of", lambda world: (free, 0))
+    with has_room, redirect_stderr(io.StringIO()) as output:
+        gathers = gathers_of(sampling.Sampling(run).after_evaluation)
+    assert gathers_of(lambda: take_steps(run, 1)) == before, "units reshard as before"
+    return found, gathers, output.getvalue()
 
 
-class Branched(Mixture):
-    def build_model(self):
-        return BranchedModel()
-
-    def build_dataset(self, split):
-        chosen = torch.tensor([0, 1, 2, 3, 1, 0, 3, 3]).repeat(self.samples // 8)
-        return Rows(**Tiny.build_dataset(self, split).columns, chosen=chosen)
-
-
-def steps_with_branches(world, strategy, *words):
-    words = [*words, "--parallel.strategy", strategy, "--data.shuffle", "false"]
-    words += ["--train.micro_batch_size", 1, "--train.global_batch_size", 8]
-    run = make_run(world, Branched(samples=32), *words)
-    take_steps(run, 4)
-    return parameters_of(run)
+@pytest.mark.bad_input("a `sample(model)` of a sharded model that does not fit on one device")
+def test_a_sharded_model_is_gathered_once_per_sample_unless_it_does_not_fit():
+    ((expected, _, _),) = on_ranks(1, sampled, "single")
+    for found, gathers, _ in on_ranks(2, sampled, "fsdp"):
+        assert found == expected
+        assert gathers == 4  # two blocks, the head, and the ranks' free memory; ten tokens
+    (found, gathers, output), _ = on_ranks(2, sampled, "fsdp", 100.0)
+    assert (found, gathers) == ([], 1)
+    assert "the whole model takes 612 bytes beside its shards, and " in output
+    assert "; python -m dist_amp.sample unused tries again" in output
 
 
-@pytest.mark.parametrize(("reduce", "checkpointing"), [("last", "none"), ("every", "full")])
-def test_branches_that_only_some_ranks_depend_on_take_the_step_of_one_process_under_ddp(
-    reduce, checkpointing
-):
-    words = ["--use_amp", "false", "--parallel.accumulate_reduce", reduce]
-    words += ["--parallel.activation_checkpointing", checkpointing]
-    alone = steps_with_branches(World(), "single", *words)
-    for parameters in on_ranks(2, steps_with_branches, "ddp", *words):
-        # Rounding of float32 sums in another order, which the steps of Adam add up.
-        torch.testing.assert_close(parameters, alone, rtol=0, atol=2e-6)
+def follow_in_forward(model, x):
+    with torch.no_grad():
+        model.teacher.weight.lerp_(model.student.weight, 0.1)
+    return (model.student(x) - model.teacher(x).detach()).sum(-1, keepdim=True)
 
 
-class FollowsInForward(Tiny):
-    """A student, and a teacher that follows it in each forward, by one of two ways to write."""
-
-    def __init__(self, through_data: bool):
-        super().__init__()
-        self.through_data = through_data
-
-    def build_model(self):
-        model = nn.Module()
-        model.student = nn.Linear(8, 2)  # a row on each of two ranks, so that both see the change
-        model.teacher = nn.Linear(8, 2).requires_grad_(False)
-        model.forward = partial(self.forward, model)
-        return model
-
-    def forward(self, model, x):
-        pairs = zip(model.teacher.parameters(), model.student.parameters(), strict=True)
-        with torch.no_grad():
-            for old, new in pairs if model.training else ():
-                if self.through_data:
-                    old.data = old.data * 0.9 + new.data * 0.1
-                else:
-                    old.mul_(0.9).add_(new, alpha=0.1)
-        return (model.student(x) - model.teacher(x).detach()).sum(-1, keepdim=True)
+def student_and_teacher():
+    """Each has a row on each of two ranks, so that both see that the teacher moves."""
+    student, teacher = nn.Linear(8, 2), nn.Linear(8, 2).requires_grad_(False)
+    return with_forward(follow_in_forward, student=student, teacher=teacher)
 
 
 @pytest.mark.bad_input("a teacher that the forward changes, under fsdp")
-@pytest.mark.parametrize("through_data", [False, True])
-def test_a_teacher_that_moves_in_forward_moves_under_ddp_and_is_refused_under_fsdp(through_data):
-    task = FollowsInForward(through_data)
-    alone = first_weight_after(World(), task, "single")
-    for parameters in on_ranks(2, first_weight_after, task, "ddp"):
-        # Rounding of float32 sums in another order, which two steps of Adam add up.
-        torch.testing.assert_close(
-            parameters["teacher.weight"], alone["teacher.weight"], rtol=0, atol=2e-6
-        )
-    for message in on_ranks(2, message_of_a_step, task, "fsdp"):
+def test_a_teacher_that_moves_in_forward_is_refused_under_fsdp():
+    for message in on_ranks(2, message_of_a_step, variant(build_model=student_and_teacher), "fsdp"):
         assert "forward changes its parameter teacher.weight, which is" in message
