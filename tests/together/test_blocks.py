@@ -1,10 +1,10 @@
-"""Compiled blocks, recomputed blocks and a loss in chunks give the same gradients."""
+"""Compiled and recomputed blocks and losses in chunks: equal gradients, and what is compiled."""
 
-from copy import deepcopy
 from functools import cache
 from itertools import product
 
 import pytest
+import tiny_hf
 import torch
 import torch._dynamo
 from byte_model import (
@@ -18,13 +18,16 @@ from byte_model import (
     bytes_run,
     nothing_compiled_yet,  # noqa: F401
 )
+from messages import message_of
 from ranks import on_ranks
 from tiny import Tiny, make_run, take_steps, variant
 from torch import nn
+from torch._dynamo.utils import counters
 
 from benchmarks.activations import kept_and_flops
+from dist_amp.config.load import load_config
 from dist_amp.diagnostics.nonfinite_replay import find_nonfinite
-from dist_amp.scaling.compile import stance
+from dist_amp.scaling.compile import pick_compile, stance
 from dist_amp.step import loss_of
 from dist_amp.verify.cells import capture
 from dist_amp.verify.reference import relative_error
@@ -65,7 +68,7 @@ SETTINGS = {
     "chunked": (CHUNK, [], 1e-6),
     "all": (CHUNK, [*COMPILED, *EVERY_SECOND], 1e-6),
 }
-QUICK = [(name, FP32, "fsdp") for name in ("full", "selective", "chunked")]
+QUICK = [("full", FP32, "ddp"), ("selective", FP32, "fsdp"), ("chunked", FP32, "fsdp")]
 QUICK.append(("all", FP32, "single"))
 CELLS = product(SETTINGS, (FP32, BF16), ["fsdp"])
 SLOW = [pytest.param(*cell, marks=pytest.mark.slow) for cell in CELLS if cell not in QUICK]
@@ -96,29 +99,6 @@ def test_inductors_code_gives_the_gradients_of_none(strategy):
     assert error(bf16, plain) < 2 * error(plain, truth) < 0.05
 
 
-def normed():
-    """Batch statistics, which a forward that runs twice would gather twice, and dropout."""
-    blocks = [
-        nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3))
-        for _ in range(3)
-    ]
-    return nn.Sequential(*blocks, nn.Linear(8, 1))
-
-
-def gradients_and_buffers(world, words):
-    task = variant(build_model=normed)
-    run = bytes_run(world, task, "--parallel.strategy", "ddp", *FP32, *words)
-    states = capture(run)
-    take_steps(run, 2)
-    return [state.gradients for state in states], dict(run.parallel.module.named_buffers())
-
-
-def test_batch_norm_gathers_its_statistics_once_and_gradients_are_those_of_none():
-    plain, *others = (on_ranks(2, gradients_and_buffers, w)[0] for w in ([], FULL, SELECTIVE))
-    for mine in others:
-        torch.testing.assert_close(mine, plain, rtol=0, atol=0)  # the same operations
-
-
 def test_selective_lies_between_full_and_none_in_memory_and_recomputes_hardly_any_arithmetic():
     none, half, selective, full = (
         kept_and_flops(bytes_run(World(), Bytes(layers=4), *BF16, *words))
@@ -130,27 +110,27 @@ def test_selective_lies_between_full_and_none_in_memory_and_recomputes_hardly_an
 
 
 def test_all_blocks_are_compiled_once_for_each_mode_and_shape():
-    run = bytes_run(World(), Bytes(), *FULL, *COMPILED)
-    counters = torch._dynamo.utils.counters["stats"]
-    counters.clear()
+    run = bytes_run(World(), Bytes(CHUNK), *FULL, *COMPILED)
+    graphs = counters["stats"]
+    graphs.clear()
     batch = next(run.data)[0]
     few = {name: batch[name][:3] for name in ("input_ids", "labels")}
     counts = []
     take_steps(run, 2)
-    counts.append(counters["unique_graphs"])
+    counts.append(graphs["unique_graphs"])
     for _ in range(2):
         for each in (batch, few):
             with run.parallel.evaluating():
                 run.task.loss_sum(run.model, each)
-            counts.append(counters["unique_graphs"])
+            counts.append(graphs["unique_graphs"])
         loss_of(run.task, run.model, few, run.world.device).backward()
-        counts.append(counters["unique_graphs"])
+        counts.append(graphs["unique_graphs"])
     with run.parallel.evaluating(), stance("eager_on_recompile"):
         run.task.sample_bytes = 10
         run.task.sample(run.parallel.module)
     take_steps(run, 1)
-    counts.append(counters["unique_graphs"])
-    # Two graphs each: a block, and the head that computes the loss.
+    counts.append(graphs["unique_graphs"])
+    # Two graphs each: a block, and the head that computes the loss in chunks.
     assert counts == [2, 4, 6, 8, 8, 8, 8, 8]
 
 
@@ -163,14 +143,17 @@ class Branching(nn.Linear):
         return super().forward(x)
 
 
+def with_branches():
+    return nn.Sequential(nn.Linear(8, 8), Branching(8, 8), Branching(8, 8), nn.Linear(8, 1))
+
+
 @pytest.mark.bad_input("a block that is not one graph")
 def test_a_block_that_is_not_one_graph_is_compiled_in_parts():
-    layers = nn.Linear(8, 8), Branching(8, 8), Branching(8, 8), nn.Linear(8, 1)
-    task = variant(build_model=lambda: nn.Sequential(*deepcopy(layers)))
+    task = variant(build_model=with_branches)
     plain, compiled = (take_steps(make_run(World(), task, *FP32, *w), 2) for w in ([], COMPILED))
     losses = [[float(report.loss_sum) for report in reports] for reports in (plain, compiled)]
     assert losses[0] == losses[1]
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 3, "of four blocks in parts"
+    assert counters["stats"]["unique_graphs"] > 3, "of four blocks in parts"
 
 
 class Log(nn.Module):
@@ -178,41 +161,30 @@ class Log(nn.Module):
         return x.log()
 
 
-class LogOf(nn.Linear):
-    """Its inside is where a negative number becomes nan."""
-
-    def __init__(self):
-        super().__init__(8, 8)
-        self.inside = Log()
-
-    def forward(self, x):
-        return super().forward(self.inside(x))
+def with_a_log():
+    """Inside its second block a negative number becomes nan."""
+    return nn.Sequential(nn.Linear(8, 8), nn.Sequential(Log(), nn.Tanh()), nn.Linear(8, 1))
 
 
 def test_a_replay_sees_into_compiled_and_recomputed_blocks():
-    task = variant(build_model=lambda: nn.Sequential(nn.Linear(8, 8), LogOf(), nn.Linear(8, 1)))
-    run = make_run(World(), task, *FP32, *COMPILED, *FULL)
+    run = make_run(World(), variant(build_model=with_a_log), *FP32, *COMPILED, *FULL)
     take_steps(run, 1)  # it is compiled by now
     with run.parallel.gradient_sync(True):
         fault = find_nonfinite(run, run.task, next(run.data)[0], torch.ones(()))
-    assert (fault.phase, fault.module, fault.module_class) == ("forward", "1.inside", "Log")
+    assert (fault.phase, fault.module, fault.module_class) == ("forward", "1.0", "Log")
 
 
-class Shared(Tiny):
+def shared():
     """One layer used twice, and named twice."""
-
-    def build_model(self):
-        layer = nn.Linear(8, 8)
-        return nn.Sequential(layer, layer, nn.Linear(8, 1))
-
-    def blocks(self, model):
-        return [model[0], model[1]]
+    layer = nn.Linear(8, 8)
+    return nn.Sequential(layer, layer, nn.Linear(8, 1))
 
 
 def test_a_block_that_is_used_twice_is_wrapped_once_and_names_and_mistakes_stay_the_tasks():
-    run = make_run(World(), Shared(), *FULL, *COMPILED)
+    task = variant(build_model=shared, blocks=lambda model: [model[0], model[1]])
+    run = make_run(World(), task, *FULL, *COMPILED)
     take_steps(run, 2)
-    plain = make_run(World(), Shared())
+    plain = make_run(World(), task)
     assert list(run.model.state_dict()) == list(plain.model.state_dict())
     assert str(run.model) == str(plain.model)
     once_each = run.model[0].forward.__wrapped__.__wrapped__  # compiled, and recomputed
@@ -229,3 +201,86 @@ def test_cuda_graphs_leave_out_the_head_that_computes_the_loss():
     assert "forward" in vars(graphs.parallel.module.blocks[0])
     assert "forward" not in vars(graphs.parallel.module.head)
     assert "forward" in vars(bytes_run(World(), Bytes(), *words).parallel.module.head)
+
+
+GPU = World(device=torch.device("cuda", 0))
+FP8 = ["--precision.dtype", "fp8"]
+BIT_EXACT = ["--parallel.bit_exact", "true", "--train.global_batch_size", "8"]
+ONE_LAYER = variant(build_model=lambda: nn.Linear(8, 1))
+
+
+@pytest.mark.parametrize(
+    ("task", "words", "said"),
+    [
+        (Tiny(), ["--parallel.bit_exact", "true"], "what another machine compiles may round"),
+        (Tiny(), ["--debug.detect_anomaly", "true"], "names operations, not compiled code"),
+        (ONE_LAYER, [], "the model has no blocks"),
+    ],
+)
+def test_auto_says_why_it_compiles_nothing_on_a_gpu(task, words, said, capsys):
+    config = load_config(words, environ={})
+    assert pick_compile(config, "single", task, task.build_model(), GPU).blocks is False
+    out = capsys.readouterr().out
+    assert out.startswith("compile.blocks=auto: nothing is compiled, because ")
+    assert said in out
+
+
+@pytest.mark.bad_input("`precision.dtype=fp8` in float32 or bit-exact")
+@pytest.mark.bad_input("activation checkpointing of more blocks than the model has, or of none")
+@pytest.mark.parametrize(
+    ("task", "words", "said"),
+    [
+        (Tiny(), [*FULL[:1], 4], "=4 needs 4 or more blocks, and the model has 2; use"),
+        (ONE_LAYER, FULL, "=full needs 1 or more blocks, and the model has 0; use a lower"),
+        (Tiny(), [*FP8, "--use_amp", "false"], "false computes in float32: use --use_amp true"),
+        (Tiny(), [*FP8, *BIT_EXACT], "bit_exact=true does not allow precision.dtype=fp8: float8"),
+    ],
+)
+def test_settings_that_do_not_fit_the_model_or_one_another_are_refused(task, words, said):
+    assert said in message_of(64, make_run, World(), task, *words)
+
+
+@pytest.mark.bad_input("CUDA graphs (`compile.mode`) with FSDP, or with several micro-batches")
+@pytest.mark.parametrize(
+    ("strategy", "words", "said"),
+    [
+        ("fsdp", [], "CUDA graphs, which need fixed addresses, and fsdp"),
+        ("single", ["--train.accumulation_steps", 2], "gradients the next of several micro"),
+        ("single", [], ""),
+    ],
+)
+def test_cuda_graphs_of_what_moves_or_is_overwritten_are_refused(strategy, words, said):
+    words = ["--compile.blocks", "true", "--compile.mode", "reduce-overhead", *map(str, words)]
+    config = load_config(words, environ={})
+    arguments = config, strategy, Tiny(), Tiny().build_model(), GPU
+    if said:
+        assert said in message_of(64, pick_compile, *arguments)
+    else:
+        assert pick_compile(*arguments) == config.compile
+
+
+LANGUAGE = "dist_amp.tasks.hf_causal_lm:HFCausalLM"
+CLASSES = "dist_amp.tasks.hf_classification:HFClassification"
+SHIPPED = [
+    ("dist_amp.tasks.image_classification:ImageClassification", "", []),
+    ("dist_amp.tasks.causal_lm:CausalLM", "", []),
+    (LANGUAGE, "llama", ["--data.pack", "best_fit"]),
+    (LANGUAGE, "gpt2", ["--data.pack", "off"]),
+    (CLASSES, "bert", ["--task.args.classes", 2]),
+]
+
+
+@pytest.mark.parametrize(("target", "family", "words"), SHIPPED)
+def test_no_shipped_task_has_a_graph_break(target, family, words, tmp_path):
+    if family:
+        tiny_hf.make_tokenizer(tiny_hf.make_model(tmp_path, family))
+        rows = [{"text": "ab" * (1 + n % 9), "label": n % 2} for n in range(64)]
+        path = tiny_hf.write_rows(tmp_path / "rows.jsonl", rows)
+        words = [*words, "--task.args.model", tmp_path, "--data.path", path]
+        words += ["--task.args.length", 32]
+    counters.clear()
+    eager = ["--compile.blocks", "true", "--compile.mode", "eager"]
+    take_steps(make_run(World(), None, *eager, "--task.target", target, *words), 2)
+    # The loss's call of the model is one.
+    breaks = [why for why in counters["graph_break"] if "torch.compiler.disable" not in why]
+    assert breaks == []

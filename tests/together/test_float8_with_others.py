@@ -2,7 +2,6 @@
 
 import pytest
 from byte_model import Bytes
-from messages import message_of
 from ranks import on_ranks
 from tiny import make_run, take_steps
 
@@ -62,21 +61,6 @@ def test_ranks_in_float8_learn_as_one_does_and_resume_bit_for_bit(strategy, more
         # are rounded elsewhere, by 2^-4 of their operands, and losses move by less than 1 %.
         assert first == pytest.approx(single, rel=0.01)
         assert is_resumed
-
-
-@pytest.mark.bad_input("`precision.dtype=fp8` in float32 or bit-exact")
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--use_amp", "false"], "use_amp=false computes in float32: use --use_amp true"),
-        (
-            ["--parallel.bit_exact", "true", "--train.global_batch_size", 8],
-            "bit_exact=true does not allow precision.dtype=fp8: float8 scales by a whole",
-        ),
-    ],
-)
-def test_settings_that_rule_out_float8_are_refused(words, said):
-    assert said in message_of(64, bytes_run, World(), *words)
 
 
 def test_float8_of_an_earlier_version_is_a_dtype_now(tmp_path):
