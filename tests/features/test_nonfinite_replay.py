@@ -43,7 +43,7 @@ class Layer(nn.Module):
 
 
 class Made(Tiny):
-    """Tiny with a Layer as model[1]; its third sample is zeros there."""
+    """Tiny with a Layer as model[1]; its second sample is zeros there."""
 
     def __init__(self, kind: str = "log"):
         super().__init__(samples=32)
@@ -59,7 +59,7 @@ class Made(Tiny):
 
     def build_dataset(self, split):
         rows = super().build_dataset(split)
-        rows.columns["x"][2] = 0.0
+        rows.columns["x"][1] = 0.0
         return rows
 
 
@@ -87,62 +87,48 @@ def replay(ranks, task, words, folder, *more):
     return (faults[0] if faults else None), warnings
 
 
-def replayed_each(world, strategy, folder):
-    """Of a batch, a forward and a backward that are not finite."""
-    words = ["--parallel.strategy", strategy, *IN_ORDER]
-    bad_batch = Overflow(bad=(world.world_size - 1,))
-    return [
-        replayed(world, bad_batch, words, f"{folder}/batch"),
-        replayed(world, Made("log"), words, f"{folder}/forward"),
-        replayed(world, Made("root"), [*words, *FP32], f"{folder}/backward"),
-    ]
+def infinite_loss(run):
+    loss_sum = run.task.loss_sum
+    run.task.loss_sum = lambda model, batch: loss_sum(model, batch) * torch.inf
+
+
+NANS = "output bf16 [2, 8] has {} nan and 0 inf, finite part "
 
 
 @pytest.mark.parametrize(("ranks", "strategy"), LAYOUTS)
-def test_the_first_inf_or_nan_of_each_kind_is_named(tmp_path, ranks, strategy):
-    for name in ("batch", "forward", "backward"):
-        (tmp_path / name).mkdir()
-    results = on_ranks(ranks, replayed_each, strategy, str(tmp_path))
-    for of_rank in results:
-        assert [faults for faults, _ in of_rank] == [faults for faults, _ in results[0]]
-    batch, forward, backward = ((faults[0], warnings) for faults, warnings in results[0])
-
-    fault, warnings = batch
-    assert (fault.phase, fault.step, fault.rank, fault.micro_batch) == ("batch", 1, ranks - 1, 0)
-    assert fault.samples == ([0, 1] if ranks == 1 else [1, 3])
-    assert str(fault.tensors[0]).startswith(
-        "batch['x'] fp32 [2, 8] has 0 nan and 8 inf, finite part -"
-    )
-    command = f"dist_amp replay {tmp_path / 'batch'} --step 1"
-    assert warnings == [f"step 1 was skipped: on {fault}; see {command}"]
-    assert ", the batch itself: batch['x'] fp32" in warnings[0]
-    line = json.loads((tmp_path / "batch/nonfinite/reports.jsonl").read_text())
-    assert (line["step"], line["rank"], line["phase"]) == (1, ranks - 1, "batch")
-
-    fault, warnings = forward
-    assert (fault.phase, fault.module, fault.module_class) == ("forward", "1", "Layer")
-    assert (fault.rank, fault.other_ranks) == (0, list(range(1, ranks)))
-    output, given = fault.tensors
-    assert (output.what, output.dtype, output.shape, output.nan) == ("output", "bf16", [2, 8], 16)
-    assert (given.what, given.dtype, given.finite) == ("input", "bf16", True)
-    assert given.span[0] < 0 < given.span[1]
-    said = "forward of 1 (Layer): output bf16 [2, 8] has 16 nan and 0 inf, finite part nothing; "
-    said += "input bf16"
-    assert said in warnings[0]
-
-    fault, warnings = backward
-    assert (fault.phase, fault.module, fault.operation) == ("backward", "1", "SqrtBackward0")
-    finite = {tensor.what: tensor.finite for tensor in fault.tensors}
-    assert [what for what in finite if not finite[what]] == ["gradient returned"]
-    assert len(finite) > 1
-    assert "backward of 1 (Layer), in SqrtBackward0: gradient returned fp32" in warnings[0]
-
-
-def test_the_sample_whose_row_is_not_finite_is_named(tmp_path):
-    words = ["--data.shuffle", "false", "--train.micro_batch_size", 4]
-    fault, (warning,) = replay(1, Made("share"), words, tmp_path)
-    assert (fault.module_class, fault.tensors[0].rows) == ("Layer", [2])
-    assert "micro-batch 0 (samples 0, 1, 2, 3; not finite: 2), forward of 1 (Layer)" in warning
+@pytest.mark.parametrize(
+    ("task", "words", "spoil", "place", "values"),
+    [
+        (Overflow(bad=(1,)), [], None, "the batch itself", "batch['x'] fp32 [2, 8] has 0 nan and"),
+        (Made("share"), [], None, "forward of 1 (Layer)", f"{NANS.format(8)}-"),
+        (Made("log"), [], None, "forward of 1 (Layer)", f"{NANS.format(16)}nothing; input bf16 "),
+        (Made("minus inf"), FP32, infinite_loss, "the task's loss_sum", "loss fp32 [] has 0 nan a"),
+        (
+            Made("root"),
+            FP32,
+            None,
+            "backward of 1 (Layer), in SqrtBackward0",
+            "gradient returned fp32 [2, 8] has 0 nan and 16 inf, finite part nothing; gradient rec",
+        ),
+    ],
+)
+def test_the_first_inf_or_nan_of_each_kind_is_named_with_its_rank_samples_and_values(
+    tmp_path, ranks, strategy, task, words, spoil, place, values
+):
+    words = ["--parallel.strategy", strategy, *IN_ORDER, *words]
+    fault, (warning,) = replay(ranks, task, words, tmp_path, 1, spoil)
+    samples = {0: "0, 1" if ranks == 1 else "0, 2", 1: "1, 3"}
+    rank, also = 0, "; also on ranks 1" * (ranks - 1)
+    if values.startswith(("batch", NANS.format(8))):  # of sample 1 alone
+        rank, also = ranks - 1, ""
+        samples = {number: f"{text}; not finite: 1" for number, text in samples.items()}
+    where = f"rank {rank}, micro-batch 0 (samples {samples[rank]}), {place}"
+    assert warning.startswith(f"step 1 was skipped: on {where}: {values}")
+    assert warning.endswith(f"{also}; see dist_amp replay {tmp_path} --step 1")
+    is_finite = [tensor.finite for tensor in fault.tensors]
+    assert is_finite == sorted(is_finite), "first what is not finite, then what it came from"
+    line = json.loads((tmp_path / "nonfinite/reports.jsonl").read_text())
+    assert (line["step"], line["rank"], line["phase"]) == (1, rank, fault.phase)
 
 
 def test_a_rank_without_a_sample_takes_part_in_the_replay(tmp_path):
@@ -153,42 +139,34 @@ def test_a_rank_without_a_sample_takes_part_in_the_replay(tmp_path):
     assert fault.other_ranks == [1], "padding repeats the same sample, and 0 x nan is nan"
 
 
-def infinite_loss(run):
-    loss_sum = run.task.loss_sum
-    run.task.loss_sum = lambda model, batch: loss_sum(model, batch) * torch.inf
-
-
 def infinite_norm(run):
     global_grad_norm = run.parallel.global_grad_norm
     run.parallel.global_grad_norm = lambda *args: global_grad_norm(*args) * torch.inf
 
 
-def test_an_infinity_that_goes_no_further_is_not_blamed_and_without_a_folder_none_is_made(tmp_path):
-    words = [*FP32, *IN_ORDER]
+def test_a_gradient_that_goes_no_further_is_not_blamed_and_without_a_folder_none_is_made(tmp_path):
     folder = str(tmp_path / "never_opened")
-    (fault,), (warning,) = replayed(World(), Made("minus inf"), words, folder, 1, infinite_loss)
-    assert (fault.phase, fault.module) == ("loss", "the task's loss_sum")
-    assert "the task's loss_sum: loss fp32 [] has 0 nan and 1 inf, " in warning
-    assert "dist_amp replay" not in warning
-    task = Made("harmless root")
-    faults, (warning,) = replayed(World(), task, words, folder, 1, infinite_norm)
+    words = [*FP32, *IN_ORDER]
+    faults, (warning,) = replayed(World(), Made("harmless root"), words, folder, 1, infinite_norm)
     assert faults == []
     assert "step 1 was skipped, but its replay is finite" in warning
+    faults, (warning,) = replayed(World(), Made("log"), words, folder)
+    assert len(faults) == 1
+    assert "dist_amp replay" not in warning
     assert list(tmp_path.iterdir()) == []
 
 
+@torch.no_grad()
 def nan_in_the_last_parameter(run):
-    part = local(run.parallel.parameters[0])
-    if run.world.rank == run.world.world_size - 1:
-        with torch.no_grad():
-            part[-1] = torch.nan
+    if run.world.rank == 1:
+        local(run.parallel.parameters[0])[-1] = torch.nan
 
 
 def test_the_module_of_a_nan_parameter_is_named_wherever_its_shard_is(tmp_path):
     words = ["--parallel.strategy", "fsdp", *IN_ORDER]
-    fault, warnings = replay(2, Tiny(), words, tmp_path, 1, nan_in_the_last_parameter)
-    assert (fault.phase, fault.module, fault.rank) == ("forward", "0.0", 0)
-    assert "forward of 0.0 (Linear): output bf16 [2, 8] has 2 nan" in warnings[0]
+    fault, (warning,) = replay(2, Tiny(), words, tmp_path, 1, nan_in_the_last_parameter)
+    assert fault.rank == 0
+    assert "forward of 0.0 (Linear): output bf16 [2, 8] has 2 nan" in warning
 
 
 def test_fp16_that_overflows_by_the_loss_scale_alone_is_silent(tmp_path):
@@ -199,28 +177,26 @@ def test_fp16_that_overflows_by_the_loss_scale_alone_is_silent(tmp_path):
 
 
 class Kept(Overflow):
-    """Counts its losses in a list; locked: and can't be copied."""
+    """Counts its losses in a list."""
 
-    def __init__(self, locked=False):
+    def __init__(self, lock=None):
         super().__init__()
         self.losses = []
-        self.lock = threading.Lock() if locked else None
+        self.lock = lock
 
     def loss_sum(self, model, batch):
         self.losses.append(None)
         return super().loss_sum(model, batch)
 
 
-@pytest.mark.parametrize("locked", [False, True])
-def test_a_replay_moves_nothing_that_the_task_keeps_and_is_left_out_where_it_would(
-    locked, tmp_path
-):
-    task = Kept(locked)
-    words = ["--train.micro_batch_size", 64, "--use_amp", "false"]
-    faults, warnings = replayed(World(), task, words, str(tmp_path))
+@pytest.mark.parametrize("lock", [None, threading.Lock()])  # which can't be copied
+def test_a_replay_moves_nothing_that_the_task_keeps_and_is_left_out_where_it_would(lock, tmp_path):
+    task = Kept(lock)
+    words = ["--train.micro_batch_size", 64, *FP32]
+    faults, (warning,) = replayed(World(), task, words, str(tmp_path))
     assert len(task.losses) == 1
-    assert len(faults) == (not locked)
-    assert ("is not taken again: the task can't be copied" in warnings[0]) == locked
+    assert bool(faults) == (lock is None)
+    assert ("is not taken again: the task can't be copied" in warning) == bool(lock)
 
 
 def test_each_skip_is_recorded_and_the_error_that_ends_the_run_names_where_they_began(
