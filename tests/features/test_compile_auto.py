@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-import torch._dynamo
+from byte_model import nothing_compiled_yet  # noqa: F401
 from forked import TESTS
 from tiny import Tiny, make_run, take_steps
 from torch import nn
@@ -14,13 +14,6 @@ from dist_amp.scaling.compile import pick_compile
 from dist_amp.world import World
 
 GPU = World(device=torch.device("cuda", 0))
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled_yet():
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(recompile_limit=8):
-        yield
 
 
 def picked(*words, world=GPU):

@@ -63,10 +63,6 @@ def test_hashes_are_those_of_earlier_versions_with_whose_runs_diff_compares():
     assert hash_tensor(torch.arange(10).bfloat16()) == -3861425918515962914
 
 
-@pytest.mark.parametrize("fused", ["true", "false"])
-def test_a_skipped_step_has_its_parameters_hashes(fused):
-    """Its gradients too, if the optimizer is called, as torch's fused ones are."""
-    task = Overflow(bad=tuple(range(64)))
-    written, _ = hashed_steps(World(), task, 1, "--optim.fused", fused)
-    assert ("gradients" in written["1"]) == (fused == "true")
+def test_a_skipped_step_has_its_parameters_hashes():
+    written, _ = hashed_steps(World(), Overflow(bad=tuple(range(64))), 1)
     assert "parameters" in written["1"]
