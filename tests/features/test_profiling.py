@@ -7,7 +7,6 @@ from contextlib import suppress
 
 import pytest
 import torch
-from ranks import on_ranks
 from tiny import Tiny, make_run, take_steps, watched
 
 from dist_amp.diagnostics.profiling import MAX_ALLOCATIONS, Profile, memory_history, window
@@ -28,13 +27,6 @@ def take_profiled(run, steps):
         take_steps(run, steps)
 
 
-def ranges(path):
-    """{name: how often} of the labelled ranges in a trace."""
-    with gzip.open(path) as file:
-        events = json.load(file)["traceEvents"]
-    return Counter(one["name"] for one in events if one.get("cat") == "user_annotation")
-
-
 def test_a_step_of_the_main_job_is_a_range_in_the_trace_and_operations_are_in_the_table(
     tmp_path, capsys
 ):
@@ -44,7 +36,9 @@ def test_a_step_of_the_main_job_is_a_range_in_the_trace_and_operations_are_in_th
     name = "rank00000_step_00000013-00000014"
     written = sorted(path.name for path in (tmp_path / "profile").iterdir())
     assert written == [f"{name}.json.gz", f"{name}_table.txt"]
-    found = ranges(tmp_path / f"profile/{name}.json.gz")
+    with gzip.open(tmp_path / f"profile/{name}.json.gz") as file:
+        events = json.load(file)["traceEvents"]
+    found = Counter(one["name"] for one in events if one.get("cat") == "user_annotation")
     steps = {label: count for label, count in found.items() if label.startswith("Profiler")}
     assert steps == {"ProfilerStep#13": 1, "ProfilerStep#14": 1}
     assert "Optimizer.step#AdamW.step" in found
@@ -53,19 +47,6 @@ def test_a_step_of_the_main_job_is_a_range_in_the_trace_and_operations_are_in_th
     assert "aten::addmm" in table
     said = f"profile  steps 13 to 14 of rank 0 of 1\n         {tmp_path}/profile/{name}.json.gz o"
     assert said in capsys.readouterr().out
-
-
-def profiled(world, folder):
-    words = ["--train.steps", 3, "--train.accumulation_steps", 2, "--precision.dtype", "fp16"]
-    steps_of(world, folder, 3, *words, "--debug.profile", 2, "--parallel.strategy", "fsdp")
-
-
-def test_all_ranks_write_the_same_steps(tmp_path):
-    on_ranks(2, profiled, tmp_path)
-    for rank in range(2):
-        found = ranges(tmp_path / f"profile/rank0000{rank}_step_00000002-00000003.json.gz")
-        assert {"ProfilerStep#2", "ProfilerStep#3"} <= set(found)
-        assert [label for label in found if label.startswith("gloo:")], "collectives have names"
 
 
 @pytest.mark.parametrize(
