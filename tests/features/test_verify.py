@@ -1,17 +1,21 @@
 """`python -m dist_amp.verify` checks a task on this machine, and names what is wrong with it."""
 
+import itertools
 import os
 import re
 import sys
 from contextlib import suppress
 from functools import partial
 
-import forked  # noqa: F401 (its server has imported torch)
+import families
 import pytest
 import torch
 import torch.nn.functional as F
+from byte_model import Bytes
 from conftest import ROOT
-from tiny import AlwaysNan, Tiny
+from ranks import on_ranks
+from test_strangers import Mixture
+from tiny import Tiny, variant
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,6 +26,7 @@ from dist_amp.verify import __main__ as verify_main
 from dist_amp.verify import cells
 from dist_amp.verify.cells import check_cell
 from dist_amp.verify.compare import Cell, Verdict
+from dist_amp.verify.dtypes import dtype_report
 from dist_amp.verify.findings import WrongTask, inspect_task
 from dist_amp.verify.reference import Reference
 from dist_amp.world import World
@@ -58,9 +63,6 @@ def test_verify_proves_the_readmes_task(verify, tmp_path):
 class Faulty(Tiny):
     """Right in one process; DDP breaks on a rank, FSDP is refused, HSDP has half the gradients."""
 
-    def __init__(self):
-        super().__init__(samples=300)
-
     def loss_sum(self, model, batch):
         if torch.is_autocast_enabled("cpu"):
             raise RuntimeError("could not create a primitive descriptor for the LSTM forward")
@@ -73,7 +75,7 @@ class Faulty(Tiny):
         return loss if mesh is None else loss.detach() / 2 + loss / 2
 
 
-FAULTY = "--task.target test_verify:Faulty --precisions"
+FAULTY = "--task.target test_verify:Faulty --task.args.samples 300 --precisions"
 PASSED = "compute the steps of one process with the whole batch"
 
 
@@ -155,20 +157,9 @@ def inspected(reference):
     return notes, ""
 
 
-class Task(Tiny):
-    """Tiny, or what the functions model(), loss(model, batch) and weight(batch) make of it."""
-
-    def __init__(self, model=None, loss=None, weight=None, samples=300):
-        super().__init__(samples=samples)
-        self.model = model or super().build_model
-        self.loss = loss or super().loss_sum
-        self.weight = weight or super().weight
-
-    def build_model(self):
-        return self.model()
-
-    def loss_sum(self, model, batch):
-        return self.loss(model, batch)
+def made(**parts):
+    """Tiny, long enough to compare, with other methods: made(loss_sum=squares)."""
+    return variant(samples=300, **parts)
 
 
 class Layer(nn.Module):
@@ -182,7 +173,9 @@ class Layer(nn.Module):
 
 def applies(function):
     """A task whose model does this in its middle."""
-    return Task(lambda: nn.Sequential(nn.Linear(8, 8), Layer(function), nn.Linear(8, 1)))
+    return made(
+        build_model=lambda: nn.Sequential(nn.Linear(8, 8), Layer(function), nn.Linear(8, 1))
+    )
 
 
 def squares(model, batch):
@@ -217,7 +210,7 @@ def faintly_balanced(model, batch):
 
 def scaled():
     """Its loss has a parameter of the task itself, which nothing trains."""
-    task = Task(loss=lambda model, batch: squares(model, batch).sum() * task.temperature)
+    task = made(loss_sum=lambda m, b: squares(m, b).sum() * task.temperature)
     task.temperature = nn.Parameter(torch.ones(()))
     return task
 
@@ -234,16 +227,21 @@ NO_TERMS = "it must be a sum over samples, without terms of the whole batch, suc
     [
         (applies(lambda _, x: x - x.mean(0)), COUPLED),
         (applies(noise_of_the_system), r"1 \(Layer\) is not deterministic: two identical runs"),
-        (Task(loss=lambda m, b: squares(m, b).mean()), "it must be a sum over samples, not a mean"),
-        (Task(loss=lambda m, b: squares(m, b).sum() * (1 + b["x"].mean() ** 2)), NO_TERMS),
-        (Task(loss=faintly_balanced), NO_TERMS),
+        (made(loss_sum=lambda m, b: squares(m, b).mean()), "a sum over samples, not a mean"),
+        (made(loss_sum=lambda m, b: squares(m, b).sum() * (1 + b["x"].mean() ** 2)), NO_TERMS),
+        (made(loss_sum=faintly_balanced), NO_TERMS),
         (scaled(), "task's attribute temperature holds 1 trained parameters that are not in"),
-        (Task(loss=in_half), "loss is computed in half precision"),
-        (Task(weight=lambda batch: 1), "weight of 8 samples is 1, but its halves add up to 2"),
-        (AlwaysNan(samples=300), "gradients of the first samples are not finite in float32"),
+        (made(loss_sum=in_half), "loss is computed in half precision"),
+        (made(weight=lambda batch: 1), "weight of 8 samples is 1, but its halves add up to 2"),
+        *(
+            (families.TASKS[name](), ".*".join(map(re.escape, words)))
+            for name, words in families.FAILS.items()
+        ),
     ],
 )
-def test_a_wrong_task_fails_with_the_rule_that_it_breaks(task, said):
+def test_a_wrong_task_fails_with_the_rule_that_it_breaks_and_a_remedy(task, said):
+    if isinstance(task, families.OfTransformers):
+        pytest.importorskip("transformers")
     _, text = inspected(reference_of(task))
     assert re.search(said, text), text
 
@@ -273,24 +271,11 @@ def test_samples_are_the_same_in_every_process_and_on_every_reading():
 def test_a_wrong_task_is_not_compared(verify):
     status, output, _ = verify("--task.target tiny:AlwaysNan --task.args.samples 300")
     assert status == 1
-    assert "\nfail     loss or gradients of the first samples are not finite" in output
+    assert "\nfail     loss or gradients of the first samples are not finite in float32" in output
     assert output.endswith("as one process would; fix the task first\n")
 
 
-class Follower(nn.Linear):
-    """A buffer follows the weights, by a step in each forward."""
-
-    def __init__(self):
-        super().__init__(8, 1)
-        self.register_buffer("average", self.weight.detach().clone())
-
-    def forward(self, x):
-        with torch.no_grad():
-            self.average.lerp_(self.weight, 0.5)
-        return super().forward(x) + F.linear(x, self.average)
-
-
-class Noted(Task):
+class Noted(Tiny):
     """Sound, with much that is worth a note."""
 
     def build_model(self):
@@ -312,12 +297,12 @@ class Noted(Task):
     ("task", "said"),
     [
         # Weight decay must not make the comparison diverge where gradients are small.
-        (Task(loss=lambda model, batch: squares(model, batch).sum() * 1e-4), []),
-        (Task(recurrent), [r"Recurrent \(1 such\): dropout is off for the comparison"]),
-        (Task(Follower), [r"forward changes average \(1 such\): each micro-batch, over all ranks"]),
-        (Task(lambda: Tiny().build_model().bfloat16()), []),
+        (made(loss_sum=lambda m, b: squares(m, b).sum() * 1e-4), []),
+        (made(build_model=recurrent), [r"Recurrent \(1 such\): dropout is off for the compa"]),
+        (families.Byol(), [r"forward changes target.0.weight \(3 such\): each micro-batch, over"]),
+        (made(build_model=lambda: Tiny().build_model().bfloat16()), []),
         (
-            Noted(),
+            Noted(samples=300),
             [
                 r"not compared: the task's optimizer\(\) and schedule\(\); the steps",
                 r"1.2 \(Dropout\) \(1 such\): dropout is off for the comparison$",
@@ -341,12 +326,18 @@ def test_a_sound_task_has_notes_at_most_and_its_steps_are_those_of_one_process(t
 
 
 def test_the_partial_step_of_an_epoch_is_compared_and_large_errors_are_judged_by_plain_torchs():
-    reference = reference_of(Task(), "--data.drop_last", "true")  # a run would drop that step
+    reference = reference_of(made(), "--data.drop_last", "true")  # a run would drop that step
     assert check_cell(World(), reference, Cell("single", "fp32")).cause == ""
     reference._bounds["fp32"] = 1e-12
     verdict = check_cell(World(), reference, Cell("single", "fp32"))
     assert verdict.cause == ""
     assert verdict.gradient_error <= verdict.gradient_bound < 1e-4
+
+
+def test_a_dataset_too_short_to_compare_is_rejected():
+    rule = r"has 64 samples; .* takes 5 steps of 48 \(not the config.s\) = 240"
+    with pytest.raises(DataError, match=rule):
+        inspected(reference_of(Tiny(samples=64)))
 
 
 @pytest.mark.bad_input("an output that nobody reads any more, as in `--help | head`")
@@ -361,7 +352,156 @@ def test_help_that_nobody_reads_to_its_end_ends_quietly(monkeypatch, capfd, comm
     assert capfd.readouterr().err == ""
 
 
-def test_a_dataset_too_short_to_compare_is_rejected():
-    rule = r"has 64 samples; .* takes 5 steps of 48 \(not the config.s\) = 240"
-    with pytest.raises(DataError, match=rule):
-        inspected(reference_of(Tiny(samples=64)))
+# ---- models that were not written for it: Hugging Face's, experts, LoRA ...
+
+
+class Lora(families.Language):
+    """A frozen base in bf16 and adapters that train."""
+
+    def build_model(self):
+        import peft
+
+        config = peft.LoraConfig(r=2, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
+        return peft.get_peft_model(super().build_model().bfloat16(), config)
+
+
+class LastBit(nn.Module):
+    """Doubles where a weight's last bit is 1: the smallest drift has an effect, as at a ReLU."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8))
+
+    def forward(self, x):
+        return x * self.weight * (1 + (self.weight.detach().view(torch.int32) & 1))
+
+
+class Brittle(Tiny):
+    def build_model(self):
+        return nn.Sequential(nn.Linear(8, 8), LastBit(), nn.Tanh(), nn.Linear(8, 1))
+
+
+LLAMA = ("Llama", "ForCausalLM")
+OWN = {
+    "tied_llama": lambda: families.Language(*LLAMA, **families.LANGUAGE, tie_word_embeddings=True),
+    "experts": lambda: Mixture(samples=families.SAMPLES),  # some idle in each micro-batch
+    "brittle": lambda: Brittle(samples=families.SAMPLES),
+    "lora": lambda: Lora(*LLAMA, **families.LANGUAGE),
+}
+TASKS = families.TASKS | OWN
+
+
+def outcome(world, name, strategies=(), precisions=(), optimizers=("adamw",)):
+    """(what is wrong with the task, unusual notes, {cell: what is wrong}, {cell: its refusal})."""
+    reference = Reference(load_config([], environ={}), world.device, TASKS[name]())
+    notes, failure = inspected(reference)
+    notes = [note for note in notes if "dropout is off" not in note]
+    causes, refused = {}, {}
+    for cell in itertools.product([] if failure else strategies, precisions, optimizers):
+        try:
+            if cause := check_cell(world, reference, Cell(*cell)).cause:
+                causes[cell] = cause
+        except (ConfigError, DataError) as error:
+            refused[cell] = str(error)
+    return failure, notes, causes, refused
+
+
+def skip_without_libraries(name):
+    if name not in ("experts", "brittle"):
+        pytest.importorskip("peft" if name == "lora" else "transformers")
+
+
+def all_cells(name, ranks):
+    """(strategies, precisions, optimizers) in which a model is tried."""
+    strategies, precisions, optimizers = ["ddp", "fsdp"], ["fp32", "bf16"], ["adamw"]
+    if name in OWN:
+        strategies, optimizers = [*strategies, "hsdp"], ["sgd", "adamw"]
+    if name in OWN or name in families.ALSO_IN_FP16:
+        precisions.append("fp16")
+    # A cast weight has another last bit; a policy refuses idle experts.
+    if name in ("brittle", "experts"):
+        precisions = ["fp32"]
+    return (strategies if ranks > 1 else ["single"]), precisions, optimizers
+
+
+SOUND = [name for name in TASKS if name not in families.FAILS]
+EVERY = [(name, ranks, *all_cells(name, ranks)) for name in SOUND for ranks in (1, 2)]
+
+
+# Brittle: a drift of one rounding error in the parameters flips a ReLU or a max-pool.
+@pytest.mark.parametrize(
+    ("name", "ranks", "strategies", "precisions", "optimizers"),
+    [
+        ("tied_llama", 1, ["single"], ["fp32"], ["adamw"]),
+        ("brittle", 2, ["fsdp"], ["fp32"], ["adamw"]),
+        ("experts", 2, ["fsdp"], ["fp32"], ["sgd"]),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in EVERY),
+    ],
+)
+def test_no_sound_model_raises_a_false_alarm(name, ranks, strategies, precisions, optimizers):
+    skip_without_libraries(name)
+    cells = strategies, precisions, optimizers
+    results = on_ranks(ranks, outcome, name, *cells, timeout_seconds=900)
+    failure, notes, causes, refused = results[0]
+    assert (failure, causes, refused) == ("", {}, {})
+    unused = [note for note in notes if "gets no gradient" in note]
+    if name in ("tied_llama", "brittle", "experts"):
+        assert ["experts.3" in note for note in unused] == [True] * (name == "experts")
+    expected = families.NOTES.get(name, [])
+    unusual = [note for note in notes if note not in unused]
+    assert len(unusual) == len(expected), unusual
+    for note, words in zip(unusual, expected, strict=True):
+        assert words in note
+
+
+# ---- the dtype report: what autocast did, per module, per costly operation, and in the loss
+
+
+def report(words, task):
+    return dtype_report(load_config(words.split(), environ={}), World(), task)
+
+
+def row(text, path):
+    """The cells of a module's row: class, inputs, weights, computed in, outputs."""
+    (line,) = [line for line in text.splitlines() if line.startswith(f"{path} ")]
+    return re.split(" {2,}", line.strip())[1:]
+
+
+def test_products_and_attention_are_in_half_precision_and_norms_and_loss_in_float32():
+    seen = report("--precision.dtype fp16", Bytes())
+    assert row(seen, "embedding") == ["Embedding", "int64", "fp32", "fp32", "fp32"]
+    assert row(seen, "blocks.*.up") == ["Linear", "fp32", "fp32", "fp16", "fp16"]
+    assert row(seen, "blocks.*.attention")[3:] == ["fp16", "fp16"]
+    assert row(seen, "norm")[3] == "fp32"
+    assert row(seen, "head")[3:] == ["fp16", "fp32"], "it computes the loss"
+    assert "autocast to fp16 on cpu" in seen
+    # Four matrices and attention per block, and the head.
+    assert "All 16 costly operations (products, convolutions, attention) run in fp16" in seen
+
+
+def test_without_mixed_precision_all_is_float32_by_request():
+    seen = report("--use_amp false", Bytes())
+    assert "precision.use_amp=false: all is computed in float32, by request" in seen
+    assert "bf16" not in seen
+    assert "costly" not in seen
+
+
+class Careful(nn.Module):
+    """The user turned autocast off for one product."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x):
+        x = self.body(self.body(x))
+        with torch.autocast("cpu", enabled=False):
+            return self.head(x.float())
+
+
+def test_a_product_where_autocast_is_off_is_flagged():
+    seen = report("--precision.dtype bf16", variant(build_model=Careful))
+    assert "1 of 3 costly operations:\n  head: addmm in fp32\n" in seen
+    assert "autocast(enabled=False)" in seen
+    assert row(seen, "body")[1] == "fp32 bf16", "called twice"
