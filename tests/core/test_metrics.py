@@ -8,14 +8,13 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from messages import message_of
 from ranks import on_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny import NothingCounts, Overflow, Tiny, log, log_row, make_run, take_steps
+from tiny import Overflow, Tiny, log, log_row, make_run, take_steps, variant
 
 from dist_amp.clock import STEP_PHASES
 from dist_amp.diagnostics.limits import Limits
-from dist_amp.errors import DataError, NumericsError
-from dist_amp.optimizers.groups import GroupRates
 from dist_amp.step import evaluate
 from dist_amp.telemetry import writers
 from dist_amp.telemetry.metrics import memory_use
@@ -95,7 +94,7 @@ def test_every_ranks_events_hold_its_metrics_and_rank_0_and_metrics_jsonl_the_wo
     assert all(line["train/epoch"] == line["train/samples_seen"] / 131 for line in logs)
     for line in logs:  # short numbers: a line may list 64 ranks
         times = [value for tag, value in line["ranks"][1].items() if tag.startswith("time/")]
-        assert [line["unix_time"], *times] == [round(line["unix_time"], 3), *np.round(times, 7)]
+        assert times == [*np.round(times, 7)]
     rates = [(line["step"], pytest.approx(line["train/lr"], rel=1e-6)) for line in logs]
     assert first["train/lr"] == rates
 
@@ -105,14 +104,12 @@ def test_memory_is_the_resident_set_on_a_cpu_and_the_allocators_on_a_gpu(monkeyp
     assert 2**25 < now <= peak
     assert others == [0, 0], "there is no allocator"
     run = make_run(World(), Tiny())
-    recorded_steps(run, 1)
     assert not {"memory/reserved_bytes", "memory/allocator_retries"} & set(log(run).rank_tags(0))
     stats = {f"{name}_bytes.all.current": n for name, n in (("allocated", 20), ("reserved", 40))}
     stats |= {"allocated_bytes.all.peak": 30, "num_alloc_retries": 2}
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
     on_gpu = memory_use(torch.device("cuda", 1))
     monkeypatch.setattr("dist_amp.telemetry.metrics.memory_use", lambda device: on_gpu)
-    recorded_steps(run, 1)
     tags = log(run).rank_tags(0)
     names = ("peak_bytes", "allocated_bytes", "reserved_bytes", "allocator_retries")
     assert [tags[f"memory/{name}"] for name in names] == [30, 20, 40, 2]
@@ -126,8 +123,7 @@ def random_row(ranks):
 
 
 def test_a_line_lists_at_most_64_ranks_and_the_summary_all(tmp_path):
-    metrics = make_run(World(), Tiny()).metrics
-    metrics.open(tmp_path, 0, "")
+    metrics = opened(tmp_path)
     for size in (2, MAX_RANK_FOLDERS + 1):
         metrics.last = random_row(size)[0]
         metrics._totals = np.full((size, len(SUMMED_METRICS)), 0.01)
@@ -145,13 +141,11 @@ def test_a_line_lists_at_most_64_ranks_and_the_summary_all(tmp_path):
 @pytest.mark.bad_input("a total weight of inf or nan")
 @pytest.mark.parametrize("weight", [0, math.inf, math.nan])
 def test_a_total_weight_that_is_0_or_no_number_is_named(weight):
-    task = NothingCounts()
-    task.weight = lambda batch: weight
-    run = make_run(World(), task)
+    run = make_run(World(), variant(weight=lambda batch: weight))
     recorded_steps(run, 3)
-    with pytest.raises(DataError, match=f"a total weight was {weight}; the task's weight") as error:
-        Limits(run).on_log(log(run))
-    assert "--run.allow_config_change true, or return max(1, weight)" in str(error.value)
+    said = message_of(65, Limits(run).on_log, log(run))
+    assert f"a total weight was {weight}; the task's weight" in said
+    assert "--run.allow_config_change true, or return max(1, weight)" in said
 
 
 @pytest.mark.bad_input("loss or gradients not finite k times in a row")
@@ -159,9 +153,8 @@ def test_too_many_skips_in_a_row_end_the_run_with_the_limit_and_advice():
     run = make_run(World(), Tiny(), "--train.max_skips_in_a_row", 3)
     run.schedule.counters[:] = torch.tensor([5, 4, 3])
     row = log_row(run)
-    said = r"3 steps in a row .*max_skips_in_a_row=3; try a lower optim.lr"
-    with pytest.raises(NumericsError, match=said):
-        Limits(run).on_log(row)
+    said = "max_skips_in_a_row=3; try a lower optim.lr"
+    assert said in message_of(70, Limits(run).on_log, row)
     assert math.isnan(row.loss), "no step, no mean"
 
 
@@ -239,18 +232,12 @@ def test_a_removed_tensorboard_folder_is_made_anew_and_nothing_else_is_lost(
 
 
 @pytest.mark.bad_input("a damaged metrics.jsonl at a resume")
-@pytest.mark.parametrize(
-    "damaged",
-    [b"12", b'{"step": "2"}', b'{"st\xff": 2}'],
-    ids=lambda damaged: damaged.decode(errors="replace"),
-)
+@pytest.mark.parametrize("damaged", [b"12", b'{"step": "2"}', b'{"st\xff": 2}'], ids=repr)
 def test_a_resume_after_a_kill_keeps_the_complete_lines_of_steps_not_taken_again(
     damaged, tmp_path, capsys
 ):
-    rows = [
-        {"step": step, "train/loss": 1.0 * step, "amp/skipped_steps": 0, "ranks": []}
-        for step in range(1, 8)
-    ]
+    logged = {"train/loss": 1.0, "amp/skipped_steps": 0, "ranks": []}
+    rows = [{"step": step, **logged} for step in range(1, 8)]
     whole = [json.dumps(row).encode() for row in rows]
     lines = [whole[0], damaged, *whole[1:], b'{"step": 8, "train']
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines))
@@ -260,6 +247,15 @@ def test_a_resume_after_a_kill_keeps_the_complete_lines_of_steps_not_taken_again
     assert (tmp_path / "metrics.jsonl").read_bytes().splitlines() == whole[:5]
     assert metrics.last_logged == rows[4]
     assert "had unreadable lines, which are removed: 1" in capsys.readouterr().err
+
+
+def test_figures_of_a_run_whose_checkpoints_are_gone_are_kept(tmp_path, capsys):
+    opened(tmp_path, 1).close_files()
+    figures = (tmp_path / "metrics.jsonl").read_text()
+    opened(tmp_path, 1).close_files()
+    said = f"{tmp_path} had metrics but no checkpoint: they are kept in {tmp_path}/metrics_before."
+    assert said in capsys.readouterr().err
+    assert (tmp_path / "metrics_before.jsonl").read_text() == figures
 
 
 def test_the_metrics_of_many_steps_are_those_of_their_log_step_also_when_they_are_read_later():
@@ -272,33 +268,12 @@ def test_the_metrics_of_many_steps_are_those_of_their_log_step_also_when_they_ar
     recorded_steps(run, 2)
     row = run.metrics.read()
     assert run.metrics.read() is None
-    assert (row.step, row["applied_steps"], row["items"], row["lr"]) == (
-        steps,
-        steps,
-        4 * steps,
-        lr,
-    )
+    assert (row.step, row["applied_steps"], row["items"]) == (steps, steps, 4 * steps)
+    assert row["lr"] == lr
     losses = sum(one.item() for report in reports for one in report.losses)
     weights = sum(report.weight.item() for report in reports)
     assert (row.total("loss_sum"), row["weight_sum"]) == (losses, weights), "in float64"
     assert row["grad_norm"] == reports[-1].norm.item()
-
-
-def test_each_groups_learning_rate_is_logged_where_they_differ():
-    grouped, tags = Tiny(), []
-    grouped.groups = lambda model: [
-        {"name": "body", "params": model[:2].parameters()},
-        {"name": "head", "params": model[2].parameters(), "lr_scale": 0.1},
-    ]
-    for task in (grouped, Tiny()):
-        run = make_run(World(), task)
-        recorded_steps(run, 1)
-        row = log_row(run)
-        tags.append(row.global_tags() | GroupRates(run).tags(row))
-    two, one = tags
-    assert two["train/lr_body"] == two["train/lr"]
-    assert two["train/lr_head"] == pytest.approx(0.1 * two["train/lr"])
-    assert not [tag for tag in one if tag.startswith("train/lr_")]
 
 
 def test_an_older_checkpoints_interval_begins_with_unknown_tokens_and_without_skips():
