@@ -1,6 +1,4 @@
-"""The order of samples is a pure function of seed and position, and augmentation one of the sample
-and the epoch: the same at every world size, with any workers, after any stop.
-"""
+"""Samples and their augmentation are the same at every world size and after any stop."""
 
 import json
 import multiprocessing
@@ -8,22 +6,13 @@ import time
 import tracemalloc
 from dataclasses import replace
 from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import needs
 from messages import message_of
-from tiny import (
-    EmptyDataset,
-    EndsItsReader,
-    Rows,
-    Tiny,
-    WithNoise,
-    make_run,
-    save,
-    take_steps,
-    variant,
-)
+from tiny import EndsItsReader, Rows, Tiny, WithNoise, make_run, save, take_steps, variant
 
 from dist_amp.checkpoint.format import MANIFEST, read_manifest
 from dist_amp.config.load import load_config
@@ -43,7 +32,8 @@ def plan(length=23, ranks=1, rank=0, micro_batch=2, accumulation=1, order="randp
 
 def batches(plan, workers=0, position=0):
     """Samples that are their own index, so that a batch tells which ones it holds."""
-    data = Batches(Rows(index=torch.arange(plan.length)), object(), plan, workers, World())
+    task = SimpleNamespace(tokens=lambda batch: 10 * len(batch["index"]))
+    data = Batches(Rows(index=torch.arange(plan.length)), task, plan, workers, World())
     data.position = position
     return data
 
@@ -57,9 +47,6 @@ def samples_of_steps(ranks, sizes, steps, position=0, length=87, **options):
         parts = [b["index"] for one in of_ranks for b in next(one) if not isinstance(b, Padding)]
         taken.append(sorted(torch.cat(parts).tolist()))
     return taken
-
-
-# ---- the steps ----
 
 
 @pytest.mark.parametrize("order", ["feistel", "randperm", "dataset"])
@@ -80,6 +67,18 @@ def test_a_step_takes_the_same_samples_at_every_world_size_in_every_order(order)
 def test_the_end_of_an_epoch_is_split_evenly_over_the_ranks(length, ranks, micro_batch, expected):
     shares = [shard_step(range(length), ranks, micro_batch, rank) for rank in range(ranks)]
     assert [[len(s.indices) * s.counts for s in rank] for rank in shares] == expected
+
+
+def test_the_items_and_tokens_of_steps_are_counted_without_padding():
+    one = batches(plan(40, accumulation=2, order="dataset"))
+    for expected in ([(0, 1), (2, 3)], [(4, 5), (6, 7)]):
+        next(one)
+        assert [indices for _, indices in one.last_step] == expected
+    assert (one.position, one.items, one.tokens) == (8, 8, 80)
+    other = batches(plan(2, ranks=2, rank=1))
+    (padding,) = next(other)
+    assert isinstance(padding, Padding)
+    assert (other.items, other.tokens) == (0, 0)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
@@ -110,29 +109,22 @@ def test_drop_last_leaves_out_what_does_not_fill_a_step_on_any_number_of_ranks()
         assert resumed == steps[stopped:]
 
 
-# ---- datasets that are refused or warned of ----
-
-
 @pytest.mark.bad_input("dataset empty, absent, or smaller than a global batch")
 @pytest.mark.bad_input("a `build_dataset` that returns a text or a dict (of splits)")
 @pytest.mark.parametrize(
-    ("task", "said"),
+    ("dataset", "words", "said"),
     [
-        (EmptyDataset(), "the training dataset is empty"),
-        (Tiny(samples=20), "has 20 samples, fewer than one global batch of 24 = micro_batch_size"),
-        (
-            variant(build_dataset=lambda split: iter(range(9))),
-            "('train') returned a range_iterator, not samples by number;",
-        ),
-        (
-            variant(build_dataset=lambda split: {"train": [1]}),
-            "returned a dict, not samples by number; return a map-style",
-        ),
+        (Rows(x=torch.zeros(0, 8)), "", "the training dataset is empty"),
+        (range(20), "--train.accumulation_steps 3", "fewer than one global batch of 24 ="),
+        (range(3), "--data.drop_last true", "fewer than one global batch of 8 = micro_batch_size"),
+        (iter(range(9)), "", "('train') returned a range_iterator, not samples by number;"),
+        ({"train": [1]}, "", "returned a dict, not samples by number; return a map-style"),
     ],
-    ids=["empty", "small", "stream", "dict"],
+    ids=["empty", "small", "smaller than the default", "stream", "dict"],
 )
-def test_a_dataset_that_can_not_be_trained_on_is_refused(task, said):
-    assert said in message_of(65, make_run, World(), task, "--train.accumulation_steps", 3)
+def test_a_dataset_that_can_not_be_trained_on_is_refused(dataset, words, said):
+    task = variant(build_dataset=lambda split: dataset)
+    assert said in message_of(65, make_run, World(), task, *words.split())
 
 
 def test_a_dataset_smaller_than_the_default_batch_is_a_step_per_epoch():
@@ -141,53 +133,20 @@ def test_a_dataset_smaller_than_the_default_batch_is_a_step_per_epoch():
         next(run.data)
         ((_, indices),) = run.data.last_step
         assert sorted(indices) == [0, 1, 2]
-    with pytest.raises(DataError, match="fewer than one global batch of 8"):
-        make_run(World(), Tiny(samples=3), "--data.drop_last", "true")
 
 
 @pytest.mark.bad_input(
     "`data.path`, `data.name` or another setting of what to read, for a task that does not take "
     "the `data` section"
 )
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--data.path a --data.sources.wiki.weight 2", "data.path=a, data.sources.wiki: nothing r"),
-        ("--data.view parquet --data.streams 8", "data.view=parquet, data.streams=8: nothing rea"),
-        ("--data.drop_last true --data.workers 0", ""),
-    ],
-)
-def test_settings_of_data_that_the_task_does_not_take_are_warned_of_by_name(
-    tmp_path, capsys, words, said
-):
-    open_run(make_run(World(), Tiny(), *words.split(), "--run.dir", tmp_path))
-    warned = capsys.readouterr().err
-    assert ("nothing reads this" in warned) == bool(said)
-    assert said in warned
-
-
-# ---- workers ----
-
-
-def test_random_numbers_of_a_loader_worker_depend_on_the_epoch():
-    def collate(samples):
-        return {**torch.utils.data.default_collate(samples), "noise": torch.rand(8)}
-
-    run = make_run(World(), variant(samples=8, collate=collate), "--data.workers", 1)
-    assert len({tuple(next(run.data)[0]["noise"].tolist()) for _ in range(4)}) == 4
-    run.data.close()
-
-
-def test_workers_resume_from_a_position_alone_and_closing_ends_them_and_the_next_step_goes_on():
-    before = set(multiprocessing.active_children())
-    through = batches(plan())
-    seen = [next(through)[0]["index"].tolist() for _ in range(25)]
-    resumed = batches(plan(), workers=2, position=23 + 2 * 3)  # one epoch of 23, then three steps
-    for expected in (seen[15:20], seen[20:]):
-        assert [next(resumed)[0]["index"].tolist() for _ in expected] == expected
-        assert len(set(multiprocessing.active_children()) - before) == 2
-        resumed.close()
-        assert set(multiprocessing.active_children()) <= before
+def test_settings_of_data_that_the_task_does_not_take_are_warned_of_by_name(tmp_path, capsys):
+    read = "--data.drop_last true --data.workers 0"
+    unread = f"{read} --data.path a --data.streams 8 --data.sources.wiki.weight 2"
+    for words, said in ((read, ""), (unread, "data.path=a, data.streams=8, data.sources.wiki: ")):
+        open_run(make_run(World(), Tiny(), *words.split(), "--run.dir", tmp_path))
+        warned = capsys.readouterr().err
+        assert warned.count("nothing reads this") == bool(said)
+        assert said in warned
 
 
 @pytest.fixture
@@ -207,14 +166,20 @@ def start_method(request):
     ],
     indirect=["start_method"],
 )
-def test_loader_workers_give_the_same_batches_by_each_start_method(start_method, on_bad_sample):
+def test_workers_of_each_start_method_give_the_same_batches_from_a_position_also_when_closed(
+    start_method, on_bad_sample
+):
     words = ["--data.workers", 2, "--data.on_bad_sample", on_bad_sample, "--train.micro_batch_size"]
     config = load_config(["--task.target", "tiny:WithNoise", *map(str, [*words, 4])], {})
     run = make_run(World(), WithNoise(config.data), *words, 4)
-    expected = [run.data.at(start)[0][0]["x"] for start in (0, 4)]
-    batches = [next(run.data)[0]["x"] for _ in expected]
-    run.data.close()
-    assert all(map(torch.equal, batches, expected))
+    expected = [run.data.at(start)[0][0]["x"] for start in (28, 32, 36)]
+    run.data.position = 28  # one epoch of 24, then a step
+    before = set(multiprocessing.active_children())
+    for part in (expected[:1], expected[1:]):
+        assert all(torch.equal(next(run.data)[0]["x"], x) for x in part)
+        assert len(set(multiprocessing.active_children()) - before) == 2
+        run.data.close()
+        assert set(multiprocessing.active_children()) <= before
 
 
 @pytest.mark.bad_input("a dataset that the loader workers' start method can't pickle")
@@ -262,9 +227,6 @@ def test_a_loader_worker_that_is_stuck_in_its_fork_is_forked_again(monkeypatch, 
         assert torch.equal(next(data)[0]["index"], first), "no sample was lost with the attempt"
         assert len(attempts) == 2
         data.close()
-
-
-# ---- a dataset's own order ----
 
 
 class Backwards(Rows):
@@ -316,24 +278,17 @@ def test_a_dataset_is_read_in_its_own_order_also_resumed_and_another_order_is_re
     assert samples_taken(stored, 1) == [(0, 1, 2, 3)]
 
 
-# ---- the order of a large dataset: a keyed permutation, which is never stored ----
-
-
-def test_every_sample_comes_once_whatever_the_length():
+def test_every_sample_of_a_large_dataset_comes_once_up_to_the_largest_length():
     around_powers = [15, 16, 17, 255, 256, 257, 65535, 65536, 65537]
     for length in [*range(1, 10), *around_powers, 1009, 100_003]:
         everything = torch.arange(length)
         order = epoch_order("feistel", length, 3, 0)
         assert torch.equal(order(everything).sort().values, everything)
-
-
-def test_positions_are_looked_up_in_any_portions_and_up_to_the_largest_length():
     order = epoch_order("feistel", 2**52, 1, 0)
     positions = torch.cat((torch.randint(0, 2**52, (1000,)), torch.tensor([0, 2**52 - 1])))
     samples = order(positions)
     assert bool(((samples >= 0) & (samples < 2**52)).all())
     assert len(samples.unique()) == len(positions.unique())
-    assert torch.equal(samples, torch.cat([order(part) for part in positions.split(7)]))
 
 
 def test_a_billion_samples_take_no_memory_and_a_late_position_is_reached_at_once():
@@ -389,16 +344,13 @@ def test_the_order_of_a_dataset_never_changes_or_a_resume_reads_other_samples(
     assert make_run(World(), Tiny(), "--data.shuffle", "false").data.plan.order == "dataset"
 
 
-# ---- random numbers of collate, and a task's augmentation ----
-
-
 def test_each_micro_batch_draws_from_a_seed_of_its_own_that_does_not_depend_on_the_world_size():
     def seeds(ranks, accumulation):
         plans = [plan(64, ranks, rank, 2, accumulation) for rank in range(ranks)]
-        return {shard.seed for each in plans for shard in each.micro_batches(0, 2)}
+        return {shard.seed for each in plans for shard in each.micro_batches(0, 6)}
 
     expected = seeds(1, 8)
-    assert len(expected) == 2 * 8
+    assert len(expected) == 6 * 8, "also in the next epoch, which begins after four steps"
     assert seeds(2, 4) == seeds(4, 2) == expected
 
 
