@@ -108,17 +108,6 @@ def test_a_stop_without_checkpoints_is_continued_by_the_same_run(tmp_path, undis
     assert same(list(end_of(run)[:3]), list(undisturbed[:3]))
 
 
-def test_a_checkpoint_of_a_stopped_run_is_set_aside_by_the_own_steps_of_another(tmp_path):
-    stopped = built(World(), tmp_path, *OFTEN, task=Stops(at=2, number=signal.SIGTERM))
-    with pytest.raises(SystemExit) as ended:
-        fit(stopped)
-    assert (ended.value.code, stopped.step) == (75, 3)
-    run = built(World(), tmp_path, *OFTEN)
-    train_step(run, next(run.data))
-    fit(run)
-    assert (run.folder / "checkpoints/refused_step_00000003/manifest.json").exists()
-
-
 @pytest.mark.bad_input("`fit(run)` of a run that an error ended")
 def test_after_an_error_the_run_is_built_again_and_ends_bit_for_bit(tmp_path, undisturbed, capsys):
     run = built(World(), tmp_path, *OFTEN, task=Stops(at=4, error="of the task"))
@@ -137,7 +126,11 @@ def test_after_an_error_the_run_is_built_again_and_ends_bit_for_bit(tmp_path, un
     assert same(list(end_of(again)), list(undisturbed))
 
 
-def with_own_steps_and_in_evaluation_mode(folder):
+def with_own_steps_beside_a_stopped_run(folder):
+    stopped = built(World(), folder, *OFTEN, task=Stops(at=2, number=signal.SIGTERM))
+    with pytest.raises(SystemExit) as ended:
+        fit(stopped)
+    assert (ended.value.code, stopped.step) == (75, 3)
     run = built(World(), folder, *OFTEN)
     for _ in range(2):  # a due evaluation would restore the mode
         train_step(run, next(run.data))
@@ -155,11 +148,13 @@ def with_an_own_loop_after_another_run(folder):
 
 
 @pytest.mark.parametrize(
-    "prepared", [with_own_steps_and_in_evaluation_mode, with_an_own_loop_after_another_run]
+    "prepared", [with_own_steps_beside_a_stopped_run, with_an_own_loop_after_another_run]
 )
 def test_fit_takes_the_rest_of_the_steps_and_ends_bit_for_bit(prepared, tmp_path, undisturbed):
     run = prepared(tmp_path)
     fit(run)
+    is_other = prepared is with_own_steps_beside_a_stopped_run
+    assert (run.folder / "checkpoints/refused_step_00000003/manifest.json").exists() == is_other
     assert same(list(end_of(run)[:3]), list(undisturbed[:3]))
     run.evaluate()
     run.save()

@@ -1,6 +1,7 @@
 """No secret is written or printed, a checkpoint runs no code, and one machine listens locally."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -102,10 +103,8 @@ def listening(pid):
     """The addresses at which a process listens, as /proc/net/tcp has them."""
     sockets = set()
     for handle in Path(f"/proc/{pid}/fd").iterdir():
-        try:
+        with suppress(OSError):
             sockets.add(os.readlink(handle))
-        except OSError:
-            continue
     addresses = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
