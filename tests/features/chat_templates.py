@@ -49,21 +49,3 @@ LLAMA3 = """\
 {%- endfor %}
 {%- if add_generation_prompt %}
 {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
-
-MISTRAL = """\
-{{- bos_token }}
-{%- for m in messages %}
-{%- if m['role'] == 'user' %}{{- '[INST] ' + m['content'] + '[/INST]' }}
-{%- elif m['role'] == 'assistant' %}{{- ' ' + m['content'] | trim + eos_token }}
-{%- else %}{{- raise_exception('Only user and assistant roles are supported!') }}{% endif %}
-{%- endfor %}"""
-
-GPT_OSS = """\
-{%- for m in messages %}
-{%- if m.role == 'assistant' %}{{- '<|start|>assistant' }}
-{%- if m.thinking and loop.last %}{{- '<|channel|>analysis<|message|>' + m.thinking + '<|end|>'
- + '<|start|>assistant' }}{% endif %}
-{{- '<|channel|>final<|message|>' + m.content + ('<|return|>' if loop.last else '<|end|>') }}
-{%- else %}{{- '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{% endif %}"""
