@@ -13,14 +13,14 @@ import pytest
 import torch
 from messages import message_of
 from PIL import Image
-from tiny import Tiny, make_run
+from tiny import make_run, variant
 
 from dist_amp.config.load import load_config
 from dist_amp.loading.loader import Fetch
 from dist_amp.loading.plan import Shard
 from dist_amp.settings import DataConfig
 from dist_amp.sources.files import find_files
-from dist_amp.sources.load import Converted, load_rows, load_split
+from dist_amp.sources.load import Converted, load_split
 from dist_amp.task import build_split
 from dist_amp.world import World
 
@@ -29,7 +29,6 @@ TEXTS = ["one", "two\nlines", "", "four"]
 ROWS = [{"text": text, "n": n} for n, text in enumerate(TEXTS)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
 CSV = 'text,n\none,0\n"two\nlines",1\n"",2\nfour,3\n'
-FORTY = "text,n\n" + "".join(f"t,{n}\n" for n in range(40))
 
 
 def section(**settings):
@@ -52,20 +51,16 @@ def write(folder, files):
         (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def write_saved(folder):
-    rows = datasets.Dataset.from_list(ROWS)
-    datasets.DatasetDict(train=rows, test=rows.select([0])).save_to_disk(folder)
-
-
 FORMATS = {
-    "documents": lambda folder: write(folder, {f"{n}.txt": text for n, text in enumerate(TEXTS)}),
-    "parquet": lambda folder: datasets.Dataset.from_list(ROWS).to_parquet(folder / "rows.parquet"),
-    "saved_splits": write_saved,
-    "rows.json": json.dumps(ROWS),
-    "rows.jsonl.gz": gzip.compress(LINES.encode()),
-    "rows.csv.bz2": bz2.compress(CSV.encode()),
-    "rows.tsv": CSV.replace(",", "\t"),
+    "documents": {f"{n}.txt": text for n, text in enumerate(TEXTS)},
+    "json": {"rows.json": json.dumps(ROWS)},
+    "lines": {"rows.jsonl.gz": gzip.compress(LINES.encode())},
+    "csv": {"rows.csv.bz2": bz2.compress(CSV.encode())},
+    "tsv": {"rows.tsv": CSV.replace(",", "\t")},
+    "parquet": {},
+    "saved": {},
 }
+NOT_DATA = {"README.md": "about", "LICENSE": "free", ".cache/more.csv": CSV}
 
 
 def in_memory(folder):
@@ -83,19 +78,20 @@ PLACES = pytest.mark.parametrize("place", [str, in_memory], ids=["local", "memor
 
 def write_images(folder, *names):
     """Pictures of one colour each, which is their number."""
+    write(folder, dict.fromkeys(names, ""))
     for n, name in enumerate(names):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (8, 6), (n, n, n)).save(folder / name)
 
 
 @PLACES
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_folder_of_any_format_has_the_same_rows_wherever_it_is(tmp_path, kind, place):
-    if callable(FORMATS[kind]):
-        FORMATS[kind](tmp_path)
-    else:
-        not_data = {"README.md": "about", "LICENSE": "free", ".cache/more.csv": CSV}
-        write(tmp_path, {kind: FORMATS[kind], **not_data})
+    rows = datasets.Dataset.from_list(ROWS)
+    if kind == "parquet":
+        rows.to_parquet(tmp_path / "rows.parquet")
+    if kind == "saved":
+        datasets.DatasetDict(train=rows, test=rows.select([0])).save_to_disk(tmp_path)
+    write(tmp_path, FORMATS[kind] | NOT_DATA)
     assert all_rows(place(tmp_path))["text"][:] == TEXTS
 
 
@@ -106,14 +102,11 @@ def test_a_glob_names_some_of_the_files_of_a_folder(tmp_path, place):
     assert all_rows(f"{place(tmp_path)}/a*.jsonl")["text"][:] == ["a1", "b1"]
 
 
-def test_a_file_in_a_zip_archive_is_read(tmp_path):
+@pytest.mark.bad_input("a symbolic link to data that leads nowhere")
+def test_files_in_archives_and_behind_links_are_read_and_a_link_to_nothing_is_named(tmp_path):
     with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
         archive.writestr("inside/rows.jsonl", LINES)
     assert all_rows(f"zip://inside/*.jsonl::{tmp_path}/all.zip")["text"][:] == TEXTS
-
-
-@pytest.mark.bad_input("a symbolic link to data that leads nowhere")
-def test_files_behind_symbolic_links_are_read_and_a_link_to_nothing_is_named(tmp_path):
     write(tmp_path, {"real/b.jsonl": '{"text": "b"}', "data/a.jsonl": '{"text": "a"}'})
     (tmp_path / "data/more").symlink_to(tmp_path / "real")
     assert sorted(all_rows(tmp_path / "data")["text"]) == ["a", "b"]
@@ -138,9 +131,6 @@ def test_a_whole_word_of_a_path_names_a_split(names, splits, tmp_path):
     assert {split: len(paths) for split, paths in found.splits.items()} == splits
 
 
-# ---- images ----
-
-
 @PLACES
 def test_the_folders_of_images_are_their_labels(tmp_path, place):
     write_images(tmp_path, "cat/1.png", "cat/2.png", "dog/1.png")
@@ -159,61 +149,45 @@ def test_an_image_that_can_not_be_decoded_is_named_with_its_file(tmp_path):
     assert f"{tmp_path}/b/1.png: OSError: image file is truncated" in str(error)
 
 
-# ---- tables and JSON ----
-
-
 @pytest.mark.parametrize(
-    ("fields", "values"),
+    ("header", "fields", "values"),
     [
-        (["1", "", "NA"], [1, None, None]),
-        (["1", "2.5", "-1e-3", ".5"], [1.0, 2.5, -0.001, 0.5]),
-        (["00042", "b"], ["00042", "b"]),
-        (["NA", "DE"], ["NA", "DE"]),
-        (["True", "", "false"], [True, None, False]),
-        (['"a\nb"', '"x, ""y"""'], ["a\nb", 'x, "y"']),
+        ("text,x", ["1", "", "NA"], [1, None, None]),
+        ("text,x", ["NA", "DE"], ["NA", "DE"]),
+        ("text,x", ['"a\nb"', '"x, ""y"""'], ["a\nb", 'x, "y"']),
+        ("x,text", ["00042", "None", " a"], ["00042", "None", " a"]),
+        ("x,text", ["7"], ["7"]),
     ],
 )
-def test_a_column_of_a_table_has_one_type_that_fits_all_rows(tmp_path, fields, values):
-    write(tmp_path, {"rows.csv": "text,x\n" + "".join(f"t,{field}\n" for field in fields)})
-    read = all_rows(tmp_path / "rows.csv")["x"]
+def test_a_column_of_a_table_has_one_type_that_fits_all_rows_and_text_is_what_stands_there(
+    tmp_path, header, fields, values
+):
+    write(tmp_path, {"rows.csv": f"{header}\n" + "".join(f"t,{field}\n" for field in fields)})
+    read = all_rows(tmp_path / "rows.csv")[header.split(",")[1]]
     assert [(type(value), value) for value in read] == [(type(value), value) for value in values]
 
 
-@pytest.mark.parametrize(
-    ("tables", "rows"),
-    [
-        (["\ufefftext,n\n\na,1\n"], [{"text": "a", "n": 1}]),
-        (
-            ["text,n\na,1.5\n", "text,n\nb,2\n", "text,n\n"],
-            [{"text": "a", "n": 1.5}, {"text": "b", "n": 2.0}],
-        ),
-        *(([f"text\n{text}\n"], [{"text": text}]) for text in ("None", "nan", "00042", " a")),
-    ],
-)
-def test_tables_are_the_same_whatever_program_wrote_them_and_text_is_what_stands_there(
-    tmp_path, tables, rows
-):
+def test_tables_are_the_same_whatever_program_wrote_them_and_have_the_types_of_the_first(tmp_path):
+    tables = ("\ufefftext,n\n\na,1.5\n", "text,n\nb,2\n", "text,n\n")
     write(tmp_path, {f"{number}.csv": table for number, table in enumerate(tables)})
-    assert list(all_rows(tmp_path)) == rows
+    assert list(all_rows(tmp_path)) == [{"text": "a", "n": 1.5}, {"text": "b", "n": 2.0}]
 
 
 def test_held_out_rows_are_drawn_and_the_rest_keeps_the_order_of_the_file(tmp_path):
-    write(tmp_path, {"rows.csv": FORTY})
+    write(tmp_path, {"rows.csv": "text,n\n" + "".join(f"t,{n}\n" for n in range(40))})
     few, drawn = (all_rows(tmp_path).train_test_split(size, seed=0) for size in (0.05, 0.2))
     held_out = drawn["test"]["n"][:]  # as in earlier versions
     rest = sorted(set(range(40)) - set(held_out))
-    for share, train, validation in (
+    for share, *parts in (
         ("0.2", rest, held_out),
         ("shuffled:.2", drawn["train"]["n"][:], held_out),
         ("shuffled", few["train"]["n"][:], few["test"]["n"][:]),
         ("last", [*range(38)], [38, 39]),
         ("last:.25", [*range(30)], [*range(30, 40)]),
     ):
-        for split, expected in (("train", train), ("validation", validation)):
+        for split, expected in zip(("train", "validation"), parts, strict=True):
             assert rows_of(tmp_path, split, validation_split=share)["n"][:] == expected
 
-
-# ---- bad inputs ----
 
 GOOD = '{"text": "good"}\n'
 PNG = dict.fromkeys(("cat/1.png", "dog/2.png", "stray.png"), "")
@@ -232,10 +206,7 @@ PNG = dict.fromkeys(("cat/1.png", "dog/2.png", "stray.png"), "")
         ({"a.csv": b"text\ncaf\xe9\n"}, {}, 65, "a.csv can't be read as a table: In CSV"),
         ({"a.jsonl": LINES}, {"validation_split": "last:2"}, 65, "last:2 does not exist"),
         ({"a.csv": "text,n\na,b,1\n"}, {}, 65, "Row #2: Expected 2 columns, got 3: a,b,1; correct"),
-        ({"a.csv": 'text,n\n"b,2\nc,3\n'}, {}, 65, "Row #2: Expected 2 columns, got 1"),
-        ({"a.csv": "text,n,n\na,1,2\n"}, {}, 65, 'Field "n" exists 2 times'),
         ({"a.csv": "text,n\na,1\n", "b.csv": "text,n\na,b\n"}, {}, 65, "b.csv can't be read as"),
-        ({"a.csv": "text\na\n", "b.csv": "text,n\na,1\n"}, {}, 65, "Schema at index 1 was diff"),
         ({"a.jsonl": GOOD, "b.jsonl": '{"title": "a"}'}, {}, 65, "names don't match"),
         ({"test.jsonl": GOOD, "a.jsonl": GOOD}, {}, 65, "among a.jsonl, test.jsonl, some that n"),
         ({"dev.jsonl": GOOD, "test.jsonl": GOOD}, {}, 65, "a split, and one of them train;"),
@@ -256,9 +227,9 @@ def test_what_can_not_be_read_is_refused_by_name(
 def test_a_stream_is_refused_with_what_to_use_instead():
     # torch's own has a __getitem__, which fails.
     methods = {"__iter__": lambda self: iter(range(8)), "__len__": lambda self: 8}
-    own = type("Streams", (torch.utils.data.IterableDataset,), methods)()
+    own = type("Stream", (torch.utils.data.IterableDataset,), methods)()
     for stream in (own, datasets.Dataset.from_list(ROWS).to_iterable_dataset()):
-        task = SimpleNamespace(build_dataset=lambda split, stream=stream: stream)
+        task = variant(build_dataset=lambda split, stream=stream: stream)
         assert "map-style" in message_of(65, build_split, task, "train", World())
 
 
@@ -272,7 +243,7 @@ def test_rows_that_another_process_converts_at_the_same_time_are_read(tmp_path, 
 
     monkeypatch.setattr(datasets, "load_dataset_builder", look_before_the_other_is_done)
     write(tmp_path, {"a.jsonl": LINES})
-    assert len(load_rows(section(path=tmp_path, validation_split="train"), "train")) == 4
+    assert len(all_rows(tmp_path)) == 4
 
 
 def test_a_worker_sends_conjugated_and_negated_views():
@@ -280,9 +251,7 @@ def test_a_worker_sends_conjugated_and_negated_views():
         x = torch.stack([sample["x"] for sample in samples])
         return {"x": x, "conjugated": torch.complex(x, x).conj(), "negative": x._neg_view()}
 
-    task = Tiny()
-    task.collate = collate
-    run = make_run(World(), task, "--data.workers", 1)
+    run = make_run(World(), variant(collate=collate), "--data.workers", 1)
     (batch,) = next(run.data)
     run.data.close()
     assert torch.equal(batch["conjugated"].imag, -batch["x"])
