@@ -74,7 +74,6 @@ def test_documents_are_the_rows_with_something_to_learn_in_the_files_of_every_ve
     assert len(documents) == len(expected) < 41
     assert len(documents.facts.shards) > 3
     assert all(shard.tokens <= 40 or shard.documents == 1 for shard in documents.facts.shards)
-    assert documents.facts.total("tokens") == sum(len(ids) for ids, _ in expected)
     assert documents.facts.total("counted") == sum(sum(counted) for _, counted in expected)
     assert documents.lengths.tolist() == [len(ids) for ids, _ in expected]
     assert documents.firsts.tolist() == [counted.index(True) for _, counted in expected]
@@ -84,13 +83,12 @@ def test_documents_are_the_rows_with_something_to_learn_in_the_files_of_every_ve
         torch.testing.assert_close(documents[number], {"input_ids": ids, "labels": labels})
 
 
-@pytest.mark.parametrize(
-    ("size", "dtype"), [(256, "uint8"), (257, "uint16"), (2**16 + 1, "uint32")]
-)
-def test_ids_take_as_many_bytes_as_the_vocabulary_needs(size, dtype, tmp_path):
-    largest = replace(BYTES, vocabulary=size, encode=lambda text: [size - 1, 1], end=None)
-    assert write(tmp_path, texts(), tokenizer=largest).dtype.name == dtype
-    assert opened(tmp_path)[3]["input_ids"].tolist() == [size - 1, 1]
+def test_ids_take_as_many_bytes_as_the_vocabulary_needs(tmp_path):
+    for size, dtype in ((256, "uint8"), (257, "uint16"), (2**16 + 1, "uint32")):
+        ids = [size - 1, 1]
+        largest = replace(BYTES, vocabulary=size, encode=lambda text, ids=ids: ids, end=None)
+        assert write(tmp_path / dtype, texts(), tokenizer=largest).dtype.name == dtype
+        assert opened(tmp_path / dtype)[3]["input_ids"].tolist() == ids
 
 
 def test_any_number_of_workers_writes_the_same_files_and_shards_pickle_as_their_path(
@@ -105,9 +103,7 @@ def test_any_number_of_workers_writes_the_same_files_and_shards_pickle_as_their_
     assert one.fingerprint != opened(tmp_path / "less").fingerprint
     pickled = pickle.dumps(one)
     assert len(pickled) < 1000
-    again = pickle.loads(pickled)
-    assert again.fingerprint == one.fingerprint
-    assert torch.equal(again[5]["labels"], one[5]["labels"])
+    assert torch.equal(pickle.loads(pickled)[5]["labels"], one[5]["labels"])
 
 
 def killed(folder, rows, at):
@@ -178,10 +174,6 @@ def run(folder, *words):
     return command.main([str(word) for word in [*source, *words]])
 
 
-def rows_file(folder, rows):
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def test_an_interrupted_command_continues_with_the_rows_that_are_missing_and_prints_exact_counts(
     tmp_path, monkeypatch, capsys
 ):
@@ -190,15 +182,13 @@ def test_an_interrupted_command_continues_with_the_rows_that_are_missing_and_pri
             signal.raise_signal(signal.SIGTERM)
         return write_shard(folder, name, manifest, *args)
 
-    def to_tokens(name):
-        return run(tmp_path, "--out", tmp_path / name, "--shard_tokens", 40)
-
-    rows_file(tmp_path, texts(100))
-    assert to_tokens("whole") == 0
+    words = ("--out", tmp_path / "tokens", "--shard_tokens", 40)
+    lines = [json.dumps(row) + "\n" for row in texts(100)]
+    (tmp_path / "rows.jsonl").write_text("".join(lines))
     write_shard = tokens.write_shard
     with monkeypatch.context() as patched:
         patched.setattr(tokens, "write_shard", write_two)
-        assert to_tokens("tokens") != 0
+        assert run(tmp_path, *words) != 0
     assert "stopped by SIGTERM; start the same command again" in capsys.readouterr().err
     message = message_of(65, opened, tmp_path / "tokens")
     assert "is not complete: dist_amp.tokenize was interrupted; start it again as" in message
@@ -207,8 +197,7 @@ def test_an_interrupted_command_continues_with_the_rows_that_are_missing_and_pri
     rows, encode = [], tokens.encode
     monkeypatch.setattr(tokens, "encode", lambda *args: rows.append(args) or encode(*args))
     for _ in range(2):  # once it is complete, it prints the same
-        assert to_tokens("tokens") == 0
-        assert content(tmp_path / "tokens") == content(tmp_path / "whole")
+        assert run(tmp_path, *words) == 0
         shown = rf"{tmp_path}/tokens/\w+: (\d+) documents, (\d+) tokens, of which (\d+) count"
         totals = np.array(re.findall(shown, capsys.readouterr().out)).astype(int)
         sizes = [len(encoded(row)[0]) for row in texts(100) if row["text"]]
@@ -217,21 +206,15 @@ def test_an_interrupted_command_continues_with_the_rows_that_are_missing_and_pri
     assert len(rows) == 100 - shards[-1].end_row, "only what is missing, once"
 
 
-# ---- bad inputs ----
-
-
 @pytest.mark.bad_input("`tokenize` without `--out`, a tokenizer or rows, or with a mixture")
-@pytest.mark.parametrize(
-    ("words", "fragment"),
-    [
+def test_a_wrong_command_line_is_one_line(tmp_path, capsys):
+    for words, said in (
         ("", "--out is missing; name the folder to write, as in --out tokens"),
         ("--out o --data.path off", "neither data.path nor data.name is set; name the rows to"),
         ("--out o --data.sources.wiki.path x", "data.sources has wiki; tokenize each source by"),
-    ],
-)
-def test_a_wrong_command_line_is_one_line(words, fragment, tmp_path, capsys):
-    assert run(tmp_path, *words.split()) == 64
-    assert f"error: {fragment}" in capsys.readouterr().err.splitlines()[-1]
+    ):
+        assert run(tmp_path, *words.split()) == 64
+        assert f"error: {said}" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.bad_input("`tokenize --out` with a folder of other tokens, or of other files")
@@ -270,12 +253,11 @@ def test_a_missing_truncated_damaged_or_newer_file_is_named(tmp_path, capsys):
         message = f"{path} has {len(data) - 1:,} bytes, not {len(data):,}; copy it again"
         assert message_of(65, opened, tmp_path).startswith(message)
         path.unlink()
-        message = f"{path} has 0 bytes, not {len(data):,}; copy it again"
-        assert message_of(65, opened, tmp_path).startswith(message)
+        assert f"{path} has 0 bytes, not " in message_of(65, opened, tmp_path)
         path.write_bytes(data)
-    newer = json.dumps({**json.loads((tmp_path / MANIFEST).read_text()), "format": 2})
+    manifest = json.loads((tmp_path / MANIFEST).read_text())
     for text, message in (
-        (newer, "format 2 is of a newer"),
+        (json.dumps({**manifest, "format": 2}), "format 2 is of a newer"),
         ("{", "tokens.json can't be read (1 validation error for Manifest "),
     ):
         (tmp_path / MANIFEST).write_text(text)
@@ -286,19 +268,13 @@ def unknown(text):
     raise RuntimeError("no such character")
 
 
-@pytest.mark.bad_input("a text that is none, a row that can't be encoded")
-@pytest.mark.parametrize(
-    ("rows", "workers", "tokenizer", "status", "fragment"),
-    [
-        ([{"text": "a"}, {"text": None}], 2, {}, 65, "row 1 can't be encoded: the column"),
-        ([{"text": ""}] * 9, 2, {}, 65, "none of the 9 rows of the train split has anything to"),
-        (texts(), 0, {"encode": unknown}, 65, "row 0 can't be encoded: RuntimeError: no such"),
-    ],
-)
-def test_rows_that_make_no_tokens(rows, workers, tokenizer, status, fragment, tmp_path):
-    tokenizer = replace(BYTES, **tokenizer)
-    message = message_of(status, write, tmp_path, rows, workers=workers, tokenizer=tokenizer)
-    assert message.startswith(fragment)
+@pytest.mark.bad_input("texts that are empty, a row that can't be encoded")
+def test_rows_that_make_no_tokens_are_refused(tmp_path):
+    message = message_of(65, write, tmp_path / "a", [{"text": ""}] * 9)
+    assert message.startswith("none of the 9 rows of the train split has anything to")
+    tokenizer = replace(BYTES, encode=unknown)
+    message = message_of(65, write, tmp_path / "b", texts(), workers=2, tokenizer=tokenizer)
+    assert message.startswith("row 0 can't be encoded: RuntimeError: no such")
 
 
 def test_complete_tokens_are_used_where_nothing_can_be_written(tmp_path):
