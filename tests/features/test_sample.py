@@ -3,14 +3,13 @@
 Core as test_script_run.py and test_security.py test it, with sample.
 """
 
-from dataclasses import replace
-
 import pytest
 import test_security
 from test_script_run import Unkept, recorded, trained
+from tiny import seal_again
 
 from dist_amp import train
-from dist_amp.checkpoint.format import CONFIG, MANIFEST, hash_files, read_manifest
+from dist_amp.checkpoint.format import CONFIG
 from dist_amp.commands import export, sample
 
 hostile = test_security.hostile  # a fixture
@@ -18,43 +17,31 @@ STEP = "checkpoints/step_00000002"
 
 
 @pytest.mark.bad_input("a checkpoint whose config names code that lies in or beside it")
+@pytest.mark.bad_input("export in the folder of a checkpoint that brings a module, or a package")
 @pytest.mark.parametrize(
-    ("command", "at", "path", "target"),
+    ("is_inside", "command", "at", "path", "target"),
     [
-        (sample, "", "evil.py", "{run}/evil.py:Task"),
-        (sample, "exported", "evil.py", "../runs/mine/evil.py:Task"),
-        (export, "", "../evil.py", "{run}/../evil.py:Task"),
-        (export, STEP, f"{STEP}/evil.py", "{run}/checkpoints/step_00000002/evil.py:Task"),
+        (False, sample, "", "evil.py", "{run}/evil.py:Task"),
+        (False, sample, "exported", "evil.py", "../runs/mine/evil.py:Task"),
+        (False, export, "", "../evil.py", "{run}/../evil.py:Task"),
+        (False, export, STEP, f"{STEP}/evil.py", "{run}/checkpoints/step_00000002/evil.py:Task"),
+        (True, export, "", "evil.py", "evil:Task"),
+        (True, export, "", "space/task.py", "space.task:Task"),
+        (True, export, "", "evil.py", "evil.py:Task"),
     ],
 )
-def test_no_file_beside_a_checkpoint_is_imported(hostile, capsys, command, at, path, target):
+def test_no_file_beside_a_checkpoint_is_imported_wherever_the_command_is_run(
+    hostile, capsys, monkeypatch, is_inside, command, at, path, target
+):
     folder = hostile(target, path)
     for config in folder.rglob(CONFIG):
         config.write_text(config.read_text().replace("{run}", str(folder)))
-    manifest = read_manifest(folder / STEP)
-    files = hash_files(folder / STEP / name for name in manifest.files)
-    (folder / STEP / MANIFEST).write_text(replace(manifest, files=files).to_text())
+    seal_again(folder / STEP)
+    if is_inside:
+        monkeypatch.chdir(folder)
     words = ["--out", "out"] if command is export else []
     assert command.main([str(folder / at), *words]) == 64
     assert "is only named by the config in" in capsys.readouterr().err
-
-
-@pytest.mark.bad_input("export in the folder of a checkpoint that brings a module, or a package")
-@pytest.mark.parametrize(
-    ("paths", "target"),
-    [
-        (("evil.py",), "evil:Task"),
-        (("space/task.py",), "space.task:Task"),
-        (("evil.py",), "evil.py:Task"),
-    ],
-)
-def test_no_module_of_a_current_folder_that_holds_the_checkpoint_is_imported(
-    hostile, capsys, monkeypatch, paths, target
-):
-    folder = hostile(target, *paths)
-    monkeypatch.chdir(folder)
-    assert export.main([str(folder), "--out", "out"]) == 64
-    assert "could run any code" in capsys.readouterr().err
 
 
 @pytest.mark.bad_input("a command on a run whose task was an object that no config builds again")
