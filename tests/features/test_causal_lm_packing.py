@@ -21,16 +21,15 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 class Documents:
-    """A token dataset: all tokens count but each document's first, and those in `masked`."""
+    """A token dataset, in each of whose documents the tokens from number `first` on count."""
 
     vocabulary = 256
     fingerprint = "documents"
 
-    def __init__(self, ids, masked=()):
+    def __init__(self, ids, first=1):
         self.ids = [torch.as_tensor(one, dtype=torch.int64) for one in ids]
         self.lengths = numpy.array([len(one) for one in self.ids])
-        self.masked = set(masked)
-        self.firsts = numpy.array([100 if n in self.masked else 1 for n in range(len(ids))])
+        self.firsts = numpy.full(len(ids), first)
 
     @classmethod
     def random(cls, count, low, high, vocabulary):
@@ -49,15 +48,11 @@ class Documents:
 
     def __getitem__(self, index):
         labels = self.ids[index].clone()
-        labels[: None if index in self.masked else 1] = IGNORE_INDEX
+        labels[: self.firsts[index]] = IGNORE_INDEX
         return {"input_ids": self.ids[index], "labels": labels}
 
     def pieces(self, pieces):
         return [{name: x[a:b] for name, x in self[number].items()} for number, a, b in pieces]
-
-
-def rows_of(documents, length, pack="best_fit", long_documents="split"):
-    return PackedRows(documents, Packing(length, pack, long_documents))
 
 
 def documents_in(row):
@@ -77,7 +72,7 @@ def documents_in(row):
     ],
 )
 def test_rows_and_their_fingerprint_are_those_of_every_version(settings, pieces, fingerprint):
-    rows = rows_of(Documents.random(500, 2, 60, 256), 30, *settings)
+    rows = PackedRows(Documents.random(500, 2, 60, 256), Packing(30, *settings))
     found = repr([rows.pieces(number) for number in range(len(rows))])
     assert hashlib.sha256(found.encode()).hexdigest()[:12] == pieces
     assert rows.fingerprint == fingerprint
@@ -86,7 +81,7 @@ def test_rows_and_their_fingerprint_are_those_of_every_version(settings, pieces,
 @pytest.mark.parametrize("length", [2, 3, 9, 30])
 def test_each_token_counts_once_after_the_token_before_it_and_what_fits_is_in_one_row(length):
     documents = Documents.numbered(*range(30))
-    rows = rows_of(documents, length)
+    rows = PackedRows(documents, Packing(length, "best_fit", "split"))
     assert rows.lengths.tolist() == [len(row["input_ids"]) for row in rows]
     assert max(rows.lengths) <= length
     if length == 30:
@@ -102,7 +97,7 @@ def test_each_token_counts_once_after_the_token_before_it_and_what_fits_is_in_on
 
 
 def test_cut_rows_are_the_joined_documents_without_the_remainder_that_fills_no_row():
-    rows = rows_of(Documents.numbered(5, 0, 1, 13, 7), 6, "cut")
+    rows = PackedRows(Documents.numbered(5, 0, 1, 13, 7), Packing(6, "cut", "split"))
     ids = torch.stack([sample["input_ids"] for sample in rows])
     labels = torch.stack([sample["labels"] for sample in rows])
     assert ids.tolist() == torch.arange(24).view(4, 6).tolist()
@@ -127,21 +122,6 @@ def test_unpacked_rows_are_padded_to_a_multiple_but_never_beyond_the_length(
     assert (batch["tokens"], batch["counted"]) == (sum(filled), sum(filled) - 3)
 
 
-def test_a_micro_batchs_documents_are_packed_whole_or_by_their_beginning_and_padding_is_its_own():
-    parts = torch.arange(18).split([4, 9, 2, 1, 2])
-    samples = [{"input_ids": ids, "labels": ids.clone()} for ids in parts]
-    packing = Packing.of(DataConfig(pack="best_fit", view="parquet"), 6, "cut")
-    assert packing == Packing(6, "best_fit", "truncate"), "a view knows no lengths to split by"
-    batch = packing.collate(samples, pad_id=99)
-    documents = []
-    for ids, positions in zip(batch["input_ids"], batch["position_ids"], strict=True):
-        documents += documents_in({"input_ids": ids, "position_ids": positions})
-    beginnings = [[0, 1, 2, 3], [4, 5, 6, 7, 8, 9], [13, 14], [15], [16, 17]]
-    assert sorted(documents) == [*beginnings, [99, 99, 99]]
-    assert set(batch["labels"][batch["input_ids"] == 99].tolist()) == {-100}
-    assert (batch["tokens"], batch["counted"]) == (4 + 6 + 2 + 1 + 2, 3 + 5 + 1 + 0 + 1)
-
-
 def test_shares_are_those_since_they_were_last_read_and_tell_sources_apart():
     shares = TokenShares(["wiki", "code"])
     labels, sources = torch.tensor([[-100, 1, 2, 3, -100]]), torch.tensor([[0, 0, 1, 1, 1]])
@@ -154,11 +134,10 @@ def test_shares_are_those_since_they_were_last_read_and_tell_sources_apart():
 
 
 def view_steps(world, folder, pack, micro_batch):
-    words = ["--train.global_batch_size", 32, "--train.micro_batch_size", micro_batch]
-    words += ["--data.path", folder, "--precision.use_amp", "false", "--optim.name", "sgd"]
+    words = "--train.global_batch_size 32 --use_amp false --optim.name sgd --optim.warmup_steps 0"
     data = DataConfig(path=str(folder), view="parquet", streams=8, pack=pack)
     task = CausalLM(data, context=31, width=32)
-    run = make_run(world, task, *words, "--optim.warmup_steps", 0)
+    run = make_run(world, task, *words.split(), "--train.micro_batch_size", micro_batch)
     reports = take_steps(run, 3)
     sums = world.sum(torch.stack([report.loss_sum for report in reports]))
     rows = [len(batch["input_ids"]) for batch, _ in run.data.last_step if isinstance(batch, dict)]
@@ -181,11 +160,9 @@ def test_documents_packed_as_they_are_read_compute_the_step_of_a_document_per_ro
         torch.testing.assert_close(other[3], off[3])
 
 
-@pytest.mark.parametrize(
-    "row", ['{"text": "abcdefghijklmnop"}', '{"prompt": "abcdefg", "completion": "hijklmnop"}']
-)
-def test_a_piece_read_from_shards_is_that_part_of_its_document(tmp_path, row):
-    (tmp_path / "rows.jsonl").write_text(f"{row}\n" * 3)
+def test_a_piece_read_from_shards_is_that_part_of_its_document(tmp_path):
+    row = '{"prompt": "abcdefg", "completion": "hijklmnop"}\n'
+    (tmp_path / "rows.jsonl").write_text(row * 3)
     data = DataConfig(path=str(tmp_path / "rows.jsonl"), validation_split="train")
     documents = token_documents(data, "train", open_tokenizer("bytes"))
     places = [(1, start, stop) for start in range(16) for stop in range(start + 1, 18)]
@@ -194,17 +171,17 @@ def test_a_piece_read_from_shards_is_that_part_of_its_document(tmp_path, row):
         torch.testing.assert_close(piece, expected)
 
 
-ALL_MASKED = Documents(torch.ones(8, 5), masked=range(8))
+ALL_MASKED = Documents(torch.ones(8, 7), first=6)  # whose answers come after a row
 
 
 @pytest.mark.bad_input("documents too few, without lengths or with nothing to learn")
 @pytest.mark.parametrize(
     ("settings", "documents", "status", "message"),
     [
-        (("cut", "split"), [{}], 64, "data.pack=cut needs the documents"),
+        (("cut", "truncate"), [{}], 64, "data.pack=cut needs the documents"),
         (("best_fit", "split"), [{}], 64, "data.pack=best_fit needs the documents"),
         (("cut", "split"), Documents.numbered(2, 3), 65, "the 2 train documents have 5 tokens in"),
-        (("best_fit", "truncate"), ALL_MASKED, 65, "the 8 train documents have 40 tokens in all, "),
+        (("best_fit", "truncate"), ALL_MASKED, 65, "the 8 train documents have 56 tokens in all, "),
     ],
 )
 def test_documents_that_make_no_rows_are_refused(settings, documents, status, message):
