@@ -15,7 +15,6 @@ KINDS = ("forward", "loss", "backward", "gradient", "op", "update")
 FP32 = ["--use_amp", "false", "--train.micro_batch_size", 4, "--train.accumulation_steps", 2]
 FULL = ["--parallel.activation_checkpointing", "full"]
 COMPILED = ["--compile.blocks", "true", "--compile.mode", "eager"]
-BATCH = {"x": torch.ones(4, 8), "y": torch.zeros(4), "counts": torch.ones(4)}
 
 
 class Twice(nn.Module):
@@ -57,23 +56,22 @@ def test_each_call_of_a_module_is_an_event_in_order_and_the_step_has_the_bits_of
     products = [event.module for event in events if event.name == "aten.addmm"]
     assert products == ["shared", "shared", "head"] * 2
     assert Counter(event.kind for event in events)["loss"] == 2
+    only_here = Event("forward", "another", values=1)
+    assert first_difference([only_here, *events], events) is None
     run = make_run(World(), Shares(), *FP32)
     take_steps(run, 1)
     torch.testing.assert_close(parameters_of(run), parameters, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "words"),
-    [(1, FULL), (4, ["--parallel.strategy", "hsdp", *FULL])],
+    ("ranks", "strategy", "plain"), [(1, "single", "single"), (4, "hsdp", "ddp")]
 )
-def test_sharded_and_recomputed_modules_have_the_events_of_whole_ones(ranks, words):
+def test_sharded_and_recomputed_modules_have_the_events_of_whole_ones(ranks, strategy, plain):
     """Gradients are those of a rank's micro-batch before they are reduced, and so the same."""
     kinds = ("forward", "loss", "gradient")
-    plain = ["--parallel.strategy", "single" if ranks == 1 else "ddp"]
-    expected = on_ranks(ranks, trace_of, Tiny(), kinds, *plain)
-    for (events, _), (events_here, _) in zip(
-        expected, on_ranks(ranks, trace_of, Tiny(), kinds, *words), strict=True
-    ):
+    expected = on_ranks(ranks, trace_of, Tiny(), kinds, "--parallel.strategy", plain)
+    found = on_ranks(ranks, trace_of, Tiny(), kinds, "--parallel.strategy", strategy, *FULL)
+    for (events, _), (events_here, _) in zip(expected, found, strict=True):
         assert len(events) == len(events_here) == 2 * (8 + 1 + 6)
         assert first_difference(events, events_here) is None
         assert first_difference(events_here, events) is None
@@ -87,29 +85,11 @@ def test_a_compiled_block_is_one_call_and_stays_compiled(capsys):
     assert "compiled in parts" not in capsys.readouterr().err
 
 
-def test_the_first_event_whose_values_differ_though_its_inputs_do_not_is_named():
-    traces = []
-    for factor in (1.0, 1.5):
-        model = Twice()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(0.1)
-            model.head.weight.mul_(factor)
-        recorder = Recorder(Tiny(), model, hash_of, ("forward", "op"), inputs=True)
-        with recorder:
-            recorder.loss_sum(model, BATCH)
-        traces.append(recorder.events)
-    calls = [[event for event in events if event.kind == "forward"] for events in traces]
-    a, b = first_difference(*calls)
-    assert (a.module, b.module) == ("head", "head")
-    only_here = Event("forward", "another", values=1)
-    assert first_difference([only_here, *calls[0]], calls[0]) is None
-
-
 def test_a_model_of_more_modules_than_python_may_recurse_is_recorded():
     model = nn.Sequential(nn.Linear(8, 1), *[nn.Tanh() for _ in range(3_000)])
+    batch = {"x": torch.ones(4, 8), "y": torch.zeros(4), "counts": torch.ones(4)}
     with Recorder(Tiny(), model, len, ("forward", "backward", "gradient")) as recorder:
-        recorder.loss_sum(model, BATCH).backward()
+        recorder.loss_sum(model, batch).backward()
     counts = Counter(event.kind for event in recorder.events)
     assert (counts["forward"], counts["gradient"]) == (3_002, 2)
     assert counts["backward"] > 3_000
