@@ -242,7 +242,13 @@ class Shape(Enum):
 
 
 class OddTypes(Tiny):
-    def __init__(self, dtype: torch.dtype = torch.float32, shape: Shape = Shape.ROUND, **more):
+    def __init__(
+        self,
+        dtype: torch.dtype = torch.float32,
+        shape: Shape = Shape.ROUND,
+        sizes: dict[str, int] | None = None,
+        **more,
+    ):
         super().__init__()
 
 
@@ -251,9 +257,10 @@ def test_an_argument_whose_type_no_setting_can_have_is_refused_and_the_others_wo
     task = ["--task.target", "test_config:OddTypes"]
     said = "task.args.dtype=torch.half on the command line must be left out, as no setting can have"
     assert said in refusal(*task, "--task.args.dtype=torch.half")
-    assert "; the task takes dtype, shape" in refusal(*task, "--task.args.more", 3)
-    config = load(*task, "--task.args.shape", "2")
-    assert config.task.args.shape is Shape.SQUARE
-    assert tomllib.loads(to_toml(config))["task"]["args"] == {"shape": 2}
+    assert "; the task takes dtype, shape, sizes" in refusal(*task, "--task.args.more", 3)
+    config = load(*task, "--task.args.shape", "2", "--task.args.sizes.big", "3")
+    assert (config.task.args.shape, config.task.args.sizes) == (Shape.SQUARE, {"big": 3})
+    written = tomllib.loads(to_toml(config))["task"]["args"]
+    assert written == {"shape": 2, "sizes": {"big": 3}}
     assert main([*task, "--help", "task.args"]) == 0
     assert "--task.args.dtype" in capsys.readouterr().out

@@ -78,34 +78,26 @@ def handlers():
     return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 
 
+@pytest.mark.parametrize(
+    ("every", "saved", "exit_code"),
+    [(2, ["step_00000002", "step_00000003"], 75), ("off", [], 1)],
+)
 def test_ctrl_c_saves_after_the_step_and_a_further_fit_ends_bit_for_bit(
-    tmp_path, undisturbed, capsys
+    every, saved, exit_code, tmp_path, undisturbed, capsys
 ):
-    words = (*OFTEN, "--run.resume", "never")
+    words = (*OFTEN, "--checkpoint.every", every, "--run.resume", "never")
     run = built(World(), tmp_path, *words, task=Stops(at=2))
     before = handlers()
     with pytest.raises(KeyboardInterrupt, match=r"stopped after step 3; fit\(run\) continues"):
         fit(run)
     assert handlers() == before
-    assert all_checkpoints(run.folder)[-1].name == "step_00000003"
+    assert [path.name for path in all_checkpoints(run.folder)] == saved
     summary = json.loads((run.folder / "summary.json").read_text())
-    assert (summary["stopped_by"], summary["exit_code"]) == ("preempted", 75)
+    assert (summary["stopped_by"], summary["exit_code"]) == ("preempted", exit_code)
     disturb(run)
     assert fit(run)["stopped_by"] == "completed"
     assert same(list(end_of(run)), list(undisturbed))
     assert "warning" not in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="holds a run already"):
-        fit(built(World(), tmp_path, *words))
-
-
-def test_a_stop_without_checkpoints_is_continued_by_the_same_run(tmp_path, undisturbed):
-    run = built(World(), tmp_path, *OFTEN, "--checkpoint.every", "off", task=Stops(at=2))
-    with pytest.raises(KeyboardInterrupt):
-        fit(run)
-    assert not all_checkpoints(run.folder)
-    disturb(run)
-    fit(run)
-    assert same(list(end_of(run)[:3]), list(undisturbed[:3]))
 
 
 @pytest.mark.bad_input("`fit(run)` of a run that an error ended")
@@ -121,6 +113,8 @@ def test_after_an_error_the_run_is_built_again_and_ends_bit_for_bit(tmp_path, un
     assert "of the task" in summary["cause"]
     with pytest.raises(ConfigError, match="an error ended this run after step 3"):
         fit(run)
+    with pytest.raises(ConfigError, match="holds a run already"):
+        fit(built(World(), tmp_path, *OFTEN, "--run.resume", "never"))
     again = built(World(), tmp_path, *OFTEN, "--data.workers", 1, task=Stops(at=0))
     assert fit(again)["resumed_from_step"] == 2
     assert same(list(end_of(again)), list(undisturbed))
