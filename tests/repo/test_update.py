@@ -235,6 +235,7 @@ BAD = [  # what came before, the command, and a part of its line
         "invalid syntax (ema.py, line",
     ),
     ("rm -rf .git", "update", "not a git repository"),
+    ("", "adopt", "name a feature to add, or one to --remove"),
     ("", "adopt ema", "adopt ema: the project has it already"),
     ("", "adopt emma", "there is no feature emma; did you mean ema?"),
 ]
@@ -242,7 +243,7 @@ BAD = [  # what came before, the command, and a part of its line
 
 @pytest.mark.bad_input("`dist_amp update`, `adopt`: changes that are not committed; no project")
 @pytest.mark.bad_input("`dist_amp update`: a source that is older, gone or broken")
-@pytest.mark.bad_input("`dist_amp adopt`: an unknown feature, or one that is there")
+@pytest.mark.bad_input("`dist_amp adopt`: no feature, an unknown one, or one that is there")
 @pytest.mark.parametrize(("before", "command", "said"), BAD)
 def test_what_is_refused_says_why_in_one_line_and_changes_nothing(
     project, request, capsys, before, command, said

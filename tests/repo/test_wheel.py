@@ -3,6 +3,7 @@
 The environment has the packages that the wheel declares, and no extra.
 """
 
+import importlib.metadata
 import re
 import shutil
 import subprocess
@@ -12,7 +13,9 @@ import built_wheel
 import pytest
 from conftest import ROOT
 
+from dist_amp import files
 from dist_amp.config.load import collect, load_config
+from dist_amp.errors import ConfigError
 
 TASK = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
 # Only the size of the work; the last of equal options counts.
@@ -131,3 +134,13 @@ def test_a_config_is_found_by_its_name_a_file_here_comes_before_it_and_a_later_o
     (tmp_path / "demo").write_text("train.steps = 7\n")
     assert load_config(["--config", "debug"], {}).train.steps == 20
     assert load_config(["--config", "demo"], {}).train.steps == 7
+
+
+@pytest.mark.bad_input("a package that was installed without its configs")
+def test_an_installation_without_its_files_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "__file__", str(tmp_path / "site-packages/dist_amp/files.py"))
+    monkeypatch.setattr(importlib.metadata, "files", lambda name: None)
+    text = "is installed without configs/debug.toml and its other files; install its wheel"
+    with pytest.raises(ConfigError, match=text):
+        load_config(["--config", "demo"], {})
+    assert load_config([], {}).train.steps == 100
