@@ -15,13 +15,15 @@ from dist_amp.config.load import load_config
 from dist_amp.diagnostics import consistency
 from dist_amp.errors import Failure
 from dist_amp.optim import build_optimizer
+from dist_amp.settings import DataConfig
 from dist_amp.step import loss_of, train_step
 from dist_amp.supervise.stop import AgreedStop
+from dist_amp.tasks.image_classification import ImageClassification
 from dist_amp.train import train
 from dist_amp.verify.cells import check_cell
 from dist_amp.verify.compare import Cell
 from dist_amp.verify.reference import Reference
-from dist_amp.world import local
+from dist_amp.world import World, local
 
 # ---- faults in the loop: verify's comparison finds them ----
 
@@ -131,6 +133,13 @@ def test_a_fault_in_the_loop_is_named_by_the_comparison_and_without_one_it_is_si
     message = on_ranks(2, verdict_of, cell, fault)[0]
     assert cause in message, message
     assert bool(message) == bool(cause), message
+
+
+def test_verify_computes_the_steps_of_images_with_augmentation():
+    pytest.importorskip("sklearn")
+    task = ImageClassification(DataConfig(), width=4)
+    reference = Reference(load_config([], environ={}), torch.device("cpu"), task)
+    assert check_cell(World(), reference, Cell("single", "fp32")).cause == ""
 
 
 # ---- faults in a run: the main job's consistency checks find them ----
