@@ -89,13 +89,6 @@ def test_every_layout_has_the_same_bits_to_the_end(task, steps, words):
 # ---- what can't be exact
 
 
-@pytest.fixture(autouse=True)
-def threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.bad_input("`parallel.bit_exact` in a run that resumes one without it")
 def test_a_run_that_becomes_exact_says_from_which_step_on(tmp_path, capsys):
     words = ["--train.global_batch_size", 16, "--run.dir", tmp_path, "--run.resume", "auto"]
