@@ -18,8 +18,6 @@ from dist_amp.diagnostics.consistency import Consistency, check_ranks_agree
 from dist_amp.errors import ConfigError, NumericsError
 from dist_amp.world import local
 
-# ---- before there is a run
-
 
 def difference_of_ranks(world, words, files, torch_of_rank_1):
     """The error of check_ranks_agree if rank 1 has these settings, files and torch; "" for none."""
@@ -66,9 +64,6 @@ def test_the_users_file_is_compared_and_hidden_files_are_not(tmp_path, monkeypat
     monkeypatch.setattr(consistency, "__file__", str(tmp_path / "diagnostics" / "consistency.py"))
     expected = {"dist_amp/step.py", "dist_amp/tasks/own.py", "tiny.py"}
     assert set(consistency.code_hashes("tiny:Tiny")) == expected
-
-
-# ---- while it runs
 
 
 def one_rank_corrupts_its_gradient_after_the_reduction(world, strategy):

@@ -24,8 +24,6 @@ from dist_amp.telemetry.step_report import MAX_RANK_FOLDERS, RANK_METRICS, LogRo
 from dist_amp.train import fit, main
 from dist_amp.world import World
 
-# ---- a line per log step
-
 
 def row(step=5, ranks=2, **values):
     usual = {"steps": 5.0, "applied_in_interval": 5.0, "forward": 1.0, "items": 10.0}
@@ -97,9 +95,6 @@ def test_what_is_computed_for_all_ranks_at_once_is_what_each_rank_gives(ranks):
     assert ("ranks/forward_seconds_median" in tags) == (ranks > MAX_RANK_FOLDERS)
     assert f"items/s {sum(rates):,.0f}" in columns(row, 1.0)
     assert json.loads(json.dumps(tags)) == tags, "plain numbers"
-
-
-# ---- a whole run
 
 
 @pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.slow)])

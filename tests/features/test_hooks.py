@@ -78,9 +78,6 @@ class PlainOutput(Tiny):
         return super().loss_sum(lambda x: model(x).prediction, batch)
 
 
-# ---- what works in one process alone, or is refused by its cause
-
-
 def in_order(model, x, order):
     for number in order:
         x = model.blocks[number](x)

@@ -18,8 +18,6 @@ from dist_amp.precision import build_precision
 from dist_amp.settings import PrecisionConfig, RunConfig
 from dist_amp.world import World
 
-# ---- GPUs ----
-
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\n"
 TOO_OLD = "The NVIDIA driver on your system is too old\nmore"
 
@@ -75,9 +73,6 @@ def test_gpus_that_are_hidden_of_rocm_or_not_given_to_a_container_are_not_asked_
     for name in ("nvidia0", "nvidia1"):  # /proc still shows the host's driver
         (root / "dev" / name).unlink()
     assert reason_unused(root) == ""
-
-
-# ---- precisions ----
 
 
 @pytest.fixture
