@@ -90,7 +90,9 @@ def test_torchruns_options_stand_anywhere_before_the_module_and_no_setting_is_ta
 
 ELASTIC = "--nnodes 1:4 --nproc-per-node 2 --run.dir shared"
 SMALL = f"{ELASTIC} --train.micro_batch_size 1"
-NEEDS = "--nnodes=1:4 needs a train.global_batch_size that all numbers of nodes can keep, such as 2"
+NEEDS = (
+    "--nnodes=1:4 needs a train.global_batch_size that all numbers of nodes can keep, such as 24"
+)
 
 
 @pytest.mark.bad_input("`dist_amp launch` with an option that is almost one of torchrun's")
