@@ -23,6 +23,9 @@ WORDS = {
     "train.accumulation_steps": "auto",
     "run.timeout_seconds": 20,
     "precision.use_amp": "false",
+    "parallel.bit_exact": "true",
+    "train.global_batch_size": 16,
+    "train.steps": 200,
 }
 
 
@@ -37,24 +40,26 @@ def records(run: Path) -> list[SimpleNamespace]:
 
 
 class Cluster:
-    """Nodes of one rank each that train one run; `nodes` are the ones that are there."""
+    """Two nodes of one rank each that train one run; `nodes` are the ones that are there."""
 
-    def __init__(self, folder: Path, sizes: str, words: dict):
+    def __init__(self, folder: Path, words: list[str]):
         self.folder = folder
         self.run = folder / "run"
         self.words = words
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.options = ["--nnodes", sizes, "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
+        self.options = ["--nnodes", "1:2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
         self.options += ["--rdzv-endpoint", f"127.0.0.1:{self.store.port}", "--rdzv-id", "elastic"]
         conf = "is_host=0,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=6"
         self.options += ["--rdzv-conf", conf]
         self.environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{TESTS}"}
         self.environ |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         self.nodes: dict[int, Forked] = {}
+        for number in (0, 1):
+            self.join(number)
 
     def join(self, number: int) -> None:
         """Another node has another address: it decides which one has rank 0."""
-        words = ["--local-addr", f"127.0.0.{10 + number}", *self.options, *as_options(self.words)]
+        words = ["--local-addr", f"127.0.0.{10 + number}", *self.options, *self.words]
         environ = self.environ | {"GLOO_SOCKET_IFNAME": "lo"}
         self.nodes[number] = Forked(words, self.folder, environ, "dist_amp.commands.launch")
 
@@ -96,19 +101,12 @@ class Cluster:
 
 
 @pytest.fixture
-def chaos(tmp_path):
-    return Chaos(tmp_path, 0, **WORDS, **{"train.steps": 200})
+def cluster(request):
+    """cluster(folder, words): a Cluster, which is killed at the test's end."""
 
-
-@pytest.fixture
-def cluster(chaos, request):
-    """cluster(size, **words): a Cluster of so many nodes, which is killed at the test's end."""
-
-    def make(size: int, **words) -> Cluster:
-        made = Cluster(chaos.new_folder(), f"1:{size}", chaos.words | words)
+    def make(folder: Path, words: list[str]) -> Cluster:
+        made = Cluster(folder, words)
         request.addfinalizer(made.close)
-        for number in range(size):
-            made.join(number)
         return made
 
     return make
@@ -140,18 +138,14 @@ while not Path("end").exists():
 """
 
 
-def test_a_lost_node_and_one_that_joins_restart_the_ranks_at_the_new_size(tmp_path, request):
+def test_a_lost_node_and_one_that_joins_restart_the_ranks_at_the_new_size(tmp_path, cluster):
     def sizes():
         """The WORLD_SIZE of each rank that runs."""
         ranks = [path for path in tmp_path.glob("rank-*") if is_there(int(path.name[5:]))]
         return sorted(path.read_text() for path in ranks)
 
     (tmp_path / "nodes.py").write_text(NODE)
-    nodes = Cluster(tmp_path, "1:2", {})
-    request.addfinalizer(nodes.close)
-    nodes.options += ["-m", "nodes"]
-    for number in (0, 1):
-        nodes.join(number)
+    nodes = cluster(tmp_path, ["-m", "nodes"])
     wait_for(lambda: sizes() == ["2", "2"], "the start of both", 60)
     nodes.lose(0)
     (tmp_path / "lost").touch()
@@ -166,32 +160,26 @@ def test_a_lost_node_and_one_that_joins_restart_the_ranks_at_the_new_size(tmp_pa
 
 
 @pytest.mark.slow
-def test_a_node_that_is_lost_and_one_that_joins_leave_every_bit_as_it_was(cluster, chaos):
-    words = {"parallel.bit_exact": "true", "train.global_batch_size": 16}
-    nodes = cluster(2, **words)
+def test_nodes_that_are_lost_that_join_and_that_leave_at_a_signal_leave_every_bit_as_it_was(
+    tmp_path, cluster
+):
+    chaos = Chaos(tmp_path, 0, **WORDS)
+    nodes = cluster(chaos.new_folder(), as_options(chaos.words))
     nodes.wait_for_steps(3)
     nodes.lose(0)  # it has rank 0
     nodes.wait_for_steps(2)
     nodes.join(0)
     nodes.wait_for_steps()
-    assert nodes.end() == [0, 0], nodes.output()
-    assert differences(nodes.run, chaos.through(2, **words, **{"task.args.pause": 0})) == []
-    assert "restart 1 of 100" in nodes.output(), "of the loss"
-    # Nothing is taken twice where the node joined: the ranks had saved.
-    _, alone, together = steps_by_attempt(nodes.run)
-    assert max(alone) + 1 == min(together)
-
-
-@pytest.mark.slow
-def test_a_node_that_is_signalled_saves_and_leaves_and_the_others_continue(cluster):
-    nodes = cluster(3, **{"train.global_batch_size": 12, "checkpoint.every": 50})
-    nodes.wait_for_steps(2)
-    leaves = nodes.nodes.pop(1)
+    leaves = nodes.nodes.pop(0)
     leaves.terminate()
     nodes.wait_for_steps(2)
     assert leaves.wait(300) == 75
-    nodes.join(1)
+    nodes.join(0)
     nodes.wait_for_steps(2)
-    assert nodes.end() == [0, 0, 0], nodes.output()
-    steps = [step for steps in steps_by_attempt(nodes.run) for step in sorted(steps)]
-    assert steps == list(range(1, 201)), "none is taken twice"
+    assert nodes.end() == [0, 0], nodes.output()
+    assert differences(nodes.run, chaos.through(2, **{"task.args.pause": 0})) == []
+    assert "restart 1 of 100" in nodes.output(), "of the loss"
+    # But for the loss no step is taken twice: the ranks had saved.
+    _, *attempts = steps_by_attempt(nodes.run)
+    steps = [step for steps in attempts for step in sorted(steps)]
+    assert steps == list(range(steps[0], 201))
