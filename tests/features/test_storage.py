@@ -5,6 +5,7 @@ The address is a folder by fsspec's file://, or an S3 server (moto; needs the ex
 
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -35,6 +36,7 @@ from dist_amp.world import World
 
 s3 = s3_server.s3  # the fixture
 ENGINE = pytest.mark.engine
+KILLS = int(os.environ.get("DIST_AMP_KILLS", 6))  # of each seed
 WORDS = ["--task.target", "test_storage:Stops", "--use_amp", "false", "--eval.every", "off"]
 WORDS += ["--train.steps", 8, "--checkpoint.every", 2, "--metrics.log_every", 1]
 WORDS += ["--checkpoint.keep", 3, "--run.timeout_seconds", 60]
@@ -43,12 +45,13 @@ FSDP = ["--parallel.strategy", "fsdp"]
 
 
 class Stops(Tiny):
-    """Raises or gets a signal in the training step AT, by the environment."""
+    """Raises or gets a signal in the training step AT, by the environment; SLEEP: in each step."""
 
     calls = 0
 
     def loss_sum(self, model, batch):
         self.calls += model.training
+        time.sleep(float(os.environ.get("SLEEP", 0)))
         if self.calls == int(os.environ.get("AT", 0)):
             if "RAISES" in os.environ:
                 raise RuntimeError("of the task")
@@ -517,11 +520,12 @@ def test_nodes_that_share_the_local_folder_are_refused(tmp_path):
 S3 = ["--run.dir", "s3://bucket/run"]
 
 
-def all_at_s3(folder):
-    """The complete checkpoints at s3://bucket/run, fetched to a folder."""
-    at = Store("s3://bucket/run")
+def all_at(folder, name="run"):
+    """The complete checkpoints at s3://bucket/NAME, fetched to a folder."""
+    at = Store(f"s3://bucket/{name}")
     shutil.rmtree(folder, ignore_errors=True)
-    at.fs.get(at.root, str(folder), recursive=True)
+    if at.sizes(""):
+        at.fs.get(at.root, str(folder), recursive=True)
     return complete(folder)
 
 
@@ -532,12 +536,12 @@ def test_a_store_that_fails_now_and_then_gets_all_checkpoints(fault, s3, launch,
     s3.faults_of_writes = ["", fault] * 20
     s3.faults = [fault, ""] * 4
     run(launch, *S3)
-    assert len(all_at_s3(tmp_path / "fetched")) == 3
+    assert len(all_at(tmp_path / "fetched")) == 3
     shutil.rmtree(tmp_path / "cache")
     s3.faults = [fault, ""] * 4
     done = run(launch, *S3, "--train.steps", 10, "--run.allow_config_change", "true")
     assert "resumed from step 8" in done[0].stdout
-    assert max(all_at_s3(tmp_path / "fetched")) == "step_00000010"
+    assert max(all_at(tmp_path / "fetched")) == "step_00000010"
 
 
 @pytest.mark.slow
@@ -560,3 +564,38 @@ def test_a_store_that_can_not_be_used_is_refused_at_the_start(name, line, s3, la
     # A rank that ends later may print torch's trace of the connection that it has lost.
     (printed,) = re.findall("error: .*", "".join(process.stderr for process in done))
     assert line in printed
+
+
+@pytest.mark.slow
+@ENGINE
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_is_killed_checkpoints_are_complete_or_absent_and_the_end_is_the_same(
+    seed, s3, launch, tmp_path
+):
+    """A rank or all ranks, at random times; a new disk every other time.
+
+    A run that has ended is compared, and the next kills are another's.
+    """
+    draw = random.Random(seed)
+    run(launch, "--run.dir", "s3://bucket/whole")
+    whole = all_at(tmp_path / "fetched", "whole")["step_00000008"]
+    kills = ended = 0
+    while kills < KILLS or ended == 0:
+        name = f"run{ended}"
+        ranks = launch.start_each(2, *WORDS, "--run.dir", f"s3://bucket/{name}", SLEEP="0.4")
+        if kills < KILLS:
+            time.sleep(draw.uniform(2.0, 8.0))
+            kills += ranks[0].poll() is None
+            for process in ranks[: draw.choice([1, 2])]:
+                process.kill()
+        ends = [process.wait(120) for process in ranks]
+        at = Store(f"s3://bucket/{name}")
+        if record := json.loads(at.read(store.CLAIM) or "{}"):
+            # As if a while had passed: a wait is no test.
+            at.write(store.CLAIM, json.dumps({**record, "released": True}).encode())
+        checkpoints = all_at(tmp_path / "fetched", name)
+        if draw.random() < 0.5:
+            shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+        if ends == [0, 0]:
+            assert checkpoints["step_00000008"] == whole
+            ended += 1
