@@ -89,7 +89,7 @@ def steps(run: Run, count: int) -> None:
 
 def step(run: Run, micro_batches: list[Any]) -> None:
     """Take a step and record its losses, which are summed over the ranks if it is exact."""
-    run.metrics.record(train_step(run, micro_batches))
+    run.metrics.after_step(train_step(run, micro_batches))
 
 
 def block(run: Run) -> tuple[float, float]:

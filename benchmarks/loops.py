@@ -249,7 +249,7 @@ def dist_amp_with_telemetry(setup: Setup, folder: Path) -> Loop:
 
     def step(micro_batches: Sequence[Any]) -> None:
         report = train_step(run, micro_batches)
-        run.metrics.record(report)
+        run.metrics.after_step(report)
         run.data.items += samples * len(micro_batches)  # its own data loader is not used here
         row = run.metrics.read()  # one step after the copy was started, as in the main job
         if row is not None:

@@ -23,7 +23,7 @@ def main(run: Run) -> None:
     started = time.perf_counter()
     for micro_batches in run.data:
         report = train_step(run, micro_batches)
-        run.metrics.record(report)
+        run.metrics.after_step(report)
         if run.step % run.config.metrics.log_every == 0:
             run.metrics.begin(run.step, run.schedule, run.scaler, run.data)
             row = run.metrics.read()

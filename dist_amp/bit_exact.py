@@ -368,10 +368,10 @@ class ExactParallel(Parallel):
 class ExactMetrics(Metrics):
     """Metrics of losses that are summed over the ranks in each step, in one order."""
 
-    def record(self, report: StepReport) -> None:
+    def after_step(self, report: StepReport, micro_batches: Any = None) -> None:
         """Rank 0 records the sum of all losses, the others zero."""
         losses = by_micro_batch(torch.stack(report.losses), self.world)
         total = tree_sum(self.world.sum(losses))
         if not self.world.is_main:
             total = torch.zeros_like(total)
-        super().record(replace(report, losses=[total]))
+        super().after_step(replace(report, losses=[total]))

@@ -112,9 +112,3 @@ class Lap:
             read += 1
         del self._marks[:read]
         return dict(self._seconds)
-
-
-def wait_for_device(device: torch.device) -> None:
-    """Wait for all queued work on the device: before reading a clock."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -179,7 +179,7 @@ def build_batches(
     bad_samples: Any = None,
 ) -> Batches:
     """The training batches. Errors: DataError for a dataset that does not fill one global batch."""
-    length = 0 if dataset is None else len(dataset)
+    length = len(dataset)
     micro_batch_size = config.train.micro_batch_size
     micro_batches = accumulation_steps(config.train, world.world_size)
     check_length(length, micro_batch_size, micro_batches, config.data.drop_last, world)

@@ -10,7 +10,6 @@ import hashlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,10 +19,10 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from dist_amp.checkpoint.format import CONFIG, Manifest, read_manifest
 from dist_amp.config.auto import accumulation_steps
 from dist_amp.config.task_class import GIVEN, new_target
-from dist_amp.config.text import flat, to_toml
+from dist_amp.config.text import flat, read_flat, to_toml
 from dist_amp.data import Batches
 from dist_amp.distributed.process import random_state, set_random_state
-from dist_amp.errors import ConfigError, DataError, first_line
+from dist_amp.errors import ConfigError, DataError
 from dist_amp.loading.plan import Order
 from dist_amp.loading.samples import call_in_worker, sample_bytes, spread
 from dist_amp.settings import FREE_TO_CHANGE, Config, TaskConfig
@@ -90,12 +89,7 @@ def settings_of(path: Path, config: Config) -> dict[str, Any]:
 
     Keys that this version no longer has are left out, unless they changed what was computed.
     """
-    try:
-        saved = flat((path / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(
-            f"{path / CONFIG} can't be read: {first_line(error)}; restore it from a backup"
-        ) from None
+    saved = read_flat(path / CONFIG)
     saved["task.target"] = new_target(saved.get("task.target", ""))
     if saved.pop("precision.matmul", "auto") == "fp8":  # the key of an earlier version
         saved["precision.dtype"] = "fp8"
@@ -193,12 +187,11 @@ def fingerprint(data: Batches, world: World) -> str:
 
 def dataset_hash(data: Batches) -> str:
     """The dataset's own `fingerprint`, else a hash of 64 samples evenly spread over it."""
-    dataset = data.fetch.dataset
-    known = getattr(dataset, "fingerprint", None)
+    known = getattr(data.fetch.dataset, "fingerprint", None)
     if isinstance(known, str):
         return known
     indices = spread(data.plan.length, 64)
-    (digest,) = call_in_worker(partial(content_hash, dataset), [indices], data.workers, rank=0)
+    (digest,) = call_in_worker(content_hash, data, [indices])
     return str(digest)
 
 

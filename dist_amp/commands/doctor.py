@@ -32,7 +32,6 @@ import torch
 import torch.distributed as dist
 from packaging.requirements import Requirement
 
-from dist_amp.clock import wait_for_device
 from dist_amp.config.memory import host_memory
 from dist_amp.distributed.machine import check_dtype, driver_branch, name_of, reason_unused
 from dist_amp.distributed.process import cpu_cores, in_time
@@ -324,6 +323,12 @@ def fastest(world: World, work: Callable[[], object]) -> float:
         wait_for_device(world.device)
         seconds.append(time.perf_counter() - began)
     return min(seconds[1:])
+
+
+def wait_for_device(device: torch.device) -> None:
+    """Wait for all queued work on the device: before reading a clock."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 if __name__ == "__main__":

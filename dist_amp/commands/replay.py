@@ -75,7 +75,7 @@ class Replay:
         if micro_batches is None:
             micro_batches = next(run.data)
         report, events = recorded_step(run, micro_batches, look, kinds)
-        run.metrics.record(report)
+        run.metrics.after_step(report)
         self.callbacks.after_step(report, micro_batches)
         if run.step in self.rows:
             self.compare(self.rows[run.step])

@@ -1,4 +1,4 @@
-"""Bytes: of tensors, of an optimizer's moments, and of a rank's device."""
+"""Bytes: of tensors, and of a rank's device."""
 
 import os
 from collections.abc import Iterable
@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dist_amp.settings import OptimConfig
 from dist_amp.world import World
 
 UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
@@ -17,13 +16,6 @@ UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of tensors; of sharded ones, on all ranks together."""
     return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors)
-
-
-def moments_per_parameter(config: OptimConfig) -> int:
-    """The number of values that the optimizer keeps for each trained parameter of a matrix."""
-    if config.name == "sgd":
-        return int(config.momentum > 0)
-    return {"muon": 1}.get(config.name, 2)
 
 
 def capacity_of(world: World) -> tuple[int, int]:

@@ -44,14 +44,14 @@ def flat(toml: str) -> dict[str, Any]:
 
 
 def read_flat(path: Path) -> dict[str, Any]:
-    """{dotted key: value} of a run's config.toml. Errors: DataError."""
+    """{dotted key: value} of a run's or a checkpoint's config.toml. Errors: DataError."""
     try:
         return flat(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or f"it is not TOML: {first_line(error)}"
         raise DataError(
             f"{path.parent} is not the folder of a run: {path.name}: {reason}; give the folder "
-            "that run.dir names"
+            "that run.dir names, or restore the file from a backup"
         ) from None
 
 

@@ -93,16 +93,16 @@ def check_dataset(dataset: Any, split: str) -> None:
             "by number; return a map-style dataset. A stream can't be resumed exactly: set "
             "data.path to its files, or save it with save_to_disk"
         )
+    if split == "train" and not (dataset is not None and len(dataset)):
+        raise DataError(
+            "the training dataset is empty; check data.name, data.path and the task's build_dataset"
+        )
 
 
 def check_length(
     length: int, micro_batch_size: int, accumulation_steps: int, drop_last: bool, world: World
 ) -> None:
-    """Errors: DataError for a dataset that is empty, or smaller than a batch that was asked for."""
-    if length == 0:
-        raise DataError(
-            "the training dataset is empty; check data.name, data.path and the task's build_dataset"
-        )
+    """Errors: DataError for a dataset that is smaller than a batch that was asked for."""
     global_batch_size = micro_batch_size * accumulation_steps * world.world_size
     is_default = micro_batch_size * accumulation_steps == TrainConfig.micro_batch_size
     if length < global_batch_size and (drop_last or not is_default):

@@ -10,7 +10,6 @@ Docs: docs/verification.md
 import hashlib
 import platform
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +49,7 @@ def check_ranks_agree(target: str, config_text: str, world: World) -> None:
     settings = flat(config_text)
     settings |= {key: "given" for key in PER_MACHINE if settings[key] != "off"}
     python = ".".join(platform.python_version_tuple()[:2])
-    versions = {"python": python, "torch": torch.__version__}
-    mine: dict[str, Any] = code_hashes(target) | versions | settings
+    mine = {"python": python, "torch": torch.__version__, **code_hashes(target), **settings}
     expected = world.from_main(mine)
     differences = [
         f"{name} is {mine.get(name, 'absent')}, and {expected.get(name, 'absent')} on rank 0"
@@ -89,7 +87,8 @@ class Consistency(Observer):
     def __init__(self, run: Run):
         self._run = run
         self._next_check = run.step + 1  # at the first log step
-        check_start(run)
+        check_inputs_equal(run)
+        check_state_equal(run)
 
     def on_log(self, row: LogRow) -> None:
         """Check this log step's metrics and, every CHECK_EVERY steps, the state itself."""
@@ -108,16 +107,8 @@ class Consistency(Observer):
         check_state_equal(self._run, with_batch_statistics=True)
 
 
-def check_start(run: Run) -> None:
-    """Check what must be equal before the first step. Errors: DataError, NumericsError."""
-    check_inputs_equal(run)
-    check_state_equal(run)
-
-
 def repeatable_hash(dataset: Any, index: int) -> str:
-    """A hash of a sample; "" for one that can't be read twice with the same result, such as a
-    random one.
-    """
+    """A hash of a sample; "" if it can't be read twice with the same result, as a random one."""
     try:
         first, again = [sample_bytes(dataset, index) for _ in range(2)]
     except Exception:  # the step that needs the sample raises the error
@@ -126,9 +117,7 @@ def repeatable_hash(dataset: Any, index: int) -> str:
 
 
 def check_inputs_equal(run: Run) -> None:
-    """Errors: DataError if a rank has another dataset than rank 0, such as a shard of its own, or
-    the task keeps another tensor there.
-    """
+    """Errors: DataError if a rank's samples, or a tensor that its task keeps, are not rank 0's."""
     world = run.world
     if world.world_size == 1:
         return
@@ -141,8 +130,7 @@ def check_inputs_equal(run: Run) -> None:
             found[f"the {data.split} split"] = known
             continue
         indices = spread(data.plan.length, COMPARED_SAMPLES)
-        hash_sample = partial(repeatable_hash, data.fetch.dataset)
-        hashes = call_in_worker(hash_sample, indices, data.workers, world.rank)
+        hashes = call_in_worker(repeatable_hash, data, indices)
         for index, sample in zip(indices, hashes, strict=True):
             found[f"sample {index} of the {data.split} split"] = sample
     set_random_state(before, world.device)

@@ -1,7 +1,7 @@
 """Limits that stop a run that can't learn."""
 
 import math
-from typing import Any
+from collections.abc import Callable
 
 from dist_amp.errors import DataError, NumericsError
 from dist_amp.run import Run
@@ -14,13 +14,10 @@ MIN_SCALE = 1.0  # of the loss: what is still not finite at this scale has anoth
 class Limits(Observer):
     """Stops a run that can't recover. Errors: DataError, NumericsError."""
 
-    def __init__(self, run: Run, nonfinite: Any = None):
-        """nonfinite: a NonfiniteReplay, which knows where skips began."""
+    def __init__(self, run: Run, where: Callable[[LogRow], str] = lambda row: ""):
+        """where: the place where the skips up to a log step began, or ""."""
         self._config = run.config
-        self._nonfinite = nonfinite
-
-    def first_nonfinite(self, row: LogRow) -> str:
-        return "" if self._nonfinite is None else str(self._nonfinite.where(row))
+        self._where = where
 
     def on_log(self, row: LogRow) -> None:
         precision = self._config.precision
@@ -39,7 +36,7 @@ class Limits(Observer):
                 f"the loss scale fell to {row['loss_scale']:g} up to step {row.step}, below "
                 f"{MIN_SCALE:g}: gradients stay infinite or nan at any scale; try "
                 "precision.dtype=bf16, a lower optim.lr or --use_amp false, or fix the module that "
-                f"is reported as the first non-finite one{self.first_nonfinite(row)}"
+                f"is reported as the first non-finite one{self._where(row)}"
             )
         limit = self._config.train.max_skips_in_a_row
         if row["skips_in_a_row"] >= limit:
@@ -47,5 +44,5 @@ class Limits(Observer):
                 f"{row['skips_in_a_row']:.0f} steps in a row were not finite and were skipped, up "
                 f"to step {row.step} (loss {row.loss:g}); the limit is "
                 f"train.max_skips_in_a_row={limit}; try a lower optim.lr or --use_amp false, or "
-                f"check the data{self.first_nonfinite(row)}"
+                f"check the data{self._where(row)}"
             )

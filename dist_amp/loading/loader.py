@@ -107,8 +107,8 @@ def samples_text(indices: Sequence[int]) -> str:
 def load(
     fetch: Any,
     requests: Callable[[], Iterable[Any]],
-    *,
     workers: int,
+    *,
     pin_memory: bool,
     rank: int,
 ) -> tuple[Iterator[Any], Callable[[], None]]:

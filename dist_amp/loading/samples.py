@@ -1,6 +1,8 @@
 """The content of a few samples, by which datasets are compared."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,28 +35,24 @@ def sample_bytes(dataset: Any, index: int) -> bytes:
     return b"".join(content)
 
 
+@dataclass
 class Calls:
     """What a loader reads from in place of a dataset: the function's results."""
 
-    def __init__(self, function: Callable[[Any], Any]):
-        self.function = function
+    function: Callable[[Any], Any]
 
     def __getitem__(self, request: Any) -> Any:
         return self.function(request)
 
 
-def call_in_worker(
-    function: Callable[[Any], Any], requests: Sequence[Any], workers: int, rank: int
-) -> list[Any]:
-    """function(request) for each request, in a loader worker if the run has any.
+def call_in_worker(function: Callable[..., Any], data: Any, requests: Sequence[Any]) -> list[Any]:
+    """function(dataset, request) for each request, in a loader worker if the run has any.
 
-    A file that the dataset opens at its first read would otherwise be open when the run's workers
-    fork, which would then share its position in the file.
+    Workers would share a file that the dataset has opened before they fork. data: the Batches.
     """
-    results, close = load(
-        Calls(function), requests.__iter__, workers=min(1, workers), pin_memory=False, rank=rank
-    )
-    try:
-        return [next(results) for _ in requests]
-    finally:
-        close()
+    calls = Calls(partial(function, data.fetch.dataset))
+    workers = min(1, data.workers)
+    results, close = load(calls, requests.__iter__, workers, pin_memory=False, rank=data.plan.rank)
+    found = [next(results) for _ in requests]
+    close()
+    return found

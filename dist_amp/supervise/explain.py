@@ -10,13 +10,7 @@ from typing import Any
 
 import torch
 
-from dist_amp.config.memory import (
-    UNITS,
-    capacity_of,
-    moments_per_parameter,
-    size_text,
-    tensor_bytes,
-)
+from dist_amp.config.memory import UNITS, capacity_of, size_text, tensor_bytes
 from dist_amp.errors import ConfigError, DataError, Failure, first_line, in_one_line
 from dist_amp.loading.loader import samples_text
 from dist_amp.run import Run
@@ -160,7 +154,8 @@ def out_of_memory(error: BaseException, job: Job) -> Failure:
     if module is not None:
         parameters = tensor_bytes(local(p) for p in module.parameters())
         gradients = tensor_bytes(local(p) for p in module.parameters() if p.requires_grad)
-        moments = moments_per_parameter(config.optim) * gradients
+        per_parameter = {"sgd": int(config.optim.momentum > 0), "muon": 1}
+        moments = per_parameter.get(config.optim.name, 2) * gradients
         takes = f"parameters take {size_text(parameters)}, gradients {size_text(gradients)}, "
         takes += f"optimizer state {size_text(moments)}"
 

@@ -29,10 +29,7 @@ BESIDES_KEPT = 2
 LOCK_SECONDS = 10.0  # how long a run that was just killed may take to release its folder
 
 # Of the data section; a task's build_dataset reads the others.
-READ_BY_THE_LOADER = (
-    *("sources", "group_by_length", "on_bad_sample"),
-    *("workers", "shuffle", "drop_last"),
-)
+OF_LOADER = ("sources", "group_by_length", "on_bad_sample", "workers", "shuffle", "drop_last")
 
 
 def check_launch() -> None:
@@ -133,9 +130,8 @@ def warn_about_unread_settings(run: Run) -> None:
     if INJECTED in inspect.signature(type(run.task)).parameters:
         return
     data = run.config.data
-    names = [item.name for item in fields(DataConfig) if item.name not in READ_BY_THE_LOADER]
-    settings = {name: getattr(data, name) for name in names}
-    unread = [f"data.{k}={v}" for k, v in settings.items() if v != getattr(DataConfig, k)]
+    changed = [item.name for item in fields(DataConfig) if getattr(data, item.name) != item.default]
+    unread = [f"data.{name}={getattr(data, name)}" for name in changed if name not in OF_LOADER]
     unread += [f"data.sources.{name}" for name in data.sources]
     if unread:
         run.world.warn(

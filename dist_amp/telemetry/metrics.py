@@ -94,11 +94,8 @@ class Metrics:
                 mine[column] = sum(row[column] for row in rows) * self.world.is_main
         self.interval = Interval(self._max_norm, mine)
 
-    def after_step(self, report: StepReport, micro_batches: Any) -> None:
-        self.record(report)
-
-    def record(self, report: StepReport) -> None:
-        self.interval.add(report)
+    def after_step(self, report: StepReport, micro_batches: Any = None) -> None:
+        self.interval.reports.append(report)
 
     def begin(
         self,

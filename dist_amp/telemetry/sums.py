@@ -27,27 +27,24 @@ SAVED = {
 
 class Interval:
     """The steps since the last log step. sums: of RANK_METRICS, in float64, added step by step.
-    saved: those of an interval that a checkpoint cut.
+    saved: those of an interval that a checkpoint cut. reports: of steps that are not in them yet.
     """
 
     def __init__(self, max_norm: float, saved: Sequence[float] = tuple(SAVED.values())):
         self.sums = dict(zip(SAVED, saved, strict=True), steps=0.0, grad_norm=0.0)
         self._max_norm = max_norm  # above it, gradients are clipped
-        self._reports: list[StepReport] = []
+        self.reports: list[StepReport] = []
         # On its way to the host: (values, when they have arrived, losses of each step, names of
         # the rest).
         self._copy: tuple[list[Tensor], Any, list[int], list[str]] | None = None
-
-    def add(self, report: StepReport) -> None:
-        self._reports.append(report)
 
     def start_copy(self, more: Mapping[str, Tensor]) -> None:
         """Start copying to the host what is still on the device, and more scalars of it.
 
         In order: losses and weight of each step, each one's norm, its `applied` flag, then `more`.
         """
-        reports = self._reports
-        self._reports = []
+        reports = self.reports
+        self.reports = []
         parts = [
             [x for report in reports for x in (*report.losses, report.weight)],
             [report.norm for report in reports],  # under CPU offload on the host

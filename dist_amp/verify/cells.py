@@ -48,7 +48,8 @@ def check_cell(world: World, reference: Reference, cell: Cell, step: Step = trai
     """Take the cell's steps on every rank; rank 0 compares them. step: replaces train_step."""
     reference.task.length = reference.epoch_length
     run = build_run(config_of(reference, cell, world), world, reference.task)
-    consistency.check_start(run)
+    consistency.check_inputs_equal(run)
+    consistency.check_state_equal(run)
     micro_batches, _ = micro_batches_at(run, max(cell.accumulation), 0)
     about = f"a step that is not finite on rank {world.world_size - 1} must be skipped, but"
     fault = fault_of_skip(run, reference, micro_batches, step)

@@ -84,7 +84,7 @@ def steps_of(run, count):
     for _ in range(count):
         start = run.data.position
         (report,) = take_steps(run, 1)
-        run.metrics.record(report)
+        run.metrics.after_step(report)
         losses.append((run.world.sum(report.loss_sum) / report.weight).item())
         if run.step % 3 == 0:
             losses.append(log_row(run).loss)

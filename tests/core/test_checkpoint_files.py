@@ -163,7 +163,7 @@ def test_a_manifest_that_this_version_did_not_write_is_refused(newest, forged, s
 def test_a_checkpoint_whose_config_is_none_is_refused(newest, text):
     (newest / "config.toml").write_text(text, errors="surrogateescape")
     seal_again(newest)
-    with pytest.raises(DataError, match="config.toml can't be read: .*; restore it from a backup"):
+    with pytest.raises(DataError, match="config.toml: .*, or restore the file from a backup"):
         resumed(newest.parent.parent)
 
 

@@ -37,7 +37,7 @@ RANK_0 |= {f"amp/{name}" for name in AMP.split()}
 def recorded_steps(run, steps):
     reports = take_steps(run, steps)
     for report in reports:
-        run.metrics.record(report)
+        run.metrics.after_step(report)
     return reports
 
 

@@ -38,7 +38,7 @@ def trace(world, task, strategy, steps, *words):
     run = make_run(world, task, *words)
     logged = []
     for _ in range(steps):
-        run.metrics.record(*take_steps(run, 1))
+        run.metrics.after_step(*take_steps(run, 1))
         row = log_row(run)
         names = ("grad_norm", "lr", "loss_scale", "skipped_steps", "weight_sum")
         logged.append((row.loss.hex(), *(row[name].hex() for name in names)))

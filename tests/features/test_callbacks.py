@@ -151,7 +151,7 @@ def step_evaluate_and_log(run):
     callbacks.after_step(report, [])
     call_on_evaluation(run, {"loss": 1.0})
     train_metrics(run, report)
-    run.metrics.record(report)
+    run.metrics.after_step(report)
     callbacks.on_log(log(run))
 
 
@@ -178,7 +178,7 @@ def test_what_a_callback_may_not_do_is_refused_on_all_ranks(number, strategy):
 def test_the_tasks_own_metrics_are_not_waited_for():
     run = make_run(World(), Watched())
     (report,) = take_steps(run, 1)
-    run.metrics.record(report)
+    run.metrics.after_step(report)
     with Counter("_local_scalar_dense") as counter:
         run.metrics.begin(run.step, run.schedule, run.scaler, run.data, train_metrics(run, report))
     assert counter.count == 0

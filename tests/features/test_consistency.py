@@ -80,7 +80,7 @@ def one_rank_corrupts_its_gradient_after_the_reduction(world, strategy):
 
     run.parallel.global_grad_norm = corrupted
     (report,) = take_steps(run, 1)
-    run.metrics.record(report)
+    run.metrics.after_step(report)
     message = ""
     try:
         checks.on_log(log(run))

@@ -82,7 +82,7 @@ def test_after_a_failure_the_summary_asks_the_device_for_nothing(tmp_path, monke
     run = make_run(World(), Tiny(), "--run.dir", tmp_path)
     run.observers.add(Goodput(run.metrics, tmp_path))
     for report in take_steps(run, 2):
-        run.metrics.record(report)
+        run.metrics.after_step(report)
     log(run)
     monkeypatch.setattr(run.world.clock, "so_far", lambda: pytest.fail("the device may not answer"))
     write_summary(tmp_path, run, "failed", 1, "a rank hangs")
@@ -94,10 +94,10 @@ def test_counts_of_an_interval_that_a_checkpoint_cuts_continue(same_world):
     words = ("--use_amp", "false", "--train.max_grad_norm", 1e-6)
     run, again = (make_run(World(), Tiny(), *words) for _ in range(2))
     for report in take_steps(run, 3):
-        run.metrics.record(report)
+        run.metrics.after_step(report)
     again.metrics.resume_unfinished(run.metrics.unfinished(run.data)[None], same_world)
     for report in take_steps(again, 2):
-        again.metrics.record(report)
+        again.metrics.after_step(report)
     again.schedule.counters[0] += 3
     logged = log(again)
     names = ("applied_in_interval", "skipped_in_interval", "clipped_in_interval")

@@ -73,7 +73,7 @@ def replayed(world, task, words, folder, steps=1, spoil=None):
         spoil(run)
     with patch.object(World, "warn", lambda world, text: warnings.append(text)):
         for report in take_steps(run, steps):
-            run.metrics.record(report)
+            run.metrics.after_step(report)
         observer.on_log(log_row(run))
     return observer.faults, warnings
 

@@ -118,6 +118,11 @@ class CountsPositives(Tiny):
         return model(positive).sum()
 
 
+class Empty(Tiny):
+    def build_dataset(self, split):
+        return []
+
+
 class NoData(Tiny):
     def build_dataset(self, split):
         raise DataError("no such table")
@@ -243,6 +248,7 @@ NEEDS_VALUES = "a plan runs the step on tensors without values, and this one can
         ("--world_size 0", 64, "--world_size=0 must be at least 1"),
         ("--world_size 3 --train.global_batch_size 16", 64, "of micro_batch_size 8 x world size 3"),
         ("--task.target test_plan:NoData", 65, "no such table"),
+        ("--task.target test_plan:Empty", 65, "the training dataset is empty; check data.name, da"),
         ("--task.target test_plan:CountsPositives", 65, NEEDS_VALUES),
     ],
 )

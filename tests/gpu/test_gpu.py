@@ -62,7 +62,7 @@ def test_steps_never_wait_for_the_device(words, clip, optimizer):
     with never_waiting():
         for step in batches:
             report = train_step(run, step)
-            run.metrics.record(report)
+            run.metrics.after_step(report)
             for observer in observers:
                 observer.after_step(report, step)
     assert run.schedule.counters.sum() == 23
@@ -147,7 +147,7 @@ def test_mfu_is_measured_where_the_peak_of_the_gpu_is_known():
         pytest.skip(f"{torch.cuda.get_device_name()} is not in the table of peaks")
     run.observers.add(mfu)
     for report in take_steps(run, 3):
-        run.metrics.record(report)
+        run.metrics.after_step(report)
     assert 0 < log(run).rank_tags(0)["throughput/mfu"] < 1
 
 
@@ -177,7 +177,7 @@ def test_log_steps_wait_for_nothing_and_their_time_is_the_devices(tmp_path):
     torch.cuda.synchronize()
     with never_waiting():
         for batch in batches:
-            run.metrics.record(train_step(run, batch))
+            run.metrics.after_step(train_step(run, batch))
         run.metrics.begin(23, run.schedule, run.scaler, run.data)
     row = run.metrics.read()
     assert row["applied_steps"] == 23

@@ -152,7 +152,7 @@ def learning_rates_read(words: Sequence[object], planted: bool) -> list[float]:
     run = started(words)
     rates = []
     for _ in range(2):
-        run.metrics.record(train_step(run, next(run.data)))
+        run.metrics.after_step(train_step(run, next(run.data)))
         interval = run.metrics.interval
         run.metrics.begin(run.step, run.schedule, run.scaler, run.data)
         if planted:

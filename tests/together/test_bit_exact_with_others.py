@@ -50,7 +50,7 @@ def continued(world, strategy, folder, steps, *words):
     run = make_run(world, Blocks(), *SETTINGS, *more)
     logged = []
     while run.step < steps:
-        run.metrics.record(*take_steps(run, 1))
+        run.metrics.after_step(*take_steps(run, 1))
         if run.step % 4 == 0:  # what is checkpointed in between is part of an interval
             row = log_row(run)
             logged.append((run.step, row.loss.hex(), row["grad_norm"].hex(), row["lr"].hex()))

@@ -31,7 +31,7 @@ def write_run(folder, *words, stopped_by="", cause="", steps=4):
         with AgreedStop(run.world) as stop:
             add_observers(run, stop)
     for taken in take_steps(run, steps):
-        run.metrics.record(taken)
+        run.metrics.after_step(taken)
         run.metrics.begin(run.step, run.schedule, run.scaler, run.data)
         run.metrics.write(run.metrics.read())
     if stopped_by:

@@ -145,7 +145,7 @@ def test_a_step_takes_as_many_operations_on_a_thousand_ranks_as_on_few(few, stra
             run = run_of(world, strategy, "--train.accumulation_steps", 2)
             take_steps(run, 3)
             with Operations() as seen:
-                run.metrics.record(*take_steps(run, 1))
+                run.metrics.after_step(*take_steps(run, 1))
         counts.append(Counter(seen.names))
     assert counts[0] == counts[1]
 

@@ -33,7 +33,7 @@ def host_reads(world, words):
     batches = next(run.data)
     with HostReads() as ordinary:
         report = train_step(run, batches)
-        run.metrics.record(report)
+        run.metrics.after_step(report)
         observer.after_step(report, batches)
     with HostReads() as logging:
         observer.on_log(log(run))
@@ -105,7 +105,7 @@ def test_a_step_on_the_meta_device_where_a_read_raises_ends(optimizer, clips):
                     group["fused"] = True  # on meta it is not, for dist_amp.plan
             for _ in range(2):
                 report = train_step(run, [batch, batch])
-                run.metrics.record(report)
+                run.metrics.after_step(report)
         assert report.norm.is_meta
 
 

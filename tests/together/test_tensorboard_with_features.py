@@ -169,5 +169,5 @@ def test_without_a_peak_or_the_tasks_flops_there_is_no_mfu_and_the_cpu_keeps_sil
     run = make_run(World(), task(), *words.split())
     assert find_mfu(run.world, run.config, run.task, run.parallel) is None
     assert bool(capsys.readouterr().out) == bool(words), "who sets the peak wants MFU"
-    run.metrics.record(*take_steps(run, 1))
+    run.metrics.after_step(*take_steps(run, 1))
     assert "mfu" not in "  ".join(columns(log(run), 1.0))
