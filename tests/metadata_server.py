@@ -13,6 +13,7 @@ from email.utils import format_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
+TOKEN = "AQAE0=="
 FAULTS = ("hangs", "status 500", "garbage", "redirects")
 
 
@@ -43,7 +44,6 @@ class Metadata(ThreadingHTTPServer):
         self.fault = ""
         self.asked = []
         self.statuses = []
-        self.tokens = {}  # {token: until when it is valid}
         self.ended = threading.Event()
         self.address = f"http://127.0.0.1:{self.server_address[1]}"
 
@@ -61,9 +61,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.server.cloud != "aws" or self.path != "/latest/api/token" or seconds < 1:
             self.answer(400, "")
             return
-        token = f"AQAE{len(self.server.tokens)}=="
-        self.server.tokens[token] = time.monotonic() + seconds
-        self.answer(200, token)
+        self.answer(200, TOKEN)
 
     def do_GET(self):
         server = self.server
@@ -88,8 +86,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body.encode())
 
     def aws(self, address):
-        token = self.headers.get("X-aws-ec2-metadata-token")
-        if self.server.tokens.get(token, 0.0) < time.monotonic():
+        if self.headers.get("X-aws-ec2-metadata-token") != TOKEN:
             return 401, ""
         if address.path != "/latest/meta-data/spot/instance-action" or not self.server.notice:
             return 404, "<html>404 - Not Found</html>"

@@ -1,5 +1,6 @@
 """Small tasks for the tests: quick on one core, exact enough to compare to a millionth."""
 
+import time
 from contextlib import contextmanager
 
 import torch
@@ -132,16 +133,6 @@ class VectorLoss(Tiny):
         return model(batch["x"]).squeeze(-1)
 
 
-class NothingCounts(Tiny):
-    def weight(self, batch):
-        return 0
-
-
-class EmptyDataset(Tiny):
-    def build_dataset(self, split):
-        return Rows(x=torch.zeros(0, 8))
-
-
 class LacksWeight:
     def build_model(self):
         return nn.Linear(1, 1)
@@ -162,8 +153,6 @@ class Slow(Tiny):
     """A step that takes a while, for signals to land in."""
 
     def loss_sum(self, model, batch):
-        import time
-
         time.sleep(0.02)
         return super().loss_sum(model, batch)
 
@@ -211,18 +200,9 @@ def make_run(world, task, *words):
     from dist_amp.run import build_run, run_folder
     from dist_amp.world import locate
 
-    quiet = [
-        "--checkpoint.every",
-        "off",
-        "--eval.every",
-        "off",
-        "--run.dir",
-        "unused",
-        "--run.resume",
-        "never",
-        "--precision.dtype",
-        "bf16",  # on every machine: auto is float32 on a CPU that only emulates it
-    ]
+    quiet = "--checkpoint.every off --eval.every off --run.dir unused --run.resume never".split()
+    # On every machine: auto is float32 on a CPU that only emulates it.
+    quiet += ["--precision.dtype", "bf16"]
     config = load_config([*quiet, *map(str, words)], environ={})
     world = world or locate(config.run)
     checkpoint = checkpoint_to_resume(config, run_folder(config.run, world), world, task)
@@ -236,10 +216,7 @@ def take_steps(run, steps):
     """Take so many steps; return their reports."""
     from dist_amp.step import train_step
 
-    reports = []
-    for _ in range(steps):
-        reports.append(train_step(run, next(run.data)))
-    return reports
+    return [train_step(run, next(run.data)) for _ in range(steps)]
 
 
 def log_row(run):

@@ -4,24 +4,8 @@ import copy
 import json
 
 import torch
+import transformers as hf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForImageClassification,
-    AutoModelForMaskedLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
-    BertConfig,
-    GPT2Config,
-    LlamaConfig,
-    MixtralConfig,
-    PreTrainedTokenizerFast,
-    Qwen2MoeConfig,
-    ResNetConfig,
-    T5Config,
-    ViTConfig,
-)
 
 QUICK = "--train.micro_batch_size 2 --use_amp false --optim.warmup_steps 0 --eval.every 1".split()
 BYTES = [*sorted(pre_tokenizers.ByteLevel.alphabet())]
@@ -41,18 +25,18 @@ VIT = {**TRANSFORMER, "image_size": 16, "patch_size": 8, "num_labels": 3}
 EXPERTS = {"num_experts": 12, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
 RESNET = {"embedding_size": 8, "hidden_sizes": [8, 8], "depths": [1, 1], "layer_type": "basic"}
 MODELS = {
-    "llama": (AutoModelForCausalLM, LlamaConfig(**LLAMA)),
-    "llama_tied": (AutoModelForCausalLM, LlamaConfig(**LLAMA, tie_word_embeddings=True)),
-    "gpt2": (AutoModelForCausalLM, GPT2Config(**GPT2)),
+    "llama": (hf.AutoModelForCausalLM, hf.LlamaConfig(**LLAMA)),
+    "llama_tied": (hf.AutoModelForCausalLM, hf.LlamaConfig(**LLAMA, tie_word_embeddings=True)),
+    "gpt2": (hf.AutoModelForCausalLM, hf.GPT2Config(**GPT2)),
     # More than 10 experts: their order counts.
-    "mixtral": (AutoModelForCausalLM, MixtralConfig(**LLAMA, num_local_experts=12)),
-    "qwen2_moe": (AutoModelForCausalLM, Qwen2MoeConfig(**LLAMA, **EXPERTS)),
-    "t5": (AutoModelForSeq2SeqLM, T5Config(**T5, num_heads=4)),
-    "bert": (AutoModelForSequenceClassification, BertConfig(**BERT)),
-    "bert_masked": (AutoModelForMaskedLM, BertConfig(**BERT)),
-    "bert_base": (AutoModel, BertConfig(**BERT)),
-    "vit": (AutoModelForImageClassification, ViTConfig(**VIT)),
-    "resnet": (AutoModelForImageClassification, ResNetConfig(**RESNET)),
+    "mixtral": (hf.AutoModelForCausalLM, hf.MixtralConfig(**LLAMA, num_local_experts=12)),
+    "qwen2_moe": (hf.AutoModelForCausalLM, hf.Qwen2MoeConfig(**LLAMA, **EXPERTS)),
+    "t5": (hf.AutoModelForSeq2SeqLM, hf.T5Config(**T5, num_heads=4)),
+    "bert": (hf.AutoModelForSequenceClassification, hf.BertConfig(**BERT)),
+    "bert_masked": (hf.AutoModelForMaskedLM, hf.BertConfig(**BERT)),
+    "bert_base": (hf.AutoModel, hf.BertConfig(**BERT)),
+    "vit": (hf.AutoModelForImageClassification, hf.ViTConfig(**VIT)),
+    "resnet": (hf.AutoModelForImageClassification, hf.ResNetConfig(**RESNET)),
 }
 
 CHAT = (
@@ -93,7 +77,7 @@ def make_tokenizer(folder, template=TEMPLATE, extra=0):
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    fast = hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
     fast.chat_template = template
     fast.save_pretrained(folder)
     return fast
