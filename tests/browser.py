@@ -64,9 +64,9 @@ def browser(width=1500, height=1000):
         chromium.close()
 
 
-def open_pinned(page, port, has_tokens=True):
+def open_pinned(page, port):
     """Open the address that `dist_amp board` prints, and wait until its six charts are drawn."""
-    page.goto(pinned_url(has_tokens, port))
+    page.goto(pinned_url(True, port))
     page.locator(f"{PINNED} line-chart canvas").nth(5).wait_for()
     if page.get_by_label("Close side pane").count():
         page.get_by_label("Close side pane").click()

@@ -39,7 +39,7 @@ torch.set_num_threads(1)
 # Need tests/engines.sh. DIST_AMP_ENGINES=required, as in .ci/run: a skip is a failure.
 ENGINES = {
     *("test_browser", "test_container", "test_follow_trackers", "test_kubernetes", "test_launch"),
-    *("test_optim", "test_ray", "test_site", "test_slurm", "test_sources_s3", "test_uv"),
+    *("test_optim", "test_ray", "test_site", "test_sources_s3", "test_uv"),
 }
 REQUIRED = os.environ.get("DIST_AMP_ENGINES") == "required"
 

@@ -2,7 +2,7 @@
 instead of 5.
 
 A real process with its own exit status, output and signals; only the interpreter's start and the
-imports are left out. Tests in which those matter ask the `launch` fixture for a fresh process.
+imports are left out. Tests in which those matter start torchrun by the `launch` fixture.
 """
 
 import importlib
@@ -107,7 +107,7 @@ class Launch:
     """launch(ranks, "--key", "value", ...): a real run of the main job in a folder.
 
     ranks=0 is `python -m dist_amp.train`, forked from a process that has its imports (see
-    forked.py) unless fresh=True; above that, torchrun. Returns the finished process: returncode,
+    forked.py); above that, torchrun. Returns the finished process: returncode,
     stdout, stderr. `launch.start` returns it while it runs. `launch.each` and `launch.start_each`
     fork the ranks without torchrun, with the variables that every launcher sets, and return a list
     with one entry per rank: a twentieth of torchrun's processor time.
@@ -138,29 +138,24 @@ class Launch:
         self,
         ranks: int,
         *args: object,
-        fresh: bool = False,
         torchrun: tuple[str, ...] = (),
         module: str = "dist_amp.train",
         **environment: str,
     ):
-        words, environ = list(map(str, args)), self.environ(environment)
-        if ranks == 0 and not fresh:
+        words = list(map(str, args))
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATHS, **environment}
+        if ranks == 0:
             self.started.append(Forked(words, self.folder, environ, module))
             return self.started[-1]
-        launcher = []
-        if ranks:
-            options = f"--standalone --local-addr 127.0.0.1 --nproc_per_node={ranks}"
-            launcher = ["-m", "torch.distributed.run", *options.split(), *torchrun]
-        command = [sys.executable, *launcher, "-m", "dist_amp.train", *words]
+        options = f"--standalone --local-addr 127.0.0.1 --nproc_per_node={ranks}"
+        command = [sys.executable, "-m", "torch.distributed.run", *options.split(), *torchrun]
+        command += ["-m", "dist_amp.train", *words]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         return subprocess.Popen(command, cwd=self.folder, env=environ, **pipes)
 
     def module(self, module: str, *args: object, timeout: float = 300, **environment: str):
         """`python -m MODULE ARGS` or `python script.py`, forked; main() returns the exit status."""
         return self(0, *args, timeout=timeout, module=module, **environment)
-
-    def environ(self, more: dict[str, str]) -> dict[str, str]:
-        return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATHS, **more}
 
     def each(self, ranks: int, *args: object, timeout: float = 300, **environment: str):
         started = self.start_each(ranks, *args, **environment)
