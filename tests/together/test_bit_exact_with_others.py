@@ -14,7 +14,6 @@ from test_bit_exact import (
     SETTINGS,
     compare,
     sha1,
-    threads,  # noqa: F401
 )
 from test_step_with_features import student_and_teacher
 from tiny import (
