@@ -33,7 +33,7 @@ BUDGETS = {
     "lines of core, with what it imports in functions": (8_000, 9_361),
     "lines of the package": (21_000, 25_838),
     "files of the package": (130, 164),
-    "lines of the tests": (24_000, 29_782),
+    "lines of the tests": (24_000, 26_899),
     "words of the docs": (13_000, 13_000),
     "settings": (75, 75),
 }
