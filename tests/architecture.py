@@ -31,7 +31,7 @@ BUDGETS = {
     "lines loaded by `import dist_amp.step`": (4_000, 4_103),
     "lines loaded by `import dist_amp.train`": (7_500, 7_689),
     "lines of core, with what it imports in functions": (8_000, 9_361),
-    "lines of the package": (21_000, 25_838),
+    "lines of the package": (21_000, 25_828),
     "files of the package": (130, 164),
     "lines of the tests": (24_000, 26_899),
     "words of the docs": (13_000, 13_000),

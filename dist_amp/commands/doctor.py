@@ -79,7 +79,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--device", default="auto", choices=devices, help="of the ranks")
     options = parser.parse_args(argv)
     is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"
-    checks = machine_checks() if is_first_here else []
+    of_machine = (packages, gpus, precision, hostname, shared_memory, folders)
+    checks = results_of(of_machine) if is_first_here else []
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return show(checks)
     shows = os.environ.get("RANK") == "0"
@@ -88,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
             for host, found in world.gather((platform.node(), checks))[1:]:
                 bad = [check for check in found if check.status != "ok"]
                 checks += [check._replace(name=f"{check.name} ({host})") for check in bad]
-            checks += ranks_checks(world)
+            checks += results_of((all_reduce, links, matmul), world)
     except Exception as error:
         shows = is_first_here  # rank 0 may not be there
         checks.append(fail("ranks", f"they can't work together: {first_line(error)}"))
@@ -110,26 +111,15 @@ def show(checks: Sequence[Check]) -> int:
 # ---- the checks
 
 
-def machine_checks() -> list[Check]:
-    checks = (packages, gpus, precision, hostname, shared_memory, folders)
-    return results_of({check.__name__: check for check in checks})
-
-
-def ranks_checks(world: World) -> list[Check]:
-    """Every rank calls it, and gets the same."""
-    checks = (all_reduce, links, matmul)
-    return results_of({check.__name__: partial(check, world) for check in checks})
-
-
-def results_of(checks: Mapping[str, Callable[[], Iterable[Check]]]) -> list[Check]:
-    """The checks' lines; a check that itself fails is a warning."""
+def results_of(checks: Iterable[Callable[..., Iterable[Check]]], *world: World) -> list[Check]:
+    """The checks' lines; a check that itself fails is a warning. world: of checks of the ranks."""
     found: list[Check] = []
-    for name, check in checks.items():
+    for check in checks:
         try:
-            found += check()
+            found += check(*world)
         except Exception as error:
             reason = f"{type(error).__name__}: {first_line(error)}"
-            found.append(warn(name, f"can't be checked ({reason})"))
+            found.append(warn(check.__name__, f"can't be checked ({reason})"))
     return found
 
 

@@ -117,7 +117,7 @@ def test_what_is_wrong_on_another_machine_has_its_name(monkeypatch, capsys):
     found = [ok("gpu", "4 x A"), fail("torch", "2.0")]
     world = SimpleNamespace(gather=lambda mine: [mine, ("b", found)])
     monkeypatch.setattr(doctor, "start", lambda config: nullcontext(world))
-    monkeypatch.setattr(doctor, "ranks_checks", lambda world: [])
+    monkeypatch.setattr(doctor, "results_of", lambda checks, *world: [])
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     assert doctor.main([]) == 1
