@@ -30,8 +30,8 @@ from torch.utils._pytree import tree_map
 
 from benchmarks.loops import Loop
 from benchmarks.report import about
-from dist_amp.commands.doctor import wait_for_device
 from dist_amp.config.load import load_config
+from dist_amp.distributed.machine import wait_for_device
 from dist_amp.distributed.process import die_with_parent, environment_number
 from dist_amp.errors import ConfigError, first_line
 from dist_amp.run import Run, build_run

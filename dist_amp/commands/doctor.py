@@ -33,7 +33,7 @@ import torch.distributed as dist
 from packaging.requirements import Requirement
 
 from dist_amp.config.memory import host_memory
-from dist_amp.distributed.machine import check_dtype, driver_branch, name_of, reason_unused
+from dist_amp.distributed import machine
 from dist_amp.distributed.process import cpu_cores, in_time
 from dist_amp.errors import first_line, some_of
 from dist_amp.settings import RunConfig
@@ -111,12 +111,12 @@ def show(checks: Sequence[Check]) -> int:
 # ---- the checks
 
 
-def results_of(checks: Iterable[Callable[..., Iterable[Check]]], *world: World) -> list[Check]:
-    """The checks' lines; a check that itself fails is a warning. world: of checks of the ranks."""
+def results_of(checks: Iterable[Callable[..., Iterable[Check]]], *args: World) -> list[Check]:
+    """The lines of the checks, called with `args`; a check that itself fails is a warning."""
     found: list[Check] = []
     for check in checks:
         try:
-            found += check(*world)
+            found += check(*args)
         except Exception as error:
             reason = f"{type(error).__name__}: {first_line(error)}"
             found.append(warn(check.__name__, f"can't be checked ({reason})"))
@@ -160,7 +160,7 @@ def run_kernel(device: torch.device) -> None:
 def gpus() -> Iterator[Check]:
     kinds = kinds_of_gpus()
     if not kinds:
-        reason = reason_unused()
+        reason = machine.reason_unused()
         yield fail("gpu", reason) if reason else ok("gpu", "none: ranks run on the CPU")
         return
     for name, numbers in kinds.items():
@@ -172,7 +172,7 @@ def gpus() -> Iterator[Check]:
         properties = torch.cuda.get_device_properties(numbers[0])
         yield ok("gpu", f"{len(numbers)} x {name}, {properties.total_memory / GIB:.0f} GiB")
     if torch.version.cuda:
-        driver = driver_branch() or "unknown"
+        driver = machine.driver_branch() or "unknown"
         yield ok("driver", f"{driver}; torch is built for CUDA {torch.version.cuda}")
     if dist.is_nccl_available():
         yield ok("nccl", ".".join(map(str, torch.cuda.nccl.version())))
@@ -184,8 +184,8 @@ def precision() -> Iterator[Check]:
     """bf16 on each kind of GPU, or on the CPU: native or emulated."""
     gpus = [torch.device("cuda", numbers[0]) for numbers in kinds_of_gpus().values()]
     for device in gpus or [torch.device("cpu")]:
-        warning = check_dtype("bf16", device)
-        native = f"bf16 is native on {name_of(device)}"
+        warning = machine.check_dtype("bf16", device)
+        native = f"bf16 is native on {machine.name_of(device)}"
         yield warn("precision", warning) if warning else ok("precision", native)
 
 
@@ -307,18 +307,12 @@ def fastest(world: World, work: Callable[[], object]) -> float:
     seconds = []
     for _ in range(1 + REPEATS):  # the first makes connections and chooses kernels
         world.barrier()
-        wait_for_device(world.device)
+        machine.wait_for_device(world.device)
         began = time.perf_counter()
         work()
-        wait_for_device(world.device)
+        machine.wait_for_device(world.device)
         seconds.append(time.perf_counter() - began)
     return min(seconds[1:])
-
-
-def wait_for_device(device: torch.device) -> None:
-    """Wait for all queued work on the device: before reading a clock."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 if __name__ == "__main__":

@@ -50,8 +50,8 @@ def read_flat(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or f"it is not TOML: {first_line(error)}"
         raise DataError(
-            f"{path.parent} is not the folder of a run: {path.name}: {reason}; give the folder "
-            "that run.dir names, or restore the file from a backup"
+            f"{path.parent} is not the folder of a run or checkpoint: {path.name}: {reason}; give "
+            "the folder that run.dir names, or restore the file from a backup"
         ) from None
 
 

@@ -93,7 +93,7 @@ def check_dataset(dataset: Any, split: str) -> None:
             "by number; return a map-style dataset. A stream can't be resumed exactly: set "
             "data.path to its files, or save it with save_to_disk"
         )
-    if split == "train" and not (dataset is not None and len(dataset)):
+    if split == "train" and (dataset is None or len(dataset) == 0):
         raise DataError(
             "the training dataset is empty; check data.name, data.path and the task's build_dataset"
         )

@@ -131,8 +131,8 @@ def check_inputs_equal(run: Run) -> None:
             continue
         indices = spread(data.plan.length, COMPARED_SAMPLES)
         hashes = call_in_worker(repeatable_hash, data, indices)
-        for index, sample in zip(indices, hashes, strict=True):
-            found[f"sample {index} of the {data.split} split"] = sample
+        for index, value in zip(indices, hashes, strict=True):
+            found[f"sample {index} of the {data.split} split"] = value
     set_random_state(before, world.device)
     for name, leaves in attributes_of(run.task, run.parallel.module).items():
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

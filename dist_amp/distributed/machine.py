@@ -89,3 +89,9 @@ def check_dtype(dtype: str, device: torch.device) -> str:
 
 def name_of(device: torch.device) -> str:
     return "this CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
+
+
+def wait_for_device(device: torch.device) -> None:
+    """Wait for all queued work on the device: before reading a clock."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -107,9 +107,9 @@ def samples_text(indices: Sequence[int]) -> str:
 def load(
     fetch: Any,
     requests: Callable[[], Iterable[Any]],
-    workers: int,
     *,
-    pin_memory: bool,
+    workers: int,
+    pin_memory: bool = False,
     rank: int,
 ) -> tuple[Iterator[Any], Callable[[], None]]:
     """(fetch[request] for each of requests(), in order; what ends the workers); or DataError."""

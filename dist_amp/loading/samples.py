@@ -52,7 +52,7 @@ def call_in_worker(function: Callable[..., Any], data: Any, requests: Sequence[A
     """
     calls = Calls(partial(function, data.fetch.dataset))
     workers = min(1, data.workers)
-    results, close = load(calls, requests.__iter__, workers, pin_memory=False, rank=data.plan.rank)
+    results, close = load(calls, requests.__iter__, workers=workers, rank=data.plan.rank)
     found = [next(results) for _ in requests]
     close()
     return found

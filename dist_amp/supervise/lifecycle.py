@@ -173,14 +173,14 @@ def add_observers(run: ScriptRun, stop: AgreedStop) -> None:
         from dist_amp.diagnostics.audit import Audit
 
         add(Audit(run))
-    limits = Limits(run)
     if config.debug.nonfinite != "off" and present("diagnostics.nonfinite_replay"):
         from dist_amp.diagnostics.nonfinite_replay import NonfiniteReplay
 
         nonfinite = NonfiniteReplay(run)
         add(nonfinite)
-        limits = Limits(run, nonfinite.where)
-    add(limits)
+        add(Limits(run, nonfinite.where))
+    else:
+        add(Limits(run))
     if present("diagnostics.first_steps"):
         from dist_amp.diagnostics.first_steps import FirstSteps
 

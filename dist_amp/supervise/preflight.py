@@ -29,7 +29,7 @@ BESIDES_KEPT = 2
 LOCK_SECONDS = 10.0  # how long a run that was just killed may take to release its folder
 
 # Of the data section; a task's build_dataset reads the others.
-OF_LOADER = ("sources", "group_by_length", "on_bad_sample", "workers", "shuffle", "drop_last")
+LOADER_KEYS = ("sources", "group_by_length", "on_bad_sample", "workers", "shuffle", "drop_last")
 
 
 def check_launch() -> None:
@@ -131,7 +131,7 @@ def warn_about_unread_settings(run: Run) -> None:
         return
     data = run.config.data
     changed = [item.name for item in fields(DataConfig) if getattr(data, item.name) != item.default]
-    unread = [f"data.{name}={getattr(data, name)}" for name in changed if name not in OF_LOADER]
+    unread = [f"data.{name}={getattr(data, name)}" for name in changed if name not in LOADER_KEYS]
     unread += [f"data.sources.{name}" for name in data.sources]
     if unread:
         run.world.warn(

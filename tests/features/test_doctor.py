@@ -48,7 +48,7 @@ def version(name):
 @pytest.mark.bad_input("`doctor`: little shared memory")
 @pytest.mark.bad_input("`doctor`: a folder that can't be written, or a full disk")
 def test_each_thing_that_a_machine_lacks_is_a_check_with_the_fix(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(doctor, "reason_unused", lambda: 1 / 0)
+    monkeypatch.setattr(doctor.machine, "reason_unused", lambda: 1 / 0)
     monkeypatch.setattr(doctor, "version", version)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: time.sleep(60))
     monkeypatch.setattr(doctor, "RESOLVE_SECONDS", 0.1)
@@ -73,8 +73,8 @@ def test_each_thing_that_a_machine_lacks_is_a_check_with_the_fix(monkeypatch, ca
 
 @pytest.mark.bad_input("`doctor`: GPUs that torch can't use, or has no code for; no NCCL")
 def test_gpus_and_their_precisions_are_reported_and_what_torch_can_not_use_fails(monkeypatch):
-    monkeypatch.setattr(doctor, "reason_unused", lambda: "8 NVIDIA GPUs, and driver 525 ...")
-    assert [*doctor.gpus()] == [fail("gpu", "8 NVIDIA GPUs, and driver 525 ...")]
+    monkeypatch.setattr(doctor.machine, "reason_unused", lambda: "8 GPUs, and driver 525 ...")
+    assert [*doctor.gpus()] == [fail("gpu", "8 GPUs, and driver 525 ...")]
     properties = namedtuple("properties", "total_memory major minor")(80 * 2**30, 7, 5)
     for function, value in {
         "is_available": True,

@@ -427,11 +427,11 @@ def cut_off(folder):
 @pytest.mark.parametrize(
     ("command", "change", "words", "status", "said"),
     [
-        (diff, shutil.rmtree, "RUN COPY", 65, "COPY is not the folder of a run: config.toml"),
+        (diff, shutil.rmtree, "RUN COPY", 65, "COPY is not the folder of a run or checkpoint: "),
         (diff, cut_off, "RUN COPY", 65, "COPY logged no complete line; run"),
         (diff, later_by_100, "RUN COPY", 65, "no logged step in"),
         (diff, Path, "COPY/../copy COPY", 64, "are the same folder; give two runs"),
-        (replay, shutil.rmtree, "COPY --step 3", 65, "COPY is not the folder of a run: config.t"),
+        (replay, shutil.rmtree, "COPY --step 3", 65, "COPY is not the folder of a run or checkpo"),
         (replay, Path, "COPY --step 9", 64, "--step 9: COPY has taken the steps 1 to 8; choose"),
         (replay, continued, "COPY --step 5", 65, "and has no checkpoint before this step; choose"),
         (replay, Path, "COPY --step 5 --task.args.seed 7", 65, "data"),

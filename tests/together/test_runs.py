@@ -167,7 +167,7 @@ def test_runs_are_drawn_on_one_chart_and_what_can_not_be_drawn_is_said(
 
 def test_a_report_has_curves_settings_ranks_and_the_sample_and_loads_nothing(tmp_path, capsys):
     assert report.main([str(tmp_path)]) == 65
-    assert f"{tmp_path} is not the folder of a run: config.toml" in capsys.readouterr().err
+    assert f"{tmp_path} is not the folder of a run or checkpoint: config" in capsys.readouterr().err
     folder = write_run(tmp_path / "a", "--optim.lr", "0.25", stopped_by="completed")
     (folder / "sample.txt").write_text("<script>alert(1)</script>")
     assert report.main([str(folder)]) == 0
