@@ -1,1 +1,1 @@
-"""The commands other than train; imported by nothing else."""
+"""The commands other than train and verify. No other folder of the package imports these files."""

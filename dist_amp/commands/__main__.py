@@ -15,23 +15,23 @@ from dist_amp.errors import ConfigError, nearest_name
 from dist_amp.files import missing
 
 COMMANDS = {
-    "new": "make a project of your own: a package for your task, and dist_amp with chosen features",
-    "update": "bring a project to the newest version of dist_amp, by a git merge",
+    "new": "create your own project: a package for your task, and dist_amp with chosen features",
+    "update": "update a project to the newest version of dist_amp, by a git merge",
     "adopt": "add optional features to a project, or remove them, by a git merge",
     "train": "train a task in this process, or as a rank under torchrun",
-    "demo": "train a small GPT on Python's own source; the arguments are those of launch",
-    "launch": "train on all GPUs of this machine, or on several machines; torchrun's options",
-    "verify": "prove on your task and machine that every way of running computes the same step",
-    "schema": "print the JSON Schema of config files, by which editors complete and check them",
-    "plan": "predict memory, traffic and time per rank of a config on a number of GPUs",
+    "demo": "train a small GPT on Python's own source; takes the arguments of launch",
+    "launch": "train on all GPUs of this machine, or on several machines; takes torchrun's options",
+    "verify": "check, with your task, that every strategy and precision computes the same step",
+    "schema": "print the JSON Schema of config files, for completion and checks in an editor",
+    "plan": "predict a config's memory, traffic and time per rank on any number of GPUs",
     "tokenize": "pre-tokenize a dataset into memory-mapped files",
     "export": "write a checkpoint's model as one safetensors file",
     "sample": "generate a sample from a trained model",
     "board": "show a run, or a folder of runs, in TensorBoard with the main charts pinned",
-    "runs": "a table of the runs in a folder: state, steps, losses, and settings that differ",
-    "plot": "draw a metric of one or several runs as a picture",
+    "runs": "list the runs in a folder: state, steps, losses, and settings that differ",
+    "plot": "plot a metric of one or several runs to an image file",
     "report": "write a run's report.html: curves, settings, ranks and the sample",
-    "replay": "take a run's steps again on one process, and look into one of them",
+    "replay": "repeat a run's steps in one process, and inspect one of them",
     "diff": "compare two runs: settings, and the first step where they diverge",
     "doctor": "check this machine, or all ranks of a job: versions, devices, network, limits",
     "follow": "copy a run's metrics to wandb, trackio or mlflow, live or afterwards",
@@ -42,6 +42,7 @@ WITH_SETTINGS = ("train", "demo", "launch", "verify", "plan", "tokenize", "expor
 
 def main() -> int:
     name, *rest = sys.argv[1:] or ["--help"]
+    # The package also finds modules in commands/: see __path__ in dist_amp/__init__.py.
     commands = {
         command: what for command, what in COMMANDS.items() if find_spec(f"dist_amp.{command}")
     }
@@ -51,7 +52,7 @@ def main() -> int:
             print("usage: dist_amp COMMAND [ARGUMENTS]   (or python -m dist_amp.COMMAND)\n")
             print("\n".join(f"  {command:<{width}}  {what}" for command, what in commands.items()))
             print("\ndist_amp COMMAND --help lists a command's arguments.")
-            print("dist_amp --version prints what is installed.")
+            print("dist_amp --version prints the versions of dist_amp, torch and Python.")
         return 0
     if name == "--version":
         print(f"dist_amp {__version__}, torch {version('torch')}, Python {sys.version.split()[0]}")
@@ -66,7 +67,7 @@ def main() -> int:
         return 64
     end_on_ctrl_c()  # before torch's import, which takes seconds
     try:
-        if name in WITH_SETTINGS and "RANK" not in os.environ:
+        if name in WITH_SETTINGS and "RANK" not in os.environ:  # else every rank would report
             check_early(rest, has_options=name != "train")
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -77,7 +78,7 @@ def main() -> int:
 
 
 def check_early(words: Sequence[str], has_options: bool) -> None:
-    """Check what needs neither the task nor torch. has_options: some words are no settings."""
+    """Check settings without the task and torch. has_options: skip words that are no settings."""
     if any(word.replace("-", "_") in ("_h", "__help", "__print_config") for word in words):
         return
     if has_options:
@@ -93,7 +94,7 @@ def check_early(words: Sequence[str], has_options: bool) -> None:
     try:
         config_of(settings, object)
     except ConfigError as error:
-        if not str(error).endswith("--help lists every key"):  # it may be the task's
+        if not str(error).endswith("--help lists every key"):  # may be close to a task.args key
             raise
 
 

@@ -1,7 +1,7 @@
 """python -m dist_amp.adopt [FEATURE ...] [--remove FEATURE,...]
 
-Add optional features to a project made by `dist_amp new`, or remove them, in the project's folder:
-by a merge, as `dist_amp update` does, so that your edits stay.
+Add optional features to a project made by `dist_amp new`, or remove them. Run it in the project's
+folder. Like `dist_amp update`, it merges with git, so your edits stay.
 
     dist_amp adopt ema slurm
     dist_amp adopt --remove diff
@@ -22,13 +22,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--remove", action="append", default=[], metavar="FEATURE,...")
     options = parser.parse_args(argv)
     if not (options.features or options.remove):
-        parser.error("name a feature to add, or one to --remove")
+        parser.error("give a feature to add, or --remove FEATURE")
     root, record = find_project()
     added, removed = ",".join(options.features), ",".join(options.remove)
     if there := [name for name in added.split(",") if name in record["features"]]:
         raise ConfigError(
-            f"adopt {there[0]}: the project has it already; leave it out, or bring back a file "
-            f"that you deleted: git checkout {BRANCH} -- FILE"
+            f"adopt {there[0]}: the project already has it; leave it out, or restore a file that "
+            f"you deleted: git checkout {BRANCH} -- FILE"
         )
     return make_again(root, record, record["commit"], added, removed)
 

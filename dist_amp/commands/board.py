@@ -1,6 +1,6 @@
 """python -m dist_amp.board RUN|FOLDER [OPTIONS]: show a run, or a folder of runs, in TensorBoard.
 
-The main charts are pinned above all others. OPTIONS are TensorBoard's, as in tensorboard --help.
+The main charts are pinned at the top. OPTIONS are TensorBoard's: see tensorboard --help.
 
 Docs: docs/metrics.md
 """
@@ -17,8 +17,8 @@ from dist_amp.supervise.command_line import Parser, command, run_folder
 
 PORT = 6006  # TensorBoard's own default
 
-# A colour per rank of a single run; with --logdir runs one per run, since TensorBoard's seven can't
-# tell 2 x 8 apart.
+# Colour a single run by rank, but several runs by run: TensorBoard's seven colours can't tell 2 x 8
+# ranks apart.
 COLOURS = r"regex:^(.+)/tensorboard/|(rank\d+)$"
 
 
@@ -35,19 +35,17 @@ def main_tags(has_tokens: bool) -> list[str]:
 
 
 def pinned_url(has_tokens: bool, port: int | str = PORT) -> str:
-    """TensorBoard's address with the main charts pinned above all others."""
     cards = [{"plugin": "scalars", "tag": tag} for tag in main_tags(has_tokens)]
     query = {
         "pinnedCards": json.dumps(cards, separators=(",", ":")),
         "runColorGroup": COLOURS,
-        "smoothing": "0",  # the default of 0.6 hides the steps of the scale and single skips
+        "smoothing": "0",  # the default, 0.6, hides jumps of the loss scale and skipped steps
     }
     return f"http://localhost:{port}/?{urlencode(query, safe=':,/', quote_via=quote)}#timeseries"
 
 
 @command()
 def main(argv: Sequence[str]) -> NoReturn:
-    """Print the address of the main charts, then become TensorBoard. Errors: ConfigError."""
     parser = Parser("python -m dist_amp.board", __doc__)
     parser.add_argument("folder", type=run_folder, metavar="RUN|FOLDER")
     parser.add_argument("--port", default=str(PORT))
@@ -58,10 +56,10 @@ def main(argv: Sequence[str]) -> NoReturn:
         logs = folder
         if not any(folder.glob("*/tensorboard")):
             raise ConfigError(
-                f"{folder} holds no run; give the folder of a run, or the folder of several"
+                f"{folder} holds no run; give a run's folder, or a folder that contains runs"
             )
-    logged = [*folder.glob("metrics.jsonl"), *folder.glob("*/metrics.jsonl")]
-    has_tokens = any("throughput/tokens_per_second" in path.read_text() for path in logged)
+    metrics = [*folder.glob("metrics.jsonl"), *folder.glob("*/metrics.jsonl")]
+    has_tokens = any("throughput/tokens_per_second" in path.read_text() for path in metrics)
     print(pinned_url(has_tokens, options.port), flush=True)
     command_line = [sys.executable, "-m", "tensorboard.main", "--logdir", str(logs)]
     os.execv(sys.executable, [*command_line, "--port", options.port, *words])

@@ -1,4 +1,4 @@
-"""GPUs that a plan can be made for: their memory, and how fast they compute, read and send."""
+"""The GPUs that `plan` knows, with their memory size and their peak bandwidths."""
 
 from dataclasses import dataclass
 
@@ -6,28 +6,29 @@ import torch
 
 from dist_amp.telemetry.mfu import known_peak
 
-# Shares of the peaks that large models reach in eager mode; assumed.
-COMPUTES, READS, SENDS = 0.6, 0.8, 0.8
+# The fraction of each peak that large models reach in eager mode; assumed.
+ARITHMETIC_SHARE, MEMORY_SHARE, LINK_SHARE = 0.6, 0.8, 0.8
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU. GB/s are the peaks in datasheets, one way and for each GPU."""
+    """A GPU model. Bandwidths are the datasheets' peaks: GB/s per GPU, for links one way."""
 
     model: str  # as torch names it
-    mebibytes: int  # as nvidia-smi shows them
-    memory: float  # GB/s
-    machine: float  # GB/s to other GPUs of its machine
-    network: float  # GB/s to those of other machines, by the usual network cards; assumed
+    mebibytes: int  # of memory, as nvidia-smi shows it
+    memory_bandwidth: float
+    machine_bandwidth: float  # to other GPUs of its machine
+    network_bandwidth: float  # to GPUs of other machines, with the usual network cards; assumed
     tf32: bool = False
 
     def flop_per_second(self, dtype: torch.dtype) -> float:
+        """The rate that a large model reaches in this dtype, not the peak."""
         name = DTYPES.get(dtype, "fp32")
         if name == "fp32" and self.tf32:
             name = "tf32"
-        return COMPUTES * known_peak(self.model, name)
+        return ARITHMETIC_SHARE * known_peak(self.model, name)
 
 
 DEVICES = {

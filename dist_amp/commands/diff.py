@@ -1,15 +1,15 @@
 """python -m dist_amp.diff RUN_A RUN_B: what differs between two runs, and where they diverge.
 
-It reads the runs' folders: settings, environment and data; then, of the steps that both have
-logged, the first in which a metric differs, and by how much. Steps of one layout, and those with
-parallel.bit_exact, are compared bit by bit; others within the rounding of another order of sums.
-With metrics.fingerprint in both it lists the modules whose parameters or gradients differ first.
---deep takes the steps of both again in this process, recorded, from where they are known to be
-equal: the parameters and samples of a step, then what each module returns, the losses, each
-operation of the backward, and the gradients that arrive at the parameters.
+It compares the settings, environment and data in the runs' folders, and finds the first step logged
+by both in which a metric differs. Runs with the same ranks and layout are compared bit by bit, and
+so are bit-exact runs (parallel.bit_exact); others within rounding, because they sum in another
+order. If both set metrics.fingerprint, it also lists the modules whose parameters or gradients
+differ first. --deep replays both runs in this process from the last point at which they are known
+to be equal, and reports the first difference: in the parameters or samples of a step, then in the
+outputs of modules, the losses, the operations of the backward, or the parameters' gradients.
 
 Exit status: 0 the numbers agree, whatever the settings, 1 they differ, 64 bad arguments, 65 not a
-run's folder, a damaged one, or no logged step in common.
+run's folder, a damaged folder, or no logged step in common.
 
 Docs: docs/debugging.md
 """
@@ -37,32 +37,34 @@ from dist_amp.precision import TOLERANCE
 from dist_amp.record import Record
 from dist_amp.supervise.command_line import Parser, command
 
-# What differs between any two runs; their layout is compared by the hosts' ranks.
-NOT_VARIABLES = (
+# Not compared, because they differ between any two runs. The hosts' ranks show the layout.
+IGNORED_VARIABLES = (
     *("MASTER_", "TORCHELASTIC_", "PET_", "SLURM_", "DIST_AMP_", "RANK", "WORLD_SIZE", "LOCAL_"),
     *("GROUP_", "ROLE_", "GLOO_", "TORCH_NCCL_", "TORCH_ELASTIC_", "TORCH_DISABLE_SHARE_"),
     "TORCH_FR_",
 )
-NOT_ENVIRONMENT = (
+IGNORED_ENVIRONMENT = (
     *("started", "first_step", "command", "git.changed_files", "git.diff", "task.file"),
-    *(f"variables.{name}" for name in NOT_VARIABLES),
+    *(f"variables.{name}" for name in IGNORED_VARIABLES),
 )
-# Settings by which ranks share the work: sums are taken in another order.
+# Settings that decide how ranks share the work, and with it the order of sums.
 LAYOUT = ("parallel.", "train.micro_batch_size", "train.accumulation_steps", "train.global_batch")
-METRICS = ("train/", "eval/", "amp/")  # tags that the computation alone decides
-# Metrics of all ranks, which can be compared between layouts; evaluations may take other samples.
+METRICS = ("train/", "eval/", "amp/")  # tags of the computation, not of its speed or memory
+# Between layouts, only these are compared: sums over all ranks within rounding, and counters.
+# Evaluations are not, because they may take other samples.
 ROUNDED = ("train/loss", "train/grad_norm")
 COUNTED = ("train/lr", "train/epoch", "train/samples_seen", "train/tokens_seen", "amp/")
-OF_INTERVAL = ("train/loss", "train/clipped_share", "amp/skipped_in_interval")
-SHOWN = 8  # metrics and modules
+# These sum up a log interval, so they are compared only if both runs log equally often.
+INTERVAL_METRICS = ("train/loss", "train/clipped_share", "amp/skipped_in_interval")
+SHOWN = 8  # metrics or modules at most
 
 
 @command()
 def main(argv: Sequence[str]) -> int:
     parser = Parser("python -m dist_amp.diff", __doc__)
-    parser.add_argument("run_a", type=Path, metavar="RUN_A", help="its folder")
-    parser.add_argument("run_b", type=Path, metavar="RUN_B", help="its folder")
-    text = "take both runs' steps again on this process; report the first operation that differs"
+    parser.add_argument("run_a", type=Path, metavar="RUN_A", help="a run's folder")
+    parser.add_argument("run_b", type=Path, metavar="RUN_B", help="another run's folder")
+    text = "replay both runs' steps in this process; report the first operation that differs"
     parser.add_argument("--deep", action="store_true", help=text)
     options = parser.parse_args(argv)
     if options.run_a.resolve() == options.run_b.resolve():
@@ -72,22 +74,22 @@ def main(argv: Sequence[str]) -> int:
     metrics = compare_metrics(a, b)
     hashes = {} if metrics["tolerance"] else compare_fingerprints(a, b)
     print("\n".join(text_of(a, b, settings, metrics, hashes)), flush=True)
-    parts = [part for part in (metrics, hashes) if "step" in part]
-    if options.deep and parts:
-        first = min(parts, key=lambda part: part["step"])
-        print(compare_inside((a.folder, b.folder), first["equal_until"], first["step"]))
+    differing = [report for report in (metrics, hashes) if "step" in report]
+    if options.deep and differing:
+        first = min(differing, key=lambda report: report["step"])
+        print(compare_replays((a.folder, b.folder), first["equal_until"], first["step"]))
     elif options.deep:
-        print(f"not replayed: nothing differs through step {metrics['equal_until']}")
-    return int(bool(parts))
+        print(f"not replayed: nothing differs up to step {metrics['equal_until']}")
+    return int(bool(differing))
 
 
-# ---- what the folders say
+# ---- compare the folders
 
 
 def compare_metrics(a: Record, b: Record) -> dict[str, Any]:
-    """{"steps": how many both logged, "equal_until": step, "tolerance": the largest that a step was
-    compared with}; if any differ also {"step": the first, "metrics": {tag: [in A, in B]}, "ranks":
-    those whose own losses differ, if not all}. Errors: DataError without a common step.
+    """{"steps": how many both logged, "equal_until": step, "tolerance": relative, 0: bit by bit};
+    if metrics differ also {"step": the first one, "metrics": {tag: [in A, in B]}, "ranks": those
+    whose losses differ, if not all do}. Errors: DataError without a common step.
     """
     common = sorted(a.steps.keys() & b.steps.keys())
     if not common:
@@ -96,7 +98,7 @@ def compare_metrics(a: Record, b: Record) -> dict[str, Any]:
             steps = f"{min(run.steps)} to {max(run.steps)}" if run.steps else "no complete line"
             logged.append(f"{run.folder} logged {steps}")
         raise DataError(
-            f"no logged step in common: {', '.join(logged)}; run both with one metrics.log_every"
+            f"no logged step in common: {', '.join(logged)}; use the same metrics.log_every in both"
         )
     pairs = [(a.settings_at(step), b.settings_at(step)) for step in common]
     ranks = [{len(row["ranks"]) for row in run.rows if "ranks" in row} for run in (a, b)]
@@ -108,7 +110,7 @@ def compare_metrics(a: Record, b: Record) -> dict[str, Any]:
         if not all(each.get("parallel.bit_exact") for each in settings):
             tolerance = rounding(settings)
     key = "metrics.log_every"
-    left_out = () if all(x.get(key) == y.get(key) for x, y in pairs) else OF_INTERVAL
+    left_out = () if all(x.get(key) == y.get(key) for x, y in pairs) else INTERVAL_METRICS
     report = {"steps": len(common), "equal_until": 0, "tolerance": tolerance}
     for step in common:
         row_a, row_b = a.steps[step], b.steps[step]
@@ -121,10 +123,10 @@ def compare_metrics(a: Record, b: Record) -> dict[str, Any]:
         if differing:
             ranks_of_step = zip(row_a.get("ranks", ()), row_b.get("ranks", ()), strict=False)
             losses = [[rank.get("train/loss_sum") for rank in pair] for pair in ranks_of_step]
-            own = [rank for rank, (x, y) in enumerate(losses) if x != y]
-            if ranks[0] != ranks[1] or len(own) == len(losses):
-                own = []
-            return report | {"step": step, "metrics": differing, "ranks": own}
+            differing_ranks = [rank for rank, (x, y) in enumerate(losses) if x != y]
+            if ranks[0] != ranks[1] or len(differing_ranks) == len(losses):
+                differing_ranks = []
+            return report | {"step": step, "metrics": differing, "ranks": differing_ranks}
         report["equal_until"] = step
     return report
 
@@ -140,7 +142,7 @@ def rounding(settings: Sequence[Mapping[str, Any]]) -> float:
 
 
 def relative_difference(a: Any, b: Any) -> float:
-    """inf for what can't be subtracted, such as nan, which is text in these files."""
+    """|a - b| over the larger; inf if they differ and one is no number (nan and inf are text)."""
     numbers = isinstance(a, int | float) and isinstance(b, int | float)
     if not numbers or a == b:
         return 0.0 if a == b else math.inf
@@ -149,7 +151,7 @@ def relative_difference(a: Any, b: Any) -> float:
 
 def compare_fingerprints(a: Record, b: Record) -> dict[str, Any]:
     """{"modules": how many both have, "equal_until": step}; empty without a common step. If hashes
-    differ also {"step", "parameters": modules, "gradients": modules, "because": in words}.
+    differ also {"step", "parameters": modules, "gradients": modules, "because": what it means}.
     """
     hashes = []
     for run in (a, b):
@@ -167,16 +169,16 @@ def compare_fingerprints(a: Record, b: Record) -> dict[str, Any]:
             continue
         before = report.setdefault("equal_until", 0)
         if differing["parameters"] and step == 1:
-            because = "the runs start with other parameters"
+            because = "the runs start with different parameters"
         elif differing["parameters"]:
             because = f"they diverged in step {before} or later; a smaller metrics.fingerprint "
-            because += "says more"
+            because += "narrows it down"
         elif len(differing["gradients"]) == len(modules):
-            because = "parameters are equal and all gradients differ: it began in the data, the "
-            because += "forward or the loss"
-        else:  # errors flow from the output to the input
+            because = "parameters are equal and all gradients differ: the cause is in the data, "
+            because += "the forward or the loss"
+        else:  # the backward spreads an error from the output to the input
             nearest = differing["gradients"][-1]
-            because = f"parameters are equal; {nearest} is the module nearest to the output"
+            because = f"parameters are equal; in backward order {nearest} is the first to differ"
         return report | differing | {"step": step, "modules": len(modules), "because": because}
     return report
 
@@ -190,7 +192,7 @@ def text_of(
 ) -> list[str]:
     """The report's lines. metrics, hashes: see compare_metrics and compare_fingerprints."""
     lines = [f"A  {a.folder}", f"B  {b.folder}"]
-    environment = differences(a.environment, b.environment, NOT_ENVIRONMENT)
+    environment = differences(a.environment, b.environment, IGNORED_ENVIRONMENT)
     if code := environment.get("task.hash"):
         text = "the task's source file differs (hashes {} | {}): look there first"
         lines.insert(0, text.format(*code))
@@ -201,7 +203,7 @@ def text_of(
         lines += [title, *columns(rows, left=4)] if pairs else []
     data = ["no checkpoint", "no checkpoint"]
     for number, run in enumerate((a, b)):
-        for path in run.checkpoints:  # the newest valid one comes last
+        for path in run.checkpoints:  # of the newest valid one, which comes last
             with suppress(CheckpointRejected):
                 manifest = read_manifest(path)
                 data[number] = f"{manifest.data_fingerprint}, {manifest.data_length:,} samples"
@@ -210,8 +212,8 @@ def text_of(
     how, equal = "bit by bit", "equal"
     if metrics["tolerance"]:
         equal = f"within {metrics['tolerance']:g}"
-        how = f"as other layouts, whose sums are rounded otherwise: losses and norms {equal}, "
-        how += "hashes not at all; dropout differs too, unless both are bit-exact"
+        how = f"across layouts, which round sums differently: losses and norms {equal}, "
+        how += "hashes not compared; dropout differs too, unless both are bit-exact"
     lines.append(f"compared {how}: {metrics['steps']} logged steps")
     if max(a.steps) != max(b.steps):
         lines.append(f"A ends at step {max(a.steps)}, B at step {max(b.steps)}")
@@ -221,7 +223,7 @@ def text_of(
             error = relative_difference(value_a, value_b)
             lines.append(f"  {tag}: {value_a} | {value_b}, {error:.2g} of the larger")
         if ranks := ", ".join(map(str, metrics["ranks"])):
-            lines.append(f"  only the losses of rank {ranks} differ: look at what it reads first")
+            lines.append(f"  only the losses of rank {ranks} differ: check its data first")
     else:
         lines.append(f"metrics are {equal} up to step {metrics['equal_until']}")
     if "step" in hashes:
@@ -240,7 +242,7 @@ def text_of(
 def differences(
     a: Mapping[str, Any], b: Mapping[str, Any], leave_out: tuple[str, ...]
 ) -> dict[str, list[Any]]:
-    """{key: [its value in A, in B]} where they differ; None: it has none."""
+    """{key: [value in A, value in B]} where they differ; None for a key that is missing there."""
     keys = [key for key in dict.fromkeys([*a, *b]) if not key.startswith(leave_out)]
     return {key: [a.get(key), b.get(key)] for key in keys if a.get(key) != b.get(key)}
 
@@ -254,11 +256,11 @@ def divergence(what: str, part: Mapping[str, Any]) -> str:
 
 
 class Replayed:
-    """One of the two runs, before a step or at an earlier checkpoint; it has its own generators."""
+    """One of the two runs, at its newest checkpoint before a step, with its own random state."""
 
     def __init__(self, folder: Path, step: int):
         self.replay = run_at(folder, step)
-        self.replay.rows = {}  # here it is not compared with what it logged
+        self.replay.rows = {}  # don't compare it with what it logged
         self.run = self.replay.run
         self.random = random_state(self.run.world.device)
 
@@ -270,28 +272,28 @@ class Replayed:
         return events
 
     def call(self, method: Any, *args: Any) -> Any:
-        """Call a method that draws from this run's generators."""
+        """Call a method with this run's random state: both runs share the generators."""
         set_random_state(self.random, self.run.world.device)
         result = method(*args)
         self.random = random_state(self.run.world.device)
         return result
 
 
-def compare_inside(folders: Sequence[Path], equal_until: int, until: int) -> str:
-    """Take the steps of both runs again, from where they are known to be equal to `until`.
+def compare_replays(folders: Sequence[Path], equal_until: int, until: int) -> str:
+    """Replay both runs from the step after `equal_until` through step `until`.
 
-    Returns where they diverge, in words. Errors: DataError for a run that changed its settings.
+    Returns where they diverge, in words. Errors: DataError if settings changed in between.
     """
     for folder in folders:
         if config_at(folder, equal_until + 1) != config_at(folder, until):
             raise DataError(
-                f"--deep replays the steps {equal_until + 1} to {until} with one config, and the "
-                f"settings of {folder} changed there; compare without it"
+                f"--deep replays the steps {equal_until + 1} to {until} with one config, but the "
+                f"settings of {folder} changed between them; compare without --deep"
             )
     runs = [Replayed(folder, equal_until + 1) for folder in folders]
     try:
         if edited := "; ".join(run.replay.edited for run in runs if run.replay.edited):
-            return f"not replayed: {edited}; put that file back as it was, or look there"
+            return f"not replayed: {edited}; restore that file, or look for the cause in the edit"
         first = max(run.run.step for run in runs) + 1
         for run in runs:
             while run.run.step + 1 < first:
@@ -303,17 +305,17 @@ def compare_inside(folders: Sequence[Path], equal_until: int, until: int) -> str
 
 
 def first_divergence(runs: Sequence[Replayed], first: int, until: int) -> str:
-    for step in range(first, until + 2):
+    for step in range(first, until + 2):  # one more, for the parameters after step `until`
         a, b = [run.parameters() for run in runs]
         if pair := first_difference(a, b):
             where = "the start" if step == first else f"the update of step {step - 1}"
-            return f"{where}: the first other parameters are in {pair[0].module}"
+            return f"{where}: parameters differ first in {pair[0].module}"
         if step > until:
             break
         batches = [run.call(next, run.run.data) for run in runs]
         samples = [hash_samples(each, runs[0].run.world.device) for each in batches]
         if samples[0] != samples[1]:
-            return f"step {step}: other samples"
+            return f"step {step}: the samples differ"
         kinds = ("forward", "op", "backward", "gradient")
         events = []
         for run, micro_batches in zip(runs, batches, strict=True):
@@ -322,26 +324,27 @@ def first_divergence(runs: Sequence[Replayed], first: int, until: int) -> str:
         if pair := first_difference(a, b):
             return f"step {step}: {text_of_event(pair[0], *events)}"
     return (
-        f"the replays are equal up to step {until}: what differed is not in the steps as one "
-        "process takes them, but in one of several ranks, a callback, the layout or the hardware"
+        f"the replays are equal up to step {until}: the cause is not in what one process computes, "
+        "but in the other ranks, a callback, the layout or the hardware"
     )
 
 
 def text_of_event(event: Event, a: Sequence[Event], b: Sequence[Event]) -> str:
-    """The place of an event. a, b: all events of the step in both runs."""
+    """Where the differing event happened. a, b: all events of the step in both runs."""
     module = event.module or "the model"
     if event.kind == "gradient":
         return f"the gradient of the parameters of {module}"
     if event.kind == "backward":
         call = call_of(event, a)
-        module = (call.module or "the model") if call else "the loss, or what divides it"
+        module = (call.module or "the model") if call else "the task's loss_sum"
         return f"the backward of {module}, in {event.name}"
     text = "the loss of the model" if event.kind == "loss" else f"the forward of {module}"
-    place = ("op", event.module, event.micro_batch)  # operations in this module, or in the task
+    # The first differing operation of this module, or of the task's own code in loss_sum.
+    place = ("op", event.module, event.micro_batch)
     operations = []
     for events in (a, b):
-        here = [each for each in events if (each.kind, each.module, each.micro_batch) == place]
-        operations.append(here)
+        inside = [each for each in events if (each.kind, each.module, each.micro_batch) == place]
+        operations.append(inside)
     if pair := first_difference(operations[0], operations[1]):
         text += f", {pair[0].name}"
     return text

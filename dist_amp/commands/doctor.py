@@ -1,14 +1,14 @@
 """python -m dist_amp.doctor: is this machine ready to train? A line per check: ok, warn or fail,
 and the fix.
 
-Alone it checks versions, GPUs and driver, precision, host name, shared memory and folders.
-Started on several ranks, as the training would be, also whether the ranks find each other, how fast
-they exchange data and multiply matrices, and which of them are slow:
+Started alone, it checks versions, GPUs and driver, precision, host name, shared memory and folders.
+Started on several ranks, as training would be, it also checks whether the ranks find each other,
+how fast they exchange data and multiply matrices, and which of them are slow:
 
     torchrun --standalone --local-addr 127.0.0.1 --nproc_per_node=8 -m dist_amp.doctor
 
-Rank 0 prints what it finds on its machine, and what is wrong on the others. Takes some seconds.
-Exit status: 0, or 1 if a check fails; a warning is none.
+Rank 0 prints all checks of its machine, and what is wrong on the others. It takes a few seconds.
+Exit status: 0, or 1 if a check fails; warnings don't count.
 
 Docs: docs/launching.md
 """
@@ -43,24 +43,25 @@ from dist_amp.world import World, start
 GIB = 2**30
 JOIN_SECONDS = 60.0  # how long a rank may take to start; assumed
 
-# Docker's default of 64 MiB fails with the first loader workers ("Bus error"); the rest is assumed.
-LITTLE_SHARED_MEMORY = 1 * GIB
-LITTLE_DISK = 5 * GIB
+# Less than this gives a warning; assumed. Docker's default of 64 MiB of shared memory is too little
+# even for the first loader workers ("Bus error").
+LOW_SHARED_MEMORY = 1 * GIB
+LOW_DISK = 5 * GIB
 RESOLVE_SECONDS = 5.0
 
-# Below the median by more than this factor, a rank or a link is reported. A run reports a slow rank
-# at the same factor; links are also slowed by other traffic (assumed).
+# A rank or a link slower than the median by more than this factor is reported. Runs report slow
+# ranks at the same factor. The one of links is higher, as other traffic slows them too (assumed).
 SLOW_MATMUL, SLOW_LINK = 1.2, 2.0
 
-# A matrix product's size and an all-reduce's bytes: some milliseconds each, measured on two cores
-# and assumed on a GPU.
+# The matrix product's size and the all-reduce's bytes. Each takes some milliseconds: measured on
+# two CPU cores, assumed on a GPU.
 MATRIX = {"cpu": 768, "cuda": 8192}
 BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
-REPEATS = 30  # of which the fastest counts: other processes only make one slower
+REPEATS = 30  # the fastest one counts, because other processes can only slow a repeat down
 
 
 class Check(NamedTuple):
-    """status: ok, warn or fail; text: what there is, and what to do about it."""
+    """A line of the report. status: ok, warn or fail. text: what was found, and the fix."""
 
     status: str
     name: str
@@ -78,12 +79,12 @@ def main(argv: Sequence[str]) -> int:
     devices = ("auto", "cpu", "cuda")
     parser.add_argument("--device", default="auto", choices=devices, help="of the ranks")
     options = parser.parse_args(argv)
-    is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"
-    of_machine = (packages, gpus, precision, hostname, shared_memory, folders)
-    checks = results_of(of_machine) if is_first_here else []
+    is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"  # on this machine
+    machine_checks = (packages, gpus, precision, hostname, shared_memory, folders)
+    checks = results_of(machine_checks) if is_first_here else []
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return show(checks)
-    shows = os.environ.get("RANK") == "0"
+    is_reporter = os.environ.get("RANK") == "0"
     try:
         with start(RunConfig(device=options.device, timeout_seconds=JOIN_SECONDS)) as world:
             for host, found in world.gather((platform.node(), checks))[1:]:
@@ -91,13 +92,12 @@ def main(argv: Sequence[str]) -> int:
                 checks += [check._replace(name=f"{check.name} ({host})") for check in bad]
             checks += results_of((all_reduce, links, matmul), world)
     except Exception as error:
-        shows = is_first_here  # rank 0 may not be there
+        is_reporter = is_first_here  # rank 0 may be missing
         checks.append(fail("ranks", f"they can't work together: {first_line(error)}"))
-    return show(checks) if shows else 0
+    return show(checks) if is_reporter else 0
 
 
 def show(checks: Sequence[Check]) -> int:
-    """Print the checks and their numbers; return the exit status."""
     width = max(len(check.name) for check in checks)
     for check in checks:
         print(f"{check.status:<4}  {check.name:<{width}}  {check.text}")
@@ -112,7 +112,7 @@ def show(checks: Sequence[Check]) -> int:
 
 
 def results_of(checks: Iterable[Callable[..., Iterable[Check]]], *args: World) -> list[Check]:
-    """The lines of the checks, called with `args`; a check that itself fails is a warning."""
+    """The results of the checks, called with `args`; a check that raises gives a warning."""
     found: list[Check] = []
     for check in checks:
         try:
@@ -127,7 +127,6 @@ def results_of(checks: Iterable[Callable[..., Iterable[Check]]], *args: World) -
 
 
 def packages() -> Iterator[Check]:
-    """Check that the packages that the project needs are installed."""
     memory = f"{host_memory() / GIB:.0f} GiB of memory, {cpu_cores()} cores"
     yield ok("python", f"{platform.python_version()}; {memory}")
     for requirement in map(Requirement, requires("dist_amp") or []):
@@ -146,7 +145,7 @@ def packages() -> Iterator[Check]:
 
 
 def kinds_of_gpus() -> dict[str, list[int]]:
-    """{name: the numbers of these GPUs}."""
+    """{GPU name: indices of this machine's GPUs of that name}."""
     kinds: dict[str, list[int]] = {}
     for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         kinds.setdefault(torch.cuda.get_device_name(number), []).append(number)
@@ -166,7 +165,7 @@ def gpus() -> Iterator[Check]:
     for name, numbers in kinds.items():
         try:
             run_kernel(torch.device("cuda", numbers[0]))
-        except RuntimeError as error:  # such as a build of torch without code for it
+        except RuntimeError as error:  # such as a build of torch without kernels for this GPU
             yield fail("gpu", f"{name}: {first_line(error)}")
             continue
         properties = torch.cuda.get_device_properties(numbers[0])
@@ -190,7 +189,7 @@ def precision() -> Iterator[Check]:
 
 
 def hostname() -> Iterator[Check]:
-    """torchrun --standalone hangs without a word where the host's name does not resolve."""
+    """torchrun --standalone hangs silently if the host's name does not resolve."""
     name = socket.gethostname()
     try:
         address = in_time(RESOLVE_SECONDS, lambda: socket.getaddrinfo(name, None)[0][4][0])
@@ -205,11 +204,11 @@ def hostname() -> Iterator[Check]:
 
 
 def shared_memory(path: Path = Path("/dev/shm")) -> Iterator[Check]:
-    """Loader workers pass batches through it, and NCCL and gloo use it on one machine."""
+    """Loader workers pass batches through /dev/shm; NCCL and gloo use it within a machine."""
     total, _, free = shutil.disk_usage(path)
     found = f"{free / GIB:.2f} of {total / GIB:.2f} GiB free"
-    if free < LITTLE_SHARED_MEMORY:
-        fix = "docker run --shm-size=16g, shm_size in Compose, an emptyDir with medium: Memory in "
+    if free < LOW_SHARED_MEMORY:
+        fix = "use docker run --shm-size=16g, shm_size in Compose, emptyDir.medium: Memory in "
         found += f": loader workers may die with `Bus error`; {fix}Kubernetes"
         yield warn("/dev/shm", found)
     else:
@@ -217,7 +216,6 @@ def shared_memory(path: Path = Path("/dev/shm")) -> Iterator[Check]:
 
 
 def folders() -> Iterator[Check]:
-    """Check that the folders of runs, datasets and temporary files are writable and have space."""
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface"))
     for name, folder, setting in (
         ("runs folder", Path("runs"), "--run.dir"),
@@ -226,7 +224,7 @@ def folders() -> Iterator[Check]:
     ):
         path = folder.absolute()
         existing = next(parent for parent in (path, *path.parents) if parent.exists())
-        fix = f"; choose another by {setting}"
+        fix = f"; choose another with {setting}"
         try:
             with tempfile.TemporaryFile(dir=existing):
                 free = shutil.disk_usage(existing).free
@@ -234,7 +232,7 @@ def folders() -> Iterator[Check]:
             yield fail(name, f"{path} can't be written ({error.strerror}){fix}")
             continue
         found = f"{path} is writable, {free / GIB:.1f} GiB free"
-        if free < LITTLE_DISK:
+        if free < LOW_DISK:
             yield warn(name, f"{found}: little for checkpoints and data{fix}")
         else:
             yield ok(name, found)
@@ -244,7 +242,7 @@ def folders() -> Iterator[Check]:
 
 
 def all_reduce(world: World) -> Iterator[Check]:
-    """Bus bandwidth of a large all-reduce, as NCCL's tests define it; the time of a small one."""
+    """Bus bandwidth of a large all-reduce, as nccl-tests defines it; latency of a small one."""
     size = BYTES[world.device.type]
     large = torch.ones(size // 4, device=world.device)
     small = torch.ones(2, device=world.device)
@@ -256,7 +254,7 @@ def all_reduce(world: World) -> Iterator[Check]:
 
 
 def links(world: World) -> Iterator[Check]:
-    """Each rank sends to the next, all at once: an all-reduce is as slow as its slowest link."""
+    """All ranks send to the next one at once: an all-reduce is as slow as its slowest link."""
     out = torch.ones(BYTES[world.device.type] // 4, device=world.device)
     into = torch.empty_like(out)
     before = (world.rank - 1) % world.world_size
@@ -291,7 +289,7 @@ def matmul(world: World) -> Iterator[Check]:
 
 
 def compare(name: str, rates: Mapping[str, float], unit: str, factor: float) -> Check:
-    """A warning of the places whose rate is well below the median, the slowest first."""
+    """ok, or a warning that lists the ranks or links well below the median, slowest first."""
     median = statistics.median(rates.values())
     found = f"{median:.3g} {unit} (median; {min(rates.values()):.3g} to {max(rates.values()):.3g})"
     slow = sorted((rate, place) for place, rate in rates.items() if rate * factor < median)
@@ -303,9 +301,9 @@ def compare(name: str, rates: Mapping[str, float], unit: str, factor: float) -> 
 
 
 def fastest(world: World, work: Callable[[], object]) -> float:
-    """Seconds of the fastest of some repeats, all ranks at once."""
+    """Seconds that the fastest of REPEATS takes this rank; all ranks work at the same time."""
     seconds = []
-    for _ in range(1 + REPEATS):  # the first makes connections and chooses kernels
+    for _ in range(1 + REPEATS):  # the first is a warm-up: it opens connections, chooses kernels
         world.barrier()
         machine.wait_for_device(world.device)
         began = time.perf_counter()

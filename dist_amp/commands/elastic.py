@@ -1,10 +1,10 @@
-"""torchrun in this process: when it restarts failed ranks, how it is stopped, how the ranks ended.
+"""Runs torchrun in this process: decides on restarts, handles signals, reads how the ranks ended.
 
-torchrun's agent restarts all ranks if one fails, for whatever reason. It also reports metrics, ten
-times a second, and an exception from a handler of them ends it in order: it stops the ranks.
-`Watch` is that handler. It ends the agent after a signal, and where a restart would fail again. A
-rank that ends by itself leaves its status, and the first one its error, in torchrun's error file.
-What torchrun logs goes into a file in the same folder. Only public parts of torch are used.
+torchrun's agent restarts all ranks if one fails, for whatever reason. Ten times a second it also
+reports metrics to a handler. If the handler raises, the agent stops the ranks and ends. `Watch` is
+that handler: it raises after a signal, and where a restart would fail again. A rank that ends by
+itself writes its exit status to torchrun's error file, and the first one also its error. torchrun's
+own log goes to a file in the same folder. Only public APIs of torch are used.
 """
 
 import json
@@ -29,21 +29,21 @@ from dist_amp.distributed.signals import BEFORE_RANKS, STOP_SIGNALS, handle_sign
 from dist_amp.errors import SAVED_AND_STOPPED, ConfigError, NumericsError
 from dist_amp.telemetry.startup import FAILED_AT
 
-SECONDS_TO_AGAIN = 1.0  # assumed: two SIGINT in less are one Ctrl-C, sent to the launcher twice
-FAILS_AGAIN = (ConfigError.exit_code, NumericsError.exit_code)
+SAME_CTRL_C_SECONDS = 1.0  # SIGINTs closer than this are one Ctrl-C, received twice; assumed
+FAILS_AGAIN = (ConfigError.exit_code, NumericsError.exit_code)  # even after a restart
 
 
 class Report(NamedTuple):
-    """The end of a rank that was not signalled."""
+    """How a rank ended, from its error file. The defaults are for a file that can't be read."""
 
-    status: int = 1
-    text: str = ""  # its error
+    status: int = 1  # exit status
+    text: str = ""  # its error, if it was the first to report one
     at_start: bool = False  # it had taken no step
     transient: bool = False  # another rank is the cause
 
 
 def read_report(path: Path) -> Report:
-    """Read an error file, which a module that is not of this project may have written."""
+    """Read an error file; a module started with -m may have written it in another format."""
     with suppress(OSError, ValueError, TypeError, KeyError):
         message = json.loads(path.read_text())["message"]
         facts = {**message["extraInfo"], "text": message["message"]}
@@ -52,13 +52,13 @@ def read_report(path: Path) -> Report:
 
 
 class RestartRefused(Exception):
-    """The ranks have stopped, or failed in a way that would come again."""
+    """Raised in place of a restart: the ranks saved and stopped, or would fail again."""
 
 
 class Watch(metrics.MetricHandler):
     """Ends torchrun's agent after a signal, and in place of a restart that would fail again.
 
-    folder: of torchrun's log and error files. elastic: nodes may come and go. Before one leaves,
+    folder: of torchrun's log and error files. elastic: nodes may join and leave. Before one leaves,
     the ranks of all nodes save and stop, and the other nodes restart.
     """
 
@@ -67,66 +67,63 @@ class Watch(metrics.MetricHandler):
         self._signal: signal.Signals | None = None
         self._signal_at = 0.0
         self._elastic = elastic
-        self._restarts = self._left = restarts
+        self._restarts = self._restarts_left = restarts
         logger = logging.getLogger("torch.distributed")
         logger.propagate = False
         logger.handlers = [logging.FileHandler(folder / "torchrun.log", delay=True)]
 
     def emit(self, metric_data: metrics.MetricData) -> None:
-        """Errors: SignalException; RestartRefused."""
+        """Receive one of the agent's metrics. Errors: SignalException; RestartRefused."""
         if self._signal is not None:
             raise SignalException(f"got {self._signal.name}", self._signal)
         name = metric_data.name
         if name.endswith(".remaining_restarts"):
-            self._left = metric_data.value
-        elif name.endswith((".failed", ".unhealthy")) and self._left:
+            self._restarts_left = metric_data.value
+        elif name.endswith((".failed", ".unhealthy")) and self._restarts_left:
             self._check_restart()
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Errors: SignalException while there are no ranks, for which the agent may wait long."""
+        """Note a signal for `emit`; a second Ctrl-C kills the ranks. Errors: SignalException."""
         if self._signal is None:
             self._signal = signal.Signals(number)
             self._signal_at = time.monotonic()
-            if not children():
+            if not children():  # then the agent may wait long before it calls `emit`
                 raise SignalException(f"got {self._signal.name}", self._signal)
-        elif number == signal.SIGINT and time.monotonic() - self._signal_at > SECONDS_TO_AGAIN:
-            for rank in children():  # they are saving
+        elif number == signal.SIGINT and time.monotonic() - self._signal_at > SAME_CTRL_C_SECONDS:
+            for rank in children():  # they are still saving
                 with suppress(ProcessLookupError):
                     os.kill(rank, signal.SIGKILL)
 
     def reports(self) -> list[Report]:
-        """The reports of this machine's ranks in the latest attempt, in the order of their ends."""
+        """The reports of this machine's ranks in the latest attempt, ordered by when they ended."""
         attempts = self.folder.glob("*/attempt_*")
         latest = max(attempts, key=lambda path: path.stat().st_mtime_ns, default=self.folder)
         files = sorted(latest.glob("*/error.json"), key=lambda path: path.stat().st_mtime_ns)
         return [read_report(file) for file in files]
 
     def _check_restart(self) -> None:
-        """Errors: RestartRefused."""
+        """Announce the restart that comes next. Errors: RestartRefused if it would not help."""
         os.environ[FAILED_AT] = f"{time.time()}"  # for the ranks that are started next
         report = first_cause(self.reports())
         has_stopped = report.status == SAVED_AND_STOPPED and not self._elastic
-        # After a restart, an error at the start may come from the failure before, as of a disk.
-        is_first = self._left == self._restarts
+        # After a restart, an error at the start may come from the earlier failure, as of a disk.
+        is_first = self._restarts_left == self._restarts
         fails_at_start = report.text and report.at_start and not report.transient and is_first
         if has_stopped or fails_at_start or report.status in FAILS_AGAIN:
             raise RestartRefused
         cause = "" if report.text else ": a rank ended without a report; did memory run out?"
-        number = self._restarts - self._left + 1
+        number = self._restarts - self._restarts_left + 1
         print(f"restart {number} of {self._restarts}{cause}", file=sys.stderr, flush=True)
 
 
 def children() -> list[int]:
-    """This process's children, which are ranks. Source: proc(5)."""
+    """The process ids of this process's children, which are the ranks. Source: proc(5)."""
     path = Path(f"/proc/self/task/{os.getpid()}/children")
     return [int(pid) for pid in path.read_text().split()]
 
 
 def run_agent(options: Namespace, ranks: int, elastic: bool) -> tuple[int, str]:
-    """Run torchrun's agent until all ranks have ended: (exit status, last line or "").
-
-    ranks: of this machine. Errors: what torchrun itself fails with.
-    """
+    """Run this machine's ranks to their end: (exit status, last line or ""). Errors: torchrun's."""
     watch = Watch(Path(options.log_dir), options.max_restarts, elastic)
     metrics.configure(watch)
     try:
@@ -153,15 +150,15 @@ def run_agent(options: Namespace, ranks: int, elastic: bool) -> tuple[int, str]:
 
 
 def first_cause(reports: Sequence[Report]) -> Report:
-    """The report that says why the ranks ended: an error rather than what followed from it."""
+    """The report that says why the ranks ended: a cause rather than its consequences."""
     return min(reports, key=lambda report: (not report.text, report.transient), default=Report())
 
 
 def after_signal(name: str, reports: Sequence[Report], ranks: int) -> tuple[int, str]:
-    """Returns (exit status, last line or "") of this machine's ranks after a signal."""
+    """Returns this machine's (exit status, last line or "") after a signal to the launcher."""
     statuses = [report.status for report in reports]
     errors = [status for status in statuses if status not in (0, SAVED_AND_STOPPED)]
     if errors or len(statuses) == ranks:
-        return max(errors or statuses), ""  # the ranks have said why
-    early = f"stopped by {name} before all ranks had saved and left"
-    return 1, f"{early}; checkpoints written before are intact"
+        return max(errors or statuses), ""  # the ranks have printed why
+    early = f"stopped by {name} before all ranks had saved and exited"
+    return 1, f"{early}; earlier checkpoints are intact"

@@ -1,23 +1,23 @@
 """python -m dist_amp.export RUN_OR_CHECKPOINT --out DIR: write a trained model as one safetensors
 file.
 
-Reads a checkpoint of any strategy and number of ranks, or a run's newest valid one. DIR gets
-model.safetensors, the run's config.toml and a model card, README.md. In your code:
+It reads a checkpoint of any strategy and number of ranks, or a run's newest valid one. DIR gets
+model.safetensors, the run's config.toml and a model card, README.md. Load it in your code with:
 
     import safetensors.torch
     model = task.build_model()
     safetensors.torch.load_model(model, "DIR/model.safetensors")
 
-The model is then float32, as the task builds it, whatever --dtype was. A run with a moving average
-of its parameters exports that; --weights model the parameters themselves.
+The loaded model is float32, as the task builds it, whatever --dtype was. With optim.ema the moving
+average of the parameters is exported; --weights model exports the parameters themselves.
 
---format hf writes what `save_pretrained` does, or the task's export(model, folder) if it has one:
-config, weights and tokenizer, for AutoModel...from_pretrained("DIR"). Of a model with adapters it
-writes only the adapters; --merge adds them to the base weights and writes the whole model.
+--format hf calls the task's export(model, folder), or without one the model's `save_pretrained`, to
+write config, weights and tokenizer for AutoModel...from_pretrained("DIR"). For a model with
+adapters that is only the adapters; --merge adds them to the base weights for a whole model.
 
 Settings after RUN_OR_CHECKPOINT override the checkpoint's config, for example if the task has moved
 (--task.target new_file:MyTask). The config's task is imported only if it is installed or in the
-current folder, and not beside the checkpoint. Exit status: 0 done, 64 bad setting, 65 bad
+current folder, never from beside the checkpoint. Exit status: 0 done, 64 bad setting, 65 bad
 checkpoint, 1 DIR can't be written.
 
 Docs: docs/recipes.md
@@ -58,11 +58,11 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 def main(argv: Sequence[str]) -> None:
     parser = model_parser("python -m dist_amp.export", __doc__, "RUN_OR_CHECKPOINT")
     add = parser.add_argument
-    add("--out", type=Path, required=True, metavar="DIR", help="an earlier export is replaced")
+    add("--out", type=Path, required=True, metavar="DIR", help="replaces an earlier export there")
     add("--dtype", default="fp32", choices=DTYPES, help="of floating-point tensors; default fp32")
     formats = ("safetensors", "hf")
     add("--format", default="safetensors", choices=formats, help="hf: for transformers")
-    add("--merge", action="store_true", help="add adapters to the weights; needs --format hf")
+    add("--merge", action="store_true", help="add adapters to base weights; needs --format hf")
     options, settings = parser.parse_known_args(argv)
     out = options.out
     check_replaceable(out)
@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> None:
     step, weights = load_weights(model, checkpoint, options.weights == "auto")
     if options.merge:
         if not hasattr(model, "merge_and_unload"):
-            raise ConfigError("--merge: this model has no adapters of peft; leave --merge out")
+            raise ConfigError("--merge: this model has no peft adapters; leave --merge out")
         model.float()  # frozen weights may be bf16, and the sum would be rounded to it
         model = model.merge_and_unload()
     model.to(DTYPES[options.dtype])
@@ -94,18 +94,18 @@ def main(argv: Sequence[str]) -> None:
     print(f"{out}: {weights} in {options.dtype}, from step {step} ({checkpoint})")
 
 
-# --- a trained model from a path on the command line, for sample too
+# --- load a trained model; sample uses these functions, too
 
 
-def model_parser(prog: str, description: str | None, path: str) -> Parser:
-    """A parser of a path, named so in the help, and of --weights."""
+def model_parser(prog: str, description: str | None, metavar: str) -> Parser:
+    """A parser for a path, which the help calls `metavar`, and for --weights."""
     parser = Parser(prog, description)
-    parser.add_argument("path", type=Path, metavar=path, help="before all settings")
+    parser.add_argument("path", type=Path, metavar=metavar, help="comes before all settings")
     parser.add_argument(
         "--weights",
         default="auto",
         choices=("auto", "model"),
-        help="auto: the parameters' moving average where the checkpoint has one; model: the "
+        help="auto: the parameters' moving average, if the checkpoint has one; model: the "
         "parameters themselves",
     )
     return parser
@@ -130,7 +130,7 @@ def build_model(task: Task, config: Config) -> nn.Module:
 
 
 def save_for_transformers(task: Any, model: Any, folder: Path) -> None:
-    """Save by task.export or save_pretrained. Errors: ConfigError for a model without either."""
+    """Call task.export or model.save_pretrained. Errors: ConfigError if there is neither."""
     if "transformers" in sys.modules and present("tasks.pretrained"):
         from dist_amp.tasks.pretrained import as_published
 
@@ -169,7 +169,7 @@ def replacing(out: Path) -> Iterator[Path]:
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir(parents=True)
         yield new
-        for path in new.iterdir():  # safetensors' files are readable by their owner only
+        for path in new.iterdir():  # safetensors makes its files readable by their owner only
             if path.is_file():
                 shutil.copymode(new / CONFIG, path)
         shutil.rmtree(out, ignore_errors=True)

@@ -1,11 +1,11 @@
 """python -m dist_amp.follow RUN --to wandb|trackio|mlflow: send a run's metrics to a tracker.
 
 It reads the run's folder while the run trains, or afterwards; --once sends what exists and ends.
-The run itself imports no tracker and never waits for one. RUN/follow_TRACKER.json keeps what was
-sent: after any stop the same command continues in the same run of the tracker. Sent are the
-configuration, metrics under the same tags as in TensorBoard, those of each rank as rank00000/TAG
-(up to 64 ranks), and the summary and the sample at the end. Server, login and offline mode are set
-as the tracker documents it: WANDB_MODE, MLFLOW_TRACKING_URI ... See docs/metrics.md.
+The run itself imports no tracker and never waits for one. RUN/follow_TRACKER.json records what was
+sent: if interrupted, the same command continues the same run in the tracker. It sends the config,
+the metrics under the same tags as in TensorBoard, those of each rank as rank00000/TAG (up to 64
+ranks), and at the end the summary and the sample. Configure the server, login and offline mode as
+the tracker documents: WANDB_MODE, MLFLOW_TRACKING_URI ...
 
 Exit status: 0 all is sent, 64 bad arguments, no package or no login, 65 not a run's folder, 1
 anything else.
@@ -33,7 +33,7 @@ from dist_amp.supervise.command_line import Parser, command, run_folder
 
 POLL_SECONDS = 1.0
 APPEARS_SECONDS = 120.0  # to wait for a run that was started at the same time
-# How much longer a run that failed or was preempted is followed: it may be restarted in place.
+# A run that failed or was preempted is followed for so much longer: it may be restarted.
 RESTART_SECONDS = 30.0
 
 
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> None:
     parser = Parser("python -m dist_amp.follow", __doc__)
     parser.add_argument("run", type=run_folder, metavar="RUN", help="a run's folder")
     parser.add_argument("--to", required=True, choices=list(TRACKERS), help="the tracker")
-    parser.add_argument("--project", default="", help="its project or experiment (dist_amp)")
+    parser.add_argument("--project", default="", help="project or experiment; default dist_amp")
     parser.add_argument("--once", action="store_true", help="send what exists now, and end")
     options = parser.parse_args(argv)
     folder = options.run.resolve()
@@ -52,12 +52,12 @@ def main(argv: Sequence[str]) -> None:
             Follower(folder, options.to, options.project).follow(options.once)
     except InUse as error:
         raise Failure(
-            f"{folder} is followed to {options.to} by another process already ({error}); stop "
+            f"{folder} is already followed to {options.to} by another process ({error}); stop "
             "that one first"
         ) from error
     except Failure:
         raise
-    except Exception as error:  # of the tracker, or of the disk
+    except Exception as error:  # from the tracker or the disk
         reason = first_line(error) or type(error).__name__
         text = f"{options.to}: {reason}; start the same command again to continue"
         raise Failure(text) from error
@@ -82,14 +82,14 @@ def wait_for_run(folder: Path, seconds: float) -> None:
 class Position:
     """The lines that a tracker has received, kept in RUN/follow_TRACKER.json."""
 
-    id: str  # of the tracker's run
+    id: str  # of the run in the tracker
     project: str
-    lines: int = 0
-    sent: dict[str, int] = field(default_factory=dict)  # the last step of each tag
+    lines: int = 0  # how many were sent
+    sent: dict[str, int] = field(default_factory=dict)  # {tag: the last step sent}
     summary: str = ""  # hash of the summary that was sent
 
     def unsent(self, line: Mapping[str, Any]) -> dict[str, Any]:
-        """The line's values that were not sent yet; what was sent before the run resumed stays."""
+        """The line's values that were not sent yet: a resumed run logs some steps again."""
         return {
             tag: value
             for tag, value in line.items()
@@ -104,7 +104,7 @@ class Follower:
         self.folder = folder
         self.name = tracker
         self.inode = 0  # of metrics.jsonl, which a resumed run replaces
-        self.offset = 0  # of what was read of it
+        self.offset = 0  # bytes of it that were read
         self.path = folder / f"follow_{tracker}.json"
         self.tracker: Tracker | None = None
         # An id that no other folder of the same name gets, on any machine.
@@ -113,7 +113,7 @@ class Follower:
         self.position = Position(f"{name}-{secrets.token_hex(3)}", project or default)
         if self.path.exists():
             saved = json.loads(self.path.read_text())
-            saved.pop("earlier", None)  # of earlier versions
+            saved.pop("earlier", None)  # written by earlier versions
             self.position = Position(**saved)
             if project not in ("", self.position.project):
                 raise ConfigError(
@@ -126,15 +126,15 @@ class Follower:
         over = False
         try:
             while not over:
-                # First: a run's last lines are written before its summary.
+                # Read it before the lines: a run writes its last lines, then its summary.
                 summary = read_summary(self.folder)
                 over = once
-                if summary is not None:  # no restart is to be expected after a while
+                if summary is not None:  # after a while, no restart is to be expected
                     age = time.time() - (self.folder / "summary.json").stat().st_mtime
                     over |= summary["stopped_by"] == "completed" or age >= RESTART_SECONDS
                 lines = [line for line in self.new_lines() if self.position.unsent(line)]
                 if lines or not over or hash_of(summary) != self.position.summary:
-                    self.send(lines)
+                    self.send(lines)  # also opens the tracker, and saves what was sent before
                 if not over:
                     time.sleep(POLL_SECONDS)
         except KeyboardInterrupt:
@@ -157,13 +157,13 @@ class Follower:
         complete = text[: text.rfind(b"\n") + 1]  # a line may be half written
         self.offset += len(complete)
         rows = map(parse_row, complete.splitlines())
-        return [row for row in rows if row is not None]  # without damaged ones, as in a resumed run
+        return [row for row in rows if row is not None]  # leaves damaged lines out
 
     def send(self, lines: Sequence[Mapping[str, Any]]) -> None:
         if self.tracker is None:
             self.tracker = self.open()
         elif self.tracker.writes_within_a_second:
-            self.save()  # of the lines before these
+            self.save()  # the tracker has written the lines before these
         for line in lines:
             unsent = self.position.unsent(line)
             if values := flat(unsent):
@@ -174,7 +174,7 @@ class Follower:
 
     def open(self) -> Tracker:
         """The tracker's run, new or continued; prints where it is."""
-        self.save()  # before the tracker knows of it
+        self.save()  # before the tracker has the run, so that its id is not lost
         toml = (self.folder / "config.toml").read_text(encoding="utf-8")
         config = tomllib.loads(masked(toml))
         position = self.position
@@ -200,7 +200,6 @@ class Follower:
         print(f"{self.folder}: {self.position.lines} lines sent; {state}", flush=True)
 
     def close(self) -> None:
-        """Close the tracker, and keep what was sent."""
         if self.tracker is not None:
             self.tracker.close()
             self.save()
@@ -214,7 +213,7 @@ class Follower:
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """The run's summary; None before its end, also after a restart."""
+    """The run's summary; None until it ends, and again after a restart."""
     path = folder / "summary.json"
     try:
         started = (folder / "config.toml").stat().st_mtime_ns  # written at each start
@@ -230,12 +229,12 @@ def hash_of(summary: Mapping[str, Any] | None) -> str:
 
 
 def clean(tag: str) -> str:
-    """The tag with "_" for the characters that some tracker refuses."""
+    """The tag with "_" in place of characters that some trackers reject."""
     return re.sub(r"[^\w./ -]", "_", tag, flags=re.ASCII)
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """{"ranks": [{"a": 1}], "b": "nan"} as {"rank00000/a": 1.0, "b": nan}; numbers alone."""
+    """{"ranks": [{"a": 1}], "b": "nan"} as {"rank00000/a": 1.0, "b": nan}; only numbers."""
     found: dict[str, float] = {}
     for name, value in values.items():
         if name == "ranks":

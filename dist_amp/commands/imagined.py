@@ -1,8 +1,10 @@
-"""Ranks and a device that do not exist: what a step allocates on one, computes there, and sends.
+"""Ranks and a device that do not exist: what a step allocates, computes and sends there.
 
-Of each operation, `ImaginedDevice` counts what it allocates, as a GPU's allocator does; what it
-sends; and its time, the larger of its arithmetic and its memory traffic. DDP, whose C++ code reads
-values, is replaced by its buckets. Not seen: what most kernels allocate within themselves.
+The step runs on fake tensors, which have shapes but no memory, on one rank of a process group whose
+collectives return at once. `ImaginedDevice` is a dispatch mode that sees every operation and counts
+what it allocates, as a GPU's allocator would; what it sends; and its time, the longer of its
+arithmetic and its memory traffic. DDP's C++ code reads values, so `FlatGradients` imitates it. What
+most kernels allocate while they run is not counted.
 """
 
 import logging
@@ -29,21 +31,21 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from dist_amp.clock import PhaseClock
-from dist_amp.commands.devices import READS, SENDS, Device
+from dist_amp.commands.devices import LINK_SHARE, MEMORY_SHARE, Device
 from dist_amp.config.memory import tensor_bytes
 from dist_amp.world import World
 
 aten = torch.ops.aten
 
-ROUNDING = 512  # an allocation is a multiple of it. Source: torch's CUDACachingAllocator.cpp
+ROUNDING = 512  # allocations are multiples of it. Source: torch's CUDACachingAllocator.cpp
 
-# Elements of one of DDP's buckets. Source: DistributedDataParallel's bucket_cap_mb.
+# Elements in one of DDP's buckets. Source: DistributedDataParallel's bucket_cap_mb.
 BUCKET = 25 * 2**20 // 4
 
-# What the host reads from the device is 1 or true here: checks pass, and divisions work.
+# Operations that read a value to the host. Here it is 1 or true: checks pass, and divisions work.
 READ_BACK = (aten._local_scalar_dense, aten.allclose, aten.equal)
 
-# What CUDA's autocast computes in float32, and a CPU's does not. Source: torch's autocast_mode.h.
+# What autocast computes in float32 on CUDA, but not on a CPU. Source: torch's autocast_mode.h.
 OPERATIONS = ("cumsum", "exp", "log", "log_softmax", "pow", "prod", "rsqrt", "softmax", "sum")
 LAYERS = ("cross_entropy", "group_norm", "kl_div", "l1_loss", "layer_norm", "log_softmax")
 IN_FLOAT32: dict[Any, tuple[str, ...]] = {
@@ -52,13 +54,13 @@ IN_FLOAT32: dict[Any, tuple[str, ...]] = {
     F: (*LAYERS, "nll_loss", "softmax"),
 }
 
-# A CPU's attention, which torch's table lacks, takes the arguments of a GPU's.
-FORWARD = aten._scaled_dot_product_flash_attention
-BACKWARD = aten._scaled_dot_product_flash_attention_backward
+# torch's table lacks the CPU's attention, whose arguments are those of the GPU's.
+ATTENTION = aten._scaled_dot_product_flash_attention
+ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_backward
 FLOPS = {
     **flop_registry,
-    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[FORWARD],
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[BACKWARD],
+    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[ATTENTION],
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[ATTENTION_BACKWARD],
 }
 
 
@@ -66,7 +68,7 @@ FLOPS = {
 
 
 class Collective(NamedTuple):
-    """One collective: the ranks of its group, and the bytes of its larger side on each rank."""
+    """A collective. ranks: in its group. nbytes: of its input or output, whichever is larger."""
 
     kind: str
     ranks: int
@@ -75,25 +77,25 @@ class Collective(NamedTuple):
     @property
     def sent(self) -> float:
         """Bytes that each rank sends in a ring. Source: doi:10.1016/j.jpdc.2008.09.002."""
-        rounds = 2 if self.kind == "allreduce" else 1
+        rounds = 2 if self.kind == "allreduce" else 1  # reduce-scatter, then all-gather
         return rounds * (self.ranks - 1) / self.ranks * self.nbytes
 
     def seconds(self, gpu: Device, world: World) -> float:
-        """Seconds at the bandwidth of the machine's links, or of its network cards."""
-        rate = gpu.machine
+        """Duration at the bandwidth of the machine's links, or of its network cards."""
+        rate = gpu.machine_bandwidth
         has_one_machine = world.world_size == world.local_world_size
         if self.ranks == world.world_size and not has_one_machine:
-            # A ring over several machines enters and leaves each by every network card.
-            rate = min(gpu.machine, world.local_world_size * gpu.network)
+            # A ring over several machines enters and leaves each through all its network cards.
+            rate = min(gpu.machine_bandwidth, world.local_world_size * gpu.network_bandwidth)
         elif self.kind == "allreduce" and not has_one_machine:
-            rate = gpu.network  # hsdp's, between machines
-        return self.sent / (SENDS * rate * 1e9)
+            rate = gpu.network_bandwidth  # hsdp's all-reduce, between machines
+        return self.sent / (LINK_SHARE * rate * 1e9)
 
 
 def collective_of(function: Any, args: Sequence[Any]) -> Collective | None:
-    """The collective that an operation is; None for another one, or in a group of one rank."""
+    """The collective that an operation starts; None if it is none, or its group has one rank."""
     if function.namespace == "_c10d_functional" and function._opname == "all_gather_into_tensor":
-        kind, ranks = "allgather", args[1]  # a DTensor's
+        kind, ranks = "allgather", args[1]  # DTensor's
         nbytes = ranks * args[0].nbytes
     elif function.namespace == "c10d":
         kind = function._opname.strip("_").removesuffix("_base")
@@ -108,19 +110,19 @@ def collective_of(function: Any, args: Sequence[Any]) -> Collective | None:
 
 @dataclass(frozen=True)
 class ImaginedWorld(World):
-    """A rank among ranks that do not exist, which prints nothing."""
+    """A rank whose other ranks do not exist; it prints nothing."""
 
     is_main = False
 
     def mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-        with _disable_current_modes():  # a mesh needs values
+        with _disable_current_modes():  # making a mesh reads the values of tensors
             return super().mesh(shape, names)
 
 
 @contextmanager
 def without_values(ranks: int) -> Iterator[None]:
-    """Inside, tensors have shapes alone, and collectives of so many ranks return at once."""
-    # It prints a traceback before it raises.
+    """In the block, tensors have only shapes, and collectives of `ranks` ranks return at once."""
+    # FakeTensorMode logs a traceback before it raises.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     if ranks > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
@@ -133,16 +135,16 @@ def without_values(ranks: int) -> Iterator[None]:
 
 
 class FlatGradients:
-    """Gradients as DDP keeps and sends them: they have memory from the start, and the backward of
-    the last micro-batch copies each gradient there.
+    """Gradients as DDP keeps and sends them: in buckets that have memory from the start, to which
+    the last micro-batch's backward copies each gradient. comm_dtype: None for the parameters' own.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], sent_in: torch.dtype | None) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], comm_dtype: torch.dtype | None) -> None:
         sizes = [parameter.numel() for parameter in parameters]
         flat = parameters[0].new_empty(sum(sizes))
         self._buckets = flat.split(BUCKET)
         self._gradients: dict[Tensor, Tensor] = {}
-        self._sent_in = sent_in or flat.dtype
+        self._comm_dtype = comm_dtype or flat.dtype
         self._synchronises = True
         for parameter, part in zip(parameters, flat.split(sizes), strict=True):
             parameter.is_replicated = True  # type: ignore[attr-defined]
@@ -159,7 +161,7 @@ class FlatGradients:
         yield
         if on:
             for bucket in self._buckets:
-                dist.all_reduce(bucket.to(self._sent_in))
+                dist.all_reduce(bucket.to(self._comm_dtype))
 
 
 # ---- what a step allocates, and how long it computes
@@ -168,7 +170,7 @@ class FlatGradients:
 class ImaginedDevice(TorchDispatchMode):
     """The device of one rank: what is allocated on it, how long it computes, what it sends.
 
-    allocated: bytes from the start to the end.
+    device: None leaves the times out. allocated: bytes that are in use from the start to the end.
     """
 
     def __init__(self, device: Device | None, allocated: int = 0) -> None:
@@ -177,16 +179,16 @@ class ImaginedDevice(TorchDispatchMode):
         self.forget()
         self._device = device
         self._bytes = allocated
-        self._sizes: dict[int, int] = {}  # of the storages alive, by their address
+        self._sizes: dict[int, int] = {}  # bytes of each storage that is alive, by its address
 
     def forget(self) -> None:
-        """Begin again to measure; what is allocated remains."""
-        self.peaks: Counter[str] = Counter()  # bytes, by the phase of a step
-        self.counts: Any = Counter()  # seconds of computing, and how often each Collective
+        """Begin to measure anew; what is allocated remains."""
+        self.peaks: Counter[str] = Counter()  # {phase of a step: bytes}
+        self.counts: Any = Counter()  # {"computing": seconds, Collective: how often}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if DTensor in types:
-            return NotImplemented  # what it calls with its local tensors comes here again
+            return NotImplemented  # DTensor's own calls with local tensors come here again
         kwargs = kwargs or {}
         is_fake = any(issubclass(kind, FakeTensor) for kind in types)
         if is_fake and function.overloadpacket in READ_BACK:
@@ -197,12 +199,12 @@ class ImaginedDevice(TorchDispatchMode):
         results = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
         for tensor in results:
             self.count(tensor.untyped_storage())
-        peak = self._bytes + within_kernel(function, args)
+        peak = self._bytes + kernel_buffer_bytes(function, args)
         self.peaks[self.phase] = max(self.peaks[self.phase], peak)
         if self._device is not None and not function.is_view:
             inputs = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
             traffic = sum(leaf.nbytes for leaf in (*inputs, *results))
-            seconds = traffic / (READS * self._device.memory * 1e9)
+            seconds = traffic / (MEMORY_SHARE * self._device.memory_bandwidth * 1e9)
             if formula := FLOPS.get(function.overloadpacket):
                 flops = formula(*args, **kwargs, out_val=result)
                 seconds = max(seconds, flops / self._device.flop_per_second(inputs[0].dtype))
@@ -210,7 +212,7 @@ class ImaginedDevice(TorchDispatchMode):
         return result
 
     def count(self, storage: Any) -> None:
-        """Count a storage until it is freed, or its new size."""
+        """Count a storage until it is freed; if it is counted already, update its size."""
         key = storage._cdata
         if key not in self._sizes:
             weakref.finalize(storage, self._free, key)
@@ -224,7 +226,7 @@ class ImaginedDevice(TorchDispatchMode):
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Inside, it knows a step's phases and FSDP2's resizing."""
+        """In the block, the device follows a step's phases, and FSDP2's resizing of storages."""
         resize = torch.UntypedStorage.resize_
         enter = PhaseClock.enter
 
@@ -245,12 +247,12 @@ class ImaginedDevice(TorchDispatchMode):
             yield
 
 
-def within_kernel(function: Any, args: Any) -> int:
-    """Bytes that the kernels with the largest buffers allocate while they run.
+def kernel_buffer_bytes(function: Any, args: Any) -> int:
+    """Bytes that a kernel allocates while it runs, for the kernels with the largest buffers.
 
-    Sums over rows, as of a bias's gradient: partial sums of 128 threads each, of as many blocks as
-    fill a GPU of 132 x 16. Source: torch's Reduce.cuh. Attention's backward: the queries' gradient
-    in float32. Source: torch's flash_api.cpp.
+    Sums over rows, as for a bias's gradient: partial sums of blocks of 128 threads, as many as fill
+    a GPU of 132 multiprocessors x 16 blocks. Source: torch's Reduce.cuh. Attention's backward: the
+    queries' gradient in float32. Source: torch's flash_api.cpp.
     """
     if function is aten.sum.dim_IntList and args[0].ndim == 2 and list(args[1]) == [0]:
         rows, columns = args[0].shape
@@ -264,30 +266,30 @@ def within_kernel(function: Any, args: Any) -> int:
 
 @contextmanager
 def as_on_gpu() -> Iterator[None]:
-    """Inside, operations are as CUDA has them: autocast's list, and kernels that a CPU lacks.
+    """In the block, a CPU's operations are those of CUDA: autocast's list, dropout, attention.
 
-    They are replaced, since a TorchFunctionMode is off in backward, which may call blocks again.
+    They are patched: a TorchFunctionMode is off in backward, where checkpointing reruns blocks.
     """
     attention = F.scaled_dot_product_attention
 
-    def in_full(tensor: Tensor) -> Tensor:
+    def upcast(tensor: Tensor) -> Tensor:
         return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
     def in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
-        def called(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             if torch.is_autocast_enabled("cpu"):
-                args, kwargs = tree_map_only(Tensor, in_full, (args, kwargs))
+                args, kwargs = tree_map_only(Tensor, upcast, (args, kwargs))
             return function(*args, **kwargs)
 
-        return called
+        return call
 
     def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
         return torch.native_dropout(input, p, True)[0] if training and 0 < p < 1 else input
 
     def without_dropout(*args: Any, dropout_p: float = 0.0, **kwargs: Any) -> Tensor:
         if isinstance(mask := kwargs.get("attn_mask"), Tensor):
-            kwargs["attn_mask"] = mask.detach()  # a CPU's kernel gives it no gradient
+            kwargs["attn_mask"] = mask.detach()  # the CPU's kernel computes no gradient of a mask
         return attention(*args, **kwargs)
 
     with ExitStack() as patches:

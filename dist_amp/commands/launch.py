@@ -4,15 +4,15 @@ several.
     python -m dist_amp.launch --config ddp_bf16 --run.dir runs/mine
         on all GPUs, or in two CPU processes
     python -m dist_amp.launch --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 ...
-        on each of two machines; --nnodes 1:4: on one to four, which may come and go
+        on each of two machines; --nnodes 1:4: on one to four, which may join and leave
 
-It is torchrun -m dist_amp.train that checks the settings before it starts ranks, ends with their
-one line of an error, and with their exit status: 0 done, 64 wrong setting, 65 data or checkpoint,
+It is torchrun -m dist_amp.train, but it checks the settings before it starts ranks, ends with one
+line for an error, and has the ranks' exit status: 0 done, 64 wrong setting, 65 data or checkpoint,
 70 numerics, 75 stopped by a signal and saved (the same command continues), 1 anything else. If a
 rank fails or dies, all restart from the last checkpoint, up to --max-restarts times (3).
 
-`-m MODULE ARGUMENTS` at the end starts another module. torchrun --help lists its options, such as
---numa-binding node; with --log-dir DIR its own log stays, as DIR/torchrun.log. In the environment:
+`-m MODULE ARGUMENTS` at the end starts another module. torchrun --help lists torchrun's options,
+such as --numa-binding node; --log-dir DIR keeps torchrun's log as DIR/torchrun.log. Environment:
 OMP_NUM_THREADS (CPU threads per rank), PYTORCH_ALLOC_CONF (torch's GPU allocator;
 expandable_segments:True), TORCH_ELASTIC_SHUTDOWN_TIMEOUT (seconds for saving after a signal; 120).
 
@@ -33,7 +33,7 @@ from dist_amp.distributed.signals import BEFORE_RANKS, end_on_ctrl_c
 
 if __name__ == "__main__":
     end_on_ctrl_c()  # before torch's imports, which take seconds
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # gloo warns of names and interfaces
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hides gloo's warnings on host names
 
 import torch
 import torch.distributed as dist
@@ -65,7 +65,7 @@ def run(argv: Sequence[str]) -> int:
     if module == TRAIN:
         if show_if_asked(words, "python -m dist_amp.launch", __doc__ or ""):
             return 0
-        with redirect_stdout(StringIO()):  # what the task's module prints, the ranks print again
+        with redirect_stdout(StringIO()):  # the ranks print again what the task's module prints
             config = load_config(words)
     gpus = 0
     if config is None or config.run.device != "cpu":
@@ -73,8 +73,8 @@ def run(argv: Sequence[str]) -> int:
         if not gpus:
             check_gpus_are_used()
     try:
-        fewest, most = torchrun.parse_min_max_nnodes(options.nnodes)
-        if not (options.nproc_per_node or gpus) and most > 1:
+        min_nodes, max_nodes = torchrun.parse_min_max_nnodes(options.nnodes)
+        if not (options.nproc_per_node or gpus) and max_nodes > 1:
             fix = "fix that, or give --nproc-per-node for ranks on the CPU"
             raise Failure(f"torch sees no GPU on this machine; {fix}")
         options.nproc_per_node = options.nproc_per_node or str(gpus or 2)
@@ -84,32 +84,33 @@ def run(argv: Sequence[str]) -> int:
             f"--nnodes={options.nnodes} --nproc-per-node={options.nproc_per_node}: "
             f"{first_line(error)}; see torchrun --help"
         ) from None
-    if most == 1:
+    if max_nodes == 1:
         refuse_copies()
-    if options.max_restarts is None:  # a node that leaves uses one up, too
-        options.max_restarts = 100 if fewest < most else 3
+    if options.max_restarts is None:  # if nodes may leave, each that does uses one up, too
+        options.max_restarts = 100 if min_nodes < max_nodes else 3
     if config is not None:
-        check_settings(config, range(fewest, most + 1), ranks)
+        check_settings(config, range(min_nodes, max_nodes + 1), ranks)
     set_environment(options, ranks)
     options.module = True
     options.training_script = module
     options.training_script_args = words
-    return start(options, ranks, fewest, most)
+    return start(options, ranks, min_nodes, max_nodes)
 
 
 def parse(argv: Sequence[str]) -> tuple[Namespace, str, list[str]]:
     """Returns (torchrun's options, module, its arguments). Options and settings may be mixed.
 
-    They are known by exact names, since settings may begin like one. Errors: ConfigError.
+    Options need their full names, since a setting may start like one. Errors: ConfigError.
     """
     parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for action in torchrun.get_args_parser()._actions:
         if action.option_strings and action.dest not in ("help", "module"):
             parser._add_action(action)
-    # Those without a value here are decided later; `run_agent` handles the signals that stop a run.
+    # The first two are decided later; `run_agent`, not torchrun, handles the signals that stop a
+    # run. torchrun also reads its options from the environment, as PET_NAME.
     defaults = {"nproc_per_node": "", "max_restarts": None, "signals_to_handle": "SIGUSR2"}
     for name, value in defaults.items():
-        if f"PET_{name.upper()}" not in os.environ:  # torchrun's variables
+        if f"PET_{name.upper()}" not in os.environ:
             parser.set_defaults(**{name: value})
     end = next((at for at, word in enumerate(argv) if word in ("-m", "--module")), len(argv))
     try:
@@ -121,10 +122,7 @@ def parse(argv: Sequence[str]) -> tuple[Namespace, str, list[str]]:
 
 
 def check_settings(config: Config, nodes: range, ranks: int) -> None:
-    """Errors: ConfigError unless the run can have, and continue with, each number of nodes.
-
-    ranks: of each node.
-    """
+    """Errors: ConfigError unless the run can have each number of nodes, with `ranks` on each."""
     for count in nodes:
         accumulation_steps(config.train, count * ranks)
     if len(nodes) == 1:
@@ -132,19 +130,19 @@ def check_settings(config: Config, nodes: range, ranks: int) -> None:
     sizes = f"--nnodes={nodes[0]}:{nodes[-1]}"
     if config.run.dir == "auto" or config.run.resume == "never":
         raise ConfigError(
-            f"{sizes} restarts the run as nodes come and go: give run.dir, the same on each node, "
+            f"{sizes} restarts the run as nodes join and leave: set the same run.dir on each node, "
             "and leave run.resume=auto"
         )
     if config.train.global_batch_size == "auto" and not config.run.allow_config_change:
         size = config.train.micro_batch_size * ranks * math.lcm(*nodes)
         raise ConfigError(
-            f"{sizes} needs a train.global_batch_size that all numbers of nodes can keep, such as "
-            f"{size}, not auto"
+            f"{sizes} needs a train.global_batch_size that every number of nodes can share, such "
+            f"as {size}, not auto"
         )
 
 
 def set_environment(options: Namespace, ranks: int) -> None:
-    """Set what the ranks inherit, unless the user has."""
+    """Set the variables that the ranks inherit, except those that the user has set."""
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cpu_cores() // ranks)),
         # Otherwise restarted ranks read the addresses of dead ones.
@@ -155,43 +153,44 @@ def set_environment(options: Namespace, ranks: int) -> None:
         defaults["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # GPU memory fragments less
     os.environ.update({name: text for name, text in defaults.items() if not os.environ.get(name)})
     os.environ[LAUNCHER] = str(os.getpid())
-    os.environ["DIST_AMP_NNODES"] = options.nnodes  # for the ranks' check
+    os.environ["DIST_AMP_NNODES"] = options.nnodes  # ranks check that enough machines joined
 
 
-def start(options: Namespace, ranks: int, fewest: int, most: int) -> int:
-    """Run the ranks to their end; returns their status. Errors: torchrun's, as Failure."""
+def start(options: Namespace, ranks: int, min_nodes: int, max_nodes: int) -> int:
+    """Run the ranks until they end; return their exit status. Errors: torchrun's, as Failure."""
     at = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port or 29500}"
     store = None
-    if most > 1:
-        what = "joins" if fewest < most else "waits for"
+    if max_nodes > 1:
+        what = "joins" if min_nodes < max_nodes else "waits for"
         print(f"{options.nnodes} machines: this one {what} the others at {at}", flush=True)
         # After a network failure the store may answer late, since TCP retries lost packets at
-        # growing intervals. torchrun's 60 s have ended machines whose network was back.
+        # growing intervals. torchrun's default of 60 s has ended launchers whose network was back.
         options.rdzv_conf = f"read_timeout=150,{options.rdzv_conf}".rstrip(",")
     elif not options.rdzv_endpoint and options.master_port in (None, 29500):  # torch 2.11's default
         store = host_store(options)
     with tempfile.TemporaryDirectory(prefix="dist_amp_launch_") as folder:
         options.log_dir = options.log_dir or folder
         try:
-            status, line = run_agent(options, ranks, elastic=fewest < most)
-        except (AssertionError, ValueError) as error:  # as for an unknown --rdzv-backend
-            raise ConfigError(f"torchrun refuses its options: {first_line(error)}") from error
+            status, line = run_agent(options, ranks, elastic=min_nodes < max_nodes)
+        except (AssertionError, ValueError) as error:  # such as an unknown --rdzv-backend
+            raise ConfigError(f"torchrun rejects its options: {first_line(error)}") from error
         except RendezvousTimeoutError as error:
-            late = f"not all of --nnodes={options.nnodes} machines joined the rendezvous at {at} in"
+            late = f"too few of --nnodes={options.nnodes} machines joined the rendezvous at {at} in"
             raise Failure(f"{late} time") from error
         except Exception as error:
             reason = in_one_line(error.__cause__ or error)
             raise Failure(f"torchrun failed with its rendezvous at {at}: {reason}") from error
-    del store
+    del store  # it had to live until here
     if line:
         print(f"error: {line}", file=sys.stderr, flush=True)
     return status
 
 
 def host_store(options: Namespace) -> dist.Store:  # type: ignore[name-defined]
-    """The rendezvous of one machine, which others can't reach: torchrun loads pickles from it.
+    """The rendezvous store of a one-machine run, on the loopback interface.
 
-    Its address needs no name of the host, without which torchrun hangs.
+    torchrun loads pickles from it, so other machines must not reach it. The host's name, without
+    which torchrun hangs, is not needed.
     """
     port, listener = loopback_listener("127.0.0.1", 0)
     options.standalone = False

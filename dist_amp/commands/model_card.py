@@ -1,4 +1,4 @@
-"""The README.md of an export: a model card in the hub's format, without paths of this machine.
+"""The README.md of an export: a model card in Hugging Face's format, without local paths.
 
 Docs: docs/recipes.md
 """
@@ -9,13 +9,13 @@ from pathlib import Path
 from dist_amp.checkpoint.format import read_manifest
 from dist_amp.settings import Config
 
-OF_PEFT = "Model Card for Model ID"  # in the unfilled card that peft writes
+PEFT_TITLE = "Model Card for Model ID"  # of the card that peft writes, with nothing filled in
 
 
 def write_card(folder: Path, name: str, config: Config, checkpoint: Path, weights: str) -> None:
     """Write the card into the export's folder, unless the task's export has written one."""
     path = folder / "README.md"
-    if path.exists() and OF_PEFT not in path.read_text(encoding="utf-8"):
+    if path.exists() and PEFT_TITLE not in path.read_text(encoding="utf-8"):
         return
     manifest = read_manifest(checkpoint)
     target = Path(config.task.target).name
@@ -33,8 +33,8 @@ def write_card(folder: Path, name: str, config: Config, checkpoint: Path, weight
         code = f'from peft import AutoPeftModel\n\nmodel = AutoPeftModel.from_pretrained("{name}")'
     elif (folder / "config.json").exists():
         library = "transformers"
-        named = json.loads((folder / "config.json").read_text()).get("architectures")
-        kind = (named or ["AutoModel"])[0]
+        architectures = json.loads((folder / "config.json").read_text()).get("architectures")
+        kind = (architectures or ["AutoModel"])[0]
         code = f'from transformers import {kind}\n\nmodel = {kind}.from_pretrained("{name}")'
     else:
         library = "pytorch"

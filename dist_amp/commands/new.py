@@ -1,8 +1,8 @@
 """python -m dist_amp.new NAME [--with FEATURE,...] [--task FILE.py:Class] [--yes]
 
-Make a project of your own in the folder NAME: your package NAME with a task to start from, and
-beside it dist_amp with the features that you choose, tests, configs and scripts. Without a choice
-it trains by DDP and FSDP2, resumes and reports. On a terminal without arguments it asks.
+Create a project of your own in the folder NAME: your package NAME with a task to start from and,
+beside it, dist_amp with the features that you choose, tests, configs and scripts. Without --with it
+trains with DDP and FSDP2, resumes and reports. On a terminal without arguments the command asks.
 
     dist_amp new my_project
     dist_amp new my_project --with ema,slurm --task my_file.py:MyTask
@@ -38,10 +38,10 @@ from dist_amp.files import shipped_folder
 from dist_amp.supervise.command_line import Parser, command
 
 DEFAULT = ("console", "demo", "explain", "launch", "watchdog")
-# Imported names that differ from the distribution's.
+# {imported name: the distribution's name}, where they differ.
 DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "pynvml": "nvidia-ml-py"}
 DISTRIBUTIONS |= {"mlflow": "mlflow-skinny"}
-ALWAYS = {"torch", "tensorboard", "numpy"}  # torch imports the others
+ALWAYS = {"torch", "tensorboard", "numpy"}  # torch imports the other two
 
 
 @command("; nothing was made")
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> None:
     code = path.read_text(encoding="utf-8") if path.is_file() else ""
     if not re.search(rf"(?m)^class {re.escape(task)}\b", code):
         raise ConfigError(
-            f"--task {options.task} must be FILE.py:Class, a class in a file that exists"
+            f"--task {options.task} must be FILE.py:Class, an existing file that defines the class"
         )
     source, commit = source_of(package.parent)
     try:
@@ -93,32 +93,32 @@ def main(argv: Sequence[str]) -> None:
 def parse_options(argv: Sequence[str], parts: Parts) -> Namespace:
     about = "\n".join(f"  {name:<25} {each.about}" for name, each in parts.features.items())
     parser = Parser("python -m dist_amp.new", __doc__, f"features:\n{about}")
-    parser.add_argument("name", nargs="?", default="", help="the new folder, named as your package")
+    parser.add_argument("name", nargs="?", default="", help="the new folder's and package's name")
     some = {"default": "", "metavar": "FEATURE,..."}
     parser.add_argument("--with", dest="added", help="features to add, or all", **some)
-    parser.add_argument("--task", default="", metavar="FILE.py:Class", help="your task: copied")
+    parser.add_argument("--task", default="", metavar="FILE.py:Class", help="a task to copy")
     parser.add_argument("--yes", action="store_true", help="ask nothing")
     parser.add_argument("--like", default="", metavar="PYPROJECT.toml", help="for dist_amp update")
-    parser.add_argument("--without", help="for dist_amp adopt", **some)
+    parser.add_argument("--without", help="features to leave out, for dist_amp adopt", **some)
     options = parser.parse_args(argv)
     if not options.name and not options.yes and sys.stdin.isatty() and sys.stdout.isatty():
         options.name = input("name of your package: ").strip()
         print(about)
         options.added = input("features besides the main job, such as ema,compile: ")
-        options.task = input("your task, as FILE.py:Class, or nothing for an example: ").strip()
+        options.task = input("your task, as FILE.py:Class (empty: an example): ").strip()
     if not options.name:
         raise ConfigError("new: give the project a name, such as: dist_amp new my_project")
     return options
 
 
 def check_name(target: Path, root: Path) -> None:
-    """Errors: ConfigError for what exists, can't be a package's name, or is another module's."""
+    """Errors: ConfigError if the folder exists, or its name can't be a package's or is taken."""
     name = target.name
     places = [root / name, root / f"tests/{name}.py", root / f"tests/{name}"]
     if target.exists():
-        reason = "this exists"
+        reason = "it exists already"
     elif not (name.isascii() and name.isidentifier() and not keyword.iskeyword(name)):
-        reason = "a package's name has letters, digits and _, and is no word of Python"
+        reason = "a package's name has letters, digits and _, and is not a keyword of Python"
     elif (
         name == "runs"
         or any(place.exists() for place in places)
@@ -132,8 +132,8 @@ def check_name(target: Path, root: Path) -> None:
 
 
 def choose(parts: Parts, present: Sequence[str], options: Namespace, code: str) -> list[str]:
-    """The features that are present, added, or read methods of the task's code, less those to leave
-    out, with all that they need.
+    """The project's features: those present, those to add, those that call methods of the task in
+    `code`, without those to leave out; and all that they need. Errors: ConfigError.
     """
     added, left_out = (re.findall(r"[^\s,]+", text) for text in (options.added, options.without))
     for word in (*added, *left_out):
@@ -152,8 +152,8 @@ def choose(parts: Parts, present: Sequence[str], options: Namespace, code: str) 
 
 
 def source_of(root: Path) -> tuple[str, str]:
-    """Returns (the clone's remote if that has this commit, else this folder; the commit, or "" if
-    there is none or files differ from it).
+    """Returns (source, commit) of this clone. source: its remote, if that has the commit; else its
+    folder. commit: "" without git, or if files were changed since.
     """
     if not (root / ".git").exists() or git(root, "status", "--porcelain"):
         return str(root), ""
@@ -165,9 +165,9 @@ def source_of(root: Path) -> tuple[str, str]:
 def write_project(
     folder: Path, root: Path, parts: Parts, record: dict[str, Any], task: Path
 ) -> None:
-    """Whole files of the clone, or of what pip installed, and the filled-in templates.
+    """Write whole files of the clone, or of what pip installed, and the filled-in templates.
 
-    record: for [tool.dist_amp]. task: the file with the user's task.
+    record: becomes [tool.dist_amp] of pyproject.toml. task: the file with the user's task.
     """
     name = record["name"]
     files = {file: parts.files[file] for file in parts.files_with(record["features"])}
@@ -199,46 +199,47 @@ def write_project(
         file = str(path.relative_to(root / "template").with_suffix("")).replace("NAME", name)
         text = Template(path.read_text(encoding="utf-8")).substitute(words)
         (folder / file).write_text(text, encoding="utf-8")
+    # Pin what the project needs, directly or not.
     needed = needed_by([*dependencies, *chain(*extras.values())])
     pins = (root / "launch/constraints.txt").read_text(encoding="utf-8").splitlines()
-    lines = ["# The versions that dist_amp was tested with, of what pyproject.toml requires."]
+    lines = ["# What pyproject.toml requires, in the versions that dist_amp was tested with."]
     lines += [line for line in pins if line[0] != "#" and distribution(line) in needed]
     (folder / "launch/constraints.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def is_usable(config: str, parts: Parts, files: Iterable[str]) -> bool:
-    """Whether these files have all that a config's text and settings name."""
-    named = parts.named_in(config)
+    """Whether these files are all that a config needs, by its text and its settings."""
+    needed = parts.named_in(config)
     sections = tomllib.loads(config)
-    for key, free, feature in SETTINGS:
+    for key, core_values, feature in SETTINGS:
         section, name = key.split(".")
-        if sections.get(section, {}).get(name, free[0]) not in free:
-            named.add(f"dist_amp/{feature.replace('.', '/')}.py")
-    return named.issubset(files)
+        if sections.get(section, {}).get(name, core_values[0]) not in core_values:
+            needed.add(f"dist_amp/{feature.replace('.', '/')}.py")
+    return needed.issubset(files)
 
 
 def requirements(
-    files: dict[str, Path], task: Path, ours: dict[str, Any]
+    files: dict[str, Path], task: Path, declared: dict[str, Any]
 ) -> tuple[list[str], dict[str, list[str]]]:
-    """Returns this package's (dependencies, extras) that a project's files import."""
+    """Returns the (dependencies, extras) that a project's files and task import."""
     code = [path for file, path in files.items() if re.match(r"(?!tests/).*\.py$", file)]
     used = ALWAYS.union(*(distributions(imports_of(path)) for path in code))
-    optional = ours["optional-dependencies"]
-    known = map(distribution, [*ours["dependencies"], *chain(*optional.values())])
-    dependencies = [line for line in ours["dependencies"] if distribution(line) in used]
+    optional = declared["optional-dependencies"]
+    known = map(distribution, [*declared["dependencies"], *chain(*optional.values())])
+    dependencies = [line for line in declared["dependencies"] if distribution(line) in used]
     dependencies += sorted(distributions(imports_of(task)).difference(known))
     extras = {
         extra: lines
         for extra, lines in optional.items()
         if extra not in ("test", "bench") and used & set(map(distribution, lines))
     }
-    for_tests, *tools = optional["test"]  # dist_amp[hf,...], and what tests are run by
+    for_tests, *tools = optional["test"]  # dist_amp[hf,...], then pytest and the like
     more = [extras.get(extra, []) for extra in sorted(Requirement(for_tests).extras)]
     return dependencies, {**extras, "test": [*tools, *chain(*more)]}
 
 
 def distributions(imports: Iterable[str]) -> set[str]:
-    """The distributions of modules' dotted names, but for dist_amp and Python's own."""
+    """The distributions that provide these modules, except dist_amp and the standard library."""
     modules = {name.partition(".")[0] for name in imports}
     modules -= {"dist_amp", *sys.stdlib_module_names}
     return {canonicalize_name(DISTRIBUTIONS.get(name, name)) for name in modules}
@@ -249,7 +250,7 @@ def distribution(requirement: str) -> str:
 
 
 def needed_by(requirements: Iterable[str]) -> set[str]:
-    """Names of what these need, directly or not, as far as it is installed here."""
+    """The names of these and of all that they need, as far as it is installed here."""
 
     def needs(line: str) -> Iterator[str]:
         user = Requirement(line)

@@ -1,9 +1,9 @@
 """The parts of a project: core, and features, which are files that may be missing.
 
 A feature is a file, or a folder, whose docstring has a line "Docs: PAGE"; a script in launch/ has
-it in its first comments. Its tests are named after it. A file needs what it imports, but under
-`if present(...)`; a script what it names; a test its helpers. Core is what the main job, its tests
-and every project's scripts need besides features.
+that line in its first comments. The feature's tests are named after it. A file needs what it
+imports, except under `if present(...)`; a script needs what it names; a test needs its helpers.
+Core is what the main job, its tests and every project's scripts need, without features.
 """
 
 import ast
@@ -22,7 +22,7 @@ TESTS = ("tests", "tests.core", "tests.features")
 
 
 class Feature(NamedTuple):
-    about: str
+    about: str  # the first sentence of its docstring
     docs: str  # the page about it
     files: list[str]
 
@@ -35,7 +35,7 @@ class Parts:
         places += [(root, f"{folder.replace('.', '/')}/*.py") for folder in TESTS]
         paths = [(base, path) for base, pattern in places for path in sorted(base.glob(pattern))]
         self.files = {str(path.relative_to(base)): path for base, path in paths}
-        self.named: dict[str, str] = {}
+        self.named: dict[str, str] = {}  # {name of a module, command or script: its file}
         for file in self.files:
             name = re.sub(r"(/__init__)?\.py$", "", file).replace("/", ".")
             script = file.removeprefix("launch/")
@@ -53,6 +53,7 @@ class Parts:
             test = file.removeprefix("tests/features/test_").replace(".py", "_")
             if names := [name for name in self.features if test.startswith(f"{name}_")]:
                 self.features[max(names, key=len)].files.append(file)
+        # {file of a feature: all files of that feature}
         self.unit = {file: each.files for each in self.features.values() for file in each.files}
         core = CORE + [file for file in self.files if file.startswith("tests/core/test_")]
         self.core = closure(core, lambda file: self.needs(file) - self.unit.keys())
@@ -88,7 +89,7 @@ class Parts:
 
 
 def closure(start: Iterable[T], following: Callable[[T], Iterable[T]]) -> set[T]:
-    """`start`, what follows on it, and so on."""
+    """`start`, what follows from it, and so on: the transitive closure."""
     found: set[T] = set()
     left = list(start)
     while left:
@@ -104,7 +105,7 @@ def imports_of(path: Path) -> list[str]:
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
-    """Dotted names of what a file imports, but under `if present(...)`."""
+    """Dotted names of what a file imports, except under `if present(...)`."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -1,17 +1,17 @@
 """python -m dist_amp.plan [--world_size N] [--device NAME | --device_memory_GiB G]
 [--largest_micro_batch] [--over_ranks] [settings of dist_amp.train]
 
-Predict what a config will do on any number of ranks, without a GPU: memory per rank, bytes sent and
+Predict, without a GPU, what a config needs on any number of ranks: memory per rank, bytes sent and
 time per step under each strategy, and the strategy that "auto" picks. Nothing is trained or
-written. A step of your task runs on tensors without memory, of the shapes of the first micro-batch;
-what it allocates and sends is counted. Plans are for GPUs, 8 to a machine, or with --run.device cpu
-for processes on a CPU.
+written. A step of your task runs on tensors without memory that have the shapes of the first
+micro-batch; what it allocates and sends is counted. Plans are for GPUs, 8 to a machine, or with
+--run.device cpu for processes on a CPU.
 
-Not included: the memory of CUDA and NCCL, about 1 to 2 GiB of each GPU (assumed), what kernels need
-within themselves, diagnostics, compiled blocks, bit-exact sums and float8. Times assume 60 % of the
-device's arithmetic, 80 % of its bandwidths, and sending that overlaps computing.
+Not included: the memory of CUDA and NCCL, about 1 to 2 GiB of each GPU (assumed), most kernels'
+internal buffers, diagnostics, compiled blocks, bit-exact sums and float8. Times assume 60 % of the
+device's peak arithmetic, 80 % of its peak bandwidths, and sending that overlaps computing.
 
-Exit status: that of the training it plans: 64 for a wrong setting, 65 for the data or the task.
+Exit status: as for training: 64 for a wrong setting, 65 for the data or the task.
 
 Docs: docs/recipes.md
 """
@@ -51,9 +51,9 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--world_size", type=int, default=ranks, help="ranks; default: this machine's GPUs, or 8"
     )
-    parser.add_argument("--device", choices=DEVICES, help="a GPU, for its memory and its speed")
+    parser.add_argument("--device", choices=DEVICES, help="the GPU model: its memory and speed")
     parser.add_argument(
-        "--device_memory_GiB", type=float, default=0, help="of each rank; default: this machine's"
+        "--device_memory_GiB", type=float, default=0, help="of each rank; default: the device's"
     )
     parser.add_argument(
         "--largest_micro_batch",
@@ -97,8 +97,8 @@ def main(argv: Sequence[str]) -> None:
 def make_job(config: Config, world_size: int, memory: int, gpu: Device | None = None) -> Job:
     """The config on ranks that do not exist, under the strategy that training would choose.
 
-    memory: bytes of each rank's device; 0: the GPU's, or this machine's if it has such a device.
-    Errors: those that training raises before its first step.
+    memory: bytes of each rank's device; 0: that of `gpu`, or of this machine's device if it has
+    one of this kind. Errors: those that training raises before its first step.
     """
     device = torch.device("cuda" if config.run.device != "cpu" or gpu else "cpu")
     per_machine = min(world_size, RANKS_PER_MACHINE)
@@ -112,7 +112,7 @@ def make_job(config: Config, world_size: int, memory: int, gpu: Device | None = 
     elif not memory and (device.type == "cpu" or torch.cuda.is_available()):
         memory = capacity_of(world)[0]
 
-    accumulation_steps(config.train, world_size)  # refuses sizes that don't fit
+    accumulation_steps(config.train, world_size)  # raises if the batch sizes don't fit
     task = build_task(config)
     dataset = build_split(task, "train", World())
     # The parameters are on the meta device, if the model can be built so.
@@ -136,7 +136,7 @@ def make_job(config: Config, world_size: int, memory: int, gpu: Device | None = 
 
 
 def compare(job: Job) -> tuple[list[StrategyPlan], list[str]]:
-    """The plans of all strategies that are possible, and lines on why some are not.
+    """Returns (plans of the possible strategies, a line on why for each that is not possible).
 
     Errors: those of a step under the job's own strategy; DataError if none is possible.
     """
@@ -163,7 +163,7 @@ def compare(job: Job) -> tuple[list[StrategyPlan], list[str]]:
 def over_ranks(
     config: Config, memory: int, gpu: Device | None
 ) -> tuple[list[StrategyPlan], list[str]]:
-    """Plans of the config's strategy on growing numbers of ranks, and lines on why some are not."""
+    """As `compare`, for the config's own strategy on growing numbers of ranks."""
     plans = []
     problems = []
     for ranks in MANY_RANKS:
@@ -216,7 +216,7 @@ def facts(job: Job) -> list[str]:
 
 
 def table(plans: Sequence[StrategyPlan], device_memory: int) -> list[str]:
-    """A column per strategy: what each rank holds, sends and takes."""
+    """A column per plan: each rank's memory, traffic and time."""
     rows: dict[str, list[str]] = {}
     for plan in plans:
         cells = {label: size_text(size) for label, size in plan.memory.items()}

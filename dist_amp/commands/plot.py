@@ -1,8 +1,8 @@
-"""python -m dist_amp.plot RUN ...: draw a metric of one or several runs on one chart.
+"""python -m dist_amp.plot RUN ...: plot a metric of one or several runs in one chart.
 
 The metrics are those of metrics.jsonl, under their names in TensorBoard; values that are not finite
-are left out. The ending of --out decides the picture's format, such as png, svg or pdf.
-Exit status: 0, 64 bad arguments or no matplotlib, 65 not a run's folder, or it lacks the metric.
+are left out. The ending of --out decides the image's format, such as png, svg or pdf.
+Exit status: 0, 64 bad arguments or no matplotlib, 65 not a run's folder, or no run has the metric.
 
 Docs: docs/metrics.md
 """
@@ -25,8 +25,8 @@ def main(argv: Sequence[str]) -> None:
     parser = Parser("python -m dist_amp.plot", __doc__)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
-    add("--metric", default="train/loss", help="such as eval/loss (train/loss)")
-    add("--out", type=Path, default=Path("plot.png"), metavar="FILE", help="(plot.png)")
+    add("--metric", default="train/loss", help="such as eval/loss; default train/loss")
+    add("--out", type=Path, default=Path("plot.png"), metavar="FILE", help="default plot.png")
     options = parser.parse_args(argv)
     try:
         from matplotlib.figure import Figure
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def finite_series(rows: Sequence[Mapping[str, Any]], metric: str) -> Series:
-    """A metric of the lines of metrics.jsonl, without nan and inf."""
+    """The steps and values of a metric in the rows of metrics.jsonl, without nan and inf."""
     steps, values = [], []
     for row in rows:
         value = row.get(metric)  # nan and inf are text there

@@ -1,10 +1,10 @@
-"""python -m dist_amp.replay RUN --step N [SETTINGS]: take a run's steps again, and look into one.
+"""python -m dist_amp.replay RUN --step N [SETTINGS]: repeat a run's steps, and inspect one of them.
 
-On one process, from the newest valid checkpoint before step N, or from the start. Each logged loss,
-norm and learning rate is compared with RUN/metrics.jsonl: bit for bit where the run had
-parallel.bit_exact or one process, else within a tolerance. Of step N it shows each micro-batch's
-samples and loss, each layer's largest output, its share of zeros and what is not finite, its
-gradient's norm, and what the loss scaler and the clip did. RUN is not changed.
+It runs in one process, from the newest valid checkpoint before step N, or from the start. Each
+logged loss, norm and learning rate is compared with RUN/metrics.jsonl: bit for bit if the run had
+parallel.bit_exact or one process, else within a tolerance. For step N it shows each micro-batch's
+samples and loss; each layer's largest output, share of zeros, number of non-finite values and
+gradient norm; and the effect of the loss scaler and of clipping. RUN is not changed.
 
 Exit status: 0 nothing differs from what was logged, 1 something does, 64 bad arguments, 65 no run,
 checkpoint or data.
@@ -46,8 +46,8 @@ from dist_amp.telemetry.step_report import StepReport
 from dist_amp.world import locate
 
 COMPARED = ("train/loss", "train/grad_norm", "train/lr", "amp/loss_scale", "amp/skipped_steps")
-# Settings by which a step computes the same; a checkpoint's fingerprint checks the data.
-FREE = (
+# Settings that don't change what a step computes. A checkpoint's fingerprint checks the data.
+WITHOUT_EFFECT = (
     *("run.dir", "run.device", "run.resume", "task.target", "parallel.strategy", "compile."),
     *("data.name", "data.path", "data.workers", "eval.", "checkpoint.", "metrics.", "debug."),
 )
@@ -55,16 +55,16 @@ FREE = (
 
 @dataclass
 class Replay:
-    """A run that takes its steps again. rows: what it logged, by step."""
+    """A run whose steps are repeated."""
 
     run: ScriptRun
-    rows: Mapping[int, Mapping[str, Any]]
-    tolerance: float  # 0: the same bits
-    expected: str  # how far it should agree with the log, and why, in words
-    start: str
+    rows: Mapping[int, Mapping[str, Any]]  # {step: the metrics that were logged}
+    tolerance: float  # relative; 0: the same bits
+    expected: str  # how closely it should agree with the log, and why, in words
+    start: str  # a checkpoint's name, or "its start"
     callbacks: Callbacks
-    edited: str  # a text if the task's source file was edited since; or ""
-    compared: int = 0  # logged steps
+    edited: str  # a warning if the task's source file was edited since; or ""
+    compared: int = 0  # how many logged steps
     differences: list[str] = field(default_factory=list)
 
     def step(
@@ -111,7 +111,7 @@ class Replay:
 
 
 def run_at(folder: Path, step: int, argv: Sequence[str] = ()) -> Replay:
-    """The run on this process, at its newest checkpoint before a step.
+    """The run in this process, at its newest valid checkpoint before a step, or at its start.
 
     argv: settings that override the run's. Errors: ConfigError, DataError.
     """
@@ -121,14 +121,14 @@ def run_at(folder: Path, step: int, argv: Sequence[str] = ()) -> Replay:
     checkpoints = record.checkpoints
     last = max([0, *rows, *map(step_of, checkpoints)])
     if not 1 <= step <= last:
-        raise ConfigError(f"--step {step}: {folder} has taken the steps 1 to {last}; choose one")
+        raise ConfigError(f"--step {step}: {folder} took the steps 1 to {last}; choose one of them")
     config = load_saved(config_at(folder, step), argv)
     world = locate(config.run)
     checkpoint = newest_valid([path for path in checkpoints if step_of(path) < step], world)
     if checkpoint is None and started_from not in ("auto", "never"):
         raise DataError(
             f"--step {step}: {folder} started from {started_from}, and has no checkpoint "
-            "before this step; choose a step after its first one, or replay that run"
+            "before this step; choose a step after its first checkpoint, or replay that run"
         )
     before = 0 if checkpoint is None else step_of(checkpoint)
     if config_at(folder, before + 1) != config_at(folder, step):
@@ -136,7 +136,7 @@ def run_at(folder: Path, step: int, argv: Sequence[str] = ()) -> Replay:
             f"--step {step}: the settings changed since step {before}, the newest checkpoint "
             "before this step; choose an earlier step"
         )
-    # The layout is that of the first checkpoint from this step on, or of the newest one.
+    # Ranks and device are those of the first readable checkpoint from this step on, else before it.
     ranks, device = len(next(iter(rows.values()), {}).get("ranks", "1")), world.device.type
     later = [path for path in checkpoints if step_of(path) >= step]
     for path in (*later, *reversed(checkpoints)):
@@ -150,19 +150,19 @@ def run_at(folder: Path, step: int, argv: Sequence[str] = ()) -> Replay:
         load(run, checkpoint)
     reasons = []
     if ranks != 1 and not config.parallel.bit_exact:
-        reasons.append(f"{ranks} ranks added in another order, and drew other random numbers")
+        reasons.append(f"{ranks} ranks summed in another order, and drew other random numbers")
     if config.compile.blocks and (config.compile.blocks != "auto" or device == "cuda"):
-        reasons.append("the run was compiled, and its replay is not")
+        reasons.append("the run was compiled, but its replay is not")
     if device != world.device.type:
         reasons.append(f"it ran on {device}, not on {world.device.type}")
     tolerance = TOLERANCE[run.precision.name] if reasons else 0.0
     expected = f"values within {tolerance:g} of what was logged, since {', and '.join(reasons)}"
     if not reasons:
         expected = "the same bits, since it was bit-exact or had one process"
-    changed = [key for key in collect(argv) if not key.startswith(FREE)]
+    changed = [key for key in collect(argv) if not key.startswith(WITHOUT_EFFECT)]
     if changed:
         rows = {}
-        expected = f"other values than were logged, since you set {', '.join(changed)}"
+        expected = f"different values than were logged, since you set {', '.join(changed)}"
     start = "its start" if checkpoint is None else checkpoint.name
     callbacks = Callbacks(run, AgreedStop(world))
     edited = edited_since(folder, run.task)
@@ -170,12 +170,12 @@ def run_at(folder: Path, step: int, argv: Sequence[str] = ()) -> Replay:
 
 
 def on_one_process(config: Config, ranks: int) -> Config:
-    """The config of the same steps on one process, without what a replay does not need."""
+    """The config of the same steps in one process, without what a replay does not need."""
     batch = config.train.global_batch_size
     if batch == "auto":
         batch = config.train.micro_batch_size * accumulation_steps(config.train, 1) * ranks
     cast_by = config.precision.cast_by
-    if cast_by == "policy":
+    if cast_by == "policy":  # FSDP2's, which one process can't use
         cast_by = "auto"
     return replace(
         config,
@@ -191,8 +191,8 @@ def on_one_process(config: Config, ranks: int) -> Config:
 # ---- one step
 
 
-class Layer(NamedTuple):
-    """Statistics of the outputs of a module's call, or of a gradient."""
+class Statistics(NamedTuple):
+    """Statistics of a module's outputs in one call, or of a gradient."""
 
     largest: float
     zeros: int
@@ -201,11 +201,11 @@ class Layer(NamedTuple):
     square: float  # the sum of squares
 
 
-def layer_of(values: Sequence[Tensor]) -> Layer:
+def statistics_of(values: Sequence[Tensor]) -> Statistics:
     floats = [value.flatten().float() for value in values if value.is_floating_point()]
     flat = torch.cat(floats) if floats else torch.empty(0)
     finite = flat[flat.isfinite()]
-    return Layer(
+    return Statistics(
         largest=float(finite.abs().max()) if finite.numel() else 0.0,
         zeros=int((finite == 0).sum()),
         nonfinite=flat.numel() - finite.numel(),
@@ -215,12 +215,12 @@ def layer_of(values: Sequence[Tensor]) -> Layer:
 
 
 def layers_table(module: nn.Module, events: Sequence[Event], norm: float) -> list[str]:
-    """A line for each module with parameters or without parts, and for the model.
+    """A line for the model, and for each module with own parameters or without submodules.
 
-    norm: that of the model's gradients, by which the scaling and clipping of what the optimizer
-    got is undone; nan where it can't be.
+    norm: of the model's gradients, unscaled and unclipped. The events have the gradients that the
+    optimizer got, and are rescaled to it; nan: not rescaled.
     """
-    calls: dict[str, list[Layer]] = defaultdict(list)
+    calls: dict[str, list[Statistics]] = defaultdict(list)
     squares: dict[str, float] = defaultdict(float)
     for event in events:
         if event.kind == "update":
@@ -235,10 +235,10 @@ def layers_table(module: nn.Module, events: Sequence[Event], norm: float) -> lis
         if name and not part._parameters and list(part.children()):
             continue
         outputs = calls[name]
-        largest = max((layer.largest for layer in outputs), default=0.0)
-        elements = max(1, sum(layer.elements for layer in outputs))
-        zeros = 100 * sum(layer.zeros for layer in outputs) / elements
-        nonfinite = sum(layer.nonfinite for layer in outputs)
+        largest = max((output.largest for output in outputs), default=0.0)
+        elements = max(1, sum(output.elements for output in outputs))
+        zeros = 100 * sum(output.zeros for output in outputs) / elements
+        nonfinite = sum(output.nonfinite for output in outputs)
         gradient = factor * math.sqrt(squares[name]) if name else factor * total
         numbers = [f"{largest:.3e}", f"{zeros:.1f}", f"{nonfinite}", f"{gradient:.3e}"]
         rows.append([name or "the model", class_name(part), *numbers])
@@ -246,14 +246,14 @@ def layers_table(module: nn.Module, events: Sequence[Event], norm: float) -> lis
 
 
 def show_step(replay: Replay) -> None:
-    """Take the step that comes next, and print what it did."""
+    """Take the next step, and print what happens in it."""
     run = replay.run
     position = run.data.position
     micro_batches = next(run.data)
     indexed = run.data.last_step
     random = random_state(run.world.device)
     scale = run.scaler.get_scale()
-    report, events = replay.step(micro_batches, layer_of, ("forward", "update"))
+    report, events = replay.step(micro_batches, statistics_of, ("forward", "update"))
     print(f"\nstep {run.step}, after {position:,} samples")
     for number, (batch, samples) in enumerate(indexed):
         content = batch.batch if isinstance(batch, Padding) else batch
@@ -269,7 +269,7 @@ def show_step(replay: Replay) -> None:
         f"  gradient norm {norm:.6g}, clipped by {clip.by} (factor {factor:.4g}), loss scale "
         f"{scale:g}, {'applied' if applied else 'skipped: the norm is not finite'}"
     )
-    unclipped = math.nan if clip.by == "value" else norm
+    unclipped = math.nan if clip.by == "value" else norm  # no factor undoes clipping by value
     print("\n".join(layers_table(run.parallel.module, events, unclipped)))
     if not applied:
         with run.parallel.no_side_effects():
@@ -286,7 +286,7 @@ def main(argv: Sequence[str]) -> int:
     options, settings = parser.parse_known_args(argv)
     replay = run_at(options.run, options.step, settings)
     if replay.edited:
-        print(f"{replay.edited}: these are the steps of another code")
+        print(f"{replay.edited}: these steps run other code")
     ahead = options.step - replay.run.step
     print(f"replay {options.run} from {replay.start}: {ahead} steps on one process")
     print(f"expect {replay.expected}", flush=True)

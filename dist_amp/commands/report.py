@@ -1,6 +1,6 @@
 """python -m dist_amp.report RUN: write a run's report.html, a page that needs no server.
 
-It has the curves of the main metrics, the settings that differ from the defaults, the ranks, and
+It shows the curves of the main metrics, the settings that differ from the defaults, the ranks, and
 the sample. --out names another file.
 Exit status: 0, 64 bad arguments, 65 not a run's folder, 1 the file can't be written.
 
@@ -19,7 +19,7 @@ from dist_amp.files import write_durably
 from dist_amp.record import Record
 from dist_amp.supervise.command_line import Parser, command
 
-CURVES = {  # heading: (metric, unit that it is divided by)
+CURVES = {  # heading: (metric, divisor)
     "training loss": ("train/loss", 1),
     "held-out loss": ("eval/loss", 1),
     "learning rate": ("train/lr", 1),
@@ -28,7 +28,7 @@ CURVES = {  # heading: (metric, unit that it is divided by)
     "items per second of the slowest rank": ("slowest", 1),
     "peak memory of the fullest rank, MiB": ("fullest", 2**20),
 }
-WIDTH, HEIGHT = 640, 240  # of a curve, in the units of its own picture
+WIDTH, HEIGHT = 640, 240  # of a curve, in SVG units
 LEFT, BOTTOM = 100, 30  # for the labels of the axes
 POINTS = 1000  # of a curve at most
 
@@ -65,7 +65,7 @@ PAGE = """<!doctype html>
 def main(argv: Sequence[str]) -> None:
     parser = Parser("python -m dist_amp.report", __doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="(RUN/report.html)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default RUN/report.html")
     options = parser.parse_args(argv)
     path = options.out or options.run / "report.html"
     write_durably(path, report(options.run))
@@ -82,10 +82,10 @@ def report(folder: Path) -> str:
             row["slowest"] = min(rank.get("throughput/items_per_second", 0.0) for rank in ranks)
             row["fullest"] = max(rank.get("memory/peak_bytes", 0.0) for rank in ranks)
     pictures = []
-    for heading, (metric, unit) in CURVES.items():
+    for heading, (metric, divisor) in CURVES.items():
         steps, values = finite_series(rows, metric)
         if steps:
-            pictures.append(picture(heading, (steps, [value / unit for value in values])))
+            pictures.append(picture(heading, (steps, [value / divisor for value in values])))
     text = f"{run['state']}, step {run['step']:,} of {run['steps']:,}, world size {run['ranks']}"
     if run["cause"]:
         text += f" ({run['cause']})"
@@ -110,7 +110,7 @@ def report(folder: Path) -> str:
 
 
 def html_table(rows: Iterable[Sequence[Any]]) -> str:
-    """The first row is the head."""
+    """The first row is the header."""
     lines = []
     cell = "th"
     for row in rows:

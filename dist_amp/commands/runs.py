@@ -1,9 +1,9 @@
-"""python -m dist_amp.runs [DIR]: a table of the runs in a folder, in the order of their starts.
+"""python -m dist_amp.runs [DIR]: list the runs in a folder, in the order of their starts.
 
 State: running, if a process of this machine has locked the run's folder; done, preempted or failed
-with its cause, by the run's summary; killed, if it logged steps that no summary has. best is the
-lowest held-out loss. settings are those in which the runs differ, of a single run those that differ
-from the defaults; a task's arguments are compared among its runs.
+with its cause, from the run's summary; killed, if no summary has its last steps. best is the lowest
+held-out loss. settings are those in which the runs differ, or for a single run those that differ
+from the defaults; a task's arguments are compared only between its own runs.
 
 Exit status: 0, 64 bad arguments, 65 no run in the folder.
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, with null for nan")
     options = parser.parse_args(argv)
     rows = rows_of(records_in(options.folder))
-    # nan, the value of a run without one, comes last: it is not equal to itself.
+    # Runs without a value have nan, which comes last: it is not equal to itself.
     rows.sort(key=lambda row: (row[options.sort] != row[options.sort], row[options.sort]))
     if options.json:
         for row in rows:
@@ -66,7 +66,7 @@ def number(value: float, form: str) -> str:
 def records_in(folder: Path) -> list[Record]:
     """The runs in a folder, or the run that it is. Errors: DataError if there are none."""
     folders = [folder]
-    if not (folder / "config.toml").exists():  # in a run's own folder an export may have another
+    if not (folder / "config.toml").exists():  # a run's folder may hold an export, which has one
         folders = sorted(path.parent for path in folder.glob("*/config.toml"))
     records = []
     for path in folders:
@@ -84,8 +84,8 @@ def records_in(folder: Path) -> list[Record]:
 
 
 def rows_of(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """The facts of each run, in COLUMNS and "cause", "steps" to train, and "settings"; nan and 0
-    for missing ones. loss: the last that was logged. best: the lowest held-out one.
+    """Each run's values of COLUMNS, and "cause", "steps" to train and "settings"; nan or 0 if one
+    is missing. loss: the last that was logged. best: the lowest held-out loss.
     """
     defaults = flat(to_toml(load_config([], environ={})))
     all_runs = [record.settings for record in records] if len(records) > 1 else [defaults]
@@ -141,7 +141,7 @@ def row_of(record: Record, differing: dict[str, Any]) -> dict[str, Any]:
 
 
 def finite(value: Any) -> float:
-    """nan for what is no finite number, such as "nan" in these files."""
+    """The value, or nan if it is no finite number: nan and inf are text in these files."""
     if isinstance(value, int | float) and math.isfinite(value):
         return value
     return math.nan

@@ -1,9 +1,9 @@
 """python -m dist_amp.sample RUN_OR_CHECKPOINT_OR_EXPORT: generate a sample from a trained model.
 
-Prints the text that task.sample(model) returns; an image is written to sample.png in the current
+It prints the text that task.sample(model) returns, or writes the image to sample.png in the current
 folder. Settings after the path override the run's config: --task.args.prompt "class ", --run.device
-cpu. The model computes in float32, as the task builds it, even from a bf16 export. A run with a
-moving average of its parameters samples with that; --weights model with the parameters themselves.
+cpu. The model computes in float32, as the task builds it, even from a bf16 export. With optim.ema
+it uses the moving average of the parameters; --weights model uses the parameters themselves.
 Exit status: 0 done, 64 bad setting or a task without sample(), 65 bad weights.
 
 Docs: docs/recipes.md

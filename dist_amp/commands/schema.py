@@ -1,8 +1,8 @@
 """python -m dist_amp.schema > schema.json: the JSON Schema of config files, for editors.
 
-A config whose first line is `#:schema schema.json` is completed and checked by taplo and by VS
-Code's Even Better TOML, with each setting's meaning. --task.target my_file:MyTask adds the
-arguments of your task. Exit status: 0, 64 a task that can't be imported.
+taplo and VS Code's Even Better TOML complete and check a config whose first line is `#:schema
+schema.json`, and show each setting's meaning. --task.target my_file:MyTask adds the arguments of
+your task. Exit status: 0, 64 a task that can't be imported.
 
 Docs: docs/configuration.md
 """
@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> None:
     parser = Parser("python -m dist_amp.schema", __doc__)
     _, words = parser.parse_known_args(argv)
     settings = collect(words)
-    task = task_in(settings) if "task.target" in settings else None  # which leaves arguments open
+    task = task_in(settings) if "task.target" in settings else None  # None: any task.args are valid
     print(json.dumps(json_schema(task), indent=1))
 
 

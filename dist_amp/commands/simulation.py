@@ -1,8 +1,8 @@
-"""The real step of a config on ranks and a device that do not exist: memory, traffic and time.
+"""Predicts memory, traffic and time of a config's step, for ranks and a device that do not exist.
 
-`train_step` runs under torch's FakeTensorMode, which computes shapes alone, in a process group
-whose collectives return at once, and `ImaginedDevice` counts its operations. Not seen: compiled
-blocks, bit-exact reductions, diagnostics.
+The real `train_step` runs under torch's FakeTensorMode, which computes only shapes, in a process
+group whose collectives return at once. `ImaginedDevice` (imagined.py) counts its operations. Not
+included: compiled blocks, bit-exact reductions, diagnostics.
 """
 
 import copy
@@ -40,22 +40,22 @@ from dist_amp.task import Task, attributes_of
 from dist_amp.world import World, local
 
 PHASES = ("forward", "backward", "optimizer")
-# The forward's and the backward's thread each have one. Source: torch's CUDABlas.cpp, for Hopper.
+# cuBLAS has one per thread: forward's and backward's. Source: torch's CUDABlas.cpp, for Hopper.
 WORKSPACES = 2 * 32 * 2**20
-USABLE = 0.95  # the share of a device to plan for; fragmentation takes the rest. Assumed.
+USABLE = 0.95  # the share of a device's memory to plan for; fragmentation takes the rest. Assumed.
 
 
 @dataclass
 class StrategyPlan:
-    """What a step takes of a rank under one strategy."""
+    """What a step needs of each rank under one strategy."""
 
     name: str
-    memory: dict[str, int]  # bytes of each kind that is kept
-    peaks: dict[str, int]  # bytes on the device, by phase
-    on_device: int  # the highest of them
-    fits: bool  # into the device, with room for fragments, or its memory is not known
+    memory: dict[str, int]  # {what is kept, such as "gradients": bytes}
+    peaks: dict[str, int]  # {phase: bytes on the device}
+    on_device: int  # the highest peak
+    fits: bool  # into USABLE of the device; True if its memory is not known
     sent_bytes: float
-    seconds: dict[str, float]  # computing, sending and the whole step; {}: of an unknown GPU
+    seconds: dict[str, float]  # computing, sending and the whole step; {} for an unknown GPU
 
 
 # ---- the step
@@ -65,7 +65,7 @@ class StrategyPlan:
 class Job:
     """A config under one strategy.
 
-    module: it is copied. memory: bytes of a rank's device; 0: not known.
+    module: copied before it is used. memory: bytes of a rank's device; 0: not known.
     """
 
     config: Config
@@ -82,7 +82,7 @@ class Job:
         return accumulation_steps(self.config.train, self.world.world_size)
 
     def batch(self) -> Any:
-        """A micro-batch of the first samples, which repeat if there are too few. Errors: its."""
+        """A micro-batch of the first samples, repeated if there are too few. Errors: DataError."""
         size = self.config.train.micro_batch_size
         indices = tuple(index % len(self.dataset) for index in range(size))
         shard = Shard(indices, seed=self.config.run.seed)
@@ -93,7 +93,7 @@ class Job:
 
 
 def simulate(job: Job) -> StrategyPlan:
-    """A later step of rank 0, whose micro-batches are all like this one.
+    """Plan a step of rank 0 after the first one; all micro-batches have the shapes of `job.batch`.
 
     Errors: what training raises for its settings; what the task raises; DataError for an operation
     that depends on values, since there are none.
@@ -102,8 +102,8 @@ def simulate(job: Job) -> StrategyPlan:
     batch = job.batch()
     on_gpu = job.world.device.type == "cuda"
     device = ImaginedDevice(job.gpu, allocated=WORKSPACES if on_gpu else 0)
-    # The optimizer's state and all gradients exist from the second step on. The third of many
-    # micro-batches does what each further one does.
+    # The optimizer's state and all gradients exist from the second step on, so that is measured.
+    # All micro-batches after the second cost the same: measure steps of two and of three.
     sizes = [2, 3] if job.micro_batches > 2 else [job.micro_batches]
     steps = []
     with ExitStack() as modes:
@@ -112,15 +112,16 @@ def simulate(job: Job) -> StrategyPlan:
         modes.enter_context(without_values(job.world.world_size))
         modes.enter_context(device)
         modes.enter_context(device.watched())
-        # Modules stay where they are.
+        # Modules stay on the CPU, where the tensors without memory are.
         modes.enter_context(patch.object(nn.Module, "to", lambda module, *_, **__: module))
         if on_gpu:
             modes.enter_context(as_on_gpu())
         try:
-            leave_memory(module)
+            make_fake(module)
+            # A task may keep parameters of its own, such as a teacher's.
             kept = tree_iter(attributes_of(job.task, job.module))
-            beside_model = [like_it(leaf) for leaf in kept if isinstance(leaf, nn.Parameter)]
-            batches = [tree_map_only(Tensor, like_it, batch) for _ in range(sizes[-1])]
+            beside_model = [fake_like(leaf) for leaf in kept if isinstance(leaf, nn.Parameter)]
+            batches = [tree_map_only(Tensor, fake_like, batch) for _ in range(sizes[-1])]
             run = imagined_run(job, module)
             train_step(run, batches[:1])
             for size in sizes:
@@ -131,17 +132,17 @@ def simulate(job: Job) -> StrategyPlan:
             raise
         except Exception as error:
             raise DataError(
-                "a plan runs the step on tensors without values, and this one can't run so: "
+                "plan runs the step on tensors without values, which this step does not allow: "
                 f"{in_one_line(error)}"
             ) from error
-        memory = held_by(run)
+        memory = memory_of(run)
         del beside_model
-    # Those of all further micro-batches are added to those of the last step.
+    # Add the further micro-batches: each costs the difference of the two measured steps.
     more = job.micro_batches - sizes[-1]
     first, last = steps[0], steps[-1]
     counts = {key: last[key] + more * (last[key] - first[key]) for key in last}
     peaks = dict(device.peaks)
-    if run.parallel.sharded and job.config.parallel.cpu_offload:
+    if run.parallel.sharded and job.config.parallel.cpu_offload:  # the host keeps the state
         on_host = sum(memory.values()) - memory["gradients"]
         peaks = {phase: peaks[phase] - on_host for phase in ("forward", "backward")}
     on_device = max(peaks.values())
@@ -157,26 +158,26 @@ def simulate(job: Job) -> StrategyPlan:
     return StrategyPlan(name, memory, peaks, on_device, fits, sent_bytes, seconds)
 
 
-def like_it(tensor: Tensor) -> Tensor:
+def fake_like(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="cpu")
 
 
-def leave_memory(module: nn.Module) -> None:
-    """Replace parameters and buffers, inside of FakeTensorMode; tied parameters stay tied."""
+def make_fake(module: nn.Module) -> None:
+    """Replace parameters and buffers by fake ones, in FakeTensorMode; tied ones stay tied."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for part in module.modules():
         for name, parameter in list(part.named_parameters(recurse=False, remove_duplicate=False)):
             if parameter not in made:
-                made[parameter] = like(parameter, like_it(parameter))
+                made[parameter] = like(parameter, fake_like(parameter))
             setattr(part, name, made[parameter])
         for name, buffer in list(part.named_buffers(recurse=False)):
-            part._buffers[name] = like_it(buffer)
+            part._buffers[name] = fake_like(buffer)
 
 
 def imagined_run(job: Job, module: nn.Module) -> Run:
-    """A run on the CPU, whose parameters have their shards' shapes."""
+    """A run on the CPU whose parameters have the shapes of rank 0's shards."""
     config, is_ddp = job.config, job.strategy == "ddp"
-    quiet = replace(job.world, rank=1)
+    quiet = replace(job.world, rank=1)  # only rank 0 prints
     cast = pick_cast(config.precision, job.strategy, module, quiet)
     check_parallel(config.parallel, job.strategy, cast, module, quiet)
     strategy: Strategy = "single" if is_ddp else job.strategy
@@ -200,8 +201,8 @@ def imagined_run(job: Job, module: nn.Module) -> Run:
     return assemble(config, world, job.task, Path(), (precision, parallel))
 
 
-def held_by(run: Run) -> dict[str, int]:
-    """Bytes that this rank keeps; the gradients are those at the update."""
+def memory_of(run: Run) -> dict[str, int]:
+    """{kind: bytes that this rank keeps}; gradients as they are at the update."""
 
     def size(tree: Any) -> int:
         return tensor_bytes(local(leaf) for leaf in tree_iter(tree) if isinstance(leaf, Tensor))

@@ -1,7 +1,7 @@
 """python -m dist_amp.tokenize --out FOLDER --data.tokenizer NAME [--data.path ...] [other settings
 of [data]]
 
-Pre-tokenize a dataset: its training and validation split become memory-mapped files in FOLDER, for
+Pre-tokenize a dataset: its training and validation splits become memory-mapped files in FOLDER, for
 data.path. Rows are chats (messages), prompts with completions, or texts (data.text_column). The
 files are the same for any number of workers. If interrupted, start the same command again: it
 continues after its last complete shard.
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> None:
     add = parser.add_argument
     add("--out", type=Path, metavar="FOLDER", help="where to write, or to continue")
     add("--check", type=Path, metavar="FOLDER", help="verify the hashes of this folder's files")
-    text = f"processes; 0: this one; default: all {cores} cores"
+    text = f"worker processes; 0: none; default: one per core ({cores})"
     add("--workers", type=int, default=cores, help=text)
     text = f"tokens per file; default {SHARD_TOKENS:,}"
     add("--shard_tokens", type=int, default=SHARD_TOKENS, help=text)
@@ -58,7 +58,6 @@ def main(argv: Sequence[str]) -> None:
 
 
 def write(folder: Path, words: Sequence[str], workers: int, shard_tokens: int) -> None:
-    """Tokenize the rows that the words of the command line name."""
     if workers < 0 or shard_tokens < 1:
         raise ConfigError(
             f"--workers {workers} and --shard_tokens {shard_tokens} must be at least 0 and 1"
@@ -68,7 +67,7 @@ def write(folder: Path, words: Sequence[str], workers: int, shard_tokens: int) -
         raise ConfigError("neither data.path nor data.name is set; name the rows to tokenize")
     if names := list(data.sources):
         raise ConfigError(
-            f"data.sources has {', '.join(names)}; tokenize each source by itself, and mix the "
+            f"data.sources has {', '.join(names)}; tokenize each source on its own, and mix the "
             "folders"
         )
     tokenizer = open_tokenizer(data.tokenizer)

@@ -1,4 +1,4 @@
-"""The trackers that `follow` can send a run to, each set up by its own environment variables."""
+"""The trackers that `follow` can send a run to. Their own environment variables configure them."""
 
 import importlib
 import logging
@@ -12,7 +12,7 @@ from typing import Any
 from dist_amp.config.text import leaves
 from dist_amp.errors import ConfigError, first_line
 
-# In one request, at most. Source: mlflow.org/docs, "REST API", limits.
+# Limits of one request. Source: mlflow.org/docs, "REST API", limits.
 MLFLOW_PARAMS = 100
 MLFLOW_METRICS = 1000
 Values = Mapping[str, float]
@@ -20,17 +20,17 @@ Facts = Mapping[str, Any]
 
 
 class Tracker:
-    """One run in a tracker. `id` names it there, and stays the same when a follower continues."""
+    """One run in a tracker. `id` identifies it there, and is the same when a follower continues."""
 
     project_variable: str  # the environment variable that names the project
-    where: str  # to look at it, for the user
-    has_run = True  # whether it had the run before, as far as can be known
-    writes_within_a_second = True  # else what was logged survives a kill after close() alone
+    where: str  # where the user can look at it
+    has_run = True  # whether the tracker already had the run, as far as can be known
+    writes_within_a_second = True  # else lines that were logged may be lost before close()
 
     def __init__(self, project: str, id: str, name: str, config: Facts): ...
 
     def log(self, number: int, step: int, seconds: float, values: Values) -> None:
-        """Add a step's values, logged at a Unix time; a line sent again has the same number."""
+        """Add a step's values, logged at a Unix time; a line that is resent has the same number."""
 
     def end(self, step: int, summary: Facts, values: Values, sample: str) -> None:
         """Add the run's summary, whole and as numbers, and its model's sample, if any."""
@@ -46,7 +46,7 @@ class Wandb(Tracker):
     def __init__(self, project: str, id: str, name: str, config: Facts):
         wandb = imported("wandb")
         options: dict[str, Any] = {"resume": "allow", "allow_val_change": True}
-        # What this process prints and uses is not the run's.
+        # wandb would record the output and resources of this process, which is not the run.
         options["settings"] = wandb.Settings(console="off", quiet=True, x_disable_stats=True)
         try:
             self._run = wandb.init(
@@ -58,7 +58,7 @@ class Wandb(Tracker):
             ) from error
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        self._first = self._run.step  # of a run that is resumed, what its server lacks
+        self._first = self._run.step  # number of the first line that the server lacks
         self._exit_code = 0
         self.where = str(self._run.url)
         if self._run.offline:
@@ -83,7 +83,7 @@ class Trackio(Tracker):
 
     def __init__(self, project: str, id: str, name: str, config: Facts):
         self._trackio = imported("trackio")
-        with redirect_stdout(StringIO()):  # its instructions
+        with redirect_stdout(StringIO()):  # hides its instructions
             off = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
             self._run = self._trackio.init(project, id, config=dict(config), resume="allow", **off)
         self._sent: set[tuple[int, str]] = set()
@@ -113,20 +113,20 @@ class MLflow(Tracker):
 
     def __init__(self, project: str, id: str, name: str, config: Facts):
         mlflow = imported("mlflow")
-        for library in ("mlflow", "alembic"):  # they report the making of a database table by table
+        for library in ("mlflow", "alembic"):  # they log each table of a database that they make
             logging.getLogger(library).setLevel(logging.WARNING)
         self._entities = mlflow.entities
         self._client = mlflow.MlflowClient()
         experiment = self._client.get_experiment_by_name(project)
-        place = experiment.experiment_id if experiment else self._client.create_experiment(project)
-        found = self._client.search_runs([place], f"tags.dist_amp_id = '{id}'")
+        parent = experiment.experiment_id if experiment else self._client.create_experiment(project)
+        found = self._client.search_runs([parent], f"tags.dist_amp_id = '{id}'")
         self.has_run = bool(found)
         tags = {"dist_amp_id": id}
-        run = found[0] if found else self._client.create_run(place, tags=tags, run_name=name)
+        run = found[0] if found else self._client.create_run(parent, tags=tags, run_name=name)
         self._id = run.info.run_id
         self._status = "RUNNING"
         self._client.update_run(self._id, status=self._status)
-        # A parameter can't be changed: of a resumed run, those of its first start stay.
+        # MLflow's parameters can't be changed: a resumed run keeps those of its first start.
         sent = run.data.params
         param = mlflow.entities.Param
         params = [param(key, str(value)) for key, value in leaves(config) if key not in sent]

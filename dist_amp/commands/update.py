@@ -1,8 +1,9 @@
-"""python -m dist_amp.update: bring a project that `dist_amp new` made to the newest version of its
-source, which `source` under [tool.dist_amp] in pyproject.toml names: a clone's folder or address.
+"""python -m dist_amp.update: update a project to the newest version of its source.
 
-What that version makes with the project's choices is committed on the branch `dist_amp`, and merged
-into the current one. Your edits stay; where both changed the same lines, git reports a conflict.
+The source is a clone's folder or address: `source` under [tool.dist_amp] in pyproject.toml. Its
+newest version makes the project again, with the same features. The result is committed on the
+branch `dist_amp`, which is merged into the current one. Your edits stay; where both changed the
+same lines, git reports a conflict.
 """
 
 import os
@@ -19,7 +20,7 @@ from packaging.version import Version
 from dist_amp.errors import ConfigError
 from dist_amp.supervise.command_line import Parser, command
 
-BRANCH = "dist_amp"  # has the files as they were made, without later edits
+BRANCH = "dist_amp"  # has the project as `dist_amp new` made it, without the user's edits
 
 
 @command("; git status shows what is left to do")
@@ -30,27 +31,27 @@ def main(argv: Sequence[str]) -> int:
 
 def git(folder: Path, *words: str, ok: Sequence[int] = (0,)) -> str:
     """The output of a git command. Errors: ConfigError with git's message."""
-    # A git hook's variables name another repository.
+    # In a git hook, these variables point to another repository.
     environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     options: dict[str, Any] = {"capture_output": True, "text": True}
     try:
         done = subprocess.run(["git", *words], cwd=folder, env=environ, **options)
     except FileNotFoundError:
-        raise ConfigError("git is missing, which keeps a project's history; install it") from None
+        raise ConfigError("git is missing, and a project is a git repository; install it") from None
     if done.returncode not in ok:
         raise ConfigError(f"git failed: {' '.join((done.stderr or done.stdout).split())}")
     return done.stdout.strip()
 
 
 def user_of(folder: Path) -> list[str]:
-    """Options for who commits, where git knows no user."""
+    """Options that name a committer, if git has none configured."""
     if git(folder, "config", "--default=", "user.email"):
         return []
     return ["-c", "user.name=dist_amp", "-c", "user.email=dist_amp@localhost"]
 
 
 def find_project() -> tuple[Path, dict[str, Any]]:
-    """The project in this folder, and [tool.dist_amp] of its pyproject.toml, with its name.
+    """Returns (the project's folder, its name and [tool.dist_amp] of its pyproject.toml).
 
     Errors: ConfigError outside of a project.
     """
@@ -61,7 +62,7 @@ def find_project() -> tuple[Path, dict[str, Any]]:
         git(root, "rev-parse", "--verify", f"refs/heads/{BRANCH}")
     except (ConfigError, OSError, KeyError) as error:
         raise ConfigError(
-            f"this is not a project that `dist_amp new` made, with its branch {BRANCH}: {error}; "
+            f"this is not a project made by `dist_amp new`, with its branch {BRANCH}: {error}; "
             f"go to its folder, or fetch the branch: git fetch origin {BRANCH}:{BRANCH}"
         ) from None
     return root, record
@@ -70,10 +71,9 @@ def find_project() -> tuple[Path, dict[str, Any]]:
 def make_again(
     root: Path, record: dict[str, Any], commit: str = "", added: str = "", removed: str = ""
 ) -> int:
-    """Make the project's files again, with other features, and merge them.
+    """Make the project again, with other features, and merge it. Returns 1 if there are conflicts.
 
-    commit: of its source; "" for the newest. added, removed: features, separated by commas.
-    Returns the exit status: 1 for conflicts.
+    commit: of the source; "" for the newest. added, removed: features, separated by commas.
     """
     name = record["name"]
     with tempfile.TemporaryDirectory() as temporary:
@@ -86,7 +86,7 @@ def make_again(
             except ConfigError as error:
                 hint = "name another `source` under [tool.dist_amp] in pyproject.toml"
                 raise ConfigError(f"{error}; {hint}") from None
-        # The task as it was made, not as the user has it by now: a merge would see that as an edit.
+        # The task as it was made: a merge would take the user's edits of it for the source's.
         made = Path(temporary, "made")
         made.mkdir()
         git(root, f"--work-tree={made}", "restore", f"--source={BRANCH}", "--", f"{name}/task.py")
@@ -101,11 +101,11 @@ def make_again(
             f"{record['version']}; bring the source to that version or a newer one"
         )
     title = f"dist_amp {new['version']} with {', '.join(new['features'])}"
-    # The branch comes first: if the merge is refused or stopped, the next update merges it.
+    # The branch comes first: if git refuses the merge, the next update merges it.
     if git(root, "diff", "--name-only", BRANCH, "FETCH_HEAD", "--"):
         tree = ("FETCH_HEAD^{tree}", "-p", BRANCH, "-m", title)
-        made_now = git(root, *user_of(root), "commit-tree", *tree)
-        git(root, "branch", "--force", BRANCH, made_now)
+        new_commit = git(root, *user_of(root), "commit-tree", *tree)
+        git(root, "branch", "--force", BRANCH, new_commit)
     words = ["merge", "--no-ff", "--stat", "-m", f"Merge {title}", BRANCH]
     print(git(root, *user_of(root), *words, ok=(0, 1)))
     if conflicts := git(root, "ls-files", "--unmerged"):
@@ -115,7 +115,7 @@ def make_again(
 
 
 def run_new(source: Path, folder: Path, *words: str) -> None:
-    """Call the source's `dist_amp new` in a folder."""
+    """Run the source's own `dist_amp new` in a folder."""
     environ = os.environ | {"PYTHONPATH": str(source)}
     command = [sys.executable, "-m", "dist_amp.new", *words]
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)

@@ -57,7 +57,7 @@ def test_each_thing_that_a_machine_lacks_is_a_check_with_the_fix(monkeypatch, ca
     monkeypatch.setenv("HF_HOME", str(tmp_path / "file"))
     assert doctor.main([]) == 1
     out = capsys.readouterr().out
-    full = f"{tmp_path}/runs is writable, 0.1 GiB free: little .*; choose another by --run.dir"
+    full = f"{tmp_path}/runs is writable, 0.1 GiB free: little .*; choose another with --run.dir"
     for status, name, text in (
         ("warn", "gpus", r"can't be checked \(ZeroDivisionError: division by zero\)"),
         ("fail", "torch", r"2.10.0\+cu126; pip install 'torch>=2.11'"),

@@ -243,7 +243,7 @@ def is_locked(path):
     raise InUse("process 7 on a")
 
 
-ANOTHER = "is followed to fake by another process already (process 7 on a)"
+ANOTHER = "is already followed to fake by another process (process 7 on a)"
 
 
 @pytest.mark.bad_input("a tracker that fails, in a request or at the start")

@@ -91,7 +91,7 @@ def test_torchruns_options_stand_anywhere_before_the_module_and_no_setting_is_ta
 ELASTIC = "--nnodes 1:4 --nproc-per-node 2 --run.dir shared"
 SMALL = f"{ELASTIC} --train.micro_batch_size 1"
 NEEDS = (
-    "--nnodes=1:4 needs a train.global_batch_size that all numbers of nodes can keep, such as 24"
+    "--nnodes=1:4 needs a train.global_batch_size that every number of nodes can share, such as 24"
 )
 
 
@@ -109,7 +109,7 @@ NEEDS = (
         ("--task.target exits.py:T", "task.target=exits.py:T: importing it failed with"),
         (f"{SMALL} --train.global_batch_size 12", "train.global_batch_size=12 is not a multiple"),
         (SMALL, NEEDS),
-        (f"{ELASTIC} --run.resume never", "--nnodes=1:4 restarts the run as nodes come and go: "),
+        (f"{ELASTIC} --run.resume never", "--nnodes=1:4 restarts the run as nodes join and leave"),
         (
             "--nnodes=2 -m timeit",
             "torch sees no GPU on this machine; fix that, or give --nproc-per",
@@ -264,7 +264,7 @@ def test_a_report_has_the_status_and_the_error_unless_another_module_wrote_the_f
         assert elastic.read_report(file) == Report(1)
 
 
-EARLY = "stopped by SIGINT before all ranks had saved and left"
+EARLY = "stopped by SIGINT before all ranks had saved and exited"
 
 
 @pytest.mark.bad_input("ranks that did not save after a signal to the launcher, or had not started")
@@ -286,7 +286,7 @@ def test_after_a_signal_the_ranks_own_status_counts_and_one_that_did_not_save_is
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (RendezvousTimeoutError(), "not all of --nnodes=2 machines joined the rendezvous at here"),
+        (RendezvousTimeoutError(), "too few of --nnodes=2 machines joined the rendezvous at here"),
         (OSError("Off"), "torchrun failed with its rendezvous at here:1: OSError: Off"),
     ],
 )
@@ -339,7 +339,7 @@ def test_a_signal_in_the_middle_of_the_ranks_start_leaves_none_behind(tmp_path, 
     job = launch.start(0, *words, module="dist_amp.commands.launch")
     _, err = job.communicate(60)
     assert (job.returncode, err.count("\n")) == (1, 1)
-    assert err.startswith("error: stopped by SIGTERM before all ranks had saved and left")
+    assert err.startswith("error: stopped by SIGTERM before all ranks had saved and exited")
     for path in tmp_path.glob("rank*"):
         assert not Path(f"/proc/{path.name[4:]}").exists()
 

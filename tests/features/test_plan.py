@@ -235,7 +235,7 @@ def test_what_a_model_or_an_unknown_device_rules_out_is_explained(capsys):
     assert re.search("fsdp: not possible: .*doesn't support scalar parameters. Change gain", out)
 
 
-NEEDS_VALUES = "a plan runs the step on tensors without values, and this one can't run so: Dynamic"
+NEEDS_VALUES = "on tensors without values, which this step does not allow: Dynamic"
 
 
 @pytest.mark.bad_input("`plan` for an unknown device, or with a setting that training would refuse")

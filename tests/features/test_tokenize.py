@@ -211,7 +211,7 @@ def test_a_wrong_command_line_is_one_line(tmp_path, capsys):
     for words, said in (
         ("", "--out is missing; name the folder to write, as in --out tokens"),
         ("--out o --data.path off", "neither data.path nor data.name is set; name the rows to"),
-        ("--out o --data.sources.wiki.path x", "data.sources has wiki; tokenize each source by"),
+        ("--out o --data.sources.wiki.path x", "data.sources has wiki; tokenize each source on"),
     ):
         assert run(tmp_path, *words.split()) == 64
         assert f"error: {said}" in capsys.readouterr().err.splitlines()[-1]

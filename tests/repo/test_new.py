@@ -158,18 +158,18 @@ def test_a_task_that_a_project_lacks_is_named_with_how_to_get_it(monkeypatch):
 # ---- what is refused ----
 
 BAD = [
-    (["my-project"], "a package's name has letters, digits and _, and is no word of Python"),
+    (["my-project"], "a package's name has letters, digits and _, and is not a keyword of Python"),
     (["torch"], "torch is the name of a module"),
     (["dist_amp"], "dist_amp is the name of a module"),
     (["tiny"], "or of something in each project; use another name, such as my_tiny"),
-    (["taken"], "new taken: this exists; use another name"),
+    (["taken"], "new taken: it exists already; use another name"),
     (["x", "--with", "emma"], "there is no feature emma; did you mean ema?"),
     (["x", "--with", "slurm", "--without", "launch"], "launch is needed by many_nodes, slurm; "),
     (
         ["x", "--task", "no.py:T"],
-        "--task no.py:T must be FILE.py:Class, a class in a file that exis",
+        "--task no.py:T must be FILE.py:Class, an existing file that defin",
     ),
-    (["x", "--task", "mine.py:T"], "--task mine.py:T must be FILE.py:Class, a class in a file"),
+    (["x", "--task", "mine.py:T"], "--task mine.py:T must be FILE.py:Class, an existing file"),
     (["x", "--task", "broken.py:T"], "new x: invalid syntax (broken.py, line 3)"),
     ([], "new: give the project a name"),
 ]

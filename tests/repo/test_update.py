@@ -235,8 +235,8 @@ BAD = [  # what came before, the command, and a part of its line
         "invalid syntax (ema.py, line",
     ),
     ("rm -rf .git", "update", "not a git repository"),
-    ("", "adopt", "name a feature to add, or one to --remove"),
-    ("", "adopt ema", "adopt ema: the project has it already"),
+    ("", "adopt", "give a feature to add, or --remove FEATURE"),
+    ("", "adopt ema", "adopt ema: the project already has it"),
     ("", "adopt emma", "there is no feature emma; did you mean ema?"),
 ]
 

@@ -158,7 +158,7 @@ def edit_metrics(change, folder):
     ("fault", "step", "fingerprints", "deep"),  # step: the first whose numbers the fault changes
     [
         ("scaled_twice", 1, "blocks.1.up is", "the gradient of the parameters of blocks.1.up"),
-        ("flipped_bit", AT + 1, "in step 3 or", "the first other parameters are in blocks.1.down"),
+        ("flipped_bit", AT + 1, "in step 3 or", "step 3: parameters differ first in blocks.1.down"),
         ("sum_order", 1, "", "the forward of blocks.1.mix.linear, aten.mm"),
         pytest.param("backward_scaled", 1, "mix.linear is", "blocks.1, in AddB", marks=SLOW),
     ],
@@ -184,7 +184,7 @@ def test_equal_runs_one_of_them_resumed_are_equal_with_status_0(trained, said_by
     assert "run.dir" not in text
     assert "compared bit by bit: 6 logged steps\nmetrics are equal up to step 6\n" in text
     assert "fingerprints are equal up to step 6\n" in text
-    assert "not replayed: nothing differs through step 6" in text
+    assert "not replayed: nothing differs up to step 6" in text
 
 
 def test_the_report_names_settings_step_metrics_and_module(trained, said_by, tmp_path):
@@ -195,7 +195,7 @@ def test_the_report_names_settings_step_metrics_and_module(trained, said_by, tmp
     assert "  task.args.fault     scaled_twice" in lines
     assert "metrics diverge at step 1" in lines
     assert "\n  train/grad_norm: 1." in text
-    said = "parameters are equal; blocks.1.up is the module nearest to the output"
+    said = "parameters are equal; in backward order blocks.1.up is the first to differ"
     assert lines[-3].endswith(said)
     assert lines[-2] == "  parameters differ in 0 of 14 modules"
     assert lines[-1] == "  gradients differ in 1 of 14 modules: blocks.1.up"
@@ -207,7 +207,7 @@ def test_layouts_that_round_other_sums_are_judged_within_rounding(trained, said_
     status, text, _ = said_by(diff, trained(TINY), trained(f"{TINY} {LARGER}"))
     assert status == 0
     assert "metrics are within 0.001 up to step 6" in text
-    assert "fingerprints" not in text.partition("compared as other layouts")[2]
+    assert "fingerprints" not in text.partition("compared across layouts")[2]
     status, _, _ = said_by(diff, trained(TINY), trained(f"{TINY} {LARGER} --optim.eps 1.0"))
     assert status == 1
     faster = shutil.copytree(trained(f"{TINY} {LARGER}"), tmp_path / "faster")
@@ -223,7 +223,7 @@ def test_dropout_of_other_layouts_differs_and_the_report_says_so(trained, said_b
     status, output, _ = said_by(diff, trained(), trained(LARGER), "--deep")
     assert status == 1
     assert "dropout differs too, unless both are bit-exact: 6 logged steps\n" in output
-    assert "both replayed: step 1: other samples" in output
+    assert "both replayed: step 1: the samples differ" in output
 
 
 class Misreads(Tiny):
@@ -241,7 +241,7 @@ def test_the_one_rank_that_reads_other_rows_is_named(tmp_path, said_by):
     on_ranks(2, train_on_ranks, tmp_path / "b", misreads)
     status, output, _ = said_by(diff, tmp_path / "a", tmp_path / "b")
     assert status == 1
-    assert "  only the losses of rank 1 differ: look at what it reads first\n" in output
+    assert "  only the losses of rank 1 differ: check its data first\n" in output
 
 
 def test_intervals_of_other_lengths_are_left_out_and_without_hashes_the_logged_step_is_found(
@@ -270,7 +270,7 @@ def test_steps_that_are_taken_again_forget_the_settings_of_before(trained, tmp_p
     assert Record(copied).settings_at(4)["optim.lr"] == 1e-2
     assert Record(copied).settings_at(5)["optim.lr"] == 0.25
     with pytest.raises(DataError, match="replays the steps 4 to 6 with one config"):
-        diff.compare_inside([copied, copied], 3, 6)
+        diff.compare_replays([copied, copied], 3, 6)
 
 
 def test_runs_of_other_models_are_compared_as_far_as_they_go(trained, said_by):
@@ -336,7 +336,7 @@ def test_what_differs_from_the_log_is_named_and_what_can_not_be_compared_is_not_
     words = "--step 8 --optim.lr 0.5 --metrics.log_every 1".split()
     status, output, _ = said_by(replay, copied, *words)
     assert (status, output.count(nothing)) == (0, 1)
-    assert "expect other values than were logged, since you set optim.lr\n" in output
+    assert "expect different values than were logged, since you set optim.lr\n" in output
     assert "log_every" not in output
 
 
@@ -389,7 +389,7 @@ def test_an_edited_task_is_the_first_line(tmp_path, said_by, monkeypatch):
     del sys.modules["edited_task"]
     status, output, _ = said_by(replay, "run", "--step", 2)
     assert status == 1
-    assert output.startswith(f"{source} was edited since run was started: these are the steps of")
+    assert output.startswith(f"{source} was edited since run was started: these steps run other")
     assert "differs from what was logged, first at step 2" in output
 
 
@@ -432,7 +432,7 @@ def cut_off(folder):
         (diff, later_by_100, "RUN COPY", 65, "no logged step in"),
         (diff, Path, "COPY/../copy COPY", 64, "are the same folder; give two runs"),
         (replay, shutil.rmtree, "COPY --step 3", 65, "COPY is not the folder of a run or checkpo"),
-        (replay, Path, "COPY --step 9", 64, "--step 9: COPY has taken the steps 1 to 8; choose"),
+        (replay, Path, "COPY --step 9", 64, "--step 9: COPY took the steps 1 to 8; choose"),
         (replay, continued, "COPY --step 5", 65, "and has no checkpoint before this step; choose"),
         (replay, Path, "COPY --step 5 --task.args.seed 7", 65, "data"),
         (replay, Path, "COPY --step 5 --task.args.depth 3", 65, ""),

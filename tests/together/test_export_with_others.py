@@ -91,7 +91,7 @@ def test_a_hostile_config_starts_nothing_and_is_refused(tmp_path, draws, capsys)
         (export, "run --out run", 64, "--out run holds other files, and would be replaced"),
         (export, "run", 64, "required: --out; see python -m dist_amp.export --help"),
         (export, "run --out out --merge", 64, "--merge is for --format hf; add --format hf"),
-        (export, "run --out out --format hf --merge", 64, "this model has no adapters of peft"),
+        (export, "run --out out --format hf --merge", 64, "this model has no peft adapters"),
         (export, "run --out out --format hf", 64, "Sequential has no save_pretrained; add `def ex"),
         (sample, "plain", 64, "error: task.target=tiny:Tiny has no sample(model)"),
         (sample, "run --task.args.kind number", 65, "returned int; return text, or an image"),
