@@ -1,1 +1,1 @@
-"""What things cost, measured: python -m benchmarks lists the benches."""
+"""Benchmarks of time, memory and traffic: python -m benchmarks lists them."""

@@ -1,10 +1,10 @@
-"""What activation checkpointing saves and costs: bytes kept for backward and FLOPs of a step.
+"""Activation checkpointing: bytes kept for backward, and FLOPs of a step, for each setting.
 
 python -m benchmarks activations --task.args.width 768 --task.args.heads 12 --task.args.context 512
 
-One process and one micro-batch of the config's task, in its precision; nothing is timed. On a CPU
-attention is one kernel, as on a GPU, so the bytes hold there too, apart from what the kernels save
-for themselves.
+One process and one micro-batch of the config's task, in its precision; nothing is timed. On a CPU,
+attention is one kernel, as it is on a GPU, so the bytes are the same on both, except for what the
+kernels save themselves.
 """
 
 import sys
@@ -26,7 +26,7 @@ from dist_amp.step import loss_of
 SETTINGS: tuple[Any, ...] = ("none", "selective", 2, "full")
 
 
-# The CPU's attention, which torch's counter leaves out. Arguments: shapes.
+# FLOPs of the CPU's attention kernels, which torch's counter leaves out, from their shapes.
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 CPU_ATTENTION: dict[Any, Callable[..., int]] = {
     FORWARD: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
@@ -37,12 +37,11 @@ CPU_ATTENTION: dict[Any, Callable[..., int]] = {
 
 
 def storages(values: Any) -> list[Any]:
-    """Those of all tensors in a nested structure."""
     return [t.untyped_storage() for t in tree_leaves(values) if isinstance(t, Tensor)]
 
 
 class Kept(TorchDispatchMode):
-    """Counts the bytes of all tensors made in it that are still alive."""
+    """Context that counts the bytes of the tensors created in it that are still alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,21 +50,21 @@ class Kept(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        given = {storage.data_ptr() for storage in storages((args, kwargs))}
+        inputs = {storage.data_ptr() for storage in storages((args, kwargs))}
         out = function(*args, **(kwargs or {}))
         for storage in storages(out):
-            if storage.data_ptr() not in given:
+            if storage.data_ptr() not in inputs:  # else a view, or an operation in place
                 self._storages[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
         return out
 
     def live_bytes(self) -> int:
-        for pointer in [key for key, (one, _) in self._storages.items() if one.expired()]:
+        for pointer in [key for key, (ref, _) in self._storages.items() if ref.expired()]:
             del self._storages[pointer]
         return sum(size for _, size in self._storages.values())
 
 
 def kept_and_flops(run: Run) -> tuple[int, int]:
-    """(bytes that the forward of a micro-batch keeps for its backward, FLOPs of both)."""
+    """(bytes that a micro-batch's forward keeps for backward, FLOPs of forward and backward)."""
     batch = next(run.data)[0]
     flops = FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION)
     with flops:
@@ -77,15 +76,14 @@ def kept_and_flops(run: Run) -> tuple[int, int]:
 
 
 def measure(run: Run) -> None:
-    """Print a line for each setting."""
     parallel = run.config.parallel
     rows = []
     for setting in SETTINGS:
         config = replace(run.config, parallel=replace(parallel, activation_checkpointing=setting))
-        one = build_run(config, run.world, run.task)
-        rows.append((setting, *kept_and_flops(one)))
-        one.data.close()
-    _, most, least = rows[0]
+        other_run = build_run(config, run.world, run.task)
+        rows.append((setting, *kept_and_flops(other_run)))
+        other_run.data.close()
+    _, most, least = rows[0]  # without checkpointing
     for setting, size, flops in rows:
         run.world.say(
             f"{setting!s:<9}  keeps {size / 2**20:8.1f} MiB ({size / most:4.0%}), computes "

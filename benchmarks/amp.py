@@ -1,5 +1,5 @@
-"""python -m benchmarks amp [EXPERIMENT ...]: what mixed precision buys on this device: time, memory
-and loss in every precision.
+"""python -m benchmarks amp [EXPERIMENT ...]: what mixed precision gains on this device. Measures
+time, memory and loss in every precision.
 
 mlp        three linear layers of 4096 (examples/mlp.py): matrix products; also by batch size, and
            in float32 with the loss scaler
@@ -7,18 +7,18 @@ sinusoid   1 x 1 convolutions that draw a picture (examples/sinusoid.py): memory
 cnn        two convolutions on 3 x 32 x 32 (examples/cnn.py): small operations
 linear     10 numbers to 1 (examples/linear.py): nothing but overhead
 gpt        a GPT of 124 M parameters: mostly matrix products
-dtypes     what autocast makes of a product and of a sum, and the dtypes of each module of a task
+dtypes     the dtypes of a product and of a sum under autocast, and of each module of a task
 
-Without a name it runs all. To measure your task, or to see its dtypes, give the main job's
-settings:
+Without a name, all experiments run. To measure your task, or to see its dtypes, give the settings
+of its training run:
 
     python -m benchmarks amp --task.target my_file:MyTask --train.micro_batch_size 32
     python -m benchmarks amp dtypes --task.target my_file:MyTask
 
-Each experiment runs in float32, TF32, bfloat16 and float16, with and without the loss scaler, by
-the main job's train_step in one process, in training and inference. amp.md and amp.json say which
-precision to use, the speedup, the memory saved, and whether the loss curves agree, beside published
-figures; pictures show times, memory and curves. Without a GPU the sizes are those of --reduced.
+Each experiment runs in float32, TF32, bfloat16, and float16 with and without the loss scaler, in
+one process, in training and inference. amp.md and amp.json say which precision to use, how much
+time and memory it saves, and whether its loss curve agrees with float32's, next to published
+figures. Pictures show times, memory and curves. Without a GPU, the sizes are those of --reduced.
 """
 
 import itertools
@@ -58,36 +58,36 @@ from dist_amp.world import start
 FP32 = "fp32"
 TRAIN, INFERENCE = MODES = ("train", "inference")
 CLONE = Path(__file__).parents[1]
-BLOCK_SECONDS = 0.2  # of steps between two clock readings
+BLOCK_SECONDS = 0.2  # how long steps run between two clock readings
 STEPS_OF_DATA = 4  # kept on the device and used again and again
 MOST_SKIPS = 20  # in a row; a scale of 2^16 is below 1 by then
-NO_SCALER = 0.97  # bf16 is preferred at this share of fp16's speed, since it needs no loss scale
-ROUNDINGS = 10
-NOISE = 2  # times float32's drift from itself
+NO_SCALER = 0.97  # bf16 is preferred from this share of fp16's speed on: it needs no loss scale
+ROUNDINGS = 10  # tolerance for a curve's drift, in roundings of the precision
+NOISE = 2  # or in drifts of a float32 run with slightly moved weights
 SMOKE_BANNER = "**Small models on a CPU: the times are meaningless. The loss curves are real.**"
 NO_PICTURES = "No pictures: matplotlib is missing; pip install -e '.[bench]' in the clone's folder."
 METHOD = """\
-Each precision learns from the same weights on the same samples, then takes turns with float32.
-Speedup: float32's time over the precision's in the same round, median and 95 % interval. Time: of
-all steps of the experiment, from the median step. Peak: what torch's allocator gave at most to
-weights, gradients, moments and a step; on a CPU, all tensors alive at once. Loss: mean of the last
-tenth of the steps; in inference with the initial weights. Drift: largest distance between the loss
-curve and float32's over ten windows, as a share of how far float32's falls; the tolerance is ten
-roundings of the precision, or twice the drift of another float32 run whose weights are moved by one
-unit in the last place, since training amplifies such differences. Published: by the authors that
-are named, on their device, at full size."""
+Each precision trains from the same weights on the same samples, then is timed in turns with
+float32. Speedup: float32's time over the precision's in the same round, median and 95 % interval.
+Time: the experiment's number of steps times the median step. Peak: the most memory that torch's
+allocator gave to weights, gradients, moments and a step; on a CPU, the most bytes of tensors alive
+at once. Loss: mean of the last tenth of the steps; in inference, with the initial weights. Drift:
+largest distance between the loss curve and float32's over ten windows, as a share of how far
+float32's falls. The tolerance is ten roundings of the precision, or twice the drift of a second
+float32 run whose weights start one unit in the last place higher, since training amplifies such
+differences. Published: by the named authors, on their device, at full size."""
 
 Drawn = dict[str, Tensor]  # by precision: the target and the drawing side by side, [H, 2 W]
-Figures = Mapping[str, float]  # seconds, megabytes, loss: each where it is known
+Figures = Mapping[str, float]  # seconds, megabytes, loss: those that are known
 
 
 class Experiment(NamedTuple):
     name: str
-    arguments: str  # of the main job, in the folder of the clone
-    smaller: str = ""  # added to them by --smoke
+    arguments: str  # the main job's command line, with paths from the clone's folder
+    smaller: str = ""  # added to it by --smoke
     batches: Sequence[int] = ()  # micro-batch sizes to compare in training
     more: Sequence[str] = ()  # precisions besides USUAL
-    source: str = ""  # of the published figures
+    source: str = ""  # who published the figures below
     published: Mapping[str, Mapping[str, Figures]] = {}  # by mode and precision
 
 
@@ -159,14 +159,9 @@ EXPERIMENTS = {experiment.name: experiment for experiment in ALL}
 
 
 class Recipe(NamedTuple):
-    """One precision: settings, the relative error of a rounded product, whether losses are scaled.
-
-    The main job has no setting for the last, which would be useless there.
-    """
-
-    words: str
-    roundoff: float
-    scales: bool = False
+    words: str  # settings of the main job
+    roundoff: float  # relative error of a rounded product
+    scales: bool = False  # whether the loss is scaled; the main job does that in fp16 alone
 
 
 FULL = "--precision.tf32 false --use_amp false"
@@ -188,7 +183,7 @@ USUAL = (FP32, "tf32", "bf16", "fp16", "fp16_unscaled")
 def words_of(bench: Bench, experiment: Experiment) -> list[str]:
     """The main job's command line, for one process on this device."""
     words = shlex.split(experiment.arguments)
-    if experiment in ALL:  # found from any folder
+    if experiment in ALL:  # its task must be found from any folder
         words = [str(CLONE / word) if word.startswith("examples/") else word for word in words]
     words += [*UNDISTURBED, "--precision.cast_by", "auto"]
     if bench.options.smoke:
@@ -220,7 +215,7 @@ def measure(bench: Bench, experiment: Experiment, result: dict[str, Any], drawn:
     run.data.close()
     names = [name for name in RECIPES if name in (*USUAL, *experiment.more)]
     names = [name for name in names if name in (FP32, *bench.options.precisions)]
-    absent = {}  # rows of the precisions that can't be measured
+    absent = {}  # rows for the precisions that can't be measured
     if not (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)):
         absent["tf32"] = {"note": "n/a: this device has no TF32"}
     for name in names:
@@ -270,9 +265,9 @@ def measure(bench: Bench, experiment: Experiment, result: dict[str, Any], drawn:
                 row["loss"] = float(infer(run, data[0]))
             return loop, row
 
-        # A scaler of float32 costs something in training alone, which is shown once.
-        learned = [name for name in result["curves"] if place == TRAIN or name in USUAL]
-        rows = absent | harness.compare(bench, FP32, learned, enter, data)
+        # What a scaler costs in float32 is measured in training only, and at one batch size.
+        measured = [name for name in result["curves"] if place == TRAIN or name in USUAL]
+        rows = absent | harness.compare(bench, FP32, measured, enter, data)
         result["modes"][place] = {name: rows[name] for name in names if name in rows}
 
 
@@ -315,29 +310,32 @@ def loss_curve(run: Run) -> list[float]:
     return curve
 
 
-# --- what it means
+# --- conclusions
 
 
 Curve = Sequence[float]  # the loss of each step
 
 
 def drift_of(curve: Curve, reference: Curve) -> float:
-    """Of means over ten windows: 1 if nothing is learned; nan if the reference learns nothing."""
+    """Largest distance of the curves' means over ten windows, as a share of the reference's fall.
+
+    1 if the curve stays at its start; nan if the reference does not fall.
+    """
     windows = min(10, len(curve))
-    found, expected = (
-        np.array([part.mean() for part in np.array_split(np.asarray(each), windows)])
-        for each in (curve, reference)
+    means, expected = (
+        np.array([part.mean() for part in np.array_split(np.asarray(losses), windows)])
+        for losses in (curve, reference)
     )
-    learned = expected[0] - expected.min()
-    if not learned > 0:
+    fall = expected[0] - expected.min()
+    if not fall > 0:
         return math.nan
-    return float(np.abs(found - expected).max() / learned)
+    return float(np.abs(means - expected).max() / fall)
 
 
 def parity(name: str, curve: Curve, reference: Curve, again: Curve = ()) -> dict[str, Any]:
-    """How far a loss curve is from float32's, the tolerance, and the verdict.
+    """A loss curve's drift from float32's, the tolerance, and the verdict.
 
-    again: float32's curve from weights that are moved by one unit in the last place.
+    again: float32's curve with initial weights that are one unit in the last place higher.
     """
     drift = drift_of(curve, reference)
     tolerance = ROUNDINGS * max(RECIPES[name].roundoff, RECIPES["tf32"].roundoff)
@@ -354,11 +352,11 @@ def parity(name: str, curve: Curve, reference: Curve, again: Curve = ()) -> dict
 
 
 def best(result: Report, mode: str) -> str:
-    """The fastest precision that learns what float32 learns; bf16 if fp16 is hardly faster."""
+    """The fastest precision that trains like float32; bf16 if fp16 is hardly faster."""
     speeds = {}
     for name, row in result["modes"][mode].items():
-        learned = result["parity"].get(name, {}).get("verdict") == "within"
-        if not name.endswith("scaled") and learned and row.get("speedup"):
+        agrees = result["parity"].get(name, {}).get("verdict") == "within"
+        if not name.endswith("scaled") and agrees and row.get("speedup"):
             middle, low, _ = median_interval(row["speedup"])
             if low > 1:
                 speeds[name] = middle
@@ -369,7 +367,7 @@ def best(result: Report, mode: str) -> str:
 
 
 def judge(result: dict[str, Any]) -> None:
-    """Add `parity`, each loss curve against float32's, and the `verdict` in sentences."""
+    """Add `parity`, each loss curve compared with float32's, and `verdict`, a list of lines."""
     curves = result["curves"]
     result["parity"] = {}
     for name, curve in curves.items():
@@ -385,12 +383,11 @@ def judge(result: dict[str, Any]) -> None:
 
 
 def distance(row: Report) -> str:
-    """How far a loss curve is from float32's, and how far it may be."""
+    """A curve's drift, and its tolerance in parentheses."""
     return f"{100 * row['drift']:.2g} % ({100 * row['tolerance']:.2g} %)"
 
 
 def chapter(result: Report) -> str:
-    """One experiment."""
     return report.document(
         f"## {result['name']}",
         result.get("note", ""),
@@ -404,7 +401,6 @@ def chapter(result: Report) -> str:
 
 
 def table_of(result: Report) -> str:
-    """Every number of an experiment."""
     lines = []
     for mode, rows in result["modes"].items():
         for name, row in rows.items():
@@ -434,7 +430,6 @@ def table_of(result: Report) -> str:
 
 
 def figure(published: Figures, name: str) -> str:
-    """A published figure, with the digits that were published."""
     return f"{published[name]:,}" if name in published else ""
 
 
@@ -450,7 +445,7 @@ def dtypes_chapter(dtypes: Report) -> str:
 
 def markdown(found: Report) -> str:
     return report.document(
-        "# What mixed precision buys",
+        "# What mixed precision gains",
         SMOKE_BANNER if found["smoke"] and found["experiments"] else "",
         f"`{found['command']}`, {found['started']}",
         report.machine_line(found),
@@ -465,7 +460,7 @@ def markdown(found: Report) -> str:
 
 
 def parse(words: Sequence[str]) -> Any:
-    """The options; all other arguments are the main job's, for the user's task."""
+    """The options; arguments that are not the benchmark's are settings for the user's task."""
     parser = Parser("python -m benchmarks amp", __doc__)
     harness.add_choices(parser, precisions=list(RECIPES), modes=MODES)
     harness.add_common(parser, "runs/amp")
@@ -478,8 +473,8 @@ def parse(words: Sequence[str]) -> Any:
             raise ConfigError(f"there is no experiment {name!r}; use {known}")
     if settings and (shipped := [name for name in names if name != "dtypes"]):
         raise ConfigError(
-            f"{' '.join(settings[:2])} is no option, and {shipped[0]} has its own settings; leave "
-            "out one of the two"
+            f"{' '.join(settings[:2])} is not an option, and {shipped[0]} has its own settings; "
+            "leave out one of the two"
         )
     if not (settings or options.smoke or torch.cuda.is_available()):
         options.smoke = True
@@ -488,7 +483,7 @@ def parse(words: Sequence[str]) -> Any:
     options.environ = {}
     options.dtypes = "dtypes" in names or not names
     options.experiments = [EXPERIMENTS[name] for name in names or EXPERIMENTS if name != "dtypes"]
-    options.task = EXPERIMENTS["gpt"]  # whose dtypes are shown
+    options.task = EXPERIMENTS["gpt"]  # the task whose dtypes are shown
     if settings:
         options.environ = os.environ
         target = load_config(settings).task.target
@@ -499,7 +494,7 @@ def parse(words: Sequence[str]) -> Any:
 
 @harness.command
 def main(words: Sequence[str]) -> int:
-    """Run the chosen experiments; returns 1 if one of them failed. Errors: Failure."""
+    """Run the chosen experiments; returns 1 if any failed. Errors: Failure."""
     options = parse(words)
     harness.single_process("amp")
     device = "cpu" if options.smoke else "auto"
@@ -522,14 +517,13 @@ def main(words: Sequence[str]) -> int:
 
 
 def run_one(bench: Bench, experiment: Experiment) -> dict[str, Any]:
-    """Measure, judge and draw one experiment."""
     result: dict[str, Any] = experiment._asdict() | {"modes": {}, "curves": {}}
     drawn: Drawn = {}
     try:
-        with redirect_stdout(StringIO()):  # each run introduces itself
+        with redirect_stdout(StringIO()):  # each run prints its settings
             measure(bench, experiment, result, drawn)
             judge(result)
-    except Failure as error:  # in the settings, the task or the data: the same for all precisions
+    except Failure as error:  # of the settings, task or data, which all precisions have in common
         raise type(error)(f"{experiment.name}: {error}") from error
     except Exception as error:
         result["note"] = harness.note_of(error)
@@ -537,7 +531,7 @@ def run_one(bench: Bench, experiment: Experiment) -> dict[str, Any]:
     else:
         title = f"{experiment.name}: {result['parameters']:,} parameters, {result['steps']} steps"
         if bench.options.smoke:
-            title += ", reduced: the times mean nothing"
+            title += ", reduced: the times are meaningless"
         try:
             result["pictures"] = pictures.draw(result, title, drawn, bench.options.out)
         except ImportError:
@@ -547,7 +541,6 @@ def run_one(bench: Bench, experiment: Experiment) -> dict[str, Any]:
 
 
 def dtypes_of(bench: Bench, experiment: Experiment) -> dict[str, Any]:
-    """The dtypes of two operations under autocast, and those of a task. Errors: Failure."""
     device = bench.world.device
     x = torch.rand(1024, 1, device=device)
     y = torch.rand(1024, 1, device=device)

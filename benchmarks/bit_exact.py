@@ -1,17 +1,16 @@
-"""What parallel.bit_exact costs: time, bytes sent and memory of its step next to the ordinary one.
+"""The cost of parallel.bit_exact: time, bytes sent and memory of a step, with and without it.
 
 torchrun --nproc_per_node=2 -m benchmarks.bit_exact --train.global_batch_size 64 --parallel.strategy
 fsdp
 
-The two take turns in blocks of BLOCK steps; on CPUs both have one thread per rank. Each ratio is
-that of a round: their median, and its 95 % interval. On CPUs read the processor time, of the
-slowest rank: wall time contains the other ranks' turns. Target on GPUs over NCCL: at most 5 % of a
-step. Arguments: those of dist_amp.train, with train.global_batch_size and without
+The two take turns in blocks of BLOCK steps; on CPUs, each rank has one thread. Ratios are taken in
+each round; printed are their median and its 95 % interval. Times are the slowest rank's. On CPUs,
+read the processor time: wall time contains the other ranks' turns. Target on GPUs over NCCL: at
+most 5 % of a step. Arguments: those of dist_amp.train, with train.global_batch_size and without
 parallel.bit_exact.
 
-bytes kept for sums   the most that the sums of earlier micro-batches take
-bytes made in a step  the most that is alive at once of what a step makes: activations, gradients,
-                      sums, buffers
+bytes kept for sums   peak of the gradient sums of earlier micro-batches
+bytes made in a step  peak of what a step allocates: activations, gradients, sums, buffers
 """
 
 import sys
@@ -35,19 +34,18 @@ from dist_amp.world import local
 
 BLOCK = 5
 ROUNDS = 12
-GOAL = 1.05  # of the ordinary step's wall time, on GPUs
+GOAL = 1.05  # times the ordinary step's wall time, on GPUs
 LINE = "{:<22}  {:>12}  {:>12}  {}"
 
 
 @on_a_run
 def main(run: Run) -> None:
-    """Time both steps of the config, and count what they send and keep."""
     world = run.world
     config = replace(run.config, parallel=replace(run.config.parallel, bit_exact=True))
     exact = build_run(config, world)
     runs: dict[str, Run] = {"ordinary": run, "exact": exact}
-    for one in runs.values():
-        steps(one, 2)
+    for each_run in runs.values():
+        steps(each_run, 2)
     blocks = in_turns(runs, lambda name: block(runs[name]), ROUNDS)
     micro_batches = run.config.train.global_batch_size // (  # type: ignore[operator]
         run.config.train.micro_batch_size * world.world_size
@@ -58,26 +56,26 @@ def main(run: Run) -> None:
         f"rounds of {BLOCK} steps each"
     )
     world.say(LINE.format("", "ordinary", "exact", "ratio"))
-    of_ranks = world.gather(blocks)
+    by_rank = world.gather(blocks)
     for number, what in enumerate(("wall ms", "processor ms")):
-        times = {}  # of the slowest rank, in each round
+        times = {}  # the slowest rank's, in each round
         for name in runs:
-            rounds = zip(*(rank[name] for rank in of_ranks), strict=True)
-            times[name] = [max(block[number] for block in one) for one in rounds]
+            rounds = zip(*(rank[name] for rank in by_rank), strict=True)
+            times[name] = [max(block[number] for block in ranks) for ranks in rounds]
         ratios = [b / a for a, b in zip(times["ordinary"], times["exact"], strict=True)]
         medians = [f"{1e3 * median(times[name]):.1f}" for name in runs]
         world.say(LINE.format(what, *medians, interval(ratios)))
         if world.device.type == "cuda" and what == "wall ms":
             verdict = "met" if median(ratios) <= GOAL else "missed"
             world.say(f"{median(ratios) - 1:.1%} of a step; goal {GOAL - 1:.0%}: {verdict}")
-    sent = {name: bytes_of_a_step(one) for name, one in runs.items()}
+    sent = {name: bytes_of_a_step(each_run) for name, each_run in runs.items()}
     for kind in sorted(sent["ordinary"] | sent["exact"]):
         world.say(LINE.format(kind, sent["ordinary"].get(kind, 0), sent["exact"].get(kind, 0), ""))
     assert isinstance(exact.parallel, ExactParallel)
     kept = kept_bytes(exact, exact.parallel)
     ratio = f"{kept / tensor_bytes(map(local, exact.parallel.parameters)):.2f}"
     world.say(LINE.format("bytes kept for sums", 0, kept, f"{ratio} x the gradients"))
-    made = [made_bytes(one) for one in runs.values()]
+    made = [made_bytes(each_run) for each_run in runs.values()]
     world.say(LINE.format("bytes made in a step", *made, f"{made[1] / made[0]:.3f}"))
     exact.data.close()
 
@@ -88,7 +86,7 @@ def steps(run: Run, count: int) -> None:
 
 
 def step(run: Run, micro_batches: list[Any]) -> None:
-    """Take a step and record its losses, which are summed over the ranks if it is exact."""
+    """Take a step and record its loss, which an exact step sums over the ranks."""
     run.metrics.after_step(train_step(run, micro_batches))
 
 
@@ -100,7 +98,7 @@ def block(run: Run) -> tuple[float, float]:
 
 
 def bytes_of_a_step(run: Run) -> dict[str, int]:
-    """What this rank sends in a step's collectives, by kind and size of the group."""
+    """What this rank sends in a step, by kind of collective and size of its group."""
     micro_batches = next(run.data)
     with Counting() as counting:
         step(run, micro_batches)
@@ -109,7 +107,7 @@ def bytes_of_a_step(run: Run) -> dict[str, int]:
 
 
 class Made(Kept):
-    """`most`: the most bytes alive at once of the tensors made in it."""
+    """Context whose `most` is the peak of the bytes of the tensors created in it."""
 
     most = 0
 
@@ -131,7 +129,7 @@ def made_bytes(run: Run) -> int:
 
 
 def kept_bytes(run: Run, parallel: ExactParallel) -> int:
-    """The most that the sums of earlier micro-batches take in a step."""
+    """The peak size of the sums of earlier micro-batches in a step."""
     most = 0
     add = parallel._add
 

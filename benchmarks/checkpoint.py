@@ -1,11 +1,11 @@
-r"""How long a checkpoint blocks training, written in the background and in the foreground.
+r"""How long a save blocks training, if it is written in the background and in the foreground.
 
 torchrun --nproc_per_node=2 -m benchmarks.checkpoint --task.args.width 1024 --task.args.layers 8 \
     --task.args.context 16 --train.micro_batch_size 1
 
-Target: a ratio of 0.08. It also says what a step takes alone, and while a save is written. The
-state should be large (here 1.13 GiB), because both kinds of save begin with the same few
-collectives. Add --parallel.strategy fsdp for shards.
+Target: a ratio of background to foreground of 0.08. Also prints how long a step takes, alone and
+while a save is being written. The state should be large (here 1.13 GiB), because both kinds of save
+begin with the same few collectives. Add --parallel.strategy fsdp for shards.
 """
 
 import shutil
@@ -19,16 +19,17 @@ from dist_amp.checkpoint.format import all_checkpoints, read_manifest
 from dist_amp.errors import Failure
 from dist_amp.run import Run
 
-ROUNDS = 5  # of one save of each kind, after one of each that allocates memory and is not counted
+ROUNDS = 5  # saves of each kind, after a first one that allocates memory and is not counted
 
 
 @on_a_run
 def main(run: Run) -> None:
-    """Save the run several times, and remove what was written; print how long training waits."""
     world = run.world
     if all_checkpoints(run.folder):
-        raise Failure(f"run.dir={run.folder} has checkpoints, to be deleted; give another folder")
-    saver = run.saver  # as in training, one for all saves
+        raise Failure(
+            f"run.dir={run.folder} has checkpoints, which would be deleted; give another folder"
+        )
+    saver = run.saver  # one for all saves, as in training
     size = 0
     waits: dict[str, list[float]] = {"background": [], "foreground": []}
     steps_alone = []

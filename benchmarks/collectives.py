@@ -1,4 +1,4 @@
-"""Counts the collectives of a step.
+"""Counts the bytes that a rank sends in a step's collectives.
 
 torchrun --nproc_per_node=2 -m benchmarks.collectives --config configs/fsdp_bf16.toml
 
@@ -18,7 +18,7 @@ from dist_amp.step import train_step
 
 
 class Counting(TorchDispatchMode):
-    """Counts collectives, those of DDP's C++ reducer too, but not those in groups of one rank."""
+    """Counts collectives, including those of DDP's C++ reducer but not those in groups of one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Counting(TorchDispatchMode):
 
 
 def measure(run: Run) -> Counter[Collective]:
-    """What the third step from here calls."""
+    """The collectives of a step, after two others."""
     for _ in range(2):
         train_step(run, next(run.data))
     micro_batches = next(run.data)
@@ -43,7 +43,7 @@ def measure(run: Run) -> Counter[Collective]:
 
 
 def sent_bytes(step: Counter[Collective]) -> dict[str, int]:
-    """What a rank sends, by kind and size of the group."""
+    """Bytes that a rank sends, by kind of collective and size of its group."""
     total: Counter[str] = Counter()
     for each, times in step.items():
         total[f"{each.kind} of {each.ranks}"] += round(times * each.sent)
@@ -51,7 +51,6 @@ def sent_bytes(step: Counter[Collective]) -> dict[str, int]:
 
 
 def show(run: Run) -> None:
-    """Print a step's collectives."""
     world = run.world
     world.say(
         f"{run.parallel.strategy} on {world.world_size} x {world.device.type}, "

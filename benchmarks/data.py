@@ -1,11 +1,11 @@
-"""How fast a config's data are read, next to torch's DataLoader over the same dataset.
+"""How fast a config's data are read, compared with torch's DataLoader over the same dataset.
 
 python -m benchmarks data
 python -m benchmarks data --data.path 'rows/*.parquet' --data.view parquet --data.workers 2
 
-Both read micro-batches of train.micro_batch_size samples by the task's collate with data.workers
-processes, in turns: dist_amp in the run's order, DataLoader with shuffle=True. Then it takes steps,
-and says what share of them the run waits for data; target: 1 %.
+In turns, both read micro-batches of train.micro_batch_size samples with the task's collate and
+data.workers processes: dist_amp in the run's order, DataLoader with shuffle=True. Then the run
+takes steps, to measure the share of the time that it waits for data; target: 1 %.
 """
 
 import sys
@@ -44,7 +44,7 @@ def bare(run: Run, dataset: Any) -> Iterator[Any]:
 
 
 def speed(batches: Iterator[Any], ahead: int) -> float:
-    """Micro-batches per second, once `ahead` of them have been read."""
+    """Micro-batches per second, after the first `ahead`, which workers have read in advance."""
     for _ in range(ahead):
         next(batches)
     count = 0
@@ -59,14 +59,14 @@ def speed(batches: Iterator[Any], ahead: int) -> float:
 
 def share_of_waiting(run: Run) -> tuple[float, float]:
     """(share of the time that this rank waits for data, seconds per step)."""
-    for _ in range(10):  # the workers fill their queues
+    for _ in range(10):  # in which the workers fill their queues
         train_step(run, next(run.data))
     waited = 0.0
     began = time.perf_counter()
     for _ in range(STEPS):
-        asked = time.perf_counter()
+        requested = time.perf_counter()
         micro_batches = next(run.data)
-        waited += time.perf_counter() - asked
+        waited += time.perf_counter() - requested
         train_step(run, micro_batches)
     seconds = time.perf_counter() - began
     return waited / seconds, seconds / STEPS
@@ -74,7 +74,6 @@ def share_of_waiting(run: Run) -> tuple[float, float]:
 
 @harness.on_a_run
 def main(run: Run) -> None:
-    """Print micro-batches per second of both loaders, and what a step waits."""
     dataset = build_split(run.task, "train", run.world)
     loaders = {OURS: ours, BARE: bare}
     ahead = 1 + 2 * run.config.data.workers  # workers keep 2 batches each
@@ -83,7 +82,7 @@ def main(run: Run) -> None:
         return speed(loaders[name](run, dataset), ahead)
 
     speeds = harness.in_turns(loaders, block, ROUNDS)
-    ratios = [mine / base for mine, base in zip(speeds[OURS], speeds[BARE], strict=True)]
+    ratios = [rate / base for rate, base in zip(speeds[OURS], speeds[BARE], strict=True)]
     for name, rates in speeds.items():
         run.world.say(f"{name:<11}{report.digits(report.median(rates)):>8} micro-batches/s")
     run.world.say(f"dist_amp over DataLoader: {report.interval(ratios)}")

@@ -1,14 +1,15 @@
 """What a step of the main job calls, by component: python -m benchmarks overhead --explain.
 
-Counts, unlike times, are the same on every machine. A component is what `train_step` or the loop
-calls: an observer, a line of the step, the poll for signals. Its row has all that happens below it,
-but the clock has a row of its own, and so have the model's forward with its loss and the backward.
+Counts, unlike times, are the same on every machine. A component is a function that `train_step` or
+the training loop calls: an observer, a part of the step, the poll for signals. Its row counts
+everything that it calls, except for the clock, the model's forward with its loss, and backward,
+which have rows of their own.
 
-calls        of Python functions, torch's own included
+calls        of Python functions, including torch's
 C calls      of built-in functions
-operations   of tensors, as torch dispatches them; allocations: those that make a new tensor
+operations   on tensors, as torch dispatches them; allocations: those that create a new tensor
 collectives  of torch.distributed
-at a log     how many more of calls and operations each log step takes, with the step after it
+at a log     additional calls and operations of a log step, together with the step after it
 """
 
 import sys
@@ -38,7 +39,7 @@ from dist_amp.world import World
 PACKAGE = str(Path(clock.__file__).parent)
 LOG_EVERY = 10
 WARM_UP = 2 * LOG_EVERY  # steps; torch and the observers of the first steps have settled by then
-INTERVALS = 3  # that are counted
+INTERVALS = 3  # log intervals that are counted
 CELLS = (("single", 1), ("ddp", 2), ("fsdp", 2))  # strategy and ranks
 KINDS = ("calls", "C calls", "operations", "allocations", "collectives")
 SHOWN = (*KINDS, "calls at a log", "operations at a log")
@@ -46,13 +47,13 @@ CALL_EVENTS = {"call": "calls", "c_call": "C calls"}
 FORWARD, BACKWARD, CLOCK = "forward and loss", "backward", "clock"
 OF_MODEL = (FORWARD, BACKWARD)
 ITSELF = {"train_step": "train_step itself", "loop": "the loop itself"}
-PASSED_ON = ("Observers.call", "Observers.tell")  # what they call is the component
+PASSED_ON = ("Observers.call", "Observers.tell")  # the component is what these call
 
 Counts = Counter[tuple[str, str]]  # by component and kind
 
 
 class Tally(TorchDispatchMode):
-    """Counts between `start` and `stop`: operations if `of_tensors`, else calls."""
+    """Counts between `start` and `stop`: tensor operations if `of_tensors`, else function calls."""
 
     def __init__(self, of_tensors: bool) -> None:
         super().__init__()
@@ -86,14 +87,14 @@ class Tally(TorchDispatchMode):
             self.counts[component, "collectives"] += 1
         else:
             self.counts[component, "operations"] += 1
-            new = [each for each in func._schema.returns if each.alias_info is None]
+            new = [value for value in func._schema.returns if value.alias_info is None]
             self.counts[component, "allocations"] += bool(new)
         return func(*args, **(kwargs or {}))
 
 
 def component_of(frame: FrameType | None) -> str:
-    """The component that this frame belongs to; "" for none, as in this file."""
-    below = ""  # the outermost of the package's functions so far
+    """The component that this frame belongs to, from the functions that called it; "" for none."""
+    below = ""  # the last of the package's functions on the way
     while frame is not None:
         code = frame.f_code
         if code.co_filename == __file__:
@@ -113,7 +114,7 @@ PLACES: dict[CodeType, str] = {}
 
 
 def place_of(code: CodeType) -> str:
-    """What a function is of: the forward, the backward, the clock, or itself if it is ours."""
+    """FORWARD, BACKWARD or CLOCK for their functions; the function's name if it is dist_amp's."""
     file, name = code.co_filename, code.co_qualname
     place = ""
     if file.startswith(f"{PACKAGE}/"):
@@ -123,13 +124,13 @@ def place_of(code: CodeType) -> str:
     elif name == "Tensor.backward":
         place = BACKWARD
     elif file == loops.__file__:
-        place = "train_step"  # the hand-written loop's
+        place = "train_step"  # the step of the hand-written loop
     PLACES[code] = place
     return place
 
 
 class CountedSteps:
-    """An observer of a run: what is counted from the end of each step to the end of the next."""
+    """An observer of a run that counts from the end of each step to the end of the next."""
 
     def __init__(self, of_tensors: bool) -> None:
         self._of_tensors = of_tensors
@@ -151,7 +152,7 @@ class CountedSteps:
 
 
 def costs(world: World, strategy: str, precision: str, accumulation: int) -> dict[str, Any]:
-    """{loop: {component: {kind: number}}}, per step, and at a log; every rank calls it."""
+    """{loop: {component: {kind: number}}} per step and per log. Every rank must call it."""
     rows: dict[str, Any] = {}
     for of_tensors in (False, True):
         setup = Setup(config_of(strategy, precision, accumulation), world, loops.TwoLayers())
@@ -169,7 +170,7 @@ def config_of(strategy: str, precision: str, accumulation: int) -> Config:
 
 
 def main_job(setup: Setup, of_tensors: bool) -> dict[int, Counts]:
-    """What the steps of the main job count, as `fit` runs it; one ends with its observers."""
+    """The counts of the main job's steps, as `fit` runs them, from after_step to after_step."""
     world = setup.world
     steps = CountedSteps(of_tensors)
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()):
@@ -183,7 +184,7 @@ def main_job(setup: Setup, of_tensors: bool) -> dict[int, Counts]:
 
 
 def by_hand(setup: Setup, of_tensors: bool) -> dict[int, Counts]:
-    """What the hand-written loop's steps count, without its data."""
+    """The counts of the hand-written loop's steps, without reading its data."""
     loop = loops.baseline(setup)
     steps = CountedSteps(of_tensors)
     data = cycle(loops.steps_of_data(setup))
@@ -196,22 +197,22 @@ def by_hand(setup: Setup, of_tensors: bool) -> dict[int, Counts]:
 
 
 def per_step(by_step: Mapping[int, Counts]) -> Counts:
-    """The median step, and what the steps of a log interval have beyond it, in the median one."""
+    """The counts of the median step, and how far a log interval exceeds so many median steps."""
     first = range(WARM_UP, WARM_UP + INTERVALS * LOG_EVERY, LOG_EVERY)
     intervals = [[by_step[step + number] for number in range(LOG_EVERY)] for step in first]
     keys = {key for interval in intervals for counts in interval for key in counts}
-    found: Counts = Counter()
+    medians: Counts = Counter()
     for component, kind in keys:
         numbers = [[counts[component, kind] for counts in interval] for interval in intervals]
         usual = median_low(chain(*numbers))
-        found[component, kind] = usual
-        beyond = [sum(interval) - LOG_EVERY * usual for interval in numbers]
-        found[component, f"{kind} at a log"] = median_low(beyond)
-    return found
+        medians[component, kind] = usual
+        excess = [sum(interval) - LOG_EVERY * usual for interval in numbers]
+        medians[component, f"{kind} at a log"] = median_low(excess)
+    return medians
 
 
 def tables(precisions: Sequence[str], accumulation: int) -> str:
-    """A table for each strategy and precision, in Markdown, and this file's explanation."""
+    """This file's explanation, and a Markdown table for each strategy and precision."""
     parts = [(__doc__ or "").strip()]
     for (strategy, ranks), precision in product(CELLS, precisions):
         rows = harness.on_ranks(ranks, costs, strategy, precision, accumulation)
@@ -223,9 +224,8 @@ def tables(precisions: Sequence[str], accumulation: int) -> str:
 Costs = Mapping[str, Mapping[str, int]]  # {component: {kind: number}}
 
 
-def total(loop: Costs, but: Collection[str] = ()) -> Counter[str]:
-    """The sum of each kind over all components but these."""
-    return sum((Counter(loop[name]) for name in loop if name not in but), Counter[str]())
+def total(loop: Costs, without: Collection[str] = ()) -> Counter[str]:
+    return sum((Counter(loop[name]) for name in loop if name not in without), Counter[str]())
 
 
 def table_of(rows: Costs, by_hand: Costs) -> str:

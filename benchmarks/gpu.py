@@ -3,9 +3,9 @@ Accelerate and Lightning Fabric.
 
 It measures tokens per second, MFU and peak memory of a GPT with 124 M parameters and one with 1 B,
 in bf16 and fp16, compiled block by block and eager. All loops train on the same random tokens,
-which are on the GPU already; each takes turns with the baseline, in a new random order each round.
-gpu.md and gpu.json are written after each cell of model, mode and precision, so a run that is
-stopped keeps its results.
+which are already on the GPU. Each is timed in turns with the baseline, in random order. Results are
+written to gpu.md and gpu.json after each combination of model, mode and precision, so a benchmark
+that is stopped keeps those it has.
 """
 
 import argparse
@@ -36,15 +36,15 @@ from dist_amp.world import World, start
 
 MODES = ("compiled", "eager")
 PRECISIONS = ("bf16", "fp16")
-BLOCK_SECONDS = 0.35  # of steps between two clock readings
+BLOCK_SECONDS = 0.35  # how long steps run between two clock readings
 STEPS_OF_DATA = 4  # kept on the device and used again and again
 FIRST_STEPS = 3  # of a loop: they compile, and allocate memory that later steps do not need
-WARM_UP_STEPS = 7  # they give the peak memory
-SMOKE_PEAK = 1e12  # FLOP/s: stands in for a CPU's, whose MFU is meaningless anyway
-SPEED = 0.99  # relative to the baseline
-FP16_SPEED = 0.97  # relative to bf16
-# How far a loss may be from the baseline's after the same ten steps, relative to it. In a small
-# model on a CPU one step fewer makes 7e-3, and another order of the same operations 6e-6.
+WARM_UP_STEPS = 7  # of a loop, after these: their peak memory is reported
+SMOKE_PEAK = 1e12  # FLOP/s, in place of a CPU's, whose MFU is meaningless anyway
+SPEED = 0.99  # target, relative to the baseline
+FP16_SPEED = 0.97  # target, relative to bf16
+# Largest relative difference of a loop's loss from the baseline's after the same ten steps. In a
+# small model on a CPU, one step less makes 7e-3, and another order of the same operations 6e-6.
 SAME_LOSS = 2e-3
 SMOKE_BANNER = "**Smoke test: small models on a CPU. The speeds and memory below are meaningless.**"
 
@@ -76,15 +76,13 @@ class Cell(NamedTuple):
 
 
 class GpuBench(Bench):
-    """One invocation of the command."""
-
     def __init__(self, world: World, options: argparse.Namespace):
         super().__init__("gpu", world, options, BLOCK_SECONDS)
-        known = SMALL_MODELS if options.smoke else MODELS
+        sizes = SMALL_MODELS if options.smoke else MODELS
         self.models: dict[str, Model] = {}
         for name in options.models:
-            size = options.micro_batch or known[name].micro_batch_size
-            self.models[name] = known[name]._replace(micro_batch_size=size)
+            size = options.micro_batch or sizes[name].micro_batch_size
+            self.models[name] = sizes[name]._replace(micro_batch_size=size)
         models = {name: model._asdict() for name, model in self.models.items()}
         self.report |= {"models": models, "cells": []}
 
@@ -107,9 +105,9 @@ class GpuBench(Bench):
             found: dict[str, Any] = cell._asdict()
             try:
                 found |= measure(self, cell)
-            except Exception as error:  # not kept: its traceback would hold device memory
+            except Exception as error:  # only its text is kept: a traceback holds device memory
                 found["note"] = harness.note_of(error)
-            torch.compiler.reset()  # otherwise compiled code is reused by the next cell
+            torch.compiler.reset()  # otherwise the next cell would reuse compiled code
             harness.release(self.world.device)
             self.report["cells"].append(found)
             self.save()
@@ -120,14 +118,14 @@ class GpuBench(Bench):
 
 
 def measure(bench: GpuBench, cell: Cell) -> dict[str, Any]:
-    """One cell: every loop is warmed up, then timed in turns with the baseline."""
+    """The results of a cell: every loop is warmed up, then timed in turns with the baseline."""
     setup = bench.setup(cell)
     data = setup.task.batches(STEPS_OF_DATA, 1, setup.config.train.micro_batch_size)
     loops: dict[str, tuple[Callable[[Setup], Loop], Setup]] = {
         BASELINE: (baseline, setup),
         OURS: (dist_amp, setup),
         PEERS[0]: (accelerate, setup),
-        # Fabric refuses to clip with fused AdamW and the scaler.
+        # Fabric raises an error for clipping with fused AdamW and the scaler.
         PEERS[1]: (fabric, replace(setup, fused=cell.precision != "fp16")),
     }
 
@@ -158,7 +156,7 @@ def first_steps(loop: Loop, setup: Setup, data: Sequence[Any], held: int) -> dic
     """
     device = setup.world.device
     dtype = DTYPES[setup.precision]
-    # The last of all is the head, which returns the loss in float32.
+    # The second to last, as the last linear layer is the head, which returns the loss in float32.
     last = [part for part in loop.module.modules() if isinstance(part, nn.Linear)][-2]
     with harness.computes_in(dtype, last):
         timed_block(setup.world, loop, data, FIRST_STEPS)
@@ -180,17 +178,16 @@ def markdown(found: Report) -> str:
         SMOKE_BANNER if found["smoke"] else "",
         f"`{found['command']}`, {found['started']}",
         report.machine_line(found),
-        "Each loop takes ten first steps, then turns with the baseline: fused AdamW (in fp16 "
-        "Fabric has torch's default), clipped by norm. Speed: over the baseline's in the same "
-        "round, median and 95 % interval. MFU: with attention counted in full. The targets are "
-        "for an H200.",
+        "Each loop takes ten steps to warm up, then is timed in turns with the baseline. All use "
+        "fused AdamW (in fp16, Fabric uses torch's default) and clip by norm. Speed: relative to "
+        "the baseline in the same round, median and 95 % interval. MFU: with attention counted in "
+        "full. The targets are for an H200.",
         targets_table(found),
         table_of(found["cells"]),
     )
 
 
 def table_of(cells: Sequence[Report]) -> str:
-    """Every loop of every cell."""
     rows = []
     for cell in cells:
         for name, row in cell.get("loops", {"all": cell}).items():
@@ -206,13 +203,13 @@ def table_of(cells: Sequence[Report]) -> str:
 
 
 def tokens_per_second(cell: Report, name: str) -> float:
-    """Of a loop; 0 where it was not timed."""
+    """A loop's speed; 0 if it was not timed."""
     seconds = cell.get("loops", {}).get(name, {}).get("seconds")
     return float(cell["tokens_per_step"] / median(seconds)) if seconds else 0.0
 
 
 def mfu(cell: Report, name: str) -> float:
-    """Of a loop; 0 where its speed or the device's peak is not known."""
+    """A loop's MFU; 0 if its speed or the device's peak is not known."""
     rate = tokens_per_second(cell, name)
     if not rate or not cell["peak_flops"]:
         return 0.0
@@ -220,7 +217,6 @@ def mfu(cell: Report, name: str) -> float:
 
 
 def targets_table(found: Report) -> str:
-    """Each target, what was measured, and whether its median meets it."""
     rows = []
     for where, target, value, least in targets(found):
         verdict = "met" if value >= least else "missed"
@@ -234,14 +230,14 @@ def targets_table(found: Report) -> str:
 
 
 def targets(found: Report) -> Iterator[tuple[str, str, float, float]]:
-    """(where, target, value, the least that meets it) of all targets; value 0: not measured."""
+    """(where, target, value, smallest value that meets it) of all targets; 0: not measured."""
     rates = {}
     for cell in found["cells"]:
         where = " ".join(cell[field] for field in Cell._fields)
         loops = cell.get("loops", {})
         for name, least in ((BASELINE, SPEED), (PEERS[0], 1.0), (PEERS[1], 1.0)):
             ratio = 0.0
-            if all(loops.get(one, {}).get("speedup") for one in (OURS, name)):
+            if all(loops.get(loop, {}).get("speedup") for loop in (OURS, name)):
                 ratio = median(loops[OURS]["speedup"]) / median(loops[name]["speedup"])
             yield where, f"dist_amp / {name}", ratio, least
         if cell["mode"] == "compiled" and cell["precision"] == "bf16":
@@ -264,14 +260,14 @@ def main(words: Sequence[str]) -> None:
     """Measure cell by cell. Errors: ConfigError for a wrong argument, or without a GPU."""
     parser = Parser("python -m benchmarks gpu", __doc__)
     harness.add_choices(parser, models=list(MODELS), modes=MODES, precisions=PRECISIONS)
-    text = "samples, for all models; default: 32 for 124m and 16 for 1b, which need 141 GB"
+    text = "samples per micro-batch; default: 32 for 124m and 16 for 1b, which need 141 GB"
     parser.add_argument("--micro_batch", type=harness.at_least(1), metavar="N", help=text)
     harness.add_common(parser, "runs/gpu")
     options = harness.with_defaults(parser.parse_args(words), words)
     if not options.smoke and not torch.cuda.is_available():
         raise ConfigError(
-            "bench gpu needs a GPU, and torch finds none; add --smoke to test its code paths on "
-            "this CPU"
+            "the gpu benchmark needs a GPU, and torch finds none; add --smoke to test its code "
+            "paths on this CPU"
         )
     harness.single_process("gpu")
     device = "cpu" if options.smoke else "cuda"

@@ -43,7 +43,7 @@ from dist_amp.world import World, start
 
 
 def note_of(error: Exception) -> str:
-    """Why something was not measured, in one line."""
+    """Why a measurement failed, in one line."""
     if isinstance(error, ImportError):
         return "not installed: pip install -e '.[bench]' in the clone's folder"
     if is_out_of_memory(error):
@@ -55,7 +55,7 @@ def note_of(error: Exception) -> str:
 
 
 def command(run: Callable[[Sequence[str]], int | None]) -> Callable[..., int]:
-    """The command `run` as main(argv), which returns the exit status."""
+    """Decorator that makes `run` a main(argv) which returns the exit status."""
 
     @wraps(run)
     def checked(words: Sequence[str]) -> int | None:
@@ -72,7 +72,7 @@ def command(run: Callable[[Sequence[str]], int | None]) -> Callable[..., int]:
 
 
 def on_a_run(bench: Callable[[Run], None]) -> Callable[..., int]:
-    """A command that takes the main job's settings: bench(run) gets a fresh run."""
+    """A command that takes the main job's settings, builds a run, and calls bench(run)."""
 
     @command
     def main(words: Sequence[str]) -> None:
@@ -94,12 +94,12 @@ def single_process(name: str) -> None:
     """Errors: ConfigError under torchrun."""
     if (ranks := environment_number("WORLD_SIZE", 1)) > 1:
         raise ConfigError(
-            f"bench {name} runs in one process, but {ranks} were launched; run it without torchrun"
+            f"the {name} benchmark runs in one process, but {ranks} were launched; omit torchrun"
         )
 
 
 def on_ranks(size: int, bench: Callable[..., Any], *args: Any) -> Any:
-    """bench(world, *args) on `size` new processes of one thread: rank 0's result, via JSON."""
+    """bench(world, *args) on `size` new single-threaded processes: rank 0's result, via JSON."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         args = (size, get_free_port(), result, bench, args)
@@ -135,34 +135,33 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def add_choices(parser: argparse.ArgumentParser, **choices: Sequence[str]) -> None:
-    """Options that take one or more of some names; all by default."""
+    """Options that take one or more of the given names; default: all."""
     for name, names in choices.items():
-        text = f"of {', '.join(names)}; default: all"
+        text = f"one or more of {', '.join(names)}; default: all"
         parser.add_argument(
             f"--{name}", nargs="+", choices=names, default=list(names), metavar="NAME", help=text
         )
 
 
 def add_common(parser: argparse.ArgumentParser, out: str) -> None:
-    """--smoke, --rounds and --out."""
     add = parser.add_argument
-    text = "small models on a CPU: tests all code paths; its times mean nothing"
+    text = "small models on a CPU, to test all code paths; the times are meaningless"
     add("--smoke", "--reduced", action="store_true", help=text)
-    add("--rounds", type=at_least(1), metavar="N", help="default: 10, with --smoke 2")
-    text = f"default: {out}, with --smoke {out}_smoke"
+    add("--rounds", type=at_least(1), metavar="N", help="default: 10; with --smoke: 2")
+    text = f"default: {out}; with --smoke: {out}_smoke"
     add("--out", type=Path, metavar="DIR", help=text)
     parser.set_defaults(default_out=out)
 
 
 def with_defaults(options: argparse.Namespace, words: Sequence[str]) -> argparse.Namespace:
-    """Fill in what depends on --smoke; `words` is the command line."""
+    """Fill in the defaults that depend on --smoke; `words` is the command line."""
     options.words = list(words)
     rounds, suffix = 10, ""
     if options.smoke:
         rounds, suffix = 2, "_smoke"
     options.rounds = options.rounds or rounds
     options.out = options.out or Path(f"{options.default_out}{suffix}")
-    try:  # before hours of measuring rather than after
+    try:  # now rather than after hours of measuring
         options.out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=options.out).close()
     except OSError as error:
@@ -173,7 +172,7 @@ def with_defaults(options: argparse.Namespace, words: Sequence[str]) -> argparse
 
 
 def quiet_process(one_thread: bool) -> None:
-    """Drop warnings and info logs, which would be repeated for each loop."""
+    """Silence warnings and info logs, which would be repeated for each loop."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     if one_thread:
@@ -181,9 +180,9 @@ def quiet_process(one_thread: bool) -> None:
 
 
 class Bench:
-    """One invocation of a benchmark: its device and its report.
+    """An invocation of a benchmark: its device and its report.
 
-    block_seconds: how long a loop is timed between two clock readings; 0: one step.
+    block_seconds: how long a loop runs between two clock readings; 0: one step.
     """
 
     def __init__(self, name: str, world: World, options: argparse.Namespace, block_seconds: float):
@@ -204,7 +203,7 @@ class Bench:
 
 
 class HostReads(TorchDispatchMode):
-    """Counts calls that make the host wait for the device: item(), float(), bool(), tolist()."""
+    """Counts host-device synchronisations by item(), float(), bool() and tolist()."""
 
     count = 0
 
@@ -237,7 +236,7 @@ class HostReads(TorchDispatchMode):
 
 @contextmanager
 def computes_in(dtype: torch.dtype, layer: nn.Module) -> Iterator[None]:
-    """Errors: RuntimeError if the layer's forwards in here give another dtype."""
+    """Errors: RuntimeError if the layer's forwards in this context return another dtype."""
     dtypes: set[torch.dtype] = set()
     hook = layer.register_forward_hook(lambda module, args, output: dtypes.add(output.dtype))
     yield
@@ -247,14 +246,13 @@ def computes_in(dtype: torch.dtype, layer: nn.Module) -> Iterator[None]:
 
 
 def release(device: torch.device) -> None:
-    """Free memory that nothing refers to any more."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def timed(world: World, call: Callable[[], object]) -> float:
-    """Seconds, measured from an idle device to an idle device."""
+    """Seconds that the call takes; the device is idle before and after."""
     wait_for_device(world.device)
     began = time.perf_counter()
     call()
@@ -278,11 +276,11 @@ def timed_block(world: World, loop: Loop, data: Sequence[Any], steps: int) -> fl
 def in_turns(
     names: Iterable[str], block: Callable[[str], Any], rounds: int
 ) -> dict[str, list[Any]]:
-    """{name: block(name) of each round}; each in a new random order, the same on all ranks."""
+    """{name: block(name) of each round but the first}; in random order, the same on all ranks."""
     order = random.Random(0)
     values: dict[str, list[Any]] = {name: [] for name in names}
     gc.collect()
-    gc.freeze()  # what exists by now need not be looked at in each round
+    gc.freeze()  # so that the collection in each round skips what exists already
     gc.disable()
     try:
         for _ in range(rounds + 1):
@@ -302,11 +300,11 @@ Enter = Callable[[str], tuple[Loop, dict[str, Any]]]
 def compare(
     bench: Bench, base: str, names: Iterable[str], enter: Enter, data: Sequence[Any]
 ) -> dict[str, dict[str, Any]]:
-    """Time each loop in turns with the base loop; only these two are in memory.
+    """Time each loop in turns with the base loop, while only these two are in memory.
 
-    enter(name) builds a loop, takes its first steps, and returns it with its row. Returns a row for
-    each loop, to which this adds `seconds` per step and `speedup` over the base loop, one of each
-    per round; or a `note` that says why it was not timed.
+    enter(name) builds a loop, takes its first steps, and returns it with its row of results.
+    Returns {name: row}, to which this adds `seconds` per step and `speedup` over the base loop, one
+    of each per round; or a `note` that says why the loop was not timed.
     """
     rows: Rows = {}
     base_loop = _try_to_enter(base, enter, rows)
@@ -328,7 +326,7 @@ def _try_to_enter(name: str, enter: Enter, rows: Rows) -> Loop | None:
         loop, rows[name] = enter(name)
     except ConfigError:
         raise
-    except Exception as error:  # not kept: its traceback would hold device memory
+    except Exception as error:  # only its text is kept: a traceback holds device memory
         rows[name] = {"note": note_of(error)}
         return None
     return loop

@@ -1,9 +1,9 @@
-"""What a log step costs the host of each rank, on 2 to 4,096 simulated ranks.
+"""CPU time of a log step on each rank, for 2 to 4,096 simulated ranks.
 
 python -m benchmarks log_step
 
-A process group without peers stands in for the ranks. Targets at 1,024 ranks, without the gather:
-2 ms on rank 0, and 20 us more on every rank than at 2 ranks.
+A fake process group without peers simulates the ranks. Targets at 1,024 ranks, without the gather:
+2 ms on rank 0, and on every rank 20 us more than at 2 ranks.
 """
 
 import sys
@@ -34,7 +34,6 @@ ROUNDS = 200
 
 @command
 def main(words: Sequence[str]) -> None:
-    """Print a line per number of ranks."""
     Parser("python -m benchmarks log_step", __doc__).parse_args(words)
     print("CPU time in us    gather, no network   read and check, every rank   write, rank 0")
     for size in SIZES:
@@ -47,20 +46,20 @@ def main(words: Sequence[str]) -> None:
 
 
 def measure(size: int) -> tuple[float, float, float]:
-    """Median CPU seconds: of the gather, of every rank's part, and of what rank 0 writes."""
+    """Median CPU seconds: of the gather, of each rank's reading and checks, of rank 0's writing."""
     metrics = Metrics(World(), Clip("norm", 1.0))
     metrics.world = World(world_size=size, control=dist.group.WORLD)
     metrics._totals = metrics._totals.repeat(size, axis=0)
     rows = torch.rand(size, len(RANK_METRICS), dtype=torch.float64)
     rows[:, GLOBAL] = 1.0
-    real = World.stack
+    original_stack = World.stack
     gathers: list[float] = []
     reads: list[float] = []
     writes: list[float] = []
 
     def stack(world: World, row: torch.Tensor) -> torch.Tensor:
-        """The group has no peers to fill the result."""
-        gathers.append(timed(lambda: real(world, row)))
+        """Times the gather, but returns made-up rows, since the group has no peers."""
+        gathers.append(timed(lambda: original_stack(world, row)))
         return rows
 
     def read() -> None:
@@ -86,7 +85,7 @@ def measure(size: int) -> tuple[float, float, float]:
 
 
 def timed(work: Callable[[], Any]) -> float:
-    """Seconds of CPU time of this thread, whatever else the machine does."""
+    """Seconds of this thread's CPU time, which do not depend on the machine's other work."""
     started = time.thread_time()
     work()
     return time.thread_time() - started

@@ -1,6 +1,6 @@
-"""The loops that are compared: the hand-written baseline, and dist_amp's. peers.py has the others.
+"""The training loops to compare: a hand-written baseline and dist_amp's. peers.py has the others.
 
-All take the same step: micro-batches that are on the device already, the mean loss, gradients
+All take the same step: micro-batches that are already on the device, the mean loss, gradients
 clipped by their global norm, fused AdamW with the same two parameter groups and schedule.
 """
 
@@ -47,8 +47,8 @@ PRECISION_WORDS = {
 def config_of(
     device: str, precision: str, micro_batch_size: int, accumulation: int, words: str = ""
 ) -> Config:
-    """The main job's config, with these `words` of its command line; as written, not compiled,
-    unless they say so: with compile.blocks=auto, loops would decide it each in their own way.
+    """The main job's config, with `words` added to its command line. Nothing is compiled unless
+    they say so: compile.blocks=auto would not mean the same for all loops.
     """
     words = f"--compile.blocks false {words} --run.device {device} --train.steps 20000"
     words += f" --optim.warmup_steps 10 --train.micro_batch_size {micro_batch_size}"
@@ -108,18 +108,16 @@ class RandomTokens(RandomBytes):
         generator = torch.Generator(self.device).manual_seed(0)
         shape = (steps, accumulation, size, self.context + 1)
         tokens = torch.randint(self.vocabulary, shape, device=self.device, generator=generator)
-        facts: dict[str, Any] = {"tokens": size * shape[-1], "counted": size * self.context}
-        return [[{"input_ids": one, "labels": one, **facts} for one in step] for step in tokens]
+        counts: dict[str, Any] = {"tokens": size * shape[-1], "counted": size * self.context}
+        return [[{"input_ids": ids, "labels": ids, **counts} for ids in step] for step in tokens]
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What every loop is built from."""
-
     config: Config
     world: World
     task: Any  # loss_sum(model, batch, "mean") is the mean loss
-    fused: bool = True  # AdamW; False: torch's default, one operation for many tensors
+    fused: bool = True  # AdamW; False: torch's default (foreach)
 
     @property
     def precision(self) -> str:
@@ -175,14 +173,14 @@ class Loop:
 
 
 def steps_of_data(setup: Setup) -> list[Any]:
-    """The same eight steps for every loop."""
+    """The micro-batches of eight steps, the same for every loop."""
     dataset = build_split(setup.task, "train", setup.world)
     batches = build_batches(setup.config, setup.task, dataset, setup.world)
     return list(itertools.islice(batches, 8))
 
 
 def baseline(setup: Setup) -> Loop:
-    """The loop that an expert writes for one precision and strategy; it logs nothing."""
+    """The loop that an expert would write for one precision and strategy; it logs nothing."""
     world = setup.world
     train = setup.config.train
     module = model = setup.new_model()
@@ -233,7 +231,6 @@ def baseline(setup: Setup) -> Loop:
 
 
 def dist_amp(setup: Setup) -> Loop:
-    """train_step."""
     run = build_run(setup.config, setup.world, setup.task)
     return Loop(run.parallel.module, lambda micro_batches: train_step(run, micro_batches))
 
@@ -250,8 +247,8 @@ def dist_amp_with_telemetry(setup: Setup, folder: Path) -> Loop:
     def step(micro_batches: Sequence[Any]) -> None:
         report = train_step(run, micro_batches)
         run.metrics.after_step(report)
-        run.data.items += samples * len(micro_batches)  # its own data loader is not used here
-        row = run.metrics.read()  # one step after the copy was started, as in the main job
+        run.data.items += samples * len(micro_batches)  # the run's own data loader is not used
+        row = run.metrics.read()  # one step after `begin` has started the copy, as in the main job
         if row is not None:
             run.metrics.write(row)
             with redirect_stdout(nowhere):

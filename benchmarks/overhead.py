@@ -1,16 +1,16 @@
-"""python -m benchmarks overhead: what a step of train_step costs next to a hand-written loop, and
-next to Accelerate's and Lightning Fabric's loops.
+"""python -m benchmarks overhead: processor time of train_step, compared with a hand-written loop
+and with Accelerate's and Lightning Fabric's loops.
 
-Two ranks and more are measured under DDP and FSDP2, which has no peers here, and no fp16: torch's
-GradScaler doesn't make the ranks agree on a skipped step where gradients are sharded.
+Two ranks or more are measured under DDP and FSDP2; under FSDP2 without the other libraries, and not
+in fp16: torch's GradScaler doesn't make ranks agree on skipping a step if gradients are sharded.
 
-All loops share one CPU process per rank and take turns: in each round every loop runs one block of
-ten steps, in a new random order. Its fastest step counts (with full telemetry, which logs in one of
-ten, the mean).
+All loops share one CPU process per rank and take turns: in each round, every loop runs one block of
+ten steps, in a new random order. The block's fastest step counts; with full telemetry, which logs
+once per block, the mean.
 
 us/step      processor time of the slowest rank
-ratio        processor time over the baseline's in the same round: median and 95 % interval. The
-             distance of "baseline again", the same loop a second time, from 1 is noise
+ratio        processor time over the baseline's in the same round: median and 95 % interval. How far
+             "baseline again", a second copy of the loop, is from 1 shows the noise
 host reads   how often a step reads a value back from the device
 parity       how far the parameters drift from the baseline's in 20 steps, each started from the
              baseline's parameters; relative to the largest parameter
@@ -43,21 +43,20 @@ AGAIN = "baseline again"
 TELEMETRY = "dist_amp, full telemetry"
 BLOCK = 10  # steps per round; full telemetry logs once per block
 ACCUMULATION = 4
-# Where steps are short, each round that is asked for is replaced by up to 20, until it takes this
-# long: a disturbance is in both parts of a short round's ratio, or in neither.
+# If steps are short, up to MOST_ROUNDS rounds are timed in place of each one asked for, until they
+# take this long. Many short rounds are better: a disturbance is then in both loops, or in neither.
 ROUND_SECONDS = 0.3
 MOST_ROUNDS = 20
 PARITY_STEPS = 20  # from the same initial weights, before anything is timed
 PRECISIONS = ("bf16", "fp16", "fp32")
-# The largest ratio of processor time that is promised, by workload, strategy and loop, then
-# precision.
-PROMISED: dict[tuple[str, str, str], dict[str, float]] = {
+# {workload, strategy, loop: {precision: target for the ratio of processor time}}
+TARGETS: dict[tuple[str, str, str], dict[str, float]] = {
     ("tiny", "single", OURS): {"bf16": 0.95, "fp16": 0.88},
     ("tiny", "ddp", OURS): {"bf16": 1.05, "fp16": 1.05, "fp32": 1.05},
     ("tiny", "fsdp", OURS): {"bf16": 1.00, "fp32": 1.00},
     ("deep", "single", OURS): {"bf16": 1.00, "fp16": 1.00, "fp32": 1.00},
 }
-Steps = list[list[torch.Tensor]]  # parameters, after each step
+Steps = list[list[torch.Tensor]]  # the parameters after each step
 
 
 class Workload(NamedTuple):
@@ -87,7 +86,6 @@ class Cell(NamedTuple):
 def cells_of(
     workloads: Sequence[str], ranks: Sequence[int], precisions: Sequence[str]
 ) -> list[Cell]:
-    """What is measured, in order."""
     cells = []
     for workload, size in itertools.product(workloads, ranks):
         strategies = ("ddp", "fsdp") if size > 1 else ("single",)
@@ -107,9 +105,9 @@ def build_setup(cell: Cell, world: World) -> Setup:
 
 
 def measure(world: World, cell: Cell, rounds: int) -> dict[str, Any]:
-    """Every loop of a cell: parity, host reads and times, or a note.
+    """Parity, host reads and times of every loop, or a note why there are none.
 
-    Every rank calls it; rank 0's result counts.
+    Every rank must call it; rank 0's result counts.
     """
     setup = build_setup(cell, world)
     data = loops.steps_of_data(setup)
@@ -117,7 +115,7 @@ def measure(world: World, cell: Cell, rounds: int) -> dict[str, Any]:
     built: dict[str, Loop] = {}
     path: Steps = []
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what they warn of is checked: see first_steps
+        warnings.simplefilter("ignore")  # first_steps checks what the libraries warn about
         builders: dict[str, Callable[[Setup], Loop]] = {
             BASELINE: loops.baseline,
             AGAIN: loops.baseline,
@@ -152,7 +150,7 @@ def host_reads(loop: Loop, micro_batches: Sequence[Any]) -> int:
 def first_steps(
     setup: Setup, build: Callable[[Setup], Loop], data: Sequence[Any], path: Steps
 ) -> tuple[Loop, float]:
-    """(loop, its drift from `path`). Errors: RuntimeError for a loop that runs another cell."""
+    """(loop, its drift from `path`). Errors: RuntimeError if it trains in another precision."""
     loop = build(setup)
     first = next(part for part in loop.module.modules() if isinstance(part, nn.Linear))
     with harness.computes_in(DTYPES[setup.precision], first):
@@ -171,10 +169,10 @@ def drift_of(loop: Loop, data: Sequence[Any], path: Steps) -> float:
         loop.prepare()
         with torch.enable_grad():
             loop.step(micro_batches)
-        reached = [local(parameter) for parameter in loop.module.parameters()]
+        updated = [local(parameter) for parameter in loop.module.parameters()]
         if number == len(path):
-            path.append([tensor.clone() for tensor in reached])
-        for tensor, reference, total in zip(reached, path[number], sums, strict=True):
+            path.append([tensor.clone() for tensor in updated])
+        for tensor, reference, total in zip(updated, path[number], sums, strict=True):
             total += tensor - reference
             tensor.copy_(reference)
     drift = max(float(total.abs().max()) for total in sums)
@@ -184,7 +182,7 @@ def drift_of(loop: Loop, data: Sequence[Any], path: Steps) -> float:
 def timed_rounds(
     world: World, built: dict[str, Loop], data: Sequence[Any], rounds: int
 ) -> dict[str, Any]:
-    """{loop: {"fastest", "mean"}}: processor seconds per step of the slowest rank, by round."""
+    """{loop: {"fastest", "mean"}}: each round's processor seconds per step, of the slowest rank."""
 
     def block(name: str) -> list[float]:
         world.barrier()
@@ -201,10 +199,10 @@ def timed_rounds(
     factor = min(max(round(ROUND_SECONDS / (time.perf_counter() - started)), 1), MOST_ROUNDS)
     factor = world.from_main(factor)
     times = harness.in_turns(built, block, rounds * factor)
-    of_ranks = world.gather(times)
+    by_rank = world.gather(times)
     found = {}
     for name in built:
-        fastest, mean = np.max([times[name] for times in of_ranks], axis=0).T.tolist()
+        fastest, mean = np.max([times[name] for times in by_rank], axis=0).T.tolist()
         found[name] = {"fastest": fastest, "mean": mean}
     return found
 
@@ -213,7 +211,7 @@ def timed_rounds(
 
 
 def judge(cell: Cell, rows: dict[str, dict[str, Any]]) -> None:
-    """Add the ratios to the baseline to the rows that have times, and for dist_amp a verdict."""
+    """Add to rows with times their ratio to the baseline, and to dist_amp's rows a verdict."""
     for name, row in rows.items():
         if "seconds" in row:
             # The fastest step is never one that logs, so full telemetry is compared by the mean.
@@ -222,8 +220,8 @@ def judge(cell: Cell, rows: dict[str, dict[str, Any]]) -> None:
             base = rows[BASELINE]["seconds"][kind]
             row["ratio"] = np.divide(row["seconds"][kind], base).tolist()
     for name in (OURS, TELEMETRY):
-        promised = PROMISED.get((cell.workload, cell.strategy, name), {})
-        rows[name]["target"] = promised.get(cell.precision)
+        targets = TARGETS.get((cell.workload, cell.strategy, name), {})
+        rows[name]["target"] = targets.get(cell.precision)
         faster = []
         if cell.strategy == "ddp" and name == OURS:
             faster = [peer for peer in PEERS if is_faster(rows[peer], rows[name])]
@@ -232,12 +230,12 @@ def judge(cell: Cell, rows: dict[str, dict[str, Any]]) -> None:
 
 
 def is_faster(row: dict[str, Any], other: dict[str, Any]) -> bool:
-    """By the median; False for a loop that was not timed."""
+    """Whether the row's median is lower; False for a loop that was not timed."""
     return "ratio" in row and median(row["ratio"]) < median(other["ratio"])
 
 
 def verdict(row: dict[str, Any], parity: float, reads: int, faster: Sequence[str]) -> str:
-    """met, or what was missed. reads: how many host reads a block may take."""
+    """Returns "met", or what was missed. reads: how many host reads a block may have."""
     missed = [f"{peer} is faster" for peer in faster]
     if row["target"] and median(row["ratio"]) > row["target"]:
         missed.append("ratio")
@@ -251,7 +249,7 @@ def verdict(row: dict[str, Any], parity: float, reads: int, faster: Sequence[str
 
 
 def table_of(cells: Sequence[dict[str, Any]]) -> str:
-    """A row per loop; one without times has its note in place of a verdict."""
+    """A row per loop; without times, it has a note in place of a verdict."""
     rows = []
     for cell in cells:
         for name, row in cell["loops"].items():
@@ -277,11 +275,11 @@ def main(words: Sequence[str]) -> None:
     add = parser.add_argument
     text = "processes; default: 1 2"
     add("--ranks", nargs="+", type=harness.at_least(1), default=[1, 2], metavar="N", help=text)
-    text = "at least 6, for a 95 %% interval; where steps are short, more are taken; default: 20"
+    text = "at least 6, for a 95 %% interval; if steps are short, more are timed; default: 20"
     add("--rounds", type=harness.at_least(6), default=20, metavar="N", help=text)
-    text = "write overhead.json and overhead.md there; default: only print"
+    text = "write overhead.json and overhead.md to this folder; default: only print"
     add("--out", type=Path, metavar="DIR", help=text)
-    text = "count what a step of the main job calls, by component, in place of timing it"
+    text = "count what a step of the main job calls, by component, instead of timing it"
     add("--explain", action="store_true", help=text)
     options = parser.parse_args(words)
     if options.explain:

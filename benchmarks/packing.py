@@ -19,7 +19,7 @@ LENGTHS = (512, 2048, 8192)
 
 
 class Lengths:
-    """Documents of log-normal lengths: median 400 tokens, mean about 830, as web pages have."""
+    """Documents with log-normal lengths, like web pages: median 400 tokens, mean about 830."""
 
     def __init__(self, documents: int):
         drawn = numpy.random.default_rng(0).normal(6, 1.2, documents)
@@ -31,14 +31,13 @@ class Lengths:
 
 @command
 def main(words: Sequence[str]) -> None:
-    """Print a line per row length, in CPU time of one thread."""
     parser = Parser("python -m benchmarks packing", __doc__)
     parser.add_argument("--documents", type=at_least(1), default=1_000_000)
     documents: Any = Lengths(parser.parse_args(words).documents)
     count = len(documents.lengths)
     torch.set_num_threads(1)
     print(f"{count:,} documents, {documents.lengths.sum():,} tokens")
-    print("tokens per row       rows    padding   a document per row   documents/s")
+    print("tokens per row       rows    padding   a document per row   documents/s of CPU time")
     for length in LENGTHS:
         started = time.thread_time()
         rows = PackedRows(documents, Packing(length, "best_fit", "split"))

@@ -1,8 +1,8 @@
-"""The share of padding in batches padded to their longest sample: in plain order, and with
+"""The share of padding in batches that are padded to their longest sample, with and without
 data.group_by_length.
 
-The lengths are log-normal with a median of 200 tokens and a mean of 330, at most 2,048: about those
-of a set of chats.
+The lengths are log-normal, about those of a set of chats: median 200 tokens, mean 330, at most
+2,048.
 
 python -m benchmarks padding
 """
@@ -23,12 +23,11 @@ from dist_amp.supervise.command_line import Parser
 
 SAMPLES, RANKS, STEPS = 200_000, 8, 100
 BATCHES = ((4, 1), (8, 4), (32, 1), (32, 4))  # micro-batch size, micro-batches per step
-GROUPS = (0, 1, 10, 100)  # data.group_by_length; 0: plain order
+GROUPS = (0, 1, 10, 100)  # data.group_by_length; 0: off
 
 
 @command
 def main(words: Sequence[str]) -> None:
-    """Print a line per batch size and setting."""
     Parser("python -m benchmarks padding", __doc__).parse_args(words)
     torch.set_num_threads(1)
     drawn = numpy.random.default_rng(0).lognormal(numpy.log(200), 1.0, SAMPLES)
@@ -54,12 +53,12 @@ def measure(lengths: Any, size: int, count: int, steps: int) -> tuple[float, flo
     shards = []
     for rank in range(RANKS):
         plan = Plan(len(lengths), batch, size, RANKS, rank, 0, order[0], False, order[1])
-        shards.append([[one.indices for one in step] for _, step in islice(plan.steps(0), STEPS)])
+        shards.append([[part.indices for part in step] for _, step in islice(plan.steps(0), STEPS)])
     seconds = (time.thread_time() - started) / RANKS / STEPS
-    taken = lengths[numpy.array(shards)]  # [rank, step, micro-batch, sample]
-    padded = size * taken.max(-1).sum(-1)  # tokens of [rank, step]
-    slowest = padded.max(0).sum() * RANKS / taken.sum()
-    return 1 - taken.sum() / padded.sum(), slowest, seconds
+    tokens = lengths[numpy.array(shards)]  # [rank, step, micro-batch, sample]
+    padded = size * tokens.max(-1).sum(-1)  # [rank, step]
+    slowest = padded.max(0).sum() * RANKS / tokens.sum()
+    return 1 - tokens.sum() / padded.sum(), slowest, seconds
 
 
 if __name__ == "__main__":

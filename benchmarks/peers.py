@@ -1,7 +1,7 @@
-"""Accelerate's and Lightning Fabric's loops, as in their documentation (extra `bench`).
+"""Accelerate's and Lightning Fabric's loops, as their documentation writes them (extra `bench`).
 
-Their options for speed are on: gradients as bucket views, no broadcast of buffers, no check that
-the norm is finite.
+Options for speed are on: gradients as bucket views, no broadcast of buffers, no check that the norm
+is finite.
 """
 
 import logging
@@ -21,7 +21,7 @@ def accelerate(setup: Setup) -> Loop:
     from accelerate.state import AcceleratorState, GradientState
     from accelerate.utils import DistributedDataParallelKwargs, GradScalerKwargs
 
-    AcceleratorState._reset_state(reset_partial_state=True)  # it keeps one precision per process
+    AcceleratorState._reset_state(reset_partial_state=True)  # else the first precision stays
     GradientState._reset_state()
     module = setup.new_model()
     limit = setup.config.train.max_grad_norm
@@ -55,7 +55,7 @@ def fabric(setup: Setup) -> Loop:
     import lightning_fabric
 
     lightning: Any = lightning_fabric  # its annotations are stricter than its documentation
-    logging.getLogger("lightning_fabric").setLevel(logging.WARNING)  # it logs what it casts to
+    logging.getLogger("lightning_fabric").setLevel(logging.WARNING)  # it logs its precision
     module = setup.new_model()
     limit = setup.config.train.max_grad_norm
     ranks = setup.world.world_size

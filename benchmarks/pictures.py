@@ -1,4 +1,4 @@
-"""The pictures of `benchmarks amp`: times and memory as bars, loss curves, drawings. matplotlib."""
+"""Pictures of `benchmarks amp`, by matplotlib: times and memory as bars, loss curves, drawings."""
 
 from collections.abc import Mapping, Sequence
 from math import ceil, isfinite
@@ -9,7 +9,8 @@ from torch import Tensor
 
 from benchmarks.report import Report, digits, median
 
-# Colours that the colour-blind can tell apart. Source: Okabe & Ito 2008, "Color Universal Design".
+# Colours that colour-blind people can tell apart. Source: Okabe & Ito 2008, "Color Universal
+# Design".
 COLOURS = {
     "fp32": "#999999",
     "tf32": "#56b4e9",
@@ -22,7 +23,7 @@ TIME, MEMORY = "#0072b2", "#e69f00"
 
 
 def draw(result: Report, title: str, drawn: Mapping[str, Tensor], folder: Path) -> list[str]:
-    """Write the pictures of an experiment; returns their names. Errors: ImportError.
+    """Write an experiment's pictures; returns their names. Errors: ImportError without matplotlib.
 
     drawn: by precision, the target and the model's drawing side by side [H, 2 W] in 0..1.
     """
@@ -49,7 +50,7 @@ def draw(result: Report, title: str, drawn: Mapping[str, Tensor], folder: Path) 
 
 
 def draw_bars(left: Any, mode: str, rows: Report) -> None:
-    """Per precision its time, on the left axis, and its peak memory, on the right one."""
+    """Bars for each precision: its time on the left axis, its peak memory on the right one."""
     rows = {name: row for name, row in rows.items() if row.get("seconds")}
     times = [1000 * median(row["seconds"]) for row in rows.values()]
     peaks = [row["peak_bytes"] / 1e6 for row in rows.values()]
@@ -72,7 +73,7 @@ def draw_bars(left: Any, mode: str, rows: Report) -> None:
 
 
 def draw_losses(axes: Any, curves: Mapping[str, Sequence[float]]) -> None:
-    """float32's curve wide and pale; the dashes of the rest lie in each other's gaps."""
+    """float32's curve is wide and pale; the others are dashed, each in the gaps of the others."""
     gaps = max(len(curves) - 2, 1)
     for number, (name, curve) in enumerate(curves.items()):
         style: dict[str, Any] = {"lw": 5, "alpha": 0.5}
@@ -87,7 +88,6 @@ def draw_losses(axes: Any, curves: Mapping[str, Sequence[float]]) -> None:
 
 
 def draw_drawings(drawn: Mapping[str, Tensor]) -> Any:
-    """The target, then what each precision has learned to draw."""
     from matplotlib.figure import Figure
 
     first = next(iter(drawn.values()))

@@ -1,11 +1,11 @@
-"""How pretrained weights reach FSDP2's shards: time and memory per rank.
+"""Time and memory per rank to load pretrained weights into FSDP2's shards.
 
 python -m benchmarks pretrained [--ranks 2] [--layers 20]
 
-A Llama of width 1,024 and 32,000 tokens (with 20 layers 322 million parameters) is written to a
-temporary folder in bfloat16 and loaded in float32 on CPU processes in two ways: straight into the
-shards, and by from_pretrained on every rank with sharding after that. Memory is the growth of a
-rank's highest resident memory, with the pages of mapped files.
+A Llama of width 1,024 with 32,000 tokens (322 million parameters with 20 layers) is written to a
+temporary folder in bfloat16, and loaded in float32 on CPU processes in two ways: straight into the
+shards, and by from_pretrained on every rank before sharding. Memory is how much a rank's peak
+resident memory grows, including pages of mapped files.
 """
 
 import re
@@ -83,13 +83,13 @@ class IntoShards(OnEachRank):
 
 
 def measure(world: World, folder: str, task: Any) -> list[float]:
-    """[seconds, bytes], each the largest of all ranks."""
+    """[seconds, bytes], each of the rank with the most."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    load(world, task(f"{folder}/small"))  # what a process does once: imports, and the mesh
+    load(world, task(f"{folder}/small"))  # imports, and the mesh, which a process makes only once
     world.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew. Source: proc(5)
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak. Source: proc(5)
     started = time.perf_counter()
     before = peak_bytes()
     load(world, task(f"{folder}/large"))
@@ -98,13 +98,12 @@ def measure(world: World, folder: str, task: Any) -> list[float]:
 
 
 def peak_bytes() -> int:
-    """The highest resident memory of this process, with pages of mapped files."""
+    """This process's peak resident memory, including pages of mapped files."""
     (kib,) = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return 1024 * int(kib)
 
 
 def load(world: World, task: Any) -> None:
-    """As build_run does."""
     module = build_module(task)
     precision = build_precision(PrecisionConfig(use_amp=False), True, world)
     blocks = find_blocks(module)

@@ -1,4 +1,4 @@
-"""How benchmarks report: the machine, statistics, Markdown tables and JSON files."""
+"""What reports share: facts about the machine, statistics, Markdown tables and JSON files."""
 
 import json
 import math
@@ -22,7 +22,7 @@ Report = Mapping[str, Any]
 
 
 def about(device: torch.device, *packages: str) -> dict[str, Any]:
-    """{"machine": facts about the host and the device, "versions": of Python, torch, packages}."""
+    """{"machine": facts on the host and the device, "versions": Python's, torch's, packages'}."""
     names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     machine: dict[str, Any] = {"cpu": ", ".join(set(names)), "cores": os.cpu_count()}
     machine["load"] = os.getloadavg()
@@ -39,7 +39,7 @@ def about(device: torch.device, *packages: str) -> dict[str, Any]:
 
 
 def machine_line(report: Report) -> str:
-    """The GPU, the host, its load, and the installed versions, of a report with `about`."""
+    """A report's GPU, host, load and installed versions, from `about`, in one line."""
     machine = report["machine"]
     facts = [f"{machine['cpu']}, {machine['cores']} cores, load {machine['load'][0]:.1f}"]
     if "gpu" in machine:
@@ -51,11 +51,11 @@ def machine_line(report: Report) -> str:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """(median, low, high): the sample's, and a 95 % interval for the population's median.
+    """(median, low, high): the sample's median, and a 95 % interval for the population's.
 
     The population's median is below the k-th smallest of n values with the probability of fewer
-    than k heads in n tosses. Below 6 values it is the sample's range. Source: David & Nagaraja
-    2003, "Order Statistics", section 7.1.
+    than k heads in n tosses. With fewer than 6 values, the interval is their range. Source: David &
+    Nagaraja 2003, "Order Statistics", section 7.1.
     """
     ordered = np.sort(values)
     n = len(values)
@@ -98,7 +98,7 @@ def document(*parts: str) -> str:
 
 
 def save(report: Report, text: str, folder: Path, name: str) -> None:
-    """Write the report to NAME.json and the text to NAME.md, each complete or not at all."""
+    """Write the report to NAME.json and the text to NAME.md, each atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     contents = {f"{name}.json": json.dumps(report, indent=1) + "\n", f"{name}.md": text}
     for file, content in contents.items():

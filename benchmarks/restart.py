@@ -1,7 +1,7 @@
-"""python -m benchmarks restart [--rounds 3] [SETTINGS]: what a restart costs, by phase.
+"""python -m benchmarks restart [--rounds 3] [SETTINGS]: duration of a restart, by phase.
 
-Two ranks of the demo under `dist_amp launch`, of which one is killed by SIGKILL. Prints the seconds
-to the next step.
+Runs the demo on two ranks under `dist_amp launch`, kills one with SIGKILL, and prints the seconds
+until the end of the next step.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def restart(words: Sequence[str]) -> dict[str, float]:
-    """Seconds by phase, from a SIGKILL of rank 1 to the end of the next step."""
+    """Seconds by phase, from killing rank 1 to the end of the next step."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         start = [sys.executable, "-m", "dist_amp", "launch", "--nproc-per-node", "2"]
@@ -53,7 +53,7 @@ def restart(words: Sequence[str]) -> dict[str, float]:
 
 
 def wait_for_starts(folder: Path, number: int) -> list[dict[str, float]]:
-    """The phases of the run's starts, once there are so many. Errors: RuntimeError after 300 s."""
+    """The phases of each start, once there are `number`. Errors: RuntimeError after 300 s."""
     metrics = folder / "metrics.jsonl"
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
@@ -63,11 +63,10 @@ def wait_for_starts(folder: Path, number: int) -> list[dict[str, float]]:
         if len(starts) >= number:
             return [phases_of(line) for line in starts]
         time.sleep(0.2)
-    raise RuntimeError(f"the run has not started {number} times in 300 s")
+    raise RuntimeError(f"the run has not started {number} times within 300 s")
 
 
 def phases_of(line: dict[str, float]) -> dict[str, float]:
-    """{phase: seconds} of a line of metrics.jsonl."""
     names = [name for name in line if name.startswith("start/")]
     return {name.removeprefix("start/").removesuffix("_seconds"): line[name] for name in names}
 

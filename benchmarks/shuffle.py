@@ -1,10 +1,10 @@
-"""How close the Parquet view's order comes to a full shuffle, and the time to a late first step.
+"""How close the Parquet view's order comes to a full shuffle, and how long a late resume takes.
 
 python -m benchmarks shuffle
 
-Rows are sorted by label, the worst case for an order that reads whole row groups. `variance` is
-that of the mean label of a step's rows, relative to a full shuffle's; `correlation` is that of
-consecutive steps' means, 0 in a full shuffle.
+Rows are sorted by label, the worst case for an order that reads whole row groups. `variance` is the
+variance of a step's mean label, relative to a full shuffle; `correlation` is the correlation
+between the means of consecutive steps, which is 0 in a full shuffle.
 """
 
 import sys
@@ -27,7 +27,6 @@ LARGE, LARGE_GROUPS = 10**9, (10**4, 10**5, 10**6)
 
 @command
 def main(words: Sequence[str]) -> None:
-    """Print a line per order, then one per number of row groups."""
     Parser("python -m benchmarks shuffle", __doc__).parse_args(words)
     print(f"{ROWS:,} rows of {LABELS} labels in {GROUPS:,} row groups, {STREAMS} streams")
     print("global batch size     " + "".join(f"{size:>24}" for size in BATCHES))
@@ -42,7 +41,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def order_by(window: int) -> Callable[[int], Tensor]:
-    """epoch -> its whole order; window 0: a full shuffle."""
+    """A function from an epoch to its order of rows. window 0: a full shuffle."""
     everything = torch.arange(ROWS)
     rows = torch.full((GROUPS,), ROWS // GROUPS)
     if window:
@@ -54,15 +53,15 @@ def quality(order: Callable[[int], Tensor], batch_size: int) -> tuple[float, flo
     """(relative variance of the steps' means, correlation of consecutive steps' means)."""
     labels = (torch.arange(ROWS) * LABELS // ROWS).double()
     epochs = [labels[order(epoch)].reshape(-1, batch_size).mean(1) for epoch in range(EPOCHS)]
-    off = torch.stack(epochs) - labels.mean()
-    variance = off.square().mean()
+    deviation = torch.stack(epochs) - labels.mean()
+    variance = deviation.square().mean()
     expected = labels.var() / batch_size * (1 - batch_size / ROWS)  # drawn without replacement
-    correlation = (off[:, 1:] * off[:, :-1]).mean() / variance
+    correlation = (deviation[:, 1:] * deviation[:, :-1]).mean() / variance
     return (variance / expected).item(), correlation.item()
 
 
 def first_step_seconds(groups: int) -> float:
-    """CPU time of one thread, from the row groups' sizes to a rank's first micro-batch."""
+    """CPU time of one thread from the row groups' sizes to a rank's micro-batch at LARGE // 2."""
     torch.set_num_threads(1)
     rows = torch.full((groups,), LARGE // groups)
     started = time.thread_time()

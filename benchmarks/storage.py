@@ -1,13 +1,13 @@
-r"""How long a save makes training wait in a run on object storage, against one on a local disk.
+r"""How long a save blocks training if run.dir is on object storage, compared with a local disk.
 
 DIST_AMP_CACHE=/disk torchrun --nproc_per_node=2 -m benchmarks.storage \
     --run.dir s3://bucket/new --task.args.width 1024 --task.args.layers 8 --task.args.context 16 \
     --train.micro_batch_size 1
 
-Saves to a local folder, to the address, and to the address while the checkpoint before is being
-uploaded take turns, in the background and in the foreground. Target: at the address at most 1.1 of
-the local wait. It also says what a step takes alone and during an upload, which needs processor
-time for hashes.
+Three kinds of saves take turns, each in the background and in the foreground: to a local folder, to
+the address, and to the address while the previous checkpoint is being uploaded. Target: at the
+address, training waits at most 1.1 times as long. Also prints how long a step takes alone and
+during an upload, which needs processor time for hashes.
 """
 
 import math
@@ -28,7 +28,7 @@ from dist_amp.storage.mirror import mirror_run
 from dist_amp.storage.store import Store
 from dist_amp.supervise.lifecycle import Job
 
-ROUNDS = 10  # after one that allocates memory and is not counted
+ROUNDS = 10  # after a first one that allocates memory and is not counted
 KINDS = ("background", "foreground")
 LOCAL = "local"
 STORE = "at the address"
@@ -38,7 +38,9 @@ UPLOADING = "at the address during an upload"
 @on_a_run
 def main(run: Run) -> None:
     if "://" not in run.config.run.dir:
-        raise ConfigError(f"run.dir={run.config.run.dir} is no address; give s3://bucket/new_run")
+        raise ConfigError(
+            f"run.dir={run.config.run.dir} is not an address; give s3://bucket/new_run"
+        )
     job = Job(run.config, run.world, folder=run.folder)
     mirror_run(run.config.run, job)
     measure(run)
@@ -46,8 +48,7 @@ def main(run: Run) -> None:
 
 
 def measure(run: Run) -> None:
-    """Save in turns, and print the medians of how long training waits."""
-    saver = run.saver  # as in training, one for all saves
+    saver = run.saver  # one for all saves, as in training
     store = Store(run.config.run.dir)
     mirror = run.folder
     local = mirror.with_name(f"{mirror.name}-local")
@@ -62,7 +63,7 @@ def measure(run: Run) -> None:
             for place in order:
                 run.folder = local if place == LOCAL else mirror
                 if place == UPLOADING:
-                    # At most a while: a small checkpoint may be up already.
+                    # For 2 s at most: a small checkpoint may have been uploaded already.
                     wait_until(run, lambda: is_uploading(store, mirror), 2.0)
                 steps[place].append(step_seconds(run))
                 run.world.barrier()
@@ -103,7 +104,7 @@ def report(
             spread = f"{min(seconds):.3f} to {max(seconds):.3f}"
             say(
                 f"{kind} {place}: training waits {median(seconds):.3f} s ({spread}), "
-                f"{median(seconds) / base:.2f} of local"
+                f"{median(seconds) / base:.2f} x local"
             )
     for place, seconds in steps.items():
         say(f"a step before a save {place} takes {median(seconds[2:]):.3f} s")
@@ -111,7 +112,7 @@ def report(
 
 
 def wait_until(run: Run, condition: Callable[[], bool], seconds: float = math.inf) -> None:
-    """On the main node; the others wait for it."""
+    """Wait on rank 0 until the condition holds or the seconds are over; other ranks wait for it."""
     deadline = time.monotonic() + seconds
     while run.world.is_main and not condition() and time.monotonic() < deadline:
         time.sleep(0.02)

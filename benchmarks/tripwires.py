@@ -17,7 +17,6 @@ from dist_amp.step import train_step
 
 @on_a_run
 def main(run: Run) -> None:
-    """Take the config's steps without evaluations or checkpoints; print the checks' share."""
     tripwires = Consistency(run)
     spent = 0.0
     started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""A small convolutional network that classifies pictures of 32 x 32, with an evaluation metric.
+"""A small convolutional network that classifies 32 x 32 pictures, with accuracy as a metric.
 
 python -m dist_amp.train --task.target examples/cnn.py:CNN --train.micro_batch_size 64 \
     --train.steps 100 --train.clip_by off --optim.lr 0.001 --optim.betas 0.9 0.999 \
@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 
 class CNN:
-    """Tell which of ten ways a noisy wave runs. Batch: pictures [B, 3, 32, 32], classes [B]."""
+    """Tell in which of ten directions a noisy wave runs. Batch: [B, 3, 32, 32], classes [B]."""
 
     def __init__(self, samples: int = 6400):
         self.samples = samples
@@ -52,5 +52,6 @@ class CNN:
         return len(batch[1])
 
     def metrics(self, model: nn.Module, batch: list[Tensor]) -> dict[str, Tensor]:
-        pictures, classes = batch  # a sum, as the loss is; the run divides it by the weight
+        pictures, classes = batch
+        # A sum, like the loss: the run divides both by the total weight.
         return {"accuracy": (model(pictures).argmax(dim=1) == classes).sum()}

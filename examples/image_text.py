@@ -1,11 +1,11 @@
-"""Fine-tune a model of images and text (Llava, Qwen-VL, ...) to answer, whole or with LoRA.
+"""Fine-tune a vision-language model (Llava, Qwen-VL, ...), in full or with LoRA.
 
 python -m dist_amp.train --task.target examples/image_text.py:ImageText --data.path rows.jsonl \
     --task.args.model llava-hf/llava-1.5-7b-hf --task.args.lora_rank 16 \
     --train.micro_batch_size 4 --optim.lr 2e-4
 
-A row has an image, or its path from the data's folder; and messages, of which the assistant's turns
-are learned, or prompt and completion. The image comes first where the text has no place for it.
+A row has an image, or its path from the data's folder; and either messages, with a loss on the
+assistant's turns, or prompt and completion. If the text has no place for the image, it comes first.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ NOT_INPUTS = ("labels", "tokens", "counted")
 
 @dataclass(eq=False)
 class ImageText(huggingface.FineTuning):
-    """Batch: what the processor makes of images and texts, labels [B, T], and two counts."""
+    """Batch: the processor's tensors for images and texts, labels [B, T], and two counts."""
 
     length: huggingface.Length = 2048
     pad_to_multiple_of: int = 128
@@ -42,8 +42,8 @@ class ImageText(huggingface.FineTuning):
         self.processor = huggingface.opened(AutoProcessor, self.folder)
         if not hasattr(self.processor, "image_token"):
             raise ConfigError(
-                f"task.args.model: {self.folder} has no processor with an image_token; use a model "
-                "of images and text"
+                f"task.args.model: {self.folder} has no processor with an image_token; use a "
+                "vision-language model"
             )
         self.processor.tokenizer.padding_side = "right"
 
@@ -59,13 +59,13 @@ class ImageText(huggingface.FineTuning):
         form = "messages" if "messages" in rows.column_names else "prompt"
         if missing := {self.image_column, form} - {*rows.column_names}:
             there = ", ".join(rows.column_names)
-            raise DataError(f"the rows have no column {missing.pop()}; the columns are {there}")
+            raise DataError(f"the rows have no column {missing.pop()}; their columns are {there}")
         if form == "messages" and not self.processor.chat_template:
             raise DataError("the processor has no chat template; use prompt and completion")
         return Converted(rows, self.sample_of)
 
     def sample_of(self, row: Batch) -> tuple[Any, str, list[int]]:
-        """(image, text, labels). Errors: DataError for what can't be read or learned."""
+        """(image, text, labels). Errors: DataError for a row that can't be read or trained on."""
         image = self.image_of(row[self.image_column])
         text, answers = self.chat(row) if "messages" in row else self.completion(row)
         ids = self.ids_of(image, text)
@@ -77,13 +77,13 @@ class ImageText(huggingface.FineTuning):
         token = self.processor.image_token_id
         if token in ids[self.length :]:
             raise DataError(
-                f"the image takes {ids.count(token)} tokens, more than task.args.length="
-                f"{self.length} leaves it; use a greater length, or smaller images"
+                f"the image takes {ids.count(token)} tokens and does not fit into task.args.length="
+                f"{self.length}; use a greater length, or smaller images"
             )
         if all(label == IGNORE_INDEX for label in labels[1 : self.length]):
             raise DataError(
-                f"within task.args.length={self.length} of its {len(ids)} tokens the sample has no "
-                "answer to learn; use a greater length, or remove it"
+                f"the first task.args.length={self.length} of the sample's {len(ids)} tokens hold "
+                "no answer to train on; use a greater length, or remove the sample"
             )
         return image, text, labels
 
@@ -98,7 +98,7 @@ class ImageText(huggingface.FineTuning):
         return opened(value).convert("RGB")
 
     def completion(self, row: Batch) -> tuple[str, list[tuple[str, str]]]:
-        """(text, the one answer in it: the text before and after)."""
+        """(text, [(text before the answer, text up to its end)])."""
         prompt, answer = row["prompt"], row["completion"]
         if not (isinstance(prompt, str) and isinstance(answer, str) and answer.strip()):
             raise DataError("prompt and completion must be texts, and the completion not empty")
@@ -109,48 +109,48 @@ class ImageText(huggingface.FineTuning):
         return text, [(prompt, text)]
 
     def chat(self, row: Batch) -> tuple[str, list[tuple[str, str]]]:
-        """(text, the assistant's answers in it: the texts before and after each)."""
+        """(text, [(text before the answer, text up to its end) for each of the assistant's])."""
         messages = []
         for message in row["messages"]:
             content = message["content"]
             if isinstance(content, str):
                 content = [{"type": "text", "text": content}]
             messages.append({"role": message["role"], "content": content})
-        if not any(self.is_place(part) for message in messages for part in message["content"]):
+        if not any(self.is_image(part) for message in messages for part in message["content"]):
             turn = next((m for m in messages if m["role"] == "user"), None)
             if turn is None:
                 raise DataError("the chat has no user's turn for the image; add one")
             turn["content"] = [{"type": "image"}, *turn["content"]]
         render = self.processor.apply_chat_template
         answers = [
-            (render(messages[:at], add_generation_prompt=True), render(messages[: at + 1]))
-            for at, message in enumerate(messages)
-            if at and message["role"] == "assistant"
+            (render(messages[:index], add_generation_prompt=True), render(messages[: index + 1]))
+            for index, message in enumerate(messages)
+            if index and message["role"] == "assistant"
         ]
         text = render(messages)
-        # Some templates render an earlier answer in another way later on: it is not learned.
+        # Some templates render an answer differently once more turns follow: it gets no labels.
         return text, [(before, after) for before, after in answers if text.startswith(before)]
 
-    def is_place(self, part: Batch) -> bool:
+    def is_image(self, part: Batch) -> bool:
         return part["type"] == "image" or self.processor.image_token in (part.get("text") or "")
 
     def ids_of(self, image: Any, text: str) -> list[int]:
         return self.processed([(image, text)])["input_ids"][0].tolist()
 
     def processed(self, pairs: list[tuple[Any, str]], multiple: int = 1) -> Batch:
-        """(image, text) pairs, padded on the right; a chat's beginning may have no image."""
+        """The model's inputs for (image, text) pairs; a chat's beginning may have no image yet."""
         images = [[image] for image, text in pairs if self.processor.image_token in text]
         texts = [text for _, text in pairs]
         options: Batch = {"padding": True, "pad_to_multiple_of": multiple, "return_tensors": "pt"}
         if (start := self.processor.tokenizer.bos_token) and texts[0].startswith(start):
-            options["add_special_tokens"] = False  # the chat template writes them
+            options["add_special_tokens"] = False  # the chat template has written them
         return dict(self.processor(images=images or None, text=texts, **options))
 
     def collate(self, samples: list[tuple[Any, str, list[int]]]) -> Batch:
         batch = self.processed([sample[:2] for sample in samples], self.pad_to_multiple_of)
         labels = torch.full_like(batch["input_ids"], IGNORE_INDEX)
-        for row, (_, _, learned) in enumerate(samples):
-            labels[row, : len(learned)] = torch.tensor(learned)
+        for row, (_, _, row_labels) in enumerate(samples):
+            labels[row, : len(row_labels)] = torch.tensor(row_labels)
         batch["labels"] = labels
         for name, value in batch.items():
             if value.shape == labels.shape:

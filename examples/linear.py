@@ -1,10 +1,10 @@
-"""Linear regression, 10 numbers to 1, on 20 points: the smallest task that trains.
+"""Linear regression from 10 numbers to 1 on 20 samples: the smallest task that trains.
 
 python -m dist_amp.train --task.target examples/linear.py:Linear --train.micro_batch_size 4 \
     --train.steps 15 --train.clip_by off --optim.name sgd --optim.lr 0.1 --optim.momentum 0 \
     --optim.weight_decay 0 --optim.schedule constant
 
-These are 3 epochs of plain SGD. On a machine without a GPU, add `--use_amp false`.
+This is plain SGD for 3 epochs. On a machine without a GPU, add `--use_amp false`.
 """
 
 import torch

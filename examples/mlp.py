@@ -1,11 +1,11 @@
-"""Three linear layers of 4096 with ReLU between: nearly all of the time is matrix products.
+"""Three linear layers of width 4096, with ReLU: nearly all of the time goes to matrix products.
 
 python -m dist_amp.train --task.target examples/mlp.py:MLP --train.micro_batch_size 512 \
     --train.steps 150 --train.clip_by off --optim.name sgd --optim.lr 0.1 --optim.momentum 0 \
     --optim.weight_decay 0 --optim.schedule constant
 
-These are 3 epochs of 50 batches. `--task.args.width 64` is quick without a GPU; add
-`--use_amp false` there.
+This is 3 epochs of 50 batches. On a machine without a GPU, add `--task.args.width 64` to make it
+quick, and `--use_amp false`.
 """
 
 import torch

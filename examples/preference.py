@@ -1,11 +1,11 @@
-"""Train a causal language model on preferences by DPO (arXiv:2305.18290), whole or with LoRA.
+"""Train a causal language model on preferences by DPO (arXiv:2305.18290), in full or with LoRA.
 
 python -m dist_amp.train --task.target examples/preference.py:DPO --data.path pairs.jsonl \
     --task.args.model Qwen/Qwen2.5-0.5B-Instruct --train.micro_batch_size 4 --optim.lr 1e-6 \
     --optim.weight_decay 0
 
 A row has prompt, chosen and rejected: texts, or lists of messages. The reference is a frozen copy
-of the model; with `--task.args.lora_rank 16`, the base weights without the adapters.
+of the model or, with `--task.args.lora_rank 16`, the model without its adapters.
 """
 
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ COLUMNS = ("prompt", "chosen", "rejected")
 class DPO(huggingface.FineTuning):
     """Batch: input_ids, attention_mask, labels [2 B, T]: B chosen answers, then B rejected ones.
 
-    reference: a model with the same tokenizer, to use in place of the one that is trained.
+    reference: another model to use as the reference, with the same tokenizer.
     """
 
     beta: float = 0.1
@@ -80,11 +80,11 @@ class DPO(huggingface.FineTuning):
             return None
         if missing := [name for name in COLUMNS if name not in rows.column_names]:
             there = ", ".join(rows.column_names)
-            raise DataError(f"the rows have no column {missing[0]}; the columns are {there}")
+            raise DataError(f"the rows have no column {missing[0]}; their columns are {there}")
         return Converted(rows, self.pair)
 
     def pair(self, row: Batch) -> list[Batch]:
-        """[chosen, rejected] as tokens. Errors: DataError if there is nothing to prefer."""
+        """[chosen, rejected] as tokens. Errors: DataError if both are equal."""
         pair = [self.encoded(row, name) for name in COLUMNS[1:]]
         if pair[0]["input_ids"].tolist() == pair[1]["input_ids"].tolist():
             raise DataError(
@@ -97,14 +97,14 @@ class DPO(huggingface.FineTuning):
         """The prompt and the answer `name`, cut to `length`; only the answer has labels."""
         answer = row[name]
         if isinstance(row["prompt"], list) and not self.tokenizer.chat_template:
-            raise DataError("the rows are chats, and the tokenizer has no template; use texts")
+            raise DataError("the rows are chats, but the tokenizer has no template; use texts")
         ids, labels = encode({"prompt": row["prompt"], "completion": answer}, self.encoder, name)
         labels = labels[: self.length]
         is_blank = isinstance(answer, str) and not answer.strip()
         if is_blank or all(label == IGNORE_INDEX for label in labels[1:]):
             raise DataError(
-                f"nothing of the answer {name} is left within task.args.length={self.length} of "
-                f"its {len(ids)} tokens; write one, use a greater length, or remove the row"
+                f"the row's {name} answer is empty, or begins after the first task.args.length="
+                f"{self.length} of its {len(ids)} tokens; use a greater length, or remove the row"
             )
         return {"input_ids": torch.tensor(ids[: self.length]), "labels": torch.tensor(labels)}
 
@@ -118,7 +118,7 @@ class DPO(huggingface.FineTuning):
         return batch["tokens"]
 
     def rewards(self, model: nn.Module, batch: Batch) -> Tensor:
-        """beta times how much likelier an answer is than to the reference: [2, B] float32."""
+        """beta x (log-probability of the answer - the reference's): [2, B] float32."""
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "labels")}
         policy, reference = model(**inputs)
         return self.beta * (policy - reference).view(2, -1)
@@ -144,7 +144,7 @@ class DPO(huggingface.FineTuning):
 
 
 class WithReference(nn.Module):
-    """A model and its reference, None for the model without its adapters: answers by both."""
+    """The policy and its reference; None: the reference is the policy without its adapters."""
 
     def __init__(self, policy: nn.Module, reference: nn.Module | None):
         super().__init__()
@@ -158,7 +158,7 @@ class WithReference(nn.Module):
         return self
 
     def forward(self, **batch: Tensor) -> tuple[Tensor, Tensor]:
-        """[2 B, T] each -> ([2 B], [2 B]) float32, the second without a gradient."""
+        """[2 B, T] each -> log-probabilities [2 B] of (the policy, the reference)."""
         with torch.no_grad():
             if self.reference is not None:
                 reference = log_probabilities(self.reference, batch)
@@ -174,7 +174,7 @@ class WithReference(nn.Module):
 
 
 def log_probabilities(model: nn.Module, batch: Batch) -> Tensor:
-    """The sum over the tokens of each row's answer: [rows] float32."""
+    """Log-probability of each row's answer, summed over its tokens: [rows] float32."""
     inputs = huggingface.inputs_of(model, batch)
     losses, _ = huggingface.next_token_losses(model, inputs, batch["labels"], "none")
     return -losses.view_as(batch["labels"]).sum(1)
@@ -182,7 +182,7 @@ def log_probabilities(model: nn.Module, batch: Batch) -> Tensor:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """The base model, without dropout: adapters add zero. (peft's disable_adapter freezes them.)"""
+    """Context in which adapters add 0, without dropout. (peft's disable_adapter freezes them.)"""
     layers = [part for part in model.modules() if isinstance(part, LoraLayer)]
     training = model.training
     model.eval()

@@ -1,4 +1,7 @@
-"""Activation checkpointing: blocks keep a part of their activations, and recompute the rest.
+"""Activation checkpointing: blocks keep some activations, and recompute the rest in backward.
+
+The recomputation must repeat the first forward. torch restores the random state; this file restores
+the buffers, which a forward may change (as batch norm does), and keeps them from changing twice.
 
 Docs: docs/recipes.md
 """
@@ -20,12 +23,12 @@ from torch.utils.checkpoint import (
 from dist_amp.errors import ConfigError
 
 Forward = Callable[..., Any]
-Place = tuple[nn.Module, str]  # a module and the name of its buffer
-SMALL = 2**22  # elements of a buffer that is copied for the second run
+BufferKey = tuple[nn.Module, str]  # a module and the name of its buffer
+SMALL = 2**22  # buffers of up to this many elements are copied for the recomputation
 
-# What "selective" keeps besides attention: operations that take long for their results' bytes. Not
-# batched products: attention's scores, where they are one, have many bytes for little arithmetic
-# (Korthikanti et al. 2022, arXiv:2205.05198). torchtitan chooses alike.
+# Operations whose results "selective" keeps, besides attention: much arithmetic for few bytes. Not
+# batched products: attention scores computed by one are many bytes for little arithmetic
+# (Korthikanti et al. 2022, arXiv:2205.05198). torchtitan makes a similar choice.
 PRODUCTS = {
     "aten::mm",
     "aten::addmm",
@@ -40,12 +43,12 @@ PRODUCTS = {
 
 
 def checkpoint_activations(checkpointing: int | str, blocks: Sequence[nn.Module]) -> None:
-    """Recompute every n-th block ("full", "selective": all) in backward, from the first one on."""
+    """Checkpoint every n-th block, starting with the first; "full" and "selective": all blocks."""
     every = checkpointing if isinstance(checkpointing, int) else 1
     if every > len(blocks):
         raise ConfigError(
             f"parallel.activation_checkpointing={checkpointing} needs {every} or more blocks, and "
-            f"the model has {len(blocks)}; use a lower number or none, or name the blocks by "
+            f"the model has {len(blocks)}; use a lower number or none, or return the blocks from "
             "`def blocks(self, model)` in the task"
         )
     for block in blocks[::every]:
@@ -53,84 +56,84 @@ def checkpoint_activations(checkpointing: int | str, blocks: Sequence[nn.Module]
 
 
 def recomputed(block: nn.Module, selective: bool = False) -> Forward:
-    """The block's forward, run again in backward with the same random numbers and buffers."""
+    """The block's forward, wrapped so that backward recomputes it; see the top of this file."""
     forward: Forward = block.forward
-    places = [
+    buffers = [
         (owner, name) for owner in block.modules() for name, _ in owner.named_buffers(recurse=False)
     ]
-    contexts: Callable[[], Any] = noop_context_fn
+    inner_contexts: Callable[[], Any] = noop_context_fn
     if selective:
-        contexts = partial(create_selective_checkpoint_contexts, policy)
+        inner_contexts = partial(create_selective_checkpoint_contexts, policy)
 
     @wraps(forward)
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():  # an evaluation keeps no activations anyway
             return forward(*args, **kwargs)
         options: dict[str, Any] = {"use_reentrant": False}
-        # Compiled code updates buffers once, and takes only torch's contexts.
+        # Compiled code updates buffers only once, and torch.compile accepts only torch's contexts.
         if torch.compiler.is_compiling():
             if selective:
-                options["context_fn"] = contexts
+                options["context_fn"] = inner_contexts
             return checkpoint(forward, *args, **options, **kwargs)
-        before = contents_of(places)
+        saved = save_buffers(buffers)
 
-        def both_runs() -> tuple[Any, Any]:
-            first, again = contexts()
-            return first, second_run(before, again)
+        def contexts() -> tuple[Any, Any]:
+            in_forward, in_recomputation = inner_contexts()
+            return in_forward, restored_buffers(saved, in_recomputation)
 
-        return checkpoint(forward, *args, context_fn=both_runs, **options, **kwargs)
+        return checkpoint(forward, *args, context_fn=contexts, **options, **kwargs)
 
     return call
 
 
 def policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """ "selective" keeps results of attention without dropout, of products and convolutions."""
+    """For "selective": keep the results of PRODUCTS, and of attention without dropout."""
     name: str = operation.name()
     keep = name in PRODUCTS
     if "attention" in name or "flash_attn" in name:
-        # In all of these the first float is the dropout's.
+        # The first float argument is the dropout probability. With dropout, attention runs again:
+        # if it were skipped, later random numbers would differ.
         floats = (value for value in args if isinstance(value, float))
         keep = not kwargs.get("dropout_p", next(floats, 0.0))
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def contents_of(places: Sequence[Place]) -> dict[Place, tuple[Tensor, int]]:
-    """What a block is about to read in its buffers, each with torch's count of writes to it.
+def save_buffers(buffers: Sequence[BufferKey]) -> dict[BufferKey, tuple[Tensor, int]]:
+    """Each buffer's tensor before the block runs, and torch's count of in-place writes to it.
 
-    Those of up to SMALL elements are copied, as the block may write to them without a trace: torch
-    does not count what batch norm's kernel writes. Larger ones are tables, which may be replaced,
-    but not written to in place.
+    Buffers of up to SMALL elements are copied, because the count misses some writes, such as those
+    of batch norm's kernel. Larger ones are tables; the block may replace them, not write in place.
     """
-    contents = {}
-    for place in places:
-        tensor = getattr(*place)
+    saved = {}
+    for key in buffers:
+        tensor = getattr(*key)
         if tensor.numel() <= SMALL:
             tensor = tensor.clone()
-        contents[place] = (tensor, tensor._version)
-    return contents
+        saved[key] = (tensor, tensor._version)
+    return saved
 
 
 @contextmanager
-def second_run(
-    contents: dict[Place, tuple[Tensor, int]], inner: AbstractContextManager[Any]
+def restored_buffers(
+    saved: dict[BufferKey, tuple[Tensor, int]], inner: AbstractContextManager[Any]
 ) -> Iterator[None]:
-    """The block's second run finds its buffers as the first one did, and does not change them.
+    """Context in which the buffers are the saved ones; on exit, they are the current ones again.
 
-    Errors: ConfigError for a large buffer that was written to since.
+    Errors: ConfigError for a large buffer that has been written to in place.
     """
-    current = {place: getattr(*place) for place in contents}
+    current = {key: getattr(*key) for key in saved}
     try:
-        for (owner, name), (tensor, version) in contents.items():
+        for (owner, name), (tensor, version) in saved.items():
             if tensor._version != version:
                 raise ConfigError(
-                    f"parallel.activation_checkpointing: {type(owner).__name__}.{name}, of "
-                    f"{tensor.numel():,} elements, is written in place, and only smaller ones are "
-                    "copied for the second run; assign a new tensor, or use none"
+                    f"parallel.activation_checkpointing: {type(owner).__name__}.{name}, a buffer "
+                    f"of {tensor.numel():,} elements, is written in place, but only smaller ones "
+                    "are copied for the recomputation; assign a new tensor to it, or use none"
                 )
-            # A second run may write to it, and there may be a third.
+            # Copied again: the recomputation may write to it, and backward may run twice.
             setattr(owner, name, tensor.clone() if tensor.numel() <= SMALL else tensor)
         with inner:
             yield
     finally:
-        for place, tensor in current.items():
-            setattr(*place, tensor)
+        for key, tensor in current.items():
+            setattr(*key, tensor)

@@ -1,4 +1,4 @@
-"""The blocks of a model, which are sharded, compiled and recomputed: the task's, or found."""
+"""A model's blocks: the layers that are sharded, compiled and checkpointed one by one."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -10,12 +10,12 @@ from dist_amp.settings import Strategy
 from dist_amp.task import Task
 from dist_amp.world import World
 
-# Share of the parameters. A gather costs a collective, so layers that hold less are no units.
-FEW = 0.05
+# Smallest share of the parameters for repeated layers: gathering less is not worth a collective.
+MIN_SHARE = 0.05
 
 
 def pick_blocks(strategy: Strategy, task: Task, module: nn.Module, world: World) -> list[nn.Module]:
-    """The model's blocks; prints what they are. If sharded, they must not share parameters."""
+    """Find and print the blocks. Errors: ConfigError if one to be sharded shares parameters."""
     blocks = blocks_of(task, module)
     shared = shared_parameters(module, blocks)
     if shared and strategy in ("fsdp", "hsdp"):
@@ -30,14 +30,14 @@ def pick_blocks(strategy: Strategy, task: Task, module: nn.Module, world: World)
     world.say(f"blocks: {names}, {100 * share:.0f} % of parameters")
     if share < 0.5 and not hasattr(task, "blocks"):
         world.warn(
-            f"the repeated layers that were found hold {100 * share:.0f} % of the parameters, and "
-            "the rest is one unit; name the model's layers by `def blocks(self, model)` in the task"
+            f"the repeated layers found in the model hold only {100 * share:.0f} % of its "
+            "parameters; return the model's layers from `def blocks(self, model)` in the task"
         )
     return blocks
 
 
 def blocks_of(task: Task, module: nn.Module) -> list[nn.Module]:
-    """The task's blocks, each once, or those that are found; DataError if one is not in it."""
+    """Those of the task's `blocks`, or found ones. Errors: DataError for one not in the model."""
     if not hasattr(task, "blocks"):
         return outermost(find_blocks(module))
     blocks = list(dict.fromkeys(task.blocks(module)))
@@ -46,21 +46,21 @@ def blocks_of(task: Task, module: nn.Module) -> list[nn.Module]:
         if block not in parts:
             raise DataError(
                 f"the task's blocks(model) returned a {type(block).__name__} that is not in the "
-                "model; return modules of the model that it is given, as in `list(model.layers)`"
+                "model; return modules of the model passed to it, such as `list(model.layers)`"
             )
     return outermost(blocks)
 
 
 def outermost(blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """The blocks that lie in no other one, such as a shared layer that a later block wraps."""
+    """Drop blocks that are inside another one, such as a layer that a later block wraps."""
     inside = {part for block in blocks for part in block.modules() if part is not block}
     return [block for block in blocks if block not in inside]
 
 
 def units_of(task: Task, module: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
-    """The modules that FSDP2 gathers at once, in the model's order: blocks, and the task's units.
+    """The modules that FSDP2 gathers one by one, in the model's order: blocks and the task's units.
 
-    Tied weights are gathered with the root.
+    Tied weights are gathered with the root. Errors: DataError for a unit that FSDP2 can't use.
     """
     blocks = list(blocks)
     units: list[nn.Module] = list(task.units(module)) if hasattr(task, "units") else []
@@ -77,59 +77,60 @@ def units_of(task: Task, module: nn.Module, blocks: Iterable[nn.Module]) -> list
         if problem:
             raise DataError(
                 f"the task's units(model) returned a {type(unit).__name__} that {problem}; return "
-                "modules outside of the blocks, such as an embedding and a head that are not tied, "
-                "which each forward calls once"
+                "modules outside the blocks that each forward calls once, such as an embedding and "
+                "a head that are not tied"
             )
     return [part for part in module.modules() if part in {*blocks, *units}]
 
 
 def is_embedding(unit: nn.Module) -> bool:
-    """Whether its gradient does not depend on its weights, which backward then need not gather."""
+    """Whether the unit is an embedding, whose backward does not need its weights gathered."""
     return type(unit).forward is nn.Embedding.forward
 
 
 def find_blocks(module: nn.Module) -> list[nn.Module]:
-    """The repeated layers, in the model's order, none inside another; layers are members of lists.
+    """The repeated layers, in the model's order, none inside another.
 
-    Layers of a class are repeated if together they hold 5 % of the parameters and two of them have
-    the same shapes; or if a model lists the class in transformers' `_no_split_modules`. What is not
-    repeated is looked into. Where nothing is, the outermost layers are the blocks.
+    A layer is a member of a ModuleList or Sequential. Layers of one class are repeated if together
+    they hold 5 % of the parameters and two of them have the same shapes, or if a transformers model
+    lists the class in `_no_split_modules`. The search goes on inside layers that are not repeated.
+    If no layer is repeated, the outermost layers are the blocks.
     """
-    few = FEW * parameters_in([module])
-    listed = {
+    enough = MIN_SHARE * parameters_in([module])
+    no_split = {
         name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()
     }
     lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
-    single = {part[0] for part in lists if len(part) == 1}  # the layer of a model of depth 1
+    single = {part[0] for part in lists if len(part) == 1}  # a model of depth 1 repeats no layer
     shared = shared_parameters(module, module.modules())
     blocks: set[nn.Module] = set()
-    first = layers = _layers_in([module], shared)
+    outer = layers = _layers_in([module], shared)
     while layers:
         by_class: dict[type, list[nn.Module]] = defaultdict(list)
         for layer in layers:
             by_class[type(layer)].append(layer)
         repeated: set[nn.Module] = set()
-        for cls, kind in by_class.items():
-            # Sharding derives classes, so that the listed one is a base.
-            if listed & {base.__name__ for base in cls.__mro__}:
-                repeated |= set(kind)
-            elif parameters_in(kind) >= few:
+        for cls, group in by_class.items():
+            # Sharding replaces a module's class by a subclass, so look at the base classes too.
+            if no_split & {base.__name__ for base in cls.__mro__}:
+                repeated |= set(group)
+            elif parameters_in(group) >= enough:
                 shapes = {
-                    tuple((name, p.shape) for name, p in layer.named_parameters()) for layer in kind
+                    tuple((name, p.shape) for name, p in each.named_parameters()) for each in group
                 }
-                repeated |= set(kind) if len(shapes) < len(kind) else single & set(kind)
+                repeated |= set(group) if len(shapes) < len(group) else single & set(group)
         blocks |= repeated
         layers = _layers_in([layer for layer in layers if layer not in repeated], shared)
-    return [part for part in module.modules() if part in (blocks or first)]
+    return [part for part in module.modules() if part in (blocks or outer)]
 
 
 def _layers_in(modules: Iterable[nn.Module], shared: Iterable[nn.Module]) -> list[nn.Module]:
-    """The outermost members of ModuleLists and Sequentials that can be a unit."""
+    """The outermost members of ModuleLists and Sequentials that can be gathered as a unit."""
     layers = []
     for module in modules:
         for child in module.children():
-            # A list in a list has no forward to gather for, and a whole model of transformers is
-            # meant to be split.
+            # A list in a list has no forward before which FSDP2 could gather it, and a whole
+            # transformers model is meant to be split.
             can_be_unit = (
                 parameters_in([child]) > 0
                 and child not in shared
@@ -144,15 +145,16 @@ def _layers_in(modules: Iterable[nn.Module], shared: Iterable[nn.Module]) -> lis
 
 
 def shared_parameters(module: nn.Module, parts: Iterable[nn.Module]) -> dict[nn.Module, str]:
-    """{part of the module: a parameter in it that is also used elsewhere}, where there is one."""
+    """{part: name of a parameter in it that is also used outside it}, for parts that have one."""
     uses = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
-    places = Counter(id(part) for _, part in module.named_modules(remove_duplicate=False))
+    # A part that is registered several times shares nothing with other modules by that.
+    copies = Counter(id(part) for _, part in module.named_modules(remove_duplicate=False))
     names = {id(p): name for name, p in module.named_parameters()}
     shared: dict[nn.Module, str] = {}
     for part in parts:
         inside = Counter(id(p) for _, p in part.named_parameters(remove_duplicate=False))
         for p, count in inside.items():
-            if uses[p] > count * places[id(part)]:
+            if uses[p] > count * copies[id(part)]:
                 shared.setdefault(part, names[p])
     return shared
 

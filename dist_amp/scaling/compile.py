@@ -1,9 +1,9 @@
 """Compile the blocks of a model before it is placed on the ranks.
 
-torch.compile replaces only a block's `forward`: names stay, and hooks (FSDP's too) stay outside the
-compiled code. Where a block is not one graph, torch compiles its parts and logs why
-(TORCH_LOGS=graph_breaks,recompiles); with compile.blocks=auto, such a block runs as written. A
-deepcopy of the model would run the original's blocks.
+Only a block's `forward` is compiled, so that parameter names stay the same and hooks (FSDP's too)
+run outside the compiled code. A block with graph breaks is compiled in pieces, and torch logs why
+(TORCH_LOGS=graph_breaks,recompiles); with compile.blocks=auto, it runs uncompiled. A deepcopy of
+the model would run the original's blocks.
 
 Docs: docs/recipes.md
 """
@@ -28,23 +28,23 @@ from dist_amp.world import World
 
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
-# Values of compile.mode that are backends of torch.compile.
+# Values of compile.mode that choose a backend of torch.compile for debugging.
 GENERATE_NO_CODE = ("eager", "aot_eager")
 
-# Modules of its errors.
-OF_THE_COMPILER = ("torch._dynamo", "torch._inductor", "torch.fx")
+# An exception whose class is defined in one of these modules is the compiler's.
+COMPILER_MODULES = ("torch._dynamo", "torch._inductor", "torch.fx")
 
 
 def pick_compile(
     config: Config, strategy: str, task: Any, module: nn.Module, world: World
 ) -> CompileConfig:
-    """The settings of [compile], where blocks=auto is false if nothing is to be compiled.
+    """The [compile] settings, with blocks=auto replaced by false if nothing should be compiled.
 
-    Errors: ConfigError for CUDA graphs of what changes its addresses or is overwritten.
+    Errors: ConfigError for CUDA graphs with sharding or, on a GPU, with several micro-batches.
     """
     picked = config.compile
     if picked.blocks == "auto":
-        if world.device.type == "cpu":  # which gains little from it
+        if world.device.type == "cpu":  # a CPU gains little from compilation
             return replace(picked, blocks=False)
         if reason := reason_not_to_compile(config, task, module):
             world.say(f"compile.blocks=auto: nothing is compiled, because {reason}")
@@ -55,7 +55,7 @@ def pick_compile(
     if strategy in ("fsdp", "hsdp"):
         problem = f"which need fixed addresses, and {strategy} gathers parameters anew each time"
     elif accumulation_steps(config.train, world.world_size) > 1 and world.device.type == "cuda":
-        problem = "whose gradients the next of several micro-batches overwrites"
+        problem = "which overwrite a micro-batch's gradients in the next one"
     if problem:
         raise ConfigError(
             f"compile.mode={picked.mode} replays CUDA graphs, {problem}; use default or "
@@ -65,11 +65,11 @@ def pick_compile(
 
 
 def reason_not_to_compile(config: Config, task: Any, module: nn.Module) -> str:
-    """Why compile.blocks=auto compiles nothing on a GPU; "" if it does."""
+    """Why compile.blocks=auto should compile nothing on a GPU; "" if it should compile."""
     if config.parallel.bit_exact:
-        return "parallel.bit_exact=true, and what another machine compiles may round otherwise"
+        return "parallel.bit_exact=true, and code compiled on another machine may round differently"
     if config.debug.detect_anomaly:
-        return "debug.detect_anomaly=true names operations, not compiled code"
+        return "debug.detect_anomaly=true can't report an operation inside compiled code"
     if not blocks_of(task, module):
         return "the model has no blocks"
     return ""
@@ -83,36 +83,38 @@ def compile_blocks(
 
     what = f"{len(blocks)} blocks" if blocks else "the whole model, which has no blocks,"
     world.say(f"compile.blocks: {what} will be compiled in the first step and evaluation")
-    # DDP overlaps already, with a graph per block; its graph splitter fails on recomputed blocks.
+    # With one graph per block, DDP's all-reduces already overlap with backward. Dynamo's splitting
+    # of a graph for DDP is not needed, and fails on checkpointed blocks.
     dynamo.optimize_ddp = False  # type: ignore[assignment]
     parts = list(blocks) or [module]
-    # The limit counts by the source of a forward, which blocks of one class share, whatever their
-    # sizes; and code of an earlier run in this process counts too.
+    # torch limits the compilations of one code object, which all blocks of a class share. Allow 8
+    # for each kind of block, and forget those of an earlier run in this process.
     torch.compiler.reset()
     kinds = len({str(part) for part in parts})
     torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, 8 * kinds)
-    # The next step overwrites the results of CUDA graphs, and losses are kept for a while.
+    # Heads that compute the loss, too, but not as CUDA graphs: losses are kept for some steps, and
+    # the next step would overwrite them.
     if config.mode not in CUDA_GRAPHS:
         parts += [part for part in module.modules() if getattr(part, "computes_loss", False)]
     options: dict[str, Any] = {"mode": config.mode}
     if config.mode in GENERATE_NO_CODE:
         options = {"backend": config.mode}
     options["dynamic"] = config.blocks == "dynamic"
-    as_written: set[type] = set()
+    uncompiled: set[type] = set()
     for part in dict.fromkeys(parts):
         if config.blocks == "auto":
-            part.forward = compiled_if_one_graph(part, options, as_written, world)
+            part.forward = compiled_if_one_graph(part, options, uncompiled, world)
         else:
             part.forward = torch.compile(part.forward, **options)
 
 
 def compiled_if_one_graph(
-    block: nn.Module, options: dict[str, Any], as_written: set[type], world: World
+    block: nn.Module, options: dict[str, Any], uncompiled: set[type], world: World
 ) -> Callable[..., Any]:
-    """The block's forward, compiled as one graph, or as written where its class is.
+    """The block's forward, compiled as one graph, or unchanged if that failed for its class.
 
-    After a compiler's error the class is added to `as_written`. A forward in several graphs, such
-    as that of a mixture of experts, would be compiled for many shapes.
+    After a compiler's error, the block's class is added to `uncompiled`. One graph, because pieces
+    of a forward, such as those of a mixture of experts, would be compiled for many shapes.
     """
     forward = block.forward
     compiled = torch.compile(forward, fullgraph=True, **options)
@@ -120,14 +122,14 @@ def compiled_if_one_graph(
 
     @wraps(forward)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if kind not in as_written:
+        if kind not in uncompiled:
             try:
                 return compiled(*args, **kwargs)
             except Exception as error:
-                if not type(error).__module__.startswith(OF_THE_COMPILER):
+                if not type(error).__module__.startswith(COMPILER_MODULES):
                     raise
-                as_written.add(kind)  # nothing of the block has run
-                text = f"compile.blocks=auto runs {kind.__name__} as written: {first_line(error)}"
+                uncompiled.add(kind)  # no part of the block has run yet, so it can run below
+                text = f"compile.blocks=auto runs {kind.__name__} uncompiled: {first_line(error)}"
                 world.warn(text)
         return forward(*args, **kwargs)
 
@@ -135,17 +137,17 @@ def compiled_if_one_graph(
 
 
 def keep_code(folder: Path, config: CompileConfig, world: World) -> None:
-    """Keep compiled code beside the runs, for resumes elsewhere, unless the user set a folder."""
+    """Cache compiled code next to the runs, for resumes elsewhere, unless the user set a folder."""
     if config.blocks == "auto" and world.device.type == "cpu":
-        return  # nothing is compiled, and torch would make the folder all the same
+        return  # nothing is compiled, but torch would create the folder anyway
     cache = folder.absolute().parent / "compile_cache"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
 
 
 def stance(name: str) -> AbstractContextManager[Any]:
-    """A context for compiled blocks. force_eager: they run as written, and hooks inside them are
-    called; eager_on_recompile: nothing more is compiled, so a new shape, say, runs as written.
+    """Context for running compiled blocks. force_eager: they run uncompiled, so that hooks inside
+    them are called; eager_on_recompile: nothing more is compiled, and new shapes run uncompiled.
     """
     if "torch._dynamo" in sys.modules:
         return torch.compiler.set_stance(name)
-    return nullcontext()  # nothing was compiled, and the compiler's import takes seconds
+    return nullcontext()  # nothing is compiled, and importing the compiler takes seconds

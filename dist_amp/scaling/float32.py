@@ -1,4 +1,4 @@
-"""Half-precision or float64 parameters become float32: bf16 and fp16 would lose small updates."""
+"""Conversion of trained parameters to float32: stored in bf16 or fp16, they lose small updates."""
 
 from collections import Counter
 
@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 @torch.no_grad()
 def to_float32(module: nn.Module, frozen_too: bool) -> str:
-    """Make the trained floating-point parameters float32, in place; return a line about it, or "".
+    """Convert trained floating-point parameters to float32, in place; return a line to log, or "".
 
-    They stay the same objects, so tied ones stay tied. Buffers beside them, such as batch norm's
-    statistics, follow. frozen_too: also parameters that are not trained, where all is in float32.
+    Parameters stay the same objects, so tied ones stay tied. Buffers of the same modules, such as
+    batch norm's statistics, are converted too. frozen_too: also convert frozen parameters.
     """
     converted: Counter[str] = Counter()
     for part in module.modules():
@@ -30,7 +30,7 @@ def to_float32(module: nn.Module, frozen_too: bool) -> str:
     if not converted:
         return ""
     counts = ", ".join(f"{count:,} parameters in {dtype}" for dtype, count in converted.items())
-    return f"build_model gave {counts}: they are stored in float32, and computed in precision.dtype"
+    return f"build_model returned {counts}: stored in float32, cast to precision.dtype to compute"
 
 
 def needs_conversion(tensor: Tensor) -> bool:

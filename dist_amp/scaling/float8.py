@@ -1,7 +1,7 @@
-"""Float8 matrix products in the blocks' linear layers, by torchao: precision.dtype=fp8.
+"""precision.dtype=fp8: float8 matrix products in the blocks' linear layers, by torchao.
 
-Each product casts its operands with a scale per tensor, from their largest value; results,
-parameters, gradients and checkpoints keep their dtypes, and so does what FSDP2 gathers. Source:
+Each product casts its operands to float8, with one scale per tensor from its largest magnitude.
+Results, parameters, gradients, FSDP2's all-gathers and checkpoints keep their dtypes. Source:
 Micikevicius et al. 2022, arXiv:2209.05433.
 
 Docs: docs/configuration.md
@@ -19,8 +19,8 @@ from dist_amp.scaling.blocks import blocks_of, shared_parameters
 from dist_amp.settings import Config
 from dist_amp.world import World
 
-MULTIPLE = 16  # of both sizes of a weight: what torch._scaled_mm takes
-CAPABILITY = (8, 9)  # of the first GPUs with float8 tensor cores
+MULTIPLE = 16  # torch._scaled_mm needs both sizes of a weight to be multiples of this
+CAPABILITY = (8, 9)  # compute capability of the first GPUs with float8 tensor cores
 
 
 def check_float8(config: Config, world: World) -> None:
@@ -43,12 +43,12 @@ def check_float8(config: Config, world: World) -> None:
 def to_float8(config: Config, task: Any, module: nn.Module, world: World) -> None:
     """Convert the blocks' linear layers in place, before anything wraps them.
 
-    Those with hooks, shared or frozen weights, or sizes that are no multiples of 16 stay as they
-    are. On a CPU float8 is emulated. Errors: ConfigError.
+    Layers with hooks, shared or frozen weights, or sizes that are not multiples of 16 stay as they
+    are. On a CPU, float8 is emulated. Errors: ConfigError if no layer can be converted.
     """
     check_float8(config, world)
     try:
-        # It warns of each of its kernels that this machine can't load.
+        # torchao warns about each of its kernels that this machine can't load.
         logging.getLogger("torchao").setLevel(logging.ERROR)
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:
@@ -65,7 +65,7 @@ def to_float8(config: Config, task: Any, module: nn.Module, world: World) -> Non
             "trained, not shared and without hooks; use precision.dtype=bf16"
         )
     on_gpu = world.device.type == "cuda"
-    # A weight's gradient sums over rows, whose number may be no multiple of 16.
+    # pad_inner_dim: a weight's gradient sums over rows, whose number may not be a multiple of 16.
     options = Float8LinearConfig(emulate=not on_gpu, pad_inner_dim=True)
     convert_to_float8_training(
         module, module_filter_fn=lambda part, name: part in chosen, config=options
@@ -78,10 +78,10 @@ def to_float8(config: Config, task: Any, module: nn.Module, world: World) -> Non
 
 
 def linears_in_blocks(task: Any, module: nn.Module) -> list[nn.Linear]:
-    """Each once, without those that share their weight or stand in several places."""
-    places = Counter(id(part) for _, part in module.named_modules(remove_duplicate=False))
+    """The blocks' linear layers, without those that share a weight or are registered twice."""
+    copies = Counter(id(part) for _, part in module.named_modules(remove_duplicate=False))
     parts = [part for block in blocks_of(task, module) for part in block.modules()]
-    linears = [part for part in parts if type(part) is nn.Linear and places[id(part)] == 1]
+    linears = [part for part in parts if type(part) is nn.Linear and copies[id(part)] == 1]
     shared = shared_parameters(module, linears)
     return [part for part in linears if part not in shared and part is not module]
 

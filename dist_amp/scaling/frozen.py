@@ -1,6 +1,7 @@
-"""Frozen parameters, such as the base of LoRA: a checkpoint holds a checksum in place of each.
+"""Frozen parameters, such as LoRA's base: a checkpoint stores a checksum in place of each one.
 
-The task makes them again. Those that yet change, such as a moving teacher, are saved.
+On resume the task builds them again, and the checksums must match. If frozen parameters do change,
+as a teacher that is a moving average does, they are saved like the others.
 
 Docs: docs/checkpointing.md
 """
@@ -16,8 +17,8 @@ from dist_amp.errors import DataError
 from dist_amp.world import World, local
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-CHUNK = 2**20  # elements at a time, which bounds the memory it takes
-SAMPLED_ELEMENTS = 2**12  # of each parameter, spread over it, that are compared to notice a change
+CHUNK = 2**20  # elements that are hashed at a time, to bound the memory
+SAMPLED_ELEMENTS = 2**12  # about as many elements of each parameter are compared to notice a change
 
 
 def frozen_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -26,7 +27,7 @@ def frozen_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def checksum(tensor: Tensor) -> Tensor:
-    """Scalar int64 on the tensor's device; those of parts, in any order, add up to the whole's."""
+    """Scalar int64 on the tensor's device. Checksums of a tensor's parts add up to the whole's."""
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for part in tensor.detach().reshape(-1).split(CHUNK):
         part = part.float() if part.is_floating_point() else part
@@ -38,7 +39,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def frozen_names(module: nn.Module) -> set[str]:
-    """All names of the frozen parameters in the module's state: tied ones have several."""
+    """All names of the frozen parameters in the module's state dict; tied ones have several."""
     parameters = module.named_parameters(remove_duplicate=False)
     return {name for name, p in parameters if not p.requires_grad}
 
@@ -46,7 +47,10 @@ def frozen_names(module: nn.Module) -> set[str]:
 def expect_checksums(
     state: dict[str, Any], module: nn.Module, metadata: Metadata, path: Path
 ) -> None:
-    """Replace frozen parameters in the state to load by checksums, if the checkpoint has those."""
+    """Replace frozen parameters in the state to load by checksums, if the checkpoint has those.
+
+    Errors: DataError if the checkpoint was saved with another number of frozen parameters.
+    """
     entry = metadata.state_dict_metadata.get("frozen")
     saved = entry.size.numel() if isinstance(entry, TensorStorageMetadata) else 0
     now = len(frozen_parameters(module))
@@ -54,26 +58,25 @@ def expect_checksums(
     if saved != now and not stored:
         raise DataError(
             f"checkpoint {path} has {saved} frozen parameters and this model {now}; freeze the "
-            "same ones as then"
+            "same parameters as in the run that saved it"
         )
     if saved:
         put_checksums(state, module, torch.zeros(saved, dtype=torch.int64))
 
 
 def put_checksums(state: dict[str, Any], module: nn.Module, checksums: Tensor) -> None:
-    """Put checksums in place of the frozen parameters."""
     names = frozen_names(module)
     state["model"] = {name: value for name, value in state["model"].items() if name not in names}
     state["frozen"] = checksums
 
 
 class FrozenBase:
-    """An observer: what the frozen parameters were before the first step, and if they change."""
+    """An observer that keeps the frozen parameters' checksums, and notices if the values change."""
 
     section = "frozen"
 
     def __init__(self, module: nn.Module, world: World, replicas: int):
-        """Call it before anything is restored into the model. replicas: copies of the model."""
+        """Create it before a checkpoint is loaded. replicas: copies of the model on the ranks."""
         self._module = module
         self._world = world
         self._replicas = replicas
@@ -91,25 +94,25 @@ class FrozenBase:
         return samples
 
     def state_dict(self) -> Tensor | None:
-        """The checksums to save in place of the parameters; None once these have changed."""
+        """The checksums to save in place of the parameters; None once any parameter has changed."""
         if not self._changes:
             changed = not all(map(torch.equal, self._at_start, self._samples()))
             self._changes = any(self._world.gather(changed))
         return None if self._changes else self.checksums().clone()
 
     def load_state_dict(self, saved: Tensor) -> None:
-        """Errors: DataError that names the first frozen parameter that differs from `saved`."""
+        """Errors: DataError if a frozen parameter differs from the checksums in the checkpoint."""
         if len(saved):
             differs = (self.checksums().cpu() != saved.cpu()).tolist()
             names = zip(self._frozen, differs, strict=True)
-            refuse("the checkpoint", [name for name, other in names if other])
+            raise_if_any("the checkpoint", [name for name, is_other in names if is_other])
 
     def checksums(self) -> Tensor:
-        """The checksum of each whole frozen parameter at the start: int64; every rank calls it."""
+        """[parameters] int64, of each unsharded parameter at the start. Every rank must call it."""
         if self._checksums is None:
             device = self._world.device
             sums = torch.zeros(len(self._frozen), dtype=torch.int64, device=device)
-            if self._world.rank < self._world.world_size // self._replicas:  # the first copy counts
+            if self._world.rank < self._world.world_size // self._replicas:  # the first replica
                 for index, parameter in enumerate(self._frozen.values()):
                     sums[index] = checksum(local(parameter)).to(device)
             self._checksums = self._world.sum(sums)
@@ -117,20 +120,21 @@ class FrozenBase:
 
 
 def check_frozen(module: nn.Module, saved: Tensor, path: Path) -> None:
-    """The same for a whole model; parallel.param_dtype=bf16 rounded the values in the run."""
+    """Compare a whole model with a checkpoint's checksums. Errors: DataError if they differ."""
     frozen = frozen_parameters(module).items()
+    # Values may be rounded to bf16, as parallel.param_dtype=bf16 rounds them in a run.
     differing = [
         name
         for (name, p), value in zip(frozen, saved.tolist(), strict=True)
         if value not in (checksum(p), checksum(p.bfloat16()))
     ]
-    refuse(f"checkpoint {path}", differing)
+    raise_if_any(f"checkpoint {path}", differing)
 
 
-def refuse(checkpoint: str, differing: list[str]) -> None:
+def raise_if_any(checkpoint: str, differing: list[str]) -> None:
     if differing:
         raise DataError(
-            f"{checkpoint} was trained on another frozen {differing[0]} ({len(differing)} "
-            "such), which it does not contain; give the task the same pretrained weights, "
-            "arguments and seed as then"
+            f"{checkpoint} was trained with another frozen {differing[0]} (differing parameters: "
+            f"{len(differing)}), which it does not contain; give the task the same pretrained "
+            "weights, arguments and seed as in that run"
         )

@@ -1,7 +1,8 @@
-"""Models without memory for their parameters until they are sharded.
+"""Build models with parameters on the meta device, which take no memory until they are sharded.
 
-They are filled from files, a checkpoint, or rank 0, which alone draws a sharded model's initial
-weights: the bits that one process gets. Buffers are real from the start: no file has them.
+The shards are then filled from pretrained files, from a checkpoint or from rank 0. Only rank 0
+draws initial weights, so that they have the same bits as in one process. Buffers have memory from
+the start, because files may lack them.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,11 +22,11 @@ from dist_amp.scaling.float32 import to_float32
 from dist_amp.task import Task, attributes_of, built_model
 from dist_amp.world import World, local
 
-SHOWN = 5  # names in an error
+SHOWN = 5  # names that an error message lists
 
 
 def build_module(task: Task) -> nn.Module:
-    """The task's model in its own modes; with a task's `load`, its parameters are on meta."""
+    """The task's model; if the task has `load`, with its parameters on the meta device."""
     if not hasattr(task, "load"):
         return built_model(task)
     with parameters_on_meta():
@@ -35,7 +36,7 @@ def build_module(task: Task) -> nn.Module:
 def build_whole(
     task: Task, device: torch.device, frozen_too: bool = False, resumes: bool = False
 ) -> nn.Module:
-    """The model with its first weights, whole, on one device, after train(); see `to_float32`."""
+    """The unsharded model with its initial weights, on one device, in training mode."""
     module = build_module(task)
     module.train()
     to_float32(module, frozen_too)
@@ -46,12 +47,15 @@ def build_whole(
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Move every parameter to the meta device as its module registers it; a tied one stays one."""
+    """Context in which modules register parameters on the meta device; tied ones stay tied.
+
+    Modules initialise a parameter after they register it, so they draw no numbers for it.
+    """
     register: Any = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, param: Any) -> None:
         if param is not None and not param.is_meta:
-            if not hasattr(param, "on_meta"):  # it may be registered a second time
+            if not hasattr(param, "on_meta"):  # else it is tied, and was registered before
                 param.on_meta = like(param, param.detach().to("meta"))
             param = param.on_meta
         register(module, name, param)
@@ -64,39 +68,42 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def materialise(module: nn.Module, device: torch.device) -> nn.Module:
-    """Give the module's meta parameters memory on the device, with any content; returns it."""
-    made: dict[int, nn.Parameter] = {}
+    """Allocate the module's meta parameters on the device, uninitialised; return the module."""
+    allocated: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for name, old in list(part.named_parameters(recurse=False, remove_duplicate=False)):
             if old.is_meta:
-                if id(old) not in made:
-                    made[id(old)] = like(old, torch.empty_like(old, device=device))
-                setattr(part, name, made[id(old)])
+                if id(old) not in allocated:
+                    allocated[id(old)] = like(old, torch.empty_like(old, device=device))
+                setattr(part, name, allocated[id(old)])
     return module
 
 
 def like(parameter: nn.Parameter, content: Tensor) -> nn.Parameter:
-    """A parameter of this content, with attributes of the other one, such as `no_decay`."""
-    made = nn.Parameter(content, parameter.requires_grad)
-    made.__dict__.update(parameter.__dict__)
-    return made
+    """A parameter with this content and the attributes of `parameter`, such as `no_decay`."""
+    new = nn.Parameter(content, parameter.requires_grad)
+    new.__dict__.update(parameter.__dict__)
+    return new
 
 
 @torch.no_grad()
 def load_parameters(task: Any, module: nn.Module, world: World, resumes: bool = False) -> None:
-    """Call task.load(model) on every rank; if it `resumes`, for frozen parameters alone."""
+    """Call task.load(model), if the task has it, and check that it sets every parameter.
+
+    resumes: a checkpoint is loaded next, so only frozen parameters need it. All ranks must call it.
+    """
     if not hasattr(task, "load"):
         return
     if resumes and all(p.requires_grad for p in module.parameters()):
         return
     for parameter in module.parameters():
         if parameter.is_floating_point():
-            local(parameter).fill_(float("nan"))
+            local(parameter).fill_(float("nan"))  # to find those that `load` leaves unset
     task.load(module)
     parts = {name: local(p) for name, p in module.named_parameters() if p.is_floating_point()}
-    flags = torch.stack([part.isnan().any() for part in parts.values()]).tolist()
-    on_any_rank = map(any, zip(*world.gather(flags), strict=True))
-    unset = [name for name, flag in zip(parts, on_any_rank, strict=True) if flag]
+    has_nan = torch.stack([part.isnan().any() for part in parts.values()]).tolist()
+    on_any_rank = map(any, zip(*world.gather(has_nan), strict=True))
+    unset = [name for name, is_unset in zip(parts, on_any_rank, strict=True) if is_unset]
     if unset:
         raise DataError(
             f"the task's load(model) leaves {len(unset)} of {len(parts)} parameters unset or nan: "
@@ -105,49 +112,49 @@ def load_parameters(task: Any, module: nn.Module, world: World, resumes: bool = 
 
 
 def build_on_ranks(task: Task, world: World, resumes: bool) -> nn.Module:
-    """The task's model, on every rank but the first with its parameters on the meta device.
+    """The task's model, with its parameters on the meta device on every rank but rank 0.
 
-    resumes: a checkpoint is loaded next; if that fills all parameters, rank 0's are on meta too. A
-    model that can't be built so is built whole on every rank, with a warning of what that costs.
+    resumes: a checkpoint is loaded next; if it fills all parameters, rank 0's are on meta too. If
+    the model can't be built on meta, every rank builds it in memory, with a warning about its size.
     """
-    start = random_state(world.device)
+    initial_state = random_state(world.device)
     module: nn.Module | None = None
     problem = ""
     if not world.is_main or resumes:
         module, problem = built_on_meta(task)
     problem = next(filter(None, world.gather(problem)), "")
-    # No checkpoint fills frozen parameters.
+    # Frozen parameters are usually not in a checkpoint, so rank 0 must initialise them.
     has_frozen = module is not None and any(not p.requires_grad for p in module.parameters())
     if module is None or problem or (world.is_main and has_frozen):
-        set_random_state(start, world.device)
+        set_random_state(initial_state, world.device)
         module = built_model(task)
-    world.wait_long()  # rank 0 may draw for minutes
+    world.wait_long()  # rank 0 may take minutes to draw the weights
     if problem:
         size = sum(p.numel() * p.element_size() for p in module.parameters()) / 2**30
         world.warn(
             f"each of the {world.world_size} ranks holds the whole model, {size:.2f} GiB, in host "
-            "memory until it is sharded, because build_model can't run without memory for the "
-            f"parameters: {problem}"
+            "memory until it is sharded, because build_model can't run with parameters on the meta "
+            f"device: {problem}"
         )
     return module
 
 
 @cache
 def register_fused_updates() -> None:
-    """Tell torch that fused updates return nothing, for tensors without memory.
+    """Register the fused optimizers' updates for fake tensors: they return nothing.
 
-    DTensor runs each operation on such tensors to learn the shape of its result. Without this it
+    DTensor runs each operation on fake tensors, to learn the shape of its result. Without this it
     runs the first update, whose learning rate is a tensor, on zeros of the whole model's size: 16
     bytes per parameter on every rank. Measured with torch 2.13 and 2.14.
     """
     for name in ("adam_.tensor_lr", "adamw_.tensor_lr", "sgd_", "sgd_.tensor_lr"):
-        with suppress(RuntimeError):  # a release that has no such operation, or a rule for it
+        with suppress(RuntimeError):  # this torch lacks the operation, or has registered it itself
             torch.library.register_fake(f"aten::_fused_{name}", lambda *args, **kwargs: None)
 
 
 class _Draws(TorchDispatchMode):
-    """Notes whether random numbers are drawn with memory: a draw on meta leaves its generator
-    behind rank 0's, so that later ones would differ.
+    """Notices random numbers that are drawn into memory. They would differ from rank 0's, because
+    a draw on meta does not advance the generator.
     """
 
     with_memory = False
@@ -160,7 +167,7 @@ class _Draws(TorchDispatchMode):
 
 
 def built_on_meta(task: Task) -> tuple[nn.Module | None, str]:
-    """Returns (the model with parameters on meta, or None; "" or why it can't be built there)."""
+    """Returns (the model with parameters on meta, or None; "" or why that is not possible)."""
     draws = _Draws()
     try:
         with parameters_on_meta(), draws:
@@ -169,13 +176,13 @@ def built_on_meta(task: Task) -> tuple[nn.Module | None, str]:
         return None, in_one_line(error)
     for name, parameter in module.named_parameters():
         if not parameter.is_meta or type(parameter) is not nn.Parameter:
-            return module, f"the parameter {name} has its memory all the same"
+            return module, f"the parameter {name} is not a plain nn.Parameter on meta"
     for name, buffer in module.named_buffers():
         if buffer.is_meta:
             return module, f"the buffer {name} is computed from parameters"
     for name, leaves in attributes_of(task, module).items():
         if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
-            return module, f"the task keeps parameters beside the model, in its attribute {name}"
+            return module, f"the task holds parameters outside the model, in its attribute {name}"
     if draws.with_memory:
         return module, (
             "it draws random numbers besides its parameters, which would differ from rank 0's"
@@ -184,7 +191,9 @@ def built_on_meta(task: Task) -> tuple[nn.Module | None, str]:
 
 
 def placement(module: nn.Module, world: World) -> Callable[[nn.Module], None]:
-    """A function that puts a part on the device, with rank 0's weights; every rank calls both."""
+    """Returns place(part), which allocates part of the model on the device and, if only rank 0 has
+    weights, broadcasts them. Every rank must call both.
+    """
     on_meta = any(p.is_meta for p in module.parameters())
     on_meta_by_rank = world.gather(on_meta)
     from_rank_0 = any(on_meta_by_rank) and not on_meta_by_rank[0]
@@ -195,7 +204,7 @@ def placement(module: nn.Module, world: World) -> Callable[[nn.Module], None]:
         for parameter in part.parameters():
             if from_rank_0 and local(parameter) is parameter and parameter.numel():
                 parameter.data = parameter.data.to(world.device)
-                # As bytes: gloo does not have every dtype.
+                # As bytes, because gloo does not support every dtype.
                 dist.broadcast(parameter.data.view(-1).view(torch.uint8), src=0)
 
     return place

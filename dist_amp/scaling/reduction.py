@@ -1,6 +1,6 @@
-"""The end of DDP's gradient reduction: missing gradients, the order of its buckets, time waited.
+"""DDP's gradient reduction: missing gradients, the order of its buckets, and the time it waits.
 
-Without private names of torch's engine the waits count as backward.
+If torch renames its engine's private method that is used here, waits count as backward time.
 """
 
 import re
@@ -20,16 +20,16 @@ ENGINE = getattr(torch.autograd.Variable, "_execution_engine", None)
 
 
 def call_after_backward(call: Callable[[], object]) -> None:
-    """Call it when the backward that is running ends; never, if torch's engine has other names."""
+    """Run `call` when the current backward ends; never if torch has renamed the private method."""
     if hasattr(ENGINE, "queue_callback"):
         ENGINE.queue_callback(call)  # type: ignore[union-attr]
 
 
 class ZerosForUnused(AbstractContextManager[Any]):
-    """A context around DDP's forward and backward of the micro-batch that synchronises gradients.
+    """Context around DDP's forward and backward of the micro-batch that synchronises gradients.
 
-    DDP waits until each parameter has had its backward, and which ones have none may differ between
-    ranks. They get one of zeros here.
+    DDP waits until each parameter has a gradient, but some may be unused, and not the same ones on
+    every rank. On exit, these get a gradient of zeros.
     """
 
     def __init__(self, model: DistributedDataParallel):
@@ -42,23 +42,24 @@ class ZerosForUnused(AbstractContextManager[Any]):
         try:  # 0.3 us; DDP's find_unused_parameters walks the graph in every forward
             self._model._check_reducer_finalized()
         except RuntimeError as unfinished:
-            listed = MISSING.findall(str(unfinished))
-            if not listed:
+            indices = MISSING.findall(str(unfinished))
+            if not indices:
                 raise
-            missing = [self._parameters[int(index)] for index in listed[-1].split()]
+            missing = [self._parameters[int(index)] for index in indices[-1].split()]
             torch.autograd.backward(missing, [torch.zeros_like(p) for p in missing])
 
 
 def fix_buckets(model: DistributedDataParallel) -> None:
-    """Let DDP rebuild its buckets now, in the parameters' order from the last one to the first.
+    """Make DDP rebuild its buckets now, with the parameters in reverse order.
 
-    Otherwise it takes the order of its first backward, which differs after a resume: three or more
-    ranks would sum in another order.
+    Otherwise DDP takes the order of its first backward, which differs after a resume: three or more
+    ranks would then sum gradients in another order.
     """
     reducer: Any = model.reducer
     parameters = [p for p in model.parameters() if p.requires_grad]
     reducer.prepare_for_forward()
     reducer.prepare_for_backward([])
+    # The reducer orders its buckets by the order in which it gets gradients.
     for parameter in reversed(parameters):
         torch.autograd.backward(parameter, torch.zeros_like(parameter))
     reducer._rebuild_buckets()
@@ -73,6 +74,6 @@ def time_reduction(model: DistributedDataParallel, clock: PhaseClock) -> None:
         if model.require_backward_grad_sync:
             call_after_backward(partial(clock.enter, "communication"))
 
-    # The last parameter has its gradient early, so this call is queued ahead of DDP's.
+    # The last parameter gets its gradient early, so that this call is queued before DDP's.
     last = [p for p in model.parameters() if p.requires_grad][-1]
     last.register_post_accumulate_grad_hook(begin)

@@ -58,7 +58,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block: attention, then a four times wider GELU layer."""
+    """Pre-norm transformer block: attention, then a GELU MLP of four times the width."""
 
     def __init__(self, width: int, heads: int, layers: int):
         super().__init__()
@@ -78,8 +78,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """tokens [B, T] int64 -> logits [B, T, vocabulary]; T is at most `context`.
 
-    loss: targets [B, T] int64 and a reduction, for `LossHead`'s losses in their place. documents:
-    of packed rows; no attention crosses them.
+    loss: targets [B, T] int64 and a reduction; the result is then `LossHead`'s loss, not logits.
+    documents: for packed rows, whose documents do not attend to one another.
     """
 
     cos: Tensor
@@ -105,7 +105,7 @@ class GPT(nn.Module):
         cos = self.cos[: tokens.shape[1]]
         sin = self.sin[: tokens.shape[1]]
         if documents is not None:
-            cos = self.cos[documents.positions].unsqueeze(1)  # [B, 1, T, ...]: of all heads
+            cos = self.cos[documents.positions].unsqueeze(1)  # [B, 1, T, ...], for all heads
             sin = self.sin[documents.positions].unsqueeze(1)
         x = self.embedding(tokens)
         for block in self.blocks:
@@ -130,7 +130,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class CausalLM:
-    """Predict the next token. Batch: see `Packing.collate`, rows of context + 1 tokens; bounds."""
+    """Predict the next token. Batch: see `Packing.collate`, with rows of context + 1 tokens; with
+    position_ids, also bounds (see `document_bounds`).
+    """
 
     data: DataConfig
     context: Count = 128
@@ -183,7 +185,6 @@ class CausalLM:
         return list(model.blocks)  # type: ignore[arg-type]
 
     def units(self, model: nn.Module) -> list[nn.Module]:
-        """Embedding and head, unless they are tied."""
         if self.tied:
             return []
         return [model.embedding, model.head]  # type: ignore[list-item]
@@ -192,7 +193,6 @@ class CausalLM:
         return self.losses(model, batch, "sum")
 
     def losses(self, model: nn.Module, batch: Batch, reduction: str) -> Tensor:
-        """See LossHead."""
         packed = {}
         if "position_ids" in batch:
             positions = batch["position_ids"][:, :-1]
@@ -204,20 +204,20 @@ class CausalLM:
         return batch["counted"]  # type: ignore[no-any-return]
 
     def tokens(self, batch: Batch) -> int:
-        return self.shares.count(batch) - len(batch["labels"])  # a row's first is not predicted
+        return self.shares.count(batch) - len(batch["labels"])  # a row's first token is only input
 
     def train_metrics(self, run: Any, report: Any) -> Batch:
         return self.shares.read(run.world)
 
     def flops_per_item(self, model: nn.Module) -> float:
-        """FLOPs of one sample, forward and backward: 3 x 2 per multiply-add (two gradients).
+        """FLOPs of one sample: 2 per multiply-add, x 3 because backward has two gradients.
 
-        Attention counts in full, T x T, although a kernel may skip the masked half, whose MFU is
-        then overestimated. Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
+        Attention counts in full, T x T. A kernel that skips the masked half does less, so that its
+        MFU is overestimated. Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
         """
         weights = self.layers * 12 * self.width**2  # qkv 3, out 1, up 4, down 4
         weights += self.vocabulary * self.width  # the head; the embedding is a lookup
-        # A token's scores and weighted sum of values.
+        # Per token: the attention scores, and the weighted sum of values.
         attention = self.layers * 2 * self.context * self.width
         return 3 * 2 * self.context * (weights + attention)
 
@@ -236,19 +236,19 @@ class CausalLM:
         return values
 
     def sample(self, model: nn.Module) -> str:
-        """The continued prompt, the same on every rank."""
+        """The prompt with its continuation, the same on every rank."""
         device = next(model.parameters()).device
         generator = torch.Generator().manual_seed(0)
-        text = self.tokenizer.encode(self.prompt)
+        ids = self.tokenizer.encode(self.prompt)
         for _ in range(self.sample_bytes):
-            window = text[-self.context :]
-            # Of one length: each further shape takes 3 MiB of oneDNN's kernels in bf16 (measured).
+            window = ids[-self.context :]
+            # Padded: in bf16, oneDNN's kernels for each new length take 3 MiB (measured).
             tokens = torch.tensor([window + [0] * (self.context - len(window))], device=device)
             logits = model(tokens)[0, len(window) - 1, : self.tokenizer.vocabulary]
             probabilities = torch.softmax(logits.float().cpu() / 0.7, dim=-1)
             token = torch.multinomial(probabilities, 1, generator=generator)
-            text.append(int(token))
-        return self.tokenizer.decode(text)
+            ids.append(int(token))
+        return self.tokenizer.decode(ids)
 
 
 def python_source(config: DataConfig, split: str) -> Any:
@@ -259,7 +259,7 @@ def python_source(config: DataConfig, split: str) -> Any:
     excluded = {"test", "tests", "idle_test", "lib2to3", "site-packages", "dist-packages"}
     files = []
     for folder, folders, names in os.walk(root):
-        folders[:] = set(folders) - excluded  # what is installed there takes seconds to list
+        folders[:] = set(folders) - excluded  # listing installed packages would take seconds
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     files.sort()
     if split == "train":

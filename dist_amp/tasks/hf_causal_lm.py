@@ -1,7 +1,7 @@
-"""Fine-tune a causal language model of the Hugging Face hub or a folder, whole or with LoRA.
+"""Fine-tune a causal language model from the Hugging Face hub or a folder, in full or with LoRA.
 
-Rows: messages; or prompt and completion; or data.text_column. With data.pack=best_fit, documents
-share rows, and the model is checked for cross-document attention.
+Columns of the data: messages; or prompt and completion; or data.text_column. With
+data.pack=best_fit, documents share rows, and the model is checked for cross-document attention.
 
 Docs: docs/huggingface.md
 """
@@ -26,16 +26,18 @@ from dist_amp.tasks.huggingface import inputs_of, next_token_losses, takes_docum
 from dist_amp.tasks.loss_head import Reduction
 from dist_amp.tasks.packed_attention import PackedAttention, document_bounds
 
-# A second document's change by other tokens in the first, over the first's own: 0 in Llama, Qwen3,
-# GPT-2, Gemma 3 and Mixtral; 1e-4 (LFM2's short convolutions) to 0.7 (Mamba 2) where it leaks.
-# Measured on tiny ones; float32 rounds by 1e-7, should a kernel's sums depend on other tokens.
+# Largest `leaked_share` of a model that keeps documents apart. Measured on tiny models: 0 in Llama,
+# Qwen3, GPT-2, Gemma 3 and Mixtral; 1e-4 (LFM2's short convolutions) to 0.7 (Mamba 2) in models
+# that leak. Float32 rounds by 1e-7, and a kernel's rounding may depend on other tokens.
 LEAK = 1e-5
 Batch = dict[str, Any]
 
 
 @dataclass(eq=False)
 class HFCausalLM(huggingface.FineTuning):
-    """Predict the next token. Batch: see `Packing.collate`; attention_mask if pack=off; bounds."""
+    """Predict the next token. Batch: see `Packing.collate`, with attention_mask if pack=off; with
+    position_ids, also bounds (see `document_bounds`).
+    """
 
     length: huggingface.Length = 1024
     pad_to_multiple_of: Count = 128
@@ -50,9 +52,9 @@ class HFCausalLM(huggingface.FineTuning):
         self.packing = Packing.of(self.data, self.length, "off", self.pad_to_multiple_of)
         self.source_names = list(tables_of(self.data))
         self.shares = TokenShares(self.source_names)
-        # An iterator: a flag that changes would be warned of, as unsaved.
+        # An iterator, because a plain flag that changes would cause a warning about unsaved state.
         self.first_log_step = iter([True])
-        self.balance = 0.0  # the coefficient of a mixture's auxiliary loss
+        self.balance = 0.0  # coefficient of the load-balancing loss of a mixture of experts
 
     def build_model(self) -> nn.Module:
         model: Any = self.build(AutoModelForCausalLM, self.tokenizer)
@@ -87,13 +89,12 @@ class HFCausalLM(huggingface.FineTuning):
         if not self.balance or not model.training:
             return self.losses(model, batch, "sum")[0]
         loss, output = self.losses(model, batch, "sum", output_router_logits=True)
-        balance = torch.as_tensor(output.aux_loss).float()  # a number if there are no experts
+        balance = torch.as_tensor(output.aux_loss).float()  # a Python number without experts
         return loss + self.balance * self.weight(batch) * balance
 
     def losses(
         self, model: nn.Module, batch: Batch, reduction: Reduction, **options: Any
     ) -> tuple[Tensor, Any]:
-        """See `next_token_losses`."""
         inputs = inputs_of(model, batch, self.packed_attention)
         return next_token_losses(model, {**inputs, **options}, batch["labels"], reduction)
 
@@ -108,13 +109,13 @@ class HFCausalLM(huggingface.FineTuning):
         return values | losses_by_source(losses, labels, source_ids, self.source_names)
 
     def train_metrics(self, run: Any, report: Any) -> Batch:
-        """Shares of padding and of what counts; the first call also checks for a leak."""
+        """Shares of padding and of trained tokens; the first call also checks for a leak."""
         if self.packing.pack == "best_fit" and next(self.first_log_step, False):
             check_documents_are_apart(run, self.packed_attention)
         return self.shares.read(run.world)
 
     def sample(self, model: Any) -> str:
-        """The prompt and its likeliest continuation, or its answer in a chat; all ranks call it."""
+        """The prompt and its greedy continuation, or a chat model's answer. All ranks call it."""
         register_fsdp_forward_method(model, "generate")
         tokenizer = self.tokenizer
         inputs = tokenizer(self.prompt, return_tensors="pt")
@@ -133,11 +134,11 @@ class HFCausalLM(huggingface.FineTuning):
 def check_documents_are_apart(run: Any, how: PackedAttention) -> None:
     """Errors: ConfigError, on all ranks, for a model with attention across packed documents."""
     batch = run.data.last_step[0][0]
-    batch = getattr(batch, "batch", batch)  # of padding
+    batch = getattr(batch, "batch", batch)  # a Padding wraps a batch
     model = run.parallel.module
     precisions = [run.precision.autocast]
     if not takes_documents(model.config, batch["input_ids"].shape[1]):
-        # Float32 decides: in lower precision experts round by how many tokens they get.
+        # Float32 decides: in lower precision, an expert's rounding depends on its other tokens.
         precisions.append(nullcontext)
     for precision in precisions:
         with run.evaluating(), precision():
@@ -146,22 +147,22 @@ def check_documents_are_apart(run: Any, how: PackedAttention) -> None:
         if worst <= LEAK:
             return
     raise ConfigError(
-        "data.pack=best_fit needs a model that separates documents by position_ids: in "
-        f"{type(model).__name__} another first document changes the second's "
-        f"logits, {worst:.1g} as much as its own; use data.pack=off"
+        "data.pack=best_fit needs a model that separates documents by position_ids, but in "
+        f"{type(model).__name__} a change of a row's first document changes the second's logits "
+        f"{worst:.1g} times as much as the first's; use data.pack=off"
     )
 
 
 def leaked_share(model: Any, input_ids: Tensor, how: PackedAttention = "auto") -> float:
-    """The influence of the rows' first documents on the second ones' logits, over their own change.
+    """How much other tokens in a first document change the second's logits, relative to its own.
 
-    The halves of each row of input_ids [B, T] are taken for two documents. 0 if the logits do not
-    tell: of a head of zeros, or of a run that has diverged.
+    Each half of a row of input_ids [B, T] is taken as a document. 0 if the logits show nothing, as
+    those of a head of zeros or of a run that has diverged.
     """
     half = input_ids.shape[1] // 2
     positions = torch.arange(input_ids.shape[1], device=input_ids.device)
     positions = torch.where(positions < half, positions, positions - half).expand_as(input_ids)
-    other_ids = torch.where(input_ids > 0, input_ids - 1, 1)  # ids that the vocabulary has
+    other_ids = torch.where(input_ids > 0, input_ids - 1, 1)  # still in the vocabulary
     changed = torch.cat((other_ids[:, :half], input_ids[:, half:]), dim=1)
     batch = {"position_ids": positions, "bounds": document_bounds(positions)}
     logits = [

@@ -29,8 +29,8 @@ Batch = dict[str, Tensor]
 
 @dataclass(eq=False)
 class HFClassification(huggingface.FineTuning):
-    """Rows: data.text_column, a text or image; label, a number, or texts, which are numbered in
-    alphabetical order. Batch: the model's inputs, labels [B].
+    """Columns of the data: data.text_column, with texts or images; label, with numbers, or texts
+    that are numbered in alphabetical order. Batch: the model's inputs, labels [B].
     """
 
     classes: Annotated[int, Ge(2)]
@@ -55,12 +55,12 @@ class HFClassification(huggingface.FineTuning):
 
     @cached_property
     def names(self) -> Sequence[str]:
-        """The names of the classes, by number; none where labels are plain numbers."""
+        """The names of the classes, by number; empty if labels are plain numbers."""
         names = class_names(self.training_rows, "label")
         if len(names) > self.classes:
             raise DataError(
-                f"the column label names {len(names)} classes, such as {some_of(names)}, and "
-                f"task.args.classes={self.classes}; set it to their number"
+                f"the column label names {len(names)} classes, such as {some_of(names)}, but "
+                f"task.args.classes={self.classes}; set it to the number of classes"
             )
         return names
 
@@ -70,17 +70,17 @@ class HFClassification(huggingface.FineTuning):
             return None
         if "label" not in rows.column_names:
             raise DataError(
-                f"the rows have no column label; the columns are {', '.join(rows.column_names)}: "
-                "rename one"
+                f"the rows have no column label; the columns are {', '.join(rows.column_names)}; "
+                "rename one of them to label"
             )
-        _ = self.names  # before loader workers copy the task
+        _ = self.names  # computed before loader workers copy the task
         if split != "train" or self.of == "image":
             return rows
         column = self.data.text_column
         return grouped(self.data, rows, lambda: [len(text or "") for text in rows[column]])
 
     def collate(self, rows: list[dict[str, Any]]) -> Batch:
-        """The model's inputs of texts, of at most `length` tokens, or of images (PIL); labels."""
+        """The model's inputs for texts, cut to `length` tokens, or for PIL images; and labels."""
         labels = [self.number_of(row["label"]) for row in rows]
         values = [row[self.data.text_column] for row in rows]
         if self.of == "text":
@@ -93,7 +93,7 @@ class HFClassification(huggingface.FineTuning):
         return {**inputs, "labels": torch.tensor(labels)}
 
     def number_of(self, label: Any) -> int:
-        """A class's number. Errors: ValueError for a label that names none."""
+        """The number of a label's class. Errors: ValueError for a label of no class."""
         if isinstance(label, str) and label in self.names:
             return self.names.index(label)
         if isinstance(label, int | float) and label in range(self.classes):

@@ -1,4 +1,4 @@
-"""Shared by the tasks for Hugging Face models: a model from its folder, LoRA, rows, samples."""
+"""What the tasks for Hugging Face models share: building a model, LoRA, packed rows, the loss."""
 
 import warnings
 from contextlib import suppress
@@ -31,17 +31,17 @@ from dist_amp.tasks.loss_head import Chunk, LossHead, Reduction, losses_of
 from dist_amp.tasks.packed_attention import Documents, PackedAttention, attend
 from dist_amp.tasks.pretrained import load_pretrained
 
-Length = Annotated[int, Ge(2)]  # of a sample, in tokens
-Rank = Annotated[int, Ge(0)]  # of LoRA
-# Types whose attention differs from a causal one only by a window, and takes keyword arguments.
+Length = Annotated[int, Ge(2)]  # tokens in a sample, at most
+Rank = Annotated[int, Ge(0)]  # of LoRA's adapters
+# Types of models with causal attention, perhaps in a window, that pass keyword arguments on to it.
 PLAIN = ("gemma", "gpt2", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3")
-OURS = "dist_amp"  # transformers' name of `attention`
-BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-FILES = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken"]
+ATTENTION = "dist_amp"  # the name under which transformers knows `attention`
+BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # for flash attention
+FILES = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken"]  # to download
 
 
 def model_folder(name: str) -> Path:
-    """The local folder of a model, or the hub's files in the cache. Errors: DataError."""
+    """The local folder `name`, or that of a model downloaded from the hub. Errors: DataError."""
     if Path(name).is_dir():
         return Path(name)
     stay_local_without_network()
@@ -49,24 +49,23 @@ def model_folder(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=FILES))
     except Exception as error:  # the library raises many types
         raise DataError(
-            f"task.args.model={name} is no folder in {Path.cwd()}, and can't be fetched from the "
+            f"task.args.model={name} is not a folder in {Path.cwd()} and can't be fetched from the "
             f"hub: {first_line(error)}; check the name and the network, or give a local folder"
         ) from error
 
 
 def opened(kind: Any, folder: Path, **options: Any) -> Any:
-    """kind.from_pretrained(folder), of a config, tokenizer or processor. Errors: DataError."""
+    """kind.from_pretrained(folder), for a config, tokenizer or processor. Errors: DataError."""
     try:
         return kind.from_pretrained(folder, **options)
     except Exception as error:  # transformers raises many types, with many lines
         raise DataError(
-            f"{kind.__name__} can't be read from {folder}: {first_line(error)}; give a folder that "
-            "save_pretrained of the model and of the tokenizer or image processor wrote"
+            f"{kind.__name__} can't be read from {folder}: {first_line(error)}; give a folder to "
+            "which save_pretrained has written the model and its tokenizer or image processor"
         ) from error
 
 
 def open_tokenizer(folder: Path) -> Any:
-    """The folder's tokenizer, with a padding token."""
     tokenizer = opened(AutoTokenizer, folder)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -78,7 +77,7 @@ def build(
 ) -> nn.Module:
     """A model of `kind` (AutoModelFor...) from the folder's config, which `options` override.
 
-    as_saved: in the files' dtype, in place of float32.
+    Its weights are not loaded yet. as_saved: in the files' dtype, not in float32.
     """
     config = opened(AutoConfig, folder, **options)
     rows = getattr(config.get_text_config(), "vocab_size", None)
@@ -89,7 +88,8 @@ def build(
                 f"the tokenizer in {folder} has {tokens} tokens and the model's embedding {rows} "
                 "rows; use the model's own tokenizer, or save both after resize_token_embeddings"
             )
-        config.get_text_config().pad_token_id = tokenizer.pad_token_id  # ends a classifier's text
+        # By it a classifier finds the last token of a text.
+        config.get_text_config().pad_token_id = tokenizer.pad_token_id
     dtype = config.dtype if as_saved else torch.float32
     try:
         model = kind.from_config(config, dtype=dtype)
@@ -98,10 +98,10 @@ def build(
             f"task.args.model: {folder} is a {config.model_type} model, for which there is no "
             f"{kind.__name__}; use another task or model ({first_line(error)})"
         ) from error
-    plain = config.model_type in PLAIN and model.config._attn_implementation == "sdpa"
-    both_ways = getattr(config, "use_bidirectional_attention", False)  # Gemma's
-    if plain and getattr(config, "is_causal", True) and not both_ways:
-        model.config._attn_implementation = OURS
+    is_plain = config.model_type in PLAIN and model.config._attn_implementation == "sdpa"
+    is_bidirectional = getattr(config, "use_bidirectional_attention", False)  # an option of Gemma
+    if is_plain and getattr(config, "is_causal", True) and not is_bidirectional:
+        model.config._attn_implementation = ATTENTION
     if model.can_generate():
         with suppress(OSError):  # not every model has such a file
             model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -117,39 +117,40 @@ def attention(
     documents: Documents | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' "sdpa", but with an empty mask causal, and within documents if given."""
+    """transformers' "sdpa", but causal for an empty mask, and within documents if any are given."""
     if documents is not None or (mask is not None and not mask.numel()):
-        parts = (query, key, value)
-        y, mask = attend(parts, documents, options["scaling"], options["dropout"])
+        qkv = (query, key, value)
+        y, mask = attend(qkv, documents, options["scaling"], options["dropout"])
         if y is not None:
             return y.transpose(1, 2), None
     return sdpa_attention_forward(module, query, key, value, mask, **options)
 
 
-AttentionInterface.register(OURS, attention)
-AttentionMaskInterface.register(OURS, sdpa_mask)  # for other calls, such as generate's
+AttentionInterface.register(ATTENTION, attention)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)  # for other calls, such as generate's
 
 
 def takes_documents(config: Any, length: int) -> bool:
-    """Whether a model's attention is `attention`, and no window is shorter than its rows."""
+    """Whether the model uses `attention`, with no sliding window shorter than its rows."""
     window = getattr(config, "sliding_window", None) or length
-    return bool(config._attn_implementation == OURS and window >= length)
+    return bool(config._attn_implementation == ATTENTION and window >= length)
 
 
 def inputs_of(model: Any, batch: Any, how: PackedAttention = "auto") -> dict[str, Any]:
-    """The arguments of a causal model's call, for rows padded on the right, or packed."""
+    """The arguments of a causal model's forward, for rows padded on the right, or packed."""
     names = ("input_ids", "attention_mask", "position_ids")
     inputs = {name: batch[name] for name in names if name in batch}
-    config = getattr(model, "module", model).config  # of DDP
+    config = getattr(model, "module", model).config  # DDP's module
     length = batch["input_ids"].shape[1]
     bounds = batch.get("bounds")
     if takes_documents(config, length):
-        # transformers looks for padding and restarts on the device, but not with four dimensions.
+        # A mask of four dimensions is not searched for padding, nor position_ids for documents:
+        # transformers would synchronise with the host to do so.
         inputs["attention_mask"] = batch["input_ids"].new_empty(0, 0, 0, 0)
         if bounds is not None:
             inputs["documents"] = Documents.of(batch["position_ids"], bounds, how)
     elif bounds is not None and "flash" in str(config._attn_implementation):
-        # From position_ids transformers finds documents only at B = 1.
+        # By itself, transformers finds documents in position_ids only if B = 1.
         inputs |= dict(zip(BOUNDS, (bounds, bounds, length, length), strict=True))
     inputs["use_cache"] = False
     return inputs
@@ -157,11 +158,11 @@ def inputs_of(model: Any, batch: Any, how: PackedAttention = "auto") -> dict[str
 
 @dataclass(eq=False)
 class FineTuning:
-    """The base of these tasks: reads and writes the model's folder and its adapters.
+    """Base class of these tasks: reads and writes the model's folder and its adapters.
 
-    lora_rank: of low-rank adapters on frozen weights; 0: none. Source: arXiv:2106.09685.
-    lora_targets: names of layers with commas between them, such as q_proj,v_proj; all-linear: every
-    linear layer but the head. new_head: it is trained whole, and saved with the adapters.
+    lora_rank: rank of the LoRA adapters on frozen weights (arXiv:2106.09685); 0: no adapters, all
+    weights are trained. lora_targets: layers that get adapters, such as q_proj,v_proj; all-linear:
+    all but the head. new_head: the task adds a head; LoRA trains it in full, saved with adapters.
     """
 
     data: DataConfig
@@ -169,7 +170,7 @@ class FineTuning:
     lora_rank: Rank = field(default=0, kw_only=True)
     lora_targets: str = field(default="all-linear", kw_only=True)
     new_head: ClassVar[bool] = False
-    processor: Any = field(init=False, repr=False)  # of what a sample is made of: a tokenizer, say
+    processor: Any = field(init=False, repr=False)  # a tokenizer or image processor
 
     def __post_init__(self) -> None:
         if self.lora_rank == 0 and self.lora_targets != "all-linear":
@@ -180,7 +181,7 @@ class FineTuning:
         self.folder = model_folder(self.model)
 
     def build(self, kind: Any, tokenizer: Any = None, **options: Any) -> nn.Module:
-        """See `build`; with adapters. Errors: ConfigError for a target that matches no layer."""
+        """`build`, with LoRA adapters. Errors: ConfigError for a target that matches no layer."""
         if self.lora_rank == 0:
             return build(kind, self.folder, tokenizer, **options)
         model: Any = build(kind, self.folder, tokenizer, as_saved=True, **options)
@@ -208,7 +209,7 @@ class FineTuning:
             modules_to_save=head,
         )
         with warnings.catch_warnings():
-            # About what peft and transformers call of one another.
+            # peft and transformers call each other's deprecated code; users can't change that.
             warnings.simplefilter("ignore", FutureWarning)
             return get_peft_model(model, config)
 
@@ -217,7 +218,7 @@ class FineTuning:
 
     def units(self, model: Any) -> list[nn.Module]:
         """The model's embedding and head, unless they are tied or it does not have both."""
-        if self.lora_rank or self.new_head:  # adapters, or a head on no embedding
+        if self.lora_rank or self.new_head:  # with a new head, there may be no embedding
             return []
         embedding = model.get_input_embeddings()
         head = model.get_output_embeddings()
@@ -234,9 +235,9 @@ class FineTuning:
 
 
 def make_loss_head(model: Any, chunk: Chunk) -> None:
-    """Make the model's head one that computes the loss, unless the model changes its logits.
+    """Turn the model's head into a LossHead, unless the model changes the head's logits.
 
-    Errors: ConfigError for such a model if a number of tokens is asked for.
+    Errors: ConfigError for such a model if `chunk` is a number.
     """
     if chunk == "off":
         return
@@ -248,24 +249,25 @@ def make_loss_head(model: Any, chunk: Chunk) -> None:
     elif chunk != "auto":
         raise ConfigError(
             f"task.args.loss_chunk={chunk} needs a model whose logits are those of a linear head "
-            f"without bias, and {type(base).__name__} is none; use auto or off"
+            f"without bias, which {type(base).__name__} is not; use auto or off"
         )
 
 
 @torch.no_grad()
 def returns_the_heads_logits(model: Any) -> bool:
-    """Whether the model returns what its head does: some cap or scale it. Tried on one token."""
-    made: list[Any] = []
+    """Whether the model returns its head's output as it is: some models cap or scale it."""
+    outputs: list[Any] = []
     head = model.get_output_embeddings()
     body = model.base_model
+    # Tried on one token, with a body that returns a constant.
     hidden = Hidden(last_hidden_state=head.weight[None, :1])
     body.forward = lambda *args, **kwargs: hidden
-    hook = head.register_forward_hook(lambda module, inputs, output: made.append(output))
+    hook = head.register_forward_hook(lambda module, inputs, output: outputs.append(output))
     try:
         ids = torch.zeros(1, 1, dtype=torch.int64, device=head.weight.device)
         output = model(input_ids=ids, use_cache=False)
-        return len(made) == 1 and output.logits is made[0]
-    except Exception:  # of any model's code
+        return len(outputs) == 1 and output.logits is outputs[0]
+    except Exception:  # any model's code may not take these inputs
         return False
     finally:
         hook.remove()
@@ -273,7 +275,7 @@ def returns_the_heads_logits(model: Any) -> bool:
 
 
 class Hidden(BaseModelOutput):
-    """The part of a body's output that the head reads; the rest is passed on."""
+    """A body's output that has only the hidden state; any other attribute is None."""
 
     def __getattr__(self, name: str) -> None:
         return None
@@ -284,10 +286,10 @@ def next_token_losses(
 ) -> tuple[Tensor, Any]:
     """Returns (LossHead's losses for labels [B, T], the model's output).
 
-    The last losses of each row are 0, of no label.
+    The last loss of each row is 0, as no token follows.
     """
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
-    head = getattr(model, "module", model).get_output_embeddings()  # of DDP
+    head = getattr(model, "module", model).get_output_embeddings()  # DDP's module
     if not isinstance(head, LossHead):
         output = model(**inputs)
         return losses_of(output.logits, targets, reduction), output

@@ -45,7 +45,7 @@ def convolution(channels: int, width: int) -> nn.Sequential:
 
 @dataclass(eq=False)
 class ImageClassification:
-    """Name an image's class. Batch: image [B, channels, H, W] float32 in 0..1, label [B] int64."""
+    """Classify images. Batch: image [B, channels, H, W] float32 in 0..1, label [B] int64."""
 
     data: DataConfig
     size: tuple[Side, Side] = (8, 8)
@@ -65,18 +65,18 @@ class ImageClassification:
 
     @cached_property
     def names(self) -> Sequence[str]:
-        """The names of the classes; none where labels are plain numbers."""
+        """The names of the classes, by number; empty if labels are plain numbers."""
         return class_names(self.training_rows, self.label_column)
 
     @cached_property
     def class_count(self) -> int:
-        """The number of classes. Errors: DataError if neither the settings nor the data have it."""
+        """The number of classes. Errors: DataError if neither settings nor data tell it."""
         if self.classes != "auto":
             return self.classes
         if len(self.names) < 2:
             raise DataError(
-                f"task.args.classes=auto, and the column {self.label_column} names "
-                f"{len(self.names)} classes; set task.args.classes to how many there are"
+                f"task.args.classes=auto, but the column {self.label_column} names "
+                f"{len(self.names)} classes; set task.args.classes to the number of classes"
             )
         return len(self.names)
 
@@ -95,15 +95,15 @@ class ImageClassification:
         return Converted(rows, image_of)
 
     def augment(self, sample: Batch, rng: torch.Generator) -> Batch:
-        """Rotate, shift and flip by random amounts, uniform up to the limits; outside is black."""
-        shares = 2 * torch.rand(4, generator=rng) - 1  # of the limits
+        """Rotate, shift and flip by random amounts within the limits; new pixels are black."""
+        shares = 2 * torch.rand(4, generator=rng) - 1  # of the limits, from -1 to 1
         angle, right, down, mirror = shares.tolist()
         height, width = self.size
         turn = angle * math.radians(self.rotation_degrees)
         cos = math.cos(turn)
         sin = math.sin(turn)
         flip = -1 if self.flip and mirror < 0 else 1
-        # Where in the source a pixel comes from: x and y from -1 to 1 along sides of any length.
+        # Maps a pixel to where it comes from. Both x and y go from -1 to 1, however long the sides.
         source = [
             [flip * cos, -sin * height / width, 2 * right * self.shift_pixels / width],
             [flip * sin * width / height, cos, 2 * down * self.shift_pixels / height],
@@ -116,7 +116,7 @@ class ImageClassification:
         return list(model.children())
 
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
-        """[B, classes] float32. Only inputs are converted: FSDP2 needs weights as they are."""
+        """[B, classes] float32. Only the images get the layout: FSDP2 needs contiguous weights."""
         layout = torch.channels_last if self.channels_last else torch.contiguous_format
         return model(batch["image"].contiguous(memory_format=layout)).float()
 

@@ -1,9 +1,10 @@
-"""The cross-entropy of a large vocabulary without all of its logits in memory at once.
+"""Cross-entropy over a large vocabulary, without all logits in memory at once.
 
-The logits of 65,536 tokens and 50,304 words take 12.3 GiB in float32, several times over with their
-softmax and gradient. Here the logits of some tokens at a time become the losses and their gradient.
-Of the sum it is a product with the sum's own gradient later, so the head is computed once; where
-each token's loss has a gradient of its own, backward computes the logits again.
+The logits of 65,536 tokens over a vocabulary of 50,304 take 12.3 GiB in float32, and so do their
+softmax and gradient. Here a chunk of tokens at a time gets logits, losses and gradients. If
+the losses are summed, forward computes the gradients, and backward only multiplies them by the
+sum's gradient, so that logits are computed once. If each token's loss is returned, backward
+computes the logits again, since each loss then has a gradient of its own.
 """
 
 from collections.abc import Iterator
@@ -16,26 +17,26 @@ from torch import Tensor, nn
 
 from dist_amp.sources.token_shards import IGNORE_INDEX
 
-AUTO_BYTES = 2**29  # of float32 logits at a time; smaller matrices slow a GPU down (assumed)
-Chunk = int | Literal["auto", "off"]  # tokens; off: all
+AUTO_BYTES = 2**29  # float32 logits of a chunk; smaller matrices slow a GPU down (assumed)
+Chunk = int | Literal["auto", "off"]  # tokens at a time; off: all
 Reduction = Literal["sum", "none", "hits"]
 
 
 class LossHead(nn.Linear):
-    """A head without bias: x [..., width] -> logits [..., vocabulary], or losses given targets.
+    """A head without bias: x [..., width] -> logits [..., vocabulary], or losses if given targets.
 
-    sum: the cross-entropy of all targets [...] but those of -100, scalar float32. none: each one's,
-    [targets] float32, and 0 for -100. hits: without a gradient, [2, targets]: those of none, and 1
-    where a target has the largest logit.
+    sum: the summed cross-entropy of the targets [...], scalar float32; -100 is ignored. none: one
+    loss per target, [targets] float32, 0 for -100. hits: [2, targets], without a gradient: the
+    losses as of none, and 1 where the target has the largest logit.
     """
 
     chunk: Chunk = "auto"
-    computes_loss = True  # so it is compiled as blocks are
-    _loss: tuple[Tensor, Reduction] | None = None
+    computes_loss = True  # so that it is compiled, as blocks are
+    _loss: tuple[Tensor, Reduction] | None = None  # set inside `losses_of`
 
     @contextmanager
     def losses_of(self, targets: Tensor, reduction: Reduction = "sum") -> Iterator[None]:
-        """Inside, the head returns losses: for models that do not pass targets on to it."""
+        """Context in which the head returns losses, for models that do not pass it the targets."""
         self._loss = (targets, reduction)
         try:
             yield
@@ -78,7 +79,7 @@ class LossHead(nn.Linear):
 
 
 def losses_of(logits: Tensor, targets: Tensor, reduction: Reduction) -> Tensor:
-    """The losses that `LossHead` returns, for logits [..., vocabulary] and targets [...]."""
+    """`LossHead`'s losses for logits [..., vocabulary] and targets [...]."""
     logits = logits.float().flatten(0, -2)
     targets = targets.flatten()
     if reduction != "hits":
@@ -88,7 +89,7 @@ def losses_of(logits: Tensor, targets: Tensor, reduction: Reduction) -> Tensor:
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """The summed cross-entropy, whose gradients the forward computes with it; or each token's."""
+    """Cross-entropy by chunks, summed or of each token; see the top of this file."""
 
     @staticmethod
     def forward(
@@ -101,7 +102,7 @@ class ChunkedLoss(torch.autograd.Function):
         dtype: torch.dtype,
         with_gradient: bool,
     ) -> Tensor:
-        """x [N, width], weight [vocabulary, width], targets [N]; dtype: of the products."""
+        """x [N, width], weight [vocabulary, width], targets [N]; dtype: of the matrix products."""
         ctx.is_sum = reduction == "sum"
         ctx.options = (chunk, dtype)
         ctx.needed = ctx.needs_input_grad[:2]
@@ -118,11 +119,11 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        if torch.is_grad_enabled():  # create_graph=True; its gradient would be 0 in silence
+        if torch.is_grad_enabled():  # create_graph=True: second derivatives would silently be 0
             raise RuntimeError(
-                "the loss in chunks has no second derivative; use --task.args.loss_chunk off"
+                "the chunked loss has no second derivative; use --task.args.loss_chunk off"
             )
-        of_inputs: list[Tensor | None] = [None] * 7
+        input_gradients: list[Tensor | None] = [None] * 7
         gradients = ctx.saved_tensors
         if not ctx.is_sum:
             x, weight, targets = ctx.saved_tensors
@@ -132,8 +133,8 @@ class ChunkedLoss(torch.autograd.Function):
                 continue
             if ctx.is_sum:
                 tensor = tensor * gradient
-            of_inputs[number] = tensor.to(ctx.dtypes[number])
-        return tuple(of_inputs)
+            input_gradients[number] = tensor.to(ctx.dtypes[number])
+        return tuple(input_gradients)
 
 
 def chunked(
@@ -145,15 +146,15 @@ def chunked(
     chunk: int,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Returns (losses [N] float32; if needed, their sum's gradients by x and weight, or None).
+    """Returns (losses [N] float32, their sum's gradient with respect to x, and to weight).
 
-    scale: of each loss in that sum, [N]; None: 1.
+    A gradient that is not needed is None. scale: [N], factors of the losses in that sum; None: 1.
     """
     needs_x, needs_weight = needed
-    # Before the loss scale, float16 would lose small probabilities.
+    # These gradients are not multiplied by the loss scale yet: float16 would lose small ones.
     dtype_back = torch.float32 if dtype == torch.float16 else dtype
     losses = []
-    grad_x = []
+    grad_x_chunks = []
     grad_weight = None
     if needs_weight:
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
@@ -170,16 +171,17 @@ def chunked(
             losses.append(F.nll_loss(log_p, target, reduction="none"))
             if not (needs_x or needs_weight):
                 continue
-            place = target.clamp(min=0)[:, None]  # not that of a target that is ignored
+            # Gradient with respect to the logits: softmax minus one-hot, or 0 for ignored targets.
+            index = target.clamp(min=0)[:, None]
             gradient = log_p.exp_()
-            gradient.scatter_add_(1, place, gradient.new_full(place.shape, -1.0))
+            gradient.scatter_add_(1, index, gradient.new_full(index.shape, -1.0))
             if scale is not None:
                 gradient.mul_(scale[rows, None])
             gradient.masked_fill_((target == IGNORE_INDEX)[:, None], 0.0)
             gradient = gradient.to(dtype_back)
             if needs_x:
-                grad_x.append(gradient @ matrix_back)
+                grad_x_chunks.append(gradient @ matrix_back)
             if grad_weight is not None:
                 grad_weight += gradient.t() @ part.to(dtype_back)
-    of_x = torch.cat(grad_x) if needs_x else None
-    return torch.cat(losses), of_x, grad_weight
+    grad_x = torch.cat(grad_x_chunks) if needs_x else None
+    return torch.cat(losses), grad_x, grad_weight

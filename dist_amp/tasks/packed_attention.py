@@ -1,4 +1,4 @@
-"""Attention in rows of packed documents: torch's kernel for sequences of any length, or a mask."""
+"""Attention within packed documents: torch's kernel for variable-length sequences, or a mask."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -7,16 +7,16 @@ from torch import Tensor
 from torch.backends.cuda import flash_sdp_enabled, is_flash_attention_available
 
 PackedAttention = Literal["auto", "varlen", "mask"]
-DTYPES = (torch.float16, torch.bfloat16)  # of the kernel
+DTYPES = (torch.float16, torch.bfloat16)  # that the kernel supports
 
 
 class Documents(NamedTuple):
-    """The documents of rows [B, T]."""
+    """The documents in packed rows [B, T]."""
 
-    positions: Tensor  # [B, T] int64: 0 where one begins
+    positions: Tensor  # [B, T] int64: each token's position in its document
     bounds: Tensor  # see document_bounds
-    mask: Tensor | None  # see document_mask; None where the kernel is tried
-    required: bool  # whatever it does not take is its own error
+    mask: Tensor | None  # see document_mask; None to use the kernel
+    required: bool  # the kernel is used even for inputs that it does not support, and raises
 
     @classmethod
     def of(cls, positions: Tensor, bounds: Tensor, how: PackedAttention) -> "Documents":
@@ -33,16 +33,17 @@ def kernel_runs_on(device: torch.device) -> bool:
 
 
 def document_mask(positions: Tensor) -> Tensor:
-    """[B, 1, T, T] bool: of a token its document up to itself."""
+    """[B, 1, T, T] bool: a token attends to its own document, up to itself."""
     document = (positions == 0).cumsum(1)
     same = document[:, :, None] == document[:, None, :]
     return same.tril().unsqueeze(1)
 
 
 def document_bounds(positions: Tensor) -> Tensor:
-    """The starts of documents in the flattened rows, then the end: int32. For use in collate."""
-    starts = (positions.flatten() == 0).nonzero().flatten()
-    # Of few shapes, by empty documents; of each, the backward takes memory for 128 tokens.
+    """int32: where documents start in the flattened rows, then the end. To be called in collate."""
+    starts = (positions.flatten() == 0).nonzero().flatten()  # on a GPU, a synchronisation
+    # Empty documents at the end make the number a power of two, so that there are few shapes. Not
+    # more of them: for each document, backward takes memory for 128 tokens.
     count = 1 << (len(starts) - 1).bit_length()
     bounds = starts.new_full((count + 1,), positions.numel(), dtype=torch.int32)
     bounds[: len(starts)] = starts
@@ -50,33 +51,33 @@ def document_bounds(positions: Tensor) -> Tensor:
 
 
 def attend(
-    parts: tuple[Tensor, Tensor, Tensor],
+    qkv: tuple[Tensor, Tensor, Tensor],
     documents: Documents | None,
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Returns (attention of query, key and value [B, heads, T, width], None) by the kernel, or
-    (None, the mask for another one).
+    """Attention of query, key and value [B, heads, T, width]. Returns (the kernel's result, None),
+    or (None, the mask to use with another kernel; None: causal).
     """
     if documents is None:
         return None, None
     if documents.mask is not None:
         return None, documents.mask
-    query, _, value = parts
+    query, _, value = qkv
     device = query.device.type
     dtype = value.dtype
-    if torch.is_autocast_enabled(device):  # which does not know this kernel
+    if torch.is_autocast_enabled(device):  # autocast does not cast the kernel's inputs
         dtype = torch.get_autocast_dtype(device)
     width = query.shape[3]
     fits = dtype in DTYPES and width % 8 == 0 and width <= 256
-    if dropout or not (fits or documents.required):  # the kernel knows no dropout
+    if dropout or not (fits or documents.required):  # the kernel has no dropout
         return None, document_mask(documents.positions)
     from torch.nn.attention.varlen import varlen_attn  # it imports torch's compiler
 
-    query, key, value = (part.to(dtype).transpose(1, 2).flatten(0, 1) for part in parts)
-    ends = (documents.bounds, documents.bounds)
+    query, key, value = (part.to(dtype).transpose(1, 2).flatten(0, 1) for part in qkv)
+    bounds = (documents.bounds, documents.bounds)
     rows, length = documents.positions.shape
-    # A window up to the token itself is what the kernel knows as causal.
+    # This window, of all earlier tokens and the token itself, is how the kernel spells causal.
     options: Any = {"scale": scale, "window_size": (-1, 0), "enable_gqa": True}
-    out: Any = varlen_attn(query, key, value, *ends, length, length, **options)
+    out: Any = varlen_attn(query, key, value, *bounds, length, length, **options)
     return out.unflatten(0, (rows, length)).transpose(1, 2), None

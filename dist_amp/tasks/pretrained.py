@@ -1,7 +1,7 @@
-"""Pretrained weights: a folder of safetensors files, as `save_pretrained` writes it, into shards.
+"""Load pretrained weights from safetensors files, as `save_pretrained` writes them, into shards.
 
-transformers' own loader gives the names (prefixes of base models, renamed and merged weights) and
-reads this rank's slices; then names, shapes and dtypes are compared, and the slices copied.
+transformers' own loader maps the names (prefixes of base models, renamed and merged weights) and
+reads this rank's slices, which are then copied. Names, shapes and dtypes must match.
 """
 
 import copy
@@ -28,7 +28,7 @@ from dist_amp.world import local
 log = logging.getLogger(__name__)
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# What peft puts into the names of a model's own modules.
+# What peft inserts into the names of the modules that it wraps.
 WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")
 Targets = Mapping[str, list[Tensor]]
 Slices = Mapping[str, Any]
@@ -36,12 +36,12 @@ Slices = Mapping[str, Any]
 
 @torch.no_grad()
 def load_pretrained(model: nn.Module, folder: str | Path, fresh_head: bool = False) -> None:
-    """Set the model's parameters and saved buffers to those of the files; every rank may call it.
+    """Set the model's parameters and persistent buffers to the values in the files.
 
-    model: of transformers (peft may be around it) or of plain modules, sharded or whole, with
-    memory. LoRA adapters are initialised: they are in no such file. fresh_head: what lies outside
-    the base model, and a pooler, may be missing from the files, and is then initialised; what the
-    files have of another head is left out. What is initialised depends on torch's seed alone.
+    model: a transformers model, perhaps wrapped by peft, or plain modules; sharded or not, with
+    memory. LoRA adapters are initialised, as they are in no such file. fresh_head: a head (what is
+    outside the base model, and a pooler) that the files lack is initialised, and another head in
+    the files is ignored. What is initialised depends only on torch's seed. Errors: DataError.
     """
     folder = Path(folder)
     wrapped: Any = model
@@ -68,7 +68,7 @@ def load_pretrained(model: nn.Module, folder: str | Path, fresh_head: bool = Fal
         fresh, missing = split_head(base, missing, targets)
         left_out, unexpected = split_head(base, unexpected, slices)
         new = some_of(fresh, SHOWN)
-        log.info(f"weights of {folder}: new: {new}; left out: {some_of(left_out, SHOWN)}")
+        log.info(f"weights of {folder}: initialised: {new}; ignored: {some_of(left_out, SHOWN)}")
     if missing or unexpected:
         raise DataError(
             f"the weights in {folder} are not those of {type(base).__name__.removeprefix('FSDP')}: "
@@ -81,17 +81,17 @@ def load_pretrained(model: nn.Module, folder: str | Path, fresh_head: bool = Fal
         draw_adapters(model)
         draw_head(base, fresh, targets)
     for first, *copies in targets.values():
-        for other in copies:  # peft's trained copy of a module
-            local(other).copy_(local(first))
+        for trained_copy in copies:  # peft's copy of a wrapped module
+            local(trained_copy).copy_(local(first))
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of the index, or the single file. Errors: DataError if there is neither."""
+    """The single file, or those of the index. Errors: DataError if there is neither."""
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     if not (folder / INDEX).is_file():
         other = sorted(path.name for path in folder.glob("*.bin"))
-        hint = f" ({other[0]} is a pickle: convert it with save_pretrained)" if other else ""
+        hint = f" ({other[0]} is a pickle; convert it with save_pretrained)" if other else ""
         raise DataError(
             f"{folder} has no weights: neither {SINGLE} nor {INDEX}{hint}; give a model's folder"
         )
@@ -100,7 +100,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_shapes(folder: Path, targets: Targets, slices: Slices) -> None:
-    """Errors: DataError for another shape, and for integers in place of floating-point numbers."""
+    """Errors: DataError for another shape, or for integers where the model has floating-point."""
     for name in sorted(slices.keys() & targets.keys()):
         target = targets[name][0]
         shape = slices[name].get_shape()
@@ -115,10 +115,10 @@ def check_shapes(folder: Path, targets: Targets, slices: Slices) -> None:
 
 
 def as_published(model: nn.Module) -> None:
-    """Make models of transformers inside what `from_pretrained` of their class expects.
+    """Make transformers models inside `model` such that their `from_pretrained` can read them.
 
-    A scalar that was made [1], since FSDP2 can't shard it, is a scalar again; and a model that was
-    built of a config gets the generation_config of that config's folder.
+    Scalars, which were made [1] because FSDP2 can't shard them, become scalars again. A model
+    built from a config gets the generation_config in that config's folder.
     """
     from transformers import GenerationConfig, PreTrainedModel
 
@@ -133,8 +133,8 @@ def as_published(model: nn.Module) -> None:
                 parameter.data = parameter.data.reshape(())
         config: Any = part.config
         if part.can_generate() and config.name_or_path:
-            made = GenerationConfig.from_model_config(config)
-            if part.generation_config.to_diff_dict() == made.to_diff_dict():
+            derived = GenerationConfig.from_model_config(config)
+            if part.generation_config.to_diff_dict() == derived.to_diff_dict():
                 stay_local_without_network()
                 with suppress(OSError):  # not every model has such a file
                     saved = GenerationConfig.from_pretrained(config.name_or_path)
@@ -142,19 +142,19 @@ def as_published(model: nn.Module) -> None:
 
 
 def empty_twin(base: Any) -> Any:
-    """The same model of transformers without memory, adapters and sharding."""
+    """The same transformers model on the meta device, without adapters and sharding."""
     kind = type(base)
-    if isinstance(base, FSDPModule):  # which has another class, and names depend on the class
+    if isinstance(base, FSDPModule):  # undo FSDP2's change of the class, on which names depend
         kind = kind.__mro__[2]
     with torch.device("meta"):
         return kind._from_config(copy.deepcopy(base.config))
 
 
 def fill(base: Any, targets: Targets, slices: Slices) -> tuple[list[str], list[str]]:
-    """Copy what the files have into the targets: (names that are missing, names left over)."""
-    if not hasattr(base, "base_model_prefix"):
+    """Copy the slices into the targets. Returns (names that the files lack, unexpected names)."""
+    if not hasattr(base, "base_model_prefix"):  # plain modules
         for name in targets.keys() & slices.keys():
-            place(slices[name][...], targets[name][0])
+            copy_into(slices[name][...], targets[name][0])
         missing = [name for name in targets if name not in slices]
         return missing, [name for name in slices if name not in targets]
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -166,31 +166,32 @@ def fill(base: Any, targets: Targets, slices: Slices) -> tuple[list[str], list[s
     twin = empty_twin(base)
     mapping: Any = get_model_conversion_mapping(twin)
     config = LoadStateDictConfig(weight_mapping=mapping)
-    present = {name: of[0].detach() for name, of in targets.items()}
+    present = {name: tensors[0].detach() for name, tensors in targets.items()}
     for name, parameter in twin.named_parameters():
-        if parameter.ndim == 0 and name in present:  # which FSDP2 can't shard: [1] in the model
+        if parameter.ndim == 0 and name in present:  # [1] in the model: FSDP2 can't shard scalars
             present[name] = torch.empty(())
     layers: dict[str, dict[str, Any]] = {}
     for key, part in slices.items():
-        layer = "".join(re.findall(r"^.*?\d\.", key))
+        layer = "".join(re.findall(r"^.*?\d\.", key))  # the name up to its first number
         layers.setdefault(layer, {})[key] = part
     filled: set[int] = set()  # by id: a tied tensor has several names, and is filled by any of them
     missing_keys = set(targets)
     unexpected: set[str] = set()
-    # One at a time: the loader reads into new tensors, of the dtype and sharding that it finds.
+    # One layer at a time, to save memory: the loader reads into new tensors, with the dtype and the
+    # sharding of those that it replaces in the twin.
     for parts in layers.values():
         twin.load_state_dict(present, strict=False, assign=True)
-        found, _ = convert_and_load_state_dict_in_model(twin, parts, config)
-        if problems := [*map(str, found.mismatched_keys), *found.conversion_errors.values()]:
+        info, _ = convert_and_load_state_dict_in_model(twin, parts, config)
+        if problems := [*map(str, info.mismatched_keys), *info.conversion_errors.values()]:
             cause = problems[0].strip().splitlines()[-1]
             raise DataError(f"the weights do not fit the model: {cause}; use the files' own config")
         state = twin.state_dict()
-        for name in targets.keys() & state.keys() - found.missing_keys:
-            place(state[name], targets[name][0])
+        for name in targets.keys() & state.keys() - info.missing_keys:
+            copy_into(state[name], targets[name][0])
             filled.add(id(targets[name][0]))
-        twin._adjust_missing_and_unexpected_keys(found)
-        missing_keys -= state.keys() - found.missing_keys
-        unexpected |= found.unexpected_keys
+        twin._adjust_missing_and_unexpected_keys(info)
+        missing_keys -= state.keys() - info.missing_keys
+        unexpected |= info.unexpected_keys
     missing = [
         name for name in targets if name in missing_keys and id(targets[name][0]) not in filled
     ]
@@ -200,7 +201,7 @@ def fill(base: Any, targets: Targets, slices: Slices) -> tuple[list[str], list[s
 def split_head(
     base: Any, names: Sequence[str], everything: Iterable[str]
 ) -> tuple[list[str], list[str]]:
-    """Returns (names of a head, other names). A head: a pooler, and all outside the base model."""
+    """Returns (names in a head, other names). A head: a pooler, and all outside the base model."""
     prefix = f"{base.base_model_prefix}."
     has_base = any(name.startswith(prefix) for name in everything)
     head = []
@@ -210,8 +211,8 @@ def split_head(
     return head, [name for name in names if name not in head]
 
 
-def place(value: Tensor, target: Tensor) -> None:
-    """Copy a tensor, whole or sharded as the target, into the target or this rank's shard of it."""
+def copy_into(value: Tensor, target: Tensor) -> None:
+    """Copy a tensor, whole or sharded like the target, into this rank's part of the target."""
     if value.ndim == 0:
         value = value.reshape(target.shape)
     if isinstance(target, DTensor) and not isinstance(value, DTensor):
@@ -222,7 +223,7 @@ def place(value: Tensor, target: Tensor) -> None:
 
 
 def draw_adapters(model: Any) -> None:
-    """LoRA's initial weights, as peft draws them by default. Errors: DataError for others."""
+    """Initialise LoRA's adapters, as peft does by default. Errors: DataError for another way."""
     for config in getattr(model, "peft_config", {}).values():
         if getattr(config, "init_lora_weights", True) is not True:
             raise DataError(
@@ -233,21 +234,21 @@ def draw_adapters(model: Any) -> None:
         if ".lora_A." in name:
             whole = torch.empty(parameter.shape)
             nn.init.kaiming_uniform_(whole, a=math.sqrt(5))
-            place(whole, parameter)
+            copy_into(whole, parameter)
         if ".lora_B." in name:
-            place(torch.zeros(parameter.shape), parameter)
+            copy_into(torch.zeros(parameter.shape), parameter)
 
 
 def draw_head(base: Any, names: Sequence[str], targets: Targets) -> None:
-    """The initial weights of modules that the files lack, whole, and then this rank's part."""
+    """Initialise the parameters that the files lack: draw them whole, and copy this rank's part."""
     if not names:
         return
     twin = empty_twin(base).float()
     for path in dict.fromkeys(name.rpartition(".")[0] for name in names):
         part = twin.get_submodule(path).to_empty(device="cpu", recurse=False)
         for value in part.parameters(recurse=False):
-            value.fill_(math.nan)  # what the model does not initialise is found later
+            value.fill_(math.nan)  # load_parameters reports what the model does not initialise
         twin._init_weights(part)
         for name, value in part.named_parameters(path, recurse=False):
             if name in names:
-                place(value, targets[name][0])
+                copy_into(value, targets[name][0])

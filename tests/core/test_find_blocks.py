@@ -117,8 +117,8 @@ def test_blocks_that_hold_less_than_half_of_the_parameters_get_a_warning_with_wh
     model = nn.Sequential(nn.Embedding(1000, 8), *layers(Block, 2))
     pick_blocks("fsdp", Tiny(), model, World(world_size=2))
     said = capsys.readouterr().err
-    assert "layers that were found hold 12 % of the parameters" in said
-    assert "name the model's layers by `def blocks(self, model)` in the task" in said
+    assert "layers found in the model hold only 12 % of its parameters" in said
+    assert "return the model's layers from `def blocks(self, model)` in the task" in said
     pick_blocks("fsdp", naming(model[1]), model, World(world_size=2))
     assert not capsys.readouterr().err, "the task's own choice"
 

@@ -130,7 +130,7 @@ def test_weights_that_come_in_bf16_are_trained_in_float32_and_a_line_says_so(
     results = on_ranks(ranks, dtypes_after_a_step, task, *words)
     assert results == [{torch.float32}] * ranks
     make_run(World(), task)
-    said = "build_model gave 153 parameters in bfloat16: they are stored in float32"
+    said = "build_model returned 153 parameters in bfloat16: stored in float32"
     assert said in capsys.readouterr().out
 
 

@@ -54,7 +54,7 @@ def test_the_second_run_reads_the_buffers_that_the_first_one_read(in_place, smal
 @pytest.mark.bad_input("a block that writes in place to a buffer too large to be copied")
 def test_a_large_buffer_that_is_written_to_in_place_is_refused(monkeypatch):
     monkeypatch.setattr(activation_checkpointing, "SMALL", 0)
-    with pytest.raises(ConfigError, match=r"Codebook\.mean, of 8 elements, is written in place"):
+    with pytest.raises(ConfigError, match=r"Codebook\.mean, a buffer of 8 elements, is written"):
         codebook_after(2, True, True)
 
 

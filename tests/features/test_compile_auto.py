@@ -53,8 +53,8 @@ class Branches(Tiny):
 @pytest.mark.parametrize(
     ("task", "mode", "said"),
     [
-        (Branches(), "eager", "Branch as written: "),
-        (Tiny(), "default", "Sequential as written: InvalidCxxCompiler: No working"),
+        (Branches(), "eager", "Branch uncompiled: "),
+        (Tiny(), "default", "Sequential uncompiled: InvalidCxxCompiler: No working"),
     ],
 )
 def test_a_block_that_can_not_be_compiled_runs_as_written_under_auto(

@@ -133,10 +133,10 @@ class WritesInABlock(Tiny):
     [
         (PlainOutput(), "the model's output, of type SimpleNamespace, has no tensor that FSDP2 f"),
         (OrderOfTheRank([0, 1], [1, 0]), "rank 0 calls the blocks blocks.0, blocks.1 and rank 1"),
-        (OrderOfTheRank([0, 1], [0, 1, 1]), "rank 1 blocks.0, blocks.1, blocks.1, and FSDP2"),
-        (OrderOfTheRank([0], [0]), "did not call its block blocks.1 (1 of 2 such), whose shards"),
-        (WritesInABlock(), "the model's forward changes its parameter 1.scale, which is lost"),
-        (OtherWeights(), "the model is called with another weight of a Linear than its own, as by"),
+        (OrderOfTheRank([0, 1], [0, 1, 1]), "rank 1 blocks.0, blocks.1, blocks.1, but FSDP2"),
+        (OrderOfTheRank([0], [0]), "did not call its block blocks.1 (1 of 2 blocks not called)"),
+        (WritesInABlock(), "the model's forward changes its parameter 1.scale, but under FSDP2"),
+        (OtherWeights(), "the model is called with a weight of a Linear that is not its own, as"),
     ],
 )
 def test_what_sharding_rules_out_is_named_before_the_ranks_part(task, said):

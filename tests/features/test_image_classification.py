@@ -203,7 +203,7 @@ def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
     ("make", "content", "options", "message"),
     [
         (parquet, [0, 1, 1], {"image_column": "photo"}, "args.image_column=photo does not exist;"),
-        (parquet, [3, 7, 7], {}, "classes=auto, and the column label names 0 classes; set task."),
+        (parquet, [3, 7, 7], {}, "classes=auto, but the column label names 0 classes; set task."),
         (parquet, ["x"] * 3, {}, "the column label names 1 classes; set task.args.classes to"),
         (folder_with_table, "file,label\nz.png,x\n", {}, "labels.csv: z.png must be an image that"),
         (folder_with_table, "file,label\na.png,x\n./a.png,y\n", {}, "labels.csv: ./a.png must be"),

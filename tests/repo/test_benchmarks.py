@@ -57,9 +57,9 @@ def in_this_process():
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["overhaed"], "there is no bench 'overhaed'; did you mean overhead?"),
+        (["overhaed"], "there is no benchmark 'overhaed'; did you mean overhead?"),
         (["overhead", "--rounds", "5"], "--rounds: 5 must be at least 6"),
-        (["amp", "gpt", "--runds", "3"], "--runds 3 is no option, and gpt has its own setti"),
+        (["amp", "gpt", "--runds", "3"], "--runds 3 is not an option, and gpt has its own set"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_refused_in_one_line(words, error, capsys):

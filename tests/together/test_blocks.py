@@ -212,8 +212,8 @@ ONE_LAYER = variant(build_model=lambda: nn.Linear(8, 1))
 @pytest.mark.parametrize(
     ("task", "words", "said"),
     [
-        (Tiny(), ["--parallel.bit_exact", "true"], "what another machine compiles may round"),
-        (Tiny(), ["--debug.detect_anomaly", "true"], "names operations, not compiled code"),
+        (Tiny(), ["--parallel.bit_exact", "true"], "code compiled on another machine may round"),
+        (Tiny(), ["--debug.detect_anomaly", "true"], "an operation inside compiled code"),
         (ONE_LAYER, [], "the model has no blocks"),
     ],
 )
@@ -245,7 +245,7 @@ def test_settings_that_do_not_fit_the_model_or_one_another_are_refused(task, wor
     ("strategy", "words", "said"),
     [
         ("fsdp", [], "CUDA graphs, which need fixed addresses, and fsdp"),
-        ("single", ["--train.accumulation_steps", 2], "gradients the next of several micro"),
+        ("single", ["--train.accumulation_steps", 2], "which overwrite a micro-batch's gradients"),
         ("single", [], ""),
     ],
 )

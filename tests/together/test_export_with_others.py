@@ -176,7 +176,7 @@ def test_weights_of_an_adapter_fit_its_base_alone_and_all_weights_some_frozen_on
     trained_run(World(), tmp_path, "single", 1)
     other = AdapterTask(base=1e-3)
     text = message_of(65, trained_run, World(), tmp_path, "single", 2, task=other)
-    assert "was trained on another frozen base.weight (1 such), which it" in text
+    assert "was trained with another frozen base.weight (differing parameters: 1), which it" in text
     torch.manual_seed(0)  # run.seed
     checkpoint = tmp_path / "checkpoints/step_00000001"
     text = message_of(65, load_weights, other.build_model(), checkpoint)

@@ -180,7 +180,7 @@ def test_a_hugging_face_model_that_tells_documents_apart_trains_on_packed_rows(
         assert padding < 20
         assert is_training
         assert weight == counted
-        assert leak.endswith("0.5 as much as its own; use data.pack=off")
+        assert leak.endswith("0.5 times as much as the first's; use data.pack=off")
 
 
 @pytest.mark.bad_input("`data.pack=best_fit` with a model that mixes documents")
