@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
 # Train on several machines: the same command on each, except for NODE_RANK. Arguments go to dist_amp.train:
-#   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 bash launch/many_nodes.sh --config C.toml --run.dir /shared/mine
-# All need the same code, packages and settings, and a shared disk for run.dir. If a rank dies or a machine loses the
-# network, all restart from the last checkpoint; a machine that is not back after RDZV_TIMEOUT seconds ends the run.
+#   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 bash launch/many_nodes.sh --config hsdp_bf16 --run.dir /shared/mine
+# All machines need the same code, packages and settings, and a shared disk for run.dir. If a rank dies or a machine
+# loses the network, all ranks restart from the last checkpoint; if a machine is not back after RDZV_TIMEOUT seconds,
+# the run ends.
 # Docs: docs/launching.md
 #
 # Change, here or in the environment:
-#   NNODES, NODE_RANK   number of machines, or MIN:MAX for those that may come and go; number of this one, from 0
-#   MASTER_ADDR, MASTER_PORT   an address of machine 0 that all can reach, and a free port there (29500)
+#   NNODES              number of machines, or MIN:MAX if machines may join and leave
+#   NODE_RANK           number of this machine, from 0
+#   MASTER_ADDR         an address of machine 0 that all machines can reach
+#   MASTER_PORT         a free port there (29500)
 #   NPROC_PER_NODE      ranks per machine (its GPUs; required without GPUs)
 #   MAX_RESTARTS        maximum number of restarts (3)
 #   RDZV_TIMEOUT        seconds for the machines to connect, at the start and after each restart (300)
@@ -26,7 +29,8 @@ command -v ip >/dev/null || fail "ip is missing; install iproute2"
 [[ "$NNODES" =~ ^([1-9][0-9]*:)?[1-9][0-9]*$ ]] || fail "NNODES=$NNODES must be the number of machines, the same on all"
 [[ "$NODE_RANK" =~ ^[0-9]+$ && "$NODE_RANK" -lt "${NNODES#*:}" ]] ||
     fail "NODE_RANK=$NODE_RANK must be this machine's number, from 0 to NNODES-1=$((${NNODES#*:} - 1))"
-# Addresses, not host names: others may not resolve them, and Debian resolves its own to 127.0.1.1. Ask the route:
+# The machines exchange addresses, not host names: other machines may not resolve a name, and Debian resolves its own to
+# 127.0.1.1. The route to machine 0 tells this machine's address and network interface.
 head="$(getent ahosts "$MASTER_ADDR" | awk 'NR == 1 {print $1}')" || true
 [[ "$NODE_RANK $head" != "0 127."* || "$MASTER_ADDR" == 127.* ]] || head="$(hostname -I | awk '{print $1}')"
 here="$(ip -o route get "$head" | sed 's/.* src \([^ ]*\).*/\1/')" ||

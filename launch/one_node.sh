@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Train on all GPUs of this machine, or on two CPU processes. Arguments go to dist_amp.train:
+# Train on all GPUs of this machine, or in two CPU processes. Arguments go to dist_amp.train:
 #   source .venv/bin/activate
 #   bash launch/one_node.sh --config configs/ddp_fp16.toml --run.dir runs/mine
-# If a rank dies, all restart from the last checkpoint. SIGTERM, SIGUSR1 and Ctrl-C save and stop, with status 75; the
-# same command continues. It is `python3 -m dist_amp.launch`, which takes torchrun's options too; its --help says more.
+# If a rank dies, all ranks restart from the last checkpoint. SIGTERM, SIGUSR1 and Ctrl-C save and stop, with status 75;
+# the same command continues. It runs `python3 -m dist_amp.launch`, which takes torchrun's options too; its --help says
+# more.
 # Docs: docs/launching.md
 #
 # Change, here or in the environment:

@@ -4,7 +4,7 @@ VALUE ...]
 Each worker is a rank that runs dist_amp.train, on this machine or on a cluster made by `ray start`.
 All machines need this checkout and the working directory at the same path, and run.dir on a shared
 disk. To change: --workers (default 2; one GPU each, if there are any), --restarts (how often Ray
-may restart from the newest checkpoint when workers or nodes are lost), and in ScalingConfig a
+may restart from the newest checkpoint after a failure; default 0), and, in ScalingConfig below, a
 worker's other resources, such as CPU cores.
 
 Docs: docs/launching.md
@@ -28,8 +28,8 @@ except ImportError as error:
     sys.exit(f"error: {error}; pip install -c launch/constraints.txt -e '.[ray]' brings Ray Train")
 
 
-def rank(job: dict) -> None:  # what a worker runs, in Ray's process group
-    os.chdir(job["directory"])  # Ray changes it, and settings may have relative paths
+def rank(job: dict) -> None:  # runs in each worker; Ray has made the process group
+    os.chdir(job["directory"])  # Ray changes the directory, and settings may have relative paths
     if status := main(job["words"]):
         raise RuntimeError(
             f"dist_amp.train ended with status {status}; it says why above, and in the run's folder"
@@ -39,8 +39,8 @@ def rank(job: dict) -> None:  # what a worker runs, in Ray's process group
 parser = argparse.ArgumentParser(usage=__doc__, allow_abbrev=False)
 parser.add_argument("--workers", type=int, default=2)
 parser.add_argument("--restarts", type=int, default=0)
-given, words = parser.parse_known_args()
-sys.path.insert(0, os.getcwd())  # as python -m does: for my_file:MyTask
+options, words = parser.parse_known_args()
+sys.path.insert(0, os.getcwd())  # as python -m does, so that my_file:MyTask is found
 try:
     config = load_config(words)  # reports a mistake before Ray starts anything
     settings = {name: value for name, value in os.environ.items() if name.startswith("DIST_AMP_")}
@@ -50,23 +50,23 @@ try:
         settings["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # GPU memory fragments less
     ray.init(
         runtime_env={"env_vars": settings | {"RAY_TRAIN_ENABLE_PRINT_PATCH": "0"}}
-    )  # or it prints twice
+    )  # without the 0, workers print each line twice
     kind = "GPU" if config.run.device != "cpu" and "GPU" in ray.cluster_resources() else "CPU"
     if (
-        not (have := int(ray.cluster_resources()[kind])) >= given.workers > 0
+        not (available := int(ray.cluster_resources()[kind])) >= options.workers > 0
     ):  # Ray would wait forever
         sys.exit(
-            f"error: --workers={given.workers} must be between 1 and {have}, the {kind}s of Ray's "
-            "cluster"
+            f"error: --workers={options.workers} must be between 1 and {available}, the {kind}s of "
+            "Ray's cluster"
         )
-    folder = str(run_folder(config.run, World()).absolute())  # one for all restarts
+    folder = str(run_folder(config.run, World()).absolute())  # the same after each restart
     job = {"words": [*words, "--run.dir", folder], "directory": os.getcwd()}
     backend = TorchConfig(
         "cpu:gloo,cuda:nccl" if kind == "GPU" else "gloo", timeout_s=int(config.run.timeout_seconds)
     )
-    scaling = ScalingConfig(num_workers=given.workers, use_gpu=kind == "GPU")
+    scaling = ScalingConfig(num_workers=options.workers, use_gpu=kind == "GPU")
     where = RunConfig(
-        storage_path=f"{folder}/ray", failure_config=FailureConfig(max_failures=given.restarts)
+        storage_path=f"{folder}/ray", failure_config=FailureConfig(max_failures=options.restarts)
     )
     TorchTrainer(
         rank, train_loop_config=job, torch_config=backend, scaling_config=scaling, run_config=where

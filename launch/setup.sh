@@ -1,4 +1,5 @@
-# Sourced by demo.sh and test.sh: sets $PYTHON to an interpreter that has dist_amp and its dependencies.
+# Sourced by demo.sh and test.sh: sets $PYTHON to an interpreter that has dist_amp and its dependencies. It makes .venv,
+# and installs again when pyproject.toml or constraints.txt has changed: a stamp keeps their checksum.
 # DIST_AMP_PYTHON=PATH uses that interpreter as it is (GPU images have their own torch) and installs nothing.
 # shellcheck shell=bash
 
@@ -23,7 +24,7 @@ else
             fail "python3 is missing or older than 3.11 ($(python3 --version 2>&1)); install a newer one"
         python3 -c 'import venv, ensurepip' 2>/dev/null ||
             fail "python3 has no venv module; on Debian and Ubuntu: apt-get install python3-venv"
-        echo "setting up $root/.venv (once; some minutes)"
+        echo "setting up $root/.venv (once; takes some minutes)"
         [ -x "$PYTHON" ] || python3 -m venv "$root/.venv"
         "$PYTHON" -m pip --version >/dev/null 2>&1 || "$PYTHON" -m ensurepip >/dev/null # uv makes .venv without pip
         "$PYTHON" -m pip install --quiet --disable-pip-version-check \

@@ -5,8 +5,8 @@ set -euo pipefail
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
-# Two processes share the files among them; not where they would be in the way: a debugger, a single test, and -m, which
-# chooses tests that need the machine for themselves.
+# Two processes share the test files. One process is used for a debugger, for a single test, and with -m, which selects
+# tests that need the machine for themselves.
 parallel=(-n 2 --dist loadfile)
 for word in "$@"; do
     case "$word" in
