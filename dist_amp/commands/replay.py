@@ -31,7 +31,7 @@ from dist_amp.config.auto import accumulation_steps
 from dist_amp.config.load import collect, load_saved
 from dist_amp.data import Padding
 from dist_amp.diagnostics.nonfinite_replay import find_in_micro_batches
-from dist_amp.diagnostics.trace import Event, Look, class_name, clean_name, recorded_step
+from dist_amp.diagnostics.trace import Event, Summarize, class_name, clean_name, recorded_step
 from dist_amp.distributed.process import random_state, set_random_state
 from dist_amp.errors import CheckpointRejected, ConfigError, DataError, columns
 from dist_amp.precision import TOLERANCE
@@ -68,13 +68,13 @@ class Replay:
     differences: list[str] = field(default_factory=list)
 
     def step(
-        self, micro_batches: Any = None, look: Look = len, kinds: Sequence[str] = ()
+        self, micro_batches: Any = None, summarize: Summarize = len, kinds: Sequence[str] = ()
     ) -> tuple[StepReport, list[Event]]:
         """Take the next step, and compare it if it was logged. Arguments: see recorded_step."""
         run = self.run
         if micro_batches is None:
             micro_batches = next(run.data)
-        report, events = recorded_step(run, micro_batches, look, kinds)
+        report, events = recorded_step(run, micro_batches, summarize, kinds)
         run.metrics.after_step(report)
         self.callbacks.after_step(report, micro_batches)
         if run.step in self.rows:

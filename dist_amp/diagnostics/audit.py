@@ -1,9 +1,9 @@
-"""Audit for silent corruption: micro-batches are computed by two ranks, and compared to the bit.
+"""Audit for silent data corruption: two ranks compute the same micro-batch, and compare the bits.
 
-Before one random step of every debug.audit_every, each rank computes a micro-batch of its own and
-one of another rank, from the samples to the gradients before they are reduced. Where bits differ,
-all ranks compute it once more, and the majority tells which rank is wrong. The step follows as it
-would without the audit.
+Before one random step of every debug.audit_every steps, each rank computes a micro-batch of its own
+and one of another rank, from reading the samples to the gradients before reduction. If bits differ,
+all ranks compute that micro-batch once more, and the majority decides which rank is wrong. Then the
+step is taken as usual.
 
 Docs: docs/debugging.md
 """
@@ -31,7 +31,7 @@ Hashes = tuple[int, ...]  # of the samples, the loss, and the gradient of each p
 
 
 class Audit(Observer):
-    """Errors: NumericsError where bits differ. `check_settings` says where they can't be equal."""
+    """Errors: NumericsError if bits differ. `check_settings` rejects runs where they may."""
 
     def __init__(self, run: Run):
         self._run = run
@@ -56,7 +56,8 @@ class Audit(Observer):
             own = self._hashes(number, world.rank, micro_batches[number])
             other = self._recomputed(position, number, (world.rank + shift) % ranks)
             rows = world.stack(torch.stack([own, other]))
-            first, second = rows[:, 0], rows[:, 1].roll(shift, 0)  # by the micro-batch's rank
+            # [ranks, hashes]: row i is rank i's micro-batch, computed by rank i and by another.
+            first, second = rows[:, 0], rows[:, 1].roll(shift, 0)
             if torch.equal(first, second):
                 return
             rank = int((first != second).any(1).nonzero()[0])
@@ -65,7 +66,7 @@ class Audit(Observer):
             self._report(number, [rank, (rank - shift) % ranks, *range(ranks)], values)
 
     def _recomputed(self, position: int, number: int, rank: int) -> Tensor:
-        """Hashes of a rank's micro-batch, whose samples are read here. Every rank calls it."""
+        """Hashes of another rank's micro-batch, read and computed here. Every rank calls it."""
         data = self._run.data
         _, shards = next(replace(data.plan, rank=rank).steps(position))
         with self._run.parallel.no_side_effects():
@@ -81,7 +82,7 @@ class Audit(Observer):
             micro_batch = number * run.world.world_size + rank
             seed_micro_batch(run.config.run.seed, run.step, micro_batch)
             _, events = recorded_backward(run, run.task, batch, factor, hash_first, ())
-        by_name = {event.name: event.values for event in events}
+        by_name = {event.name: event.values for event in events}  # "": the loss
         zero = torch.zeros((), dtype=torch.int64, device=device)
         gradients = [by_name.get(name, zero) for name in self._trained]
         return torch.stack([hash_samples([batch], device), by_name[""], *gradients]).cpu()
@@ -93,22 +94,22 @@ class Audit(Observer):
         pairs = zip(names, *values[:2], strict=True)
         different = [name for name, first, second in pairs if first != second]
         text = f"audit of step {run.step + 1}, micro-batch {number} of rank {ranks[0]}: "
-        text += f"other bits of {some_of(different)} when computed again"
+        text += f"{some_of(different)} differ when computed again"
         places = run.world.gather(f"{platform.node()}, {run.world.device}")
         if not (wrong := verdict(ranks, values, places)):
             self._is_off = True
             run.world.warn(
-                f"{text}, also by the same rank: not corruption, but a task that is not "
-                "repeatable, as if it drew from a generator that is not seeded by dist_amp; no "
-                "more steps are audited"
+                f"{text}, even on the same rank: this is no corruption, but the task is not "
+                "repeatable, for example because it draws from a generator that dist_amp does not "
+                "seed; no more steps are audited"
             )
             return
         if mismatch := find_mismatch(run):
             wrong += f"; {mismatch}"
         raise NumericsError(
-            f"{text}; {wrong}; resume from a checkpoint without faulty hardware. If "
-            "dist_amp.verify --bit_exact fails for this task on other machines too, it is not the "
-            "hardware: the task is not deterministic"
+            f"{text}; {wrong}; resume from a checkpoint without the faulty hardware. If "
+            "dist_amp.verify --bit_exact fails for this task on other machines too, the hardware "
+            "is not at fault: the task is not deterministic"
         )
 
 
@@ -117,15 +118,15 @@ def hash_first(values: Sequence[Tensor]) -> Tensor:
 
 
 def check_settings(config: Config, world: World) -> None:
-    """Errors: ConfigError, on all ranks, where other bits would be no sign of corruption."""
+    """Errors: ConfigError, on all ranks, if different bits would be no sign of corruption."""
     kinds = world.gather(kind_of(world.device))
     reason = ""
     if not config.parallel.bit_exact:
         reason = "needs parallel.bit_exact=true: otherwise ranks do not compute the same bits"
     elif len(kinds) == 1:
-        reason = "needs another rank, which computes again, and this is one process"
+        reason = "needs another rank to compute again, but there is one process"
     elif len(set(kinds)) > 1:
-        reason = f"needs ranks on equal devices, and they are on {', '.join(sorted(set(kinds)))}"
+        reason = f"needs ranks on equal devices, but they are on {', '.join(sorted(set(kinds)))}"
     if reason:
         every = config.debug.audit_every
         raise ConfigError(f"debug.audit_every={every} {reason}; use debug.audit_every=off")
@@ -141,13 +142,13 @@ def kind_of(device: torch.device) -> str:
 def choose(
     seed: int, every: int, step: int, ranks: int, micro_batches: int
 ) -> tuple[int, int] | None:
-    """The micro-batch to audit in a step, None in most; a pure function of its arguments.
+    """What to audit in a step, None for most steps; the same on every rank.
 
-    Returns (its number in each rank's step, how many ranks further on is the rank that it is of).
+    Returns (the micro-batch's number in the step, shift: rank i also computes rank i + shift's).
     """
-    window, place = divmod(step, every)
+    window, step_in_window = divmod(step, every)
     generator = random.Random(f"audit {seed} {window}")  # the same in every process, unlike a hash
-    if place != generator.randrange(every):
+    if step_in_window != generator.randrange(every):
         return None
     return generator.randrange(micro_batches), generator.randrange(1, ranks)
 
@@ -155,10 +156,10 @@ def choose(
 def verdict(ranks: Sequence[int], values: Sequence[Hashes], places: Sequence[str]) -> str:
     """The ranks that are wrong, as far as can be known; "" if the task is not repeatable.
 
-    ranks: that of the micro-batch, another one that computed it, then all ranks once more.
-    values: what each of these computed. places: where each of all ranks is.
+    ranks: who computed the micro-batch: its own rank, another one, then all ranks once more.
+    values: the hashes that each of these got. places: the host and device of each rank.
     """
-    # The first two computed it twice, and may differ from themselves.
+    # The first two computed it twice: those with two different results are unsteady.
     unsteady = {ranks[i] for i in (0, 1) if values[i] != values[2 + ranks[i]]}
     other_samples = len({value[0] for value in values}) > 1
     likely, count = Counter(values).most_common(1)[0]
@@ -170,5 +171,5 @@ def verdict(ranks: Sequence[int], values: Sequence[Hashes], places: Sequence[str
     if is_majority:
         wrong = {rank for rank, value in pairs if value != likely}
     if not wrong:
-        return "which rank is wrong can't be told: as many ranks have either result, twice"
-    return f"wrong is {', '.join(f'rank {rank} ({places[rank]})' for rank in sorted(wrong))}"
+        return "which rank is wrong can't be told: no result has a majority"
+    return f"faulty: {', '.join(f'rank {rank} ({places[rank]})' for rank in sorted(wrong))}"

@@ -1,8 +1,8 @@
-"""Checks of what must be equal, or must differ, between the ranks.
+"""Checks that all ranks agree, and ends the run if they don't.
 
-Before there is a run: code, versions and settings. At its start: datasets, what the task keeps, and
-parameters. At every log step: the metrics that are on the host anyway; and every CHECK_EVERY steps
-parameters and buffers, by a hash of each tensor's bits. A step calls nothing here.
+Before the run is built: code, versions and settings. When it starts: samples, the tensors in the
+task's attributes, parameters and buffers. At each log step: metrics that are on the host anyway,
+and every CHECK_EVERY steps a hash of each parameter and buffer. Nothing runs inside a step.
 
 Docs: docs/verification.md
 """
@@ -31,11 +31,11 @@ from dist_amp.telemetry.observer import Observer
 from dist_amp.telemetry.step_report import GLOBAL, GLOBAL_METRICS, LogRow
 from dist_amp.world import World, local
 
-# Of settings.FREE_TO_CHANGE, the settings that may differ between machines: the others decide
-# which ranks wait for which, or how much data there is.
+# The only settings that may differ between machines. Others, even those that may change on resume
+# (settings.FREE_TO_CHANGE), decide which ranks wait for each other or how much data there is.
 PER_MACHINE = ("data.path", "data.workers")
 
-CHECK_EVERY = 100  # steps; assumed: it hashes all parameters, in less than a step's time
+CHECK_EVERY = 100  # steps; assumed: hashing all parameters takes less time than a step
 COMPARED_SAMPLES = 5  # of each split, at the start
 
 
@@ -43,33 +43,33 @@ COMPARED_SAMPLES = 5  # of each split, at the start
 
 
 def check_ranks_agree(target: str, config_text: str, world: World) -> None:
-    """Errors: ConfigError with what differs from rank 0: code, versions and settings."""
+    """Errors: ConfigError if code, versions or settings differ from rank 0's."""
     if world.world_size == 1:
         return
     settings = flat(config_text)
-    settings |= {key: "given" for key in PER_MACHINE if settings[key] != "off"}
+    settings |= {key: "set" for key in PER_MACHINE if settings[key] != "off"}
     python = ".".join(platform.python_version_tuple()[:2])
     mine = {"python": python, "torch": torch.__version__, **code_hashes(target), **settings}
     expected = world.from_main(mine)
     differences = [
-        f"{name} is {mine.get(name, 'absent')}, and {expected.get(name, 'absent')} on rank 0"
+        f"{name} is {mine.get(name, 'absent')}, but {expected.get(name, 'absent')} on rank 0"
         for name in expected | mine
         if mine.get(name) != expected.get(name)
     ]
     problem = ConfigError(
         f"the ranks differ: on rank {world.rank} ({platform.node()}): {'; '.join(differences[:8])};"
-        " start all of them with the same code, versions and settings (environment, config files)"
+        " start all ranks with the same code, versions and settings (environment, config files)"
     )
     world.raise_first(problem if differences else None)
 
 
 def code_hashes(target: str) -> dict[str, str]:
-    """A hash of the task's file, and of the package's but hidden ones, of editors and notebooks."""
+    """{file name: hash} of the task's file and the package's, except hidden ones (of editors)."""
     package = Path(__file__).parent.parent
-    name = "__main__" if target.startswith(GIVEN) else find_task(target).__module__
-    task = Path(getattr(sys.modules[name], "__file__", None) or __file__)
+    module = "__main__" if target.startswith(GIVEN) else find_task(target).__module__
+    task_file = Path(getattr(sys.modules[module], "__file__", None) or __file__)
     hashes = {}
-    for path in (task, *sorted(package.rglob("*.py"))):
+    for path in (task_file, *sorted(package.rglob("*.py"))):
         name = path.name
         if path.is_relative_to(package):
             name = f"dist_amp/{path.relative_to(package).as_posix()}"
@@ -82,7 +82,7 @@ def code_hashes(target: str) -> dict[str, str]:
 
 
 class Consistency(Observer):
-    """Errors: NumericsError if models, optimizers or loss scales have diverged; DataError."""
+    """Errors: DataError if the ranks' inputs differ, NumericsError if their state has diverged."""
 
     def __init__(self, run: Run):
         self._run = run
@@ -98,7 +98,7 @@ class Consistency(Observer):
             from dist_amp.optimizers.groups import check_formula
 
             check_formula(run.schedule, int(row["applied_steps"]))
-        if row.step < min(self._next_check, run.config.train.steps):
+        if row.step < min(self._next_check, run.config.train.steps):  # the last step is checked too
             return
         self._next_check = row.step + CHECK_EVERY
         check_state_equal(run)
@@ -108,45 +108,45 @@ class Consistency(Observer):
 
 
 def repeatable_hash(dataset: Any, index: int) -> str:
-    """A hash of a sample; "" if it can't be read twice with the same result, as a random one."""
+    """Hash of a sample; "" if it can't be read, or if two reads differ (a random sample)."""
     try:
-        first, again = [sample_bytes(dataset, index) for _ in range(2)]
+        first, second = [sample_bytes(dataset, index) for _ in range(2)]
     except Exception:  # the step that needs the sample raises the error
         return ""
-    return hashlib.sha256(first).hexdigest() if first == again else ""
+    return hashlib.sha256(first).hexdigest() if first == second else ""
 
 
 def check_inputs_equal(run: Run) -> None:
-    """Errors: DataError if a rank's samples, or a tensor that its task keeps, are not rank 0's."""
+    """Errors: DataError if samples, or tensors in the task's attributes, differ from rank 0's."""
     world = run.world
     if world.world_size == 1:
         return
     before = random_state(world.device)
-    found: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
     for data in filter(None, (run.data, run.validation)):
-        found[f"the length of the {data.split} split"] = data.plan.length
-        known = getattr(data.fetch.dataset, "fingerprint", None)
-        if isinstance(known, str):
-            found[f"the {data.split} split"] = known
+        inputs[f"the length of the {data.split} split"] = data.plan.length
+        fingerprint = getattr(data.fetch.dataset, "fingerprint", None)
+        if isinstance(fingerprint, str):
+            inputs[f"the {data.split} split"] = fingerprint
             continue
         indices = spread(data.plan.length, COMPARED_SAMPLES)
         hashes = call_in_worker(repeatable_hash, data, indices)
         for index, value in zip(indices, hashes, strict=True):
-            found[f"sample {index} of the {data.split} split"] = value
+            inputs[f"sample {index} of the {data.split} split"] = value
     set_random_state(before, world.device)
     for name, leaves in attributes_of(run.task, run.parallel.module).items():
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        found[f"the task's attribute {name}"] = [digest(tensor) for tensor in tensors]
-    ranks = world.gather(found)
+        inputs[f"the task's attribute {name}"] = [digest(tensor) for tensor in tensors]
+    ranks = world.gather(inputs)
     for name in dict.fromkeys(name for rank in ranks for name in rank):
         values = [rank.get(name) for rank in ranks]
         differing = [str(rank) for rank, value in enumerate(values) if value != values[0]]
-        if differing and "" not in values:
+        if differing and "" not in values:  # "": not repeatable, so not comparable
             raise DataError(
                 f"{name} is not the same on rank {some_of(differing)} as on rank 0; build_dataset "
-                "must return the full dataset on every rank, which dist_amp shards, and what the "
-                "task draws must come from a fixed seed, or in its constructor and build_model "
-                "from the generators of torch, NumPy and Python"
+                "must return the full dataset on every rank, because dist_amp shards it; random "
+                "values that the task stores must come from a fixed seed, or be drawn in its "
+                "constructor or build_model from the global generators of torch, NumPy or Python"
             )
 
 
@@ -182,15 +182,15 @@ def find_mismatch(run: Run, with_batch_statistics: bool = False) -> str:
             "must start with the same weights and apply the same update"
         )
     return (
-        f"the buffer {where} 0 and {rank} after step {run.step}; if forward updates it from its "
-        "batch, average it there or in on_step(run, report)"
+        f"the buffer {where} 0 and {rank} after step {run.step}; if forward updates it from the "
+        "batch, average it over the ranks there or in on_step(run, report)"
     )
 
 
 def compared_buffers(run: Run, with_batch_statistics: bool = False) -> dict[str, Tensor]:
-    """Buffers that must be equal on all ranks: not batch statistics before they are averaged.
+    """Buffers that must be equal on all ranks: batch statistics only after they were averaged.
 
-    Nor caches, which no checkpoint has: they may depend on a rank's own batches.
+    Left out: non-persistent ones, such as caches, which may depend on a rank's own batches.
     """
     module = run.parallel.module
     left_out = {} if with_batch_statistics else batch_statistics(module)
@@ -209,10 +209,10 @@ def check_metrics_agree(row: LogRow) -> None:
     ranks, columns = np.nonzero((values != values[0]) & ~both_nan)
     if not len(ranks):
         return
-    first = columns.argmin()
+    first = columns.argmin()  # the first of GLOBAL_METRICS that differs
     rank, column = ranks[first], columns[first]
     raise NumericsError(
         f"step {row.step}: {GLOBAL_METRICS[column]} is {values[rank, column]} on rank {rank} and "
-        f"{values[0, column]} on rank 0; all ranks must take one decision: from sums over all "
-        "ranks, never from one rank's gradients"
+        f"{values[0, column]} on rank 0; all ranks must make the same decision, from sums over all "
+        "ranks and never from one rank's gradients"
     )

@@ -1,7 +1,8 @@
 """Hashes of each module's parameters and gradients, every metrics.fingerprint steps.
 
-Written with the next log step as {"fingerprints": {step: {"parameters": {module: hash},
-"gradients": ...}}}, from before the update; the same at any world size and strategy.
+The next log step writes {"fingerprints": {step: {"parameters": {module: hash}, "gradients": ...}}}
+to metrics.jsonl. Both are from before the update. Each rank hashes its own shards, whose hashes add
+up to that of the whole tensor: equal bits have equal hashes at any world size and strategy.
 
 Docs: docs/debugging.md
 """
@@ -23,27 +24,27 @@ KINDS = ("parameters", "gradients")
 
 
 class Fingerprint(Observer):
-    """A skipped step has hashes of the parameters only if it does not call the optimizer."""
+    """A skipped step in which the optimizer is not called has hashes of its parameters only."""
 
     def __init__(self, run: Run):
         self._run = run
         self._every: Any = run.config.metrics.fingerprint  # not "off"
         names, parameters = zip(*run.parallel.module.named_parameters(), strict=True)
-        # A parameter of the model itself is hashed under its own name.
+        # A parameter that the model itself holds is hashed under its own name.
         modules = [clean_name(name).rpartition(".")[0] or name for name in names]
         self._names = list(dict.fromkeys(modules))
-        self._module_of = [self._names.index(module) for module in modules]
+        self._module_of = [self._names.index(module) for module in modules]  # by parameter
         shards = run.world.world_size // run.parallel.replicas
-        # This rank's: the parameter, and which of its elements is the shard's first.
+        # What this rank hashes: (parameter, index in it of the first element of this rank's shard).
         self._parts: list[tuple[nn.Parameter, int]] = []
-        if run.world.rank < shards:  # further copies hold the same
+        if run.world.rank < shards:  # ranks above hold replicas
             for parameter in parameters:
-                # FSDP2 gives each rank as many rows, and fewer to the last ones.
+                # FSDP2 gives all ranks the same number of rows, but fewer to the last ones.
                 rows = -(-parameter.shape[0] // shards) if shards > 1 else 0
                 self._parts.append((parameter, run.world.rank * rows * parameter[:1].numel()))
-        self._hashes: list[Tensor] = []  # of this step
-        self._hook = ExitStack()  # in a step that is hashed
-        self._copies: dict[int, Tensor] = {}  # by step, on their way to the host
+        self._hashes: list[Tensor] = []  # of this step, one tensor per kind
+        self._hook = ExitStack()  # on the optimizer, in a step that is hashed
+        self._copies: dict[int, Tensor] = {}  # {step: hashes}, being copied to the host
 
     def before_step(self, micro_batches: Sequence[Any]) -> None:
         step = self._run.step + 1
@@ -53,14 +54,14 @@ class Fingerprint(Observer):
             self._hook.enter_context(hook)
 
     def _hash(self, kind: str) -> None:
-        """Each module's hash, of what this rank holds: [modules] int64."""
+        """Append each module's hash of what this rank holds: [modules] int64."""
         world = self._run.world
         hashes = torch.zeros(len(self._names), dtype=torch.int64, device=world.device)
         with world.clock.hold("diagnostics"):
             for number, (parameter, first) in enumerate(self._parts):
                 tensor = parameter.grad if kind == "gradients" else parameter
                 if tensor is not None:
-                    # Times an odd number, so that exchanged parameters are noticed.
+                    # Times an odd number, so that swapping two parameters changes the sum.
                     value = hash_tensor(local(tensor), first) * (2 * number + 1)
                     hashes[self._module_of[number]] += value.to(world.device)
         self._hashes.append(hashes)
@@ -71,7 +72,7 @@ class Fingerprint(Observer):
         self._hook.close()
         with self._run.world.clock.hold("diagnostics"):
             hashes = self._run.world.sum(torch.stack(self._hashes))
-            # Ahead of a log step's copy in the stream: it has arrived when that one has.
+            # Queued on the stream before a log step's copy, so it has arrived when that one has.
             self._copies[self._run.step] = hashes.to("cpu", non_blocking=True)
         self._hashes = []
 
@@ -79,10 +80,9 @@ class Fingerprint(Observer):
         self._hook.close()
 
     def tags(self, row: LogRow) -> dict[str, Any]:
-        """The hashes up to this log step, for rank 0's line of metrics.jsonl."""
         written = {}
         for step in [step for step in self._copies if step <= row.step]:
-            # As text: JSON's readers may round larger numbers than 2^53.
+            # As text, because JSON readers may round integers above 2^53.
             rows = self._copies.pop(step).tolist()
             hashes = [[f"{value % 2**64:016x}" for value in row] for row in rows]
             written[str(step)] = {

@@ -1,4 +1,4 @@
-"""Checks of the first steps: a loss that is a sum, samples of its own, parameters that are trained.
+"""Checks a run's first steps: the loss is a sum, ranks read different samples, parameters train.
 
 Docs: docs/verification.md
 """
@@ -23,7 +23,7 @@ from dist_amp.telemetry.observer import Observer
 from dist_amp.telemetry.step_report import StepReport
 from dist_amp.world import local
 
-WATCHED_STEPS = 20  # long enough for a mixture's rarely chosen expert to get a sample
+WATCHED_STEPS = 20  # enough for a rarely chosen expert of a mixture to get a sample
 COMPARED_ELEMENTS = 1024  # of each parameter, before and after a step
 
 
@@ -34,10 +34,10 @@ class FirstSteps(Observer):
         self._run = run
         self._last_step = run.step + WATCHED_STEPS
         self._before: list[Tensor] = []
-        self._moved = False
-        self._samples: list[Tensor] = []  # a hash of each step's micro-batches
+        self._is_update_checked = False
+        self._sample_hashes: list[Tensor] = []  # one per step
         parallel = run.parallel
-        # [parameters]: sums of the norms of this rank's part of the gradients.
+        # [parameters]: the norm of this rank's part of each gradient, summed over the steps.
         self._gradient_sums = torch.zeros(len(parallel.parameters), device=parallel.state_device)
         warn_of_untrained(run)
         self._hook = run.optimizer.register_step_pre_hook(self._add_gradients)
@@ -46,23 +46,22 @@ class FirstSteps(Observer):
         self._hook.remove()
 
     def before_step(self, micro_batches: Sequence[Any]) -> None:
-        if not self._moved:
+        if not self._is_update_checked:
             self._before = [part.clone() for part in self._sampled()]
 
     def after_step(self, report: StepReport, micro_batches: Sequence[Any]) -> None:
         if self._run.step == 1:
             warn_of_mean(self._run)
-        if not self._moved:
-            self._check_moved(report)
-        self._samples.append(hash_samples(micro_batches, self._run.world.device))
+        if not self._is_update_checked:
+            self._check_update(report)
+        self._sample_hashes.append(hash_samples(micro_batches, self._run.world.device))
         if self._run.step == self._last_step:
             self._hook.remove()
             self._run.observers.rest(self)
-            check_samples_differ(self._run, self._samples)
+            check_samples_differ(self._run, self._sample_hashes)
             self._warn_of_idle_parameters()
 
     def _sampled(self) -> list[Tensor]:
-        """Some elements of this rank's part of each parameter."""
         parameters = self._run.parallel.parameters
         return [local(p.detach()).reshape(-1)[:COMPARED_ELEMENTS] for p in parameters]
 
@@ -71,25 +70,25 @@ class FirstSteps(Observer):
         gradients: list[Any] = [p.grad for p in self._run.parallel.parameters]
         self._gradient_sums += norms_of([local(gradient) for gradient in gradients])
 
-    def _check_moved(self, report: StepReport) -> None:
-        """Errors: NumericsError where an applied step changed no sampled element on any rank."""
+    def _check_update(self, report: StepReport) -> None:
+        """Errors: NumericsError if the first applied step changed no sampled element anywhere."""
         run = self._run
-        moved = not all(map(torch.equal, self._before, self._sampled()))
+        changed = not all(map(torch.equal, self._before, self._sampled()))
         norm, lr = report.norm.item(), run.schedule.last_lr.item()
-        # Of all ranks: one whose copy of the gradients was damaged may have skipped alone.
-        rows = run.world.gather((report.applied.item(), moved))
-        self._moved = any(applied for applied, _ in rows)
-        if not self._moved or any(moved for _, moved in rows) or not norm * lr:
+        # Gathered, because a rank whose gradients were damaged may have skipped the step alone.
+        rows = run.world.gather((report.applied.item(), changed))
+        self._is_update_checked = any(applied for applied, _ in rows)
+        if not self._is_update_checked or any(changed for _, changed in rows) or not norm * lr:
             return
         text = f"step {run.step} was applied with grad_norm {norm:.3g} at lr {lr:.3g}, but changed "
-        text += "no parameter; check that the optimizer got the parameters of the model, and raise "
-        text += "optim.lr, or use parallel.param_dtype=fp32"
+        text += "no parameter; check that the optimizer has the model's parameters, raise optim.lr "
+        text += "or use parallel.param_dtype=fp32"
         if all(p.dtype == torch.float32 for p in run.parallel.parameters):
             raise NumericsError(text)
-        run.world.warn(text)  # half-precision ones may yet move, at a higher rate
+        run.world.warn(text)  # half-precision parameters may still move at a higher rate
 
     def _warn_of_idle_parameters(self) -> None:
-        """Name the parameters whose gradients were missing or zero in all steps on all ranks."""
+        """Warn of parameters whose gradients were missing or zero in all steps on all ranks."""
         run = self._run
         parameters = run.parallel.parameters
         totals = run.world.sum(self._gradient_sums.to(run.world.device)).tolist()
@@ -99,30 +98,30 @@ class FirstSteps(Observer):
         idle = [names[p] for p, total in zip(parameters, totals, strict=True) if total == 0]
         if idle:
             run.world.warn(
-                f"{some_of(idle)} got no gradient in {WATCHED_STEPS} steps: it counts as zero, and "
-                "weight decay shrinks them; use them in the loss, or set requires_grad=False. For "
-                "a mixture's experts that no sample chose yet, nothing is wrong"
+                f"{some_of(idle)} got no gradient in {WATCHED_STEPS} steps: it counts as zero, so "
+                "weight decay shrinks them; use them in the loss, or set requires_grad=False. This "
+                "is normal for a mixture's experts that no sample has chosen yet"
             )
 
 
-def check_samples_differ(run: Run, samples: list[Tensor]) -> None:
-    """Errors: DataError if two ranks got the same samples in every step, too often for chance."""
-    rows = [tuple(row) for row in run.world.stack(torch.stack(samples)).tolist()]
-    # Few distinct batches, as with little data, coincide now and then.
-    kinds = len({value for row in rows for value in row})
-    by_chance = math.comb(len(rows), 2) * float(kinds) ** -len(samples)
+def check_samples_differ(run: Run, sample_hashes: list[Tensor]) -> None:
+    """Errors: DataError if two ranks got the same samples in every step, and not by chance."""
+    rows = [tuple(row) for row in run.world.stack(torch.stack(sample_hashes)).tolist()]
+    # With little data there are few distinct batches, and two ranks may draw the same ones.
+    distinct = len({value for row in rows for value in row})
+    probability = math.comb(len(rows), 2) * float(distinct) ** -len(sample_hashes)
     first: dict[tuple[int, ...], int] = {}
     for rank, row in enumerate(rows):
-        if first.setdefault(row, rank) != rank and by_chance < 1e-6:
+        if first.setdefault(row, rank) != rank and probability < 1e-6:
             raise DataError(
                 f"ranks {first[row]} and {rank} were fed the same samples up to step {run.step}: "
                 "some samples count twice, others never; build_dataset must return the full "
-                "dataset on every rank, only data.py shards it"
+                "dataset on every rank, because dist_amp shards it"
             )
 
 
 def warn_of_untrained(run: Run) -> None:
-    """Warn of trained parameters that the task holds and its model does not."""
+    """Warn of trainable parameters that the task holds outside of its model."""
     for name, leaves in attributes_of(run.task, run.parallel.module).items():
         count = sum(isinstance(leaf, nn.Parameter) and leaf.requires_grad for leaf in leaves)
         if count:
@@ -131,35 +130,35 @@ def warn_of_untrained(run: Run) -> None:
 
 def untrained_text(name: str, count: int) -> str:
     return (
-        f"the task's attribute {name} holds {count} trained parameters that are not in the model, "
-        "so nothing trains them: put them into the module that build_model returns, or set "
+        f"the task's attribute {name} holds {count} trainable parameters that are not in the "
+        "model, so nothing trains them: put them into the module that build_model returns, or set "
         "requires_grad=False"
     )
 
 
 def warn_of_mean(run: Run) -> None:
-    """Warn if loss_sum does not grow with the samples, by giving it those of a micro-batch twice.
+    """Warn if loss_sum is a mean: the same when each sample of a micro-batch is given twice.
 
-    It is called on a deep copy of the task and its model, so that the run takes the same steps.
-    Every rank calls it. None is made of shards, nor of what a task with a state_dict keeps, such
-    as a teacher, which may be large; `verify` finds a mean there.
+    loss_sum is called on deep copies of the task and its model, so that the run takes the same
+    steps. Every rank calls it. Sharded models are not copied, nor are tasks with a state_dict,
+    which may keep something large such as a teacher: there only `verify` finds a mean.
     """
     if run.parallel.sharded or hasattr(run.task, "state_dict"):
         return
     _, indices = run.data.last_step[0]
     dataset = run.data.fetch.dataset
-    # The samples are shared: there may be many, and they are only read.
+    # The copies share the dataset: it may be large, and it is only read.
     shared = {}
     if dataset is not run.task:
         parts = (dataset, *getattr(dataset, "__dict__", {}).values())
         shared = {id(part): part for part in parts}
     values = []
-    torch.cuda.empty_cache()  # a larger batch between the others leaves their memory in pieces
+    torch.cuda.empty_cache()  # a larger batch would fragment the memory of the others
     with (
         run.parallel.no_side_effects(),
         torch.no_grad(),
         torch.compiler.set_stance("force_eager"),  # nothing is compiled for the larger batch
-        suppress(Exception),  # of a task that can't be copied, or take twice the samples
+        suppress(Exception),  # the task can't be copied, or can't take twice the samples
     ):
         task, model = copy.deepcopy((run.task, run.parallel.module), shared)
         model.eval()
@@ -173,11 +172,11 @@ def warn_of_mean(run: Run) -> None:
     if len(values) < 2:
         return
     (loss_of_one, weight_of_one), (loss_of_two, weight_of_two) = values
-    stays = abs(loss_of_two - loss_of_one) <= 0.25 * abs(loss_of_one)  # not where one is nan
-    if stays and loss_of_one and weight_of_two > 1.5 * weight_of_one:
+    is_close = abs(loss_of_two - loss_of_one) <= 0.25 * abs(loss_of_one)  # False for nan
+    if is_close and loss_of_one and weight_of_two > 1.5 * weight_of_one:
         run.world.warn(
             f"loss_sum returns {loss_of_one:.4g} for {len(indices)} samples and {loss_of_two:.4g} "
-            f"for each of them twice, though weight(batch) grows from {weight_of_one:g} to "
+            f"if each is given twice, though weight(batch) grows from {weight_of_one:g} to "
             f"{weight_of_two:g}: it seems to be a mean; return the sum, as with reduction='sum', "
             "or the mean times the weight"
         )

@@ -1,9 +1,9 @@
-"""Replay of skipped steps: report the module that caused an inf or nan.
+"""Replays skipped steps to report the module that caused an inf or nan.
 
-At a log step after a skip, all ranks run that step's micro-batches again, recorded, with a loss
-scale of 1, so that an overflow by fp16's scale alone is not reported. In a forward it is the first
-module whose output is not finite while its inputs are; in a backward, the first operation of the
-graph that gets a finite gradient and returns one that is not, and its module.
+At the log step after a skip, all ranks compute the skipped step's micro-batches again, recorded by
+trace.Recorder, at a loss scale of 1: what overflows only at fp16's scale is not reported. The cause
+is the first module with finite inputs and a non-finite output; else the first node of the autograd
+graph that receives a finite gradient and returns a non-finite one, with the module it belongs to.
 
 Docs: docs/debugging.md
 """
@@ -31,9 +31,9 @@ from dist_amp.telemetry.observer import Observer
 from dist_amp.telemetry.step_report import LogRow, StepReport
 from dist_amp.world import local
 
-MAX_REPLAYS = 3  # of an interval in fp16, where the loss scale alone explains most skips
+MAX_REPLAYS = 3  # per log interval in fp16, where most skips come from the loss scale alone
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-LISTED = 8  # samples that are shown
+LISTED = 8  # samples in a message
 
 
 # ---- what is reported
@@ -41,7 +41,7 @@ LISTED = 8  # samples that are shown
 
 @dataclass(frozen=True)
 class TensorStats:
-    """Statistics of a tensor when it was recorded."""
+    """Statistics of a tensor when it was recorded. what: its role, such as input or output."""
 
     what: str
     dtype: str
@@ -49,7 +49,7 @@ class TensorStats:
     nan: int
     inf: int
     span: list[float]  # lowest and highest finite value; empty if there is none
-    rows: list[int] = field(default_factory=list)  # of dimension 0, not finite: the first few
+    rows: list[int] = field(default_factory=list)  # first indices of dim 0 that are not finite
 
     @property
     def finite(self) -> bool:
@@ -70,8 +70,8 @@ class NonFinite:
     phase: Literal["batch", "forward", "loss", "backward"]
     module: str  # "" is the model itself
     module_class: str
-    tensors: list[TensorStats]  # first what is not finite, then what it was computed from
-    operation: str = ""  # of the backward graph
+    tensors: list[TensorStats]  # those that are not finite, then what they were computed from
+    operation: str = ""  # in the backward: the node of the autograd graph
     step: int = 0
     rank: int = 0
     micro_batch: int = 0
@@ -82,8 +82,8 @@ class NonFinite:
     def where(self) -> str:
         samples = listed(self.samples)
         rows = self.tensors[0].rows
-        by_sample = self.tensors[0].shape[:1] == [len(self.samples)]
-        if self.phase in ("batch", "forward") and by_sample and len(rows) < len(self.samples):
+        has_samples = self.tensors[0].shape[:1] == [len(self.samples)]
+        if self.phase in ("batch", "forward") and has_samples and len(rows) < len(self.samples):
             samples += f"; not finite: {listed([self.samples[row] for row in rows])}"
         module = f"{self.module or 'the model'} ({self.module_class})"
         place = {
@@ -106,11 +106,11 @@ def listed(samples: Sequence[int]) -> str:
 
 
 def stats_of(values: Sequence[Tensor], what: str = "") -> list[TensorStats]:
-    """Statistics of this rank's part of each floating-point tensor; reads the device."""
+    """Statistics of this rank's part of each floating-point tensor; waits for the device."""
     stats = []
     for tensor in values:
         part = local(tensor).detach()
-        # float8 lacks the operations below.
+        # Tensors in float8 don't have the operations below.
         if part.layout != torch.strided or not part.is_floating_point() or part.element_size() == 1:
             continue
         dtype = DTYPE_NAMES.get(part.dtype, str(part.dtype).removeprefix("torch."))
@@ -118,7 +118,7 @@ def stats_of(values: Sequence[Tensor], what: str = "") -> list[TensorStats]:
         rows: list[int] = []
         span: list[float] = []
         if part.numel():
-            span = [bound.item() for bound in torch.aminmax(part)]  # allocates nothing
+            span = [bound.item() for bound in torch.aminmax(part)]  # needs no memory
         if not all(map(math.isfinite, span)):
             is_finite = part.isfinite()
             nan, inf = int(part.isnan().sum()), int(part.isinf().sum())
@@ -142,7 +142,7 @@ def labelled(what: str, stats: Sequence[TensorStats]) -> list[TensorStats]:
 
 
 def first_nonfinite(events: Sequence[Event]) -> NonFinite | None:
-    """The event that made the loss, or a gradient, not finite. events: recorded with `stats_of`."""
+    """The cause of a loss or gradient that is not finite, or None. events: made with `stats_of`."""
     (loss,) = (event for event in events if event.kind == "loss")
     gradients = [event for event in events if event.kind == "gradient"]
     if not (bad(loss.values) or any(bad(event.values) for event in gradients)):
@@ -150,13 +150,13 @@ def first_nonfinite(events: Sequence[Event]) -> NonFinite | None:
     calls = [event for event in events if event.kind == "forward"]
     if bad(loss.values):
         for call in calls:
-            made = bad(call.values) and not bad(call.inputs)
-            # Unlike a mask's -inf, it is in what every outer call returned.
-            if made and all(bad(outer.values) for outer in call.callers):
+            is_origin = bad(call.values) and not bad(call.inputs)
+            # Unlike a mask's -inf, the cause also shows in the output of every outer module.
+            if is_origin and all(bad(outer.values) for outer in call.callers):
                 stats = labelled("output", call.values) + labelled("input", call.inputs)
                 return NonFinite("forward", call.module, call.module_class, stats)
         stats = labelled("loss", loss.values)
-        for call in calls[-1:]:
+        for call in calls[-1:]:  # the model, if the task called it
             stats += labelled("output", call.values)
         return NonFinite("loss", TASK, "", stats)
     for event in events:
@@ -173,7 +173,7 @@ def first_nonfinite(events: Sequence[Event]) -> NonFinite | None:
 def find_nonfinite(run: Run, task: Any, batch: Any, share: Tensor) -> NonFinite | None:
     """The first inf or nan of a micro-batch's forward and backward; no gradient is kept.
 
-    batch: as a step takes it; share: what its loss is multiplied by, scalar float32.
+    batch: a micro-batch or Padding; share: the factor on its loss, world_size / total weight.
     """
     kinds = ("forward", "backward")
     # Compiled code calls no hooks, and anomaly detection would raise before the cause is found.
@@ -185,7 +185,7 @@ def find_nonfinite(run: Run, task: Any, batch: Any, share: Tensor) -> NonFinite 
         fault = NonFinite("loss", "the task's weight", "", stats)
     if fault is None:
         return None
-    content = batch.batch if isinstance(batch, Padding) else batch
+    content = batch.batch if isinstance(batch, Padding) else batch  # it may be the cause itself
     stats = []
     for path, leaf in tree_flatten_with_path(content)[0]:
         if isinstance(leaf, Tensor):
@@ -196,7 +196,7 @@ def find_nonfinite(run: Run, task: Any, batch: Any, share: Tensor) -> NonFinite 
 def find_in_micro_batches(
     run: Run, step: int, micro_batches: Indexed, task: Any
 ) -> NonFinite | str:
-    """This rank's first fault, or why its replay failed, or ""."""
+    """This rank's first fault; else the error of its replay, or ""."""
     rank, world_size = run.world.rank, run.world.world_size
     weights = weights_of(task, [batch for batch, _ in micro_batches], run.world.device)
     share = world_size / run.world.sum(weights.sum())
@@ -219,8 +219,8 @@ def find_in_micro_batches(
 
 
 class NonfiniteReplay(Observer):
-    """Replays on all ranks, and reads the device, only in intervals with a skip; or, with
-    debug.nonfinite=step, reads each step's outcome and replays with the parameters as they were.
+    """Replays skipped steps on all ranks, and waits for the device only after a skip; or, with
+    debug.nonfinite=step, waits after each step and replays before the parameters change.
     """
 
     def __init__(self, run: Run):
@@ -231,7 +231,7 @@ class NonfiniteReplay(Observer):
         self._notes: list[tuple[int, int, Tensor]] = []
         self._position = run.data.position
         self._reported: set[tuple[str, str, int]] = set()
-        self._random: dict[str, Tensor] | None = None  # before the step, if each is watched
+        self._random: dict[str, Tensor] | None = None  # before a step, with debug.nonfinite=step
         if self._at_each_step:
             self._random = random_state(run.world.device)
 
@@ -257,7 +257,7 @@ class NonfiniteReplay(Observer):
                 return
 
     def where(self, row: LogRow) -> str:
-        """The place where the skips up to this log step began: the end of an error message."""
+        """For the end of an error message: where the skips up to this log step began, or ""."""
         since = row.step - int(row["skips_in_a_row"]) + 1
         for fault in self.faults:
             if fault.step >= since:
@@ -273,7 +273,7 @@ class NonfiniteReplay(Observer):
                 task, data = copy_of_task(run)
             except Exception as error:
                 cause = f"the task can't be copied ({in_one_line(error)})"
-                world.warn(f"step {step} was skipped, and is not taken again: {cause}")
+                world.warn(f"step {step} was skipped, but can't be replayed: {cause}")
                 return False
             with run.parallel.no_side_effects(), no_writes(run.parallel.module.parameters()):
                 micro_batches = data.at(position)
@@ -289,7 +289,7 @@ class NonfiniteReplay(Observer):
         elif failures:
             text = "; ".join(failures)
             world.warn(f"step {step} was skipped, and replaying it failed on {text}")
-        elif not run.scaler.scales:  # in fp16 the scale was too high, its normal cycle
+        elif not run.scaler.scales:  # in fp16 the loss scale was too high, which is normal
             world.warn(
                 f"step {step} was skipped, but its replay is finite: the cause was a random "
                 "augmentation or dropout, only the gradients' norm overflowed, or the parameters "
@@ -302,7 +302,7 @@ class NonfiniteReplay(Observer):
         run = self.run
         self.faults.append(fault)
         look = ""
-        # Stepping a run in a script or a notebook writes no files: it has no folder.
+        # A run that a script or a notebook steps itself has no folder.
         if run.folder.is_dir():
             look = f"; see dist_amp replay {run.folder} --step {fault.step}"
             if run.world.is_main:
@@ -320,9 +320,9 @@ class NonfiniteReplay(Observer):
 
 
 def copy_of_task(run: Run) -> tuple[Any, Batches]:
-    """Copies of the task, and of the data that it collates. Errors: those of copy.deepcopy.
+    """Returns (a copy of the task, run.data with that copy). Errors: those of copy.deepcopy.
 
-    The model and the dataset are shared: they may be large. Call the task inside `no_writes`.
+    They share the model and the dataset, which may be large. Call the task inside `no_writes`.
     """
     module = run.parallel.module
     dataset = run.data.fetch.dataset
@@ -336,7 +336,7 @@ def copy_of_task(run: Run) -> tuple[Any, Batches]:
 
 
 def no_writes(parameters: Iterable[Tensor]) -> Operations:
-    """A context that refuses operations which write to one of the parameters."""
+    """A context in which an operation that would write to a parameter raises RuntimeError."""
     storages = {storage_of(parameter.detach()) for parameter in parameters}
 
     def check(function: Any, args: Any) -> None:

@@ -1,9 +1,9 @@
 """Underflow and lost updates in half precision, per parameter group, with debug.numerics=true.
 
-`numerics/underflow_share/GROUP`: gradients that are zero in fp16 at the current loss scale, as a
-share of those that are not zero in float32, in the step's first micro-batch.
-`numerics/lost_update_share/GROUP`: elements with a gradient whose stored value the step did not
-change. Measuring changes no step.
+`numerics/underflow_share/GROUP`: of the gradients that are not zero in float32, the share that is
+zero in fp16 at the current loss scale, in the step's first micro-batch.
+`numerics/lost_update_share/GROUP`: of the elements whose gradient is not zero, the share whose
+stored value the step did not change. Measuring changes no step.
 
 Docs: docs/debugging.md
 """
@@ -23,19 +23,19 @@ from dist_amp.telemetry.observer import Observer
 from dist_amp.telemetry.step_report import LogRow, StepReport, Tags
 from dist_amp.world import local
 
-# Above these shares there is a warning. Assumed, with a reason: gradients of which 5 % would vanish
-# in fp16 hurt the accuracy of Micikevicius et al. 2018, arXiv:1710.03740, section 3.1.
+# Shares above which to warn. Assumed: in Micikevicius et al. 2018, arXiv:1710.03740, section 3.1,
+# accuracy suffered where about 5 % of the gradients would become zero in fp16.
 UNDERFLOW_LIMIT = 0.05
 LOST_UPDATE_LIMIT = 0.5  # assumed
-# bf16 keeps 8 bits: the next value is |p| x 2^-8 to |p| x 2^-7 away, and rounding loses a step of
-# less than half of it.
+# bf16 has 8 significant bits: the next value is |p| x 2^-8 to |p| x 2^-7 away, and an update below
+# half of that is rounded away.
 SURELY_LOST = 2.0**-9
 
-Masks = Mapping[Tensor, Tensor]  # of this rank's part of each parameter
+Masks = Mapping[Tensor, Tensor]  # {parameter: bool mask of this rank's part of it}
 
 
 class Numerics(Observer):
-    """Measures log steps; warns at the start of updates that bf16 loses. Errors: ConfigError."""
+    """Measures at log steps; warns at the start if bf16 would lose updates. Errors: ConfigError."""
 
     def __init__(self, run: Run):
         self.run = run
@@ -48,8 +48,8 @@ class Numerics(Observer):
         self._warned: set[tuple[str, str]] = set()
         if run.config.debug.numerics and run.scaler.scales and run.precision.cast_by == "policy":
             raise ConfigError(
-                "debug.numerics=true compares fp16 with float32, and FSDP's mixed-precision policy "
-                "computes in one of them only; use precision.cast_by=autocast"
+                "debug.numerics=true compares fp16 with float32, but FSDP's mixed-precision policy "
+                "computes in only one of them; use precision.cast_by=autocast"
             )
         if run.config.optim.name == "adamw":  # whose updates are about as large as lr
             lr = run.config.optim.lr
@@ -58,10 +58,8 @@ class Numerics(Observer):
                 for p in run.parallel.parameters
                 if p.dtype == torch.bfloat16
             }
-            everything: dict[Tensor, Tensor] = {
-                p: torch.ones_like(mask) for p, mask in lost.items()
-            }
-            self._warn_of_lost_updates(self._shares(lost, everything), lr)
+            counted: dict[Tensor, Tensor] = {p: torch.ones_like(mask) for p, mask in lost.items()}
+            self._warn_of_lost_updates(self._shares(lost, counted), lr)
 
     def before_step(self, micro_batches: Sequence[Any]) -> None:
         run = self.run
@@ -84,7 +82,6 @@ class Numerics(Observer):
             self._warn_of_lost_updates(self._lost_shares, float(self.run.schedule.last_lr))
 
     def tags(self, row: LogRow) -> Tags:
-        """The measurements at this log step, for rank 0's line of metrics.jsonl."""
         tags = self.measured.pop(row.step, {})
         return tags if self.run.world.is_main else {}
 
@@ -94,7 +91,7 @@ class Numerics(Observer):
         self._hooks = []
 
     def _underflow(self, micro_batches: Sequence[Any]) -> Tags:
-        """Underflow in this rank's gradients; under FSDP in the shards of the summed ones."""
+        """Underflow in this rank's gradients; under FSDP, in its shards of the reduced ones."""
         run = self.run
         weights = weights_of(run.task, micro_batches, run.world.device)
         factor = run.world.world_size / run.world.sum(weights.sum())
@@ -114,7 +111,7 @@ class Numerics(Observer):
         return {f"numerics/underflow_share/{group}": share for group, share in shares.items()}
 
     def _nonzero_gradients(self, batch: Any, factor: Tensor, fp16: bool) -> Masks:
-        """A mask per parameter, of a loss times `factor`; changes no state."""
+        """Where the gradients of the loss times `factor` are not zero; changes no state."""
         run = self.run
         parallel = run.parallel
         with (
@@ -128,7 +125,7 @@ class Numerics(Observer):
             return {p: local(p.grad) != 0 for p in parallel.parameters if p.grad is not None}
 
     def _keep_parameters(self, *_: Any) -> None:
-        """Right before the update, when it is known which parameters have a gradient."""
+        """Called right before the update, when it is known which parameters have a gradient."""
         with self.run.world.clock.hold("diagnostics"):
             parameters = self.run.parallel.parameters
             self._before = {p: local(p).detach().clone() for p in parameters if p.grad is not None}
@@ -136,7 +133,7 @@ class Numerics(Observer):
     def _count_lost_updates(self, *_: Any) -> None:
         run = self.run
         with run.world.clock.hold("diagnostics"):
-            # The fused kernel is called for skipped steps too, and loses no update there.
+            # A fused optimizer is called for skipped steps too, in which no update is lost.
             applied = run.scaler.applied
             nonzero = {p: local(p.grad) != 0 for p in self._before if p.grad is not None}
             lost = {
@@ -149,14 +146,14 @@ class Numerics(Observer):
         self.measured[run.step + 1] |= tags
         self._lost_shares = shares
 
-    def _shares(self, lost: Masks, everything: Masks) -> dict[str, float]:
-        """{group: lost / all elements} over all ranks, for groups that have any; one host read."""
+    def _shares(self, lost: Masks, counted: Masks) -> dict[str, float]:
+        """{group: lost / counted elements} over all ranks, if any count; waits for the device."""
         device = self.run.world.device
         counts = torch.zeros(len(self._groups), 2, dtype=torch.float64, device=device)
         for row, parameters in zip(counts, self._groups.values(), strict=True):
             for p in parameters:
                 if p in lost:
-                    row += torch.stack([lost[p].sum(), everything[p].sum()]).to(device)
+                    row += torch.stack([lost[p].sum(), counted[p].sum()]).to(device)
         # HSDP's replicas count the same elements, which cancels in the ratio.
         totals = zip(self._groups, self.run.world.sum(counts).tolist(), strict=True)
         return {name: part / total for name, (part, total) in totals if total}
@@ -167,9 +164,9 @@ class Numerics(Observer):
             if in_bf16 and share > LOST_UPDATE_LIMIT:
                 self._warn_once(
                     ("lost updates", group),
-                    f"{100 * share:.0f} % of the updates of {group} are lost to rounding: bf16 "
-                    f"storage keeps 8 bits and lr {lr:g} moves less; use parallel.param_dtype=fp32 "
-                    "or a higher optim.lr",
+                    f"{100 * share:.0f} % of the updates of {group} are lost to rounding: bf16 has "
+                    f"8 significant bits, too few for lr {lr:g}; use parallel.param_dtype=fp32 or "
+                    "a higher optim.lr",
                 )
 
     def _warn_once(self, key: tuple[str, str], text: str) -> None:

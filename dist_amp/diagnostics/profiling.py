@@ -1,7 +1,7 @@
-"""debug.profile: record some steps on all ranks by torch.profiler, into RUN/profile.
+"""debug.profile: record a few steps on every rank with torch.profiler, into RUN/profile.
 
-A trace for ui.perfetto.dev, in which a step is the range ProfilerStep#N; a table of operations; on
-GPUs the allocator's history, for pytorch.org/memory_viz.
+It writes a trace for ui.perfetto.dev, in which step N is the range ProfilerStep#N, a table of
+operations and, on GPUs, the allocator's history for pytorch.org/memory_viz.
 
 Docs: docs/debugging.md
 """
@@ -21,11 +21,11 @@ from dist_amp.telemetry.observer import Observer
 from dist_amp.telemetry.step_report import StepReport
 from dist_amp.world import World
 
-# Not recorded: they compile, size DDP's buckets and fill caches. Assumed to be enough.
+# Not recorded, because they compile, size DDP's buckets and fill caches; 10 is an assumption.
 FIRST_STEPS = 10
-WARM_UP_STEPS = 2  # recorded by the profiler and discarded, because starting it slows the first
+WARM_UP_STEPS = 2  # profiled and discarded, because starting the profiler slows the first one
 ROWS = 40  # of the table
-MAX_ALLOCATIONS = 100_000  # kept; several KB of host memory each, by torch's documentation
+MAX_ALLOCATIONS = 100_000  # in the history; several KB of host memory each (torch's documentation)
 
 
 class Profile(Observer):
@@ -58,7 +58,7 @@ class Profile(Observer):
             return
         if error is not None:
             self._profiler.on_trace_ready = None
-            # With several GPUs, stopping may wait for one that waits for a dead rank.
+            # With several GPUs, stop() may hang: it waits for kernels that wait for a dead rank.
             if run.world.world_size == 1 or run.world.device.type == "cpu":
                 with suppress(Exception):
                     self._profiler.stop()
@@ -72,7 +72,7 @@ class Profile(Observer):
             self._profiler.stop()
 
     def _write(self, profiler: profile) -> None:
-        """Write trace and table while the other ranks wait; the profiler calls it at its end."""
+        """Called by the profiler at its end: writes trace and table, while other ranks wait."""
         run = self._run
         rank = run.world.rank
         on_gpu = run.world.device.type == "cuda"
@@ -101,15 +101,15 @@ class Profile(Observer):
 
 
 def window(done: int, last_step: int, count: int) -> tuple[int, int]:
-    """The first and the last step to record, of those after `done`; last < first if too few."""
-    # At least one step before them, for the profiler's warm-up.
+    """Returns (first, last) step to record after step `done`; last < first if too few are left."""
+    # At least one step comes before them, for the profiler's warm-up.
     first = max(done + 2, min(done + FIRST_STEPS + WARM_UP_STEPS + 1, last_step - count + 1))
     return first, min(first + count - 1, last_step)
 
 
 @contextmanager
 def memory_history(folder: Path, world: World) -> Iterator[None]:
-    """Keep a GPU allocator's history from here on, and write it if memory runs out."""
+    """Record the GPU allocator's history in a with-block, and write it if memory runs out."""
     if world.device.type != "cuda":  # torch keeps no history of CPU memory
         yield
         return

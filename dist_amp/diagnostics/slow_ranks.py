@@ -1,6 +1,6 @@
-"""Warns of a rank whose time without waiting is longer than the others', and of steps that wait
-for data.
+"""Warns of a rank that is slower than the others, and of steps that wait for data.
 
+A rank's own time excludes its waits for other ranks, so only the slow one stands out.
 Docs: docs/metrics.md
 """
 
@@ -13,22 +13,22 @@ from dist_amp.run import Run
 from dist_amp.telemetry.observer import Observer
 from dist_amp.telemetry.step_report import LogRow
 
-FACTOR = 1.2  # of the ranks' median
-DATA_SHARE = 0.5  # of the step, on every rank: above it, data are the bottleneck
-SHARE = 0.05  # of the step: a smaller excess holds nobody up
+FACTOR = 1.2  # a rank is slow above this multiple of the ranks' median
+DATA_SHARE = 0.5  # of the step: data is the bottleneck if every rank waits longer for it
+SHARE = 0.05  # of the step: a smaller excess does not matter
 WINDOW = 6  # log intervals in a row, in each of which a rank must be slow
 QUIET = 10  # log steps without a finding before the same warning is repeated
-NAMES = {"data": "data wait", "other": "callbacks and checks"}  # for the rest the phase's own name
+NAMES = {"data": "data wait", "other": "callbacks and checks"}  # else the phase's name
 
 
 class SlowRanks(Observer):
-    """Rank 0 compares the ranks' local time, and warns of one that is slow in all of a window."""
+    """Rank 0 warns of a rank whose own time is long in each of the last WINDOW log intervals."""
 
     def __init__(self, run: Run):
         self._run = run
         self._phases: deque[np.ndarray] = deque(maxlen=WINDOW)  # [ranks, phases] seconds per step
         self._step_seconds: deque[float] = deque(maxlen=WINDOW)
-        self._quiet: dict[int, int] = {}  # for how many more log steps
+        self._quiet: dict[int, int] = {}  # {rank: log steps for which its warning is not repeated}
         self._is_first = True
         self._has_warned_of_data = False
 
@@ -36,7 +36,7 @@ class SlowRanks(Observer):
         run = self._run
         if not run.world.is_main:
             return
-        if self._is_first:  # compiling, filling caches, first collectives: ranks differ for once
+        if self._is_first:  # ranks differ while they compile, fill caches and connect
             self._is_first = False
             return
         self._phases.append(row.columns(OWN_PHASES) / np.maximum(row.column("steps"), 1)[:, None])
@@ -69,7 +69,7 @@ def median_of(seconds: np.ndarray) -> np.ndarray:
 
 
 def find_slow_ranks(phases: np.ndarray, step_seconds: np.ndarray) -> list[int]:
-    """The ranks whose local time exceeds FACTOR times the ranks' median in every interval.
+    """The ranks whose own time exceeds FACTOR times the ranks' median in every interval.
 
     phases: [WINDOW, ranks, phases] seconds per step; step_seconds: [WINDOW], with all waits.
     """
@@ -80,14 +80,14 @@ def find_slow_ranks(phases: np.ndarray, step_seconds: np.ndarray) -> list[int]:
 
 
 def describe(rank: int, phases: np.ndarray, host: str, step: int) -> str:
-    """The warning of a slow rank, with the phase that takes the most additional time."""
+    """The warning about a slow rank, with the phase that takes the most additional time."""
     seconds = phases.sum(axis=2)
     factor = seconds[:, rank].mean() / max(median_of(seconds).mean(), 1e-9)
     more = (phases[:, rank] - median_of(phases)).mean(axis=0)
     phase = OWN_PHASES[more.argmax()]
     compared = "the median rank" if phases.shape[1] > 2 else "the other rank"
     return (
-        f"rank {rank} on {host} spends {factor:.1f} times as long as {compared}, without waiting "
-        f"for other ranks: {1000 * more.max():.3g} ms per step more in {NAMES.get(phase, phase)} "
+        f"rank {rank} on {host} takes {factor:.1f} times as long as {compared}, not counting waits "
+        f"for other ranks: {1000 * more.max():.3g} ms more per step in {NAMES.get(phase, phase)} "
         f"(up to step {step})"
     )

@@ -1,10 +1,10 @@
-"""python -m dist_amp.verify: prove on your task and machine that every way of running computes the
-same step.
+"""python -m dist_amp.verify: check, with your task on this machine, that every number of ranks,
+strategy and precision computes the same steps.
 
-Each combination of ranks, strategy and precision takes five steps with SGD and with AdamW: of 1, 3
-and 4 micro-batches, one of them partial at the end of an epoch, and before them one step that is
-infinite on a single rank. The gradients of each step and the final parameters are compared with
-plain torch in one process: float32, the whole batch at once.
+Each combination takes five steps with SGD and five with AdamW, of 1, 3 or 4 micro-batches; one is
+partial, at the end of an epoch. Before them, a step with an infinite loss on one rank must be
+skipped. Each step's gradients and update are compared with plain torch: one process, float32, the
+whole batch at once.
 """
 
 import argparse
@@ -37,14 +37,14 @@ All other options are settings of dist_amp.train: --task.target my_file:MyTask, 
 --task.args.width 32, --config FILE.toml ... A small model and short samples are enough: the
 comparison does not depend on their size. It uses torch's SGD and AdamW with float32 parameters,
 reductions and communication, whatever optim.name and parallel.*_dtype are.
-Exit status: 0 nothing fails, 1 something fails, 64 a wrong setting, 65 wrong data."""
+Exit status: 0 passed, 1 failed, 64 a wrong setting, 65 wrong data."""
 
 
 @command()
 def main(argv: Sequence[str]) -> int:
     options, rest = parse(argv)
     config = load_config(rest)
-    if config.compile.blocks == "auto":  # compiled code is compared if it is asked for
+    if config.compile.blocks == "auto":  # compiled blocks are compared only if asked for
         rest = [*rest, "--compile.blocks", "false"]
         config = load_config(rest)
     if options.dtypes:
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     device = locate(config.run).device
     rows = rows_of(options, device)
     if not rows:
-        raise ConfigError("nothing to compare: single takes --world_sizes 1, the others 2 and more")
+        raise ConfigError("nothing to compare: single needs --world_sizes 1, the others 2 or more")
     if options.bit_exact:
         from dist_amp.verify.bit_exact import verify_bits
 
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Returns (this command's options, the settings of a run). Errors: ConfigError."""
+    """Returns (this command's options, the arguments that are settings). Errors: ConfigError."""
     parser = Parser("python -m dist_amp.verify", __doc__, EPILOG)
     parser.add_argument(
         "--world_sizes",
@@ -84,13 +84,13 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--bit_exact",
         action="store_true",
-        help="compare all ways of running bit for bit, each with parallel.bit_exact=true",
+        help="compare all combinations bit for bit, with parallel.bit_exact=true",
     )
     options, rest = parser.parse_known_args(argv)
     for name, known in (("strategies", STRATEGIES), ("precisions", PRECISIONS)):
         words = getattr(options, name).split(",")
         if unknown := set(words) - set(known):
-            raise ConfigError(f"--{name}: {unknown.pop()!r} is none of {', '.join(known)}")
+            raise ConfigError(f"--{name}: {unknown.pop()!r} is not one of {', '.join(known)}")
         setattr(options, name, [word for word in known if word in words])
     return options, rest
 
@@ -103,18 +103,18 @@ def numbers_of_ranks(text: str) -> list[int]:
 
 
 def rows_of(options: argparse.Namespace, device: torch.device) -> list[Row]:
-    """The rows that have a GPU for each rank; hsdp's two replicas need an even number of ranks."""
+    """The table's rows. On GPUs each rank needs its own; hsdp needs an even number of ranks."""
     gpus = torch.cuda.device_count()
     rows: list[Row] = []
     for size in options.world_sizes:
         if device.type == "cuda" and size > gpus:
             say(f"note     {size} ranks are skipped: there are {gpus} GPUs")
             continue
-        exist = ["single"] if size == 1 else ["ddp", "fsdp"]
+        possible = ["single"] if size == 1 else ["ddp", "fsdp"]
         if size % 2 == 0:
-            exist.append("hsdp")
+            possible.append("hsdp")
         for strategy in options.strategies:
-            if strategy in exist:
+            if strategy in possible:
                 rows += [(size, strategy, precision) for precision in options.precisions]
     return rows
 
@@ -122,6 +122,7 @@ def rows_of(options: argparse.Namespace, device: torch.device) -> list[Row]:
 def verify(argv: Sequence[str], rows: list[Row], device: torch.device) -> int:
     """Print findings and table; return 1 if anything in them fails, or nothing passes."""
     config = load_config(argv)
+    # 12: so that 1, 3 and 4 micro-batches per rank are equally large.
     global_batch = math.lcm(GLOBAL_BATCH, *(12 * size for size, _, _ in rows))
     reference = Reference(config, device, global_batch=global_batch)
     parameters = sum(p.numel() for p in reference.model().parameters())
@@ -131,7 +132,7 @@ def verify(argv: Sequence[str], rows: list[Row], device: torch.device) -> int:
             say(f"note     {note}")
     except WrongTask as error:
         say(f"fail     {error}")
-        reason = "no way of running can compute this task's step as one process would"
+        reason = "no combination can compute this task's steps as one process would"
         say(f"failed: {reason}; fix the task first")
         return 1
     supported = []
@@ -146,12 +147,12 @@ def verify(argv: Sequence[str], rows: list[Row], device: torch.device) -> int:
     rows = [row for row in rows if row[2] in supported]
     steps = f"{STEPS} steps of {global_batch} samples with torch's SGD and with its AdamW"
     say(f"compare  {len(rows)} combinations, each {steps}\n")
-    take = partial(compare_row, reference.measured(supported))
-    return print_table(argv, rows, take, judge, HEADING, CLAIM)
+    run_row = partial(compare_row, reference.measured(supported))
+    return print_table(argv, rows, run_row, judge, HEADING, CLAIM)
 
 
 def judge(row: Row, verdicts: list[Verdict]) -> tuple[str, str, str]:
-    """Returns (a row's result in a word, the cause, the worst numbers for the table)."""
+    """Returns ("pass" or "FAIL", the cause, the largest errors with their bounds)."""
     cause = next((verdict.cause for verdict in verdicts if verdict.cause), "")
     gradients = max(verdicts, key=lambda verdict: verdict.gradient_error)
     updates = max(verdicts, key=lambda verdict: verdict.parameter_error / verdict.parameter_bound)

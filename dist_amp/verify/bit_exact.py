@@ -1,7 +1,7 @@
-"""python -m dist_amp.verify --bit_exact: the same bits of each way of running, on your own task.
+"""python -m dist_amp.verify --bit_exact: check that all combinations compute the same bits.
 
-Of the first steps of an epoch and its last ones, losses, module outputs, gradients and parameters
-are compared by hash with those of the first combination in the same precision.
+In the first and the last two steps of an epoch, losses, module outputs, gradients and parameters
+are compared by hash with those of the first combination of the same precision.
 """
 
 import math
@@ -21,7 +21,7 @@ from dist_amp.world import World
 
 
 def verify_bits(argv: Sequence[str], rows: list[Row]) -> int:
-    """Print each row's hash, and what differs first from the first row of its precision."""
+    """Print each row's hash, and its first difference from the first row of its precision."""
     expected: dict[str, list[list[Event]]] = {}  # each step's, by precision
 
     def judge(row: Row, traces: list[list[Event]]) -> tuple[str, str, str]:
@@ -39,9 +39,9 @@ def verify_bits(argv: Sequence[str], rows: list[Row]) -> int:
 
 
 def trace_of_row(world: World, config: Config, row: Row) -> list[list[Event]]:
-    """Each step's events, on every rank."""
+    """The events of each step, the same on every rank."""
     batch = config.train.global_batch_size
-    if batch == "auto":  # two rounds on 8 ranks
+    if batch == "auto":  # two micro-batches on each of 8 ranks
         batch = 16 * config.train.micro_batch_size
     strategy: Any = row[1]
     precision: dict[str, Any] = {"use_amp": row[2] != "fp32"}
@@ -66,19 +66,19 @@ def trace_of_row(world: World, config: Config, row: Row) -> list[list[Event]]:
 
 
 def trace_of_step(run: Run, position: int) -> list[Event]:
-    """The events of the step that begins at this sample: of all ranks, the same on every rank."""
+    """The events on all ranks of the step that begins at this sample; the same on every rank."""
     micro_batches = [batch for batch, _ in run.data.at(position)]
     report, events = recorded_step(run, micro_batches, hash_whole, ("forward", "update"))
     updates = [event for event in events if event.kind == "update"]
-    counted = []
+    own = []
     for event in events:
-        event.callers = ()
+        event.callers = ()  # not needed by other ranks
         padding = isinstance(micro_batches[event.micro_batch], Padding)
         if event.kind != "update" and not padding:
             event.micro_batch = event.micro_batch * run.world.world_size + run.world.rank
-            counted.append(event)
-    of_all = [event for events in run.world.gather(counted) for event in events]
-    step = sorted(of_all, key=lambda event: event.micro_batch)
+            own.append(event)
+    forwards = [event for events in run.world.gather(own) for event in events]
+    step = sorted(forwards, key=lambda event: event.micro_batch)
     step += updates
     step.append(Event("update", "", hash_whole([report.norm])))
     for name, parameter in run.parallel.module.named_parameters():
@@ -87,12 +87,12 @@ def trace_of_step(run: Run, position: int) -> list[Event]:
 
 
 def hash_whole(values: Sequence[Tensor]) -> int:
-    """The hash of whole tensors; a collective if one is sharded."""
+    """The hash of full tensors; a collective if one is sharded."""
     return hash_of([full(value) for value in values])
 
 
 def first_fault(expected: Sequence[Sequence[Event]], traces: Sequence[Sequence[Event]]) -> str:
-    """The first difference in words, or "". Micro-batches of padding are left out."""
+    """The first difference in words, or ""."""
     for step, (a, b) in enumerate(zip(expected, traces, strict=True), start=1):
         if pair := first_difference(a, b):
             event = pair[0]

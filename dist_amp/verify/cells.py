@@ -1,5 +1,8 @@
-"""The steps of one way of running: taken from a run as the main job builds it, captured, and given
-to `compare`; each row of the table on new processes of this machine.
+"""Takes the steps that `verify` compares, with a run as the main job builds it.
+
+A row of the table is a combination of ranks, strategy and precision, and runs in new processes on
+this machine; a cell is a row with one optimizer. Every rank takes the cell's steps, while rank 0
+captures their parameters and gradients, which it compares with the reference.
 
 Not in __main__.py, whose functions a process that multiprocessing spawns can't import.
 """
@@ -46,14 +49,14 @@ Step = Callable[[Run, list[Any]], Any]
 
 def check_cell(world: World, reference: Reference, cell: Cell, step: Step = train_step) -> Verdict:
     """Take the cell's steps on every rank; rank 0 compares them. step: replaces train_step."""
-    reference.task.length = reference.epoch_length
+    reference.task.length = reference.epoch_length  # an epoch ends within these steps
     run = build_run(config_of(reference, cell, world), world, reference.task)
     consistency.check_inputs_equal(run)
     consistency.check_state_equal(run)
     micro_batches, _ = micro_batches_at(run, max(cell.accumulation), 0)
     about = f"a step that is not finite on rank {world.world_size - 1} must be skipped, but"
     fault = fault_of_skip(run, reference, micro_batches, step)
-    if cause := on_first_rank(world, about, fault):
+    if cause := fault_of_ranks(world, about, fault):
         return Verdict(cause=cause)
     captured = capture(run)
     buffers = []
@@ -61,50 +64,46 @@ def check_cell(world: World, reference: Reference, cell: Cell, step: Step = trai
     position = 0
     for accumulation in cell.accumulation:
         micro_batches, position = micro_batches_at(run, accumulation, position)
-        # What forward may change, and what a step's gradients depend on besides what is trained.
+        # Besides the trained parameters, gradients depend on buffers and on what forward changes.
         untrained = consistency.compared_buffers(run, with_batch_statistics=True)
         if reference.by_micro_batch:
             parameters = run.parallel.module.named_parameters()
             untrained |= {name: p for name, p in parameters if not p.requires_grad}
         buffers.append({name: full(tensor) for name, tensor in untrained.items()})
-        with counted(sums_over_ranks) as found:
+        with counted(is_reduction) as flags:
             step(run, micro_batches)
-        reductions.append(sum(found))
+        reductions.append(sum(flags))
     fault = fault_of_counts(run, applied=STEPS, skips_in_a_row=0)
-    counts = on_first_rank(world, "after a skipped and five applied steps,", fault)
+    count_fault = fault_of_ranks(world, "after a skipped and five applied steps,", fault)
     mismatch = consistency.find_mismatch(run)
-    sums = ""
-    own_sums = getattr(reference.task, "couples_samples", False)  # in each micro-batch's backward
-    if (
-        run.config.parallel.accumulate_reduce == "last"
-        and len(set(reductions)) > 1
-        and not own_sums
-    ):
-        sums = (
-            f"steps of {cell.accumulation} micro-batches sum over ranks {reductions} times, not "
-            "equally often; only the last may reduce gradients: each other one needs no_sync "
-            "around its forward and its backward"
+    reduction_fault = ""
+    couples = getattr(reference.task, "couples_samples", False)  # its loss reduces, too
+    if run.config.parallel.accumulate_reduce == "last" and len(set(reductions)) > 1 and not couples:
+        reduction_fault = (
+            f"steps of {cell.accumulation} micro-batches reduce over ranks {reductions} times, not "
+            "equally often; only the last one may reduce gradients: the others need no_sync around "
+            "their forward and backward"
         )
     end = {name: full(p) for name, p in trained(run).items()}
     verdict = Verdict()
     try:
         if world.is_main:
-            done = Comparison(reference, cell, world.world_size, captured, buffers, end)
-            verdict = compare(done)
+            comparison = Comparison(reference, cell, world.world_size, captured, buffers, end)
+            verdict = compare(comparison)
     finally:
         world.wait_long()  # for rank 0, which alone computes the reference
     # Wrong gradients can lead to skipped steps, so they come before a wrong count.
-    return replace(verdict, cause=verdict.cause or counts or mismatch or sums)
+    return replace(verdict, cause=verdict.cause or count_fault or mismatch or reduction_fault)
 
 
 def config_of(reference: Reference, cell: Cell, world: World) -> Config:
     """The user's config with the cell's settings, and a loss scale that grows and backs off."""
     user = reference.config
     scaled = reference.hyperparameters
-    reduces = user.parallel.accumulate_reduce
-    casts = cell.precision != "fp32"
-    dtype: Any = cell.precision if casts else "auto"
-    has_policy = casts and cell.strategy in ("fsdp", "hsdp")
+    accumulate_reduce = user.parallel.accumulate_reduce
+    use_amp = cell.precision != "fp32"
+    dtype: Any = cell.precision if use_amp else "auto"
+    has_policy = use_amp and cell.strategy in ("fsdp", "hsdp")
     scaler = ScalerConfig()
     if cell.precision == "fp16":
         scaler = ScalerConfig(init_scale=reference.init_scale, growth_interval=2)
@@ -114,7 +113,7 @@ def config_of(reference: Reference, cell: Cell, world: World) -> Config:
         data=replace(user.data, workers=0, shuffle=True, drop_last=False),
         precision=replace(
             user.precision,
-            use_amp=casts,
+            use_amp=use_amp,
             dtype=dtype,
             cast_by=user.precision.cast_by if has_policy else "auto",
             tf32=False,
@@ -123,7 +122,7 @@ def config_of(reference: Reference, cell: Cell, world: World) -> Config:
         parallel=ParallelConfig(
             cell.strategy,
             user.parallel.replicas,
-            accumulate_reduce="every" if reduces == "every" else "last",
+            accumulate_reduce="every" if accumulate_reduce == "every" else "last",
             activation_checkpointing=user.parallel.activation_checkpointing,
         ),
         train=TrainConfig(
@@ -141,11 +140,11 @@ def config_of(reference: Reference, cell: Cell, world: World) -> Config:
 
 
 def capture(run: Run) -> list[State]:
-    """Record each optimizer step's parameters and gradients: full, in float32, on rank 0 only."""
+    """Returns a list to which steps add the optimizer's input: full tensors, on rank 0 only."""
     captured: list[State] = []
     unscale_and_clip = run.scaler.unscale_and_clip
 
-    def recorded(optimizer: Any, norm: Tensor, clip: Any) -> Tensor:
+    def record(optimizer: Any, norm: Tensor, clip: Any) -> Tensor:
         gradients = {}
         parameters = {}
         for name, p in trained(run).items():
@@ -155,7 +154,7 @@ def capture(run: Run) -> list[State]:
             captured.append(State(parameters, gradients))
         return unscale_and_clip(optimizer, norm, clip)
 
-    run.scaler.unscale_and_clip = recorded  # type: ignore[method-assign, assignment]
+    run.scaler.unscale_and_clip = record  # type: ignore[method-assign, assignment]
     return captured
 
 
@@ -177,7 +176,7 @@ def micro_batches_at(run: Run, accumulation: int, position: int) -> tuple[list[A
     return [batch for batch, _ in run.data.fetched(shards)], position
 
 
-def sums_over_ranks(function: Any, out: Any) -> bool:
+def is_reduction(function: Any, out: Any) -> bool:
     name = str(function)
     return "c10d" in name and ("reduce_scatter" in name or "allreduce" in name)
 
@@ -207,11 +206,11 @@ def fault_of_skip(run: Run, reference: Reference, micro_batches: list[Any], step
 
 
 def fault_of_counts(run: Run, applied: int, skips_in_a_row: int) -> str:
-    """The fault in this rank's counters or loss scale after a skipped and `applied` steps."""
+    """What is wrong in this rank's counters or loss scale after a skipped and `applied` steps."""
     counters = run.schedule.counters.tolist()
     if counters != [applied, 1, skips_in_a_row]:
         count = f"it counted as {counters[0]} applied, {counters[1]} skipped"
-        return f"{count}; the schedule follows applied steps only"
+        return f"{count}; the schedule must follow applied steps only"
     scaler = run.config.precision.scaler
     growths = applied // scaler.growth_interval
     scale = scaler.init_scale * scaler.backoff_factor * scaler.growth_factor**growths
@@ -221,8 +220,8 @@ def fault_of_counts(run: Run, applied: int, skips_in_a_row: int) -> str:
     return ""
 
 
-def on_first_rank(world: World, about: str, fault: str) -> str:
-    """The fault of the first rank that has one, in words; every rank calls it."""
+def fault_of_ranks(world: World, about: str, fault: str) -> str:
+    """The fault of the first rank that has one, or ""; every rank calls it."""
     for rank, text in enumerate(world.gather(fault)):
         if text:
             return f"{about} on rank {rank} {text}"
@@ -245,20 +244,20 @@ def compare_row(
 def print_table(
     argv: Sequence[str],
     rows: Sequence[Row],
-    take: Callable[[World, Config, Row], Any],
+    run_row: Callable[[World, Config, Row], Any],
     judge: Callable[[Row, Any], tuple[str, str, str]],
     heading: str,
     claim: str,
 ) -> int:
     """Print a line per row, then each cause; return 1 if any row fails, or none passes.
 
-    judge(row, what `take` returned) returns (a word: pass, FAIL ..., the cause, the figures).
+    judge(row, what `run_row` returned on rank 0) returns (pass, FAIL or first; cause; figures).
     """
     say(f"ranks  strategy  precision  {heading}     took")
     rows_by_cause: dict[str, list[str]] = {}
     words: Counter[str] = Counter()
     began = started = time.perf_counter()
-    for row, result in results_on_ranks(argv, rows, take):
+    for row, result in results_on_ranks(argv, rows, run_row):
         if isinstance(result, str):
             word, _, cause = result.partition(": ")
             figures = "-"
@@ -287,20 +286,21 @@ def say(text: str) -> None:
 
 
 def results_on_ranks(
-    argv: Sequence[str], rows: Sequence[Row], take: Callable[[World, Config, Row], Any]
+    argv: Sequence[str], rows: Sequence[Row], run_row: Callable[[World, Config, Row], Any]
 ) -> Iterator[tuple[Row, Any]]:
-    """Each row with what `take` returns on rank 0 of as many new processes, or a rank's error in
-    words: "refused: ..." for what training refuses too, else "FAIL: ...".
+    """Yields (row, what `run_row` returned on rank 0), with a new process for each rank; after an
+    error a text instead: "refused: ..." for what training rejects too, else "FAIL: ...".
     """
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # for ranks it ends
+    # spawn would log a line for each rank that it ends.
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     for row in rows:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        with socket.create_server(("127.0.0.1", 0)) as unused:
+            port = unused.getsockname()[1]
         with TemporaryDirectory() as folder:
             path = Path(folder, "result")
             result = ""
             try:
-                spawn(run_rank, (port, list(argv), row, take, path), nprocs=row[0])
+                spawn(run_rank, (port, list(argv), row, run_row, path), nprocs=row[0])
             except ProcessException as error:
                 result = f"FAIL: {error}"  # such as "process 1 terminated with signal SIGKILL"
             if path.exists():
@@ -313,12 +313,12 @@ def run_rank(
     port: int,
     argv: list[str],
     row: Row,
-    take: Callable[[World, Config, Row], Any],
+    run_row: Callable[[World, Config, Row], Any],
     path: Path,
 ) -> None:
-    """One rank's process: writes what `take` returns on rank 0, or the first error of any rank.
+    """One rank's process: writes what `run_row` returned on rank 0, or the first error of any rank.
 
-    It prints nothing: the command has said everything before the table, once for all rows.
+    It prints nothing: the command has printed notes and warnings once, for all rows.
     """
     size = row[0]
     os.environ |= {"WORLD_SIZE": f"{size}", "LOCAL_WORLD_SIZE": f"{size}"}
@@ -332,10 +332,10 @@ def run_rank(
         try:
             config = load_config(argv)
             world = contexts.enter_context(start(config.run))
-            result = take(world, config, row)
+            result = run_row(world, config, row)
             if world.is_main:
                 write_first(path, result)
-        except Exception as error:  # before this rank leaves the group, at which the rest fails
+        except Exception as error:  # before this rank leaves the group, and the others fail
             text = f"FAIL: rank {rank}: {in_one_line(error)}"
             if isinstance(error, ConfigError | DataError):
                 text = f"refused: {error}"

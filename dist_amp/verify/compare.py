@@ -1,25 +1,25 @@
-"""The comparison: each step's gradients and update, of one way of running, with the reference's.
+"""Compares each step's gradients and update in a cell with the reference's.
 
-Every step is compared where it begins: the reference computes the gradients of the step's whole
-batch at the cell's parameters and buffers, so that a rounding error of one step does not change
-what the next one is compared with. The first parameters are the initial weights, bit for bit, and
-each step's end is the next one's start, so the steps together are proven. The reference's optimizer
-takes one textbook step from the cell's parameters with the cell's gradients, which were compared
-already; its moments are its own from the first step on, so wrong moments of a cell show.
+Each step is compared from its own start: the reference computes the gradients of the whole batch at
+the cell's parameters and buffers, so that a step's rounding errors do not affect the comparison of
+the next. Before the first step, the parameters must be the initial weights, bit for bit; each step
+starts where the one before ended, so no change goes unchecked. The reference's optimizer takes one
+textbook step from the cell's parameters with the cell's gradients, which have been compared by
+then. It keeps its own moments from the first step on, so wrong moments in the cell are found.
 
-Where samples of a micro-batch are coupled, or forward changes a state, a step is compared with its
-micro-batches one after the other, each with the samples of all ranks, in one process.
+Where samples of a micro-batch are coupled, or forward changes a state, the reference takes the
+step's micro-batches one after the other, each with the samples of all ranks.
 
 The bounds are derived, not tuned; u is the unit roundoff: 2^-24 fp32, 2^-12 fp16, 2^-9 bf16.
 
 gradients: n x u + 4 e, relative to the largest element. Each of the n results that forward and
     backward round adds about one u. Long sums with cancellation and flipped ReLUs add more: e is
-    the error of plain torch in one process, in this precision, with the batch whole and in twelve
-    parts; times 4, for later steps and other orders of summation. n and e are measured at the first
-    step; where a step exceeds that, again at its parameters, with the cell's micro-batches as
-    parts. At most 0.45, so that a factor of two is always found.
+    the error of plain torch in one process, in this precision, with the batch whole or in twelve
+    parts. The 4 allows for later steps and other orders of summation. n and e are measured at the
+    first step; if a step exceeds that bound, again at its parameters, with the cell's micro-batches
+    as parts. The bound is at most 0.45, so that a factor of two is always found.
 parameters: u x (3 P + 50 D) + 4 e in all precisions, since parameters and updates are float32. A
-    parameter is rounded three times: decay's factor, its product, the sum with the change. AdamW
+    parameter is rounded three times: weight decay's factor, its product, adding the change. AdamW
     rounds the change 19 times (unscaling and clipping 7, two moments 6, step 6), and early rounding
     errors of its moments count at most 2.4 times. P is the largest parameter, D the largest change.
     e is the error of plain torch's float32 step against its float64 step from the same states.
@@ -48,7 +48,7 @@ from dist_amp.verify.reference import (
 
 @dataclass(frozen=True)
 class Cell:
-    """One way of running. accumulation: micro-batches in each of the steps."""
+    """What is compared at once, on some number of ranks. accumulation: micro-batches per step."""
 
     strategy: Strategy
     precision: Literal["fp32", "bf16", "fp16"]
@@ -58,7 +58,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The distance of a cell from the reference. cause: what is wrong."""
+    """A cell's largest errors, and their bounds. cause: what is wrong, or ""."""
 
     gradient_error: float = math.nan
     gradient_bound: float = math.nan
@@ -69,7 +69,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The record of a cell: the states that its optimizer got, buffers at each step, the end."""
+    """A cell's record: at each step the optimizer's input and the buffers; the last parameters."""
 
     reference: Reference
     cell: Cell
@@ -83,7 +83,7 @@ class Comparison:
         return {**self.states[step].parameters, **self.buffers[step]}
 
     def parts(self, step: int) -> list[tuple[int, ...]]:
-        """The samples of each micro-batch of a step; of all ranks together if by micro-batch."""
+        """The samples of each micro-batch of a step; of all ranks together if by_micro_batch."""
         samples = self.reference.step_samples[step]
         size = self.reference.global_batch // (self.ranks * self.cell.accumulation[step])
         shards = [shard_step(samples, self.ranks, size, rank) for rank in range(self.ranks)]
@@ -100,7 +100,7 @@ class Comparison:
         return self.reference.gradients(parts, self.start(step))[0]
 
     def bound(self, step: int, error: float) -> float:
-        """The first step's bound of gradients, or this step's where `error` exceeds that."""
+        """The bound on gradients: the first step's, or this step's if `error` exceeds that."""
         bound = self.reference.bound(self.cell.precision)
         if error <= bound:
             return bound
@@ -109,28 +109,28 @@ class Comparison:
         return max(bound, at_step)
 
 
-def compare(run: Comparison) -> Verdict:
+def compare(record: Comparison) -> Verdict:
     """The largest errors of all steps, or the first step that exceeds a bound, with the cause."""
-    reference, cell, states = run.reference, run.cell, run.states
+    reference, cell, states = record.reference, record.cell, record.states
     if len(states) != STEPS:
         times = f"the optimizer was applied {len(states)} times in {STEPS} steps"
-        return Verdict(cause=f"{times}; it must be once in each")
+        return Verdict(cause=f"{times}; each step must apply it once")
     if any(not torch.equal(states[0].parameters[n], x) for n, x in reference.initial.items()):
         cause = "the initial weights are not those that build_model makes from run.seed"
         return Verdict(cause=cause)
-    ends = [*(state.parameters for state in states[1:]), run.end]
+    ends = [*(state.parameters for state in states[1:]), record.end]
     updates = reference.updates(cell.optimizer, states)
-    update_bound = bound_of_updates(run, updates)
+    update_bound = bound_of_updates(record, updates)
     verdicts = []
     for step, state in enumerate(states):
-        truth = run.truth(step)
+        truth = record.truth(step)
         error = relative_error(state.gradients, truth)
-        bound = run.bound(step, error)
+        bound = record.bound(step, error)
         update_error = largest(difference(ends[step], updates[step]))
         cause = ""
         # "not <=" in place of ">", for nan
         if not error <= bound:
-            cause = about_gradients(run, step, truth)
+            cause = gradient_fault(record, step, truth)
         elif not update_error <= update_bound:
             cause = (
                 f"the gradients of step {step + 1} are right, the parameters after it are not: "
@@ -143,44 +143,45 @@ def compare(run: Comparison) -> Verdict:
     return replace(worst, parameter_error=max(verdict.parameter_error for verdict in verdicts))
 
 
-def bound_of_updates(run: Comparison, updates: Sequence[Values]) -> float:
+def bound_of_updates(record: Comparison, updates: Sequence[Values]) -> float:
     """The bound on the error of the parameters. updates: the reference's, in float64."""
-    rounded = run.reference.updates(run.cell.optimizer, run.states, torch.float32)
+    rounded = record.reference.updates(record.cell.optimizer, record.states, torch.float32)
     changes = []
     errors = []
     for step, update in enumerate(updates):
-        changes.append(largest(difference(update, run.states[step].parameters)))
+        changes.append(largest(difference(update, record.states[step].parameters)))
         errors.append(largest(difference(rounded[step], update)))
-    parameters = map(largest, [*updates, run.states[0].parameters])
+    parameters = map(largest, [*updates, record.states[0].parameters])
     roundings = 3 * max(parameters) + 50 * max(changes)
     return UNIT_ROUNDOFF["fp32"] * roundings + 4 * max(errors)
 
 
-def about_gradients(run: Comparison, step: int, truth: Values) -> str:
-    """The fault in a step's gradients, in words. truth: the right ones."""
-    accumulation = run.cell.accumulation[step]
+def gradient_fault(record: Comparison, step: int, truth: Values) -> str:
+    """What is wrong with a step's gradients. truth: the right ones."""
+    accumulation = record.cell.accumulation[step]
     micro_batches = "1 micro-batch" if accumulation == 1 else f"{accumulation} micro-batches"
     text = f"the gradients of step {step + 1} ({micro_batches}) are off"
-    gradients = run.states[step].gradients
+    gradients = record.states[step].gradients
     if not all(value.isfinite().all() for value in gradients.values()):
         return f"{text}: they are not finite"
-    tolerance = 2 * run.reference.bound(run.cell.precision)
+    tolerance = 2 * record.reference.bound(record.cell.precision)
+    # The least-squares factor between the gradients and the right ones.
     products = sum((gradients[name] * value).sum() for name, value in truth.items())
     factor = float(products / sum(value.square().sum() for value in truth.values()))
     scaled_truth = {name: factor * value for name, value in truth.items()}
     if not relative_error(gradients, scaled_truth) <= tolerance:
         return (
             f"{text}, and not by one factor: each micro-batch must be divided by the weight of all "
-            "ranks and micro-batches, and gradients summed over ranks and micro-batches"
+            "ranks and micro-batches, and gradients must be summed over them"
         )
     text += f": all of them are {factor:.4g} times what they should be"
-    if run.cell.precision == "fp16" and factor < 0.01:
+    if record.cell.precision == "fp16" and factor < 0.01:
         return f"{text}; they were clipped before they were unscaled"
     mistakes = {
         accumulation: "the division by accumulation_steps is missing",
         1 / accumulation: "they are divided by accumulation_steps twice",
-        run.ranks: "they are summed over ranks, not averaged",
-        1 / run.ranks: "they are divided by the number of ranks twice",
+        record.ranks: "they are summed over ranks, not averaged",
+        1 / record.ranks: "they are divided by the number of ranks twice",
     }
     for value, mistake in mistakes.items():
         if math.isclose(factor, value, rel_tol=tolerance):

@@ -2,8 +2,8 @@
 
     print(dtype_report(config))
 
-Autocast decides per operation, so operations are recorded, after autocast's casts. Costly
-operations are those whose FLOPs torch counts: matrix products, convolutions, attention.
+Autocast casts the inputs of each operation, so operations are recorded with their cast inputs.
+Costly operations are those whose FLOPs torch counts: matrix products, convolutions, attention.
 """
 
 import re
@@ -29,7 +29,7 @@ SHORT = {dtype: name for name, dtype in DTYPES.items()} | {torch.float64: "fp64"
 CPU_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
 COSTLY = {CPU_ATTENTION, *map(str, flop_registry)}
 
-# Operations that only move or cast elements; views are recognised by torch.
+# Operations that only move or cast elements; views are not recorded at all.
 MOVES = re.compile(
     "_to_copy|copy_|clone|_unsafe_view|detach|zeros_like|ones_like|empty_like|cat|stack"
 )
@@ -48,7 +48,7 @@ def dtype_report(config: Config, world: World | None = None, task: Task | None =
         config,
         run=replace(config.run, dir="unused", resume="never"),
         data=replace(config.data, workers=0),  # only one batch is needed
-        # A policy needs ranks to shard over, so autocast is what is recorded.
+        # FSDP's policy needs ranks to shard over, so autocast is recorded instead.
         precision=replace(config.precision, cast_by="auto"),
         parallel=ParallelConfig(),
         compile=replace(config.compile, blocks=False),
@@ -64,7 +64,7 @@ def dtype_report(config: Config, world: World | None = None, task: Task | None =
     rows, costly = table_of(model, recorder.events)
     table = "\n".join(columns(list(dict.fromkeys(rows)), left=len(rows[0])))
     if precision == "fp32":
-        return f"precision.use_amp=false: all is computed in float32, by request\n\n{table}"
+        return f"precision.use_amp=false: everything is computed in float32\n\n{table}"
     head = (
         f"autocast to {precision} on {run.world.device.type}; one micro-batch, forward and loss\n"
         "(a sharded run casts by FSDP's policy, norms too, unless precision.cast_by=autocast)"
@@ -83,8 +83,8 @@ def dtypes_of(values: Sequence[Tensor]) -> list[str]:
 def table_of(model: nn.Module, events: Sequence[Event]) -> tuple[list[tuple[str, ...]], list[str]]:
     """Returns (rows of the table, a line for each costly operation).
 
-    Rows are of the modules that ran and have no children, weights of their own, or costly
-    operations. Numbers in names are *, so that equal blocks have equal rows.
+    A module that ran has a row if it has no children, has weights of its own or ran costly
+    operations. Numbers in names become *, so that equal blocks have equal rows.
     """
     # {(module, column): distinct dtypes, in order}
     cells: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)

@@ -1,7 +1,7 @@
-"""Findings: what in the task makes two ways of running differ, so that no strategy is blamed.
+"""Checks the task itself, so that no strategy is blamed for the task's own problems.
 
-Two runs of the model that should agree are compared call by call: the first module is named whose
-output changes though its inputs do not.
+Most checks run the model twice in ways that should agree, compare the two runs call by call, and
+report the first module whose output differs although its inputs are equal.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -24,11 +24,11 @@ from dist_amp.verify.reference import Reference, Values, gradients_of, relative_
 
 SAMPLES = 8  # enough to split; the comparison itself takes more
 IGNORE_INDEX = -100  # the label that cross-entropy ignores
-ROUNDING = 1e-6  # of gradients in float32: 3e-8 to 3e-6 in tests/families.py
-TRIES = 3  # batches, of which one must have the gradients of its halves
+ROUNDING = 1e-6  # relative, of gradients in float32: 3e-8 to 3e-6 in tests/families.py
+TRIES = 3  # batches; in one of them, the gradients must be the sums of the halves'
 BY_MICRO_BATCH = (
-    "each micro-batch, over all ranks, is compared with one of the same samples in one process, "
-    "and no partial window"
+    "each micro-batch over all ranks is compared with the same samples in one process, and no step "
+    "is partial"
 )
 
 
@@ -38,7 +38,7 @@ class WrongTask(Exception):
 
 @dataclass(frozen=True)
 class Trace:
-    """One forward and backward. calls: of modules, inner before outer, with copies of tensors."""
+    """One forward and backward. calls: the modules', inner before outer, with copies of tensors."""
 
     loss: Tensor
     unused: list[str]  # parameters without a gradient
@@ -51,7 +51,7 @@ def inspect_task(reference: Reference) -> Iterator[str]:
 
     Fills `reference.eval_classes`, whose modules are compared in evaluation mode.
     """
-    yield from _left_out(reference)
+    yield from _note_left_out(reference)
     batch = reference.batch(reference.step_samples[0][:SAMPLES])
     first = trace(reference, batch)
     _check_trained_elsewhere(reference, batch)
@@ -66,16 +66,16 @@ def inspect_task(reference: Reference) -> Iterator[str]:
             f"{where} is not deterministic: two identical runs differ by {error:.1e}; make it "
             "deterministic (run.deterministic=true does that for kernels)"
         )
-    # In training mode, so before batch statistics are left out.
-    yield from _leaks(reference, batch)
-    yield from _random(reference, batch)
-    yield from _state(reference, batch)
-    yield from _sums(reference)
+    # Needs training mode: the checks after it may put modules into evaluation mode.
+    yield from _check_packing(reference, batch)
+    yield from _check_random(reference, batch)
+    yield from _check_state(reference, batch)
+    yield from _check_sums(reference)
     _check_dtype_of_loss(reference, batch)
     if unused := trace(reference, batch).unused:
         yield (
             f"{unused[0]} ({len(unused)} such) gets no gradient from {SAMPLES} samples, which "
-            "counts as zero: right for a mixture's idle experts; else use it, or set "
+            "counts as zero: fine for a mixture's idle experts; otherwise use it, or set "
             "requires_grad=False"
         )
 
@@ -102,7 +102,7 @@ def _label(name: str, kind: str) -> str:
 
 def first_change(a: Trace, b: Trace, tolerance: float = 0.0) -> tuple[float, str]:
     """Returns (relative error, label) of the first module whose output differs for equal inputs;
-    else of the loss. Of more rows in `a`, the first are compared.
+    else of the loss. If `a` has more rows, only its first ones are compared.
     """
     if pair := first_difference(a.calls, b.calls, _error, tolerance):
         call, other = pair
@@ -124,8 +124,7 @@ def _error(a: list[Tensor], b: list[Tensor]) -> float:
     return max(errors, key=lambda error: (error != error, error))
 
 
-def _left_out(reference: Reference) -> Iterator[str]:
-    """Notes on what is not compared."""
+def _note_left_out(reference: Reference) -> Iterator[str]:
     if names := " and ".join(reference.task.left_out):
         yield f"not compared: the task's {names}; the steps are those of torch's SGD and AdamW"
     labels = [
@@ -138,7 +137,7 @@ def _left_out(reference: Reference) -> Iterator[str]:
 
 
 def _check_trained_elsewhere(reference: Reference, batch: Any) -> None:
-    """Errors: WrongTask if the loss would train parameters that the task keeps beside its model."""
+    """Errors: WrongTask if the loss depends on trainable parameters outside of the model."""
     model = reference.model()
     reference.loss_and_backward(model, batch)
     for name, leaves in attributes_of(reference.task.task, model).items():
@@ -147,8 +146,8 @@ def _check_trained_elsewhere(reference: Reference, batch: Any) -> None:
             raise WrongTask(untrained_text(name, len(trained)))
 
 
-def _random(reference: Reference, batch: Any) -> Iterator[str]:
-    """Modules whose results depend on the seed."""
+def _check_random(reference: Reference, batch: Any) -> Iterator[str]:
+    """Find modules whose results depend on the seed."""
 
     def find() -> str:
         tolerance = reference.rounding_error
@@ -158,18 +157,18 @@ def _random(reference: Reference, batch: Any) -> Iterator[str]:
 
     reason = "the result is drawn at random in training mode"
     fix = (
-        "draw the numbers of each sample in the task's augment(sample, rng), which puts them into "
-        "the batch, the same on every reading"
+        "draw each sample's random numbers in the task's augment(sample, rng) and put them into "
+        "the sample: then they are the same on every reading"
     )
     yield from _in_evaluation_mode(reference, find, reason, fix)
 
 
-def _state(reference: Reference, batch: Any) -> Iterator[str]:
-    """What forward changes and depends on, such as a teacher; batch statistics apart."""
+def _check_state(reference: Reference, batch: Any) -> Iterator[str]:
+    """Find what forward changes, such as a teacher's weights; not batch statistics."""
     model = reference.model()
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.requires_grad:  # a teacher begins as a copy, and does not move yet
+            if parameter.requires_grad:  # a teacher begins as an equal copy, and would not change
                 parameter.mul_(1.01)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     reference.loss_and_backward(model, batch)
@@ -184,8 +183,8 @@ def _state(reference: Reference, batch: Any) -> Iterator[str]:
         yield f"forward changes {changed[0]} ({len(changed)} such): {BY_MICRO_BATCH}"
 
 
-def _sums(reference: Reference) -> Iterator[str]:
-    """Check that a batch's loss, gradients and weight are the sums of its halves'."""
+def _check_sums(reference: Reference) -> Iterator[str]:
+    """Check that a batch's loss, gradients and weight are the sums of those of its halves."""
     if getattr(reference.task, "couples_samples", False):
         reference.by_micro_batch = True
         yield f"the task has couples_samples=True: {BY_MICRO_BATCH}"
@@ -196,10 +195,8 @@ def _sums(reference: Reference) -> Iterator[str]:
                 f"the layer {name} has scale_grad_by_freq=True, which counts indices in each "
                 "micro-batch alone; use False"
             )
-    reason = (
-        "the result depends on the whole batch (batch statistics), which no split of it can equal"
-    )
-    fix = "use a layer that treats each sample for itself, such as group norm"
+    reason = "the result depends on the whole batch (batch statistics), and changes if it is split"
+    fix = "use a layer that treats each sample on its own, such as group norm"
     yield from _in_evaluation_mode(reference, partial(_not_a_sum, reference), reason, fix)
     samples = reference.step_samples[0][:SAMPLES]
     weights = [reference.task.weight(batch) for batch in _halved(reference, samples)]
@@ -229,10 +226,10 @@ def _not_a_sum(reference: Reference) -> str:
         errors.append(relative_error(added, whole.gradients))
         if not torch.isclose(whole.loss, halves, rtol=tolerance, atol=0):
             break
-        # What rounding does to them: in another order, a term of the whole batch is the same.
+        # The effect of rounding alone: another order does not change a term of the whole batch.
         reordered = trace(reference, reference.batch(samples[::-1]))
         rounding = relative_error(reordered.gradients, whole.gradients)
-        # A router or ReLU that rounding flips changes gradients too, but seldom in all tries.
+        # Rounding can also flip a router or a ReLU, but rarely in all tries.
         if not errors[-1] > 10 * max(rounding, ROUNDING):
             return ""
     # Outputs without a dimension are losses, which need not be sums.
@@ -257,7 +254,7 @@ def _not_a_sum(reference: Reference) -> str:
 def _in_evaluation_mode(
     reference: Reference, find: Callable[[], str], reason: str, fix: str
 ) -> Iterator[str]:
-    """Put classes into evaluation mode until `find` labels no module. Errors: WrongTask."""
+    """Put module classes into evaluation mode until `find` returns no label. Errors: WrongTask."""
     while where := find():
         kind = where.rpartition(" ")[2].strip("()")
         if kind in reference.eval_classes:
@@ -279,7 +276,7 @@ def _check_dtype_of_loss(reference: Reference, batch: Any) -> None:
         try:
             with reference.autocast(dtype), torch.no_grad():
                 losses.append(reference.task.loss_sum(model, batch).float())
-        except RuntimeError:  # the device can't compute it so: its rows are skipped, with a note
+        except RuntimeError:  # not possible on the device: those rows are skipped, with a note
             return
     error = _error(losses[1:], losses[:1])
     if error > reference.rounding_error:
@@ -295,17 +292,17 @@ def _to_float32(module: nn.Module, inputs: Any, output: Any) -> None:
             tensor.data = tensor.float()
 
 
-def _leaks(reference: Reference, batch: Any) -> Iterator[str]:
+def _check_packing(reference: Reference, batch: Any) -> Iterator[str]:
     """Check that attention does not cross the documents of a row, if the batch has position_ids.
 
-    Only every second document gets labels, and the gradient of their loss with respect to the other
-    documents' embeddings must be exactly 0, as it is if they are masked. Errors: WrongTask.
+    Only every second document gets labels. The gradient of their loss with respect to the other
+    documents' embeddings is exactly 0 if attention is masked. Errors: WrongTask.
     """
     if not isinstance(batch, Mapping) or not isinstance(batch.get("position_ids"), Tensor):
         return
     unchecked = (
-        "packed documents are not checked for leaks, which takes an nn.Embedding of input_ids, "
-        "labels like them, and a row with two documents"
+        "packed documents are not checked for leaks, which needs an nn.Embedding of input_ids, "
+        "labels of the same shape, and a row with two documents"
     )
     ids: Any = batch.get("input_ids")
     labels: Any = batch.get("labels")
@@ -318,7 +315,7 @@ def _leaks(reference: Reference, batch: Any) -> Iterator[str]:
         yield unchecked
         return
     model = reference.model()
-    embedded: list[Tensor] = []  # what embeddings make of input_ids
+    embedded: list[Tensor] = []  # the embeddings of input_ids
 
     def embed(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
         tokens = next(tensors(args), torch.empty(0))
@@ -344,8 +341,8 @@ def _leaks(reference: Reference, batch: Any) -> Iterator[str]:
         raise WrongTask(
             "packed documents leak: the gradient of a document's loss with respect to another's "
             f"embeddings is up to {outside:.2g}, and must be 0; call the model with "
-            "use_cache=False and without an attention_mask of ones, since with either it takes a "
-            "row for one document; if it mixes tokens without regard to position_ids, use "
+            "use_cache=False and without an attention_mask of ones: otherwise it takes a row for "
+            "one document; if the model mixes tokens whatever position_ids are, use "
             "data.pack=off"
         )
     rows = int(second.any(1).sum())

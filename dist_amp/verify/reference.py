@@ -1,7 +1,7 @@
 """The reference: gradients and updates of one process with the whole batch, in plain torch.
 
 It shares no code with step.py. Learning rates, clipping limits and AdamW's eps are scaled to the
-task's gradients: every step moves the parameters by about 1 %, and clipping takes effect.
+task's gradients, so that every step changes the parameters by about 1 %, and clipping takes effect.
 """
 
 import math
@@ -31,18 +31,18 @@ from dist_amp.settings import Config, OptimConfig
 from dist_amp.task import Task
 
 UNIT_ROUNDOFF = {"fp32": 2.0**-24, "fp16": 2.0**-12, "bf16": 2.0**-9}
-# Methods of a task that are not used: the steps are those of torch's AdamW and SGD.
+# Methods of a task that are not used, since the steps are those of torch's AdamW and SGD.
 NOT_COMPARED = ("optimizer", "groups", "schedule")
-LARGEST_BOUND = 0.45  # of the gradients: a factor of two is always found
+LARGEST_BOUND = 0.45  # on gradient errors: a factor of two always exceeds it
 STEPS = 5
-GLOBAL_BATCH = 48  # samples of a step, by default: for 1, 2 and 4 ranks x 1, 3 and 4 micro-batches
+GLOBAL_BATCH = 48  # samples per step; 1, 2 and 4 ranks x 1, 3 and 4 micro-batches divide it
 
-Values = Mapping[str, Tensor]
+Values = Mapping[str, Tensor]  # by name of the parameter or buffer
 
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """Scaled to the task's gradients. lr: of each optimizer."""
+    """Scaled to the task's gradients. lr: by optimizer name."""
 
     lr: dict[str, float]
     eps: float
@@ -62,7 +62,7 @@ class State:
 class RepeatableTask:
     """The user's task with `length` samples that are the same on every reading, without dropout.
 
-    eval_classes: whose modules are in evaluation mode. infinite_loss: for this rank.
+    eval_classes: of the modules in evaluation mode; infinite_loss: makes this rank's loss inf.
     """
 
     def __init__(self, task: Task, device: torch.device, length: int, eval_classes: set[str]):
@@ -76,7 +76,7 @@ class RepeatableTask:
         self.left_out = [f"{name}()" for name in NOT_COMPARED if hasattr(task, name)]
 
     def __getattr__(self, name: str) -> Any:
-        # augment is called when samples are read, for the reference too.
+        # augment is called once, when the samples are read: the reference must get the same ones.
         if name in NOT_COMPARED or name == "augment":
             raise AttributeError(name)
         return getattr(self.task, name)
@@ -86,7 +86,7 @@ class RepeatableTask:
         for module in model.modules():
             if isinstance(module, _DropoutNd):
                 module.p = 0.0
-            if isinstance(module, nn.RNNBase):  # cuDNN's has no backward in evaluation mode
+            if isinstance(module, nn.RNNBase):  # in evaluation mode cuDNN has no backward
                 module.dropout = 0.0
             if type(module).__name__ in self._eval_classes:
                 stay_in_evaluation_mode(module)
@@ -126,7 +126,7 @@ class RepeatableTask:
 
 
 class Reference:
-    """The reference of one task on one device, and the settings that all cells share."""
+    """The reference for one task on one device, and the settings that all cells share."""
 
     def __init__(
         self,
@@ -136,12 +136,12 @@ class Reference:
         measured: Mapping[str, Any] = {},
         global_batch: int = GLOBAL_BATCH,
     ):
-        """measured: another Reference's `measured()`, for equal settings."""
+        """measured: another Reference's `measured()`, so that both use the same settings."""
         self.config = config
         self.device = device
         self.global_batch = global_batch
-        self.by_micro_batch = False  # samples are coupled, or forward keeps a state
-        self.eval_classes: set[str] = set()  # whose modules are compared in evaluation mode
+        self.by_micro_batch = False  # whether samples are coupled, or forward changes a state
+        self.eval_classes: set[str] = set()  # modules compared in evaluation mode
         self._bounds: dict[str, float] = {}
         vars(self).update(measured)  # fills the cached properties
         length = STEPS * self.global_batch
@@ -159,7 +159,7 @@ class Reference:
         """A new model with the initial weights that every rank of every cell has."""
         seed_all(self.config.run.seed)
         model = build_whole(self.task, self.device, frozen_too=precision == "fp32")
-        model.train()  # as a plain loop does, whatever the run makes of it
+        model.train()  # as a plain training loop does
         return model
 
     @cached_property
@@ -173,7 +173,7 @@ class Reference:
 
     @property
     def epoch_length(self) -> int:
-        """Samples in an epoch: 3.4 steps, to end within a micro-batch; 3 if by micro-batch."""
+        """Samples in an epoch: 3.4 steps, so that the last one is partial; 3 if by_micro_batch."""
         if self.by_micro_batch:
             return 3 * self.global_batch
         return 3 * self.global_batch + 2 * self.global_batch // 5
@@ -201,7 +201,7 @@ class Reference:
             )
         rms = norm / math.sqrt(gradient.numel())
         weights = torch.cat([p.flatten() for p in self.initial.values()])
-        # What trains may begin at zero.
+        # All trained parameters may begin at zero.
         step = 0.01 * (weights.norm().item() or math.sqrt(weights.numel()))
         lr = {"sgd": step / norm, "adamw": step / (gradient / (gradient.abs() + rms)).norm().item()}
         # At most 1 % of the weights per step: with lr x weight_decay above 2 they would diverge.
@@ -210,7 +210,7 @@ class Reference:
 
     @cached_property
     def init_scale(self) -> float:
-        """1/32 of the largest scale at which the first step is finite: it doubles twice in five."""
+        """The first loss scale: 1/32 of the largest at which step 1 is finite. It doubles twice."""
         scale = 2.0**16
         first = [self.step_samples[0]]
         while scale > 2.0**-10:
@@ -233,14 +233,14 @@ class Reference:
             parts = [part.tolist() for part in samples.chunk(count)]
             bound, error = self.bound_at(precision, parts)
             if not error <= LARGEST_BOUND:
-                raise RuntimeError(f"its gradients are off by {error:.1g}, in one process too")
+                raise RuntimeError(f"its gradients are off by {error:.1g} even in one process")
             self._bounds[precision] = bound
         return self._bounds[precision]
 
     def bound_at(
         self, precision: str, parts: Sequence[Sequence[int]], values: Values | None = None
     ) -> tuple[float, float]:
-        """Returns (bound on the gradients' relative error, n x u + 4 e as in compare.py; e)."""
+        """Returns (bound on the gradients' relative error: n x u + 4 e, see compare.py; e)."""
         whole = parts
         if not self.by_micro_batch:
             whole = [[index for part in parts for index in part]]
@@ -258,7 +258,7 @@ class Reference:
         precision: str = "fp32",
         scale: float | None = None,
     ) -> tuple[Values, int]:
-        """Returns (gradients of the mean loss of all parts, rounded results in one part)."""
+        """Returns (gradients of the mean loss over all parts, count of rounded results in one)."""
         model = self.model(precision)
         model.load_state_dict({**model.state_dict(), **(values or {})})
         if scale is None:
@@ -266,7 +266,7 @@ class Reference:
         batches = [self.batch(part) for part in parts]
         weight = sum(self.task.weight(batch) for batch in batches)
         for batch in batches:
-            with counted(rounds) as roundings:
+            with counted(is_rounded) as roundings:
                 self.loss_and_backward(model, batch, precision, scale / weight)
         gradients = {name: gradient / scale for name, gradient in gradients_of(model).items()}
         return gradients, sum(roundings)
@@ -279,7 +279,7 @@ class Reference:
         scale: float | Tensor = 1.0,
         task: Any = None,
     ) -> Tensor:
-        """The loss of a batch in one process, after its backward. task: by default its own."""
+        """The loss of a batch in one process, after its backward. task: in place of self.task."""
         with without_ranks():
             with self.autocast(precision):
                 loss = (task or self.task).loss_sum(model, batch)
@@ -346,7 +346,7 @@ def stay_in_evaluation_mode(module: nn.Module) -> None:
 
 @contextmanager
 def without_ranks() -> Iterator[None]:
-    """Run as a process without a group: a loss that gathers from all ranks sees its batch alone."""
+    """Hide the process group: a loss that gathers from all ranks gets its own batch only."""
     group = dist.GroupMember.WORLD
     dist.GroupMember.WORLD = None
     try:
@@ -356,22 +356,22 @@ def without_ranks() -> Iterator[None]:
 
 
 @contextmanager
-def counted(counts: Callable[[Any, Any], bool]) -> Iterator[list[bool]]:
-    """Collect counts(function, output) of each operation of torch's dispatcher."""
-    found: list[bool] = []
-    with Operations(lambda function, _, output: found.append(counts(function, output))):
-        yield found
+def counted(predicate: Callable[[Any, Any], bool]) -> Iterator[list[bool]]:
+    """Collect predicate(function, output) of each operation of torch's dispatcher."""
+    flags: list[bool] = []
+    with Operations(lambda function, _, output: flags.append(predicate(function, output))):
+        yield flags
 
 
-def rounds(function: Any, out: Any) -> bool:
-    """Whether an operation computes new floating-point values."""
+def is_rounded(function: Any, out: Any) -> bool:
+    """Whether an operation computes new floating-point values, which are rounded."""
     is_view = any(value.alias_info is not None for value in function._schema.returns)
     first = out[0] if isinstance(out, tuple | list) and out else out
     return isinstance(first, Tensor) and first.is_floating_point() and not is_view
 
 
 def gradients_of(model: nn.Module) -> Values:
-    """The gradients of all that trains; zeros where the loss does not depend on a parameter."""
+    """The gradients of the trained parameters; zeros for those that the loss does not use."""
     return {name: gradient_of(p) for name, p in model.named_parameters() if p.requires_grad}
 
 
@@ -385,8 +385,8 @@ def difference(a: Values, b: Values) -> Values:
 
 def largest(values: Values) -> float:
     """The largest absolute value; nan if any is."""
-    each = [value.detach().abs().max().double() for value in values.values()]
-    return torch.stack(each).max().item()
+    maxima = [value.detach().abs().max().double() for value in values.values()]
+    return torch.stack(maxima).max().item()
 
 
 def relative_error(values: Values, truth: Values) -> float:

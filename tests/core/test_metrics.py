@@ -144,7 +144,7 @@ def test_a_total_weight_that_is_0_or_no_number_is_named(weight):
     run = make_run(World(), variant(weight=lambda batch: weight))
     recorded_steps(run, 3)
     said = message_of(65, Limits(run).on_log, log(run))
-    assert f"a total weight was {weight}; the task's weight" in said
+    assert f"a step had a total weight of {weight} (up to step 3); the loss" in said
     assert "--run.allow_config_change true, or return max(1, weight)" in said
 
 

@@ -35,7 +35,7 @@ def difference_of_ranks(world, words, files, torch_of_rank_1):
 
 
 FILES = {"dist_amp/step.py": "0123abcd", "own.py": "89abcdef"}
-OTHER_FILES = "dist_amp/step.py is 0123abcd, and MINE on rank 0; own.py is 89abcdef, and absent on "
+OTHER_FILES = "dist_amp/step.py is 0123abcd, but MINE on rank 0; own.py is 89abcdef, but absent on "
 
 
 @pytest.mark.bad_input("nodes with different code, config or versions")
@@ -43,9 +43,9 @@ OTHER_FILES = "dist_amp/step.py is 0123abcd, and MINE on rank 0; own.py is 89abc
     ("words", "files", "version", "what"),
     [
         ("--data.path /scratch --data.workers 2", {}, "2.10.0", ""),  # settings of a machine
-        ("--optim.lr 0.1", {}, "2.10.0", "data.path is off, and given on rank 0; optim.lr is 0.1"),
+        ("--optim.lr 0.1", {}, "2.10.0", "data.path is off, but set on rank 0; optim.lr is 0.1"),
         ("", FILES, "2.10.0", OTHER_FILES),
-        ("", {}, "2.11.0", "torch is 2.11.0, and 2.10.0 on rank 0; start all"),
+        ("", {}, "2.11.0", "torch is 2.11.0, but 2.10.0 on rank 0; start all"),
     ],
 )
 def test_ranks_with_other_code_settings_or_torch_get_each_difference_with_both_values(

@@ -58,7 +58,7 @@ def test_a_parameter_that_never_gets_a_gradient_is_named_after_some_steps_and_no
     results = on_ranks(2, warnings_and_checks, Changed(forget), strategy)
     for (warning,), checks in results:
         assert warning.startswith("forgotten got no gradient in 20 steps: it counts as zero")
-        assert "mixture's experts that no sample chose yet, nothing is wrong" in warning
+        assert "normal for a mixture's experts that no sample has chosen yet" in warning
         assert checks == 0
 
 
@@ -78,7 +78,7 @@ class FixedSize(Mean):
 @pytest.mark.bad_input("a loss_sum that returns a mean")
 def test_a_loss_that_is_a_mean_is_named_after_the_first_step():
     for (warning,) in on_ranks(2, warnings_of, Mean(), "ddp", 1):
-        assert "for each of them twice, though weight(batch) grows from 2 to 4" in warning
+        assert "if each is given twice, though weight(batch) grows from 2 to 4" in warning
         assert "it seems to be a mean; return the sum" in warning
 
 
@@ -124,5 +124,5 @@ def test_a_trained_parameter_outside_the_model_is_named_at_the_start(capsys):
     run.task.model = run.parallel.module
     FirstSteps(run)
     said = capsys.readouterr().err
-    assert "the task's attribute factor holds 1 trained parameters that are not in" in said
+    assert "the task's attribute factor holds 1 trainable parameters that are not in" in said
     assert "attribute model" not in said

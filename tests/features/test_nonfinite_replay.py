@@ -196,7 +196,7 @@ def test_a_replay_moves_nothing_that_the_task_keeps_and_is_left_out_where_it_wou
     faults, (warning,) = replayed(World(), task, words, str(tmp_path))
     assert len(task.losses) == 1
     assert bool(faults) == (lock is None)
-    assert ("is not taken again: the task can't be copied" in warning) == bool(lock)
+    assert ("can't be replayed: the task can't be copied" in warning) == bool(lock)
 
 
 def test_each_skip_is_recorded_and_the_error_that_ends_the_run_names_where_they_began(

@@ -131,9 +131,9 @@ def test_updates_at_lr_1e_6_are_lost_in_bf16_storage_and_none_in_float32(storage
     # Of the rows that the data use: the others have no gradient, and nothing to lose.
     shares = [step["numerics/lost_update_share/matrices"] for step in written.values()]
     assert [lost[0] <= share <= lost[1] for share in shares] == [True] * 3
-    warning = "% of the updates of matrices are lost to rounding: bf16 storage keeps 8 bits and lr"
+    warning = "% of the updates of matrices are lost to rounding: bf16 has 8 significant bits, too"
     times = int(storage == "bf16")
-    assert stderr.count(f"{warning} 1e-06 moves less; use") == times, "once, at the start"
+    assert stderr.count(f"{warning} few for lr 1e-06; use") == times, "once, at the start"
     assert stderr.count("warning") == times
     high = [*words, "--optim.lr", 3e-2]
     assert on_ranks(2, measurements, HalfUsed(), high)[0][:2] == ({}, "")

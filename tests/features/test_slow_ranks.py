@@ -52,8 +52,8 @@ def test_a_rank_that_takes_half_as_long_again_is_named_with_phase_and_factor(ran
     (line,) = warned(phases)
     compared = "the median rank" if ranks > 2 else "the other rank"
     found = re.fullmatch(
-        rf"rank 1 on host1 spends (.*) times as long as {compared}, without waiting for other "
-        r"ranks: (.*) ms per step more in backward \(up to step \d+\)",
+        rf"rank 1 on host1 takes (.*) times as long as {compared}, not counting waits for other "
+        r"ranks: (.*) ms more per step in backward \(up to step \d+\)",
         line,
     )
     # Three standard errors of five intervals, rounded.
@@ -118,8 +118,8 @@ def said_on_a_clock_of_its_own(world, folder, phase):
 )
 def test_the_main_job_names_a_rank_that_takes_twice_as_long(tmp_path, phase):
     said, _ = on_ranks(2, said_on_a_clock_of_its_own, str(tmp_path / "run"), phase)
-    (line,) = [line for line in said.splitlines() if "without waiting for other ranks" in line]
+    (line,) = [line for line in said.splitlines() if "not counting waits for other ranks" in line]
     assert line.startswith("warning: rank 1 on ")
     named = {"data": "data wait", "other": "callbacks and checks"}.get(phase, phase)
-    more = f" spends 2.0 times as long as the other rank, .*: 20 ms per step more in {named} "
+    more = f" takes 2.0 times as long as the other rank, .*: 20 ms more per step in {named} "
     assert re.search(more, line), line

@@ -230,7 +230,7 @@ NO_TERMS = "it must be a sum over samples, without terms of the whole batch, suc
         (made(loss_sum=lambda m, b: squares(m, b).mean()), "a sum over samples, not a mean"),
         (made(loss_sum=lambda m, b: squares(m, b).sum() * (1 + b["x"].mean() ** 2)), NO_TERMS),
         (made(loss_sum=faintly_balanced), NO_TERMS),
-        (scaled(), "task's attribute temperature holds 1 trained parameters that are not in"),
+        (scaled(), "task's attribute temperature holds 1 trainable parameters that are not in"),
         (made(loss_sum=in_half), "loss is computed in half precision"),
         (made(weight=lambda batch: 1), "weight of 8 samples is 1, but its halves add up to 2"),
         *(
@@ -299,7 +299,7 @@ class Noted(Tiny):
         # Weight decay must not make the comparison diverge where gradients are small.
         (made(loss_sum=lambda m, b: squares(m, b).sum() * 1e-4), []),
         (made(build_model=recurrent), [r"Recurrent \(1 such\): dropout is off for the compa"]),
-        (families.Byol(), [r"forward changes target.0.weight \(3 such\): each micro-batch, over"]),
+        (families.Byol(), [r"forward changes target.0.weight \(3 such\): each micro-batch over"]),
         (made(build_model=lambda: Tiny().build_model().bfloat16()), []),
         (
             Noted(samples=300),
@@ -481,7 +481,7 @@ def test_products_and_attention_are_in_half_precision_and_norms_and_loss_in_floa
 
 def test_without_mixed_precision_all_is_float32_by_request():
     seen = report("--use_amp false", Bytes())
-    assert "precision.use_amp=false: all is computed in float32, by request" in seen
+    assert "precision.use_amp=false: everything is computed in float32\n" in seen
     assert "bf16" not in seen
     assert "costly" not in seen
 

@@ -89,14 +89,14 @@ def as_if_it_learned(run: Run) -> Iterator[None]:
     def add_applied(interval: Interval, *values: float, applied: bool) -> None:
         add(interval, *(1.0 for _ in values), applied=True)
 
-    def has_moved(checks: FirstSteps, report: Any) -> None:
-        checks._moved = True
+    def is_checked(checks: FirstSteps, report: Any) -> None:
+        checks._is_update_checked = True
 
     with (
         patch.object(Interval, "start_copy", start),
         patch.object(Interval, "read", read_some),
         patch.object(Interval, "_add", add_applied),
-        patch.object(FirstSteps, "_check_moved", has_moved),
+        patch.object(FirstSteps, "_check_update", is_checked),
         patch.object(hooks, "is_written", lambda whole, sharded: False),
         patch.object(first_steps, "check_samples_differ", lambda run, samples: None),
     ):

@@ -104,7 +104,7 @@ def verdict_of(world, cell, step):
     return check_cell(world, reference_of(world.device), cell, step).cause
 
 
-NO_SYNC = "no_sync around its forward and its backward"
+NO_SYNC = "no_sync around their forward and backward"
 DIVISOR = "not by one factor: each micro-batch must be divided by the weight of all"
 UPDATE = "are right, the parameters after it are not: check clipping, learning rate,"
 COUNTED = "on rank 0 it counted as 1 applied, 1 skipped"
