@@ -16,9 +16,9 @@ SHARDED = ("fsdp", "hsdp")
 def pick_strategy(
     config: ParallelConfig, module: nn.Module, world: World, memory: float = 0
 ) -> Strategy:
-    """The strategy for this model in this world; says what "auto" picked, and why.
+    """The strategy for this model on these ranks; prints what "auto" picked, and why.
 
-    memory: bytes of each GPU; 0: as many as this rank's has.
+    memory: bytes per GPU; 0: this rank's GPU's. Errors: ConfigError.
     """
     if world.world_size == 1:
         if config.strategy not in ("auto", "single"):
@@ -35,21 +35,21 @@ def pick_strategy(
     if config.strategy != "auto":
         return config.strategy
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    # Gradients and AdamW's two moments: with the weights 16 bytes per float32 parameter.
-    need = sum(p.nbytes for p in module.parameters()) + 3 * 4 * trained
+    # Weights, gradients and AdamW's two moments: 16 bytes per trained float32 parameter.
+    size = sum(p.nbytes for p in module.parameters()) + 3 * 4 * trained
     strategy: Strategy = "ddp"
     reason = "fit in the host's memory"
     if world.device.type == "cuda":
         memory = memory or torch.cuda.get_device_properties(world.device).total_memory
         reason = f"fit in half of the device's {memory / 2**30:.1f} GiB"
         ranks = world.local_world_size  # of a machine
-        if need > memory / 2:
+        if size > memory / 2:
             strategy = "fsdp"
             reason = f"do not {reason}"
-        if strategy == "fsdp" and 1 < ranks < world.world_size and need / ranks <= memory / 2:
+        if strategy == "fsdp" and 1 < ranks < world.world_size and size / ranks <= memory / 2:
             strategy = "hsdp"
             reason += f", but do when sharded over the {ranks} ranks of a machine"
-    state = f"weights, gradients and moments ({need / 2**30:.2f} GiB)"
+    state = f"weights, gradients and moments ({size / 2**30:.2f} GiB)"
     world.say(f"parallel.strategy=auto: {strategy}, because {state} {reason}")
     return strategy
 
@@ -57,19 +57,19 @@ def pick_strategy(
 def pick_reduction(
     config: ParallelConfig, module: nn.Module, world: World, memory: float = 0
 ) -> ParallelConfig:
-    """The config with `accumulate_reduce=auto` resolved, for GPUs of `memory` bytes; says why.
+    """The config with `accumulate_reduce=auto` resolved; prints why if it becomes "every".
 
-    memory: 0: the GPU's own. A quarter leaves room for activations; assumed.
+    memory: bytes per GPU; 0: this GPU's. Allowing gradients a quarter of it is an assumption.
     """
     if config.accumulate_reduce != "auto":
         return config
     if not memory:
         memory = torch.cuda.get_device_properties(world.device).total_memory
-    whole = 4 * sum(p.numel() for p in module.parameters() if p.requires_grad)
-    if whole <= memory / 4:
+    size = 4 * sum(p.numel() for p in module.parameters() if p.requires_grad)
+    if size <= memory / 4:
         return replace(config, accumulate_reduce="last")
     world.say(
-        f"parallel.accumulate_reduce=auto: every, because whole gradients ({whole / 2**30:.2f} "
+        f"parallel.accumulate_reduce=auto: every, because whole gradients ({size / 2**30:.2f} "
         f"GiB) take more than a quarter of the device's {memory / 2**30:.1f} GiB"
     )
     return replace(config, accumulate_reduce="every")
@@ -78,27 +78,27 @@ def pick_reduction(
 def pick_cast(
     config: PrecisionConfig, strategy: Strategy, module: nn.Module, world: World
 ) -> PrecisionConfig:
-    """The config with `cast_by=auto` resolved to autocast where the policy can't be used, which
-    casts no buffers; says why.
+    """The config; `cast_by=auto` becomes autocast, with a line that says why, if the model has
+    buffers that FSDP2's policy would not cast.
     """
     if not config.use_amp or config.cast_by != "auto" or strategy not in SHARDED:
         return config
-    reason = not_for_policy(module)
+    reason = reason_against_policy(module)
     if not reason:
         return config
     world.say(f"precision.cast_by=auto: autocast, because {reason}")
     return replace(config, cast_by="autocast")
 
 
-def not_for_policy(module: nn.Module) -> str:
-    """Why FSDP2's policy can't cast this model; "" if nothing is known against it."""
+def reason_against_policy(module: nn.Module) -> str:
+    """Why FSDP2's policy can't cast this model; "" if no reason is known."""
     statistics = batch_statistics(module)
     if statistics:
         norm = next(iter(statistics)).rpartition(".")[0]
         return f"the policy would not cast the batch statistics of {norm}"
     for path, part in module.named_modules():
         is_parametrized = isinstance(part, parametrize.ParametrizationList)
-        # As spectral norm and orthogonal layers have them, and weight norm has not.
+        # Spectral norm and orthogonal parametrizations have such buffers, weight norm has none.
         if is_parametrized and any(buffer.is_floating_point() for buffer in part.buffers()):
             layer = path.partition(".parametrizations")[0]
             return f"the policy would not cast the buffers of {layer}'s parametrization"
@@ -106,9 +106,9 @@ def not_for_policy(module: nn.Module) -> str:
 
 
 def batch_statistics(module: nn.Module) -> dict[str, Tensor]:
-    """Batch norm's running means and variances, and the like, by their names in the state.
+    """Buffers with statistics of the batches, by their names in the state dict.
 
-    Also what the observers of fake quantisation keep of the batches, and the scales from it.
+    Batch norm's running means and variances; fake quantisation's ranges, and the scales from them.
     """
     return {
         f"{path}.{name}".lstrip("."): statistic
@@ -121,7 +121,7 @@ def batch_statistics(module: nn.Module) -> dict[str, Tensor]:
 
 
 def replicas_of(config: ParallelConfig, world: World) -> int:
-    """The number of copies of the model under hsdp: one per machine, two on a single one."""
+    """The number of model copies under hsdp; auto: one per machine, or two on a single machine."""
     if config.replicas != "auto":
         return config.replicas
     return max(2, world.world_size // world.local_world_size)

@@ -1,11 +1,11 @@
-"""The features that settings and a task's methods need, which this project may not have."""
+"""Which settings and task methods need an optional feature, and whether this project has it."""
 
 from typing import Any
 
 from dist_amp.errors import ConfigError
 from dist_amp.files import missing, present
 
-# (setting, the values that need no file, the feature that the others need).
+# (setting, its values that work without the feature, the feature that all other values need)
 SETTINGS = (
     ("compile.blocks", ("auto", False), "scaling.compile"),
     ("compile.mode", ("default",), "scaling.compile"),
@@ -34,17 +34,17 @@ METHODS = (
 
 
 def check_features(config: Any, task: type) -> None:
-    """Errors: ConfigError for what a setting, or the task, needs and this project does not have."""
-    for key, free, feature in SETTINGS:
+    """Errors: ConfigError if a setting or the task needs a feature that this project lacks."""
+    for key, without, feature in SETTINGS:
         section, _, name = key.partition(".")
         value = getattr(getattr(config, section), name)
-        if value not in free and not present(feature):
-            raise ConfigError(f"{key}={value}: {missing(feature)}, or use {key}={free[0]}")
+        if value not in without and not present(feature):
+            raise ConfigError(f"{key}={value}: {missing(feature)}, or use {key}={without[0]}")
     if "://" in config.run.dir and not present("storage"):
         raise ConfigError(f"run.dir={config.run.dir}: {missing('storage')}, or use a local folder")
-    # Ours are the same in all projects.
+    # The package's own tasks have these methods whether or not the feature is present.
     for name, feature in () if task.__module__.startswith("dist_amp.") else METHODS:
         if getattr(task, name, False) and not present(feature):
             raise ConfigError(
-                f"the task has {name}, which nothing would read: {missing(feature)}, or rename it"
+                f"the task has {name}, which nothing would use: {missing(feature)}, or rename it"
             )

@@ -17,22 +17,22 @@ EXAMPLES = """\
 examples:
   dist_amp train --config debug                                     one process
   dist_amp launch --task.target my_file:MyTask --run.dir runs/mine  all GPUs, or two CPU processes
-  dist_amp train --help optim                   a section of the settings, or those so named
+  dist_amp train --help optim                   a section, or all settings with this name
 """
 OPTIONS = {
-    "-h, --help [SECTION or name]": "Show these settings, or some of them.",
-    "--config FILE.toml ...": "TOML files of settings, or shipped ones by name, as demo; later "
-    "files override earlier ones, and the command line overrides all of them.",
-    "--print_config": "Print all settings as TOML, as a run would use them, and exit.",
+    "-h, --help [SECTION or name]": "Show all settings, one section, or settings by name.",
+    "--config FILE.toml ...": "TOML files of settings, or names of shipped ones, such as demo; "
+    "later files override earlier ones, and the command line overrides all of them.",
+    "--print_config": "Print all settings as TOML, with the values a run would use, and exit.",
     "--use_amp {true,false}": "Short for --precision.use_amp.",
 }
 METAVARS = {"integer": "INT", "number": "FLOAT", "string": "STR", "boolean": "{true,false}"}
-TRAINS = """\
+DESCRIPTION = """\
 Train the task for train.steps steps; evaluate, save and report on the way; write RUN/summary.json.
-torchrun --nproc_per_node=8 -m dist_amp.train, with these arguments, is the same on eight ranks."""
+For eight ranks: torchrun --nproc_per_node=8 -m dist_amp.train, with the same arguments."""
 
 
-def show_if_asked(argv: Sequence[str], prog: str, description: str = TRAINS) -> bool:
+def show_if_asked(argv: Sequence[str], prog: str, description: str = DESCRIPTION) -> bool:
     """Print what --help [SECTION or name] or --print_config asks for. Errors: ConfigError."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("-h", "--help", nargs="?", const="")
@@ -61,9 +61,9 @@ def show_and_exit(argv: Sequence[str]) -> NoReturn:
 
 
 def help_text(words: Sequence[str], prog: str, description: str) -> str:
-    """All settings by section; with the arguments of the task that the words name."""
+    """All settings by section, and the arguments of the task if the words name one."""
     settings = collect(words)
-    task = task_in(settings) if "task.target" in settings else None  # the default takes seconds
+    task = task_in(settings) if "task.target" in settings else None  # importing it takes seconds
     about = described(json_schema(task))
     text = f"usage: {prog} [--config FILE.toml ...] [--section.key VALUE ...]\n\n{EXAMPLES}\n"
     text += f"{description.strip()}\n\noptions\n"
@@ -75,29 +75,29 @@ def help_text(words: Sequence[str], prog: str, description: str) -> str:
             text += f"\n{section}\n"
         text += entry(f"--{key}", about[key])
     if task is None:
-        text += "\ntask.args\n        --help task.args lists those of the task.\n"
+        text += "\ntask.args\n        --help task.args lists the task's arguments.\n"
     return text
 
 
-def help_on(asked: str, words: Sequence[str]) -> str:
-    """The settings of a section, or those with a word in their name. Errors: ConfigError."""
+def help_on(topic: str, words: Sequence[str]) -> str:
+    """The settings of a section, or those with `topic` in their name. Errors: ConfigError."""
     settings = collect(words)
     # The default task takes seconds to import.
-    with_task = "task.target" in settings or asked.startswith("task.args")
+    with_task = "task.target" in settings or topic.startswith("task.args")
     about = described(json_schema(task_in(settings) if with_task else None))
-    found = [key for key in about if key.startswith(f"{asked}.")]
-    found = found or [key for key in about if asked in key]
+    found = [key for key in about if key.startswith(f"{topic}.")]
+    found = found or [key for key in about if topic in key]
     if not found:
         sections = dict.fromkeys(key.rpartition(".")[0] for key in about)
         raise ConfigError(
-            f"--help {asked}: no section or setting has this name; the sections are "
+            f"--help {topic}: no section or setting has this name; the sections are "
             f"{', '.join(sections)}"
         )
     return "".join(entry(f"--{key}", about[key]) for key in found)
 
 
 def entry(name: str, about: Schema) -> str:
-    """A setting's lines: its name and values, its meaning and default as wide as the terminal."""
+    """A setting's name and values, then its meaning and default, wrapped to the terminal."""
     text = about.get("description", "")
     if "default" in about:
         default = about["default"]
@@ -120,7 +120,6 @@ def metavar(about: Schema) -> str:
 
 
 def choices_of(about: Mapping[str, Any]) -> list[str]:
-    """The values of a Literal or an Enum."""
     values = about.get("enum", [about["const"]] if "const" in about else [])
     return list(map(as_word, values))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_amp.config.features import check_features
-from dist_amp.config.suggestions import removed, unknown
+from dist_amp.config.suggestions import removal_note, unknown_key_text
 from dist_amp.config.task_class import (
     GIVEN,
     args_dataclass,
@@ -25,8 +25,8 @@ from dist_amp.settings import Config, TaskConfig
 
 ALIASES = {"use_amp": "precision.use_amp"}
 ENVIRONMENT_PREFIX = "DIST_AMP_"
-DEFAULT_TASK = "tasks.causal_lm"  # a feature
-# Used by the launch scripts, set by `dist_amp launch` for its ranks, and by optional features.
+DEFAULT_TASK = "tasks.causal_lm"  # the feature that contains it
+# Variables of the launch scripts, of `dist_amp launch` for its ranks, and of optional features.
 NOT_SETTINGS = {"DIST_AMP_PYTHON", "DIST_AMP_LAUNCHER", "DIST_AMP_CACHE", "DIST_AMP_METADATA"}
 NOT_SETTINGS |= {"DIST_AMP_NNODES", "DIST_AMP_FAILED_AT"}
 
@@ -37,12 +37,13 @@ def load_config(argv: Sequence[str] = (), environ: Mapping[str, str] = os.enviro
     Errors: ConfigError for an unknown, mistyped or out-of-range key, or a missing task.
     """
     settings = collect(argv, environ)
+    # With any precision setting, "auto" must not become float32 on a CPU that emulates bf16.
     if any(key.startswith("precision.") or key.endswith("_dtype") for key in settings):
         settings.setdefault("precision.dtype", from_toml("bf16", "by default"))
     for key, setting in settings.items():
         if key.startswith("task.args.") and MASK in setting.text:
             raise ConfigError(
-                f"{key} {setting.source} is masked, because a run writes no secrets; give it on "
+                f"{key} {setting.source} is masked, because runs do not save secrets; give it on "
                 f"the command line, or as {ENVIRONMENT_PREFIX}{key.upper().replace('.', '__')}"
             )
     task = task_in(settings)
@@ -53,27 +54,24 @@ def load_config(argv: Sequence[str] = (), environ: Mapping[str, str] = os.enviro
 
 def config_of(settings: Settings, task: type) -> Config:
     """The config of these settings for a task's class. Errors: ConfigError."""
-    of_task = {key: settings[key] for key in settings if f"{key}.".startswith("task.args.")}
+    task_args = {key: settings[key] for key in settings if f"{key}.".startswith("task.args.")}
     try:
         config: Config = read(
-            Config, {key: settings[key] for key in settings if key not in of_task}
+            Config, {key: settings[key] for key in settings if key not in task_args}
         )
-        args = read(args_dataclass(task), of_task, "task.args.")
+        args = read(args_dataclass(task), task_args, "task.args.")
     except UnknownKey as error:
         from dist_amp.config.schema import described, json_schema
 
         key = str(error)
         sources = [key.split(".")[2] for key in settings if key.startswith("data.sources.")]
         known = list(described(json_schema(task), sources))
-        raise ConfigError(unknown(key, settings[key].source, known)) from None
+        raise ConfigError(unknown_key_text(key, settings[key].source, known)) from None
     return replace(config, task=replace(config.task, args=args))
 
 
 def load_saved(path: Path, argv: Sequence[str]) -> Config:
-    """A run's saved config from `path`, under these settings.
-
-    Errors: as `load_config`, and ConfigError for a task that came with it.
-    """
+    """The config at `path`, overridden by `argv`. Errors: as load_config and check_saved_target."""
     folder = path.parent.resolve()
     if folder.parent.name == "checkpoints":
         folder = folder.parent.parent
@@ -85,8 +83,8 @@ def load_saved(path: Path, argv: Sequence[str]) -> Config:
 
 
 def with_task(config: Config, task: Any) -> Config:
-    """The config of a run whose task is this object: with its class and arguments, by which
-    commands build it again; else as the config names it, or GIVEN and the class's name.
+    """The config with a task section for this object: its class and arguments, from which commands
+    rebuild it; if unknown, the config's target if it has the class's name, else GIVEN and the name.
     """
     if isinstance(task, type):
         name = task.__name__
@@ -101,7 +99,7 @@ def with_task(config: Config, task: Any) -> Config:
 
 
 def task_in(settings: Settings) -> type:
-    """The class that the settings name; `object` where the default is not in this project."""
+    """The class that the settings name or the default; `object` if this project lacks that."""
     if "task.target" in settings:
         return find_task(str(settings["task.target"].readings[0]))
     return find_task(TaskConfig.target) if present(DEFAULT_TASK) else object
@@ -141,7 +139,7 @@ def collect(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Set
 
 
 def path_of(word: str) -> str:
-    """The file that a word after --config names: its path, or a shipped config's name, as demo."""
+    """The file for a word after --config: a path, or a shipped config's name, such as demo."""
     if "/" in word or word.endswith(".toml") or Path(word).is_file():
         return word
     paths = {path.stem: str(path) for path in shipped_folder().glob("configs/*.toml")}
@@ -166,10 +164,10 @@ def from_file(path: str) -> Settings:
     source = f"in {path}"
     settings = {}
     for key, value in values.items():
-        # The config of a run may be of an earlier release.
-        if Path(path).name == "config.toml" and (text := removed(key)):
+        # A run's saved config may come from an earlier release: ignore removed settings.
+        if Path(path).name == "config.toml" and (note := removal_note(key)):
             if os.environ.get("RANK", "0") == "0":
-                print(f"note: {key} {source}{text}", file=sys.stderr)
+                print(f"note: {key} {source}{note}", file=sys.stderr)
             if (key, value) == ("precision.matmul", "fp8"):
                 settings["precision.dtype"] = from_toml(value, source)
         else:

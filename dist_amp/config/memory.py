@@ -1,4 +1,4 @@
-"""Bytes: of tensors, and of a rank's device."""
+"""Memory: the size of tensors, and what a rank's device and host have, in bytes."""
 
 import os
 from collections.abc import Iterable
@@ -14,12 +14,12 @@ UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of tensors; of sharded ones, on all ranks together."""
+    """Total bytes of tensors; a sharded one counts with its shards on all ranks."""
     return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors)
 
 
 def capacity_of(world: World) -> tuple[int, int]:
-    """Returns (bytes that this process may use, bytes that its allocator reserves unused)."""
+    """Returns (bytes that this process may use, bytes reserved by its allocator but unused)."""
     if world.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(world.device)
         reserved = torch.cuda.memory_reserved(world.device)
@@ -30,7 +30,7 @@ def capacity_of(world: World) -> tuple[int, int]:
 
 
 def host_memory() -> int:
-    """Bytes of the host, or of the container."""
+    """Memory of the host, or the container's limit if that is lower."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     with suppress(OSError, ValueError):  # not in a container, or its limit is "max"
         limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))

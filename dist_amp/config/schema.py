@@ -1,7 +1,7 @@
-"""The JSON Schema of config files, of `settings.Config` and a task's arguments.
+"""The JSON Schema of config files, made from `settings.Config` and a task's arguments.
 
-A setting's meaning is the docstring below its key, which pydantic reads; an argument's is a line
-`name: meaning` in the docstring of the task.
+A setting's description is the docstring below its key, which pydantic reads; a task argument's is a
+line `name: meaning` in the task's docstring.
 """
 
 import inspect
@@ -33,9 +33,9 @@ class Generator(GenerateJsonSchema):
 
 
 def json_schema(task: type | None = None) -> Schema:
-    """JSON Schema of config files, draft 2020-12; with the arguments of a task if it is given."""
+    """JSON Schema of config files, draft 2020-12; with the arguments of `task` if there is one."""
     schema = adapter(Config).json_schema(schema_generator=Generator)
-    inherited = adapter(SourceConfig).json_schema()["properties"]  # pydantic leaves these out
+    inherited = adapter(SourceConfig).json_schema()["properties"]  # pydantic omits their texts
     for table in schema["$defs"].values():
         del table["title"]
         for name, about in table["properties"].items():
@@ -43,23 +43,23 @@ def json_schema(task: type | None = None) -> Schema:
             about["description"] = " ".join(text.split())
     if task is not None:
         args = args_dataclass(task)
-        of_args = adapter(args).json_schema(schema_generator=Generator)
+        args_schema = adapter(args).json_schema(schema_generator=Generator)
         doc = inspect.getdoc(task) or ""
         for item in fields(args):
-            about = of_args["properties"][item.name]
+            about = args_schema["properties"][item.name]
             if meaning := re.search(rf"(?m)^\s*{item.name}(?: \(.*\))?: +(.+)$", doc):
                 about["description"] = meaning[1]
             if item.default_factory is not MISSING:
                 about["default"] = to_jsonable_python(item.default_factory(), fallback=str)
-        schema["$defs"] |= of_args.pop("$defs", {})
-        schema["$defs"]["TaskConfig"]["properties"]["args"] = of_args
-    schema.pop("description", None)  # not in every release of pydantic
+        schema["$defs"] |= args_schema.pop("$defs", {})
+        schema["$defs"]["TaskConfig"]["properties"]["args"] = args_schema
+    schema.pop("description", None)  # only some releases of pydantic add Config's docstring
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
     return head | schema | {"title": "dist_amp"}
 
 
 def described(schema: Schema, sources: Sequence[str] = ("NAME",)) -> dict[str, Schema]:
-    """{dotted key: its JSON Schema}, of the keys of these sources of a mixture too."""
+    """{dotted key: its JSON Schema}, including data.sources.NAME.* for each NAME in `sources`."""
 
     def walk(table: Schema, prefix: str) -> Iterator[tuple[str, Schema]]:
         for name, about in table["properties"].items():

@@ -1,4 +1,4 @@
-"""The user's task: found by `task.target`, its constructor's arguments checked, and built."""
+"""Finds the user's task by `task.target`, checks its constructor's arguments and builds it."""
 
 import importlib
 import inspect
@@ -24,9 +24,9 @@ SIGNATURES = {
     "weight": "weight(self, batch) -> number",
 }
 
-INJECTED = "data"  # this constructor parameter is not a setting: it gets the data section
+INJECTED = "data"  # a constructor parameter that gets the data section, and is not a setting
 
-GIVEN = "given:"  # in place of a module: the task was an object that no config can build again
+GIVEN = "given:"  # in place of a module, for a task object that no config can build again
 
 
 # ---- the class
@@ -67,12 +67,12 @@ def find_class(target: str, key: str) -> type:
 
 
 def new_target(target: str) -> str:
-    """The name of a task that earlier versions had in the package, now in the clone's examples."""
+    """The target, or the new one of a task that has moved from the package to examples/."""
     return re.sub(r"^dist_amp.tasks.(sinusoid|preference|image_text):", r"examples/\1.py:", target)
 
 
 def _import(module_name: str, target: str, key: str) -> Any:
-    """A module by its dotted name, from the working directory too, or by the path of its file."""
+    """Import a module by dotted name, also from the working directory, or by its file's path."""
     path = Path(module_name)
     name = module_name
     folder = str(Path.cwd())
@@ -90,7 +90,7 @@ def _import(module_name: str, target: str, key: str) -> Any:
         if isinstance(error, ModuleNotFoundError):
             fix = f"pip install {error.name}, or check the path: {folder} was searched too"
             if str(error.name).startswith("dist_amp."):
-                # Without any task, the folder of tasks is what is not found.
+                # In a project without tasks the error names the missing package, dist_amp.tasks.
                 absent = name if name.startswith(f"{error.name}.") else str(error.name)
                 fix = missing(absent.removeprefix("dist_amp."))
         cause = f"importing it failed with {type(error).__name__}: {first_line(error)}"
@@ -104,10 +104,10 @@ def _import(module_name: str, target: str, key: str) -> Any:
 
 
 def check_saved_target(target: str, folder: Path) -> None:
-    """Say what the task of a saved config is imported from: a checkpoint must not run its own code.
+    """Print from where a saved config's task is imported: a checkpoint must not run its own code.
 
-    folder: of the run or export, resolved. Errors: ConfigError for a file in it, or outside of the
-    current folder.
+    folder: the run's or export's, resolved. Errors: ConfigError for code in that folder, or for a
+    file outside the current one.
     """
     module = target.partition(":")[0]
     here = place = Path.cwd()
@@ -124,7 +124,7 @@ def check_saved_target(target: str, folder: Path) -> None:
     if is_outside or here.is_relative_to(folder) or place.is_relative_to(folder):
         raise ConfigError(
             f"task.target={target} is only named by the config in {folder}, and would be imported "
-            f"from {place}, which could run any code; check it, and give --task.target {target}"
+            f"from {place}, which could run any code; check that, then add --task.target {target}"
         )
     print(f"task   {target}, named by the saved config, from {place}", file=sys.stderr)
 
@@ -134,7 +134,7 @@ def check_saved_target(target: str, folder: Path) -> None:
 
 @cache
 def args_dataclass(cls: type) -> type:
-    """A dataclass of the constructor's parameters, for checking `task.args` and for --help."""
+    """A dataclass with the constructor's parameters, to check `task.args` and for --help."""
     checks = {"arbitrary_types_allowed": True, "extra": "forbid"}
     constructor: Any = inspect.getattr_static(cls, "__init__")
     try:
@@ -152,7 +152,7 @@ def args_dataclass(cls: type) -> type:
         if default is parameter.empty:
             args.append((name, hints.get(name, int | float | str)))
             continue
-        factory = partial(deepcopy, default)  # a list: every task gets its own
+        factory = partial(deepcopy, default)  # every task gets its own copy, say of a list
         if name in declared and declared[name].default_factory is not MISSING:
             factory = declared[name].default_factory
         args.append((name, hints.get(name, type_of(default)), field(default_factory=factory)))
@@ -161,13 +161,13 @@ def args_dataclass(cls: type) -> type:
 
 
 def type_of(default: Any) -> Any:
-    """The type of a parameter without annotation."""
+    """The type of an unannotated parameter, from its default."""
     return str | None if default is None else type(default)
 
 
 def args_of(task: Any) -> dict[str, Any] | None:
-    """The arguments that build an object again, from its attributes of these names; None if they
-    are not there, or the class can't be imported.
+    """The constructor's arguments, read from attributes of the same names, to build the task again;
+    None if one is missing or is not plain data, or if the class can't be imported.
     """
     cls = type(task)
     if cls.__module__ == "__main__" or "." in cls.__qualname__:

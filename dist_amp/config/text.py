@@ -31,7 +31,7 @@ def command_line(words: Sequence[str]) -> str:
 
 
 def _for_toml(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Leaves out what TOML can't hold, such as None: no setting can give it, so it is a default."""
+    """Leaves out what TOML can't hold, such as None: reading the TOML gives the default."""
     kinds = (str, int, float, list, tuple, dict, date, time)
     kept = {name: value for name, value in items if isinstance(value, kinds)}
     kept |= {name: str(value) for name, value in items if isinstance(value, Path)}

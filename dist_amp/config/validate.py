@@ -1,4 +1,4 @@
-"""Refuses what can't be trained: settings that do not work together, or what a task returns."""
+"""Rejects what can't be trained: settings that conflict, and what a task's methods return."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -25,25 +25,25 @@ def check_parallel(
     module: nn.Module,
     world: World,
 ) -> None:
-    """Errors: ConfigError for settings of [parallel] or weights that the strategy can't have."""
+    """Errors: ConfigError for [parallel] settings or parameter hooks that `strategy` can't have."""
     on_cpu = world.device.type == "cpu"
     sharded = strategy in SHARDED
     replicas = replicas_of(config, world)
     casts = precision.use_amp and precision.cast_by != "autocast"
     has_scaler = precision.name == "fp16"
-    small = "needs precision.dtype=fp16: without its loss scaler small gradients become zero"
-    policy = "needs use_amp=true and precision.cast_by=policy: otherwise parameters are float32"
+    needs_fp16 = "needs precision.dtype=fp16: without its loss scaler small gradients become zero"
+    needs_policy = "needs use_amp=true and precision.cast_by=policy: else parameters are float32"
     problem = ""
     if sharded and not casts and config.param_dtype != "fp32":
-        problem = f"param_dtype={config.param_dtype} {policy}; use fp32"
+        problem = f"param_dtype={config.param_dtype} {needs_policy}; use fp32"
     elif sharded and not casts and config.reduce_dtype != "fp32":
-        problem = f"reduce_dtype={config.reduce_dtype} {policy}; use fp32"
+        problem = f"reduce_dtype={config.reduce_dtype} {needs_policy}; use fp32"
     elif sharded and not has_scaler and config.reduce_dtype == "fp16":
-        problem = f"reduce_dtype=fp16 {small}; use fp32 or bf16"
+        problem = f"reduce_dtype=fp16 {needs_fp16}; use fp32 or bf16"
     elif sharded and on_cpu and config.cpu_offload:
         problem = "cpu_offload=true needs a GPU, and run.device is the CPU; use false"
     elif strategy == "ddp" and not has_scaler and config.comm_dtype == "fp16":
-        problem = f"comm_dtype=fp16 {small}; use bf16 or off"
+        problem = f"comm_dtype=fp16 {needs_fp16}; use bf16 or off"
     elif strategy == "ddp" and on_cpu and config.comm_dtype == "bf16":
         problem = "comm_dtype=bf16 needs GPUs: on a CPU gloo does not sum bf16; use off"
     elif sharded and config.comm_dtype != "off":
@@ -61,7 +61,7 @@ def check_parallel(
 
 
 def check_precision(config: PrecisionConfig, sharded: bool, world: World) -> None:
-    """Reject a precision that the device, the strategy or its own settings rule out."""
+    """Errors: ConfigError for a precision that the device or the strategy rules out."""
     on_cpu = world.device.type == "cpu"
     if config.use_amp and present("distributed.machine") and (world.is_main or not on_cpu):
         from dist_amp.distributed.machine import check_dtype
@@ -84,14 +84,14 @@ def warn_once(world: World, text: str) -> None:
 
 
 def check_dataset(dataset: Any, split: str) -> None:
-    """Errors: DataError for anything but a map-style dataset; None is a split without one."""
-    by_index = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    """Errors: DataError if it is not map-style, or empty for training. None: no such split."""
+    has_indices = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     is_other = isinstance(dataset, str | bytes | Mapping | IterableDataset)
-    if dataset is not None and (is_other or not by_index):
+    if dataset is not None and (is_other or not has_indices):
         raise DataError(
-            f"the task's build_dataset({split!r}) returned a {type(dataset).__name__}, not samples "
-            "by number; return a map-style dataset. A stream can't be resumed exactly: set "
-            "data.path to its files, or save it with save_to_disk"
+            f"the task's build_dataset({split!r}) returned a {type(dataset).__name__}, not a "
+            "map-style dataset; return one, with __len__ and __getitem__. Streams can't be resumed "
+            "exactly: set data.path to its files, or save it with save_to_disk"
         )
     if split == "train" and (dataset is None or len(dataset) == 0):
         raise DataError(
@@ -102,7 +102,7 @@ def check_dataset(dataset: Any, split: str) -> None:
 def check_length(
     length: int, micro_batch_size: int, accumulation_steps: int, drop_last: bool, world: World
 ) -> None:
-    """Errors: DataError for a dataset that is smaller than a batch that was asked for."""
+    """Errors: DataError if a global batch that must be full, or was configured, is too large."""
     global_batch_size = micro_batch_size * accumulation_steps * world.world_size
     is_default = micro_batch_size * accumulation_steps == TrainConfig.micro_batch_size
     if length < global_batch_size and (drop_last or not is_default):
@@ -114,17 +114,17 @@ def check_length(
 
 
 def check_coupled(task: Any, split: str, length: int, batch: int, world: World) -> None:
-    """Errors: ConfigError for coupled samples of a last, smaller batch. batch: of all ranks."""
+    """Errors: ConfigError for coupled samples with a smaller last batch. batch: over all ranks."""
     if getattr(task, "couples_samples", False) and world.world_size > 1 and length % batch:
         raise ConfigError(
-            f"the task has couples_samples=True, and the last of the {split} batches of {batch} "
-            f"has {length % batch} of the {length} samples, unequally many on the ranks; use "
+            f"the task has couples_samples=True, but of {length} samples the last {split} batch "
+            f"has {length % batch}, not {batch}, so ranks get unequal numbers of them; use "
             f"data.drop_last=true to train, and hold out a multiple of {batch}"
         )
 
 
 def check_model(module: Any) -> None:
-    """Errors: DataError for what can't be trained."""
+    """Errors: DataError unless it is an uncompiled nn.Module with a parameter to train."""
     if not isinstance(module, nn.Module):
         raise DataError(
             f"the task's build_model returned {type(module).__name__}; return the model, an "
@@ -143,7 +143,7 @@ def check_model(module: Any) -> None:
 
 
 def check_scalar(value: Any, what: str, rule: str = "a number or a scalar tensor") -> None:
-    """Errors: DataError for anything else. what: such as "weight(batch) returned"."""
+    """Errors: DataError unless it is as `rule` says. what: such as "weight(batch) returned"."""
     if isinstance(value, Real) or (isinstance(value, Tensor) and value.ndim == 0):
         return
     shown = f"a {type(value).__name__}"
@@ -153,8 +153,8 @@ def check_scalar(value: Any, what: str, rule: str = "a number or a scalar tensor
 
 
 def check_weight(weight: Any, what: str = "weight(batch) returned") -> None:
-    """Errors: DataError for a weight of a batch, or of a metric, that is negative or no scalar."""
-    rule = "what counts in the batch: a number or a scalar tensor, at least 0"
+    """Errors: DataError for a weight, of a batch or a metric, that is negative or no scalar."""
+    rule = "a number or a scalar tensor that is at least 0"
     check_scalar(weight, what, rule)
     if isinstance(weight, Real) and weight < 0:
         raise DataError(f"the task's {what} {weight:g}, not {rule}")
@@ -165,7 +165,7 @@ def check_loss(loss: Any, device: torch.device) -> None:
     is_scalar = isinstance(loss, Tensor) and loss.ndim == 0 and loss.dtype == torch.float32
     if is_scalar and loss.device == device and loss.requires_grad:
         return
-    what = type(loss).__name__  # only now: a text per micro-batch would cost 4 us
+    what = type(loss).__name__  # after the check: formatting costs 4 us per micro-batch
     if isinstance(loss, Tensor):
         what = f"{loss.dtype} of shape {list(loss.shape)} on {loss.device}"
         what += f" with requires_grad={loss.requires_grad}"
@@ -176,13 +176,13 @@ def check_loss(loss: Any, device: torch.device) -> None:
 
 
 def check_model_use(error: BaseException) -> None:
-    """Errors: DataError in place of torch's for a loss that uses parts of a wrapped model."""
-    of_wrapped_models = (
+    """Errors: DataError in place of torch's error, if loss_sum used parts of a wrapped model."""
+    wrapped_model_errors = (
         "'DistributedDataParallel' object",
         "'FSDPCommContext' object",
         "mixed torch.Tensor and DTensor",
     )
-    if any(text in str(error) for text in of_wrapped_models):
+    if any(text in str(error) for text in wrapped_model_errors):
         raise DataError(
             f"the task's loss_sum did more with its model than call it ({first_line(error)}); over "
             "several ranks the model is wrapped or sharded: call model(...) once per batch, and "

@@ -1,7 +1,7 @@
-"""Settings as an object: pydantic checks all of them at once, and says what it expects.
+"""Settings as a dataclass: pydantic checks all of them at once and says what it expects.
 
-A file's values have types. The words of a command line or of the environment have none: they are
-read as TOML would read them, then as a list of one item, then as text.
+A file's values have types. The words of a command line or of the environment have none, so pydantic
+is given several readings in turn: as typed in TOML, as a list of one item, as text.
 """
 
 import json
@@ -15,17 +15,17 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from dist_amp.config.suggestions import rule
+from dist_amp.config.suggestions import expected_text
 from dist_amp.errors import ConfigError
 
-NAMED = {"true": True, "True": True, "false": False, "False": False, "None": None}
-LIST_ERRORS = ("list_type", "tuple_type", "set_type")
-UNKNOWN = ("unexpected_keyword_argument", "dataclass_type")  # no such key; a key below is missing
+CONSTANTS = {"true": True, "True": True, "false": False, "False": False, "None": None}
+LIST_ERRORS = ("list_type", "tuple_type", "set_type")  # types of pydantic's errors
+UNKNOWN = ("unexpected_keyword_argument", "dataclass_type")  # no such key; a value for a section
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One key's value as it was written, where, and how it may be read, likeliest first."""
+    """One key's value as written, where it was written, and its readings, likeliest first."""
 
     text: str
     source: str
@@ -40,7 +40,7 @@ class UnknownKey(Exception):
 
 
 def from_words(words: Sequence[str], source: str, split: bool = False) -> Setting:
-    """A setting of a command line; split: of the environment, where spaces separate items."""
+    """A setting from a command line; with `split`, from a variable, which is split at spaces."""
     texts = [os.path.expanduser(word) for word in words]
     items = texts[0].split() if split else texts
     typed = [as_typed(item) for item in items]
@@ -51,15 +51,15 @@ def from_words(words: Sequence[str], source: str, split: bool = False) -> Settin
 
 
 def as_typed(word: str) -> Any:
-    """The value that a word is without quotes."""
+    """A word as a number, bool or None if it looks like one, else as text."""
     for kind in (int, float):
         with suppress(ValueError):
             return kind(word)
-    return NAMED.get(word, word)
+    return CONSTANTS.get(word, word)
 
 
 def from_toml(value: Any, source: str) -> Setting:
-    """A setting of a file, where "None" may stand for None."""
+    """A setting in a TOML file, where "None" may stand for None."""
     text = json.dumps(value, default=str)
     if value == "None":
         return Setting(text, source, [None, value])
@@ -67,30 +67,31 @@ def from_toml(value: Any, source: str) -> Setting:
 
 
 def read(kind: Any, settings: Settings, prefix: str = "") -> Any:
-    """The settings, whose keys begin with `prefix`, as an object of a dataclass.
+    """The settings, whose keys begin with `prefix`, as an instance of the dataclass `kind`.
 
-    A value that is not valid is read in its next way. Errors: UnknownKey; ConfigError for a value
-    that is valid in no way, or a field without a value.
+    A value that is invalid in one reading is tried in the next. Errors: UnknownKey; ConfigError for
+    a value that is invalid in all readings, or a field without a value.
     """
     for key in settings:
         if inner := [other for other in settings if other.startswith(f"{key}.")]:
             raise UnknownKey(inner[0])
-    ways = dict.fromkeys(settings, 0)
+    indices = dict.fromkeys(settings, 0)  # of the readings to try
     reported: dict[str, list[Any]] = {}
     while True:
-        values = {key: settings[key].readings[way] for key, way in ways.items()}
+        values = {key: settings[key].readings[index] for key, index in indices.items()}
         try:
-            text = json.dumps(nested(values, prefix), default=str)  # as text: dates
+            text = json.dumps(nested(values, prefix), default=str)  # dates become text
             return adapter(kind).validate_json(text, strict=True)
         except ValidationError as error:
             problems = by_key(error.errors(include_url=False), settings, prefix)
         for key, found in problems.items():
+            # The first reading's problems are reported, unless they only say that it is no list.
             if key not in reported or reported[key][0]["type"] in LIST_ERRORS:
                 reported[key] = found
             setting = settings[key]
-            ways[key] += 1
-            if ways[key] == len(setting.readings):
-                expected = rule(reported[key], setting.text)
+            indices[key] += 1
+            if indices[key] == len(setting.readings):
+                expected = expected_text(reported[key], setting.text)
                 raise ConfigError(f"{key}={setting.text} {setting.source} must be {expected}")
 
 
@@ -100,7 +101,7 @@ def adapter(kind: Any) -> Any:
 
 
 def nested(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """{dotted key: value} as tables in tables, without the prefix."""
+    """{dotted key: value} as nested tables, without the prefix."""
     tree: dict[str, Any] = {}
     for key, value in values.items():
         *parents, name = key[len(prefix) :].split(".")
@@ -112,17 +113,17 @@ def nested(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def by_key(problems: Sequence[Any], settings: Settings, prefix: str) -> dict[str, list[Any]]:
-    """Pydantic's problems by the setting that has them. Errors: UnknownKey; ConfigError."""
+    """{a setting's key: pydantic's problems with it}. Errors: UnknownKey; ConfigError."""
     found = defaultdict(list)
     for problem in problems:
-        path = list(map(str, problem["loc"]))  # the key, and perhaps an item or a type of a union
+        path = list(map(str, problem["loc"]))  # the key's parts, maybe an item or a union's type
         keys = [f"{prefix}{'.'.join(path[:end])}".strip(".") for end in range(len(path), 0, -1)]
         key = next((key for key in keys if key in settings), "")
         if key and problem["type"] not in UNKNOWN:
             found[key].append(problem)
         elif problem["type"] == "missing":
             raise ConfigError(f"{keys[0]} is required and not set; add --{keys[0]} VALUE")
-        else:  # a key, or one below a key that is no table
+        else:  # an unknown key, or one below a key that is no section
             starts = tuple(f"{key}." for key in keys)
             raise UnknownKey(key or next(key for key in settings if key.startswith(starts)))
     return found

@@ -1,7 +1,7 @@
-"""An exponential moving average of the trained parameters, for evaluation, export and sample.
+"""An exponential moving average of the trained parameters, for evaluation, export and sampling.
 
-Float32, sharded as the parameters are. Source: Polyak & Juditsky 1992; decay as in Karras et al.
-2024, arXiv:2312.02696.
+Stored in float32 and sharded like the parameters. Source: Polyak & Juditsky 1992; decay as in
+Karras et al. 2024, arXiv:2312.02696.
 
 Docs: docs/recipes.md
 """
@@ -18,14 +18,14 @@ from dist_amp.world import local
 
 
 class Ema:
-    """An observer. tensors: {name of the parameter: its average}, float32, sharded as it is."""
+    """An observer. tensors: {parameter name: average}, float32, sharded like the parameter."""
 
-    section = "ema"
+    section = "ema"  # of a checkpoint
 
     @torch.no_grad()
     def __init__(self, module: nn.Module, decay: float, say: Callable[[str], object] = print):
         self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self._units = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        self._fsdp_units = [part for part in module.modules() if isinstance(part, FSDPModule)]
         self.tensors = {
             name: parameter.detach().float().clone() for name, parameter in self._parameters.items()
         }
@@ -38,9 +38,9 @@ class Ema:
 
     @torch.no_grad()
     def after_step(self, report: Any, micro_batches: Sequence[Any]) -> None:
-        """Move towards the parameters if the step was applied.
+        """Move the averages towards the parameters if the step was applied.
 
-        Reads nothing, and allocates as much as the averages take.
+        No host-device synchronisation; temporarily allocates as much as the averages take.
         """
         moves = torch._foreach_sub(self._local_parameters(), self._averages)
         torch._foreach_mul_(moves, self._weight * report.applied)
@@ -50,27 +50,27 @@ class Ema:
         return self.tensors
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """state: the tensors themselves, which a load fills in place; empty if it has none."""
+        """state: `tensors` itself, already filled in place; empty if the checkpoint has none."""
         if not state:
             self._write(self._averages, self._local_parameters())
             self._say("optim.ema starts here: the checkpoint has no average")
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Inside, the parameters hold the averages; their values are kept in copies."""
+        """Inside, the parameters hold the averages; afterwards they get their own values back."""
         parameters = self._local_parameters()
-        kept = [parameter.clone() for parameter in parameters]
+        originals = [parameter.clone() for parameter in parameters]
         self._write(parameters, self._averages)
         try:
             yield
         finally:
-            self._write(parameters, kept)
+            self._write(parameters, originals)
 
     @torch.no_grad()
     def _write(self, targets: list[Tensor], values: list[Tensor]) -> None:
-        if targets[0].is_pinned():  # under CPU offload the device may have to read them yet
+        if targets[0].is_pinned():  # CPU offload: the device may still be reading them
             torch.cuda.synchronize()
         for target, value in zip(targets, values, strict=True):
             target.copy_(value)
-        for unit in self._units:  # one that stayed gathered after its forward has the old values
+        for unit in self._fsdp_units:  # one still unsharded after its forward holds old values
             unit.reshard()

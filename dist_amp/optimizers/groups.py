@@ -1,4 +1,4 @@
-"""A task's parameter groups, optimizer, schedule and on_evaluation: checked, and made to work."""
+"""A task's own parameter groups, optimizer, schedule and on_evaluation: called and checked."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,48 +20,48 @@ from dist_amp.task import call_task
 
 Group = dict[str, Any]
 
-# Of a group; other keys are the optimizer's.
+# Keys of a group that this project reads; all others must be options of the optimizer.
 GROUP_KEYS = ("params", "name", "lr_scale", "weight_decay", "use_muon")
 
 
 def task_groups(task: Any, model: nn.Module, config: OptimConfig) -> list[Group]:
-    """The task's groups(model), with tensors in place of names and patterns, and the defaults."""
-    what = "the task's groups(model)"
-    named = model.named_parameters(remove_duplicate=False)  # a tied one has all its names
+    """The task's groups(model), with parameters in place of names and patterns, and defaults."""
+    source = "the task's groups(model)"
+    named = model.named_parameters(remove_duplicate=False)  # a tied parameter has several names
     parameters = {name: p for name, p in named if p.requires_grad}
     groups: list[Group] = []
     owner: dict[Tensor, str] = {}
     for entry in call_task(ConfigError, "groups(model)", lambda: list(task.groups(model))):
         if not isinstance(entry, Mapping) or "params" not in entry:
             text = repr(str(entry))[:80]
-            raise ConfigError(f'{what} gave {text} as a group; give a dict with "params"')
+            raise ConfigError(f'{source} returned {text} as a group; make it a dict with "params"')
         group = {"name": f"group {len(groups)}", "lr_scale": 1.0, **entry}
         group.setdefault("weight_decay", config.weight_decay)
         name = group["name"]
         for key in ("lr_scale", "weight_decay"):
             if not 0 <= group[key] < math.inf:
                 raise ConfigError(
-                    f"{what}: {name} has {key}={group[key]}; give a number, 0 or more"
+                    f"{source}: {name} has {key}={group[key]}; give a number, 0 or more"
                 )
-        paths = _names(entry["params"], parameters, f"{what}: {name}")
+        paths = _matching_names(entry["params"], parameters, f"{source}: {name}")
         group["params"] = list(dict.fromkeys(parameters[path] for path in paths))
         for path in paths:
             other = owner.setdefault(parameters[path], name)
             if other != name:
                 raise ConfigError(
-                    f"{what} put the parameter {path} into {other} and {name}; name it in one group"
+                    f"{source} put the parameter {path} into {other} and {name}; keep it in one"
                 )
         groups.append(group)
     if missed := [path for path, p in parameters.items() if p not in owner]:
         raise ConfigError(
-            f"{what} leave out {len(missed)} parameters, such as {missed[0]}; put each trained "
+            f"{source} left out {len(missed)} parameters, such as {missed[0]}; put each trained "
             "parameter into one group, or set requires_grad=False"
         )
     return groups
 
 
-def _names(params: Any, parameters: Mapping[str, Tensor], text: str) -> list[str]:
-    """The names of the trained parameters that a group's names, patterns and tensors refer to."""
+def _matching_names(params: Any, parameters: Mapping[str, Tensor], where: str) -> list[str]:
+    """Names of the trained parameters that a group's names, patterns and tensors refer to."""
     entries = [params] if isinstance(params, str | Tensor | nn.Module) else list(params)
     names: list[str] = []
     for entry in entries:
@@ -71,20 +71,20 @@ def _names(params: Any, parameters: Mapping[str, Tensor], text: str) -> list[str
         else:
             matches = [name for name, p in parameters.items() if p is entry]
             what = f"a {type(entry).__name__}"
-        if not matches and getattr(entry, "requires_grad", True):  # a frozen parameter is left out
+        if not matches and getattr(entry, "requires_grad", True):  # frozen ones are left out
             raise ConfigError(
-                f"{text} has {what}, which matches no trained parameter of the model; name such as "
-                f"{', '.join(list(parameters)[:3])}, or parameters of the model that groups(model) "
-                "got, since sharding has replaced them"
+                f"{where} has {what}, which matches no trained parameter of the model; use names "
+                f"such as {', '.join(list(parameters)[:3])}, or parameters of the model that is "
+                "passed to groups(model), since sharding has replaced the original ones"
             )
         names += matches
     return names
 
 
-def check_keys(entry: Sequence[Group], optimizer: Optimizer) -> None:
-    """Errors: ConfigError for a key of the groups given to the optimizer that nothing reads."""
+def check_keys(groups: Sequence[Group], optimizer: Optimizer) -> None:
+    """Errors: ConfigError for a key that neither this project nor the optimizer reads."""
     known = (*GROUP_KEYS, *(key for key in optimizer.defaults if key != "lr"))
-    for group in entry:
+    for group in groups:
         for key in group:
             if key not in known:
                 kind = type(optimizer).__name__.removeprefix("Fused")
@@ -106,7 +106,7 @@ def described(optimizer: Optimizer) -> str:
 
 
 def task_optimizer(task: Any, groups: Sequence[Group], lr: float) -> Optimizer:
-    """The optimizer that the task's optimizer(groups, lr) returns, made to step on shards."""
+    """The optimizer that the task's optimizer(groups, lr) returns, adapted to step on shards."""
     copies = [dict(group) for group in groups]  # the optimizer adds its defaults to them
     make = task.optimizer
     optimizer: Optimizer = call_task(ConfigError, "optimizer(groups, lr)", make, copies, lr)
@@ -114,35 +114,35 @@ def task_optimizer(task: Any, groups: Sequence[Group], lr: float) -> Optimizer:
     expected = [set(map(id, group["params"])) for group in groups]
     if [set(map(id, group["params"])) for group in optimizer.param_groups] != expected:
         raise ConfigError(
-            f"the task's optimizer {kind} has other groups or parameters than it was given; make "
-            f"it of the groups, as {kind}(groups, lr=lr)"
+            f"the task's optimizer {kind} has other groups or parameters than it was given; build "
+            f"it from the groups, as {kind}(groups, lr=lr)"
         )
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     fused = any(group.get("fused") for group in optimizer.param_groups)
     if fused and isinstance(optimizer, torch.optim.SGD) and any(map(on_cpu_in_half, parameters)):
         raise ConfigError(
             f"the task's optimizer {kind} has fused=True, which on a CPU silently leaves "
-            "half-precision parameters as they are (pytorch#191763); use fused=False"
+            "half-precision parameters unchanged (pytorch#191763); use fused=False"
         )
-    if not _skips_by_itself(optimizer):
+    if not _handles_amp_scaling(optimizer):
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
         if any(isinstance(p, DTensor) for p in parameters):
             _step_on_shards(optimizer)
     if any(base.__module__.startswith("torchao.") for base in type(optimizer).__mro__):
-        # An 8-bit step from a warm AOTAutograd cache computes otherwise: twenty steps of torchao
-        # 0.18's AdamW8bit on torch 2.13 end at a loss of 3.127 without it, and at 5.355 with it the
-        # second time. TORCHINDUCTOR_AUTOGRAD_CACHE=1 keeps it.
+        # With a warm AOTAutograd cache an 8-bit step computes something else: twenty steps of
+        # torchao 0.18's AdamW8bit on torch 2.13 end at a loss of 3.127 without the cache, and at
+        # 5.355 in a second run with it. TORCHINDUCTOR_AUTOGRAD_CACHE=1 keeps it on.
         import torch._functorch.config as functorch
 
         functorch.enable_autograd_cache = False  # type: ignore[assignment]
     return optimizer
 
 
-def _skips_by_itself(optimizer: Optimizer) -> bool:
-    """Whether an optimizer that takes grad_scale and found_inf can be trusted with them.
+def _handles_amp_scaling(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's own step obeys grad_scale and found_inf.
 
-    Not if a subclass replaces the step of a fused one, since it may ignore both; nor torch's fused
-    SGD, which leaves its momentum uninitialised if the first step is skipped.
+    False for a subclass that overrides a fused optimizer's step, since it may ignore both; and for
+    torch's fused SGD, which leaves its momentum uninitialised if the first step is skipped.
     """
     kind = type(optimizer)
     if kind is torch.optim.SGD or not getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -153,9 +153,10 @@ def _skips_by_itself(optimizer: Optimizer) -> bool:
 
 
 class _Permissive(TorchFunctionMode):
-    """Lets an optimizer that was written for whole tensors step on DTensors, as Adafactor.
+    """Lets an optimizer that was written for ordinary tensors, such as Adafactor, step on DTensors.
 
-    Sums partial results at once, and does out of place what they refuse to do in place.
+    Reduces partial results at once. An in-place operation that DTensor rejects, since its result
+    has another placement, is computed out of place, redistributed and copied.
     """
 
     def __torch_function__(
@@ -164,7 +165,7 @@ class _Permissive(TorchFunctionMode):
         kwargs = kwargs or {}
         try:
             out = function(*args, **kwargs)
-        except RuntimeError as error:  # before anything was changed: the layouts alone decide
+        except RuntimeError as error:  # raised for placements alone, before anything is written
             name = getattr(function, "__name__", "")
             if "placement" not in str(error) or not name.endswith("_") or name.endswith("__"):
                 raise
@@ -172,16 +173,16 @@ class _Permissive(TorchFunctionMode):
             value = getattr(Tensor, name[:-1])(*args, **kwargs)
             return target.copy_(value.redistribute(placements=target.placements))
         if isinstance(out, DTensor) and any(p.is_partial() for p in out.placements):
-            whole = [Replicate() if p.is_partial() else p for p in out.placements]
-            out = out.redistribute(placements=whole)
+            reduced = [Replicate() if p.is_partial() else p for p in out.placements]
+            out = out.redistribute(placements=reduced)
         return out
 
 
 def _step_on_shards(optimizer: Optimizer) -> None:
-    """Replace the optimizer's step by one that takes DTensors."""
+    """Replace the optimizer's step by one that works on DTensors."""
     step = optimizer.step
 
-    @wraps(step)  # torch looks for what its own wrapper has set
+    @wraps(step)  # keeps the attributes that torch's wrapper of `step` has set
     def permissive(*args: Any, **kwargs: Any) -> Any:
         with _Permissive():
             return step(*args, **kwargs)
@@ -199,45 +200,45 @@ def task_factor(task: Any, step: int) -> float:
 
 
 def check_formula(schedule: Any, step: int) -> None:
-    """Errors: ConfigError if the task's schedule has changed since it became a table."""
+    """Errors: ConfigError if the task's schedule has changed since the run was built."""
     step = min(step, len(schedule.table) - 1)
     rate = schedule.table[step]
     if (now := schedule.formula(step)) != rate:
         raise ConfigError(
             f"the task's schedule({step}) makes the learning rate {now:g} now, and {rate:g} when "
-            "the run was built, which is when it is read: let it depend on its argument alone, and "
+            "the run was built, the only time it is read; let it depend on its argument alone, and "
             "set run.schedule.factor in on_evaluation"
         )
 
 
 def check_rates(schedule: Any, optimizer: Optimizer) -> None:
-    """Errors: ConfigError if something else has set a group's rate. Waits for the device."""
+    """Errors: ConfigError if other code has set a group's learning rate. Waits for the device."""
     found = [float(group["lr"]) for group in optimizer.param_groups]
-    schedule.factor = schedule.factor
+    schedule.factor = schedule.factor  # the setter sets the groups' rates to the schedule's
     expected = [float(group["lr"]) for group in optimizer.param_groups]
     if found != expected:
         raise ConfigError(
-            f"the optimizer's learning rate was set to {found[0]:g}, and the schedule's is "
-            f"{expected[0]:g}, which the steps set again; change run.schedule.factor instead"
+            f"the optimizer's learning rate was set to {found[0]:g}, but each step sets it to the "
+            f"schedule's, {expected[0]:g}; change run.schedule.factor instead"
         )
 
 
 def call_on_evaluation(run: Any, values: dict[str, float]) -> str:
     """Call the task's on_evaluation, if it has one, and put what it adds into `values`.
 
-    Returns who says "stop", or "". Errors: DataError for what can't be logged, or differs between
-    ranks; ConfigError for a learning rate that nothing would follow.
+    Returns the reason to stop, or "". Errors: DataError for values that can't be logged, or differ
+    between ranks; ConfigError for a learning rate set elsewhere than by run.schedule.factor.
     """
     if not hasattr(run.task, "on_evaluation"):
         return ""
     name = "on_evaluation(run, values)"
     extended: dict[str, Any] = dict(values)
-    wish = call_back(run, name, extended)
+    stop_reason = call_back(run, name, extended)
     check_formula(run.schedule, run.step)
     check_rates(run.schedule, run.optimizer)
     for key, value in extended.items():
-        check_scalar(value, f"{name} gave {key}")
-        if hasattr(value, "full_tensor"):  # computed of sharded parameters, by all ranks
+        check_scalar(value, f"{name} set values[{key!r}] to")
+        if hasattr(value, "full_tensor"):  # a DTensor, computed from sharded parameters
             value = value.full_tensor()
         values[str(key)] = float(value)
     outcome = f"{sorted(values.items())}, schedule.factor {run.schedule.factor}"
@@ -247,11 +248,11 @@ def call_on_evaluation(run: Any, values: dict[str, float]) -> str:
                 f"the task's {name} must do the same on all ranks; rank 0 has {outcomes[0]}, and "
                 f"rank {rank} has {other}"
             )
-    return wish
+    return stop_reason
 
 
 def call_back(run: Any, name: str, argument: Any) -> str:
-    """Call the task's on_step or on_evaluation; returns who says "stop", or "", or DataError."""
+    """Call on_step or on_evaluation; returns the reason to stop, or "". Errors: DataError."""
     when = f" after step {run.step}"
     method = getattr(run.task, name.partition("(")[0])
     answer = call_task(DataError, name, method, run, argument, when=when)
@@ -263,7 +264,7 @@ def call_back(run: Any, name: str, argument: Any) -> str:
 
 
 class GroupRates:
-    """An observer: logs the learning rate of each parameter group, where they may differ."""
+    """An observer: logs the learning rate of each parameter group, if any has an lr_scale."""
 
     def __init__(self, run: Any):
         groups = run.optimizer.param_groups

@@ -1,8 +1,12 @@
-"""Muon: momentum, orthogonalised, for hidden matrices; AdamW for the other parameters.
+"""Muon: orthogonalised momentum updates for hidden matrices; AdamW for the other parameters.
 
 Source: Keller Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; scaled as in Liu et
-al. 2025, arXiv:2502.16982. One process computes what torch.optim.Muon does. Of several, one
-orthogonalises each matrix, in bfloat16, and sends the others what they hold of it.
+al. 2025, arXiv:2502.16982. One process computes what torch.optim.Muon does. With several ranks,
+one of them, the owner, orthogonalises a matrix for all. A step exchanges updates in bfloat16:
+
+    all-to-all    from every shard to the matrix's owner, which orthogonalises the whole matrix
+    all-to-all    back to the shards
+    all-gather    over the replicas (DDP, HSDP), each of which owns some of the matrices
 
 Docs: docs/recipes.md
 """
@@ -18,35 +22,34 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dist_amp.world import all_gather_single, local
 
-# Of the quintic iteration; Keller Jordan's, as in torch.optim.Muon.
+# Keller Jordan's, of the quintic Newton-Schulz iteration, as in torch.optim.Muon.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
-# Elements that a rank gathers at a time, or one matrix of each: 128 MiB. Assumed.
+# Elements that a rank gathers per exchange, unless one matrix per owner is more: 128 MiB (assumed).
 AT_ONCE = 2**26
 
 Group = dict[str, Any]
 
 
-# Who orthogonalises a matrix, and where its shard lies in what each rank sends there.
+# A matrix's owner, and where the matrix's shard lies in what each rank sends to that owner.
 class Place(NamedTuple):
     matrix: Tensor
-    owner: int  # the ranks with the first replica's shards come first
+    owner: int  # replica * shards + shard
     start: int
     stop: int
 
 
 class Muon(torch.optim.Optimizer):
-    """groups: dicts as for any torch optimizer. One with `use_muon` true gets Muon, others AdamW.
+    """groups: as for any torch optimizer. Those with `use_muon` use Muon, the others AdamW.
 
-    use_muon: by default where all of the group's parameters are matrices. momentum: of Muon, which
-    is Nesterov's; betas, eps: of AdamW. fused: whether it unscales and skips by itself, without a
-    host read.
+    use_muon: default: whether all of the group's parameters are matrices. momentum: Muon's Nesterov
+    momentum; betas, eps: AdamW's. fused: unscale and skip in the step, without a host-device sync.
     """
 
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
     takes_device_lr = True
-    matrices_at_once = 2**10  # of a shape; another number may round otherwise
+    matrices_at_once = 2**10  # in one batched product; another batch size may round differently
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -67,15 +70,15 @@ class Muon(torch.optim.Optimizer):
             parameters = list(group["params"])
             matrices_only = all(p.ndim == 2 for p in parameters)
             copy = {"use_muon": matrices_only, **group, "params": parameters}
-            if any(p.is_meta for p in parameters):  # only planned with; no fused kernel takes them
+            if any(p.is_meta for p in parameters):  # `plan`; no fused kernel takes meta tensors
                 copy["fused"] = False
             if copy["use_muon"] and not matrices_only:
-                raise ValueError("a group with use_muon=True has other parameters than matrices")
+                raise ValueError("use_muon=True is for a group of 2-D parameters only; split it")
             copies.append(copy)
         super().__init__(copies, {**self._adamw.defaults, "momentum": momentum})
         self._step_supports_amp_scaling = fused
-        self._dealt: Any = set()  # the matrices whose owners are known
-        self._exchanges: Any = []
+        self._dealt: Any = set()  # the matrices in `_exchanges`
+        self._exchanges: Any = []  # (layout, its matrices' places)
 
     def take_one_at_a_time(self) -> None:
         self.matrices_at_once = 1
@@ -88,41 +91,41 @@ class Muon(torch.optim.Optimizer):
         adamw.grad_scale = self.grad_scale
         adamw.found_inf = self.found_inf
         adamw.step()
-        chosen = [group for group in self.param_groups if group["use_muon"]]
-        groups = {p: group for group in chosen for p in group["params"] if p.grad is not None}
-        if groups.keys() != self._dealt:
+        with_muon = [group for group in self.param_groups if group["use_muon"]]
+        groups = {p: group for group in with_muon for p in group["params"] if p.grad is not None}
+        if groups.keys() != self._dealt:  # other matrices have gradients than before
             self._dealt = set(groups)
             layouts: Any = {}
             for matrix in groups:
                 layouts.setdefault(layout_of(matrix), []).append(matrix)
             self._exchanges = []
-            for layout, some in layouts.items():
+            for layout, matrices in layouts.items():
                 _, shards, replicas = layout
-                for places in deal(some, shards[1], replicas[1]):
+                for places in deal(matrices, shards[1], replicas[1]):
                     self._exchanges.append((layout, places))
         for layout, places in self._exchanges:
             self._update(layout, places, groups)
 
     def _update(self, layout: Any, places: Any, groups: Any) -> None:
-        """Update matrices: what is to be orthogonalised goes to its owner, and comes back."""
+        """Update the matrices of one exchange, as described at the top of this file."""
         device, (shard_group, shards, shard), (replica_group, replicas, replica) = layout
         size = max(place.stop for place in places)
         sent = torch.empty(shards, size, dtype=torch.bfloat16, device=device)
         for matrix, owner, start, _ in places:
             update = self._with_momentum(matrix, groups[matrix])
-            if owner // shards == replica:
+            if owner // shards == replica:  # else another replica's shards send it
                 end = start + update.numel()
                 sent[owner % shards, start:end] = update.flatten()
         gathered = sent
         if shards > 1:
             gathered = torch.empty_like(sent)
             dist.all_to_all_single(gathered, sent, group=shard_group)
-        mine: Any = {}
+        owned: Any = {}
         for matrix, owner, start, stop in places:
             if owner == replica * shards + shard:
                 part = gathered[:, start:stop]
-                mine.setdefault(matrix.shape, []).append(part)
-        for shape, parts in mine.items():
+                owned.setdefault(matrix.shape, []).append(part)
+        for shape, parts in owned.items():
             self._orthogonalise(shape, parts)
         if shards > 1:
             dist.all_to_all_single(sent, gathered, group=shard_group)
@@ -138,14 +141,14 @@ class Muon(torch.optim.Optimizer):
     def _orthogonalise(self, shape: Any, parts: list[Tensor]) -> None:
         """Orthogonalise matrices of one shape in place: [shards, elements of a shard] each."""
         rows, columns = shape
-        padded = torch.stack(parts).view(len(parts), -1, columns)  # the last shards are shorter
-        for some in padded[:, :rows].split(self.matrices_at_once):
-            some.copy_(orthogonalised(some))
+        padded = torch.stack(parts).view(len(parts), -1, columns)  # as the last shard may be short
+        for matrices in padded[:, :rows].split(self.matrices_at_once):
+            matrices.copy_(orthogonalised(matrices))
         for part, update in zip(parts, padded, strict=True):
             part.copy_(update.view_as(part))
 
     def _with_momentum(self, parameter: Tensor, group: Group) -> Tensor:
-        """This rank's part of a matrix's update, before it is orthogonalised."""
+        """Update the momentum; returns this rank's shard of the update, not yet orthogonalised."""
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
@@ -156,19 +159,18 @@ class Muon(torch.optim.Optimizer):
         if self.grad_scale is not None:
             gradient = gradient / self.grad_scale
         if self.found_inf is not None:
-            # A skipped step moves by 0 times a finite update: zeros replace the gradients.
+            # A skipped step keeps the momentum: weight 0, and zero gradients, as 0 * inf is nan.
             gradient = torch.where(self.found_inf > 0, 0.0, gradient)
             weight = (weight * (1 - self.found_inf)).to(buffer.dtype)
         buffer.lerp_(gradient, weight)
         return gradient.lerp(buffer, group["momentum"])
 
     def _apply(self, update: Tensor, parameter: Tensor, group: Group) -> None:
-        """Move this rank's part of a matrix by its orthogonalised update."""
         part = local(parameter)
         lr = group["lr"]
         if self.found_inf is not None:
             lr = lr * (1 - self.found_inf)
-        ratio = 0.2 * math.sqrt(max(parameter.shape))  # the RMS of AdamW's updates
+        ratio = 0.2 * math.sqrt(max(parameter.shape))  # to match the RMS of AdamW's updates
         part.mul_(1 - lr * group["weight_decay"])
         part.sub_(update.view_as(part).to(part) * (lr * ratio))
 
@@ -194,7 +196,7 @@ def muon_groups(model: nn.Module, weight_decay: float) -> list[Group]:
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:
-    """Roughly the nearest semi-orthogonal matrices: singular values end between 0.7 and 1.2.
+    """Approximately the nearest semi-orthogonal matrices: singular values between 0.7 and 1.2.
 
     [count, rows, columns] bfloat16. Newton-Schulz iteration with Keller Jordan's coefficients.
     """
@@ -214,28 +216,28 @@ def orthogonalised(matrices: Tensor) -> Tensor:
 
 
 def layout_of(matrix: Tensor) -> Any:
-    """Returns (device, shards, replicas) of a matrix; the last two: (group, size, rank)."""
+    """Returns (device, shards, replicas) of a matrix; the last two: (group, size, own rank)."""
     device: Any = matrix.device
     alone = None, 1, 0
     ranks: Any = {Shard(0): alone, Replicate(): alone}
     if isinstance(matrix, DTensor):
         mesh = matrix.device_mesh
-        device = mesh.device_type  # also under CPU offload
+        device = mesh.device_type  # of the exchange; under CPU offload the matrix is on the host
         for dimension, placement in enumerate(matrix.placements):
             if ranks.get(placement) != alone:
                 raise ValueError(
-                    f"Muon takes matrices that are sharded by rows, once, not {matrix.placements}: "
-                    "use_muon=False"
+                    f"Muon takes matrices that are sharded by rows, once, not {matrix.placements}; "
+                    "set use_muon=False for them"
                 )
             group = mesh.get_group(dimension)
             ranks[placement] = group, group.size(), group.rank()
-    elif hasattr(matrix, "is_replicated") and dist.is_initialized():
+    elif hasattr(matrix, "is_replicated") and dist.is_initialized():  # under DDP
         ranks[Replicate()] = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
     return device, *ranks.values()
 
 
 def deal(matrices: Iterable[Tensor], shards: int, replicas: int) -> list[Any]:
-    """Each to the rank with the least work so far, the largest first: Graham 1969; by exchange."""
+    """Places by exchange; each matrix, largest first, goes to the least busy rank (Graham 1969)."""
 
     def work(matrix: Tensor) -> int:
         short, long = sorted(matrix.shape)
@@ -243,7 +245,7 @@ def deal(matrices: Iterable[Tensor], shards: int, replicas: int) -> list[Any]:
 
     ranks = shards * replicas
     loads = [0] * ranks
-    ends = [AT_ONCE + 1] * ranks  # of what is sent for each owner in the last exchange
+    ends = [AT_ONCE + 1] * ranks  # where each owner's last place ends; a full exchange, at first
     exchanges: Any = []
     for matrix in sorted(matrices, key=lambda matrix: (-work(matrix), matrix.shape)):
         owner = loads.index(min(loads))

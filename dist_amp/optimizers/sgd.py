@@ -1,4 +1,4 @@
-"""SGD with momentum by torch's fused kernel, which unscales, and skips without a host read."""
+"""SGD with momentum by torch's fused kernel, which unscales or skips without a host-device sync."""
 
 from typing import Any
 
@@ -11,9 +11,9 @@ from dist_amp.world import local
 
 
 class FusedSGD(torch.optim.SGD):
-    """torch's own leaves its momentum uninitialised if it skips the first step, and has no kernel
-    for sharded parameters and a learning rate on the device. Here momentum starts at zero, from
-    which the first step is the same, and the kernel gets this rank's shards.
+    """torch's fused SGD leaves momentum uninitialised if it skips the first step, and can't take
+    sharded parameters with a learning rate on the device. Here momentum starts at zero, which gives
+    the same first step, and the kernel gets this rank's shards.
     """
 
     _step_supports_amp_scaling = True
@@ -48,7 +48,7 @@ class FusedSGD(torch.optim.SGD):
 
 
 def build_sgd(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
-    """SGD for these groups; fused, unless the kernel can't update their parameters."""
+    """SGD for these groups; fused with optim.fused, unless the kernel can't update a parameter."""
     parameters = [p for group in groups for p in group["params"]]
     if config.fused and not any(on_cpu_in_half(p) for p in parameters):
         return FusedSGD(groups, lr=config.lr, momentum=config.momentum)
@@ -56,6 +56,6 @@ def build_sgd(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.
 
 
 def on_cpu_in_half(parameter: Tensor) -> bool:
-    """Whether torch's fused SGD silently leaves a parameter as it is (pytorch#191763)."""
+    """Whether torch's fused SGD would silently leave the parameter unchanged (pytorch#191763)."""
     half = parameter.dtype in (torch.float16, torch.bfloat16)
     return half and parameter.device.type == "cpu"

@@ -12,23 +12,23 @@ from dist_amp.telemetry.metrics import Metrics
 from dist_amp.telemetry.observer import Observer
 from dist_amp.telemetry.step_report import LogRow
 
-SECONDS = 30.0  # between two lines of an evaluation
+SECONDS = 30.0  # between two progress lines of an evaluation
 
 
 class Console(Observer):
-    """Prints log steps on rank 0. loss_scale: at the start."""
+    """Prints a line per log step on rank 0. loss_scale: its value at the start of the fit."""
 
     def __init__(self, metrics: Metrics, first_step: int, last_step: int, loss_scale: float):
         self._world = metrics.world
         self._first_step = first_step
         self._last_step = last_step
         self._loss_scale = loss_scale
-        self._opened = time.monotonic()
+        self._started = time.monotonic()
         self._evaluation_began = self._last_line = 0.0
 
     def on_log(self, row: LogRow) -> None:
         progress = f"step {row.step:>6}/{self._last_step} {row.step / self._last_step:>4.0%}"
-        elapsed = time.monotonic() - self._opened
+        elapsed = time.monotonic() - self._started
         times = duration(elapsed)
         if row.step > self._first_step:
             left = elapsed * (self._last_step - row.step) / (row.step - self._first_step)
@@ -38,7 +38,7 @@ class Console(Observer):
         self._world.say(f"{progress}  {times}  {figures}")
 
     def during_evaluation(self, done: int, steps: int) -> None:
-        """Show how far a long evaluation is, before each of its `steps` batches."""
+        """Show the progress of an evaluation that takes more than SECONDS."""
         now = time.monotonic()
         if not done:
             self._evaluation_began = self._last_line = now
@@ -55,8 +55,8 @@ def columns(row: LogRow, loss_scale_before: float) -> list[str]:
         parts.append(f"loss {row.loss:.4f}")
     if skipped := int(row["skipped_in_interval"]):
         parts.append(f"skipped {skipped} (gradients not finite)")
-    what = "tokens" if row.has_tokens else "items"
-    parts.append(f"{what}/s {row.per_second(what).sum():,.0f}")
+    unit = "tokens" if row.has_tokens else "items"
+    parts.append(f"{unit}/s {row.per_second(unit).sum():,.0f}")
     parts.append(f"peak {row.column('peak_bytes').max() / 2**20:,.0f} MiB")
     if "throughput/mfu" in row.rank_columns:
         parts.append(f"mfu {100 * row.rank_columns['throughput/mfu'].mean():.3g} %")

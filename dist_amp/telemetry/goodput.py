@@ -1,7 +1,7 @@
-"""Goodput: the share of a run folder's whole life in which steps were applied.
+"""Goodput: the share of wall time, since the run folder's first process, spent on applied steps.
 
-The rest: starting, evaluations, checkpoints, skipped steps, steps that a restart takes again, and
-the time between attempts. It is kept in metrics.jsonl, from which a resume drops such steps.
+The rest goes to startup, evaluations, checkpoints, skipped steps, steps repeated after a restart,
+and time between attempts. Totals are stored in metrics.jsonl, where a resume drops repeated steps.
 
 Docs: docs/metrics.md
 """
@@ -18,21 +18,21 @@ import numpy as np
 from dist_amp.clock import PHASES, STEP_PHASES
 from dist_amp.telemetry.metrics import Metrics
 from dist_amp.telemetry.observer import Observer
-from dist_amp.telemetry.startup import process_started
+from dist_amp.telemetry.startup import process_start_time
 from dist_amp.telemetry.step_report import LogRow
 
 KINDS = ("applied_steps", "skipped_steps", "evaluation", "checkpoint", "diagnostics")
 
 
 class Goodput(Observer):
-    """seconds: what this rank has spent by KINDS, over all attempts; [len(KINDS)] float64."""
+    """seconds: time spent on each of KINDS, on rank 0 over all attempts; [len(KINDS)] float64."""
 
     def __init__(self, metrics: Metrics, folder: Path):
-        """Continue a folder's account, or note that its life begins with this process."""
+        """Continue from the folder's last log step, or record this process's start as the first."""
         self._metrics = metrics
-        spent = metrics.last_logged.get("spent_seconds", {})
-        self.seconds = np.array([float(spent.get(kind, 0.0)) for kind in KINDS])
-        self._started = process_started()  # of the folder's life, Unix time
+        saved = metrics.last_logged.get("spent_seconds", {})
+        self.seconds = np.array([float(saved.get(kind, 0.0)) for kind in KINDS])
+        self._started = process_start_time()  # of the folder's first process, Unix time
         path = folder / "started.txt"
         with suppress(OSError, ValueError):
             if path.exists():
@@ -45,7 +45,7 @@ class Goodput(Observer):
         return max(time.time() - self._started, 1e-9)
 
     def tags(self, row: LogRow) -> dict[str, Any]:
-        """Count an interval; on rank 0, what metrics.jsonl says of it."""
+        """Add an interval to the totals; rank 0 returns them."""
         rank = self._metrics.world.rank
         seconds = {phase: float(row.column(phase)[rank]) for phase in PHASES}
         self.seconds += spent(seconds, row["applied_in_interval"], row["skipped_in_interval"])
@@ -55,15 +55,15 @@ class Goodput(Observer):
         return {"perf/goodput_pct": 100 * share, "spent_seconds": by_kind(self.seconds)}
 
     def summary(self, failed: bool) -> dict[str, Any]:
-        """The figures for summary.json; after a failure, of the time up to the last log step."""
+        """Entries of summary.json. After a failure, seconds are counted up to the last log step."""
         seconds = self.seconds
         wall = self.wall_seconds
         if not failed:
             sums = self._metrics.interval.sums
-            since = self._metrics.world.clock.so_far()
+            unlogged = self._metrics.world.clock.so_far()
             applied, skipped = sums["applied_in_interval"], sums["skipped_in_interval"]
-            seconds = seconds + spent(since, applied, skipped)
-        # Starting, what lies between attempts, and steps that were taken again.
+            seconds = seconds + spent(unlogged, applied, skipped)
+        # Startup, time between attempts, and steps that were repeated.
         elsewhere = max(wall - float(seconds.sum()), 0.0)
         return {
             "goodput": round(min(float(seconds[0]) / wall, 1.0), 6),
@@ -73,7 +73,7 @@ class Goodput(Observer):
 
 
 def spent(phases: Mapping[str, float], applied: float, skipped: float) -> np.ndarray:
-    """Seconds by KINDS, [len(KINDS)] float64, of an interval's seconds by phase and its steps."""
+    """An interval's seconds by phase, split into KINDS: [len(KINDS)] float64."""
     per_step = sum(phases[name] for name in STEP_PHASES) / max(applied + skipped, 1)
     between = [phases[name] for name in ("evaluation", "checkpoint", "diagnostics")]
     return np.array([per_step * applied, per_step * skipped, *between])

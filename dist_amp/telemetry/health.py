@@ -1,7 +1,7 @@
 """Health of this rank's GPU and host, at log steps: clocks, power, temperature, errors, memory.
 
-A thread reads GPUs through NVML (nvidia-ml-py): on a lost GPU a call may never return (assumed).
-What it read at one log step is written with the next one's metrics.
+A thread reads the GPU through NVML (nvidia-ml-py), because a call may never return if the GPU is
+lost (assumed). Readings taken at one log step are written with the metrics of the next.
 
 Docs: docs/metrics.md
 """
@@ -21,9 +21,9 @@ from dist_amp.telemetry.observer import Observer
 from dist_amp.telemetry.step_report import LogRow, Tags
 
 GIB = 2**30
-# Why clocks are lower than they could be. Source: NVML API reference, nvmlClocksEventReasons. Left
-# out: idle, clocks set by the user, synchronised boost, display. The power cap is the normal state
-# of a busy GPU, and no fault.
+# Bits of the reasons for reduced clocks. Source: NVML API reference, nvmlClocksEventReasons. Left
+# out: idle, clocks set by the user, synchronised boost, display. Running at the power cap is normal
+# for a busy GPU, not a fault.
 POWER_CAP = 0x4
 THROTTLED = {
     0x8: "hardware slowdown",
@@ -31,9 +31,9 @@ THROTTLED = {
     0x40: "hardware thermal slowdown",
     0x80: "external power brake",
 }
-EXIT_SECONDS = 1.0  # what the run's end waits for the last reading
+EXIT_SECONDS = 1.0  # how long the end of the run waits for the last reading
 
-# {tag: reads it with the module pynvml from the handle of a GPU}
+# {tag: the function that reads it, given the module pynvml and a GPU's handle}
 READINGS: dict[str, Callable[[Any, Any], float]] = {
     "gpu/sm_clock_MHz": lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
     "gpu/memory_clock_MHz": lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM),
@@ -57,7 +57,7 @@ class Health(Observer):
         self._metrics = metrics
         self._world = metrics.world
         self._gpu: Gpu | None = None
-        if self._world.device.type == "cuda" and not torch.version.hip:  # AMD's have no NVML
+        if self._world.device.type == "cuda" and not torch.version.hip:  # AMD has no NVML
             self._gpu, problem = open_gpu(self._world.device)
             problems = [text for text in self._world.gather(problem) if text]
             if problems:
@@ -65,11 +65,11 @@ class Health(Observer):
                 self._world.say(f"health no gpu/* tags: {problems[0]} ({ranks})")
         self._warned: set[str] = set()
         self._thread: threading.Thread | None = None
-        self._reading: tuple[int, Tags] = (0, {})  # of the thread: the step, what it read
+        self._reading: tuple[int, Tags] = (0, {})  # the thread's latest: (step, tags)
 
     def tags(self, row: LogRow) -> Tags:
-        """The readings of the last log step; starts to read for the next one."""
-        if self._thread is not None and self._thread.is_alive():  # it waits for the driver
+        """Return the readings of the last log step, and start to read for the next one."""
+        if self._thread is not None and self._thread.is_alive():  # still waiting for the driver
             return {}
         _, tags = self._reading
         self._thread = threading.Thread(target=self._read, args=(row.step,), daemon=True)
@@ -83,10 +83,10 @@ class Health(Observer):
                 self._metrics.write_rank_scalars(*self._reading)
 
     def _read(self, step: int) -> None:
-        tags = host_tags(of_machine=self._world.local_rank == 0)
+        tags = host_tags(with_machine=self._world.local_rank == 0)
         if self._gpu is not None:
-            of_gpu, warnings = self._gpu.tags()
-            tags |= of_gpu
+            gpu_tags, warnings = self._gpu.tags()
+            tags |= gpu_tags
             for text in warnings:
                 if text not in self._warned:
                     self._warned.add(text)
@@ -105,31 +105,29 @@ def open_gpu(device: torch.device) -> tuple["Gpu | None", str]:
     except ImportError:
         return None, "nvidia-ml-py is missing; pip install nvidia-ml-py"
     except Exception as error:
-        # A driver without NVML, a container without the device, another package of that name.
+        # For example no NVML in the driver, no device in the container, another pynvml package.
         return None, f"NVML failed ({type(error).__name__}: {error})"
 
 
 def handle_of(nvml: Any, properties: Any) -> Any:
-    """NVML's handle of a torch device, by its UUID: CUDA_VISIBLE_DEVICES reorders them."""
+    """NVML's handle of a torch device, found by UUID: CUDA_VISIBLE_DEVICES reorders indices."""
     with suppress(nvml.NVMLError):
         return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}")
     return nvml.nvmlDeviceGetHandleByUUID(f"MIG-{properties.uuid}")
 
 
 class Gpu:
-    """One GPU through NVML."""
-
     def __init__(self, nvml: Any, handle: Any):
         self._nvml = nvml
         self._handle = handle
-        self._at_start: Tags = {}  # without what this GPU or driver does not support
+        self._at_start: Tags = {}  # only the readings that this GPU and driver support
         for tag, read in READINGS.items():
             with suppress(AttributeError, nvml.NVMLError):
                 self._at_start[tag] = read(nvml, handle)
         self._tags = list(self._at_start)
 
     def tags(self) -> tuple[Tags, list[str]]:
-        """Returns (tags, warnings). No more tags once a call has failed: further calls may hang."""
+        """Returns (tags, warnings). Reads nothing after a call has failed: the next may hang."""
         tags = {}
         warnings = []
         for tag in self._tags:
@@ -148,25 +146,25 @@ class Gpu:
         if "gpu/ecc_uncorrected" in tags:
             tags["gpu/ecc_uncorrected"] -= self._at_start["gpu/ecc_uncorrected"]
             if tags["gpu/ecc_uncorrected"] > 0:
-                text = "the GPU had uncorrected memory errors since the run's start"
+                text = "the GPU has had uncorrected memory errors since the run started"
                 warnings.append(f"{text}; test or replace it")
         return tags, warnings
 
 
-def host_tags(of_machine: bool, root: str = "/") -> Tags:
-    """{tag: GiB} of this process and, of_machine, of its machine or container."""
+def host_tags(with_machine: bool, root: str = "/") -> Tags:
+    """{tag: GiB} of this process and, with_machine, of its machine or container."""
     tags = {"memory/host_rss_GiB": resident_bytes()[1] / GIB}
-    if not of_machine:
+    if not with_machine:
         return tags
     with suppress(OSError, LookupError, ValueError):
         sizes = numbers(Path(root, "proc/meminfo"))
         available = 1024 * sizes["MemAvailable:"]
         used = 1024 * sizes["MemTotal:"] - available
-        group = Path(root, "sys/fs/cgroup")
+        cgroup = Path(root, "sys/fs/cgroup")
         with suppress(OSError, LookupError, ValueError):  # not in a container, or no limit
-            limit = int((group / "memory.max").read_text())
-            cache = numbers(group / "memory.stat")["inactive_file"]
-            in_container = int((group / "memory.current").read_text()) - cache
+            limit = int((cgroup / "memory.max").read_text())
+            cache = numbers(cgroup / "memory.stat")["inactive_file"]  # can be reclaimed
+            in_container = int((cgroup / "memory.current").read_text()) - cache
             if limit - in_container < available:
                 used = in_container
                 available = limit - in_container

@@ -1,7 +1,7 @@
-"""The run's metrics: throughput and memory of every rank, loss and loss scale, live in TensorBoard.
+"""The run's metrics: loss, loss scale, and the throughput and memory of every rank.
 
-At a log step each rank starts one copy of its metrics to the host; one step later it sums them up
-there and gathers every rank's row. Nothing waits for the device.
+At a log step `begin` starts one copy of the interval's scalars to the host. One step later, while
+the device computes, `read` sums them and gathers every rank's row, and `write` writes the rows.
 """
 
 import math
@@ -40,27 +40,27 @@ if TYPE_CHECKING:  # TensorBoard takes half a second to import, and a notebook n
 
 
 class Metrics:
-    """An observer of each step, which writes the figures and all tags at log steps, once open."""
+    """Observes each step; once open, writes its metrics and all observers' tags at log steps."""
 
     def __init__(self, world: World, clip: Clip, observers: Observers | None = None):
         self.world = world
         self.last: LogRow | None = None
-        self.evaluation: Tags = {}  # the latest
+        self.evaluation: Tags = {}  # the latest one's values
         self.evaluated_step = 0
         self.best: Tags = {}  # the lowest validation loss, with its step
-        self.sample = ""  # the latest, if it is a text
+        self.sample = ""  # the latest text that the model generated
         self.hosts = world.gather(platform.node())
         self._max_norm = clip.limit if clip.by == "norm" else math.inf
         self.interval = Interval(self._max_norm)
-        # Per rank, since the start or resume.
+        # SUMMED_METRICS of each rank since the start or resume.
         self._totals = np.zeros((world.world_size, len(SUMMED_METRICS)))
-        self._pending: tuple[Any, ...] | None = None  # a log step's, on their way to the host
+        self._pending: tuple[Any, ...] | None = None  # a log step's metrics, being copied
         self._jsonl: JsonlWriter | None = None
         self._tensorboard: TensorBoardWriter | None = None
         self._observers = observers or Observers()
 
     def open(self, folder: Path, first_step: int, config_text: str) -> None:
-        """Start writing into the run's folder, replacing the entries of steps after first_step."""
+        """Start writing to the run's folder; entries of steps after first_step are dropped."""
         from dist_amp.telemetry.writers import JsonlWriter, TensorBoardWriter
 
         world = self.world
@@ -76,8 +76,8 @@ class Metrics:
         self.world.clock.restart()
 
     def unfinished(self, data: Batches) -> Tensor:
-        """The unfinished interval, as a checkpoint saves it: [7] float64 on the host. It has no
-        times, so the same steps make the same checkpoint. Waits for the device.
+        """The unfinished interval's sums, as a checkpoint saves them: [len(SAVED)] float64 on the
+        host; no times, so that the same steps make the same checkpoint. Waits for the device.
         """
         self.interval.start_copy({})
         self.interval.read()
@@ -85,11 +85,11 @@ class Metrics:
         return torch.tensor([sums[name] for name in SAVED], dtype=torch.float64)
 
     def resume_unfinished(self, saved: Tensor, same_world: bool) -> None:
-        """Continue from every saving rank's `unfinished`: [ranks, 7] float64; 3 in older ones."""
-        unknown = [math.nan, 0.0, 0.0, 0.0]
-        rows = [[*row, *unknown][: len(SAVED)] for row in saved.tolist()]
+        """Continue from the `unfinished` of every rank that saved: [ranks, len(SAVED)] float64."""
+        later = [math.nan, 0.0, 0.0, 0.0]  # what older checkpoints, with three columns, lack
+        rows = [[*row, *later][: len(SAVED)] for row in saved.tolist()]
         mine = rows[self.world.rank if same_world else 0]
-        if not same_world:  # rank 0 carries what is summed over the ranks at a log step
+        if not same_world:  # rank 0 gets what log steps sum over ranks; the rest is equal on all
             for column in (0, 3):  # loss_sum and tokens_seen
                 mine[column] = sum(row[column] for row in rows) * self.world.is_main
         self.interval = Interval(self._max_norm, mine)
@@ -103,23 +103,23 @@ class Metrics:
         schedule: Schedule,
         scaler: Scaler,
         data: Batches,
-        of_task: Mapping[str, Tensor] = MappingProxyType({}),
+        task_tags: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
-        """Start copying the interval's metrics; every rank calls it. of_task: {tag: scalar}."""
+        """Start copying the interval's metrics; every rank calls it. task_tags: {tag: scalar}."""
         device = self.world.device
         interval = self.interval
-        # First, so that its end has been reached once the copy below has arrived.
+        # Before the copy below: once that has arrived, the device has passed the lap's events.
         lap = self.world.clock.lap()
-        # float32 is exact up to 2^24, more than train.steps is.
+        # The copy is in float32, which is exact up to 2^24, more than train.steps can be.
         applied, skipped, in_a_row = schedule.counters.to(device).unbind()
-        of_device = {
+        on_device = {
             "loss_scale": scaler.scale_tensor.to(device),
             "applied_steps": applied,
             "skipped_steps": skipped,
             "skips_in_a_row": in_a_row,
             "lr": schedule.last_lr.to(device),
         }
-        interval.start_copy({**of_device, **of_task})
+        interval.start_copy({**on_device, **task_tags})
         interval.sums["tokens_seen"] += data.tokens
         on_host = {
             "items": data.items,
@@ -128,37 +128,37 @@ class Metrics:
             "epoch": data.position / data.plan.length,
             **dict(zip(MEMORY, memory_use(device), strict=True)),
         }
-        self._pending = (step, interval, lap, on_host, tuple(of_task))
+        self._pending = (step, interval, lap, on_host, tuple(task_tags))
         self.interval = Interval(self._max_norm)
         self.interval.sums["tokens_seen"] = interval.sums["tokens_seen"]
         data.items = 0
         data.tokens = 0
 
     def read(self, save_done: bool = True) -> LogRow | None:
-        """The pending metrics of all ranks, and save_done of each, or None; every rank calls it."""
+        """The pending metrics of all ranks, or None; every rank calls it, with its save_done."""
         pending = self._pending
         self._pending = None
         if pending is None:
             return None
-        step, interval, lap, on_host, of_task = pending
+        step, interval, lap, on_host, task_tags = pending
         values = interval.read() | interval.sums | lap.seconds() | on_host
         values["save_done"] = save_done
         numbers = torch.tensor([values[name] for name in RANK_METRICS], dtype=torch.float64)
         table = self.world.stack(numbers).numpy()
-        tags = {tag: values[tag] for tag in of_task}
+        tags = {tag: values[tag] for tag in task_tags}
         row = LogRow(step, table, tags)
         self.last = replace(row, observed=self._observers.tell("rank_tags", row))
         self._totals += table[:, SUMMED]
         return self.last
 
     def write(self, row: LogRow) -> None:
-        more = {**row.of_task, **self._observers.tell("tags", row)}
+        extra = {**row.task_tags, **self._observers.tell("tags", row)}
         if not self.world.is_main:
-            self.write_rank_scalars(row.step, row.rank_tags(self.world.rank) | more)
+            self.write_rank_scalars(row.step, row.rank_tags(self.world.rank) | extra)
         elif self._jsonl is not None:
             with self.world.clock.phase("logging"):
                 ranks = row.tags_of_ranks(MAX_RANK_FOLDERS)
-                tags = row.global_tags() | more
+                tags = row.global_tags() | extra
                 now = round(time.time(), 3)
                 self._jsonl.append({"step": row.step, "unix_time": now, **tags, "ranks": ranks})
                 numbers = {tag: value for tag, value in tags.items() if not isinstance(value, dict)}
@@ -170,14 +170,14 @@ class Metrics:
             self.write_rank_scalars(step, tags)
 
     def write_rank_scalars(self, step: int, tags: Tags) -> None:
-        """This rank's metrics, to TensorBoard alone."""
+        """This rank's metrics, to TensorBoard only."""
         if self._tensorboard is not None and tags:
             self._tensorboard.write_scalars(tags, step)
 
     def write_evaluation(self, step: int, values: Tags, extend: Any = lambda values: "") -> Any:
-        """The metrics of an evaluation, equal on all ranks, written by rank 0.
+        """Write an evaluation's metrics, equal on all ranks, on rank 0.
 
-        Returns what `extend` returns, which may add to `values` first.
+        `extend` is called first and may add to `values`; returns what it returns.
         """
         if not values:
             return ""
@@ -187,7 +187,7 @@ class Metrics:
             self.best = {"step": step, "loss": values["loss"]}
         try:
             return extend(values)
-        finally:  # what was measured is not lost by an error
+        finally:  # an error in `extend` must not lose what was measured
             self.write_scalars(step, {f"eval/{name}": value for name, value in values.items()})
             text = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
             self.world.say(f"eval  {step:>6}  {text}")
@@ -202,13 +202,13 @@ class Metrics:
 
     @property
     def last_logged(self) -> dict[str, Any]:
-        """The latest global tags, with "step"; after a resume the last line of metrics.jsonl."""
+        """The latest global tags, with "step"; after a resume, rank 0's last metrics.jsonl line."""
         if self.last is not None:
             return {"step": self.last.step, **self.last.global_tags()}
         return self._jsonl.last if self._jsonl is not None else {}
 
     def rank_table(self) -> list[Tags]:
-        """Each rank's tags, with the throughput since the start; after a resume the last line's."""
+        """Each rank's tags, averaged since the start; right after a resume, the last line's."""
         if self.last is None:
             return self.last_logged.get("ranks", [])  # type: ignore[no-any-return]
         table = self.last.table.copy()
@@ -222,9 +222,9 @@ class Metrics:
 
 
 def memory_use(device: torch.device) -> tuple[int, ...]:
-    """Returns (peak, current, reserved) bytes, and the allocator's retries.
+    """Returns (peak, current, reserved) bytes and the number of allocation retries.
 
-    Of torch's allocator on a GPU; on a CPU of the resident set, without the last two.
+    On a GPU, of torch's allocator; on a CPU, of the resident set, with 0 for the last two.
     """
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
@@ -236,7 +236,7 @@ def memory_use(device: torch.device) -> tuple[int, ...]:
 
 
 def resident_bytes() -> tuple[int, int]:
-    """Returns (peak, current) bytes of this process; getrusage's peak includes its parent's."""
+    """Returns (peak, current) bytes of this process. getrusage's peak includes the parent's."""
     text = Path("/proc/self/status").read_text()
     sizes = {name: 1024 * int(kib) for name, kib in re.findall(r"(VmHWM|VmRSS):\s*(\d+) kB", text)}
     return sizes.get("VmHWM", sizes["VmRSS"]), sizes["VmRSS"]

@@ -1,8 +1,8 @@
-"""MFU, model FLOPs utilisation: the share of a device's peak that the model's arithmetic takes.
+"""MFU, model FLOPs utilisation: the share of a device's peak FLOP/s that the model itself uses.
 
     MFU = items per second x the task's flops_per_item(model) / the device's peak
 
-Recomputation (activation checkpointing) does not count, so it lowers MFU by the time it takes.
+Recomputation (activation checkpointing) is not counted, so the time it takes lowers MFU.
 Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
 
 Docs: docs/metrics.md
@@ -26,12 +26,12 @@ from dist_amp.telemetry.observer import Observer
 from dist_amp.telemetry.step_report import LogRow
 from dist_amp.world import World
 
-# Dense TFLOP/s of one device, as torch counts devices; 0 if the vendor gives no number, or two that
-# differ. If a datasheet has only the rate with structured sparsity, which is twice the dense one,
-# the source says so. fp16 is with float32 accumulation, as in torch's matmuls. A pattern matches
-# the whole of torch.cuda.get_device_name without the vendor's words, so that laptop GPUs, MIG
-# slices and other variants don't match; a partitioned MI300X keeps its name and needs
-# metrics.peak_flops. Of AMD, float32 is that of the matrix cores; torch uses no tf32 there.
+# Dense peak TFLOP/s of what torch counts as one device; 0 if the vendor gives no number, or two
+# that differ. Where a datasheet has only the rate with structured sparsity, twice the dense one, it
+# is halved, and the comment says so. fp16 accumulates in float32, as torch's matmuls do. A pattern
+# must match all of torch.cuda.get_device_name except VENDOR, so laptop GPUs, MIG slices and other
+# variants don't match; a partitioned MI300X keeps its name and needs metrics.peak_flops. On AMD,
+# fp32 is the rate of the matrix cores, and torch uses no tf32.
 COLUMNS = ("fp32", "tf32", "bf16", "fp16")
 PEAKS = (
     ("V100-SXM2-(16|32)GB", 15.7, 0, 0, 125),  # NVIDIA V100 datasheet, V100 SXM2
@@ -77,7 +77,7 @@ def known_peak(device_name: str, dtype: str) -> float:
 
 
 class Mfu(Observer):
-    """Adds throughput/mfu of each rank. item_seconds: at its device's peak, [ranks]."""
+    """Adds each rank's throughput/mfu. item_seconds: seconds per item at peak FLOP/s, [ranks]."""
 
     def __init__(self, item_seconds: np.ndarray):
         self._item_seconds = item_seconds
@@ -87,7 +87,7 @@ class Mfu(Observer):
 
 
 def find_mfu(world: World, config: Config, task: Task, parallel: Parallel) -> Mfu | None:
-    """The run's, or None and a line on what is missing. Errors: as `flops_per_item`."""
+    """The run's Mfu, or None where it can't be computed. Errors: as `flops_per_item`."""
     peak = config.metrics.peak_flops
     if peak == "auto" and world.device.type != "cuda":
         return None
@@ -108,13 +108,13 @@ def find_mfu(world: World, config: Config, task: Task, parallel: Parallel) -> Mf
     if reasons:
         world.say(f"mfu    not shown: {reasons[0]}")
         return None
-    with parallel.no_side_effects():  # a task may count by running its model
+    with parallel.no_side_effects():  # the task may run its model to count
         flops = flops_per_item(task, parallel.module)
     return Mfu(np.array(world.gather(flops / peak)))
 
 
 def flops_per_item(task: Any, model: nn.Module) -> float:
-    """The task's count for one item. Errors: DataError for anything but a number above 0."""
+    """The task's FLOPs of one item. Errors: DataError unless they are a finite number above 0."""
     name = "flops_per_item(model)"
     flops: float = call_task(DataError, name, lambda: float(task.flops_per_item(model)))
     if not 0 < flops < math.inf:
@@ -126,9 +126,9 @@ def flops_per_item(task: Any, model: nn.Module) -> float:
 
 
 def count_flops(task: Task, model: nn.Module, batch: Any) -> float:
-    """Floating-point operations of forward, loss and backward of a batch, as torch counts them.
+    """FLOPs of a batch's forward, loss and backward, as torch's FlopCounterMode counts them.
 
-    Counts matrix products and convolutions, attention as plain products; a multiply-add is two.
+    It counts convolutions and matrix products, those of attention too; a multiply-add is two.
     Pass a fresh model without activation checkpointing, and divide by the samples:
 
         count_flops(task, task.build_model(), collate([task.build_dataset("train")[0]]))

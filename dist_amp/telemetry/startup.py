@@ -1,4 +1,4 @@
-"""The time of a start by phase, from the failure that caused it to the end of the first step."""
+"""Startup time by phase, up to the first step; a restart counts from the failure that caused it."""
 
 import os
 import time
@@ -14,11 +14,11 @@ PHASES = ("processes", "imports", "rendezvous", "checks", "model", "restore", "d
 
 
 class Startup(Observer):
-    """seconds: of this rank, by PHASES. A GPU may still compute the first step when it ends."""
+    """seconds: {phase: seconds} of this rank. A GPU may still be computing when first_step ends."""
 
     def __init__(self) -> None:
         now = time.time()
-        started = process_started()
+        started = process_start_time()
         failed = float(os.environ.get(FAILED_AT, started))
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.seconds["processes"] = max(started - failed, 0.0)
@@ -27,14 +27,14 @@ class Startup(Observer):
         self._is_logged = False
 
     def lap(self, phase: str) -> None:
-        """The time since the last lap was spent in this phase."""
+        """Count the time since the last lap as spent in this phase."""
         now = time.time()
         self.seconds[phase] += now - self._since
         self._since = now
 
     def watch(self, run: Any) -> None:
-        """See the run's first step, and report with its metrics."""
-        in_data = run.world.clock.so_far()["data"]  # while the run was built
+        """Time the run's first step, and log the startup times with its metrics."""
+        in_data = run.world.clock.so_far()["data"]  # spent on data while the model lap ran
         self.seconds["model"] -= in_data
         self.seconds["data"] += in_data
         self._observers = run.observers
@@ -57,9 +57,9 @@ class Startup(Observer):
         return {"start_seconds": {phase: round(self.seconds[phase], 3) for phase in PHASES}}
 
 
-def process_started() -> float:
+def process_start_time() -> float:
     """The start of this process, in Unix time."""
-    # Its 22nd field, in clock ticks since the boot. Source: proc(5).
+    # Field 22, starttime, in clock ticks since boot. Source: proc(5).
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.time() - max(age, 0.0)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from dist_amp.clock import OWN_PHASES, PHASES, STEP_PHASES
 
-# TensorBoard selects no run by default if there are hundreds; above this, only rank 0 writes, with
-# its ranks/* tags. A line of metrics.jsonl lists no more ranks either.
+# With hundreds of folders TensorBoard shows none by default. Above this many ranks, only rank 0
+# writes events, including ranks/* tags, and metrics.jsonl lists only that many ranks.
 MAX_RANK_FOLDERS = 64
 
 # Equal on all ranks, because each is computed from sums over all ranks.
@@ -23,7 +23,7 @@ GLOBAL_METRICS = (
 )
 SUMMED_METRICS = (*PHASES, "steps", "items", "tokens")
 MEMORY = ("peak_bytes", "allocated_bytes", "reserved_bytes", "allocator_retries")
-# A rank's row of metrics, in this order: slices of a table cost less than chosen columns.
+# The columns of a rank's row. Their order makes GLOBAL and SUMMED slices, which are cheap to take.
 RANK_METRICS = (
     *("loss_sum", *GLOBAL_METRICS, *SUMMED_METRICS, "tokens_seen", "samples_seen", "epoch"),
     *MEMORY,
@@ -34,7 +34,7 @@ INDEX = {name: number for number, name in enumerate(RANK_METRICS)}
 GLOBAL = slice(INDEX[GLOBAL_METRICS[0]], INDEX[GLOBAL_METRICS[-1]] + 1)
 SUMMED = slice(INDEX[SUMMED_METRICS[0]], INDEX[SUMMED_METRICS[-1]] + 1)
 
-# Tags of seconds per step, and of seconds per interval of what interrupts the steps.
+# {tag: its phases}, in seconds per step; {tag: its phase between steps}, in seconds per interval.
 TIMES = {
     "step_seconds": STEP_PHASES,
     "local_seconds": OWN_PHASES,
@@ -59,9 +59,9 @@ class StepReport:
     """One step's results: scalar tensors on the device, not read before the next log step."""
 
     losses: list[Tensor]  # this rank's loss sums, one per micro-batch
-    weight: Tensor  # of all ranks: what the loss sum is divided by
-    norm: Tensor  # of the unscaled gradients, before clipping; with CPU offload on the host
-    applied: Tensor  # bool, beside it; False if the step was skipped, since it was not finite
+    weight: Tensor  # total over all ranks, by which the loss sum is divided
+    norm: Tensor  # global, of the unscaled gradients, before clipping; on the host if CPU-offloaded
+    applied: Tensor  # bool, on norm's device; False: skipped, because norm was inf or nan
 
     @property
     def loss_sum(self) -> Tensor:
@@ -72,14 +72,14 @@ class StepReport:
 class LogRow:
     """The metrics of one log interval, the same on every rank.
 
-    table: [ranks, len(RANK_METRICS)] float64 on the host; only array operations walk over ranks.
-    of_task: what this rank's task returned of train_metrics.
-    observed: {tag: [ranks]} of the observers.
+    table: [ranks, len(RANK_METRICS)] float64 on the host; do not loop over ranks in Python.
+    task_tags: this rank's values from the task's train_metrics.
+    observed: {tag: [ranks]} from the observers' rank_tags.
     """
 
     step: int
     table: np.ndarray
-    of_task: Tags = field(default_factory=dict)
+    task_tags: Tags = field(default_factory=dict)
     observed: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
@@ -113,7 +113,7 @@ class LogRow:
         return self.columns(STEP_PHASES).sum(axis=1)
 
     def per_step(self, values: np.ndarray) -> np.ndarray:
-        """[ranks] -> [ranks]."""
+        """Mean per step of the interval on each rank: [ranks] -> [ranks]."""
         return values / np.maximum(self.column("steps"), 1)
 
     def per_second(self, name: str) -> np.ndarray:
@@ -123,14 +123,16 @@ class LogRow:
     @cached_property
     def rank_columns(self) -> dict[str, np.ndarray]:
         """Every rank's tags: {tag: [ranks]}."""
-        seconds = {tag: self.per_step(self.columns(of).sum(axis=1)) for tag, of in TIMES.items()}
+        seconds = {
+            tag: self.per_step(self.columns(phases).sum(axis=1)) for tag, phases in TIMES.items()
+        }
         seconds |= {tag: self.column(phase) for tag, phase in INTERRUPTIONS.items()}
         tags = {
             "train/loss_sum": self.column("loss_sum"),
             "throughput/items_per_second": self.per_second("items"),
             "memory/peak_bytes": self.column("peak_bytes"),
             "memory/allocated_bytes": self.column("allocated_bytes"),
-            # To 0.1 us, which halves the time that it takes to write 64 ranks as JSON.
+            # Rounded to 0.1 us, which halves the time of writing 64 ranks as JSON.
             **{f"time/{tag}": np.round(values, 7) for tag, values in seconds.items()},
         }
         if self.has_tokens:
@@ -144,7 +146,7 @@ class LogRow:
         return {tag: float(values[rank]) for tag, values in self.rank_columns.items()}
 
     def tags_of_ranks(self, max_ranks: int | None = None) -> list[Tags]:
-        """The TensorBoard tags that the first ranks, or all, write."""
+        """The TensorBoard tags of each rank, or of the first `max_ranks`."""
         columns = [values[:max_ranks] for values in self.rank_columns.values()]
         rows = np.stack(columns, axis=1).tolist()
         return [dict(zip(self.rank_columns, row, strict=True)) for row in rows]
@@ -164,14 +166,14 @@ class LogRow:
             "amp/skipped_in_interval": self["skipped_in_interval"],
         }
         tokens_seen = self.total("tokens_seen")
-        if self.has_tokens and not math.isnan(tokens_seen):  # nan: since an older checkpoint
+        if self.has_tokens and not math.isnan(tokens_seen):  # nan: an old checkpoint lacks it
             tags["train/tokens_seen"] = tokens_seen
         if len(self.table) > 1:
             tags |= self._spread_tags()
         return tags
 
     def _spread_tags(self) -> Tags:
-        """Minimum, median and maximum over the ranks; of all times where ranks have no folders."""
+        """Minimum, median and maximum over ranks; of all times if ranks have no folders."""
         sources = ["throughput/items_per_second", "memory/peak_bytes"]
         sources += ["time/data_wait_seconds", "time/local_seconds"]
         tags: Tags = {}

@@ -1,4 +1,4 @@
-"""Sums that are made without waiting for the device: log intervals and evaluations."""
+"""Sums over log intervals and evaluations, accumulated without waiting for the device."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,43 +13,43 @@ from dist_amp.task import as_scalar
 from dist_amp.telemetry.step_report import StepReport
 from dist_amp.world import World
 
-# What a checkpoint saves of an unfinished interval, in this order, and each one's start.
+# {sum: its initial value}: what a checkpoint saves of an unfinished interval, in this order.
 SAVED = {
     "loss_sum": 0.0,
     "weight_sum": 0.0,
     "min_weight": math.inf,
-    "tokens_seen": 0.0,  # by this rank since step 0, before this interval
+    "tokens_seen": 0.0,  # by this rank from step 0 to the start of this interval
     "applied_in_interval": 0.0,
     "skipped_in_interval": 0.0,
-    "clipped_in_interval": 0.0,  # of the applied ones, by their norm
+    "clipped_in_interval": 0.0,  # applied steps whose norm was above the limit
 }
 
 
 class Interval:
-    """The steps since the last log step. sums: of RANK_METRICS, in float64, added step by step.
-    saved: those of an interval that a checkpoint cut. reports: of steps that are not in them yet.
+    """The steps since the last log step. sums: {metric: float64 sum over the steps read so far}.
+    reports: of steps not read yet. saved: the interval's sums from a checkpoint that cut it.
     """
 
     def __init__(self, max_norm: float, saved: Sequence[float] = tuple(SAVED.values())):
         self.sums = dict(zip(SAVED, saved, strict=True), steps=0.0, grad_norm=0.0)
         self._max_norm = max_norm  # above it, gradients are clipped
         self.reports: list[StepReport] = []
-        # On its way to the host: (values, when they have arrived, losses of each step, names of
-        # the rest).
+        # On its way to the host: (values, event of their arrival, losses per step, names of the
+        # `extra` scalars).
         self._copy: tuple[list[Tensor], Any, list[int], list[str]] | None = None
 
-    def start_copy(self, more: Mapping[str, Tensor]) -> None:
-        """Start copying to the host what is still on the device, and more scalars of it.
+    def start_copy(self, extra: Mapping[str, Tensor]) -> None:
+        """Start copying the reports' scalars, and `extra` ones, from the device to the host.
 
-        In order: losses and weight of each step, each one's norm, its `applied` flag, then `more`.
+        In order: losses and weight of each step, each step's norm, its `applied`, then `extra`.
         """
         reports = self.reports
         self.reports = []
         parts = [
             [x for report in reports for x in (*report.losses, report.weight)],
-            [report.norm for report in reports],  # under CPU offload on the host
+            [report.norm for report in reports],  # on the host under CPU offload
             [report.applied for report in reports],
-            [value.float() for value in more.values()],
+            [value.float() for value in extra.values()],
         ]
         stacked = [torch.stack(part).float() for part in parts if part]
         if not stacked:
@@ -60,10 +60,10 @@ class Interval:
             arrived = torch.cuda.Event()
             arrived.record()
         losses_per_step = [len(report.losses) for report in reports]
-        self._copy = (values, arrived, losses_per_step, list(more))
+        self._copy = (values, arrived, losses_per_step, list(extra))
 
     def read(self) -> dict[str, float]:
-        """Add the copied steps to the sums, waiting for them; return the copy's `more`."""
+        """Wait for the copy and add its steps to the sums; returns the `extra` scalars."""
         if self._copy is None:
             return {}
         copied, arrived, losses_per_step, names = self._copy
@@ -84,10 +84,10 @@ class Interval:
         sums = self.sums
         sums["steps"] += 1
         sums["grad_norm"] = norm  # the last step's
-        # A nan must not hide behind a smaller number.
+        # nan < x is false, but a nan must not go unnoticed.
         if math.isnan(weight) or weight < sums["min_weight"]:
             sums["min_weight"] = weight
-        if not applied:  # its loss is often not finite, and would spoil the interval's mean
+        if not applied:  # its loss is often inf or nan, and would spoil the interval's mean
             sums["skipped_in_interval"] += 1
             return
         sums["loss_sum"] += loss
@@ -97,22 +97,22 @@ class Interval:
 
 
 class WeightedMeans:
-    """An evaluation's sums of metrics and of their weights: float64 on the device."""
+    """Weighted means of an evaluation's metrics, from float64 sums on the device."""
 
     def __init__(self, world: World, exact: bool = False):
-        """exact: the same bits on any number of ranks, for one host read per evaluation."""
+        """exact: the same bits on any number of ranks, by summing the batches on the host."""
         self._world = world
         self._exact = exact
-        self._sums: dict[str, list[Tensor]] = {}  # by metric, of each batch: [2], sum and weight
+        self._sums: dict[str, list[Tensor]] = {}  # {metric: [sum, weight] of each batch}
 
     def add(self, values: Mapping[str, Any], weight: float | Tensor, counts: float) -> None:
-        """Add a batch's sums (of this weight) or pairs of a sum and its weight, times `counts`."""
+        """Add a batch: {metric: its sum, or (sum, own weight)}, times counts (0 for padding)."""
         check_weight(weight)
         weight = as_scalar(weight, self._world.device)
         for name, value in values.items():
             total, own_weight = value if isinstance(value, tuple) else (value, weight)
-            check_scalar(total, f"metrics() gave {name}")
-            check_weight(own_weight, f"metrics() gave {name} the weight")
+            check_scalar(total, f"metrics()[{name!r}] is")
+            check_weight(own_weight, f"metrics()[{name!r}] has the weight")
             scalars = [as_scalar(x, self._world.device) for x in (total, own_weight)]
             sums = torch.stack([scalar.detach().double() for scalar in scalars])
             self._sums.setdefault(name, []).append(sums * counts)
@@ -121,17 +121,16 @@ class WeightedMeans:
         """{metric: its mean}, equal on every rank; one all-reduce.
 
         With a total weight of 0 the loss is nan, and any other metric is left out. Errors:
-        DataError, on every rank, if batches or ranks have other metrics than the first.
+        DataError, on every rank, if the metrics differ between batches or ranks.
         """
-        # Ranks may have them in another order.
+        # In the same order on every rank, the loss first.
         names = sorted(self._sums, key=lambda name: (name != "loss", name))
         counts = self._world.gather({name: len(self._sums[name]) for name in names})
-        for rank, of_rank in enumerate(counts):
-            if of_rank != counts[0] or len(set(of_rank.values())) > 1:
+        for rank, counts_there in enumerate(counts):
+            if counts_there != counts[0] or len(set(counts_there.values())) > 1:
                 raise DataError(
-                    "the task's metrics() did not return the same names for every batch on every "
-                    f"rank; the batches that had each are {counts[0]} on rank 0 and {of_rank} on "
-                    f"rank {rank}"
+                    "the task's metrics() must return the same names for every batch on every rank;"
+                    f" batches by name: {counts[0]} on rank 0 and {counts_there} on rank {rank}"
                 )
         rows = torch.stack([torch.stack(self._sums[name]) for name in names])
         if self._exact:

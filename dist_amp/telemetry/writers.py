@@ -19,19 +19,19 @@ from dist_amp.telemetry.step_report import Tags
 
 Warn = Callable[[str], object]
 
-# TensorBoard looks every 5 s; torch's default of 120 would leave the charts of a new run empty.
+# TensorBoard reloads every 5 s; torch's default of 120 would leave the charts of a new run empty.
 FLUSH_SECONDS = 10
-OF_LOG_STEP = {"train/loss", "amp/skipped_steps", "ranks"}
-RETRY_SECONDS = 10.0  # each try makes a file and a thread
+LOG_STEP_KEYS = {"train/loss", "amp/skipped_steps", "ranks"}  # only a log step's line has all
+RETRY_SECONDS = 10.0  # each attempt creates a file and a thread
 
 
 class JsonlWriter:
-    """metrics.jsonl: a line per logged step; what can't be written is kept and written later."""
+    """metrics.jsonl: a line per logged step; lines that can't be written are retried later."""
 
     def __init__(
         self, path: Path, step: int, warn: Warn = warnings.warn, is_evaluated: bool = True
     ):
-        """step: to continue after; is_evaluated: whether the evaluation of that step is not due."""
+        """step: the one to continue after; is_evaluated: whether its evaluation is done."""
         self.path = path
         self.last: dict[str, Any] = {}  # the latest line of a log step
         self._warn = warn
@@ -40,8 +40,8 @@ class JsonlWriter:
             self._continue(step, is_evaluated)
 
     def _continue(self, step: int, is_evaluated: bool) -> None:
-        """Drop the lines of what comes after `step`, and unreadable ones; at step 0 keep all of
-        them in metrics_before.jsonl.
+        """Drop unreadable lines, and those of steps that are repeated. At step 0, move the whole
+        file to metrics_before.jsonl instead.
         """
         path = self.path
         if step == 0 and path.stat().st_size:
@@ -56,15 +56,15 @@ class JsonlWriter:
             is_repeated = row["step"] == step and "eval/loss" in row and not is_evaluated
             if row["step"] <= step and not is_repeated:
                 kept += json.dumps(row) + "\n"
-                if row.keys() >= OF_LOG_STEP:
+                if row.keys() >= LOG_STEP_KEYS:
                     self.last = row
-        write_durably(path, kept)  # a kill in between must not lose the log
+        write_durably(path, kept)  # a kill meanwhile must not lose the log
 
     def append(self, row: dict[str, Any]) -> None:
-        """Add a line, after what could not be written before; warns at the first failure."""
+        """Write the lines that failed before, then this one; warns at the first failure."""
         is_first_failure = not self._unwritten
         self._unwritten += f"{json.dumps(plain_json(row))}\n".encode()
-        problem = os.strerror(errno.ENOSPC)  # a nearly full disk takes only the beginning
+        problem = os.strerror(errno.ENOSPC)  # a nearly full disk writes a part, without an error
         try:
             with open(self.path, "ab", buffering=0) as file:
                 self._unwritten = self._unwritten[file.write(self._unwritten) :]
@@ -78,11 +78,11 @@ class JsonlWriter:
 
 
 class TensorBoardWriter:
-    """One rank's TensorBoard folder; if it is full, removed or read-only, a later write retries."""
+    """One rank's TensorBoard folder. If it is full, removed or read-only, later writes retry."""
 
     def __init__(self, path: Path, first_step: int, warn: Warn = warnings.warn):
         self._path = path
-        # Events from this step on are hidden: their steps are taken again.
+        # TensorBoard hides earlier events from this step on, since these steps are repeated.
         self._purge_step: int | None = first_step
         self._warn = warn
         self._writer: Any = None
@@ -99,17 +99,17 @@ class TensorBoardWriter:
                 )
                 self._purge_step = None
             add(self._writer)
-        except OSError as error:  # also one of the writer's thread, which the next write raises
+        except OSError as error:  # of this write, or of the writer's thread in an earlier one
             self._writer = None
             self._retry_at = time.monotonic() + RETRY_SECONDS
             self._warn(
                 f"{self._path} can't be written ({error.strerror}); metrics.jsonl will have all "
                 "the metrics"
             )
-            self._warn = lambda text: None  # once
+            self._warn = lambda text: None  # warn only once
 
     def write_scalars(self, values: Tags, step: int) -> None:
-        """All values in one event: twelve values cost 13 us, twelve add_scalar calls 60."""
+        """Write all values as one event: twelve cost 13 us, twelve add_scalar calls 60."""
         values = {**values, **in_readable_units(values)}
         entries = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         self.write(lambda writer: writer.file_writer.add_summary(Summary(value=entries), step))
@@ -122,7 +122,7 @@ class TensorBoardWriter:
 
 
 def in_readable_units(values: Tags) -> Tags:
-    """Tags that TensorBoard gets besides `values`, and metrics.jsonl not: percent, GiB, 2^n."""
+    """Additional tags for TensorBoard only: some of the values in percent, GiB or as log2."""
     tags = {}
     if "throughput/mfu" in values:
         tags["perf/mfu_pct"] = 100 * values["throughput/mfu"]

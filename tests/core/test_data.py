@@ -117,8 +117,8 @@ def test_drop_last_leaves_out_what_does_not_fill_a_step_on_any_number_of_ranks()
         (Rows(x=torch.zeros(0, 8)), "", "the training dataset is empty"),
         (range(20), "--train.accumulation_steps 3", "fewer than one global batch of 24 ="),
         (range(3), "--data.drop_last true", "fewer than one global batch of 8 = micro_batch_size"),
-        (iter(range(9)), "", "('train') returned a range_iterator, not samples by number;"),
-        ({"train": [1]}, "", "returned a dict, not samples by number; return a map-style"),
+        (iter(range(9)), "", "('train') returned a range_iterator, not a map-style dataset;"),
+        ({"train": [1]}, "", "returned a dict, not a map-style dataset; return one, with"),
     ],
     ids=["empty", "small", "smaller than the default", "stream", "dict"],
 )

@@ -249,17 +249,17 @@ def grouped(*groups):
 REST = {"name": "rest", "params": ["1.*", "2.*"]}
 FIRST = {"name": "first", "params": ["0.*", "1.0.bias"]}
 REFUSED = [
-    (variant(optimizer=without_the_first), "other groups or parameters than it was given; make it"),
+    (variant(optimizer=without_the_first), "other groups or parameters than it was given; build"),
     (variant(optimizer=with_another_argument), "optimizer(groups, lr) failed: TypeError"),
     (variant(groups=lambda model: None), "groups(model) failed: TypeError: 'NoneType' object"),
-    (grouped(REST), "leave out 2 parameters, such as 0.0.weight; put each trained"),
-    (grouped(REST, FIRST), "1.0.bias into rest and first; n"),
+    (grouped(REST), "left out 2 parameters, such as 0.0.weight; put each trained"),
+    (grouped(REST, FIRST), "1.0.bias into rest and first; k"),
     (grouped(REST, {"params": "layers.0.*"}), "'layers.0.*', which matches no trained parameter"),
     (grouped({"params": torch.nn.Linear(1, 1)}), "a Linear, which matches no trained parameter"),
     (grouped({"params": "*", "lr": 0.1}), "has the key 'lr', which AdamW does not read; it takes"),
     (grouped({"params": "*", "lr_scale": -1}), "has lr_scale=-1; give a number, 0 or more"),
     (grouped({"params": "*", "weight_decay": math.inf}), "weight_decay=inf; give a number, 0 or"),
-    (grouped({"param": "*"}), "as a group; give a dict with"),
+    (grouped({"param": "*"}), "as a group; make it a dict with"),
 ]
 
 

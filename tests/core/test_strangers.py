@@ -213,7 +213,7 @@ class Coupled(Tiny):
 def test_coupled_samples_with_a_last_batch_that_ranks_share_unequally_are_refused(words, split):
     words = ["--train.micro_batch_size", 4, "--eval.every", 1, *words]
     for message in on_ranks(2, message_of_a_step, Coupled(samples=60), "auto", *words):
-        assert f"the last of the {split} batches of 8 has 4 of the 60 samples" in message
+        assert f"of 60 samples the last {split} batch has 4, not 8, so ranks" in message
     on_ranks(2, dtypes_after_a_step, Coupled(samples=64))
     take_steps(make_run(World(), Coupled(samples=62), *words), 1)
 

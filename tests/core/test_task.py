@@ -115,7 +115,7 @@ def test_a_task_that_can_not_be_built_is_named_with_the_cause(tmp_path, wrong, w
     assert "<class" not in message
 
 
-NOT_COUNTED = "not what counts in the batch: a number or a scalar tensor, at least 0"
+NO_WEIGHT = "not a number or a scalar tensor that is at least 0"
 
 
 @pytest.mark.bad_input("`metrics(model, batch)` that returns other names for another batch")
@@ -127,11 +127,11 @@ NOT_COUNTED = "not what counts in the batch: a number or a scalar tensor, at lea
 @pytest.mark.parametrize(
     ("method", "answers", "said"),
     [
-        ("metrics", [{"hits": (1.0, -2.0)}], "gave hits the weight -2, not what counts in the "),
-        ("metrics", [{"hits": [1, 2]}], "gave hits a list, not a number or a scalar tensor"),
-        ("metrics", [{"hits": 1.0}, {}], "same names for every batch on every rank; the batches "),
-        ("weight", [-0.5], f"weight(batch) returned -0.5, {NOT_COUNTED}"),
-        ("weight", [None], f"weight(batch) returned a NoneType, {NOT_COUNTED}"),
+        ("metrics", [{"hits": (1.0, -2.0)}], "metrics()['hits'] has the weight -2, not a number "),
+        ("metrics", [{"hits": [1, 2]}], "()['hits'] is a list, not a number or a scalar tensor"),
+        ("metrics", [{"hits": 1.0}, {}], "same names for every batch on every rank; batches by "),
+        ("weight", [-0.5], f"weight(batch) returned -0.5, {NO_WEIGHT}"),
+        ("weight", [None], f"weight(batch) returned a NoneType, {NO_WEIGHT}"),
         ("build_model", [None], "build_model returned NoneType; return the model, an nn.Module"),
         ("build_model", [nn.ReLU()], "the task's model is trained; build_model must leave"),
     ],

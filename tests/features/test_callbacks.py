@@ -136,10 +136,10 @@ REFUSED = [  # (method, what it does, what is said)
     ("on_step", lambda *_: {}["key"], "on_step(run, report) failed after step 1: KeyError: 'key'"),
     ("on_step", freeze, "the parameter 0.0.weight was frozen or came into the model up to step 1"),
     ("on_step", replace, "the parameter 2.weight was frozen or came into the model up to step 1"),
-    ("on_evaluation", lambda _, run, v: v.update(f1="0.5"), "gave f1 a str, not a number or a sca"),
+    ("on_evaluation", lambda _, run, v: v.update(f1="0.5"), "values['f1'] to a str, not a number "),
     ("on_evaluation", other_rmse, "and rank 1 has [('loss', 1.0), ('rmse', 1.0)], schedule.factor"),
     ("on_evaluation", other_factor, "and rank 1 has [('loss', 1.0)], schedule.factor 2.0"),
-    ("on_evaluation", other_rate, "which the steps set again"),
+    ("on_evaluation", other_rate, "but each step sets it to the schedule's"),
     ("train_metrics", lambda *_: {"lr": 1}, "gave lr, but train/lr is the run's own; give it a"),
     ("train_metrics", lambda _, run, report: {"a": report.norm.expand(3)}, "gave a=tensor(["),
 ]
@@ -183,10 +183,10 @@ def test_the_tasks_own_metrics_are_not_waited_for():
         run.metrics.begin(run.step, run.schedule, run.scaler, run.data, train_metrics(run, report))
     assert counter.count == 0
     row = run.metrics.read()
-    assert row.of_task["train/loss_per_rank"] == report.loss_sum.item()
-    assert row.of_task["train/best"] == math.inf
+    assert row.task_tags["train/loss_per_rank"] == report.loss_sum.item()
+    assert row.task_tags["train/best"] == math.inf
     take_steps(run, 1)
-    assert log(run).of_task == {}, "of that log step alone"
+    assert log(run).task_tags == {}, "of that log step alone"
 
 
 class Misspelt(Tiny):

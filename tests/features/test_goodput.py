@@ -13,7 +13,7 @@ from tiny import Tiny, log, make_run, take_steps
 from dist_amp.clock import PHASES
 from dist_amp.files import read_rows
 from dist_amp.supervise.lifecycle import write_summary
-from dist_amp.telemetry.goodput import Goodput, process_started, spent
+from dist_amp.telemetry.goodput import Goodput, process_start_time, spent
 from dist_amp.telemetry.step_report import RANK_METRICS, LogRow
 from dist_amp.train import main
 from dist_amp.world import World
@@ -27,7 +27,7 @@ def test_a_folders_life_begins_with_its_first_process_and_only_applied_steps_cou
     tmp_path, monkeypatch
 ):
     now = time.time()
-    assert 0 < now - process_started() < 24 * 3600
+    assert 0 < now - process_start_time() < 24 * 3600
     monkeypatch.setattr("dist_amp.telemetry.goodput.time", SimpleNamespace(time=lambda: now))
     first = datetime.fromtimestamp(now - 1000, UTC)
     (tmp_path / "started.txt").write_text(f"{first.isoformat()}\n")
@@ -57,7 +57,7 @@ def logs_of(folder):
 
 
 def test_steps_that_are_taken_again_count_once(tmp_path, monkeypatch):
-    monkeypatch.setattr("dist_amp.telemetry.goodput.process_started", time.time)
+    monkeypatch.setattr("dist_amp.telemetry.goodput.process_start_time", time.time)
     words = "--task.target tiny:Tiny --metrics.log_every 2 --eval.every 8 --train.steps 8"
     words = [*words.split(), "--run.dir", str(tmp_path)]
     assert main([*words, "--checkpoint.every", "4"]) == 0

@@ -138,7 +138,7 @@ def test_what_is_wrong_is_said_once_with_rank_host_and_step(install, capsys, mon
         nvml.reset_mock()
         metrics.log(observer, 90, 100)
     assert nvml.method_calls == [], "it is not asked again"
-    ecc = "the GPU had uncorrected memory errors since the run's start; test or replace it"
+    ecc = "the GPU has had uncorrected memory errors since the run started; test or replace it"
     assert capsys.readouterr().err.splitlines() == [
         "warning: rank 3 (host-b), step 20: the GPU is throttled: hardware thermal slowdown",
         "warning: rank 3 (host-b), step 40: the GPU is throttled: hardware slowdown",
@@ -186,7 +186,7 @@ def test_one_rank_of_a_machine_writes_its_memory_or_its_containers_and_each_its_
     (group / "memory.max").write_text(limit)
     (group / "memory.current").write_text(str(12 * 2**30))
     (group / "memory.stat").write_text(f"anon 5\ninactive_file {2 * 2**30}\n")  # cache, so free
-    tags = host_tags(of_machine=True, root=str(tmp_path))
+    tags = host_tags(with_machine=True, root=str(tmp_path))
     assert tags.pop("memory/host_rss_GiB") == pytest.approx(resident_bytes()[1] / 2**30, rel=0.1)
     assert tags == {"host/memory_used_GiB": used, "host/available_GiB": available}
-    assert list(host_tags(of_machine=False)) == ["memory/host_rss_GiB"]
+    assert list(host_tags(with_machine=False)) == ["memory/host_rss_GiB"]

@@ -42,7 +42,7 @@ def test_muon_gives_the_numbers_of_torchs_own_on_matrices_and_of_adamw_on_the_ot
             # The momentum is the same, so the orthogonalised matrices are; two roundings of float32
             # per step differ.
             torch.testing.assert_close(a, b, rtol=0, atol=2**-22 * (step + 1))
-    with pytest.raises(ValueError, match="use_muon=True has other parameters than matrices"):
+    with pytest.raises(ValueError, match="use_muon=True is for a group of 2-D parameters only"):
         Muon([{"params": [nn.Parameter(torch.ones(8))], "use_muon": True}])
 
 
