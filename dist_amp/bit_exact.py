@@ -1,8 +1,10 @@
 """Bit-exact training: the same bits on 1, 2, 4, 8, ... ranks, under every strategy.
 
-Micro-batch `round * world_size + rank` holds the same samples and draws the same random numbers
-wherever it is computed. Gradients are added in one binary tree: over the ranks by an all-to-all and
-sums in pairs, over the rounds by a binary counter. Padding with zeros changes no sum.
+A sum of floats depends on the order of its terms, so that order is fixed here. A step runs in
+rounds of one micro-batch per rank. Micro-batch `round * world_size + rank` holds the same samples
+and draws the same random numbers wherever it is computed. Gradients are summed in one binary tree
+over these numbers: over the ranks of a round by an all-to-all and sums of pairs, over the rounds by
+merging equal partial sums, as a binary counter carries. Missing micro-batches add zeros.
 
 Docs: docs/bit_exact.md
 """
@@ -38,12 +40,12 @@ CHUNK = 2**22  # elements of a gradient that are squared at a time
 # Section, key, the values that can be exact, and why others can't.
 EXACT = (
     ("parallel", "comm_dtype", ("off",), "compressed gradients are rounded once per rank"),
-    ("parallel", "param_dtype", ("fp32",), "only sharded runs have other parameters"),
-    ("parallel", "reduce_dtype", ("fp32",), "only sharded runs reduce in another dtype"),
-    ("parallel", "cpu_offload", (False,), "the host rounds otherwise than the GPU"),
+    ("parallel", "param_dtype", ("fp32",), "other strategies store float32 parameters"),
+    ("parallel", "reduce_dtype", ("fp32",), "other strategies reduce in float32"),
+    ("parallel", "cpu_offload", (False,), "the CPU rounds differently from the GPU"),
     ("precision", "cast_by", ("auto", "autocast"), "only sharded runs have a policy"),
-    ("compile", "mode", ("default", "reduce-overhead"), "timings decide which kernels it takes"),
-    ("precision", "dtype", ("auto", "bf16", "fp16"), "float8 scales by a whole tensor"),
+    ("compile", "mode", ("default", "reduce-overhead"), "it picks kernels by timing them"),
+    ("precision", "dtype", ("auto", "bf16", "fp16"), "float8 has one scale per whole tensor"),
 )
 
 
@@ -51,9 +53,9 @@ EXACT = (
 
 
 def exact_config(config: Config, world: World) -> Config:
-    """The config with what bit-exact training fixes. Errors: ConfigError for what can't be exact.
+    """The config with what bit-exact training needs. Errors: ConfigError for what can't be exact.
 
-    On a CPU it also sets one thread per process: other numbers add in another order.
+    On a CPU it also sets one thread per process: other numbers of threads sum in other orders.
     """
     ranks = world.world_size
     if ranks & (ranks - 1):
@@ -72,7 +74,7 @@ def exact_config(config: Config, world: World) -> Config:
     if config.train.global_batch_size == "auto":
         size = config.train.micro_batch_size * ranks
         raise ConfigError(
-            "parallel.bit_exact=true needs train.global_batch_size, as auto depends on the ranks; "
+            "parallel.bit_exact=true needs train.global_batch_size: auto depends on the ranks; "
             f"use train.global_batch_size={size} or another multiple of micro_batch_size"
         )
     on_cpu = world.device.type == "cpu"
@@ -84,13 +86,13 @@ def exact_config(config: Config, world: World) -> Config:
         run=replace(config.run, deterministic=config.run.deterministic or not on_cpu),
         precision=replace(config.precision, cast_by=cast_by),
         parallel=replace(config.parallel, accumulate_reduce="every"),
-        # A fused kernel on a CPU rounds the end of a shard otherwise than its body.
+        # A fused kernel on a CPU rounds a shard's tail differently from its body.
         optim=replace(config.optim, fused=config.optim.fused and not on_cpu),
     )
 
 
 def exact_parallel(run: Run) -> "ExactParallel":
-    """The bit-exact layout of a run that is being built.
+    """Make the gradient reductions of a new run bit-exact; returns its new `parallel`.
 
     Errors: ConfigError for a model, task or optimizer whose steps can't be exact.
     """
@@ -101,13 +103,13 @@ def exact_parallel(run: Run) -> "ExactParallel":
         layer = f'module "{training[0]}" ({type(module.get_submodule(training[0])).__name__})'
         reason = f"{layer} keeps statistics of each rank's batches; use GroupNorm"
     elif getattr(run.task, "couples_samples", False):
-        reason = "the task has couples_samples=True, so the loss depends on what ranks hold"
+        reason = "the task has couples_samples=True: ranks change its loss; use a loss per sample"
     elif run.world.device.type == "cpu" and takes_grad_scale(run.optimizer):
-        reason = "the task's optimizer is fused, and on a CPU it rounds shards otherwise"
+        reason = "the task's optimizer is fused: a CPU rounds shards differently; use fused=False"
     elif run.parallel.sharded and run.parallel.replicas == run.world.world_size > 2:
         reason = f"parallel.replicas={run.parallel.replicas} shards nothing; use strategy ddp"
     if reason:
-        raise ConfigError(f"parallel.bit_exact=true can't hold: {reason}, or bit_exact=false")
+        raise ConfigError(f"parallel.bit_exact=true is impossible: {reason}, or bit_exact=false")
     if isinstance(run.parallel.model, DistributedDataParallel):
         run.parallel.model.register_comm_hook(run.world, all_reduce)
     elif run.parallel.sharded:
@@ -117,7 +119,7 @@ def exact_parallel(run: Run) -> "ExactParallel":
                 unit.set_gradient_divide_factor(1.0)
                 unit.set_force_sum_reduction_for_comms(True)
                 unit.set_custom_reduce_scatter(reduce_scatter)
-    if hasattr(run.optimizer, "take_one_at_a_time"):  # Muon: another number may round otherwise
+    if hasattr(run.optimizer, "take_one_at_a_time"):  # Muon: a batch may round differently
         run.optimizer.take_one_at_a_time()
     run.world.say("exact  bit for bit on 1, 2, 4, ... ranks; reduces after every micro-batch")
     return ExactParallel(run)
@@ -127,7 +129,7 @@ def exact_parallel(run: Run) -> "ExactParallel":
 
 
 def deal_in_order(window: Sequence[int], world_size: int, size: int, rank: int) -> list[Shard]:
-    """One step's samples -> this rank's micro-batches, each of `size` consecutive samples."""
+    """One step's samples -> this rank's micro-batches, of `size` consecutive samples each."""
     batches = [tuple(window[first : first + size]) for first in range(0, len(window), size)]
     rounds = math.ceil(len(batches) / world_size)
     shards = [Shard(batch) for batch in batches]
@@ -136,12 +138,12 @@ def deal_in_order(window: Sequence[int], world_size: int, size: int, rank: int) 
 
 
 def seed_micro_batch(seed: int, step: int, micro_batch: int) -> None:
-    """Seed all generators of this process for a micro-batch of step + 1, by its number there."""
+    """Seed all generators of this process for one micro-batch of step + 1, by its number."""
     seed_all(hash((seed, step, micro_batch)) % 2**63)
 
 
 def join_inputs(units: Sequence[nn.Module]) -> None:
-    """Let gradients of what several blocks take be added as under FSDP2: within each block first.
+    """If several blocks read a tensor, sum its gradients in FSDP2's order: within each block first.
 
     FSDP2 passes a block's inputs through one node of the autograd graph, and so does this.
     """
@@ -160,7 +162,7 @@ def joined(unit: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 class Joined(torch.autograd.Function):
-    """The identity of several tensors, as one node."""
+    """The identity of several tensors, as one node of the autograd graph."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -184,9 +186,9 @@ def tree_sum(values: Tensor) -> Tensor:
 
 
 def row_squares(gradient: Tensor) -> Tensor:
-    """The sum of each row's squares: [rows, ...] -> [rows] float32, alike in any part of them.
+    """Each row's sum of squares: [rows, ...] -> [rows] float32, the same for any subset of rows.
 
-    By elementwise sums alone: a kernel that reduces chooses its order by the number of rows.
+    Adds elementwise only: a reduction kernel chooses its order by the number of rows.
     """
     rows = gradient.reshape(len(gradient) if gradient.ndim else 1, -1)
     sums = []
@@ -201,7 +203,7 @@ def row_squares(gradient: Tensor) -> Tensor:
 
 
 def exchanged(flat: Tensor, ranks: int, group: Any = None) -> Tensor:
-    """This rank's chunk of every rank's tensor: [n] -> [ranks, n / ranks]; one all-to-all."""
+    """This rank's chunk of each rank's tensor: [n] -> [ranks, n / ranks]; one all-to-all."""
     received = torch.empty_like(flat)
     dist.all_to_all_single(received, flat, group=group)
     return received.view(ranks, -1)
@@ -210,8 +212,8 @@ def exchanged(flat: Tensor, ranks: int, group: Any = None) -> Tensor:
 class ReduceScatter:
     """FSDP2's reduce-scatter in the order of the tree, and under HSDP its all-reduce too.
 
-    FSDP2 itself sums over the replicas afterwards, in any order: each gives it another part of the
-    sum, and zeros elsewhere. Two replicas have only one order.
+    FSDP2 then sums over the replicas by itself, in any order. So each replica passes on a different
+    part of the finished sum, and zeros elsewhere. With two replicas there is only one order.
     """
 
     def __init__(self, parallel: Parallel):
@@ -236,18 +238,18 @@ class ReduceScatter:
         output_tensor.copy_(tree_sum(exchanged(input_tensor, group.size(), group)))
         if self._replicas == 1:
             return
-        whole = F.pad(output_tensor, (0, -len(output_tensor) % self._replicas))
-        part = tree_sum(exchanged(whole, self._replicas, self._group))
-        whole.zero_().view(self._replicas, -1)[dist.get_rank(self._group)] = part
-        output_tensor.copy_(whole[: len(output_tensor)])
+        padded = F.pad(output_tensor, (0, -len(output_tensor) % self._replicas))
+        part = tree_sum(exchanged(padded, self._replicas, self._group))
+        padded.zero_().view(self._replicas, -1)[dist.get_rank(self._group)] = part
+        output_tensor.copy_(padded[: len(output_tensor)])
 
 
 def all_reduce(world: World, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
-    """DDP's all-reduce in the order of the tree: as many bytes as an ordinary one."""
+    """DDP's all-reduce in the order of the tree; sends as many bytes as an ordinary one."""
     buffer = bucket.buffer()
-    whole = F.pad(buffer, (0, -len(buffer) % world.world_size))
-    all_gather_single(whole, tree_sum(exchanged(whole, world.world_size)))
-    buffer.copy_(whole[: len(buffer)])
+    padded = F.pad(buffer, (0, -len(buffer) % world.world_size))
+    all_gather_single(padded, tree_sum(exchanged(padded, world.world_size)))
+    buffer.copy_(padded[: len(buffer)])
     devices: list[Any] = [world.device] if buffer.is_cuda else []
     done: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
     done.set_result(buffer)
@@ -255,8 +257,8 @@ def all_reduce(world: World, bucket: dist.GradBucket) -> torch.futures.Future[Te
 
 
 class ExactSum(SumOverRanks):
-    """A sum over all micro-batches in the order of the tree; gradients are sums too, so `mean`,
-    which losses are divided by, is the total.
+    """A sum over all micro-batches in the order of the tree. Gradients are summed over the ranks
+    here, not averaged, so `mean`, by which losses are divided, is the total.
     """
 
     def mean(self) -> Tensor:
@@ -267,29 +269,29 @@ class ExactSum(SumOverRanks):
 
 
 def by_micro_batch(values: Tensor, world: World) -> Tensor:
-    """This rank's [rounds] among all micro-batches' [rounds * world_size], zero elsewhere."""
-    spread = values.new_zeros(len(values), world.world_size)
-    spread[:, world.rank] = values
-    return spread.flatten()
+    """[rounds] of this rank -> [rounds * world_size], by micro-batch; zero for other ranks'."""
+    table = values.new_zeros(len(values), world.world_size)
+    table[:, world.rank] = values
+    return table.flatten()
 
 
 # ---- the step
 
 
 class ExactParallel(Parallel):
-    """A layout whose gradients are summed, not averaged, in one order."""
+    """Parallel with gradients that are summed, not averaged, in one order."""
 
     def __init__(self, run: Run):
-        vars(self).update(vars(run.parallel))
+        vars(self).update(vars(run.parallel))  # the same model, with other reductions
         self._run = run
         self._synchronise = self.gradient_sync
         self.gradient_sync = self._micro_batch
         self._round = 0
-        self._sums: list[list[Tensor]] = []  # of 2^n rounds each, the largest first
+        self._sums: list[list[Tensor]] = []  # partial sums of 2^n rounds each, the largest first
 
     @contextmanager
     def _micro_batch(self, is_last: bool) -> Iterator[None]:
-        """The context of one micro-batch, whose gradients are reduced and added at its end."""
+        """The context of a micro-batch; at its end gradients are reduced and added to the sums."""
         number = self._round * self.world.world_size + self.world.rank
         seed_micro_batch(self._run.config.run.seed, self._run.step, number)
         versions = self._versions()
@@ -298,15 +300,15 @@ class ExactParallel(Parallel):
         for name, version in self._versions().items():
             if version != versions.get(name, version):
                 raise ConfigError(
-                    f"parallel.bit_exact=true can't hold: the model's forward changes {name}, once "
-                    "per micro-batch, and ranks take different numbers of them; change it in "
+                    f"parallel.bit_exact=true is impossible: the model's forward changes {name} in "
+                    "each micro-batch, of which ranks have different numbers; change it in "
                     "on_step(run, report), or use bit_exact=false"
                 )
         self._round += 1
         self._add(is_last)
 
     def _versions(self) -> dict[str, int]:
-        """torch's count of writes to each untrained tensor."""
+        """torch's count of the writes to each tensor that is not trained."""
         state = [*self.module.named_parameters(), *self.module.named_buffers()]
         return {name: tensor._version for name, tensor in state if not tensor.requires_grad}
 
@@ -319,8 +321,8 @@ class ExactParallel(Parallel):
             total.append(local(parameter.grad))
         rounds = self._round
         if rounds % 2 and not is_last:
-            total = [gradient.clone() for gradient in total]  # DDP's are parts of its buckets
-        while self._sums and (is_last or rounds % 2 == 0):
+            total = [gradient.clone() for gradient in total]  # DDP's are views of its buckets
+        while self._sums and (is_last or rounds % 2 == 0):  # carry, as a binary counter does
             earlier = self._sums.pop()
             for gradient, later in zip(earlier, total, strict=True):
                 gradient.add_(later)
@@ -332,7 +334,7 @@ class ExactParallel(Parallel):
             return
         for parameter, gradient in zip(self.parameters, total, strict=True):
             assert parameter.grad is not None
-            # Plus zero: a sum with padding has no negative zeros.
+            # + 0.0 turns -0.0 into 0.0, as padding does on other numbers of ranks.
             torch.add(gradient, 0.0, out=local(parameter.grad))
         self._round = 0
 
@@ -346,14 +348,14 @@ class ExactParallel(Parallel):
 
     @torch.no_grad()
     def global_grad_norm(self) -> Tensor:
-        """The norm as in Parallel, from each row's sum of squares: sharding never splits a row."""
+        """The norm as in Parallel, but summed by rows, which sharding never splits."""
         shards = self.world.world_size // self.replicas
         parts = []
         for parameter in self.parameters:
             rows = torch.zeros(len(parameter) if parameter.ndim else 1, device=self.world.device)
             assert parameter.grad is not None
             gradient = local(parameter.grad)
-            # The other replicas hold the same.
+            # Under HSDP only the first replica adds its rows: the others hold the same.
             if gradient.numel() and (self.world.rank < shards or not self.sharded):
                 first = self.world.rank % shards * math.ceil(len(rows) / shards)
                 squares = row_squares(gradient)
@@ -366,10 +368,10 @@ class ExactParallel(Parallel):
 
 
 class ExactMetrics(Metrics):
-    """Metrics of losses that are summed over the ranks in each step, in one order."""
+    """Metrics whose losses are summed over the ranks in each step, in one order."""
 
     def after_step(self, report: StepReport, micro_batches: Any = None) -> None:
-        """Rank 0 records the sum of all losses, the others zero."""
+        """Rank 0 records the sum of all ranks' losses, the other ranks zero."""
         losses = by_micro_batch(torch.stack(report.losses), self.world)
         total = tree_sum(self.world.sum(losses))
         if not self.world.is_main:

@@ -1,4 +1,4 @@
-"""Time per phase on each rank: a stopwatch that is always in one phase, so phases add up to all.
+"""Time per phase on each rank: the clock is always in one phase, so all add up to the total.
 
 On a GPU it records events in the compute stream, which nothing waits for: a phase lasts until the
 device reaches the next one, so time in which a slow host leaves the device idle counts too.
@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-# A step: what this rank does itself; waiting for the other ranks, with the sending; writing the
-# logs, on rank 0.
+# In a step: this rank's own work; communication, which includes the wait for other ranks; and
+# logging, on rank 0.
 OWN_PHASES = ("data", "forward", "backward", "optimizer", "other")
 STEP_PHASES = (*OWN_PHASES, "communication", "logging")
 # Between steps.
 PHASES = (*STEP_PHASES, "evaluation", "checkpoint", "diagnostics")
 
-MANY_MARKS = 2048  # unread; then those that the device has passed are read
+MANY_MARKS = 2048  # at so many unread marks, those that the device has reached are read
 
 
 class PhaseClock:
@@ -42,25 +42,25 @@ class PhaseClock:
         return event
 
     def enter(self, phase: str) -> str:
-        """Begin a phase, unless the present one is held; returns the one before it."""
-        before = self._phase
+        """Begin a phase, unless the current one is held; returns the previous one."""
+        previous = self._phase
         if not self._held:
-            self._lap.end(before, self._now())
+            self._lap.end(previous, self._now())
             self._phase = phase
-        return before
+        return previous
 
     @contextmanager
     def phase(self, phase: str) -> Iterator[None]:
         """A phase for the length of a with-block."""
-        before = self.enter(phase)
+        previous = self.enter(phase)
         try:
             yield
         finally:
-            self.enter(before)
+            self.enter(previous)
 
     @contextmanager
     def hold(self, phase: str) -> Iterator[None]:
-        """A phase for a with-block, whatever is entered in it: an evaluation is all evaluation."""
+        """A phase for a with-block, in which others are ignored: an evaluation has no "forward"."""
         if self._held:
             yield
             return
@@ -72,7 +72,7 @@ class PhaseClock:
                 self._held = False
 
     def lap(self) -> "Lap":
-        """The times since the last lap; the present phase continues."""
+        """The times since the last lap; the current phase continues."""
         now = self._now()
         lap = self._lap
         lap.end(self._phase, now)
@@ -80,7 +80,7 @@ class PhaseClock:
         return lap
 
     def so_far(self) -> dict[str, float]:
-        """Seconds by phase since the last lap; on a GPU, of what the device has finished."""
+        """Seconds per phase since the last lap; on a GPU, of what the device has finished."""
         self._lap.end(self._phase, self._now())
         return self._lap.seconds(finished_only=True)
 
@@ -89,8 +89,8 @@ class Lap:
     """The time between two laps of a clock."""
 
     def __init__(self, begin: Any):
-        self._since = begin
-        self._marks: list[tuple[str, Any]] = []  # ended phases, each with the moment of its end
+        self._since = begin  # where the first unread phase began
+        self._marks: list[tuple[str, Any]] = []  # unread: ended phases, and when each ended
         self._seconds = dict.fromkeys(PHASES, 0.0)
 
     def end(self, phase: str, moment: Any) -> None:
@@ -99,7 +99,7 @@ class Lap:
             self.seconds(finished_only=True)
 
     def seconds(self, finished_only: bool = False) -> dict[str, float]:
-        """{phase: seconds}, in PHASES' order. On a GPU: once the device has reached its end."""
+        """{phase: seconds} by PHASES. A GPU must have finished the lap, unless finished_only."""
         read = 0
         for phase, moment in self._marks:
             if isinstance(moment, float):

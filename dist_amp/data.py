@@ -1,8 +1,8 @@
-"""A dataset's samples as this rank's micro-batches, ordered by seed and position alone.
+"""A dataset's samples as this rank's micro-batches; the order depends on seed and position only.
 
-A step takes the next `global_batch_size` samples, or what is left of the epoch, and shards them
-over ranks and micro-batches (loading/plan.py): the same set at every world size. Resuming needs one
-number, how many samples were consumed.
+A step takes the next `global_batch_size` samples, or what is left of the epoch, and distributes
+them over ranks and micro-batches (loading/plan.py): the same set at every world size. To resume,
+one number is needed: how many samples were consumed.
 """
 
 import math
@@ -29,7 +29,7 @@ Indexed = list[tuple[Any, tuple[int, ...]]]  # micro-batches with their samples'
 
 
 class Padding:
-    """A micro-batch that counts for nothing: a rank with no sample left runs the same steps."""
+    """A micro-batch of weight 0, for a rank without samples: all ranks run the same collectives."""
 
     def __init__(self, batch: Any):
         self.batch = batch
@@ -39,7 +39,7 @@ class Batches:
     """This rank's micro-batches, one list per step, on the device; set `position` to resume.
 
     The run's clock counts the time that training waits for them as "data". bad_samples: a
-    BadSamples, which leaves out what can't be read.
+    BadSamples that leaves out unreadable samples; with None such a sample ends the run.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class Batches:
         bad_samples: Any = None,
     ):
         self.plan = plan
-        self.position = 0  # samples consumed by the steps that were yielded
-        self.items = 0  # in the steps that were yielded
+        self.position = 0  # samples of all ranks consumed by the yielded steps
+        self.items = 0  # samples of this rank since the last log step
         self.tokens = 0
         self.last_step: Indexed = []
         self.fingerprint = ""  # of rank 0's dataset, once checkpoint/ has computed it
@@ -100,7 +100,7 @@ class Batches:
         try:
             return self._checked(next(self._batches))
         except (OSError, EOFError):
-            # A worker died while sending: the signal that reports it raises the better error.
+            # A worker died while sending. In this sleep SIGCHLD's handler raises a better error.
             time.sleep(1)
             raise
 
@@ -126,12 +126,12 @@ class Batches:
             self.close()
 
     def at(self, position: int) -> Indexed:
-        """The micro-batches of the step that begins at `position`, fetched here again."""
+        """The micro-batches of the step that begins at `position`, fetched in this process."""
         _, shards = next(self.plan.steps(position))
         return self.fetched(shards)
 
     def fetched(self, shards: list[Shard]) -> Indexed:
-        """Any micro-batches; random augmentations draw from this process's generators."""
+        """Fetch these micro-batches in this process; random transforms draw from its generators."""
         batches = []
         for shard in shards:
             if self.workers:
@@ -151,7 +151,7 @@ class Batches:
             pin_memory=self._pin_memory,
             rank=self.plan.rank,
         )
-        # Also at exit: workers ignore the SIGTERM that Python sends.
+        # Runs at exit too, where Python sends the workers a SIGTERM that they ignore.
         self._end_workers = weakref.finalize(self, close)
 
     def close(self) -> None:
@@ -161,7 +161,7 @@ class Batches:
 
 
 def indexed(batches: list[Any], shards: list[Shard]) -> Indexed:
-    """The micro-batches with their samples' indices; those that don't count as Padding."""
+    """(micro-batch, its samples' indices) for each; one that does not count becomes Padding."""
     pairs = []
     for batch, shard in zip(batches, shards, strict=True):
         if not shard.counts:
@@ -178,7 +178,7 @@ def build_batches(
     deal: Deal | None = None,
     bad_samples: Any = None,
 ) -> Batches:
-    """The training batches. Errors: DataError for a dataset that does not fill one global batch."""
+    """The training batches. Errors: DataError if the dataset does not fill one global batch."""
     length = len(dataset)
     micro_batch_size = config.train.micro_batch_size
     micro_batches = accumulation_steps(config.train, world.world_size)
@@ -212,13 +212,13 @@ def build_batches(
 def build_validation(
     task: Task, dataset: Any, workers: int, world: World, training: Batches
 ) -> Batches | None:
-    """The held-out batches, in the dataset's order; None where the task holds nothing out."""
+    """The validation batches, in the dataset's order; None if there are none."""
     if dataset is None or len(dataset) == 0:
         return None
-    batch = training.plan.micro_batch_size * world.world_size
-    check_coupled(task, "validation", len(dataset), batch, world)
-    if training.plan.deal is not None:  # a bit-exact run's steps have as many samples everywhere
-        batch = training.plan.global_batch_size
-    plan = replace(training.plan, length=len(dataset), global_batch_size=batch, seed=0)
+    size = training.plan.micro_batch_size * world.world_size
+    check_coupled(task, "validation", len(dataset), size, world)
+    if training.plan.deal is not None:  # bit-exact: the same batches on any number of ranks
+        size = training.plan.global_batch_size
+    plan = replace(training.plan, length=len(dataset), global_batch_size=size, seed=0)
     plan = replace(plan, order="dataset", drop_last=False, dataset_order=None)
     return Batches(dataset, task, plan, workers, world, "validation", training.bad_samples)

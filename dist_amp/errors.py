@@ -10,24 +10,24 @@ from pathlib import Path
 MASK = "***"
 # user:password@, where a password may hold slashes, unlike the port in host:80/a@b.
 LOGIN = re.compile(r"(?<=//)(?:[^/\s\"']+|[^/\s\"':@]+:(?!:|\d*[/?#])[^\s\"'@]+)@")
-# Of signed addresses, such as X-Amz-Signature= and sig=.
+# Parameters of signed URLs, such as X-Amz-Signature= and sig=.
 QUERY = re.compile(
     r"(?i)(?<=[?&;])([\w.-]*(?:sig|signature|credential|token|secret|passw\w*|pwd|key|keyid|auth|"
     r"policy))=[^&\s\"'#]+"
 )
-# Names of settings and variables; pad_token is none.
+# Names of settings and variables that hold secrets; pad_token is not one.
 SECRET = (
     r"token|(?:\w*[_-])?(?:password|passwd|pwd|passphrase|secret|credentials?|api_?key|"
     r"(?:access|account|private|secret)_?key|(?:access|api|auth|hf|sas|session)[_-]token)"
 )
-# Of TOML, code and storage options, such as 'secret': 'abc' and password = "abc".
+# Secrets in TOML, code and storage options, such as 'secret': 'abc' and password = "abc".
 QUOTED = re.compile(rf"(?i)(?<!\w)((?:{SECRET})(?:['\"]\s*:|\s*=)\s*)(['\"])(?:\\.|(?!\2)[^\\])+\2")
 
 SAVED_AND_STOPPED = 75  # exit status: stopped by a signal, saved, may be restarted (EX_TEMPFAIL)
 
 
 class Failure(Exception):
-    """Something the user can fix; one line names the value, the rule and the fix, no secret."""
+    """An error that the user can fix: one line with the value, the rule and the fix, no secrets."""
 
     exit_code = 1
 
@@ -44,7 +44,7 @@ class ConfigError(Failure):
 
 
 class DataError(Failure):
-    """The data, the task's use of them, or a checkpoint is not what it must be."""
+    """The data, what the task does with them, or a checkpoint is wrong."""
 
     exit_code = 65
 
@@ -56,11 +56,11 @@ class NumericsError(Failure):
 
 
 class CheckpointRejected(Exception):
-    """Why a checkpoint can't be loaded; no user error: another one of the run may be valid."""
+    """Says why a checkpoint can't be loaded. Not a Failure: the run may have another, valid one."""
 
 
 def masked(text: str) -> str:
-    """The text without passwords in addresses, signatures in their queries, and quoted secrets."""
+    """The text with passwords in URLs, signatures of URLs and quoted secrets masked."""
     text = QUERY.sub(rf"\1={MASK}", LOGIN.sub(f"{MASK}@", text))
     return QUOTED.sub(rf"\1\2{MASK}\2", text)
 
@@ -71,10 +71,10 @@ def first_line(error: BaseException) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """The error's type, its first line, and where it was raised, outside of packages if at all."""
+    """The error's type, first line, and place in a file, outside installed packages if possible."""
     places = list(traceback.extract_tb(error.__traceback__))
     outside = outside_packages(error)
-    # A dispatch mode is on the way of every operation, not its cause.
+    # Every operation passes through an active dispatch mode, which is not the cause.
     places = [place for place in outside if place.name != "__torch_dispatch__"] or places
     where = f" ({Path(places[-1].filename).name}, line {places[-1].lineno})" if places else ""
     return masked(f"{type(error).__name__}: {first_line(error)}{where}")
@@ -91,7 +91,7 @@ def outside_packages(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def some_of(texts: Sequence[str], most: int = 3) -> str:
-    """The first ones, and how many more there are: "a, b, c and 4 more"."""
+    """The first few texts, and how many more there are: "a, b, c and 4 more"."""
     shown = ", ".join(texts[:most])
     if len(texts) > most:
         shown += f" and {len(texts) - most} more"
@@ -99,12 +99,12 @@ def some_of(texts: Sequence[str], most: int = 3) -> str:
 
 
 def nearest_name(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Did you mean: the known name most similar to `name`, at least `cutoff` of 1; "" for none."""
+    """The known name most similar to `name`; "" if none has a similarity of `cutoff` or more."""
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), "")
 
 
 def columns(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Lines of a table with aligned columns, of which the first `left` are left-aligned."""
+    """The lines of a table; the first `left` columns are left-aligned, the others right-aligned."""
     aligned = []
     for number, column in enumerate(zip(*rows, strict=True)):
         width = max(map(len, column))

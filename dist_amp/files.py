@@ -1,4 +1,4 @@
-"""Durable file writes, hashes, locks, JSON without nan, network disks, the shipped files."""
+"""Files: durable writes, hashes, locks, JSON without nan, network disks, the shipped files."""
 
 import errno
 import hashlib
@@ -18,7 +18,7 @@ import xxhash
 from dist_amp.errors import ConfigError
 
 SHIPPED = "configs/debug.toml"  # marks the folder of the shipped files
-ADDRESS = ".address"  # in a local folder that stands for one on object storage
+ADDRESS = ".address"  # a file in the local folder of a run on object storage
 
 
 @cache
@@ -44,7 +44,7 @@ class InUse(Exception):
 
 
 def run_dir(folder: Path) -> str:
-    """The setting that continues the run of this folder: its address, if it stands for one."""
+    """The run.dir that continues the run in this folder: its address if it is on object storage."""
     if os.path.exists(folder / ADDRESS):  # Path.exists raises if the folder may not be read
         return (folder / ADDRESS).read_text()
     return str(folder)
@@ -52,7 +52,7 @@ def run_dir(folder: Path) -> str:
 
 @contextmanager
 def only_process(path: Path, seconds: float = 0.0) -> Iterator[None]:
-    """Hold a lock file, with this process's name in it; the kernel releases a dead process's.
+    """Hold a lock file that names this process; the kernel releases the lock of a dead process.
 
     Errors: InUse if another process holds it for all these seconds; OSError.
     """
@@ -74,7 +74,7 @@ def only_process(path: Path, seconds: float = 0.0) -> Iterator[None]:
 
 
 def write_durably(path: Path, content: str | bytes) -> None:
-    """Replace a file's content: after a power cut or an OSError it is the old one or the new."""
+    """Replace a file's content; after a power cut or an OSError it is either the old or the new."""
     temporary = path.with_name(f".{path.name}.writing")
     write_synced(temporary, content)
     temporary.replace(path)
@@ -82,7 +82,7 @@ def write_durably(path: Path, content: str | bytes) -> None:
 
 
 def write_synced(path: Path, content: str | bytes) -> None:
-    """Write a file and flush it, in place: for a folder that is renamed when it is complete."""
+    """Write a file in place and flush it: for a folder that is renamed once it is complete."""
     data = content.encode() if isinstance(content, str) else content
     with path.open("wb") as file:
         file.write(data)
@@ -91,11 +91,11 @@ def write_synced(path: Path, content: str | bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's list of names to disk, so that a rename in it survives a power cut."""
+    """Flush a folder's entries to disk, so that a rename in it survives a power cut."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
-    except OSError as error:  # file systems that do not support it need none
+    except OSError as error:  # file systems that do not support it do not need it
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
@@ -103,7 +103,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def appears(folder: Path, seconds: float = 60.0) -> bool:
-    """Whether a folder that another rank has made can be seen: a network disk may take a minute."""
+    """Whether a folder that another rank has made is visible; a network disk may take a minute."""
     deadline = time.monotonic() + seconds
     while not folder.is_dir():
         if time.monotonic() > deadline:
@@ -115,9 +115,9 @@ def appears(folder: Path, seconds: float = 60.0) -> bool:
 
 
 def entry_of(path: Path) -> dict[str, Any]:
-    """A checkpoint's manifest describes a file by this: its size, and its hash.
+    """A file's entry in a checkpoint's manifest: its size and its hash.
 
-    128-bit xxh3: finds accidental damage ten times faster than sha256, but no forgery.
+    128-bit xxh3 detects accidental damage, ten times faster than sha256, but not forgery.
     """
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, xxhash.xxh3_128)  # type: ignore[arg-type]
@@ -125,9 +125,9 @@ def entry_of(path: Path) -> dict[str, Any]:
 
 
 def read_rows(path: Path) -> tuple[list[Row], list[int]]:
-    """The rows of a file with a step in each line, and the numbers of the lines that are none.
+    """The rows of metrics.jsonl, and the numbers of damaged lines; both empty without the file.
 
-    A last line that a kill has torn is neither; without the file there are none.
+    A last line that a kill has torn is in neither.
     """
     rows = []
     damaged = []
@@ -141,7 +141,7 @@ def read_rows(path: Path) -> tuple[list[Row], list[int]]:
 
 
 def parse_row(line: bytes) -> Row | None:
-    """A line of metrics.jsonl; None for what is not one."""
+    """The row in a line of metrics.jsonl; None if the line is torn or damaged."""
     try:
         row = json.loads(line)
         return row if isinstance(row["step"], int) else None
@@ -150,7 +150,7 @@ def parse_row(line: bytes) -> Row | None:
 
 
 def plain_json(value: Any) -> Any:
-    """The same with nan and inf as text, since JSON has no numbers for them."""
+    """The value with nan and inf as texts, since JSON has no numbers for them."""
     if isinstance(value, dict):
         return {name: plain_json(part) for name, part in value.items()}
     if isinstance(value, list):
@@ -163,7 +163,7 @@ def plain_json(value: Any) -> Any:
 def shipped_folder() -> Path:
     """The folder that contains configs/ and other data files: the clone, or what pip installed.
 
-    Errors: ConfigError if there is neither.
+    Errors: ConfigError if neither has them.
     """
     from importlib.metadata import PackageNotFoundError, files
 

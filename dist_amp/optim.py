@@ -1,6 +1,6 @@
-"""The optimizer: parameter groups, and the learning-rate schedule by applied step.
+"""The optimizer, its parameter groups, and the learning-rate schedule by applied steps.
 
-A skipped step changes nothing: not parameters, moments, learning rate or the count of applied
+A skipped step changes nothing: no parameter, moment or learning rate, nor the count of applied
 steps. The counts are kept on the device, so that no step waits for it.
 """
 
@@ -17,15 +17,14 @@ from dist_amp.errors import ConfigError
 from dist_amp.precision import takes_grad_scale
 from dist_amp.settings import OptimConfig
 
-# The share of train.steps at their end in which wsd decays. Source: Hägele et al. 2024,
-# arXiv:2405.18392.
+# wsd decays over this last fraction of train.steps. Source: Hägele et al. 2024, arXiv:2405.18392.
 DECAY_RATIO = 0.2
 
 
 def learning_rate(
     config: OptimConfig, applied_steps: int, total_steps: int, task: Any = None
 ) -> float:
-    """The learning rate of the step that follows `applied_steps` applied ones."""
+    """The learning rate of the step after `applied_steps` applied ones."""
     if hasattr(task, "schedule"):
         from dist_amp.optimizers.groups import task_factor
 
@@ -45,7 +44,7 @@ def learning_rate(
 
 
 def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
-    """Matrices decay; vectors (biases, norms) do not."""
+    """Two groups: weight decay for matrices, and none for vectors (biases, norms)."""
     if config.name == "muon":
         from dist_amp.optimizers.muon import muon_groups
 
@@ -68,8 +67,8 @@ def build_optimizer(
 ) -> Optimizer:
     """The task's optimizer, or the one that optim.name names.
 
-    Build it after sharding, which replaces the parameters. Of the task it uses groups(model) and
-    optimizer(groups, lr), if there are such methods. Errors: ConfigError.
+    Build it after sharding, which replaces the parameters. Uses the task's groups(model) and
+    optimizer(groups, lr) if it has them. Errors: ConfigError.
     """
     groups = parameter_groups(model, config)
     if hasattr(task, "groups"):
@@ -90,34 +89,34 @@ def build_optimizer(
         say(f"optimizer {described(optimizer)}")
     if config.fused and not takes_grad_scale(optimizer):
         say(
-            f"optimizer {type(optimizer).__name__}: unscaled and clipped before its step, with two "
-            "host reads per step"
+            f"optimizer {type(optimizer).__name__}: gradients are unscaled and clipped before its "
+            "step, with two host-device syncs per step"
         )
     return optimizer
 
 
 def named_optimizer(config: OptimConfig, groups: list[dict[str, Any]]) -> Optimizer:
-    """The optimizer that optim.name names."""
     if config.name == "sgd":
         from dist_amp.optimizers.sgd import build_sgd
 
         return build_sgd(groups, config)
-    of_adamw: Any = {name: getattr(config, name) for name in ("lr", "betas", "eps", "fused")}
+    adamw_options: Any = {name: getattr(config, name) for name in ("lr", "betas", "eps", "fused")}
     if config.name == "muon":
         from dist_amp.optimizers.muon import Muon
 
-        return Muon(groups, momentum=config.momentum, **of_adamw)
-    return torch.optim.AdamW(groups, **of_adamw)
+        return Muon(groups, momentum=config.momentum, **adamw_options)
+    return torch.optim.AdamW(groups, **adamw_options)
 
 
 class Schedule:
-    """The learning rate by applied steps, and the steps' counts, all on the device.
+    """The learning rate by applied steps, and the counts of steps, all on the device.
 
-    applied_steps, skipped_steps, skips_in_a_row: scalar int64. lr: the next step's learning rate,
-    last_lr: the last step's; scalar float32. A group's rate is lr times its lr_scale.
+    The formula is plain Python, computed once for each step into a table; a step looks its rate up
+    on the device. applied_steps, skipped_steps, skips_in_a_row: scalar int64. lr, last_lr: the
+    next and the last step's learning rate, scalar float32. A group's is lr times its lr_scale.
     """
 
-    _factor = 1.0  # from the next step on
+    _factor = 1.0
 
     def __init__(
         self,
@@ -131,9 +130,8 @@ class Schedule:
         self.counters = torch.zeros(3, dtype=torch.int64, device=device)
         self.applied_steps, self.skipped_steps, self.skips_in_a_row = self.counters.unbind()
         self.formula = partial(learning_rate, config, total_steps=total_steps, task=task)
-        # A table: the formula stays plain Python, and looking a rate up needs no host.
         self.table = [self.formula(step) for step in range(total_steps + 1)]
-        self._rates = torch.tensor(self.table, dtype=torch.float32, device=device)  # by `factor`
+        self._rates = torch.tensor(self.table, dtype=torch.float32, device=device)  # times factor
         self.lr = self._rates[0].clone()
         self.last_lr = self._rates[0].clone()
         scales = [group.get("lr_scale", 1.0) for group in optimizer.param_groups]
@@ -142,17 +140,18 @@ class Schedule:
         self._group_rates = self.lr.expand(len(scales))
         if self._is_scaled:
             self._group_rates = self.lr * self._scales
-        # On the device, since numbers from the host cost more than what is computed with them.
+        # Tensors, since numbers from the host would cost more than what is computed with them.
+        # Counters [a, s, r] become [a + 1, s, 0] if the step is applied, else [a, s + 1, r + 1].
         updates = torch.tensor([[1, 0, 0], [1, 1, 0], [0, 1, 1]], device=device)
         self._if_applied, self._kept_if_applied, self._if_skipped = updates
-        # Fused kernels read the rate on the device.
+        # Whether the optimizer reads its learning rate on the device, as fused kernels do.
         self._on_device = takes_grad_scale(optimizer) and (
             isinstance(optimizer, torch.optim.Adam) or hasattr(optimizer, "takes_device_lr")
         )
         self.bind()
 
     def step(self, applied: Tensor) -> None:
-        """Count a step, and look up the next one's learning rate: the same if this was skipped."""
+        """Count a step, and look up the next learning rate: the same if this step was skipped."""
         if_applied = torch.addcmul(self._if_applied, self.counters, self._kept_if_applied)
         if_skipped = self.counters + self._if_skipped
         torch.where(applied, if_applied, if_skipped, out=self.counters)
@@ -168,12 +167,12 @@ class Schedule:
             torch.mul(self.lr, self._scales, out=self._group_rates)
 
     def bind(self) -> None:
-        """Give the groups the live rates: loading a checkpoint leaves them tensors of their own."""
+        """Put the current rates into the groups; also after a load, which replaces them."""
         rates: Sequence[Any] = self._group_rates.unbind()
         if not self._on_device:
             rates = self._group_rates.tolist()
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
-            if isinstance(group["lr"], Tensor) and not self._on_device:  # of torchao's optimizers
+            if isinstance(group["lr"], Tensor) and not self._on_device:  # torchao's optimizers
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
@@ -185,13 +184,13 @@ class Schedule:
 
     @property
     def factor(self) -> float:
-        """Multiplies the rates from the next step on; set it on every rank. Errors: ConfigError."""
+        """Multiplies the rates of the next steps; set it on every rank. Errors: ConfigError."""
         return self._factor
 
     @factor.setter
     def factor(self, factor: float) -> None:
         if not 0 <= factor < math.inf:
-            raise ConfigError(f"run.schedule.factor={factor}: give a number, 0 or more")
+            raise ConfigError(f"run.schedule.factor={factor} must be a finite number, 0 or more")
         self._factor = float(factor)
         self._rates.copy_(torch.tensor([rate * self._factor for rate in self.table]))
         self._look_up()

@@ -26,10 +26,10 @@ from dist_amp.world import World
 
 
 class SumOverRanks:
-    """A scalar summed over all ranks, asynchronously. total: the sum, once `mean` was called."""
+    """A scalar summed over all ranks, asynchronously. total: the sum, after `mean` was called."""
 
     def __init__(self, value: Tensor, world: World):
-        """value: this rank's, scalar float32 on the device; it is overwritten."""
+        """value: this rank's term, scalar float32 on the device; the sum overwrites it."""
         self.total = value
         self._mean = value
         self._world = world
@@ -38,34 +38,34 @@ class SumOverRanks:
             self._work = dist.all_reduce(value, async_op=True)
 
     def mean(self) -> Tensor:
-        """The mean over ranks; the first call waits: on a GPU the stream does, not the host."""
+        """The mean over ranks; the first call waits for it: on a GPU the stream, not the host."""
         if self._work is not None:
-            phase = self._world.clock.enter("communication")
+            previous = self._world.clock.enter("communication")
             self._work.wait()
             self._work = None
             self._mean = self.total / self._world.world_size
-            self._world.clock.enter(phase)
+            self._world.clock.enter(previous)
         return self._mean
 
 
 @dataclass
 class Parallel:
-    """A model laid out over the ranks."""
+    """A model placed on the ranks: whole, replicated or sharded."""
 
     strategy: Strategy
     module: nn.Module  # without DDP's wrapper
     model: nn.Module  # what the loop calls
     world: World
-    # The context around a micro-batch's forward and backward: whether to synchronise.
+    # The context of a micro-batch's forward and backward; called with whether to reduce gradients.
     gradient_sync: Callable[[bool], AbstractContextManager[Any]]
-    state_device: torch.device  # of parameters and moments: the device, unless offloaded
-    replicas: int = 1  # ranks that hold the same gradient
-    # Whether each part that FSDP2 gathers at once is sharded again after its forward.
+    state_device: torch.device  # of parameters and moments: the CPU if they are offloaded
+    replicas: int = 1  # the number of ranks that hold the same gradients
+    # {FSDP2 unit, or the root: whether it is resharded after its forward}
     reshards: dict[Any, bool] = field(default_factory=dict)
     parameters: list[nn.Parameter] = field(init=False)  # those that are trained
 
     def __post_init__(self) -> None:
-        # Kept, since walking the modules costs 160 us.
+        # A list, since walking the modules in each step costs 160 us.
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
 
     @property
@@ -74,15 +74,15 @@ class Parallel:
         return self.strategy in ("fsdp", "hsdp")
 
     def sum_over_ranks(self, values: Tensor) -> SumOverRanks:
-        """Start to sum [micro-batches] float32 of every rank."""
+        """Start to sum the values, [micro-batches] float32, of all ranks."""
         return SumOverRanks(values.sum(), self.world)
 
     def global_grad_norm(self) -> Tensor:
-        """Global L2 norm of the scaled gradients: scalar float32 beside them, equal on all ranks.
+        """Global L2 norm of the scaled gradients: scalar float32 on state_device, equal everywhere.
 
-        inf or nan if any gradient on any rank is not finite. One all-reduce where gradients are
+        inf or nan if any gradient on any rank is not finite. One all-reduce if gradients are
         sharded; none under DDP, where all ranks hold the same ones. A missing gradient, such as an
-        idle expert's, counts as zero. Source: Pascanu et al. 2013, arXiv:1211.5063.
+        idle expert's, becomes zeros. Source: Pascanu et al. 2013, arXiv:1211.5063.
         """
         gradients: list[Any] = []
         for parameter in self.parameters:
@@ -91,15 +91,15 @@ class Parallel:
             gradients.append(parameter.grad)
         if not self.sharded:
             return torch.linalg.vector_norm(norms_of(gradients))
-        with torch.no_grad():  # in which to_local is not recorded
+        with torch.no_grad():  # else autograd would record to_local
             norms = norms_of([gradient.to_local() for gradient in gradients])
         square = norms.dot(norms).to(self.world.device, non_blocking=True)
-        shards = self.world.world_size / self.replicas
+        shards = self.world.world_size / self.replicas  # each counts once, not once per replica
         norm = (SumOverRanks(square, self.world).mean() * shards).sqrt()
         return norm.to(self.state_device)  # under CPU offload the host waits for it
 
     def zero_grad(self) -> None:
-        """Set the gradients to None. An optimizer's zero_grad costs 17 us more for its ranges."""
+        """Set the gradients to None. An optimizer's zero_grad takes 17 us more: it is profiled."""
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -109,8 +109,8 @@ class Parallel:
             set_statistics(self.module, averaged_statistics(self.module, self.world))
 
     def restore_point(self) -> Callable[[], None]:
-        """Record random generators and the model's buffers; calling the result restores them."""
-        random_numbers = random_state(self.world.device)
+        """Copy the random state and the model's buffers; calling the result restores them."""
+        random = random_state(self.world.device)
         buffers = [
             (module, name, buffer, buffer.clone())
             for module in self.module.modules()
@@ -121,16 +121,16 @@ class Parallel:
         def restore() -> None:
             for module, name, buffer, value in buffers:
                 setattr(module, name, buffer)
-                # An expanded buffer can't be written to, so it needs no restoring.
+                # Only what has changed: an expanded buffer, for one, can't be written to.
                 if buffer.layout == torch.strided and not torch.equal(buffer, value):
                     buffer.copy_(value)
-            set_random_state(random_numbers, self.world.device)
+            set_random_state(random, self.world.device)
 
         return restore
 
     @contextmanager
     def no_side_effects(self) -> Iterator[None]:
-        """Restore the random generators and buffers afterwards, and clear the gradients."""
+        """Afterwards restore the random state and the buffers, and clear the gradients."""
         restore = self.restore_point()
         try:
             yield
@@ -140,15 +140,15 @@ class Parallel:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Evaluation mode, without gradients, with batch statistics averaged over the ranks.
+        """Evaluation mode without gradients, with batch statistics averaged over the ranks.
 
-        Afterwards the model trains, by its own train(), which may keep parts in evaluation mode.
+        Afterwards calls model.train(), which a model may override to keep parts in evaluation mode.
         """
         self.average_batch_statistics()
         self.model.eval()
         for unit in self.reshards:
-            # Without a backward it would stay gathered: a loss that writes to a parameter would
-            # write to the copy.
+            # No backward follows, so it would stay gathered, and a loss that writes to a parameter
+            # would write to the gathered copy.
             unit.set_reshard_after_forward(True, recurse=False)
         try:
             with torch.no_grad():
@@ -156,7 +156,7 @@ class Parallel:
         finally:
             self.model.train()
             for unit, reshards in self.reshards.items():
-                # One that an error left gathered: a checkpoint would save the full tensors.
+                # An error may have left it gathered, and a checkpoint would save full tensors.
                 unit.reshard()
                 unit.set_reshard_after_forward(reshards, recurse=False)
 
@@ -177,8 +177,8 @@ def set_statistics(module: nn.Module, statistics: Mapping[str, Tensor]) -> None:
 def norms_of(gradients: list[Tensor]) -> Tensor:
     """Each gradient's L2 norm: [len(gradients)] float32.
 
-    By the kernel of torch's get_total_norm: 140 us for 52 of 64 x 64 on a core, and one by one 218
-    (measured).
+    Uses the kernel of torch's get_total_norm: 140 us for 52 gradients of 64 x 64 on one core, 218
+    us one by one (measured).
     """
     return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32))
 
@@ -191,7 +191,7 @@ def build_parallel(
     precision: Precision,
     world: World,
 ) -> Parallel:
-    """Lay `module` out over the ranks; units: the modules that FSDP2 gathers one at a time.
+    """Place the module on the ranks. units: the modules that FSDP2 gathers one at a time.
 
     Build the optimizer after this: sharding replaces the parameters.
     """
@@ -204,8 +204,8 @@ def build_parallel(
     module.to(world.device)
     if strategy == "ddp":
         return _replicate(config, module, world)
-    no_sync = nullcontext()
-    return Parallel(strategy, module, module, world, lambda on: no_sync, world.device)
+    nothing = nullcontext()
+    return Parallel(strategy, module, module, world, lambda sync: nothing, world.device)
 
 
 def _replicate(config: ParallelConfig, module: nn.Module, world: World) -> Parallel:
@@ -213,27 +213,27 @@ def _replicate(config: ParallelConfig, module: nn.Module, world: World) -> Paral
     from dist_amp.scaling.reduction import ZerosForUnused, fix_buckets, time_reduction
 
     with warnings.catch_warnings():
-        # torch 2.13 has a new name for it, which 2.11 does not know.
+        # torch 2.13 deprecates this argument for one that 2.11 does not have.
         warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)
         model = DistributedDataParallel(
             module,
             gradient_as_bucket_view=True,
-            broadcast_buffers=False,  # a collective per forward; `evaluating` averages them instead
+            broadcast_buffers=False,  # saves a collective per forward; `evaluating` averages them
         )
     if config.comm_dtype != "off":
         hook = getattr(default_hooks, f"{config.comm_dtype}_compress_hook")
         model.register_comm_hook(None, hook)
-    if world.world_size > 2:  # two ranks get the same sums from any layout
+    if world.world_size > 2:  # two ranks get the same sums from any buckets
         fix_buckets(model)
     time_reduction(model, world.clock)
     zero_unused = ZerosForUnused(model)
 
-    def gradient_sync(on: bool) -> AbstractContextManager[None]:
-        if on:
+    def gradient_sync(sync: bool) -> AbstractContextManager[None]:
+        if sync:
             return zero_unused
         return model.no_sync()  # around the forward too: DDP reads its flag there
 
-    for parameter in module.parameters():  # so that Muon shares its work
+    for parameter in module.parameters():  # tells Muon that the ranks can share its work
         parameter.is_replicated = True  # type: ignore[attr-defined]
     return Parallel("ddp", module, model, world, gradient_sync, world.device, world.world_size)
 
@@ -271,25 +271,25 @@ def _shard(
 
     register_fused_updates()
     place = placement(module, world)
-    # The last one's backward comes first: gathering it again at once would be a waste.
+    # All but the last unit, whose backward comes right after its forward.
     reshards: dict[Any, bool] = {unit: unit is not units[-1] for unit in units}
     for unit in units:
         place(unit)
         sharded_unit = fully_shard(
             unit, reshard_after_forward=reshards[unit], mp_policy=policy, **options
         )
-        if is_embedding(unit):
+        if is_embedding(unit):  # its backward does not read the weight
             sharded_unit.set_unshard_in_backward(False)
     place(module)
-    # Only the model's output is float32 again: the loss is summed in it.
-    if not config.bit_exact:  # other strategies leave it as it is
+    # The root alone casts its output, the model's, to float32, in which the loss is summed.
+    if not config.bit_exact:  # other strategies do not cast it
         policy = replace(policy, output_dtype=torch.float32)
-    # Backward begins with the root's parameters, such as a tied head's.
+    # The root stays gathered: backward begins with its parameters, such as a tied head's.
     model = fully_shard(module, mp_policy=policy, reshard_after_forward=False, **options)
     if hasattr(model, "set_reduce_scatter_unused_params"):  # since torch 2.13
         model.set_reduce_scatter_unused_params(True)
-    # A unit's all-gather is issued before the unit ahead of it computes, so that a slow host does
-    # not delay it; no more units are gathered at once than by default. Source: torch's FSDPModule.
+    # Issue a unit's all-gather before the previous unit computes, so that a slow host does not
+    # delay it. No more units are gathered at once than by default. Source: torch's FSDPModule.
     sharded: list[Any] = [model, *units]
     for unit, following in pairwise(sharded):
         unit.set_modules_to_forward_prefetch([following])
@@ -297,12 +297,12 @@ def _shard(
     reshards[model] = False
     nothing = nullcontext()
 
-    def gradient_sync(on: bool) -> AbstractContextManager[None]:
-        model.set_is_last_backward(on)
+    def gradient_sync(sync: bool) -> AbstractContextManager[None]:
+        model.set_is_last_backward(sync)
         if config.accumulate_reduce != "every":
-            model.set_requires_gradient_sync(on)
-        elif strategy == "hsdp":  # reduced within the shards every time, between the replicas once
-            model.set_requires_all_reduce(on)
+            model.set_requires_gradient_sync(sync)
+        elif strategy == "hsdp":  # reduce over the shards every time, over the replicas once
+            model.set_requires_all_reduce(sync)
         return nothing
 
     return Parallel(

@@ -1,7 +1,7 @@
 """Readers of a run's folder: settings, metrics, environment, checkpoints.
 
-Commands that look at a run read it here. A kill tears the last line of metrics.jsonl, a disk or an
-editor may damage another: such a line is left out, and one warning counts them.
+Commands that look at a run read it here. A kill may tear the last line of metrics.jsonl, which is
+left out. Lines that a disk or an editor has damaged are left out too, with one warning.
 """
 
 import json
@@ -20,19 +20,19 @@ from dist_amp.supervise.lifecycle import saved_summary
 
 
 class Record:
-    """The folder of a run, read as far as it is asked for; nothing in it is changed."""
+    """A run's folder. Each part is read when it is first used."""
 
     def __init__(self, folder: Path):
         self.folder = folder
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """{dotted key: value} of the run's last start. Errors: DataError if it is no run."""
+        """{dotted key: value} of the run's last start. Errors: DataError if there is no run."""
         return read_flat(self.folder / CONFIG)
 
     @cached_property
     def _earlier(self) -> dict[int, dict[str, Any]]:
-        """{last step: settings} of earlier starts that had other settings."""
+        """{last step with them: settings} of earlier starts with other settings."""
         paths = sorted(self.folder.glob("config_until_step_*.toml"))
         return {step_of(path): read_flat(path) for path in paths}
 
@@ -43,7 +43,7 @@ class Record:
 
     @cached_property
     def rows(self) -> list[Row]:
-        """The lines of metrics.jsonl: of log steps and of evaluations."""
+        """The rows of metrics.jsonl: log steps and evaluations."""
         rows, damaged = read_rows(self.folder / "metrics.jsonl")
         if damaged:
             lines = some_of([*map(str, damaged)], 4)
@@ -52,7 +52,7 @@ class Record:
 
     @cached_property
     def steps(self) -> dict[int, Row]:
-        """The metrics of each step and its evaluation; of two lines, the later one counts."""
+        """{step: its metrics and those of its evaluation}; a later row overrides an earlier one."""
         steps: dict[int, Row] = defaultdict(dict)
         for row in self.rows:
             steps[row["step"]] |= row
@@ -75,12 +75,12 @@ class Record:
 
     @cached_property
     def checkpoints(self) -> list[Path]:
-        """Oldest first, valid or not."""
+        """The checkpoints, oldest first, valid or not."""
         return all_checkpoints(self.folder)
 
     @property
     def is_running(self) -> bool:
-        """Whether a process of this machine trains in the folder."""
+        """Whether a process on this machine is training in the folder."""
         lock = self.folder / ".lock"
         if not lock.exists():
             return False
@@ -94,7 +94,7 @@ class Record:
 
     @property
     def started(self) -> str:
-        """The start of the first process, in this machine's time zone; "" if it is not known."""
+        """When the run first started, in this machine's time zone; "" if that is not known."""
         try:
             text = (self.folder / "started.txt").read_text().strip()
             return datetime.fromisoformat(text).astimezone().strftime("%Y-%m-%d %H:%M:%S")

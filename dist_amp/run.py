@@ -1,6 +1,6 @@
-"""A run: everything that training needs, assembled from one config; for jobs and scripts.
+"""`build_run` assembles all that training needs from one config, for the command and for scripts.
 
-A loop of your own calls `train_step` and the methods of `ScriptRun`.
+A custom loop calls `train_step` and the methods of `ScriptRun`.
 """
 
 import hashlib
@@ -49,12 +49,12 @@ __all__ = ["Run", "ScriptRun", "build_run", "load_config"]
 
 
 class ScriptRun(Run):
-    """A run with what a loop of your own needs; every rank calls each method at the same step."""
+    """A run with the methods that a custom loop needs; every rank calls each at the same step."""
 
-    saver: Saver  # from `build_run` on
-    _is_fitting = False  # or was, when an error ended it
-    set_switches: Callable[[], None]  # for the whole process, as this run needs them
-    _left: Any = None  # at the end of `resume` or fit: step, position in the data, generators
+    saver: Saver  # set by `build_run`, as is set_switches
+    _is_fitting = False  # stays True after an error
+    set_switches: Callable[[], None]  # sets torch's process-wide switches for this run
+    _place: Any = None  # where `resume` or fit ended: step, position in the data, random state
 
     def resume(self) -> Path | None:
         """Restore the newest valid checkpoint that `run.resume` allows; None if there is none.
@@ -63,10 +63,10 @@ class ScriptRun(Run):
         """
         if self.step:
             raise ConfigError(
-                f"resume() after step {self.step}: it comes before the first step; build the run "
-                "again"
+                f"resume() was called after step {self.step}; call it before the first step, or "
+                "build the run again"
             )
-        self._refuse_address("resume()")
+        self._check_local("resume()")
         self.data.close()
         path = resume(self)
         if path is not None:
@@ -74,27 +74,27 @@ class ScriptRun(Run):
         self._keep_place()
         return path
 
-    def _refuse_address(self, call: str) -> None:
+    def _check_local(self, call: str) -> None:
         if "://" in self.config.run.dir:
             raise ConfigError(
-                f"{call} with run.dir={self.config.run.dir}: only the train command and fit(run) "
-                "keep a run on object storage; use one of them, or a run.dir on a disk"
+                f"{call} does not support run.dir={self.config.run.dir}: only the train command "
+                "and fit(run) keep a run on object storage; use one of them, or a local run.dir"
             )
 
     def _keep_place(self) -> None:
-        self._left = (self.step, self.data.position, random_state(self.world.device))
+        self._place = (self.step, self.data.position, random_state(self.world.device))
 
     @contextmanager
     def fitting(self) -> Iterator[None]:
-        """For `train.fit`: resume at step 0; later, continue with the samples and random numbers
-        that come next, whatever a notebook has drawn meanwhile.
+        """The context of `train.fit`: at step 0 it resumes; later it continues with the next
+        samples and random numbers, even if the notebook has drawn some in between.
 
-        Errors: ConfigError for a run that an error ended.
+        Errors: ConfigError if an error ended an earlier fit.
         """
         if self._is_fitting:
             raise ConfigError(
-                f"fit(run): an error ended this run after step {self.step}, maybe within the next, "
-                "or another thread trains it; build it again, and fit(run) resumes it"
+                f"fit(run): an error ended this run after step {self.step} or during the next one, "
+                "or another thread is training it; build the run again, and fit(run) resumes it"
             )
         self.set_switches()  # another run may have been built since
         self._is_fitting = True
@@ -105,10 +105,10 @@ class ScriptRun(Run):
             self.data.position = 0
             seed_all(self.config.run.seed + 1 + self.world.rank)
             resume(self)
-        elif self._left is not None and self._left[0] == self.step:
-            _, self.data.position, random = self._left
+        elif self._place is not None and self._place[0] == self.step:
+            _, self.data.position, random = self._place
             set_random_state(random, self.world.device)
-        # The clock starts again, so that what it has counted so far has no throughput.
+        # Keep the sums of the unfinished log interval, but not its throughput: the clock restarts.
         interval = self.world.stack(self.metrics.unfinished(self.data))
         self.metrics.resume_unfinished(interval, same_world=True)
         self.data.items = 0
@@ -118,31 +118,31 @@ class ScriptRun(Run):
         self._is_fitting = False
 
     def evaluate(self) -> dict[str, float]:
-        """The validation loss and the task's metrics, of `eval.batches`; see `step.evaluate`.
+        """The validation loss and the task's metrics over `eval.batches`; see `step.evaluate`.
 
-        Calls its on_evaluation. Checkpoints of this step hold the values. Errors: ConfigError if
-        nothing is held out.
+        Calls the task's on_evaluation. A checkpoint of this step holds the values. Errors:
+        ConfigError without validation samples.
         """
         if self.validation is None:
             raise ConfigError(
-                f"evaluate() has nothing to evaluate: eval.every={self.config.eval.every}, and the "
-                "task's build_dataset('validation') must return samples; set eval.every to a "
-                "number of steps, and hold some out"
+                f"evaluate() has no validation samples: eval.every is {self.config.eval.every}; it "
+                "must be a number of steps, and the task's build_dataset('validation') must return "
+                "samples"
             )
         from dist_amp.optimizers.groups import call_on_evaluation
 
         values = evaluate(self)
-        wish = self.metrics.write_evaluation(self.step, values, partial(call_on_evaluation, self))
-        if wish:
-            self.world.say(f"the task's {wish}, which the caller of evaluate() has to do")
+        cause = self.metrics.write_evaluation(self.step, values, partial(call_on_evaluation, self))
+        if cause:
+            self.world.say(f"the task's {cause}; the caller of evaluate() must end the loop")
         return values
 
     def save(self, wait: bool = True) -> Path:
         """Write a checkpoint of this step into `folder`; returns its path. Errors: Failure.
 
-        wait: until it is written; else, with checkpoint.async_save, until the next save or close().
+        wait=False: with checkpoint.async_save, the next save() or close() waits for it.
         """
-        self._refuse_address("save()")
+        self._check_local("save()")
         self.saver.save(wait)
         from dist_amp.optimizers.groups import check_formula
 
@@ -150,7 +150,7 @@ class ScriptRun(Run):
         return checkpoint_folder(self.folder, self.step)
 
     def close(self) -> None:
-        """Wait for a checkpoint that is being written, and end the loader's workers."""
+        """Wait for a checkpoint that is being written; end the loader's workers, close files."""
         self.saver.finish()
         self.data.close()
         self.metrics.close_files()
@@ -161,15 +161,15 @@ def build_run(
 ) -> ScriptRun:
     """Assemble a run at step 0; it writes nothing to disk. `ScriptRun.resume` resumes it.
 
-    world: from `world.start`; default: the process group that exists, or this process alone.
-    task: an object in place of `task.target`. resumes: a checkpoint is loaded next, so weights are
-    neither drawn nor read from the task's files.
+    world: from `world.start`; default: from `world.locate`. task: an object in place of
+    `task.target`. resumes: a checkpoint is loaded next, so the weights are neither initialised nor
+    read from pretrained files.
     """
     world = locate(config.run) if world is None else world
     if task is not None:
         config = with_task(config, task)
     folder = run_folder(config.run, world)
-    as_given = config = with_dtype(config, folder, world)
+    original = config = with_dtype(config, folder, world)  # resolves precision.dtype=auto
     if config.parallel.bit_exact:
         from dist_amp.bit_exact import exact_config, exact_parallel
 
@@ -177,24 +177,24 @@ def build_run(
     set_switches(config)
     task = build_task(config) if task is None else task
 
-    seed_all(config.run.seed)  # the same initial weights everywhere
+    seed_all(config.run.seed)  # the same initial weights on all ranks
     module = initial_module(config, task, world, resumes)
     try:
-        model = lay_out(config, task, module, world)
+        layout = lay_out(config, task, module, world)
         if hasattr(task, "load"):
             from dist_amp.scaling.meta import load_parameters
 
             load_parameters(task, module, world, resumes)
     except Exception as error:
-        vars(error)["module"] = module  # it may not fit: supervise/explain.py says what it takes
+        vars(error)["module"] = module  # supervise/explain.py says how much memory it takes
         raise
-    run = assemble(config, world, task, folder, model)
-    run.config = as_given
+    run = assemble(config, world, task, folder, layout)
+    run.config = original  # without the changes of bit_exact: a resume may switch it off
     with world.clock.phase("data"):
         run.data, run.validation = build_data(config, task, world, folder)
     if run.data.bad_samples is not None:
         run.observers.add(run.data.bad_samples, stays=True)
-    seed_all(config.run.seed + 1 + world.rank)  # other dropout on every rank
+    seed_all(config.run.seed + 1 + world.rank)  # different dropout on every rank
     if config.parallel.bit_exact:
         run.parallel = exact_parallel(run)
     if any(not p.requires_grad for p in run.parallel.module.parameters()):
@@ -202,7 +202,7 @@ def build_run(
 
         run.observers.add(FrozenBase(run.parallel.module, world, run.parallel.replicas), stays=True)
     run.saver = Saver(run)
-    if hasattr(task, "state_dict") or hasattr(task, "load_state_dict"):  # one alone fails there
+    if hasattr(task, "state_dict") or hasattr(task, "load_state_dict"):  # one alone fails
         from dist_amp.checkpoint.packed import TaskState
 
         run.observers.add(TaskState(task), stays=True)
@@ -218,11 +218,11 @@ def set_switches(config: Config) -> None:
 
 
 def assemble(
-    config: Config, world: World, task: Task, folder: Path, model: tuple[Precision, Parallel]
+    config: Config, world: World, task: Task, folder: Path, layout: tuple[Precision, Parallel]
 ) -> ScriptRun:
-    """A run at step 0 that has no data yet. model: as from `lay_out`."""
-    precision, parallel = model
-    seed_all(config.run.seed)  # ranks that did not draw the weights are equal to rank 0 again
+    """A run at step 0 that has no data yet. layout: from `lay_out`."""
+    precision, parallel = layout
+    seed_all(config.run.seed)  # rank 0 may have drawn the weights alone: all ranks alike again
     scaler = Scaler(config.precision.scaler, precision.name == "fp16", parallel.state_device)
     optimizer = build_optimizer(parallel.module, config.optim, task, world.say)
     observers = Observers()
@@ -248,7 +248,7 @@ def assemble(
         clip=clip,
         optimizer=optimizer,
         schedule=schedule,
-        data=None,  # type: ignore[arg-type]
+        data=None,  # type: ignore[arg-type]  # set by build_run
         validation=None,
         metrics=metrics,
         observers=observers,
@@ -256,7 +256,7 @@ def assemble(
 
 
 def initial_module(config: Config, task: Task, world: World, resumes: bool) -> nn.Module:
-    """The task's model in training mode and float32; on meta if it is filled later."""
+    """The task's model in training mode and float32; on the meta device if it is filled later."""
     strategy = config.parallel.strategy
     may_shard = strategy in ("fsdp", "hsdp") or (strategy == "auto" and world.device.type == "cuda")
     from dist_amp.scaling.meta import build_module, build_on_ranks
@@ -265,58 +265,58 @@ def initial_module(config: Config, task: Task, world: World, resumes: bool) -> n
         module = build_on_ranks(task, world, resumes)
     else:
         module = build_module(task)
-    frozen = [(name, part) for name, part in module.named_modules() if not part.training]
+    in_eval_mode = [(name, part) for name, part in module.named_modules() if not part.training]
     module.train()
-    left = [name for name, part in frozen if part.training]
-    if left and left[0]:  # the root has no name: libraries load whole models in evaluation mode
+    switched = [name for name, part in in_eval_mode if part.training]
+    if switched and switched[0]:  # not "", the root: libraries return models in evaluation mode
         world.say(
-            f"{left[0]} left evaluation mode at model.train(), as in any training loop: for fixed "
-            "batch statistics, or no dropout, override train() in its module (docs/recipes.md)"
+            f"module {switched[0]} is put into training mode, as in any training loop; to keep its "
+            "batch statistics fixed, or dropout off, override its train() (docs/recipes.md)"
         )
     from dist_amp.scaling.float32 import to_float32
 
-    if converted := to_float32(module, frozen_too=not config.precision.use_amp):
-        world.say(converted)
+    if message := to_float32(module, frozen_too=not config.precision.use_amp):
+        world.say(message)
     return module
 
 
 def lay_out(
     config: Config, task: Task, module: nn.Module, world: World
 ) -> tuple[Precision, Parallel]:
-    """A module as it is trained; parameters on the meta device get memory, with any content."""
+    """Compile and shard the module, as configured; meta parameters get uninitialised memory."""
     strategy = pick_strategy(config.parallel, module, world)
     sharded = strategy in ("fsdp", "hsdp")
     if sharded and world.device.type == "cuda":
         config = replace(config, parallel=pick_reduction(config.parallel, module, world))
-    cast = pick_cast(config.precision, strategy, module, world)
-    check_parallel(config.parallel, strategy, cast, module, world)
-    precision = build_precision(cast, sharded or config.parallel.bit_exact, world)
+    precision_config = pick_cast(config.precision, strategy, module, world)
+    check_parallel(config.parallel, strategy, precision_config, module, world)
+    precision = build_precision(precision_config, sharded or config.parallel.bit_exact, world)
     if config.precision.dtype == "fp8":
         from dist_amp.scaling.float8 import to_float8
 
         to_float8(config, task, module, world)
     blocks: list[nn.Module] = []
     units: list[nn.Module] = []
-    compiled = replace(config.compile, blocks=False)
+    compile_config = replace(config.compile, blocks=False)
     if config.compile.blocks and present("scaling.compile"):
         from dist_amp.scaling.compile import pick_compile
 
-        compiled = pick_compile(config, strategy, task, module, world)
+        compile_config = pick_compile(config, strategy, task, module, world)
     recomputes = config.parallel.activation_checkpointing != "none"
-    if sharded or config.parallel.bit_exact or compiled.blocks or recomputes:
+    if sharded or config.parallel.bit_exact or compile_config.blocks or recomputes:
         from dist_amp.scaling.blocks import pick_blocks, units_of
 
         blocks = pick_blocks(strategy, task, module, world)
         units = units_of(task, module, blocks)
-    # Both change only a block's forward, and come before FSDP2's hooks, which go around it.
+    # Both replace a block's forward, and come first: FSDP2's hooks must run outside of them.
     if recomputes:
         from dist_amp.scaling.activation_checkpointing import checkpoint_activations
 
         checkpoint_activations(config.parallel.activation_checkpointing, blocks)
-    if compiled.blocks:
+    if compile_config.blocks:
         from dist_amp.scaling.compile import compile_blocks
 
-        compile_blocks(compiled, module, blocks, world)
+        compile_blocks(compile_config, module, blocks, world)
     parallel = build_parallel(config.parallel, strategy, module, units, precision, world)
     if sharded and present("scaling.hooks"):
         from dist_amp.scaling.hooks import hook_units
@@ -332,8 +332,8 @@ def lay_out(
 def build_data(
     config: Config, task: Task, world: World, folder: Path
 ) -> tuple[Batches, Batches | None]:
-    """Returns (training batches, validation batches or None). folder: the run's."""
-    deal = None
+    """Returns (training batches, validation batches or None)."""
+    deal = None  # how a step's samples become micro-batches: as loading/plan.py does by default
     if config.parallel.bit_exact:
         from dist_amp.bit_exact import deal_in_order
 
@@ -352,7 +352,7 @@ def build_data(
 
 
 def run_folder(config: RunConfig, world: World) -> Path:
-    """The run's folder, the same on every rank, and after a restart by torchrun."""
+    """The run's folder: the same on every rank, and the same after a restart by torchrun."""
     if not config.dir:
         raise ConfigError("run.dir is empty; give a folder's path, or auto")
     if "://" in config.dir:
@@ -362,13 +362,13 @@ def run_folder(config: RunConfig, world: World) -> Path:
     if config.dir != "auto":
         return Path(config.dir)
     name = hashlib.sha256(_launch_id().encode()).hexdigest()[:6]
-    earlier = sorted(Path("runs").glob(f"*-{name}"))
-    fresh = Path("runs") / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{name}"
-    return Path(world.from_main(str(earlier[-1] if earlier else fresh)))
+    existing = sorted(Path("runs").glob(f"*-{name}"))
+    new = Path("runs") / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{name}"
+    return Path(world.from_main(str(existing[-1] if existing else new)))
 
 
 def _launch_id() -> str:
-    """Shared by all attempts of one launch alone: torchrun's agent's process and start time."""
+    """Identifies a launch over its restarts, by torchrun's agent: its process id and start time."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return f"{socket.gethostname()} {os.getpid()} {time.time_ns()}"
     agent = os.getppid()

@@ -1,7 +1,7 @@
 """All settings: a frozen dataclass per section; a type, range, default and docstring per key.
 
-Pydantic reads them: config/values.py checks all values at once; config/schema.py makes the JSON
-Schema, and from it --help.
+Pydantic reads them. config/values.py checks the values of a run, all at once. config/schema.py
+makes the JSON Schema, from which --help is printed.
 """
 
 from collections.abc import Mapping
@@ -28,29 +28,29 @@ class Section:
 class RunConfig(Section):
     dir: str = "auto"
     """The run's folder; auto: `runs/<UTC time>-<id>`, the same on all ranks and in all restarts by
-    one torchrun. Name it yourself to continue later, or where machines may be replaced. An address
-    such as s3://bucket/run keeps the run on object storage.
+    one torchrun. Set it to continue the run later, or if machines may be replaced. An address such
+    as s3://bucket/run keeps the run on object storage.
     """
     seed: Annotated[int, Ge(0), Le(2**63 - 1)] = 0
     """Seeds initialisation, data order and dropout; each rank's dropout differs."""
     deterministic: bool = False
-    """Use deterministic kernels only: slower, and bit-identical from run to run."""
+    """Use deterministic kernels only: slower, but bit-identical from run to run."""
     resume: str = "auto"
-    """auto: from the newest valid checkpoint in run.dir, if any; never: start anew; or the path of
-    a checkpoint or a run.
+    """auto: from the newest valid checkpoint in run.dir, if any; never: from scratch; or the path
+    of a checkpoint or a run to start from.
     """
     allow_config_change: bool = False
     """Resume even if the data, or settings that affect the result, differ from the checkpoint's."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA (or ROCm) if there is a GPU, else the CPU."""
     timeout_seconds: Annotated[float, Gt(0)] = 300.0
-    """Timeout of collectives, of a save without progress, of a single rank that makes no progress,
-    and of the uploads at the end.
+    """Timeout for collectives, for a save or a single process that makes no progress, and for the
+    uploads at the end.
     """
     eviction_notice: Literal["auto", "off", "aws", "gcp", "azure"] = "auto"
-    """Which cloud's notice of an eviction stops the run, as a signal does; auto: the machine's."""
+    """The cloud whose eviction notice stops the run, as a signal does; auto: detect it."""
     observers: tuple[str, ...] = ()
-    """Classes of yours that watch the run, as path/to/file.py:Class or module:Class."""
+    """Your own classes that watch the run, as path/to/file.py:Class or module:Class."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,13 @@ class SourceConfig(Section):
     """
     path: str = "off"
     """In place of a name: a file, folder or glob, local or at an address that fsspec supports, such
-    as s3://bucket/*.parquet. The files' endings tell their format.
+    as s3://bucket/*.parquet. The file extensions tell the format.
     """
     split: str = "train"
     """The split to train on."""
     validation_split: Annotated[float, Gt(0), Lt(1)] | str = "auto"
-    """The split to evaluate on, or a share of the rows of `split`, drawn, such as 0.1; last, or
-    last:0.1: its last rows; auto: "validation" or "test" if there is one, else a drawn 0.05.
+    """The split to evaluate on; or a random fraction of the rows of `split`, such as 0.1; last, or
+    last:0.1: its last rows; auto: "validation" or "test" if there is one, else 0.05.
     """
     text_column: str = "text"
     """The column that holds the text."""
@@ -100,8 +100,8 @@ class DataConfig(SourceConfig):
     dataset; auto: map, but Parquet files of more than 4 GiB by row group.
     """
     streams: Count | Literal["auto"] = "auto"
-    """view=parquet: how many streams share the row groups and are distributed over the ranks; a
-    multiple of the number of ranks; auto: 64, or what fewer row groups and the ranks allow.
+    """view=parquet: how many streams the row groups are divided into. Each rank reads some of them,
+    so it is a multiple of the number of ranks; auto: about 64, or fewer if row groups are few.
     """
     tokenizer: str = "auto"
     """A tokenizer file or folder, a model on the hub, or bytes; auto: the task's tokenizer."""
@@ -116,8 +116,8 @@ class DataConfig(SourceConfig):
     """
     on_bad_sample: Count | Annotated[float, Gt(0), Lt(1)] | Literal["stop", "skip"] = "stop"
     """What to do with a sample that can't be read, augmented or collated. stop: end the run; skip:
-    leave it out, list it in RUN/bad_samples/, and end the run at more than 100 in an epoch; or
-    another number in place of 100, below 1 a share of the epoch.
+    leave it out, list it in RUN/bad_samples/, and end the run after more than 100 in an epoch; a
+    number: skip with this limit in place of 100, as a fraction of the samples if below 1.
     """
     workers: Annotated[int, Ge(0)] = 0
     """Loader processes per rank; 0: batches are prepared in the training process."""
@@ -128,7 +128,7 @@ class DataConfig(SourceConfig):
 
     @property
     def most_bad_samples(self) -> float:
-        """The number of samples of an epoch that may be left out; below 1, a fraction of them."""
+        """How many samples of an epoch may be left out; below 1, as a fraction of them."""
         if isinstance(self.on_bad_sample, str):
             return 100 if self.on_bad_sample == "skip" else 0
         return self.on_bad_sample
@@ -151,9 +151,9 @@ class PrecisionConfig(Section):
     use_amp: bool = True
     """Mixed precision; false computes everything in float32."""
     dtype: Literal["auto", "bf16", "fp16", "fp8"] = "auto"
-    """The dtype of mixed precision. fp16 uses the loss scaler; fp8: bf16, but matrix products of
-    the blocks' linear layers in float8, by torchao, on GPUs from compute capability 8.9 on; auto:
-    bf16, but float32 on a CPU that only emulates it, unless another precision setting is given.
+    """The dtype of mixed precision. fp16 uses the loss scaler; fp8: bf16, but the blocks' linear
+    layers multiply in float8, by torchao, on GPUs of compute capability 8.9 or higher; auto: bf16,
+    but float32 on a CPU that only emulates it, unless another precision setting is given.
     """
     cast_by: Literal["auto", "autocast", "policy"] = "auto"
     """What casts to dtype: autocast (any strategy) or FSDP2's mixed-precision policy (fsdp, hsdp);
@@ -176,15 +176,15 @@ class ParallelConfig(Section):
     strategy: Literal["auto", "single", "ddp", "fsdp", "hsdp"] = "auto"
     """single: one process; ddp: a full copy per rank; fsdp: one copy sharded over all ranks; hsdp:
     sharded within each of `replicas` groups; auto: single for one process, ddp if the training
-    state fits in half of the device's memory, hsdp if a machine's ranks hold it so, else fsdp.
+    state fits in half of a device's memory, hsdp if in half of one machine's devices', else fsdp.
     """
     replicas: Annotated[int, Ge(1)] | Literal["auto"] = "auto"
     """hsdp: the number of copies, each sharded over world_size / replicas ranks; auto: one per
     machine, or two on a single machine.
     """
     param_dtype: Literal["fp32", "bf16"] = "fp32"
-    """fsdp, hsdp: dtype of stored parameters and optimizer moments; bf16 halves their memory, and
-    rounds small updates away.
+    """fsdp, hsdp: dtype of stored parameters and optimizer moments; bf16 halves their memory, but
+    small updates are lost to rounding.
     """
     reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """fsdp, hsdp: dtype in which gradients are reduced over ranks and accumulated."""
@@ -213,10 +213,10 @@ class ParallelConfig(Section):
 @dataclass(frozen=True)
 class CompileConfig(Section):
     blocks: bool | Literal["auto", "dynamic"] = "auto"
-    """Compile each block with torch.compile, identical blocks once; the first
-    step and evaluation take seconds to minutes longer. true: code per input shape, at most 8, and a
-    model without blocks as a whole; dynamic: one code for all shapes, for batches that are padded
-    to their longest sample; auto: on GPUs with a compiler, the blocks alone that are one graph.
+    """Compile each block with torch.compile, identical blocks once; the first step and evaluation
+    take seconds to minutes longer. true: once per input shape, at most 8, and a model without
+    blocks as a whole; dynamic: once for all shapes, for batches that are padded to their longest
+    sample; auto: on GPUs with a compiler, and only blocks without graph breaks.
     """
     mode: Literal[
         "default",
@@ -227,8 +227,8 @@ class CompileConfig(Section):
         "aot_eager",
     ] = "default"
     """Inductor's mode. reduce-overhead replays CUDA graphs; max-autotune does too, and chooses
-    kernels by timing them, so a resumed run may differ in the last bits; eager and aot_eager
-    generate no code, for a quick check that a model can be compiled.
+    kernels by timing them, so a resumed run may differ in the last bits. eager and aot_eager are
+    backends that generate no code, for a quick check that a model can be compiled.
     """
 
 
@@ -277,8 +277,8 @@ class OptimConfig(Section):
     min_lr_ratio: Annotated[float, Ge(0), Le(1)] = 0.1
     """The learning rate at the end of the schedule, as a fraction of lr."""
     weight_decay: Annotated[float, Ge(0)] = 0.1
-    """Decoupled weight decay of matrices; vectors (biases, norms) are not decayed. For sgd: added
-    to the gradient.
+    """Decoupled weight decay of matrices; vectors (biases, norms) are not decayed. With sgd it is
+    added to the gradient.
     """
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment."""
@@ -301,7 +301,7 @@ class EvalConfig(Section):
     every: Count | Literal["off"] = 100
     """Steps between evaluations; there is also one at the end."""
     batches: Count | Literal["auto", "all"] = "auto"
-    """Micro-batches per rank in an evaluation; auto: at least 16, in about a tenth of the time."""
+    """Micro-batches per rank per evaluation; auto: limited to a tenth of the time, at least 16."""
 
 
 @dataclass(frozen=True)
@@ -327,16 +327,16 @@ class MetricsConfig(Section):
     throughput/mfu; auto: on GPUs, from the table in telemetry/mfu.py.
     """
     fingerprint: Count | Literal["off"] = "off"
-    """Every so many steps, and in the first, a hash of the parameters and gradients of each module
-    is written to metrics.jsonl, by which `dist_amp diff` names the module where two runs part.
+    """Every so many steps, and in the first, write a hash of each module's parameters and gradients
+    to metrics.jsonl, with which `dist_amp diff` finds the module where two runs diverge.
     """
 
 
 @dataclass(frozen=True)
 class DebugConfig(Section):
     detect_anomaly: bool = False
-    """Stop at the operation whose backward returns nan, with the stack of its forward; several
-    times slower.
+    """Stop at the operation whose backward returns nan, with the stack of its forward; makes a step
+    several times slower.
     """
     nonfinite: Literal["log", "step", "off"] = "log"
     """When to replay a skipped step to name the first module with an inf or nan. log: at log steps;
@@ -352,7 +352,7 @@ class DebugConfig(Section):
     """
     audit_every: Count | Literal["off"] = "off"
     """In about one of this many steps each rank also computes another rank's micro-batch, and the
-    run ends if a bit differs: silent corruption. Needs parallel.bit_exact.
+    run ends if a bit differs (silent data corruption). Needs parallel.bit_exact.
     """
 
 

@@ -1,7 +1,7 @@
 """One optimizer step, from micro-batches to the applied or skipped update; and the evaluation.
 
-Words: a micro-batch is one forward and backward; a step is one optimizer step from
-`accumulation_steps` of them, fewer where an epoch ends; a step is applied or skipped.
+A micro-batch is one forward and backward. A step is one optimizer step from `accumulation_steps`
+micro-batches, or fewer at the end of an epoch. It is applied or skipped, the same on all ranks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,9 +28,9 @@ from dist_amp.telemetry.sums import WeightedMeans
 from dist_amp.world import World
 
 
-@dataclass(repr=False)  # its parts are long
+@dataclass(repr=False)  # it would print the whole model
 class Run:
-    """Everything that one run needs; `step` counts the steps taken, applied or skipped."""
+    """Everything that one run needs. `step` counts the steps taken, applied or skipped."""
 
     config: Config
     world: World
@@ -47,7 +47,7 @@ class Run:
     metrics: Metrics
     observers: Observers
     step: int = 0
-    current_batch: Any = None  # the micro-batch in use
+    current_batch: Any = None  # the micro-batch in use, for the report of an error
     resumed_from_step: int | None = None
     resumed_from: Path | None = None
 
@@ -58,7 +58,7 @@ class Run:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The model in evaluation mode, without gradients, equal on all ranks."""
+        """Evaluation mode without gradients; inside, the model is the same on all ranks."""
         with ExitStack() as contexts:
             contexts.enter_context(self.parallel.evaluating())
             for observer in self.observers:
@@ -70,37 +70,37 @@ class Run:
 def train_step(run: Run, micro_batches: Sequence[Any]) -> StepReport:
     """Apply one optimizer step from this rank's micro-batches, or skip it on all ranks.
 
-    Nothing here waits for the device (with optim.fused). Every rank calls it with equally many
-    micro-batches; `Padding` counts for nothing.
+    The host never waits for the device here, with optim.fused and without parallel.cpu_offload.
+    Every rank must pass the same number of micro-batches; a `Padding` has weight 0.
     """
-    for before_step in run.observers.before_step:
+    for before_step in run.observers.before_step:  # callbacks: metrics, checks, your own
         before_step(micro_batches)
-    clock = run.world.clock
-    # A mean of means is biased when masks or tails are uneven: divide once, by the weight of all
-    # ranks and micro-batches. The sum over ranks overlaps the first forward.
+    clock = run.world.clock  # measures the time of each phase
+    # Micro-batches may differ in weight (samples, tokens), so a mean of their means is wrong:
+    # divide by the weight of all ranks and micro-batches. This all-reduce overlaps the forward.
     weights = weights_of(run.task, micro_batches, run.world.device)
     total_weight = run.parallel.sum_over_ranks(weights)
     losses = []
     with run.precision.autocast_cache(len(micro_batches)):
         for is_last, batch in mark_last(micro_batches):
-            # DDP's no_sync, or FSDP2's set_requires_gradient_sync, until the last one.
+            # Only the last reduces by default: DDP's no_sync, FSDP2's set_requires_gradient_sync.
             with run.parallel.gradient_sync(is_last):
                 run.current_batch = batch
                 clock.enter("forward")
                 with run.precision.autocast():
                     loss = loss_of(run.task, run.model, batch, run.world.device)
                 losses.append(loss.detach())
-                # Gradients are averaged over ranks, so this divides by the mean weight of a rank.
+                # DDP and FSDP2 average gradients over ranks, so divide by the mean weight per rank.
                 loss = loss / total_weight.mean()
                 clock.enter("backward")
                 run.scaler.scale(loss).backward()
     run.current_batch = None
     clock.enter("optimizer")
-    norm = run.parallel.global_grad_norm()
+    norm = run.parallel.global_grad_norm()  # of the scaled gradients
     norm = run.scaler.unscale_and_clip(run.optimizer, norm, run.clip)
-    run.scaler.step(run.optimizer)
+    run.scaler.step(run.optimizer)  # changes nothing if any rank's gradients are not finite
     run.scaler.update()
-    run.schedule.step(run.scaler.applied)
+    run.schedule.step(run.scaler.applied)  # a skipped step keeps the learning rate
     run.parallel.zero_grad()
     clock.enter("other")
     run.step += 1
@@ -111,10 +111,10 @@ def train_step(run: Run, micro_batches: Sequence[Any]) -> StepReport:
 
 
 def evaluate(run: Run, stop: Callable[[], bool] | None = None) -> dict[str, float]:
-    """The validation loss and the task's metrics: weighted means, equal on every rank.
+    """The validation loss and the task's metrics, {name: weighted mean over all ranks}.
 
-    Empty where the task has no validation split, and where `stop`, called between batches,
-    returned True on every rank.
+    Empty without a validation split, or if `stop` returns True: it is called before each step, and
+    must return the same on every rank.
     """
     if run.validation is None:
         return {}
@@ -128,15 +128,15 @@ def evaluate(run: Run, stop: Callable[[], bool] | None = None) -> dict[str, floa
                 return {}
             for batch in micro_batches:
                 run.current_batch = batch
-                padding = isinstance(batch, Padding)
-                content = batch.batch if padding else batch
+                is_padding = isinstance(batch, Padding)
+                content = batch.batch if is_padding else batch
                 with run.precision.autocast():
                     values = {}
                     if metrics is not None:
                         values = dict(metrics(run.parallel.module, content))
                     if "loss" not in values:
                         values["loss"] = run.task.loss_sum(run.model, content)
-                    means.add(values, run.task.weight(content), 0.0 if padding else 1.0)
+                    means.add(values, run.task.weight(content), 0.0 if is_padding else 1.0)
             run.current_batch = None
             run.observers.tell("during_evaluation", done, steps)
     return means.over_all_ranks()
@@ -155,19 +155,19 @@ def weights_of(task: Task, micro_batches: Sequence[Any], device: torch.device) -
 
 
 def loss_of(task: Task, model: nn.Module, batch: Any, device: torch.device) -> Tensor:
-    """The loss sum of a micro-batch, checked without a host read; padding gives 0 times a loss."""
-    padding = isinstance(batch, Padding)
-    content = batch.batch if padding else batch
+    """Loss sum of a micro-batch, a float32 scalar; 0 for padding, whose backward still runs."""
+    is_padding = isinstance(batch, Padding)
+    content = batch.batch if is_padding else batch
     try:
         loss = task.loss_sum(model, content)
         check_loss(loss, device)
     except Exception as error:
         check_model_use(error)
         raise
-    return loss * 0.0 if padding else loss
+    return loss * 0.0 if is_padding else loss
 
 
 def mark_last(items: Sequence[Any]) -> Iterator[tuple[bool, Any]]:
-    """Yields (whether it is the last, item) for each item."""
+    """Yields (is_last, item) for each item."""
     for number, item in enumerate(items, start=1):
         yield number == len(items), item

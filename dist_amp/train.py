@@ -2,16 +2,16 @@
 
 Train the task for train.steps steps; evaluate, save and report on the way; write RUN/summary.json.
 
-After each step every rank does what is due, each thing once and in this order:
+After each step every rank takes the actions that are due, each once, in this order:
 
-    log       start to copy the step's metrics to the host; they are read one step later
-    evaluate  on the held-out samples, unless the run is to stop
-    save      a checkpoint, unless the run is to stop
-    stop      after the last step, or as the ranks have agreed: then save, whatever was due
+    log       start copying the metrics to the host; they are read after the next step
+    evaluate  on the validation samples, unless the ranks have agreed to stop
+    save      a checkpoint, unless the ranks have agreed to stop
+    stop      after the last step, or once the ranks have agreed to stop, which saves first
 
-A signal to any rank, the task, or a failed observer stops all of them, also within an evaluation,
-which a resumed run repeats. What comes after `log` reads and checks the metrics first: it waits for
-the device anyway, and what is not sound is neither evaluated nor saved.
+A signal to any rank, the task, or a failed observer stops all ranks, even during an evaluation,
+which the resumed run repeats. Evaluating, saving and stopping wait for the device anyway, so they
+first read and check the pending metrics: what fails the checks is neither evaluated nor saved.
 """
 
 import gc
@@ -25,7 +25,7 @@ from typing import Any, Literal
 if __name__ == "__main__" and {"-h", "--help"} & {*sys.argv}:
     from dist_amp.config.help import show_and_exit
 
-    show_and_exit(sys.argv[1:])  # torch's import takes seconds
+    show_and_exit(sys.argv[1:])  # before torch is imported, which takes seconds
 
 from torch import Tensor
 
@@ -45,11 +45,11 @@ Action = Literal["log", "evaluate", "save", "stop", "step"]
 
 
 def train(run: ScriptRun, stop: AgreedStop) -> None:
-    """Take the remaining steps. Errors: Failure, once the run is saved, of an observer."""
+    """Take the remaining steps. Errors: Failure if an observer failed, after the run is saved."""
     error: BaseException | None = None
     try:
         add_observers(run, stop)
-        # Scanning the modules in each full collection of garbage took 127 ms.
+        # Exclude what exists by now from garbage collection: a full one took 127 ms.
         gc.collect()
         gc.freeze()
         loop(run, stop)
@@ -63,11 +63,11 @@ def train(run: ScriptRun, stop: AgreedStop) -> None:
 
 
 def loop(run: ScriptRun, stop: AgreedStop) -> None:
-    """Every rank takes the same path through this loop."""
+    """Take steps, and the actions due after each. Every rank takes the same path through it."""
     is_last = run.step == run.config.train.steps
     report: StepReport | None = None
-    done: set[Action] = {"log", "save"}  # since the latest step; they are not due before the first
-    stop.poll(now=True)  # a signal in the warm-up
+    done: set[Action] = {"log", "save"}  # since the latest step; neither is due before the first
+    stop.poll(now=True)  # a signal may have come while the run was built
     while (action := due(run, stop, done)) != "stop":
         done.add(action)
         if action == "step":
@@ -77,7 +77,7 @@ def loop(run: ScriptRun, stop: AgreedStop) -> None:
             if run.observers.problem is not None:
                 stop.end(str(run.observers.problem))
             stop.poll()
-            read_metrics(run)  # of the step before, if it was a log step: they have arrived by now
+            read_metrics(run)  # of the step before, while the device computes this one
         elif action == "log":
             assert report is not None
             begin_metrics(run, report)
@@ -93,35 +93,36 @@ def loop(run: ScriptRun, stop: AgreedStop) -> None:
 
 
 def due(run: ScriptRun, stop: AgreedStop, done: Collection[Action]) -> Action:
-    """The next action, in the order above. done: actions since the latest step."""
+    """The next action, in the order of this file's docstring. done: since the latest step."""
     config = run.config
     is_last = run.step >= config.train.steps
 
-    def falls(every: int | Literal["off"]) -> bool:
+    def is_due(every: int | Literal["off"]) -> bool:
         return every != "off" and (is_last or run.step % every == 0)
 
-    if "log" not in done and (falls(config.metrics.log_every) or stop.by_task):
+    if "log" not in done and (is_due(config.metrics.log_every) or stop.by_task):
         return "log"
     if stop.agreed:
         return "stop"
     is_evaluated = run.metrics.evaluated_step == run.step
-    if run.validation is not None and not is_evaluated and falls(config.eval.every):
+    if run.validation is not None and not is_evaluated and is_due(config.eval.every):
         return "evaluate"
-    if "save" not in done and falls(config.checkpoint.every):
+    if "save" not in done and is_due(config.checkpoint.every):
         return "save"
     return "stop" if is_last else "step"
 
 
 def run_evaluation(run: ScriptRun, stop: AgreedStop) -> None:
-    """Evaluate and write the values, unless it is interrupted."""
+    """Evaluate and write the values; if the ranks agree to stop meanwhile, undo its effects."""
     with run.world.clock.hold("evaluation"):
-        rewind = run.parallel.restore_point()
+        restore = run.parallel.restore_point()
         values = evaluate(run, stop.poll)
-        if stop.agreed:
-            rewind()
+        if stop.agreed:  # the resumed run repeats the evaluation from the same random state
+            restore()
             return
         from dist_amp.optimizers.groups import call_on_evaluation
 
+        # The task's on_evaluation may ask to stop; what write_evaluation returns says so.
         stop.end(run.metrics.write_evaluation(run.step, values, partial(call_on_evaluation, run)))
         run.observers.tell("after_evaluation")
     stop.poll(now=True)
@@ -129,12 +130,12 @@ def run_evaluation(run: ScriptRun, stop: AgreedStop) -> None:
 
 def begin_metrics(run: ScriptRun, report: StepReport) -> None:
     """Start copying the metrics of a log step to the host."""
-    of_task: dict[str, Tensor] = {}
+    task_metrics: dict[str, Tensor] = {}
     if hasattr(run.task, "train_metrics"):
         from dist_amp.supervise.callbacks import train_metrics
 
-        of_task = train_metrics(run, report)
-    run.metrics.begin(run.step, run.schedule, run.scaler, run.data, of_task)
+        task_metrics = train_metrics(run, report)
+    run.metrics.begin(run.step, run.schedule, run.scaler, run.data, task_metrics)
 
 
 def read_metrics(run: ScriptRun) -> None:
@@ -154,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             show_if_asked(argv, "python -m dist_amp.train")
             return 0
         config = load_config(argv)
-        find_task(config.task.target)  # the default may be missing
+        find_task(config.task.target)  # the default task is a file that may be missing
         for target in config.run.observers:
             find_class(target, "run.observers")
         check_launch()
@@ -168,15 +169,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def fit(run: ScriptRun) -> dict[str, Any]:
     """Train a run that a script or notebook has built, as the command does; returns its summary.
 
-    Every rank calls it. At step 0 it resumes as `run.resume` says. Ctrl-C stops the run after a
-    step, saves it and raises KeyboardInterrupt; a further fit(run) continues. So does one of the
-    run built again, after any end. Errors: what ended it; ConfigError as for `ScriptRun.fitting`;
-    SystemExit with the exit status after another signal, and after any error of several ranks.
+    Every rank calls it. At step 0 it resumes as `run.resume` says. After Ctrl-C a single process
+    saves the run and raises KeyboardInterrupt; call fit(run) again to continue. After any other
+    end, build the run again. Errors: what ended it, or SystemExit with the exit status after
+    another signal and on several ranks; ConfigError as for `ScriptRun.fitting`.
     """
     check_launch()
     config = replace(run.config, run=replace(run.config.run, dir=str(run.folder)))
     run.config = config
-    if run.step:  # its own checkpoints don't stop run.resume=never
+    if run.step:  # run.resume=never rejects a folder with checkpoints, but these are its own
         config = replace(config, run=replace(config.run, resume="auto"))
     raises = run.world.world_size == 1
     work = partial(run_job, train=train, run=run)

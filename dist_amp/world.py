@@ -1,4 +1,4 @@
-"""The ranks of a job: who this process is, its device, and what the hosts tell each other.
+"""The ranks of a job: this process's rank, device and process groups.
 
 rank, local_rank and world_size are as torchrun defines them.
 """
@@ -32,23 +32,23 @@ from dist_amp.settings import RunConfig
 
 T = TypeVar("T")
 
-# torch's name for it before 2.13, which warns there.
+# all_gather_into_tensor is its name before torch 2.13, and deprecated from then on.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True)
 class World:
-    """This process's place among the ranks: fixed for its life."""
+    """This process's place among the ranks, and its process groups; they never change."""
 
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
     local_world_size: int = 1
     device: torch.device = torch.device("cpu")
-    # A gloo group for what the hosts agree on (stop, paths): it never waits for the device.
+    # A gloo group for what the hosts agree on (stop, paths), which never waits for the device.
     control: dist.ProcessGroup | None = field(default=None, compare=False)
-    # A gloo group for the thread that saves while training continues, and for no other: on a shared
-    # one the two would wait for each other.
+    # A gloo group for the thread that saves while training continues, and for nothing else: on a
+    # shared group the two would wait for each other.
     background: dist.ProcessGroup | None = field(default=None, compare=False)
     _meshes: dict[Any, DeviceMesh] = field(default_factory=dict, compare=False)
 
@@ -58,7 +58,6 @@ class World:
 
     @cached_property
     def clock(self) -> PhaseClock:
-        """The clock of this rank's phases."""
         return PhaseClock(self.device)
 
     def say(self, text: str) -> None:
@@ -85,7 +84,7 @@ class World:
         return box[0]
 
     def gather(self, value: T) -> list[T]:
-        """Each rank's value, any picklable object, on every rank in the order of the ranks."""
+        """Every rank's value, any picklable object, on every rank, in the order of the ranks."""
         values = [value] * self.world_size
         if self.control is not None:
             with self.clock.phase("communication"):
@@ -119,23 +118,23 @@ class World:
         return total
 
     def mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-        """All ranks in a grid; made once per shape, since its groups cost threads and sockets."""
+        """All ranks in a grid. Made once per shape, since its groups take threads and sockets."""
         if (shape, names) not in self._meshes:
             mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
-            for group in mesh.get_all_groups():  # torch gives them 10 minutes
+            for group in mesh.get_all_groups():  # torch's default timeout is 10 minutes
                 set_timeout(group, timeout_of(dist.group.WORLD))
             self._meshes[shape, names] = mesh
         return self._meshes[shape, names]
 
     def wait_long(self) -> None:
-        """A barrier without the timeout of a collective: making a cache may take hours."""
+        """A barrier without the usual timeout: filling a cache may take hours."""
         if self.control is not None:
             with without_timeout(self.control):
                 self.barrier()
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor, sharing its memory; an ordinary tensor as it is."""
+    """This rank's part of a sharded tensor, sharing its memory; an ordinary tensor unchanged."""
     if hasattr(tensor, "to_local"):
         return tensor.to_local()
     return tensor
@@ -154,7 +153,7 @@ def locate(config: RunConfig) -> World:
 
 
 def _leave(context: AbstractContextManager[World]) -> None:
-    # After an error the other ranks may be gone.
+    # Passes on the error that ended the script, if one did: then no other rank is waited for.
     error = [getattr(sys, name, None) for name in ("last_type", "last_value", "last_traceback")]
     with suppress(BaseException):
         context.__exit__(*error)
@@ -162,7 +161,7 @@ def _leave(context: AbstractContextManager[World]) -> None:
 
 @contextmanager
 def start(config: RunConfig) -> Iterator[World]:
-    """Call `joined`, with the log shown on rank 0."""
+    """As `joined`, and show the log on rank 0."""
     with joined(config) as world:
         configure_logging(world.rank)
         yield world
@@ -170,9 +169,9 @@ def start(config: RunConfig) -> Iterator[World]:
 
 @contextmanager
 def joined(config: RunConfig) -> Iterator[World]:
-    """Join the other ranks for the length of a with-block; whatever happens, leave nothing running.
+    """Join the other ranks for the length of a with-block; leave the process groups at its end.
 
-    One process gets no process group; one that exists already is used, and kept.
+    A single process has none. A default group that exists already is used, and kept.
     """
     world = World(*place_of(config))
     if world.device.type == "cuda":
@@ -190,7 +189,7 @@ def joined(config: RunConfig) -> Iterator[World]:
                 once_connected = joining.enter_context(join(*place, config.timeout_seconds))
             control = dist.new_group(backend="gloo", timeout=timeout, group_desc="control")
             set_timeout(control, once_connected)
-            # No timeout: a large checkpoint takes the slowest rank as long as it takes.
+            # In effect no timeout: the slowest rank may take long to write a large checkpoint.
             background = dist.new_group(backend="gloo", timeout=A_DAY)
         world = replace(world, control=control, background=background)
         yield world

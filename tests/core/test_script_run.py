@@ -92,7 +92,7 @@ def test_a_save_that_does_not_wait_is_complete_after_close(tmp_path, capsys):
     again = built(World(), tmp_path)
     assert again.resume() == path
     train_step(again, next(again.data))
-    with pytest.raises(ConfigError, match=r"resume\(\) after step 2: it comes before the first"):
+    with pytest.raises(ConfigError, match=r"resume\(\) was called after step 2; call it before"):
         again.resume()
 
 
@@ -116,7 +116,7 @@ def test_checkpoints_of_another_run_in_the_folder_are_set_aside_and_not_taken_fo
 @pytest.mark.bad_input("a class in place of an object for `build_run(config, task=...)`")
 def test_an_evaluation_of_nothing_and_a_class_as_the_task_are_refused(tmp_path):
     run = built(World(), tmp_path, "--eval.every", "off")
-    assert "nothing to evaluate: eval.every=off, and the" in message_of(64, run.evaluate)
+    assert "has no validation samples: eval.every is off; it must" in message_of(64, run.evaluate)
     assert evaluate(run) == {}
     said = "got the class Noisy as its task; give an object: Noi"
     assert said in message_of(64, built, World(), tmp_path, task=Noisy)
@@ -127,7 +127,7 @@ def test_a_wish_to_stop_after_an_evaluation_is_told_to_the_callers_loop(tmp_path
     for answer in (None, "stop"):
         run.task.on_evaluation = lambda run, values, answer=answer: answer
         run.evaluate()
-        said = "which the caller of evaluate() has to do"
+        said = "; the caller of evaluate() must end the loop"
         assert (said in capsys.readouterr().out) == (answer == "stop")
 
 

@@ -181,6 +181,6 @@ def test_modes_are_those_of_a_loop_with_train_and_eval_and_a_part_that_leaves_it
     assert modes == [[trunk, [True, False, True]]] * ranks
     capfd.readouterr()
     make_run(World(), Changed(change))
-    said = "0 left evaluation mode at model.train(), as in any training loop: for fixed batch "
-    said += "statistics, or no dropout, override train() in its module"
+    said = "module 0 is put into training mode, as in any training loop; to keep its batch "
+    said += "statistics fixed, or dropout off, override its train() (docs/recipes.md)"
     assert (said in capfd.readouterr().out) == (change is with_a_pretrained_trunk)

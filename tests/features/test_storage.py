@@ -497,7 +497,7 @@ def test_an_address_that_can_not_be_used_is_refused(address, fragment, monkeypat
 def test_a_loop_of_ones_own_at_an_address_is_refused(tmp_path):
     run = make_run(World(), Tiny(), "--run.dir", address_of(tmp_path))
     for call in (run.save, run.resume):
-        assert "() with run.dir=file://" in message_of(64, call)
+        assert "() does not support run.dir=file://" in message_of(64, call)
 
 
 def start_with_one_folder(world, folder):

@@ -105,7 +105,7 @@ def fused(groups, lr):
         (Normed(), [], r'module "1" \(BatchNorm1d\) keeps statistics of each.*; use GroupNorm'),
         (variant(couples_samples=True), [], "the task has couples_samples=True"),
         (variant(optimizer=fused), [], "the task's optimizer is fused"),
-        (variant(build_model=student_and_teacher), [], "forward changes teacher.weight, once"),
+        (variant(build_model=student_and_teacher), [], "forward changes teacher.weight in each"),
     ],
 )
 def test_what_cannot_be_exact_is_rejected_by_name(task, words, said):
