@@ -58,8 +58,8 @@ class Batches:
         self.tokens = 0
         self.last_step: Indexed = []
         self.fingerprint = ""  # of rank 0's dataset, once checkpoint/ has computed it
-        fetch = Fetch if bad_samples is None else bad_samples.fetch
-        self.fetch = fetch(dataset, task, split, seeds=plan.deal is not None)
+        fetch_class = Fetch if bad_samples is None else bad_samples.fetch
+        self.fetch = fetch_class(dataset, task, split, seeds=plan.deal is not None)
         self.split = split
         self._end_workers: Callable[[], Any] = lambda: None
         self.bad_samples = bad_samples
@@ -69,7 +69,7 @@ class Batches:
             self._count_tokens = task.tokens
         self.workers = workers
         self._pin_memory = world.device.type == "cuda"
-        self.to_device: Callable[[Any], Any] = lambda batches: batches  # on a CPU already
+        self.to_device: Callable[[Any], Any] = lambda batches: batches  # nothing to do on a CPU
         if self._pin_memory:
             self.to_device = CopyStream(world.device)
         self._batches: Iterator[Any] | None = None
