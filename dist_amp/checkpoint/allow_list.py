@@ -1,6 +1,7 @@
 """Reads untrusted checkpoints: nothing in one can run code.
 
-`.metadata` is unpickled through an allow-list, and entries that are no tensors with weights_only.
+torch pickles `.metadata`, and a pickle can call any function. So only classes on an allow-list are
+unpickled from it, and entries that are not tensors are loaded with weights_only.
 """
 
 import pickle
@@ -20,8 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from dist_amp.errors import CheckpointRejected
 
-# Everything that torch's checkpoints pickle into `.metadata`: plain containers without behaviour,
-# some of them private to torch.
+# Everything that torch pickles into `.metadata`: plain containers, some of them private to torch.
 ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
         *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
@@ -43,44 +43,44 @@ class _Unpickler(pickle.Unpickler):
             # A string has no attributes that a pickle could set.
             return lambda *parts: "/".join(parts)
         if (module, name) == ("builtins", "getattr"):
-            # How some Python releases pickle an enum's member; here it gives no other attribute.
+            # Some Python releases pickle enum members by getattr, which here returns nothing else.
             return lambda _owner, member: _MEM_FORMAT_ENCODING[member]
         if name not in ALLOWED.get(module, ()):
             raise CheckpointRejected(
                 f".metadata asks for {module}.{name}, which no checkpoint needs; nothing was run"
             )
         allowed: Any = super().find_class(module, name)
-        if isinstance(allowed, torch.dtype) or allowed is torch.Size:  # nobody can change these
+        if isinstance(allowed, torch.dtype) or allowed is torch.Size:  # immutable
             return allowed
         if name == "OrderedDict":
             return dict
         if not hasattr(allowed, "__dataclass_fields__"):
             return lambda value: allowed(value)
-        # A pickle may set attributes of what it is given: of this class, which makes the real one.
+        # A pickle may set attributes of a class, so it gets a new one that makes the real objects.
         new: Any = lambda _, *args: allowed(*args) if args else object.__new__(allowed)  # noqa: E731
         return type(name, (), {"__new__": new})
 
 
 def read_metadata(folder: Path, files: Mapping[str, Any]) -> Metadata:
-    """The content of `.metadata`, whose tensors lie in these files of the manifest.
+    """The content of `.metadata`. files: those in the manifest, where its tensors must be.
 
-    Errors: CheckpointRejected for anything else than what torch writes.
+    Errors: CheckpointRejected for anything that torch would not write.
     """
     try:
         with (folder / ".metadata").open("rb") as file:
             metadata = _Unpickler(file).load()
         if not isinstance(metadata, Metadata):
             raise CheckpointRejected(".metadata is not that of a checkpoint")
-        _check_places(metadata, files)
+        _check_storage(metadata, files)
     except CheckpointRejected:
         raise
-    except Exception as error:  # whatever damaged bytes make of a pickle
+    except Exception as error:  # damaged bytes may raise anything
         raise CheckpointRejected(f".metadata can't be read ({error})") from None
     return metadata
 
 
-def _check_places(metadata: Metadata, files: Mapping[str, Any]) -> None:
-    """Errors: CheckpointRejected for a tensor whose content is elsewhere, or not all there."""
+def _check_storage(metadata: Metadata, files: Mapping[str, Any]) -> None:
+    """Errors: CheckpointRejected for a tensor whose content is in another file, or incomplete."""
     for place in metadata.storage_data.values():
         if place.relative_path not in files:
             raise CheckpointRejected(
@@ -94,16 +94,16 @@ def _check_places(metadata: Metadata, files: Mapping[str, Any]) -> None:
         elements = prod(entry.size)
         is_whole = None not in places and min(entry.size, default=0) >= 0
         is_whole = is_whole and elements == sum(prod(chunk.sizes) for chunk in entry.chunks)
-        room = sum(files[place.relative_path]["bytes"] for place in places if place)
-        if not is_whole or elements * entry.properties.dtype.itemsize > room:
+        stored = sum(files[place.relative_path]["bytes"] for place in places if place)
+        if not is_whole or elements * entry.properties.dtype.itemsize > stored:
             raise CheckpointRejected(f".metadata has {name} of {[*entry.size]} without its content")
 
 
 class Planner(DefaultLoadPlanner):
-    """torch's load planner, restricted to plain data for entries that are not tensors."""
+    """torch's load planner, with only plain data allowed for entries that are not tensors."""
 
     def load_bytes(self, read_item: Any, value: Any) -> None:
-        # Raises for anything else, which the base class would unpickle.
+        # Raises for anything but plain data, which the base class would unpickle.
         torch.load(value, weights_only=True)
         value.seek(0)
         super().load_bytes(read_item, value)

@@ -1,9 +1,11 @@
-"""Saves by a thread: with checkpoint.async_save training waits only for a copy on the host.
+"""One save: the copy of the state in host memory, and the threads that write it (see saver.py).
 
-The memory of the copy, pinned with a GPU, is reused by each save: allocating it costs more than
-copying. Of replicated state, only one rank copies and writes each tensor. torch's
-DefaultStager (2.13.0) fails on tensors that are made of others, on sparse ones, and where memory
-can't be pinned.
+`Staging` copies this rank's part of the state, which is all that training waits for. A tensor that
+several ranks hold is copied by one of them. The memory, pinned with a GPU, is reused by each save,
+since allocating it costs more than copying. torch's DefaultStager (2.13.0) fails on tensor
+subclasses and sparse tensors, and where memory can't be pinned.
+`Save` starts a thread on each rank: `_write` has the stages, `_on_all_ranks` runs one and exchanges
+its results and errors, and `wait` detects a save that makes no progress.
 """
 
 import shutil
@@ -46,22 +48,22 @@ from dist_amp.files import appears, run_dir, sync_folder, write_synced
 from dist_amp.step import Run
 from dist_amp.world import World
 
-# Sections of the state, such as "observer NAME", that each rank writes for itself.
-OF_EACH_RANK = ("ranks", "task", "observer")
+# First words of the sections of the state, such as "observer NAME", that differ on each rank.
+PER_RANK_SECTIONS = ("ranks", "task", "observer")
 
 
 class Planner(DefaultSavePlanner):
     """torch's planner, which also calls `progress` before it writes a tensor.
 
-    Used for all saves of a run, it plans only what has changed: a plan takes rank 0 about 90 us per
-    shard of any rank (measured for 64 to 1,024 ranks).
+    One planner makes all saves of a run, and plans only what has changed: a plan takes rank 0 about
+    90 us per shard of any rank (measured for 64 to 1,024 ranks).
     """
 
     progress: Callable[[], object]
 
     def __init__(self) -> None:
         super().__init__(enable_plan_caching=True)
-        self._cached_plans_key = uuid4().hex  # torch's is shared by all runs of a process
+        self._cached_plans_key = uuid4().hex  # by default all runs of a process share a cache
 
     def resolve_data(self, write_item: Any) -> Any:
         self.progress()
@@ -69,15 +71,12 @@ class Planner(DefaultSavePlanner):
 
 
 class Save:
-    """A checkpoint that a thread of each rank writes.
-
-    future: of this rank's thread. is_stuck: whether the ranks have given up waiting for it.
-    """
+    """A save in progress. future: of this rank's thread; is_stuck: whether `wait` has given up."""
 
     def __init__(
         self, run: Run, state: State, manifest: Manifest, planner: Planner, staging: Any = None
     ):
-        """staging: what copies this rank's part first; None: `state` itself is written."""
+        """staging: copies this rank's part first. None: `state` is written as it is."""
         self.folder = checkpoint_folder(run.folder, manifest.step)
         self.is_stuck = False
         self._temporary = self.folder.with_name(f".{self.folder.name}.writing")
@@ -88,9 +87,9 @@ class Save:
         self._manifest = manifest
         self._planner = planner
         self._files: dict[str, Entry] = {}
-        self._leads = run.world.is_main
-        if "://" in run_dir(run.folder):  # each node has a folder of its own
-            self._leads = run.world.local_rank == 0
+        self._owns_folder = run.world.is_main  # makes, publishes and removes folders
+        if "://" in run_dir(run.folder):  # on object storage each node has a local folder
+            self._owns_folder = run.world.local_rank == 0
         self._enter("")
         if staging is not None:
             state = staging.copy(without_replicas(state, run.world))
@@ -98,11 +97,11 @@ class Save:
         self.future = in_thread(self._write, "checkpoint writer")
 
     def _enter(self, stage: str) -> None:
-        """This rank begins a stage, or the next tensor in it; "": it waits for the other ranks."""
+        """Note that this rank begins a stage, or a tensor in it; "": it waits for other ranks."""
         self._progress = (time.monotonic(), stage)
 
     def wait(self) -> None:
-        """Wait until it ends; every rank calls it.
+        """Wait until the threads of all ranks have ended; every rank calls it.
 
         Errors: Failure if it fails; Transient if no rank makes progress for run.timeout_seconds.
         """
@@ -110,8 +109,8 @@ class Save:
         while True:
             wait([self.future], min(1.0, timeout / 10))
             since, stage = self._progress
-            own = (self.future.done(), time.monotonic() - since, stage)
-            ranks = self._world.gather(own)
+            status = (self.future.done(), time.monotonic() - since, stage)
+            ranks = self._world.gather(status)
             if all(is_done for is_done, _, _ in ranks):
                 self.is_stuck = False
                 return self.future.result()
@@ -126,8 +125,8 @@ class Save:
                 )
 
     def _write(self) -> None:
-        """Write and publish it. Errors: Failure on all ranks if one fails."""
-        if self._world.device.type == "cuda":  # a new thread's device is the first one
+        """Write and publish the checkpoint. Errors: Failure on all ranks if one fails."""
+        if self._world.device.type == "cuda":  # a new thread would use the first GPU
             torch.cuda.set_device(self._world.device)
         try:
             self._on_all_ranks("make_folder", self._make_folder)
@@ -136,21 +135,21 @@ class Save:
                 self._files |= entries
             self._on_all_ranks("finish", self._finish)
         except Failure as error:
-            if self._leads:
-                # The partial files may be what fills the disk.
+            if self._owns_folder:
+                # These files may be what has filled the disk.
                 shutil.rmtree(self._temporary, ignore_errors=True)
             raise Failure(
                 f"checkpoint {self.folder} could not be written: {error}; the previous one is kept"
             ) from error
 
     def _on_all_ranks(self, name: str, stage: Callable[[], Any]) -> list[Any]:
-        """All ranks' results of a stage, in rank order. Errors: Failure on all if one fails."""
+        """Run a stage; returns the results of all ranks. Errors: Failure on all if one fails."""
         result = None
         failure = ""
         self._enter(name)
         try:
             result = stage()
-        except CheckpointException as error:  # raised on all ranks for what failed on one
+        except CheckpointException as error:  # torch raises it on all ranks if one has failed
             failure = f"rank {next(iter(error.failures), self._world.rank)}: {reason(error)}"
         except Exception as error:
             failure = f"rank {self._world.rank}: {reason(error)}"
@@ -166,11 +165,11 @@ class Save:
     def _make_folder(self) -> None:
         if self._world.is_main:
             for path in quarantine_after(self._run_folder, self._manifest.step - 1):
-                self._world.warn(f"{path} is damaged, or of another run: renamed, and not used")
-        elif self._leads:
+                self._world.warn(f"a checkpoint is damaged or of another run: renamed to {path}")
+        elif self._owns_folder:
             shutil.rmtree(self.folder, ignore_errors=True)
-        if self._leads:
-            # Left by a run that was killed while writing.
+        if self._owns_folder:
+            # It exists if a run was killed while writing this checkpoint.
             shutil.rmtree(self._temporary, ignore_errors=True)
             self._temporary.mkdir(parents=True)
             sync_folder(self._run_folder)
@@ -181,7 +180,7 @@ class Save:
             raise Failure("run.dir is not on a disk that all ranks share; put it on one")
 
     def _write_shards(self) -> dict[str, Entry]:
-        # Having no process group is fine here. The filter stays, because threads share filters.
+        # One process has no process group. The filter stays set, because all threads share filters.
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         self._planner.progress = partial(self._enter, "write_shards")
         write_tensors(
@@ -197,7 +196,7 @@ class Save:
         return hash_files(paths)
 
     def _finish(self) -> None:
-        if self._leads:
+        if self._owns_folder:
             publish(self._temporary, self.folder, replace(self._manifest, files=self._files))
             keep = self._config.checkpoint.keep
             for problem in remove_old_checkpoints(self._run_folder, keep, self._best_metric):
@@ -205,65 +204,66 @@ class Save:
 
 
 class Staging:
-    """Host memory for one copy of this rank's part of the state; it stays for the run."""
+    """Host memory for a copy of this rank's part of the state, reused by all saves of a run."""
 
     def __init__(self, device: torch.device):
         self._on_gpu = device.type == "cuda"
-        self._kept: dict[tuple[Any, ...], Tensor] = {}  # by path in the state, and layout
+        self._buffers: dict[tuple[Any, ...], Tensor] = {}  # by path in the state, and layout
 
     @torch.no_grad()
     def copy(self, state: State) -> State:
         """Copy the state's tensors into this memory, over the previous copy."""
-        copy: State = tree_map_with_path(self._staged, state)
+        copy: State = tree_map_with_path(self._copy_leaf, state)
         if self._on_gpu:
             torch.cuda.current_stream().synchronize()
         return copy
 
-    def _staged(self, path: tuple[Any, ...], leaf: Any) -> Any:
+    def _copy_leaf(self, path: tuple[Any, ...], leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        if is_traceable_wrapper_subclass(leaf):  # a DTensor, torchao's 8-bit moments
+        if is_traceable_wrapper_subclass(leaf):  # made of tensors: a DTensor, torchao's moments
             names, context = leaf.__tensor_flatten__()
-            parts = {name: self._staged((*path, name), getattr(leaf, name)) for name in names}
-            kind: Any = type(leaf)
-            return kind.__tensor_unflatten__(parts, context, leaf.size(), leaf.stride())
+            parts = {name: self._copy_leaf((*path, name), getattr(leaf, name)) for name in names}
+            subclass: Any = type(leaf)
+            return subclass.__tensor_unflatten__(parts, context, leaf.size(), leaf.stride())
         if leaf.layout is not torch.strided:
             return leaf.detach().to("cpu", copy=True)
         key = (path, leaf.dtype, leaf.size(), leaf.stride())
-        if key not in self._kept:
+        if key not in self._buffers:
             try:
-                self._kept[key] = torch.empty_like(leaf, device="cpu", pin_memory=self._on_gpu)
+                self._buffers[key] = torch.empty_like(leaf, device="cpu", pin_memory=self._on_gpu)
             except RuntimeError:  # no more memory can be pinned: the copy takes longer
-                self._kept[key] = torch.empty_like(leaf, device="cpu")
-        return self._kept[key].copy_(leaf, non_blocking=True)
+                self._buffers[key] = torch.empty_like(leaf, device="cpu")
+        return self._buffers[key].copy_(leaf, non_blocking=True)
 
 
 def without_replicas(state: State, world: World) -> State:
     """The state without the replicated tensors that another rank writes.
 
-    Ordinary tensors are spread over the ranks by size; of a DTensor the first replica is kept.
+    An ordinary tensor goes to the rank with the fewest bytes so far, which all ranks compute alike;
+    of a DTensor the first replica is written.
     """
-    bytes_of = [0] * world.world_size
+    bytes_of_rank = [0] * world.world_size
 
-    def is_kept(value: Any) -> bool:
+    def is_written_here(value: Any) -> bool:
         if isinstance(value, DTensor):
             coordinates: Any = value.device_mesh.get_coordinate()
-            at = zip(coordinates, value.placements, strict=True)
-            return not any(place for place, placement in at if placement.is_replicate())
+            dimensions = zip(coordinates, value.placements, strict=True)
+            return not any(place for place, placement in dimensions if placement.is_replicate())
         if not isinstance(value, Tensor):
             return True
-        keeper = bytes_of.index(min(bytes_of))
-        bytes_of[keeper] += value.numel() * value.element_size()
-        return keeper == world.rank
+        writer = bytes_of_rank.index(min(bytes_of_rank))
+        bytes_of_rank[writer] += value.numel() * value.element_size()
+        return writer == world.rank
 
     def part_of(section: State) -> State:
         part = {}
         for name, value in section.items():
             if isinstance(value, dict):
                 part[name] = part_of(value)
-            elif is_kept(value):
+            elif is_written_here(value):
                 part[name] = value
         return part
 
-    own = {name: state[name] for name in state if name.partition(" ")[0] in OF_EACH_RANK}
+    own = {name: state[name] for name in state if name.partition(" ")[0] in PER_RANK_SECTIONS}
     return part_of({name: state[name] for name in state if name not in own}) | own

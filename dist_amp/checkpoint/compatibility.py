@@ -1,9 +1,9 @@
 """Checks that a checkpoint fits a run: its settings, data (by fingerprint), model and optimizer.
 
 Settings that change what is computed must be those of the checkpoint's config.toml, unless
-run.allow_config_change is true; those in FREE_TO_CHANGE may differ. Versions differ too: a setting
-that the checkpoint's version did not have counts with its default, one that this version does not
-have is left out. The tensors must have the same names, shapes and dtypes, whatever is allowed.
+run.allow_config_change is true; those in FREE_TO_CHANGE may differ. If another version of dist_amp
+wrote it, settings that it lacks count as their defaults, and settings that no longer exist are
+ignored. The tensors must have the same names, shapes and dtypes in any case.
 """
 
 import hashlib
@@ -29,21 +29,21 @@ from dist_amp.settings import FREE_TO_CHANGE, Config, TaskConfig
 from dist_amp.step import Run
 from dist_amp.world import World
 
-# Settings of earlier versions that changed what is computed, with the values that are fixed now.
+# Settings of earlier versions that changed what is computed, with the values that now always apply.
 FIXED = {"data.mix_by": "rows", "data.long_documents": "auto", "optim.decay_ratio": 0.2}
 
 OR_ALLOW = "or continue anyway with --run.allow_config_change true"
 
 
 def check_config(path: Path, config: Config, task: Any, world: World) -> None:
-    """Refuse settings that differ, by key and both values. task: the run's, or its class."""
+    """Errors: ConfigError with the settings that differ. task: the run's task, or its class."""
     manifest = read_manifest(path)
     now = flat(to_toml(config))
     before = settings_of(path, config)
-    if might_match(str(before.get("task.target")), config.task.target, task):
+    if might_match(str(before.get("task.target")), config.task.target, task):  # ignore task.*
         before = {key: before[key] for key in before if not key.startswith("task.")}
         before |= {key: now[key] for key in now if key.startswith("task.")}
-    # In the manifest as the run had them, also where the config says auto.
+    # The manifest has the values that the run used, also where its config says auto.
     micro_batches = accumulation_steps(config.train, world.world_size)
     now["train.global_batch_size"] = (
         config.train.micro_batch_size * micro_batches * world.world_size
@@ -72,8 +72,8 @@ def check_config(path: Path, config: Config, task: Any, world: World) -> None:
 
 
 def might_match(before: str, now: str, task: Any) -> bool:
-    """Whether targets that differ may name one task: one of them has no module, or the task is an
-    object, for which earlier versions recorded the default.
+    """Whether two different targets may be the same task: one of them has no module, or the task is
+    an object, for which earlier versions recorded the default.
     """
     if before == now:
         return False
@@ -85,13 +85,13 @@ def might_match(before: str, now: str, task: Any) -> bool:
 
 
 def settings_of(path: Path, config: Config) -> dict[str, Any]:
-    """{key: value} of the checkpoint's config, with defaults for keys that it is too old to have.
+    """{key: value} of the checkpoint's config, with defaults for settings that it lacks.
 
-    Keys that this version no longer has are left out, unless they changed what was computed.
+    Settings that no longer exist are left out, unless they changed what was computed.
     """
     saved = read_flat(path / CONFIG)
     saved["task.target"] = new_target(saved.get("task.target", ""))
-    if saved.pop("precision.matmul", "auto") == "fp8":  # the key of an earlier version
+    if saved.pop("precision.matmul", "auto") == "fp8":  # a setting of an earlier version
         saved["precision.dtype"] = "fp8"
     named_by_user: tuple[str, ...] = ("data.sources.", "task.")
     known = flat(to_toml(config)).keys()
@@ -99,7 +99,7 @@ def settings_of(path: Path, config: Config) -> dict[str, Any]:
         if not key.startswith(named_by_user) and saved[key] == FIXED.get(key, saved[key]):
             del saved[key]
     if saved["task.target"] == config.task.target:
-        named_by_user = ("data.sources.",)  # the defaults of the task's arguments are known
+        named_by_user = ("data.sources.",)  # for the same task, its arguments' defaults are known
     try:
         args = type(config.task.args)()
         defaults = flat(to_toml(Config(task=TaskConfig(args=args))))
@@ -109,10 +109,9 @@ def settings_of(path: Path, config: Config) -> dict[str, Any]:
 
 
 def changes_training(key: str, settings: Mapping[str, Any]) -> bool:
-    """Whether a setting changes what is computed."""
     if key in ("run.seed", "train.global_batch_size"):
         return True
-    # The keys of a source are free to change as those of the data section are.
+    # A source's settings may change if the same settings of the data section may.
     key = re.sub(r"data\.sources\.\w+\.", "data.", key)
     is_fp16 = settings["precision.use_amp"] and settings["precision.dtype"] == "fp16"
     return not key.startswith(FREE_TO_CHANGE) and (
@@ -121,10 +120,10 @@ def changes_training(key: str, settings: Mapping[str, Any]) -> bool:
 
 
 def continue_data(run: Run, path: Path, manifest: Manifest) -> None:
-    """Check that the checkpoint's position counts in this run's data, and take over its order.
+    """Check that the run has the checkpoint's data, and adopt the order of its samples.
 
-    The run's order stays where there is nothing to continue: with data of another length, or
-    another data.shuffle. Errors: DataError, unless run.allow_config_change is true.
+    The run keeps its own order if the data has another length, or if data.shuffle differs. Errors:
+    DataError for other data or an order that can't be adopted, unless run.allow_config_change.
     """
     plan = run.data.plan
     saved = manifest.order
@@ -177,7 +176,7 @@ def check_tensors(path: Path, metadata: Metadata, section: str, state: Any) -> N
 
 
 def fingerprint(data: Batches, world: World) -> str:
-    """Rank 0's, on every rank, computed once; the random generators stay. Every rank calls it."""
+    """Rank 0's hash of the data, computed once; every rank calls it. Keeps the random state."""
     if not data.fingerprint:
         before = random_state(world.device)
         data.fingerprint = world.from_main(dataset_hash(data) if world.is_main else "")
@@ -186,7 +185,7 @@ def fingerprint(data: Batches, world: World) -> str:
 
 
 def dataset_hash(data: Batches) -> str:
-    """The dataset's own `fingerprint`, else a hash of 64 samples evenly spread over it."""
+    """The dataset's own `fingerprint`; else a hash of 64 samples, evenly spread over it."""
     known = getattr(data.fetch.dataset, "fingerprint", None)
     if isinstance(known, str):
         return known

@@ -1,13 +1,13 @@
 """The files of a checkpoint: how they are published, verified and read.
 
-    manifest.json        what the checkpoint is; size and hash of every file, and a hash of itself
+    manifest.json        step, position in the data, ...; size and hash of each file; its own hash
     config.toml          the run's settings
     .metadata, *.distcp  the tensors, in the format of torch.distributed.checkpoint (DCP)
 
 A checkpoint is complete or absent: its folder is written under a temporary name, the manifest last,
-and one rename publishes it. DCP does not detect a flipped bit, so every hash is verified before a
-run resumes. A checkpoint that is rejected is renamed to refused_step_N, and its steps are taken
-again. Nothing in a checkpoint is executed (allow_list.py).
+and one rename publishes it. DCP does not detect a flipped bit, so all hashes are verified before a
+run resumes. A rejected checkpoint is renamed to refused_step_N, and its steps are taken again.
+Nothing in a checkpoint is executed (allow_list.py).
 """
 
 import json
@@ -35,13 +35,13 @@ from dist_amp.errors import CheckpointRejected, DataError
 from dist_amp.files import entry_of, run_dir, sync_folder, write_synced
 from dist_amp.world import World
 
-FORMAT = 1  # version of the folder's layout; newer ones are rejected
+FORMAT = 1  # version of the folder's layout; newer versions are rejected
 
 MANIFEST = "manifest.json"
 CONFIG = "config.toml"
 
 State = dict[str, Any]
-Entry = dict[str, Any]  # of a file: {"bytes": size, "xxh3": hash}
+Entry = dict[str, Any]  # describes a file: {"bytes": size, "xxh3": hash}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Manifest:
     """Describes a checkpoint without loading it; JSON, with a hash of its own content."""
 
     step: int
-    samples: int  # consumed by the steps so far
+    samples: int  # consumed so far
     world_size: int
     strategy: str
     precision: str
@@ -65,7 +65,6 @@ class Manifest:
     versions: dict[str, str]
     order: str = "randperm"  # of the samples, see loading/plan.py
     lr_factor: float = 1.0  # Schedule.factor
-    # name -> {"bytes": size, "xxh3": hash}
     files: dict[str, Entry] = field(default_factory=dict)
     format: int = FORMAT
 
@@ -73,15 +72,15 @@ class Manifest:
         content = asdict(self)
         for name, default in (("order", "randperm"), ("lr_factor", 1.0)):
             if content[name] == default:
-                del content[name]  # so that earlier versions can read it
-        return signed_text(content)
+                del content[name]  # so that earlier versions of dist_amp can read it
+        return hashed_text(content)
 
 
 MANIFEST_TYPE = TypeAdapter(Manifest)
 
 
-def signed_text(content: State) -> str:
-    """JSON with a hash of itself."""
+def hashed_text(content: State) -> str:
+    """JSON with a hash of its own content."""
     digest = xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
     return json.dumps({**content, "xxh3": digest}, indent=1) + "\n"
 
@@ -92,9 +91,9 @@ def read_manifest(folder: Path) -> Manifest:
         text = (folder / MANIFEST).read_bytes().decode()
         content = json.loads(text)
         del content["xxh3"]
-        # Compare byte by byte: a flipped bit in JSON's whitespace would go unnoticed otherwise.
-        is_whole = signed_text(content) == text
-        if is_whole and content["format"] > FORMAT:
+        # Compare the whole text: the hash alone would miss a flipped bit in JSON's whitespace.
+        is_intact = hashed_text(content) == text
+        if is_intact and content["format"] > FORMAT:
             raise CheckpointRejected(
                 f"its format is {content['format']}, this version reads up to {FORMAT}; use a "
                 "newer dist_amp"
@@ -103,8 +102,8 @@ def read_manifest(folder: Path) -> Manifest:
     except OSError as error:
         raise CheckpointRejected(f"{MANIFEST} can't be read ({error.strerror})") from None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        is_whole = False
-    if not is_whole:
+        is_intact = False
+    if not is_intact:
         raise CheckpointRejected(f"{MANIFEST} is damaged")
     for name in manifest.files:
         if name in ("", ".", "..") or Path(name).name != name:
@@ -115,9 +114,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def integrity_error(folder: Path, part: int = 0, parts: int = 1) -> str:
-    """Why it is not valid, or "". Ranks share the work: this call does `part` of `parts`.
+    """Why the checkpoint is invalid, or "". Ranks share the work: this call does `part` of `parts`.
 
-    A file belongs to the rank that wrote it, whose node may still have it; such as __3_0.distcp.
+    A rank verifies its own files, such as __3_0.distcp, which its node may still have in memory.
     """
     try:
         files = fetched_manifest(folder).files
@@ -137,7 +136,7 @@ def integrity_error(folder: Path, part: int = 0, parts: int = 1) -> str:
 
 
 def fetched_manifest(folder: Path) -> Manifest:
-    """The manifest, once the files that are on object storage only are here as well.
+    """Fetch the checkpoint's files, if they are on object storage; returns its manifest.
 
     Errors: CheckpointRejected.
     """
@@ -154,7 +153,7 @@ def checkpoint_folder(run_folder: Path, step: int) -> Path:
 
 
 def all_checkpoints(run_folder: Path) -> list[Path]:
-    """The run's checkpoints, oldest first, valid or not: see `integrity_error`."""
+    """The run's checkpoints, oldest first; unverified, see `integrity_error`."""
     paths = sorted(run_folder.glob("checkpoints/step_*"))
     return [path for path in paths if path.name.removeprefix("step_").isdigit()]
 
@@ -165,7 +164,7 @@ def step_of(path: Path) -> int:
 
 
 def config_at(run_folder: Path, step: int) -> Path:
-    """The config with which the run took a step: config.toml, or an earlier start's."""
+    """The file with the config in force at a step: config.toml, or that of an earlier start."""
     earlier = sorted(run_folder.glob("config_until_step_*.toml"))
     return next((path for path in earlier if step_of(path) >= step), run_folder / CONFIG)
 
@@ -175,7 +174,7 @@ def hash_files(paths: Iterable[Path]) -> dict[str, Entry]:
 
 
 def publish(temporary: Path, final: Path, manifest: Manifest) -> None:
-    """Write the manifest and rename the folder: after a power cut it is complete or absent."""
+    """Write the manifest and rename the folder; even a power cut leaves it complete or absent."""
     write_synced(temporary / MANIFEST, manifest.to_text())
     sync_folder(temporary)
     os.rename(temporary, final)
@@ -183,25 +182,25 @@ def publish(temporary: Path, final: Path, manifest: Manifest) -> None:
 
 
 def remove_old_checkpoints(run_folder: Path, keep: int, best_metric: str) -> list[str]:
-    """Keep the newest `keep`, and the one with the best evaluation; a line per failure."""
+    """Keep the newest `keep`, and the one with the best evaluation; returns texts of failures."""
     paths = all_checkpoints(run_folder)
     scores = {path: _score(path, best_metric) for path in paths}
     best = min(paths, key=scores.__getitem__)
-    failed = []
+    failures = []
     for path in paths[:-keep]:
         if path == best and scores[path] < math.inf:
             continue
         try:
-            # First, so that a half-removed folder is not a checkpoint.
+            # The manifest goes first, so that a half-removed folder is no checkpoint.
             (path / MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(path)
         except OSError as error:
-            failed.append(f"{path} can't be removed ({error.strerror})")
-    return failed
+            failures.append(f"{path} can't be removed ({error.strerror})")
+    return failures
 
 
 def _score(checkpoint: Path, best_metric: str) -> float:
-    """The evaluation at the checkpoint's own step, lower is better; inf if there was none."""
+    """The evaluation at the checkpoint's step, as a number to minimise; inf if there was none."""
     with suppress(CheckpointRejected):
         manifest = read_manifest(checkpoint)
         value = manifest.evaluation.get(metric_name(best_metric), math.inf)
@@ -211,12 +210,12 @@ def _score(checkpoint: Path, best_metric: str) -> float:
 
 
 def metric_name(best_metric: str) -> str:
-    """The metric that the task's best_metric names: accuracy for "max:accuracy"."""
+    """The name of the metric in the task's best_metric: accuracy for "max:accuracy"."""
     return best_metric.removeprefix("min:").removeprefix("max:")
 
 
 def quarantine_after(run_folder: Path, step: int) -> list[Path]:
-    """Rename rejected checkpoints of later steps, to be taken again; remove half-written ones."""
+    """Rename the checkpoints of later steps, which were rejected; remove half-written ones."""
     for leftover in run_folder.glob("checkpoints/.step_*.writing"):
         shutil.rmtree(leftover, ignore_errors=True)
     renamed = []
@@ -229,17 +228,17 @@ def quarantine_after(run_folder: Path, step: int) -> list[Path]:
 
 
 def reason(error: BaseException) -> str:
-    """The cause in one line; torch wraps a rank's error in a CheckpointException."""
+    """The error's cause in one line; torch wraps a rank's error in a CheckpointException."""
     if isinstance(error, CheckpointException) and error.failures:
         return reason(next(inner for inner, _ in error.failures.values()))
-    if "unexpected pos" in str(error):  # how torch's zip writer reports a write that was cut short
+    if "unexpected pos" in str(error):  # torch's zip writer, if a write was cut short
         return "no space is left on the disk"
     text = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
     return getattr(error, "strerror", None) or text
 
 
 class Reader(FileSystemReader):
-    """torch's reader of a checkpoint's folder."""
+    """torch's reader of a checkpoint's folder, with an allow-list for the metadata."""
 
     def __init__(self, folder: Path):
         super().__init__(folder)
@@ -253,7 +252,7 @@ class Reader(FileSystemReader):
 def read_into(state: State, reader: Reader, world: World | None = None) -> None:
     """Fill the tensors of `state`; every rank calls it. Errors: CheckpointException."""
     world = world or World()
-    # No process group is fine here. Set for good, because threads share warning filters.
+    # One process has no process group. The filter stays set, because all threads share filters.
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     with without_timeout(world.control):  # one rank's disk may be slow
         read_tensors(
@@ -267,7 +266,7 @@ def read_into(state: State, reader: Reader, world: World | None = None) -> None:
 
 @contextmanager
 def rejection_as_data_error(path: Path) -> Iterator[None]:
-    """Errors: DataError that names the checkpoint, in place of what reading it raises."""
+    """In the block, turn errors of reading a checkpoint into a DataError with its path."""
     try:
         yield
     except CheckpointRejected as error:

@@ -1,7 +1,7 @@
-"""Resumes a run: from the newest valid checkpoint of those that `run.resume` allows.
+"""Resumes a run from the newest valid checkpoint among those that `run.resume` allows.
 
-Rank 0 lists them, and all ranks verify the hashes of the newest one together. A damaged one is
-warned of, and the one before takes its place.
+Rank 0 lists them, and the ranks share the work of verifying the newest one's hashes. If it is
+damaged, a warning says so, and the previous checkpoint is tried.
 """
 
 import tomllib
@@ -42,12 +42,12 @@ def checkpoint_to_resume(
 ) -> Path | None:
     """The newest valid checkpoint that `run.resume` allows, or None; every rank calls it.
 
-    task: an object in place of `task.target`. Errors: DataError if a given path is not a
-    checkpoint, or none is valid; ConfigError if it was made with another config.
+    task: an object in place of `task.target`. Errors: DataError if a path in run.resume has no
+    checkpoint, or none is valid; ConfigError if it was made with other settings.
     """
     paths: list[Path] = []
     problem: DataError | None = None
-    # Rank 0 looks: a network disk may show another rank other files for a while.
+    # Only rank 0 looks, because on a network disk the ranks may see different files for a while.
     if world.is_main:
         try:
             paths = _candidates(config.run.resume, run_folder)
@@ -61,8 +61,8 @@ def checkpoint_to_resume(
 
 
 def with_dtype(config: Config, run_folder: Path, world: World) -> Config:
-    """The config with `precision.dtype=auto` resolved: as in the checkpoint that it resumes, or
-    float32 on a CPU that only emulates bf16. Every rank calls it.
+    """The config with `precision.dtype=auto` resolved: the dtype of the checkpoint that it resumes;
+    for a new run bf16, but float32 on a CPU that only emulates it. Every rank calls it.
     """
     precision = config.precision
     if precision.dtype != "auto":
@@ -75,7 +75,7 @@ def with_dtype(config: Config, run_folder: Path, world: World) -> Config:
             saved = tomllib.loads((checkpoint / CONFIG).read_text())["precision"]
             name = saved["dtype"] if saved["use_amp"] else "fp32"
         except (CheckpointRejected, DataError, LookupError, OSError, ValueError):
-            # There is none, or a damaged one.
+            # There is no checkpoint, or it is damaged.
             if world.device.type == "cpu":
                 name = "fp32"
                 if present("distributed.machine"):
@@ -94,7 +94,7 @@ def with_dtype(config: Config, run_folder: Path, world: World) -> Config:
 
 
 def newest_valid(paths: Sequence[Path], world: World) -> Path | None:
-    """The last of these that is valid, with a warning for each that is not; None if there are none.
+    """The last of `paths` that is valid; warns of each that is not. None if there are no paths.
 
     Every rank calls it, and verifies its share. Errors: DataError if none of them is valid.
     """
@@ -129,8 +129,8 @@ def checkpoints_at(path: Path, name: str, accepted: str) -> list[Path]:
 
 
 def _candidates(resume: str, run_folder: Path) -> list[Path]:
-    """The checkpoints to try, in ascending order of preference."""
-    if resume == "never" and not attempt():  # a restart by torchrun resumes all the same
+    """The checkpoints to try, the best last."""
+    if resume == "never" and not attempt():  # a restart by torchrun resumes nevertheless
         return []
     saved = all_checkpoints(run_folder)
     if resume in ("auto", "never"):
@@ -138,7 +138,7 @@ def _candidates(resume: str, run_folder: Path) -> list[Path]:
     path = Path(resume)
     if saved:
         if path.resolve() not in [checkpoint.resolve() for checkpoint in saved]:
-            return saved  # this run's progress since it started from `path` takes precedence
+            return saved  # the run has made progress since it started from `path`
         if path.resolve() != saved[-1].resolve():
             raise DataError(
                 f"run.resume={resume} is older than {saved[-1].name} next to it; resume it in a "

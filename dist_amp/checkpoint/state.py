@@ -1,14 +1,14 @@
-"""The state that a checkpoint contains: taken from a run, restored into a run of any strategy.
+"""The state that a checkpoint contains: taken from a run, and restored into one of any strategy.
 
     model, optimizer      parameters and moments, by name, sharded as the run shards them
     counters, scaler      applied and skipped steps; the loss scale
     ranks.N               each rank's random generators and batch statistics
-    interval              metrics of the log interval that the checkpoint cuts, a row per rank
+    interval              metrics since the latest log step, a row per rank
     ema, frozen, ...      tensors of observers with a `section`
     task.N, observer X.N  other states, packed as bytes by each rank (packed.py)
 
-Python values, such as the step and the position in the data, are in the manifest. A load lays out
-the state of the new run, lets DCP fill its tensors, and puts them in place.
+Python values, such as the step and the position in the data, are in the manifest. A load builds the
+same dict from the new run, lets DCP fill its tensors in place (which reshards them), and sets them.
 """
 
 import sys
@@ -41,7 +41,7 @@ from dist_amp.step import Run
 
 
 def take_snapshot(run: Run) -> tuple[State, Manifest]:
-    """The current state of the run, not copied, and what it is; every rank calls it."""
+    """The current state of the run, not copied, and its manifest; every rank calls it."""
     from dist_amp.checkpoint.packed import packed_states
 
     state = state_of(run)
@@ -86,13 +86,13 @@ def load(run: Run, path: Path) -> None:
         state = read_state(run, reader)
         set_state(run, reader.manifest, state)
     if run.schedule.factor != 1:
-        run.world.say(f"lr     times {run.schedule.factor:g}, as the steps so far have set it")
+        run.world.say(f"lr     times {run.schedule.factor:g}, as set before the checkpoint")
     run.resumed_from_step = run.step
     run.resumed_from = path
 
 
 def read_state(run: Run, reader: Reader) -> State:
-    """The checkpoint's state, laid out as this run's is: what it has of what the run needs."""
+    """The checkpoint's state, sharded as this run's is, without what only one of them has."""
     from dist_amp.checkpoint.packed import expected_states
 
     manifest = reader.manifest
@@ -109,7 +109,7 @@ def read_state(run: Run, reader: Reader) -> State:
         run.world.warn(
             f"the average of the weights in {reader.folder} is dropped, since optim.ema=off"
         )
-    # With fewer columns in older checkpoints.
+    # Checkpoints of earlier versions have fewer columns.
     size: Any = getattr(metadata.state_dict_metadata.get("interval"), "size", ())
     if len(size) != 2 or size[0] != manifest.world_size or size[1] < 3:
         raise CheckpointRejected(f".metadata has interval of {list(size)}, not a row per rank")
@@ -124,7 +124,7 @@ def read_state(run: Run, reader: Reader) -> State:
             f"checkpoint {reader.folder} does not fit this optimizer: its groups and their "
             f"parameters are {manifest.optimizer}, here {group_sizes(run)}"
         )
-    # It has no moments if no step was applied before it was saved.
+    # The checkpoint has no optimizer moments if no step was applied before it was saved.
     for section in (state.keys() & saved) - {"model", "ranks"}:
         check_tensors(reader.folder, metadata, section, state[section])
     state |= expected_states(run, metadata.state_dict_metadata, manifest.world_size)
@@ -154,29 +154,29 @@ def set_state(run: Run, manifest: Manifest, state: State) -> None:
     run.metrics.evaluated_step = manifest.evaluated_step
     run.metrics.resume_unfinished(state["interval"], same_world="ranks" in state)
     if "ranks" in state:
-        of_rank = state["ranks"][str(run.world.rank)]
-        set_statistics(run.parallel.module, of_rank["statistics"])
-        set_random_state(of_rank["random"], run.world.device)
+        rank_state = state["ranks"][str(run.world.rank)]
+        set_statistics(run.parallel.module, rank_state["statistics"])
+        set_random_state(rank_state["random"], run.world.device)
     else:
-        # No generators were saved for these ranks; with the seed of the start, dropout's first
-        # masks would come again.
+        # No generator states fit these ranks. The seed depends on the step, or dropout would repeat
+        # the masks of the first steps.
         seed_all((run.config.run.seed + 1 + run.world.rank + 1_000_003 * run.step) % 2**63)
 
 
 def state_of(run: Run, with_moments: bool = False) -> State:
     """Everything that a step depends on, as tensors: to save, or for a load to fill in place.
 
-    with_moments: let torch make missing moments, by a step, for a load to replace; never saved.
+    with_moments: make missing moments (torch takes a step for it), for a load to overwrite.
     """
     optimizer: Any = {}
     has_moments = any(run.optimizer.state.values())
     if with_moments and not has_moments:
-        run.optimizer.state.clear()  # of empty entries, by which torch would take it for filled
+        run.optimizer.state.clear()  # with empty entries torch would make no moments
     if has_moments or with_moments:
         optimizer = get_optimizer_state_dict(run.parallel.module, run.optimizer)["state"]
-    # This rank's own; the model's entries are averaged over ranks when they are saved.
+    # This rank's own; in "model" a checkpoint has their average over the ranks.
     statistics = batch_statistics(run.parallel.module)
-    of_rank = {
+    rank_state = {
         "random": random_state(run.world.device),
         "statistics": {name: value.clone() for name, value in statistics.items()},
     }
@@ -185,7 +185,7 @@ def state_of(run: Run, with_moments: bool = False) -> State:
         "optimizer": optimizer,  # without the groups' hyperparameters, which come from the config
         "counters": run.schedule.counters,
         "scaler": run.scaler.state_dict(),
-        "ranks": {str(run.world.rank): of_rank},
+        "ranks": {str(run.world.rank): rank_state},
     }
     for section, observer in sections(run).items():
         if (tensors := observer.state_dict()) is not None:
@@ -194,13 +194,13 @@ def state_of(run: Run, with_moments: bool = False) -> State:
 
 
 def sections(run: Run) -> dict[str, Any]:
-    """{section of a checkpoint: the observer whose tensors it holds, laid out as they are}."""
-    named = [observer for observer in run.observers if hasattr(observer, "section")]
-    return {observer.section: observer for observer in named}
+    """{section of a checkpoint: the observer whose tensors are saved in it}."""
+    observers = [observer for observer in run.observers if hasattr(observer, "section")]
+    return {observer.section: observer for observer in observers}
 
 
 def group_sizes(run: Run) -> dict[str, int]:
-    """{optimizer and name of a group: number of its parameters}."""
+    """{"OPTIMIZER GROUP": number of the group's parameters}."""
     name: str = run.config.optim.name
     if hasattr(run.task, "optimizer"):
         name = type(run.optimizer).__name__

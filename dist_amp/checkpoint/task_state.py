@@ -1,7 +1,7 @@
-"""Warns of what a task without state_dict(), or its optimizer, keeps where no checkpoint looks.
+"""Warns of state of the task or its optimizer that no checkpoint saves.
 
-What they keep outside the model is compared at the first two saves: what has changed in between
-would begin again with its first value in a resumed run.
+Attributes of the optimizer, and of a task without state_dict(), are compared at the first two
+saves. One that has changed in between would have its initial value in a resumed run.
 """
 
 import hashlib
@@ -15,16 +15,16 @@ from dist_amp.task import attributes_of
 from dist_amp.world import local
 
 FIXES = {
-    "the task": "give the task state_dict() and load_state_dict(state), or name it in the task's "
+    "the task": "give the task state_dict() and load_state_dict(state), or list it in the task's "
     "`unsaved` if each step sets it anew",
     "the optimizer": "keep it in optimizer.state",
 }
 
-SAMPLED_ELEMENTS = 2**16  # of a tensor, spread over it, that are compared
+SAMPLED_ELEMENTS = 2**16  # compared per tensor, evenly spread over it
 
 
 class Unsaved:
-    """Compares what the task and the optimizer keep at the first two saves."""
+    """Compares attributes of the task and the optimizer at the first two saves."""
 
     def __init__(self, run: Run):
         self._run = run
@@ -32,32 +32,32 @@ class Unsaved:
         self._first: dict[str, dict[str, list[str]]] = {}
 
     def compare(self) -> None:
-        """Called at each save; at the second it warns of what has changed since the first."""
+        """Called at each save; the second time it warns of what has changed since the first."""
         self._saves += 1
         if self._saves > 2:
             return
         run = self._run
-        of_optimizer = attributes_of(run.optimizer, run.parallel.module)
-        for group in run.optimizer.param_groups:  # a resumed run has the config's options
+        optimizer_leaves = attributes_of(run.optimizer, run.parallel.module)
+        for group in run.optimizer.param_groups:  # a resumed run takes these from the config
             for key in group.keys() - {"params", "lr"}:
-                of_optimizer[f"{key} of {group['name']}"] = [group[key]]
-        kept = {"the optimizer": of_optimizer}
+                optimizer_leaves[f"{key} of {group['name']}"] = [group[key]]
+        attributes = {"the optimizer": optimizer_leaves}
         if not hasattr(run.task, "state_dict"):
-            kept["the task"] = attributes_of(run.task, run.parallel.module)
+            attributes["the task"] = attributes_of(run.task, run.parallel.module)
         unsaved = getattr(run.task, "unsaved", ())
-        for owner, leaves in kept.items():
+        for owner, leaves in attributes.items():
             now = {name: [*map(digest, leaves[name])] for name in leaves if name not in unsaved}
             before = self._first.setdefault(owner, now)
             if changed := [name for name in now if now[name] != before.get(name)]:
                 run.world.warn(
                     f"{owner} keeps {', '.join(changed)}, which changed and is in no checkpoint: a "
-                    f"resumed run would begin with the first value; {FIXES[owner]}, unless it is "
-                    "made anew from what is saved"
+                    f"resumed run would start with the initial value; {FIXES[owner]}, unless it is "
+                    "computed from what is saved"
                 )
 
 
 def digest(leaf: Any) -> str:
-    """Tells whether a leaf has changed; of a large tensor some elements count."""
+    """A text that differs if the leaf does; of a large tensor only some elements are compared."""
     if not isinstance(leaf, Tensor) or leaf.layout != torch.strided:
         return repr(leaf)
     flat = local(leaf.detach()).reshape(-1)

@@ -15,32 +15,31 @@ from dist_amp.checkpoint.compatibility import check_tensors
 from dist_amp.checkpoint.format import Reader, State, read_into, rejection_as_data_error
 from dist_amp.scaling.frozen import check_frozen, expect_checksums
 
-# The others are extra states: another value for each trained parameter.
+# Any other section counts as another value of each trained parameter, such as a moving average.
 SECTIONS = {"model", "optimizer", "counters", "scaler", "ranks", "interval", "frozen"}
 
 
 def load_weights(
     model: nn.Module, checkpoint: Path, prefers_average: bool = False
 ) -> tuple[int, str]:
-    """Set the model's weights to the checkpoint's, in the model's dtypes; return its step, and the
-    section that they are from: "model", or that of a moving average of the trained parameters,
-    which is preferred if there is one.
+    """Load the checkpoint's weights into the model, in the model's dtypes. Returns (step, section).
 
-    Frozen parameters that the checkpoint does not contain stay as the model has them. Errors:
-    DataError.
+    section: "model", or with `prefers_average` that of a moving average, if there is one, of the
+    trained parameters. Frozen parameters that the checkpoint lacks stay as they are in the model.
+    Errors: DataError.
     """
     state: State = {"model": get_model_state_dict(model)}
     averages: State = {}
-    used = "model"
+    source = "model"
     with rejection_as_data_error(checkpoint):
         reader = Reader(checkpoint)
         metadata = reader.read_metadata()
         saved = {name.partition(".")[0] for name in metadata.state_dict_metadata}
         if prefers_average and saved - SECTIONS:
-            used = max(saved - SECTIONS)
+            source = max(saved - SECTIONS)
             trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
             averages = {name: p.detach().float().clone() for name, p in trained.items()}
-            state[used] = averages
+            state[source] = averages
         expect_checksums(state, model, metadata, checkpoint)
         for name, value in state["model"].items():
             stored = metadata.state_dict_metadata.get(f"model.{name}")
@@ -58,4 +57,4 @@ def load_weights(
     with torch.no_grad():
         for name, value in averages.items():
             model.get_parameter(name).copy_(value)
-    return reader.manifest.step, used
+    return reader.manifest.step, source

@@ -1,1 +1,1 @@
-"""The steps by which a process becomes a rank: device, rendezvous, process groups and signals."""
+"""How a process becomes a rank: device, rendezvous, process groups and signals."""

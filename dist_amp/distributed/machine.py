@@ -1,7 +1,5 @@
 """The hardware of this machine: its GPUs, and the precisions that it computes natively.
 
-A run refuses or warns by it at its start, and `doctor` shows it.
-
 Docs: docs/launching.md
 """
 
@@ -14,12 +12,12 @@ import torch
 
 from dist_amp.errors import ConfigError, first_line
 
-# The compute capability of GPUs from which on a dtype is native; before, arithmetic is emulated or
+# The lowest compute capability with which a dtype is native; below it, arithmetic is emulated or
 # runs at a fraction of float32's rate. Source: CUDA C++ programming guide, arithmetic instructions.
 CAPABILITY = {"bf16": (8, 0), "fp16": (7, 0)}
 
 # Flags of CPUs that compute in a dtype natively, on x86 and Arm. Measured with torch 2.13: bf16
-# takes 0.7 to 1.0 times float32's time with them, 3 without them by AVX-512, and 30 by AVX2.
+# takes 0.7 to 1.0 times as long as float32 with them; without them 3 (AVX-512) or 30 times (AVX2).
 FLAGS = {"bf16": {"avx512_bf16", "amx_bf16", "bf16"}, "fp16": {"avx512_fp16", "amx_fp16"}}
 
 
@@ -27,7 +25,7 @@ FLAGS = {"bf16": {"avx512_bf16", "amx_bf16", "bf16"}, "fp16": {"avx512_fp16", "a
 
 
 def check_gpus_are_used(device: str = "auto") -> None:
-    """Errors: ConfigError if there are device files of GPUs; call it if torch finds none."""
+    """Call it if torch finds no GPU. Errors: ConfigError if the machine has NVIDIA GPUs."""
     if reason := reason_unused():
         instead = "use run.device=cpu to train on the CPU"
         raise ConfigError(f"run.device={device}: {reason}; or {instead}")
@@ -39,7 +37,7 @@ def reason_unused(root: Path = Path("/")) -> str:
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1", "NoDevFiles")
     if not count or is_hidden or torch.version.hip:
         return ""
-    problem = "it is a build for the CPU alone"
+    problem = "it is a build for CPUs only"
     if torch.version.cuda is not None:
         driver = driver_branch(root) or "unknown"
         problem = f"it is built for CUDA {torch.version.cuda}, and the driver is {driver}"
@@ -68,17 +66,17 @@ def driver_branch(root: Path = Path("/")) -> int:
 
 
 def is_native(dtype: str, device: torch.device, root: Path = Path("/")) -> bool:
-    """Whether the device computes in bf16 or fp16 as fast as in float32; GPUs of ROCm do."""
+    """Whether the device computes in bf16 or fp16 as fast as in float32, as all ROCm GPUs do."""
     if device.type == "cuda":
         is_rocm = torch.version.hip is not None
         return is_rocm or torch.cuda.get_device_capability(device) >= CAPABILITY[dtype]
-    with suppress(OSError):  # of another system than Linux
+    with suppress(OSError):  # the file exists on Linux only
         return not FLAGS[dtype].isdisjoint((root / "proc/cpuinfo").read_text().split())
     return False
 
 
 def check_dtype(dtype: str, device: torch.device) -> str:
-    """A warning if the device only emulates a dtype, or ""."""
+    """A warning if the device only emulates the dtype; else ""."""
     if is_native(dtype, device):
         return ""
     instead = "--use_amp false"
@@ -92,6 +90,5 @@ def name_of(device: torch.device) -> str:
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Wait for all queued work on the device: before reading a clock."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

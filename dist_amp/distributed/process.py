@@ -41,23 +41,22 @@ def environment_number(name: str, default: int) -> int:
 
 
 def cpu_cores() -> int:
-    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def attempt() -> int:
-    """The number of times that torchrun has restarted these processes."""
+    """How many times torchrun has restarted the ranks."""
     return environment_number("TORCHELASTIC_RESTART_COUNT", 0)
 
 
 def tell_launcher(status: int, text: str = "", **facts: object) -> None:
-    """Leave how this rank ends in the error file that torchrun has named, if it started the rank.
+    """Write this rank's exit status and error to torchrun's error file, if torchrun started it.
 
-    torchrun shows the text, and `dist_amp launch` reads the rest: a signal hides exit statuses.
+    torchrun prints the text; `dist_amp launch` reads the rest, since a signal hides exit statuses.
     """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"timestamp": str(int(time.time())), "status": status, **facts}
-        # torchrun fails on a file that a killed rank left half written.
+        # Renamed when it is complete: torchrun fails on a file that a killed rank has half written.
         temporary = Path(f"{path}.tmp")
         temporary.write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
         temporary.replace(path)
@@ -66,7 +65,7 @@ def tell_launcher(status: int, text: str = "", **facts: object) -> None:
 def place_of(config: RunConfig) -> tuple[int, int, int, int, torch.device]:
     """This process's (rank, local_rank, world_size, local_world_size, device)."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent(signal.SIGTERM)  # to save and stop, and to leave the run's folder
+        die_with_parent(signal.SIGTERM)  # if torchrun is killed, save, stop and unlock the folder
     rank, world_size = _rank_and_world_size()
     gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
     if config.device != "cpu" and not gpus and present("distributed.machine"):
@@ -75,14 +74,14 @@ def place_of(config: RunConfig) -> tuple[int, int, int, int, torch.device]:
         check_gpus_are_used(device=config.device)
     if config.device == "cuda" and not gpus:
         raise ConfigError("run.device=cuda, but torch finds no GPU; use run.device=cpu")
-    # Other launchers than torchrun may not say how ranks fall on machines: then one rank per GPU.
+    # Not every launcher says how many ranks a machine has: then assume one per GPU.
     local_world_size = environment_number("LOCAL_WORLD_SIZE", min(world_size, gpus or world_size))
     local_rank = environment_number("LOCAL_RANK", rank % local_world_size)
     if not gpus:
         return rank, local_rank, world_size, local_world_size, torch.device("cpu")
-    # Some launchers show each process one GPU only; torchrun shows all of them to all.
-    one_gpu_each = gpus == 1 and "TORCHELASTIC_RUN_ID" not in os.environ
-    if local_world_size > gpus and not one_gpu_each:
+    # Some launchers show each process only its own GPU; torchrun shows all GPUs to all.
+    has_own_gpu = gpus == 1 and "TORCHELASTIC_RUN_ID" not in os.environ
+    if local_world_size > gpus and not has_own_gpu:
         raise ConfigError(
             f"{local_world_size} processes on this machine (nproc_per_node) are more than its "
             f"{gpus} GPUs; use --nproc_per_node={gpus}, or --run.device cpu"
@@ -97,7 +96,7 @@ def _rank_and_world_size() -> tuple[int, int]:
     missing = {"RANK", "WORLD_SIZE"} - os.environ.keys()
     if len(missing) == 1:
         raise ConfigError(
-            f"{missing.pop()} is not set although its partner is; start with torchrun, or unset it"
+            f"of RANK and WORLD_SIZE, {missing.pop()} is not set; start with torchrun, or set both"
         )
     if "WORLD_SIZE" not in os.environ:
         from dist_amp.distributed.launchers import refuse_copies
@@ -111,7 +110,7 @@ def _rank_and_world_size() -> tuple[int, int]:
 
 
 def configure_logging(rank: int) -> None:
-    """Show the log of "dist_amp" and its children on rank 0 only."""
+    """Show the logger "dist_amp" and its children on rank 0; on other ranks only errors."""
     logger = logging.getLogger("dist_amp")
     logger.setLevel(logging.INFO if rank == 0 else logging.ERROR)
     if not logger.handlers:
@@ -128,20 +127,18 @@ def _without_secrets(record: logging.LogRecord) -> bool:
 
 
 def warn(text: str) -> None:
-    """Print a warning on rank 0: the other ranks' log shows errors alone."""
+    """Print a warning; on rank 0 only, once `configure_logging` has been called."""
     if logging.getLogger("dist_amp").isEnabledFor(logging.WARNING):
         print(f"warning: {masked(text)}", file=sys.stderr, flush=True)
 
 
 def hide_progress_bars() -> None:
-    """Switch off the bars of the `datasets` library, unless the user has set its variable."""
     hidden = os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1") == "1"
     if hidden and "datasets" in sys.modules:
         sys.modules["datasets"].disable_progress_bars()
 
 
 def set_determinism(on: bool) -> None:
-    """Use deterministic kernels, or allow others again."""
     if on:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.benchmark = False
@@ -150,13 +147,13 @@ def set_determinism(on: bool) -> None:
 
 
 def set_tf32(on: bool) -> None:
-    """Use TF32 or true float32 on CUDA, for matmuls and convolutions (torch's defaults differ)."""
+    """Use TF32 or float32 on CUDA for matmuls and convolutions, whose defaults in torch differ."""
     torch.set_float32_matmul_precision("high" if on else "highest")
     torch.backends.cudnn.allow_tf32 = on
 
 
 def die_with_parent(number: signal.Signals) -> None:
-    """Get this signal when the parent process ends, however it ends: prctl(2)."""
+    """Have the kernel send this signal when the parent process ends, in any way: prctl(2)."""
     PR_SET_PDEATHSIG = 1
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
@@ -168,7 +165,7 @@ def seed_all(seed: int) -> None:
 
 
 def seed_host(seed: int) -> None:
-    """All but the GPU's, for which torch.manual_seed formats the stack, in 0.1 ms (measured)."""
+    """Seed all but the GPU's: torch.manual_seed formats the stack for it, in 0.1 ms (measured)."""
     random.seed(seed)
     numpy.random.seed(seed % 2**32)  # noqa: NPY002 (a task may draw from the global generator)
     torch.default_generator.manual_seed(seed)
@@ -192,7 +189,6 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
-    """Restore what `random_state` returned."""
     gauss: Any = state["python_gauss"].item()
     if math.isnan(gauss):
         gauss = None
@@ -207,12 +203,12 @@ def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
 
 
 def in_time(seconds: float, call: Callable[[], T]) -> T:
-    """Run call() in a thread, which may go on. Errors: its own, TimeoutError after `seconds`."""
+    """call() in a thread, which may outlive this. Errors: its own; TimeoutError after `seconds`."""
     return in_thread(call).result(seconds)
 
 
 def in_thread(call: Callable[[], T], name: str | None = None) -> "Future[T]":
-    """Run call() in a thread that does not keep the process: Python joins those of a pool."""
+    """Run call() in a daemon thread: Python's exit would wait for a thread of a pool."""
     outcome: Future[T] = Future()
 
     def run() -> None:

@@ -1,8 +1,8 @@
-"""The rendezvous at MASTER_ADDR and MASTER_PORT, which names a rank that does not come.
+"""The rendezvous at MASTER_ADDR and MASTER_PORT, which reports the ranks that are missing.
 
 Each rank sets a key of its own in the store when it joins, and deletes it once the process groups
-are connected. A rank that waits in vain looks at the keys: a rank without a key has not joined, and
-one that still has its key hangs, or has died, between the two.
+are connected. A rank whose wait times out looks at the keys. While ranks join, one without a key is
+missing. While process groups connect, one that still has its key hangs or has died.
 
 Docs: docs/launching.md
 """
@@ -25,16 +25,17 @@ from dist_amp.distributed.process import environment_number, in_time
 from dist_amp.errors import ConfigError, Transient, first_line, some_of
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-JOINED = "dist_amp/joined/"  # and a rank: the store's key that it sets when it joins
+JOINED = "dist_amp/joined/"  # followed by a rank: the key that it sets when it joins
 
 
 @contextmanager
 def connecting(
     rank: int, world_size: int, timeout_seconds: float, end_after: timedelta
 ) -> Iterator[dist.Store]:  # type: ignore[name-defined]
-    """The store, for a block that connects the ranks.
+    """Join the ranks, and yield the store for a block that connects the process groups.
 
-    A block that hangs ends the process, with its stacks. Errors: Transient, with the missing ranks.
+    After `end_after` in the block the process prints its stacks and exits. Errors: ConfigError;
+    Transient with the ranks that are missing or hang.
     """
     store = rendezvous(rank, world_size, timeout_seconds)
     start = time.monotonic()
@@ -42,8 +43,8 @@ def connecting(
     try:
         yield store
     except RuntimeError as error:
-        has_waited = time.monotonic() - start > 0.9 * timeout_seconds  # else it is its own error
-        if has_waited and (hanging := _not_connected(store, rank, world_size, timeout_seconds)):
+        timed_out = time.monotonic() - start > 0.9 * timeout_seconds  # else its own error
+        if timed_out and (hanging := _hanging_ranks(store, rank, world_size, timeout_seconds)):
             raise Transient(
                 f"{hanging}, but not connected within run.timeout_seconds={timeout_seconds:g}: it "
                 f"hangs, is stopped or has died; see its output (rank {rank} got: "
@@ -52,26 +53,26 @@ def connecting(
         raise
     finally:
         faulthandler.cancel_dump_traceback_later()
-    store.delete_key(f"{JOINED}{rank}")  # torchrun may keep the store for its next attempt
+    store.delete_key(f"{JOINED}{rank}")  # torchrun may use the store again when it restarts ranks
 
 
-def _not_connected(store: Any, rank: int, world_size: int, timeout_seconds: float) -> str:
-    """The ranks that have joined and did not give up: a text; "" if there are none."""
-    seconds = min(5.0, timeout_seconds / 4)  # by which the other ranks may be later
+def _hanging_ranks(store: Any, rank: int, world_size: int, timeout_seconds: float) -> str:
+    """Text with the ranks that have joined, and don't delete their keys on a timeout; or ""."""
+    seconds = min(5.0, timeout_seconds / 4)  # other ranks may time out this much later
     keys = [f"{JOINED}{other}" for other in range(world_size)]
-    with suppress(RuntimeError):  # rank 0 has left with its store
+    with suppress(RuntimeError):  # rank 0 has exited, and the store with it
         store.delete_key(keys[rank])
         time.sleep(seconds)
         hanging = [other for other, key in enumerate(keys) if store.check([key])]
         processes = [store.get(keys[other]).decode() for other in hanging]
-        time.sleep(seconds * (rank == 0))  # the other ranks still ask its store
+        time.sleep(seconds * (rank == 0))  # rank 0's store must outlive the other ranks' look
         if hanging:
             return f"{_ranks_have(hanging, world_size)} joined ({some_of(processes)})"
     return ""
 
 
 def rendezvous(rank: int, world_size: int, timeout_seconds: float) -> dist.Store:  # type: ignore[name-defined]
-    """Connect to the store, whose server is rank 0 or torchrun's agent, and wait for all ranks.
+    """Connect to the store, which rank 0 or torchrun's agent serves, and wait for all ranks.
 
     Errors: ConfigError for a missing variable; Transient with the address or the missing ranks.
     """
@@ -82,10 +83,10 @@ def rendezvous(rank: int, world_size: int, timeout_seconds: float) -> dist.Store
             f"MASTER_ADDR={host!r} and MASTER_PORT={port} must be the address and the port of rank "
             f"0, since WORLD_SIZE={world_size}; start with torchrun, or set both on every rank"
         )
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # gloo needs three sockets for each other rank
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    if host in LOOPBACK:  # gloo would listen on the interface of the host's name
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
+    if host in LOOPBACK:  # by default gloo listens on the interface of the host's name
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     deadline = time.monotonic() + timeout_seconds
     within = f"{host}:{port} within run.timeout_seconds={timeout_seconds:g}"
@@ -102,7 +103,7 @@ def rendezvous(rank: int, world_size: int, timeout_seconds: float) -> dist.Store
         master_listen_fd=loopback_listener(host, port)[1] if is_server else None,
     )
     try:
-        # torch tries again after its timeout, and waits forever for a listener that is silent.
+        # in_time, because torch retries after its timeout, and waits forever for a silent listener.
         store = dist.PrefixStore("default_pg", in_time(timeout_seconds, connect))  # type: ignore[attr-defined]
     except (OSError, RuntimeError) as error:
         if "EADDRINUSE" in str(error):
@@ -121,7 +122,7 @@ def rendezvous(rank: int, world_size: int, timeout_seconds: float) -> dist.Store
         except RuntimeError:
             left = f"rank 0 at {host}:{port} left before all had joined; see its output"
             raise Transient(left) from error
-        if missing:  # else the last one joined just now
+        if missing:  # else the last rank has joined in the meantime
             raise Transient(
                 f"{_ranks_have(missing, world_size)} not joined at {within}; start it, or check "
                 "its machine"
@@ -138,13 +139,13 @@ def _ranks_have(ranks: list[int], world_size: int) -> str:
 def loopback_listener(host: str, port: int) -> tuple[int, int | None]:
     """Returns (port, master_listen_fd) for a TCPStore that only this machine can reach.
 
-    TCPStore listens on all interfaces otherwise, and torchrun loads pickles from it.
+    TCPStore listens on all interfaces otherwise, and torchrun unpickles what is in it.
     """
     if host not in LOOPBACK:
         return port, None
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family)
-    except OSError:  # in use: by this process, which shares it, or torch says so
+    except OSError:  # in use: by a store of this process, which torch shares, or torch raises
         return port, None
     return listener.getsockname()[1], listener.detach()

@@ -13,12 +13,12 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 Handler = Callable[[int, FrameType | None], object] | signal.Handlers
 
-BEFORE_RANKS = " before any rank had started"
+BEFORE_RANKS = " before any rank had started"  # ends the line "stopped by SIGTERM"
 
 
 @contextmanager
 def handle_signals(handler: Handler, numbers: Iterable[int] = STOP_SIGNALS) -> Iterator[None]:
-    """Handle these signals by `handler` in the block; only in the main thread, as Python has it."""
+    """Handle these signals in the block; does nothing in other threads than the main one."""
     previous = {}
     if threading.current_thread() is threading.main_thread():
         for number in numbers:
@@ -46,14 +46,14 @@ def after_imports() -> None:
 
 @contextmanager
 def raise_on_signals() -> Iterator[None]:
-    """KeyboardInterrupt on SIGTERM too, with the signal's name."""
+    """Raise KeyboardInterrupt with the signal's name in the block, on SIGTERM as on Ctrl-C."""
     with handle_signals(_raise, (signal.SIGINT, signal.SIGTERM)):
         yield
 
 
 @contextmanager
 def quiet_on_closed_pipe() -> Iterator[None]:
-    """End with status 1 and no traceback once nobody reads the output, as in `--help | head -3`."""
+    """End with status 1 and no traceback if nobody reads the output, as in `--help | head -3`."""
     try:
         try:
             yield

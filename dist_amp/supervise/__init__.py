@@ -1,1 +1,1 @@
-"""The process around the loop: signals, preflight checks, watchdog, a run's start and end."""
+"""The process around the training loop: start, signals, watchdog, end. Start at failure.py."""

@@ -18,12 +18,12 @@ def print_banner(run: Run) -> None:
     plan = run.data.plan
     total = sum(p.numel() for p in run.parallel.module.parameters())
     trained = sum(p.numel() for p in run.parallel.parameters)
-    first = "starting from scratch"
+    start = "starting from scratch"
     if run.resumed_from is not None:
-        first = f"resumed from step {run.step}"
+        start = f"resumed from step {run.step}"
         if not run.resumed_from.resolve().is_relative_to(run.folder.resolve()):
-            first += f" ({run.resumed_from})"
-    world.say(f"run    {run_dir(run.folder)}, {first}")
+            start += f" ({run.resumed_from})"
+    world.say(f"run    {run_dir(run.folder)}, {start}")
     model = f"{total:,} parameters"
     if trained < total:
         model += f" ({trained:,} trained)"
@@ -56,7 +56,7 @@ def closing_table(summary: Mapping[str, Any], folder: Path) -> str:
         row += [f"{100 * rank['mfu']:.3g} %"] if "mfu" in summary else []
         rows.append(row)
     result = f"{summary['steps']} steps"
-    # Missing if a resumed run only had to evaluate, and its metrics.jsonl is lost.
+    # Absent if a resumed run only had to evaluate and its metrics.jsonl was lost.
     if "final_loss" in summary:
         result += f" ({summary['applied_steps']} applied, {summary['skipped_steps']} skipped)"
     if math.isfinite(loss := float(summary.get("final_loss", math.nan))):

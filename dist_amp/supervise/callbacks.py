@@ -8,11 +8,10 @@
                                 written as train/NAME to the rank's TensorBoard folder, and rank
                                 0's to metrics.jsonl
 
-    observers(run)              objects that watch the run, as `run.observers` names them
+    observers(run)              more observers, besides those that the setting run.observers lists
 
-The `on_` methods return None or "stop", which ends the run early: on all ranks if any says so,
-saved, as completed. A stop by on_step comes one step later, since the ranks tell each other while
-they take it.
+The `on_` methods return None or "stop". Once one returns "stop" on any rank, all ranks save and end
+the run as completed; for on_step after one more step, during which the ranks exchange the request.
 
 Docs: docs/recipes.md
 """
@@ -40,14 +39,14 @@ OPTIONAL = (
     *("train_metrics", "state_dict", "load_state_dict", "observers"),
 )
 
-# Finds sheduler and metric; a helper such as tokenize or load_files is further from any name.
-CLOSE = 0.8
+# Finds sheduler and metric, but not helpers such as tokenize or load_files.
+MIN_SIMILARITY = 0.8
 
-TAKEN = ("loss", "grad_norm", "lr")  # train/NAME that the run writes itself
+RESERVED = ("loss", "grad_norm", "lr")  # train/NAME that the run writes itself
 
 
 class Callbacks(Observer):
-    """Calls the task's callbacks, and ends the run where one returns "stop". Errors: DataError."""
+    """Calls the task's on_step, and ends the run if it returns "stop". Errors: DataError."""
 
     def __init__(self, run: Run, stop: AgreedStop):
         for name, near in misspelt_methods(run.task).items():
@@ -57,61 +56,61 @@ class Callbacks(Observer):
             )
         self._run = run
         self._stop = stop
-        self._calls = hasattr(run.task, "on_step")
-        if self._calls:
+        self._has_on_step = hasattr(run.task, "on_step")
+        if self._has_on_step:
             stop.every_poll = True
         else:
             run.observers.rest(self)
 
     def after_step(self, report: StepReport, micro_batches: Sequence[Any]) -> None:
-        if self._calls:
+        if self._has_on_step:
             self._stop.end(call_back(self._run, "on_step(run, report)", report))
 
     def on_log(self, row: LogRow) -> None:
-        if self._calls:
+        if self._has_on_step:
             check_trained(self._run, row.step)
 
 
 def check_trained(run: Run, step: int) -> None:
-    """Errors: DataError if a trained parameter was frozen, or a new one came into the model."""
+    """Errors: DataError if a trained parameter was frozen, or one was added to the model."""
     trained = set(run.parallel.parameters)
     for name, parameter in run.parallel.module.named_parameters():
         if parameter.requires_grad != (parameter in trained):
             raise DataError(
-                f"the parameter {name} was frozen or came into the model up to step {step}, of "
-                "which the optimizer knows nothing; do it in build_model, in a new run from an "
-                "export of this one's weights"
+                f"the parameter {name} was frozen or added to the model by step {step}, after the "
+                "optimizer was built; do it in build_model, in a new run from an export of this "
+                "one's weights"
             )
 
 
 def train_metrics(run: Run, report: StepReport) -> dict[str, Tensor]:
-    """{train/NAME: scalar on the device} from the task; nothing is read. Errors: DataError."""
+    """{train/NAME: scalar on the device} from the task, without a host sync. Errors: DataError."""
     name = "train_metrics(run, report)"
     method = run.task.train_metrics  # type: ignore[attr-defined]
     values = call_task(DataError, name, method, run, report, when=f" after step {run.step}")
     scalars = {}
     for key, value in values.items():
-        if key in TAKEN:
+        if key in RESERVED:
             raise DataError(
-                f"the task's {name} gave {key}, but train/{key} is the run's own; give it another "
-                "name"
+                f"the task's {name} returned {key}, but the run writes train/{key} itself; choose "
+                "another name"
             )
         if isinstance(value, Tensor) and value.ndim:
             raise DataError(
-                f"the task's {name} gave {key}={value!r:.60}; give a number or a scalar tensor"
+                f"the task's {name} returned {key}={value!r:.60}; return a number or scalar tensor"
             )
-        if hasattr(value, "full_tensor"):  # computed of sharded parameters, by all ranks
+        if hasattr(value, "full_tensor"):  # a DTensor, computed from sharded parameters
             value = value.full_tensor()
         scalars[f"train/{key}"] = as_scalar(value, run.world.device).detach()
     return scalars
 
 
 def misspelt_methods(task: Any) -> dict[str, str]:
-    """{a method that no run calls: the optional one that it may be meant for}."""
+    """{method that no run calls: the optional method that it may be meant for}."""
     missing = [known for known in OPTIONAL if not hasattr(task, known)]
     found = {}
     for name, method in sorted(vars(type(task)).items()):
-        near = nearest_name(name, missing, CLOSE)
+        near = nearest_name(name, missing, MIN_SIMILARITY)
         is_public = inspect.isfunction(method) and not name.startswith("_")
         if near and is_public and name not in OPTIONAL:
             found[name] = near
@@ -119,9 +118,9 @@ def misspelt_methods(task: Any) -> dict[str, str]:
 
 
 def add_own_observers(run: Run) -> None:
-    """Add them, once per run. Errors: ConfigError for one that is not there or has no method."""
+    """Add the observers of the setting and the task, once per run. Errors: ConfigError."""
     if any(not type(each).__module__.startswith("dist_amp.") for each in run.observers):
-        return  # in an earlier fit
+        return  # added in an earlier fit
     own: list[Any] = []
     for target in run.config.run.observers:
         cls: Any = find_class(target, "run.observers")
@@ -131,6 +130,6 @@ def add_own_observers(run: Run) -> None:
     for observer in own:
         if not any(defines(observer, method) for method in METHODS):
             raise ConfigError(
-                f"the observer {type(observer).__name__} has none of {', '.join(METHODS)}; name one"
+                f"the observer {type(observer).__name__} has none of {', '.join(METHODS)}; add one"
             )
         run.observers.add(observer, stays=True)

@@ -12,21 +12,21 @@ from dist_amp.distributed import signals
 from dist_amp.errors import ConfigError, Failure
 from dist_amp.files import present
 
-Run = Callable[[Sequence[str]], int | None]
+Main = Callable[[Sequence[str]], int | None]  # a command: its arguments -> exit status, None is 0
 
 
 def run_folder(text: str) -> Path:
     """The local folder that a command line names. Errors: ConfigError for an address."""
     if "://" in text:
         raise ConfigError(
-            f"{text} is an address, and this needs a folder on a disk; give one (the first lines "
-            "of a run at an address name its own)"
+            f"{text} is an address, and this needs a folder on a disk; a run at an address prints "
+            "its local folder in its first lines"
         )
     return Path(text).expanduser()
 
 
 class Parser(argparse.ArgumentParser):
-    """A command's parser. Errors: ConfigError for a bad command line."""
+    """An argparse parser that raises ConfigError for a bad command line."""
 
     def __init__(self, prog: str, description: str | None, epilog: str | None = None):
         raw = argparse.RawDescriptionHelpFormatter
@@ -35,8 +35,8 @@ class Parser(argparse.ArgumentParser):
         )
 
     def add_argument(self, *names: str, **options: Any) -> Any:
-        """An option's name may have hyphens in place of underscores. type=Path: a run's folder,
-        which may be at an address, or for an option a path on a disk.
+        """Add an argument; options may have hyphens for underscores. type=Path: a folder on a disk,
+        or, for a positional argument, also the address of a run.
         """
         if options.get("type") is Path:
             options["type"] = run_folder
@@ -51,21 +51,21 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see {self.prog} --help")
 
 
-def command(when: str = "") -> Callable[[Run], Callable[..., int]]:
-    """Decorates a function of the command line's words: see `exit_status`, whose `when` this is."""
-    return lambda run: partial(exit_status, run, when=when)
+def command(when: str = "") -> Callable[[Main], Callable[..., int]]:
+    """Decorator: the function becomes a command that is called through `exit_status`."""
+    return lambda main: partial(exit_status, main, when=when)
 
 
-def exit_status(run: Run, argv: Sequence[str] | None = None, when: str = "") -> int:
-    """Call run(argv), by default the command line's; report a Failure; return the exit status.
+def exit_status(main: Main, argv: Sequence[str] | None = None, when: str = "") -> int:
+    """Call main(argv), by default with sys.argv; report a Failure; return the exit status.
 
-    when: the end of the line that says that a signal stopped it; with one, SIGTERM does too.
+    when: appended to the line "stopped by SIGINT"; if it is set, SIGTERM is caught as well.
     """
     with signals.raise_on_signals() if when else nullcontext():
         signals.after_imports()
         try:
             with signals.quiet_on_closed_pipe():
-                return run(sys.argv[1:] if argv is None else argv) or 0
+                return main(sys.argv[1:] if argv is None else argv) or 0
         except (Failure, ModuleNotFoundError) as error:
             from dist_amp.supervise.failure import as_failure, report_failure  # imports torch
 

@@ -1,4 +1,4 @@
-"""RUN/environment.json: command, versions, hosts, git state and variables of each start.
+"""RUN/environment.json: command, versions, hosts, git state and variables of the latest start.
 
 Docs: docs/metrics.md
 """
@@ -27,10 +27,10 @@ from dist_amp.errors import masked
 from dist_amp.files import write_durably
 from dist_amp.run import Run
 
-# What results may depend on.
+# Recorded because results may depend on them.
 PACKAGES = ("numpy", "datasets", "tensorboard", "transformers", "peft", "torchao")
 
-# Names of which none holds a secret.
+# The environment variables to record: none of them holds a secret.
 VARIABLES = re.compile(
     r"(CUDA|NVIDIA|HIP|HSA|ROCR|NCCL|GLOO|PYTORCH|TORCH|TORCHINDUCTOR|TRITON|OMP|MKL|KMP|PET)_\w+|"
     r"(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_(RUN_ID|RESTART_COUNT)|"
@@ -38,11 +38,11 @@ VARIABLES = re.compile(
     r"SLURM_(JOB_ID|JOB_NODELIST|NTASKS|CPUS_PER_TASK|RESTART_COUNT)|DIST_AMP_(LAUNCHER|PYTHON)"
 )
 
-GIT_SECONDS = 5.0  # assumed: a status takes far less, but a network disk may hang
+GIT_SECONDS = 5.0  # assumed: git describe takes far less, but a network disk may hang
 
 
 def report_environment(run: Run) -> None:
-    """Write RUN/environment.json and TensorBoard's text on rank 0; every rank calls it."""
+    """Write RUN/environment.json, and the same to TensorBoard, on rank 0; every rank calls it."""
     ranks = run.world.gather(this_rank(run.world.device))
     if not run.world.is_main:
         return
@@ -52,10 +52,10 @@ def report_environment(run: Run) -> None:
 
 
 def environment(run: Run, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """The environment of rank 0, and that of each host's ranks as `this_rank` describes it."""
-    hosts: dict[str, dict[str, Any]] = {}  # ranks that see the same share an entry
-    for rank, seen in enumerate(ranks):
-        entry = hosts.setdefault(json.dumps(seen), seen | {"ranks": ""})
+    """The content of environment.json. ranks: of each rank, what `this_rank` returned."""
+    hosts: dict[str, dict[str, Any]] = {}  # ranks with equal facts share an entry
+    for rank, facts in enumerate(ranks):
+        entry = hosts.setdefault(json.dumps(facts), facts | {"ranks": ""})
         entry["ranks"] = f"{entry['ranks']}, {rank}".removeprefix(", ")
     source = source_of(run.task)
     return {
@@ -86,7 +86,7 @@ def this_rank(device: torch.device) -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of dist_amp, Python, torch, CUDA and some packages; collect_env takes seconds."""
+    """Versions of dist_amp, Python, torch, CUDA and some packages; torch's collect_env is slow."""
     python = platform.python_version()
     rows = {"dist_amp": dist_amp.__version__, "python": python, "torch": torch.__version__}
     if torch.cuda.is_available():
@@ -101,7 +101,6 @@ def versions() -> dict[str, str]:
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of torch, NCCL, Slurm or a run, without passwords."""
     names = sorted(filter(VARIABLES.fullmatch, environ))
     return {name: masked(environ[name]) for name in names}
 
@@ -115,9 +114,9 @@ def source_of(task: object) -> dict[str, str]:
 
 
 def edited_since(folder: Path, task: object) -> str:
-    """The warning that the task's source file has changed since the run was started; or ""."""
+    """A warning if the task's source file has changed since the run was started; else ""."""
     now = source_of(task)
-    with suppress(Exception):  # there is none, or it is damaged
+    with suppress(Exception):  # environment.json is missing or damaged
         before = json.loads((folder / "environment.json").read_bytes())["task"]
         if now["hash"] != before["hash"]:
             return f"{now['file']} was edited since {folder} was started"
@@ -128,14 +127,14 @@ def code_folder(source: Mapping[str, str]) -> Path:
     """The folder of the task's source; the current one for a notebook's or an installed task."""
     package = Path(dist_amp.__file__).resolve().parent
     folder = Path(source.get("file", package / "task")).parent
-    is_users = not folder.is_relative_to(package) and "site-packages" not in folder.parts
-    return folder if is_users else Path.cwd()
+    is_user_code = not folder.is_relative_to(package) and "site-packages" not in folder.parts
+    return folder if is_user_code else Path.cwd()
 
 
 def git_state(folder: Path) -> dict[str, Any]:
     """{commit, dirty: whether a tracked file was changed since}; empty without git or a commit."""
     command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40"]
-    command.append("--exclude=*")  # no tags, but the hash
+    command.append("--exclude=*")  # the hash, even where there is a tag
     try:
         text = subprocess.check_output(
             command, cwd=folder, timeout=GIT_SECONDS, stderr=subprocess.DEVNULL, text=True

@@ -1,7 +1,7 @@
-"""Stops a run when its cloud is about to take a machine away: saved, as after a signal.
+"""Saves and stops a run when its cloud is about to evict a machine, in the same way as a signal.
 
-A thread of each machine's first rank asks the metadata service. A notice makes all ranks stop at
-the same step, and is the cause of the stop.
+On each machine a thread of the first rank polls the cloud's metadata service. A notice to one
+machine stops all ranks after the same step (stop.py), and is in summary.json as the cause.
 Protocols: AWS, "Spot Instance interruption notices"; Google, "Create and use preemptible VMs";
 Azure, "Scheduled Events for Linux VMs".
 
@@ -24,22 +24,22 @@ from dist_amp.run import Run
 from dist_amp.supervise.stop import AgreedStop
 from dist_amp.telemetry.observer import Observer
 
-POLL_SECONDS = 2.0  # little of a notice of 30 s; AWS advises 5 s, Azure 1 s
-ANSWER_SECONDS = 2.0  # the service is on the same host
-SILENT_POLLS = 15  # without a useful answer, before a warning
+POLL_SECONDS = 2.0  # a small part of the 30 s that a notice gives; AWS advises 5 s, Azure 1 s
+ANSWER_SECONDS = 2.0  # timeout of a request; the service is on the same host
+SILENT_POLLS = 15  # failed polls in a row before a warning
 DMI = Path("/sys/class/dmi/id")
-MACHINES = {  # cloud: (a file of DMI, a text that it has in this cloud alone)
+MACHINES = {  # {cloud: (a file in DMI, a text that it contains in this cloud only)}
     "aws": ("sys_vendor", "Amazon EC2"),
     "gcp": ("product_name", "Google Compute Engine"),
-    "azure": ("chassis_asset_tag", "7783-7084-3265-9085-8269-3286-77"),  # not all of Hyper-V
+    "azure": ("chassis_asset_tag", "7783-7084-3265-9085-8269-3286-77"),  # unlike other Hyper-V
 }
-ADDRESS = "http://169.254.169.254"  # of all three clouds
+ADDRESS = "http://169.254.169.254"  # the metadata service of all three clouds
 OPENER = OpenerDirector()
-OPENER.add_handler(HTTPHandler())  # alone: no proxy, no redirection
+OPENER.add_handler(HTTPHandler())  # the only handler: follows no proxy or redirect
 
 
-def recognised() -> str:
-    """The cloud that this machine is in, "" for any other; asks no network."""
+def detect_cloud() -> str:
+    """The cloud that this machine is in, or ""; reads local files only."""
     for cloud, (file, text) in MACHINES.items():
         with suppress(OSError):
             if text in (DMI / file).read_text(errors="replace"):
@@ -48,12 +48,12 @@ def recognised() -> str:
 
 
 def address() -> str:
-    """The service's, or that of a stand-in."""
+    """The metadata service's address, or that of a stand-in for tests."""
     return os.environ.get("DIST_AMP_METADATA", ADDRESS)
 
 
 def ask(path: str, headers: dict[str, str], method: str = "GET") -> str:
-    """The service's answer; "" for a 404. Errors: of many types."""
+    """The service's answer; "" for a 404. Errors: of many types, for anything else."""
     request = Request(address() + path, headers=headers, method=method)
     with OPENER.open(request, timeout=ANSWER_SECONDS) as response:
         if response.status == 404:
@@ -64,7 +64,7 @@ def ask(path: str, headers: dict[str, str], method: str = "GET") -> str:
 
 
 def eviction_time(cloud: str) -> str:
-    """The time of this machine's eviction, as its cloud words it; "" if none is planned."""
+    """When this machine will be evicted, as text; "" if no eviction is planned."""
     if cloud == "aws":
         token = ask("/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60"}, "PUT")
         path = "/latest/meta-data/spot/instance-action"
@@ -77,28 +77,28 @@ def eviction_time(cloud: str) -> str:
     body = ask("/metadata/scheduledevents?api-version=2020-07-01", headers)
     name = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
     for event in json.loads(body)["Events"]:
-        # Other events are no evictions, and all machines of a scale set are told of all.
+        # Other events are no evictions, and machines of a scale set see one another's events.
         if event["EventType"] == "Preempt" and ask(name, headers).strip() in event["Resources"]:
             return f"at {event['NotBefore'] or 'any moment'}"
     return ""
 
 
 class EvictionNotice(Observer):
-    """Tells `stop` of a notice, on a rank of the machine."""
+    """Asks `stop` to stop the run when a notice comes; on each machine's first rank."""
 
     def __init__(self, run: Run, stop: AgreedStop):
         self._run = run
         self._stop = stop
-        self._has_ended = threading.Event()
+        self._closed = threading.Event()
         setting = run.config.run.eviction_notice
-        cloud = recognised() if setting == "auto" else setting
+        cloud = detect_cloud() if setting == "auto" else setting
         if cloud and not run.world.local_rank:
             in_thread(lambda: self._watch(cloud), "eviction notice")
 
     def _watch(self, cloud: str) -> None:
-        """Ask until there is a notice, or the run ends; a service that fails changes nothing."""
+        """Poll until a notice comes or the run ends; errors of the service only cause a warning."""
         failures = 0
-        while not self._has_ended.wait(POLL_SECONDS):
+        while not self._closed.wait(POLL_SECONDS):
             when = ""
             try:
                 when = eviction_time(cloud)
@@ -116,12 +116,12 @@ class EvictionNotice(Observer):
                 cause = f"{cloud}'s notice of an eviction {when} ({place})"
                 warn(f"{cause}; stopping within a few steps")
                 self._stop.requested_by = self._stop.requested_by or cause
-                if LAUNCHER in os.environ:  # it leaves; those of other nodes may continue
+                if LAUNCHER in os.environ:  # the launcher leaves; other nodes may continue
                     os.kill(int(os.environ[LAUNCHER]), signal.SIGTERM)
                 return
 
     def close(self, error: BaseException | None = None) -> None:
-        self._has_ended.set()
+        self._closed.set()
 
 
 def warn(text: str) -> None:

@@ -1,4 +1,4 @@
-"""Errors of torch, the loader, memory and disk as one line with the cause and the fix.
+"""Turns known errors of torch, the loader, memory and disk into one line with cause and fix.
 
 Docs: docs/debugging.md
 """
@@ -18,9 +18,9 @@ from dist_amp.supervise.lifecycle import Job
 from dist_amp.telemetry.metrics import memory_use
 from dist_amp.world import local
 
-# {text in the error: (the Failure, the cause and the fix)}
+# {pattern of the error's text: (type of the Failure, cause and fix)}
 KNOWN: dict[str, tuple[type[Failure], str]] = {
-    # Raised some kernels later, so the micro-batch is not known.
+    # CUDA raises it some kernels later, so the micro-batch is not known.
     "device-side assert": (
         DataError,
         "the GPU stopped at a device-side assert, typically a token id or label out of range; the "
@@ -33,35 +33,35 @@ KNOWN: dict[str, tuple[type[Failure], str]] = {
     "does not currently support double backward|storage of size 0": (
         ConfigError,
         "the loss differentiates twice (create_graph), as a gradient penalty does, which neither "
-        "compiled blocks nor FSDP2's gathered parameters allow; use compile.blocks=false, under "
-        "fsdp parallel.strategy=ddp",
+        "compiled blocks nor FSDP2's gathered parameters allow; use compile.blocks=false, and "
+        "parallel.strategy=ddp in place of fsdp",
     ),
     "mixed torch.Tensor and DTensor|FSDP does not support deepcopy": (
         DataError,
-        "FSDP2's parameters are shards, which neither can be copied by deepcopy nor go with whole "
-        "tensors, such as a penalty's or those of an AveragedModel; use optim.weight_decay, "
+        "FSDP2's parameters are shards, which can neither be copied by deepcopy nor combined with "
+        "whole tensors, such as a penalty's or an AveragedModel's; use optim.weight_decay, "
         "optim.ema for an average of the weights, parameter.full_tensor() on every rank, or "
         "parallel.strategy=ddp",
     ),
     "uniform gradient dtype": (
         DataError,
-        "a parameter, such as an idle expert's, had a gradient in some of the step's micro-batches "
-        "only, which FSDP2's policy can't add up; use parallel.accumulate_reduce=every, or "
-        "precision.cast_by=autocast",
+        "a parameter, such as an idle expert's, had a gradient in only some of the step's "
+        "micro-batches, which FSDP2's policy can't accumulate; use "
+        "parallel.accumulate_reduce=every, or precision.cast_by=autocast",
     ),
 }
-# Under FSDP2's policy alone: elsewhere they have other causes.
+# Only with FSDP2's mixed precision policy; elsewhere these errors have other causes.
 TWO_DTYPES = re.compile(
     "have the same dtype|expected scalar type|Input type .* and (weight|bias) type"
 )
 
-# The CPU's messages for an index beyond an embedding, a class beyond a loss or beyond one_hot.
+# Messages on a CPU for an index out of range in an embedding, a loss or one_hot.
 OUT_OF_RANGE = re.compile(
     r"index out of range in self|Target -?\d+ is out of bounds|Class values must be"
 )
 WORKER_DIED = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) ([^.]*)")
 
-# The messages besides torch.OutOfMemoryError's: the CPU's, and those of libraries on a GPU.
+# Out of memory, but no torch.OutOfMemoryError: on a CPU, and from libraries on a GPU.
 OUT_OF_MEMORY = re.compile(
     r"can't allocate memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
 )
@@ -69,7 +69,7 @@ REQUESTED = re.compile(r"(?:[Tt]ried to|Unable to) allocate ([\d.]+) ?(bytes|KiB
 
 
 def explain_error(error: BaseException, job: Job) -> BaseException:
-    """A Failure for an error whose cause is known; any other unchanged."""
+    """A Failure for an error whose cause is known; other errors unchanged."""
     rank = job.world.rank
     if is_out_of_memory(error):
         return out_of_memory(error, job)
@@ -79,7 +79,7 @@ def explain_error(error: BaseException, job: Job) -> BaseException:
             f"{error.filename or job.folder} can't be written ({error.strerror}); free some "
             f"space, and resume with --run.dir {job.folder}"
         )
-    for reported in (error.__context__, error):  # the first of two has the signal
+    for reported in (error.__context__, error):  # if two are chained, the first names the signal
         if died := WORKER_DIED.match(str(reported)):
             how = died[2].replace("is killed", "was killed").strip()
             advice = "it may have run out of memory: lower data.workers, or check the kernel's log"
@@ -92,8 +92,8 @@ def explain_error(error: BaseException, job: Job) -> BaseException:
             f"rank {rank}: a token id or label is out of range in {samples}: {first_line(error)}; "
             "fix the data, or give the model that many embeddings or classes"
         )
-    is_key = isinstance(error, KeyError) and error.args
-    if is_key and isinstance(batch, Mapping) and error.args[0] not in batch:
+    is_key_error = isinstance(error, KeyError) and error.args
+    if is_key_error and isinstance(batch, Mapping) and error.args[0] not in batch:
         return DataError(
             f"rank {rank}: the task looks for {error.args[0]!r} in a batch that has "
             f"{', '.join(map(str, batch))} ({in_one_line(error)}); rename it there or in the "
@@ -102,7 +102,7 @@ def explain_error(error: BaseException, job: Job) -> BaseException:
     by_policy = job.run is not None and job.run.precision.cast_by == "policy"
     if by_policy and TWO_DTYPES.search(str(error)):
         return DataError(
-            f"rank {rank}: FSDP2's policy casts parameters and inputs, and not buffers "
+            f"rank {rank}: FSDP2's policy casts parameters and inputs, but not buffers "
             f"({in_one_line(error)}); use precision.cast_by=autocast"
         )
     for text, (kind, explanation) in KNOWN.items():
@@ -112,7 +112,7 @@ def explain_error(error: BaseException, job: Job) -> BaseException:
 
 
 def current_batch(run: Run | None) -> tuple[Any, str]:
-    """Returns (the micro-batch in use, the names of its samples), where they are known."""
+    """Returns (the micro-batch in use, text with its samples and split); (None, "") if unknown."""
     if run is None:
         return None, ""
     for split in filter(None, (run.data, run.validation)):
@@ -123,7 +123,7 @@ def current_batch(run: Run | None) -> tuple[Any, str]:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether the error or a cause is a lack of memory: compilers wrap the errors that they get."""
+    """Whether the error or one of its causes is out of memory: compilers wrap errors."""
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError | MemoryError):
             return True
@@ -134,7 +134,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def out_of_memory(error: BaseException, job: Job) -> Failure:
-    """A Failure with what the model takes, and the settings that take less."""
+    """A Failure with the memory that the model takes, and settings that need less."""
     config, world, run = job.config, job.world, job.run
     capacity, unused = capacity_of(world)
     requested, used = 0, size_text(memory_use(world.device)[0])
@@ -148,16 +148,16 @@ def out_of_memory(error: BaseException, job: Job) -> Failure:
         if "validation" in current_batch(run)[1]:
             when = f"in the evaluation after step {run.step}"
 
-    # Parameters as this rank holds them; before they are sharded, all of them.
+    # What this rank holds: its shards, or before they are sharded, all parameters.
     module = run.parallel.module if run is not None else getattr(error, "module", None)
-    takes = "there was no model yet"
+    usage = "there was no model yet"
     if module is not None:
         parameters = tensor_bytes(local(p) for p in module.parameters())
         gradients = tensor_bytes(local(p) for p in module.parameters() if p.requires_grad)
-        per_parameter = {"sgd": int(config.optim.momentum > 0), "muon": 1}
-        moments = per_parameter.get(config.optim.name, 2) * gradients
-        takes = f"parameters take {size_text(parameters)}, gradients {size_text(gradients)}, "
-        takes += f"optimizer state {size_text(moments)}"
+        moments_per_parameter = {"sgd": int(config.optim.momentum > 0), "muon": 1}
+        moments = moments_per_parameter.get(config.optim.name, 2) * gradients
+        usage = f"parameters take {size_text(parameters)}, gradients {size_text(gradients)}, "
+        usage += f"optimizer state {size_text(moments)}"
 
     settings = []
     if unused > requested > 0:
@@ -180,5 +180,5 @@ def out_of_memory(error: BaseException, job: Job) -> Failure:
     kind = "GPU memory" if world.device.type == "cuda" else "memory"
     return Failure(
         f"rank {world.rank} ran out of {kind} {when}: {request}, of {size_text(capacity)} "
-        f"available; {takes}; use {', or '.join(settings)}"
+        f"available; {usage}; use {', or '.join(settings)}"
     )

@@ -1,11 +1,13 @@
-"""The process around a run: how it starts and ends, and how a failure is reported once.
+"""The start and end of the process, and how one failure of many ranks is reported once.
 
-`supervise` reads from top to bottom. It joins the ranks, has the watchdog watch them, and does the
-work: lifecycle.py locks the folder, handles signals (stop.py), builds or resumes the run, adds its
-observers and writes the summary; train.py has the loop. An error is explained (explain.py, from the
-run's `current_batch` and the error; watchdog.py, from what the ranks say of each other), printed by
-the first rank that has one, left in RUN/summary.json, and turned into the exit status. Whatever
-happens, workers and files are closed and the process groups left, before the last uploads.
+`supervise` is the outermost function of a training process, and reads from top to bottom:
+1. It joins the ranks into process groups and starts the watchdog's thread (watchdog.py).
+2. It calls `work`: run_job (lifecycle.py) locks the folder, handles signals (stop.py), builds or
+   resumes the run, calls the training loop (train.py) and writes RUN/summary.json.
+3. An error gets an explanation if its cause is known (explain.py), or if a rank is dead or hangs
+   (watchdog.py). The first rank to fail, by a counter in torch's store, prints it and writes it to
+   RUN/summary.json. The type of the error determines the exit status.
+4. In any case it closes workers and files and leaves the process groups; the last uploads follow.
 """
 
 import os
@@ -28,17 +30,17 @@ from dist_amp.telemetry.startup import Startup
 from dist_amp.world import World
 
 FAILURES = "dist_amp/failures"  # in torch's store: how many ranks have failed
-AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # set where torchrun keeps the store
-WAIT_SECONDS = 3.0  # for ranks that fail at the same time; the rest fail once this one is gone
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # "True" if the store is in torchrun, not in rank 0
+WAIT_SECONDS = 3.0  # for ranks that fail at the same time; other ranks fail once rank 0 has exited
 
 Ranks = AbstractContextManager[World]  # such as `world.start`
 Work = Callable[[Job], int]
 
 
 def supervise(config: Config, ranks: Ranks, work: Work, raises: bool = False) -> int:
-    """Do the work of a job among the ranks; report what ends it; return the exit status.
+    """Join the ranks, call work(job) and return its exit status; report an error.
 
-    Errors: the error itself if `raises`, for its caller to show; else SystemExit.
+    Errors: the explained error if `raises`, for the caller to print; else SystemExit.
     """
     job: Job | None = None
     watchdog: Any = None
@@ -51,16 +53,16 @@ def supervise(config: Config, ranks: Ranks, work: Work, raises: bool = False) ->
                 if present("supervise.watchdog"):
                     from dist_amp.supervise.watchdog import Watchdog
 
-                    watchdog = Watchdog(job, end=partial(end_failed, job=job)).start()
+                    watchdog = Watchdog(job, end=partial(close_failed, job=job)).start()
                 status = work(job)
                 job.close()
-                world.barrier()  # while a rank that does not arrive can be named
+                world.barrier()  # here, where the watchdog can report a rank that does not arrive
                 return status
             except BaseException as error:
                 failure = explained(error, job, watchdog)
-                job.status = end_failed(failure, job, is_shown=raises)
+                job.status = close_failed(failure, job, is_shown=raises)
                 if raises:
-                    raise failure  # noqa: B904 (often the error itself, which is no cause of itself)
+                    raise failure  # noqa: B904 (often `error` itself: no cause to chain)
                 raise SystemExit(job.status) from error
             finally:
                 if watchdog is not None:
@@ -74,7 +76,7 @@ def supervise(config: Config, ranks: Ranks, work: Work, raises: bool = False) ->
 
 
 def explained(error: BaseException, job: Job, watchdog: Any) -> BaseException:
-    """A Failure that names the cause, where it is known."""
+    """A Failure with the cause, if it is known; else the error."""
     error = as_failure(error)
     if present("supervise.explain"):
         from dist_amp.supervise.explain import explain_error
@@ -83,8 +85,8 @@ def explained(error: BaseException, job: Job, watchdog: Any) -> BaseException:
     return error if watchdog is None else watchdog.explain(error)  # type: ignore[no-any-return]
 
 
-def end_failed(error: BaseException, job: Job, is_shown: bool = False) -> int:
-    """Print the error, unless it is shown elsewhere, and write the summary; the exit status."""
+def close_failed(error: BaseException, job: Job, is_shown: bool = False) -> int:
+    """Print the error, unless the caller does, and write the summary; returns the exit status."""
     run, folder = job.run, job.folder
     step = max(job.steps_taken, 0)
     status = getattr(error, "exit_code", 1)
@@ -94,8 +96,8 @@ def end_failed(error: BaseException, job: Job, is_shown: bool = False) -> int:
         status, is_first = report_failure(error, job.world, step, at_start)
     if not is_first or folder is None:
         return status
-    with suppress(OSError):  # the folder may not even be readable, or its disk hangs
-        # A run that failed before it was built leaves the summary of an earlier one in place.
+    with suppress(OSError):  # the folder may be unreadable, or its disk hang (TimeoutError)
+        # A failure before the run was built does not replace the summary of an earlier start.
         if folder.is_dir() and (run is not None or not (folder / "summary.json").exists()):
             cause = cause_of(error, job.world.rank)
             in_time(10.0, lambda: write_summary(folder, run, "failed", status, cause))
@@ -103,24 +105,24 @@ def end_failed(error: BaseException, job: Job, is_shown: bool = False) -> int:
 
 
 def as_failure(error: BaseException) -> BaseException:
-    """A ConfigError for a feature's file that the project does not have; any other unchanged."""
+    """A ConfigError for an import of a feature that this project lacks; other errors unchanged."""
     if isinstance(error, ModuleNotFoundError) and str(error.name).startswith("dist_amp."):
         return ConfigError(missing(str(error.name).removeprefix("dist_amp.")))
     return error
 
 
 def cause_of(error: BaseException, rank: int) -> str:
-    """The error in one line, with rank and place unless it says itself what to do."""
+    """The error in one line; with the rank and the source line, unless it is a Failure."""
     return str(error) if isinstance(error, Failure) else f"rank {rank}: {in_one_line(error)}"
 
 
 def report_failure(
     error: BaseException, world: World | None, step: int = 0, at_start: bool = True
 ) -> tuple[int, bool]:
-    """Print the error, unless another rank has printed its own: (exit status, was it the first).
+    """Print the error, unless another rank has reported first. Returns (exit status, was first).
 
-    world: None before the ranks are connected. step: steps taken so far; at_start: none of them by
-    this process. The launcher's restart depends on both.
+    world: None before the ranks are connected. step: steps taken so far. at_start: whether this
+    process took none of them: `dist_amp launch` restarts only for some errors then.
     """
     rank = world.rank if world is not None else int(os.environ.get("RANK", "0"))
     if isinstance(error, Failure):
@@ -129,16 +131,16 @@ def report_failure(
     else:
         status = 1
         text = masked(f"rank {rank}: " + "".join(traceback.format_exception(error)).rstrip())
-    # A rank that timed out always reports: those that it waited for may not.
-    waited = world is None and isinstance(error, Transient)
-    is_first = waited or _is_first_to_report(world)
+    # A rank that timed out while connecting always reports: the ranks it waited for may not.
+    timed_out = world is None and isinstance(error, Transient)
+    is_first = timed_out or _is_first_to_report(world)
     if is_first:
         sys.stdout.flush()
         print(text, file=sys.stderr, flush=True)
         facts = {"step": step, "at_start": at_start, "transient": isinstance(error, Transient)}
         tell_launcher(status, text, line=cause_of(error, rank), **facts)
     elif "TORCHELASTIC_ERROR_FILE" in os.environ:
-        # torchrun shows only the first rank to exit, and then ends the rest.
+        # torchrun shows the error of the first rank that exits: let that be the one that printed.
         time.sleep(10)
     if rank == 0 and world is not None:
         _wait_for_reports(world.world_size)
@@ -148,25 +150,25 @@ def report_failure(
 def _is_first_to_report(world: World | None) -> bool:
     group: Any = dist.group.WORLD
     if world is None or group is None:
-        # Before they connect, all ranks of a machine fail alike; other machines may not.
+        # Before they connect, all ranks of a machine fail alike, so one per machine reports.
         return os.environ.get("LOCAL_RANK", "0") == "0"
     key = FAILURES
-    if os.environ.get(AGENT_STORE) == "True":  # it outlives this attempt
+    if os.environ.get(AGENT_STORE) == "True":  # torchrun's store stays when it restarts the ranks
         key += f"/{attempt()}"
     try:
-        # Torch's store works where collectives do not.
+        # The store works even if collectives no longer do.
         return in_time(5.0, lambda: bool(group.get_group_store().add(key, 1) == 1))
-    except Exception:  # the store's host is dead or unreachable: two reports are better than none
+    except Exception:  # the store is dead or unreachable: two reports are better than none
         return True
 
 
-def _wait_for_reports(ranks: int) -> None:
+def _wait_for_reports(world_size: int) -> None:
     """Keep rank 0's store alive, so that ranks that fail at the same time print one report."""
     group: Any = dist.group.WORLD
-    if group is None or ranks == 1 or os.environ.get(AGENT_STORE) == "True":
+    if group is None or world_size == 1 or os.environ.get(AGENT_STORE) == "True":
         return
     deadline = time.monotonic() + WAIT_SECONDS
     with suppress(Exception):
         store = group.get_group_store()
-        while store.add(FAILURES, 0) < ranks and time.monotonic() < deadline:
+        while store.add(FAILURES, 0) < world_size and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -1,4 +1,10 @@
-"""The start and end of a run: whether it has steps left, its files, and RUN/summary.json."""
+"""Everything around the training loop of one run, from its folder to RUN/summary.json.
+
+`run_job` reads from top to bottom: check and lock the folder, catch signals, build or resume the
+run, write its files, train, write the summary. The training loop is in train.py; it calls
+`add_observers` for all that measures, checks or saves while training. A run ends completed
+(close_run), preempted (close_preempted) or failed (close_failed in failure.py).
+"""
 
 import json
 from collections.abc import Callable
@@ -38,12 +44,12 @@ from dist_amp.world import World
 
 Train = Callable[[ScriptRun, AgreedStop], None]
 
-FEWEST_EVALUATED = 16  # micro-batches per rank: fewer would be too noisy a loss
+MIN_EVAL_BATCHES = 16  # micro-batches per rank: with fewer the loss would be too noisy
 
 
 @dataclass
 class Job:
-    """Facts about a run so far, to explain its end. status: of a reported failure."""
+    """What is known of a run so far, to report its end. status: of a failure, once reported."""
 
     config: Config
     world: World
@@ -51,11 +57,10 @@ class Job:
     folder: Path | None = None
     run: ScriptRun | None = None
     status: int | None = None
-    at_end: Callable[[], object] = nullcontext  # once this process has left its groups
+    at_end: Callable[[], object] = nullcontext  # called after this process has left its groups
 
     @property
-    def steps_taken(self) -> int:
-        """The run's step; -1 before there is a run."""
+    def steps_taken(self) -> int:  # -1 before there is a run
         return self.run.step if self.run is not None else -1
 
     def close(self) -> None:
@@ -65,7 +70,7 @@ class Job:
 
 
 def run_job(job: Job, train: Train, run: ScriptRun | None = None) -> int:
-    """Build the run, unless it is given, train it and leave its summary; return the exit status."""
+    """Build or resume the run, or take `run`; train it, write its summary; return the status."""
     config, world = job.config, job.world
     if present("diagnostics.consistency"):
         from dist_amp.diagnostics.consistency import check_ranks_agree
@@ -84,7 +89,7 @@ def run_job(job: Job, train: Train, run: ScriptRun | None = None) -> int:
             from dist_amp.diagnostics.profiling import memory_history
 
             contexts.enter_context(memory_history(folder, world))
-        # From here on a signal stops the run after a step; an earlier one, before the first.
+        # From here on a signal only sets a flag: the run stops before the first step or after one.
         stop = contexts.enter_context(AgreedStop(world))
         if "://" in config.run.dir:
             from dist_amp.storage.mirror import mirror_run
@@ -95,12 +100,12 @@ def run_job(job: Job, train: Train, run: ScriptRun | None = None) -> int:
 
             keep_code(folder, config.compile, world)
         if run is None:
-            run = newest_run(config, job, folder)
+            run = build_or_resume(config, job, folder)
         else:
-            add_own(run)
+            add_user_observers(run)
             contexts.enter_context(run.fitting())
         job.run = run
-        world.raise_first(run.observers.problem)  # of an observer that could not continue
+        world.raise_first(run.observers.problem)  # a user's observer could not load its state
         if run.step and is_finished(run):
             return 0
         open_run(run)
@@ -110,20 +115,20 @@ def run_job(job: Job, train: Train, run: ScriptRun | None = None) -> int:
             status = close_preempted(run, stop)
         else:
             status = close_run(run, stop)
-        world.raise_first(run.observers.problem)  # of one whose summary() failed
+        world.raise_first(run.observers.problem)  # the summary() of a user's observer failed
         tell_launcher(status)
         return status
 
 
-def add_own(run: ScriptRun) -> None:
+def add_user_observers(run: ScriptRun) -> None:
     if run.config.run.observers or hasattr(run.task, "observers"):
         from dist_amp.supervise.callbacks import add_own_observers
 
         add_own_observers(run)
 
 
-def newest_run(config: Config, job: Job, folder: Path) -> ScriptRun:
-    """The config's run, from the newest checkpoint in its folder if there is one."""
+def build_or_resume(config: Config, job: Job, folder: Path) -> ScriptRun:
+    """Build the config's run; load the checkpoint that `run.resume` selects, if there is one."""
     startup = job.startup
     startup.lap("checks")
     config = with_dtype(config, folder, job.world)
@@ -131,7 +136,7 @@ def newest_run(config: Config, job: Job, folder: Path) -> ScriptRun:
     startup.lap("restore")
     run = build_run(config, job.world, resumes=checkpoint is not None)
     startup.lap("model")
-    add_own(run)
+    add_user_observers(run)
     run.observers.begin(run)
     if checkpoint is not None:
         load(run, checkpoint)
@@ -141,7 +146,7 @@ def newest_run(config: Config, job: Job, folder: Path) -> ScriptRun:
 
 
 def add_observers(run: ScriptRun, stop: AgreedStop) -> None:
-    """Add what watches a fit, in order: what settings ask for, and features that are present."""
+    """Add the observers that settings ask for and whose files exist; their order matters."""
     config = run.config
     add = run.observers.add
     add(run.metrics)
@@ -164,7 +169,7 @@ def add_observers(run: ScriptRun, stop: AgreedStop) -> None:
 
         scale = run.scaler.scale_tensor.item()
         add(Console(run.metrics, run.step, config.train.steps, scale))
-    # Before the others, which assume that all ranks skipped the same steps.
+    # Before the observers below, which assume that all ranks skipped the same steps.
     if present("diagnostics.consistency"):
         from dist_amp.diagnostics.consistency import Consistency
 
@@ -185,8 +190,8 @@ def add_observers(run: ScriptRun, stop: AgreedStop) -> None:
         from dist_amp.diagnostics.first_steps import FirstSteps
 
         add(FirstSteps(run))
-    rounds = config.parallel.param_dtype == "bf16" and present("diagnostics.numerics")
-    if config.debug.numerics or rounds:
+    may_lose_updates = config.parallel.param_dtype == "bf16" and present("diagnostics.numerics")
+    if config.debug.numerics or may_lose_updates:
         from dist_amp.diagnostics.numerics import Numerics
 
         add(Numerics(run))
@@ -222,7 +227,7 @@ def add_observers(run: ScriptRun, stop: AgreedStop) -> None:
 
 
 def is_finished(run: Run) -> bool:
-    """Whether the run has no steps left, or its task ended it; says so."""
+    """Whether the run has no steps left or was ended by its task; if so, prints which."""
     steps = run.config.train.steps
     summary = saved_summary(run.folder)
     completed = summary.get("stopped_by") == "completed"
@@ -233,7 +238,7 @@ def is_finished(run: Run) -> bool:
             f"{summary['cause']}; to continue, start a new run with --run.resume {run.folder} "
             "--run.dir NEW"
         )
-    # Without checkpoints of its own, it was to start from another run's, which has no steps left.
+    # A folder without checkpoints: run.resume names another run's, which is at the last step.
     elif run.step >= steps and (completed or not all_checkpoints(run.folder)):
         reason = f"it took {run.step} of train.steps={steps}; raise train.steps to continue"
     reason = run.world.from_main(reason)
@@ -243,7 +248,7 @@ def is_finished(run: Run) -> bool:
 
 
 def open_run(run: Run) -> None:
-    """Print the banner, run the checks and write the run's files, before the first step."""
+    """Before the first step: print the banner, run checks and write the run's files."""
     print_banner(run)
     if run.validation is not None and run.config.eval.batches == "auto":
         bound_evaluation(run, run.validation)
@@ -253,14 +258,14 @@ def open_run(run: Run) -> None:
     if run.world.is_main:
         run.folder.mkdir(parents=True, exist_ok=True)
         for path in quarantine_after(run.folder, run.step):
-            run.world.warn(f"{path} was refused, and its steps are taken again")
+            run.world.warn(f"{path} is a rejected checkpoint; its steps are taken again")
         if (run.folder / CONFIG).exists():
-            # The config of the steps so far is kept under another name, if it was another.
-            before = config_at(run.folder, run.step)
-            if run.step and before.read_text() != settings:
-                before.replace(run.folder / f"config_until_step_{run.step:08d}.toml")
+            # If settings changed, the config of the steps so far is kept under another name.
+            previous = config_at(run.folder, run.step)
+            if run.step and previous.read_text() != settings:
+                previous.replace(run.folder / f"config_until_step_{run.step:08d}.toml")
             for path in run.folder.glob("config_until_step_*.toml"):
-                if step_of(path) > run.step:  # of steps that are taken again
+                if step_of(path) > run.step:  # from steps that are taken again
                     path.unlink()
         (run.folder / CONFIG).write_text(settings)
     run.metrics.open(run.folder, run.step, settings)
@@ -271,25 +276,25 @@ def open_run(run: Run) -> None:
 
 
 def bound_evaluation(run: Run, validation: Batches) -> None:
-    """Resolve eval.batches=auto, so that evaluations take a tenth of the time; says so.
+    """Resolve eval.batches=auto, so that evaluations take a tenth of the run's time.
 
-    A forward takes a third of a micro-batch's time (assumed). The samples are chosen at random,
-    once, since datasets may be sorted by class.
+    Assumes that a forward takes a third of the time of forward and backward. The samples are drawn
+    once, at random, since datasets may be sorted by class.
     """
     config = run.config
     plan = validation.plan
     per_step = run.data.plan.global_batch_size / plan.global_batch_size  # micro-batches
     steps = min(float(config.eval.every), config.train.steps)
-    batches = max(FEWEST_EVALUATED, int(0.1 * 3 * steps * per_step))
+    batches = max(MIN_EVAL_BATCHES, int(0.1 * 3 * steps * per_step))
     samples = batches * plan.global_batch_size
     if samples >= plan.length:
         return
     run.config = replace(config, eval=replace(config.eval, batches=batches))
-    if not hasattr(validation.fetch.dataset, "shuffled"):  # which would read Parquet at random
+    if not hasattr(validation.fetch.dataset, "shuffled"):  # Parquet: random reads would be slow
         validation.plan = replace(plan, order=shuffled_order(plan.length))
     run.world.say(
-        f"eval   takes {samples:,} of the {plan.length:,} held-out samples, the same each time, "
-        "and about a tenth of the run's time; --eval.batches all takes all samples"
+        f"eval   uses {samples:,} of the {plan.length:,} held-out samples, the same each time, "
+        "and takes about a tenth of the run's time; --eval.batches all uses all samples"
     )
 
 
@@ -297,45 +302,45 @@ def close_preempted(run: Run, stop: AgreedStop) -> int:
     """Write the summary of a run that a signal stopped; return 75, or 1 if nothing was saved."""
     cause = next(filter(None, run.world.gather(stop.requested_by)))
     status = 1
-    then = "checkpoint.every=off, so nothing was saved"
+    outcome = "checkpoint.every=off, so nothing was saved"
     if run.config.checkpoint.every != "off":
         status = SAVED_AND_STOPPED
-        then = f"to continue, start the same job again with --run.dir {run_dir(run.folder)}"
+        outcome = f"to continue, start the same job again with --run.dir {run_dir(run.folder)}"
     if run.world.is_main:
         write_summary(run.folder, run, "preempted", status, cause)
-    run.world.say(f"stopped after step {run.step} by {cause}; {then}")
+    run.world.say(f"stopped after step {run.step} by {cause}; {outcome}")
     return status
 
 
 def close_run(run: Run, stop: AgreedStop) -> int:
-    """Write summary and sample; return the status. Errors: NumericsError if the end was skipped."""
-    in_a_row = int(run.schedule.skips_in_a_row)
-    if in_a_row > 1 or not run.schedule.applied_steps:
+    """End a completed run; return 0. Errors: NumericsError if its last steps were skipped."""
+    skipped = int(run.schedule.skips_in_a_row)
+    if skipped > 1 or not run.schedule.applied_steps:
         amp = "precision.dtype=bf16 or --use_amp false, " if run.precision.name == "fp16" else ""
         raise NumericsError(
-            f"the last {in_a_row} of {run.step} steps were skipped: their gradients were inf or "
+            f"the last {skipped} of {run.step} steps were skipped: their gradients were inf or "
             f"nan; use {amp}a lower optim.lr, or more steps if the loss scale was still falling, "
             "or check the task's loss and data"
         )
-    early = ""
+    cause = ""
     if stop.by_task and run.step < run.config.train.steps:
-        early = next(filter(None, run.world.gather(stop.ended_by)))
+        cause = next(filter(None, run.world.gather(stop.ended_by)))
         steps = run.config.train.steps
-        run.world.say(f"ended after step {run.step} of {steps}: the task's {early}")
+        run.world.say(f"ended after step {run.step} of {steps}: the task's {cause}")
     if hasattr(run.task, "sample") and present("supervise.sampling"):
         from dist_amp.supervise.sampling import show_sample
 
         show_sample(run)
     if run.world.is_main:
-        summary = write_summary(run.folder, run, "completed", 0, early)
+        summary = write_summary(run.folder, run, "completed", 0, cause)
         print(closing_table(summary, run.folder), flush=True)
         print_next_command(run)
     return 0
 
 
 def saved_summary(folder: Path) -> dict[str, Any]:
-    """The summary of the run's last end; empty if there is none."""
-    with suppress(Exception):  # of many types, for a damaged one
+    """RUN/summary.json of the run's last end; empty if it is missing or damaged."""
+    with suppress(Exception):  # a damaged file may raise many types
         summary = {**json.loads((folder / "summary.json").read_text())}
         if isinstance(summary.get("steps", 0), int):
             return summary
@@ -345,7 +350,7 @@ def saved_summary(folder: Path) -> dict[str, Any]:
 def write_summary(
     folder: Path, run: Run | None, stopped_by: str, exit_code: int, cause: str
 ) -> dict[str, Any]:
-    """Write and return RUN/summary.json, by the last log step's metrics: it needs no other rank."""
+    """Write RUN/summary.json from the last logged metrics, without other ranks; returns it."""
     summary: dict[str, Any] = {"stopped_by": stopped_by, "exit_code": exit_code, "cause": cause}
     if run is not None:
         summary |= summary_of(run, failed=stopped_by == "failed")
@@ -354,14 +359,14 @@ def write_summary(
 
 
 def summary_of(run: Run, failed: bool) -> dict[str, Any]:
-    """The run's part of summary.json. failed: ask the device for nothing, it may not answer."""
+    """The run's part of summary.json. failed: read nothing from the device, which may hang."""
     metrics = run.metrics
     hosts = dict(enumerate(metrics.hosts))
     ranks: list[dict[str, Any]] = []
     for rank, tags in enumerate(metrics.rank_table()):
         entry = {
             "rank": rank,
-            "host": hosts.get(rank, ""),  # before a resume there may have been more ranks
+            "host": hosts.get(rank, ""),  # "": a rank from before a resume with fewer ranks
             "peak_memory_bytes": int(tags["memory/peak_bytes"]),
             "items_per_second": tags["throughput/items_per_second"],
             "local_seconds": tags.get("time/local_seconds", 0.0),

@@ -23,17 +23,17 @@ from dist_amp.run import Run
 from dist_amp.settings import Config, DataConfig
 from dist_amp.world import World
 
-# Checkpoints besides the newest ones: the best one, and the one that is being written.
-BESIDES_KEPT = 2
+# Besides the newest checkpoint.keep checkpoints: the best one, and the one that is being written.
+EXTRA_CHECKPOINTS = 2
 
 LOCK_SECONDS = 10.0  # how long a run that was just killed may take to release its folder
 
-# Of the data section; a task's build_dataset reads the others.
+# Keys of the data section that the loader reads; the others are for a task's build_dataset.
 LOADER_KEYS = ("sources", "group_by_length", "on_bad_sample", "workers", "shuffle", "drop_last")
 
 
 def check_launch() -> None:
-    """Errors: ConfigError if torchrun would restart into a stale store; Failure if it is gone."""
+    """Check torchrun's settings. Errors: ConfigError; Failure if it or a machine is gone."""
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise ConfigError(
@@ -43,17 +43,17 @@ def check_launch() -> None:
         )
     if "TORCHELASTIC_RUN_ID" in os.environ:
         try:
-            os.kill(environment_number(LAUNCHER, os.getpid()), 0)  # 0: only looks for the process
+            os.kill(environment_number(LAUNCHER, os.getpid()), 0)  # 0: only checks that it exists
         except ProcessLookupError:
             raise Failure(
                 f"the launcher (process {os.environ[LAUNCHER]}) is gone; start it again"
             ) from None
     machines = environment_number("GROUP_WORLD_SIZE", 1)
-    nnodes = os.environ.get("DIST_AMP_NNODES", "1")  # as the launcher has set it
+    nnodes = os.environ.get("DIST_AMP_NNODES", "1")  # set by `dist_amp launch`
     if LAUNCHER in os.environ and machines < int(nnodes.partition(":")[0]):
         raise Failure(
             f"torchrun has lost all but {machines} of --nnodes={nnodes} machines "
-            "while they joined; set their clocks to one time, and start again"
+            "while they joined; synchronise their clocks, and start again"
         )
 
 
@@ -71,25 +71,25 @@ def make_folder(folder: Path, config: Config, world: World) -> None:
             )
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / ".lock").touch()  # on a read-only disk it fails
+            (folder / ".lock").touch()  # fails on a read-only disk
         except OSError as error:
             why = f"can't be written ({error.strerror}); choose another with --run.dir"
             raise Failure(f"run.dir={folder} {why}") from error
     world.barrier()
     is_missing = config.checkpoint.every != "off" and not appears(folder)
-    where = f"run.dir={folder} is not there on {platform.node()}"
+    where = f"run.dir={folder} does not exist on {platform.node()}"
     missing = Failure(f"{where}: put it on a disk that all ranks share")
     world.raise_first(missing if is_missing else None)
 
 
 @contextmanager
 def only_live_run(folder: Path, world: World) -> Iterator[None]:
-    """Lock the run's folder for the block. Errors: Failure that names the process that holds it."""
-    with ExitStack() as held:
+    """Lock the run's folder in the block. Errors: Failure with the process that holds the lock."""
+    with ExitStack() as locks:
         problem: Failure | None = None
         if world.is_main:
             try:
-                held.enter_context(only_process(folder / ".lock", LOCK_SECONDS))
+                locks.enter_context(only_process(folder / ".lock", LOCK_SECONDS))
             except InUse as error:
                 problem = Failure(
                     f"run.dir={folder} is in use by a live run ({error}); stop that one, or "
@@ -97,8 +97,8 @@ def only_live_run(folder: Path, world: World) -> Iterator[None]:
                 )
             except OSError as error:  # a disk without locks
                 world.warn(
-                    f"run.dir={folder} can't be locked ({error.strerror}): start no second run in "
-                    "it"
+                    f"run.dir={folder} can't be locked ({error.strerror}): don't start a second "
+                    "run in it"
                 )
         world.raise_first(problem)
         yield
@@ -108,25 +108,25 @@ def check_free_space(run: Run) -> None:
     """Errors: Failure if the checkpoints of this run will not fit on the disk."""
     if run.config.checkpoint.every == "off":
         return
-    # The model, and two moments of what is trained, as AdamW's; made in the first step.
+    # The model, and AdamW's two moments, which the optimizer makes only in the first step.
     states = [run.parallel.module.state_dict(), 2 * run.parallel.parameters]
     size = tensor_bytes(leaf for leaf in tree_leaves(states) if isinstance(leaf, Tensor))
-    most = run.config.checkpoint.keep + BESIDES_KEPT
+    limit = run.config.checkpoint.keep + EXTRA_CHECKPOINTS
     existing = len(all_checkpoints(run.folder))
-    to_come = math.ceil((run.config.train.steps - run.step) / run.config.checkpoint.every)
-    needed = size * min(max(most - existing, 1), to_come)
-    problem: Failure | None = None  # rank 0's: another may see other checkpoints on a network disk
+    remaining = math.ceil((run.config.train.steps - run.step) / run.config.checkpoint.every)
+    needed = size * min(max(limit - existing, 1), remaining)
+    problem: Failure | None = None  # rank 0 decides: on a network disk ranks may see other files
     if run.world.is_main and needed > (free := shutil.disk_usage(run.folder).free):
         problem = Failure(
             f"run.dir={run.folder} has {size_text(free)} free, and its checkpoints need "
-            f"{size_text(needed)} ({most} of {size_text(size)} at most, {existing} exist); free "
+            f"{size_text(needed)} ({limit} of {size_text(size)} at most, {existing} exist); free "
             "some, or lower checkpoint.keep"
         )
     run.world.raise_first(problem)
 
 
 def warn_about_unread_settings(run: Run) -> None:
-    """Warn of settings without effect, as the task's constructor does not take the data section."""
+    """Warn of data settings without effect: the task's constructor does not take the section."""
     if INJECTED in inspect.signature(type(run.task)).parameters:
         return
     data = run.config.data
@@ -136,6 +136,6 @@ def warn_about_unread_settings(run: Run) -> None:
     if unread:
         run.world.warn(
             f"{', '.join(unread)}: nothing reads this, because {type(run.task).__name__}'s "
-            "constructor has no parameter `data`; add one and read from it in build_dataset "
+            "constructor has no parameter `data`; add one and use it in build_dataset "
             "(docs/data.md), or remove the setting"
         )

@@ -1,4 +1,8 @@
-"""Heartbeats of ranks, and what they show together: which rank is behind, and at which line."""
+"""The heartbeats of ranks, and what they show together: which rank is missing, and where it is.
+
+torch's flight recorder numbers the collectives of each process group on each rank. A rank that has
+entered number 13 while others wait in number 14 of the same group is behind.
+"""
 
 import json
 import math
@@ -23,19 +27,19 @@ import torch
 from dist_amp.distributed.process_group import A_DAY
 from dist_amp.errors import some_of
 
-# A rank's state: it runs, its collective failed, it failed by an error of its own, or it has left.
+# WAITED: its collective failed, or it has a verdict. FAILED: by its own error. LEFT: it is done.
 RUNS, WAITED, FAILED, LEFT = "runs", "waited", "failed", "left"
 
 RECENT = 8  # collectives per group in a heartbeat. Assumed: no rank is further ahead of another.
 
-POLLING = re.compile("pt_|gloo|NCCL|cuda")  # names of threads
-WAITING_MODULES = {"bdb", "pydevd", "filelock"}  # the last for another process, however long
+POLLING = re.compile("pt_|gloo|NCCL|cuda")  # names of threads that only poll
+WAITING_MODULES = {"bdb", "pydevd", "filelock"}  # debuggers; a lock of another process
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 
 
 @cache
 def this_machine() -> str:
-    """The host and its process table: containers on one host do not share it."""
+    """The host and the pid namespace: containers on one host do not see each other's processes."""
     path = "/proc/self/ns/pid"
     return f"{platform.node()} {os.readlink(path) if os.path.lexists(path) else ''}"
 
@@ -70,42 +74,42 @@ class Process(NamedTuple):
 
 
 class Entered(NamedTuple):
-    """A collective: its group by name and by torch's description, and its number in the group."""
+    """A collective that a rank has entered."""
 
-    group: str
-    about: str
-    number: int
+    group: str  # name of the process group
+    description: str  # of the group, by torch
+    number: int  # in the group, from 1
     operation: str
 
     def __str__(self) -> str:
         """A text such as `nccl:all_reduce 7 of group shards`."""
-        if self.about == "default_pg":
+        if self.description == "default_pg":
             return f"{self.operation} {self.number} of the default group"
-        name = self.group if self.about in ("", "undefined") else self.about
+        name = self.group if self.description in ("", "undefined") else self.description
         return f"{self.operation} {self.number} of group {name}"
 
 
 @dataclass
 class Heartbeat:
-    """The state of a rank, as it publishes it."""
+    """What a rank writes to the store about itself."""
 
     at: float  # seconds since all ranks began to watch
     step: int = -1  # steps taken; -1 before there is a run
     state: str = RUNS
     entered: dict[str, dict[int, str]] = field(default_factory=dict)  # {group: {number: operation}}
-    waits_in: Entered | None = None  # its first unfinished collective; if it WAITED, its last one
+    waits_in: Entered | None = None  # its first unfinished collective; else, if WAITED, its last
     waited_seconds: float = 0.0
-    may_wait_long: bool = True  # in that one: its group has no timeout, or torch does not say
+    may_wait_long: bool = True  # that collective has no timeout, or torch does not say
     place: str = ""  # the main thread's innermost function outside libraries
 
     def read(self, leave_out: str) -> None:
-        """Add the place, and torch's record of collectives but for the group of another thread."""
+        """Add the place, and torch's record of collectives. leave_out: another thread's group."""
         self.place = main_thread_place()
         entries = [e for e in recorded_collectives() if not e["is_p2p"]]
         entries = [e for e in entries if e["process_group"][0] != leave_out]
         for entry in sorted(entries, key=lambda entry: entry["time_created_ns"]):
-            group, about = entry["process_group"]
-            last = Entered(group, about, entry["collective_seq_id"], entry["profiling_name"])
+            group, description = entry["process_group"]
+            last = Entered(group, description, entry["collective_seq_id"], entry["profiling_name"])
             recent = self.entered.setdefault(group, {})
             recent[last.number] = last.operation
             if len(recent) > RECENT:
@@ -123,44 +127,44 @@ class Heartbeat:
         return next(reversed(self.entered.get(group, {0: ""})))
 
     def is_behind(self, waits: Iterable[Entered]) -> bool:
-        """Whether another rank waits in a collective of one of its groups that it has not entered.
+        """Whether another rank waits in a collective that this rank still has to enter.
 
-        Without a record of a group this rank is no member of it, or has entered none.
+        Without a record of a group this rank may be no member, but it is one of the default group.
         """
         return any(
             wait.number > self.last_entered(wait.group)
             for wait in waits
-            if wait.group in self.entered or wait.about == "default_pg"
+            if wait.group in self.entered or wait.description == "default_pg"
         )
 
-    def stands(self) -> str:
+    def location(self) -> str:
         """A text such as `in step 5, in loss_sum (task.py, line 12)`."""
         place = f"in step {self.step + 1}" if self.step >= 0 else "at the start"
         return f"{place}, in {self.place}".removesuffix(", in ")
 
 
-Heartbeats = Mapping[int, Heartbeat | None]  # by rank; None for one that gives no sign of life
+Heartbeats = Mapping[int, Heartbeat | None]  # by rank; None: the rank is silent or dead
 
 
-def collectives_in_wait(beats: Heartbeats) -> list[Entered]:
+def awaited_collectives(beats: Heartbeats) -> list[Entered]:
     """The collectives that ranks wait in, the most common first."""
     waits = Counter(beat.waits_in for beat in beats.values() if beat and beat.waits_in)
     return [wait for wait, _ in waits.most_common()]
 
 
-def is_one_missing(beats: Heartbeats) -> bool:
-    """Whether ranks wait for one that is silent, behind, or in another collective of one number."""
-    waits = collectives_in_wait(beats)
-    have_parted = len({(wait.group, wait.number) for wait in waits}) < len(waits)
-    return have_parted or any(beat is None or beat.is_behind(waits) for beat in beats.values())
+def is_rank_missing(beats: Heartbeats) -> bool:
+    """Whether a rank is silent or behind, or two ranks call different collectives as number N."""
+    waits = awaited_collectives(beats)
+    have_diverged = len({(wait.group, wait.number) for wait in waits}) < len(waits)
+    return have_diverged or any(beat is None or beat.is_behind(waits) for beat in beats.values())
 
 
 def ranks_that_hang(beats: Heartbeats) -> list[int]:
     """The ranks that run and are behind, but wait in no collective themselves.
 
-    One that is alone is the one that still runs.
+    With one rank there is no other to be behind: it hangs if it runs and waits nowhere.
     """
-    waits = collectives_in_wait(beats)
+    waits = awaited_collectives(beats)
     hanging = []
     for rank, beat in beats.items():
         if beat is None or beat.state != RUNS or beat.waits_in is not None:
@@ -171,14 +175,14 @@ def ranks_that_hang(beats: Heartbeats) -> list[int]:
 
 
 def summary_of_waits(beats: Heartbeats, processes: Sequence[Process]) -> str:
-    """Names the collective in which most ranks wait, and what other ranks do; "" if none waits."""
-    waits = collectives_in_wait(beats)
+    """Text: the collective that most ranks wait in, and what other ranks do; "" if none waits."""
+    waits = awaited_collectives(beats)
     if not waits:
         return ""
     waiting = {rank: beat for rank, beat in beats.items() if beat and beat.waits_in == waits[0]}
     seconds = max(beat.waited_seconds for beat in waiting.values())
     ranks_by_text: dict[str, list[str]] = {}
-    # The ranks for which all wait come before those that wait for them elsewhere.
+    # First the ranks that wait nowhere, since the others wait for them.
     for rank, beat in sorted(beats.items(), key=lambda item: bool(item[1] and item[1].waits_in)):
         if rank not in waiting and (text := activity(beat, waits[0], processes[rank])):
             ranks_by_text.setdefault(text, []).append(f"{rank} ({processes[rank]})")
@@ -190,25 +194,25 @@ def summary_of_waits(beats: Heartbeats, processes: Sequence[Process]) -> str:
 
 
 def activity(beat: Heartbeat | None, wait: Entered, process: Process) -> str:
-    """The activity of a rank while most ranks wait in `wait`; "" if it was there."""
+    """What a rank does while most ranks wait in `wait`; "" if it has entered that too."""
     if (beat is None or beat.state == RUNS) and process.state in ("T", "t"):
         return "stopped (SIGSTOP)"
     if beat is None:
         return "no answer"
     operation = beat.entered.get(wait.group, {}).get(wait.number, wait.operation)
     if operation != wait.operation:
-        return f"entered {operation} as number {wait.number}, {beat.stands()}"
+        return f"entered {operation} as number {wait.number}, {beat.location()}"
     if beat.waits_in is not None:
-        return f"in {beat.waits_in}, {beat.stands()}"
+        return f"in {beat.waits_in}, {beat.location()}"
     last = beat.last_entered(wait.group)
-    return f"not arrived (entered {last} of them), {beat.stands()}" if last < wait.number else ""
+    return f"not arrived (entered {last} of them), {beat.location()}" if last < wait.number else ""
 
 
-# --- of this process
+# --- what this process does
 
 
 def recorded_collectives() -> list[dict[str, Any]]:
-    """torch's record of what this rank has entered; 2,000 entries take 84 ms."""
+    """torch's record of the collectives that this rank has entered; 2,000 take 84 ms to read."""
     entries = []
     for function in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # NCCL's and gloo's
         with suppress(Exception):  # no such function, or another signature or format
@@ -218,10 +222,10 @@ def recorded_collectives() -> list[dict[str, Any]]:
 
 
 def busy_seconds() -> float:
-    """Processor seconds of this process and all that it started, but of threads that only poll."""
+    """CPU seconds of this process and its descendants, without this process's polling threads."""
     seconds = 0.0
     processes = ["self"]
-    for process in processes:  # grows
+    for process in processes:  # grows by the children that are found
         with suppress(OSError):  # it has ended
             for thread in Path("/proc", process, "task").iterdir():
                 with suppress(OSError, ValueError):
@@ -234,7 +238,7 @@ def busy_seconds() -> float:
 
 
 def is_kept_waiting() -> bool:
-    """Whether a person keeps the main thread, at a prompt or in a debugger, or a file's lock."""
+    """Whether the main thread waits for a person (prompt, debugger) or for a file's lock."""
     for frame, _ in main_thread_stack():
         module = str(frame.f_globals.get("__name__")).partition(".")[0]
         if frame.f_trace is not None or module in WAITING_MODULES:

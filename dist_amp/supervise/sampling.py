@@ -23,7 +23,7 @@ from dist_amp.telemetry.observer import Observer
 
 
 class Sampling(Observer):
-    """Writes a sample, of the same random numbers each time, after each evaluation."""
+    """Writes a sample after each evaluation, with the same random seed each time."""
 
     def __init__(self, run: Run):
         self._run = run
@@ -33,7 +33,6 @@ class Sampling(Observer):
 
 
 def show_sample(run: Run) -> None:
-    """Print the last sample at the end of a run."""
     if run.metrics.evaluated_step < run.step:
         write_sample(run)
     if run.metrics.sample:
@@ -41,25 +40,25 @@ def show_sample(run: Run) -> None:
 
 
 def write_sample(run: Run) -> None:
-    """Write the task's sample, or warn of what went wrong; every rank calls it."""
-    again = f"python -m dist_amp.sample {run.folder}"
+    """Write the task's sample, or warn that it failed; every rank calls it."""
+    command = f"python -m dist_amp.sample {run.folder}"
     task: Any = run.task
     parallel = run.parallel
     try:
         if parallel.sharded:
-            check_it_fits(run)
+            check_memory(run)
         began = time.perf_counter()
         compiled = stance("eager_on_recompile")
-        # It leaves no trace in the run.
+        # Sampling must not change the run: random generators, buffers and training mode are kept.
         with parallel.no_side_effects(), run.evaluating(), gathered(parallel), compiled:
             seed_all(run.config.run.seed)
             with run.precision.autocast():
-                sample = checked(task.sample(parallel.module))
+                sample = as_text_or_image(task.sample(parallel.module))
         if run.world.is_main:
             keep_sample(run, sample)
     except Exception as error:
         problem = in_one_line(error)
-        run.world.warn(f"the task's sample(model) failed: {problem}; {again} tries again")
+        run.world.warn(f"the task's sample(model) failed: {problem}; {command} tries again")
         return
     seconds = time.perf_counter() - began
     where = "text" if isinstance(sample, str) else "images"
@@ -67,7 +66,6 @@ def write_sample(run: Run) -> None:
 
 
 def keep_sample(run: Run, sample: str | Tensor) -> None:
-    """Write a sample to TensorBoard, and a text to RUN/sample.txt."""
     metrics = run.metrics
     if isinstance(sample, Tensor):
         image = sample.numpy()
@@ -84,11 +82,11 @@ def keep_sample(run: Run, sample: str | Tensor) -> None:
 
 def printable(text: str) -> str:
     """The text without control characters, which a terminal would execute."""
-    kept = (c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
-    return "".join(kept)
+    shown = (c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return "".join(shown)
 
 
-def checked(sample: Any) -> str | Tensor:
+def as_text_or_image(sample: Any) -> str | Tensor:
     """A sample as a text, or as an image [H, W, C] of bytes on the host. Errors: DataError."""
     if isinstance(sample, str):
         return sample
@@ -102,22 +100,22 @@ def checked(sample: Any) -> str | Tensor:
     return values.round().byte().permute(1, 2, 0).cpu()
 
 
-def check_it_fits(run: Run) -> None:
-    """Errors: DataError if the whole model can't be held beside the shards on some rank."""
+def check_memory(run: Run) -> None:
+    """Errors: DataError if some rank has no memory for the whole model besides its shards."""
     itemsize = run.precision.dtype.itemsize if run.precision.cast_by == "policy" else 4
-    need = sum(p.numel() for p in run.parallel.module.parameters()) * itemsize
-    mine = capacity_of(run.world)[0] - memory_use(run.world.device)[1]
-    free = min(run.world.gather(mine))
-    if need > free / 2:
+    needed = sum(p.numel() for p in run.parallel.module.parameters()) * itemsize
+    free_here = capacity_of(run.world)[0] - memory_use(run.world.device)[1]
+    free = min(run.world.gather(free_here))
+    if needed > free / 2:
         raise DataError(
-            f"the whole model takes {size_text(need)} beside its shards, and {size_text(free)} are "
-            "free"
+            f"the whole model takes {size_text(needed)} besides its shards, and only "
+            f"{size_text(free)} are free"
         )
 
 
 @contextmanager
 def gathered(parallel: Parallel) -> Iterator[None]:
-    """Gather each unit of FSDP2 and keep it whole: a sample calls the model once per token."""
+    """All-gather FSDP2's parameters once for the block: a sample calls the model once per token."""
     try:
         for unit in parallel.reshards:
             unit.set_reshard_after_forward(False, recurse=False)

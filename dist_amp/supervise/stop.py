@@ -1,4 +1,12 @@
-"""A signal or notice to any rank, or a callback on any, stops all ranks after the same step."""
+"""Stops all ranks after the same step, when any of them gets a signal or its task asks for it.
+
+A rank that stopped alone would leave the others waiting in their next collective. So a signal's
+handler only sets a flag, and the ranks exchange their flags: every rank calls `poll` after each
+step, and about once a second a poll starts an all-reduce (MAX) over gloo, which overlaps with the
+next step. The next poll reads the result, so all ranks learn of a stop after the same step. They
+must also start the next all-reduce at the same poll: its number follows from the seconds per poll
+of the slowest rank, which the all-reduce carries as well.
+"""
 
 import os
 import signal
@@ -11,66 +19,61 @@ import torch.distributed as dist
 from dist_amp.distributed.signals import handle_signals
 from dist_amp.world import World
 
-# What the ranks exchange; of two the larger counts, since a run that is preempted is continued.
+# The flags. MAX: a signal counts more than the task's request, since a preempted run is continued.
 _TASK = 1.0
 _SIGNAL = 2.0
 
-# An exchange takes 1 to 4 ms on gloo, measured on 2 to 6 ranks: too long for every step.
+# An all-reduce takes 1 to 4 ms on gloo, measured on 2 to 6 ranks: too long for every step.
 SECONDS_BETWEEN = 1.0
-MOST_POLLS_BETWEEN = 32  # should the steps become slower meanwhile
+MAX_POLLS_BETWEEN = 32  # in case steps become slower in between
 
 
 class AgreedStop:
-    """Stops all ranks after the same step when any gets a stop signal, or its task asks to end.
-
-    The handler sets a flag. About once a second `poll` starts an exchange of flags and of seconds
-    per poll, by which all start the next one at the same step; the next poll reads the result.
-    agreed: the same on all ranks, after the same step; by_task: it was no signal's wish.
-    """
+    """agreed: whether to stop, the same on all ranks; by_task: at the task's request, no signal."""
 
     def __init__(self, world: World):
         self.agreed = False
         self.by_task = False
-        self.ended_by = ""  # who of the task asked, on the ranks where one did
-        self.every_poll = False  # it may ask after any step
-        self.requested_by = ""  # a signal's name or a notice, on the ranks that got one
+        self.ended_by = ""  # who asked to end the run as completed, on the ranks where one did
+        self.every_poll = False  # exchange at each poll, for a task that may ask after any step
+        self.requested_by = ""  # a signal's name or an eviction notice, on the ranks that got it
         self._requested_at = 0.0
         self._world = world
-        self._flags: torch.Tensor | None = None  # of an exchange that is still to be read
-        self._exchange: dist.Work | None = None
-        self._interval = 1
-        self._polls = 0
+        self._pending: torch.Tensor | None = None  # [flag, seconds per poll], in an all-reduce
+        self._all_reduce: dist.Work | None = None
+        self._interval = 1  # polls from one all-reduce to the next
+        self._polls = 0  # since the last all-reduce
         self._since = time.monotonic()
-        self._handled = handle_signals(self._on_signal)
+        self._handlers = handle_signals(self._on_signal)
 
     def __enter__(self) -> "AgreedStop":
-        self._handled.__enter__()
+        self._handlers.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
         if error[0] is None:
             self._finish_exchange()
-        self._handled.__exit__(None, None, None)
+        self._handlers.__exit__(None, None, None)
 
-    def end(self, wish: str) -> None:
-        """End the run as completed; wish: who asked, or "" for nobody."""
-        self.ended_by = self.ended_by or wish
+    def end(self, request: str) -> None:
+        """Ask to end the run as completed. request: whose, for the message; "" does nothing."""
+        self.ended_by = self.ended_by or request
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        # torchrun forwards a Ctrl-C that the rank already got.
-        is_again = time.monotonic() - self._requested_at > 2
-        if number == signal.SIGINT and self.requested_by == "SIGINT" and is_again:
+        # One Ctrl-C may come twice: from the terminal, and forwarded by torchrun.
+        is_second = time.monotonic() - self._requested_at > 2
+        if number == signal.SIGINT and self.requested_by == "SIGINT" and is_second:
             raise KeyboardInterrupt  # a second Ctrl-C stops at once
         if not self.requested_by:
             self.requested_by = signal.Signals(number).name
             self._requested_at = time.monotonic()
-            if self._world.is_main:  # not by print, which the signal may have interrupted
+            if self._world.is_main:  # os.write, because the signal may have interrupted a print
                 os.write(2, f"\n{self.requested_by}: stopping within a few steps\n".encode())
 
     def poll(self, now: bool = False) -> bool:
-        """True on every rank, at the same step, after a signal to any or a task's wish.
+        """Whether to stop; every rank calls it after the same step, and gets the same answer.
 
-        What is asked for now counts from the next poll on, or with `now` from this one on.
+        A request counts from one of the next polls on; with `now`, which waits, from this one on.
         """
         self._finish_exchange()
         self._polls += 1
@@ -78,35 +81,34 @@ class AgreedStop:
             self._start_exchange()
         if now:
             self._finish_exchange()
-            self._interval = 1  # what follows has another pace
+            self._interval = 1  # the polls that follow may come at another rate
         return self.agreed
 
     def _start_exchange(self) -> None:
         time_now = time.monotonic()
-        wish = 0.0
+        flag = 0.0
         if self.requested_by:
-            wish = _SIGNAL
+            flag = _SIGNAL
         elif self.ended_by:
-            wish = _TASK
-        # What is asked for, and seconds per poll.
-        self._flags = torch.tensor([wish, (time_now - self._since) / max(self._polls, 1)])
+            flag = _TASK
+        self._pending = torch.tensor([flag, (time_now - self._since) / max(self._polls, 1)])
         self._polls = 0
         self._since = time_now
         if self._world.control is not None:
-            self._exchange = dist.all_reduce(
-                self._flags, dist.ReduceOp.MAX, group=self._world.control, async_op=True
+            self._all_reduce = dist.all_reduce(
+                self._pending, dist.ReduceOp.MAX, group=self._world.control, async_op=True
             )
 
     def _finish_exchange(self) -> None:
-        if self._flags is None:
+        if self._pending is None:
             return
-        if self._exchange is not None:
+        if self._all_reduce is not None:
             with self._world.clock.phase("communication"):
-                self._exchange.wait()
-        flag, seconds = self._flags.tolist()
-        self._flags = None
+                self._all_reduce.wait()
+        flag, seconds = self._pending.tolist()
+        self._pending = None
         self.agreed = flag > 0
         self.by_task = flag == _TASK
-        # At most twice as many polls as before, because the first ones may be the fastest.
-        most = min(2 * self._interval, MOST_POLLS_BETWEEN)
-        self._interval = max(1, min(most, int(SECONDS_BETWEEN / max(seconds, 1e-6))))
+        # The interval at most doubles, because the first polls may be faster than later ones.
+        limit = min(2 * self._interval, MAX_POLLS_BETWEEN)
+        self._interval = max(1, min(limit, int(SECONDS_BETWEEN / max(seconds, 1e-6))))

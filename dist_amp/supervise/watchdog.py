@@ -1,15 +1,16 @@
-"""Names the rank that is missing in a collective, is dead or hangs, and ends all ranks.
+"""Reports which rank is dead, hangs or is missing from a collective, and ends all ranks.
 
-A thread of each rank writes a heartbeat into the store every few seconds: the step, the collectives
-that the rank has entered, the one in which it waits, and the line at which its main thread is.
-- After a fifth of run.timeout_seconds in one collective, the first rank that waits there reads all
-  heartbeats, and prints a line if a rank is behind or gives no sign of life.
-- A rank judges by all heartbeats if it has waited for the timeout, if its collective fails, if a
-  process is gone or its neighbour's heartbeat has stopped, or if it does nothing for so long while
-  others wait for it. A rank without a recent heartbeat is silent; one that waits in no collective
-  and has not entered one in which others wait hangs. The first verdict in the store stays.
-- All ranks end by it: one that hangs prints its stacks and ends its process, the others end by the
-  error of their main thread, or their process is ended if it gets none.
+A collective's own timeout does not say which rank is missing. So a thread of each rank writes a
+heartbeat to torch's store every few seconds (rank_reports.py): the step, the collectives that the
+rank has entered, the one it waits in, and the line at which its main thread is.
+- Warning: after a fifth of run.timeout_seconds in one collective, the ranks that wait there read
+  all heartbeats, and the first of them prints which ranks are behind or give no sign of life.
+- Verdict: a rank reads all heartbeats if it has waited for the whole timeout, its collective fails,
+  a process is dead, the next rank's heartbeat has stopped, or it is idle while others wait for it.
+  A rank without a recent heartbeat is silent. A rank hangs if it waits in no collective, and has
+  not entered one that others wait in. The first verdict in the store counts for all ranks.
+- End: a rank that hangs prints its stacks and exits. On the other ranks the collective raises in
+  the main thread; if it does not, the watchdog's thread ends the process.
 
 Docs: docs/debugging.md
 """
@@ -41,32 +42,32 @@ from dist_amp.supervise.rank_reports import (
     Entered,
     Heartbeat,
     Process,
+    awaited_collectives,
     busy_seconds,
-    collectives_in_wait,
     is_kept_waiting,
-    is_one_missing,
+    is_rank_missing,
     main_thread_place,
     ranks_that_hang,
     summary_of_waits,
 )
 
 ANSWER_SECONDS = 5.0  # how long a rank that ends waits for its main thread or for other ranks
-REPORT_SECONDS = 15.0  # how long a rank may take to report; one that is not the first waits 10 s
-POLL_SECONDS = 1.0  # how often a rank asks whether anything has happened
+REPORT_SECONDS = 15.0  # how long a rank may take to report; one that is not the first sleeps 10 s
+POLL_SECONDS = 1.0  # how often a rank looks for a verdict or a dead process
 BEAT_SECONDS = 5.0  # how often it writes its heartbeat, and reads its neighbour's
 
-# Share of run.timeout_seconds until a missing rank is named: 60 s of 300 s, which is at most one
-# line per minute for a rank that is slow in every step. Assumed.
-NAMED = 1 / 5
+# The warning comes after this share of run.timeout_seconds: 60 s of 300 s, so at most one line per
+# minute for a rank that is slow in every step. Assumed.
+WARN_AFTER = 1 / 5
 
-# A rank does nothing if it uses less of a processor than this. Assumed: polling ten times a second
-# takes less, and reading or writing at 1 MB/s more.
+# A rank is idle if it uses less than this share of one CPU core. Assumed: polling ten times a
+# second takes less, and reading or writing at 1 MB/s more.
 IDLE_SHARE = 1 / 1000
 
 DIED = "died without an error: it was killed, or its code ended it; its machine's log may say why"
 SILENT = "gave no sign of life: it is stopped or dead, or its machine or the network to it is down"
 LATE = "did not take part in a collective in time: it hangs"
-IDLE = "hangs: it has used no processor for run.timeout_seconds={:g}"
+IDLE = "hangs: it has used no CPU time for run.timeout_seconds={:g}"
 
 COLLECTIVE_ERROR = re.compile(
     "gloo|NCCL|Timed out|Application timeout|Connection closed by peer|Connection reset by peer|"
@@ -75,9 +76,9 @@ COLLECTIVE_ERROR = re.compile(
 
 
 class Verdict(NamedTuple):
-    """The ranks that give no sign of life, those that hang, and both in words.
+    """The ranks that give no sign of life, those that hang, and the message about them.
 
-    Empty if a rank has failed by an error of its own, which it reports itself.
+    Empty if a rank has failed with an error of its own, which that rank reports.
     """
 
     silent: Sequence[int] = ()
@@ -86,7 +87,7 @@ class Verdict(NamedTuple):
 
 
 class Watchdog:
-    """Watches this rank and the others from a thread. end(error): report it; the exit status."""
+    """Watches this rank and the others. end(error): reports the error; returns the exit status."""
 
     def __init__(self, job: Job, end: Callable[[BaseException], int]):
         world = job.world
@@ -97,24 +98,24 @@ class Watchdog:
         self._timeout = job.config.run.timeout_seconds
         self._answer_seconds = min(ANSWER_SECONDS, self._timeout / 4)
         self._period = min(BEAT_SECONDS, self._timeout / 10)
-        self._returns = threading.Event()  # the main thread has an error, or leaves the run
-        self._left = threading.Event()  # it has left the run
-        self._ended = threading.Event()  # and its process groups
-        self._to_kill: Sequence[int] = ()  # ranks, once they have been named
-        self._named: Entered | None = None  # the collective for which it has named a missing rank
-        self._writes = threading.Lock()  # both threads write heartbeats
-        self._last = Heartbeat(0.0)
-        self._busy_seconds = self._idle_seconds = self._awake_at = 0.0
+        self._leaving = threading.Event()  # the main thread has an error, or is done with the run
+        self._left_run = threading.Event()  # the main thread has closed the run
+        self._left_groups = threading.Event()  # and destroyed its process groups
+        self._to_kill: Sequence[int] = ()  # silent ranks, once they have been reported
+        self._warned_of: Entered | None = None  # the collective of the latest warning
+        self._write_lock = threading.Lock()  # the main thread and the watchdog's write heartbeats
+        self._last = Heartbeat(0.0)  # written by this rank
+        self._busy_seconds = self._idle_seconds = self._woke_at = 0.0
 
         prefix = f"dist_amp/watchdog/{world.from_main(str(time.time_ns()))}"  # unique to this run
         group: Any = dist.group.WORLD
         store = dist.HashStore() if group is None else group.get_group_store()  # type: ignore[attr-defined]
         self._store: Any = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
         self._processes = world.gather(Process.this())
-        # Every key is there before a rank reads it: reading never waits.
+        # Set every key before any rank reads it, because reading a missing key would wait.
         self._store.set("verdict", "")
         self._store.set(f"beat/{self._rank}", pickle.dumps(self._last))  # type: ignore[arg-type]
-        world.barrier()  # after which the heartbeats' times can be compared
+        world.barrier()  # so that all ranks' clocks start now, and heartbeats' times are comparable
         self._began = time.monotonic()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -124,93 +125,94 @@ class Watchdog:
         return self
 
     def _arm(self) -> None:
-        """Have C print the stacks if a call that keeps the interpreter stops the thread, too."""
+        """If a call keeps the GIL, this thread stops too: then faulthandler's C thread prints."""
         faulthandler.dump_traceback_later(0.6 * self._timeout, file=2)
 
     def leave(self) -> None:
-        """The main thread has left the run; from here on only its end is watched."""
+        """Called by the main thread after the run; from here on only its exit is watched."""
         self._kill(self._to_kill)
-        if not self._returns.is_set():
-            self._returns.set()
+        if not self._leaving.is_set():
+            self._leaving.set()
             with suppress(Exception):  # the store is dead, or does not answer
                 in_time(self._answer_seconds, lambda: self._beat(LEFT))
-        self._left.set()
+        self._left_run.set()
 
     def close(self) -> None:
-        """Called once the process has left its groups: leaves no thread running."""
-        self._ended.set()
+        """Called once the process has left its groups; ends the thread."""
+        self._left_groups.set()
         self._thread.join(self._answer_seconds)
 
     def _watch(self) -> None:
         verdict: Verdict | None = None
-        with suppress(Exception):  # the store is dead: torchrun has ended, and so will this process
-            while verdict is None and not self._returns.wait(POLL_SECONDS):
+        with suppress(Exception):  # the store is gone: torchrun has ended, and ends this process
+            while verdict is None and not self._leaving.wait(POLL_SECONDS):
                 self._arm()
                 verdict = self._poll()
         faulthandler.cancel_dump_traceback_later()
         if verdict is not None:
-            self._end_by(verdict)
-        self._left.wait()
-        if not self._ended.wait(self._timeout):
-            where = f"rank {self._names([self._rank])} hangs at its end, in {main_thread_place()}"
-            self._end_process(Verdict(hanging=[self._rank], text=where))
+            self._act_on(verdict)
+        self._left_run.wait()
+        if not self._left_groups.wait(self._timeout):
+            text = f"rank {self._describe([self._rank])} hangs at its end, in {main_thread_place()}"
+            self._end_process(Verdict(hanging=[self._rank], text=text))
 
     # --- while nothing has failed
 
     def _poll(self) -> Verdict | None:
-        """The verdict that ends the run, by this rank or another; None while nothing is wrong."""
+        """The verdict of this rank or another one; None while nothing is wrong."""
         if verdict := self._store.get("verdict"):
             return Verdict(*pickle.loads(verdict))
         dead = [rank for rank in self._ranks if self._processes[rank].is_dead]
-        if dead and None in self._read(dead).values():
+        if dead and None in self._read(dead).values():  # else it has said that it left or failed
             return self._judge()
         last = self._last
         if time.monotonic() - self._began - last.at < self._period:
             return None
         beat = self._beat()
-        # Time in which this process was stopped does not count: the others may have been, too.
+        # Don't count time in which this process was stopped: other ranks may have been, too.
         seconds = min(beat.at - last.at, 2 * self._period)
         if beat.at - last.at > seconds:
-            self._awake_at = beat.at
+            self._woke_at = beat.at
         before, self._busy_seconds = self._busy_seconds, busy_seconds()
         is_busy = abs(self._busy_seconds - before) > IDLE_SHARE * seconds
         self._idle_seconds += seconds
         if is_busy or beat.step != last.step or is_kept_waiting():
             self._idle_seconds = 0.0
-        self._name_the_missing(beat)
+        self._warn_of_missing(beat)
 
         if beat.waits_in is None and self._idle_seconds >= self._timeout:
             is_alone = len(self._ranks) == 1
-            if is_alone or beat.is_behind(collectives_in_wait(self._read())):
+            if is_alone or beat.is_behind(awaited_collectives(self._read())):
                 return self._judge(IDLE.format(self._timeout))
         if beat.waited_seconds >= self._timeout and not beat.may_wait_long:
             return self._judge(LATE)
         since = max(beat.at - 0.8 * self._timeout, 0.0)
         neighbour = (self._rank + 1) % len(self._ranks)
-        if self._awake_at < since and self._read([neighbour], since)[neighbour] is None:
+        if self._woke_at < since and self._read([neighbour], since)[neighbour] is None:
             return self._judge(since=since)
         return None
 
-    def _name_the_missing(self, beat: Heartbeat) -> None:
-        """Say for whom ranks have waited for long, once per collective, on the first of them."""
-        if beat.waits_in == self._named or beat.waited_seconds < NAMED * self._timeout:
+    def _warn_of_missing(self, beat: Heartbeat) -> None:
+        """Print which ranks are missing from a collective, once, on the first rank that waits."""
+        if beat.waits_in == self._warned_of or beat.waited_seconds < WARN_AFTER * self._timeout:
             return
         beats = self._read()
-        wait = next(iter(collectives_in_wait(beats)), None)
+        wait = next(iter(awaited_collectives(beats)), None)
         waiting = [rank for rank, each in beats.items() if each and each.waits_in == wait]
-        if wait is not None and waiting[0] == self._rank and is_one_missing(beats):
-            self._named = wait
+        if wait is not None and waiting[0] == self._rank and is_rank_missing(beats):
+            self._warned_of = wait
             what = "a missing rank does nothing" if beat.may_wait_long else "this lasts"
             end = f"the run ends if {what} for run.timeout_seconds={self._timeout:g}"
-            where = summary_of_waits(beats, self._processes)
-            print(f"warning: {where}; {end}", file=sys.stderr, flush=True)
+            waits = summary_of_waits(beats, self._processes)
+            print(f"warning: {waits}; {end}", file=sys.stderr, flush=True)
 
-    # --- once something has happened
+    # --- after a failure
 
     def _judge(self, fault: str = "", since: float | None = None) -> Verdict:
-        """Find who is at fault and tell all ranks; returns the first verdict of any rank.
+        """Find the ranks at fault and tell all ranks; returns the first verdict of any rank.
 
-        fault: what ranks that hang did, if a rank has waited too long. since: as in `_read`.
+        fault: the message for ranks that hang; without it only silent ranks are at fault. since: as
+        in `_read`.
         """
         beats = self._read(since=since)
         verdict = Verdict()
@@ -219,16 +221,16 @@ class Watchdog:
             hanging = ranks_that_hang(beats) if fault else []
             are_dead = all(self._processes[rank].is_dead for rank in silent)
             faults = ((silent, DIED if are_dead else SILENT), (hanging, fault))
-            parts = [f"rank {self._names(ranks)} {text}" for ranks, text in faults if ranks]
-            where = summary_of_waits(beats, self._processes)
-            parts += [where] if where else [beats[rank].stands() for rank in hanging]
+            parts = [f"rank {self._describe(ranks)} {text}" for ranks, text in faults if ranks]
+            waits = summary_of_waits(beats, self._processes)
+            parts += [waits] if waits else [beats[rank].location() for rank in hanging]
             verdict = Verdict(silent, hanging, "; ".join(parts))
         first = self._store.compare_set("verdict", "", pickle.dumps(tuple(verdict)))
         return Verdict(*pickle.loads(first))
 
     def explain(self, error: BaseException) -> BaseException:
-        """A Failure that names the ranks that are dead or hang; any other error as it is."""
-        self._returns.set()
+        """The error to report: for a failed collective, one that says which ranks died or hang."""
+        self._leaving.set()
         is_collective = isinstance(error, RuntimeError | dist.DistError)
         is_collective = is_collective and COLLECTIVE_ERROR.search(str(error)) is not None
         if not is_collective:
@@ -237,23 +239,23 @@ class Watchdog:
             return error
         fault = LATE if re.search("imed out|timeout", str(error)) else ""
         short = textwrap.shorten(first_line(error), 200, placeholder=" ...")
-        got = f"(rank {self._names([self._rank])} got: {short})"
+        got = f"(rank {self._describe([self._rank])} got: {short})"
         try:
             verdict = in_time(4 * self._answer_seconds, lambda: self._judge_failure(fault))
-        except Exception:  # without the store it can ask no other rank, and can't know why
+        except Exception:  # the store is gone, so nothing can be learned of other ranks
             store = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             return Transient(
-                f"rank {self._names([0])} and the store on its machine at {store} do not answer: "
-                f"it, its launcher or its machine has stopped, or the network is down {got}"
+                f"rank {self._describe([0])} and the store on its machine at {store} do not "
+                f"answer: it, its launcher or its machine has stopped, or the network is down {got}"
             )
         self._to_kill = verdict.silent
         return Transient(f"{verdict.text} {got}") if verdict.text else error
 
     def _judge_failure(self, fault: str) -> Verdict:
-        """Judge a failed collective, once each rank has said that it lives or has failed."""
+        """Judge a failed collective, after giving each rank time to write one more heartbeat."""
         since = self._beat(WAITED).at
 
-        def is_known() -> bool:
+        def all_answered() -> bool:
             silent = [rank for rank, beat in self._read(since=since).items() if beat is None]
             is_judged = self._store.get("verdict") != b""
             return is_judged or all(self._processes[rank].is_dead for rank in silent)
@@ -261,62 +263,63 @@ class Watchdog:
         def all_know() -> bool:
             return all(beat is None or beat.state != RUNS for beat in self._read().values())
 
-        wait_until(self._period + 2 * POLL_SECONDS, is_known)  # each rank writes a heartbeat
+        wait_until(self._period + 2 * POLL_SECONDS, all_answered)
         verdict = self._judge(fault, since)
-        if verdict.text:  # the store may end with this process
+        if verdict.text:  # the store may end with this process, so let all ranks read the verdict
             wait_until(self._answer_seconds, all_know)
         return verdict
 
-    def _end_by(self, verdict: Verdict) -> None:
-        """End the process by a verdict, unless its main thread gets an error and ends in time."""
+    def _act_on(self, verdict: Verdict) -> None:
+        """End the process, unless its main thread gets an error and leaves the run in time."""
         with suppress(Exception):
-            self._beat(WAITED)  # so that the others know that this rank knows
-        seconds = self._answer_seconds  # a peer that ends closes its connections
+            self._beat(WAITED)  # tells other ranks that this one has the verdict
+        seconds = self._answer_seconds  # a rank that exits closes its connections: collectives fail
         if not verdict.silent and not verdict.hanging:
             seconds = min(30.0, self._timeout / 2)
         elif self._rank in verdict.hanging:
             seconds = 0.0
-        if not self._returns.wait(seconds):
+        if not self._leaving.wait(seconds):
             self._end_process(verdict)
 
     def _end_process(self, verdict: Verdict) -> None:
-        """Report the verdict, if none has been, and end the process, even if its disk hangs."""
+        """Report the verdict, unless an error was reported, and end the process in any case."""
         if self._rank in verdict.hanging:
             print(f"error: rank {self._rank} hangs; its stacks:", file=sys.stderr, flush=True)
             faulthandler.dump_traceback(all_threads=True)
-            workers = multiprocessing.active_children()  # of the loader, which print theirs
+            workers = multiprocessing.active_children()  # loader workers print stacks on SIGUSR2
             for worker in workers:
                 os.kill(worker.pid or 0, signal.SIGUSR2)
-            time.sleep(1.0 if workers else 0.0)  # or the report begins in one of their lines
+            time.sleep(1.0 if workers else 0.0)  # so that the report does not mix with their lines
         text = verdict.text or "another rank has failed, and this one's main thread did not end"
         try:
             if self._job.status is None:
                 self._job.status = in_time(REPORT_SECONDS, lambda: self._end(Transient(text)))
         finally:
-            self._kill(verdict.silent)  # once torchrun sees that one is dead, it ends this process
-            # The others wait for this one, then still read from the store.
+            self._kill(verdict.silent)  # after the report: torchrun ends all ranks once one is dead
+            # Rank 0 may host the store, from which the others still read.
             if self._rank == 0 and len(self._ranks) > 1:
                 time.sleep(2 * self._answer_seconds)
             os._exit(self._job.status or 1)
 
     def _kill(self, ranks: Sequence[int]) -> None:
-        """torchrun waits 30 s for silent ranks of its machine: a stopped one ignores SIGTERM."""
+        """Kill these ranks if they run here: torchrun would wait 30 s for one that is stopped."""
         for rank in ranks:
-            if self._processes[rank].state not in ("", "X", "Z"):  # "" on another machine
+            if self._processes[rank].state not in ("", "X", "Z"):  # "": on another machine
                 with suppress(OSError):
                     os.kill(self._processes[rank].pid, signal.SIGKILL)
 
     # --- heartbeats
 
     def _beat(self, state: str = RUNS) -> Heartbeat:
-        """Write this rank's heartbeat. A state other than RUNS stays."""
-        with self._writes:
+        """Write this rank's heartbeat. A state other than RUNS is final."""
+        with self._write_lock:
             last = self._last
             if last.state != RUNS:
                 state = last.state
             beat = Heartbeat(time.monotonic() - self._began, self._job.steps_taken, state)
-            if beat.step == last.step or state != RUNS:  # reading torch's records takes long
-                saves = self._job.world.background  # the group of another thread
+            # Reading torch's record takes long, so a rank that has made a step does not.
+            if beat.step == last.step or state != RUNS:
+                saves = self._job.world.background  # its collectives are another thread's
                 beat.read(leave_out=saves.group_name if saves is not None else "")
             if beat.waits_in is not None and beat.waits_in == last.waits_in:
                 seconds = min(beat.at - last.at, 2 * self._period)
@@ -326,9 +329,9 @@ class Watchdog:
         return beat
 
     def _read(self, ranks: Sequence[int] = (), since: float | None = None) -> Any:
-        """{rank: heartbeat} of these ranks, or of all; None for one that is silent or dead.
+        """{rank: heartbeat} of these ranks, or of all; None for a rank that is silent or dead.
 
-        since: when it must have given a sign of life; by default within three heartbeats.
+        since: a rank whose heartbeat is older is silent; default: three heartbeats ago.
         """
         if since is None:
             since = time.monotonic() - self._began - 3 * (self._period + POLL_SECONDS)
@@ -340,7 +343,7 @@ class Watchdog:
             beats[rank] = None if is_silent and beat.state == RUNS else beat
         return beats
 
-    def _names(self, ranks: Sequence[int]) -> str:
+    def _describe(self, ranks: Sequence[int]) -> str:
         return ", ".join(f"{rank} ({self._processes[rank]})" for rank in ranks)
 
 

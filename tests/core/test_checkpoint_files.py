@@ -24,11 +24,11 @@ from dist_amp.checkpoint.format import (
     Reader,
     all_checkpoints,
     hash_files,
+    hashed_text,
     integrity_error,
     quarantine_after,
     read_into,
     read_manifest,
-    signed_text,
 )
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.world import World
@@ -154,7 +154,7 @@ def test_a_manifest_that_this_version_did_not_write_is_refused(newest, forged, s
     content = json.loads((newest / "manifest.json").read_text()) | forged
     content = {name: value for name, value in content.items() if value is not ...}
     del content["xxh3"]
-    (newest / "manifest.json").write_text(signed_text(content))
+    (newest / "manifest.json").write_text(hashed_text(content))
     assert said in integrity_error(newest)
 
 

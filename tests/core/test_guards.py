@@ -102,7 +102,7 @@ def test_a_durable_write_replaces_a_file_or_leaves_it_as_it_was(tmp_path, monkey
 def test_a_run_folder_that_a_rank_does_not_see_is_refused_with_its_host(tmp_path, monkeypatch):
     monkeypatch.setattr(guards, "appears", partial(guards.appears, seconds=0))
     config = load_config(["--run.dir", str(tmp_path / "run")], {})
-    said = f"run is not there on {platform.node()}: put it on a disk that all ranks share"
+    said = f"run does not exist on {platform.node()}: put it on a disk that all ranks share"
     assert said in message_of(1, make_folder, tmp_path / "run", config, World(rank=1))
 
 

@@ -106,7 +106,7 @@ def test_checkpoints_of_another_run_in_the_folder_are_set_aside_and_not_taken_fo
     fresh.save()
     names = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
     assert names == ["refused_step_00000002", "refused_step_00000004", "step_00000002"]
-    assert capsys.readouterr().err.count("of another run: renamed, and not used") == 2
+    assert capsys.readouterr().err.count("is damaged or of another run: renamed to ") == 2
     again = built(World(), tmp_path, "--optim.lr", "2e-2")
     again.resume()
     assert same(parameters_of(again), parameters_of(fresh))

@@ -135,7 +135,7 @@ class TwoInOne(torch.optim.Optimizer):
 
 
 LOST = "which changed and is in no checkpoint"
-FIX = "give the task state_dict() and load_state_dict(state), or name it in"
+FIX = "give the task state_dict() and load_state_dict(state), or list it in"
 
 
 @pytest.mark.bad_input("an optimizer that keeps its moments outside `state`")
@@ -182,7 +182,7 @@ def test_a_checkpoint_from_before_the_task_saved_anything_is_loaded_with_a_warni
 def test_a_state_that_could_not_be_loaded_is_refused_when_it_is_saved(tmp_path):
     task = Saves()
     task.state_dict = lambda: {"rows": Tiny()}
-    with pytest.raises(DataError, match=r"the task's state_dict\(\) .*let it hold tensors"):
+    with pytest.raises(DataError, match=r"the task's state_dict\(\) .*return only tensors"):
         save(make_run(World(), task, "--run.dir", tmp_path))
     task = type("OnlyLoads", (Remembers,), {"load_state_dict": lambda task, state: None})()
     with pytest.raises(AttributeError, match="has no attribute 'state_dict'"):

@@ -134,14 +134,14 @@ def replace(self, run, report):
 REFUSED = [  # (method, what it does, what is said)
     ("on_step", lambda *_: 3, "task's on_step(run, report) returned 3 after step 1; return None"),
     ("on_step", lambda *_: {}["key"], "on_step(run, report) failed after step 1: KeyError: 'key'"),
-    ("on_step", freeze, "the parameter 0.0.weight was frozen or came into the model up to step 1"),
-    ("on_step", replace, "the parameter 2.weight was frozen or came into the model up to step 1"),
+    ("on_step", freeze, "the parameter 0.0.weight was frozen or added to the model by step 1"),
+    ("on_step", replace, "the parameter 2.weight was frozen or added to the model by step 1"),
     ("on_evaluation", lambda _, run, v: v.update(f1="0.5"), "values['f1'] to a str, not a number "),
     ("on_evaluation", other_rmse, "and rank 1 has [('loss', 1.0), ('rmse', 1.0)], schedule.factor"),
     ("on_evaluation", other_factor, "and rank 1 has [('loss', 1.0)], schedule.factor 2.0"),
     ("on_evaluation", other_rate, "but each step sets it to the schedule's"),
-    ("train_metrics", lambda *_: {"lr": 1}, "gave lr, but train/lr is the run's own; give it a"),
-    ("train_metrics", lambda _, run, report: {"a": report.norm.expand(3)}, "gave a=tensor(["),
+    ("train_metrics", lambda *_: {"lr": 1}, "returned lr, but the run writes train/lr itself"),
+    ("train_metrics", lambda _, run, report: {"a": report.norm.expand(3)}, "returned a=tensor(["),
 ]
 
 

@@ -14,7 +14,7 @@ from test_train import TINY, summary_of, wait_for
 from tiny import Slow, Tiny, make_run, watched
 
 from dist_amp.supervise import eviction
-from dist_amp.supervise.eviction import EvictionNotice, recognised
+from dist_amp.supervise.eviction import EvictionNotice, detect_cloud
 from dist_amp.supervise.stop import AgreedStop
 from dist_amp.train import main
 from dist_amp.world import World
@@ -95,7 +95,7 @@ def test_auto_recognises_a_clouds_machine_by_its_dmi_files_and_asks_nothing_on_o
     for file, text in files.items():
         (tmp_path / file).write_text(f"{text}\n")
     monkeypatch.setattr(eviction, "DMI", tmp_path)
-    assert recognised() == expected
+    assert detect_cloud() == expected
     with watching("auto", local_rank=1):
         time.sleep(0.1)
     assert service.asked == [], "only the first rank of a machine asks"

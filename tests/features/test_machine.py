@@ -39,7 +39,7 @@ def root(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("cuda", "why"),
     [
-        (None, "it is a build for the CPU alone"),
+        (None, "it is a build for CPUs only"),
         ("13.0", "it is built for CUDA 13.0, and the driver is 570: The NVIDIA driver on your sys"),
     ],
 )

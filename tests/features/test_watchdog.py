@@ -426,7 +426,7 @@ def test_a_rank_that_does_nothing_hangs_after_the_timeout_but_one_that_works_or_
     if names:
         silent, hanging, text = verdict
         assert (silent, len(hanging)) == ([], names.count("host"))
-        assert f"rank {names} hangs: it has used no processor for run.timeout_seconds=300" in text
+        assert f"rank {names} hangs: it has used no CPU time for run.timeout_seconds=300" in text
     else:
         assert verdict is None
 

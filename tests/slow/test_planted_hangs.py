@@ -127,7 +127,7 @@ def test_a_rank_that_hangs_is_named_with_its_line_and_all_ranks_end(ends, hang):
         assert line.startswith(f"rank {hang.rank} (process")
         assert re.search(rf"{hang.place}\w* \(\w+.py, line \d+\)", line), line
         assert hang.ranks == 1 or "loss_sum" not in hang.where or " s in gloo:all_reduce" in line
-        idle = f") hangs: it has used no processor for run.timeout_seconds={TIMEOUT}; "
+        idle = f") hangs: it has used no CPU time for run.timeout_seconds={TIMEOUT}; "
         assert hang.ranks > 1 or idle in line
     end.check_summary(rf"rank {hang.rank} \(process")
 

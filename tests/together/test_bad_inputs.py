@@ -281,8 +281,8 @@ def explanation(world, task, *words):
     ("task", "said", "setting", "value"),
     [
         (GradientPenalty(), "twice (create_graph), as a gradient pen", "parallel.strategy", "ddp"),
-        (ParameterPenalty(), "are shards, which neither can be copied", "parallel.strategy", "ddp"),
-        (Changed(add_teacher), "inputs, and not buffers (Runt", "precision.cast_by", "autocast"),
+        (ParameterPenalty(), "are shards, which can neither be copied", "parallel.strategy", "ddp"),
+        (Changed(add_teacher), "inputs, but not buffers (Runt", "precision.cast_by", "autocast"),
         pytest.param(Mixture(24), "some of the step's micro-batches", *EVERY, marks=TORCH_2_11),
     ],
 )

@@ -173,7 +173,7 @@ def test_a_sharded_model_is_gathered_once_per_sample_unless_it_does_not_fit():
         assert gathers == 4  # two blocks, the head, and the ranks' free memory; ten tokens
     (found, gathers, output), _ = on_ranks(2, sampled, "fsdp", 100.0)
     assert (found, gathers) == ([], 1)
-    assert "the whole model takes 612 bytes beside its shards, and " in output
+    assert "the whole model takes 612 bytes besides its shards, and " in output
     assert "; python -m dist_amp.sample unused tries again" in output
 
 
