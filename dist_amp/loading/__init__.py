@@ -1,1 +1,1 @@
-"""The path from a dataset to micro-batches: the order of samples, its shards, and the loader."""
+"""From a dataset to micro-batches: the order of samples, each rank's share, and the loader."""

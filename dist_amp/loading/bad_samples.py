@@ -1,6 +1,7 @@
-"""data.on_bad_sample=skip: what can't be read, augmented or collated is left out, and listed.
+"""data.on_bad_sample=skip: samples that can't be read, augmented or collated are left out.
 
-A micro-batch counts for as much as its other samples do; without any it is padding.
+A micro-batch then has the weight of its remaining samples; without any, it is padding. The loader
+finds bad samples (SkippingFetch); the training process lists and counts them (BadSamples).
 
 Docs: docs/data.md
 """
@@ -22,12 +23,12 @@ from dist_amp.loading.samples import spread
 from dist_amp.world import World
 
 FOLDER = "bad_samples"
-WITNESSES = 8  # samples that tell which of two that do not make a batch is the odd one
+WITNESSES = 8  # samples compared to find one that is sound
 
 
 @dataclass(frozen=True)
-class Rest:
-    """The rest of a micro-batch: `shard` has the samples of `batch`; errors: by sample."""
+class Remainder:
+    """What is left of a micro-batch: `batch`, its samples in `shard`, and {bad sample: error}."""
 
     batch: Any
     shard: Shard
@@ -35,12 +36,12 @@ class Rest:
 
 
 class SkippingFetch(Fetch):
-    """Returns a `Rest` for a micro-batch with bad samples; a DataError if no other can be read.
+    """Returns a `Remainder` for a micro-batch with bad samples; a DataError if no sample is good.
 
-    A sample is bad if it makes no batch with a sound one.
+    A sample is bad if it can't be read, augmented and collated together with a sound one.
     """
 
-    _sound: int | None = None  # known from the first bad micro-batch on
+    _sound: int | None = None  # index of a sound sample, found at the first bad micro-batch
 
     def __getitem__(self, shard: Shard) -> Any:
         batch = super().__getitem__(shard)
@@ -50,50 +51,50 @@ class SkippingFetch(Fetch):
             self._sound = self._sound_sample(shard)
         errors = {}
         for index in shard.indices:
-            alone = self._batch_of(shard, self._sound, index)
-            if isinstance(alone, DataError):
-                errors[index] = str(alone)
+            pair = self._batch_of(shard, self._sound, index)
+            if isinstance(pair, DataError):
+                errors[index] = str(pair)
         good = [index for index in shard.indices if index not in errors]
         has_good = bool(good)
-        if not has_good:  # padding, to run the same steps on
-            good = [self._sound] * min(2, len(shard.indices))  # batch norm fails on one
+        if not has_good:  # padding: this rank still runs the step
+            good = [self._sound] * min(2, len(shard.indices))  # batch norm fails on one sample
         batch = self._batch_of(shard, *good)
         if isinstance(batch, DataError):
             return DataError(f"no sample can be used: {batch}")
-        return Rest(batch, replace(shard, indices=tuple(good), counts=has_good), errors)
+        return Remainder(batch, replace(shard, indices=tuple(good), counts=has_good), errors)
 
     def _batch_of(self, shard: Shard, *indices: int) -> Any:
         return super().__getitem__(replace(shard, indices=indices))
 
     def _sound_sample(self, shard: Shard) -> int:
-        """The one of WITNESSES samples that makes a batch with most of them."""
+        """The one of WITNESSES samples that can be collated with most of them."""
 
-        def fitting(index: int) -> int:
+        def matches(index: int) -> int:
             batches = [self._batch_of(shard, index, other) for other in witnesses]
             return sum(not isinstance(batch, DataError) for batch in batches)
 
         witnesses = spread(len(self.dataset), WITNESSES)
-        return max(witnesses, key=fitting)
+        return max(witnesses, key=matches)
 
 
 class BadSamples:
-    """Lists what a run skips in RUN/bad_samples/, a file per rank, and ends it above a limit."""
+    """Lists skipped samples in RUN/bad_samples/, a file per rank; ends the run above a limit."""
 
     fetch = SkippingFetch
     training: Any  # the run's Batches, from `follow` on
 
     def __init__(self, world: World, folder: Path, most: float):
-        """folder: the run's. most: in an epoch; below 1 a share of the samples."""
+        """folder: the run's. most: bad samples per epoch; below 1, a share of the samples."""
         self.world = world
         self.folder = folder / FOLDER
         self.file = self.folder / f"rank{world.rank:05d}.jsonl"
         self.most = most
-        self.seen: set[tuple[str, int, int]] = set()  # split, epoch and sample, in this rank's list
+        self.seen: set[tuple[str, int, int]] = set()  # (split, epoch, sample) in this rank's list
         self._is_continued = False
         self._is_reported = False
 
     def follow(self, training: Any) -> None:
-        """Count by the epochs of the training batches."""
+        """Set the training batches, whose position tells the epoch."""
         self.training = training
 
     def leave_out(
@@ -105,15 +106,15 @@ class BadSamples:
         good_batches = list(batches)
         good_shards = list(shards)
         for place, batch in enumerate(batches):
-            if isinstance(batch, Rest):
-                if is_new and shards[place].counts:  # else another rank has these samples
+            if isinstance(batch, Remainder):
+                if is_new and shards[place].counts:  # padding repeats another rank's samples
                     self._list(data, batch.errors)
                 good_batches[place] = batch.batch
                 good_shards[place] = batch.shard
         return good_batches, good_shards
 
     def _list(self, data: Any, errors: Mapping[int, str]) -> None:
-        epoch = 0  # an evaluation takes the same samples each time
+        epoch = 0  # each evaluation reads the same samples
         if data is self.training:
             epoch = (data.position - 1) // data.plan.length
         for index, error in errors.items():
@@ -150,16 +151,16 @@ class BadSamples:
             )
 
     def _continue(self) -> None:
-        """Take over the lists in the folder, without what this step and later ones had listed."""
+        """Read the lists in the folder, and drop entries of this step and later ones."""
         self._is_continued = True
         for path in sorted(self.folder.glob("rank*.jsonl")):
-            # Those of ranks that are no longer there are shared out.
+            # The files of ranks that no longer exist are divided over the ranks.
             number = int(path.stem.removeprefix("rank"))
             if number % self.world.world_size != self.world.rank:
                 continue
             kept = ""
             for line in path.read_text(errors="replace").splitlines():
-                with suppress(ValueError, LookupError, TypeError):  # of a torn line
+                with suppress(ValueError, LookupError, TypeError):  # an incomplete line
                     entry = json.loads(line)
                     if entry["samples_seen"] < self.training.position:
                         key = (entry["split"], entry["epoch"], entry["sample"])
@@ -168,7 +169,7 @@ class BadSamples:
             write_durably(path, kept)
 
     def tags(self, row: Any) -> dict[str, int]:
-        """The samples skipped on all ranks; every rank calls it. DataError if too many."""
+        """Samples skipped on all ranks; every rank must call it. Errors: DataError if too many."""
         data = self.training
         epoch = (data.position - 1) // data.plan.length
         total = sum(split == data.split for split, _, _ in self.seen)

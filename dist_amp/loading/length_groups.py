@@ -23,8 +23,7 @@ def grouped(data: DataConfig, dataset: Any, lengths: Any = None) -> Any:
         return dataset
     if not data.shuffle:
         raise ConfigError(
-            f"data.group_by_length={steps} changes the order, which data.shuffle=false keeps; use "
-            "off"
+            f"data.group_by_length={steps} changes the order that data.shuffle=false keeps; use off"
         )
     return LengthGroups(dataset, steps, lengths)
 
@@ -32,7 +31,7 @@ def grouped(data: DataConfig, dataset: Any, lengths: Any = None) -> Any:
 class LengthGroups:
     """A map-style dataset whose shuffle gives the samples of a step similar lengths.
 
-    steps: the window; more: less padding, less of a shuffle. lengths: of samples, or their maker.
+    steps: the window; a larger one pads and shuffles less. lengths: an array or a callable.
     """
 
     def __init__(self, dataset: Any, steps: int, lengths: Any = None):
@@ -72,7 +71,7 @@ class LengthGroups:
         return read(self.dataset, indices)
 
     def shuffled(self, global_batch_size: int, world_size: int) -> tuple[str, OrderOf]:
-        """Returns (the order's name, (seed, epoch) -> its order), the same at every world size."""
+        """Returns (the order's name, (seed, epoch) -> the order), the same at every world size."""
         base = shuffled_order(len(self))
 
         def order(seed: int, epoch: int) -> EpochOrder:
@@ -86,13 +85,13 @@ class LengthGroups:
 def bucketed(
     shuffle: EpochOrder, lengths: Any, global_batch_size: int, steps: int, key: tuple[int, int]
 ) -> EpochOrder:
-    """positions, int64 -> samples: a bijection if `shuffle` is one.
+    """Positions, int64 -> samples: a bijection if `shuffle` is one.
 
-    The samples of a window of `steps` steps are sorted by length and cut into steps again, which
-    take place in random order. A step that is not full, at the end, keeps its samples.
+    The samples of each window of `steps` steps are sorted by length and cut into steps again, which
+    are then shuffled. An incomplete step at the end keeps its samples.
     """
     window = global_batch_size * steps
-    size = window * max(1, LOOKED_UP // window)  # whole windows, worked out at once
+    size = window * max(1, LOOKED_UP // window)  # positions per table: whole windows
 
     @lru_cache(maxsize=2)  # positions are looked up in order
     def table(number: int) -> Tensor:

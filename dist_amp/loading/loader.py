@@ -1,4 +1,4 @@
-"""A dataset by micro-batches: in this process, or in workers (workers.py)."""
+"""Read a dataset by micro-batches, in this process or in loader workers (workers.py)."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from dist_amp.loading.plan import Shard
 class Fetch:
     """Map-style view of a dataset by micro-batches, so that a loader worker collates what it reads.
 
-    A DataError in a micro-batch's place is raised by the rank: a worker's own reaches it as text.
+    A DataError is returned for the rank to raise: raised in a worker, it would arrive as text.
     """
 
     def __init__(self, dataset: Any, task: Any, split: str, seeds: bool = False):
@@ -22,7 +22,7 @@ class Fetch:
         self.collate = getattr(task, "collate", default_collate)
         self.split = split
         self.augment: Any = getattr(task, "augment", None) if split == "training" else None
-        self._seeds = seeds  # in the training process too
+        self._seeds = seeds  # seed for each micro-batch in the training process, too
 
     def __getitem__(self, shard: Shard) -> Any:
         if self._seeds or get_worker_info() is not None:
@@ -54,9 +54,9 @@ class Fetch:
             )
 
     def _odd_column(self, samples: Sequence[Any], indices: Sequence[int]) -> str:
-        """The first column of another type or shape than in the first sample, in words; or "".
+        """Text on the first column whose type or shape differs from the first sample's; or "".
 
-        In a loader worker, torch's own error names neither.
+        In a loader worker, torch's own error names neither the column nor the sample.
         """
         if not all(isinstance(sample, Mapping) for sample in samples):
             return ""
@@ -75,7 +75,7 @@ class Fetch:
         return ""
 
     def _unreadable(self, indices: tuple[int, ...], error: Exception) -> DataError:
-        """The error for samples that can't be read; it names the first that can't be read alone."""
+        """The error for samples that can't be read; names the first that can't be read alone."""
         for index in indices:
             try:
                 read(self.dataset, (index,))
@@ -91,7 +91,7 @@ class Fetch:
 
 
 def read(dataset: Any, indices: Sequence[int]) -> list[Any]:
-    """The samples of a map-style dataset, all at once if it can."""
+    """Samples of a map-style dataset, all at once if it has `__getitems__`."""
     if hasattr(dataset, "__getitems__"):
         return dataset.__getitems__(list(indices))
     return [dataset[index] for index in indices]
@@ -112,7 +112,7 @@ def load(
     pin_memory: bool = False,
     rank: int,
 ) -> tuple[Iterator[Any], Callable[[], None]]:
-    """(fetch[request] for each of requests(), in order; what ends the workers); or DataError."""
+    """Returns (fetch[request] for each request, in order; a function that ends the workers)."""
     if not workers:
         return map(fetch.__getitem__, requests()), lambda: None
     from dist_amp.loading.workers import start

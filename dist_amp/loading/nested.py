@@ -1,6 +1,6 @@
-"""Nested structures, such as samples and batches: their tensors, and the same on a device.
+"""Nested structures, such as samples and batches: find their tensors, move them to a device.
 
-What torch's pytrees know, and objects with a `to(device)`.
+Structures are what torch's pytrees support, and objects with a method `to(device)`.
 """
 
 from collections import deque
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-NO_TENSORS = (str, bytes, int, float, type)  # the common ones; a class has many attributes
+WITHOUT_TENSORS = (str, bytes, int, float, type)  # not searched; a class has many attributes
 
 
 def tensors(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
@@ -20,7 +20,7 @@ def tensors(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
         seen = set()  # objects may refer to one another
     if isinstance(value, Tensor):
         yield value
-    elif not isinstance(value, NO_TENSORS) and id(value) not in seen:
+    elif not isinstance(value, WITHOUT_TENSORS) and id(value) not in seen:
         seen.add(id(value))
         for part in _parts(value).values():
             yield from tensors(part, seen)
@@ -44,8 +44,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
     def moved(part: Any) -> Any:
         if isinstance(part, Tensor):
-            # From page-locked memory the host need not wait for a copy to a GPU. A tensor that the
-            # loader's workers have pinned stays the same.
+            # The host need not wait for a copy from pinned memory. A tensor that the loader has
+            # pinned stays the same.
             if device.type == "cuda" and part.device.type == "cpu" and part.layout == torch.strided:
                 part = part.pin_memory()
             return part.to(device, non_blocking=True)
@@ -55,7 +55,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
             at_device = part.to(device, non_blocking=True)
         except TypeError:  # a `to` without that argument
             at_device = part.to(device)
-        return part if at_device is None else at_device  # None: it has moved in place
+        return part if at_device is None else at_device  # None: `to` works in place
 
     return tree_map(moved, batch, is_leaf=_moves_itself)
 
@@ -65,9 +65,9 @@ def _moves_itself(part: Any) -> bool:
 
 
 class CopyStream:
-    """Call it with a step's micro-batches: returns them on the GPU; nothing waits for the copy.
+    """Copies a step's micro-batches to the GPU on its own stream; the host does not wait for it.
 
-    Kernels that are queued on the current stream after the call wait for it on the device.
+    Kernels that are queued on the current stream after the call wait for the copy on the device.
     """
 
     def __init__(self, device: torch.device):
@@ -78,9 +78,9 @@ class CopyStream:
     def __call__(self, batches: list[Any]) -> list[Any]:
         compute = torch.cuda.current_stream(self.device)
         if self._last_call is not None:
-            # No more than two steps' micro-batches are in the GPU's memory.
+            # The GPU holds at most two steps' micro-batches: wait until it is at the previous call.
             self._last_call.synchronize()
-        # blocking: waiting for it takes no CPU time from other threads.
+        # blocking: the wait for it takes no CPU time from other threads.
         self._last_call = torch.cuda.Event(blocking=True)
         self._last_call.record(compute)
         with torch.cuda.stream(self._stream):
@@ -88,6 +88,6 @@ class CopyStream:
         compute.wait_stream(self._stream)
         for tensor in tensors(moved):
             if tensor.device.type == self.device.type:
-                # Else the next copy could be given its memory while kernels read it.
+                # Otherwise the next copy could be given its memory while kernels still read it.
                 tensor.record_stream(compute)
         return moved

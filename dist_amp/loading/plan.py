@@ -15,12 +15,12 @@ from torch import Tensor
 Order = Literal["dataset", "randperm", "feistel"]
 EpochOrder = Callable[[Tensor], Tensor]  # positions in an epoch -> samples
 OrderOf = Callable[[int, int], EpochOrder]  # of a seed and an epoch
-Deal = Callable[[Sequence[int], int, int, int], list["Shard"]]  # as shard_step does
+Deal = Callable[[Sequence[int], int, int, int], list["Shard"]]  # a function like shard_step
 
 TABLE_LENGTH = 2**16  # half a MiB per rank, made in under a millisecond (measured)
-# Each changes one of the two digits. NIST SP 800-38G uses 8 (FF3) and 10 (FF1) for small domains.
+# Each changes one of two digits. NIST SP 800-38G uses 8 (FF3) and 10 (FF1) for small domains.
 ROUNDS = 10
-# Positions at a time: looking up 8 takes half the time of 4,096 (measured).
+# Positions permuted at a time: 8 take half the time of 4,096 (measured).
 LOOKED_UP = 4096
 
 
@@ -30,8 +30,8 @@ class Shard:
 
     indices: tuple[int, ...]
     counts: bool = True  # False: padding
-    seed: int = 0  # of the random numbers that a loader worker draws
-    augmentation: int = 0  # of the epoch: with a sample's index the seed of its augmentation
+    seed: int = 0  # of a loader worker's random numbers
+    augmentation: int = 0  # the epoch's part of a sample's augmentation seed; the rest is its index
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class Plan:
     world_size: int
     rank: int
     seed: int
-    order: str  # an Order, or the name of the dataset's own
-    drop_last: bool = False  # leave out the last step of an epoch if it is not full
+    order: str  # an Order, or the name of `dataset_order`
+    drop_last: bool = False  # leave out an incomplete last step of an epoch
     dataset_order: OrderOf | None = None
-    deal: Deal | None = None  # in place of shard_step
+    deal: Deal | None = None  # used instead of shard_step
 
     def steps(self, position: int) -> Iterator[tuple[int, list[Shard]]]:
         """Yields (samples consumed after the step, micro-batches) from `position` on, forever."""
@@ -97,17 +97,17 @@ def shard_step(
 ) -> list[Shard]:
     """One step's samples, or positions -> this rank's micro-batches: the same number on every rank.
 
-    None has a single sample, on which batch norm fails, if that can be; some get padding.
+    If possible, none has a single sample, on which batch norm fails; instead, some are padding.
     """
     length = len(window)
     padding = Shard(tuple(window[: min(2, micro_batch_size)]), counts=False)
     count = math.ceil(length / (world_size * micro_batch_size))
-    # The micro-batches of all ranks that hold samples.
-    used = max(min(count * world_size, length // 2), math.ceil(length / micro_batch_size))
+    # How many micro-batches of all ranks hold samples; the others are padding.
+    filled = max(min(count * world_size, length // 2), math.ceil(length / micro_batch_size))
     shards = []
     for first in range(0, count * world_size, world_size):
-        last = min(first + world_size, used)
-        share = window[first * length // used : last * length // used]
+        last = min(first + world_size, filled)
+        share = window[first * length // filled : last * length // filled]
         if rank < last - first:
             shards.append(Shard(tuple(share[rank :: last - first])))
         else:
@@ -142,14 +142,14 @@ def permute(
 ) -> Tensor:
     """A permutation of [0, length) that depends on `keys`, at `positions`, int64 of any shape.
 
-    length, at most 2^52, and keys: for all or for each position. A Feistel network over pairs of
-    digits in place of a table, whose rare results beyond the last sample are permuted again
+    length, at most 2^52, and keys: one for all or one per position. Instead of a table, a Feistel
+    network over pairs of digits; its rare results beyond the last sample are permuted again
     ("cycle walking"). Source: Black and Rogaway 2002, doi:10.1007/3-540-45760-7_9.
     """
     lengths = torch.as_tensor(length).expand_as(positions)
     keys_of = [torch.as_tensor(key).expand_as(positions) for key in keys]
-    # A position is high * low_base + low, with digits of nearly equal range. The root of an
-    # integer is rounded alike on every machine.
+    # A position is high * low_base + low, with digits of nearly equal range. Every machine rounds
+    # the square root of an integer alike.
     low_bases = lengths.double().sqrt().ceil().long()
     high_bases = (lengths - 1) // low_bases + 1
     samples = _feistel(positions, low_bases, high_bases, keys_of)

@@ -1,4 +1,4 @@
-"""The content of a few samples, by which datasets are compared."""
+"""Read the content of a few samples, to compare datasets."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ def sample_bytes(dataset: Any, index: int) -> bytes:
     for leaf in tree_leaves(read(dataset, (index,))):
         if isinstance(leaf, Tensor):
             leaf = leaf.cpu().reshape(-1).view(torch.uint8).numpy()
-        if hasattr(leaf, "tobytes"):  # arrays and pictures
+        if hasattr(leaf, "tobytes"):  # arrays and images
             content.append(leaf.tobytes())
         elif isinstance(leaf, PLAIN):
             content.append(repr(leaf).encode())
@@ -37,7 +37,7 @@ def sample_bytes(dataset: Any, index: int) -> bytes:
 
 @dataclass
 class Calls:
-    """What a loader reads from in place of a dataset: the function's results."""
+    """Gives a loader the results of a function in place of a dataset's samples."""
 
     function: Callable[[Any], Any]
 
@@ -48,11 +48,11 @@ class Calls:
 def call_in_worker(function: Callable[..., Any], data: Any, requests: Sequence[Any]) -> list[Any]:
     """function(dataset, request) for each request, in a loader worker if the run has any.
 
-    Workers would share a file that the dataset has opened before they fork. data: the Batches.
+    Workers that are forked later would share a file that the dataset opens here. data: the Batches.
     """
     calls = Calls(partial(function, data.fetch.dataset))
     workers = min(1, data.workers)
     results, close = load(calls, requests.__iter__, workers=workers, rank=data.plan.rank)
-    found = [next(results) for _ in requests]
+    values = [next(results) for _ in requests]
     close()
-    return found
+    return values

@@ -1,4 +1,9 @@
-"""Loader processes of a rank, which end with it and leave its stop signals to it."""
+"""The loader worker processes of a rank, run by torch's DataLoader.
+
+Added here: a worker that gets stuck in its fork is started again. Workers ignore stop signals,
+because the rank needs their batches until it has saved, and die with their rank. A batch that can't
+be sent ends its worker with an error, where Python only prints it and the rank waits for ever.
+"""
 
 import faulthandler
 import multiprocessing
@@ -22,8 +27,8 @@ from dist_amp.distributed.process import die_with_parent, in_thread
 from dist_amp.distributed.signals import STOP_SIGNALS
 from dist_amp.errors import DataError, first_line, in_one_line
 
-# A fork can leave a worker stuck before its first line, once in some thousand forks: Python 3.11
-# takes a lock there that another thread of the parent may hold. It is forked again.
+# One in some thousand forks leaves a worker stuck before its first line: Python 3.11 takes a lock
+# there that another thread of the parent may hold.
 START_SECONDS = 20.0
 START_ATTEMPTS = 3
 
@@ -31,39 +36,38 @@ START_ATTEMPTS = 3
 def start(
     fetch: Any, requests: Callable[[], Iterable[Any]], workers: int, pin_memory: bool, rank: int
 ) -> tuple[Iterator[Any], Callable[[], None]]:
-    """(fetch[request] for each of requests(), in order; what ends the workers); or DataError."""
     for _ in range(START_ATTEMPTS):
-        # The requests anew: a failed attempt took the first.
+        # New requests for each attempt: a failed one has consumed the first.
         batches = _started(fetch, requests(), workers, pin_memory, rank)
         if batches is not None:
             return batches, partial(_shut_down, batches)
     raise DataError(
-        f"rank {rank}: the loader workers do not start; use data.workers=0, or check the load"
+        f"rank {rank}: the loader workers do not start; use data.workers=0, or check the CPU load"
     )
 
 
 def _started(fetch: Any, requests: Any, workers: int, pin_memory: bool, rank: int) -> Any:
-    """A loader's iterator, once its workers run; None if one is stuck in its fork.
+    """The iterator of a DataLoader whose workers run; None if one is stuck in its fork.
 
-    Workers start as `multiprocessing` is set to: by fork; or by spawn or forkserver (the default
-    from Python 3.14 on), which pickle `fetch` and import the files of its classes again.
+    The start method is that of `multiprocessing`: fork; or spawn or forkserver (the default from
+    Python 3.14 on), which pickle `fetch` and import the files of its classes again.
     """
     method = multiprocessing.get_start_method()
     fix = f"or use data.workers=0 in place of {workers}"
-    multiprocessing.set_forkserver_preload(["__main__", __name__])  # torch, once for all workers
+    multiprocessing.set_forkserver_preload(["__main__", __name__])  # import torch once
     started = multiprocessing.Semaphore(0)
     loader: DataLoader[Any] = DataLoader(
         fetch,
         batch_size=None,
         sampler=requests,
-        collate_fn=_collated,
+        collate_fn=_unchanged,
         num_workers=workers,
         pin_memory=pin_memory,
-        # The loader draws a number when it starts: not from the generator of dropout.
+        # The loader draws a number when it starts: not from the generator that dropout uses.
         generator=torch.Generator(),
         worker_init_fn=partial(_start_worker, started),
     )
-    # A fork server keeps this mask: a stop signal to all processes must not end it, and with it
+    # A fork server inherits this mask: a stop signal to all processes must not end it, and with it
     # the workers, before the rank has saved.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -85,7 +89,7 @@ def _started(fetch: Any, requests: Any, workers: int, pin_memory: bool, rank: in
         for process in processes:
             process.kill()  # a stuck one does not notice the shutdown
         return None
-    while workers:  # importing takes its time, and never gets stuck
+    while workers:  # without a limit: imports may take long, but don't get stuck
         try:
             workers -= started.acquire(timeout=1.0)
             is_alive = all(process.is_alive() for process in processes)
@@ -94,36 +98,35 @@ def _started(fetch: Any, requests: Any, workers: int, pin_memory: bool, rank: in
         if not is_alive:
             raise DataError(
                 f"rank {rank}: a loader worker ended as it started, see above; the start method "
-                f"{method} has it import the task, the dataset and the script again: define them "
-                "in files, not in a notebook, begin the script with if __name__ == '__main__':, "
+                f"{method} imports the task, the dataset and the script again: define them in "
+                "files, not in a notebook, put the script's code under if __name__ == '__main__':, "
                 f"{fix}"
             )
     return batches
 
 
-def _collated(batch: Any) -> Any:
+def _unchanged(batch: Any) -> Any:
     return batch
 
 
 def _shut_down(batches: Any) -> None:
-    """Let the workers finish, and wait for them; by a private method of torch, if it is there."""
+    """Let the workers finish, and wait for them, by a private method of torch if it exists."""
     with suppress(RuntimeError):  # a worker has died already
         getattr(batches, "_shutdown_workers", lambda: None)()
 
 
 def _start_worker(started: Any, worker: int) -> None:
-    # As torch does, which would lose conjugation and negation.
+    # As torch does, but torch would lose a tensor's conjugate and negative bits.
     ForkingPickler.register(Tensor, lambda t: reduce_tensor(t.resolve_conj().resolve_neg()))
-    for number in STOP_SIGNALS:  # the rank needs it to the end
+    for number in STOP_SIGNALS:  # the rank needs its workers until it has saved
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    faulthandler.register(signal.SIGUSR2, file=2)  # prints where it hangs, for the watchdog
-    # It holds its rank's sockets as well: other ranks would take a dead rank for alive.
+    faulthandler.register(signal.SIGUSR2, file=2)  # the watchdog asks where it hangs
+    # A worker shares its rank's sockets: if it outlived the rank, others would think it alive.
     die_with_parent(signal.SIGKILL)
     rank: Any = multiprocessing.parent_process()
-    if rank.pid != os.getppid():  # it is a fork server's, which lives as long as its children
+    if rank.pid != os.getppid():  # a fork server's child, which must watch the rank itself
         in_thread(lambda: (rank.join(), os._exit(1)))
-    # Python prints the errors of the threads that send batches, and the rank would wait for ever.
     queue: Any = multiprocessing.queues.Queue
     queue._on_queue_feeder_error = staticmethod(lambda error, batch: _end_worker(error))
     sys.excepthook = lambda kind, error, trace: _end_worker(error)
@@ -131,7 +134,6 @@ def _start_worker(started: Any, worker: int) -> None:
 
 
 def _end_worker(error: BaseException) -> NoReturn:
-    """End with the number of the error that kept a batch from being sent."""
     print(
         f"loader worker: a batch can't be sent: {in_one_line(error)}", file=sys.stderr, flush=True
     )

@@ -1,4 +1,4 @@
-"""Datasets by config: files, hub datasets, tokens, packing, mixtures, images.
+"""Datasets by settings in [data]: files, hub datasets, tokens, packing, mixtures, images.
 
 Docs: docs/data.md
 """

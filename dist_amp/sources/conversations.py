@@ -1,12 +1,13 @@
-"""Chats, prompts with completions, and plain text as tokens, with labels for what is learned.
+"""Encode chats, prompts with completions, and plain text as token ids and labels.
 
-A row has the column "messages", a chat, of which the assistant's turns are learned; or "prompt"
-and "completion", texts or messages, of which the completion is learned; or `data.text_column`, all
-of which is learned; or else "conversations", a chat as ShareGPT has it.
+The first of these columns that a row has decides its layout:
+messages               a chat; the assistant's turns count in the loss
+prompt and completion  texts or messages; the completion counts
+data.text_column       a text, all of which counts
+conversations          a chat in ShareGPT's format
 
-The tokenizer's chat template turns a chat into text. The tokens of an answer are those that the
-template marks with {% generation %}; in a template without marks, those by which the text gets
-longer when the turn is added.
+The chat template turns a chat into text. An answer's tokens are those that the template marks with
+{% generation %}, or without such marks, those by which the text grows when the turn is added.
 """
 
 import json
@@ -23,32 +24,32 @@ from dist_amp.errors import DataError
 from dist_amp.sources.token_shards import IGNORE_INDEX
 from dist_amp.sources.tokenizer import Tokenizer
 
-CHAT_ENCODING = 2  # one more whenever the same chats get other tokens or labels
-# Layouts of rows: the column that tells -> the other columns that are read.
+CHAT_ENCODING = 2  # in fingerprints: increase it if the same chats get other tokens or labels
+# The column that identifies a layout -> the other columns that are read with it.
 LAYOUTS = {
     "messages": ("tools",),
     "prompt": ("completion", "tools"),
     "conversations": ("system", "tools"),
 }
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
-SAME_ROLE = {"human": "user", "gpt": "assistant", "model": "assistant"}  # ShareGPT's, Gemma's
-# Keys by which other trainers mark messages that are not learned.
+ROLE_ALIASES = {"human": "user", "gpt": "assistant", "model": "assistant"}  # ShareGPT's, Gemma's
+# Other trainers' keys for messages to leave out of the loss; rejected, not ignored.
 OTHER_WEIGHTS = {"train", "training", "trainable", "loss", "loss_mask", "mask"}
-# The tag that opens a thought, such as <think> or [THINK], at the end of a prompt; none that closes
-# it, such as <|END_THINKING|>.
+# A tag that opens reasoning, such as <think> or [THINK], at the end of a prompt, but not a tag that
+# closes it, such as <|END_THINKING|>.
 OPENS_THOUGHT = re.compile(
     r"[<\[](?!\W*end)[\w:|]*(think|thought|reason)\w*[|>\]]+\s*$", re.IGNORECASE
 )
 MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\b")
-ROWS_TO_TRY = 32
+ROWS_TO_TRY = 32  # encoded at the start, to warn of answers that can't be trained on
 Encoded = tuple[list[int], list[int]]  # token ids, labels
 Row = dict[str, Any]
 Message = Row
-Apply = Callable[..., Any]  # apply_chat_template, with the row's tools
+Apply = Callable[..., Any]  # apply_chat_template with the row's tools
 
 
 def layout(columns: Sequence[str], text_column: str) -> str:
-    """The column that tells the layout of rows; "" for none of the layouts."""
+    """The column that identifies the layout of rows; "" if the layout is unknown."""
     for form in ("messages", "prompt", text_column, "conversations"):
         if form in columns and (form != "prompt" or "completion" in columns):
             return form
@@ -56,7 +57,7 @@ def layout(columns: Sequence[str], text_column: str) -> str:
 
 
 def columns_read(rows: Any, text_column: str) -> Any:
-    """The rows with the columns that are read alone: images, for one, cost time."""
+    """The rows, with only the columns that are needed: images, for example, take time to decode."""
     form = layout(rows.column_names, text_column)
     needed = (form, *LAYOUTS.get(form, ()))
     return rows.select_columns([name for name in rows.column_names if name in needed])
@@ -70,12 +71,12 @@ def are_chats(rows: Any, text_column: str) -> bool:
 
 
 def check_rows(rows: Any, split: str, text_column: str, tokenizer: Tokenizer) -> None:
-    """Refuse rows of no layout, or chats without a template; warn of what may surprise."""
+    """Reject rows of unknown layout and chats without a template; warn of other problems."""
     form = layout(rows.column_names, text_column)
     if not form:
         raise DataError(
             f"rows have the columns {', '.join(rows.column_names)}; they need messages, or prompt "
-            f"and completion, or data.text_column={text_column}: rename or name a column"
+            f"and completion, or data.text_column={text_column}; rename or choose a column"
         )
     chats = are_chats(rows, text_column)
     if tokenizer.chat is None and chats:
@@ -95,28 +96,28 @@ def check_rows(rows: Any, split: str, text_column: str, tokenizer: Tokenizer) ->
     rows = columns_read(rows, text_column)
     for row in rows.__getitems__(list(range(min(len(rows), ROWS_TO_TRY)))):
         with suppress(Exception):  # reported with its number when the row is encoded
-            messages, learned_from = chat_of(row, text_column)
-            answers = len(answers_to_learn(messages, learned_from))
-            _, labels = encode_chat(messages, tokenizer.chat, learned_from, row.get("tools"))
-            found = sum(a < 0 <= b for a, b in pairwise([IGNORE_INDEX, *labels]))
+            messages, trained_from = chat_of(row, text_column)
+            answers = len(trained_answers(messages, trained_from))
+            _, labels = encode_chat(messages, tokenizer.chat, trained_from, row.get("tools"))
+            found = sum(a < 0 <= b for a, b in pairwise([IGNORE_INDEX, *labels]))  # token spans
             if found < answers:
                 warn(
-                    f"of the {answers} answers of a chat {found} can be learned: the chat template "
-                    "renders the others in another way in a longer chat; put {% generation %} "
-                    "and {% endgeneration %} around what the assistant writes to learn all"
+                    f"only {found} of the {answers} answers of a chat can be trained on: the chat "
+                    "template renders the others differently in a longer chat; to train on all, "
+                    "put {% generation %} and {% endgeneration %} around what the assistant writes"
                 )
                 return
 
 
 def encode(row: Row, tokenizer: Tokenizer, text_column: str) -> Encoded:
-    """Returns (token ids, labels) of a row; a text ends with the tokenizer's end of document."""
+    """Returns (token ids, labels) of a row; a text ends with the end-of-document token."""
     form = layout(list(row), text_column)
     if form == "prompt" and not isinstance(row["prompt"], list):
         return encode_text(text_of(row, "prompt"), text_of(row, "completion"), tokenizer)
     if form == text_column != "messages":
         return encode_text("", text_of(row, text_column), tokenizer)
-    messages, learned_from = chat_of(row, text_column)
-    return encode_chat(messages, tokenizer.chat, learned_from, row.get("tools"))
+    messages, trained_from = chat_of(row, text_column)
+    return encode_chat(messages, tokenizer.chat, trained_from, row.get("tools"))
 
 
 def encode_text(prompt: str, text: str, tokenizer: Tokenizer) -> Encoded:
@@ -134,14 +135,14 @@ def text_of(row: Row, column: str) -> str:
     text = row[column]
     if not isinstance(text, str):
         raise DataError(
-            f"the column {column} holds {type(text).__name__}, not text; name a column of text, or "
+            f"the column {column} holds {type(text).__name__}, not text; name a text column, or "
             "remove such rows"
         )
     return text
 
 
 def chat_of(row: Row, text_column: str) -> tuple[list[Message], int]:
-    """Returns (a row's messages, the number of the first one that is trained on)."""
+    """Returns (a row's messages, the index of the first one that may be trained on)."""
     form = layout(list(row), text_column)
     if form == "prompt":
         prompt = turns(row, "prompt")
@@ -153,8 +154,8 @@ def chat_of(row: Row, text_column: str) -> tuple[list[Message], int]:
 
 
 def turns(row: Row, column: str) -> list[Message]:
-    """The messages in a column, each with a role that is known, its content as one text, and
-    without the nulls that Arrow adds. Errors: DataError for other contents.
+    """The messages in a column, with known roles, each content as one string, and without the nulls
+    that Arrow adds. Errors: DataError for anything else.
     """
     messages = without_nulls(row[column])
     problem = DataError(
@@ -167,7 +168,7 @@ def turns(row: Row, column: str) -> list[Message]:
         if "from" in message and "role" not in message:  # ShareGPT
             message["role"] = message.pop("from")
             message["content"] = message.pop("value", None)
-        role = message["role"] = SAME_ROLE.get(message.get("role"), message.get("role"))
+        role = message["role"] = ROLE_ALIASES.get(message.get("role"), message.get("role"))
         content = message.get("content")
         if isinstance(content, list) and all(part.get("type") == "text" for part in content):
             content = "".join(part["text"] for part in content)
@@ -181,14 +182,14 @@ def turns(row: Row, column: str) -> list[Message]:
         unread = OTHER_WEIGHTS & message.keys()
         if unread or weight not in (0, 1) or (weight and role != "assistant"):
             raise DataError(
-                f"{column} has {', '.join(unread) or f'weight {weight!r}'} at a message of the "
-                f"{role}; only weight 0 (not learned) or 1 at one of the assistant is read"
+                f"{column} has {', '.join(unread) or f'weight {weight!r}'} in a message of the "
+                f"{role}; use only weight, 0 (not trained on) or 1, in the assistant's messages"
             )
     return messages  # type: ignore[no-any-return]
 
 
 def without_nulls(value: Any) -> Any:
-    """A copy without the nulls by which Arrow gives each of a column's dicts the keys of all."""
+    """A copy without nulls: Arrow gives each dict of a column the keys of all, with null values."""
     if isinstance(value, dict):
         return {name: without_nulls(part) for name, part in value.items() if part is not None}
     if isinstance(value, list):
@@ -196,12 +197,12 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
-def answers_to_learn(messages: list[Message], learned_from: int) -> list[int]:
-    """The numbers of the assistant's messages that are learned: not those that are empty."""
+def trained_answers(messages: list[Message], trained_from: int) -> list[int]:
+    """The indices of the assistant's messages that are trained on: not empty, nor of weight 0."""
     return [
         number
         for number, message in enumerate(messages)
-        if number >= learned_from
+        if number >= trained_from
         and message["role"] == "assistant"
         and message.get("weight", 1)
         and (message["content"] or message.get("tool_calls"))
@@ -209,12 +210,12 @@ def answers_to_learn(messages: list[Message], learned_from: int) -> list[int]:
 
 
 def encode_chat(
-    messages: list[Message], tokenizer: Any, learned_from: int = 0, tools: Any = None
+    messages: list[Message], tokenizer: Any, trained_from: int = 0, tools: Any = None
 ) -> Encoded:
-    """Returns (token ids, labels) of a chat; trains on its answers from `learned_from` on."""
+    """Returns (token ids, labels) of a chat; trains on its answers from `trained_from` on."""
     if not messages:
-        return [], []  # some templates fail on it
-    learned = answers_to_learn(messages, learned_from)
+        return [], []  # some templates fail on an empty chat
+    trained = trained_answers(messages, trained_from)
     messages = [{key: each[key] for key in each if key != "weight"} for each in messages]
     if isinstance(tools, str) and tools.strip():
         tools = json.loads(tools)
@@ -223,19 +224,19 @@ def encode_chat(
     text = apply(messages, tokenize=False)
     check_tools(messages, tools, text, tokenizer)
     if MARKS_ANSWERS.search(str(tokenizer.chat_template)):
-        ids, labels = encode_marked(messages, learned, apply)
+        ids, labels = encode_marked(messages, trained, apply)
     else:
-        ids, labels = encode_unmarked(messages, learned, text, tokenizer, apply)
-    if learned and all(label == IGNORE_INDEX for label in labels):
+        ids, labels = encode_unmarked(messages, trained, text, tokenizer, apply)
+    if trained and all(label == IGNORE_INDEX for label in labels):
         raise DataError(
-            f"the chat template of {tokenizer.name_or_path} finds no token of the assistant's "
+            f"the chat template of {tokenizer.name_or_path} identifies no token of the assistant's "
             "answers; put {% generation %} and {% endgeneration %} around what the assistant writes"
         )
     return ids, labels
 
 
 def check_tools(messages: list[Message], tools: Any, text: str, tokenizer: Any) -> None:
-    """Errors: DataError for tools or calls that the template leaves out, or quotes once more."""
+    """Errors: DataError if the template leaves out tools or calls, or quotes arguments twice."""
     template = f"the chat template of {tokenizer.name_or_path}"
     calls = [call for message in messages for call in message.get("tool_calls", ())]
     for key, content in (("tools", tools), ("tool_calls", calls)):
@@ -247,51 +248,51 @@ def check_tools(messages: list[Message], tools: Any, text: str, tokenizer: Any) 
         arguments = call.get("function", call).get("arguments")
         if isinstance(arguments, str) and json.dumps(arguments, ensure_ascii=False) in text:
             raise DataError(
-                f"{template} puts the arguments {arguments:.60} of a tool call into quotes once "
-                "more; make them an object, not its JSON"
+                f"{template} quotes the arguments {arguments:.60} of a tool call once more; make "
+                "them an object, not a JSON string"
             )
 
 
-def encode_marked(messages: list[Message], learned: list[int], apply: Apply) -> Encoded:
-    """Answers by the template's own marks of what the assistant generates."""
+def encode_marked(messages: list[Message], trained: list[int], apply: Apply) -> Encoded:
+    """Encode a chat, with the answers as the template marks them by {% generation %}."""
     chat = apply(messages, return_dict=True, return_assistant_tokens_mask=True)
     ids = chat["input_ids"]
-    is_learned = chat["assistant_masks"]
+    mask = chat["assistant_masks"]
     answers = [number for number, each in enumerate(messages) if each["role"] == "assistant"]
-    if learned != answers:
-        # How many marked stretches have begun up to each token: the answer's number.
-        begun = list(accumulate(int(a < b) for a, b in pairwise([0, *is_learned])))
+    if trained != answers:
+        # How many marked stretches have begun up to each token: its answer's number, from 1 on.
+        begun = list(accumulate(int(a < b) for a, b in pairwise([0, *mask])))
         if max(begun, default=0) != len(answers):
             raise DataError(
                 f"the chat template marks {max(begun, default=0)} stretches of {len(answers)} "
-                "answers, so those that are not to be learned can't be told; mark each answer once"
+                "answers, so the answers to leave out can't be identified; mark each answer once"
             )
-        pairs = zip(is_learned, begun, strict=True)
-        is_learned = [marked and answers[number - 1] in learned for marked, number in pairs]
-    pairs = zip(ids, is_learned, strict=True)
+        pairs = zip(mask, begun, strict=True)
+        mask = [marked and answers[number - 1] in trained for marked, number in pairs]
+    pairs = zip(ids, mask, strict=True)
     return ids, [token if marked else IGNORE_INDEX for token, marked in pairs]
 
 
 def encode_unmarked(
-    messages: list[Message], learned: list[int], text: str, tokenizer: Any, apply: Apply
+    messages: list[Message], trained: list[int], text: str, tokenizer: Any, apply: Apply
 ) -> Encoded:
-    """An answer is what the chat's text gets longer by when the turn is added.
+    """Encode a chat; an answer is what the chat's text grows by when the turn is added.
 
-    A thought is part of the answer, with the tag that opens it, although a template may put the tag
-    at the end of the prompt, alone or in an empty thought. Not learned: turns that the template
-    renders in another way later on, or after another prompt.
+    Reasoning is part of the answer, with the tag that opens it, even where a template puts that tag
+    at the end of the prompt, alone or in an empty block. An answer counts only as far as the whole
+    chat renders it like the chat that ends with it, and only if the turns before it stay the same.
     """
     ids = ids_of(text, tokenizer)
     labels = [IGNORE_INDEX] * len(ids)
-    for number in learned:
+    for number in trained:
         if number:
-            asked = apply(messages[:number], tokenize=False, add_generation_prompt=True)
-        else:  # templates fail on a chat without messages: what another answer has before it, too
+            prompt_text = apply(messages[:number], tokenize=False, add_generation_prompt=True)
+        else:  # templates fail on an empty chat: compare with another answer instead
             other = "1" if (messages[0]["content"] or "").strip().startswith("0") else "0"
-            asked = apply([{"role": "assistant", "content": other}], tokenize=False)
-        same = text[: common_prefix(text, asked)]
-        start = common_prefix(ids, ids_of(OPENS_THOUGHT.sub("", same), tokenizer))
-        if number and same != asked:
+            prompt_text = apply([{"role": "assistant", "content": other}], tokenize=False)
+        shared = text[: common_prefix(text, prompt_text)]
+        start = common_prefix(ids, ids_of(OPENS_THOUGHT.sub("", shared), tokenizer))
+        if number and shared != prompt_text:
             # What opens an answer may differ, but not the turns before it; their last token may
             # merge with the next.
             before = ids_of(apply(messages[:number], tokenize=False), tokenizer)

@@ -1,8 +1,8 @@
 """Rows through the `datasets` library: memory-mapped in its cache, or images where they are.
 
-The library converts files once, in one process per machine. Two things are done here in its place:
-pyarrow reads tables, because pandas would read a text such as None as missing; and the labels of
-images.
+The library converts files once, in one process per machine. Two things are done here instead: CSV
+tables are read by pyarrow, because pandas would read a text such as None as missing; and images get
+their labels.
 """
 
 import glob
@@ -27,7 +27,7 @@ from dist_amp.sources.files import Files, is_local, stay_local_without_network
 from dist_amp.sources.parquet import read_source
 
 log = logging.getLogger(__name__)
-# Format -> (the loader of the library, its options).
+# Format -> (the library's loader, its options).
 LOADERS: dict[str, tuple[str, dict[str, str]]] = {
     "text": ("text", {"sample_by": "document"}),
     "json": ("json", {}),
@@ -35,7 +35,7 @@ LOADERS: dict[str, tuple[str, dict[str, str]]] = {
     "tsv": ("csv", {"sep": "\t"}),
     "parquet": ("parquet", {}),
 }
-BLOCK_BYTES = 2**26  # of a table at a time; no row may be larger
+BLOCK_BYTES = 2**26  # of a CSV file that are parsed at a time; no row may be larger
 
 
 def from_hub(config: SourceConfig) -> Any:
@@ -50,12 +50,12 @@ def from_hub(config: SourceConfig) -> Any:
             )
             builder.download_and_prepare()
             splits = builder.as_dataset()
-    except Exception as error:  # of many types; each message names what it could not read
+    except Exception as error:  # of many types; each message says what could not be read
         fix = "check the name, its revision and the network, or set data.path to local files"
         if datasets.config.HF_HUB_OFFLINE:
-            fix = f"it is not cached, and the hub is not reached or HF_HUB_OFFLINE is set: {fix}"
+            fix = f"it is not cached, and the hub is unreachable or HF_HUB_OFFLINE is set: {fix}"
         raise not_loaded(f"data.name={config.name}", error, fix) from error
-    # After any error of the hub, the library takes the newest commit in its cache.
+    # After any error of the hub, the library uses the newest commit in its cache.
     if type(builder).__module__.endswith(".cache"):
         log.info("data: %s comes from the cache, commit %s", name, builder.hash)
         if revision not in ("", "main", builder.hash):
@@ -85,25 +85,24 @@ def from_files(config: DataConfig, files: Files) -> Any:
 
 
 def convert(config: DataConfig, files: Files) -> Any:
-    """A `datasets.DatasetDict` of files that the library converts, once."""
     loader, options = LOADERS[files.format]
     if loader == "csv":
-        # Each value of these settings has its own conversion in the cache.
+        # Unused options: they give each value of these settings its own conversion in the cache.
         options = {**options, "na_values": config.text_column}
         if config.most_bad_samples:
             options["on_bad_lines"] = "skip"
-    # The library takes names as patterns.
+    # The library reads paths as glob patterns.
     escape = glob.escape if is_local(files.fs) else files.address
     data_files = {split: [escape(path) for path in paths] for split, paths in files.splits.items()}
     builder = datasets.load_dataset_builder(loader, data_files=data_files, **options)
     if loader == "csv":
         builder._generate_tables = partial(read_tables, config, options.get("sep", ","))
     elif loader == "parquet" and not Path(builder.cache_dir, "dataset_info.json").exists():
-        read_source(files.fs, files.paths)  # names a damaged one
-    # By its ETag, a file that has changed in its store is fetched again.
+        read_source(files.fs, files.paths)  # its error names a damaged file
+    # A remote file is downloaded again if its ETag has changed.
     cache = str(Path(datasets.config.HF_DATASETS_CACHE) / "downloads")
     download = datasets.DownloadConfig(cache_dir=cache, use_etag=True)
-    # Also of converted files: the builder may have looked before another process wrote them.
+    # For converted files, too: the builder may have looked before another process wrote them.
     builder.download_and_prepare(download_config=download)
     return builder.as_dataset()
 
@@ -111,9 +110,9 @@ def convert(config: DataConfig, files: Files) -> Any:
 def read_tables(
     config: DataConfig, delimiter: str, files_iterables: Any, **_: Any
 ) -> Iterator[tuple[int, pa.Table]]:
-    """Replaces the library's generator: CSV files as Arrow tables, read whole by pyarrow.
+    """Replaces the library's generator: reads each CSV file by pyarrow, as one Arrow table.
 
-    Rows with more or fewer fields than the header are refused, or left out with a warning.
+    Rows with more or fewer fields than the header are an error, or skipped with a warning.
     """
     left_out: list[str] = []
     types: Any = {config.text_column: pa.large_string()}
@@ -127,7 +126,7 @@ def read_tables(
             with fsspec.open(path, "rb") as content:
                 table = pa.csv.read_csv(
                     content,
-                    # In several threads rows have no numbers.
+                    # With several threads, invalid rows have no numbers.
                     pa.csv.ReadOptions(use_threads=False, block_size=BLOCK_BYTES),
                     pa.csv.ParseOptions(
                         delimiter=delimiter,
@@ -139,19 +138,19 @@ def read_tables(
         except pa.ArrowException as error:
             raise DataError(
                 f"{path} can't be read as a table: {first_line(error)}; correct it "
-                "(data.on_bad_sample=skip leaves out rows of another number of fields)"
+                "(data.on_bad_sample=skip skips rows with another number of fields)"
             ) from error
-        types = table.schema  # of the first file, for the others
+        types = table.schema  # the following files get the first one's types
         yield 0, table
     if left_out:
         log.warning(
-            f"warning: rows left out for their number of fields: {len(left_out):,}, "
+            f"warning: rows skipped because of their number of fields: {len(left_out):,}, "
             f"{some_of(left_out)}"
         )
 
 
 def broken_line(files: Files) -> str:
-    """The first file with a line that is no UTF-8, or no JSON, in words; "" if there is none."""
+    """Text for an error about the first line that is not UTF-8 or not JSON; "" if there is none."""
     for path in files.paths:
         where = files.address(path)
         try:
@@ -162,14 +161,14 @@ def broken_line(files: Files) -> str:
                         json.loads(line)
         except UnicodeDecodeError:
             return f"{where} is not UTF-8; "
-        except Exception as error:  # no JSON, or compressed and damaged, or gone
-            return f"{where} is not what it should be ({first_line(error)}); "
+        except Exception as error:  # not JSON, damaged compression, or a missing file
+            return f"{where} can't be read ({first_line(error)}); "
     return ""
 
 
 def image_rows(files: Files) -> Any:
-    """A row per image, in the order of their names: image and, by folders of classes or a table,
-    label. Nothing is copied, nor read before it is needed.
+    """A row per image, sorted by path, with the columns image and, if class folders or a CSV table
+    give it, label. Images are not copied, and are read only when they are needed.
     """
     columns = {"image": [files.address(path) for path in files.paths]}
     labels = labels_of_tables(files) if files.tables else labels_of_folders(files)
@@ -187,27 +186,26 @@ def image_rows(files: Files) -> Any:
 
 
 def labels_of_folders(files: Files) -> list[Any]:
-    """The folder of each image; nothing if they lie in one."""
+    """The class folder of each image; an empty list if no image has one."""
     top = posixpath.commonpath([posixpath.dirname(path) for path in files.paths])
-    below = int(len(files.splits) > 1)  # the folders train, test ... are no classes
-    folders = [posixpath.relpath(path, top or ".").split("/")[below:-1] for path in files.paths]
+    skipped = int(len(files.splits) > 1)  # folders such as train and test are not classes
+    folders = [posixpath.relpath(path, top or ".").split("/")[skipped:-1] for path in files.paths]
     if not any(folders):
         return []
     if [] in folders:
         stray = files.address(files.paths[folders.index([])])
         raise DataError(
-            f"the image {stray} lies in no class's folder, as others do; move or remove it"
+            f"the image {stray} is not in a class folder, but others are; move or remove it"
         )
     return ["/".join(folder) for folder in folders]
 
 
 def labels_of_tables(files: Files) -> list[Any]:
-    """The label of each image in the CSV tables beside them."""
     labels: dict[str, Any] = {}
     images = set(files.paths)
     for table in files.tables:
         address = files.address(table)
-        log.info("data: labels are those of %s", address)
+        log.info("data: labels are read from %s", address)
         with files.fs.open(table, "rb") as content:
             rows = pa.csv.read_csv(content)
         names = rows.column_names
@@ -221,8 +219,8 @@ def labels_of_tables(files: Files) -> list[Any]:
             path = posixpath.normpath(posixpath.join(posixpath.dirname(table), row[key]))
             if path not in images or path in labels or row["label"] in ("", None):
                 raise DataError(
-                    f"{address}: {row[key]} must be an image that is there, in one row, with a "
-                    "label; correct it"
+                    f"{address}: {row[key]} must be an existing image, in one row, with a label; "
+                    "correct it"
                 )
             labels[path] = row["label"]
     if missing := sorted(images - labels.keys()):
@@ -234,7 +232,7 @@ def labels_of_tables(files: Files) -> list[Any]:
 
 
 def not_loaded(source: str, error: Exception, fix: str) -> DataError:
-    cause = error.__cause__ or error  # the library wraps the error in a general one
+    cause = error.__cause__ or error  # the library wraps errors in a general one
     text = " ".join(str(cause).split()) or type(cause).__name__
     if text == "StopIteration" or re.search("to no data|at least one example", text):
         text = "it has no rows"
@@ -243,7 +241,7 @@ def not_loaded(source: str, error: Exception, fix: str) -> DataError:
 
 @contextmanager
 def quiet_library(files: Files | None = None) -> Iterator[None]:
-    """Inside, the library logs nothing; HF_HUB_OFFLINE concerns files on the hub alone."""
+    """Silence the library's log, and apply HF_HUB_OFFLINE only to files on the hub."""
     logger = logging.getLogger("datasets")
     level = logger.level
     offline = datasets.config.HF_HUB_OFFLINE

@@ -1,6 +1,6 @@
-"""The files that `data.path` names, on this machine or at an address that fsspec knows.
+"""The files that `data.path` names, on this machine or at an address that fsspec can open.
 
-Reads at an address are repeated after faults that pass.
+Reads at an address are retried after errors that may be temporary.
 """
 
 import glob
@@ -39,37 +39,37 @@ FORMATS = {
     **dict.fromkeys((".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp"), "images"),
 }
 COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
-# Files by which the folders that save_to_disk and dist_amp.tokenize write are recognised.
+# Files that identify a folder written by save_to_disk or dist_amp.tokenize.
 MARKS = {
     **dict.fromkeys(("dataset_dict.json", "dataset_info.json", "state.json"), "saved"),
     "tokens.json": "tokens",
 }
-# A whole word, as in wiki.train.txt or en_test-00.jsonl.
+# A whole word of a file's name, as in wiki.train.txt or en_test-00.jsonl.
 SPLIT_NAME = re.compile(r"(?:^|(?<=[._-]))(train|test|valid|val|dev)(?:ing|ation)?(?=[._\-\d]|$)")
 LABEL_TABLES = {"labels.csv", "metadata.csv"}  # beside images
-# Files that come with data and are none, unless there are no other files.
+# Files that come with a dataset but are not data; used only if there are no other files.
 COMPANION = re.compile(
     r"(licen[cs]e|readme|notice|copying|citation|changelog|requirements|vocab|merges|config|"
     r"tokenizer|tokenizer_config|special_tokens_map|dataset_infos|metadata)\."
 )
 HIDDEN = re.compile(r"(^|/)\.[^/]")
-OUTAGE_SECONDS = 120.0  # that are waited for a store; below run.timeout_seconds
+OUTAGE_SECONDS = 120.0  # of retries; less than the default run.timeout_seconds
 FIRST_PAUSE = 0.5
 LONGEST_PAUSE = 8.0
-# Errors that another try does not change.
-LASTING = (PermissionError, AttributeError, ImportError, LookupError, TypeError, ValueError)
-Sizes = dict[str, int | None]  # of files by their paths; None where a server does not tell
+# Errors that a retry does not change.
+PERMANENT = (PermissionError, AttributeError, ImportError, LookupError, TypeError, ValueError)
+Sizes = dict[str, int | None]  # {path: bytes}; None if a server does not report it
 
 
 @dataclass(frozen=True)
 class Files:
     fs: Any
-    root: str  # what `data.path` names there
+    root: str  # the path in `fs` that `data.path` names
     format: str
-    splits: dict[str, list[str]]  # in order of their names; none for the format saved or tokens
-    bytes: int
-    rest: str = ""  # after :: in an address within another, as zip://*.csv::s3://bucket/all.zip
-    tables: tuple[str, ...] = ()  # of labels, beside images
+    splits: dict[str, list[str]]  # sorted paths; empty for the formats saved and tokens
+    bytes: int  # without files of unknown size
+    rest: str = ""  # of an address inside another: ::s3://b/all.zip of zip://*.csv::s3://b/all.zip
+    tables: tuple[str, ...] = ()  # CSV files with labels, beside images
 
     @property
     def paths(self) -> list[str]:
@@ -80,11 +80,10 @@ class Files:
 
 
 def find_files(config: SourceConfig) -> Files:
-    """The files that `data.path` names. Errors: ConfigError, DataError for what does not fit."""
     fs, root = file_system(config.path)
     rest = "".join(config.path.partition("::")[1:])
     try:
-        is_folder, sizes = patiently(fs, root, partial(list_files, fs, root))
+        is_folder, sizes = with_retries(fs, root, partial(list_files, fs, root))
     except FileNotFoundError as error:
         raise unreachable(fs, root, error) from error
     if not sizes:
@@ -92,9 +91,9 @@ def find_files(config: SourceConfig) -> Files:
             f"data.path={config.path} names no file; give a file, a folder or a glob, or check the "
             "bucket's name"
         )
-    marks = [mark for name, mark in MARKS.items() if posixpath.join(root, name) in sizes]
-    if is_folder and marks:
-        return Files(fs, root, marks[0], {}, 0, rest)
+    found_marks = [mark for name, mark in MARKS.items() if posixpath.join(root, name) in sizes]
+    if is_folder and found_marks:
+        return Files(fs, root, found_marks[0], {}, 0, rest)
     names = {path: posixpath.basename(path).lower() for path in sizes}
     tables = []
     if any(format_of(path) == "images" for path in sizes):
@@ -102,7 +101,7 @@ def find_files(config: SourceConfig) -> Files:
     paths = sorted(sizes.keys() - {*tables})
     if data := [path for path in paths if not COMPANION.match(names[path])]:
         if left_out := sorted({*paths} - {*data}):
-            log.info("data: left out, as they come with the data: %s", some_of(left_out))
+            log.info("data: ignored files that accompany the data: %s", some_of(left_out))
         paths = data
     if is_folder:
         paths = [path for path in paths if format_of(path)]
@@ -111,7 +110,7 @@ def find_files(config: SourceConfig) -> Files:
         raise DataError(
             f"data.path={config.path} must name files of one format; known endings are "
             f"{' '.join(FORMATS)}, also followed by {' '.join(sorted(COMPRESSED))}: give a glob "
-            "such as *.jsonl, or rename the files, or name links to them with such an ending"
+            "such as *.jsonl, or rename the files, or make links to them with such an ending"
         )
     format_ = formats.pop()
     size = sum(sizes[path] or 0 for path in paths)
@@ -123,26 +122,26 @@ def file_system(path: str) -> tuple[Any, str]:
 
     if f"//{MASK}@" in path or f"={MASK}" in path:
         raise ConfigError(
-            f"data.path={path} is masked, because a run writes no passwords; give it on the "
+            f"data.path={path} is masked, because a run never writes passwords; give it on the "
             "command line, or as DIST_AMP_DATA__PATH"
         )
     try:
         return url_to_fs(path)
     except Exception as error:  # an unknown protocol, or one whose package is missing
         raise ConfigError(
-            f"data.path={path} is no address that can be opened: {first_line(error)}; use a local "
-            "path, or a protocol of fsspec, as s3:// or hf://, with its package"
+            f"data.path={path} is not an address that can be opened: {first_line(error)}; use a "
+            "local path, or install the package of an fsspec protocol, such as s3:// or hf://"
         ) from error
 
 
 def list_files(fs: Any, root: str) -> tuple[bool, Sizes]:
-    """Returns (whether it is a folder, sizes of the files there, without hidden ones)."""
-    about = {}  # of a glob; a file's name may hold [ or *, too
+    """Returns (whether `root` is a folder, the sizes of its files, without hidden ones)."""
+    info = {}  # stays empty for a glob; a file's name may contain [ or *, too
     with suppress(FileNotFoundError):
-        about = fs.info(root)  # unlike isfile, it does not hide errors
-    if about.get("type") == "file":
-        return False, {root: about.get("size")}
-    is_folder = about.get("type") == "directory"
+        info = fs.info(root)  # unlike isfile, it does not hide errors
+    if info.get("type") == "file":
+        return False, {root: info.get("size")}
+    is_folder = info.get("type") == "directory"
     sizes: Sizes = {}
     if is_folder and is_local(fs):  # glob follows links to folders, which fsspec leaves out
         inside = glob.iglob(glob.escape(root) + "/**", recursive=True)
@@ -168,7 +167,7 @@ def format_of(path: str) -> str:
 
 
 def split_by_name(paths: list[str], format_: str) -> dict[str, list[str]]:
-    """{split: paths} if each names its split, as train/0.csv, en_train.csv; else all to train."""
+    """{split: paths}, if the paths name splits (train/0.csv, en_train.csv); else all are train."""
     top = posixpath.commonpath([posixpath.dirname(path) for path in paths])
     splits: dict[str, list[str]] = {}
     for path in paths:
@@ -178,17 +177,17 @@ def split_by_name(paths: list[str], format_: str) -> dict[str, list[str]]:
     if "" in splits or "train" not in splits:
         files = ", ".join(min(inside) for inside in splits.values())
         raise DataError(
-            f"among {files}, some that name a split to hold out would be trained on: all must name "
-            "a split, and one of them train; rename them, or name the files in data.path"
+            f"{files}: if some file names contain a split, all must, one of them train, so that "
+            "no held-out file is trained on; rename the files, or select them in data.path"
         )
     return splits
 
 
 def split_of(path: str, format_: str) -> str:
-    """The split that a relative path names by its first folder or its file's name; or ""."""
+    """The split that a relative path names by its first folder or its file name; or ""."""
     folder, slash, _ = path.lower().partition("/")
     match = SPLIT_NAME.fullmatch(folder) if slash else None
-    # The names of pictures and of programs, such as test_io.py, say nothing of a split.
+    # The names of images and of source files, such as test_io.py, do not name a split.
     if format_ != "images" and not path.endswith((".py", ".md")):
         match = match or SPLIT_NAME.search(posixpath.basename(path).lower())
     if match is None:
@@ -218,20 +217,20 @@ def stay_local_without_network() -> None:
 
 
 def fetch(fs: Any, path: str, start: int, end: int) -> Any:
-    """Bytes [start, end) of a file, all of them. Errors: as for `patiently`."""
+    """Bytes [start, end) of a file; retried if fewer arrive. Errors: as for `with_retries`."""
 
-    def once() -> bytes:
-        # By name: a file system may have other arguments between, such as S3's version_id.
+    def read_range() -> bytes:
+        # By keyword: a file system may have parameters before these, such as S3's version_id.
         content: bytes = fs.cat_file(path, start=start, end=end)
         if len(content) != end - start:
-            raise OSError(f"{len(content)} bytes came in place of {end - start}")
+            raise OSError(f"received {len(content)} bytes instead of {end - start}")
         return content
 
-    return patiently(fs, path, once)
+    return with_retries(fs, path, read_range)
 
 
-def patiently(fs: Any, path: str, call: Callable[[], Any]) -> Any:
-    """call(), repeated while its error may pass. Errors: DataError; FileNotFoundError as it is."""
+def with_retries(fs: Any, path: str, call: Callable[[], Any]) -> Any:
+    """call(), retried while its error may be temporary. Errors: DataError, FileNotFoundError."""
     start = time.monotonic()
     pause = FIRST_PAUSE
     while True:
@@ -241,8 +240,8 @@ def patiently(fs: Any, path: str, call: Callable[[], Any]) -> Any:
             raise
         except Exception as error:  # each file system has errors of its own
             left = OUTAGE_SECONDS - (time.monotonic() - start)
-            lasts = isinstance(error, LASTING) or "Credential" in type(error).__name__
-            if lasts or is_local(fs) or left < pause:
+            is_permanent = isinstance(error, PERMANENT) or "Credential" in type(error).__name__
+            if is_permanent or is_local(fs) or left < pause:
                 raise unreachable(fs, path, error) from error
             log.warning(
                 "warning: %s can't be reached: %s; trying again for %.0f s",
@@ -273,7 +272,7 @@ def address_of(fs: Any, path: str) -> str:
 
 
 class RangeFile(AbstractBufferedFile):  # type: ignore[misc]
-    """A file to read, of which exactly the ranges that are asked for are fetched."""
+    """A readable file that fetches exactly the ranges that are asked for, with retries."""
 
     def _fetch_range(self, start: int, end: int) -> bytes:
         return fetch(self.fs, self.path, start, min(end, self.size))

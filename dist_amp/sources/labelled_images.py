@@ -1,4 +1,4 @@
-"""Images with labels as tensors: of what `[data]` names, or scikit-learn's digits."""
+"""Labelled images as tensors, from the data in `[data]` or from scikit-learn's digits."""
 
 import io
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from dist_amp.sources.load import load_split
 
 
 def labelled_rows(data: DataConfig, split: str, image_column: str, label_column: str) -> Any:
-    """The split's rows: see `load_split`. Errors: DataError for an absent column."""
+    """The rows of a split: see `load_split`. Errors: DataError if a column does not exist."""
     if data.name == "auto" and data.path == "off":
         return digits(split, image_column, label_column)
     rows = load_split(data, split, image_column, label_column)
@@ -37,14 +37,14 @@ class LabelledImage:
     size: tuple[int, int]
     channels: int
     classes: int
-    number_of: Mapping[str, int]  # of the classes that have names
+    number_of: Mapping[str, int]  # class name -> number, for labels that are text
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Tensor]:
         value, label = (row[column] for column in self.columns)
         number = self.number_of.get(label) if isinstance(label, str) else label
         if not isinstance(number, int) or not 0 <= number < self.classes:
             raise ValueError(
-                f"label {label!r} is none of the {self.classes} classes, 0 to {self.classes - 1}"
+                f"label {label!r} is not one of the {self.classes} classes, 0 to {self.classes - 1}"
             )
         height, width = self.size
         mode = "L" if self.channels == 1 else "RGB"
@@ -56,9 +56,9 @@ class LabelledImage:
 
 
 def opened(value: Any) -> Image.Image:
-    """A picture: the column's value, or what its bytes encode. Errors: ValueError."""
+    """The column's value as an image, decoded if it is bytes. Errors: ValueError."""
     path = ""
-    if isinstance(value, Mapping):  # as Parquet stores it
+    if isinstance(value, Mapping):  # as Parquet stores images
         path = value.get("path") or ""
         value = value.get("bytes")
     if isinstance(value, bytes):
@@ -88,7 +88,7 @@ def digits(split: str, image_column: str, label_column: str) -> list[dict[str, A
     order = torch.randperm(len(scans.target), generator=rng, device="cpu").tolist()
     held_out = len(order) // 10
     chosen = order[held_out:] if split == "train" else order[:held_out]
-    levels = (scans.images * (255 / 16)).round().astype(numpy.uint8)  # of 0 to 16
+    levels = (scans.images * (255 / 16)).round().astype(numpy.uint8)  # from 0..16
     return [
         {image_column: Image.fromarray(levels[i]), label_column: int(scans.target[i])}
         for i in chosen

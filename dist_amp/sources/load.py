@@ -17,17 +17,17 @@ from dist_amp.sources.files import find_files, stay_local_without_network
 from dist_amp.sources.mixture import tables_of
 
 log = logging.getLogger(__name__)
-# Parquet files above this are read by row group: converting them takes their size in the cache.
+# Larger Parquet files are read by row group: converting takes as much disk space again.
 MAP_UP_TO_BYTES = 4 * 2**30
-HELD_OUT = 0.05  # of the rows, with data.validation_split=auto, last or shuffled
-WAY = re.compile(r"(auto|last|shuffled)(?::(0?\.\d*[1-9]\d*))?")  # of holding out, and the share
+HELD_OUT = 0.05  # share of the rows, with data.validation_split=auto, last or shuffled
+HOLD_OUT = re.compile(r"(auto|last|shuffled)(?::(0?\.\d*[1-9]\d*))?")  # method[:share]
 
 
 class Converted:
     def __init__(self, rows: Any, convert: Callable[[dict[str, Any]], Any]):
         self.rows = rows
         self.convert = convert
-        for name in ("shuffled", "fingerprint"):  # a Parquet view's
+        for name in ("shuffled", "fingerprint"):  # of a Parquet view
             if hasattr(rows, name):
                 setattr(self, name, getattr(rows, name))
 
@@ -48,7 +48,7 @@ class Converted:
 
 
 def image_file(rows: Any, index: int) -> str:
-    """The file of a row's image, for an error; "" if there is none."""
+    """The file of a row's image, for an error message; "" if there is none."""
     for name, feature in (getattr(rows, "features", None) or {}).items():
         if type(feature).__name__ == "Image":
             return rows.cast_column(name, type(feature)(decode=False))[index][name]["path"] or ""
@@ -56,7 +56,7 @@ def image_file(rows: Any, index: int) -> str:
 
 
 def load_split(config: DataConfig, split: str, *other_columns: str) -> Any:
-    """Call `load_rows` for a task that reads rows of one source. Errors: ConfigError."""
+    """`load_rows` for a task that can't read mixtures: ConfigError if data.sources is set."""
     if tables := tables_of(config):
         raise ConfigError(
             f"data.sources.{next(iter(tables))}: this task reads one source; use data.path or "
@@ -66,8 +66,8 @@ def load_split(config: DataConfig, split: str, *other_columns: str) -> Any:
 
 
 def load_rows(config: DataConfig, split: str, *other_columns: str) -> Any:
-    """The training or validation part of the rows that `data.name` or `data.path` names, with the
-    column `data.text_column` or one of the others; None for the validation part of a single row.
+    """The rows of `data.name` or `data.path` for `split`, "train" or "validation", with the column
+    `data.text_column` or one of the others; None if they are too few to hold any out.
     """
     if config.path != "off" and config.name != "auto":
         raise ConfigError(
@@ -88,8 +88,8 @@ def load_rows(config: DataConfig, split: str, *other_columns: str) -> Any:
         return pick_split(from_hub(config), config, split, *other_columns)
     if files.format == "tokens":
         raise DataError(
-            f"data.path={config.path} holds tokens, which only a task of tokens reads, from a "
-            "folder on this machine; set data.path to the files of rows"
+            f"data.path={config.path} holds tokens, which only a task that trains on tokens reads, "
+            "from a local folder; set data.path to files with rows"
         )
     is_large = config.view == "auto" and files.bytes > MAP_UP_TO_BYTES
     if files.format == "parquet" and (is_large or config.view == "parquet"):
@@ -106,16 +106,16 @@ def load_rows(config: DataConfig, split: str, *other_columns: str) -> Any:
 
 
 def pick_split(splits: Any, config: SourceConfig, split: str, *other_columns: str) -> Any:
-    """The training or validation part of {name: rows, or what opens them}: see `load_rows`."""
+    """The rows of `split` from {name: rows, or a function that opens them}: see `load_rows`."""
     name = config.split
-    held_out = config.validation_split  # a share, or a split's name
-    way = ""
-    if held_out not in splits and (match := WAY.fullmatch(str(held_out))):
-        way, share = match.groups()
+    held_out = config.validation_split  # a share, a split's name, or a method: HOLD_OUT
+    method = ""
+    if held_out not in splits and (match := HOLD_OUT.fullmatch(str(held_out))):
+        method, share = match.groups()
         held_out = float(share or HELD_OUT)
-        usual = [other for other in ("validation", "test") if other in splits and other != name]
-        if usual and way != "last" and not share:
-            held_out = usual[0]
+        existing = [other for other in ("validation", "test") if other in splits and other != name]
+        if existing and method != "last" and not share:  # prefer the dataset's own split
+            held_out = existing[0]
     for key, value in (("split", name), ("validation_split", held_out)):
         if isinstance(value, str) and value not in splits:
             raise DataError(
@@ -128,7 +128,7 @@ def pick_split(splits: Any, config: SourceConfig, split: str, *other_columns: st
     if callable(rows):
         rows = rows()
     if isinstance(held_out, float):
-        rows = held_out_part(rows, split, held_out, way)
+        rows = held_out_part(rows, split, held_out, method)
     if rows is None:
         return None
     present = {config.text_column, *other_columns} & set(rows.column_names)
@@ -138,46 +138,47 @@ def pick_split(splits: Any, config: SourceConfig, split: str, *other_columns: st
     return rows
 
 
-def held_out_part(rows: Any, split: str, share: float, way: str = "") -> Any:
-    """The rows of `split`: a share is held out for validation, None of a single row or row group.
+def held_out_part(rows: Any, split: str, share: float, method: str = "") -> Any:
+    """The training or validation rows, if a share of the rows is held out for validation.
 
-    way: last: the rows at the end; "": drawn rows; auto: drawn rows if that can be; shuffled: drawn
-    rows, and the rest in the order of the draw, not the file's, as versions before this one had it.
+    method: last: the last rows; auto or "": random rows; shuffled: random rows, and the others in
+    random order instead of the file's, as in earlier versions. None for validation if there is a
+    single row, or with auto a single row group. Errors: DataError if no row is left to train on.
     """
     in_groups = hasattr(rows, "row_groups")  # a Parquet view holds out whole row groups
     parts = rows.row_groups if in_groups else len(rows)
-    if len(rows) < 2 or (parts < 2 and way == "auto"):
+    if len(rows) < 2 or (parts < 2 and method == "auto"):
         if split == "train":
             return rows
-        log.info("data: a single document or row group: none is held out, so no evaluation")
+        log.info("data: a single row or row group: nothing is held out, so there is no evaluation")
         return None
     count = math.ceil(parts * share)
     if count >= parts:
         raise DataError(
             f"data.validation_split={share} leaves none of {parts} "
-            f"{'row groups' if in_groups else 'rows'} to train on; use a smaller one, smaller row "
-            "groups, or data.view=map"
+            f"{'row groups' if in_groups else 'rows'} to train on; use a smaller share, smaller "
+            "row groups, or data.view=map"
         )
-    if way == "last":
+    if method == "last":
         order = np.roll(np.arange(parts), count)
     elif in_groups:
         order = torch.randperm(parts, generator=torch.Generator().manual_seed(0)).numpy()
     else:
         order = np.random.default_rng(0).permutation(parts)  # as train_test_split(seed=0) draws
-    # Held-out rows as drawn: a short evaluation has rows of all parts of the file.
+    # Held-out rows stay in random order: a short evaluation then covers all parts of the file.
     chosen = order[:count]
     if split == "train":
         chosen = order[count:]
-        if in_groups or way != "shuffled":
+        if in_groups or method != "shuffled":
             chosen.sort()
     return rows.select_groups(chosen) if in_groups else rows.select(chosen)
 
 
 def class_names(rows: Any, label_column: str) -> Sequence[str]:
-    """The names of the classes 0, 1, ...: a ClassLabel's, or sorted texts; of numbers none."""
+    """The names of the classes 0, 1, ...: a ClassLabel's, or sorted texts; () for numbers."""
     if isinstance(rows, list):
         return "0123456789"
-    feature = (rows.features or {}).get(label_column)  # a Parquet view may know none
+    feature = (rows.features or {}).get(label_column)  # a Parquet view may have no features
     kind = getattr(feature, "dtype", "")
     if kind in ("string", "large_string"):
         if not hasattr(rows, "unique"):

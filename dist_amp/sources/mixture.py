@@ -1,7 +1,7 @@
-"""Several sources as one dataset, each with its share of an epoch, evenly spread.
+"""Mix several sources into one dataset: each has its share of an epoch, spread evenly over it.
 
-An epoch consists of equal blocks, in each of which source k occurs counts[k] times. The order in a
-block comes from a table if the block is short, else it is computed.
+An epoch consists of equal blocks, in each of which source k occurs counts[k] times. The order of
+sources in a block is a table if the block is short; otherwise each place is computed.
 """
 
 import json
@@ -25,9 +25,9 @@ from dist_amp.sources.token_shards import short_hash
 log = logging.getLogger(__name__)
 Array = numpy.ndarray[Any, Any]
 
-LONGEST_BLOCK = 10_000  # samples: a table of 160 KB; for a longer block places are computed
-CLOSE_ENOUGH = 1e-3  # of a source's share, by which short blocks are tried
-# In an epoch, before a warning: rows add next to nothing after 16 times (arXiv:2305.16264).
+LONGEST_BLOCK = 10_000  # samples of a block with a table, which takes 160 KB
+CLOSE_ENOUGH = 1e-3  # relative error of shares that ends the search for a short block
+# Repeats per epoch without a warning: after 16, rows add next to nothing (arXiv:2305.16264).
 MOST_REPEATS = 20
 SOURCE_KEYS = [item.name for item in fields(SourceConfig)]
 
@@ -35,8 +35,8 @@ SOURCE_KEYS = [item.name for item in fields(SourceConfig)]
 class Mixture:
     """Map-style dataset of blocks, in each of which source k occurs counts[k] times, evenly spread.
 
-    As many blocks as it takes to draw every sample. One with "input_ids" also has "source_ids",
-    int64 of the same shape. It has `fingerprint` and `lengths` if all sources have them.
+    There are as many blocks as it takes to draw every sample. A sample with "input_ids" also gets
+    "source_ids", int64 of the same shape. `fingerprint`, `lengths`: if all sources have them.
     """
 
     fingerprint: str
@@ -52,8 +52,8 @@ class Mixture:
             name = self.names[index]
             if hasattr(self.sources[index], "shuffled"):
                 raise ConfigError(
-                    f"data.sources.{name} is read by row group, and a mixture reads in any order; "
-                    "name its tokens, made by python -m dist_amp.tokenize, or use data.view=map"
+                    f"data.sources.{name} is read by row group, but a mixture reads in any order; "
+                    "set its path to tokens of python -m dist_amp.tokenize, or use data.view=map"
                 )
             self.sizes[index] = len(self.sources[index] or ())
             if not self.sizes[index]:
@@ -62,22 +62,22 @@ class Mixture:
                 )
         self.blocks = int(max(-(-self.sizes[drawn] // self.counts[drawn])))
         if self.block <= LONGEST_BLOCK:
-            # Of each place in a block, its source and how often that came before.
+            # For each place in a block: its source, and how often that source came before.
             source = numpy.repeat(numpy.arange(len(counts)), self.counts)
             draw = numpy.concatenate([numpy.arange(count) for count in counts])
             order = numpy.argsort((draw + 0.5) / self.counts[source], kind="stable")
             self._source = source[order]
             self._draw = draw[order]
-        prints = [getattr(self.sources[index], "fingerprint", None) for index in drawn]
-        if all(isinstance(each, str) for each in prints):
-            facts = zip(self.names, self.sizes.tolist(), self.counts.tolist(), strict=True)
-            self.fingerprint = short_hash(json.dumps([[*facts], prints]))[:16]
+        fingerprints = [getattr(self.sources[index], "fingerprint", None) for index in drawn]
+        if all(isinstance(each, str) for each in fingerprints):
+            shares = zip(self.names, self.sizes.tolist(), self.counts.tolist(), strict=True)
+            self.fingerprint = short_hash(json.dumps([[*shares], fingerprints]))[:16]
 
     def __len__(self) -> int:
         return self.blocks * self.block
 
     def locate(self, positions: Any) -> tuple[Array, Array]:
-        """Positions, int64 [n] -> (each one's source, its sample there), [n] each."""
+        """Positions, int64 [n] -> (each one's source, and the sample's index in it), [n] each."""
         positions = numpy.atleast_1d(numpy.asarray(positions, numpy.int64))
         block, within = numpy.divmod(positions, self.block)
         if self.block <= LONGEST_BLOCK:
@@ -90,7 +90,7 @@ class Mixture:
 
     @property
     def lengths(self) -> Array:
-        """The length of each sample, int64 [len]; AttributeError if a source has none."""
+        """The length of each sample, int64 [len]; AttributeError if a source has no lengths."""
         source, number = self.locate(numpy.arange(len(self)))
         lengths = numpy.empty(len(self), numpy.int64)
         for index in numpy.flatnonzero(self.counts).tolist():
@@ -124,16 +124,18 @@ class Mixture:
 
 
 def spread(places: Array, counts: Sequence[int]) -> tuple[Array, Array]:
-    """Places below sum(counts), int64 -> (each one's source, how often that came before), even."""
+    """Places below sum(counts), int64 -> (each one's source, how often that came before).
+    Each source in turn takes `count` of the places that are still open, evenly spaced.
+    """
     source = numpy.zeros_like(places)
     draw = numpy.zeros_like(places)
     is_open = numpy.ones(places.shape, bool)
     left = sum(counts)
-    rest = places  # the places' numbers among the `left` that are open
+    rest = places  # each place's number among the `left` open ones
     for index, count in enumerate(counts):
         if not count:
             continue
-        # As Python's integers, which do not wrap around.
+        # In Python's integers, which do not overflow.
         before, after = (
             (numbers.astype(object) * count // left).astype(numpy.int64)
             for numbers in (rest, rest + 1)
@@ -148,11 +150,10 @@ def spread(places: Array, counts: Sequence[int]) -> tuple[Array, Array]:
 
 
 def counts_of(weights: Mapping[str, float], sizes: Sequence[int]) -> list[int]:
-    """The count of each source in a block, for shares within one sample in an epoch.
+    """The count of each source in a block, so that its share of an epoch is exact to one sample.
 
-    A short block if its shares are that close, else the epoch is a single block, whose places are
-    shared out by the largest remainder. Exact fractions, so that the length does not depend on how
-    a weight such as 0.1 is rounded.
+    A short block if it is that exact; otherwise the epoch is a single block, divided by largest
+    remainders. Fractions keep the length independent of how a weight such as 0.1 is rounded.
     """
     exact = [Fraction(str(weight)) for weight in weights.values()]
     total = sum(exact)
@@ -174,13 +175,13 @@ def counts_of(weights: Mapping[str, float], sizes: Sequence[int]) -> list[int]:
 
 
 def counts_in_block(weights: Mapping[str, float]) -> list[int]:
-    """The count of each source in the shortest block within CLOSE_ENOUGH, or in the closest one."""
+    """The counts in the shortest block whose shares are CLOSE_ENOUGH, or in the closest block."""
     shares = numpy.array(list(weights.values())) / sum(weights.values())
     best = math.inf
     for size in range(len(shares), LONGEST_BLOCK + 1):
         exact = size * shares
         counts = numpy.floor(exact).astype(numpy.int64)
-        # Rounded, or noise in the last bit would decide between equal remainders.
+        # Rounded, because noise in the last bit would decide between equal remainders.
         largest_first = numpy.argsort(numpy.round(counts - exact, 9), kind="stable")
         counts[largest_first[: size - counts.sum()]] += 1
         error = abs(counts / exact - 1).max()
@@ -195,7 +196,7 @@ def counts_in_block(weights: Mapping[str, float]) -> list[int]:
 def mixed(data: DataConfig, split: str, build: Callable[[DataConfig], Any]) -> Any:
     """The rows that `data` names: build(data), or the mixture of data.sources.
 
-    build: the section of one source -> its rows or None. Held-out parts are interleaved unweighted.
+    build: the section of one source -> its rows or None. Validation rows are mixed unweighted.
     """
     tables = tables_of(data)
     if not tables:
@@ -216,12 +217,12 @@ def mixed(data: DataConfig, split: str, build: Callable[[DataConfig], Any]) -> A
     sizes = {name: len(rows or ()) for name, rows in sources.items()}
     if split != "train":
         if missing := ", ".join(name for name, size in sizes.items() if size == 0):
-            log.info(f"data: nothing is held out of {missing}, so no evaluation has a loss of it")
+            log.info(f"data: nothing is held out of {missing}, so evaluation has no loss for it")
         if not any(sizes.values()):
             return None
         return Mixture(sources, list(sizes.values()))
     weights = {name: table.weight for name, table in tables.items()}
-    # An empty source is refused by its name, as one that is drawn.
+    # An empty source counts as one sample here, so that Mixture draws from it, and rejects it.
     mixture = Mixture(sources, counts_of(weights, [max(1, size) for size in sizes.values()]))
     times = mixture.blocks * mixture.counts / mixture.sizes
     longest = mixture.names[times.argmin()]
@@ -230,22 +231,22 @@ def mixed(data: DataConfig, split: str, build: Callable[[DataConfig], Any]) -> A
         log.info(f"data: {name}: {size:,} rows, {share}, {often:.2f} times each")
         if often > MOST_REPEATS:
             warn(
-                f"data.sources.{name}: an epoch, in which {longest} is read once, takes each of "
-                f"its {size:,} rows {often:,.0f} times, more than {MOST_REPEATS}; lower its "
-                f"weight, or raise {longest}'s"
+                f"data.sources.{name}: an epoch, which reads {longest} once, repeats each of its "
+                f"{size:,} rows {often:,.0f} times, more than {MOST_REPEATS}; lower its weight, "
+                f"or raise {longest}'s"
             )
     log.info(f"data: an epoch has {len(mixture):,} rows")
     return mixture
 
 
 def tables_of(data: DataConfig) -> dict[str, MixedSourceConfig]:
-    """The tables in data.sources by name. Errors: ConfigError for keys of a single source too."""
+    """The tables of data.sources. Errors: ConfigError if keys of a single source are set, too."""
     tables = data.sources
     for key in SOURCE_KEYS:
         value = getattr(data, key)
         if tables and value != getattr(SourceConfig, key):
             raise ConfigError(
-                f"data.{key}={value} is for a single source, and there is a mixture of "
+                f"data.{key}={value} is for a single source, but data.sources is a mixture of "
                 f"{', '.join(tables)}; set data.sources.{next(iter(tables))}.{key}, or remove "
                 "data.sources"
             )
@@ -255,7 +256,7 @@ def tables_of(data: DataConfig) -> dict[str, MixedSourceConfig]:
 def losses_by_source(
     losses: Tensor, labels: Tensor, source_ids: Tensor, names: Sequence[str]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """{"loss_NAME": (sum of its losses, how many count)} for a task's metrics(), of every source.
+    """For a task's metrics(): {"loss_NAME": (sum of losses, tokens that count)} for every source.
 
     losses: of each token, float32; labels: below 0 where a token does not count; source_ids: its
     source's index in `names`; all of one shape, shifted alike. Nothing is read from the device.

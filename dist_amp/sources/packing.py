@@ -1,7 +1,7 @@
-"""Token documents as rows of at most one length: packed, joined and cut, or one per row.
+"""Turn token documents into rows of a maximum length: packed, concatenated and cut, or one per row.
 
-The plan of rows is made from the documents' lengths alone, the same at every start and in every
-epoch: the rows are the samples, which the run shuffles as any others.
+Rows are planned from the documents' lengths alone, so they are the same at every start and in every
+epoch; they are the samples that the run shuffles. A row consists of pieces: parts of documents.
 """
 
 import logging
@@ -20,8 +20,8 @@ from dist_amp.settings import DataConfig
 from dist_amp.sources.token_shards import IGNORE_INDEX, Sample, short_hash
 
 log = logging.getLogger(__name__)
-# Pieces that are fitted at a time, in random order, so that a row's documents are no neighbours in
-# the source; with another seed than run's, since a resumed run must find the same rows.
+# Pieces that are packed at a time. They are drawn in random order, so that neighbours in the source
+# do not share a row, and with a fixed seed, so that a resumed run finds the same rows.
 WINDOW = 2**16
 SEED = 0
 Ints = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
@@ -29,12 +29,12 @@ Ints = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 
 @dataclass(frozen=True)
 class Packing:
-    """The way in which documents become rows of at most `length` tokens."""
+    """How documents become rows of at most `length` tokens."""
 
     length: int
     pack: Literal["off", "cut", "best_fit"]
     long_documents: Literal["split", "truncate"]
-    # A new shape costs a GPU new buffers and kernel plans. Not in the rows' fingerprint.
+    # Batches are padded to a multiple: new shapes cost a GPU buffers. Not in the fingerprint.
     multiple: int = field(default=1, repr=False)
 
     @classmethod
@@ -47,19 +47,19 @@ class Packing:
     ) -> "Packing":
         """The packing that `[data]` asks for; `auto` is the task's default."""
         pack = auto if data.pack == "auto" else data.pack
-        as_read = pack == "off" or data.view == "parquet"
-        return cls(length, pack, "truncate" if as_read else "split", multiple)
+        truncates = pack == "off" or data.view == "parquet"
+        return cls(length, pack, "truncate" if truncates else "split", multiple)
 
     def rows(self, documents: Any, split: str) -> Any:
-        """Token documents as samples for `collate`, which also truncates; None without any."""
+        """The documents as samples for `collate`, which also truncates; None if there are none."""
         if documents is None:
             return None
         if not hasattr(documents, "lengths"):
             if self.pack == "cut" or self.long_documents != "truncate":
                 raise ConfigError(
-                    f"data.pack={self.pack} needs the documents' lengths, which row groups of "
-                    "Parquet do not tell; set data.view=parquet with data.pack=best_fit or off, or "
-                    "tokenize first by python -m dist_amp.tokenize, and set data.path to its folder"
+                    f"data.pack={self.pack} needs the documents' lengths, which are unknown if "
+                    "Parquet is read by row group; set data.view=parquet with data.pack=best_fit "
+                    "or off, or data.path to tokens that python -m dist_amp.tokenize has made"
                 )
             if self.pack == "best_fit":
                 log.info("data: only the first %d tokens of a document are read", self.length)
@@ -78,7 +78,7 @@ class Packing:
 
         input_ids, labels [B, T] int64, and with best_fit position_ids, which begin at 0 in each
         document and in the padding; source_ids of a mixture; attention_mask, 0 at padding, if asked
-        for; tokens: how many there are without padding; counted: how many are learned.
+        for; tokens: their number without padding; counted: how many of them count in the loss.
         """
         if self.pack == "best_fit" and "position_ids" not in samples[0]:
             samples = self.packed(samples)
@@ -104,7 +104,7 @@ class Packing:
         return {**batch, "tokens": sum(lengths), "counted": counted}
 
     def packed(self, documents: list[Sample]) -> list[Sample]:
-        """The beginnings of documents as packed rows; their order does not matter."""
+        """Pack the beginnings of documents into rows, in any order."""
         pieces = [
             {name: values[: self.length] for name, values in document.items()}
             for document in documents
@@ -119,9 +119,9 @@ class Packing:
 class PackedRows:
     """Map-style dataset of rows of documents such as `TokenShards`; `lengths` [len] int64: of rows.
 
-    A row is {"input_ids", "labels"}, with best_fit "position_ids" too, each [n] int64. Of a split
-    document every piece but the first begins with the token before it, which is context: its label
-    is -100, and each token is learned once. Memory: 24 bytes per piece and 16 per row.
+    A row is {"input_ids", "labels"}, with best_fit "position_ids" too, each [n] int64. In a split
+    document, each piece but the first begins with the token before it as context, which has the
+    label -100, so that each token counts once. Memory: 24 bytes per piece and 16 per row.
     """
 
     def __init__(self, documents: Any, packing: Packing):
@@ -133,13 +133,13 @@ class PackedRows:
         if packing.pack == "cut":
             if not split:
                 lengths = lengths.clip(max=length)
-            self._ends = lengths.cumsum()  # of each document, in the joined stream
+            self._ends = lengths.cumsum()  # of each document, in their concatenation
             self.lengths = numpy.full(lengths.sum() // length, length)
             return
         self._pieces = pieces_of(lengths, length, split)
-        if not split:
+        if not split:  # leave out documents whose tokens that count are all cut off
             self._pieces = self._pieces[:, documents.firsts[self._pieces[0]] < length]
-        self._offsets = numpy.arange(self._pieces.shape[1] + 1)
+        self._offsets = numpy.arange(self._pieces.shape[1] + 1)  # each row's first piece
         if packing.pack == "best_fit":
             self._pieces, self._offsets = fitted(self._pieces, length)
         tokens = self._pieces[2] - self._pieces[1]
@@ -182,7 +182,7 @@ class PackedRows:
         return pieces
 
     def describe(self, split: str) -> None:
-        """Log rows, tokens and padding. Errors: DataError if the documents do not fill a row."""
+        """Log how documents became rows. Errors: DataError if they do not fill a row."""
         pack = self.packing.pack
         length = self.packing.length
         lengths = numpy.asarray(self.documents.lengths)
@@ -190,7 +190,7 @@ class PackedRows:
         if not len(self):
             raise DataError(
                 f"the {documents} have {lengths.sum():,} tokens in all, and do not fill one row of "
-                f"{length:,} with something to learn; use shorter rows, more data, or best_fit"
+                f"{length:,} with tokens to train on; use shorter rows, more data, or best_fit"
             )
         log.info(
             f"data: {documents}, {lengths.sum():,} tokens: {len(self):,} rows of at most "
@@ -200,8 +200,8 @@ class PackedRows:
             return
         if pack != "cut" and (left_out := len(self.documents) - self._pieces.shape[1]):
             warn(
-                f"{left_out:,} of {documents} are left out: within {length:,} tokens they have no "
-                "answer to learn, because it comes later"
+                f"{left_out:,} of {documents} are left out, because none of their first "
+                f"{length:,} tokens counts in the loss"
             )
         if cut_off := (lengths - length).clip(min=0).sum() / lengths.sum():
             log.info(
@@ -215,7 +215,7 @@ def concatenated(pieces: Sequence[Mapping[str, Tensor]]) -> Sample:
 
 
 def joined(pieces: Sequence[Sample]) -> Sample:
-    """Pieces as one row with position_ids; each one's first token is context, and not learned."""
+    """Concatenate pieces into a row with position_ids; the first token of each does not count."""
     for piece in pieces:
         piece["labels"][0] = IGNORE_INDEX
     positions = [torch.arange(len(piece["input_ids"])) for piece in pieces]
@@ -224,8 +224,8 @@ def joined(pieces: Sequence[Sample]) -> Sample:
 
 def pieces_of(lengths: Ints, length: int, split: bool) -> Ints:
     """Documents as pieces of 2 to `length` tokens, [3, pieces]: see `PackedRows.pieces`."""
-    counts = (lengths > 1).astype(numpy.int64)
-    if split:  # a further piece begins with the token before it, so that it adds length - 1
+    counts = (lengths > 1).astype(numpy.int64)  # in a single token there is nothing to predict
+    if split:  # a later piece begins with the token before it, so it adds length - 1 tokens
         counts = -(-(lengths - 1).clip(min=0) // (length - 1))
     document = numpy.repeat(numpy.arange(len(lengths)), counts)
     first = counts.cumsum() - counts
@@ -236,7 +236,7 @@ def pieces_of(lengths: Ints, length: int, split: bool) -> Ints:
 
 
 def fitted(pieces: Ints, length: int) -> tuple[Ints, Ints]:
-    """Pieces in rows: (pieces row by row [3, pieces], each row's first piece [rows + 1])."""
+    """Pack pieces by best fit: (pieces by row [3, pieces], each row's first piece [rows + 1])."""
     count = pieces.shape[1]
     order = epoch_order(shuffled_order(count), count, SEED, 0)
     chosen = numpy.empty_like(pieces)
@@ -245,7 +245,7 @@ def fitted(pieces: Ints, length: int) -> tuple[Ints, Ints]:
         positions = torch.arange(first, min(first + WINDOW, count))
         window = pieces[:, order(positions).numpy()]
         rows = best_fit(window[2] - window[1], length)
-        # In random order: the first rows have the longest documents.
+        # Shuffle the rows, because best_fit begins with the longest documents.
         number = torch.arange(int(rows.max()) + 1)
         shuffled = epoch_order("randperm", len(number), SEED, 1 + first)
         rows = shuffled(number).numpy()[rows]
@@ -263,17 +263,17 @@ def best_fit(sizes: Ints, length: int) -> Ints:
     order = numpy.argsort(-sizes, kind="stable")
     row_of = []  # of the pieces in this order
     free: list[list[int]] = [[] for _ in range(length + 1)]  # rows by their room in tokens
-    room = 0  # bit n: free[n] has rows
+    room = 0  # bit n is set if free[n] has rows
     rows = 0
     values, counts = numpy.unique(sizes, return_counts=True)
     for size, count in zip(values[::-1].tolist(), counts[::-1].tolist(), strict=True):
         while count:
             left = length
             fitting = room >> size
-            if fitting:  # its lowest bit: the fullest rows
+            if fitting:  # its lowest set bit stands for the fullest rows
                 left = size + (fitting & -fitting).bit_length() - 1
-            each = left // size
-            needed = -(-count // each)
+            per_row = left // size
+            needed = -(-count // per_row)
             if fitting:
                 chosen = free[left][-needed:]
                 del free[left][-needed:]
@@ -283,7 +283,7 @@ def best_fit(sizes: Ints, length: int) -> Ints:
                 chosen = list(range(rows, rows + needed))
                 rows += needed
             for row in chosen:
-                placed = min(each, count)
+                placed = min(per_row, count)
                 count -= placed
                 row_of += [row] * placed
                 free[left - placed * size].append(row)
@@ -294,7 +294,7 @@ def best_fit(sizes: Ints, length: int) -> Ints:
 
 
 class TokenShares:
-    """The shares of padding, of counted tokens and, of these, of a mixture's sources.
+    """Metrics of batches: the shares of padding, of tokens that count, and of sources among these.
 
     A task calls `count` in its tokens(batch) and returns `read()` from its train_metrics.
     """
@@ -317,7 +317,7 @@ class TokenShares:
         return int(batch["tokens"])
 
     def read(self, world: Any) -> Sample:
-        """The shares since the last call, in percent, over all ranks of `World`: all call it."""
+        """The shares since the last call, in percent, over all ranks; every rank must call it."""
         total = self._total
         since = torch.tensor((total - self._read).tolist(), pin_memory=world.device.type == "cuda")
         self._read = total

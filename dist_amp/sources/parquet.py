@@ -1,8 +1,8 @@
 """Parquet files as a map-style dataset that is neither converted nor held in memory.
 
-Three numbers are kept of each row group. A run shuffles by `ParquetView.shuffled`, an order in
-which each rank has few row groups open at a time: over all ranks each is read once per epoch, but
-for those of a partial last step, which several ranks may read again.
+Of each row group only three numbers are kept in memory. A run shuffles by `ParquetView.shuffled`,
+an order in which each rank has few row groups open at a time. Over all ranks, each is read once per
+epoch, except those of a partial last step, which several ranks may read again.
 """
 
 import copy
@@ -26,22 +26,22 @@ from torch import Tensor
 from dist_amp.errors import ConfigError, DataError, first_line
 from dist_amp.loading.plan import EpochOrder, OrderOf, epoch_keys, epoch_order, permute
 from dist_amp.settings import DataConfig
-from dist_amp.sources.files import RangeFile, address_of, fetch, is_local, patiently
+from dist_amp.sources.files import RangeFile, address_of, fetch, is_local, with_retries
 
 log = logging.getLogger(__name__)
 OPEN_FILES = 32  # per process
-# Row groups of a stream whose rows are mixed. More come nearer to a full shuffle, by little
-# (python -m benchmarks.shuffle), and take as much more memory.
+# Row groups of a stream that are shuffled together. More of them are slightly closer to a full
+# shuffle (python -m benchmarks.shuffle), but take proportionally more memory.
 SHUFFLE_GROUPS = 2
 MOST_STREAMS = 64  # with data.streams=auto: each keeps row groups in memory
-# 2^64 / the golden ratio: its multiples lie far apart, and so do the keys of two windows.
+# 2^64 / the golden ratio: its multiples lie far apart, so windows get very different keys.
 GOLDEN = -0x61C8864680B583EB
-AT_ONCE = 16  # threads: an object store takes some 50 ms per request (assumed)
-LIKELY_BYTES = 2**16  # of a footer: what is fetched first
+THREADS = 16  # that read footers: an object store takes some 50 ms per request (assumed)
+FOOTER_BYTES = 2**16  # fetched from a file's end first; most footers are smaller
 MAGIC = b"PAR1"
-Version = tuple[int, str]  # a file's size and, if its store has one, the mark of its content
-Types = dict[str, Any]  # Arrow's, by the columns' names
-Row = dict[str, Any]  # or a row group's columns, by their names
+Version = tuple[int, str]  # a file's size and, if its store has one, its ETag
+Types = dict[str, Any]  # {column: Arrow type}
+Row = dict[str, Any]  # {column: value}, or of a row group {column: Arrow array}
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Source:
     fs: Any
     files: Sequence[str]
     schema: Any  # the first file's, Arrow
-    groups: NDArray[np.int64]  # [R, 3]: file, number in it, rows
+    groups: NDArray[np.int64]  # [R, 3]: the file's index, the row group's index in it, its rows
     types: Types  # of each column that all files have
     versions: list[Version]
     fingerprint: str
@@ -61,7 +61,7 @@ def open_parquet(fs: Any, files: Sequence[str], data: DataConfig) -> "ParquetVie
     """The rows of these files of an fsspec file system; only their footers are read here."""
     source = read_source(fs, files)
     if not len(source.groups):
-        raise DataError(f"{files[0]} has no rows, nor any file beside it; give files with data")
+        raise DataError(f"{files[0]} has no rows, nor has any other file; give files with data")
     view = ParquetView(source, data.streams)
     log.info(f"data: {len(view):,} rows in {view.row_groups:,} row groups of {len(files)} files")
     return view
@@ -72,7 +72,7 @@ class ParquetView:
 
     def __init__(self, source: Source, streams: int | Literal["auto"]):
         self.column_names: list[str] = list(source.types)
-        self.features: Any = None  # the `datasets.Features` in the file, such as pictures
+        self.features: Any = None  # the file's `datasets.Features`, which decode images
         if b"huggingface" in (source.schema.metadata or {}):
             import datasets
 
@@ -82,7 +82,7 @@ class ParquetView:
         self._groups = source.groups
         self._ends = self._groups[:, 2].cumsum()
         self._streams = streams
-        self._kept_groups = 2
+        self._cached_groups = 2
         self._reader: Reader | None = None
 
     @property
@@ -96,16 +96,16 @@ class ParquetView:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Row]:
-        """The rows of these numbers; each row group that they lie in is decoded once."""
+        """The rows at these indices; each row group that they lie in is decoded once."""
         numbers = np.asarray(indices, np.int64)
         outside = numbers[(numbers < 0) | (numbers >= len(self))]
         if len(outside):
             raise IndexError(f"row {outside[0]} of {len(self)}")
-        if self._reader is None or self._reader.pid != os.getpid():  # a fork shares no open files
-            self._reader = Reader(self._source, self.column_names, self._kept_groups)
+        if self._reader is None or self._reader.pid != os.getpid():  # a fork opens its own files
+            self._reader = Reader(self._source, self.column_names, self._cached_groups)
         groups = np.searchsorted(self._ends, numbers, side="right")
-        file, number, count = self._groups[groups].T
-        keys = np.stack((file, number, numbers - self._ends[groups] + count), axis=1).tolist()
+        file, group, count = self._groups[groups].T
+        keys = np.stack((file, group, numbers - self._ends[groups] + count), axis=1).tolist()
         rows: list[Any] = [None] * len(numbers)
         for place in np.argsort(groups, kind="stable"):
             row = self._reader.row(*keys[place])
@@ -134,7 +134,7 @@ class ParquetView:
         return view
 
     def shuffled(self, global_batch_size: int, world_size: int) -> tuple[str, OrderOf]:
-        """The order's name, and its function of seed and epoch; the same at every world size."""
+        """Returns (the order's name, (seed, epoch) -> the order); auto may depend on world_size."""
         groups = self.row_groups
         if self._streams == "auto":
             streams = auto_streams(groups, world_size)
@@ -145,8 +145,8 @@ class ParquetView:
                     f"data.streams={streams} must be a multiple of the world size {world_size}, "
                     f"and at most the number of row groups, {groups}; choose such a number, or auto"
                 )
-        # Twice what is open: where workers share a stream, none knows when a window has ended.
-        self._kept_groups = 2 * streams // world_size * SHUFFLE_GROUPS
+        # Twice the open ones: workers that share a stream can't tell when a window has ended.
+        self._cached_groups = 2 * streams // world_size * SHUFFLE_GROUPS
         self._reader = None
         rows = torch.from_numpy(self._groups[:, 2].copy())
         name = f"parquet streams={streams} shuffle_groups={SHUFFLE_GROUPS}"  # in checkpoints
@@ -157,21 +157,21 @@ class ParquetView:
 
 
 class Reader:
-    """Reads rows in one process; keeps the row groups and open files that were used last."""
+    """Reads rows in one process; caches the row groups and open files that were used last."""
 
-    def __init__(self, source: Source, columns: list[str], most_groups: int):
+    def __init__(self, source: Source, columns: list[str], cached_groups: int):
         self.pid = os.getpid()
         self.source = source
-        # A file system of this process: those of object stores do not survive a fork.
+        # A file system of its own: those of object stores do not survive a fork.
         self.fs = type(source.fs)(*source.fs.storage_args, **source.fs.storage_options)
         self.open = lru_cache(OPEN_FILES)(self._open)
         self.columns = columns
-        self.most_groups = most_groups
+        self.cached_groups = cached_groups
         # (file, group) -> (its Arrow columns, rows that are left to read)
         self.groups: OrderedDict[tuple[int, int], tuple[Row, int]] = OrderedDict()
 
     def _open(self, number: int) -> Any:
-        """The `pyarrow.parquet.ParquetFile`. Errors: DataError if it is not what it was."""
+        """The `pyarrow.parquet.ParquetFile`. Errors: DataError if the file has changed."""
         file = self.source.files[number]
         if version_of(self.fs, file, refresh=True) != self.source.versions[number]:
             raise DataError(
@@ -181,7 +181,7 @@ class Reader:
         if is_local(self.fs):
             return pq.ParquetFile(file, filesystem=self.fs, page_checksum_verification=True)
         return pq.ParquetFile(
-            # Python's file systems read ahead, by far more than a column.
+            # fsspec's own files read ahead, by far more than a column.
             RangeFile(self.fs, file, size=self.source.versions[number][0], cache_type="none"),
             pre_buffer=True,
             page_checksum_verification=True,
@@ -194,9 +194,9 @@ class Reader:
         columns, left = self.groups.pop(key)
         if left > 1:  # after its last row a group is not needed again in this epoch
             self.groups[key] = columns, left - 1
-            if len(self.groups) > self.most_groups:
+            if len(self.groups) > self.cached_groups:
                 self.groups.popitem(last=False)
-        # Each value by itself: `take` is three times slower for rows of many groups (measured).
+        # One value at a time: `take` is three times slower for rows of many groups (measured).
         return {name: column[number].as_py() for name, column in columns.items()}
 
     def _read(self, number: int, group: int) -> tuple[Row, int]:
@@ -209,7 +209,7 @@ class Reader:
             columns = {name: table[name].cast(source.types[name]) for name in self.columns}
         except DataError:
             raise
-        except Exception as error:  # file systems raise what they like
+        except Exception as error:  # file systems raise errors of any type
             raise DataError(
                 f"row group {group} of {address_of(self.fs, source.files[number])} can't be read: "
                 f"{type(error).__name__}: {first_line(error)}; download or write it again"
@@ -218,9 +218,9 @@ class Reader:
 
 
 def auto_streams(groups: int, world_size: int) -> int:
-    """A power of two, the same for as many world sizes as can be: at most 64, and the row groups.
+    """The largest power of two up to MOST_STREAMS and `groups`, if the world size divides it.
 
-    If the world size does not divide it, a multiple of the world size.
+    Otherwise the world size times a power of two.
     """
     most = min(MOST_STREAMS, groups)
     power = 2 ** (most.bit_length() - 1)
@@ -234,21 +234,21 @@ def stream_order(
 ) -> EpochOrder:
     """Positions, int64 in [0, sum of rows) -> the rows there, of that shape: a bijection.
 
-    rows: int64 [R], those of each group; none is 0. The rows of the
-    groups, in random order, are cut into `streams` of equal length. Position p takes the next row
-    of stream p mod streams; windows of `shuffle_groups` groups are shuffled by row. A group that is
-    cut belongs to two neighbouring streams: one rank's lie side by side, and every other one runs
-    backwards, so that neighbours reach the group at the same time and it is read once. All ranks
-    make groups + ranks - 1 reads at most, if the world size is a product of the first prime factors
-    of `streams`; otherwise groups + streams - 1. A partial last step of an epoch is shared by all
-    ranks anew, and may add a read per rank and group that it lies in.
+    rows: int64 [R], the rows of each row group, none 0. The row groups are put in random order and
+    their rows cut into `streams` of equal length. Position p takes the next row of stream p mod
+    streams. Within a stream, windows of `shuffle_groups` groups are shuffled by row.
+    A group that is cut belongs to two neighbouring streams. A rank's streams are neighbours, and
+    every second one runs backwards, so that both reach the group at the same time and it is read
+    once. All ranks make groups + ranks - 1 reads at most, if the world size is a product of the
+    first prime factors of `streams`; otherwise groups + streams - 1. A partial last step of an
+    epoch is divided over all ranks anew, which may add a read per rank and group in it.
     """
     total = int(rows.sum())
     groups = epoch_order("randperm", len(rows), seed, epoch)(torch.arange(len(rows)))
     sizes = rows[groups]
     ends = sizes.cumsum(0)  # of each group in the epoch's sequence of rows
     starts = ends - sizes
-    shift = (rows.cumsum(0) - rows)[groups] - starts  # from a place there to a row's number
+    shift = (rows.cumsum(0) - rows)[groups] - starts  # from a place there to the row's index
     stream_of_slot = digits_reversed(streams)
     lengths = torch.empty(streams, dtype=torch.int64)
     lengths[stream_of_slot] = (total - torch.arange(streams) + streams - 1) // streams
@@ -276,9 +276,10 @@ def stream_order(
 
 
 def digits_reversed(count: int) -> Tensor:
-    """A permutation of [0, count), int64: each number's digits, in count's prime factors, reversed.
+    """A permutation of [0, count), int64: reverses each number's digits, in count's prime factors.
 
-    Numbers of one remainder modulo a product of the first factors, smallest first, are neighbours.
+    Numbers of one remainder modulo a product of the smallest factors, as a rank's streams are,
+    become neighbours.
     """
     factors = []
     rest = count
@@ -286,7 +287,7 @@ def digits_reversed(count: int) -> Tensor:
         while rest % factor == 0:
             factors.append(factor)
             rest //= factor
-    # The number as an array of its digits; transposed, it is read from the other end.
+    # An array with a dimension per digit; transposed, the digits are read from the other end.
     numbers = torch.arange(count).reshape(factors[::-1] or [1])
     return numbers.permute(*range(numbers.dim())[::-1]).flatten().argsort()
 
@@ -296,13 +297,13 @@ def read_source(fs: Any, files: Sequence[str]) -> Source:
     groups = []
     schemas = []
     identities: list[Any] = []
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+    with ThreadPoolExecutor(THREADS) as pool:
         versions = list(pool.map(partial(version_of, fs), files))
         tails = pool.map(partial(read_tail, fs), files, versions)
         for number, tail in enumerate(tails):
             try:
                 metadata = pq.read_metadata(pa.BufferReader(MAGIC + tail))
-            except Exception as error:  # of many types
+            except Exception as error:  # pyarrow raises many types
                 raise DataError(
                     f"{address_of(fs, files[number])} can't be read as Parquet: "
                     f"{first_line(error)}; download or write it again"
@@ -321,21 +322,21 @@ def read_source(fs: Any, files: Sequence[str]) -> Source:
         np.array(groups, np.int64).reshape(-1, 3),
         common_types(files, schemas),
         versions,
-        short_hash(repr([first, *identities]).encode()),  # checkpoints hold it
+        short_hash(repr([first, *identities]).encode()),  # saved in checkpoints
     )
 
 
 def version_of(fs: Any, file: str, refresh: bool = False) -> Version:
     if refresh:
         fs.invalidate_cache(file)
-    about = patiently(fs, file, partial(fs.info, file))
-    return about["size"], str(about.get("ETag") or about.get("etag") or "")
+    info = with_retries(fs, file, partial(fs.info, file))
+    return info["size"], str(info.get("ETag") or info.get("etag") or "")
 
 
 def read_tail(fs: Any, file: str, version: Version) -> bytes:
-    """The file's footer and its last 8 bytes; anything else of a file that is no Parquet."""
+    """A Parquet file's footer and its last 8 bytes; arbitrary bytes of any other file."""
     size = version[0]
-    tail = fetch(fs, file, max(0, size - LIKELY_BYTES), size)
+    tail = fetch(fs, file, max(0, size - FOOTER_BYTES), size)
     length = min(size, int.from_bytes(tail[-8:-4], "little") + 8)
     if length > len(tail) and tail[-4:] == MAGIC:
         tail = fetch(fs, file, size - length, size - len(tail)) + tail
@@ -343,7 +344,7 @@ def read_tail(fs: Any, file: str, version: Version) -> bytes:
 
 
 def common_types(files: Sequence[str], schemas: Sequence[Any]) -> Types:
-    """{column: the type of its values}, without columns that have none; a warning tells why."""
+    """{column: its type in all files}; columns without one are left out, with a warning."""
     types: Types = {column.name: column.type for column in schemas[0]}
     left_out: set[str] = set()
     for file, schema in zip(files, schemas, strict=True):
@@ -359,7 +360,7 @@ def common_types(files: Sequence[str], schemas: Sequence[Any]) -> Types:
                 log.warning(
                     f"warning: column {name} is left out: it is {kinds.get(name, 'missing')} in "
                     f"{file} and {types.pop(name, 'missing')} in {files[0]}; write the files with "
-                    "the same columns, or name those that have them in data.path"
+                    "the same columns, or select files that have them in data.path"
                 )
     return types
 

@@ -1,10 +1,10 @@
-"""Files of tokens: memory-mapped shards of token ids, masks of what is learned, and a manifest.
+"""Token files: memory-mapped shards of token ids, loss masks, and a manifest.
 
 FOLDER/tokens.json              the manifest, rewritten after every shard: what it lists is complete
-FOLDER/train/documents.bin      int64 [documents, 3]: first token, tokens, the first one learned
-FOLDER/train/tokens_00000.bin   uint8, uint16 or uint32 by the vocabulary: ids of whole documents
-FOLDER/train/counted_00000.bin  a bit per token (numpy.packbits); absent if all but each document's
-                                first token are learned
+FOLDER/train/documents.bin      int64 [documents, 3]: start in split, length, first counted token
+FOLDER/train/tokens_00000.bin   ids of whole documents; uint8, uint16 or uint32 by the vocabulary
+FOLDER/train/counted_00000.bin  a bit per token (numpy.packbits): whether it counts in the loss;
+                                absent if only the first token of each document does not
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from xxhash import xxh3_128_hexdigest
 from dist_amp.errors import DataError
 from dist_amp.files import write_durably
 
-FORMAT = 1  # newer ones are refused
+FORMAT = 1  # newer formats are rejected
 MANIFEST = "tokens.json"
 INDEX = "documents.bin"
 INDEX_BYTES = 24  # per document
@@ -47,8 +47,8 @@ class TokenShard:
     end_row: int
     documents: int
     tokens: int
-    counted: int  # how many are learned
-    index_xxh3: str  # of its part of documents.bin
+    counted: int  # how many tokens count in the loss
+    index_xxh3: str  # hash of its part of documents.bin
     files: dict[str, dict[str, Any]]  # name -> {"bytes", "xxh3"}
 
 
@@ -58,7 +58,7 @@ class Split:
     rows: int
     chats: bool
     shards: tuple[TokenShard, ...] = ()
-    content: str = ""  # a hash of its rows, by versions before 0.5
+    content: str = ""  # a hash of its rows, written by versions before 0.5
 
     def total(self, field_name: str) -> int:
         """The number of "documents", "tokens" or "counted" tokens in all shards."""
@@ -67,18 +67,18 @@ class Split:
     def __str__(self) -> str:
         documents = self.total("documents")
         text = f"{documents:,} documents, {self.total('tokens'):,} tokens, of which "
-        text += f"{self.total('counted'):,} count"
+        text += f"{self.total('counted'):,} count in the loss"
         if empty := self.rows - documents:
-            text += f"; {empty:,} of {self.rows:,} rows have nothing to learn and are left out"
+            text += f"; {empty:,} of {self.rows:,} rows have no token that counts and are left out"
         return text
 
 
 @dataclass(frozen=True)
 class Manifest:
-    tokenizer: str  # its name when they were made
+    tokenizer: str  # its name when the tokens were made
     identity: str  # of the tokenizer
     vocabulary: int
-    end: int | None
+    end: int | None  # the id that ends a document
     text_column: str
     shard_tokens: int
     complete: bool = False
@@ -99,7 +99,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         manifest = TypeAdapter(Manifest).validate_json((folder / MANIFEST).read_bytes())
         if manifest.format > FORMAT:
-            raise ValueError(f"its format {manifest.format} is of a newer dist_amp")
+            raise ValueError(f"its format {manifest.format} is from a newer dist_amp")
     except (OSError, ValueError) as error:
         cause = " ".join(str(error).split())  # pydantic's has several lines
         raise DataError(
@@ -110,7 +110,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def holds_tokens(path: str) -> bool:
-    """Whether it is a folder that dist_amp.tokenize wrote, or began to write."""
+    """Whether `path` is a folder that dist_amp.tokenize wrote, or began to write."""
     return (Path(path.removeprefix("file://")) / MANIFEST).is_file()
 
 
@@ -121,8 +121,8 @@ def short_hash(*facts: Any) -> str:
 class TokenShards:
     """A split's documents, read from memory-mapped shards.
 
-    A document is {"input_ids" [n], "labels" [n]} int64, where not learned IGNORE_INDEX. `lengths`,
-    `firsts`: each document's tokens and first learned token, int64 [documents].
+    A document is {"input_ids" [n], "labels" [n]} int64; labels that don't count are IGNORE_INDEX.
+    `lengths`, `firsts`: each document's tokens and first token that counts, int64 [documents].
     """
 
     def __init__(self, folder: Path, split: str):
@@ -147,7 +147,7 @@ class TokenShards:
         self._counted: list[Array | None] = []
         for shard in self.facts.shards:
             tokens, *counted = [
-                mapped(self._inside / name, facts["bytes"]) for name, facts in shard.files.items()
+                mapped(self._inside / name, entry["bytes"]) for name, entry in shard.files.items()
             ]
             self._tokens.append(tokens.view(manifest.dtype))
             self._counted.append(counted[0] if counted else None)
@@ -166,7 +166,7 @@ class TokenShards:
         return document
 
     def pieces(self, pieces: Sequence[tuple[int, int, int]]) -> list[Sample]:
-        """Parts of documents: (document, first token, one past its last). Nothing else is read."""
+        """Parts of documents: (document, first token, one past its last); reads nothing else."""
         samples = []
         for number, first, last in pieces:
             start = int(self._index[number, 0])
@@ -178,8 +178,8 @@ class TokenShards:
             counted = self._counted[shard]
             if counted is not None:
                 bits = np.unpackbits(counted[start // 8 : -(-end // 8)])
-                learned = bits[start % 8 :][: end - start]
-                labels[torch.from_numpy(learned == 0)] = IGNORE_INDEX
+                loss_mask = bits[start % 8 :][: end - start]
+                labels[torch.from_numpy(loss_mask == 0)] = IGNORE_INDEX
             if first == 0:
                 labels[0] = IGNORE_INDEX  # nothing predicts it
             samples.append({"input_ids": ids, "labels": labels})
@@ -189,8 +189,8 @@ class TokenShards:
         with (self._inside / INDEX).open("rb") as index:
             for shard in self.facts.shards:
                 parts = [(INDEX, index.read(INDEX_BYTES * shard.documents), shard.index_xxh3)]
-                for file, facts in shard.files.items():
-                    parts.append((file, (self._inside / file).read_bytes(), facts["xxh3"]))
+                for file, entry in shard.files.items():
+                    parts.append((file, (self._inside / file).read_bytes(), entry["xxh3"]))
                 for file, content, expected in parts:
                     if xxh3_128_hexdigest(content) != expected:
                         raise DataError(
@@ -207,7 +207,7 @@ def mapped(path: Path, size: int) -> Array:
             f"{path} has {actual:,} bytes, not {size:,}; copy it again, or make the tokens again "
             "with dist_amp.tokenize"
         )
-    # Unlike numpy's map, torch's does not keep the file open: the usual limit is 1,024.
+    # Unlike numpy's map, torch's keeps no file open: a process may usually open only 1,024.
     return torch.from_file(str(path), size=size, dtype=torch.uint8).numpy()
 
 
@@ -218,7 +218,7 @@ def write_shard(
     documents: list[tuple[Array, Array]],
     end_row: int,
 ) -> Manifest:
-    """Write a split's next shard, of documents (ids [n], learned [n] bool); the new manifest."""
+    """Write documents (ids [n], loss mask [n] bool) as a split's next shard; the new manifest."""
     split = manifest.splits[name]
     number = len(split.shards)
     ids, masks = zip(*documents, strict=True)
@@ -227,11 +227,11 @@ def write_shard(
     firsts = [mask.argmax() for mask in masks]
     index = np.stack((starts, lengths, firsts), axis=1).astype("<i8").tobytes()
     tokens = np.concatenate(ids)
-    learned = np.concatenate(masks)
-    counted = int(learned.sum())
+    loss_mask = np.concatenate(masks)
+    counted = int(loss_mask.sum())
     contents = {f"tokens_{number:05d}.bin": tokens.tobytes()}
-    if counted != len(tokens) - len(documents):  # not all but each document's first
-        contents[f"counted_{number:05d}.bin"] = np.packbits(learned).tobytes()
+    if counted != len(tokens) - len(documents):  # else only each document's first does not count
+        contents[f"counted_{number:05d}.bin"] = np.packbits(loss_mask).tobytes()
     files = {
         file: {"bytes": len(content), "xxh3": xxh3_128_hexdigest(content)}
         for file, content in contents.items()
@@ -240,7 +240,7 @@ def write_shard(
     for file, content in contents.items():
         write_durably(folder / name / file, content)
     with (folder / name / INDEX).open("ab") as index_file:
-        # Drops what an interrupted run left after the last shard of the manifest.
+        # Drop what an interrupted run has written after the manifest's last shard.
         index_file.truncate(INDEX_BYTES * split.total("documents"))
         index_file.write(index)
         index_file.flush()

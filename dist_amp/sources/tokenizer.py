@@ -1,4 +1,4 @@
-"""A tokenizer by its name: bytes, a file of `tokenizers`, or whatever `transformers` opens."""
+"""Open a tokenizer: bytes, a file of `tokenizers`, or whatever `transformers` can open."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -11,16 +11,16 @@ from dist_amp.errors import ConfigError, DataError, first_line
 from dist_amp.sources.files import stay_local_without_network
 from dist_amp.sources.token_shards import short_hash
 
-# A tokenizers file does not say which token ends a document: the first of these that it has.
+# A tokenizers file does not say which token ends a document: the first of these in it is used.
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>")
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    name: str  # as it was given, for messages
-    vocabulary: int  # ids are below it
+    name: str  # as in data.tokenizer, for messages
+    vocabulary: int  # all ids are below it
     end: int | None  # the id that ends a document
-    identity: str  # a hash of all that decides the ids, wherever the files are
+    identity: str  # a hash of everything that decides the ids; independent of paths
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]
     chat: Any = None  # the transformers tokenizer, if it has a chat template
@@ -51,7 +51,7 @@ def open_tokenizer(name: str) -> Tokenizer:
     except Exception as error:  # both libraries raise many types, with many lines
         raise DataError(
             f"data.tokenizer={name} can't be read: {first_line(error)}; give a tokenizer.json, a "
-            "folder that save_pretrained of a tokenizer wrote, a model on the hub, or bytes"
+            "folder that a tokenizer's save_pretrained wrote, a model on the hub, or bytes"
         ) from error
 
 
@@ -59,7 +59,7 @@ def of_transformers(tokenizer: Any, name: str = "") -> Tokenizer:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         rules = backend.to_str()
-    else:  # an older kind of tokenizer, of which the tokens decide the ids
+    else:  # a slow (Python) tokenizer, identified by its vocabulary
         rules = json.dumps({"kind": type(tokenizer).__name__, "tokens": tokenizer.get_vocab()})
     return Tokenizer(
         name or str(tokenizer.name_or_path),
@@ -98,13 +98,13 @@ def _from_file(file: Path, name: str) -> Tokenizer:
     return Tokenizer(name, vocabulary, end, identity, partial(_ids_of, rules), decode)
 
 
-# Functions with a name, since a loader worker may get them pickled.
+# Named functions, not lambdas, because loader workers may receive them pickled.
 def _ids_of(rules: Any, text: str) -> list[int]:
     return rules.encode(text).ids
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
-    return tokenizer(text, verbose=False)["input_ids"]  # verbose: warns of long texts
+    return tokenizer(text, verbose=False)["input_ids"]  # verbose=True warns of long texts
 
 
 def _bytes_of(text: str) -> list[int]:

@@ -2,7 +2,7 @@
 from rows as they are read.
 
 `tokenize` writes the files shard by shard, and the manifest after each. Started again, it continues
-after the last row in the manifest; the files are the same, whatever the number of workers.
+after the last row in the manifest. The files do not depend on the number of workers.
 """
 
 import logging
@@ -46,16 +46,16 @@ from dist_amp.sources.token_shards import (
 from dist_amp.sources.tokenizer import Tokenizer, open_tokenizer
 
 log = logging.getLogger(__name__)
-# Settings of rows, which have no effect on tokens that were made before.
+# Settings that choose rows, and have no effect on rows that are tokenized already.
 ROW_SETTINGS = ("name", "split", "validation_split", "text_column", "view")
 SHARD_TOKENS = 2**27
-CHUNK_ROWS = 128  # that a worker encodes at a time
-SECONDS = 10.0  # between lines of progress
+CHUNK_ROWS = 128  # rows that a worker encodes at a time
+PROGRESS_SECONDS = 10.0  # between lines of progress
 
 
 def token_documents(data: DataConfig, split: str, tokenizer: Tokenizer, rows: Any = None) -> Any:
-    """A split's `TokenShards`, or of a Parquet view `Converted` rows; None without such a split.
-    rows: in place of those that `data` names. Errors: ConfigError.
+    """A split's `TokenShards`, or for a Parquet view `Converted` rows; None without such a split.
+    rows: used instead of those that `data` names. Errors: ConfigError, DataError.
     """
     if data.tokenizer not in ("auto", tokenizer.name):
         other = open_tokenizer(data.tokenizer)
@@ -69,7 +69,7 @@ def token_documents(data: DataConfig, split: str, tokenizer: Tokenizer, rows: An
             if (value := getattr(data, name)) != getattr(DataConfig, name):
                 raise ConfigError(
                     f"data.{name}={value} has no effect: data.path={data.path} holds tokens, whose "
-                    "rows dist_amp.tokenize chose; remove it"
+                    "rows were chosen by dist_amp.tokenize; remove it"
                 )
         return open_shards(Path(data.path.removeprefix("file://")), split, tokenizer)
     if rows is not None and data.view == "parquet":
@@ -84,9 +84,9 @@ def token_documents(data: DataConfig, split: str, tokenizer: Tokenizer, rows: An
     import datasets
 
     source = source_fingerprint(rows, data.text_column)
-    facts = (split, source, tokenizer.identity, data.text_column, FORMAT, SHARD_TOKENS)
+    key_parts = (split, source, tokenizer.identity, data.text_column, FORMAT, SHARD_TOKENS)
     cache = Path(datasets.config.HF_DATASETS_CACHE).parent / "dist-amp" / "tokens"
-    folder = cache / short_hash(*facts)
+    folder = cache / short_hash(*key_parts)
     tokenize(folder, {split: rows}, tokenizer, data.text_column, data.workers)
     return open_shards(folder, split, tokenizer)
 
@@ -98,7 +98,7 @@ def open_shards(folder: Path, split: str, tokenizer: Tokenizer) -> TokenShards |
         raise ConfigError(
             f"data.path={folder} holds tokens of the tokenizer {manifest.tokenizer} "
             f"({manifest.identity}), not of {tokenizer.name} ({tokenizer.identity}); set "
-            f"data.tokenizer={manifest.tokenizer}, or make them again"
+            f"data.tokenizer={manifest.tokenizer}, or tokenize again"
         )
     if split == "validation" and split not in manifest.splits:
         return None
@@ -108,13 +108,13 @@ def open_shards(folder: Path, split: str, tokenizer: Tokenizer) -> TokenShards |
 
 
 def source_fingerprint(rows: Any, text_column: str) -> str:
-    """The identity of rows, of a `datasets.Dataset` or a Parquet view, and of what chats become."""
+    """Identifies rows (a `datasets.Dataset` or a Parquet view), and how chats are encoded."""
     identity = str(getattr(rows, "fingerprint", None) or rows._fingerprint)
     return f"{identity} chats {CHAT_ENCODING}" if are_chats(rows, text_column) else identity
 
 
 def tokenized_when_read(rows: Any, tokenizer: Tokenizer, text_column: str) -> Converted:
-    """Rows that are tokenized when they are read, so of unknown lengths, some with no label."""
+    """Rows tokenized when they are read: of unknown lengths, some without a token that counts."""
     template = getattr(tokenizer.chat, "chat_template", "")
     if "strftime_now" in str(template) and are_chats(rows, text_column):
         raise ConfigError(
@@ -145,9 +145,9 @@ def tokenize(
     workers: int = 0,
     shard_tokens: int = SHARD_TOKENS,
 ) -> Manifest:
-    """Write the splits' rows as tokens, or continue an interrupted run; nothing if complete.
+    """Write the splits' rows as tokens, or continue an interrupted run; does nothing if complete.
 
-    splits: {name: rows}. workers: processes that encode; 0: this one; the files are the same.
+    splits: {name: rows}. workers: the number of processes that encode; 0: this process.
     """
     from filelock import FileLock
 
@@ -166,9 +166,9 @@ def tokenize(
         },
     )
     manifest = existing_manifest(folder, new)
-    if manifest is not None and manifest.complete:  # perhaps where nothing can be written
+    if manifest is not None and manifest.complete:  # without the lock: it may be read-only
         return manifest
-    log.info("data: making tokens in %s, after any other process that does", folder)
+    log.info("data: tokenizing into %s, once no other process does", folder)
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".lock"):
         manifest = existing_manifest(folder, new)
@@ -185,8 +185,8 @@ def tokenize(
 
 
 def existing_manifest(folder: Path, new: Manifest) -> Manifest | None:
-    """The folder's manifest, if any. Errors: ConfigError if it is not of the same tokens."""
-    # One listing: another process may begin. The manifest is written first.
+    """The folder's manifest, if any. Errors: ConfigError if it belongs to other tokens."""
+    # List the folder once, as another process may begin to write; it writes the manifest first.
     names = [path.name for path in folder.glob("[!.]*")]
     if MANIFEST not in names:
         if names:
@@ -202,7 +202,7 @@ def existing_manifest(folder: Path, new: Manifest) -> Manifest | None:
     for key, value in asdict(new).items():
         if begun[key] != value:
             raise ConfigError(
-                f"{folder} holds tokens of {key} {begun[key]}, not {value}; give another folder, "
+                f"{folder} holds tokens with {key} {begun[key]}, not {value}; give another folder, "
                 "or remove this one"
             )
     return manifest
@@ -211,45 +211,45 @@ def existing_manifest(folder: Path, new: Manifest) -> Manifest | None:
 def tokenize_split(
     folder: Path, name: str, manifest: Manifest, chunks: "Chunks", workers: int
 ) -> Manifest:
-    """Write the rows that the split's shards lack; returns the manifest that lists them."""
+    """Write the rows that the split's shards still lack; returns the manifest that lists them."""
     shards = manifest.splits[name].shards
     begin = shards[-1].end_row if shards else 0
     end = len(chunks.rows)
     if begin == end:
         return manifest
     ranges = [range(row, min(row + CHUNK_ROWS, end)) for row in range(begin, end, CHUNK_ROWS)]
-    documents: list[tuple[Array, Array]] = []  # of the shard in progress
+    documents: list[tuple[Array, Array]] = []  # (ids, loss mask) of the shard in progress
     tokens = 0
-    reported = time.monotonic()
+    last_report = time.monotonic()
     encoded, close = load(chunks, lambda: ranges, workers=workers, pin_memory=False, rank=0)
     try:
         for chunk, batch in zip(ranges, encoded, strict=True):
             if isinstance(batch, DataError):
                 raise batch
-            for row, ids, learned in batch:
+            for row, ids, loss_mask in batch:
                 if documents and tokens + len(ids) > manifest.shard_tokens:
                     manifest = write_shard(folder, name, manifest, documents, row)
                     documents = []
                     tokens = 0
-                documents.append((ids, learned))
+                documents.append((ids, loss_mask))
                 tokens += len(ids)
-            if time.monotonic() - reported >= SECONDS:
-                reported = time.monotonic()
+            if time.monotonic() - last_report >= PROGRESS_SECONDS:
+                last_report = time.monotonic()
                 log.info(f"data: {name}: tokenized {chunk.stop:,} of {end:,} rows")
     finally:
         close()
-    if not documents:  # a shard ends before a document, so there was none
+    if not documents:  # the loop never writes the last document, so there was none at all
         raise DataError(
-            f"none of the {end:,} rows of the {name} split has anything to learn; check that their "
-            "texts, answers or completions are not empty, nor of weight 0"
+            f"none of the {end:,} rows of the {name} split has a token that counts in the loss; "
+            "check that their texts, answers or completions are not empty, nor of weight 0"
         )
     return write_shard(folder, name, manifest, documents, end)
 
 
 class Chunks:
-    """Map-style: a range of rows -> (row, ids [n], which are learned [n] bool) of its documents.
+    """Map-style: a range of rows -> (row, ids [n], loss mask [n] bool) of each of its documents.
 
-    A DataError is returned in their place, for the parent of a worker to raise.
+    A DataError is returned, not raised, so that a worker's parent can raise it.
     """
 
     def __init__(self, rows: Any, tokenizer: Tokenizer, text_column: str):
@@ -262,14 +262,14 @@ class Chunks:
         for number, row in zip(chunk, self.rows.__getitems__(list(chunk)), strict=True):
             try:
                 ids, labels = encode(row, self.tokenizer, self.text_column)
-            except Exception as error:  # templates raise what they like
-                chosen = getattr(self.rows, "_indices", None)  # of a part of a `datasets.Dataset`
-                if chosen is not None:
-                    number = chosen.column(0)[number].as_py()
+            except Exception as error:  # templates raise errors of any type
+                selection = getattr(self.rows, "_indices", None)  # of a Dataset's selected rows
+                if selection is not None:
+                    number = selection.column(0)[number].as_py()
                 cause = str(error) if isinstance(error, DataError) else in_one_line(error)
                 return DataError(f"row {number} can't be encoded: {cause}; correct or remove it")
-            learned = np.array([IGNORE_INDEX, *labels[1:]]) != IGNORE_INDEX
-            if ids and learned.any():
+            loss_mask = np.array([IGNORE_INDEX, *labels[1:]]) != IGNORE_INDEX
+            if ids and loss_mask.any():
                 dtype = id_type(self.tokenizer.vocabulary)
-                documents.append((number, np.array(ids, dtype), learned))
+                documents.append((number, np.array(ids, dtype), loss_mask))
         return documents

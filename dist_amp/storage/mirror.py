@@ -1,11 +1,11 @@
-"""A run whose run.dir is an address, such as s3://bucket/run: a local folder stands for it.
+"""Mirror a run to its run.dir, an address such as s3://bucket/run, from a local folder.
 
-The run reads and writes that folder alone. On each node a thread of the first rank uploads what is
-new: a checkpoint's files, under names with their hashes, so that two writers never mix them; and
-once the store has the files of all nodes, the manifest. So at the address too, a checkpoint is
-complete or absent. Uploads that fail are tried again; the next start in this folder uploads what a
-killed run did not. A start gets the manifests and logs that are at the address; a checkpoint's
-other files are fetched when it is read.
+The run itself reads and writes only the local folder. On each node, a thread of the first rank
+uploads what is new. The names of a checkpoint's files there contain their hashes, so that two
+writers never mix files. The manifest is uploaded last, when the files of all nodes are there: at
+the address, too, a checkpoint is complete or absent. Failed uploads are retried; what a killed run
+did not upload, the next start in this folder does. A start downloads the manifests and logs that
+are at the address; a checkpoint's other files are downloaded when it is read.
 """
 
 import getpass
@@ -44,24 +44,24 @@ from dist_amp.world import World
 
 T = TypeVar("T")
 
-VARIABLE = "DIST_AMP_CACHE"
+VARIABLE = "DIST_AMP_CACHE"  # in the environment: the parent of local folders
 USABLE = re.compile(r"(s3|s3a|gs|gcs|az|abfs|abfss|file)://[^:/]*(/((?!::)[^/])+)+")
 MANIFEST = "manifest.json"
-HOLDER = ".claim"  # in the main node's folder: the id of the claim under which it was written last
+HOLDER = ".claim"  # file in the main node's folder, with the id of the last claim it had
 
 PARALLEL = 4  # files at a time
-LOG_SECONDS = 30.0  # between uploads of logs: stores can't append, so each takes the whole file
-PAUSES = (0.5, 1.0, 4.0, 16.0, 30.0)  # seconds between uploads, longer with each that fails
+LOG_SECONDS = 30.0  # between uploads of logs: stores can't append, so each sends the whole file
+PAUSES = (0.5, 1.0, 4.0, 16.0, 30.0)  # seconds between uploads: longer after each failure
 FETCH_PAUSES = (1.0, 4.0, 0.0)  # after each attempt to fetch a file
 
 
 def local_folder(address: str, ending: str = "") -> Path:
-    """Make the folder that stands for an address on this machine. Errors: ConfigError."""
+    """Create the local folder that stands for an address. Errors: ConfigError."""
     address = address.rstrip("/")
     if not USABLE.fullmatch(address):
         raise ConfigError(
             f"run.dir={address} is no address for a run: use s3://BUCKET/RUN, gs://, az:// or "
-            "file:///FOLDER/RUN, without a password: it belongs into the environment"
+            "file:///FOLDER/RUN; a password belongs in the environment, not in the address"
         )
     temporary = Path(tempfile.gettempdir(), f"dist_amp-{getpass.getuser()}")
     parent = Path(os.environ.get(VARIABLE, temporary)).expanduser()
@@ -81,9 +81,8 @@ def local_folder(address: str, ending: str = "") -> Path:
 
 
 def pull(store: Store, folder: Path, logs: bool = True, is_copy: bool = False) -> None:
-    """Show what is at the address. Checkpoints that are here only go if a newer one is there.
-
-    is_copy: the folder is a command's, which has nothing of its own.
+    """Make the folder show what is at the address. If that has a newer checkpoint, or if the folder
+    is a command's copy, checkpoints that are only here are removed.
     """
     complete = {}
     for name in store.sizes("checkpoints"):
@@ -108,7 +107,7 @@ def pull(store: Store, folder: Path, logs: bool = True, is_copy: bool = False) -
 
 
 def is_log(name: str) -> bool:
-    """Whether a file of the run's folder is kept at the address as it is."""
+    """Whether a file of the run's folder is uploaded unchanged: not a checkpoint's, nor hidden."""
     parts = name.split("/")
     return parts[0] not in ("checkpoints", CLAIMS) and not any(p.startswith(".") for p in parts)
 
@@ -122,7 +121,7 @@ def key_of(checkpoint: str, name: str, files: dict[str, Any]) -> str:
 
 
 def fetch(checkpoint: Path, files: dict[str, Any]) -> None:
-    """Get a checkpoint's files that are at the address only. Errors: CheckpointRejected."""
+    """Download a checkpoint's files that are missing here. Errors: CheckpointRejected."""
 
     def get(name: str) -> None:
         for pause in FETCH_PAUSES:
@@ -147,29 +146,29 @@ def fetch(checkpoint: Path, files: dict[str, Any]) -> None:
 
 
 class Mirror:
-    """Uploads what is new. claim: on the run's main node; None on other nodes."""
+    """Uploads this node's new files. claim: the run's on its main node; None on other nodes."""
 
     def __init__(self, store: Store, folder: Path, claim: Claim | None):
         self.store = store
         self.folder = folder
         self.claim = claim
-        self.up: dict[str, int] = {}  # {checkpoint that is up: the time of its manifest}
-        self.logs: dict[str, tuple[int, float]] = {}  # {log that is up: its size and time}
-        self.logs_put = 0.0
-        self.problem = ""  # of the last upload, if it failed
+        self.uploaded: dict[str, int] = {}  # {uploaded checkpoint: its manifest's mtime}
+        self.logs: dict[str, tuple[int, float]] = {}  # {uploaded log: its size and mtime}
+        self.logs_uploaded_at = 0.0
+        self.problem = ""  # the error of the last upload, if it failed
         self.run_ended = threading.Event()
-        self.ended = threading.Event()  # this too, whatever is left
+        self.ended = threading.Event()  # the uploads have ended as well, complete or not
         self.uploads = threading.Thread(target=self.upload, name="uploads", daemon=True)
         if claim is not None:
             threading.Thread(target=self.renew, args=[claim], name="claim", daemon=True).start()
 
     def renew(self, claim: Claim) -> None:
         while not self.ended.wait(RENEW_SECONDS):
-            with suppress(Exception):  # an upload fails too, and says so
+            with suppress(Exception):  # uploads fail as well, and report it
                 claim.renew()
 
     def upload(self) -> None:
-        """Until the run has ended and all is up."""
+        """Upload until the run has ended and nothing is left."""
         failures = 0
         while not self.ended.is_set():
             is_last = self.run_ended.is_set()
@@ -194,34 +193,34 @@ class Mirror:
         """Upload what is new, and remove at the address what the run has removed."""
         manifests = self.folder.glob(f"checkpoints/step_*/{MANIFEST}")
         times = {path.parent.name: path.stat().st_mtime_ns for path in manifests}
-        new = sorted(name for name in times if self.up.get(name) != times[name])
+        new = sorted(name for name in times if self.uploaded.get(name) != times[name])
         problem: Exception | None = None
-        for name in reversed(new):  # the newest first: an older one may be removed meanwhile
+        for name in reversed(new):  # newest first: an older one may be removed meanwhile
             try:
                 self.put_checkpoint(name)
-                self.up[name] = times[name]
+                self.uploaded[name] = times[name]
             except Exception as error:
                 problem = problem or error
-        if is_last or time.monotonic() - self.logs_put > LOG_SECONDS:
+        if is_last or time.monotonic() - self.logs_uploaded_at > LOG_SECONDS:
             self.put_logs()
         if problem:
             raise problem
-        if self.claim is not None and self.up and (new or is_last):
+        if self.claim is not None and self.uploaded and (new or is_last):
             names = self.store.sizes("checkpoints")
-            for name in sorted(names, key=lambda name: not name.endswith(MANIFEST)):  # first
+            for name in sorted(names, key=lambda name: not name.endswith(MANIFEST)):  # these first
                 checkpoint = name.split("/")[1]
-                if checkpoint < max(self.up) and checkpoint not in times:
+                if checkpoint < max(self.uploaded) and checkpoint not in times:
                     self.store.remove(name)
 
     def put_checkpoint(self, checkpoint: str) -> None:
         """Upload this node's files of a checkpoint; on the main node, publish it at the address.
 
-        Errors: OSError while the store has not all files, also those of other nodes.
+        Errors: OSError while files are missing at the address, other nodes' files included.
         """
         path = self.folder / "checkpoints" / checkpoint
         manifest = (path / MANIFEST).read_bytes()
         if self.store.read(manifest_of(checkpoint)) == manifest:
-            return  # it came from there, or an earlier start has put it
+            return  # it came from there, or an earlier start has uploaded it
         files = json.loads(manifest)["files"]
         sizes = {key_of(checkpoint, name, files): files[name]["bytes"] for name in files}
         before = self.store.sizes(f"checkpoints/{checkpoint}")
@@ -238,8 +237,8 @@ class Mirror:
         after = self.store.sizes(f"checkpoints/{checkpoint}")
         for key, size in sizes.items():
             if after.get(key) != size:
-                raise OSError(f"{key} is not up yet")
-        self.put_logs()  # before it: a run that resumes here needs its metrics so far
+                raise OSError(f"{key} is not uploaded yet")
+        self.put_logs()  # before the manifest: a run that resumes here needs its metrics so far
         self.store.write(manifest_of(checkpoint), manifest)
 
     def put_logs(self) -> None:
@@ -252,23 +251,23 @@ class Mirror:
                 if self.logs.get(name) != (stat.st_size, stat.st_mtime):
                     self.store.write(name, path.read_bytes())
                     self.logs[name] = (stat.st_size, stat.st_mtime)
-        self.logs_put = time.monotonic()
+        self.logs_uploaded_at = time.monotonic()
 
     def finish(self, seconds: float, job: Any) -> None:
-        """Wait until all is up. Errors: SystemExit with 75 if it is not, unless the run has failed.
+        """Wait for the uploads. Errors: SystemExit(75) if they don't end, unless the run failed.
 
-        Ctrl-C ends the wait; other signals don't: it needs the time that a grace period gives.
+        Ctrl-C ends the wait; other signals don't, so that it can use the whole grace period.
         """
         self.run_ended.set()
         address = self.store.address
-        job.world.say(f"waiting up to {seconds:g} s for the uploads to {address}; Ctrl-C ends it")
+        job.world.say(f"waiting up to {seconds:g} s for uploads to {address}; Ctrl-C ends the wait")
         ignored = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
         with suppress(KeyboardInterrupt), handle_signals(signal.SIG_IGN, ignored):
             self.uploads.join(seconds)
         is_complete = not self.uploads.is_alive()
         self.ended.set()
         if self.claim is not None:
-            with suppress(TimeoutError):  # without an answer another run waits a while
+            with suppress(TimeoutError):  # if it is not released, the next run waits a while
                 in_time(30.0, self.claim.release)
         if is_complete:
             job.world.say(f"uploaded: --run.dir {address} continues on any machine")
@@ -299,7 +298,7 @@ def mirror_run(config: RunConfig, job: Any) -> None:
             raise Failure(
                 f"run.dir={address} holds a run already; choose another, or use run.resume=auto"
             )
-        # The claim that this folder notes is a dead process's: this one has the folder's lock.
+        # The claim in this folder's file is a dead process's, as this one holds the folder's lock.
         dead = holder.read_text() if holder.exists() else ""
         claim = Claim(store, dead, world.say)
         holder.write_text(claim.record["id"])
@@ -308,8 +307,8 @@ def mirror_run(config: RunConfig, job: Any) -> None:
     def follow(store: Store) -> Mirror:
         if not world.is_main and holder.exists() and holder.read_text() == claim_id:
             raise ConfigError(
-                f"{folder} is shared by several nodes, which keep their parts of checkpoints in "
-                f"it; set {VARIABLE} to a folder on each node's disk"
+                f"{folder} is shared by several nodes, but each needs its own for its parts of "
+                f"checkpoints; set {VARIABLE} to a folder on each node's disk"
             )
         pull(store, folder, logs=world.is_main)
         return Mirror(store, folder, claim)
@@ -324,20 +323,20 @@ def mirror_run(config: RunConfig, job: Any) -> None:
 
 
 def on_all_ranks(world: World, address: str, call: Callable[[Store], T] | None) -> T | None:
-    """The result of this rank's call, if it has one. Errors: Failure on every rank."""
+    """The result of this rank's call, if it has one. Errors: on every rank, any rank's Failure."""
     problem: Failure | None = None
     result: T | None = None
     try:
         result = call and at_address(address, call)
     except Failure as error:
         problem = error
-    world.wait_long()  # for a claim of a dead run
+    world.wait_long()  # the main rank may wait for a dead run's claim
     world.raise_first(problem)
     return result
 
 
 def at_address(address: str, call: Callable[[Store], T]) -> T:
-    """Call with the store at an address. Errors: Failure with what is wrong, and the fix."""
+    """Call with the store at an address. Errors: Failure with the cause and the fix."""
     try:
         return call(Store(address))
     except Failure:
@@ -345,15 +344,14 @@ def at_address(address: str, call: Callable[[Store], T]) -> T:
     except Exception as error:  # each file system has errors of its own
         raise Failure(
             f"{address} can't be used: {type(error).__name__}: {first_line(error)}; check the "
-            "bucket's name, the credentials, which must be allowed to read, write and list, and "
-            "the network"
+            "bucket's name, the network, and credentials that may read, write and list"
         ) from error
 
 
 def fetched(text: str) -> Path:
-    """The path of a run, a checkpoint or another file; what is at an address is shown in a folder.
+    """The local path of a run, a checkpoint or another file, which may be at an address.
 
-    It gets manifests and logs; a checkpoint's files follow when it is read. Errors: Failure.
+    Manifests and logs are downloaded here, a checkpoint's files when it is read. Errors: Failure.
     """
     if "://" not in text:
         return Path(text).expanduser()
@@ -362,7 +360,7 @@ def fetched(text: str) -> Path:
 
     def show(store: Store) -> None:
         if not store.sizes(CLAIMS):
-            raise DataError(f"{address} holds no run; give what its run.dir was")
+            raise DataError(f"{address} holds no run; give the run.dir of a run")
         with only_process(folder / ".reading.lock", math.inf):
             pull(store, folder, is_copy=True)
 

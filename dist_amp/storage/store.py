@@ -1,8 +1,8 @@
 """Files at an address (s3, gs, az, file by fsspec), and which process may write there.
 
-The writer holds the claim, a small file that it rewrites every few seconds. A start waits until the
-holder has released its claim, or has not rewritten it for a while: no clocks are compared. A holder
-that finds another's claim in place of its own writes nothing more.
+The writer holds the claim, a small file that it rewrites every few seconds. A new run takes the
+claim if its holder has released it or stopped rewriting it, and fails otherwise; no clocks are
+compared. A holder that finds another's claim in place of its own writes nothing more.
 """
 
 import json
@@ -21,18 +21,18 @@ from dist_amp.files import entry_of
 CLAIMS = "leases"
 CLAIM = f"{CLAIMS}/claim.json"
 RENEW_SECONDS = 10.0
-DEAD_SECONDS = 45.0  # without a renewal: a few may be lost on the way
-LOOK_SECONDS = 2.0  # Google's takes a write per second to one file
+DEAD_SECONDS = 45.0  # without a renewal; a live holder may fail to write a few
+LOOK_SECONDS = 2.0  # between reads; Google Cloud Storage allows one write per second to a file
 
 
 class Store:
-    """The files below an address. Names are relative to it. Errors: those of its file system."""
+    """The files below an address; names are relative to it. Errors: those of its file system."""
 
     def __init__(self, address: str):
         from fsspec.core import url_to_fs
 
         self.address = address.rstrip("/")
-        # Object stores have no folders; on a disk they are made.
+        # Object stores have no folders; on a disk they must be created.
         options = {"auto_mkdir": True} if address.startswith("file:") else {}
         try:
             # Cached listings would show what was there before.
@@ -44,12 +44,12 @@ class Store:
         return f"{self.root}/{name}".rstrip("/")
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """{name: bytes} of all files in a folder; empty without it."""
+        """{name: bytes} of all files in a folder; empty if there is none."""
         try:
-            found = self.fs.find(self.path(folder), detail=True)
+            entries = self.fs.find(self.path(folder), detail=True)
         except FileNotFoundError:
             return {}
-        return {path.removeprefix(f"{self.root}/"): info["size"] for path, info in found.items()}
+        return {path.removeprefix(f"{self.root}/"): info["size"] for path, info in entries.items()}
 
     def read(self, name: str) -> bytes:
         """The content of a file; empty if there is none."""
@@ -67,13 +67,13 @@ class Store:
             self.fs.rm_file(self.path(name))
 
     def upload(self, local: Path, name: str, entry: dict[str, Any]) -> None:
-        """Put a file that its manifest describes by `entry`. Errors: OSError if it is damaged."""
+        """Upload a file; `entry`: its size and hash. Errors: OSError if it does not match them."""
         if entry_of(local) != entry:
             raise OSError(f"{local} is not what its manifest says")
         self.fs.put_file(str(local), self.path(name))
 
     def download(self, name: str, local: Path, entry: dict[str, Any]) -> None:
-        """Fetch a file; it appears when it is whole. Errors: OSError if it is damaged."""
+        """Download a file, which appears when it is complete. Errors: OSError if it is damaged."""
         temporary = local.with_name(f".{local.name}.fetching")
         self.fs.get_file(self.path(name), str(temporary))
         if entry_of(temporary) != entry:
@@ -82,10 +82,9 @@ class Store:
 
 
 class Claim:
-    """The right of this process to write at an address, until another takes it.
+    """The right of this process to write at an address, until another process takes it.
 
-    ended: the id of a claim whose process is known to be dead. Errors: Failure if a live run holds
-    the address.
+    ended: the id of a claim whose process is dead. Errors: Failure if a live run holds the claim.
     """
 
     def __init__(self, store: Store, ended: str, say: Callable[[str], None]):
@@ -96,7 +95,7 @@ class Claim:
         if before and before["id"] != ended and not before.get("released"):
             self._wait_for_end(before, say)
         self._write()
-        time.sleep(LOOK_SECONDS)  # of two that start at once, the last to write stays
+        time.sleep(LOOK_SECONDS)  # if two start at once, the last to write keeps the claim
         holder = self.read()
         if holder and holder["id"] != self.record["id"]:
             raise self._in_use(holder)
@@ -107,7 +106,7 @@ class Claim:
         return record
 
     def renew(self) -> None:
-        """Show that this process lives. Errors: OSError if another has the claim."""
+        """Show that this process is alive. Errors: OSError if another has taken the claim."""
         holder = self.read()
         if holder and holder["id"] != self.record["id"]:
             raise OSError(f"{holder['holder']} has taken over")
@@ -115,7 +114,7 @@ class Claim:
         self._write()
 
     def release(self) -> None:
-        """Let another process start at once. If the store is away, it has to wait."""
+        """Let the next process start at once; if the store can't be reached, it has to wait."""
         self.record["released"] = True
         with suppress(Exception):
             self.renew()
@@ -124,7 +123,7 @@ class Claim:
         self.store.write(CLAIM, json.dumps(self.record).encode())
 
     def _wait_for_end(self, record: dict[str, Any], say: Callable[[str], None]) -> None:
-        """Return when the holder of a claim has ended. Errors: Failure if it lives."""
+        """Return when the holder of a claim has ended. Errors: Failure if it is alive."""
         say(
             f"{self.store.address} was last written by {record['holder']}, which did not say that "
             f"it ended; waiting up to {DEAD_SECONDS:.0f} s for a sign of life"

@@ -176,8 +176,8 @@ GOOD = {"image": encoded(picture()), "label": 0}
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"label": 10}, "label 10 is none of the 10 classes, 0"),
-        ({"label": "owl"}, "label 'owl' is none"),
+        ({"label": 10}, "label 10 is not one of the 10 classes, 0"),
+        ({"label": "owl"}, "label 'owl' is not one"),
         ({"image": {"bytes": encoded(picture())[:40], "path": "a/b.png"}}, "a/b.png can't be deco"),
         ({"image": picture(mode="I;16")}, "the image has pixels of mode I;16, whose range is not"),
     ],
@@ -205,7 +205,7 @@ def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
         (parquet, [0, 1, 1], {"image_column": "photo"}, "args.image_column=photo does not exist;"),
         (parquet, [3, 7, 7], {}, "classes=auto, but the column label names 0 classes; set task."),
         (parquet, ["x"] * 3, {}, "the column label names 1 classes; set task.args.classes to"),
-        (folder_with_table, "file,label\nz.png,x\n", {}, "labels.csv: z.png must be an image that"),
+        (folder_with_table, "file,label\nz.png,x\n", {}, "labels.csv: z.png must be an exist"),
         (folder_with_table, "file,label\na.png,x\n./a.png,y\n", {}, "labels.csv: ./a.png must be"),
         (folder_with_table, "file,label\na.png,x\nb.png,\n", {}, "labels.csv: b.png must be an"),
         (folder_with_table, "file,label\na.png,x\n", {}, "b.png has no row in "),

@@ -89,7 +89,7 @@ BY_ROW_GROUP.shuffled = None
     [
         (FIVE, None, {}, " needs each sample's length, and a Rows has no `lengths`; write its"),
         (FIVE, lengths_of(4), {}, ": there are 4 lengths for 5 samples"),
-        (FIVE, lengths_of(5), {"shuffle": False}, " changes the order, which data.shuffle=false"),
+        (FIVE, lengths_of(5), {"shuffle": False}, " changes the order that data.shuffle=false"),
         (BY_ROW_GROUP, lengths_of(5), {}, ": the data is read by row group, in an order of its"),
     ],
 )

@@ -200,7 +200,7 @@ PNG = dict.fromkeys(("cat/1.png", "dog/2.png", "stray.png"), "")
     [
         ({}, {"path": "s3://bucket/a.jsonl"}, 64, "Install s3fs to access S3; use a local path"),
         ({"tokens.json": "{}"}, {}, 65, "data.path=. holds tokens"),
-        ({"a.jsonl": GOOD, "b.jsonl": LINES + "oops"}, {}, 65, "line 5 of b.jsonl is"),
+        ({"a.jsonl": GOOD, "b.jsonl": LINES + "oops"}, {}, 65, "line 5 of b.jsonl can't be read"),
         ({"a.jsonl.gz": gzip.compress(b"a" * 999)[:20]}, {}, 65, "end-of-stream"),
         ({"a.txt": b"some\ncaf\xe9\n"}, {}, 65, "line 2 of a.txt is not UTF-8"),
         ({"a.csv": b"text\ncaf\xe9\n"}, {}, 65, "a.csv can't be read as a table: In CSV"),
@@ -208,9 +208,9 @@ PNG = dict.fromkeys(("cat/1.png", "dog/2.png", "stray.png"), "")
         ({"a.csv": "text,n\na,b,1\n"}, {}, 65, "Row #2: Expected 2 columns, got 3: a,b,1; correct"),
         ({"a.csv": "text,n\na,1\n", "b.csv": "text,n\na,b\n"}, {}, 65, "b.csv can't be read as"),
         ({"a.jsonl": GOOD, "b.jsonl": '{"title": "a"}'}, {}, 65, "names don't match"),
-        ({"test.jsonl": GOOD, "a.jsonl": GOOD}, {}, 65, "among a.jsonl, test.jsonl, some that n"),
-        ({"dev.jsonl": GOOD, "test.jsonl": GOOD}, {}, 65, "a split, and one of them train;"),
-        (PNG, {"text_column": "image"}, 65, "stray.png lies in no class's folder"),
+        ({"test.jsonl": GOOD, "a.jsonl": GOOD}, {}, 65, "a.jsonl, test.jsonl: if some file name"),
+        ({"dev.jsonl": GOOD, "test.jsonl": GOOD}, {}, 65, "all must, one of them train, so"),
+        (PNG, {"text_column": "image"}, 65, "stray.png is not in a class folder"),
     ],
 )
 def test_what_can_not_be_read_is_refused_by_name(

@@ -147,7 +147,7 @@ def test_a_wrong_key_or_weight_of_a_source_is_refused():
 @pytest.mark.bad_input("a small source that an epoch repeats often")
 def test_a_source_that_an_epoch_repeats_too_often_is_warned_of_with_both_numbers(capsys):
     sizes = {"wiki": 41_000, "tiny": 1}
-    for weight, warning in ((0.0004, ""), (0.01, "takes each of its 1 rows 415 times, more than")):
+    for weight, warning in ((0.0004, ""), (0.01, "repeats each of its 1 rows 415 times, more")):
         weights = {"wiki": 1 - weight, "tiny": weight}
         mixed(tables(**weights), "train", lambda data: Tokens(sizes[data.path]))
         printed = capsys.readouterr().err
@@ -164,7 +164,7 @@ BY_ROW_GROUP.shuffled = None
 @pytest.mark.parametrize(
     ("path", "split", "rows", "status", "fragment"),
     [
-        ("x", "train", BY_ROW_GROUP, 64, "wiki is read by row group, and a mixture reads in"),
+        ("x", "train", BY_ROW_GROUP, 64, "wiki is read by row group, but a mixture reads in"),
         ("x", "train", None, 65, "wiki has no samples; check its path, split and columns"),
         ("x", "train", DataError("data.path=x is no file"), 65, "wiki: data.path=x is no file"),
         ("off", "train", [1], 64, "wiki names no data; set data.sources.wiki.path or data.sour"),

@@ -228,7 +228,7 @@ def test_a_file_that_is_no_parquet_and_a_damaged_row_group_are_named(tmp_path):
         assert "part-001.parquet can't be read as Parquet: " in message_of(65, view, paths)
     paths = written(tmp_path, [[0], [5], []])
     assert len(view(paths)) == 5
-    assert "part-000.parquet has no rows, nor any" in message_of(65, view, paths[::2])
+    assert "part-000.parquet has no rows, nor has" in message_of(65, view, paths[::2])
 
 
 @pytest.mark.bad_input("Parquet files whose columns or types differ, where the column is read")

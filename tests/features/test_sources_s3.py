@@ -115,7 +115,7 @@ def test_an_answer_that_is_too_short_is_asked_for_again_but_not_for_ever(
     monkeypatch.setattr(sources_files, "FIRST_PAUSE", 0.0)
     assert list(text_of(counted, FILE)) == expected
     size = text_bytes(content)
-    assert f"{size - 1} bytes came in place of {size}; trying again for 120 s" in caplog.text
+    assert f"received {size - 1} bytes instead of {size}; trying again for 120 s" in caplog.text
     rows = text_of(counted, FILE)
     monkeypatch.setattr(Counted, "broken", lambda data: data[:-1])
     monkeypatch.setattr(sources_files, "OUTAGE_SECONDS", 0.0)

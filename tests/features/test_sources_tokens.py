@@ -273,7 +273,7 @@ def test_answers_that_can_not_be_learned_are_warned_of_once(open_with, capsys):
     for template in ANSWERS:
         for split in ("train", "validation"):
             check_rows(rows, split, "text", open_with(template))
-        text = "warning: of the 2 answers of a chat 1 can be learned"
+        text = "warning: only 1 of the 2 answers of a chat can be trained on"
         assert capsys.readouterr().err.count(text) == ("QWEN3" in template or "THINK" in template)
 
 
@@ -318,15 +318,15 @@ ONE_OF_TWO = {"messages": [HI, {**ONE, "weight": 0}, MORE, TWO]}
 @pytest.mark.parametrize(
     ("template", "row", "message"),
     [
-        ("QWEN", changed(weight=0.5), "messages has weight 0.5 at a message of the assistant; on"),
-        ("QWEN", changed(training=False), "messages has training at a message of the assis"),
+        ("QWEN", changed(weight=0.5), "messages has weight 0.5 in a message of the assistant; us"),
+        ("QWEN", changed(training=False), "messages has training in a message of the assis"),
         ("QWEN", changed(role="Assistant"), "messages has the unknown role Assistant; use one of"),
         ("QWEN", changed(content=None), "messages holds .*; make it a list of messages, each with"),
         ("QWEN", changed(content=[{"type": "image"}]), "messages holds .* and content, a text"),
-        ("QWEN", changed(tool_calls=[TEXT_AS_ARGUMENTS]), r"the chat template of .* puts the arg"),
+        ("QWEN", changed(tool_calls=[TEXT_AS_ARGUMENTS]), r"the chat template of .* quotes the "),
         ("LLAMA3", {**ASKED, "tools": [TOOL]}, "the chat template of .* out tools;"),
         ("LLAMA3", {"messages": CALLING}, "the chat template of .* leaves out tool_calls; use one"),
-        (NOTHING_MARKED, ASKED, ".* finds no token of the assistant's answers; put"),
+        (NOTHING_MARKED, ASKED, ".* identifies no token of the assistant's answers; put"),
         (MARKED_WHOLE, ONE_OF_TWO, ".*marks 1 stretches of 2 answers"),
     ],
 )

@@ -252,7 +252,7 @@ def test_a_checkpoint_of_two_nodes_is_published_once_both_have_put_their_files(
     (local / "checkpoints/step_00000004/__1_0.distcp").unlink()
     (second / "checkpoints/step_00000004/__0_0.distcp").unlink()
     add_checkpoint(local, 2)
-    with pytest.raises(OSError, match=r"__1_0.distcp\.\w+ is not up yet"):
+    with pytest.raises(OSError, match=r"__1_0.distcp\.\w+ is not uploaded yet"):
         main.put_new(is_last=False)
     assert list(complete(bucket)) == ["step_00000002"], "an older one does not wait for it"
     Mirror(watched, second, None).put_new(is_last=False)
@@ -551,7 +551,7 @@ def test_a_store_that_fails_now_and_then_gets_all_checkpoints(fault, s3, launch,
     ("name", "line"),
     [
         ("none", "FileNotFoundError: The specified bucket does not exist; check the bucket's name"),
-        ("bucket", "the credentials, which must be allowed to read, write and list, and the"),
+        ("bucket", "the network, and credentials that may read, write and list"),
         ("no_keys", "NoCredentialsError: Unable to locate credentials; check the "),
     ],
 )

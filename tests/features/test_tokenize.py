@@ -161,7 +161,7 @@ def test_one_process_writes_while_another_waits(tmp_path, monkeypatch):
     processes = [FORK.Process(target=write, args=arguments) for _ in range(2)]
     for process in processes:
         process.start()
-        assert begun.get(timeout=60)[0].startswith("data: making tokens in %s, after any other")
+        assert begun.get(timeout=60)[0].startswith("data: tokenizing into %s, once no other")
     may_continue.set()
     for process in processes:
         process.join(60)
@@ -230,7 +230,7 @@ def test_a_folder_of_other_tokens_is_never_written_over(change, fragment, tmp_pa
     write(tmp_path / "tokens", texts())
     before = content(tmp_path)
     message = message_of(64, write, tmp_path / "tokens", **{"rows": texts(), **change})
-    assert message.startswith(f"{tmp_path}/tokens holds tokens of {fragment}")
+    assert message.startswith(f"{tmp_path}/tokens holds tokens with {fragment}")
     message = message_of(64, write, tmp_path, texts())
     assert message.startswith(f"{tmp_path} holds other files, such as ")
     assert content(tmp_path) == before
@@ -257,7 +257,7 @@ def test_a_missing_truncated_damaged_or_newer_file_is_named(tmp_path, capsys):
         path.write_bytes(data)
     manifest = json.loads((tmp_path / MANIFEST).read_text())
     for text, message in (
-        (json.dumps({**manifest, "format": 2}), "format 2 is of a newer"),
+        (json.dumps({**manifest, "format": 2}), "format 2 is from a newer"),
         ("{", "tokens.json can't be read (1 validation error for Manifest "),
     ):
         (tmp_path / MANIFEST).write_text(text)
@@ -271,7 +271,7 @@ def unknown(text):
 @pytest.mark.bad_input("texts that are empty, a row that can't be encoded")
 def test_rows_that_make_no_tokens_are_refused(tmp_path):
     message = message_of(65, write, tmp_path / "a", [{"text": ""}] * 9)
-    assert message.startswith("none of the 9 rows of the train split has anything to")
+    assert message.startswith("none of the 9 rows of the train split has a token that")
     tokenizer = replace(BYTES, encode=unknown)
     message = message_of(65, write, tmp_path / "b", texts(), workers=2, tokenizer=tokenizer)
     assert message.startswith("row 0 can't be encoded: RuntimeError: no such")

@@ -360,7 +360,7 @@ def test_a_hub_name_without_a_network_is_refused_after_one_attempt_with_what_to_
     assert attempts == [("127.0.0.1", 9)], "the hub's library would retry for half a minute"
     said = "data.name=somebody/nothing could not be loaded: Couldn't reach 'somebody/nothing'"
     assert message.startswith(said)
-    assert "it is not cached, and the hub is not reached" in message
+    assert "it is not cached, and the hub is unreachable" in message
     assert message.endswith("set data.path to local files")
 
 

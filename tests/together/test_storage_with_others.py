@@ -41,7 +41,7 @@ def test_commands_read_a_run_at_its_address(finished, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("command", "words", "status", "said"),
     [
-        (export.main, ["{0}", "--out", "model"], 65, "{0} holds no run; give what its run.dir was"),
+        (export.main, ["{0}", "--out", "model"], 65, "{0} holds no run; give the run.dir of a run"),
         (export.main, ["s3://bucket", "--out", "model"], 64, "is no address for a run: use s3://"),
         (export.main, ["run", "--out", "{0}"], 64, "{0} is an address, and this needs a folder"),
         (follow.main, ["{0}", "--to", "wandb"], 64, "{0} is an address, and this needs a folder"),
