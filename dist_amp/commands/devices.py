@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dist_amp.errors import ConfigError
 from dist_amp.telemetry.mfu import known_peak
 
 # The fraction of each peak that large models reach in eager mode; assumed.
@@ -26,9 +27,15 @@ class Device:
     def flop_per_second(self, dtype: torch.dtype) -> float:
         """The rate that a large model reaches in this dtype, not the peak."""
         name = DTYPES.get(dtype, "fp32")
+        peak = known_peak(self.model, name)
         if name == "fp32" and self.tf32:
-            name = "tf32"
-        return ARITHMETIC_SHARE * known_peak(self.model, name)
+            peak = known_peak(self.model, "tf32") or peak  # AMD's GPUs have none
+        if not peak:
+            raise ConfigError(
+                f"plan knows no float32 rate of {self.model}; use --precision.tf32 true, or "
+                "another --device"
+            )
+        return ARITHMETIC_SHARE * peak
 
 
 DEVICES = {
