@@ -144,7 +144,7 @@ LESS_WORK = {
     r"python -m dist_amp\.plan .*gpt_124m": f"{SMALL_GPT} --train.global_batch_size auto",
     r".*-m dist_amp\.verify .*": "--world_sizes 1 --precisions fp32",
     r".*-m dist_amp\.verify --bit_exact": "--world_sizes 1,2",
-    r"bash launch/test\.sh": "--collect-only -q",
+    r"(\w+=\d+ )?bash launch/test\.sh": "--collect-only -q",
     r"(dist_amp new|python -m dist_amp\.(sample|tokenize|verify))$": "--help",
     r"python -m benchmarks amp ": "--smoke",
     r"python -m benchmarks overhead ": "--rounds 6",
