@@ -4,6 +4,7 @@ by bit.
 DIST_AMP_KILLS=12 bash launch/test.sh -m slow tests/slow/test_chaos.py    # more kills
 """
 
+import itertools
 import json
 import os
 import random
@@ -14,7 +15,7 @@ import time
 from contextlib import contextmanager, suppress
 
 import pytest
-from chaos import LAYOUTS, Chaos, as_options, children, differences, is_there
+from chaos import LAYOUTS, Chaos, differences, is_there
 from restless import MAIN_ONLY, POINTS, STEPS_BETWEEN
 
 from dist_amp.checkpoint.format import all_checkpoints
@@ -24,26 +25,18 @@ KILLS = int(os.environ.get("DIST_AMP_KILLS", "4"))
 ANY_WORLD = [(4, "ddp"), (2, "fsdp"), (1, "single"), (8, "hsdp"), (2, "ddp"), (4, "fsdp")]
 
 
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """All tests compare with the same runs that were left alone."""
+    return Chaos(tmp_path_factory.mktemp("chaos"), 0)
+
+
 @pytest.fixture
-def chaos(tmp_path):
+def chaos(runs):
     seed = random.randrange(1000)
     print(f"seed {seed}")
-    return Chaos(tmp_path, seed)
-
-
-def test_a_run_whose_rank_is_killed_in_the_middle_of_a_checkpoint_ends_bit_identical(
-    launch, tmp_path
-):
-    short = Chaos(tmp_path, 0, **LAYOUTS["fsdp"], **{"train.steps": 24, "eval.every": 12})
-    words = as_options(short.words)
-    killed = launch.each(2, *words, DIE_AT="in the midst of a shard:20:1")
-    assert killed[1].returncode == -signal.SIGKILL
-    assert killed[0].returncode > 0
-    again = launch.each(2, *words)
-    assert [rank.returncode for rank in again] == [0, 0], again[0].stderr[-3000:]
-    # The checkpoint of step 20 was never complete.
-    assert ", resumed from step 10" in again[0].stdout
-    assert differences(launch.folder / "run", short.through()) == []
+    runs.random = random.Random(seed)
+    return runs
 
 
 @pytest.mark.slow
@@ -101,29 +94,34 @@ def test_a_bit_exact_run_that_is_killed_continues_on_other_ranks_by_another_stra
     folder = chaos.new_folder()
     for number in range(KILLS):
         ranks, strategy = ANY_WORLD[number % len(ANY_WORLD)]
-        job = chaos.job(ranks, folder=folder, **words, **{"parallel.strategy": strategy})
+        job = chaos.forked(ranks, folder=folder, **words, **{"parallel.strategy": strategy})
         # Not by time: a fast machine would end the run before its last kill.
         job.wait_for("step", count=chaos.random.randint(1, 30))
-        victims = job.rank_processes().values()
-        kill(job.process.pid, *victims)
-        job.end()
-        while any(map(is_there, victims)):
-            time.sleep(0.01)
-    chaos.check(chaos.job(1, folder=folder, **words), **words)
+        job.kill()
+    chaos.check(chaos.forked(1, folder=folder, **words), **words)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("point", POINTS)
-@pytest.mark.parametrize("strategy", LAYOUTS)
+IN_THE_DEFAULT_RUN = ("fsdp", "in the midst of a shard")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "point"),
+    [
+        pytest.param(*row, marks=() if row == IN_THE_DEFAULT_RUN else pytest.mark.slow)
+        for row in itertools.product(LAYOUTS, POINTS)
+    ],
+)
 def test_a_kill_while_a_checkpoint_is_written_leaves_the_old_one_or_the_new(chaos, strategy, point):
-    words = LAYOUTS[strategy]
+    words = {**LAYOUTS[strategy], "train.steps": 40}
     # The first that is removed is that of the first save, at the third.
     step = (3 if point == "while an old one is removed" else 2) * STEPS_BETWEEN
     is_written = point in ("after the rename", "while an old one is removed")
     for rank in (0,) if point in MAIN_ONLY else (0, 1):
-        job = chaos.job(restarts=1, environ={"DIE_AT": f"{point}:{step}:{rank}"}, **words)
-        chaos.check(job, **words)
-        resumed = [line for line in job.text.splitlines() if line.startswith("run    ")][-1]
+        job = chaos.forked(environ={"DIE_AT": f"{point}:{step}:{rank}"}, **words)
+        assert job.processes[rank].wait(300) == -signal.SIGKILL, job.text[-3000:]
+        job.kill()  # the other rank, as torchrun does
+        again = chaos.finish(job, **words)
+        resumed = next(line for line in again.text.splitlines() if line.startswith("run    "))
         assert resumed.endswith(f"step {step if is_written else step - STEPS_BETWEEN}"), resumed
 
 
@@ -145,7 +143,7 @@ def test_a_signal_stops_all_ranks_after_one_step_which_is_saved(chaos, target, p
     if "killed" in target:
         number = signal.SIGKILL
     environ, begins = PHASES[phase]
-    job = chaos.job(environ=environ)
+    job = (chaos.job if "torchrun" in target else chaos.forked)(environ=environ)
     job.wait_for(begins)
     time.sleep(0.3 if phase == "evaluation" else 0.0)
     pids = list(job.rank_processes().values())
@@ -155,11 +153,11 @@ def test_a_signal_stops_all_ranks_after_one_step_which_is_saved(chaos, target, p
         pids = [chaos.random.choice(pids)]
     # A step's line comes a step later, unless an evaluation follows.
     seen = job.count("step") + (phase == "training")
-    below = children(job.process.pid)
+    ranks = job.rank_processes().values()
     for pid in pids:
         os.kill(pid, number)
     job.end()
-    while any(map(is_there, below)):
+    while any(map(is_there, ranks)):
         time.sleep(0.1)
     stopped = job.summary
     assert stopped["stopped_by"] == "preempted", f"{number}\n{job.text[-2000:]}"
@@ -193,7 +191,7 @@ def test_a_disk_that_is_full_for_a_while_costs_a_checkpoint_and_no_line(chaos):
     words = {"train.steps": 120}
     folder = chaos.new_folder()
     with small_disk(folder / "run", "size=16m"):
-        job = chaos.job(folder=folder, **words)
+        job = chaos.forked(folder=folder, **words)
         job.wait_for("step     15")
         with suppress(OSError), (folder / "run" / "ballast").open("wb", buffering=0) as file:
             while True:
@@ -207,7 +205,7 @@ def test_a_disk_that_is_full_for_a_while_costs_a_checkpoint_and_no_line(chaos):
 @pytest.mark.slow
 @needs_root
 def test_a_folder_that_is_read_only_is_named_and_the_run_ends_from_its_last_checkpoint(chaos):
-    job = chaos.job()
+    job = chaos.forked()
     job.wait_for("step     15")
     time.sleep(0.5)
     with small_disk(job.run / "checkpoints", "ro"):
