@@ -128,9 +128,9 @@ def test_an_audited_run_has_the_bits_of_one_that_is_not(words):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [DDP, FSDP])
-def test_ten_thousand_clean_audits_give_no_alarm(words):
-    words = [*EACH, *words, "--train.steps", 10_000, "--train.global_batch_size", 4]
-    for error, warnings, _ in on_ranks(2, trained, Tiny(), words, 10_000, timeout_seconds=3000):
+def test_a_thousand_clean_audits_give_no_alarm(words):
+    words = [*EACH, *words, "--train.steps", 1000, "--train.global_batch_size", 4]
+    for error, warnings, _ in on_ranks(2, trained, Tiny(), words, 1000, timeout_seconds=600):
         assert (error, warnings) == ("", [])
 
 
