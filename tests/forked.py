@@ -44,6 +44,8 @@ class Forked:
         self.args = args
         self.returncode: int | None = None
         self._output = Path(tempfile.mkdtemp(prefix="forked"))
+        for name in ("stdout", "stderr"):  # `written` may read them before the process opens them
+            (self._output / name).touch()
         self._process = context.Process(
             target=_main, args=(module, args, folder, environ, self._output)
         )
