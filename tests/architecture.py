@@ -69,7 +69,6 @@ def modules_imported(path: Path) -> frozenset[str]:
 
 @cache
 def imports_of(name: str) -> set[str]:
-    """The files of the package that a file imports."""
     prefix = "dist_amp."
     inside = {
         m.removeprefix(prefix) for m in modules_imported(files()[name]) if m.startswith(prefix)

@@ -44,7 +44,6 @@ def tensorboard(logdir, runs=1):
 
 
 def data(port, path):
-    """What TensorBoard's own data endpoint answers."""
     address = f"http://localhost:{port}/data/plugin/{path}"
     with urllib.request.urlopen(address, timeout=60) as answer:
         return json.load(answer)
@@ -52,7 +51,6 @@ def data(port, path):
 
 @contextmanager
 def browser(width=1500, height=1000):
-    """A page of Chromium without a window."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:

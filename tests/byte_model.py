@@ -25,8 +25,6 @@ def nothing_compiled_yet():
 
 
 class Bytes(CausalLM):
-    """The GPT, small, on random bytes."""
-
     def __init__(self, loss_chunk="off", layers=3, tied=True):
         shape = {"context": 16, "width": 16, "layers": layers, "heads": 2, "vocabulary": 256}
         super().__init__(DataConfig(), **shape, tied=tied, loss_chunk=loss_chunk)

@@ -77,8 +77,6 @@ class Process:
 
 
 class Job(Process):
-    """A run of the main job by torchrun."""
-
     def __init__(self, folder: Path, words: dict, ranks: int, restarts: int, environ: dict | None):
         self.folder = folder
         self.run = folder / words["run.dir"]
@@ -168,7 +166,6 @@ class Chaos:
         return self._through[key]
 
     def finish(self, job: Job, **words) -> ForkedJob:
-        """Start the same run again, and check its end."""
         again = self.forked(job.ranks, folder=job.folder, **words)
         self.check(again, **words)
         return again

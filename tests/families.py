@@ -33,8 +33,6 @@ class Samples:
 
 
 class OfTransformers(Samples):
-    """The library's loss, weighted by its labels."""
-
     def __init__(self, family, head, **settings):
         self.family = family
         self.head = head
@@ -57,8 +55,6 @@ class OfTransformers(Samples):
 
 
 class Language(OfTransformers):
-    """Predicts the next token."""
-
     def loss_sum(self, model, batch):
         tokens = batch["input_ids"]
         logits = model(input_ids=tokens).logits[:, :-1].float()
@@ -201,8 +197,6 @@ class BootstrapLatent(nn.Module):
 
 
 class Pairs(Samples):
-    """Two views of each sample."""
-
     def columns(self, generator):
         return {name: torch.randn(SAMPLES, 16, generator=generator) for name in ("one", "other")}
 
@@ -262,8 +256,6 @@ class Contrastive(Pairs):
 
 
 class Undeclared(Contrastive):
-    """Without saying so."""
-
     couples_samples = False
 
 

@@ -213,7 +213,6 @@ def make_run(world, task, *words):
 
 
 def take_steps(run, steps):
-    """Take so many steps; return their reports."""
     from dist_amp.step import train_step
 
     return [train_step(run, next(run.data)) for _ in range(steps)]

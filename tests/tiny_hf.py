@@ -89,7 +89,6 @@ def write_rows(path, rows):
 
 
 def chats(count=24):
-    """Rows of chats, of different lengths."""
     rows = []
     for number in range(count):
         question = {"role": "user", "content": f"say {number}"}

@@ -69,7 +69,6 @@ def metadata_of(checkpoint):
 
 
 def rejection(checkpoint):
-    """What is said when the checkpoint's run is resumed."""
     with pytest.raises(DataError, match="can't be loaded|is rejected|does not fit") as error:
         resumed(checkpoint.parent.parent)
     return str(error.value)

@@ -355,8 +355,6 @@ def test_each_micro_batch_draws_from_a_seed_of_its_own_that_does_not_depend_on_t
 
 
 class Noisy(Tiny):
-    """Each training sample gets noise of its own."""
-
     def augment(self, sample, rng):
         return {**sample, "x": sample["x"] + torch.randn(8, generator=rng)}
 

@@ -35,8 +35,6 @@ class DecoderBlock(Block):
 
 
 class Experts(Block):
-    """A layer that is nearly all experts."""
-
     def __init__(self):
         super().__init__()
         self.experts = layers(Block, 4)

@@ -46,7 +46,6 @@ class Stops(Noisy):
 
 
 def end_of(run):
-    """All that a run ends with."""
     return parameters_of(run), moments_of(run), run.scaler.state_dict(), losses_of(run.folder)
 
 

@@ -33,7 +33,6 @@ class Documents:
 
     @classmethod
     def random(cls, count, low, high, vocabulary):
-        """`count` documents of low to high tokens."""
         generator = torch.Generator().manual_seed(0)
         lengths = torch.randint(low, high + 1, (count,), generator=generator).tolist()
         return cls([torch.randint(1, vocabulary, (n,), generator=generator) for n in lengths])

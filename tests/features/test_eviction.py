@@ -33,7 +33,6 @@ def service(request, monkeypatch):
 
 @contextmanager
 def watching(cloud, **world):
-    """A run that asks the cloud."""
     run = make_run(World(**world), Tiny(), "--run.eviction_notice", cloud)
     stop = AgreedStop(World())
     with watched(EvictionNotice(run, stop)):

@@ -67,7 +67,6 @@ def saved(folder, target, words=""):
 
 
 def exports(*words):
-    """Whether the export has worked."""
     return export.main([str(word) for word in words]) == 0
 
 

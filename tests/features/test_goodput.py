@@ -52,7 +52,6 @@ def test_a_damaged_started_txt_ends_no_run(tmp_path, content):
 
 
 def logs_of(folder):
-    """{step: row} of the log steps."""
     return {row["step"]: row for row in read_rows(folder / "metrics.jsonl")[0] if "ranks" in row}
 
 

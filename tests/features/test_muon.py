@@ -70,8 +70,6 @@ SIZES = (8, 10, 10, 10, 10, 2, 10, 1)  # rows that no number of ranks shares eve
 
 
 class Stack(Own):
-    """Seven matrices, three of one shape."""
-
     def build_model(self):
         pairs = pairwise(SIZES)
         return nn.Sequential(*(nn.Sequential(nn.Linear(*pair), nn.Tanh()) for pair in pairs))

@@ -247,7 +247,11 @@ NEEDS_VALUES = "on tensors without values, which this step does not allow: Dynam
         ("--largest_micro_batch", 64, "--largest_micro_batch needs --device or --device_memory_G"),
         ("--world_size 0", 64, "--world_size=0 must be at least 1"),
         ("--world_size 3 --train.global_batch_size 16", 64, "of micro_batch_size 8 x world size 3"),
-        ("--device a10g --use_amp false", 64, "plan knows no float32 rate of A10G; use --precision"),
+        (
+            "--device a10g --use_amp false",
+            64,
+            "plan knows no float32 rate of A10G; use --precision",
+        ),
         ("--task.target test_plan:NoData", 65, "no such table"),
         ("--task.target test_plan:Empty", 65, "the training dataset is empty; check data.name, da"),
         ("--task.target test_plan:CountsPositives", 65, NEEDS_VALUES),

@@ -45,7 +45,6 @@ def all_rows(path, **settings):
 
 
 def write(folder, files):
-    """Write the files {path: content} below a folder."""
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)

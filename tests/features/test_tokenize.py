@@ -36,7 +36,6 @@ def texts(count=40):
 
 
 def pairs(count=40):
-    """Rows of prompts and completions."""
     return [{"prompt": "p" * (n % 4), "completion": str(n) * (1 + n % 3)} for n in range(count)]
 
 

@@ -79,7 +79,6 @@ class Engine:
 
 @pytest.fixture
 def engine():
-    """One with the images base and dist_amp."""
     made = Engine(Path(tempfile.mkdtemp(prefix="image")))
     try:
         make_base(made)

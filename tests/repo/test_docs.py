@@ -273,13 +273,11 @@ def clone(tmp_path_factory):
 
 
 def code_with(text, page):
-    """The Python block of the page that has this text."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     return next(block for block in blocks if text in block)
 
 
 def pictures(folder):
-    """Forty pictures of each of two classes."""
     from PIL import Image
 
     for pet in ("cat", "dog"):
@@ -290,7 +288,6 @@ def pictures(folder):
 
 
 def add_hugging_face(folder):
-    """A model, a tokenizer and their data."""
     import tiny_hf
 
     tiny_hf.make_model(folder / "model")
@@ -344,7 +341,6 @@ pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relativ
 
 
 def without_fences(page):
-    """The page's text outside of fenced code blocks."""
     return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 

@@ -300,7 +300,6 @@ class Slurm:
         return subprocess.run(command, env={**self.environ, **environ}, **options).stdout
 
     def submit(self, run, words):
-        """The number of a job, whose log is RUN.log."""
         options = [f"--chdir={ROOT}", f"--output={run}.log", "--gpus-per-node=0", "--time=10"]
         settings = as_options({key: value for key, value in words.items() if key != "run.dir"})
         environ = {"PATH": ACTIVATED, "PYTHONPATH": f"{ROOT}:{ROOT}/tests", "RUN_DIR": str(run)}
@@ -319,7 +318,6 @@ class Slurm:
         return self.has(job)["JobState"]
 
     def close(self):
-        """End all that was started, however far it came."""
         if len(self.daemons) > 1:
             self.ask("scancel", "--user=root", check=False)
             with suppress(AssertionError):

@@ -99,7 +99,6 @@ def project(made, tmp_path, monkeypatch):
 
 @pytest.fixture
 def source(made, project):
-    """The project's source, which it has for itself."""
     source = shutil.copytree(made / "source", project.parent / "source")
     edit(project / "pyproject.toml", str(made / "source"), str(source))
     as_made(project)
@@ -107,7 +106,6 @@ def source(made, project):
 
 
 def as_made(project):
-    """The project had been made as it is now."""
     commit(project, "--amend")
     shell(project, "git branch --force dist_amp")
 

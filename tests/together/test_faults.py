@@ -176,7 +176,6 @@ def failure_of(world, plant, task, *words):
 
 
 def after_three_steps(run, fault):
-    """Do `fault` once, between two steps."""
     after_step = run.metrics.after_step
 
     def with_fault(*step):

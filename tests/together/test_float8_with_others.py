@@ -18,7 +18,6 @@ GPT += "--task.args.context 32 --data.shuffle false --optim.lr 0.001".split()
 
 
 def curve(run, steps):
-    """The loss of each step, of all ranks."""
     reports = take_steps(run, steps)
     return [float(run.world.sum(report.loss_sum) / report.weight) for report in reports]
 

@@ -60,7 +60,6 @@ def model_in(folder, name, dtype=torch.float32):
 
 
 def exported(folder, words=""):
-    """The exit status of the export of the folder's run."""
     return export.main(f"{folder}/run --out {folder}/out --format hf {words}".split())
 
 
