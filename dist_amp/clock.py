@@ -51,7 +51,6 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, phase: str) -> Iterator[None]:
-        """A phase for the length of a with-block."""
         previous = self.enter(phase)
         try:
             yield
@@ -86,8 +85,6 @@ class PhaseClock:
 
 
 class Lap:
-    """The time between two laps of a clock."""
-
     def __init__(self, begin: Any):
         self._since = begin  # where the first unread phase began
         self._marks: list[tuple[str, Any]] = []  # unread: ended phases, and when each ended

@@ -66,7 +66,6 @@ def masked(text: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of the error's message."""
     return next(iter(str(error).strip().splitlines()), "")
 
 

@@ -178,7 +178,6 @@ class Schedule:
                 group["lr"] = rate
 
     def load(self, counters: Tensor, factor: float) -> None:
-        """Continue from a checkpoint's counters and factor."""
         self.counters.copy_(counters)
         self.factor = factor
 

@@ -104,7 +104,6 @@ class Parallel:
             parameter.grad = None
 
     def average_batch_statistics(self) -> None:
-        """Make batch norm's running statistics equal on all ranks."""
         if self.world.world_size > 1:
             set_statistics(self.module, averaged_statistics(self.module, self.world))
 
@@ -163,7 +162,6 @@ class Parallel:
 
 @torch.no_grad()
 def averaged_statistics(module: nn.Module, world: World) -> dict[str, Tensor]:
-    """{name: batch norm's statistic, averaged over the ranks}."""
     statistics = batch_statistics(module).items()
     return {name: world.sum(statistic) / world.world_size for name, statistic in statistics}
 

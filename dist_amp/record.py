@@ -65,7 +65,6 @@ class Record:
 
     @cached_property
     def environment(self) -> dict[str, Any]:
-        """{dotted key: value} of environment.json; empty without one."""
         try:
             table = json.loads((self.folder / "environment.json").read_bytes())
             table["hosts"] = {str(number): host for number, host in enumerate(table["hosts"])}
@@ -75,12 +74,10 @@ class Record:
 
     @cached_property
     def checkpoints(self) -> list[Path]:
-        """The checkpoints, oldest first, valid or not."""
         return all_checkpoints(self.folder)
 
     @property
     def is_running(self) -> bool:
-        """Whether a process on this machine is training in the folder."""
         lock = self.folder / ".lock"
         if not lock.exists():
             return False

@@ -211,7 +211,6 @@ def build_run(
 
 
 def set_switches(config: Config) -> None:
-    """Set the switches of torch that apply to the whole process."""
     set_determinism(config.run.deterministic)
     set_tf32(config.precision.tf32)
     torch.autograd.set_detect_anomaly(config.debug.detect_anomaly)

@@ -168,6 +168,5 @@ def loss_of(task: Task, model: nn.Module, batch: Any, device: torch.device) -> T
 
 
 def mark_last(items: Sequence[Any]) -> Iterator[tuple[bool, Any]]:
-    """Yields (is_last, item) for each item."""
     for number, item in enumerate(items, start=1):
         yield number == len(items), item

@@ -129,7 +129,6 @@ def run_evaluation(run: ScriptRun, stop: AgreedStop) -> None:
 
 
 def begin_metrics(run: ScriptRun, report: StepReport) -> None:
-    """Start copying the metrics of a log step to the host."""
     task_metrics: dict[str, Tensor] = {}
     if hasattr(run.task, "train_metrics"):
         from dist_amp.supervise.callbacks import train_metrics

@@ -61,7 +61,6 @@ class World:
         return PhaseClock(self.device)
 
     def say(self, text: str) -> None:
-        """Print on rank 0 only."""
         if self.is_main:
             print(masked(text), flush=True)
 

@@ -122,7 +122,6 @@ class Follower:
                 )
 
     def follow(self, once: bool) -> None:
-        """Send lines until the run has ended."""
         over = False
         try:
             while not over:
@@ -173,7 +172,6 @@ class Follower:
                 self.position.lines += 1
 
     def open(self) -> Tracker:
-        """The tracker's run, new or continued; prints where it is."""
         self.save()  # before the tracker has the run, so that its id is not lost
         toml = (self.folder / "config.toml").read_text(encoding="utf-8")
         config = tomllib.loads(masked(toml))

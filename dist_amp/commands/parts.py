@@ -83,7 +83,6 @@ class Parts:
         return self.core | closure(start, needs)
 
     def chosen(self, names: Iterable[str]) -> list[str]:
-        """These features and those that they need, in order."""
         files = self.files_with(names)
         return [name for name, feature in self.features.items() if feature.files[0] in files]
 

@@ -216,7 +216,6 @@ def facts(job: Job) -> list[str]:
 
 
 def table(plans: Sequence[StrategyPlan], device_memory: int) -> list[str]:
-    """A column per plan: each rank's memory, traffic and time."""
     rows: dict[str, list[str]] = {}
     for plan in plans:
         cells = {label: size_text(size) for label, size in plan.memory.items()}

@@ -55,8 +55,6 @@ WITHOUT_EFFECT = (
 
 @dataclass
 class Replay:
-    """A run whose steps are repeated."""
-
     run: ScriptRun
     rows: Mapping[int, Mapping[str, Any]]  # {step: the metrics that were logged}
     tolerance: float  # relative; 0: the same bits
@@ -246,7 +244,6 @@ def layers_table(module: nn.Module, events: Sequence[Event], norm: float) -> lis
 
 
 def show_step(replay: Replay) -> None:
-    """Take the next step, and print what happens in it."""
     run = replay.run
     position = run.data.position
     micro_batches = next(run.data)

@@ -115,7 +115,6 @@ def make_again(
 
 
 def run_new(source: Path, folder: Path, *words: str) -> None:
-    """Run the source's own `dist_amp new` in a folder."""
     environ = os.environ | {"PYTHONPATH": str(source)}
     command = [sys.executable, "-m", "dist_amp.new", *words]
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)

@@ -47,7 +47,6 @@ def removal_note(key: str) -> str:
 
 
 def unknown_key_text(key: str, source: str, known: Sequence[str]) -> str:
-    """The error for a key that is not in `known`."""
     if note := removal_note(key):
         return f"{key} {source}{note}"
     start = f"unknown key {key} {source}"

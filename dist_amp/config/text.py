@@ -56,7 +56,6 @@ def read_flat(path: Path) -> dict[str, Any]:
 
 
 def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (dotted key, value) of nested tables."""
     for name, value in table.items():
         if isinstance(value, dict):
             yield from leaves(value, f"{prefix}{name}.")

@@ -95,7 +95,6 @@ def check_keys(groups: Sequence[Group], optimizer: Optimizer) -> None:
 
 
 def described(optimizer: Optimizer) -> str:
-    """The optimizer's class, and the options of each group."""
     groups = []
     for group in optimizer.param_groups:
         hidden = ("params", "name", "lr")

@@ -160,6 +160,5 @@ def shared_parameters(module: nn.Module, parts: Iterable[nn.Module]) -> dict[nn.
 
 
 def parameters_in(modules: Iterable[nn.Module]) -> int:
-    """The number of parameters in these modules, each counted once."""
     parameters = {p for part in modules for p in part.parameters()}
     return sum(p.numel() for p in parameters)

@@ -209,7 +209,6 @@ def is_written(whole: Tensor, sharded: Any) -> bool:
 
 
 def trained_tensors(output: Any) -> list[Tensor]:
-    """The tensors in a module's output that require a gradient."""
     return [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
 
 

@@ -11,8 +11,6 @@ DTYPES = (torch.float16, torch.bfloat16)  # that the kernel supports
 
 
 class Documents(NamedTuple):
-    """The documents in packed rows [B, T]."""
-
     positions: Tensor  # [B, T] int64: each token's position in its document
     bounds: Tensor  # see document_bounds
     mask: Tensor | None  # see document_mask; None to use the kernel

@@ -58,7 +58,6 @@ class Startup(Observer):
 
 
 def process_start_time() -> float:
-    """The start of this process, in Unix time."""
     # Field 22, starttime, in clock ticks since boot. Source: proc(5).
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

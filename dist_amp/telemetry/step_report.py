@@ -93,11 +93,9 @@ class LogRow:
         return float(self.table[0, INDEX[name]])
 
     def column(self, name: str) -> np.ndarray:
-        """A metric of every rank: [ranks]."""
         return self.table[:, INDEX[name]]
 
     def columns(self, names: Sequence[str]) -> np.ndarray:
-        """Some metrics of every rank: [ranks, len(names)]."""
         return self.table[:, [INDEX[name] for name in names]]
 
     def total(self, name: str) -> float:

@@ -93,7 +93,6 @@ class Comparison:
         return [shard.indices for rank in shards for shard in rank if shard.counts]
 
     def truth(self, step: int) -> Values:
-        """Plain torch's gradients of a step, in float32."""
         parts: Sequence[Sequence[int]] = [self.reference.step_samples[step]]
         if self.reference.by_micro_batch:
             parts = self.parts(step)

@@ -147,8 +147,6 @@ def _check_trained_elsewhere(reference: Reference, batch: Any) -> None:
 
 
 def _check_random(reference: Reference, batch: Any) -> Iterator[str]:
-    """Find modules whose results depend on the seed."""
-
     def find() -> str:
         tolerance = reference.rounding_error
         traces = trace(reference, batch), trace(reference, batch, seed=1)

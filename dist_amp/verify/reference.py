@@ -384,11 +384,9 @@ def difference(a: Values, b: Values) -> Values:
 
 
 def largest(values: Values) -> float:
-    """The largest absolute value; nan if any is."""
     maxima = [value.detach().abs().max().double() for value in values.values()]
     return torch.stack(maxima).max().item()
 
 
 def relative_error(values: Values, truth: Values) -> float:
-    """The largest error, relative to the largest element."""
     return largest(difference(values, truth)) / largest(truth)
