@@ -26,7 +26,7 @@ from dist_amp.world import World
 
 
 class SumOverRanks:
-    """A scalar summed over all ranks, asynchronously. total: the sum, after `mean` was called."""
+    """A scalar summed over all ranks, asynchronously. total: the sum, once `mean` returned."""
 
     def __init__(self, value: Tensor, world: World):
         """value: this rank's term, scalar float32 on the device; the sum overwrites it."""
@@ -38,7 +38,7 @@ class SumOverRanks:
             self._work = dist.all_reduce(value, async_op=True)
 
     def mean(self) -> Tensor:
-        """The mean over ranks; the first call waits for it: on a GPU the stream, not the host."""
+        """The mean over ranks. The first call waits for it; on a GPU only the stream waits."""
         if self._work is not None:
             previous = self._world.clock.enter("communication")
             self._work.wait()
@@ -94,12 +94,12 @@ class Parallel:
         with torch.no_grad():  # else autograd would record to_local
             norms = norms_of([gradient.to_local() for gradient in gradients])
         square = norms.dot(norms).to(self.world.device, non_blocking=True)
-        shards = self.world.world_size / self.replicas  # each counts once, not once per replica
+        shards = self.world.world_size / self.replicas  # the sum has each shard once per replica
         norm = (SumOverRanks(square, self.world).mean() * shards).sqrt()
         return norm.to(self.state_device)  # under CPU offload the host waits for it
 
     def zero_grad(self) -> None:
-        """Set the gradients to None. An optimizer's zero_grad takes 17 us more: it is profiled."""
+        """Set the gradients to None; optimizer.zero_grad takes 17 us more, for a profiler range."""
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -119,8 +119,8 @@ class Parallel:
         @torch.no_grad()
         def restore() -> None:
             for module, name, buffer, value in buffers:
-                setattr(module, name, buffer)
-                # Only what has changed: an expanded buffer, for one, can't be written to.
+                setattr(module, name, buffer)  # a forward may have assigned another tensor
+                # Write only what has changed: an expanded buffer, for one, can't be written to.
                 if buffer.layout == torch.strided and not torch.equal(buffer, value):
                     buffer.copy_(value)
             set_random_state(random, self.world.device)
@@ -146,18 +146,18 @@ class Parallel:
         self.average_batch_statistics()
         self.model.eval()
         for unit in self.reshards:
-            # No backward follows, so it would stay gathered, and a loss that writes to a parameter
-            # would write to the gathered copy.
+            # No backward follows that would reshard it, and a task that writes to a parameter in
+            # its loss would then write to the gathered copy.
             unit.set_reshard_after_forward(True, recurse=False)
         try:
             with torch.no_grad():
                 yield
         finally:
             self.model.train()
-            for unit, reshards in self.reshards.items():
+            for unit, reshard in self.reshards.items():
                 # An error may have left it gathered, and a checkpoint would save full tensors.
                 unit.reshard()
-                unit.set_reshard_after_forward(reshards, recurse=False)
+                unit.set_reshard_after_forward(reshard, recurse=False)
 
 
 @torch.no_grad()
@@ -221,14 +221,14 @@ def _replicate(config: ParallelConfig, module: nn.Module, world: World) -> Paral
     if config.comm_dtype != "off":
         hook = getattr(default_hooks, f"{config.comm_dtype}_compress_hook")
         model.register_comm_hook(None, hook)
-    if world.world_size > 2:  # two ranks get the same sums from any buckets
+    if world.world_size > 2:  # a sum of two numbers has the same bits in any order
         fix_buckets(model)
     time_reduction(model, world.clock)
     zero_unused = ZerosForUnused(model)
 
     def gradient_sync(sync: bool) -> AbstractContextManager[None]:
         if sync:
-            return zero_unused
+            return zero_unused  # gives unused parameters zero gradients
         return model.no_sync()  # around the forward too: DDP reads its flag there
 
     for parameter in module.parameters():  # tells Muon that the ranks can share its work
@@ -268,7 +268,7 @@ def _shard(
     from dist_amp.scaling.meta import placement, register_fused_updates
 
     register_fused_updates()
-    place = placement(module, world)
+    place = placement(module, world)  # allocates a unit just before it is sharded
     # All but the last unit, whose backward comes right after its forward.
     reshards: dict[Any, bool] = {unit: unit is not units[-1] for unit in units}
     for unit in units:
@@ -280,7 +280,7 @@ def _shard(
             sharded_unit.set_unshard_in_backward(False)
     place(module)
     # The root alone casts its output, the model's, to float32, in which the loss is summed.
-    if not config.bit_exact:  # other strategies do not cast it
+    if not config.bit_exact:  # which must equal the strategies that do not cast it
         policy = replace(policy, output_dtype=torch.float32)
     # The root stays gathered: backward begins with its parameters, such as a tied head's.
     model = fully_shard(module, mp_policy=policy, reshard_after_forward=False, **options)

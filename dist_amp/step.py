@@ -58,7 +58,7 @@ class Run:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Evaluation mode without gradients; inside, the model is the same on all ranks."""
+        """Evaluation mode without gradients, with batch statistics averaged over the ranks."""
         with ExitStack() as contexts:
             contexts.enter_context(self.parallel.evaluating())
             for observer in self.observers:
@@ -70,7 +70,7 @@ class Run:
 def train_step(run: Run, micro_batches: Sequence[Any]) -> StepReport:
     """Apply one optimizer step from this rank's micro-batches, or skip it on all ranks.
 
-    The host never waits for the device here, with optim.fused and without parallel.cpu_offload.
+    Given optim.fused and no parallel.cpu_offload, the host never waits for the device here.
     Every rank must pass the same number of micro-batches; a `Padding` has weight 0.
     """
     for before_step in run.observers.before_step:  # callbacks: metrics, checks, your own
@@ -81,7 +81,7 @@ def train_step(run: Run, micro_batches: Sequence[Any]) -> StepReport:
     weights = weights_of(run.task, micro_batches, run.world.device)
     total_weight = run.parallel.sum_over_ranks(weights)
     losses = []
-    with run.precision.autocast_cache(len(micro_batches)):
+    with run.precision.autocast_cache(len(micro_batches)):  # casts each weight once per step
         for is_last, batch in mark_last(micro_batches):
             # Only the last reduces by default: DDP's no_sync, FSDP2's set_requires_gradient_sync.
             with run.parallel.gradient_sync(is_last):
@@ -131,9 +131,9 @@ def evaluate(run: Run, stop: Callable[[], bool] | None = None) -> dict[str, floa
                 is_padding = isinstance(batch, Padding)
                 content = batch.batch if is_padding else batch
                 with run.precision.autocast():
-                    values = {}
+                    values = {}  # {name: sum over the batch, or (sum, its own weight)}
                     if metrics is not None:
-                        values = dict(metrics(run.parallel.module, content))
+                        values = dict(metrics(run.parallel.module, content))  # without DDP
                     if "loss" not in values:
                         values["loss"] = run.task.loss_sum(run.model, content)
                     means.add(values, run.task.weight(content), 0.0 if is_padding else 1.0)
@@ -145,7 +145,7 @@ def evaluate(run: Run, stop: Callable[[], bool] | None = None) -> dict[str, floa
 def weights_of(task: Task, micro_batches: Sequence[Any], device: torch.device) -> Tensor:
     """The weight of each of this rank's micro-batches: [micro-batches] float32 on the device."""
     if not micro_batches:
-        raise DataError("train_step got no micro-batches; give it those of next(run.data)")
+        raise DataError("train_step got no micro-batches; pass it next(run.data)")
     weights = []
     for batch in micro_batches:
         weight = 0.0 if isinstance(batch, Padding) else task.weight(batch)
@@ -162,7 +162,7 @@ def loss_of(task: Task, model: nn.Module, batch: Any, device: torch.device) -> T
         loss = task.loss_sum(model, content)
         check_loss(loss, device)
     except Exception as error:
-        check_model_use(error)
+        check_model_use(error)  # raises a clearer error for a wrong use of the model
         raise
     return loss * 0.0 if is_padding else loss
 

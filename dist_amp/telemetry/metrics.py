@@ -35,7 +35,7 @@ from dist_amp.telemetry.step_report import (
 from dist_amp.telemetry.sums import SAVED, Interval
 from dist_amp.world import World
 
-if TYPE_CHECKING:  # TensorBoard takes half a second to import, and a notebook needs no files
+if TYPE_CHECKING:  # `open` imports them: TensorBoard takes half a second, and not all runs log
     from dist_amp.telemetry.writers import JsonlWriter, TensorBoardWriter
 
 
@@ -45,12 +45,12 @@ class Metrics:
     def __init__(self, world: World, clip: Clip, observers: Observers | None = None):
         self.world = world
         self.last: LogRow | None = None
-        self.evaluation: Tags = {}  # the latest one's values
+        self.evaluation: Tags = {}  # the values of the latest evaluation
         self.evaluated_step = 0
         self.best: Tags = {}  # the lowest validation loss, with its step
         self.sample = ""  # the latest text that the model generated
         self.hosts = world.gather(platform.node())
-        self._max_norm = clip.limit if clip.by == "norm" else math.inf
+        self._max_norm = clip.limit if clip.by == "norm" else math.inf  # to count clipped steps
         self.interval = Interval(self._max_norm)
         # SUMMED_METRICS of each rank since the start or resume.
         self._totals = np.zeros((world.world_size, len(SUMMED_METRICS)))
@@ -108,7 +108,7 @@ class Metrics:
         """Start copying the interval's metrics; every rank calls it. task_tags: {tag: scalar}."""
         device = self.world.device
         interval = self.interval
-        # Before the copy below: once that has arrived, the device has passed the lap's events.
+        # End the lap before the copy begins: once the copy has arrived, the lap's events are done.
         lap = self.world.clock.lap()
         # The copy is in float32, which is exact up to 2^24, more than train.steps can be.
         applied, skipped, in_a_row = schedule.counters.to(device).unbind()
@@ -135,7 +135,7 @@ class Metrics:
         data.tokens = 0
 
     def read(self, save_done: bool = True) -> LogRow | None:
-        """The pending metrics of all ranks, or None; every rank calls it, with its save_done."""
+        """The pending metrics of all ranks, or None. Every rank calls it, with its save_done."""
         pending = self._pending
         self._pending = None
         if pending is None:

@@ -121,7 +121,7 @@ def test_a_loss_that_is_no_float32_scalar_with_a_gradient_is_refused(loss, said)
 @pytest.mark.bad_input("`train_step` without micro-batches")
 def test_a_step_without_micro_batches_is_refused():
     said = message_of(65, train_step, make_run(World(), Tiny()), [])
-    assert "got no micro-batches; give it those of next(run.data)" in said
+    assert "got no micro-batches; pass it next(run.data)" in said
 
 
 # ---- modes ----
