@@ -15,8 +15,7 @@ from dist_amp.checkpoint.compatibility import check_tensors
 from dist_amp.checkpoint.format import Reader, State, read_into, rejection_as_data_error
 from dist_amp.scaling.frozen import check_frozen, expect_checksums
 
-# Any other section counts as another value of each trained parameter, such as a moving average.
-SECTIONS = {"model", "optimizer", "counters", "scaler", "ranks", "interval", "frozen"}
+AVERAGE = "ema"  # the section of optimizers/ema.py: a moving average of each trained parameter
 
 
 def load_weights(
@@ -24,7 +23,7 @@ def load_weights(
 ) -> tuple[int, str]:
     """Load the checkpoint's weights into the model, in the model's dtypes. Returns (step, section).
 
-    section: "model", or with `prefers_average` that of a moving average, if there is one, of the
+    section: "model", or with `prefers_average` "ema" if the checkpoint has a moving average of the
     trained parameters. Frozen parameters that the checkpoint lacks stay as they are in the model.
     Errors: DataError.
     """
@@ -35,8 +34,8 @@ def load_weights(
         reader = Reader(checkpoint)
         metadata = reader.read_metadata()
         saved = {name.partition(".")[0] for name in metadata.state_dict_metadata}
-        if prefers_average and saved - SECTIONS:
-            source = max(saved - SECTIONS)
+        if prefers_average and AVERAGE in saved:
+            source = AVERAGE
             trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
             averages = {name: p.detach().float().clone() for name, p in trained.items()}
             state[source] = averages

@@ -26,7 +26,7 @@ from dist_amp.config.load import load_saved
 from dist_amp.config.task_class import build_task
 from dist_amp.errors import ConfigError, DataError
 from dist_amp.supervise.command_line import command
-from dist_amp.supervise.sampling import checked, printable
+from dist_amp.supervise.sampling import as_text_or_image, printable
 from dist_amp.world import locate
 
 IMAGE = Path("sample.png")
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> None:
 
 def show(sample: Any) -> None:
     """Print text, or write an image [C, H, W] in 0..1 to sample.png. Errors: DataError."""
-    pixels = checked(sample)
+    pixels = as_text_or_image(sample)
     if isinstance(pixels, str):
         print(printable(pixels))
         return

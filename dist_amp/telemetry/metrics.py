@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from numbers import Real
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -161,8 +162,7 @@ class Metrics:
                 tags = row.global_tags() | extra
                 now = round(time.time(), 3)
                 self._jsonl.append({"step": row.step, "unix_time": now, **tags, "ranks": ranks})
-                numbers = {tag: value for tag, value in tags.items() if not isinstance(value, dict)}
-                self.write_rank_scalars(row.step, ranks[0] | numbers)
+                self.write_rank_scalars(row.step, ranks[0] | tags)
 
     def write_scalars(self, step: int, tags: Tags) -> None:
         if self._jsonl is not None:
@@ -170,9 +170,10 @@ class Metrics:
             self.write_rank_scalars(step, tags)
 
     def write_rank_scalars(self, step: int, tags: Tags) -> None:
-        """This rank's metrics, to TensorBoard only."""
-        if self._tensorboard is not None and tags:
-            self._tensorboard.write_scalars(tags, step)
+        """This rank's metrics that are numbers, to TensorBoard only."""
+        scalars = {tag: value for tag, value in tags.items() if isinstance(value, Real)}
+        if self._tensorboard is not None and scalars:
+            self._tensorboard.write_scalars(scalars, step)
 
     def write_evaluation(self, step: int, values: Tags, extend: Any = lambda values: "") -> Any:
         """Write an evaluation's metrics, equal on all ranks, on rank 0.

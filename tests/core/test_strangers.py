@@ -75,8 +75,6 @@ def mixture_run(world, task, strategy, *words):
 
 
 class TwoNames(Tiny):
-    """A model whose parts can all be reached by two names."""
-
     def build_model(self):
         model = super().build_model()
         return with_forward(lambda both, x: both.teacher(x), encoder=model, teacher=model)

@@ -45,7 +45,6 @@ def warnings_and_checks(world, *args):
 
 
 def forget(model):
-    """Add a parameter that the loss does not depend on."""
     model.forgotten = nn.Parameter(torch.zeros(3))
     model.forward = lambda x: model[2](model[1](model[0](x)))
 

@@ -42,7 +42,6 @@ class AdapterTask(Tiny):
 
 
 def stored(folder):
-    """{name: shape} of the model's entries in a checkpoint."""
     entries = Reader(folder).read_metadata().state_dict_metadata
     names = [name for name in entries if name.startswith(("model.", "frozen"))]
     return {name: list(entries[name].size) for name in names}

@@ -14,8 +14,6 @@ from dist_amp.world import World
 
 
 class Counted(Tiny):
-    """Counts its arithmetic by its parameters."""
-
     def flops_per_item(self, model):
         return 6 * sum(p.numel() for p in model.parameters())
 

@@ -169,7 +169,6 @@ def test_a_run_that_fails_waits_for_its_uploads_and_gives_its_address_to_the_cor
 
 
 def local_run(folder, content=b"shard"):
-    """A local folder with logs, and a checkpoint of two files."""
     add_checkpoint(folder, 4, content)
     (folder / "metrics.jsonl").write_bytes(content)
     return folder

@@ -276,8 +276,6 @@ def test_a_wrong_task_is_not_compared(verify):
 
 
 class Noted(Tiny):
-    """Sound, with much that is worth a note."""
-
     def build_model(self):
         dropout = Layer(lambda self, x: F.dropout(x, 0.5, self.training))
         moded = Layer(lambda self, x: x * (1 + self.training))

@@ -45,7 +45,6 @@ def start(tmp_path):
 
 
 def finished(process):
-    """(exit status, what it said)."""
     said, _ = process.communicate(timeout=600)
     return process.returncode, said
 

@@ -175,7 +175,6 @@ def test_a_replay_sees_into_compiled_and_recomputed_blocks():
 
 
 def shared():
-    """One layer used twice, and named twice."""
     layer = nn.Linear(8, 8)
     return nn.Sequential(layer, layer, nn.Linear(8, 1))
 

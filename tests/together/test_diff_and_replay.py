@@ -289,8 +289,6 @@ class Dropping(Tiny):
 
 
 class SometimesNan(Dropping):
-    """NaN where the first number that a micro-batch draws is large."""
-
     def loss_sum(self, model, batch):
         drawn = torch.rand(())
         return super().loss_sum(model, batch) * (drawn if drawn < 0.9 else float("nan"))

@@ -113,6 +113,9 @@ class Counts:
     def after_step(self, report, micro_batches):
         self.seen += 1
 
+    def tags(self, row):
+        return {"seen/all": True, "seen/note": "a text", "seen/parts": {"a": self.seen}}
+
     def state_dict(self):
         return {"seen": self.seen}
 
@@ -159,6 +162,7 @@ def test_own_observers_states_are_resumed_and_they_write_into_the_summary(traine
         status, _, folder = trained("test_observers:Counts", steps, "test_observers:Watched")
         summary = json.loads((folder / "summary.json").read_text())
         assert (status, summary["seen"], summary["seen_by_the_task"]) == (0, steps, steps)
+    assert '"seen/note": "a text", "seen/parts": {"a": 5}' in (folder / "metrics.jsonl").read_text()
     monkeypatch.setattr(Counts, "load_state_dict", planted)
     status, errors, _ = trained("test_observers:Counts", 6, "test_observers:Watched")
     said = "the observer Counts failed in load_state_dict() at step 0: ValueError: planted"
