@@ -324,7 +324,7 @@ def test_a_factor_that_is_no_rate_is_refused_and_one_of_a_checkpoint_is_said_at_
         run.schedule.factor = factor
         run.save()
         run = make_run(World(), Tiny(), *settings)
-        assert ("lr     times 0.5, as the steps" in capsys.readouterr().out) == said
+        assert ("lr     times 0.5, as set before" in capsys.readouterr().out) == said
     for factor in (-0.1, math.nan, math.inf):
         with pytest.raises(ConfigError, match=r"run\.schedule\.factor=.* must be a finite numb"):
             run.schedule.factor = factor

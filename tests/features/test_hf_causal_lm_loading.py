@@ -200,7 +200,7 @@ def test_a_folder_without_weights_or_with_damaged_ones(tmp_path):
     AutoConfig.for_model("llama", **LLAMA).save_pretrained(tmp_path)
     assert "has no weights: neither model.safetensors nor" in refused(tmp_path)
     (tmp_path / "pytorch_model.bin").touch()
-    assert "pytorch_model.bin is a pickle: convert it" in refused(tmp_path)
+    assert "pytorch_model.bin is a pickle; convert it" in refused(tmp_path)
     file = make_model(tmp_path) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     assert "can't be read" in refused(tmp_path)

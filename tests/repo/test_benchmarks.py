@@ -183,8 +183,8 @@ def costs_in_an_interval(world, strategy):
 def test_a_step_calls_no_more_than_its_budget(strategy, ranks):
     rows = on_ranks(ranks, costs_in_an_interval, strategy)[0]
     left_out = (*explain.OF_MODEL, "AgreedStop.poll")
-    numbers = explain.total(rows["dist_amp"], but=left_out)
-    numbers["calls"] -= explain.total(rows["by hand"], but=left_out)["calls"]
+    numbers = explain.total(rows["dist_amp"], left_out)
+    numbers["calls"] -= explain.total(rows["by hand"], left_out)["calls"]
     above = {
         kind: (numbers[kind], most)
         for kind, most in BUDGETS[strategy, ranks].items()

@@ -117,7 +117,7 @@ def test_help_lists_each_feature_with_the_first_sentence_of_its_docstring(capsys
     new.main(["--help"])
     said = capsys.readouterr().out
     assert "ema                       An exponential moving average of the trained" in said
-    assert "slurm                     Train under Slurm: one torchrun per node" in said
+    assert "slurm                     Train under Slurm, with one torchrun per node" in said
 
 
 TASK = """import einops

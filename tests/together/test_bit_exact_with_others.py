@@ -127,7 +127,7 @@ BITS = "--bit_exact --train.micro_batch_size 2 --precisions fp32 --world_sizes 1
 def test_strategies_that_take_none_of_the_numbers_of_ranks_are_refused(verify):
     status, output, errors = verify("--strategies single --world_sizes 2")
     assert (status, output) == (64, ""), output + errors
-    assert "to compare: single takes --world_sizes 1" in errors
+    assert "to compare: single needs --world_sizes 1" in errors
     assert len(errors.splitlines()) == 1
 
 
@@ -150,7 +150,7 @@ class Faulty(Blocks):
 
 
 LEAKS = "2 ddp fp32:\n    the output of first.1.out (Linear) of micro-batch 1 differs first, in st"
-STATISTICS = 'parallel.bit_exact=true can\'t hold: module "1" (BatchNorm1d'
+STATISTICS = 'parallel.bit_exact=true is impossible: module "1" (BatchNorm1d'
 HERE = "test_bit_exact_with_others"
 
 

@@ -426,7 +426,7 @@ def cut_off(folder):
     ("command", "change", "words", "status", "said"),
     [
         (diff, shutil.rmtree, "RUN COPY", 65, "COPY is not the folder of a run or checkpoint: "),
-        (diff, cut_off, "RUN COPY", 65, "COPY logged no complete line; run"),
+        (diff, cut_off, "RUN COPY", 65, "COPY logged no complete line; use"),
         (diff, later_by_100, "RUN COPY", 65, "no logged step in"),
         (diff, Path, "COPY/../copy COPY", 64, "are the same folder; give two runs"),
         (replay, shutil.rmtree, "COPY --step 3", 65, "COPY is not the folder of a run or checkpo"),

@@ -207,7 +207,7 @@ def resumed_where_one_failed(world, folder):
 def test_a_run_whose_observer_failed_on_one_rank_resumes_with_its_first_values(tmp_path):
     first, second = on_ranks(2, resumed_where_one_failed, f"{tmp_path}/run")
     assert first[:2] == second[:2] == (3, 0)
-    assert "no state of the observer Counts; it starts with its first values" in first[2]
+    assert "no state of the observer Counts, which starts from its initial state" in first[2]
 
 
 class Plain:

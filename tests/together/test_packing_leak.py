@@ -91,7 +91,7 @@ GPT, CHUNKED, LLAMA_TASK = OfTheGPT(), OfTheGPT(loss_chunk=8), OfLlama(use_cache
         (LLAMA_TASK, False, "no cross-document attention in packed rows: 8 rows, gradient exact"),
         (OfLlama(), True, "packed documents leak: .*and must be 0; call .* with use_cache=False"),
         (OfLlama(ones=True, use_cache=False), True, "without an attention_mask of ones"),
-        (OfLlama(indexed=True), False, "not checked for leaks, which takes an nn.Embedding"),
+        (OfLlama(indexed=True), False, "not checked for leaks, which needs an nn.Embedding"),
     ],
     ids=["gpt", "llama", "cache", "ones", "indexed"],
 )
