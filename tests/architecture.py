@@ -31,7 +31,7 @@ BUDGETS = {
     "lines loaded by `import dist_amp.step`": (4_000, 4_088),
     "lines loaded by `import dist_amp.train`": (7_500, 7_672),
     "lines of core, with what it imports in functions": (8_000, 9_356),
-    "lines of the package": (21_000, 25_828),
+    "lines of the package": (21_000, 25_825),
     "files of the package": (130, 164),
     "lines of the tests": (24_000, 26_895),
     "words of the docs": (13_000, 13_000),

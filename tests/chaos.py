@@ -171,7 +171,6 @@ class Chaos:
         return again
 
     def check(self, job: Job, **words) -> None:
-        """A run has ended well, and as the one that was left alone."""
         assert job.end() == 0, job.text[-3000:]
         assert job.summary["stopped_by"] == "completed"
         assert differences(job.run, self.through(job.ranks, **words)) == []

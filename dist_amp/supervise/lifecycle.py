@@ -1,9 +1,6 @@
-"""Everything around the training loop of one run, from its folder to RUN/summary.json.
+"""Everything around the training loop (train.py) of one run: its folder, start, end and summary.
 
-`run_job` reads from top to bottom: check and lock the folder, catch signals, build or resume the
-run, write its files, train, write the summary. The training loop is in train.py; it calls
-`add_observers` for all that measures, checks or saves while training. A run ends completed
-(close_run), preempted (close_preempted) or failed (close_failed in failure.py).
+`run_job` reads from top to bottom. A run ends by close_run, close_preempted or close_failed.
 """
 
 import json
