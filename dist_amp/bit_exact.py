@@ -33,7 +33,7 @@ from dist_amp.settings import Config
 from dist_amp.step import Run
 from dist_amp.telemetry.metrics import Metrics
 from dist_amp.telemetry.step_report import StepReport
-from dist_amp.world import World, all_gather_single, local
+from dist_amp.world import World, all_gather_single, as_scalar, local
 
 CHUNK = 2**22  # elements of a gradient that are squared at a time
 
@@ -343,8 +343,9 @@ class ExactParallel(Parallel):
         self._round = 0
         self._sums = []
 
-    def sum_over_ranks(self, values: Tensor) -> SumOverRanks:
-        return ExactSum(by_micro_batch(values, self.world), self.world)
+    def sum_over_ranks(self, values: Sequence[float | Tensor]) -> SumOverRanks:
+        rows = torch.stack([as_scalar(value, self.world.device).float() for value in values])
+        return ExactSum(by_micro_batch(rows, self.world), self.world)
 
     @torch.no_grad()
     def global_grad_norm(self) -> Tensor:

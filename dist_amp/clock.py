@@ -5,7 +5,7 @@ device reaches the next one, so time in which a slow host leaves the device idle
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -26,6 +26,7 @@ class PhaseClock:
 
     def __init__(self, device: torch.device | None = None):
         self.on_gpu = device is not None and device.type == "cuda" and torch.cuda.is_available()
+        self._now: Callable[[], Any] = self._recorded_event if self.on_gpu else time.perf_counter
         self.restart()
 
     def restart(self) -> None:
@@ -33,9 +34,7 @@ class PhaseClock:
         self._held = False
         self._lap = Lap(self._now())
 
-    def _now(self) -> Any:
-        if not self.on_gpu:
-            return time.perf_counter()
+    def _recorded_event(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
         with suppress(RuntimeError):  # the device has failed; the error is raised elsewhere
             event.record()

@@ -161,8 +161,7 @@ class Schedule:
             self.bind()
 
     def _look_up(self) -> None:
-        last = len(self._rates) - 1
-        torch.take(self._rates, self.applied_steps.clamp(max=last), out=self.lr)
+        torch.take(self._rates, self.applied_steps.clamp(max=len(self.table) - 1), out=self.lr)
         if self._is_scaled:
             torch.mul(self.lr, self._scales, out=self._group_rates)
 

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -22,7 +23,7 @@ from dist_amp.config.auto import batch_statistics, replicas_of
 from dist_amp.distributed.process import random_state, set_random_state
 from dist_amp.precision import DTYPES, Precision
 from dist_amp.settings import ParallelConfig, Strategy
-from dist_amp.world import World
+from dist_amp.world import World, as_scalar
 
 
 class SumOverRanks:
@@ -46,6 +47,10 @@ class SumOverRanks:
             self._mean = self.total / self._world.world_size
             self._world.clock.enter(previous)
         return self._mean
+
+    @cached_property
+    def inverse_mean(self) -> Tensor:
+        return self.mean().reciprocal()
 
 
 @dataclass
@@ -73,9 +78,11 @@ class Parallel:
         """Whether each rank holds a part of every parameter."""
         return self.strategy in ("fsdp", "hsdp")
 
-    def sum_over_ranks(self, values: Tensor) -> SumOverRanks:
-        """Start to sum the values, [micro-batches] float32, of all ranks."""
-        return SumOverRanks(values.sum(), self.world)
+    def sum_over_ranks(self, values: Sequence[float | Tensor]) -> SumOverRanks:
+        """Start to sum the values of all ranks in float32: a number or a scalar per micro-batch."""
+        # Numbers are added on the host: one operation on the device, not one per micro-batch.
+        total = sum(v.detach().float() if isinstance(v, Tensor) else v for v in values)
+        return SumOverRanks(as_scalar(total, self.world.device), self.world)
 
     def global_grad_norm(self) -> Tensor:
         """Global L2 norm of the scaled gradients: scalar float32 on state_device, equal everywhere.
@@ -175,8 +182,7 @@ def set_statistics(module: nn.Module, statistics: Mapping[str, Tensor]) -> None:
 def norms_of(gradients: list[Tensor]) -> Tensor:
     """Each gradient's L2 norm: [len(gradients)] float32.
 
-    Uses the kernel of torch's get_total_norm: 140 us for 52 gradients of 64 x 64 on one core, 218
-    us one by one (measured).
+    One kernel for all takes 0.64 of the time, for 52 gradients of 64 x 64 on one core (measured).
     """
     return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32))
 

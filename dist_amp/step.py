@@ -20,7 +20,7 @@ from dist_amp.optim import Schedule
 from dist_amp.parallel import Parallel
 from dist_amp.precision import Clip, Precision, Scaler
 from dist_amp.settings import Config
-from dist_amp.task import Task, as_scalar
+from dist_amp.task import Task
 from dist_amp.telemetry.metrics import Metrics
 from dist_amp.telemetry.observer import Observers, defines
 from dist_amp.telemetry.step_report import StepReport
@@ -78,8 +78,7 @@ def train_step(run: Run, micro_batches: Sequence[Any]) -> StepReport:
     clock = run.world.clock  # measures the time of each phase
     # Micro-batches may differ in weight (samples, tokens), so a mean of their means is wrong:
     # divide by the weight of all ranks and micro-batches. This all-reduce overlaps the forward.
-    weights = weights_of(run.task, micro_batches, run.world.device)
-    total_weight = run.parallel.sum_over_ranks(weights)
+    total_weight = run.parallel.sum_over_ranks(weights_of(run.task, micro_batches))
     losses = []
     with run.precision.autocast_cache(len(micro_batches)):  # casts each weight once per step
         for is_last, batch in mark_last(micro_batches):
@@ -90,10 +89,10 @@ def train_step(run: Run, micro_batches: Sequence[Any]) -> StepReport:
                 with run.precision.autocast():
                     loss = loss_of(run.task, run.model, batch, run.world.device)
                 losses.append(loss.detach())
-                # DDP and FSDP2 average gradients over ranks, so divide by the mean weight per rank.
-                loss = loss / total_weight.mean()
                 clock.enter("backward")
-                run.scaler.scale(loss).backward()
+                # The same gradients as (loss / mean weight).backward(), with fewer operations. DDP
+                # and FSDP2 average gradients over ranks, so it is the mean weight per rank.
+                loss.backward(run.scaler.scale(total_weight.inverse_mean))
     run.current_batch = None
     clock.enter("optimizer")
     norm = run.parallel.global_grad_norm()  # of the scaled gradients
@@ -142,16 +141,14 @@ def evaluate(run: Run, stop: Callable[[], bool] | None = None) -> dict[str, floa
     return means.over_all_ranks()
 
 
-def weights_of(task: Task, micro_batches: Sequence[Any], device: torch.device) -> Tensor:
-    """The weight of each of this rank's micro-batches: [micro-batches] float32 on the device."""
+def weights_of(task: Task, micro_batches: Sequence[Any]) -> list[float | Tensor]:
+    """The weight of each of this rank's micro-batches: a number, or a scalar tensor."""
     if not micro_batches:
         raise DataError("train_step got no micro-batches; pass it next(run.data)")
-    weights = []
-    for batch in micro_batches:
-        weight = 0.0 if isinstance(batch, Padding) else task.weight(batch)
+    weights = [0.0 if isinstance(batch, Padding) else task.weight(batch) for batch in micro_batches]
+    for weight in weights:
         check_weight(weight)
-        weights.append(as_scalar(weight, device).float())
-    return torch.stack(weights)
+    return weights
 
 
 def loss_of(task: Task, model: nn.Module, batch: Any, device: torch.device) -> Tensor:

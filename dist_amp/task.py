@@ -94,13 +94,6 @@ def call_task(
         raise kind(f"the task's {name} failed{when}: {in_one_line(error)}; fix it") from error
 
 
-def as_scalar(value: float | Tensor, device: torch.device) -> Tensor:
-    """A number, or a scalar tensor, as a scalar tensor on the device."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    return torch.full((), float(value), device=device)
-
-
 def built_model(task: Task) -> nn.Module:
     """The task's model, before train(). Errors: DataError for one that can't be trained."""
     module = task.build_model()

@@ -139,6 +139,13 @@ def local(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def as_scalar(value: float | Tensor, device: torch.device) -> Tensor:
+    """A number, or a scalar tensor, as a scalar tensor on the device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    return torch.full((), float(value), device=device)
+
+
 def locate(config: RunConfig) -> World:
     """This process's World, alone or among ranks; every rank calls it.
 

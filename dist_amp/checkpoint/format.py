@@ -69,11 +69,7 @@ class Manifest:
     format: int = FORMAT
 
     def to_text(self) -> str:
-        content = asdict(self)
-        for name, default in (("order", "randperm"), ("lr_factor", 1.0)):
-            if content[name] == default:
-                del content[name]  # so that earlier versions of dist_amp can read it
-        return hashed_text(content)
+        return hashed_text(asdict(self))
 
 
 MANIFEST_TYPE = TypeAdapter(Manifest)

@@ -173,7 +173,7 @@ def first_nonfinite(events: Sequence[Event]) -> NonFinite | None:
 def find_nonfinite(run: Run, task: Any, batch: Any, share: Tensor) -> NonFinite | None:
     """The first inf or nan of a micro-batch's forward and backward; no gradient is kept.
 
-    batch: a micro-batch or Padding; share: the factor on its loss, world_size / total weight.
+    batch: a micro-batch or Padding; share: the factor on its loss, 1 / the mean weight per rank.
     """
     kinds = ("forward", "backward")
     # Compiled code calls no hooks, and anomaly detection would raise before the cause is found.
@@ -198,8 +198,8 @@ def find_in_micro_batches(
 ) -> NonFinite | str:
     """This rank's first fault; else the error of its replay, or ""."""
     rank, world_size = run.world.rank, run.world.world_size
-    weights = weights_of(task, [batch for batch, _ in micro_batches], run.world.device)
-    share = world_size / run.world.sum(weights.sum())
+    weights = weights_of(task, [batch for batch, _ in micro_batches])
+    share = run.parallel.sum_over_ranks(weights).inverse_mean
     first: NonFinite | str = ""
     for number, (batch, samples) in enumerate(micro_batches):
         if run.config.parallel.bit_exact:

@@ -93,8 +93,8 @@ class Numerics(Observer):
     def _underflow(self, micro_batches: Sequence[Any]) -> Tags:
         """Underflow in this rank's gradients; under FSDP, in its shards of the reduced ones."""
         run = self.run
-        weights = weights_of(run.task, micro_batches, run.world.device)
-        factor = run.world.world_size / run.world.sum(weights.sum())
+        weights = weights_of(run.task, micro_batches)
+        factor = run.parallel.sum_over_ranks(weights).inverse_mean
         scale = run.scaler.scale_tensor
         in_fp16 = self._nonzero_gradients(micro_batches[0], factor * scale, fp16=True)
         in_fp32 = self._nonzero_gradients(micro_batches[0], factor, fp16=False)

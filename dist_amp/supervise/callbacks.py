@@ -27,9 +27,10 @@ from dist_amp.errors import ConfigError, DataError, nearest_name
 from dist_amp.optimizers.groups import call_back
 from dist_amp.run import Run
 from dist_amp.supervise.stop import AgreedStop
-from dist_amp.task import as_scalar, call_task
+from dist_amp.task import call_task
 from dist_amp.telemetry.observer import Observer, defines
 from dist_amp.telemetry.step_report import LogRow, StepReport
+from dist_amp.world import as_scalar
 
 METHODS = [name for name in vars(Observer) if name[0] != "_"]
 

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from dist_amp.config.validate import check_scalar, check_weight
 from dist_amp.errors import DataError
-from dist_amp.task import as_scalar
 from dist_amp.telemetry.step_report import StepReport
-from dist_amp.world import World
+from dist_amp.world import World, as_scalar
 
 # {sum: its initial value}: what a checkpoint saves of an unfinished interval, in this order.
 SAVED = {

@@ -19,8 +19,9 @@ from dist_amp.diagnostics.trace import TASK, Event, Recorder, first_difference
 from dist_amp.distributed.process import seed_all
 from dist_amp.loading.nested import tensors
 from dist_amp.scaling.meta import build_module
-from dist_amp.task import as_scalar, attributes_of
+from dist_amp.task import attributes_of
 from dist_amp.verify.reference import Reference, Values, gradients_of, relative_error
+from dist_amp.world import as_scalar
 
 SAMPLES = 8  # enough to split; the comparison itself takes more
 IGNORE_INDEX = -100  # the label that cross-entropy ignores

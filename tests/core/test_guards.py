@@ -5,7 +5,6 @@ import os
 import platform
 import re
 import shutil
-import signal
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -19,14 +18,12 @@ from tiny import Tiny, make_run, save, take_steps
 from dist_amp.config.load import load_config
 from dist_amp.files import write_durably
 from dist_amp.supervise import preflight as guards
-from dist_amp.supervise import stop as stops
 from dist_amp.supervise.preflight import (
     check_free_space,
     check_launch,
     make_folder,
     only_live_run,
 )
-from dist_amp.supervise.stop import AgreedStop
 from dist_amp.world import World
 
 
@@ -104,16 +101,3 @@ def test_a_run_folder_that_a_rank_does_not_see_is_refused_with_its_host(tmp_path
     config = load_config(["--run.dir", str(tmp_path / "run")], {})
     said = f"run does not exist on {platform.node()}: put it on a disk that all ranks share"
     assert said in message_of(1, make_folder, tmp_path / "run", config, World(rank=1))
-
-
-def test_a_second_ctrl_c_stops_at_once_and_one_that_the_launcher_forwards_does_not(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(stops.time, "monotonic", lambda: now[0])
-    with AgreedStop(World()) as stop:
-        for seconds in (0.0, 0.5):
-            now[0] += seconds
-            signal.raise_signal(signal.SIGINT)
-        assert stop.requested_by == "SIGINT"
-        now[0] += 3.0
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)

@@ -102,7 +102,7 @@ def test_every_ranks_events_hold_its_metrics_and_rank_0_and_metrics_jsonl_the_wo
 def test_memory_is_the_resident_set_on_a_cpu_and_the_allocators_on_a_gpu(monkeypatch):
     peak, now, *others = memory_use(torch.device("cpu"))
     assert 2**25 < now <= peak
-    assert others == [0, 0], "there is no allocator"
+    assert (now % 4096, *others) == (0, 0, 0), "in whole pages; there is no allocator"
     run = make_run(World(), Tiny())
     assert not {"memory/reserved_bytes", "memory/allocator_retries"} & set(log(run).rank_tags(0))
     stats = {f"{name}_bytes.all.current": n for name, n in (("allocated", 20), ("reserved", 40))}

@@ -185,7 +185,9 @@ def evaluated_samples(world, folder, steps, micro_batches):
     """What an evaluation reads, after the main job has bounded it."""
     words = ["--train.micro_batch_size", 2, "--train.accumulation_steps", micro_batches]
     words += ["--eval.every", 50, "--train.steps", steps, "--run.dir", folder]
-    run = make_run(world, Tiny(samples=5000), *words)
+    samples = {"train": 6000, "validation": 5000}
+    task = variant(build_dataset=lambda split: Tiny(samples=samples[split]).build_dataset(split))
+    run = make_run(world, task, *words)
     open_run(run)
     settings = tomllib.loads((folder / "config.toml").read_text())
     assert settings["eval"]["batches"] == run.config.eval.batches
