@@ -10,7 +10,7 @@ then. It keeps its own moments from the first step on, so wrong moments in the c
 Where samples of a micro-batch are coupled, or forward changes a state, the reference takes the
 step's micro-batches one after the other, each with the samples of all ranks.
 
-The bounds are derived, not tuned; u is the unit roundoff: 2^-24 fp32, 2^-12 fp16, 2^-9 bf16.
+The bounds are derived, not tuned; u is the unit roundoff: 2^-24 fp32, 2^-11 fp16, 2^-8 bf16.
 
 gradients: n x u + 4 e, relative to the largest element. Each of the n results that forward and
     backward round adds about one u. Long sums with cancellation and flipped ReLUs add more: e is

@@ -30,7 +30,7 @@ from dist_amp.scaling.meta import build_whole
 from dist_amp.settings import Config, OptimConfig
 from dist_amp.task import Task
 
-UNIT_ROUNDOFF = {"fp32": 2.0**-24, "fp16": 2.0**-12, "bf16": 2.0**-9}
+UNIT_ROUNDOFF = {name: torch.finfo(dtype).eps / 2 for name, dtype in DTYPES.items()}
 # Methods of a task that are not used, since the steps are those of torch's AdamW and SGD.
 NOT_COMPARED = ("optimizer", "groups", "schedule")
 LARGEST_BOUND = 0.45  # on gradient errors: a factor of two always exceeds it
