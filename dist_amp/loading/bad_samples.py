@@ -55,13 +55,13 @@ class SkippingFetch(Fetch):
             if isinstance(pair, DataError):
                 errors[index] = str(pair)
         good = [index for index in shard.indices if index not in errors]
-        has_good = bool(good)
-        if not has_good:  # padding: this rank still runs the step
+        counts = shard.counts and bool(good)
+        if not counts:  # padding: this rank still runs the step
             good = [self._sound] * min(2, len(shard.indices))  # batch norm fails on one sample
         batch = self._batch_of(shard, *good)
         if isinstance(batch, DataError):
             return DataError(f"no sample can be used: {batch}")
-        return Remainder(batch, replace(shard, indices=tuple(good), counts=has_good), errors)
+        return Remainder(batch, replace(shard, indices=tuple(good), counts=counts), errors)
 
     def _batch_of(self, shard: Shard, *indices: int) -> Any:
         return super().__getitem__(replace(shard, indices=indices))
