@@ -28,7 +28,7 @@ from dist_amp.world import World
 from gpu_stand_in.records import Syncs, counted, launches_of, traced
 from gpu_stand_in.stand_in import imagined
 
-WARM_UP = 20  # the run's own checks of its first steps read the device until then
+WARM_UP = 30  # until then the checks of the first steps read the device, and memory grows
 STEPS = 50
 QUIET = ["--checkpoint.every", "off", "--eval.every", "off", "--run.resume", "never"]
 # Settings that are given come later and win; compiling takes this CPU minutes.
