@@ -18,12 +18,7 @@ from tiny import Tiny, make_run, save, take_steps
 from dist_amp.config.load import load_config
 from dist_amp.files import write_durably
 from dist_amp.supervise import preflight as guards
-from dist_amp.supervise.preflight import (
-    check_free_space,
-    check_launch,
-    make_folder,
-    only_live_run,
-)
+from dist_amp.supervise.preflight import check_free_space, check_launch, make_folder, only_live_run
 from dist_amp.world import World
 
 

@@ -18,8 +18,8 @@ from benchmarks.__main__ import BENCHES
 from benchmarks.__main__ import main as bench
 from benchmarks.amp import FP32, INFERENCE, TRAIN, parity
 from benchmarks.loops import Loop, baseline, steps_of_data
-from benchmarks.overhead import AGAIN, TELEMETRY, Cell
-from benchmarks.report import BASELINE, PEERS
+from benchmarks.overhead import AGAIN, TELEMETRY, Cell, verdict
+from benchmarks.report import BASELINE, PEERS, median_interval
 from dist_amp.world import World
 
 TINY = Cell("tiny", "single", 1, "bf16")
@@ -83,7 +83,13 @@ def test_the_command_alone_lists_the_benchmarks_and_those_of_a_gpu_are_refused_w
     assert "runs in one process, but 2 were launched" in capsys.readouterr().err
 
 
-# --- harness
+# --- statistics and harness
+
+
+def test_the_median_of_twenty_lies_between_the_sixth_and_the_fifteenth():
+    # David & Nagaraja's table: 6 heads or more, 14 or fewer, in 95.9 % of 20 tosses.
+    assert median_interval([float(n) for n in range(20, 0, -1)]) == (10.5, 6.0, 15.0)
+    assert median_interval([3.0, 1.0, 2.0, 6.0, 5.0, 4.0]) == (3.5, 1.0, 6.0)  # 96.9 %
 
 
 def test_a_loop_that_fails_gets_a_note_and_the_base_loop_is_timed():
@@ -140,12 +146,20 @@ def test_a_loop_with_another_learning_rate_drifts():
     assert overhead.drift_of(baseline(late), steps, path) > 1e-5
 
 
+def test_a_missed_target_of_the_overhead_is_named():
+    row = {"ratio": [0.97], "target": 0.97, "parity": 1e-7, "host_reads": [0]}
+    assert verdict(row, 1e-6, 0, []) == "met"
+    row |= {"parity": math.nan, "host_reads": [1]}
+    assert verdict(row, 1e-6, 0, []) == "missed: parity, host reads"
+    row |= {"ratio": [0.98], "parity": 1e-7, "host_reads": [0]}
+    assert verdict(row, 1e-6, 0, ["Fabric"]) == "missed: Fabric is faster, ratio"
+
+
 # --- what a step calls: `python -m benchmarks overhead --explain` says which component
 
 # Per step of 4 micro-batches, without forward and backward; the calls are those beyond the
 # hand-written loop's, which reads no data (117 of them), since they differ between releases of
-# torch. One log in ten steps adds a tenth of "at a log". The poll for signals is left out: it asks
-# the other ranks every so many seconds, not steps.
+# torch. One log in ten steps adds a tenth of "at a log". The timed poll for signals is left out.
 BUDGETS = {
     ("single", 1): {"calls": 105, "operations": 37, "collectives": 0, "calls at a log": 700},
     ("ddp", 2): {"calls": 145, "operations": 38, "collectives": 1, "calls at a log": 900},

@@ -165,10 +165,6 @@ QUICK = re.compile(
 HUGGING_FACE = re.compile("hf_finetune|my_tokenizer")
 
 
-def is_quick(commands: tuple[str, ...]) -> bool:
-    return all(QUICK.match(each) and not HUGGING_FACE.search(each) for each in commands)
-
-
 def small(command: str) -> str:
     """The command with the stand-ins, and with less work."""
     added = [words for pattern, words in LESS_WORK.items() if re.match(pattern, command)]
@@ -317,7 +313,8 @@ def blocks_to_run():
     """Blocks of which a command is run, as parameters; the long ones are slow tests."""
     for commands, page in BLOCKS.items():
         if to_run := tuple(filter(is_run, commands)):
-            marks = [] if is_quick(to_run) else [pytest.mark.slow]
+            quick = all(QUICK.match(each) and not HUGGING_FACE.search(each) for each in to_run)
+            marks = [] if quick else [pytest.mark.slow]
             yield pytest.param(to_run, marks=marks, id=f"{page}: {commands[0]}")
 
 

@@ -8,13 +8,7 @@ import torch
 from bit_exact_models import Blocks, Crossed
 from messages import message_of
 from ranks import on_ranks
-from test_bit_exact import (
-    BF16,
-    FP32,
-    SETTINGS,
-    compare,
-    sha1,
-)
+from test_bit_exact import BF16, FP32, SETTINGS, compare, sha1
 from test_step_with_features import student_and_teacher
 from tiny import (
     Tiny,
