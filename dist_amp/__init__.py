@@ -4,7 +4,7 @@ train.py.
 
 from pathlib import Path
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"
 
 # So that `python -m dist_amp.export` runs commands/export.py, and `python -m dist_amp` lists all.
 __path__.append(str(Path(__file__).parent / "commands"))
