@@ -237,8 +237,7 @@ def is_finished(run: Run) -> bool:
             f"{summary['cause']}; to continue, start a new run with --run.resume {run.folder} "
             "--run.dir NEW"
         )
-    # Without checkpoints here, the run has resumed another run's last one (run.resume=PATH). With
-    # checkpoints, but not completed, it was killed or failed at its end, which is repeated.
+    # If not completed, the run's own end is repeated, but not another run's (run.resume=PATH).
     elif run.step >= steps and (completed or not all_checkpoints(run.folder)):
         reason = f"it took {run.step} of train.steps={steps}; raise train.steps to continue"
     reason = run.world.from_main(reason)

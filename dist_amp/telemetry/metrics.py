@@ -89,11 +89,11 @@ class Metrics:
         """Continue an interval from every rank's `unfinished_sums`: [ranks, len(SAVED)] float64."""
         defaults = [math.nan, 0.0, 0.0, 0.0]  # older checkpoints have only the first three columns
         rows = [[*row, *defaults][: len(SAVED)] for row in saved.tolist()]
-        sums = rows[self.world.rank if same_world else 0]
+        own_sums = rows[self.world.rank if same_world else 0]
         if not same_world:  # rank 0 takes the sums that differ by rank; other ranks start from 0
             for column in (0, 3):  # loss_sum and tokens_seen
-                sums[column] = sum(row[column] for row in rows) * self.world.is_main
-        self.interval = Interval(self._max_norm, sums)
+                own_sums[column] = sum(row[column] for row in rows) * self.world.is_main
+        self.interval = Interval(self._max_norm, own_sums)
 
     def after_step(self, report: StepReport, micro_batches: Any = None) -> None:
         self.interval.reports.append(report)
