@@ -77,7 +77,7 @@ def known_peak(device_name: str, dtype: str) -> float:
 
 
 class Mfu(Observer):
-    """Adds each rank's throughput/mfu. item_seconds: seconds per item at the peak FLOP/s: [ranks]."""
+    """Adds each rank's throughput/mfu. item_seconds: seconds per item at peak FLOP/s: [ranks]."""
 
     def __init__(self, item_seconds: np.ndarray):
         self._item_seconds = item_seconds

@@ -78,7 +78,7 @@ class JsonlWriter:
 
 
 class TensorBoardWriter:
-    """One rank's TensorBoard folder. If it is full, removed or read-only, later writes try again."""
+    """One rank's TensorBoard folder. If it is full, removed or read-only, later writes retry."""
 
     def __init__(self, path: Path, first_step: int, warn: Warn = warnings.warn):
         self._path = path
