@@ -22,7 +22,7 @@ MARGIN_SECONDS = 60.0
 def join(
     rank: int, world_size: int, device: torch.device, timeout_seconds: float
 ) -> Iterator[timedelta]:
-    """Create the default process group: gloo, and NCCL on GPUs; yields its timeout once connected."""
+    """Create the default process group: gloo, and NCCL on GPUs. Yields its timeout from then on."""
     backend = "gloo"
     device_id = None
     if device.type == "cuda":
