@@ -203,7 +203,7 @@ def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
 
 
 def in_time(seconds: float, call: Callable[[], T]) -> T:
-    """Wait at most `seconds` for call() in a thread. Errors: its own; TimeoutError: it continues."""
+    """Wait for call() in a thread. Errors: its own; after `seconds` TimeoutError: it continues."""
     return in_thread(call).result(seconds)
 
 
