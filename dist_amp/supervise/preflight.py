@@ -73,8 +73,8 @@ def make_folder(folder: Path, config: Config, world: World) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / ".lock").touch()  # fails on a read-only disk
         except OSError as error:
-            detail = f"can't be written ({error.strerror}); choose another with --run.dir"
-            raise Failure(f"run.dir={folder} {detail}") from error
+            reason = f"can't be written ({error.strerror}); choose another with --run.dir"
+            raise Failure(f"run.dir={folder} {reason}") from error
     world.barrier()
     is_missing = config.checkpoint.every != "off" and not appears(folder)
     where = f"run.dir={folder} does not exist on {platform.node()}"
