@@ -26,7 +26,7 @@ from dist_amp.settings import RunConfig
 
 T = TypeVar("T")
 
-LAUNCHER = "DIST_AMP_LAUNCHER"  # a variable of ranks: the process id of `dist_amp launch`
+LAUNCHER = "DIST_AMP_LAUNCHER"  # environment variable of ranks: the launcher's process id
 
 
 def environment_number(name: str, default: int) -> int:
@@ -203,7 +203,7 @@ def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
 
 
 def in_time(seconds: float, call: Callable[[], T]) -> T:
-    """Wait for call() in a thread. Errors: its own; after `seconds` TimeoutError: it continues."""
+    """Run call() in a thread, and wait at most `seconds`. Errors: its own, or TimeoutError."""
     return in_thread(call).result(seconds)
 
 

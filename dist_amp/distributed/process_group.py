@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from dist_amp.files import present
 
-A_DAY = timedelta(days=1)  # in place of no timeout, where one rank may take hours
+A_DAY = timedelta(days=1)  # in effect no timeout, where one rank may take hours
 
 # The backend's timeout, which does not say which rank is missing, comes this much later than the
 # watchdog's. Assumed: the watchdog needs at most 15 s for its report.

@@ -5,10 +5,10 @@ heartbeat to torch's store every few seconds (rank_reports.py): the step, the co
 rank has entered, the one it waits in, and the line of code that its main thread is at.
 - Warning: after a fifth of run.timeout_seconds in one collective, the ranks that wait there read
   all heartbeats, and the first of these ranks prints which ranks are missing.
-- Verdict: which ranks are silent (no recent heartbeat) and which hang (they wait in no collective,
-  and have not entered one that others wait in). A rank judges by all heartbeats if it has waited
-  for the whole timeout, its collective fails, a process is dead, the next rank is silent, or it is
-  itself idle while others wait for it. The first verdict in the store counts for all ranks.
+- Verdict: which ranks are silent (no recent heartbeat), and which hang (they wait in no collective,
+  and have not entered one that others wait in). A rank judges, by all heartbeats, if it has waited
+  for the whole timeout or its collective fails. It also judges if a process is dead, the next rank
+  is silent, or it is idle while others wait for it. The store's first verdict counts for all ranks.
 - End: a rank that hangs prints its stacks and exits. On the other ranks the collective then raises
   in the main thread; if it does not, the watchdog's thread ends the process.
 
@@ -52,7 +52,7 @@ from dist_amp.supervise.rank_reports import (
 )
 
 ANSWER_SECONDS = 5.0  # how long a rank that ends waits for its main thread or for other ranks
-REPORT_SECONDS = 15.0  # for the report of an error; in it a rank that is not the first sleeps 10 s
+REPORT_SECONDS = 15.0  # how long a report may take; a rank that is not the first sleeps 10 s in it
 POLL_SECONDS = 1.0  # between two looks for a verdict or a dead process
 BEAT_SECONDS = 5.0  # between two heartbeats of a rank
 
