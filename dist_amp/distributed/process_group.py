@@ -53,7 +53,7 @@ def join(
 
 
 def watched_timeout(timeout_seconds: float) -> timedelta:
-    """The process groups' timeout: later than the watchdog's, and before that of torch's own one.
+    """The process groups' timeout: after the watchdog's, and before torch's own watchdog.
 
     Sets torch's environment variables for this, unless they are set.
     """

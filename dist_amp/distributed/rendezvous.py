@@ -60,12 +60,12 @@ def connecting(
 def _hanging_ranks(store: Any, rank: int, world_size: int, timeout_seconds: float) -> str:
     """Text with the ranks that have joined, but do not delete their keys after a timeout; or ""."""
     seconds = min(5.0, timeout_seconds / 4)  # other ranks may time out this much later
-    keys = [f"{JOINED}{other}" for other in range(world_size)]
+    keys = [f"{JOINED}{member}" for member in range(world_size)]
     with suppress(RuntimeError):  # rank 0 has exited, and the store with it
         store.delete_key(keys[rank])
         time.sleep(seconds)
-        hanging = [other for other, key in enumerate(keys) if store.check([key])]
-        processes = [store.get(keys[other]).decode() for other in hanging]
+        hanging = [member for member, key in enumerate(keys) if store.check([key])]
+        processes = [store.get(keys[member]).decode() for member in hanging]
         time.sleep(seconds * (rank == 0))  # rank 0 serves the store while other ranks read it
         if hanging:
             return f"{_ranks_have(hanging, world_size)} joined ({some_of(processes)})"
@@ -113,13 +113,13 @@ def rendezvous(rank: int, world_size: int, timeout_seconds: float) -> dist.Store
             f"no rank 0 at {within} ({first_line(error) or 'no answer'}); start it, or set "
             "MASTER_ADDR and MASTER_PORT to its address"
         ) from error
-    keys = [f"{JOINED}{other}" for other in range(world_size)]
+    keys = [f"{JOINED}{member}" for member in range(world_size)]
     store.set(keys[rank], f"process {os.getpid()} on {platform.node()}")
     try:
         store.wait(keys, timedelta(seconds=max(deadline - time.monotonic(), 1.0)))
     except RuntimeError as error:
         try:
-            missing = [other for other, key in enumerate(keys) if not store.check([key])]
+            missing = [member for member, key in enumerate(keys) if not store.check([key])]
         except RuntimeError:
             left = f"rank 0 at {host}:{port} left before all had joined; see its output"
             raise Transient(left) from error

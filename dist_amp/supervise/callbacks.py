@@ -50,9 +50,9 @@ class Callbacks(Observer):
     """Calls the task's on_step, and ends the run if that returns "stop". Errors: DataError."""
 
     def __init__(self, run: Run, stop: AgreedStop):
-        for name, near in misspelt_methods(run.task).items():
+        for name, near_name in misspelt_methods(run.task).items():
             run.world.warn(
-                f"the run does not call the task's method {name}; if it is meant for {near}, "
+                f"the run does not call the task's method {name}; if it is meant for {near_name}, "
                 "rename it"
             )
         self._run = run
@@ -111,10 +111,10 @@ def misspelt_methods(task: Any) -> dict[str, str]:
     missing = [known for known in OPTIONAL if not hasattr(task, known)]
     found = {}
     for name, method in sorted(vars(type(task)).items()):
-        near = nearest_name(name, missing, MIN_SIMILARITY)
+        near_name = nearest_name(name, missing, MIN_SIMILARITY)
         is_public = inspect.isfunction(method) and not name.startswith("_")
-        if near and is_public and name not in OPTIONAL:
-            found[name] = near
+        if near_name and is_public and name not in OPTIONAL:
+            found[name] = near_name
     return found
 
 

@@ -81,11 +81,11 @@ def explain_error(error: BaseException, job: Job) -> BaseException:
         )
     for reported in (error.__context__, error):  # of two chained errors, the first has the signal
         if died := WORKER_DIED.match(str(reported)):
-            how = died[2].replace("is killed", "was killed").strip()
+            ending = died[2].replace("is killed", "was killed").strip()
             advice = "it may have run out of memory: lower data.workers, or check the kernel's log"
-            if "exit code" in how:
+            if "exit code" in ending:
                 advice = "the dataset's or the task's code ended it; data.workers=0 shows where"
-            return DataError(f"rank {rank}: loader worker (pid {died[1]}) {how}; {advice}")
+            return DataError(f"rank {rank}: loader worker (pid {died[1]}) {ending}; {advice}")
     batch, samples = current_batch(job.run)
     if samples and OUT_OF_RANGE.match(str(error)):
         return DataError(

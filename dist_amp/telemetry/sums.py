@@ -125,11 +125,11 @@ class WeightedMeans:
         # In the same order on every rank, with the loss first.
         names = sorted(self._sums, key=lambda name: (name != "loss", name))
         counts = self._world.gather({name: len(self._sums[name]) for name in names})
-        for rank, counts_there in enumerate(counts):
-            if counts_there != counts[0] or len(set(counts_there.values())) > 1:
+        for rank, counts_of_rank in enumerate(counts):
+            if counts_of_rank != counts[0] or len(set(counts_of_rank.values())) > 1:
                 raise DataError(
                     "the task's metrics() must return the same names for every batch on every rank;"
-                    f" batches by name: {counts[0]} on rank 0 and {counts_there} on rank {rank}"
+                    f" batches by name: {counts[0]} on rank 0 and {counts_of_rank} on rank {rank}"
                 )
         rows = torch.stack([torch.stack(self._sums[name]) for name in names])
         if self._exact:
