@@ -65,7 +65,7 @@ def tell_launcher(status: int, text: str = "", **facts: object) -> None:
 def place_of(config: RunConfig) -> tuple[int, int, int, int, torch.device]:
     """This process's (rank, local_rank, world_size, local_world_size, device)."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent(signal.SIGTERM)  # if torchrun is killed, this rank saves the run and exits
+        die_with_parent(signal.SIGTERM)  # if torchrun is killed, stop as after any SIGTERM
     rank, world_size = _rank_and_world_size()
     gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
     if config.device != "cpu" and not gpus and present("distributed.machine"):

@@ -47,14 +47,14 @@ def detect_cloud() -> str:
     return ""
 
 
-def service_url() -> str:
+def endpoint() -> str:
     """The URL of the metadata service, or that of a fake service in tests."""
     return os.environ.get("DIST_AMP_METADATA", ADDRESS)
 
 
 def fetch(path: str, headers: dict[str, str], method: str = "GET") -> str:
     """The body of the service's response, "" for a 404. Raises errors of many types otherwise."""
-    request = Request(service_url() + path, headers=headers, method=method)
+    request = Request(endpoint() + path, headers=headers, method=method)
     with OPENER.open(request, timeout=ANSWER_SECONDS) as response:
         if response.status == 404:
             return ""
@@ -107,7 +107,7 @@ class EvictionNotice(Observer):
                 failures += 1
                 if failures == SILENT_POLLS:
                     warn(
-                        f"run.eviction_notice={cloud} gets no useful answer from {service_url()} "
+                        f"run.eviction_notice={cloud} gets no useful answer from {endpoint()} "
                         f"({first_line(error):.90}), and asks every {POLL_SECONDS:g} s; on other "
                         "machines use auto or off"
                     )

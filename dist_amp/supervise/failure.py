@@ -7,7 +7,7 @@
 3. After an error, it looks for the cause: a known error of a library (explain.py), or a rank that
    is dead or hangs (watchdog.py). The first rank to fail, by a counter in torch's store, prints the
    error and writes it to RUN/summary.json. The type of the error determines the exit status.
-4. In any case it closes workers and files, leaves the process groups, and waits for last uploads.
+4. In any case it closes workers and files, leaves the process groups, then awaits the last uploads.
 """
 
 import os
@@ -122,7 +122,7 @@ def report_failure(
     """Print the error if this rank is the first to fail. Returns (exit status, whether it was).
 
     world: None before the ranks are connected. step: steps taken so far. at_start: whether this
-    process took none of them; `dist_amp launch` then restarts only if the error is Transient.
+    process took none of them; a first restart by `dist_amp launch` then needs a Transient error.
     """
     rank = world.rank if world is not None else int(os.environ.get("RANK", "0"))
     if isinstance(error, Failure):

@@ -29,7 +29,7 @@ MAX_POLLS_BETWEEN = 32  # in case steps become slower in between
 
 
 class AgreedStop:
-    """agreed: whether all ranks stop now. by_task: whether only by request of `end`, no signal."""
+    """agreed: whether all ranks stop now. by_task: whether `end` was called, and no signal came."""
 
     def __init__(self, world: World):
         self.agreed = False

@@ -330,8 +330,8 @@ class Watchdog:
         return beat
 
     def _read(self, ranks: Sequence[int] = (), since: float | None = None) -> Any:
-        """{rank: latest heartbeat} of these ranks, or of all; None for a running rank that is dead,
-        or silent: its heartbeat is from before `since`, by default three heartbeats ago.
+        """{rank: latest heartbeat} of these ranks, or of all. None if its state is RUNS, but the
+        rank is dead or the heartbeat is from before `since`, by default three heartbeats ago.
         """
         if since is None:
             since = time.monotonic() - self._began - 3 * (self._period + POLL_SECONDS)
