@@ -109,7 +109,7 @@ class ScriptRun(Run):
             _, self.data.position, random = self._place
             set_random_state(random, self.world.device)
         # Keep the sums of the unfinished log interval, but not its throughput: the clock restarts.
-        interval = self.world.stack(self.metrics.unfinished(self.data))
+        interval = self.world.stack(self.metrics.unfinished_sums(self.data))
         self.metrics.resume_unfinished(interval, same_world=True)
         self.data.items = 0
         self.data.tokens = 0

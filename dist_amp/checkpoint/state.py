@@ -46,7 +46,7 @@ def take_snapshot(run: Run) -> tuple[State, Manifest]:
 
     state = state_of(run)
     state["model"] |= averaged_statistics(run.parallel.module, run.world)
-    state["interval"] = run.world.stack(run.metrics.unfinished(run.data))
+    state["interval"] = run.world.stack(run.metrics.unfinished_sums(run.data))
     if "frozen" in state:
         from dist_amp.scaling.frozen import put_checksums
 

@@ -1,11 +1,11 @@
-"""Rejects processes started by srun or mpirun, which do not set torch's RANK and WORLD_SIZE."""
+"""Rejects several processes started by srun or mpirun without torch's RANK and WORLD_SIZE."""
 
 import os
 
 from dist_amp.errors import ConfigError
 
-# Variables in which these launchers put their number of processes. SLURM_NTASKS is not among them:
-# a batch script has it as well, for the processes that it will start with srun.
+# Variables in which launchers put their number of processes. SLURM_NTASKS is not one of them: a
+# batch script has it too, for the processes that it will start with srun.
 TASK_COUNTS = (
     *("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"),
     *("FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE"),
@@ -13,7 +13,7 @@ TASK_COUNTS = (
 
 
 def refuse_copies() -> None:
-    """Errors: ConfigError if a launcher has started several processes without torch's variables."""
+    """Errors: ConfigError if a launcher has started several processes without WORLD_SIZE."""
     for name in TASK_COUNTS:
         count = os.environ.get(name, "")
         if "WORLD_SIZE" not in os.environ and count.isdigit() and int(count) > 1:

@@ -12,12 +12,12 @@ import torch
 
 from dist_amp.errors import ConfigError, first_line
 
-# The lowest compute capability with which a dtype is native; below it, arithmetic is emulated or
-# runs at a fraction of float32's rate. Source: CUDA C++ programming guide, arithmetic instructions.
+# The lowest compute capability that computes in a dtype natively; a lower one emulates it, or has a
+# fraction of float32's rate. Source: CUDA C++ programming guide, arithmetic instructions.
 CAPABILITY = {"bf16": (8, 0), "fp16": (7, 0)}
 
-# Flags of CPUs that compute in a dtype natively, on x86 and Arm. Measured with torch 2.13: bf16
-# takes 0.7 to 1.0 times as long as float32 with them; without them 3 (AVX-512) or 30 times (AVX2).
+# Flags of CPUs that compute in a dtype natively, on x86 and Arm. Measured with torch 2.13: with
+# them bf16 takes 0.7 to 1.0 times as long as float32; without, 3 (AVX-512) or 30 times (AVX2).
 FLAGS = {"bf16": {"avx512_bf16", "amx_bf16", "bf16"}, "fp16": {"avx512_fp16", "amx_fp16"}}
 
 
@@ -25,7 +25,7 @@ FLAGS = {"bf16": {"avx512_bf16", "amx_bf16", "bf16"}, "fp16": {"avx512_fp16", "a
 
 
 def check_gpus_are_used(device: str = "auto") -> None:
-    """Call it if torch finds no GPU. Errors: ConfigError if the machine has NVIDIA GPUs."""
+    """For when torch finds no GPU. Errors: ConfigError if the machine has NVIDIA GPUs."""
     if reason := reason_unused():
         instead = "use run.device=cpu to train on the CPU"
         raise ConfigError(f"run.device={device}: {reason}; or {instead}")
@@ -66,7 +66,7 @@ def driver_branch(root: Path = Path("/")) -> int:
 
 
 def is_native(dtype: str, device: torch.device, root: Path = Path("/")) -> bool:
-    """Whether the device computes in bf16 or fp16 as fast as in float32, as all ROCm GPUs do."""
+    """Whether the device computes in bf16 or fp16 natively; True for all ROCm GPUs."""
     if device.type == "cuda":
         is_rocm = torch.version.hip is not None
         return is_rocm or torch.cuda.get_device_capability(device) >= CAPABILITY[dtype]

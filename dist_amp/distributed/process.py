@@ -26,7 +26,7 @@ from dist_amp.settings import RunConfig
 
 T = TypeVar("T")
 
-LAUNCHER = "DIST_AMP_LAUNCHER"  # in the environment of ranks: the process id of `dist_amp launch`
+LAUNCHER = "DIST_AMP_LAUNCHER"  # environment variable of ranks: the launcher's process id
 
 
 def environment_number(name: str, default: int) -> int:
@@ -45,18 +45,18 @@ def cpu_cores() -> int:
 
 
 def attempt() -> int:
-    """How many times torchrun has restarted the ranks."""
+    """How many times torchrun has restarted the ranks; 0 in the first attempt."""
     return environment_number("TORCHELASTIC_RESTART_COUNT", 0)
 
 
 def tell_launcher(status: int, text: str = "", **facts: object) -> None:
     """Write this rank's exit status and error to torchrun's error file, if torchrun started it.
 
-    torchrun prints the text; `dist_amp launch` reads the rest, since a signal hides exit statuses.
+    torchrun prints `text`; `dist_amp launch` reads the rest, since a signal hides exit statuses.
     """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"timestamp": str(int(time.time())), "status": status, **facts}
-        # Renamed when it is complete: torchrun fails on a file that a killed rank has half written.
+        # Rename the complete file: torchrun fails on one that a killed rank has half written.
         temporary = Path(f"{path}.tmp")
         temporary.write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
         temporary.replace(path)
@@ -65,7 +65,7 @@ def tell_launcher(status: int, text: str = "", **facts: object) -> None:
 def place_of(config: RunConfig) -> tuple[int, int, int, int, torch.device]:
     """This process's (rank, local_rank, world_size, local_world_size, device)."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent(signal.SIGTERM)  # if torchrun is killed, save, stop and unlock the folder
+        die_with_parent(signal.SIGTERM)  # if torchrun is killed, stop as after any SIGTERM
     rank, world_size = _rank_and_world_size()
     gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
     if config.device != "cpu" and not gpus and present("distributed.machine"):
@@ -74,12 +74,12 @@ def place_of(config: RunConfig) -> tuple[int, int, int, int, torch.device]:
         check_gpus_are_used(device=config.device)
     if config.device == "cuda" and not gpus:
         raise ConfigError("run.device=cuda, but torch finds no GPU; use run.device=cpu")
-    # Not every launcher says how many ranks a machine has: then assume one per GPU.
+    # Not every launcher says how many ranks a machine has. If not, assume one per GPU.
     local_world_size = environment_number("LOCAL_WORLD_SIZE", min(world_size, gpus or world_size))
     local_rank = environment_number("LOCAL_RANK", rank % local_world_size)
     if not gpus:
         return rank, local_rank, world_size, local_world_size, torch.device("cpu")
-    # Some launchers show each process only its own GPU; torchrun shows all GPUs to all.
+    # Some launchers make only its own GPU visible to each process; torchrun makes all visible.
     has_own_gpu = gpus == 1 and "TORCHELASTIC_RUN_ID" not in os.environ
     if local_world_size > gpus and not has_own_gpu:
         raise ConfigError(
@@ -110,7 +110,7 @@ def _rank_and_world_size() -> tuple[int, int]:
 
 
 def configure_logging(rank: int) -> None:
-    """Show the logger "dist_amp" and its children on rank 0; on other ranks only errors."""
+    """Print the messages of the logger "dist_amp" on rank 0; on other ranks only errors."""
     logger = logging.getLogger("dist_amp")
     logger.setLevel(logging.INFO if rank == 0 else logging.ERROR)
     if not logger.handlers:
@@ -147,25 +147,25 @@ def set_determinism(on: bool) -> None:
 
 
 def set_tf32(on: bool) -> None:
-    """Use TF32 or float32 on CUDA for matmuls and convolutions, whose defaults in torch differ."""
+    """Use TF32 or float32 for both matmuls and convolutions on CUDA; torch's defaults differ."""
     torch.set_float32_matmul_precision("high" if on else "highest")
     torch.backends.cudnn.allow_tf32 = on
 
 
 def die_with_parent(number: signal.Signals) -> None:
-    """Have the kernel send this signal when the parent process ends, in any way: prctl(2)."""
+    """Have the kernel send this signal when the parent process ends, even if killed: prctl(2)."""
     PR_SET_PDEATHSIG = 1
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def seed_all(seed: int) -> None:
-    """Seed the generators of Python, NumPy and torch, the GPU's included."""
+    """Seed the generators of Python, NumPy and torch, including the GPU's."""
     seed_host(seed)
     torch.manual_seed(seed)
 
 
 def seed_host(seed: int) -> None:
-    """Seed all but the GPU's: torch.manual_seed formats the stack for it, in 0.1 ms (measured)."""
+    """Seed all but the GPU's, for which torch.manual_seed takes 0.1 ms more (measured)."""
     random.seed(seed)
     numpy.random.seed(seed % 2**32)  # noqa: NPY002 (a task may draw from the global generator)
     torch.default_generator.manual_seed(seed)
@@ -203,12 +203,12 @@ def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
 
 
 def in_time(seconds: float, call: Callable[[], T]) -> T:
-    """call() in a thread, which may outlive this. Errors: its own; TimeoutError after `seconds`."""
+    """Run call() in a thread, and wait at most `seconds`. Errors: its own, or TimeoutError."""
     return in_thread(call).result(seconds)
 
 
 def in_thread(call: Callable[[], T], name: str | None = None) -> "Future[T]":
-    """Run call() in a daemon thread: Python's exit would wait for a thread of a pool."""
+    """Run call() in a daemon thread. Python's exit would wait for a ThreadPoolExecutor's thread."""
     outcome: Future[T] = Future()
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Process groups: joining, timeouts, abort. Uses torch's private functions where they exist."""
+"""Process groups: joining, timeouts and abort, with private functions of torch if it has them."""
 
 import os
 from collections.abc import Iterator
@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from dist_amp.files import present
 
-A_DAY = timedelta(days=1)  # for collectives without a timeout: one rank may take hours
+A_DAY = timedelta(days=1)  # in effect no timeout, where one rank may take hours
 
-# From the watchdog's timeout to the backend's, which would not say which rank is missing. Assumed:
-# the watchdog needs at most 15 s to report it.
+# The backend's timeout, which does not say which rank is missing, comes this much later than the
+# watchdog's. Assumed: the watchdog needs at most 15 s for its report.
 MARGIN_SECONDS = 60.0
 
 
@@ -22,7 +22,7 @@ MARGIN_SECONDS = 60.0
 def join(
     rank: int, world_size: int, device: torch.device, timeout_seconds: float
 ) -> Iterator[timedelta]:
-    """Make the default process group, gloo, and NCCL on GPUs; yields its timeout after joining."""
+    """Create the default process group: gloo, and NCCL on GPUs. Yields its timeout from then on."""
     backend = "gloo"
     device_id = None
     if device.type == "cuda":
@@ -32,10 +32,10 @@ def join(
     once_connected = timeout
     if present("supervise.watchdog"):
         once_connected = watched_timeout(timeout_seconds)
-    # With store=None torch does the rendezvous at MASTER_ADDR and MASTER_PORT.
+    # Without rendezvous.py, store is None, and torch does the rendezvous at MASTER_ADDR.
     connected: AbstractContextManager[Any] = nullcontext()
     if present("distributed.rendezvous"):
-        # Its errors say which ranks are missing or hang, or at which address nobody answers.
+        # Errors then say which ranks are missing or hang, or which address does not answer.
         from dist_amp.distributed.rendezvous import connecting
 
         connected = connecting(rank, world_size, timeout_seconds, 2 * timeout)
@@ -53,22 +53,22 @@ def join(
 
 
 def watched_timeout(timeout_seconds: float) -> timedelta:
-    """The process groups' timeout, later than the watchdog's; torch's own watchdog comes last.
+    """The process groups' timeout: after the watchdog's, and before torch's own watchdog.
 
-    Sets the environment variables for that, unless they are set.
+    Sets torch's environment variables for this, unless they are set.
     """
     seconds = timeout_seconds + MARGIN_SECONDS
-    # The watchdog reads torch's record of collectives; 2,000 are 1 MB as JSON. Measured on one gloo
-    # rank: 4 to 5 us per collective.
+    # Have torch record collectives, for the watchdog; 2,000 are 1 MB as JSON. Recording takes 4 to
+    # 5 us per collective (measured on one gloo rank).
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-    # torch ends a process whose NCCL threads are silent for 480 s (2.11 to 2.13): it must be last.
+    # torch's own watchdog ends a process whose NCCL threads are silent for 480 s (2.11 to 2.13).
     last = max(480, int(seconds) + 60)
     os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(last))
     return timedelta(seconds=seconds)
 
 
 def timeout_of(group: Any) -> timedelta | None:
-    """The timeout of the group's collectives; None if it has none, or torch does not tell it."""
+    """The timeout of the group's collectives; None if torch does not tell it."""
     for device in getattr(group, "_device_types", ()):
         with suppress(Exception):  # a backend without options, such as torch's fake one
             return timedelta(seconds=group._get_backend(device).options._timeout.total_seconds())
@@ -76,7 +76,7 @@ def timeout_of(group: Any) -> timedelta | None:
 
 
 def set_timeout(group: dist.ProcessGroup | None, timeout: timedelta | None) -> None:
-    """Set the timeout of collectives that start from now on, if this torch can."""
+    """Set the timeout of collectives that start from now on, if this version of torch can."""
     change = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
     change = getattr(dist, "set_timeout", change)  # public from torch 2.14 on
     if timeout is not None and change is not None:
@@ -85,7 +85,7 @@ def set_timeout(group: dist.ProcessGroup | None, timeout: timedelta | None) -> N
 
 @contextmanager
 def without_timeout(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """No timeout in the block: one rank may take hours to fill a cache or to read a shard."""
+    """No timeout in a with-block, as one rank may take hours to fill a cache or to read a shard."""
     before = timeout_of(group)
     if before is not None:
         set_timeout(group, A_DAY)
@@ -96,7 +96,7 @@ def without_timeout(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 def abort_process_groups() -> None:
-    """Abort the NCCL groups, or at least the default one: destroying them would wait for ranks."""
+    """Abort all NCCL groups, or at least the default one. To destroy them would wait for ranks."""
     abort_all = getattr(dist.distributed_c10d, "_abort_process_group", None)
     if abort_all is not None:
         abort_all()

@@ -13,12 +13,12 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 Handler = Callable[[int, FrameType | None], object] | signal.Handlers
 
-BEFORE_RANKS = " before any rank had started"  # ends the line "stopped by SIGTERM"
+BEFORE_RANKS = " before any rank had started"  # appended to the line "stopped by SIGTERM"
 
 
 @contextmanager
 def handle_signals(handler: Handler, numbers: Iterable[int] = STOP_SIGNALS) -> Iterator[None]:
-    """Handle these signals in the block; does nothing in other threads than the main one."""
+    """Handle these signals in a with-block; does nothing outside the main thread."""
     previous = {}
     if threading.current_thread() is threading.main_thread():
         for number in numbers:
@@ -34,7 +34,7 @@ def handle_signals(handler: Handler, numbers: Iterable[int] = STOP_SIGNALS) -> I
 
 
 def end_on_ctrl_c() -> None:
-    """Let Ctrl-C end the process during imports, where an exception would print a traceback."""
+    """Let Ctrl-C end the process at once during imports, instead of printing a traceback."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -46,7 +46,7 @@ def after_imports() -> None:
 
 @contextmanager
 def raise_on_signals() -> Iterator[None]:
-    """Raise KeyboardInterrupt with the signal's name in the block, on SIGTERM as on Ctrl-C."""
+    """In a with-block, raise KeyboardInterrupt with the signal's name on SIGTERM and on Ctrl-C."""
     with handle_signals(_raise, (signal.SIGINT, signal.SIGTERM)):
         yield
 
@@ -63,8 +63,8 @@ def quiet_on_closed_pipe() -> Iterator[None]:
         output = select.poll()
         output.register(sys.stdout.fileno(), 0)
         if not any(events & select.POLLERR for _, events in output.poll(0)):
-            raise  # of another pipe
-        # The interpreter flushes once more at its exit.
+            raise  # another pipe is closed, not the output
+        # Discard the rest of the output, which the interpreter flushes once more at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
 

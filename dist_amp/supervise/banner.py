@@ -1,4 +1,4 @@
-"""The banner at a run's start, and the table at its end."""
+"""The lines that rank 0 prints at the start of a run, and the table at its end."""
 
 import math
 from collections.abc import Mapping
@@ -56,7 +56,7 @@ def closing_table(summary: Mapping[str, Any], folder: Path) -> str:
         row += [f"{100 * rank['mfu']:.3g} %"] if "mfu" in summary else []
         rows.append(row)
     result = f"{summary['steps']} steps"
-    # Absent if a resumed run only had to evaluate and its metrics.jsonl was lost.
+    # Absent if a resumed run only had to evaluate, and its metrics.jsonl was lost.
     if "final_loss" in summary:
         result += f" ({summary['applied_steps']} applied, {summary['skipped_steps']} skipped)"
     if math.isfinite(loss := float(summary.get("final_loss", math.nan))):
@@ -68,7 +68,7 @@ def closing_table(summary: Mapping[str, Any], folder: Path) -> str:
 
 
 def print_next_command(run: Run) -> None:
-    """Print the command that exports the trained model, if the config names its task."""
+    """Print the command that exports the trained model, if it can build the run's task."""
     is_named = not run.config.task.target.startswith(GIVEN)
     if is_named and present("commands.export"):
         run.world.say(f"next: dist_amp export {run_dir(run.folder)} --out model")

@@ -1,17 +1,17 @@
-"""The task's own callbacks in the main job, which train_step by itself does not call.
+"""The task's optional callbacks. The train command and fit(run) call them; train_step does not.
 
     on_step(run, report)        on every rank after a step; reading the StepReport waits for the
                                 device
     on_evaluation(run, values)  on every rank after an evaluation, also by run.evaluate(); values:
-                                {name: number}, equal on all ranks; what it adds is logged with them
+                                {name: number}, equal on all ranks; entries that it adds are logged
     train_metrics(run, report)  on every rank at log steps -> {name: number or scalar tensor},
                                 written as train/NAME to the rank's TensorBoard folder, and rank
                                 0's to metrics.jsonl
 
     observers(run)              more observers, besides those that the setting run.observers lists
 
-The `on_` methods return None or "stop". Once one returns "stop" on any rank, all ranks save and end
-the run as completed; for on_step after one more step, during which the ranks exchange the request.
+on_step and on_evaluation return None or "stop". If one returns "stop" on any rank, all ranks save
+and end the run as completed: at once after on_evaluation, one step later after on_step.
 
 Docs: docs/recipes.md
 """
@@ -40,19 +40,19 @@ OPTIONAL = (
     *("train_metrics", "state_dict", "load_state_dict", "observers"),
 )
 
-# Finds sheduler and metric, but not helpers such as tokenize or load_files.
+# For misspelt methods: finds sheduler and metric, but not helpers such as tokenize or load_files.
 MIN_SIMILARITY = 0.8
 
-RESERVED = ("loss", "grad_norm", "lr")  # train/NAME that the run writes itself
+RESERVED = ("loss", "grad_norm", "lr")  # names in train/NAME that the run writes itself
 
 
 class Callbacks(Observer):
-    """Calls the task's on_step, and ends the run if it returns "stop". Errors: DataError."""
+    """Calls the task's on_step, and ends the run if that returns "stop". Errors: DataError."""
 
     def __init__(self, run: Run, stop: AgreedStop):
-        for name, near in misspelt_methods(run.task).items():
+        for name, near_name in misspelt_methods(run.task).items():
             run.world.warn(
-                f"the run does not call the task's method {name}; if it is meant for {near}, "
+                f"the run does not call the task's method {name}; if it is meant for {near_name}, "
                 "rename it"
             )
         self._run = run
@@ -73,7 +73,7 @@ class Callbacks(Observer):
 
 
 def check_trained(run: Run, step: int) -> None:
-    """Errors: DataError if a trained parameter was frozen, or one was added to the model."""
+    """Errors: DataError if a parameter was frozen or added after the optimizer was built."""
     trained = set(run.parallel.parameters)
     for name, parameter in run.parallel.module.named_parameters():
         if parameter.requires_grad != (parameter in trained):
@@ -85,7 +85,7 @@ def check_trained(run: Run, step: int) -> None:
 
 
 def train_metrics(run: Run, report: StepReport) -> dict[str, Tensor]:
-    """{train/NAME: scalar on the device} from the task, without a host sync. Errors: DataError."""
+    """{train/NAME: scalar on the device} from the task; does not wait for it. Errors: DataError."""
     name = "train_metrics(run, report)"
     method = run.task.train_metrics  # type: ignore[attr-defined]
     values = call_task(DataError, name, method, run, report, when=f" after step {run.step}")
@@ -107,19 +107,19 @@ def train_metrics(run: Run, report: StepReport) -> dict[str, Tensor]:
 
 
 def misspelt_methods(task: Any) -> dict[str, str]:
-    """{method that no run calls: the optional method that it may be meant for}."""
+    """{name of a method that the run does not call: the optional method that was likely meant}."""
     missing = [known for known in OPTIONAL if not hasattr(task, known)]
     found = {}
     for name, method in sorted(vars(type(task)).items()):
-        near = nearest_name(name, missing, MIN_SIMILARITY)
+        near_name = nearest_name(name, missing, MIN_SIMILARITY)
         is_public = inspect.isfunction(method) and not name.startswith("_")
-        if near and is_public and name not in OPTIONAL:
-            found[name] = near
+        if near_name and is_public and name not in OPTIONAL:
+            found[name] = near_name
     return found
 
 
 def add_own_observers(run: Run) -> None:
-    """Add the observers of the setting and the task, once per run. Errors: ConfigError."""
+    """Add the observers from run.observers and the task, once per run. Errors: ConfigError."""
     if any(not type(each).__module__.startswith("dist_amp.") for each in run.observers):
         return  # added in an earlier fit
     own: list[Any] = []

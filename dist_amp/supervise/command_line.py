@@ -1,4 +1,4 @@
-"""Shared by the commands other than train: option parsing, and error reporting."""
+"""Option parsing and error reporting of the commands other than train."""
 
 import argparse
 import sys
@@ -12,11 +12,11 @@ from dist_amp.distributed import signals
 from dist_amp.errors import ConfigError, Failure
 from dist_amp.files import present
 
-Main = Callable[[Sequence[str]], int | None]  # a command: its arguments -> exit status, None is 0
+Main = Callable[[Sequence[str]], int | None]  # a command: arguments -> exit status; None means 0
 
 
 def run_folder(text: str) -> Path:
-    """The local folder that a command line names. Errors: ConfigError for an address."""
+    """The local folder that an argument names. Errors: ConfigError for an address."""
     if "://" in text:
         raise ConfigError(
             f"{text} is an address, and this needs a folder on a disk; a run at an address prints "
@@ -35,8 +35,8 @@ class Parser(argparse.ArgumentParser):
         )
 
     def add_argument(self, *names: str, **options: Any) -> Any:
-        """Add an argument; options may have hyphens for underscores. type=Path: a folder on a disk,
-        or, for a positional argument, also the address of a run.
+        """Add an argument; on a command line, options may have hyphens in place of underscores.
+        type=Path: a folder on a disk; for a positional argument, also the address of a run.
         """
         if options.get("type") is Path:
             options["type"] = run_folder
@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def command(when: str = "") -> Callable[[Main], Callable[..., int]]:
-    """Decorator: the function becomes a command that is called through `exit_status`."""
+    """Decorator: a call of the command goes through `exit_status`, which also gets `when`."""
     return lambda main: partial(exit_status, main, when=when)
 
 
@@ -77,5 +77,5 @@ def exit_status(main: Main, argv: Sequence[str] | None = None, when: str = "") -
             name = str(stopped) or "SIGINT"
             print(f"error: stopped by {name}{when}", file=sys.stderr, flush=True)
             return 1
-        except SystemExit as reported:  # argparse, after --help; a closed pipe
+        except SystemExit as reported:  # by argparse after --help, or because of a closed pipe
             return int(reported.code or 0)

@@ -27,7 +27,7 @@ from dist_amp.errors import masked
 from dist_amp.files import write_durably
 from dist_amp.run import Run
 
-# Recorded because results may depend on them.
+# Packages whose versions are recorded, because results may depend on them.
 PACKAGES = ("numpy", "datasets", "tensorboard", "transformers", "peft", "torchao")
 
 # The environment variables to record: none of them holds a secret.
@@ -38,11 +38,11 @@ VARIABLES = re.compile(
     r"SLURM_(JOB_ID|JOB_NODELIST|NTASKS|CPUS_PER_TASK|RESTART_COUNT)|DIST_AMP_(LAUNCHER|PYTHON)"
 )
 
-GIT_SECONDS = 5.0  # assumed: git describe takes far less, but a network disk may hang
+GIT_SECONDS = 5.0  # timeout. Assumed: git describe takes far less, but a network disk may hang
 
 
 def report_environment(run: Run) -> None:
-    """Write RUN/environment.json, and the same to TensorBoard, on rank 0; every rank calls it."""
+    """Write RUN/environment.json and its text to TensorBoard, on rank 0; every rank calls it."""
     ranks = run.world.gather(this_rank(run.world.device))
     if not run.world.is_main:
         return
@@ -52,7 +52,7 @@ def report_environment(run: Run) -> None:
 
 
 def environment(run: Run, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """The content of environment.json. ranks: of each rank, what `this_rank` returned."""
+    """The content of environment.json. ranks: the result of `this_rank` on each rank."""
     hosts: dict[str, dict[str, Any]] = {}  # ranks with equal facts share an entry
     for rank, facts in enumerate(ranks):
         entry = hosts.setdefault(json.dumps(facts), facts | {"ranks": ""})
@@ -71,7 +71,7 @@ def environment(run: Run, ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def this_rank(device: torch.device) -> dict[str, str]:
-    """Facts that may differ between hosts; all ranks of a host have the same."""
+    """Facts that may differ between hosts, but are equal on all ranks of a host."""
     name = f"CPU, {os.cpu_count()} cores"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -86,7 +86,7 @@ def this_rank(device: torch.device) -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of dist_amp, Python, torch, CUDA and some packages; torch's collect_env is slow."""
+    """Versions of dist_amp, Python, torch, CUDA and PACKAGES; torch's collect_env would be slow."""
     python = platform.python_version()
     rows = {"dist_amp": dist_amp.__version__, "python": python, "torch": torch.__version__}
     if torch.cuda.is_available():
@@ -106,7 +106,7 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def source_of(task: object) -> dict[str, str]:
-    """The file of the task's class, and its hash; empty for one that a notebook defines."""
+    """The file of the task's class, and the file's hash; {} for a class defined in a notebook."""
     with suppress(TypeError, OSError):
         path = Path(inspect.getfile(type(task))).resolve()
         return {"file": str(path), "hash": importlib.util.source_hash(path.read_bytes()).hex()}
@@ -114,7 +114,7 @@ def source_of(task: object) -> dict[str, str]:
 
 
 def edited_since(folder: Path, task: object) -> str:
-    """A warning if the task's source file has changed since the run was started; else ""."""
+    """A warning if the task's source file has changed since the run was last started; else ""."""
     now = source_of(task)
     with suppress(Exception):  # environment.json is missing or damaged
         before = json.loads((folder / "environment.json").read_bytes())["task"]
@@ -124,7 +124,7 @@ def edited_since(folder: Path, task: object) -> str:
 
 
 def code_folder(source: Mapping[str, str]) -> Path:
-    """The folder of the task's source; the current one for a notebook's or an installed task."""
+    """The folder of the task's source; for a notebook's or an installed task the current folder."""
     package = Path(dist_amp.__file__).resolve().parent
     folder = Path(source.get("file", package / "task")).parent
     is_user_code = not folder.is_relative_to(package) and "site-packages" not in folder.parts
@@ -132,9 +132,9 @@ def code_folder(source: Mapping[str, str]) -> Path:
 
 
 def git_state(folder: Path) -> dict[str, Any]:
-    """{commit, dirty: whether a tracked file was changed since}; empty without git or a commit."""
+    """{commit, dirty: whether a tracked file has changed since}; {} without git or a commit."""
     command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40"]
-    command.append("--exclude=*")  # the hash, even where there is a tag
+    command.append("--exclude=*")  # print the hash, even if the commit has a tag
     try:
         text = subprocess.check_output(
             command, cwd=folder, timeout=GIT_SECONDS, stderr=subprocess.DEVNULL, text=True

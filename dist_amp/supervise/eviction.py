@@ -1,7 +1,7 @@
-"""Saves and stops a run when its cloud is about to evict a machine, in the same way as a signal.
+"""Saves and stops a run, as a signal does, if its cloud is about to evict one of its machines.
 
-On each machine a thread of the first rank polls the cloud's metadata service. A notice to one
-machine stops all ranks after the same step (stop.py), and is in summary.json as the cause.
+On each machine, a thread of the first local rank polls the cloud's metadata service. A notice to
+one machine stops all ranks after the same step (stop.py); summary.json has it as the cause.
 Protocols: AWS, "Spot Instance interruption notices"; Google, "Create and use preemptible VMs";
 Azure, "Scheduled Events for Linux VMs".
 
@@ -28,18 +28,18 @@ POLL_SECONDS = 2.0  # a small part of the 30 s that a notice gives; AWS advises 
 ANSWER_SECONDS = 2.0  # timeout of a request; the service is on the same host
 SILENT_POLLS = 15  # failed polls in a row before a warning
 DMI = Path("/sys/class/dmi/id")
-MACHINES = {  # {cloud: (a file in DMI, a text that it contains in this cloud only)}
+MACHINES = {  # {cloud: (a file in DMI, a text that the file contains in this cloud only)}
     "aws": ("sys_vendor", "Amazon EC2"),
     "gcp": ("product_name", "Google Compute Engine"),
-    "azure": ("chassis_asset_tag", "7783-7084-3265-9085-8269-3286-77"),  # unlike other Hyper-V
+    "azure": ("chassis_asset_tag", "7783-7084-3265-9085-8269-3286-77"),  # not on other Hyper-V
 }
 ADDRESS = "http://169.254.169.254"  # the metadata service of all three clouds
 OPENER = OpenerDirector()
-OPENER.add_handler(HTTPHandler())  # the only handler: follows no proxy or redirect
+OPENER.add_handler(HTTPHandler())  # the only handler, so it uses no proxy and follows no redirect
 
 
 def detect_cloud() -> str:
-    """The cloud that this machine is in, or ""; reads local files only."""
+    """The cloud that this machine belongs to, or ""; reads local files only."""
     for cloud, (file, text) in MACHINES.items():
         with suppress(OSError):
             if text in (DMI / file).read_text(errors="replace"):
@@ -47,14 +47,14 @@ def detect_cloud() -> str:
     return ""
 
 
-def address() -> str:
-    """The metadata service's address, or that of a stand-in for tests."""
+def endpoint() -> str:
+    """The URL of the metadata service, or that of a fake service in tests."""
     return os.environ.get("DIST_AMP_METADATA", ADDRESS)
 
 
-def ask(path: str, headers: dict[str, str], method: str = "GET") -> str:
-    """The service's answer; "" for a 404. Errors: of many types, for anything else."""
-    request = Request(address() + path, headers=headers, method=method)
+def fetch(path: str, headers: dict[str, str], method: str = "GET") -> str:
+    """The body of the service's response, "" for a 404. Raises errors of many types otherwise."""
+    request = Request(endpoint() + path, headers=headers, method=method)
     with OPENER.open(request, timeout=ANSWER_SECONDS) as response:
         if response.status == 404:
             return ""
@@ -66,25 +66,25 @@ def ask(path: str, headers: dict[str, str], method: str = "GET") -> str:
 def eviction_time(cloud: str) -> str:
     """When this machine will be evicted, as text; "" if no eviction is planned."""
     if cloud == "aws":
-        token = ask("/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60"}, "PUT")
+        token = fetch("/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60"}, "PUT")
         path = "/latest/meta-data/spot/instance-action"
-        body = ask(path, {"X-aws-ec2-metadata-token": token})
+        body = fetch(path, {"X-aws-ec2-metadata-token": token})
         return f"at {json.loads(body)['time']}" if body else ""
     if cloud == "gcp":
-        body = ask("/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"})
+        body = fetch("/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"})
         return {"TRUE": "within 30 s", "FALSE": ""}[body.strip()]
     headers = {"Metadata": "true"}
-    body = ask("/metadata/scheduledevents?api-version=2020-07-01", headers)
+    body = fetch("/metadata/scheduledevents?api-version=2020-07-01", headers)
     name = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
     for event in json.loads(body)["Events"]:
-        # Other events are no evictions, and machines of a scale set see one another's events.
-        if event["EventType"] == "Preempt" and ask(name, headers).strip() in event["Resources"]:
+        # Other types are no evictions; machines of a scale set also see one another's events.
+        if event["EventType"] == "Preempt" and fetch(name, headers).strip() in event["Resources"]:
             return f"at {event['NotBefore'] or 'any moment'}"
     return ""
 
 
 class EvictionNotice(Observer):
-    """Asks `stop` to stop the run when a notice comes; on each machine's first rank."""
+    """Requests a stop of the run when a notice comes; polls on each machine's first rank."""
 
     def __init__(self, run: Run, stop: AgreedStop):
         self._run = run
@@ -96,7 +96,7 @@ class EvictionNotice(Observer):
             in_thread(lambda: self._watch(cloud), "eviction notice")
 
     def _watch(self, cloud: str) -> None:
-        """Poll until a notice comes or the run ends; errors of the service only cause a warning."""
+        """Poll until a notice comes or the run ends; errors of the service cause only a warning."""
         failures = 0
         while not self._closed.wait(POLL_SECONDS):
             when = ""
@@ -107,7 +107,7 @@ class EvictionNotice(Observer):
                 failures += 1
                 if failures == SILENT_POLLS:
                     warn(
-                        f"run.eviction_notice={cloud} gets no useful answer from {address()} "
+                        f"run.eviction_notice={cloud} gets no useful answer from {endpoint()} "
                         f"({first_line(error):.90}), and asks every {POLL_SECONDS:g} s; on other "
                         "machines use auto or off"
                     )
@@ -116,7 +116,7 @@ class EvictionNotice(Observer):
                 cause = f"{cloud}'s notice of an eviction {when} ({place})"
                 warn(f"{cause}; stopping within a few steps")
                 self._stop.requested_by = self._stop.requested_by or cause
-                if LAUNCHER in os.environ:  # the launcher leaves; other nodes may continue
+                if LAUNCHER in os.environ:  # this node's launcher leaves; other nodes may continue
                     os.kill(int(os.environ[LAUNCHER]), signal.SIGTERM)
                 return
 
@@ -125,4 +125,4 @@ class EvictionNotice(Observer):
 
 
 def warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr, flush=True)  # also on another rank than 0
+    print(f"warning: {text}", file=sys.stderr, flush=True)  # not only on rank 0

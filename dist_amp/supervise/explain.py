@@ -1,4 +1,4 @@
-"""Turns known errors of torch, the loader, memory and disk into one line with cause and fix.
+"""Turns known errors of torch, the loader, memory and disk into one line with the cause and a fix.
 
 Docs: docs/debugging.md
 """
@@ -18,9 +18,9 @@ from dist_amp.supervise.lifecycle import Job
 from dist_amp.telemetry.metrics import memory_use
 from dist_amp.world import local
 
-# {pattern of the error's text: (type of the Failure, cause and fix)}
+# {pattern that the error's text contains: (type of the Failure, cause and fix)}
 KNOWN: dict[str, tuple[type[Failure], str]] = {
-    # CUDA raises it some kernels later, so the micro-batch is not known.
+    # CUDA raises this some kernels later, so the micro-batch is not known.
     "device-side assert": (
         DataError,
         "the GPU stopped at a device-side assert, typically a token id or label out of range; the "
@@ -50,18 +50,18 @@ KNOWN: dict[str, tuple[type[Failure], str]] = {
         "parallel.accumulate_reduce=every, or precision.cast_by=autocast",
     ),
 }
-# Only with FSDP2's mixed precision policy; elsewhere these errors have other causes.
+# Explained only under FSDP2's mixed precision policy: elsewhere these errors have other causes.
 TWO_DTYPES = re.compile(
     "have the same dtype|expected scalar type|Input type .* and (weight|bias) type"
 )
 
-# Messages on a CPU for an index out of range in an embedding, a loss or one_hot.
+# Messages on a CPU about an index out of range in an embedding, a loss or one_hot.
 OUT_OF_RANGE = re.compile(
     r"index out of range in self|Target -?\d+ is out of bounds|Class values must be"
 )
 WORKER_DIED = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) ([^.]*)")
 
-# Out of memory, but no torch.OutOfMemoryError: on a CPU, and from libraries on a GPU.
+# Messages of out of memory without a torch.OutOfMemoryError: on a CPU, and by libraries on a GPU.
 OUT_OF_MEMORY = re.compile(
     r"can't allocate memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
 )
@@ -79,13 +79,13 @@ def explain_error(error: BaseException, job: Job) -> BaseException:
             f"{error.filename or job.folder} can't be written ({error.strerror}); free some "
             f"space, and resume with --run.dir {job.folder}"
         )
-    for reported in (error.__context__, error):  # if two are chained, the first names the signal
+    for reported in (error.__context__, error):  # of two chained errors, the first has the signal
         if died := WORKER_DIED.match(str(reported)):
-            how = died[2].replace("is killed", "was killed").strip()
+            ending = died[2].replace("is killed", "was killed").strip()
             advice = "it may have run out of memory: lower data.workers, or check the kernel's log"
-            if "exit code" in how:
+            if "exit code" in ending:
                 advice = "the dataset's or the task's code ended it; data.workers=0 shows where"
-            return DataError(f"rank {rank}: loader worker (pid {died[1]}) {how}; {advice}")
+            return DataError(f"rank {rank}: loader worker (pid {died[1]}) {ending}; {advice}")
     batch, samples = current_batch(job.run)
     if samples and OUT_OF_RANGE.match(str(error)):
         return DataError(
@@ -112,7 +112,7 @@ def explain_error(error: BaseException, job: Job) -> BaseException:
 
 
 def current_batch(run: Run | None) -> tuple[Any, str]:
-    """Returns (the micro-batch in use, text with its samples and split); (None, "") if unknown."""
+    """Returns (micro-batch in use, text with its samples and split), or (None, "") if unknown."""
     if run is None:
         return None, ""
     for split in filter(None, (run.data, run.validation)):
@@ -123,7 +123,7 @@ def current_batch(run: Run | None) -> tuple[Any, str]:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether the error or one of its causes is out of memory: compilers wrap errors."""
+    """Whether the error or one of its causes is an out-of-memory error: compilers wrap errors."""
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError | MemoryError):
             return True
@@ -134,7 +134,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def out_of_memory(error: BaseException, job: Job) -> Failure:
-    """A Failure with the memory that the model takes, and settings that need less."""
+    """A Failure that says how much memory the model takes, and which settings need less."""
     config, world, run = job.config, job.world, job.run
     capacity, unused = capacity_of(world)
     requested, used = 0, size_text(memory_use(world.device)[0])
@@ -148,7 +148,7 @@ def out_of_memory(error: BaseException, job: Job) -> Failure:
         if "validation" in current_batch(run)[1]:
             when = f"in the evaluation after step {run.step}"
 
-    # What this rank holds: its shards, or before they are sharded, all parameters.
+    # What this rank holds: its shards of the parameters; all parameters if nothing is sharded yet.
     module = run.parallel.module if run is not None else getattr(error, "module", None)
     usage = "there was no model yet"
     if module is not None:

@@ -1,13 +1,13 @@
-"""The start and end of the process, and how one failure of many ranks is reported once.
+"""The start and end of a training process. If many ranks fail, one of them reports the failure.
 
-`supervise` is the outermost function of a training process, and reads from top to bottom:
-1. It joins the ranks into process groups and starts the watchdog's thread (watchdog.py).
+`supervise` is the outermost function of the process, and reads from top to bottom:
+1. It joins the process groups and starts the watchdog's thread (watchdog.py).
 2. It calls `work`: run_job (lifecycle.py) locks the folder, handles signals (stop.py), builds or
    resumes the run, calls the training loop (train.py) and writes RUN/summary.json.
-3. An error gets an explanation if its cause is known (explain.py), or if a rank is dead or hangs
-   (watchdog.py). The first rank to fail, by a counter in torch's store, prints it and writes it to
-   RUN/summary.json. The type of the error determines the exit status.
-4. In any case it closes workers and files and leaves the process groups; the last uploads follow.
+3. After an error, it looks for the cause: a known error of a library (explain.py), or a rank that
+   is dead or hangs (watchdog.py). The first rank to fail, by a counter in torch's store, prints the
+   error and writes it to RUN/summary.json. The type of the error determines the exit status.
+4. In any case it closes workers and files, leaves the process groups, then awaits the last uploads.
 """
 
 import os
@@ -30,17 +30,17 @@ from dist_amp.telemetry.startup import Startup
 from dist_amp.world import World
 
 FAILURES = "dist_amp/failures"  # in torch's store: how many ranks have failed
-AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # "True" if the store is in torchrun, not in rank 0
-WAIT_SECONDS = 3.0  # for ranks that fail at the same time; other ranks fail once rank 0 has exited
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # "True" if torchrun serves the store, not rank 0
+WAIT_SECONDS = 3.0  # for ranks that fail at the same time; the others fail when rank 0 exits
 
-Ranks = AbstractContextManager[World]  # such as `world.start`
+Ranks = AbstractContextManager[World]  # joins the ranks, such as `world.start`
 Work = Callable[[Job], int]
 
 
 def supervise(config: Config, ranks: Ranks, work: Work, raises: bool = False) -> int:
-    """Join the ranks, call work(job) and return its exit status; report an error.
+    """Join the ranks and call work(job); returns its exit status. Reports an error once.
 
-    Errors: the explained error if `raises`, for the caller to print; else SystemExit.
+    Errors: SystemExit with the error's exit status; if `raises`, the error itself, not printed.
     """
     job: Job | None = None
     watchdog: Any = None
@@ -56,11 +56,11 @@ def supervise(config: Config, ranks: Ranks, work: Work, raises: bool = False) ->
                     watchdog = Watchdog(job, end=partial(close_failed, job=job)).start()
                 status = work(job)
                 job.close()
-                world.barrier()  # here, where the watchdog can report a rank that does not arrive
+                world.barrier()  # while the watchdog can still report a rank that does not arrive
                 return status
             except BaseException as error:
                 failure = explained(error, job, watchdog)
-                job.status = close_failed(failure, job, is_shown=raises)
+                job.status = close_failed(failure, job, is_raised=raises)
                 if raises:
                     raise failure  # noqa: B904 (often `error` itself: no cause to chain)
                 raise SystemExit(job.status) from error
@@ -68,7 +68,7 @@ def supervise(config: Config, ranks: Ranks, work: Work, raises: bool = False) ->
                 if watchdog is not None:
                     watchdog.leave()
                 job.close()
-    finally:  # this process has left its groups
+    finally:  # this process has left its process groups
         if watchdog is not None:
             watchdog.close()
         if job is not None:
@@ -76,7 +76,7 @@ def supervise(config: Config, ranks: Ranks, work: Work, raises: bool = False) ->
 
 
 def explained(error: BaseException, job: Job, watchdog: Any) -> BaseException:
-    """A Failure with the cause, if it is known; else the error."""
+    """A Failure with the cause of the error, if the cause is known; else the error."""
     error = as_failure(error)
     if present("supervise.explain"):
         from dist_amp.supervise.explain import explain_error
@@ -85,19 +85,19 @@ def explained(error: BaseException, job: Job, watchdog: Any) -> BaseException:
     return error if watchdog is None else watchdog.explain(error)  # type: ignore[no-any-return]
 
 
-def close_failed(error: BaseException, job: Job, is_shown: bool = False) -> int:
-    """Print the error, unless the caller does, and write the summary; returns the exit status."""
+def close_failed(error: BaseException, job: Job, is_raised: bool = False) -> int:
+    """Print the error, unless it `is_raised`, and write the summary; returns the exit status."""
     run, folder = job.run, job.folder
     step = max(job.steps_taken, 0)
     status = getattr(error, "exit_code", 1)
     is_first = True
-    if not is_shown:
+    if not is_raised:
         at_start = run is None or step == (run.resumed_from_step or 0)
         status, is_first = report_failure(error, job.world, step, at_start)
     if not is_first or folder is None:
         return status
-    with suppress(OSError):  # the folder may be unreadable, or its disk hang (TimeoutError)
-        # A failure before the run was built does not replace the summary of an earlier start.
+    with suppress(OSError):  # the folder is unreadable, or its disk hangs (TimeoutError)
+        # Before the run is built, a failure does not replace the summary of an earlier start.
         if folder.is_dir() and (run is not None or not (folder / "summary.json").exists()):
             cause = cause_of(error, job.world.rank)
             in_time(10.0, lambda: write_summary(folder, run, "failed", status, cause))
@@ -119,10 +119,10 @@ def cause_of(error: BaseException, rank: int) -> str:
 def report_failure(
     error: BaseException, world: World | None, step: int = 0, at_start: bool = True
 ) -> tuple[int, bool]:
-    """Print the error, unless another rank has reported first. Returns (exit status, was first).
+    """Print the error if this rank is the first to fail. Returns (exit status, whether it was).
 
     world: None before the ranks are connected. step: steps taken so far. at_start: whether this
-    process took none of them: `dist_amp launch` restarts only for some errors then.
+    process took none of them; a first restart by `dist_amp launch` then needs a Transient error.
     """
     rank = world.rank if world is not None else int(os.environ.get("RANK", "0"))
     if isinstance(error, Failure):
@@ -131,7 +131,7 @@ def report_failure(
     else:
         status = 1
         text = masked(f"rank {rank}: " + "".join(traceback.format_exception(error)).rstrip())
-    # A rank that timed out while connecting always reports: the ranks it waited for may not.
+    # A rank that timed out while connecting always reports: the ranks that it waited for may not.
     timed_out = world is None and isinstance(error, Transient)
     is_first = timed_out or _is_first_to_report(world)
     if is_first:
@@ -140,7 +140,7 @@ def report_failure(
         facts = {"step": step, "at_start": at_start, "transient": isinstance(error, Transient)}
         tell_launcher(status, text, line=cause_of(error, rank), **facts)
     elif "TORCHELASTIC_ERROR_FILE" in os.environ:
-        # torchrun shows the error of the first rank that exits: let that be the one that printed.
+        # torchrun shows the error of the rank that exits first, which must be the one that printed.
         time.sleep(10)
     if rank == 0 and world is not None:
         _wait_for_reports(world.world_size)
@@ -150,20 +150,20 @@ def report_failure(
 def _is_first_to_report(world: World | None) -> bool:
     group: Any = dist.group.WORLD
     if world is None or group is None:
-        # Before they connect, all ranks of a machine fail alike, so one per machine reports.
+        # Without a store, one rank per machine reports: before they connect, all fail alike.
         return os.environ.get("LOCAL_RANK", "0") == "0"
     key = FAILURES
-    if os.environ.get(AGENT_STORE) == "True":  # torchrun's store stays when it restarts the ranks
+    if os.environ.get(AGENT_STORE) == "True":  # torchrun's store outlives a restart of the ranks
         key += f"/{attempt()}"
     try:
-        # The store works even if collectives no longer do.
+        # The store answers even if collectives hang or fail.
         return in_time(5.0, lambda: bool(group.get_group_store().add(key, 1) == 1))
     except Exception:  # the store is dead or unreachable: two reports are better than none
         return True
 
 
 def _wait_for_reports(world_size: int) -> None:
-    """Keep rank 0's store alive, so that ranks that fail at the same time print one report."""
+    """Keep rank 0, which serves the store, alive until all ranks that fail now have counted."""
     group: Any = dist.group.WORLD
     if group is None or world_size == 1 or os.environ.get(AGENT_STORE) == "True":
         return

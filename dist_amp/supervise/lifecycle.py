@@ -1,6 +1,8 @@
-"""Everything around the training loop (train.py) of one run: its folder, start, end and summary.
+"""One run from its folder to its summary: all that happens around the training loop (train.py).
 
-`run_job` reads from top to bottom. A run ends by close_run, close_preempted or close_failed.
+`run_job` locks the run's folder, handles signals, builds or resumes the run, writes its first files
+and calls the training loop. A completed run ends in `close_run`, one that a signal stopped in
+`close_preempted`. Errors go to the caller, `supervise` in failure.py.
 """
 
 import json
@@ -46,15 +48,15 @@ MIN_EVAL_BATCHES = 16  # micro-batches per rank: with fewer the loss would be to
 
 @dataclass
 class Job:
-    """What is known of a run so far, to report its end. status: of a failure, once reported."""
+    """What is known of a run so far, for a report of its end."""
 
     config: Config
     world: World
     startup: Startup = field(default_factory=Startup)
     folder: Path | None = None
     run: ScriptRun | None = None
-    status: int | None = None
-    at_end: Callable[[], object] = nullcontext  # called after this process has left its groups
+    status: int | None = None  # the exit status, once a failure has been reported
+    at_end: Callable[[], object] = nullcontext  # called once the process has left its groups
 
     @property
     def steps_taken(self) -> int:  # -1 before there is a run
@@ -67,7 +69,7 @@ class Job:
 
 
 def run_job(job: Job, train: Train, run: ScriptRun | None = None) -> int:
-    """Build or resume the run, or take `run`; train it, write its summary; return the status."""
+    """Train a run and write its summary; returns the exit status. run: from fit(run), if given."""
     config, world = job.config, job.world
     if present("diagnostics.consistency"):
         from dist_amp.diagnostics.consistency import check_ranks_agree
@@ -78,7 +80,7 @@ def run_job(job: Job, train: Train, run: ScriptRun | None = None) -> int:
 
         check_settings(config, world)
     job.folder = folder = run_folder(config.run, world)
-    config = replace(config, run=replace(config.run, dir=run_dir(folder)))
+    config = replace(config, run=replace(config.run, dir=run_dir(folder)))  # resolves run.dir=auto
     make_folder(folder, config, world)
     with ExitStack() as contexts:
         contexts.enter_context(only_live_run(folder, world))
@@ -95,10 +97,10 @@ def run_job(job: Job, train: Train, run: ScriptRun | None = None) -> int:
         if config.compile.blocks and present("scaling.compile"):
             from dist_amp.scaling.compile import keep_code
 
-            keep_code(folder, config.compile, world)
+            keep_code(folder, config.compile, world)  # a restart reads it from there
         if run is None:
             run = build_or_resume(config, job, folder)
-        else:
+        else:  # fit(run)
             add_user_observers(run)
             contexts.enter_context(run.fitting())
         job.run = run
@@ -106,7 +108,7 @@ def run_job(job: Job, train: Train, run: ScriptRun | None = None) -> int:
         if run.step and is_finished(run):
             return 0
         open_run(run)
-        job.startup.lap("checks")
+        job.startup.lap("checks")  # counts the time since the last lap as spent on checks
         train(run, stop)
         if stop.agreed and not stop.by_task:
             status = close_preempted(run, stop)
@@ -127,7 +129,7 @@ def add_user_observers(run: ScriptRun) -> None:
 def build_or_resume(config: Config, job: Job, folder: Path) -> ScriptRun:
     """Build the config's run; load the checkpoint that `run.resume` selects, if there is one."""
     startup = job.startup
-    startup.lap("checks")
+    startup.lap("checks")  # ends this phase; each lap below also ends the phase that it names
     config = with_dtype(config, folder, job.world)
     checkpoint = checkpoint_to_resume(config, folder, job.world)
     startup.lap("restore")
@@ -143,7 +145,7 @@ def build_or_resume(config: Config, job: Job, folder: Path) -> ScriptRun:
 
 
 def add_observers(run: ScriptRun, stop: AgreedStop) -> None:
-    """Add the observers that settings ask for and whose files exist; their order matters."""
+    """Add the observers that settings enable and whose files exist, in the order of their calls."""
     config = run.config
     add = run.observers.add
     add(run.metrics)
@@ -224,7 +226,7 @@ def add_observers(run: ScriptRun, stop: AgreedStop) -> None:
 
 
 def is_finished(run: Run) -> bool:
-    """Whether the run has no steps left or was ended by its task; if so, prints which."""
+    """Whether the run has no steps left, or its task has ended it; if so, prints which."""
     steps = run.config.train.steps
     summary = saved_summary(run.folder)
     completed = summary.get("stopped_by") == "completed"
@@ -235,7 +237,7 @@ def is_finished(run: Run) -> bool:
             f"{summary['cause']}; to continue, start a new run with --run.resume {run.folder} "
             "--run.dir NEW"
         )
-    # A folder without checkpoints: run.resume names another run's, which is at the last step.
+    # If not completed, the run's own end is repeated, but not another run's (run.resume=PATH).
     elif run.step >= steps and (completed or not all_checkpoints(run.folder)):
         reason = f"it took {run.step} of train.steps={steps}; raise train.steps to continue"
     reason = run.world.from_main(reason)
@@ -245,7 +247,7 @@ def is_finished(run: Run) -> bool:
 
 
 def open_run(run: Run) -> None:
-    """Before the first step: print the banner, run checks and write the run's files."""
+    """Print the banner, check settings and disk, and write the run's first files."""
     print_banner(run)
     if run.validation is not None and run.config.eval.batches == "auto":
         bound_evaluation(run, run.validation)
@@ -257,7 +259,7 @@ def open_run(run: Run) -> None:
         for path in quarantine_after(run.folder, run.step):
             run.world.warn(f"{path} is a rejected checkpoint; its steps are taken again")
         if (run.folder / CONFIG).exists():
-            # If settings changed, the config of the steps so far is kept under another name.
+            # If settings changed, keep the config of the steps so far under another name.
             previous = config_at(run.folder, run.step)
             if run.step and previous.read_text() != settings:
                 previous.replace(run.folder / f"config_until_step_{run.step:08d}.toml")
@@ -273,14 +275,12 @@ def open_run(run: Run) -> None:
 
 
 def bound_evaluation(run: Run, validation: Batches) -> None:
-    """Resolve eval.batches=auto, so that evaluations take a tenth of the run's time.
-
-    Assumes that a forward takes a third of the time of forward and backward. The samples are drawn
-    once, at random, since datasets may be sorted by class.
+    """Resolve eval.batches=auto: a tenth of the training time, if a forward takes a third of it,
+    but at least MIN_EVAL_BATCHES. Drawn once, at random, since datasets may be sorted by class.
     """
     config = run.config
     plan = validation.plan
-    per_step = run.data.plan.global_batch_size / plan.global_batch_size  # micro-batches
+    per_step = run.data.plan.global_batch_size / plan.global_batch_size  # micro-batches per rank
     steps = min(float(config.eval.every), config.train.steps)
     batches = max(MIN_EVAL_BATCHES, int(0.1 * 3 * steps * per_step))
     samples = batches * plan.global_batch_size
@@ -296,7 +296,7 @@ def bound_evaluation(run: Run, validation: Batches) -> None:
 
 
 def close_preempted(run: Run, stop: AgreedStop) -> int:
-    """Write the summary of a run that a signal stopped; return 75, or 1 if nothing was saved."""
+    """End a run that a signal stopped; returns the exit status, 75, or 1 if nothing was saved."""
     cause = next(filter(None, run.world.gather(stop.requested_by)))
     status = 1
     outcome = "checkpoint.every=off, so nothing was saved"
@@ -310,13 +310,13 @@ def close_preempted(run: Run, stop: AgreedStop) -> int:
 
 
 def close_run(run: Run, stop: AgreedStop) -> int:
-    """End a completed run; return 0. Errors: NumericsError if its last steps were skipped."""
+    """End a completed run. Errors: NumericsError if all steps, or the last two, were skipped."""
     skipped = int(run.schedule.skips_in_a_row)
     if skipped > 1 or not run.schedule.applied_steps:
-        amp = "precision.dtype=bf16 or --use_amp false, " if run.precision.name == "fp16" else ""
+        fix = "precision.dtype=bf16 or --use_amp false, " if run.precision.name == "fp16" else ""
         raise NumericsError(
             f"the last {skipped} of {run.step} steps were skipped: their gradients were inf or "
-            f"nan; use {amp}a lower optim.lr, or more steps if the loss scale was still falling, "
+            f"nan; use {fix}a lower optim.lr, or more steps if the loss scale was still falling, "
             "or check the task's loss and data"
         )
     cause = ""
@@ -336,8 +336,8 @@ def close_run(run: Run, stop: AgreedStop) -> int:
 
 
 def saved_summary(folder: Path) -> dict[str, Any]:
-    """RUN/summary.json of the run's last end; empty if it is missing or damaged."""
-    with suppress(Exception):  # a damaged file may raise many types
+    """The content of RUN/summary.json; {} if the file is missing or damaged."""
+    with suppress(Exception):  # a damaged file may raise errors of many types
         summary = {**json.loads((folder / "summary.json").read_text())}
         if isinstance(summary.get("steps", 0), int):
             return summary
@@ -347,7 +347,7 @@ def saved_summary(folder: Path) -> dict[str, Any]:
 def write_summary(
     folder: Path, run: Run | None, stopped_by: str, exit_code: int, cause: str
 ) -> dict[str, Any]:
-    """Write RUN/summary.json from the last logged metrics, without other ranks; returns it."""
+    """Write RUN/summary.json from the last logged metrics and return it; asks no other rank."""
     summary: dict[str, Any] = {"stopped_by": stopped_by, "exit_code": exit_code, "cause": cause}
     if run is not None:
         summary |= summary_of(run, failed=stopped_by == "failed")
@@ -356,14 +356,14 @@ def write_summary(
 
 
 def summary_of(run: Run, failed: bool) -> dict[str, Any]:
-    """The run's part of summary.json. failed: read nothing from the device, which may hang."""
+    """The entries of summary.json on the run. failed: read nothing from the device: it may hang."""
     metrics = run.metrics
     hosts = dict(enumerate(metrics.hosts))
     ranks: list[dict[str, Any]] = []
     for rank, tags in enumerate(metrics.rank_table()):
         entry = {
             "rank": rank,
-            "host": hosts.get(rank, ""),  # "": a rank from before a resume with fewer ranks
+            "host": hosts.get(rank, ""),  # "": a rank of an earlier start, which had more ranks
             "peak_memory_bytes": int(tags["memory/peak_bytes"]),
             "items_per_second": tags["throughput/items_per_second"],
             "local_seconds": tags.get("time/local_seconds", 0.0),
@@ -389,7 +389,7 @@ def summary_of(run: Run, failed: bool) -> dict[str, Any]:
     if logged := metrics.last_logged:
         skipped = logged["amp/skipped_steps"]
         applied = logged["step"] - skipped
-        if not failed:
+        if not failed:  # else as of the last log step
             applied, skipped, _ = run.schedule.counters.tolist()
         summary |= {
             "applied_steps": int(applied),

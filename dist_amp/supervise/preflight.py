@@ -1,4 +1,4 @@
-"""Checks before the first step: a folder of its own, enough disk, safe restarts."""
+"""Checks before the first step: launch settings, a usable and unused folder, enough disk space."""
 
 import inspect
 import math
@@ -23,17 +23,17 @@ from dist_amp.run import Run
 from dist_amp.settings import Config, DataConfig
 from dist_amp.world import World
 
-# Besides the newest checkpoint.keep checkpoints: the best one, and the one that is being written.
+# Besides checkpoint.keep checkpoints, the folder holds the best one and the one being written.
 EXTRA_CHECKPOINTS = 2
 
-LOCK_SECONDS = 10.0  # how long a run that was just killed may take to release its folder
+LOCK_SECONDS = 10.0  # a run that was just killed may take this long to release its folder
 
-# Keys of the data section that the loader reads; the others are for a task's build_dataset.
+# Keys of the data section that the loader reads; the other keys are for a task's build_dataset.
 LOADER_KEYS = ("sources", "group_by_length", "on_bad_sample", "workers", "shuffle", "drop_last")
 
 
 def check_launch() -> None:
-    """Check torchrun's settings. Errors: ConfigError; Failure if it or a machine is gone."""
+    """Check how torchrun was started. Errors: ConfigError; Failure if it or a machine is gone."""
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise ConfigError(
@@ -58,7 +58,7 @@ def check_launch() -> None:
 
 
 def make_folder(folder: Path, config: Config, world: World) -> None:
-    """Make the run's folder, or check that it can be used. Errors: Failure, ConfigError."""
+    """Create the run's folder, or check that the run may use it. Errors: Failure, ConfigError."""
     if world.is_main:
         if config.run.resume == "never" and all_checkpoints(folder) and not attempt():
             raise ConfigError(
@@ -73,8 +73,8 @@ def make_folder(folder: Path, config: Config, world: World) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / ".lock").touch()  # fails on a read-only disk
         except OSError as error:
-            why = f"can't be written ({error.strerror}); choose another with --run.dir"
-            raise Failure(f"run.dir={folder} {why}") from error
+            reason = f"can't be written ({error.strerror}); choose another with --run.dir"
+            raise Failure(f"run.dir={folder} {reason}") from error
     world.barrier()
     is_missing = config.checkpoint.every != "off" and not appears(folder)
     where = f"run.dir={folder} does not exist on {platform.node()}"
@@ -84,7 +84,7 @@ def make_folder(folder: Path, config: Config, world: World) -> None:
 
 @contextmanager
 def only_live_run(folder: Path, world: World) -> Iterator[None]:
-    """Lock the run's folder in the block. Errors: Failure with the process that holds the lock."""
+    """Lock the run's folder for a with-block. Errors: Failure with the process that holds it."""
     with ExitStack() as locks:
         problem: Failure | None = None
         if world.is_main:
@@ -95,7 +95,7 @@ def only_live_run(folder: Path, world: World) -> Iterator[None]:
                     f"run.dir={folder} is in use by a live run ({error}); stop that one, or "
                     "choose another"
                 )
-            except OSError as error:  # a disk without locks
+            except OSError as error:  # the disk does not support locks
                 world.warn(
                     f"run.dir={folder} can't be locked ({error.strerror}): don't start a second "
                     "run in it"
@@ -105,17 +105,17 @@ def only_live_run(folder: Path, world: World) -> Iterator[None]:
 
 
 def check_free_space(run: Run) -> None:
-    """Errors: Failure if the checkpoints of this run will not fit on the disk."""
+    """Errors: Failure if this run's checkpoints will not fit on the disk."""
     if run.config.checkpoint.every == "off":
         return
-    # The model, and AdamW's two moments, which the optimizer makes only in the first step.
+    # The model, and AdamW's two moments, which do not exist before the first step.
     states = [run.parallel.module.state_dict(), 2 * run.parallel.parameters]
     size = tensor_bytes(leaf for leaf in tree_leaves(states) if isinstance(leaf, Tensor))
     limit = run.config.checkpoint.keep + EXTRA_CHECKPOINTS
     existing = len(all_checkpoints(run.folder))
     remaining = math.ceil((run.config.train.steps - run.step) / run.config.checkpoint.every)
     needed = size * min(max(limit - existing, 1), remaining)
-    problem: Failure | None = None  # rank 0 decides: on a network disk ranks may see other files
+    problem: Failure | None = None  # rank 0 decides: on a network disk ranks may see other sizes
     if run.world.is_main and needed > (free := shutil.disk_usage(run.folder).free):
         problem = Failure(
             f"run.dir={run.folder} has {size_text(free)} free, and its checkpoints need "
@@ -126,7 +126,7 @@ def check_free_space(run: Run) -> None:
 
 
 def warn_about_unread_settings(run: Run) -> None:
-    """Warn of data settings without effect: the task's constructor does not take the section."""
+    """Warn of data settings without effect, if the task's constructor does not take `data`."""
     if INJECTED in inspect.signature(type(run.task)).parameters:
         return
     data = run.config.data

@@ -1,7 +1,7 @@
 """The heartbeats of ranks, and what they show together: which rank is missing, and where it is.
 
-torch's flight recorder numbers the collectives of each process group on each rank. A rank that has
-entered number 13 while others wait in number 14 of the same group is behind.
+On each rank, torch's flight recorder numbers the collectives of each process group. If ranks wait
+in number 14 of a group, a rank that has only entered its number 13 is behind.
 """
 
 import json
@@ -27,25 +27,25 @@ import torch
 from dist_amp.distributed.process_group import A_DAY
 from dist_amp.errors import some_of
 
-# WAITED: its collective failed, or it has a verdict. FAILED: by its own error. LEFT: it is done.
+# WAITED: its collective failed, or it has the verdict. FAILED: by its own error. LEFT: finished.
 RUNS, WAITED, FAILED, LEFT = "runs", "waited", "failed", "left"
 
 RECENT = 8  # collectives per group in a heartbeat. Assumed: no rank is further ahead of another.
 
-POLLING = re.compile("pt_|gloo|NCCL|cuda")  # names of threads that only poll
-WAITING_MODULES = {"bdb", "pydevd", "filelock"}  # debuggers; a lock of another process
+POLLING = re.compile("pt_|gloo|NCCL|cuda")  # names of threads that use CPU time but only poll
+WAITING_MODULES = {"bdb", "pydevd", "filelock"}  # debuggers; waiting for another process's lock
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 
 
 @cache
 def this_machine() -> str:
-    """The host and the pid namespace: containers on one host do not see each other's processes."""
+    """Host and pid namespace, since containers on one host do not see each other's processes."""
     path = "/proc/self/ns/pid"
     return f"{platform.node()} {os.readlink(path) if os.path.lexists(path) else ''}"
 
 
 class Process(NamedTuple):
-    """A rank's process."""
+    """A rank's process. machine: its `this_machine`."""
 
     host: str
     pid: int
@@ -57,7 +57,7 @@ class Process(NamedTuple):
 
     @property
     def state(self) -> str:
-        """The state as in proc(5): T is stopped, Z and X are dead; "" on another machine."""
+        """The state as in proc(5): T is stopped, Z and X are dead; "" for another machine's."""
         if self.machine != this_machine():
             return ""
         try:
@@ -77,8 +77,8 @@ class Entered(NamedTuple):
     """A collective that a rank has entered."""
 
     group: str  # name of the process group
-    description: str  # of the group, by torch
-    number: int  # in the group, from 1
+    description: str  # group_desc of the process group
+    number: int  # counts the group's collectives, from 1
     operation: str
 
     def __str__(self) -> str:
@@ -93,17 +93,17 @@ class Entered(NamedTuple):
 class Heartbeat:
     """What a rank writes to the store about itself."""
 
-    at: float  # seconds since all ranks began to watch
+    at: float  # when it was written: seconds since all ranks began to watch
     step: int = -1  # steps taken; -1 before there is a run
     state: str = RUNS
     entered: dict[str, dict[int, str]] = field(default_factory=dict)  # {group: {number: operation}}
     waits_in: Entered | None = None  # its first unfinished collective; else, if WAITED, its last
-    waited_seconds: float = 0.0
-    may_wait_long: bool = True  # that collective has no timeout, or torch does not say
+    waited_seconds: float = 0.0  # in waits_in
+    may_wait_long: bool = True  # waits_in has in effect no timeout, or torch does not tell it
     place: str = ""  # the main thread's innermost function outside libraries
 
     def read(self, leave_out: str) -> None:
-        """Add the place, and torch's record of collectives. leave_out: another thread's group."""
+        """Fill in the place and the collectives. leave_out: name of a group that is not watched."""
         self.place = main_thread_place()
         entries = [e for e in recorded_collectives() if not e["is_p2p"]]
         entries = [e for e in entries if e["process_group"][0] != leave_out]
@@ -123,13 +123,13 @@ class Heartbeat:
             self.waits_in = last
 
     def last_entered(self, group: str) -> int:
-        """The number of its last collective in this group; 0 before the first one."""
+        """The number of the rank's last collective in this group; 0 before the first one."""
         return next(reversed(self.entered.get(group, {0: ""})))
 
     def is_behind(self, waits: Iterable[Entered]) -> bool:
-        """Whether another rank waits in a collective that this rank still has to enter.
+        """Whether other ranks wait in one of these collectives, which this rank has yet to enter.
 
-        Without a record of a group this rank may be no member, but it is one of the default group.
+        A rank that has entered nothing in a group, other than the default group, may be no member.
         """
         return any(
             wait.number > self.last_entered(wait.group)
@@ -147,13 +147,13 @@ Heartbeats = Mapping[int, Heartbeat | None]  # by rank; None: the rank is silent
 
 
 def awaited_collectives(beats: Heartbeats) -> list[Entered]:
-    """The collectives that ranks wait in, the most common first."""
+    """The collectives that ranks wait in, that of the most ranks first."""
     waits = Counter(beat.waits_in for beat in beats.values() if beat and beat.waits_in)
     return [wait for wait, _ in waits.most_common()]
 
 
 def is_rank_missing(beats: Heartbeats) -> bool:
-    """Whether a rank is silent or behind, or two ranks call different collectives as number N."""
+    """Whether a rank is silent or behind, or ranks wait in different collectives as number N."""
     waits = awaited_collectives(beats)
     have_diverged = len({(wait.group, wait.number) for wait in waits}) < len(waits)
     return have_diverged or any(beat is None or beat.is_behind(waits) for beat in beats.values())
@@ -162,7 +162,7 @@ def is_rank_missing(beats: Heartbeats) -> bool:
 def ranks_that_hang(beats: Heartbeats) -> list[int]:
     """The ranks that run and are behind, but wait in no collective themselves.
 
-    With one rank there is no other to be behind: it hangs if it runs and waits nowhere.
+    A single rank can't be behind: it hangs if it runs and waits in no collective.
     """
     waits = awaited_collectives(beats)
     hanging = []
@@ -182,7 +182,7 @@ def summary_of_waits(beats: Heartbeats, processes: Sequence[Process]) -> str:
     waiting = {rank: beat for rank, beat in beats.items() if beat and beat.waits_in == waits[0]}
     seconds = max(beat.waited_seconds for beat in waiting.values())
     ranks_by_text: dict[str, list[str]] = {}
-    # First the ranks that wait nowhere, since the others wait for them.
+    # First the ranks that wait in no collective, since the others wait for them.
     for rank, beat in sorted(beats.items(), key=lambda item: bool(item[1] and item[1].waits_in)):
         if rank not in waiting and (text := activity(beat, waits[0], processes[rank])):
             ranks_by_text.setdefault(text, []).append(f"{rank} ({processes[rank]})")
@@ -194,7 +194,7 @@ def summary_of_waits(beats: Heartbeats, processes: Sequence[Process]) -> str:
 
 
 def activity(beat: Heartbeat | None, wait: Entered, process: Process) -> str:
-    """What a rank does while most ranks wait in `wait`; "" if it has entered that too."""
+    """What a rank does while most ranks wait in `wait`; "" if it has entered `wait` too."""
     if (beat is None or beat.state == RUNS) and process.state in ("T", "t"):
         return "stopped (SIGSTOP)"
     if beat is None:
@@ -212,10 +212,10 @@ def activity(beat: Heartbeat | None, wait: Entered, process: Process) -> str:
 
 
 def recorded_collectives() -> list[dict[str, Any]]:
-    """torch's record of the collectives that this rank has entered; 2,000 take 84 ms to read."""
+    """torch's record of the collectives that this rank has entered; reading 2,000 takes 84 ms."""
     entries = []
     for function in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # NCCL's and gloo's
-        with suppress(Exception):  # no such function, or another signature or format
+        with suppress(Exception):  # this torch has no such function, or another format
             read = getattr(torch._C._distributed_c10d, function)  # type: ignore[attr-defined]
             entries += json.loads(read(True, False)).get("entries", [])
     return entries
@@ -225,11 +225,11 @@ def busy_seconds() -> float:
     """CPU seconds of this process and its descendants, without this process's polling threads."""
     seconds = 0.0
     processes = ["self"]
-    for process in processes:  # grows by the children that are found
+    for process in processes:  # the loop appends the children that it finds
         with suppress(OSError):  # it has ended
             for thread in Path("/proc", process, "task").iterdir():
                 with suppress(OSError, ValueError):
-                    is_own = int(thread.name) == threading.get_native_id()
+                    is_own = int(thread.name) == threading.get_native_id()  # the watchdog's
                     polls = is_own or POLLING.match((thread / "comm").read_text())
                     if process != "self" or not polls:
                         seconds += int((thread / "schedstat").read_text().split()[0]) / 1e9
@@ -238,7 +238,7 @@ def busy_seconds() -> float:
 
 
 def is_kept_waiting() -> bool:
-    """Whether the main thread waits for a person (prompt, debugger) or for a file's lock."""
+    """Whether the main thread may wait for a person (prompt, debugger) or for a file lock."""
     for frame, _ in main_thread_stack():
         module = str(frame.f_globals.get("__name__")).partition(".")[0]
         if frame.f_trace is not None or module in WAITING_MODULES:

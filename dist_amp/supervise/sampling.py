@@ -1,4 +1,4 @@
-"""The output of the task's sample(model), at every evaluation and at the end.
+"""Writes the output of the task's sample(model), after every evaluation and at the end of the run.
 
 Docs: docs/recipes.md
 """
@@ -23,7 +23,7 @@ from dist_amp.telemetry.observer import Observer
 
 
 class Sampling(Observer):
-    """Writes a sample after each evaluation, with the same random seed each time."""
+    """Writes a sample after each evaluation, each time with the same random seed."""
 
     def __init__(self, run: Run):
         self._run = run
@@ -49,7 +49,7 @@ def write_sample(run: Run) -> None:
             check_memory(run)
         began = time.perf_counter()
         compiled = stance("eager_on_recompile")
-        # Sampling must not change the run: random generators, buffers and training mode are kept.
+        # Sampling must not change the run: random states, buffers and training mode are restored.
         with parallel.no_side_effects(), run.evaluating(), gathered(parallel), compiled:
             seed_all(run.config.run.seed)
             with run.precision.autocast():
@@ -81,13 +81,13 @@ def keep_sample(run: Run, sample: str | Tensor) -> None:
 
 
 def printable(text: str) -> str:
-    """The text without control characters, which a terminal would execute."""
+    """The text with control characters replaced, which a terminal would execute."""
     shown = (c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
     return "".join(shown)
 
 
 def as_text_or_image(sample: Any) -> str | Tensor:
-    """A sample as a text, or as an image [H, W, C] of bytes on the host. Errors: DataError."""
+    """A sample as text, or as an image: uint8 [H, W, C] on the host. Errors: DataError."""
     if isinstance(sample, str):
         return sample
     if not isinstance(sample, Tensor) or sample.dim() != 3 or len(sample) not in (1, 3, 4):
@@ -101,7 +101,7 @@ def as_text_or_image(sample: Any) -> str | Tensor:
 
 
 def check_memory(run: Run) -> None:
-    """Errors: DataError if some rank has no memory for the whole model besides its shards."""
+    """Errors: DataError if a rank lacks memory for the whole model, besides its shards."""
     itemsize = run.precision.dtype.itemsize if run.precision.cast_by == "policy" else 4
     needed = sum(p.numel() for p in run.parallel.module.parameters()) * itemsize
     free_here = capacity_of(run.world)[0] - memory_use(run.world.device)[1]
@@ -115,7 +115,7 @@ def check_memory(run: Run) -> None:
 
 @contextmanager
 def gathered(parallel: Parallel) -> Iterator[None]:
-    """All-gather FSDP2's parameters once for the block: a sample calls the model once per token."""
+    """All-gather FSDP2's parameters once for a with-block: sampling calls the model per token."""
     try:
         for unit in parallel.reshards:
             unit.set_reshard_after_forward(False, recurse=False)

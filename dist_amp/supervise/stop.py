@@ -1,11 +1,11 @@
-"""Stops all ranks after the same step, when any of them gets a signal or its task asks for it.
+"""Stops all ranks after the same step, if any rank gets a signal or its task asks to end the run.
 
 A rank that stopped alone would leave the others waiting in their next collective. So a signal's
 handler only sets a flag, and the ranks exchange their flags: every rank calls `poll` after each
 step, and about once a second a poll starts an all-reduce (MAX) over gloo, which overlaps with the
-next step. The next poll reads the result, so all ranks learn of a stop after the same step. They
-must also start the next all-reduce at the same poll: its number follows from the seconds per poll
-of the slowest rank, which the all-reduce carries as well.
+next step. The next poll reads the result, so all ranks learn of a stop after the same step.
+They must also start the next all-reduce at the same poll. So each all-reduce also carries the
+seconds per poll of the slowest rank, from which all compute the number of polls until the next.
 """
 
 import os
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from dist_amp.distributed.signals import handle_signals
 from dist_amp.world import World
 
-# The flags. MAX: a signal counts more than the task's request, since a preempted run is continued.
+# The flags, of which MAX takes the larger: with both, the run ends as preempted, to be continued.
 _TASK = 1.0
 _SIGNAL = 2.0
 
@@ -29,21 +29,21 @@ MAX_POLLS_BETWEEN = 32  # in case steps become slower in between
 
 
 class AgreedStop:
-    """agreed: whether to stop, the same on all ranks; by_task: at the task's request, no signal."""
+    """agreed: whether all ranks stop now. by_task: whether `end` was called, and no signal came."""
 
     def __init__(self, world: World):
         self.agreed = False
         self.by_task = False
-        self.ended_by = ""  # who asked to end the run as completed, on the ranks where one did
+        self.ended_by = ""  # who asked to end the run as completed, on a rank with such a request
         self.every_poll = False  # exchange at each poll, for a task that may ask after any step
-        self.requested_by = ""  # a signal's name or an eviction notice, on the ranks that got it
+        self.requested_by = ""  # a signal's name or an eviction notice, on a rank that got it
         self._requested_at = 0.0
         self._world = world
         self._pending: torch.Tensor | None = None  # [flag, seconds per poll], in an all-reduce
         self._all_reduce: dist.Work | None = None
         self._interval = 1  # polls from one all-reduce to the next
         self._polls = 0  # since the last all-reduce
-        self._since = time.monotonic()
+        self._since = time.monotonic()  # when the last all-reduce started
         self._handlers = handle_signals(self._on_signal)
 
     def __enter__(self) -> "AgreedStop":
@@ -51,16 +51,16 @@ class AgreedStop:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if error[0] is None:
+        if error[0] is None:  # after an error, other ranks may be gone
             self._finish_exchange()
         self._handlers.__exit__(None, None, None)
 
     def end(self, request: str) -> None:
-        """Ask to end the run as completed. request: whose, for the message; "" does nothing."""
+        """Ask to end the run as completed. request: who asks, for the message; "" is no request."""
         self.ended_by = self.ended_by or request
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        # One Ctrl-C may come twice: from the terminal, and forwarded by torchrun.
+        # One Ctrl-C may arrive twice: from the terminal, and forwarded by torchrun.
         is_second = time.monotonic() - self._requested_at > 2
         if number == signal.SIGINT and self.requested_by == "SIGINT" and is_second:
             raise KeyboardInterrupt  # a second Ctrl-C stops at once
@@ -73,7 +73,7 @@ class AgreedStop:
     def poll(self, now: bool = False) -> bool:
         """Whether to stop; every rank calls it after the same step, and gets the same answer.
 
-        A request counts from one of the next polls on; with `now`, which waits, from this one on.
+        A request takes effect at one of the next polls; with `now`, which waits, at this one.
         """
         self._finish_exchange()
         self._polls += 1
@@ -81,7 +81,7 @@ class AgreedStop:
             self._start_exchange()
         if now:
             self._finish_exchange()
-            self._interval = 1  # the polls that follow may come at another rate
+            self._interval = 1  # the next polls may come at another rate
         return self.agreed
 
     def _start_exchange(self) -> None:

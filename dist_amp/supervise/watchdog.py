@@ -1,16 +1,16 @@
-"""Reports which rank is dead, hangs or is missing from a collective, and ends all ranks.
+"""Finds and reports the rank that is dead, hangs or is missing from a collective; ends all ranks.
 
 A collective's own timeout does not say which rank is missing. So a thread of each rank writes a
 heartbeat to torch's store every few seconds (rank_reports.py): the step, the collectives that the
-rank has entered, the one it waits in, and the line at which its main thread is.
+rank has entered, the one it waits in, and the line of code that its main thread is at.
 - Warning: after a fifth of run.timeout_seconds in one collective, the ranks that wait there read
-  all heartbeats, and the first of them prints which ranks are behind or give no sign of life.
-- Verdict: a rank reads all heartbeats if it has waited for the whole timeout, its collective fails,
-  a process is dead, the next rank's heartbeat has stopped, or it is idle while others wait for it.
-  A rank without a recent heartbeat is silent. A rank hangs if it waits in no collective, and has
-  not entered one that others wait in. The first verdict in the store counts for all ranks.
-- End: a rank that hangs prints its stacks and exits. On the other ranks the collective raises in
-  the main thread; if it does not, the watchdog's thread ends the process.
+  all heartbeats, and the first of these ranks prints which ranks are missing.
+- Verdict: which ranks are silent (no recent heartbeat), and which hang (they wait in no collective,
+  and have not entered one that others wait in). A rank judges, by all heartbeats, if it has waited
+  for the whole timeout or its collective fails. It also judges if a process is dead, the next rank
+  is silent, or it is idle while others wait for it. The store's first verdict counts for all ranks.
+- End: a rank that hangs prints its stacks and exits. On the other ranks the collective then raises
+  in the main thread; if it does not, the watchdog's thread ends the process.
 
 Docs: docs/debugging.md
 """
@@ -52,16 +52,16 @@ from dist_amp.supervise.rank_reports import (
 )
 
 ANSWER_SECONDS = 5.0  # how long a rank that ends waits for its main thread or for other ranks
-REPORT_SECONDS = 15.0  # how long a rank may take to report; one that is not the first sleeps 10 s
-POLL_SECONDS = 1.0  # how often a rank looks for a verdict or a dead process
-BEAT_SECONDS = 5.0  # how often it writes its heartbeat, and reads its neighbour's
+REPORT_SECONDS = 15.0  # how long a report may take; a rank that is not the first sleeps 10 s in it
+POLL_SECONDS = 1.0  # between two looks for a verdict or a dead process
+BEAT_SECONDS = 5.0  # between two heartbeats of a rank
 
-# The warning comes after this share of run.timeout_seconds: 60 s of 300 s, so at most one line per
-# minute for a rank that is slow in every step. Assumed.
+# The warning comes after this share of run.timeout_seconds: 60 s of 300 s, so a rank that is slow
+# in every step causes at most one line per minute. Assumed.
 WARN_AFTER = 1 / 5
 
-# A rank is idle if it uses less than this share of one CPU core. Assumed: polling ten times a
-# second takes less, and reading or writing at 1 MB/s more.
+# A rank is idle if it uses less than this share of one CPU core. Assumed: a loop that polls ten
+# times a second uses less, and reading or writing at 1 MB/s uses more.
 IDLE_SHARE = 1 / 1000
 
 DIED = "died without an error: it was killed, or its code ended it; its machine's log may say why"
@@ -76,9 +76,9 @@ COLLECTIVE_ERROR = re.compile(
 
 
 class Verdict(NamedTuple):
-    """The ranks that give no sign of life, those that hang, and the message about them.
+    """The silent ranks, the ranks that hang, and the message about them.
 
-    Empty if a rank has failed with an error of its own, which that rank reports.
+    Empty if a rank has failed by its own error, which that rank reports.
     """
 
     silent: Sequence[int] = ()
@@ -87,7 +87,7 @@ class Verdict(NamedTuple):
 
 
 class Watchdog:
-    """Watches this rank and the others. end(error): reports the error; returns the exit status."""
+    """Watches all ranks from this one. end(error): reports the error; returns the exit status."""
 
     def __init__(self, job: Job, end: Callable[[BaseException], int]):
         world = job.world
@@ -100,11 +100,12 @@ class Watchdog:
         self._period = min(BEAT_SECONDS, self._timeout / 10)
         self._leaving = threading.Event()  # the main thread has an error, or is done with the run
         self._left_run = threading.Event()  # the main thread has closed the run
-        self._left_groups = threading.Event()  # and destroyed its process groups
+        self._left_groups = threading.Event()  # the main thread has destroyed the process groups
         self._to_kill: Sequence[int] = ()  # silent ranks, once they have been reported
         self._warned_of: Entered | None = None  # the collective of the latest warning
-        self._write_lock = threading.Lock()  # the main thread and the watchdog's write heartbeats
-        self._last = Heartbeat(0.0)  # written by this rank
+        self._write_lock = threading.Lock()  # held by the thread that writes a heartbeat
+        self._last = Heartbeat(0.0)  # this rank's latest
+        # CPU seconds of this rank; seconds without any; when it last ran again after a stop.
         self._busy_seconds = self._idle_seconds = self._woke_at = 0.0
 
         prefix = f"dist_amp/watchdog/{world.from_main(str(time.time_ns()))}"  # unique to this run
@@ -125,11 +126,11 @@ class Watchdog:
         return self
 
     def _arm(self) -> None:
-        """If a call keeps the GIL, this thread stops too: then faulthandler's C thread prints."""
+        """Postpone faulthandler's print, by a C thread, which runs even if a call holds the GIL."""
         faulthandler.dump_traceback_later(0.6 * self._timeout, file=2)
 
     def leave(self) -> None:
-        """Called by the main thread after the run; from here on only its exit is watched."""
+        """Called by the main thread after the run or an error; then only its exit is watched."""
         self._kill(self._to_kill)
         if not self._leaving.is_set():
             self._leaving.set()
@@ -138,7 +139,7 @@ class Watchdog:
         self._left_run.set()
 
     def close(self) -> None:
-        """Called once the process has left its groups; ends the thread."""
+        """Called once the process has left its process groups; ends the thread."""
         self._left_groups.set()
         self._thread.join(self._answer_seconds)
 
@@ -159,17 +160,17 @@ class Watchdog:
     # --- while nothing has failed
 
     def _poll(self) -> Verdict | None:
-        """The verdict of this rank or another one; None while nothing is wrong."""
+        """The verdict of this or another rank; None while nothing is wrong."""
         if verdict := self._store.get("verdict"):
             return Verdict(*pickle.loads(verdict))
         dead = [rank for rank in self._ranks if self._processes[rank].is_dead]
-        if dead and None in self._read(dead).values():  # else it has said that it left or failed
+        if dead and None in self._read(dead).values():  # else their last state is LEFT or FAILED
             return self._judge()
         last = self._last
         if time.monotonic() - self._began - last.at < self._period:
             return None
         beat = self._beat()
-        # Don't count time in which this process was stopped: other ranks may have been, too.
+        # Don't count time in which this process was stopped: other ranks may have been stopped too.
         seconds = min(beat.at - last.at, 2 * self._period)
         if beat.at - last.at > seconds:
             self._woke_at = beat.at
@@ -186,6 +187,7 @@ class Watchdog:
                 return self._judge(IDLE.format(self._timeout))
         if beat.waited_seconds >= self._timeout and not beat.may_wait_long:
             return self._judge(LATE)
+        # Judge if the next rank has been silent for 0.8 of the timeout, all of which this rank ran.
         since = max(beat.at - 0.8 * self._timeout, 0.0)
         neighbour = (self._rank + 1) % len(self._ranks)
         if self._woke_at < since and self._read([neighbour], since)[neighbour] is None:
@@ -193,7 +195,7 @@ class Watchdog:
         return None
 
     def _warn_of_missing(self, beat: Heartbeat) -> None:
-        """Print which ranks are missing from a collective, once, on the first rank that waits."""
+        """Print once which ranks are missing from a collective, on the first rank that waits."""
         if beat.waits_in == self._warned_of or beat.waited_seconds < WARN_AFTER * self._timeout:
             return
         beats = self._read()
@@ -209,10 +211,9 @@ class Watchdog:
     # --- after a failure
 
     def _judge(self, fault: str = "", since: float | None = None) -> Verdict:
-        """Find the ranks at fault and tell all ranks; returns the first verdict of any rank.
+        """Write a verdict to the store, unless there is one; returns the verdict in the store.
 
-        fault: the message for ranks that hang; without it only silent ranks are at fault. since: as
-        in `_read`.
+        fault: the message for ranks that hang; "": look for silent ranks only. since: as in _read.
         """
         beats = self._read(since=since)
         verdict = Verdict()
@@ -229,7 +230,7 @@ class Watchdog:
         return Verdict(*pickle.loads(first))
 
     def explain(self, error: BaseException) -> BaseException:
-        """The error to report: for a failed collective, one that says which ranks died or hang."""
+        """The error to report; for a failed collective, a Transient with the ranks at fault."""
         self._leaving.set()
         is_collective = isinstance(error, RuntimeError | dist.DistError)
         is_collective = is_collective and COLLECTIVE_ERROR.search(str(error)) is not None
@@ -242,7 +243,7 @@ class Watchdog:
         got = f"(rank {self._describe([self._rank])} got: {short})"
         try:
             verdict = in_time(4 * self._answer_seconds, lambda: self._judge_failure(fault))
-        except Exception:  # the store is gone, so nothing can be learned of other ranks
+        except Exception:  # the store is gone, and with it the heartbeats
             store = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             return Transient(
                 f"rank {self._describe([0])} and the store on its machine at {store} do not "
@@ -252,7 +253,7 @@ class Watchdog:
         return Transient(f"{verdict.text} {got}") if verdict.text else error
 
     def _judge_failure(self, fault: str) -> Verdict:
-        """Judge a failed collective, after giving each rank time to write one more heartbeat."""
+        """Judge after a failed collective, once each rank has had time for another heartbeat."""
         since = self._beat(WAITED).at
 
         def all_answered() -> bool:
@@ -260,21 +261,21 @@ class Watchdog:
             is_judged = self._store.get("verdict") != b""
             return is_judged or all(self._processes[rank].is_dead for rank in silent)
 
-        def all_know() -> bool:
+        def all_have_verdict() -> bool:
             return all(beat is None or beat.state != RUNS for beat in self._read().values())
 
         wait_until(self._period + 2 * POLL_SECONDS, all_answered)
         verdict = self._judge(fault, since)
-        if verdict.text:  # the store may end with this process, so let all ranks read the verdict
-            wait_until(self._answer_seconds, all_know)
+        if verdict.text:  # the store may end with this process: first let all read the verdict
+            wait_until(self._answer_seconds, all_have_verdict)
         return verdict
 
     def _act_on(self, verdict: Verdict) -> None:
         """End the process, unless its main thread gets an error and leaves the run in time."""
         with suppress(Exception):
             self._beat(WAITED)  # tells other ranks that this one has the verdict
-        seconds = self._answer_seconds  # a rank that exits closes its connections: collectives fail
-        if not verdict.silent and not verdict.hanging:
+        seconds = self._answer_seconds  # in which the rank at fault exits, and collectives fail
+        if not verdict.silent and not verdict.hanging:  # another rank reports its own error
             seconds = min(30.0, self._timeout / 2)
         elif self._rank in verdict.hanging:
             seconds = 0.0
@@ -282,7 +283,7 @@ class Watchdog:
             self._end_process(verdict)
 
     def _end_process(self, verdict: Verdict) -> None:
-        """Report the verdict, unless an error was reported, and end the process in any case."""
+        """Report the verdict, unless an error was reported before, and always end the process."""
         if self._rank in verdict.hanging:
             print(f"error: rank {self._rank} hangs; its stacks:", file=sys.stderr, flush=True)
             faulthandler.dump_traceback(all_threads=True)
@@ -296,13 +297,13 @@ class Watchdog:
                 self._job.status = in_time(REPORT_SECONDS, lambda: self._end(Transient(text)))
         finally:
             self._kill(verdict.silent)  # after the report: torchrun ends all ranks once one is dead
-            # Rank 0 may host the store, from which the others still read.
+            # Rank 0 may serve the store, from which other ranks still read the verdict.
             if self._rank == 0 and len(self._ranks) > 1:
                 time.sleep(2 * self._answer_seconds)
             os._exit(self._job.status or 1)
 
     def _kill(self, ranks: Sequence[int]) -> None:
-        """Kill these ranks if they run here: torchrun would wait 30 s for one that is stopped."""
+        """Kill these ranks if they run here: torchrun would wait 30 s for a stopped process."""
         for rank in ranks:
             if self._processes[rank].state not in ("", "X", "Z"):  # "": on another machine
                 with suppress(OSError):
@@ -317,9 +318,9 @@ class Watchdog:
             if last.state != RUNS:
                 state = last.state
             beat = Heartbeat(time.monotonic() - self._began, self._job.steps_taken, state)
-            # Reading torch's record takes long, so a rank that has made a step does not.
+            # Reading torch's record takes up to 84 ms, so not after a step: then nothing hangs.
             if beat.step == last.step or state != RUNS:
-                saves = self._job.world.background  # its collectives are another thread's
+                saves = self._job.world.background  # used by the thread that saves, not by this one
                 beat.read(leave_out=saves.group_name if saves is not None else "")
             if beat.waits_in is not None and beat.waits_in == last.waits_in:
                 seconds = min(beat.at - last.at, 2 * self._period)
@@ -329,9 +330,8 @@ class Watchdog:
         return beat
 
     def _read(self, ranks: Sequence[int] = (), since: float | None = None) -> Any:
-        """{rank: heartbeat} of these ranks, or of all; None for a rank that is silent or dead.
-
-        since: a rank whose heartbeat is older is silent; default: three heartbeats ago.
+        """{rank: latest heartbeat} of these ranks, or of all. None if its state is RUNS, but the
+        rank is dead or the heartbeat is from before `since`, by default three heartbeats ago.
         """
         if since is None:
             since = time.monotonic() - self._began - 3 * (self._period + POLL_SECONDS)

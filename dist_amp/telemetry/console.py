@@ -12,7 +12,7 @@ from dist_amp.telemetry.metrics import Metrics
 from dist_amp.telemetry.observer import Observer
 from dist_amp.telemetry.step_report import LogRow
 
-SECONDS = 30.0  # between two progress lines of an evaluation
+SECONDS = 30.0  # from one progress line of an evaluation to the next
 
 
 class Console(Observer):
@@ -38,7 +38,7 @@ class Console(Observer):
         self._world.say(f"{progress}  {times}  {figures}")
 
     def during_evaluation(self, done: int, steps: int) -> None:
-        """Show the progress of an evaluation that takes more than SECONDS."""
+        """Print the progress of an evaluation that takes more than SECONDS."""
         now = time.monotonic()
         if not done:
             self._evaluation_began = self._last_line = now
@@ -60,8 +60,8 @@ def columns(row: LogRow, loss_scale_before: float) -> list[str]:
     parts.append(f"peak {row.column('peak_bytes').max() / 2**20:,.0f} MiB")
     if "throughput/mfu" in row.rank_columns:
         parts.append(f"mfu {100 * row.rank_columns['throughput/mfu'].mean():.3g} %")
-    scales = dict.fromkeys((loss_scale_before, row["loss_scale"]))
-    if list(scales) != [1.0]:
+    scales = dict.fromkeys((loss_scale_before, row["loss_scale"]))  # one entry if they are equal
+    if list(scales) != [1.0]:  # 1: the run does not scale its loss
         parts.append(f"scale {' -> '.join(f'{scale:g}' for scale in scales)}")
     if math.isfinite(row["grad_norm"]):
         parts.append(f"grad_norm {row['grad_norm']:.3g}")

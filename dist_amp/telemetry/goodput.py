@@ -1,7 +1,7 @@
-"""Goodput: the share of wall time, since the run folder's first process, spent on applied steps.
+"""Goodput: the share of wall time spent on applied steps, since the run folder's first process.
 
 The rest goes to startup, evaluations, checkpoints, skipped steps, steps repeated after a restart,
-and time between attempts. Totals are stored in metrics.jsonl, where a resume drops repeated steps.
+and time between restarts. Totals are kept in metrics.jsonl, where a resume drops repeated steps.
 
 Docs: docs/metrics.md
 """
@@ -25,10 +25,10 @@ KINDS = ("applied_steps", "skipped_steps", "evaluation", "checkpoint", "diagnost
 
 
 class Goodput(Observer):
-    """seconds: time spent on each of KINDS, on rank 0 over all attempts; [len(KINDS)] float64."""
+    """seconds: time spent on each of KINDS, [len(KINDS)] float64; on rank 0 over all restarts."""
 
     def __init__(self, metrics: Metrics, folder: Path):
-        """Continue from the folder's last log step, or record this process's start as the first."""
+        """Continue the folder's totals, or record this process's start as that of the run."""
         self._metrics = metrics
         saved = metrics.last_logged.get("spent_seconds", {})
         self.seconds = np.array([float(saved.get(kind, 0.0)) for kind in KINDS])
@@ -45,7 +45,7 @@ class Goodput(Observer):
         return max(time.time() - self._started, 1e-9)
 
     def tags(self, row: LogRow) -> dict[str, Any]:
-        """Add an interval to the totals; rank 0 returns them."""
+        """Add an interval to the totals; only rank 0 returns tags."""
         rank = self._metrics.world.rank
         seconds = {phase: float(row.column(phase)[rank]) for phase in PHASES}
         self.seconds += spent(seconds, row["applied_in_interval"], row["skipped_in_interval"])
@@ -55,7 +55,7 @@ class Goodput(Observer):
         return {"perf/goodput_pct": 100 * share, "spent_seconds": by_kind(self.seconds)}
 
     def summary(self, failed: bool) -> dict[str, Any]:
-        """Entries of summary.json. After a failure, seconds are counted up to the last log step."""
+        """Entries of summary.json. failed: count only up to the last log step."""
         seconds = self.seconds
         wall = self.wall_seconds
         if not failed:
@@ -63,7 +63,7 @@ class Goodput(Observer):
             unlogged = self._metrics.world.clock.so_far()
             applied, skipped = sums["applied_in_interval"], sums["skipped_in_interval"]
             seconds = seconds + spent(unlogged, applied, skipped)
-        # Startup, time between attempts, and steps that were repeated.
+        # Startup, time between restarts, and steps that were repeated.
         elsewhere = max(wall - float(seconds.sum()), 0.0)
         return {
             "goodput": round(min(float(seconds[0]) / wall, 1.0), 6),
@@ -73,7 +73,7 @@ class Goodput(Observer):
 
 
 def spent(phases: Mapping[str, float], applied: float, skipped: float) -> np.ndarray:
-    """An interval's seconds by phase, split into KINDS: [len(KINDS)] float64."""
+    """Seconds per phase of the clock -> seconds per kind: [len(KINDS)] float64, as in KINDS."""
     per_step = sum(phases[name] for name in STEP_PHASES) / max(applied + skipped, 1)
     between = [phases[name] for name in ("evaluation", "checkpoint", "diagnostics")]
     return np.array([per_step * applied, per_step * skipped, *between])

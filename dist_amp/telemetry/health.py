@@ -1,7 +1,7 @@
 """Health of this rank's GPU and host, at log steps: clocks, power, temperature, errors, memory.
 
 A thread reads the GPU through NVML (nvidia-ml-py), because a call may never return if the GPU is
-lost (assumed). Readings taken at one log step are written with the metrics of the next.
+lost (assumed). The values read at one log step are written with the metrics of the next.
 
 Docs: docs/metrics.md
 """
@@ -22,8 +22,8 @@ from dist_amp.telemetry.step_report import LogRow, Tags
 
 GIB = 2**30
 # Bits of the reasons for reduced clocks. Source: NVML API reference, nvmlClocksEventReasons. Left
-# out: idle, clocks set by the user, synchronised boost, display. Running at the power cap is normal
-# for a busy GPU, not a fault.
+# out: idle, clocks set by the user, synchronised boost, display. POWER_CAP, the power limit, is
+# normal for a busy GPU and no fault.
 POWER_CAP = 0x4
 THROTTLED = {
     0x8: "hardware slowdown",
@@ -33,7 +33,7 @@ THROTTLED = {
 }
 EXIT_SECONDS = 1.0  # how long the end of the run waits for the last reading
 
-# {tag: the function that reads it, given the module pynvml and a GPU's handle}
+# {tag: function that reads its value, from the module pynvml and the handle of a GPU}
 READINGS: dict[str, Callable[[Any, Any], float]] = {
     "gpu/sm_clock_MHz": lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
     "gpu/memory_clock_MHz": lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM),
@@ -65,11 +65,11 @@ class Health(Observer):
                 self._world.say(f"health no gpu/* tags: {problems[0]} ({ranks})")
         self._warned: set[str] = set()
         self._thread: threading.Thread | None = None
-        self._reading: tuple[int, Tags] = (0, {})  # the thread's latest: (step, tags)
+        self._reading: tuple[int, Tags] = (0, {})  # (step, tags) of the thread's last reading
 
     def tags(self, row: LogRow) -> Tags:
-        """Return the readings of the last log step, and start to read for the next one."""
-        if self._thread is not None and self._thread.is_alive():  # still waiting for the driver
+        """Return what was read at the last log step, and start a thread that reads for the next."""
+        if self._thread is not None and self._thread.is_alive():  # it still waits for the driver
             return {}
         _, tags = self._reading
         self._thread = threading.Thread(target=self._read, args=(row.step,), daemon=True)
@@ -96,7 +96,7 @@ class Health(Observer):
 
 
 def open_gpu(device: torch.device) -> tuple["Gpu | None", str]:
-    """Returns (this rank's GPU, "") or (None, why it can't be read)."""
+    """Returns (this rank's GPU, ""), or (None, the reason why it can't be read)."""
     try:
         import pynvml as nvml
 
@@ -105,7 +105,7 @@ def open_gpu(device: torch.device) -> tuple["Gpu | None", str]:
     except ImportError:
         return None, "nvidia-ml-py is missing; pip install nvidia-ml-py"
     except Exception as error:
-        # For example no NVML in the driver, no device in the container, another pynvml package.
+        # Such as: no NVML in the driver, no device in the container, another package named pynvml.
         return None, f"NVML failed ({type(error).__name__}: {error})"
 
 
@@ -120,14 +120,14 @@ class Gpu:
     def __init__(self, nvml: Any, handle: Any):
         self._nvml = nvml
         self._handle = handle
-        self._at_start: Tags = {}  # only the readings that this GPU and driver support
+        self._at_start: Tags = {}  # only of the tags that this GPU and driver support
         for tag, read in READINGS.items():
             with suppress(AttributeError, nvml.NVMLError):
                 self._at_start[tag] = read(nvml, handle)
         self._tags = list(self._at_start)
 
     def tags(self) -> tuple[Tags, list[str]]:
-        """Returns (tags, warnings). Reads nothing after a call has failed: the next may hang."""
+        """Returns (tags, warnings). Once a call fails, reads nothing more: the next may hang."""
         tags = {}
         warnings = []
         for tag in self._tags:
@@ -152,7 +152,7 @@ class Gpu:
 
 
 def host_tags(with_machine: bool, root: str = "/") -> Tags:
-    """{tag: GiB} of this process and, with_machine, of its machine or container."""
+    """{tag: GiB} of this process; with_machine: also of the machine, or of its container."""
     tags = {"memory/host_rss_GiB": resident_bytes()[1] / GIB}
     if not with_machine:
         return tags
@@ -161,9 +161,9 @@ def host_tags(with_machine: bool, root: str = "/") -> Tags:
         available = 1024 * sizes["MemAvailable:"]
         used = 1024 * sizes["MemTotal:"] - available
         cgroup = Path(root, "sys/fs/cgroup")
-        with suppress(OSError, LookupError, ValueError):  # not in a container, or no limit
+        with suppress(OSError, LookupError, ValueError):  # no container, or one without a limit
             limit = int((cgroup / "memory.max").read_text())
-            cache = numbers(cgroup / "memory.stat")["inactive_file"]  # can be reclaimed
+            cache = numbers(cgroup / "memory.stat")["inactive_file"]  # the kernel can reclaim it
             in_container = int((cgroup / "memory.current").read_text()) - cache
             if limit - in_container < available:
                 used = in_container
@@ -173,6 +173,6 @@ def host_tags(with_machine: bool, root: str = "/") -> Tags:
 
 
 def numbers(path: Path) -> dict[str, int]:
-    """{name: number}: the first two words of each line of a file."""
+    """{name: number}: the first two words of each line in a file."""
     rows = map(str.split, path.read_text().splitlines())
     return {row[0]: int(row[1]) for row in rows}

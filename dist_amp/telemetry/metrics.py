@@ -1,7 +1,9 @@
 """The run's metrics: loss, loss scale, and the throughput and memory of every rank.
 
-At a log step `begin` starts one copy of the interval's scalars to the host. One step later, while
-the device computes, `read` sums them and gathers every rank's row, and `write` writes the rows.
+An interval is the steps since the last log step; their StepReports stay on the device.
+At a log step, `begin` starts one copy of the reports' scalars to the host. One step later, while
+the device computes, `read` sums each rank's scalars into one row and all-gathers the rows into a
+table [ranks, len(RANK_METRICS)]. `write` writes it to metrics.jsonl and TensorBoard.
 """
 
 import math
@@ -36,32 +38,32 @@ from dist_amp.telemetry.step_report import (
 from dist_amp.telemetry.sums import SAVED, Interval
 from dist_amp.world import World
 
-if TYPE_CHECKING:  # `open` imports them: TensorBoard takes half a second, and not all runs log
+if TYPE_CHECKING:  # imported in `open`: TensorBoard takes half a second, and not all runs log
     from dist_amp.telemetry.writers import JsonlWriter, TensorBoardWriter
 
 
 class Metrics:
-    """Observes each step; once open, writes its metrics and all observers' tags at log steps."""
+    """Collects each step's report; at log steps writes the metrics and all observers' tags."""
 
     def __init__(self, world: World, clip: Clip, observers: Observers | None = None):
         self.world = world
         self.last: LogRow | None = None
         self.evaluation: Tags = {}  # the values of the latest evaluation
         self.evaluated_step = 0
-        self.best: Tags = {}  # the lowest validation loss, with its step
+        self.best: Tags = {}  # {"step", "loss"} of the lowest validation loss
         self.sample = ""  # the latest text that the model generated
         self.hosts = world.gather(platform.node())
-        self._max_norm = clip.limit if clip.by == "norm" else math.inf  # to count clipped steps
+        self._max_norm = clip.limit if clip.by == "norm" else math.inf  # a larger norm is clipped
         self.interval = Interval(self._max_norm)
-        # SUMMED_METRICS of each rank since the start or resume.
+        # Each rank's SUMMED_METRICS over this process's log steps: [ranks, len(SUMMED_METRICS)].
         self._totals = np.zeros((world.world_size, len(SUMMED_METRICS)))
-        self._pending: tuple[Any, ...] | None = None  # a log step's metrics, being copied
+        self._pending: tuple[Any, ...] | None = None  # from `begin` to `read`: a log step's metrics
         self._jsonl: JsonlWriter | None = None
         self._tensorboard: TensorBoardWriter | None = None
         self._observers = observers or Observers()
 
     def open(self, folder: Path, first_step: int, config_text: str) -> None:
-        """Start writing to the run's folder; entries of steps after first_step are dropped."""
+        """Start writing to the folder. Drops entries after first_step: their steps are repeated."""
         from dist_amp.telemetry.writers import JsonlWriter, TensorBoardWriter
 
         world = self.world
@@ -76,24 +78,22 @@ class Metrics:
             self.write_text("start/config", config_text, first_step)
         self.world.clock.restart()
 
-    def unfinished(self, data: Batches) -> Tensor:
-        """The unfinished interval's sums, as a checkpoint saves them: [len(SAVED)] float64 on the
-        host; no times, so that the same steps make the same checkpoint. Waits for the device.
-        """
+    def unfinished_sums(self, data: Batches) -> Tensor:
+        """The interval's sums, for a checkpoint: [len(SAVED)] float64. Waits for the device."""
         self.interval.start_copy({})
         self.interval.read()
         sums = self.interval.sums | {"tokens_seen": self.interval.sums["tokens_seen"] + data.tokens}
         return torch.tensor([sums[name] for name in SAVED], dtype=torch.float64)
 
     def resume_unfinished(self, saved: Tensor, same_world: bool) -> None:
-        """Continue from the `unfinished` of every rank that saved: [ranks, len(SAVED)] float64."""
-        later = [math.nan, 0.0, 0.0, 0.0]  # what older checkpoints, with three columns, lack
-        rows = [[*row, *later][: len(SAVED)] for row in saved.tolist()]
-        mine = rows[self.world.rank if same_world else 0]
-        if not same_world:  # rank 0 gets what log steps sum over ranks; the rest is equal on all
+        """Continue an interval from every rank's `unfinished_sums`: [ranks, len(SAVED)] float64."""
+        defaults = [math.nan, 0.0, 0.0, 0.0]  # older checkpoints have only the first three columns
+        rows = [[*row, *defaults][: len(SAVED)] for row in saved.tolist()]
+        own_sums = rows[self.world.rank if same_world else 0]
+        if not same_world:  # rank 0 takes the sums that differ by rank; other ranks start from 0
             for column in (0, 3):  # loss_sum and tokens_seen
-                mine[column] = sum(row[column] for row in rows) * self.world.is_main
-        self.interval = Interval(self._max_norm, mine)
+                own_sums[column] = sum(row[column] for row in rows) * self.world.is_main
+        self.interval = Interval(self._max_norm, own_sums)
 
     def after_step(self, report: StepReport, micro_batches: Any = None) -> None:
         self.interval.reports.append(report)
@@ -106,12 +106,12 @@ class Metrics:
         data: Batches,
         task_tags: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
-        """Start copying the interval's metrics; every rank calls it. task_tags: {tag: scalar}."""
+        """Start copying the interval's metrics to the host; every rank calls it at a log step."""
         device = self.world.device
         interval = self.interval
-        # End the lap before the copy begins: once the copy has arrived, the lap's events are done.
+        # End the lap before the copy starts: once the copy has arrived, the lap's events are done.
         lap = self.world.clock.lap()
-        # The copy is in float32, which is exact up to 2^24, more than train.steps can be.
+        # The copy is in float32, which is exact up to 2^24; train.steps is at most 10 million.
         applied, skipped, in_a_row = schedule.counters.to(device).unbind()
         on_device = {
             "loss_scale": scaler.scale_tensor.to(device),
@@ -136,7 +136,7 @@ class Metrics:
         data.tokens = 0
 
     def read(self, save_done: bool = True) -> LogRow | None:
-        """The pending metrics of all ranks, or None. Every rank calls it, with its save_done."""
+        """All-gather the pending metrics; None if there are none. save_done: no save is pending."""
         pending = self._pending
         self._pending = None
         if pending is None:
@@ -170,15 +170,14 @@ class Metrics:
             self.write_rank_scalars(step, tags)
 
     def write_rank_scalars(self, step: int, tags: Tags) -> None:
-        """This rank's metrics that are numbers, to TensorBoard only."""
+        """Write the tags that are numbers to this rank's TensorBoard folder only."""
         scalars = {tag: value for tag, value in tags.items() if isinstance(value, Real)}
         if self._tensorboard is not None and scalars:
             self._tensorboard.write_scalars(scalars, step)
 
     def write_evaluation(self, step: int, values: Tags, extend: Any = lambda values: "") -> Any:
-        """Write an evaluation's metrics, equal on all ranks, on rank 0.
-
-        `extend` is called first and may add to `values`; returns what it returns.
+        """Write an evaluation's metrics, which are equal on all ranks; only rank 0 writes. First
+        calls extend(values), which may add to `values`; returns its result.
         """
         if not values:
             return ""
@@ -188,13 +187,13 @@ class Metrics:
             self.best = {"step": step, "loss": values["loss"]}
         try:
             return extend(values)
-        finally:  # an error in `extend` must not lose what was measured
+        finally:  # an error in `extend` must not lose the evaluation
             self.write_scalars(step, {f"eval/{name}": value for name, value in values.items()})
             text = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
             self.world.say(f"eval  {step:>6}  {text}")
 
     def write_to_tensorboard(self, add: Callable[[Any], object]) -> None:
-        """Call `add` with torch's SummaryWriter of this rank."""
+        """Call add(writer) with this rank's SummaryWriter; does nothing if the rank has none."""
         if self._tensorboard is not None:
             self._tensorboard.write(add)
 
@@ -203,13 +202,15 @@ class Metrics:
 
     @property
     def last_logged(self) -> dict[str, Any]:
-        """The latest global tags, with "step"; after a resume, rank 0's last metrics.jsonl line."""
+        """The latest log step's "step" and global tags. Before this process's first log step, those
+        of the last such line that a resume keeps in metrics.jsonl, on rank 0; else {}.
+        """
         if self.last is not None:
             return {"step": self.last.step, **self.last.global_tags()}
         return self._jsonl.last if self._jsonl is not None else {}
 
     def rank_table(self) -> list[Tags]:
-        """Each rank's tags, averaged since the start; right after a resume, the last line's."""
+        """Each rank's tags, averaged over this process's log steps; without any, as last logged."""
         if self.last is None:
             return self.last_logged.get("ranks", [])  # type: ignore[no-any-return]
         table = self.last.table.copy()
@@ -223,9 +224,8 @@ class Metrics:
 
 
 def memory_use(device: torch.device) -> tuple[int, ...]:
-    """Returns (peak, current, reserved) bytes and the number of allocation retries.
-
-    On a GPU, of torch's allocator; on a CPU, of the resident set, with 0 for the last two.
+    """(Peak, current, reserved) bytes and the number of allocation retries, by torch's allocator;
+    on a CPU, the process's resident set, with 0 for the last two.
     """
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
@@ -237,7 +237,7 @@ def memory_use(device: torch.device) -> tuple[int, ...]:
 
 
 def resident_bytes() -> tuple[int, int]:
-    """Returns (peak, current) bytes of this process. getrusage's peak includes the parent's."""
+    """(Peak, current) resident set in bytes. Not by getrusage: its peak includes the parent's."""
     text = Path("/proc/self/status").read_text()
     sizes = {name: 1024 * int(kib) for name, kib in re.findall(r"(VmHWM|VmRSS):\s*(\d+) kB", text)}
     return sizes.get("VmHWM", sizes["VmRSS"]), sizes["VmRSS"]

@@ -27,11 +27,11 @@ from dist_amp.telemetry.step_report import LogRow
 from dist_amp.world import World
 
 # Dense peak TFLOP/s of what torch counts as one device; 0 if the vendor gives no number, or two
-# that differ. Where a datasheet has only the rate with structured sparsity, twice the dense one, it
-# is halved, and the comment says so. fp16 accumulates in float32, as torch's matmuls do. A pattern
-# must match all of torch.cuda.get_device_name except VENDOR, so laptop GPUs, MIG slices and other
-# variants don't match; a partitioned MI300X keeps its name and needs metrics.peak_flops. On AMD,
-# fp32 is the rate of the matrix cores, and torch uses no tf32.
+# numbers that differ. If a datasheet has only the rate with structured sparsity, twice the dense
+# rate, half of it is used, and the comment says so. fp16 accumulates in float32, as torch's matmuls
+# do. A pattern must match all of torch.cuda.get_device_name except VENDOR, so laptop GPUs and MIG
+# slices don't match; a partitioned MI300X keeps its name and needs metrics.peak_flops. On AMD, fp32
+# is the rate of the matrix cores, and torch uses no tf32.
 COLUMNS = ("fp32", "tf32", "bf16", "fp16")
 PEAKS = (
     ("V100-SXM2-(16|32)GB", 15.7, 0, 0, 125),  # NVIDIA V100 datasheet, V100 SXM2
@@ -68,7 +68,7 @@ VENDOR = re.compile(r"\b(NVIDIA|Tesla|GeForce|AMD|Instinct)\b")
 
 
 def known_peak(device_name: str, dtype: str) -> float:
-    """Dense FLOP/s of a device in fp32, tf32, bf16 or fp16; 0 if the table does not have it."""
+    """Dense peak FLOP/s of a device in fp32, tf32, bf16 or fp16; 0 if the table lacks it."""
     name = " ".join(VENDOR.sub("", device_name).split())
     for pattern, *tflops in PEAKS:
         if re.fullmatch(pattern, name):
@@ -77,7 +77,7 @@ def known_peak(device_name: str, dtype: str) -> float:
 
 
 class Mfu(Observer):
-    """Adds each rank's throughput/mfu. item_seconds: seconds per item at peak FLOP/s, [ranks]."""
+    """Adds each rank's throughput/mfu. item_seconds: seconds per item at peak FLOP/s: [ranks]."""
 
     def __init__(self, item_seconds: np.ndarray):
         self._item_seconds = item_seconds
@@ -87,7 +87,7 @@ class Mfu(Observer):
 
 
 def find_mfu(world: World, config: Config, task: Task, parallel: Parallel) -> Mfu | None:
-    """The run's Mfu, or None where it can't be computed. Errors: as `flops_per_item`."""
+    """The run's Mfu; None if it can't be computed. Errors: as for `flops_per_item`."""
     peak = config.metrics.peak_flops
     if peak == "auto" and world.device.type != "cuda":
         return None
@@ -114,7 +114,7 @@ def find_mfu(world: World, config: Config, task: Task, parallel: Parallel) -> Mf
 
 
 def flops_per_item(task: Any, model: nn.Module) -> float:
-    """The task's FLOPs of one item. Errors: DataError unless they are a finite number above 0."""
+    """The task's FLOPs per item. Errors: DataError unless they are a finite number above 0."""
     name = "flops_per_item(model)"
     flops: float = call_task(DataError, name, lambda: float(task.flops_per_item(model)))
     if not 0 < flops < math.inf:
@@ -128,8 +128,8 @@ def flops_per_item(task: Any, model: nn.Module) -> float:
 def count_flops(task: Task, model: nn.Module, batch: Any) -> float:
     """FLOPs of a batch's forward, loss and backward, as torch's FlopCounterMode counts them.
 
-    It counts convolutions and matrix products, those of attention too; a multiply-add is two.
-    Pass a fresh model without activation checkpointing, and divide by the samples:
+    It counts convolutions and matrix products, including attention's; a multiply-add is two FLOPs.
+    Pass a new model without activation checkpointing; for flops_per_item, divide by the samples:
 
         count_flops(task, task.build_model(), collate([task.build_dataset("train")[0]]))
     """

@@ -1,13 +1,13 @@
 """Observers: the interface of everything that watches a run, such as metrics, console and EMA.
 
-An observer defines those of `Observer`'s methods that it needs; subclassing is optional. Every rank
+An observer defines the methods of `Observer` that it needs; subclassing is optional. Every rank
 calls them, in the order in which the observers were added. `train_step` calls before_step and
-after_step, only on observers that define them, so that the others cost nothing; the main job calls
-the rest. The run takes the same steps without its observers. Some belong to the run, such as EMA;
-the others belong to one call of fit() and are dropped when the next one begins.
+after_step, only on observers that define them, so that other observers cost nothing. Evaluations,
+log steps, checkpoints and the end of a run call the other methods. A run takes the same steps
+without observers. Some, such as EMA, stay for the whole run; others are dropped by the next fit().
 
-A user's observer that raises is removed, and its error is kept as `problem`: the main job stops all
-ranks after the same step and saves the run. An error in one of the package's own ends it at once.
+If a user's observer raises, it is removed, and its error is kept as `problem`: train.py stops all
+ranks after the same step and saves. An error in a built-in observer ends the run at once.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,16 +20,16 @@ from dist_amp.telemetry.step_report import LogRow, StepReport
 
 
 class Observer:
-    """Every rank calls each method at the same step."""
+    """The methods that an observer may define. Every rank calls each at the same step."""
 
     def before_step(self, micro_batches: Sequence[Any]) -> None:
-        """Called before a step on `micro_batches`; `run.step` counts the steps before it."""
+        """Called before a step on `micro_batches`; `run.step` doesn't count this step yet."""
 
     def after_step(self, report: StepReport, micro_batches: Sequence[Any]) -> None:
         """Called after a step, before any evaluation or checkpoint; `run.step` counts this step."""
 
     def during_evaluation(self, done: int, steps: int) -> None:
-        """Called when an evaluation begins (done is 0) and after each of its `steps` batches."""
+        """Called when an evaluation begins (done is 0), and after each of its `steps` steps."""
 
     def after_evaluation(self) -> None:
         """Called after a completed evaluation, which has averaged batch norm's statistics."""
@@ -43,10 +43,10 @@ class Observer:
         return {}
 
     def on_log(self, row: LogRow) -> None:
-        """Called once an interval's metrics are written: at the log step or one step later."""
+        """Called after a log step's metrics are written: at this step or one step later."""
 
     def summary(self, failed: bool) -> Mapping[str, Any]:
-        """Entries of summary.json. failed: the device and other ranks may hang, so ask neither."""
+        """Entries of summary.json. failed: the device and other ranks may hang: use neither."""
         return {}
 
     def state_dict(self) -> Any:
@@ -56,7 +56,7 @@ class Observer:
         """Continue from what `state_dict` returned; not called if the checkpoint has no state."""
 
     def close(self, error: BaseException | None = None) -> None:
-        """Called at the end of a fit. error: what ended it, if any; other ranks may be gone."""
+        """Called at the end of a fit. error: what ended it; other ranks may be gone then."""
 
 
 class Observers:
@@ -67,15 +67,15 @@ class Observers:
         self.after_step: Sequence[Callable[..., None]] = ()
         self.problem: Failure | None = None
         self._run: Any = None  # until the first fit
-        self._of_run: list[Any] = []
-        self._of_fit: list[Any] = []
-        self._resting: list[Any] = []  # not called around steps
+        self._of_run: list[Any] = []  # stay for the whole run
+        self._of_fit: list[Any] = []  # dropped when the next fit begins
+        self._resting: list[Any] = []  # not called before and after steps
 
     def __iter__(self) -> Iterator[Any]:
         return iter([*self._of_run, *self._of_fit])
 
     def begin(self, run: Any) -> None:
-        """Forget the observers of an earlier fit; called at the start of a fit."""
+        """Drop the observers of an earlier fit; called at the start of a fit."""
         self._run = run
         self._of_fit = []
         self._resting = []
@@ -92,7 +92,7 @@ class Observers:
         self._find_step_calls()
 
     def close(self, error: BaseException | None) -> None:
-        """Call every close(error), the last one first. `summary` may still be called afterwards."""
+        """Call every close(error), in reverse order. `summary` may still be called afterwards."""
         self.rest(*self._of_fit)
         with ExitStack() as closing:
             for observer in self:

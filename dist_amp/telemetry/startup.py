@@ -14,7 +14,7 @@ PHASES = ("processes", "imports", "rendezvous", "checks", "model", "restore", "d
 
 
 class Startup(Observer):
-    """seconds: {phase: seconds} of this rank. A GPU may still be computing when first_step ends."""
+    """seconds: {phase: seconds} on this rank. The GPU may still compute when first_step ends."""
 
     def __init__(self) -> None:
         now = time.time()
@@ -27,14 +27,14 @@ class Startup(Observer):
         self._is_logged = False
 
     def lap(self, phase: str) -> None:
-        """Count the time since the last lap as spent in this phase."""
+        """End a phase: add the time since the last lap to it."""
         now = time.time()
         self.seconds[phase] += now - self._since
         self._since = now
 
     def watch(self, run: Any) -> None:
         """Time the run's first step, and log the startup times with its metrics."""
-        in_data = run.world.clock.so_far()["data"]  # spent on data while the model lap ran
+        in_data = run.world.clock.so_far()["data"]  # of the model phase: building the datasets
         self.seconds["model"] -= in_data
         self.seconds["data"] += in_data
         self._observers = run.observers

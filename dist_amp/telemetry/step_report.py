@@ -1,4 +1,4 @@
-"""The reports of a step and of a log interval."""
+"""`StepReport`, the result of one step, and `LogRow`, the metrics of one log interval."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,10 +12,10 @@ from torch import Tensor
 from dist_amp.clock import OWN_PHASES, PHASES, STEP_PHASES
 
 # With hundreds of folders TensorBoard shows none by default. Above this many ranks, only rank 0
-# writes events, including ranks/* tags, and metrics.jsonl lists only that many ranks.
+# writes to TensorBoard, and metrics.jsonl lists only this many ranks.
 MAX_RANK_FOLDERS = 64
 
-# Equal on all ranks, because each is computed from sums over all ranks.
+# Equal on all ranks, because they are computed from sums over all ranks.
 GLOBAL_METRICS = (
     *("loss_scale", "applied_steps", "skipped_steps", "skips_in_a_row", "lr"),
     *("weight_sum", "min_weight", "grad_norm"),
@@ -23,7 +23,7 @@ GLOBAL_METRICS = (
 )
 SUMMED_METRICS = (*PHASES, "steps", "items", "tokens")
 MEMORY = ("peak_bytes", "allocated_bytes", "reserved_bytes", "allocator_retries")
-# The columns of a rank's row. Their order makes GLOBAL and SUMMED slices, which are cheap to take.
+# The columns of `LogRow.table`, ordered so that GLOBAL and SUMMED are slices: these copy nothing.
 RANK_METRICS = (
     *("loss_sum", *GLOBAL_METRICS, *SUMMED_METRICS, "tokens_seen", "samples_seen", "epoch"),
     *MEMORY,
@@ -34,7 +34,7 @@ INDEX = {name: number for number, name in enumerate(RANK_METRICS)}
 GLOBAL = slice(INDEX[GLOBAL_METRICS[0]], INDEX[GLOBAL_METRICS[-1]] + 1)
 SUMMED = slice(INDEX[SUMMED_METRICS[0]], INDEX[SUMMED_METRICS[-1]] + 1)
 
-# {tag: its phases}, in seconds per step; {tag: its phase between steps}, in seconds per interval.
+# TIMES: {tag: its phases}, in seconds per step. INTERRUPTIONS: {tag: its phase}, per interval.
 TIMES = {
     "step_seconds": STEP_PHASES,
     "local_seconds": OWN_PHASES,
@@ -51,7 +51,7 @@ INTERRUPTIONS = {
     "diagnostics_seconds": "diagnostics",
 }
 
-Tags = dict[str, float]  # what TensorBoard and metrics.jsonl get
+Tags = dict[str, float]  # {name in TensorBoard and metrics.jsonl: value}
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class StepReport:
     """One step's results: scalar tensors on the device, not read before the next log step."""
 
     losses: list[Tensor]  # this rank's loss sums, one per micro-batch
-    weight: Tensor  # total over all ranks, by which the loss sum is divided
-    norm: Tensor  # global, of the unscaled gradients, before clipping; on the host if CPU-offloaded
+    weight: Tensor  # total weight of all ranks; the loss is the loss sum of all ranks / weight
+    norm: Tensor  # global, of unscaled gradients, before clipping; on the host with cpu_offload
     applied: Tensor  # bool, on norm's device; False: skipped, because norm was inf or nan
 
     @property
@@ -70,9 +70,9 @@ class StepReport:
 
 @dataclass(frozen=True, eq=False)
 class LogRow:
-    """The metrics of one log interval, the same on every rank.
+    """The metrics of one log interval, the same on every rank but for task_tags.
 
-    table: [ranks, len(RANK_METRICS)] float64 on the host; do not loop over ranks in Python.
+    table: [ranks, len(RANK_METRICS)] float64 on the host. There may be many ranks: don't loop.
     task_tags: this rank's values from the task's train_metrics.
     observed: {tag: [ranks]} from the observers' rank_tags.
     """
@@ -107,7 +107,7 @@ class LogRow:
 
     @cached_property
     def seconds(self) -> np.ndarray:
-        """Duration of the interval's steps on each rank, without interruptions: [ranks]."""
+        """Time of the interval's steps on each rank, without evaluations and saves: [ranks]."""
         return self.columns(STEP_PHASES).sum(axis=1)
 
     def per_step(self, values: np.ndarray) -> np.ndarray:
@@ -115,12 +115,12 @@ class LogRow:
         return values / np.maximum(self.column("steps"), 1)
 
     def per_second(self, name: str) -> np.ndarray:
-        """Rate of a counter on each rank, per second of steps: [ranks]."""
+        """A counter ("items" or "tokens") per second of steps, on each rank: [ranks]."""
         return self.column(name) / np.maximum(self.seconds, 1e-9)
 
     @cached_property
     def rank_columns(self) -> dict[str, np.ndarray]:
-        """Every rank's tags: {tag: [ranks]}."""
+        """The tags that every rank has: {tag: [ranks]}."""
         seconds = {
             tag: self.per_step(self.columns(phases).sum(axis=1)) for tag, phases in TIMES.items()
         }
@@ -130,7 +130,7 @@ class LogRow:
             "throughput/items_per_second": self.per_second("items"),
             "memory/peak_bytes": self.column("peak_bytes"),
             "memory/allocated_bytes": self.column("allocated_bytes"),
-            # Rounded to 0.1 us, which halves the time of writing 64 ranks as JSON.
+            # Rounded to 0.1 us, which halves the time to write 64 ranks as JSON.
             **{f"time/{tag}": np.round(values, 7) for tag, values in seconds.items()},
         }
         if self.has_tokens:
@@ -144,13 +144,13 @@ class LogRow:
         return {tag: float(values[rank]) for tag, values in self.rank_columns.items()}
 
     def tags_of_ranks(self, max_ranks: int | None = None) -> list[Tags]:
-        """The TensorBoard tags of each rank, or of the first `max_ranks`."""
+        """The tags of each rank, or of the first `max_ranks`."""
         columns = [values[:max_ranks] for values in self.rank_columns.values()]
         rows = np.stack(columns, axis=1).tolist()
         return [dict(zip(self.rank_columns, row, strict=True)) for row in rows]
 
     def global_tags(self) -> Tags:
-        """The TensorBoard tags that only rank 0 writes."""
+        """The tags that only rank 0 writes."""
         steps = max(self["applied_in_interval"] + self["skipped_in_interval"], 1)
         tags = {
             "train/loss": self.loss,
@@ -171,7 +171,7 @@ class LogRow:
         return tags
 
     def _spread_tags(self) -> Tags:
-        """Minimum, median and maximum over ranks; of all times if ranks have no folders."""
+        """Minimum, median and maximum over ranks; of all times if ranks have no own folders."""
         sources = ["throughput/items_per_second", "memory/peak_bytes"]
         sources += ["time/data_wait_seconds", "time/local_seconds"]
         tags: Tags = {}

@@ -12,7 +12,8 @@ from dist_amp.errors import DataError
 from dist_amp.telemetry.step_report import StepReport
 from dist_amp.world import World, as_scalar
 
-# {sum: its initial value}: what a checkpoint saves of an unfinished interval, in this order.
+# {sum: its initial value}: what a checkpoint holds of an unfinished interval, in this order. There
+# are no times among them, so that equal steps give equal checkpoints.
 SAVED = {
     "loss_sum": 0.0,
     "weight_sum": 0.0,
@@ -25,22 +26,21 @@ SAVED = {
 
 
 class Interval:
-    """The steps since the last log step. sums: {metric: float64 sum over the steps read so far}.
-    reports: of steps not read yet. saved: the interval's sums from a checkpoint that cut it.
+    """The steps since the last log step. sums: {metric: sum over the steps read so far}; reports:
+    of the steps not read yet. saved: the sums in the checkpoint from which the interval continues.
     """
 
     def __init__(self, max_norm: float, saved: Sequence[float] = tuple(SAVED.values())):
         self.sums = dict(zip(SAVED, saved, strict=True), steps=0.0, grad_norm=0.0)
         self._max_norm = max_norm  # above it, gradients are clipped
         self.reports: list[StepReport] = []
-        # On its way to the host: (values, event of their arrival, losses per step, names of the
-        # `extra` scalars).
+        # The copy in progress: (values, event of their arrival, losses per step, names of `extra`).
         self._copy: tuple[list[Tensor], Any, list[int], list[str]] | None = None
 
     def start_copy(self, extra: Mapping[str, Tensor]) -> None:
-        """Start copying the reports' scalars, and `extra` ones, from the device to the host.
+        """Start copying the reports' scalars, and the `extra` ones, from the device to the host.
 
-        In order: losses and weight of each step, each step's norm, its `applied`, then `extra`.
+        Their order: losses and weight of each step; each step's norm; each `applied`; `extra`.
         """
         reports = self.reports
         self.reports = []
@@ -55,14 +55,14 @@ class Interval:
             return
         values = [part.to("cpu", non_blocking=True) for part in stacked]  # into pinned memory
         arrived = None
-        if any(part.is_cuda for part in stacked):
+        if any(part.is_cuda for part in stacked):  # else `values` is there already
             arrived = torch.cuda.Event()
             arrived.record()
         losses_per_step = [len(report.losses) for report in reports]
         self._copy = (values, arrived, losses_per_step, list(extra))
 
     def read(self) -> dict[str, float]:
-        """Wait for the copy and add its steps to the sums; returns the `extra` scalars."""
+        """Wait for the copy and add its steps to the sums; returns {name: value} of `extra`."""
         if self._copy is None:
             return {}
         copied, arrived, losses_per_step, names = self._copy
@@ -83,10 +83,10 @@ class Interval:
         sums = self.sums
         sums["steps"] += 1
         sums["grad_norm"] = norm  # the last step's
-        # nan < x is false, but a nan must not go unnoticed.
+        # nan < x is False, but a nan must reach the check of weights.
         if math.isnan(weight) or weight < sums["min_weight"]:
             sums["min_weight"] = weight
-        if not applied:  # its loss is often inf or nan, and would spoil the interval's mean
+        if not applied:  # its loss may be inf or nan, which would spoil the interval's mean
             sums["skipped_in_interval"] += 1
             return
         sums["loss_sum"] += loss
@@ -99,13 +99,13 @@ class WeightedMeans:
     """Weighted means of an evaluation's metrics, from float64 sums on the device."""
 
     def __init__(self, world: World, exact: bool = False):
-        """exact: the same bits on any number of ranks, by summing the batches on the host."""
+        """exact: give the same bits on any number of ranks, by summing all batches on the host."""
         self._world = world
         self._exact = exact
         self._sums: dict[str, list[Tensor]] = {}  # {metric: [sum, weight] of each batch}
 
     def add(self, values: Mapping[str, Any], weight: float | Tensor, counts: float) -> None:
-        """Add a batch: {metric: its sum, or (sum, own weight)}, times counts (0 for padding)."""
+        """Add a batch's {metric: sum, or (sum, its own weight)}. counts: 1, or 0 for padding."""
         check_weight(weight)
         weight = as_scalar(weight, self._world.device)
         for name, value in values.items():
@@ -117,25 +117,25 @@ class WeightedMeans:
             self._sums.setdefault(name, []).append(sums * counts)
 
     def over_all_ranks(self) -> dict[str, float]:
-        """{metric: its mean}, equal on every rank; one all-reduce.
+        """{metric: its mean}, equal on every rank; every rank calls it.
 
-        With a total weight of 0 the loss is nan, and any other metric is left out. Errors:
-        DataError, on every rank, if the metrics differ between batches or ranks.
+        With a total weight of 0, the loss is nan, and any other metric whose sum is 0 is left out.
+        Errors: DataError, on every rank, if batches or ranks have different metrics.
         """
-        # In the same order on every rank, the loss first.
+        # In the same order on every rank, with the loss first.
         names = sorted(self._sums, key=lambda name: (name != "loss", name))
         counts = self._world.gather({name: len(self._sums[name]) for name in names})
-        for rank, counts_there in enumerate(counts):
-            if counts_there != counts[0] or len(set(counts_there.values())) > 1:
+        for rank, counts_of_rank in enumerate(counts):
+            if counts_of_rank != counts[0] or len(set(counts_of_rank.values())) > 1:
                 raise DataError(
                     "the task's metrics() must return the same names for every batch on every rank;"
-                    f" batches by name: {counts[0]} on rank 0 and {counts_there} on rank {rank}"
+                    f" batches by name: {counts[0]} on rank 0 and {counts_of_rank} on rank {rank}"
                 )
         rows = torch.stack([torch.stack(self._sums[name]) for name in names])
         if self._exact:
             totals = []
             for batches in self._world.stack(rows).transpose(0, 1):
-                pairs = batches.flatten(0, 1).tolist()  # of all ranks
+                pairs = batches.flatten(0, 1).tolist()  # [sum, weight] of all ranks' batches
                 totals.append([math.fsum(column) for column in zip(*pairs, strict=True)])
         else:
             totals = self._world.sum(rows.sum(1)).tolist()

@@ -1,4 +1,4 @@
-"""Writers of metrics.jsonl and TensorBoard, robust to kills, resumes and a full disk."""
+"""Writers of metrics.jsonl and TensorBoard, which survive kills, resumes and a full disk."""
 
 import errno
 import json
@@ -21,8 +21,8 @@ Warn = Callable[[str], object]
 
 # TensorBoard reloads every 5 s; torch's default of 120 would leave the charts of a new run empty.
 FLUSH_SECONDS = 10
-LOG_STEP_KEYS = {"train/loss", "amp/skipped_steps", "ranks"}  # only a log step's line has all
-RETRY_SECONDS = 10.0  # each attempt creates a file and a thread
+LOG_STEP_KEYS = {"train/loss", "amp/skipped_steps", "ranks"}  # only log steps' lines have all three
+RETRY_SECONDS = 10.0  # between attempts, since each creates a file and a thread
 
 
 class JsonlWriter:
@@ -31,17 +31,17 @@ class JsonlWriter:
     def __init__(
         self, path: Path, step: int, warn: Warn = warnings.warn, is_evaluated: bool = True
     ):
-        """step: the one to continue after; is_evaluated: whether its evaluation is done."""
+        """step: the last one before this start; is_evaluated: whether its evaluation is done."""
         self.path = path
-        self.last: dict[str, Any] = {}  # the latest line of a log step
+        self.last: dict[str, Any] = {}  # the last line of a log step that was in the file
         self._warn = warn
         self._unwritten = b""
         if path.exists():
             self._continue(step, is_evaluated)
 
     def _continue(self, step: int, is_evaluated: bool) -> None:
-        """Drop unreadable lines, and those of steps that are repeated. At step 0, move the whole
-        file to metrics_before.jsonl instead.
+        """Drop unreadable lines, and lines of steps that this start repeats. At step 0, rename the
+        whole file to metrics_before.jsonl instead.
         """
         path = self.path
         if step == 0 and path.stat().st_size:
@@ -64,7 +64,7 @@ class JsonlWriter:
         """Write the lines that failed before, then this one; warns at the first failure."""
         is_first_failure = not self._unwritten
         self._unwritten += f"{json.dumps(plain_json(row))}\n".encode()
-        problem = os.strerror(errno.ENOSPC)  # a nearly full disk writes a part, without an error
+        problem = os.strerror(errno.ENOSPC)  # then write() writes a part, without an error
         try:
             with open(self.path, "ab", buffering=0) as file:
                 self._unwritten = self._unwritten[file.write(self._unwritten) :]
@@ -82,7 +82,7 @@ class TensorBoardWriter:
 
     def __init__(self, path: Path, first_step: int, warn: Warn = warnings.warn):
         self._path = path
-        # TensorBoard hides earlier events from this step on, since these steps are repeated.
+        # TensorBoard hides events of an earlier start from this step on: these steps are repeated.
         self._purge_step: int | None = first_step
         self._warn = warn
         self._writer: Any = None
@@ -99,7 +99,7 @@ class TensorBoardWriter:
                 )
                 self._purge_step = None
             add(self._writer)
-        except OSError as error:  # of this write, or of the writer's thread in an earlier one
+        except OSError as error:  # in this write, or in the writer's thread since the last one
             self._writer = None
             self._retry_at = time.monotonic() + RETRY_SECONDS
             self._warn(
@@ -109,7 +109,7 @@ class TensorBoardWriter:
             self._warn = lambda text: None  # warn only once
 
     def write_scalars(self, values: Tags, step: int) -> None:
-        """Write all values as one event: twelve cost 13 us, twelve add_scalar calls 60."""
+        """Write all values as one event: 12 values take 13 us, 12 calls of add_scalar 60 us."""
         values = {**values, **in_readable_units(values)}
         entries = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         self.write(lambda writer: writer.file_writer.add_summary(Summary(value=entries), step))
@@ -122,7 +122,7 @@ class TensorBoardWriter:
 
 
 def in_readable_units(values: Tags) -> Tags:
-    """Additional tags for TensorBoard only: some of the values in percent, GiB or as log2."""
+    """More tags, for TensorBoard only: some of the values in percent, in GiB or as log2."""
     tags = {}
     if "throughput/mfu" in values:
         tags["perf/mfu_pct"] = 100 * values["throughput/mfu"]

@@ -279,7 +279,7 @@ def test_the_metrics_of_many_steps_are_those_of_their_log_step_also_when_they_ar
 def test_an_older_checkpoints_interval_begins_with_unknown_tokens_and_without_skips():
     run = make_run(World(), Tiny())
     run.metrics.resume_unfinished(torch.tensor([[8.0, 4.0, 2.0]]).double(), same_world=True)
-    values = run.metrics.unfinished(run.data).tolist()
+    values = run.metrics.unfinished_sums(run.data).tolist()
     assert values == pytest.approx([8.0, 4.0, 2.0, math.nan, 0.0, 0.0, 0.0], nan_ok=True)
 
 

@@ -94,7 +94,7 @@ def test_counts_of_an_interval_that_a_checkpoint_cuts_continue(same_world):
     run, again = (make_run(World(), Tiny(), *words) for _ in range(2))
     for report in take_steps(run, 3):
         run.metrics.after_step(report)
-    again.metrics.resume_unfinished(run.metrics.unfinished(run.data)[None], same_world)
+    again.metrics.resume_unfinished(run.metrics.unfinished_sums(run.data)[None], same_world)
     for report in take_steps(again, 2):
         again.metrics.after_step(report)
     again.schedule.counters[0] += 3
