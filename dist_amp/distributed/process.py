@@ -62,6 +62,12 @@ def tell_launcher(status: int, text: str = "", **facts: object) -> None:
         temporary.replace(path)
 
 
+def has_any_rank_reported() -> bool:
+    """Whether a rank on this machine has ended by itself, so that its launcher ends the others."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return path is not None and any(Path(path).parent.parent.glob("*/error.json"))
+
+
 def place_of(config: RunConfig) -> tuple[int, int, int, int, torch.device]:
     """This process's (rank, local_rank, world_size, local_world_size, device)."""
     if "TORCHELASTIC_RUN_ID" in os.environ:

@@ -88,12 +88,11 @@ def explained(error: BaseException, job: Job, watchdog: Any) -> BaseException:
 def close_failed(error: BaseException, job: Job, is_raised: bool = False) -> int:
     """Print the error, unless it `is_raised`, and write the summary; returns the exit status."""
     run, folder = job.run, job.folder
-    step = max(job.steps_taken, 0)
     status = getattr(error, "exit_code", 1)
     is_first = True
     if not is_raised:
-        at_start = run is None or step == (run.resumed_from_step or 0)
-        status, is_first = report_failure(error, job.world, step, at_start)
+        at_start = run is None or job.steps_taken == (run.resumed_from_step or 0)
+        status, is_first = report_failure(error, job.world, at_start)
     if not is_first or folder is None:
         return status
     with suppress(OSError):  # the folder is unreadable, or its disk hangs (TimeoutError)
@@ -117,12 +116,12 @@ def cause_of(error: BaseException, rank: int) -> str:
 
 
 def report_failure(
-    error: BaseException, world: World | None, step: int = 0, at_start: bool = True
+    error: BaseException, world: World | None, at_start: bool = True
 ) -> tuple[int, bool]:
     """Print the error if this rank is the first to fail. Returns (exit status, whether it was).
 
-    world: None before the ranks are connected. step: steps taken so far. at_start: whether this
-    process took none of them; a first restart by `dist_amp launch` then needs a Transient error.
+    world: None before the ranks are connected. at_start: whether this process took no step; a first
+    restart by `dist_amp launch` then needs a Transient error.
     """
     rank = world.rank if world is not None else int(os.environ.get("RANK", "0"))
     if isinstance(error, Failure):
@@ -137,8 +136,8 @@ def report_failure(
     if is_first:
         sys.stdout.flush()
         print(text, file=sys.stderr, flush=True)
-        facts = {"step": step, "at_start": at_start, "transient": isinstance(error, Transient)}
-        tell_launcher(status, text, line=cause_of(error, rank), **facts)
+        is_transient = isinstance(error, Transient)
+        tell_launcher(status, text, at_start=at_start, transient=is_transient)
     elif "TORCHELASTIC_ERROR_FILE" in os.environ:
         # torchrun shows the error of the rank that exits first, which must be the one that printed.
         time.sleep(10)

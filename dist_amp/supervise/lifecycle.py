@@ -282,7 +282,8 @@ def bound_evaluation(run: Run, validation: Batches) -> None:
     plan = validation.plan
     per_step = run.data.plan.global_batch_size / plan.global_batch_size  # micro-batches per rank
     steps = min(float(config.eval.every), config.train.steps)
-    batches = max(MIN_EVAL_BATCHES, int(0.1 * 3 * steps * per_step))
+    training = 3 * steps * per_step  # its time between two evaluations, in forwards
+    batches = max(MIN_EVAL_BATCHES, int(0.1 * training))
     samples = batches * plan.global_batch_size
     if samples >= plan.length:
         return
@@ -291,7 +292,7 @@ def bound_evaluation(run: Run, validation: Batches) -> None:
         validation.plan = replace(plan, order=shuffled_order(plan.length))
     run.world.say(
         f"eval   uses {samples:,} of the {plan.length:,} held-out samples, the same each time, "
-        "and takes about a tenth of the run's time; --eval.batches all uses all samples"
+        f"and takes about {batches / training:.0%} of training's time; --eval.batches all uses all"
     )
 
 
@@ -330,7 +331,7 @@ def close_run(run: Run, stop: AgreedStop) -> int:
         show_sample(run)
     if run.world.is_main:
         summary = write_summary(run.folder, run, "completed", 0, cause)
-        print(closing_table(summary, run.folder), flush=True)
+        run.world.say(closing_table(summary, run.folder))
         print_next_command(run)
     return 0
 

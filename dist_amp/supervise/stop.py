@@ -16,6 +16,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from dist_amp.distributed.process import has_any_rank_reported
 from dist_amp.distributed.signals import handle_signals
 from dist_amp.world import World
 
@@ -67,7 +68,9 @@ class AgreedStop:
         if not self.requested_by:
             self.requested_by = signal.Signals(number).name
             self._requested_at = time.monotonic()
-            if self._world.is_main:  # os.write, because the signal may have interrupted a print
+            # After another rank's error this would follow its line. os.write: the signal may have
+            # interrupted a print.
+            if self._world.is_main and not has_any_rank_reported():
                 os.write(2, f"\n{self.requested_by}: stopping within a few steps\n".encode())
 
     def poll(self, now: bool = False) -> bool:

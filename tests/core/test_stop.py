@@ -76,3 +76,16 @@ def test_a_second_ctrl_c_stops_at_once_and_one_that_the_launcher_forwards_does_n
         clock.now = 102.1
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+
+
+def test_a_rank_that_is_ended_because_another_failed_prints_nothing_after_its_error(
+    tmp_path, monkeypatch, capfd
+):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"{tmp_path}/0/error.json")
+    (tmp_path / "1").mkdir()
+    for has_failed in (False, True):
+        if has_failed:
+            (tmp_path / "1/error.json").write_text("{}")
+        with AgreedStop(World()):
+            signal.raise_signal(signal.SIGTERM)
+        assert ("SIGTERM: stopping" in capfd.readouterr().err) != has_failed

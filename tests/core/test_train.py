@@ -202,7 +202,7 @@ def test_by_default_an_evaluation_takes_a_part_of_the_samples_spread_and_the_sam
 ):
     assert len(evaluated_samples(World(), tmp_path / "short", 2, 1)) == 16 * 2
     alone = sorted(evaluated_samples(World(), tmp_path / "long", 400, 4))
-    said = "eval   uses 120 of the 5,000 held-out samples, the same each time, and takes about"
+    said = "eval   uses 120 of the 5,000 held-out samples, the same each time, and takes about 10%"
     assert capsys.readouterr().out.count(said) == 1
     assert len(set(alone)) == len(alone) == round(0.1 * 3 * 50 * 4 * 2)
     assert min(alone) < 500
