@@ -47,7 +47,7 @@ next_sequence_number = torch._C._autograd._get_sequence_nr
 class Event:
     """One recorded computation. values, inputs: what `summarize` returned for those tensors."""
 
-    kind: Kind
+    kind: Kind  # Recorder makes no "parameter" events: diff and verify do, to compare parameters
     module: str  # the module's name in the user's model, "" for the model itself; or TASK
     values: Any  # of the output or gradient; "update": of the gradient that the optimizer gets
     name: str = ""  # name of the parameter, operation or autograd node
