@@ -8,20 +8,20 @@ from dist_amp.run import Run
 from dist_amp.telemetry.observer import Observer
 from dist_amp.telemetry.step_report import LogRow
 
-MIN_SCALE = 1.0  # gradients that overflow at a loss scale of 1 have another cause than the scale
+MIN_SCALE = 1.0  # if gradients overflow even at this loss scale, the scale is not the cause
 
 
 class Limits(Observer):
-    """Checks each log interval. Errors: DataError for a total weight, otherwise NumericsError."""
+    """Checks at each log step. Errors: DataError for an invalid weight, otherwise NumericsError."""
 
     def __init__(self, run: Run, where: Callable[[LogRow], str] = lambda row: ""):
-        """where: returns the place where the latest skips began, to end an error message with."""
+        """where: returns text to end an error message with: where the latest skips began, or ""."""
         self._config = run.config
         self._where = where
 
     def on_log(self, row: LogRow) -> None:
         precision = self._config.precision
-        # min_weight is inf if the interval has no step; an infinite weight shows in the sum alone.
+        # An infinite weight shows only in the sum: in an interval without steps, min_weight is inf.
         weight = math.inf if row["weight_sum"] == math.inf else row["min_weight"]
         if row["weight_sum"] == math.inf or not weight > 0:
             raise DataError(
