@@ -31,8 +31,8 @@ from dist_amp.telemetry.observer import Observer
 from dist_amp.telemetry.step_report import GLOBAL, GLOBAL_METRICS, LogRow
 from dist_amp.world import World, local
 
-# The only settings that may differ between ranks. All other settings, even those that may change on
-# resume (settings.FREE_TO_CHANGE), affect which collectives run or how much data there is.
+# The only settings that may differ between machines. Others, even those that may change on resume
+# (settings.FREE_TO_CHANGE), affect which collectives run or how much data there is.
 PER_MACHINE = ("data.path", "data.workers")
 
 CHECK_EVERY = 100  # steps; assumes that hashing all parameters takes less time than a step
