@@ -14,10 +14,10 @@ MIN_SCALE = 1.0  # if gradients overflow even at this loss scale, the scale is n
 class Limits(Observer):
     """Checks at each log step. Errors: DataError for an invalid weight, otherwise NumericsError."""
 
-    def __init__(self, run: Run, where: Callable[[LogRow], str] = lambda row: ""):
-        """where: returns text to end an error message with: where the latest skips began, or ""."""
+    def __init__(self, run: Run, start_of_skips: Callable[[LogRow], str] = lambda row: ""):
+        """start_of_skips: returns where the latest skips began, to end an error message; or ""."""
         self._config = run.config
-        self._where = where
+        self._start_of_skips = start_of_skips
 
     def on_log(self, row: LogRow) -> None:
         precision = self._config.precision
@@ -36,7 +36,7 @@ class Limits(Observer):
                 f"the loss scale fell to {row['loss_scale']:g} by step {row.step}, below "
                 f"{MIN_SCALE:g}: gradients are infinite or nan at any scale; try "
                 "precision.dtype=bf16, a lower optim.lr or --use_amp false, or fix the module that "
-                f"is reported as the first non-finite one{self._where(row)}"
+                f"is reported as the first non-finite one{self._start_of_skips(row)}"
             )
         limit = self._config.train.max_skips_in_a_row
         if row["skips_in_a_row"] >= limit:
@@ -44,5 +44,5 @@ class Limits(Observer):
                 f"{row['skips_in_a_row']:.0f} steps in a row were not finite and were skipped, up "
                 f"to step {row.step} (loss {row.loss:g}); the limit is "
                 f"train.max_skips_in_a_row={limit}; try a lower optim.lr or --use_amp false, or "
-                f"check the data{self._where(row)}"
+                f"check the data{self._start_of_skips(row)}"
             )

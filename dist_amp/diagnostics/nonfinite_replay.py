@@ -79,7 +79,7 @@ class NonFinite:
     other_ranks: list[int] = field(default_factory=list)  # that also have an inf or nan
 
     @property
-    def where(self) -> str:
+    def location(self) -> str:
         samples = listed(self.samples)
         rows = self.tensors[0].rows
         has_samples = self.tensors[0].shape[:1] == [len(self.samples)]
@@ -95,7 +95,7 @@ class NonFinite:
         return f"rank {self.rank}, micro-batch {self.micro_batch} (samples {samples}), {place}"
 
     def __str__(self) -> str:
-        text = f"{self.where}: {'; '.join(map(str, self.tensors))}"
+        text = f"{self.location}: {'; '.join(map(str, self.tensors))}"
         if self.other_ranks:
             text += f"; also on ranks {', '.join(map(str, self.other_ranks))}"
         return text
@@ -245,7 +245,7 @@ class NonfiniteReplay(Observer):
         self._position = self.run.data.position
 
     def on_log(self, row: LogRow) -> None:
-        """Replay the first skipped step since the last log step, in fp16 MAX_REPLAYS of them."""
+        """Replay the first skipped step; in fp16 up to MAX_REPLAYS, until one has an inf or nan."""
         pending = [entry for entry in self._pending if entry[0] <= row.step]
         self._pending = self._pending[len(pending) :]
         if not (row["skipped_in_interval"] and pending):
@@ -256,12 +256,12 @@ class NonfiniteReplay(Observer):
             if self._replay(step, position) or not self.run.scaler.scales:
                 return
 
-    def where(self, row: LogRow) -> str:
+    def start_of_skips(self, row: LogRow) -> str:
         """Where the current series of skipped steps started, to end an error message; or ""."""
         since = row.step - int(row["skips_in_a_row"]) + 1
         for fault in self.faults:
             if fault.step >= since:
-                return f"; first: step {fault.step}, {fault.where}"
+                return f"; first: step {fault.step}, {fault.location}"
         return ""
 
     def _replay(self, step: int, position: int) -> bool:

@@ -60,7 +60,7 @@ def task_groups(task: Any, model: nn.Module, config: OptimConfig) -> list[Group]
     return groups
 
 
-def _matching_names(params: Any, parameters: Mapping[str, Tensor], where: str) -> list[str]:
+def _matching_names(params: Any, parameters: Mapping[str, Tensor], source: str) -> list[str]:
     """Names of the trained parameters that a group's names, patterns and tensors refer to."""
     entries = [params] if isinstance(params, str | Tensor | nn.Module) else list(params)
     names: list[str] = []
@@ -73,7 +73,7 @@ def _matching_names(params: Any, parameters: Mapping[str, Tensor], where: str) -
             what = f"a {type(entry).__name__}"
         if not matches and getattr(entry, "requires_grad", True):  # frozen parameters are ignored
             raise ConfigError(
-                f"{where} has {what}, which matches no trained parameter of the model; use names "
+                f"{source} has {what}, which matches no trained parameter of the model; use names "
                 f"such as {', '.join(list(parameters)[:3])}, or parameters of the model that is "
                 "passed to groups(model), since sharding has replaced the original ones"
             )

@@ -61,10 +61,10 @@ def inspect_task(reference: Reference) -> Iterator[str]:
             "loss or gradients of the first samples are not finite in float32, with the initial "
             "weights"
         )
-    error, where = first_change(first, trace(reference, batch))
+    error, label = first_change(first, trace(reference, batch))
     if error > reference.rounding_error:
         raise WrongTask(
-            f"{where} is not deterministic: two identical runs differ by {error:.1e}; make it "
+            f"{label} is not deterministic: two identical runs differ by {error:.1e}; make it "
             "deterministic (run.deterministic=true does that for kernels)"
         )
     # First of these, because it needs training mode: the others may set evaluation mode.
@@ -151,8 +151,8 @@ def _check_random(reference: Reference, batch: Any) -> Iterator[str]:
     def find() -> str:
         tolerance = reference.rounding_error
         traces = trace(reference, batch), trace(reference, batch, seed=1)
-        error, where = first_change(*traces, tolerance)
-        return where if error > tolerance else ""
+        error, label = first_change(*traces, tolerance)
+        return label if error > tolerance else ""
 
     reason = "the result is drawn at random in training mode"
     fix = (
@@ -233,9 +233,9 @@ def _find_non_sum(reference: Reference) -> str:
             return ""
     # Scalar outputs are left out: they are losses inside the model, which need not be sums.
     calls = [replace(c, values=[value for value in c.values if value.ndim]) for c in whole.calls]
-    _, where = first_change(replace(whole, calls=calls), first, tolerance)
-    if where != TASK:
-        return where
+    _, label = first_change(replace(whole, calls=calls), first, tolerance)
+    if label != TASK:
+        return label
     text = (
         f"{TASK} of {SAMPLES} samples is {whole.loss:.6g}, and its halves add up to {halves:.6g}, "
         f"their gradients differ by {min(errors):.1e}: "
@@ -254,14 +254,14 @@ def _use_evaluation_mode(
     reference: Reference, find: Callable[[], str], reason: str, fix: str
 ) -> Iterator[str]:
     """Put the classes of modules that `find` returns into evaluation mode, until it returns ""."""
-    while where := find():
-        kind = where.rpartition(" ")[2].strip("()")
+    while label := find():
+        kind = label.rpartition(" ")[2].strip("()")
         if kind in reference.eval_classes:
             reason += ", in evaluation mode too"
-        if where == TASK or kind in reference.eval_classes:
-            raise WrongTask(f"{where}: {reason}, so it can't be compared; {fix}")
+        if label == TASK or kind in reference.eval_classes:
+            raise WrongTask(f"{label}: {reason}, so it can't be compared; {fix}")
         reference.eval_classes.add(kind)
-        yield f"{where}: {reason}; every {kind} is compared in evaluation mode"
+        yield f"{label}: {reason}; every {kind} is compared in evaluation mode"
 
 
 def _check_dtype_of_loss(reference: Reference, batch: Any) -> None:
