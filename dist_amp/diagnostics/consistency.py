@@ -175,14 +175,14 @@ def find_mismatch(run: Run, with_batch_statistics: bool = False) -> str:
     if not len(columns):
         return ""
     rank, column = different_ranks[0], columns[0]
-    mismatch = f"{names[column]} is not the same on ranks"
+    text = f"{names[column]} is not the same on ranks"
     if column < len(parameters):
         return (
-            f"the parameter {mismatch} {rank % stride} and {rank} after step {run.step}; every rank "
+            f"the parameter {text} {rank % stride} and {rank} after step {run.step}; every rank "
             "must start with the same weights and apply the same update"
         )
     return (
-        f"the buffer {mismatch} 0 and {rank} after step {run.step}; if forward updates it from the "
+        f"the buffer {text} 0 and {rank} after step {run.step}; if forward updates it from the "
         "batch, average it over the ranks there or in on_step(run, report)"
     )
 

@@ -72,18 +72,18 @@ def time_gathers(model: nn.Module, clock: PhaseClock) -> None:
 
 
 def _timed(clock: PhaseClock, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    before = clock.enter("communication")
+    previous = clock.enter("communication")
     try:
         return method(*args, **kwargs)
     finally:
-        clock.enter(before)
+        clock.enter(previous)
 
 
 class BlockCalls:
     """Hooks on an FSDP2 model and its blocks that make the checks described at the file's top.
 
-    Backward visits blocks in the reverse order of their calls. When it reaches a block, all blocks
-    that were called later must have been visited; the loss does not depend on one that was not.
+    Backward reaches blocks in the reverse order of their calls. When it reaches a block, it must
+    have reached all blocks that were called later; the loss does not depend on those it skipped.
     """
 
     def __init__(self, model: nn.Module, blocks: Collection[nn.Module], world: World):
@@ -91,7 +91,7 @@ class BlockCalls:
         self._model = model
         self._world = world
         self._forwards = 0  # number of forwards with gradients
-        self._in_forward = False  # false while a block is recomputed in backward
+        self._in_forward = False  # stays False while backward recomputes a block
         self._calls: list[nn.Module] = []  # the blocks that this forward called, in order
         self._pending: list[nn.Module] = []  # calls that backward has yet to reach, the last next
         # Before FSDP2's hook, which replaces parameters by gathered ones.
@@ -128,7 +128,7 @@ class BlockCalls:
             self._forwards += 1
             if self._forwards <= COMPARED_FORWARDS:
                 self._compare_calls()
-            # If no block is trained, only a gradient of the output makes FSDP2 reduce gradients.
+            # If no block's output needs a gradient, FSDP2 reduces only after the model's output's.
             if not trained and not self._pending:
                 self._fail(
                     f"the model's output, of type {type(output).__name__}, has no tensor that "
