@@ -128,7 +128,7 @@ class BlockCalls:
             self._forwards += 1
             if self._forwards <= COMPARED_FORWARDS:
                 self._compare_calls()
-            # If no block's output needs a gradient, FSDP2 reduces only after the model's output's.
+            # FSDP2 starts to reduce at the gradient of a block's output, or of the model's output.
             if not trained and not self._pending:
                 self._fail(
                     f"the model's output, of type {type(output).__name__}, has no tensor that "
