@@ -12,7 +12,7 @@ MIN_SCALE = 1.0  # if gradients overflow even at this loss scale, the scale is n
 
 
 class Limits(Observer):
-    """Checks at each log step. Errors: DataError for an invalid weight, otherwise NumericsError."""
+    """Checks at each log step. Raises DataError for an invalid weight, otherwise NumericsError."""
 
     def __init__(self, run: Run, start_of_skips: Callable[[LogRow], str] = lambda row: ""):
         """start_of_skips: returns where the latest skips began, to end an error message; or ""."""

@@ -40,7 +40,7 @@ def pick_compile(
 ) -> CompileConfig:
     """The [compile] settings, with blocks=auto replaced by false if nothing should be compiled.
 
-    Errors: ConfigError for CUDA graphs with sharding or, on a GPU, with several micro-batches.
+    Raises ConfigError for CUDA graphs with sharding or, on a GPU, with several micro-batches.
     """
     picked = config.compile
     if picked.blocks == "auto":

@@ -49,7 +49,7 @@ def expect_checksums(
 ) -> None:
     """Replace frozen parameters in the state to load by checksums, if the checkpoint has those.
 
-    Errors: DataError if the checkpoint was saved with another number of frozen parameters.
+    Raises DataError if the checkpoint was saved with another number of frozen parameters.
     """
     entry = metadata.state_dict_metadata.get("frozen")
     saved = entry.size.numel() if isinstance(entry, TensorStorageMetadata) else 0

@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     device = locate(config.run).device
     rows = rows_of(options, device)
     if not rows:
-        raise ConfigError("nothing to compare: single needs --world_sizes 1, the others 2 or more")
+        raise ConfigError("nothing to compare: single needs --world_sizes 1, other strategies more")
     if options.bit_exact:
         from dist_amp.verify.bit_exact import verify_bits
 

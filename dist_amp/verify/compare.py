@@ -78,7 +78,7 @@ class Comparison:
     buffers: Sequence[Values]
     end: Values
 
-    def start(self, step: int) -> Values:
+    def values_at(self, step: int) -> Values:
         """The parameters and buffers at which a step's gradients were computed."""
         return {**self.states[step].parameters, **self.buffers[step]}
 
@@ -92,18 +92,18 @@ class Comparison:
             return [tuple(index for shard in group for index in shard.indices) for group in groups]
         return [shard.indices for rank in shards for shard in rank if shard.counts]
 
-    def truth(self, step: int) -> Values:
+    def reference_gradients(self, step: int) -> Values:
         parts: Sequence[Sequence[int]] = [self.reference.step_samples[step]]
         if self.reference.by_micro_batch:
             parts = self.parts(step)
-        return self.reference.gradients(parts, self.start(step))[0]
+        return self.reference.gradients(parts, self.values_at(step))[0]
 
     def bound(self, step: int, error: float) -> float:
         """The bound on the gradients: the first step's, or this step's if `error` exceeds that."""
         bound = self.reference.bound(self.cell.precision)
         if error <= bound:
             return bound
-        start = self.start(step)
+        start = self.values_at(step)
         at_step, _ = self.reference.bound_at(self.cell.precision, self.parts(step), start)
         return max(bound, at_step)
 
@@ -122,7 +122,7 @@ def compare(record: Comparison) -> Verdict:
     update_bound = bound_of_updates(record, updates)
     verdicts = []
     for step, state in enumerate(states):
-        truth = record.truth(step)
+        truth = record.reference_gradients(step)
         error = relative_error(state.gradients, truth)
         bound = record.bound(step, error)
         update_error = largest(difference(ends[step], updates[step]))

@@ -48,7 +48,7 @@ class Trace:
 
 
 def inspect_task(reference: Reference) -> Iterator[str]:
-    """Check the task. Yields a note on each harmless finding; raises WrongTask for other ones.
+    """Check the task. Yields a note on each harmless finding, and raises WrongTask for an error.
 
     Fills `reference.eval_classes`, the classes of modules to compare in evaluation mode.
     """
@@ -67,7 +67,7 @@ def inspect_task(reference: Reference) -> Iterator[str]:
             f"{label} is not deterministic: two identical runs differ by {error:.1e}; make it "
             "deterministic (run.deterministic=true does that for kernels)"
         )
-    # First of these, because it needs training mode: the others may set evaluation mode.
+    # Packing comes first, because it needs training mode: later checks may set evaluation mode.
     yield from _check_packing(reference, batch)
     yield from _check_random(reference, batch)
     yield from _check_state(reference, batch)
