@@ -165,7 +165,7 @@ def verdict(ranks: Sequence[int], values: Sequence[Hashes], places: Sequence[str
     likely, count = Counter(values).most_common(1)[0]
     is_majority = 2 * count > len(values)
     if (unsteady and other_samples) or (len(unsteady) == 2 and not is_majority):
-        return ""
+        return ""  # random draws in the task are more likely than faulty hardware
     pairs = zip(ranks, values, strict=True)
     wrong = unsteady
     if is_majority:

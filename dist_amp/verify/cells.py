@@ -81,7 +81,7 @@ def check_cell(world: World, reference: Reference, cell: Cell, step: Step = trai
     if run.config.parallel.accumulate_reduce == "last" and len(set(reductions)) > 1 and not couples:
         reduction_fault = (
             f"steps of {cell.accumulation} micro-batches reduce over ranks {reductions} times, not "
-            "equally often; only the last one may reduce gradients: earlier ones need no_sync around "
+            "equally often; only the last may reduce gradients: earlier ones need no_sync around "
             "their forward and backward"
         )
     end = {name: full(p) for name, p in trained(run).items()}
