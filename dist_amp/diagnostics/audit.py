@@ -119,20 +119,20 @@ def hash_first(values: Sequence[Tensor]) -> Tensor:
 
 def check_settings(config: Config, world: World) -> None:
     """Raises ConfigError on all ranks if bits may differ without corruption."""
-    kinds = world.gather(kind_of(world.device))
+    models = world.gather(device_model(world.device))
     reason = ""
     if not config.parallel.bit_exact:
         reason = "needs parallel.bit_exact=true: otherwise ranks do not compute the same bits"
-    elif len(kinds) == 1:
+    elif len(models) == 1:
         reason = "needs another rank to compute again, but there is one process"
-    elif len(set(kinds)) > 1:
-        reason = f"needs ranks on equal devices, but they are on {', '.join(sorted(set(kinds)))}"
+    elif len(set(models)) > 1:
+        reason = f"needs ranks on equal devices, but they are on {', '.join(sorted(set(models)))}"
     if reason:
         every = config.debug.audit_every
         raise ConfigError(f"debug.audit_every={every} {reason}; use debug.audit_every=off")
 
 
-def kind_of(device: torch.device) -> str:
+def device_model(device: torch.device) -> str:
     """The GPU model, or the CPU's instruction set, which determine the kernels."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
