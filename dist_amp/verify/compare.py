@@ -118,14 +118,14 @@ def compare(record: Comparison) -> Verdict:
         cause = "the initial weights are not those that build_model makes from run.seed"
         return Verdict(cause=cause)
     ends = [*(state.parameters for state in states[1:]), record.end]
-    updates = reference.updates(cell.optimizer, states)
-    update_bound = bound_of_updates(record, updates)
+    updated = reference.parameters_after(cell.optimizer, states)
+    update_bound = bound_of_update(record, updated)
     verdicts = []
     for step, state in enumerate(states):
         truth = record.reference_gradients(step)
         error = relative_error(state.gradients, truth)
         bound = record.bound(step, error)
-        update_error = largest(difference(ends[step], updates[step]))
+        update_error = largest(difference(ends[step], updated[step]))
         cause = ""
         # "not <=" in place of ">", so that nan fails.
         if not error <= bound:
@@ -142,15 +142,15 @@ def compare(record: Comparison) -> Verdict:
     return replace(worst, parameter_error=max(verdict.parameter_error for verdict in verdicts))
 
 
-def bound_of_updates(record: Comparison, updates: Sequence[Values]) -> float:
-    """The bound on the parameters' error. updates: the reference's parameters, in float64."""
-    rounded = record.reference.updates(record.cell.optimizer, record.states, torch.float32)
+def bound_of_update(record: Comparison, updated: Sequence[Values]) -> float:
+    """The bound on the parameters' error. updated: the reference's parameters, in float64."""
+    rounded = record.reference.parameters_after(record.cell.optimizer, record.states, torch.float32)
     changes = []
     errors = []
-    for step, update in enumerate(updates):
-        changes.append(largest(difference(update, record.states[step].parameters)))
-        errors.append(largest(difference(rounded[step], update)))
-    parameters = map(largest, [*updates, record.states[0].parameters])
+    for step, after in enumerate(updated):
+        changes.append(largest(difference(after, record.states[step].parameters)))
+        errors.append(largest(difference(rounded[step], after)))
+    parameters = map(largest, [*updated, record.states[0].parameters])
     roundings = 3 * max(parameters) + 50 * max(changes)
     return UNIT_ROUNDOFF["fp32"] * roundings + 4 * max(errors)
 

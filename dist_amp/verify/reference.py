@@ -201,7 +201,7 @@ class Reference:
             )
         rms = norm / math.sqrt(gradient.numel())
         weights = torch.cat([p.flatten() for p in self.initial.values()])
-        # The norm of an update. All trained parameters may start at zero, so use 0.01 per element.
+        # The norm of an update: 1 % of the weights' norm, or 0.01 per element if all are zero.
         step = 0.01 * (weights.norm().item() or math.sqrt(weights.numel()))
         lr = {"sgd": step / norm, "adamw": step / (gradient / (gradient.abs() + rms)).norm().item()}
         # At most 1 % of the weights per step: with lr x weight_decay above 2 they would diverge.
@@ -240,14 +240,14 @@ class Reference:
     def bound_at(
         self, precision: str, parts: Sequence[Sequence[int]], values: Values | None = None
     ) -> tuple[float, float]:
-        """Returns (bound on the gradients' relative error: n x u + 4 e, see compare.py; e)."""
+        """Returns (n x u + 4 e, the bound on the gradients' relative error; e). See compare.py."""
         whole = parts
         if not self.by_micro_batch:
             whole = [[index for part in parts for index in part]]
         truth, _ = self.gradients(whole, values)
-        together, roundings = self.gradients(whole, values, precision)
+        unsplit, roundings = self.gradients(whole, values, precision)
         split, _ = self.gradients(parts, values, precision)
-        errors = [relative_error(together, truth), relative_error(split, truth)]
+        errors = [relative_error(unsplit, truth), relative_error(split, truth)]
         error = torch.tensor(errors).max().item()  # nan if one of them is
         return min(roundings * UNIT_ROUNDOFF[precision] + 4 * error, LARGEST_BOUND), error
 
@@ -258,7 +258,7 @@ class Reference:
         precision: str = "fp32",
         scale: float | None = None,
     ) -> tuple[Values, int]:
-        """Returns (gradients of the mean loss over all parts, number of rounded results in one)."""
+        """Returns (gradients of the mean loss over all parts, rounded operations in a part)."""
         model = self.model(precision)
         model.load_state_dict({**model.state_dict(), **(values or {})})
         if scale is None:
@@ -290,7 +290,7 @@ class Reference:
         enabled = precision != "fp32"
         return torch.autocast(self.device.type, dtype=DTYPES[precision], enabled=enabled)
 
-    def updates(
+    def parameters_after(
         self, optimizer_name: str, states: Sequence[State], dtype: torch.dtype = torch.float64
     ) -> list[Values]:
         """The parameters after a textbook optimizer step from each state, with its moments kept."""
