@@ -1,1 +1,1 @@
-"""Observers that watch a run and report what is wrong with it; most files can be deleted."""
+"""Observers that watch a run and report problems; most files are optional and can be deleted."""

@@ -1,9 +1,9 @@
-"""Audit for silent data corruption: two ranks compute the same micro-batch, and compare the bits.
+"""Audit for silent data corruption: two ranks compute the same micro-batch and compare the bits.
 
-Before one random step of every debug.audit_every steps, each rank computes a micro-batch of its own
-and one of another rank, from reading the samples to the gradients before reduction. If bits differ,
-all ranks compute that micro-batch once more, and the majority decides which rank is wrong. Then the
-step is taken as usual.
+Before one random step of every debug.audit_every steps, each rank computes one of its own micro-
+batches, and reads and computes one of another rank, up to the gradients before reduction. If bits
+differ, all ranks compute that micro-batch again, and the majority decides which rank is wrong. Then
+the step is taken as usual.
 
 Docs: docs/debugging.md
 """
@@ -27,21 +27,21 @@ from dist_amp.settings import Config
 from dist_amp.telemetry.observer import Observer
 from dist_amp.world import World
 
-Hashes = tuple[int, ...]  # of the samples, the loss, and the gradient of each parameter
+Hashes = tuple[int, ...]  # of a micro-batch's samples, loss, and each parameter's gradient
 
 
 class Audit(Observer):
-    """Errors: NumericsError if bits differ. `check_settings` rejects runs where they may."""
+    """Raises NumericsError if bits differ. `check_settings` rejects runs in which they may."""
 
     def __init__(self, run: Run):
         self._run = run
         parameters = run.parallel.module.named_parameters()
         self._trained = [clean_name(name) for name, p in parameters if p.requires_grad]
-        self._position = run.data.position  # of the data before the step
+        self._position = run.data.position  # position in the data before the step
         self._is_off = False
 
     def before_step(self, micro_batches: Sequence[Any]) -> None:
-        """Compute two micro-batches, and compare. Errors: NumericsError on all ranks."""
+        """Compute two micro-batches and compare. Raises NumericsError on all ranks."""
         run = self._run
         world = run.world
         ranks = world.world_size
@@ -56,7 +56,7 @@ class Audit(Observer):
             own = self._hashes(number, world.rank, micro_batches[number])
             other = self._recomputed(position, number, (world.rank + shift) % ranks)
             rows = world.stack(torch.stack([own, other]))
-            # [ranks, hashes]: row i is rank i's micro-batch, computed by rank i and by another.
+            # [ranks, hashes] each: row i is rank i's micro-batch, computed by rank i, by another.
             first, second = rows[:, 0], rows[:, 1].roll(shift, 0)
             if torch.equal(first, second):
                 return
@@ -66,7 +66,7 @@ class Audit(Observer):
             self._report(number, [rank, (rank - shift) % ranks, *range(ranks)], values)
 
     def _recomputed(self, position: int, number: int, rank: int) -> Tensor:
-        """Hashes of another rank's micro-batch, read and computed here. Every rank calls it."""
+        """Hashes of a micro-batch of `rank`, read and computed here. Every rank calls it."""
         data = self._run.data
         _, shards = next(replace(data.plan, rank=rank).steps(position))
         with self._run.parallel.no_side_effects():
@@ -74,7 +74,7 @@ class Audit(Observer):
             return self._hashes(number, rank, batch)
 
     def _hashes(self, number: int, rank: int, batch: Any) -> Tensor:
-        """Hashes of samples, loss and each gradient, 0 where there is none: int64 on the host."""
+        """Hashes of samples, loss and each gradient, 0 if there is none: [hashes] int64, on CPU."""
         run = self._run
         device = run.world.device
         factor = run.scaler.scale_tensor / run.data.plan.micro_batch_size
@@ -88,7 +88,7 @@ class Audit(Observer):
         return torch.stack([hash_samples([batch], device), by_name[""], *gradients]).cpu()
 
     def _report(self, number: int, ranks: Sequence[int], values: Sequence[Hashes]) -> None:
-        """ranks, values: as for `verdict`."""
+        """Raise an error, or warn that the task is not repeatable. ranks, values: see `verdict`."""
         run = self._run
         names = ["samples", "loss", *(f"gradient of {name}" for name in self._trained)]
         pairs = zip(names, *values[:2], strict=True)
@@ -118,22 +118,22 @@ def hash_first(values: Sequence[Tensor]) -> Tensor:
 
 
 def check_settings(config: Config, world: World) -> None:
-    """Errors: ConfigError, on all ranks, if different bits would be no sign of corruption."""
-    kinds = world.gather(kind_of(world.device))
+    """Raises ConfigError on all ranks if bits may differ without corruption."""
+    models = world.gather(device_model(world.device))
     reason = ""
     if not config.parallel.bit_exact:
         reason = "needs parallel.bit_exact=true: otherwise ranks do not compute the same bits"
-    elif len(kinds) == 1:
+    elif len(models) == 1:
         reason = "needs another rank to compute again, but there is one process"
-    elif len(set(kinds)) > 1:
-        reason = f"needs ranks on equal devices, but they are on {', '.join(sorted(set(kinds)))}"
+    elif len(set(models)) > 1:
+        reason = f"needs ranks on equal devices, but they are on {', '.join(sorted(set(models)))}"
     if reason:
         every = config.debug.audit_every
         raise ConfigError(f"debug.audit_every={every} {reason}; use debug.audit_every=off")
 
 
-def kind_of(device: torch.device) -> str:
-    """The device's model, or the CPU's instruction set: what decides which kernels run."""
+def device_model(device: torch.device) -> str:
+    """The GPU model, or the CPU's instruction set, which determine the kernels."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} CPU with {torch.backends.cpu.get_cpu_capability()}"
@@ -142,30 +142,30 @@ def kind_of(device: torch.device) -> str:
 def choose(
     seed: int, every: int, step: int, ranks: int, micro_batches: int
 ) -> tuple[int, int] | None:
-    """What to audit in a step, None for most steps; the same on every rank.
+    """What to audit in a step, the same on every rank; None for most steps.
 
-    Returns (the micro-batch's number in the step, shift: rank i also computes rank i + shift's).
+    Returns (index of the micro-batch in the step, shift); rank i also computes rank i + shift's.
     """
     window, step_in_window = divmod(step, every)
-    generator = random.Random(f"audit {seed} {window}")  # the same in every process, unlike a hash
+    generator = random.Random(f"audit {seed} {window}")  # same in every process, unlike hash(...)
     if step_in_window != generator.randrange(every):
         return None
     return generator.randrange(micro_batches), generator.randrange(1, ranks)
 
 
 def verdict(ranks: Sequence[int], values: Sequence[Hashes], places: Sequence[str]) -> str:
-    """The ranks that are wrong, as far as can be known; "" if the task is not repeatable.
+    """Which ranks are faulty, or that this can't be told; "" if the task is not repeatable.
 
-    ranks: who computed the micro-batch: its own rank, another one, then all ranks once more.
-    values: the hashes that each of these got. places: the host and device of each rank.
+    ranks: who computed the micro-batch, in order: its own rank, another one, then all ranks again.
+    values: the hashes from each of these computations. places: each rank's host and device.
     """
-    # The first two computed it twice: those with two different results are unsteady.
+    # The first two ranks computed it twice. They are unsteady if their two results differ.
     unsteady = {ranks[i] for i in (0, 1) if values[i] != values[2 + ranks[i]]}
     other_samples = len({value[0] for value in values}) > 1
     likely, count = Counter(values).most_common(1)[0]
     is_majority = 2 * count > len(values)
     if (unsteady and other_samples) or (len(unsteady) == 2 and not is_majority):
-        return ""
+        return ""  # random draws in the task are more likely than faulty hardware
     pairs = zip(ranks, values, strict=True)
     wrong = unsteady
     if is_majority:

@@ -1,8 +1,8 @@
 """Checks that all ranks agree, and ends the run if they don't.
 
-Before the run is built: code, versions and settings. When it starts: samples, the tensors in the
-task's attributes, parameters and buffers. At each log step: metrics that are on the host anyway,
-and every CHECK_EVERY steps a hash of each parameter and buffer. Nothing runs inside a step.
+Before the run is built, ranks compare code, versions and settings; when it starts, samples, tensors
+in the task's attributes, parameters and buffers. At log steps, they compare metrics already on the
+host and, every CHECK_EVERY steps, hashes of parameters and buffers. Nothing runs inside a step.
 
 Docs: docs/verification.md
 """
@@ -32,29 +32,29 @@ from dist_amp.telemetry.step_report import GLOBAL, GLOBAL_METRICS, LogRow
 from dist_amp.world import World, local
 
 # The only settings that may differ between machines. Others, even those that may change on resume
-# (settings.FREE_TO_CHANGE), decide which ranks wait for each other or how much data there is.
+# (settings.FREE_TO_CHANGE), affect which collectives run or how much data there is.
 PER_MACHINE = ("data.path", "data.workers")
 
-CHECK_EVERY = 100  # steps; assumed: hashing all parameters takes less time than a step
-COMPARED_SAMPLES = 5  # of each split, at the start
+CHECK_EVERY = 100  # steps; assumes that hashing all parameters takes less time than a step
+COMPARED_SAMPLES = 5  # per split, at the start
 
 
 # ---- before there is a run: code, versions and settings ----
 
 
 def check_ranks_agree(target: str, config_text: str, world: World) -> None:
-    """Errors: ConfigError if code, versions or settings differ from rank 0's."""
+    """Raises ConfigError if code, versions or settings differ from rank 0's."""
     if world.world_size == 1:
         return
     settings = flat(config_text)
     settings |= {key: "set" for key in PER_MACHINE if settings[key] != "off"}
     python = ".".join(platform.python_version_tuple()[:2])
-    mine = {"python": python, "torch": torch.__version__, **code_hashes(target), **settings}
-    expected = world.from_main(mine)
+    actual = {"python": python, "torch": torch.__version__, **code_hashes(target), **settings}
+    expected = world.from_main(actual)
     differences = [
-        f"{name} is {mine.get(name, 'absent')}, but {expected.get(name, 'absent')} on rank 0"
-        for name in expected | mine
-        if mine.get(name) != expected.get(name)
+        f"{name} is {actual.get(name, 'absent')}, but {expected.get(name, 'absent')} on rank 0"
+        for name in expected | actual
+        if actual.get(name) != expected.get(name)
     ]
     problem = ConfigError(
         f"the ranks differ: on rank {world.rank} ({platform.node()}): {'; '.join(differences[:8])};"
@@ -64,7 +64,7 @@ def check_ranks_agree(target: str, config_text: str, world: World) -> None:
 
 
 def code_hashes(target: str) -> dict[str, str]:
-    """{file name: hash} of the task's file and the package's, except hidden ones (of editors)."""
+    """{file name: hash} of the task's and the package's source, without editors' hidden files."""
     package = Path(__file__).parent.parent
     module = "__main__" if target.startswith(GIVEN) else find_task(target).__module__
     task_file = Path(getattr(sys.modules[module], "__file__", None) or __file__)
@@ -82,7 +82,7 @@ def code_hashes(target: str) -> dict[str, str]:
 
 
 class Consistency(Observer):
-    """Errors: DataError if the ranks' inputs differ, NumericsError if their state has diverged."""
+    """Raises DataError if the ranks' inputs differ, NumericsError if their state has diverged."""
 
     def __init__(self, run: Run):
         self._run = run
@@ -98,7 +98,7 @@ class Consistency(Observer):
             from dist_amp.optimizers.groups import check_formula
 
             check_formula(run.schedule, int(row["applied_steps"]))
-        if row.step < min(self._next_check, run.config.train.steps):  # the last step is checked too
+        if row.step < min(self._next_check, run.config.train.steps):  # always check the last step
             return
         self._next_check = row.step + CHECK_EVERY
         check_state_equal(run)
@@ -108,7 +108,7 @@ class Consistency(Observer):
 
 
 def repeatable_hash(dataset: Any, index: int) -> str:
-    """Hash of a sample; "" if it can't be read, or if two reads differ (a random sample)."""
+    """Hash of a sample; "" if it can't be read, or if two reads differ (random augmentation)."""
     try:
         first, second = [sample_bytes(dataset, index) for _ in range(2)]
     except Exception:  # the step that needs the sample raises the error
@@ -117,11 +117,11 @@ def repeatable_hash(dataset: Any, index: int) -> str:
 
 
 def check_inputs_equal(run: Run) -> None:
-    """Errors: DataError if samples, or tensors in the task's attributes, differ from rank 0's."""
+    """Raises DataError if samples, or tensors in the task's attributes, differ from rank 0's."""
     world = run.world
     if world.world_size == 1:
         return
-    before = random_state(world.device)
+    state = random_state(world.device)  # reading samples may draw random numbers
     inputs: dict[str, Any] = {}
     for data in filter(None, (run.data, run.validation)):
         inputs[f"the length of the {data.split} split"] = data.plan.length
@@ -133,13 +133,13 @@ def check_inputs_equal(run: Run) -> None:
         hashes = call_in_worker(repeatable_hash, data, indices)
         for index, value in zip(indices, hashes, strict=True):
             inputs[f"sample {index} of the {data.split} split"] = value
-    set_random_state(before, world.device)
+    set_random_state(state, world.device)
     for name, leaves in attributes_of(run.task, run.parallel.module).items():
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         inputs[f"the task's attribute {name}"] = [digest(tensor) for tensor in tensors]
-    ranks = world.gather(inputs)
-    for name in dict.fromkeys(name for rank in ranks for name in rank):
-        values = [rank.get(name) for rank in ranks]
+    inputs_by_rank = world.gather(inputs)
+    for name in dict.fromkeys(name for each in inputs_by_rank for name in each):
+        values = [each.get(name) for each in inputs_by_rank]
         differing = [str(rank) for rank, value in enumerate(values) if value != values[0]]
         if differing and "" not in values:  # "": not repeatable, so not comparable
             raise DataError(
@@ -151,13 +151,13 @@ def check_inputs_equal(run: Run) -> None:
 
 
 def check_state_equal(run: Run, with_batch_statistics: bool = False) -> None:
-    """Check parameters and buffers now. Errors: NumericsError, the same on all ranks."""
+    """Check parameters and buffers now. Raises the same NumericsError on all ranks."""
     if mismatch := find_mismatch(run, with_batch_statistics):
         raise NumericsError(mismatch)
 
 
 def find_mismatch(run: Run, with_batch_statistics: bool = False) -> str:
-    """The first parameter or buffer that differs between ranks; "" if none. Every rank calls it."""
+    """Describes the first parameter or buffer that differs between ranks, or "". A collective."""
     world = run.world
     if world.world_size == 1:
         return ""
@@ -167,7 +167,7 @@ def find_mismatch(run: Run, with_batch_statistics: bool = False) -> str:
     tensors = [*parameters.values(), *buffers.values()]
     hashes_here = [hash_tensor(local(tensor)).to(world.device) for tensor in tensors]
     hashes = world.stack(torch.stack(hashes_here).cpu()).numpy()  # [ranks, tensors]
-    # Ranks that hold the same shards are `stride` apart; buffers are whole on every rank.
+    # Ranks i and i + stride hold the same shards; buffers are whole on every rank.
     stride = world.world_size // run.parallel.replicas
     expected = hashes[np.arange(len(hashes)) % stride]
     expected[:, len(parameters) :] = hashes[0, len(parameters) :]
@@ -175,14 +175,14 @@ def find_mismatch(run: Run, with_batch_statistics: bool = False) -> str:
     if not len(columns):
         return ""
     rank, column = different_ranks[0], columns[0]
-    where = f"{names[column]} is not the same on ranks"
+    text = f"{names[column]} is not the same on ranks"
     if column < len(parameters):
         return (
-            f"the parameter {where} {rank % stride} and {rank} after step {run.step}; every rank "
+            f"the parameter {text} {rank % stride} and {rank} after step {run.step}; every rank "
             "must start with the same weights and apply the same update"
         )
     return (
-        f"the buffer {where} 0 and {rank} after step {run.step}; if forward updates it from the "
+        f"the buffer {text} 0 and {rank} after step {run.step}; if forward updates it from the "
         "batch, average it over the ranks there or in on_step(run, report)"
     )
 
@@ -190,7 +190,7 @@ def find_mismatch(run: Run, with_batch_statistics: bool = False) -> str:
 def compared_buffers(run: Run, with_batch_statistics: bool = False) -> dict[str, Tensor]:
     """Buffers that must be equal on all ranks: batch statistics only after they were averaged.
 
-    Left out: non-persistent ones, such as caches, which may depend on a rank's own batches.
+    Non-persistent buffers, such as caches, are left out: they may depend on a rank's own batches.
     """
     module = run.parallel.module
     left_out = {} if with_batch_statistics else batch_statistics(module)
@@ -203,7 +203,7 @@ def compared_buffers(run: Run, with_batch_statistics: bool = False) -> dict[str,
 
 
 def check_metrics_agree(row: LogRow) -> None:
-    """Errors: NumericsError for a global metric that is not the same on all ranks."""
+    """Raises NumericsError if a global metric differs between ranks."""
     values = row.table[:, GLOBAL]
     both_nan = np.isnan(values) & np.isnan(values[0])
     ranks, columns = np.nonzero((values != values[0]) & ~both_nan)

@@ -1,8 +1,8 @@
 """Hashes of each module's parameters and gradients, every metrics.fingerprint steps.
 
 The next log step writes {"fingerprints": {step: {"parameters": {module: hash}, "gradients": ...}}}
-to metrics.jsonl. Both are from before the update. Each rank hashes its own shards, whose hashes add
-up to that of the whole tensor: equal bits have equal hashes at any world size and strategy.
+to metrics.jsonl, both from before the update. Each rank hashes its own shards. The sum of a
+tensor's shard hashes is its whole hash, so hashes don't depend on world size or strategy.
 
 Docs: docs/debugging.md
 """
@@ -24,26 +24,26 @@ KINDS = ("parameters", "gradients")
 
 
 class Fingerprint(Observer):
-    """A skipped step in which the optimizer is not called has hashes of its parameters only."""
+    """Hashes parameters, and gradients if the optimizer is called (not in all skipped steps)."""
 
     def __init__(self, run: Run):
         self._run = run
         self._every: Any = run.config.metrics.fingerprint  # not "off"
         names, parameters = zip(*run.parallel.module.named_parameters(), strict=True)
-        # A parameter that the model itself holds is hashed under its own name.
+        # A parameter of the model itself, outside of submodules, is listed under its own name.
         modules = [clean_name(name).rpartition(".")[0] or name for name in names]
         self._names = list(dict.fromkeys(modules))
         self._module_of = [self._names.index(module) for module in modules]  # by parameter
         shards = run.world.world_size // run.parallel.replicas
-        # What this rank hashes: (parameter, index in it of the first element of this rank's shard).
+        # What this rank hashes: (parameter, index of its shard's first element in the parameter).
         self._parts: list[tuple[nn.Parameter, int]] = []
-        if run.world.rank < shards:  # ranks above hold replicas
+        if run.world.rank < shards:  # the other ranks hold replicas of these shards
             for parameter in parameters:
-                # FSDP2 gives all ranks the same number of rows, but fewer to the last ones.
+                # FSDP2 gives each rank ceil(rows / shards) rows, except that the last get fewer.
                 rows = -(-parameter.shape[0] // shards) if shards > 1 else 0
                 self._parts.append((parameter, run.world.rank * rows * parameter[:1].numel()))
         self._hashes: list[Tensor] = []  # of this step, one tensor per kind
-        self._hook = ExitStack()  # on the optimizer, in a step that is hashed
+        self._hook = ExitStack()  # on the optimizer, during a step that is hashed
         self._copies: dict[int, Tensor] = {}  # {step: hashes}, being copied to the host
 
     def before_step(self, micro_batches: Sequence[Any]) -> None:
@@ -54,14 +54,14 @@ class Fingerprint(Observer):
             self._hook.enter_context(hook)
 
     def _hash(self, kind: str) -> None:
-        """Append each module's hash of what this rank holds: [modules] int64."""
+        """Append the hashes of this rank's shards, summed per module: [modules] int64."""
         world = self._run.world
         hashes = torch.zeros(len(self._names), dtype=torch.int64, device=world.device)
         with world.clock.hold("diagnostics"):
             for number, (parameter, first) in enumerate(self._parts):
                 tensor = parameter.grad if kind == "gradients" else parameter
                 if tensor is not None:
-                    # Times an odd number, so that swapping two parameters changes the sum.
+                    # Each has its own odd factor, so that swapping two changes the sum.
                     value = hash_tensor(local(tensor), first) * (2 * number + 1)
                     hashes[self._module_of[number]] += value.to(world.device)
         self._hashes.append(hashes)
@@ -72,7 +72,7 @@ class Fingerprint(Observer):
         self._hook.close()
         with self._run.world.clock.hold("diagnostics"):
             hashes = self._run.world.sum(torch.stack(self._hashes))
-            # Queued on the stream before a log step's copy, so it has arrived when that one has.
+            # Queued before the log step's own copy, which is waited for, so `tags` can read it.
             self._copies[self._run.step] = hashes.to("cpu", non_blocking=True)
         self._hashes = []
 

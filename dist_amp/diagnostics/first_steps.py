@@ -24,11 +24,11 @@ from dist_amp.telemetry.step_report import StepReport
 from dist_amp.world import local
 
 WATCHED_STEPS = 20  # enough for a rarely chosen expert of a mixture to get a sample
-COMPARED_ELEMENTS = 1024  # of each parameter, before and after a step
+COMPARED_ELEMENTS = 1024  # per parameter, before and after a step
 
 
 class FirstSteps(Observer):
-    """Checks the first applied step and the first WATCHED_STEPS steps, with few host reads."""
+    """Checks the first applied step and the first WATCHED_STEPS steps of a run or a resume."""
 
     def __init__(self, run: Run):
         self._run = run
@@ -37,7 +37,7 @@ class FirstSteps(Observer):
         self._is_update_checked = False
         self._sample_hashes: list[Tensor] = []  # one per step
         parallel = run.parallel
-        # [parameters]: the norm of this rank's part of each gradient, summed over the steps.
+        # [parameters]: the norm of this rank's shard of each gradient, summed over the steps.
         self._gradient_sums = torch.zeros(len(parallel.parameters), device=parallel.state_device)
         warn_of_untrained(run)
         self._hook = run.optimizer.register_step_pre_hook(self._add_gradients)
@@ -71,11 +71,11 @@ class FirstSteps(Observer):
         self._gradient_sums += norms_of([local(gradient) for gradient in gradients])
 
     def _check_update(self, report: StepReport) -> None:
-        """Errors: NumericsError if the first applied step changed no sampled element anywhere."""
+        """Raises NumericsError if the first applied step changed no sampled element on any rank."""
         run = self._run
         changed = not all(map(torch.equal, self._before, self._sampled()))
         norm, lr = report.norm.item(), run.schedule.last_lr.item()
-        # Gathered, because a rank whose gradients were damaged may have skipped the step alone.
+        # Gathered, so that all ranks do the same even if one of them wrongly skipped the step.
         rows = run.world.gather((report.applied.item(), changed))
         self._is_update_checked = any(applied for applied, _ in rows)
         if not self._is_update_checked or any(changed for _, changed in rows) or not norm * lr:
@@ -85,14 +85,14 @@ class FirstSteps(Observer):
         text += "or use parallel.param_dtype=fp32"
         if all(p.dtype == torch.float32 for p in run.parallel.parameters):
             raise NumericsError(text)
-        run.world.warn(text)  # half-precision parameters may still move at a higher rate
+        run.world.warn(text)  # half-precision parameters may change once lr is higher
 
     def _warn_of_idle_parameters(self) -> None:
         """Warn of parameters whose gradients were missing or zero in all steps on all ranks."""
         run = self._run
         parameters = run.parallel.parameters
         totals = run.world.sum(self._gradient_sums.to(run.world.device)).tolist()
-        if not any(totals):  # all steps were skipped, and the optimizer was not called
+        if not any(totals):  # all steps were skipped without a call of the optimizer
             return
         names = {parameter: name for name, parameter in run.parallel.module.named_parameters()}
         idle = [names[p] for p, total in zip(parameters, totals, strict=True) if total == 0]
@@ -105,9 +105,9 @@ class FirstSteps(Observer):
 
 
 def check_samples_differ(run: Run, sample_hashes: list[Tensor]) -> None:
-    """Errors: DataError if two ranks got the same samples in every step, and not by chance."""
+    """Raises DataError if two ranks got the same samples in every step, and not by chance."""
     rows = [tuple(row) for row in run.world.stack(torch.stack(sample_hashes)).tolist()]
-    # With little data there are few distinct batches, and two ranks may draw the same ones.
+    # With few distinct batches (little data), two ranks may draw the same ones by chance.
     distinct = len({value for row in rows for value in row})
     probability = math.comb(len(rows), 2) * float(distinct) ** -len(sample_hashes)
     first: dict[tuple[int, ...], int] = {}
@@ -137,27 +137,27 @@ def untrained_text(name: str, count: int) -> str:
 
 
 def warn_of_mean(run: Run) -> None:
-    """Warn if loss_sum is a mean: the same when each sample of a micro-batch is given twice.
+    """Warn if loss_sum seems to be a mean: about the same if a micro-batch has each sample twice.
 
-    loss_sum is called on deep copies of the task and its model, so that the run takes the same
-    steps. Every rank calls it. Sharded models are not copied, nor are tasks with a state_dict,
-    which may keep something large such as a teacher: there only `verify` finds a mean.
+    loss_sum is called on deep copies of the task and its model, so that the run is unaffected.
+    Skipped for sharded models and for tasks with a state_dict, which may be too large to copy (a
+    teacher): there only `verify` finds a mean.
     """
     if run.parallel.sharded or hasattr(run.task, "state_dict"):
         return
     _, indices = run.data.last_step[0]
     dataset = run.data.fetch.dataset
-    # The copies share the dataset: it may be large, and it is only read.
+    # The copies share the dataset, which may be large and is only read.
     shared = {}
     if dataset is not run.task:
         parts = (dataset, *getattr(dataset, "__dict__", {}).values())
         shared = {id(part): part for part in parts}
     values = []
-    torch.cuda.empty_cache()  # a larger batch would fragment the memory of the others
+    torch.cuda.empty_cache()  # or the larger batch would fragment the memory of ordinary ones
     with (
         run.parallel.no_side_effects(),
         torch.no_grad(),
-        torch.compiler.set_stance("force_eager"),  # nothing is compiled for the larger batch
+        torch.compiler.set_stance("force_eager"),  # don't compile for the larger batch
         suppress(Exception),  # the task can't be copied, or can't take twice the samples
     ):
         task, model = copy.deepcopy((run.task, run.parallel.module), shared)
@@ -171,12 +171,12 @@ def warn_of_mean(run: Run) -> None:
     torch.cuda.empty_cache()
     if len(values) < 2:
         return
-    (loss_of_one, weight_of_one), (loss_of_two, weight_of_two) = values
-    is_close = abs(loss_of_two - loss_of_one) <= 0.25 * abs(loss_of_one)  # False for nan
-    if is_close and loss_of_one and weight_of_two > 1.5 * weight_of_one:
+    (loss_once, weight_once), (loss_twice, weight_twice) = values
+    is_close = abs(loss_twice - loss_once) <= 0.25 * abs(loss_once)  # False for nan
+    if is_close and loss_once and weight_twice > 1.5 * weight_once:
         run.world.warn(
-            f"loss_sum returns {loss_of_one:.4g} for {len(indices)} samples and {loss_of_two:.4g} "
-            f"if each is given twice, though weight(batch) grows from {weight_of_one:g} to "
-            f"{weight_of_two:g}: it seems to be a mean; return the sum, as with reduction='sum', "
+            f"loss_sum returns {loss_once:.4g} for {len(indices)} samples and {loss_twice:.4g} "
+            f"if each is given twice, though weight(batch) grows from {weight_once:g} to "
+            f"{weight_twice:g}: it seems to be a mean; return the sum, as with reduction='sum', "
             "or the mean times the weight"
         )

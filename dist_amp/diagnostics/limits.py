@@ -8,20 +8,20 @@ from dist_amp.run import Run
 from dist_amp.telemetry.observer import Observer
 from dist_amp.telemetry.step_report import LogRow
 
-MIN_SCALE = 1.0  # gradients that overflow at a loss scale of 1 have another cause than the scale
+MIN_SCALE = 1.0  # if gradients overflow even at this loss scale, the scale is not the cause
 
 
 class Limits(Observer):
-    """Checks each log interval. Errors: DataError for a total weight, otherwise NumericsError."""
+    """Checks at each log step. Raises DataError for an invalid weight, otherwise NumericsError."""
 
-    def __init__(self, run: Run, where: Callable[[LogRow], str] = lambda row: ""):
-        """where: returns the place where the latest skips began, to end an error message with."""
+    def __init__(self, run: Run, start_of_skips: Callable[[LogRow], str] = lambda row: ""):
+        """start_of_skips: returns where the latest skips began, to end an error message; or ""."""
         self._config = run.config
-        self._where = where
+        self._start_of_skips = start_of_skips
 
     def on_log(self, row: LogRow) -> None:
         precision = self._config.precision
-        # min_weight is inf if the interval has no step; an infinite weight shows in the sum alone.
+        # An infinite weight shows only in the sum: in an interval without steps, min_weight is inf.
         weight = math.inf if row["weight_sum"] == math.inf else row["min_weight"]
         if row["weight_sum"] == math.inf or not weight > 0:
             raise DataError(
@@ -36,7 +36,7 @@ class Limits(Observer):
                 f"the loss scale fell to {row['loss_scale']:g} by step {row.step}, below "
                 f"{MIN_SCALE:g}: gradients are infinite or nan at any scale; try "
                 "precision.dtype=bf16, a lower optim.lr or --use_amp false, or fix the module that "
-                f"is reported as the first non-finite one{self._where(row)}"
+                f"is reported as the first non-finite one{self._start_of_skips(row)}"
             )
         limit = self._config.train.max_skips_in_a_row
         if row["skips_in_a_row"] >= limit:
@@ -44,5 +44,5 @@ class Limits(Observer):
                 f"{row['skips_in_a_row']:.0f} steps in a row were not finite and were skipped, up "
                 f"to step {row.step} (loss {row.loss:g}); the limit is "
                 f"train.max_skips_in_a_row={limit}; try a lower optim.lr or --use_amp false, or "
-                f"check the data{self._where(row)}"
+                f"check the data{self._start_of_skips(row)}"
             )

@@ -1,9 +1,9 @@
 """Replays skipped steps to report the module that caused an inf or nan.
 
 At the log step after a skip, all ranks compute the skipped step's micro-batches again, recorded by
-trace.Recorder, at a loss scale of 1: what overflows only at fp16's scale is not reported. The cause
-is the first module with finite inputs and a non-finite output; else the first node of the autograd
-graph that receives a finite gradient and returns a non-finite one, with the module it belongs to.
+trace.Recorder. The loss scale is 1, so an overflow caused by fp16's loss scale is not reported.
+If the loss is not finite, the cause is the first module with finite inputs and non-finite output;
+otherwise the first autograd node that receives finite gradients and returns a non-finite one.
 
 Docs: docs/debugging.md
 """
@@ -33,53 +33,53 @@ from dist_amp.world import local
 
 MAX_REPLAYS = 3  # per log interval in fp16, where most skips come from the loss scale alone
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-LISTED = 8  # samples in a message
+LISTED = 8  # samples shown in a message
 
 
-# ---- what is reported
+# ---- the report
 
 
 @dataclass(frozen=True)
 class TensorStats:
-    """Statistics of a tensor when it was recorded. what: its role, such as input or output."""
+    """Statistics of a tensor when it was recorded. what: its role, such as "input"."""
 
     what: str
     dtype: str
     shape: list[int]
     nan: int
     inf: int
-    span: list[float]  # lowest and highest finite value; empty if there is none
-    rows: list[int] = field(default_factory=list)  # first indices of dim 0 that are not finite
+    span: list[float]  # [lowest, highest] finite value; [] if there is none
+    rows: list[int] = field(default_factory=list)  # the first rows of dim 0 with an inf or nan
 
     @property
-    def finite(self) -> bool:
+    def is_finite(self) -> bool:
         return not self.nan + self.inf
 
     def __str__(self) -> str:
         what = f"{self.what} {self.dtype} {self.shape}"
-        span = "..".join(f"{bound:.6g}" for bound in self.span) or "nothing"
-        if self.finite:
+        span = "..".join(f"{bound:.6g}" for bound in self.span) or "none"
+        if self.is_finite:
             return f"{what} {span}"
-        return f"{what} has {self.nan} nan and {self.inf} inf, finite part {span}"
+        return f"{what} has {self.nan} nan and {self.inf} inf, finite range {span}"
 
 
 @dataclass(frozen=True)
 class NonFinite:
-    """The first inf or nan of a step, and where it appeared."""
+    """Where the first inf or nan of a step appeared."""
 
     phase: Literal["batch", "forward", "loss", "backward"]
     module: str  # "" is the model itself
     module_class: str
-    tensors: list[TensorStats]  # those that are not finite, then what they were computed from
-    operation: str = ""  # in the backward: the node of the autograd graph
+    tensors: list[TensorStats]  # first the non-finite tensors, then the ones they come from
+    operation: str = ""  # the autograd node, for the phase "backward"
     step: int = 0
     rank: int = 0
     micro_batch: int = 0
-    samples: list[int] = field(default_factory=list)
-    other_ranks: list[int] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)  # the micro-batch's dataset indices
+    other_ranks: list[int] = field(default_factory=list)  # that also have an inf or nan
 
     @property
-    def where(self) -> str:
+    def location(self) -> str:
         samples = listed(self.samples)
         rows = self.tensors[0].rows
         has_samples = self.tensors[0].shape[:1] == [len(self.samples)]
@@ -95,7 +95,7 @@ class NonFinite:
         return f"rank {self.rank}, micro-batch {self.micro_batch} (samples {samples}), {place}"
 
     def __str__(self) -> str:
-        text = f"{self.where}: {'; '.join(map(str, self.tensors))}"
+        text = f"{self.location}: {'; '.join(map(str, self.tensors))}"
         if self.other_ranks:
             text += f"; also on ranks {', '.join(map(str, self.other_ranks))}"
         return text
@@ -106,11 +106,11 @@ def listed(samples: Sequence[int]) -> str:
 
 
 def stats_of(values: Sequence[Tensor], what: str = "") -> list[TensorStats]:
-    """Statistics of this rank's part of each floating-point tensor; waits for the device."""
+    """Statistics of this rank's shard of each floating-point tensor. Waits for the device."""
     stats = []
     for tensor in values:
         part = local(tensor).detach()
-        # Tensors in float8 don't have the operations below.
+        # float8 tensors, of one byte per element, don't support the operations below.
         if part.layout != torch.strided or not part.is_floating_point() or part.element_size() == 1:
             continue
         dtype = DTYPE_NAMES.get(part.dtype, str(part.dtype).removeprefix("torch."))
@@ -118,8 +118,8 @@ def stats_of(values: Sequence[Tensor], what: str = "") -> list[TensorStats]:
         rows: list[int] = []
         span: list[float] = []
         if part.numel():
-            span = [bound.item() for bound in torch.aminmax(part)]  # needs no memory
-        if not all(map(math.isfinite, span)):
+            span = [bound.item() for bound in torch.aminmax(part)]  # allocates no large tensor
+        if not all(map(math.isfinite, span)):  # only now pay for masks of the tensor's size
             is_finite = part.isfinite()
             nan, inf = int(part.isnan().sum()), int(part.isinf().sum())
             finite = part[is_finite]
@@ -130,8 +130,8 @@ def stats_of(values: Sequence[Tensor], what: str = "") -> list[TensorStats]:
     return stats
 
 
-def bad(stats: Sequence[TensorStats]) -> list[TensorStats]:
-    return [each for each in stats if not each.finite]
+def nonfinite(stats: Sequence[TensorStats]) -> list[TensorStats]:
+    return [each for each in stats if not each.is_finite]
 
 
 def labelled(what: str, stats: Sequence[TensorStats]) -> list[TensorStats]:
@@ -142,26 +142,26 @@ def labelled(what: str, stats: Sequence[TensorStats]) -> list[TensorStats]:
 
 
 def first_nonfinite(events: Sequence[Event]) -> NonFinite | None:
-    """The cause of a loss or gradient that is not finite, or None. events: made with `stats_of`."""
+    """The cause of a non-finite loss or parameter gradient; None if all of them are finite."""
     (loss,) = (event for event in events if event.kind == "loss")
     gradients = [event for event in events if event.kind == "gradient"]
-    if not (bad(loss.values) or any(bad(event.values) for event in gradients)):
+    if not (nonfinite(loss.values) or any(nonfinite(event.values) for event in gradients)):
         return None
     calls = [event for event in events if event.kind == "forward"]
-    if bad(loss.values):
+    if nonfinite(loss.values):
         for call in calls:
-            is_origin = bad(call.values) and not bad(call.inputs)
-            # Unlike a mask's -inf, the cause also shows in the output of every outer module.
-            if is_origin and all(bad(outer.values) for outer in call.callers):
+            is_origin = nonfinite(call.values) and not nonfinite(call.inputs)
+            # An attention mask's -inf is harmless: the outputs of its outer modules are finite.
+            if is_origin and all(nonfinite(outer.values) for outer in call.callers):
                 stats = labelled("output", call.values) + labelled("input", call.inputs)
                 return NonFinite("forward", call.module, call.module_class, stats)
         stats = labelled("loss", loss.values)
-        for call in calls[-1:]:  # the model, if the task called it
+        for call in calls[-1:]:  # the last call to return is the model's, if it was called
             stats += labelled("output", call.values)
         return NonFinite("loss", TASK, "", stats)
     for event in events:
-        if event.kind == "backward" and bad(event.values) and not bad(event.inputs):
-            stats = labelled("gradient returned", bad(event.values))
+        if event.kind == "backward" and nonfinite(event.values) and not nonfinite(event.inputs):
+            stats = labelled("gradient returned", nonfinite(event.values))
             stats += labelled("gradient received", event.inputs)
             if owner := call_of(event, events):
                 stats += labelled("output", owner.values) + labelled("input", owner.inputs)
@@ -170,36 +170,36 @@ def first_nonfinite(events: Sequence[Event]) -> NonFinite | None:
     return None
 
 
-def find_nonfinite(run: Run, task: Any, batch: Any, share: Tensor) -> NonFinite | None:
-    """The first inf or nan of a micro-batch's forward and backward; no gradient is kept.
+def find_nonfinite(run: Run, task: Any, batch: Any, factor: Tensor) -> NonFinite | None:
+    """The first inf or nan of a micro-batch's forward and backward. Leaves .grad unchanged.
 
-    batch: a micro-batch or Padding; share: the factor on its loss, 1 / the mean weight per rank.
+    batch: a micro-batch or Padding; factor: 1 / (mean weight per rank), scales its loss.
     """
     kinds = ("forward", "backward")
-    # Compiled code calls no hooks, and anomaly detection would raise before the cause is found.
+    # Compiled code runs no hooks; anomaly detection would raise before the cause is found.
     with stance("force_eager"), torch.autograd.set_detect_anomaly(False):
-        loss, events = recorded_backward(run, task, batch, share, stats_of, kinds, inputs=True)
+        loss, events = recorded_backward(run, task, batch, factor, stats_of, kinds, inputs=True)
     fault = first_nonfinite(events)
-    if loss.isfinite() and not share.isfinite():
-        stats = stats_of([share], "world_size / weight")
+    if loss.isfinite() and not factor.isfinite():
+        stats = stats_of([factor], "1 / (mean weight per rank)")
         fault = NonFinite("loss", "the task's weight", "", stats)
     if fault is None:
         return None
-    content = batch.batch if isinstance(batch, Padding) else batch  # it may be the cause itself
+    content = batch.batch if isinstance(batch, Padding) else batch  # may itself be the cause
     stats = []
     for path, leaf in tree_flatten_with_path(content)[0]:
         if isinstance(leaf, Tensor):
-            stats += bad(stats_of([leaf], f"batch{keystr(path)}"))
+            stats += nonfinite(stats_of([leaf], f"batch{keystr(path)}"))
     return NonFinite("batch", "", "", stats) if stats else fault
 
 
 def find_in_micro_batches(
     run: Run, step: int, micro_batches: Indexed, task: Any
 ) -> NonFinite | str:
-    """This rank's first fault; else the error of its replay, or ""."""
+    """This rank's first NonFinite; otherwise the error that a replay raised, as text, or ""."""
     rank, world_size = run.world.rank, run.world.world_size
     weights = weights_of(task, [batch for batch, _ in micro_batches])
-    share = run.parallel.sum_over_ranks(weights).inverse_mean
+    factor = run.parallel.sum_over_ranks(weights).inverse_mean
     first: NonFinite | str = ""
     for number, (batch, samples) in enumerate(micro_batches):
         if run.config.parallel.bit_exact:
@@ -208,10 +208,10 @@ def find_in_micro_batches(
             seed_micro_batch(run.config.run.seed, step - 1, number * world_size + rank)
         fault = None
         try:
-            fault = find_nonfinite(run, task, batch, share)
+            fault = find_nonfinite(run, task, batch, factor)
         except Exception as error:
             if run.parallel.sharded:
-                raise  # the other ranks are in a collective of this forward
+                raise  # the other ranks wait in a collective of this forward: end the run
             first = first or f"{type(error).__name__}: {error}"
         if fault is not None and not isinstance(first, NonFinite):
             first = replace(fault, step=step, rank=rank, micro_batch=number, samples=list(samples))
@@ -219,18 +219,18 @@ def find_in_micro_batches(
 
 
 class NonfiniteReplay(Observer):
-    """Replays skipped steps on all ranks, and waits for the device only after a skip; or, with
-    debug.nonfinite=step, waits after each step and replays before the parameters change.
+    """Replays skipped steps on all ranks at the next log step; with debug.nonfinite=step, at once,
+    before the parameters change, for which it waits for the device after each step.
     """
 
     def __init__(self, run: Run):
         self.run = run
         self.faults: list[NonFinite] = []
         self._at_each_step = run.config.debug.nonfinite == "step"
-        # (step, position of the data before it, whether it was applied) since the last log step
-        self._notes: list[tuple[int, int, Tensor]] = []
+        # For each step since the last log step: (step, data position before it, is applied).
+        self._pending: list[tuple[int, int, Tensor]] = []
         self._position = run.data.position
-        self._reported: set[tuple[str, str, int]] = set()
+        self._reported: set[tuple[str, str, int]] = set()  # (module, phase, rank)
         self._random: dict[str, Tensor] | None = None  # before a step, with debug.nonfinite=step
         if self._at_each_step:
             self._random = random_state(run.world.device)
@@ -241,31 +241,31 @@ class NonfiniteReplay(Observer):
                 self._replay(self.run.step, self._position)
             self._random = random_state(self.run.world.device)
         else:
-            self._notes.append((self.run.step, self._position, report.applied))
+            self._pending.append((self.run.step, self._position, report.applied))
         self._position = self.run.data.position
 
     def on_log(self, row: LogRow) -> None:
-        """Replay the interval's skipped steps, until one is not finite at a loss scale of 1."""
-        notes = [note for note in self._notes if note[0] <= row.step]
-        self._notes = self._notes[len(notes) :]
-        if not (row["skipped_in_interval"] and notes):
+        """Replay the first skipped step; in fp16 up to MAX_REPLAYS, until one has an inf or nan."""
+        pending = [entry for entry in self._pending if entry[0] <= row.step]
+        self._pending = self._pending[len(pending) :]
+        if not (row["skipped_in_interval"] and pending):
             return
-        applied = torch.stack([note[2] for note in notes]).tolist()
-        skipped = [note for note, good in zip(notes, applied, strict=True) if not good]
+        applied = torch.stack([entry[2] for entry in pending]).tolist()
+        skipped = [entry for entry, good in zip(pending, applied, strict=True) if not good]
         for step, position, _ in skipped[:MAX_REPLAYS]:
             if self._replay(step, position) or not self.run.scaler.scales:
                 return
 
-    def where(self, row: LogRow) -> str:
-        """For the end of an error message: where the skips up to this log step began, or ""."""
+    def start_of_skips(self, row: LogRow) -> str:
+        """Where the current series of skipped steps started, to end an error message; or ""."""
         since = row.step - int(row["skips_in_a_row"]) + 1
         for fault in self.faults:
             if fault.step >= since:
-                return f"; first: step {fault.step}, {fault.where}"
+                return f"; first: step {fault.step}, {fault.location}"
         return ""
 
     def _replay(self, step: int, position: int) -> bool:
-        """Replay a step on all ranks and report its first inf or nan; return whether it has one."""
+        """Replay a step on all ranks, report its first inf or nan, return whether it has one."""
         run = self.run
         world = run.world
         with world.clock.hold("diagnostics"):
@@ -298,13 +298,13 @@ class NonfiniteReplay(Observer):
         return bool(faults)
 
     def _report(self, fault: NonFinite) -> None:
-        """Append to reports.jsonl; print once per module, phase and rank."""
+        """Append to reports.jsonl; warn once per module, phase and rank."""
         run = self.run
         self.faults.append(fault)
-        look = ""
-        # A run that a script or a notebook steps itself has no folder.
+        hint = ""
+        # A run in a script or notebook, stepped by the user's own loop, may have no folder.
         if run.folder.is_dir():
-            look = f"; see dist_amp replay {run.folder} --step {fault.step}"
+            hint = f"; see dist_amp replay {run.folder} --step {fault.step}"
             if run.world.is_main:
                 folder = run.folder / "nonfinite"
                 folder.mkdir(exist_ok=True)
@@ -313,30 +313,30 @@ class NonfiniteReplay(Observer):
         key = (fault.module, fault.phase, fault.rank)
         if key not in self._reported:
             self._reported.add(key)
-            run.world.warn(f"step {fault.step} was skipped: on {fault}{look}")
+            run.world.warn(f"step {fault.step} was skipped: on {fault}{hint}")
 
 
-# ---- a replay leaves the run as it was
+# ---- a replay must not change the run
 
 
 def copy_of_task(run: Run) -> tuple[Any, Batches]:
-    """Returns (a copy of the task, run.data with that copy). Errors: those of copy.deepcopy.
+    """Returns (deep copy of the task, copy of run.data that uses it). Raises what deepcopy does.
 
-    They share the model and the dataset, which may be large. Call the task inside `no_writes`.
+    Both share the run's model and dataset, which may be large, so call the task in `no_writes`.
     """
     module = run.parallel.module
     dataset = run.data.fetch.dataset
     shared = [run.model, *module.modules(), *module.parameters(), *module.buffers()]
     if dataset is not run.task:
         shared += [dataset, *getattr(dataset, "__dict__", {}).values()]
-    memo = {id(part): part for part in shared if part is not run.task}
+    memo = {id(part): part for part in shared if part is not run.task}  # deepcopy keeps these
     data = copy.copy(run.data)
     task, data.fetch = copy.deepcopy((run.task, run.data.fetch), memo)
     return task, data
 
 
 def no_writes(parameters: Iterable[Tensor]) -> Operations:
-    """A context in which an operation that would write to a parameter raises RuntimeError."""
+    """A context in which each operation that would write to a parameter raises RuntimeError."""
     storages = {storage_of(parameter.detach()) for parameter in parameters}
 
     def check(function: Any, args: Any) -> None:

@@ -1,9 +1,9 @@
 """Underflow and lost updates in half precision, per parameter group, with debug.numerics=true.
 
-`numerics/underflow_share/GROUP`: of the gradients that are not zero in float32, the share that is
-zero in fp16 at the current loss scale, in the step's first micro-batch.
-`numerics/lost_update_share/GROUP`: of the elements whose gradient is not zero, the share whose
-stored value the step did not change. Measuring changes no step.
+`numerics/underflow_share/GROUP`: of the gradient elements that are nonzero in float32, the share
+that is zero in fp16 at the current loss scale; measured in the step's first micro-batch.
+`numerics/lost_update_share/GROUP`: of the parameter elements with a nonzero gradient, the share
+whose stored value the step did not change. Measuring does not change training.
 
 Docs: docs/debugging.md
 """
@@ -23,35 +23,35 @@ from dist_amp.telemetry.observer import Observer
 from dist_amp.telemetry.step_report import LogRow, StepReport, Tags
 from dist_amp.world import local
 
-# Shares above which to warn. Assumed: in Micikevicius et al. 2018, arXiv:1710.03740, section 3.1,
-# accuracy suffered where about 5 % of the gradients would become zero in fp16.
+# Shares above which to warn; both are assumed. In Micikevicius et al. 2018, arXiv:1710.03740,
+# section 3.1, accuracy suffered when about 5 % of the gradients would become zero in fp16.
 UNDERFLOW_LIMIT = 0.05
-LOST_UPDATE_LIMIT = 0.5  # assumed
-# bf16 has 8 significant bits: the next value is |p| x 2^-8 to |p| x 2^-7 away, and an update below
-# half of that is rounded away.
+LOST_UPDATE_LIMIT = 0.5
+# bf16 has 8 significant bits: the value next to p is |p| x 2^-8 to |p| x 2^-7 away, and an update
+# below half of that is rounded away. So an update below |p| x 2^-9 is lost for every p.
 SURELY_LOST = 2.0**-9
 
-Masks = Mapping[Tensor, Tensor]  # {parameter: bool mask of this rank's part of it}
+Masks = Mapping[Tensor, Tensor]  # {parameter: bool mask of the shape of this rank's shard}
 
 
 class Numerics(Observer):
-    """Measures at log steps; warns at the start if bf16 would lose updates. Errors: ConfigError."""
+    """Measures at log steps, and warns at the start if bf16 parameters would lose updates."""
 
     def __init__(self, run: Run):
         self.run = run
-        self.measured: dict[int, Tags] = {}  # by step, until its metrics are written
+        self.measured: dict[int, Tags] = {}  # {step: tags}, until the step's metrics are written
         self._groups: dict[str, list[Tensor]] = {}
         for number, group in enumerate(run.optimizer.param_groups):
             self._groups[group.get("name", f"group {number}")] = group["params"]
         self._before: dict[Tensor, Tensor] = {}  # this rank's parameters before the update
-        self._hooks: list[Any] = []  # in a log step
+        self._hooks: list[Any] = []  # on the optimizer, during a log step
         self._warned: set[tuple[str, str]] = set()
         if run.config.debug.numerics and run.scaler.scales and run.precision.cast_by == "policy":
             raise ConfigError(
                 "debug.numerics=true compares fp16 with float32, but FSDP's mixed-precision policy "
                 "computes in only one of them; use precision.cast_by=autocast"
             )
-        if run.config.optim.name == "adamw":  # whose updates are about as large as lr
+        if run.config.optim.name == "adamw":  # its updates are about as large as lr
             lr = run.config.optim.lr
             lost: dict[Tensor, Tensor] = {
                 p: local(p).detach().float().abs() * SURELY_LOST > lr
@@ -91,7 +91,7 @@ class Numerics(Observer):
         self._hooks = []
 
     def _underflow(self, micro_batches: Sequence[Any]) -> Tags:
-        """Underflow in this rank's gradients; under FSDP, in its shards of the reduced ones."""
+        """Compare fp16 gradients with float32 ones: before reduction, but under FSDP after it."""
         run = self.run
         weights = weights_of(run.task, micro_batches)
         factor = run.parallel.sum_over_ranks(weights).inverse_mean
@@ -111,7 +111,7 @@ class Numerics(Observer):
         return {f"numerics/underflow_share/{group}": share for group, share in shares.items()}
 
     def _nonzero_gradients(self, batch: Any, factor: Tensor, fp16: bool) -> Masks:
-        """Where the gradients of the loss times `factor` are not zero; changes no state."""
+        """Masks of the nonzero gradient elements of loss * factor. Changes no state."""
         run = self.run
         parallel = run.parallel
         with (
@@ -125,7 +125,7 @@ class Numerics(Observer):
             return {p: local(p.grad) != 0 for p in parallel.parameters if p.grad is not None}
 
     def _keep_parameters(self, *_: Any) -> None:
-        """Called right before the update, when it is known which parameters have a gradient."""
+        """Hook right before the update, when it is known which parameters have a gradient."""
         with self.run.world.clock.hold("diagnostics"):
             parameters = self.run.parallel.parameters
             self._before = {p: local(p).detach().clone() for p in parameters if p.grad is not None}
@@ -133,7 +133,7 @@ class Numerics(Observer):
     def _count_lost_updates(self, *_: Any) -> None:
         run = self.run
         with run.world.clock.hold("diagnostics"):
-            # A fused optimizer is called for skipped steps too, in which no update is lost.
+            # A fused optimizer is also called in skipped steps, which must not count as lost.
             applied = run.scaler.applied
             nonzero = {p: local(p.grad) != 0 for p in self._before if p.grad is not None}
             lost = {
@@ -147,7 +147,7 @@ class Numerics(Observer):
         self._lost_shares = shares
 
     def _shares(self, lost: Masks, counted: Masks) -> dict[str, float]:
-        """{group: lost / counted elements} over all ranks, if any count; waits for the device."""
+        """{group: lost / counted elements of all ranks} where any count. Waits for the device."""
         device = self.run.world.device
         counts = torch.zeros(len(self._groups), 2, dtype=torch.float64, device=device)
         for row, parameters in zip(counts, self._groups.values(), strict=True):

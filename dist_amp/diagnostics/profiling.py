@@ -1,6 +1,6 @@
 """debug.profile: record a few steps on every rank with torch.profiler, into RUN/profile.
 
-It writes a trace for ui.perfetto.dev, in which step N is the range ProfilerStep#N, a table of
+Each rank writes a trace for ui.perfetto.dev (step N is the range ProfilerStep#N), a table of
 operations and, on GPUs, the allocator's history for pytorch.org/memory_viz.
 
 Docs: docs/debugging.md
@@ -21,9 +21,9 @@ from dist_amp.telemetry.observer import Observer
 from dist_amp.telemetry.step_report import StepReport
 from dist_amp.world import World
 
-# Not recorded, because they compile, size DDP's buckets and fill caches; 10 is an assumption.
+# Steps that are not recorded: they compile, build DDP's buckets and fill caches. 10 is assumed.
 FIRST_STEPS = 10
-WARM_UP_STEPS = 2  # profiled and discarded, because starting the profiler slows the first one
+WARM_UP_STEPS = 2  # profiled and discarded, because starting the profiler slows the first of them
 ROWS = 40  # of the table
 MAX_ALLOCATIONS = 100_000  # in the history; several KB of host memory each (torch's documentation)
 
@@ -42,9 +42,9 @@ class Profile(Observer):
                 skip_first=self.first - warm_up, wait=0, warmup=warm_up, active=length, repeat=1
             ),
             on_trace_ready=self._write,
-            acc_events=True,  # otherwise it warns that it will clear them
+            acc_events=True,  # otherwise torch warns that a new cycle clears the recorded events
         )
-        self._profiler.step_num = run.step + 1  # its step numbers are the run's
+        self._profiler.step_num = run.step + 1  # count steps as the run does
         self._profiler.start()
 
     def after_step(self, report: StepReport, micro_batches: Sequence[Any]) -> None:
@@ -58,7 +58,7 @@ class Profile(Observer):
             return
         if error is not None:
             self._profiler.on_trace_ready = None
-            # With several GPUs, stop() may hang: it waits for kernels that wait for a dead rank.
+            # With several GPUs, stop() may hang, waiting for a collective with a dead rank.
             if run.world.world_size == 1 or run.world.device.type == "cpu":
                 with suppress(Exception):
                     self._profiler.stop()
@@ -72,7 +72,7 @@ class Profile(Observer):
             self._profiler.stop()
 
     def _write(self, profiler: profile) -> None:
-        """Called by the profiler at its end: writes trace and table, while other ranks wait."""
+        """Write the trace and the table. The profiler calls it after the last recorded step."""
         run = self._run
         rank = run.world.rank
         on_gpu = run.world.device.type == "cuda"
@@ -101,8 +101,8 @@ class Profile(Observer):
 
 
 def window(done: int, last_step: int, count: int) -> tuple[int, int]:
-    """Returns (first, last) step to record after step `done`; last < first if too few are left."""
-    # At least one step comes before them, for the profiler's warm-up.
+    """Returns (first, last) step to record, after step `done`; last < first if too few are left."""
+    # At least one step after `done` comes first, for the profiler's warm-up.
     first = max(done + 2, min(done + FIRST_STEPS + WARM_UP_STEPS + 1, last_step - count + 1))
     return first, min(first + count - 1, last_step)
 
@@ -125,7 +125,7 @@ def memory_history(folder: Path, world: World) -> Iterator[None]:
 
 
 def write_snapshot(folder: Path, rank: int, name: str) -> None:
-    """Write this rank's allocations, and their history, to RUN/profile."""
+    """Write this rank's GPU allocations and their history to RUN/profile."""
     path = folder / "profile" / f"rank{rank:05d}_{name}.pickle"
     path.parent.mkdir(exist_ok=True)
     torch.cuda.memory._dump_snapshot(str(path))

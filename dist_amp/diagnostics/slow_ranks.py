@@ -14,11 +14,11 @@ from dist_amp.telemetry.observer import Observer
 from dist_amp.telemetry.step_report import LogRow
 
 FACTOR = 1.2  # a rank is slow above this multiple of the ranks' median
-DATA_SHARE = 0.5  # of the step: data is the bottleneck if every rank waits longer for it
-SHARE = 0.05  # of the step: a smaller excess does not matter
+DATA_SHARE = 0.5  # of the step time: data is the bottleneck if every rank waits longer for it
+MIN_EXCESS = 0.05  # of the step time: a rank with a smaller excess over FACTOR is not reported
 WINDOW = 6  # log intervals in a row, in each of which a rank must be slow
-QUIET = 10  # log steps without a finding before the same warning is repeated
-NAMES = {"data": "data wait", "other": "callbacks and checks"}  # else the phase's name
+REPEAT_AFTER = 10  # log steps that a rank must not be slow before its warning is repeated
+NAMES = {"data": "data wait", "other": "callbacks and checks"}  # other phases keep their names
 
 
 class SlowRanks(Observer):
@@ -36,7 +36,7 @@ class SlowRanks(Observer):
         run = self._run
         if not run.world.is_main:
             return
-        if self._is_first:  # ranks differ while they compile, fill caches and connect
+        if self._is_first:  # skipped: the ranks' times differ while they compile and connect
             self._is_first = False
             return
         self._phases.append(row.columns(OWN_PHASES) / np.maximum(row.column("steps"), 1)[:, None])
@@ -60,11 +60,11 @@ class SlowRanks(Observer):
                 text = describe(rank, phases, run.metrics.hosts[rank], row.step)
                 run.world.warn(text)
                 run.metrics.write_text("slow_ranks", text, row.step)
-            self._quiet[rank] = QUIET
+            self._quiet[rank] = REPEAT_AFTER
 
 
 def median_of(seconds: np.ndarray) -> np.ndarray:
-    """The (lower) median over the ranks: [intervals, ranks, ...] -> [intervals, ...]."""
+    """The lower median over the ranks: [intervals, ranks, ...] -> [intervals, ...]."""
     return np.sort(seconds, axis=1)[:, (seconds.shape[1] - 1) // 2]
 
 
@@ -75,12 +75,12 @@ def find_slow_ranks(phases: np.ndarray, step_seconds: np.ndarray) -> list[int]:
     """
     seconds = phases.sum(axis=2)
     excess = seconds - FACTOR * median_of(seconds)[:, None]
-    is_slow = (excess > SHARE * step_seconds[:, None]).all(axis=0)
+    is_slow = (excess > MIN_EXCESS * step_seconds[:, None]).all(axis=0)
     return [int(rank) for rank in np.flatnonzero(is_slow)]
 
 
 def describe(rank: int, phases: np.ndarray, host: str, step: int) -> str:
-    """The warning about a slow rank, with the phase that takes the most additional time."""
+    """The warning about a slow rank, with the phase in which it loses the most time."""
     seconds = phases.sum(axis=2)
     factor = seconds[:, rank].mean() / max(median_of(seconds).mean(), 1e-9)
     more = (phases[:, rank] - median_of(phases)).mean(axis=0)

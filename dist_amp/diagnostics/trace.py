@@ -1,15 +1,15 @@
-"""Records what a forward and a backward compute, as a list of events to compare or search.
+"""Records the forward and backward of micro-batches, as a list of events to compare or search.
 
-`Recorder` wraps the user's task and is used in its place. During its `loss_sum`, hooks on the
-modules record each output, and a dispatch mode records each operation. Then it puts hooks on the
-nodes of the loss's autograd graph, which record during backward the gradient that each node returns
-and the gradient that arrives at each parameter: that of this micro-batch on this rank, before it is
-reduced. `summarize` is called with the tensors of an event, and returns what the event keeps of
-them: hashes, statistics, dtypes or copies. Recording changes no result, and leaves no hook behind.
+`Recorder` wraps the user's task and takes its place in a step. While the task's `loss_sum` runs,
+hooks record each module's output, and a dispatch mode records each operation's. Then hooks on the
+loss's autograd graph record, during the backward, the gradients that each node returns, and the
+gradient of each parameter: for one micro-batch on this rank, before any reduction over ranks.
+An event keeps what the caller's function `summarize` returns for its tensors, such as hashes,
+statistics, dtypes or copies. Recording changes no result and leaves no hooks behind.
 
-`recorded_step` takes a run's step in this way, and also records the gradients that the optimizer
-gets. What activation checkpointing recomputes is not recorded, because that happens outside of
-`loss_sum`. A compiled block is one event, unless compile.stance("force_eager") runs it eagerly.
+`recorded_step` records a whole training step, including the gradients that the optimizer gets.
+Recomputation by activation checkpointing happens outside of `loss_sum` and is not recorded. Modules
+inside a compiled block are not recorded, except under compile.stance("force_eager").
 """
 
 from collections import defaultdict, deque
@@ -33,33 +33,33 @@ from dist_amp.telemetry.step_report import StepReport
 Kind = Literal["parameter", "forward", "op", "loss", "backward", "gradient", "update"]
 Summarize = Callable[[list[Tensor]], Any]
 
-TASK = "the task's loss_sum"  # the module of an event outside of all modules
-LEAF = "torch::autograd::AccumulateGrad"  # the node at which a parameter's gradient arrives
+TASK = "the task's loss_sum"  # Event.module, for what happens outside of all modules
+ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"  # adds to a parameter's .grad
 CHUNK = 2**20  # elements hashed at a time, to bound the memory
-SAMPLED_ELEMENTS = 2**16  # about how many of a batch's tensor are hashed, evenly spread
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size
+SAMPLED_ELEMENTS = 2**16  # hashed per tensor of a batch, evenly spaced; at most twice as many
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per element
 
-# Returns the number that autograd will give to the next graph node; it has no public name.
-sequence_number = torch._C._autograd._get_sequence_nr
+# The sequence number of the next node that autograd creates. torch has no public function for it.
+next_sequence_number = torch._C._autograd._get_sequence_nr
 
 
 @dataclass(eq=False)
 class Event:
-    """Something that was computed. values, inputs: what `summarize` returned for its tensors."""
+    """One recorded computation. values, inputs: what `summarize` returned for those tensors."""
 
-    kind: Kind
-    module: str  # its name in the user's model, "" for the model itself; or TASK
-    values: Any  # of the result; of an "update": the gradient that the optimizer gets
-    name: str = ""  # of the parameter, the operation, or the node of the autograd graph
-    inputs: Any = None  # if they are recorded
-    micro_batch: int = 0  # counts the calls of loss_sum
+    kind: Kind  # Recorder makes no "parameter" events: diff and verify do, to compare parameters
+    module: str  # the module's name in the user's model, "" for the model itself; or TASK
+    values: Any  # of the output or gradient; "update": of the gradient that the optimizer gets
+    name: str = ""  # name of the parameter, operation or autograd node
+    inputs: Any = None  # None if they are not recorded; "backward": of the gradients it receives
+    micro_batch: int = 0  # index of the loss_sum call
     module_class: str = ""
-    callers: Sequence["Event"] = ()  # for a forward: the forwards that called it, outermost first
-    nodes: range = field(default_factory=lambda: range(0))  # of the graph nodes it made, or its own
+    callers: Sequence["Event"] = ()  # "forward": the enclosing module calls, outermost first
+    nodes: range = field(default_factory=lambda: range(0))  # its autograd nodes' sequence numbers
 
 
 class Recorder:
-    """A task whose loss_sum is recorded. kinds: of events to record; the loss always is."""
+    """A task whose loss_sum is recorded. kinds: the events to record; "loss" always is."""
 
     def __init__(
         self,
@@ -70,9 +70,9 @@ class Recorder:
         inputs: bool = False,
         drop_gradients: bool = False,
     ):
-        """inputs: whether to record the inputs of modules, operations and nodes, too.
+        """inputs: also record the inputs of modules, operations and autograd nodes.
 
-        drop_gradients: leave the parameters' .grad as it is; "gradient" must be among the kinds.
+        drop_gradients: leave each parameter's .grad unchanged. Requires the kind "gradient".
         """
         self.task = task
         self.events: list[Event] = []
@@ -81,12 +81,12 @@ class Recorder:
         self._kinds = kinds
         self._with_inputs = inputs
         self._drop_gradients = drop_gradients
-        self._micro_batch = -1  # before the first call of loss_sum
-        self._is_on = False  # in loss_sum, but not in `summarize`
-        self._running: list[Event] = []  # calls of modules, innermost last
-        self._names: dict[int, str] = {}  # of parameters, by id
-        self._hooks = ExitStack()
-        self._graph_hooks = ExitStack()  # of one micro-batch
+        self._micro_batch = -1  # loss_sum increments it
+        self._is_recording = False  # True during loss_sum, except during `summarize`
+        self._open_calls: list[Event] = []  # module calls that have not returned, innermost last
+        self._names: dict[int, str] = {}  # {id(parameter): name}
+        self._hooks = ExitStack()  # on modules
+        self._graph_hooks = ExitStack()  # on the current micro-batch's autograd graph
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.task, name)
@@ -118,15 +118,15 @@ class Recorder:
         with ExitStack() as contexts:
             if "op" in self._kinds:
                 contexts.enter_context(Operations(self._record_operation))
-            self._is_on = True
+            self._is_recording = True
             try:
                 loss = self.task.loss_sum(model, batch)
             finally:
-                self._is_on = False
-                self._running.clear()
+                self._is_recording = False
+                self._open_calls.clear()
         self._add("loss", TASK, loss)
         if "backward" in self._kinds or "gradient" in self._kinds:
-            self._watch_backward(getattr(loss, "grad_fn", None))
+            self._hook_backward(getattr(loss, "grad_fn", None))
         return loss
 
     def _add(
@@ -137,48 +137,48 @@ class Recorder:
         self.events.append(Event(kind, module, values, name, inputs, self._micro_batch))
 
     def _summary(self, content: Any) -> Any:
-        before, self._is_on = self._is_on, False  # operations of `summarize` are no events
+        before, self._is_recording = self._is_recording, False  # skip `summarize`'s operations
         with torch.no_grad():
             values = self._summarize([tensor.detach() for tensor in tensors(content)])
-        self._is_on = before
+        self._is_recording = before
         return values
 
     # ---- forward
 
     def _enter_module(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        # While a block is compiled, its hooks must do nothing, or they would be compiled with it.
-        if not torch.compiler.is_compiling() and self._is_on:
-            call = Event("forward", name, None, callers=list(self._running))
+        # Hooks inside a block that torch.compile is tracing would be compiled into the block.
+        if not torch.compiler.is_compiling() and self._is_recording:
+            call = Event("forward", name, None, callers=list(self._open_calls))
             call.micro_batch = self._micro_batch
             call.module_class = class_name(module)
-            if self._with_inputs:  # now, before an in-place module overwrites them
+            if self._with_inputs:  # before the call, because an in-place module overwrites them
                 call.inputs = self._summary((args, kwargs))
-            call.nodes = range(sequence_number(), 0)
-            self._running.append(call)
+            call.nodes = range(next_sequence_number(), 0)  # _leave_module sets its end
+            self._open_calls.append(call)
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling() and self._is_on:
-            call = self._running.pop()
-            call.nodes = range(call.nodes.start, sequence_number())
+        if not torch.compiler.is_compiling() and self._is_recording:
+            call = self._open_calls.pop()
+            call.nodes = range(call.nodes.start, next_sequence_number())
             call.values = self._summary(output)
             if "forward" in self._kinds:
                 self.events.append(call)
 
     def _record_operation(self, function: Any, inputs: Any, output: Any) -> None:
-        if self._is_on and not getattr(function, "is_view", False):
-            module = self._running[-1].module if self._running else TASK
+        if self._is_recording and not getattr(function, "is_view", False):
+            module = self._open_calls[-1].module if self._open_calls else TASK
             name = str(getattr(function, "overloadpacket", function))
-            if "empty" not in name:  # which returns whatever the memory held
+            if "empty" not in name:  # aten.empty returns uninitialised memory
                 self._add("op", module, output, name, inputs)
 
     def _name_parameters(self, prefix: str, module: nn.Module, args: Any) -> None:
-        """Called before a unit's forward, for which FSDP2 has gathered new parameter tensors."""
+        """Runs before an FSDP2 unit's forward, which uses newly gathered parameter tensors."""
         for name, parameter in module.named_parameters(prefix):
             self._names[id(parameter)] = clean_name(name)
 
     # ---- backward
 
-    def _watch_backward(self, node: Any) -> None:
+    def _hook_backward(self, node: Any) -> None:
         visited: set[Any] = set()
         to_visit = [node]
         while to_visit:
@@ -186,8 +186,8 @@ class Recorder:
             if node is None or node in visited:
                 continue
             visited.add(node)
-            to_visit += [following for following, _ in node.next_functions]
-            if node.name() == LEAF:
+            to_visit += [next_node for next_node, _ in node.next_functions]
+            if node.name() == ACCUMULATE_GRAD:
                 name = self._names.get(id(node.variable))
                 if name and "gradient" in self._kinds:
                     record = partial(self._record_gradient, name)
@@ -205,7 +205,7 @@ class Recorder:
         return (None,) if self._drop_gradients else None
 
     def before_update(self, *_: Any) -> None:
-        """A hook of the optimizer. Records the last parameter first: backward's order."""
+        """Optimizer hook that records gradients, last parameter first, as in the backward."""
         if "update" in self._kinds:
             for name, parameter in reversed([*self._model.named_parameters()]):
                 if parameter.grad is not None:
@@ -216,7 +216,7 @@ class Recorder:
 class Operations(TorchDispatchMode):
     """Calls before(function, args) and after(function, inputs, output) for each operation."""
 
-    supports_higher_order_operators = True  # otherwise torch raises an error for them
+    supports_higher_order_operators = True  # without this, torch raises an error for them
 
     def __init__(self, after: Any = None, before: Any = None):
         super().__init__()
@@ -225,7 +225,7 @@ class Operations(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        return True  # else torch runs compiled blocks eagerly, and verify does not check them
+        return True  # otherwise torch would run compiled blocks eagerly while this mode is active
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -241,7 +241,7 @@ class Operations(TorchDispatchMode):
 def recorded_step(
     run: Run, micro_batches: Sequence[Any], summarize: Summarize, kinds: Collection[str]
 ) -> tuple[StepReport, list[Event]]:
-    """Take a step, and record it. summarize, kinds: see Recorder."""
+    """Take a training step and record it. summarize, kinds: see Recorder."""
     recorder = Recorder(run.task, run.parallel.module, summarize, kinds)
     recorded_run = replace(run, task=recorder)
     with recorder, run.optimizer.register_step_pre_hook(recorder.before_update):
@@ -259,11 +259,11 @@ def recorded_backward(
     kinds: Collection[str],
     inputs: bool = False,
 ) -> tuple[Tensor, list[Event]]:
-    """Returns (a micro-batch's loss, the events of its forward and of backward on factor * loss).
+    """Record a micro-batch's forward and the backward of factor * loss. Returns (loss, events).
 
-    Gradients are neither kept nor reduced over ranks. summarize, kinds, inputs: see Recorder.
+    Gradients are recorded, but neither kept nor reduced. summarize, kinds, inputs: see Recorder.
     """
-    module: Any = run.parallel.module  # without DDP, which would reduce
+    module: Any = run.parallel.module  # not DDP's wrapper, which would reduce the gradients
     recorder = Recorder(task, module, summarize, {*kinds, "gradient"}, inputs, drop_gradients=True)
     if run.parallel.sharded:
         module.set_requires_gradient_sync(False)
@@ -282,7 +282,7 @@ def recorded_backward(
 
 
 def call_of(event: Event, events: Iterable[Event]) -> Event | None:
-    """The innermost module call whose forward made this event's node of the autograd graph."""
+    """The innermost module call whose forward created a "backward" event's autograd node."""
     calls = (call for call in events if call.kind == "forward")
     return next((call for call in calls if event.nodes.start in call.nodes), None)
 
@@ -290,36 +290,36 @@ def call_of(event: Event, events: Iterable[Event]) -> Event | None:
 def first_difference(
     a: Iterable[Event],
     b: Iterable[Event],
-    error: Callable[[Any, Any], float] = ne,
+    difference: Callable[[Any, Any], float] = ne,
     tolerance: float = 0.0,
 ) -> tuple[Event, Event] | None:
-    """The first event in `a` whose values, but not inputs, differ from its counterpart's in `b`.
+    """The first event in `a` with the same inputs, if recorded, but other values than in `b`.
 
-    Returns both. The nth event of a kind, module, name and micro-batch in `a` has the nth in `b` as
-    its counterpart. Events without one are left out, such as those of a rank's idle expert.
+    Returns (event, counterpart in `b`): the nth of the same kind, micro-batch, module and name.
+    Events without one, such as an idle expert's, are skipped. Same: difference(x, y) <= tolerance.
     """
     counterparts: dict[tuple[Any, ...], deque[Event]] = defaultdict(deque)
     for event in b:
         counterparts[event.kind, event.micro_batch, event.module, event.name].append(event)
     for event in a:
         if queue := counterparts[event.kind, event.micro_batch, event.module, event.name]:
-            other = queue.popleft()
+            counterpart = queue.popleft()
             has_inputs = event.inputs is not None
-            if has_inputs and error(event.inputs, other.inputs) > tolerance:
+            if has_inputs and difference(event.inputs, counterpart.inputs) > tolerance:
                 continue
-            if error(event.values, other.values) > tolerance:
-                return event, other
+            if difference(event.values, counterpart.values) > tolerance:
+                return event, counterpart
     return None
 
 
 def clean_name(name: str) -> str:
-    """A module's or parameter's name in the user's model, without the parts added by wrappers."""
+    """A module's or parameter's name in the user's model: without the prefixes of wrappers."""
     parts = name.split(".")
     return ".".join(p for p in parts if p not in ("_checkpoint_wrapped_module", "_orig_mod"))
 
 
 def class_name(module: nn.Module) -> str:
-    """The class in the user's code: FSDP2 replaces it by a subclass."""
+    """The name of the user's class; FSDP2 replaces a module's class by a subclass."""
     return next(cls.__name__ for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
 
 
@@ -327,11 +327,11 @@ def class_name(module: nn.Module) -> str:
 
 
 def hash_tensor(tensor: Tensor, first: int = 0) -> Tensor:
-    """A hash of a tensor's bits and their order: scalar int64 on its device.
+    """A hash of a tensor's bits in order: scalar int64 on the tensor's device.
 
-    first: the index of the tensor's first element in the whole tensor, if it is a shard; the hashes
-    of the shards add up to the whole's. Each element is mixed with its index by splitmix64's
-    finaliser (Steele et al. 2014, doi:10.1145/2660193.2660195); integers wrap around.
+    first: for a shard, the index of its first element in the whole tensor. The sum of all shards'
+    hashes is then the whole tensor's hash. Each element is mixed with its index, after splitmix64's
+    finaliser (Steele et al. 2014, doi:10.1145/2660193.2660195), and sums wrap around.
     """
     values = tensor.detach().resolve_conj().resolve_neg()
     if values.is_complex():
@@ -349,17 +349,17 @@ def hash_tensor(tensor: Tensor, first: int = 0) -> Tensor:
 
 
 def hash_of(parts: Iterable[Tensor]) -> int:
-    """One hash of several tensors, in order; sparse and nested ones are left out."""
+    """One hash of several tensors in order, without sparse and nested ones. Waits for the GPU."""
     total = 0
     for number, tensor in enumerate(parts):
         if tensor.layout == torch.strided and not tensor.is_nested:
-            # Times an odd number, so that swapping two tensors changes the sum.
+            # Each tensor has its own odd factor, so that swapping two tensors changes the sum.
             total += int(hash_tensor(tensor)) * (2 * number + 1)
     return total % 2**64
 
 
 def hash_samples(micro_batches: Iterable[Any], device: torch.device) -> Tensor:
-    """A hash of a step's micro-batches, without padding: scalar int64 on the device."""
+    """A hash of elements sampled from a step's micro-batches, except padding: scalar int64."""
     total = torch.zeros((), dtype=torch.int64, device=device)
     for leaf in tensors([batch for batch in micro_batches if not isinstance(batch, Padding)]):
         if leaf.layout == torch.strided and not leaf.is_nested:

@@ -18,7 +18,7 @@ from dist_amp.world import local
 
 
 class Ema:
-    """An observer. tensors: {parameter name: average}, float32, sharded like the parameter."""
+    """Observer. tensors: {parameter name: average}, float32, sharded like the parameter."""
 
     section = "ema"  # of a checkpoint
 
@@ -50,14 +50,14 @@ class Ema:
         return self.tensors
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """state: `tensors` itself, already filled in place; empty if the checkpoint has none."""
+        """state: `tensors`, which was filled in place; empty if the checkpoint has no average."""
         if not state:
             self._write(self._averages, self._local_parameters())
             self._say("optim.ema starts here: the checkpoint has no average")
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Inside, the parameters hold the averages; afterwards they get their own values back."""
+        """Context in which the parameters hold the averages; their own values return on exit."""
         parameters = self._local_parameters()
         originals = [parameter.clone() for parameter in parameters]
         self._write(parameters, self._averages)
@@ -68,9 +68,9 @@ class Ema:
 
     @torch.no_grad()
     def _write(self, targets: list[Tensor], values: list[Tensor]) -> None:
-        if targets[0].is_pinned():  # CPU offload: the device may still be reading them
+        if targets[0].is_pinned():  # CPU offload: the device may still be reading the targets
             torch.cuda.synchronize()
         for target, value in zip(targets, values, strict=True):
             target.copy_(value)
-        for unit in self._fsdp_units:  # one still unsharded after its forward holds old values
+        for unit in self._fsdp_units:  # a unit that is still gathered holds the old values
             unit.reshard()

@@ -1,4 +1,4 @@
-"""A task's own parameter groups, optimizer, schedule and on_evaluation: called and checked."""
+"""Calls and checks a task's own parameter groups, optimizer, schedule and callbacks."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ GROUP_KEYS = ("params", "name", "lr_scale", "weight_decay", "use_muon")
 
 
 def task_groups(task: Any, model: nn.Module, config: OptimConfig) -> list[Group]:
-    """The task's groups(model), with parameters in place of names and patterns, and defaults."""
+    """The task's groups(model), with names and patterns replaced by parameters, defaults set."""
     source = "the task's groups(model)"
     named = model.named_parameters(remove_duplicate=False)  # a tied parameter has several names
     parameters = {name: p for name, p in named if p.requires_grad}
@@ -46,10 +46,10 @@ def task_groups(task: Any, model: nn.Module, config: OptimConfig) -> list[Group]
         paths = _matching_names(entry["params"], parameters, f"{source}: {name}")
         group["params"] = list(dict.fromkeys(parameters[path] for path in paths))
         for path in paths:
-            other = owner.setdefault(parameters[path], name)
-            if other != name:
+            first = owner.setdefault(parameters[path], name)
+            if first != name:
                 raise ConfigError(
-                    f"{source} put the parameter {path} into {other} and {name}; keep it in one"
+                    f"{source} put the parameter {path} into {first} and {name}; keep it in one"
                 )
         groups.append(group)
     if missed := [path for path, p in parameters.items() if p not in owner]:
@@ -60,7 +60,7 @@ def task_groups(task: Any, model: nn.Module, config: OptimConfig) -> list[Group]
     return groups
 
 
-def _matching_names(params: Any, parameters: Mapping[str, Tensor], where: str) -> list[str]:
+def _matching_names(params: Any, parameters: Mapping[str, Tensor], source: str) -> list[str]:
     """Names of the trained parameters that a group's names, patterns and tensors refer to."""
     entries = [params] if isinstance(params, str | Tensor | nn.Module) else list(params)
     names: list[str] = []
@@ -71,9 +71,9 @@ def _matching_names(params: Any, parameters: Mapping[str, Tensor], where: str) -
         else:
             matches = [name for name, p in parameters.items() if p is entry]
             what = f"a {type(entry).__name__}"
-        if not matches and getattr(entry, "requires_grad", True):  # frozen ones are left out
+        if not matches and getattr(entry, "requires_grad", True):  # frozen parameters are ignored
             raise ConfigError(
-                f"{where} has {what}, which matches no trained parameter of the model; use names "
+                f"{source} has {what}, which matches no trained parameter of the model; use names "
                 f"such as {', '.join(list(parameters)[:3])}, or parameters of the model that is "
                 "passed to groups(model), since sharding has replaced the original ones"
             )
@@ -82,7 +82,7 @@ def _matching_names(params: Any, parameters: Mapping[str, Tensor], where: str) -
 
 
 def check_keys(groups: Sequence[Group], optimizer: Optimizer) -> None:
-    """Errors: ConfigError for a key that neither this project nor the optimizer reads."""
+    """Raises ConfigError for a key that neither this project nor the optimizer reads."""
     known = (*GROUP_KEYS, *(key for key in optimizer.defaults if key != "lr"))
     for group in groups:
         for key in group:
@@ -106,7 +106,7 @@ def described(optimizer: Optimizer) -> str:
 
 def task_optimizer(task: Any, groups: Sequence[Group], lr: float) -> Optimizer:
     """The optimizer that the task's optimizer(groups, lr) returns, adapted to step on shards."""
-    copies = [dict(group) for group in groups]  # the optimizer adds its defaults to them
+    copies = [dict(group) for group in groups]  # because an optimizer adds its defaults to a group
     make = task.optimizer
     optimizer: Optimizer = call_task(ConfigError, "optimizer(groups, lr)", make, copies, lr)
     kind = type(optimizer).__name__
@@ -128,9 +128,9 @@ def task_optimizer(task: Any, groups: Sequence[Group], lr: float) -> Optimizer:
         if any(isinstance(p, DTensor) for p in parameters):
             _step_on_shards(optimizer)
     if any(base.__module__.startswith("torchao.") for base in type(optimizer).__mro__):
-        # With a warm AOTAutograd cache an 8-bit step computes something else: twenty steps of
-        # torchao 0.18's AdamW8bit on torch 2.13 end at a loss of 3.127 without the cache, and at
-        # 5.355 in a second run with it. TORCHINDUCTOR_AUTOGRAD_CACHE=1 keeps it on.
+        # With a warm AOTAutograd cache, 8-bit steps are wrong: twenty steps of torchao 0.18's
+        # AdamW8bit on torch 2.13 end at a loss of 3.127 without the cache, and at 5.355 in a
+        # second run with it. TORCHINDUCTOR_AUTOGRAD_CACHE=1 keeps the cache on.
         import torch._functorch.config as functorch
 
         functorch.enable_autograd_cache = False  # type: ignore[assignment]
@@ -140,8 +140,8 @@ def task_optimizer(task: Any, groups: Sequence[Group], lr: float) -> Optimizer:
 def _handles_amp_scaling(optimizer: Optimizer) -> bool:
     """Whether the optimizer's own step obeys grad_scale and found_inf.
 
-    False for a subclass that overrides a fused optimizer's step, since it may ignore both; and for
-    torch's fused SGD, which leaves its momentum uninitialised if the first step is skipped.
+    False for a subclass that overrides a fused optimizer's step, because the override may ignore
+    both; and for torch's fused SGD, which leaves momentum uninitialised if it skips the first step.
     """
     kind = type(optimizer)
     if kind is torch.optim.SGD or not getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -154,8 +154,8 @@ def _handles_amp_scaling(optimizer: Optimizer) -> bool:
 class _Permissive(TorchFunctionMode):
     """Lets an optimizer that was written for ordinary tensors, such as Adafactor, step on DTensors.
 
-    Reduces partial results at once. An in-place operation that DTensor rejects, since its result
-    has another placement, is computed out of place, redistributed and copied.
+    Partial results are reduced at once. If DTensor rejects an in-place operation, because its
+    result has another placement, the result is computed out of place, redistributed and copied.
     """
 
     def __torch_function__(
@@ -164,7 +164,7 @@ class _Permissive(TorchFunctionMode):
         kwargs = kwargs or {}
         try:
             out = function(*args, **kwargs)
-        except RuntimeError as error:  # raised for placements alone, before anything is written
+        except RuntimeError as error:  # about placements: raised before anything is written
             name = getattr(function, "__name__", "")
             if "placement" not in str(error) or not name.endswith("_") or name.endswith("__"):
                 raise
@@ -178,7 +178,7 @@ class _Permissive(TorchFunctionMode):
 
 
 def _step_on_shards(optimizer: Optimizer) -> None:
-    """Replace the optimizer's step by one that works on DTensors."""
+    """Replace the optimizer's step by a step that works on DTensors."""
     step = optimizer.step
 
     @wraps(step)  # keeps the attributes that torch's wrapper of `step` has set
@@ -190,7 +190,7 @@ def _step_on_shards(optimizer: Optimizer) -> None:
 
 
 def task_factor(task: Any, step: int) -> float:
-    """The task's factor of optim.lr after `step` applied steps. Errors: ConfigError."""
+    """What the task's schedule multiplies optim.lr by, after `step` applied steps."""
     name = f"schedule({step})"
     factor: float = call_task(ConfigError, name, lambda: float(task.schedule(step)))
     if not 0 <= factor < math.inf:
@@ -199,7 +199,7 @@ def task_factor(task: Any, step: int) -> float:
 
 
 def check_formula(schedule: Any, step: int) -> None:
-    """Errors: ConfigError if the task's schedule has changed since the run was built."""
+    """Raises ConfigError if the task's schedule has changed since the run was built."""
     step = min(step, len(schedule.table) - 1)
     rate = schedule.table[step]
     if (now := schedule.formula(step)) != rate:
@@ -211,7 +211,7 @@ def check_formula(schedule: Any, step: int) -> None:
 
 
 def check_rates(schedule: Any, optimizer: Optimizer) -> None:
-    """Errors: ConfigError if other code has set a group's learning rate. Waits for the device."""
+    """Raises ConfigError if other code has set a group's learning rate. Waits for the device."""
     found = [float(group["lr"]) for group in optimizer.param_groups]
     schedule.factor = schedule.factor  # the setter sets the groups' rates to the schedule's
     expected = [float(group["lr"]) for group in optimizer.param_groups]
@@ -223,10 +223,10 @@ def check_rates(schedule: Any, optimizer: Optimizer) -> None:
 
 
 def call_on_evaluation(run: Any, values: dict[str, float]) -> str:
-    """Call the task's on_evaluation, if it has one, and put what it adds into `values`.
+    """Call the task's on_evaluation, if it exists, and update `values` with what it sets there.
 
-    Returns the reason to stop, or "". Errors: DataError for values that can't be logged, or differ
-    between ranks; ConfigError for a learning rate set elsewhere than by run.schedule.factor.
+    Returns the reason to stop, or "". Raises DataError for values that can't be logged or differ
+    between ranks, ConfigError for a learning rate not set through run.schedule.factor.
     """
     if not hasattr(run.task, "on_evaluation"):
         return ""
@@ -251,7 +251,7 @@ def call_on_evaluation(run: Any, values: dict[str, float]) -> str:
 
 
 def call_back(run: Any, name: str, argument: Any) -> str:
-    """Call on_step or on_evaluation; returns the reason to stop, or "". Errors: DataError."""
+    """Call the task's on_step or on_evaluation. Returns the reason to stop, or ""."""
     when = f" after step {run.step}"
     method = getattr(run.task, name.partition("(")[0])
     answer = call_task(DataError, name, method, run, argument, when=when)
@@ -263,7 +263,7 @@ def call_back(run: Any, name: str, argument: Any) -> str:
 
 
 class GroupRates:
-    """An observer: logs the learning rate of each parameter group, if any has an lr_scale."""
+    """Observer that logs each parameter group's learning rate, if any group has an lr_scale."""
 
     def __init__(self, run: Any):
         groups = run.optimizer.param_groups

@@ -2,10 +2,10 @@
 
 Source: Keller Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; scaled as in Liu et
 al. 2025, arXiv:2502.16982. One process computes what torch.optim.Muon does. With several ranks,
-one of them, the owner, orthogonalises a matrix for all. A step exchanges updates in bfloat16:
+each matrix has one owner, the rank that orthogonalises it. A step exchanges updates in bfloat16:
 
-    all-to-all    from every shard to the matrix's owner, which orthogonalises the whole matrix
-    all-to-all    back to the shards
+    all-to-all    sends all shards of a matrix to its owner, which orthogonalises the whole matrix
+    all-to-all    sends the result back to the shards
     all-gather    over the replicas (DDP, HSDP), each of which owns some of the matrices
 
 Docs: docs/recipes.md
@@ -22,28 +22,28 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dist_amp.world import all_gather_single, local
 
-# Keller Jordan's, of the quintic Newton-Schulz iteration, as in torch.optim.Muon.
+# Keller Jordan's quintic Newton-Schulz iteration, as in torch.optim.Muon.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
-# Elements that a rank gathers per exchange, unless one matrix per owner is more: 128 MiB (assumed).
-AT_ONCE = 2**26
+# Elements that a rank gathers per exchange, 128 MiB (assumed); one matrix per owner may take more.
+ELEMENTS_AT_ONCE = 2**26
 
 Group = dict[str, Any]
 
 
-# A matrix's owner, and where the matrix's shard lies in what each rank sends to that owner.
+# A matrix's owner, and the slice of what each rank sends to the owner that has the matrix's shard.
 class Place(NamedTuple):
     matrix: Tensor
-    owner: int  # replica * shards + shard
+    owner: int  # replica * shards + shard, not a global rank
     start: int
-    stop: int
+    stop: int  # start + elements of a full shard; the last one may have fewer
 
 
 class Muon(torch.optim.Optimizer):
-    """groups: as for any torch optimizer. Those with `use_muon` use Muon, the others AdamW.
+    """groups: as for any torch optimizer. Groups with use_muon=True use Muon, the rest AdamW.
 
-    use_muon: default: whether all of the group's parameters are matrices. momentum: Muon's Nesterov
-    momentum; betas, eps: AdamW's. fused: unscale and skip in the step, without a host-device sync.
+    use_muon defaults to whether all of the group's parameters are matrices. momentum: Muon's
+    Nesterov momentum; betas, eps: AdamW's. fused: unscale and skip without a host-device sync.
     """
 
     grad_scale: Tensor | None = None
@@ -62,7 +62,7 @@ class Muon(torch.optim.Optimizer):
         eps: float = 1e-8,
         fused: bool = True,
     ):
-        # Holds AdamW's options; in `step` it gets this optimizer's state and AdamW groups.
+        # Holds AdamW's options. `step` gives it this optimizer's state and the groups for AdamW.
         unused = [torch.zeros(1)]
         self._adamw = torch.optim.AdamW(unused, lr, betas, eps, weight_decay, fused=fused)
         copies = []
@@ -70,15 +70,15 @@ class Muon(torch.optim.Optimizer):
             parameters = list(group["params"])
             matrices_only = all(p.ndim == 2 for p in parameters)
             copy = {"use_muon": matrices_only, **group, "params": parameters}
-            if any(p.is_meta for p in parameters):  # `plan`; no fused kernel takes meta tensors
+            if any(p.is_meta for p in parameters):  # in `dist_amp plan`; fused kernels reject them
                 copy["fused"] = False
             if copy["use_muon"] and not matrices_only:
                 raise ValueError("use_muon=True is for a group of 2-D parameters only; split it")
             copies.append(copy)
         super().__init__(copies, {**self._adamw.defaults, "momentum": momentum})
         self._step_supports_amp_scaling = fused
-        self._dealt: Any = set()  # the matrices in `_exchanges`
-        self._exchanges: Any = []  # (layout, its matrices' places)
+        self._planned: Any = set()  # the matrices in `_exchanges`
+        self._exchanges: Any = []  # (layout, [Place of each matrix])
 
     def take_one_at_a_time(self) -> None:
         self.matrices_at_once = 1
@@ -93,15 +93,15 @@ class Muon(torch.optim.Optimizer):
         adamw.step()
         with_muon = [group for group in self.param_groups if group["use_muon"]]
         groups = {p: group for group in with_muon for p in group["params"] if p.grad is not None}
-        if groups.keys() != self._dealt:  # other matrices have gradients than before
-            self._dealt = set(groups)
+        if groups.keys() != self._planned:  # not the same matrices have gradients as before
+            self._planned = set(groups)
             layouts: Any = {}
             for matrix in groups:
                 layouts.setdefault(layout_of(matrix), []).append(matrix)
             self._exchanges = []
             for layout, matrices in layouts.items():
                 _, shards, replicas = layout
-                for places in deal(matrices, shards[1], replicas[1]):
+                for places in plan_exchanges(matrices, shards[1], replicas[1]):
                     self._exchanges.append((layout, places))
         for layout, places in self._exchanges:
             self._update(layout, places, groups)
@@ -110,10 +110,10 @@ class Muon(torch.optim.Optimizer):
         """Update the matrices of one exchange, as described at the top of this file."""
         device, (shard_group, shards, shard), (replica_group, replicas, replica) = layout
         size = max(place.stop for place in places)
-        sent = torch.empty(shards, size, dtype=torch.bfloat16, device=device)
+        sent = torch.empty(shards, size, dtype=torch.bfloat16, device=device)  # row i: to shard i
         for matrix, owner, start, _ in places:
             update = self._with_momentum(matrix, groups[matrix])
-            if owner // shards == replica:  # else another replica's shards send it
+            if owner // shards == replica:  # otherwise another replica's ranks send it
                 end = start + update.numel()
                 sent[owner % shards, start:end] = update.flatten()
         gathered = sent
@@ -123,7 +123,7 @@ class Muon(torch.optim.Optimizer):
         owned: Any = {}
         for matrix, owner, start, stop in places:
             if owner == replica * shards + shard:
-                part = gathered[:, start:stop]
+                part = gathered[:, start:stop]  # [shards, elements of a shard]
                 owned.setdefault(matrix.shape, []).append(part)
         for shape, parts in owned.items():
             self._orthogonalise(shape, parts)
@@ -131,7 +131,7 @@ class Muon(torch.optim.Optimizer):
             dist.all_to_all_single(sent, gathered, group=shard_group)
         updates = sent
         if replicas > 1:
-            updates = sent.new_empty(replicas * shards, size)
+            updates = sent.new_empty(replicas * shards, size)  # row i: from owner i
             all_gather_single(updates, sent, group=replica_group)
         for matrix, owner, start, _ in places:
             end = start + local(matrix).numel()
@@ -141,7 +141,7 @@ class Muon(torch.optim.Optimizer):
     def _orthogonalise(self, shape: Any, parts: list[Tensor]) -> None:
         """Orthogonalise matrices of one shape in place: [shards, elements of a shard] each."""
         rows, columns = shape
-        padded = torch.stack(parts).view(len(parts), -1, columns)  # as the last shard may be short
+        padded = torch.stack(parts).view(len(parts), -1, columns)  # the last shard may be short
         for matrices in padded[:, :rows].split(self.matrices_at_once):
             matrices.copy_(orthogonalised(matrices))
         for part, update in zip(parts, padded, strict=True):
@@ -159,7 +159,7 @@ class Muon(torch.optim.Optimizer):
         if self.grad_scale is not None:
             gradient = gradient / self.grad_scale
         if self.found_inf is not None:
-            # A skipped step keeps the momentum: weight 0, and zero gradients, as 0 * inf is nan.
+            # A skipped step keeps the momentum: weight 0, and gradient 0, because 0 * inf is nan.
             gradient = torch.where(self.found_inf > 0, 0.0, gradient)
             weight = (weight * (1 - self.found_inf)).to(buffer.dtype)
         buffer.lerp_(gradient, weight)
@@ -170,7 +170,7 @@ class Muon(torch.optim.Optimizer):
         lr = group["lr"]
         if self.found_inf is not None:
             lr = lr * (1 - self.found_inf)
-        ratio = 0.2 * math.sqrt(max(parameter.shape))  # to match the RMS of AdamW's updates
+        ratio = 0.2 * math.sqrt(max(parameter.shape))  # matches the RMS of AdamW's updates
         part.mul_(1 - lr * group["weight_decay"])
         part.sub_(update.view_as(part).to(part) * (lr * ratio))
 
@@ -216,15 +216,15 @@ def orthogonalised(matrices: Tensor) -> Tensor:
 
 
 def layout_of(matrix: Tensor) -> Any:
-    """Returns (device, shards, replicas) of a matrix; the last two: (group, size, own rank)."""
+    """Returns (device, shards, replicas) of a matrix. shards, replicas: (group, size, own rank)."""
     device: Any = matrix.device
-    alone = None, 1, 0
-    ranks: Any = {Shard(0): alone, Replicate(): alone}
+    unsplit = None, 1, 0
+    ranks: Any = {Shard(0): unsplit, Replicate(): unsplit}
     if isinstance(matrix, DTensor):
         mesh = matrix.device_mesh
-        device = mesh.device_type  # of the exchange; under CPU offload the matrix is on the host
+        device = mesh.device_type  # of collectives; under CPU offload, the matrix is on the host
         for dimension, placement in enumerate(matrix.placements):
-            if ranks.get(placement) != alone:
+            if ranks.get(placement) != unsplit:
                 raise ValueError(
                     f"Muon takes matrices that are sharded by rows, once, not {matrix.placements}; "
                     "set use_muon=False for them"
@@ -236,8 +236,8 @@ def layout_of(matrix: Tensor) -> Any:
     return device, *ranks.values()
 
 
-def deal(matrices: Iterable[Tensor], shards: int, replicas: int) -> list[Any]:
-    """Places by exchange; each matrix, largest first, goes to the least busy rank (Graham 1969)."""
+def plan_exchanges(matrices: Iterable[Tensor], shards: int, replicas: int) -> list[Any]:
+    """The places by exchange; matrices, largest first, go to the least busy rank (Graham 1969)."""
 
     def work(matrix: Tensor) -> int:
         short, long = sorted(matrix.shape)
@@ -245,14 +245,14 @@ def deal(matrices: Iterable[Tensor], shards: int, replicas: int) -> list[Any]:
 
     ranks = shards * replicas
     loads = [0] * ranks
-    ends = [AT_ONCE + 1] * ranks  # where each owner's last place ends; a full exchange, at first
+    ends = [ELEMENTS_AT_ONCE + 1] * ranks  # of each owner's last place; at first, as if full
     exchanges: Any = []
     for matrix in sorted(matrices, key=lambda matrix: (-work(matrix), matrix.shape)):
         owner = loads.index(min(loads))
         loads[owner] += work(matrix)
         rows, columns = matrix.shape
         length = math.ceil(rows / shards) * columns
-        if ends[owner] and (ends[owner] + length) * ranks > AT_ONCE:
+        if ends[owner] and (ends[owner] + length) * ranks > ELEMENTS_AT_ONCE:
             ends = [0] * ranks
             exchanges.append([])
         start = ends[owner]

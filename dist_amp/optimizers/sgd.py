@@ -13,7 +13,7 @@ from dist_amp.world import local
 class FusedSGD(torch.optim.SGD):
     """torch's fused SGD leaves momentum uninitialised if it skips the first step, and can't take
     sharded parameters with a learning rate on the device. Here momentum starts at zero, which gives
-    the same first step, and the kernel gets this rank's shards.
+    the same first step if dampening is 0, and the kernel gets this rank's shards.
     """
 
     _step_supports_amp_scaling = True
@@ -48,7 +48,7 @@ class FusedSGD(torch.optim.SGD):
 
 
 def build_sgd(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
-    """SGD for these groups; fused with optim.fused, unless the kernel can't update a parameter."""
+    """SGD for these groups. Fused if optim.fused is set and the kernel supports all parameters."""
     parameters = [p for group in groups for p in group["params"]]
     if config.fused and not any(on_cpu_in_half(p) for p in parameters):
         return FusedSGD(groups, lr=config.lr, momentum=config.momentum)

@@ -26,8 +26,8 @@ Forward = Callable[..., Any]
 BufferKey = tuple[nn.Module, str]  # a module and the name of its buffer
 SMALL = 2**22  # buffers of up to this many elements are copied for the recomputation
 
-# Operations whose results "selective" keeps, besides attention: much arithmetic for few bytes. Not
-# batched products: attention scores computed by one are many bytes for little arithmetic
+# Operations whose results "selective" keeps, besides attention: slow to recompute, small to keep.
+# Batched products are left out, because those of attention scores are large and fast to recompute
 # (Korthikanti et al. 2022, arXiv:2205.05198). torchtitan makes a similar choice.
 PRODUCTS = {
     "aten::mm",
@@ -38,12 +38,12 @@ PRODUCTS = {
     "aten::_grouped_mm",
     "aten::_scaled_grouped_mm",
     "aten::convolution",
-    "torch_attn::_varlen_attn",  # attention without dropout, whatever its scale
+    "torch_attn::_varlen_attn",  # has no dropout; its float argument is a scale
 }
 
 
 def checkpoint_activations(checkpointing: int | str, blocks: Sequence[nn.Module]) -> None:
-    """Checkpoint every n-th block, starting with the first; "full" and "selective": all blocks."""
+    """Checkpoint every n-th block from the first on; all blocks for "full" and "selective"."""
     every = checkpointing if isinstance(checkpointing, int) else 1
     if every > len(blocks):
         raise ConfigError(
@@ -91,18 +91,18 @@ def policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
     name: str = operation.name()
     keep = name in PRODUCTS
     if "attention" in name or "flash_attn" in name:
-        # The first float argument is the dropout probability. With dropout, attention runs again:
-        # if it were skipped, later random numbers would differ.
+        # The first float argument is the dropout probability. Attention with dropout is recomputed:
+        # keeping its result would skip its random draws, and later draws would differ.
         floats = (value for value in args if isinstance(value, float))
         keep = not kwargs.get("dropout_p", next(floats, 0.0))
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def save_buffers(buffers: Sequence[BufferKey]) -> dict[BufferKey, tuple[Tensor, int]]:
-    """Each buffer's tensor before the block runs, and torch's count of in-place writes to it.
+    """Each buffer's tensor before the block runs, and its version (torch's count of writes).
 
     Buffers of up to SMALL elements are copied, because the count misses some writes, such as those
-    of batch norm's kernel. Larger ones are tables; the block may replace them, not write in place.
+    of batch norm's kernel. Larger buffers (tables) may be replaced, but not written in place.
     """
     saved = {}
     for key in buffers:
@@ -117,9 +117,9 @@ def save_buffers(buffers: Sequence[BufferKey]) -> dict[BufferKey, tuple[Tensor, 
 def restored_buffers(
     saved: dict[BufferKey, tuple[Tensor, int]], inner: AbstractContextManager[Any]
 ) -> Iterator[None]:
-    """Context in which the buffers are the saved ones; on exit, they are the current ones again.
+    """Context in which the module has the saved buffers; on exit, it has its current ones again.
 
-    Errors: ConfigError for a large buffer that has been written to in place.
+    Raises ConfigError if the forward has written to a large buffer in place.
     """
     current = {key: getattr(*key) for key in saved}
     try:
@@ -130,7 +130,7 @@ def restored_buffers(
                     f"of {tensor.numel():,} elements, is written in place, but only smaller ones "
                     "are copied for the recomputation; assign a new tensor to it, or use none"
                 )
-            # Copied again: the recomputation may write to it, and backward may run twice.
+            # A copy of the copy: the recomputation may write to it, and backward may run twice.
             setattr(owner, name, tensor.clone() if tensor.numel() <= SMALL else tensor)
         with inner:
             yield

@@ -10,12 +10,12 @@ from dist_amp.settings import Strategy
 from dist_amp.task import Task
 from dist_amp.world import World
 
-# Smallest share of the parameters for repeated layers: gathering less is not worth a collective.
+# Repeated layers with a smaller share of the parameters are no blocks: not worth a collective.
 MIN_SHARE = 0.05
 
 
 def pick_blocks(strategy: Strategy, task: Task, module: nn.Module, world: World) -> list[nn.Module]:
-    """Find and print the blocks. Errors: ConfigError if one to be sharded shares parameters."""
+    """Find and print the blocks. Raises ConfigError if a block to be sharded shares parameters."""
     blocks = blocks_of(task, module)
     shared = shared_parameters(module, blocks)
     if shared and strategy in ("fsdp", "hsdp"):
@@ -37,7 +37,7 @@ def pick_blocks(strategy: Strategy, task: Task, module: nn.Module, world: World)
 
 
 def blocks_of(task: Task, module: nn.Module) -> list[nn.Module]:
-    """Those of the task's `blocks`, or found ones. Errors: DataError for one not in the model."""
+    """The outermost of the task's `blocks`, which must be in the model; by default, found ones."""
     if not hasattr(task, "blocks"):
         return outermost(find_blocks(module))
     blocks = list(dict.fromkeys(task.blocks(module)))
@@ -52,7 +52,7 @@ def blocks_of(task: Task, module: nn.Module) -> list[nn.Module]:
 
 
 def outermost(blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """Drop blocks that are inside another one, such as a layer that a later block wraps."""
+    """The blocks that are not inside another block, such as a layer that another block wraps."""
     inside = {part for block in blocks for part in block.modules() if part is not block}
     return [block for block in blocks if block not in inside]
 
@@ -60,7 +60,7 @@ def outermost(blocks: Sequence[nn.Module]) -> list[nn.Module]:
 def units_of(task: Task, module: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
     """The modules that FSDP2 gathers one by one, in the model's order: blocks and the task's units.
 
-    Tied weights are gathered with the root. Errors: DataError for a unit that FSDP2 can't use.
+    Tied weights are gathered with the root. Raises DataError for a unit that FSDP2 can't use.
     """
     blocks = list(blocks)
     units: list[nn.Module] = list(task.units(module)) if hasattr(task, "units") else []
@@ -96,7 +96,7 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
     lists the class in `_no_split_modules`. The search goes on inside layers that are not repeated.
     If no layer is repeated, the outermost layers are the blocks.
     """
-    enough = MIN_SHARE * parameters_in([module])
+    min_parameters = MIN_SHARE * parameters_in([module])
     no_split = {
         name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()
     }
@@ -114,7 +114,7 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
             # Sharding replaces a module's class by a subclass, so look at the base classes too.
             if no_split & {base.__name__ for base in cls.__mro__}:
                 repeated |= set(group)
-            elif parameters_in(group) >= enough:
+            elif parameters_in(group) >= min_parameters:
                 shapes = {
                     tuple((name, p.shape) for name, p in each.named_parameters()) for each in group
                 }
@@ -129,8 +129,8 @@ def _layers_in(modules: Iterable[nn.Module], shared: Iterable[nn.Module]) -> lis
     layers = []
     for module in modules:
         for child in module.children():
-            # A list in a list has no forward before which FSDP2 could gather it, and a whole
-            # transformers model is meant to be split.
+            # FSDP2 gathers a unit before its forward, which a ModuleList in a list lacks. A whole
+            # transformers model, which has _no_split_modules, is meant to be split.
             can_be_unit = (
                 parameters_in([child]) > 0
                 and child not in shared
@@ -147,7 +147,7 @@ def _layers_in(modules: Iterable[nn.Module], shared: Iterable[nn.Module]) -> lis
 def shared_parameters(module: nn.Module, parts: Iterable[nn.Module]) -> dict[nn.Module, str]:
     """{part: name of a parameter in it that is also used outside it}, for parts that have one."""
     uses = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
-    # A part that is registered several times shares nothing with other modules by that.
+    # Registering a part several times does not make its parameters shared with other modules.
     copies = Counter(id(part) for _, part in module.named_modules(remove_duplicate=False))
     names = {id(p): name for name, p in module.named_parameters()}
     shared: dict[nn.Module, str] = {}

@@ -1,9 +1,9 @@
 """Compile the blocks of a model before it is placed on the ranks.
 
-Only a block's `forward` is compiled, so that parameter names stay the same and hooks (FSDP's too)
-run outside the compiled code. A block with graph breaks is compiled in pieces, and torch logs why
-(TORCH_LOGS=graph_breaks,recompiles); with compile.blocks=auto, it runs uncompiled. A deepcopy of
-the model would run the original's blocks.
+Only a block's `forward` is compiled, so that parameter names stay the same and the block's hooks
+(FSDP's too) run outside the compiled code. A block with graph breaks is compiled in pieces, and
+torch logs why (TORCH_LOGS=graph_breaks,recompiles); with compile.blocks=auto, it runs uncompiled. A
+deepcopy of a compiled model would run the original's blocks.
 
 Docs: docs/recipes.md
 """
@@ -28,10 +28,10 @@ from dist_amp.world import World
 
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
-# Values of compile.mode that choose a backend of torch.compile for debugging.
+# Values of compile.mode that choose one of torch.compile's debugging backends.
 GENERATE_NO_CODE = ("eager", "aot_eager")
 
-# An exception whose class is defined in one of these modules is the compiler's.
+# Exceptions whose classes are defined in these modules come from the compiler.
 COMPILER_MODULES = ("torch._dynamo", "torch._inductor", "torch.fx")
 
 
@@ -40,7 +40,7 @@ def pick_compile(
 ) -> CompileConfig:
     """The [compile] settings, with blocks=auto replaced by false if nothing should be compiled.
 
-    Errors: ConfigError for CUDA graphs with sharding or, on a GPU, with several micro-batches.
+    Raises ConfigError for CUDA graphs with sharding or, on a GPU, with several micro-batches.
     """
     picked = config.compile
     if picked.blocks == "auto":
@@ -92,8 +92,8 @@ def compile_blocks(
     torch.compiler.reset()
     kinds = len({str(part) for part in parts})
     torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, 8 * kinds)
-    # Heads that compute the loss, too, but not as CUDA graphs: losses are kept for some steps, and
-    # the next step would overwrite them.
+    # Also compile heads that compute the loss. Not as CUDA graphs: losses are kept for some steps,
+    # and a graph's next replay would overwrite them.
     if config.mode not in CUDA_GRAPHS:
         parts += [part for part in module.modules() if getattr(part, "computes_loss", False)]
     options: dict[str, Any] = {"mode": config.mode}
@@ -113,8 +113,8 @@ def compiled_if_one_graph(
 ) -> Callable[..., Any]:
     """The block's forward, compiled as one graph, or unchanged if that failed for its class.
 
-    After a compiler's error, the block's class is added to `uncompiled`. One graph, because pieces
-    of a forward, such as those of a mixture of experts, would be compiled for many shapes.
+    If the compiler raises an error, the block's class is added to `uncompiled`. Several graphs per
+    block, as in a mixture of experts, would be compiled again for many shapes.
     """
     forward = block.forward
     compiled = torch.compile(forward, fullgraph=True, **options)
@@ -145,8 +145,8 @@ def keep_code(folder: Path, config: CompileConfig, world: World) -> None:
 
 
 def stance(name: str) -> AbstractContextManager[Any]:
-    """Context for running compiled blocks. force_eager: they run uncompiled, so that hooks inside
-    them are called; eager_on_recompile: nothing more is compiled, and new shapes run uncompiled.
+    """Context that sets how compiled blocks run. force_eager: uncompiled, so that hooks inside them
+    are called; eager_on_recompile: nothing more is compiled, and new shapes run uncompiled.
     """
     if "torch._dynamo" in sys.modules:
         return torch.compiler.set_stance(name)

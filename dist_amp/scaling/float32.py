@@ -1,4 +1,4 @@
-"""Conversion of trained parameters to float32: stored in bf16 or fp16, they lose small updates."""
+"""Converts trained parameters to float32: stored in bf16 or fp16, they would lose small updates."""
 
 from collections import Counter
 

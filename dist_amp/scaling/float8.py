@@ -24,7 +24,7 @@ CAPABILITY = (8, 9)  # compute capability of the first GPUs with float8 tensor c
 
 
 def check_float8(config: Config, world: World) -> None:
-    """Errors: ConfigError for settings or a device that rule out float8."""
+    """Raises ConfigError if the precision settings or the device don't allow float8."""
     problem = ""
     if config.precision.name == "fp32":
         problem = "use_amp=false computes in float32: use --use_amp true"
@@ -43,8 +43,8 @@ def check_float8(config: Config, world: World) -> None:
 def to_float8(config: Config, task: Any, module: nn.Module, world: World) -> None:
     """Convert the blocks' linear layers in place, before anything wraps them.
 
-    Layers with hooks, shared or frozen weights, or sizes that are not multiples of 16 stay as they
-    are. On a CPU, float8 is emulated. Errors: ConfigError if no layer can be converted.
+    Layers with hooks, shared or frozen weights, or sizes that are not multiples of 16 are left
+    unchanged. On a CPU, float8 is emulated. Raises ConfigError if no layer can be converted.
     """
     check_float8(config, world)
     try:
@@ -57,7 +57,7 @@ def to_float8(config: Config, task: Any, module: nn.Module, world: World) -> Non
             "precision.dtype=bf16"
         ) from error
     linears = linears_in_blocks(task, module)
-    chosen = {part for part in linears if takes_float8(part)}
+    chosen = {part for part in linears if can_use_float8(part)}
     if not chosen:
         raise ConfigError(
             f"precision.dtype=fp8: none of the {len(linears)} linear layers in the model's blocks "
@@ -65,7 +65,7 @@ def to_float8(config: Config, task: Any, module: nn.Module, world: World) -> Non
             "trained, not shared and without hooks; use precision.dtype=bf16"
         )
     on_gpu = world.device.type == "cuda"
-    # pad_inner_dim: a weight's gradient sums over rows, whose number may not be a multiple of 16.
+    # pad_inner_dim: a weight's gradient sums over the batch's rows, which may not be 16 x n.
     options = Float8LinearConfig(emulate=not on_gpu, pad_inner_dim=True)
     convert_to_float8_training(
         module, module_filter_fn=lambda part, name: part in chosen, config=options
@@ -86,7 +86,7 @@ def linears_in_blocks(task: Any, module: nn.Module) -> list[nn.Linear]:
     return [part for part in linears if part not in shared and part is not module]
 
 
-def takes_float8(linear: nn.Linear) -> bool:
+def can_use_float8(linear: nn.Linear) -> bool:
     has_hooks = linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks
     sizes_fit = linear.in_features % MULTIPLE == 0 and linear.out_features % MULTIPLE == 0
     return linear.weight.requires_grad and sizes_fit and not has_hooks

@@ -1,7 +1,7 @@
 """Frozen parameters, such as LoRA's base: a checkpoint stores a checksum in place of each one.
 
-On resume the task builds them again, and the checksums must match. If frozen parameters do change,
-as a teacher that is a moving average does, they are saved like the others.
+On resume the task builds them again, and the checksums must match. If any of them changes during
+training, as in a teacher that is a moving average, all of them are saved like trained ones.
 
 Docs: docs/checkpointing.md
 """
@@ -17,8 +17,8 @@ from dist_amp.errors import DataError
 from dist_amp.world import World, local
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-CHUNK = 2**20  # elements that are hashed at a time, to bound the memory
-SAMPLED_ELEMENTS = 2**12  # about as many elements of each parameter are compared to notice a change
+CHUNK = 2**20  # elements hashed at a time, to bound the memory
+SAMPLED_ELEMENTS = 2**12  # per parameter, compared to detect a change; at most twice as many
 
 
 def frozen_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -27,7 +27,7 @@ def frozen_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def checksum(tensor: Tensor) -> Tensor:
-    """Scalar int64 on the tensor's device. Checksums of a tensor's parts add up to the whole's."""
+    """Checksum of the elements in any order, so that shards' checksums add up: scalar int64."""
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for part in tensor.detach().reshape(-1).split(CHUNK):
         part = part.float() if part.is_floating_point() else part
@@ -49,15 +49,15 @@ def expect_checksums(
 ) -> None:
     """Replace frozen parameters in the state to load by checksums, if the checkpoint has those.
 
-    Errors: DataError if the checkpoint was saved with another number of frozen parameters.
+    Raises DataError if the checkpoint was saved with another number of frozen parameters.
     """
     entry = metadata.state_dict_metadata.get("frozen")
     saved = entry.size.numel() if isinstance(entry, TensorStorageMetadata) else 0
-    now = len(frozen_parameters(module))
-    stored = any(f"model.{name}" in metadata.state_dict_metadata for name in frozen_names(module))
-    if saved != now and not stored:
+    count = len(frozen_parameters(module))
+    in_full = any(f"model.{name}" in metadata.state_dict_metadata for name in frozen_names(module))
+    if saved != count and not in_full:
         raise DataError(
-            f"checkpoint {path} has {saved} frozen parameters and this model {now}; freeze the "
+            f"checkpoint {path} has {saved} frozen parameters and this model {count}; freeze the "
             "same parameters as in the run that saved it"
         )
     if saved:
@@ -76,13 +76,13 @@ class FrozenBase:
     section = "frozen"
 
     def __init__(self, module: nn.Module, world: World, replicas: int):
-        """Create it before a checkpoint is loaded. replicas: copies of the model on the ranks."""
+        """Create it before a checkpoint is loaded. replicas: how many copies the ranks hold."""
         self._module = module
         self._world = world
         self._replicas = replicas
         self._frozen = frozen_parameters(module)
         self._at_start = self._samples()
-        self._checksums: Tensor | None = None  # of each whole parameter, as it was at the start
+        self._checksums: Tensor | None = None  # of each unsharded parameter, as at the start
         self._changes = False
 
     def _samples(self) -> list[Tensor]:
@@ -101,11 +101,11 @@ class FrozenBase:
         return None if self._changes else self.checksums().clone()
 
     def load_state_dict(self, saved: Tensor) -> None:
-        """Errors: DataError if a frozen parameter differs from the checksums in the checkpoint."""
+        """Raises DataError if a frozen parameter differs from its checksum in the checkpoint."""
         if len(saved):
             differs = (self.checksums().cpu() != saved.cpu()).tolist()
             names = zip(self._frozen, differs, strict=True)
-            raise_if_any("the checkpoint", [name for name, is_other in names if is_other])
+            raise_if_any("the checkpoint", [name for name, is_different in names if is_different])
 
     def checksums(self) -> Tensor:
         """[parameters] int64, of each unsharded parameter at the start. Every rank must call it."""
@@ -120,9 +120,9 @@ class FrozenBase:
 
 
 def check_frozen(module: nn.Module, saved: Tensor, path: Path) -> None:
-    """Compare a whole model with a checkpoint's checksums. Errors: DataError if they differ."""
+    """Compare an unsharded model with a checkpoint's checksums; DataError if they differ."""
     frozen = frozen_parameters(module).items()
-    # Values may be rounded to bf16, as parallel.param_dtype=bf16 rounds them in a run.
+    # A run with parallel.param_dtype=bf16 has checksums of values rounded to bf16.
     differing = [
         name
         for (name, p), value in zip(frozen, saved.tolist(), strict=True)

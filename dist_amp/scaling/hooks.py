@@ -1,12 +1,12 @@
 """Hooks into FSDP2 that time its waits, and raise errors for uses that it silently gets wrong.
 
 FSDP2 calls collectives in a block's forward and backward, so all ranks must call the same blocks in
-the same order, and each rank's loss must depend on all of them. Each rank checks this by itself,
-before it would call reductions out of order; in the first forwards, ranks also compare their calls.
-FSDP2 computes with gathered copies of its own parameters. A forward that writes to parameters, or
-that is called with other ones, is an error: the writes would be lost, the other ones ignored.
+the same order, and each rank's loss must depend on all of them. Each rank checks its own calls
+before a collective would be out of order; in the first forwards, ranks also compare their calls.
+FSDP2 computes with gathered copies of its own parameters. It is an error if a forward writes to
+parameters (the writes would be lost) or is called with substitutes (which would be ignored).
 
-If torch renames the private methods that are used here, waits count as forward and backward time.
+If torch renames the private methods used here, waits count as forward and backward time.
 
 Docs: docs/collectives.md
 """
@@ -30,7 +30,7 @@ from dist_amp.world import World
 # wait for the reduction. Timing them takes 2 us per unit and step (measured).
 WAITS = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
 
-# Forwards checked for writes to parameters: a teacher's first writes may not change its values.
+# Forwards checked for writes to parameters: a teacher's first updates may not change its values.
 CHECKED_FORWARDS = 16
 
 # Forwards in which the ranks compare which blocks they called, by a collective between CPUs.
@@ -72,18 +72,18 @@ def time_gathers(model: nn.Module, clock: PhaseClock) -> None:
 
 
 def _timed(clock: PhaseClock, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    before = clock.enter("communication")
+    previous = clock.enter("communication")
     try:
         return method(*args, **kwargs)
     finally:
-        clock.enter(before)
+        clock.enter(previous)
 
 
 class BlockCalls:
     """Hooks on an FSDP2 model and its blocks that make the checks described at the file's top.
 
-    Backward visits blocks in the reverse order of their calls. When it reaches a block, all blocks
-    that were called later must have been visited; the loss does not depend on one that was not.
+    Backward reaches blocks in the reverse order of their calls. When it reaches a block, it must
+    have reached all blocks that were called later; the loss does not depend on those it skipped.
     """
 
     def __init__(self, model: nn.Module, blocks: Collection[nn.Module], world: World):
@@ -91,9 +91,9 @@ class BlockCalls:
         self._model = model
         self._world = world
         self._forwards = 0  # number of forwards with gradients
-        self._in_forward = False  # false while a block is recomputed in backward
+        self._in_forward = False  # stays False while backward recomputes a block
         self._calls: list[nn.Module] = []  # the blocks that this forward called, in order
-        self._pending: list[nn.Module] = []  # those that backward has not visited; the last is next
+        self._pending: list[nn.Module] = []  # calls that backward has yet to reach, the last next
         # Before FSDP2's hook, which replaces parameters by gathered ones.
         model.register_forward_pre_hook(self._before_forward, prepend=True)
         # Before FSDP2's hook, so that our hooks on the gradient of an output run before FSDP2's.
@@ -128,7 +128,7 @@ class BlockCalls:
             self._forwards += 1
             if self._forwards <= COMPARED_FORWARDS:
                 self._compare_calls()
-            # If no block is trained, only a gradient of the output makes FSDP2 reduce gradients.
+            # FSDP2 starts to reduce at the gradient of a block's output, or of the model's output.
             if not trained and not self._pending:
                 self._fail(
                     f"the model's output, of type {type(output).__name__}, has no tensor that "
@@ -146,7 +146,7 @@ class BlockCalls:
             tensor.register_hook(lambda _: call_after_backward(self._visit))
 
     def _visit(self, block: nn.Module | None = None, gradient: Tensor | None = None) -> None:
-        """Called when backward reaches the block; None: when backward has ended."""
+        """Called when backward reaches a block, and without a block when backward has ended."""
         if self._pending and block in (None, *self._pending):
             last = self._pending.pop()
             if last is not block:
@@ -171,7 +171,7 @@ class BlockCalls:
                 )
 
     def _check_parameters(self) -> None:
-        """FSDP2 would put its own parameters in place of other ones that are set for this call."""
+        """Reject substitutes for parameters: FSDP2 would replace them by its own."""
         for parameter in [p for group in fsdp_groups(self._model) for p in group.fsdp_params]:
             place = parameter._module_info
             current = getattr(place.module, place.param_name)
@@ -186,7 +186,7 @@ class BlockCalls:
 
     @torch.no_grad()
     def _check_writes(self, unit: nn.Module) -> None:
-        """FSDP2 frees a gathered parameter, and with it what the forward has written to it."""
+        """Reject writes to gathered parameters: FSDP2 frees them, so the writes are lost."""
         if self._forwards >= CHECKED_FORWARDS:
             return
         for parameter in [p for group in groups_of(unit) for p in group.fsdp_params]:
@@ -199,7 +199,7 @@ class BlockCalls:
 
 
 def is_written(whole: Tensor, sharded: Any) -> bool:
-    """Whether a gathered parameter differs from this rank's shard, in the part that is its own."""
+    """Whether this rank's rows of a gathered parameter differ from its shard."""
     shard = sharded.to_local()
     mesh = sharded.device_mesh
     begin = math.ceil(len(whole) / mesh.size(-1)) * mesh.get_local_rank(mesh_dim=-1)
@@ -213,7 +213,7 @@ def trained_tensors(output: Any) -> list[Tensor]:
 
 
 def _post_backward(group: Any, post_backward: Any, *unused: Any) -> None:
-    """Also reduce zeros for parameters without a gradient, and all in the reduction's dtype."""
+    """Before torch 2.13: also reduce zeros for unused parameters; all in the reduction's dtype."""
     if group.reduce_grads:
         trained = [
             p

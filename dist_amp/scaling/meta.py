@@ -1,7 +1,7 @@
 """Build models with parameters on the meta device, which take no memory until they are sharded.
 
 The shards are then filled from pretrained files, from a checkpoint or from rank 0. Only rank 0
-draws initial weights, so that they have the same bits as in one process. Buffers have memory from
+draws initial weights, so that they have the same bits as in one process. Buffers are allocated from
 the start, because files may lack them.
 """
 
@@ -49,13 +49,13 @@ def build_whole(
 def parameters_on_meta() -> Iterator[None]:
     """Context in which modules register parameters on the meta device; tied ones stay tied.
 
-    Modules initialise a parameter after they register it, so they draw no numbers for it.
+    Modules register a parameter before they initialise it, so they draw no random numbers for it.
     """
     register: Any = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, param: Any) -> None:
         if param is not None and not param.is_meta:
-            if not hasattr(param, "on_meta"):  # else it is tied, and was registered before
+            if not hasattr(param, "on_meta"):  # if it has, it is tied and was registered before
                 param.on_meta = like(param, param.detach().to("meta"))
             param = param.on_meta
         register(module, name, param)
@@ -88,9 +88,9 @@ def like(parameter: nn.Parameter, content: Tensor) -> nn.Parameter:
 
 @torch.no_grad()
 def load_parameters(task: Any, module: nn.Module, world: World, resumes: bool = False) -> None:
-    """Call task.load(model), if the task has it, and check that it sets every parameter.
+    """Call task.load(model), if it exists, and check that it sets every parameter. A collective.
 
-    resumes: a checkpoint is loaded next, so only frozen parameters need it. All ranks must call it.
+    resumes: a checkpoint is loaded next, so only a model with frozen parameters needs `load`.
     """
     if not hasattr(task, "load"):
         return
@@ -98,7 +98,7 @@ def load_parameters(task: Any, module: nn.Module, world: World, resumes: bool = 
         return
     for parameter in module.parameters():
         if parameter.is_floating_point():
-            local(parameter).fill_(float("nan"))  # to find those that `load` leaves unset
+            local(parameter).fill_(float("nan"))  # marks parameters that `load` leaves unset
     task.load(module)
     parts = {name: local(p) for name, p in module.named_parameters() if p.is_floating_point()}
     has_nan = torch.stack([part.isnan().any() for part in parts.values()]).tolist()
@@ -112,10 +112,10 @@ def load_parameters(task: Any, module: nn.Module, world: World, resumes: bool = 
 
 
 def build_on_ranks(task: Task, world: World, resumes: bool) -> nn.Module:
-    """The task's model, with its parameters on the meta device on every rank but rank 0.
+    """The task's model, with its parameters on the meta device on all ranks except rank 0.
 
     resumes: a checkpoint is loaded next; if it fills all parameters, rank 0's are on meta too. If
-    the model can't be built on meta, every rank builds it in memory, with a warning about its size.
+    the model can't be built on meta, all ranks build it in memory and warn about its size.
     """
     initial_state = random_state(world.device)
     module: nn.Module | None = None
@@ -141,34 +141,34 @@ def build_on_ranks(task: Task, world: World, resumes: bool) -> nn.Module:
 
 @cache
 def register_fused_updates() -> None:
-    """Register the fused optimizers' updates for fake tensors: they return nothing.
+    """Register fake versions of the fused optimizers' updates, which return nothing.
 
-    DTensor runs each operation on fake tensors, to learn the shape of its result. Without this it
-    runs the first update, whose learning rate is a tensor, on zeros of the whole model's size: 16
-    bytes per parameter on every rank. Measured with torch 2.13 and 2.14.
+    DTensor runs each operation on fake tensors, to learn the shape of its result. Without a fake
+    version, it runs the first update, whose learning rate is a tensor, on zeros of the whole
+    model's size: 16 bytes per parameter on every rank. Measured with torch 2.13 and 2.14.
     """
     for name in ("adam_.tensor_lr", "adamw_.tensor_lr", "sgd_", "sgd_.tensor_lr"):
         with suppress(RuntimeError):  # this torch lacks the operation, or has registered it itself
             torch.library.register_fake(f"aten::_fused_{name}", lambda *args, **kwargs: None)
 
 
-class _Draws(TorchDispatchMode):
-    """Notices random numbers that are drawn into memory. They would differ from rank 0's, because
-    a draw on meta does not advance the generator.
+class _DrawDetector(TorchDispatchMode):
+    """Detects random draws outside of the meta device. They would differ from rank 0's, because
+    draws on meta do not advance the generator.
     """
 
-    with_memory = False
+    has_real_draws = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in func.tags and not tree_leaves(result)[0].is_meta:
-            self.with_memory = True
+            self.has_real_draws = True
         return result
 
 
 def built_on_meta(task: Task) -> tuple[nn.Module | None, str]:
-    """Returns (the model with parameters on meta, or None; "" or why that is not possible)."""
-    draws = _Draws()
+    """Returns (the model with parameters on meta or None, why this can't be used or "")."""
+    draws = _DrawDetector()
     try:
         with parameters_on_meta(), draws:
             module = built_model(task)
@@ -183,7 +183,7 @@ def built_on_meta(task: Task) -> tuple[nn.Module | None, str]:
     for name, leaves in attributes_of(task, module).items():
         if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
             return module, f"the task holds parameters outside the model, in its attribute {name}"
-    if draws.with_memory:
+    if draws.has_real_draws:
         return module, (
             "it draws random numbers besides its parameters, which would differ from rank 0's"
         )
@@ -192,7 +192,7 @@ def built_on_meta(task: Task) -> tuple[nn.Module | None, str]:
 
 def placement(module: nn.Module, world: World) -> Callable[[nn.Module], None]:
     """Returns place(part), which allocates part of the model on the device and, if only rank 0 has
-    weights, broadcasts them. Every rank must call both.
+    weights, broadcasts them. Every rank must call `placement` and `place`.
     """
     on_meta = any(p.is_meta for p in module.parameters())
     on_meta_by_rank = world.gather(on_meta)
@@ -204,7 +204,7 @@ def placement(module: nn.Module, world: World) -> Callable[[nn.Module], None]:
         for parameter in part.parameters():
             if from_rank_0 and local(parameter) is parameter and parameter.numel():
                 parameter.data = parameter.data.to(world.device)
-                # As bytes, because gloo does not support every dtype.
+                # Not sharded yet. Sent as bytes, because gloo does not support every dtype.
                 dist.broadcast(parameter.data.view(-1).view(torch.uint8), src=0)
 
     return place

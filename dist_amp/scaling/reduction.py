@@ -1,6 +1,6 @@
 """DDP's gradient reduction: missing gradients, the order of its buckets, and the time it waits.
 
-If torch renames its engine's private method that is used here, waits count as backward time.
+If torch renames its autograd engine's private `queue_callback`, waits count as backward time.
 """
 
 import re
@@ -14,13 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dist_amp.clock import PhaseClock
 
-MISSING = re.compile(r"indices which did not receive grad for rank \d+: ([\d ]+)")
+MISSING_GRADIENTS = re.compile(r"indices which did not receive grad for rank \d+: ([\d ]+)")
 
 ENGINE = getattr(torch.autograd.Variable, "_execution_engine", None)
 
 
 def call_after_backward(call: Callable[[], object]) -> None:
-    """Run `call` when the current backward ends; never if torch has renamed the private method."""
+    """Run `call` when the current backward ends; never if torch has renamed `queue_callback`."""
     if hasattr(ENGINE, "queue_callback"):
         ENGINE.queue_callback(call)  # type: ignore[union-attr]
 
@@ -28,8 +28,8 @@ def call_after_backward(call: Callable[[], object]) -> None:
 class ZerosForUnused(AbstractContextManager[Any]):
     """Context around DDP's forward and backward of the micro-batch that synchronises gradients.
 
-    DDP waits until each parameter has a gradient, but some may be unused, and not the same ones on
-    every rank. On exit, these get a gradient of zeros.
+    DDP waits until each parameter has a gradient, but some parameters may be unused, and not the
+    same ones on every rank. On exit, unused parameters get a gradient of zeros.
     """
 
     def __init__(self, model: DistributedDataParallel):
@@ -39,10 +39,10 @@ class ZerosForUnused(AbstractContextManager[Any]):
     def __exit__(self, kind: Any, error: BaseException | None, where: Any) -> None:
         if kind is not None:
             return
-        try:  # 0.3 us; DDP's find_unused_parameters walks the graph in every forward
+        try:  # 0.3 us; DDP's own find_unused_parameters would walk the graph in every forward
             self._model._check_reducer_finalized()
         except RuntimeError as unfinished:
-            indices = MISSING.findall(str(unfinished))
+            indices = MISSING_GRADIENTS.findall(str(unfinished))
             if not indices:
                 raise
             missing = [self._parameters[int(index)] for index in indices[-1].split()]
@@ -74,6 +74,6 @@ def time_reduction(model: DistributedDataParallel, clock: PhaseClock) -> None:
         if model.require_backward_grad_sync:
             call_after_backward(partial(clock.enter, "communication"))
 
-    # The last parameter gets its gradient early, so that this call is queued before DDP's.
+    # Backward reaches the last parameter early, so this callback is queued before DDP's own.
     last = [p for p in model.parameters() if p.requires_grad][-1]
     last.register_post_accumulate_grad_hook(begin)

@@ -182,7 +182,7 @@ def add_observers(run: ScriptRun, stop: AgreedStop) -> None:
 
         nonfinite = NonfiniteReplay(run)
         add(nonfinite)
-        add(Limits(run, nonfinite.where))
+        add(Limits(run, nonfinite.start_of_skips))
     else:
         add(Limits(run))
     if present("diagnostics.first_steps"):

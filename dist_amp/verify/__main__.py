@@ -1,10 +1,10 @@
 """python -m dist_amp.verify: check, with your task on this machine, that every number of ranks,
 strategy and precision computes the same steps.
 
-Each combination takes five steps with SGD and five with AdamW, of 1, 3 or 4 micro-batches; one is
-partial, at the end of an epoch. Before them, a step with an infinite loss on one rank must be
-skipped. Each step's gradients and update are compared with plain torch: one process, float32, the
-whole batch at once.
+Each combination takes five steps with SGD and five with AdamW. Steps have 1, 3 or 4 micro-batches;
+one is the partial step at the end of an epoch. Before them, a step with an infinite loss on one
+rank must be skipped. Each step's gradients and update are compared with those of plain torch in
+one process, in float32, with the whole batch at once.
 """
 
 import argparse
@@ -36,7 +36,7 @@ EPILOG = """\
 All other options are settings of dist_amp.train: --task.target my_file:MyTask, --run.device cpu,
 --task.args.width 32, --config FILE.toml ... A small model and short samples are enough: the
 comparison does not depend on their size. It uses torch's SGD and AdamW with float32 parameters,
-reductions and communication, whatever optim.name and parallel.*_dtype are.
+reductions and communication, regardless of optim.name and parallel.*_dtype.
 Exit status: 0 passed, 1 failed, 64 a wrong setting, 65 wrong data."""
 
 
@@ -44,7 +44,7 @@ Exit status: 0 passed, 1 failed, 64 a wrong setting, 65 wrong data."""
 def main(argv: Sequence[str]) -> int:
     options, rest = parse(argv)
     config = load_config(rest)
-    if config.compile.blocks == "auto":  # compiled blocks are compared only if asked for
+    if config.compile.blocks == "auto":  # compile only if the user asks for it
         rest = [*rest, "--compile.blocks", "false"]
         config = load_config(rest)
     if options.dtypes:
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     device = locate(config.run).device
     rows = rows_of(options, device)
     if not rows:
-        raise ConfigError("nothing to compare: single needs --world_sizes 1, the others 2 or more")
+        raise ConfigError("nothing to compare: single needs --world_sizes 1, other strategies more")
     if options.bit_exact:
         from dist_amp.verify.bit_exact import verify_bits
 
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Returns (this command's options, the arguments that are settings). Errors: ConfigError."""
+    """Returns (this command's options, the arguments that are settings of dist_amp.train)."""
     parser = Parser("python -m dist_amp.verify", __doc__, EPILOG)
     parser.add_argument(
         "--world_sizes",
@@ -103,7 +103,7 @@ def numbers_of_ranks(text: str) -> list[int]:
 
 
 def rows_of(options: argparse.Namespace, device: torch.device) -> list[Row]:
-    """The table's rows. On GPUs each rank needs its own; hsdp needs an even number of ranks."""
+    """The table's rows. Each rank needs its own GPU, if on GPUs; hsdp an even number of ranks."""
     gpus = torch.cuda.device_count()
     rows: list[Row] = []
     for size in options.world_sizes:
@@ -120,9 +120,9 @@ def rows_of(options: argparse.Namespace, device: torch.device) -> list[Row]:
 
 
 def verify(argv: Sequence[str], rows: list[Row], device: torch.device) -> int:
-    """Print findings and table; return 1 if anything in them fails, or nothing passes."""
+    """Print findings and table. Returns 1 if anything fails or nothing passes, otherwise 0."""
     config = load_config(argv)
-    # 12: so that 1, 3 and 4 micro-batches per rank are equally large.
+    # A multiple of 12 per rank, so that 1, 3 or 4 micro-batches are equally large.
     global_batch = math.lcm(GLOBAL_BATCH, *(12 * size for size, _, _ in rows))
     reference = Reference(config, device, global_batch=global_batch)
     parameters = sum(p.numel() for p in reference.model().parameters())

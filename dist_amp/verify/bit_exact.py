@@ -1,7 +1,7 @@
 """python -m dist_amp.verify --bit_exact: check that all combinations compute the same bits.
 
-In the first and the last two steps of an epoch, losses, module outputs, gradients and parameters
-are compared by hash with those of the first combination of the same precision.
+In the first two and the last two steps of an epoch, losses, module outputs, gradients and
+parameters are compared, by hash, with those of the first combination of the same precision.
 """
 
 import math
@@ -22,7 +22,7 @@ from dist_amp.world import World
 
 def verify_bits(argv: Sequence[str], rows: list[Row]) -> int:
     """Print each row's hash, and its first difference from the first row of its precision."""
-    expected: dict[str, list[list[Event]]] = {}  # each step's, by precision
+    expected: dict[str, list[list[Event]]] = {}  # {precision: events of each step}
 
     def judge(row: Row, traces: list[list[Event]]) -> tuple[str, str, str]:
         values = [event.values for step in traces for event in step]
@@ -39,7 +39,7 @@ def verify_bits(argv: Sequence[str], rows: list[Row]) -> int:
 
 
 def trace_of_row(world: World, config: Config, row: Row) -> list[list[Event]]:
-    """The events of each step, the same on every rank."""
+    """The events of each compared step, the same on every rank."""
     batch = config.train.global_batch_size
     if batch == "auto":  # two micro-batches on each of 8 ranks
         batch = 16 * config.train.micro_batch_size
@@ -66,7 +66,7 @@ def trace_of_row(world: World, config: Config, row: Row) -> list[list[Event]]:
 
 
 def trace_of_step(run: Run, position: int) -> list[Event]:
-    """The events on all ranks of the step that begins at this sample; the same on every rank."""
+    """All ranks' events of the step that starts at this sample; the same on every rank."""
     micro_batches = [batch for batch, _ in run.data.at(position)]
     report, events = recorded_step(run, micro_batches, hash_whole, ("forward", "update"))
     updates = [event for event in events if event.kind == "update"]
@@ -87,7 +87,7 @@ def trace_of_step(run: Run, position: int) -> list[Event]:
 
 
 def hash_whole(values: Sequence[Tensor]) -> int:
-    """The hash of full tensors; a collective if one is sharded."""
+    """The hash of full tensors; a collective if a tensor is sharded."""
     return hash_of([full(value) for value in values])
 
 

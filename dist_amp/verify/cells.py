@@ -1,10 +1,10 @@
-"""Takes the steps that `verify` compares, with a run as the main job builds it.
+"""Takes the steps that `verify` compares, with a run built as the main job builds it.
 
 A row of the table is a combination of ranks, strategy and precision, and runs in new processes on
-this machine; a cell is a row with one optimizer. Every rank takes the cell's steps, while rank 0
-captures their parameters and gradients, which it compares with the reference.
+this machine; a cell is a row with one optimizer. All ranks take the cell's steps. Rank 0 captures
+the parameters and gradients, and compares them with the reference.
 
-Not in __main__.py, whose functions a process that multiprocessing spawns can't import.
+This is not in __main__.py, because spawned processes can't import functions from there.
 """
 
 import logging
@@ -49,7 +49,7 @@ Step = Callable[[Run, list[Any]], Any]
 
 def check_cell(world: World, reference: Reference, cell: Cell, step: Step = train_step) -> Verdict:
     """Take the cell's steps on every rank; rank 0 compares them. step: replaces train_step."""
-    reference.task.length = reference.epoch_length  # an epoch ends within these steps
+    reference.task.length = reference.epoch_length  # so that an epoch ends within the steps
     run = build_run(config_of(reference, cell, world), world, reference.task)
     consistency.check_inputs_equal(run)
     consistency.check_state_equal(run)
@@ -64,7 +64,7 @@ def check_cell(world: World, reference: Reference, cell: Cell, step: Step = trai
     position = 0
     for accumulation in cell.accumulation:
         micro_batches, position = micro_batches_at(run, accumulation, position)
-        # Besides the trained parameters, gradients depend on buffers and on what forward changes.
+        # Gradients also depend on buffers, and on frozen parameters if forward changes a state.
         untrained = consistency.compared_buffers(run, with_batch_statistics=True)
         if reference.by_micro_batch:
             parameters = run.parallel.module.named_parameters()
@@ -77,11 +77,11 @@ def check_cell(world: World, reference: Reference, cell: Cell, step: Step = trai
     count_fault = fault_of_ranks(world, "after a skipped and five applied steps,", fault)
     mismatch = consistency.find_mismatch(run)
     reduction_fault = ""
-    couples = getattr(reference.task, "couples_samples", False)  # its loss reduces, too
+    couples = getattr(reference.task, "couples_samples", False)  # then the loss may reduce, too
     if run.config.parallel.accumulate_reduce == "last" and len(set(reductions)) > 1 and not couples:
         reduction_fault = (
             f"steps of {cell.accumulation} micro-batches reduce over ranks {reductions} times, not "
-            "equally often; only the last one may reduce gradients: the others need no_sync around "
+            "equally often; only the last may reduce gradients: earlier ones need no_sync around "
             "their forward and backward"
         )
     end = {name: full(p) for name, p in trained(run).items()}
@@ -91,13 +91,13 @@ def check_cell(world: World, reference: Reference, cell: Cell, step: Step = trai
             comparison = Comparison(reference, cell, world.world_size, captured, buffers, end)
             verdict = compare(comparison)
     finally:
-        world.wait_long()  # for rank 0, which alone computes the reference
+        world.wait_long()  # for rank 0, which computes the reference alone
     # Wrong gradients can lead to skipped steps, so they come before a wrong count.
     return replace(verdict, cause=verdict.cause or count_fault or mismatch or reduction_fault)
 
 
 def config_of(reference: Reference, cell: Cell, world: World) -> Config:
-    """The user's config with the cell's settings, and a loss scale that grows and backs off."""
+    """The user's config with the cell's settings; in fp16, the loss scale grows every two steps."""
     user = reference.config
     scaled = reference.hyperparameters
     accumulate_reduce = user.parallel.accumulate_reduce
@@ -140,7 +140,7 @@ def config_of(reference: Reference, cell: Cell, world: World) -> Config:
 
 
 def capture(run: Run) -> list[State]:
-    """Returns a list to which steps add the optimizer's input: full tensors, on rank 0 only."""
+    """Returns a list to which each step adds the optimizer's input, as full tensors, on rank 0."""
     captured: list[State] = []
     unscale_and_clip = run.scaler.unscale_and_clip
 
@@ -163,7 +163,7 @@ def trained(run: Run) -> dict[str, Tensor]:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """A copy of the full tensor; a collective if it is sharded."""
+    """A copy of the full tensor; a collective if the tensor is sharded."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
 
@@ -182,7 +182,7 @@ def is_reduction(function: Any, out: Any) -> bool:
 
 
 def fault_of_skip(run: Run, reference: Reference, micro_batches: list[Any], step: Step) -> str:
-    """Take a step whose loss is infinite on the last rank only; return what it changed here."""
+    """Take a step whose loss is infinite on the last rank only. Returns what it changed, or ""."""
 
     def state() -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {"the learning rate": run.schedule.lr}
@@ -206,7 +206,7 @@ def fault_of_skip(run: Run, reference: Reference, micro_batches: list[Any], step
 
 
 def fault_of_counts(run: Run, applied: int, skips_in_a_row: int) -> str:
-    """What is wrong in this rank's counters or loss scale after a skipped and `applied` steps."""
+    """What is wrong in this rank's counters or loss scale after one skipped and `applied` steps."""
     counters = run.schedule.counters.tolist()
     if counters != [applied, 1, skips_in_a_row]:
         count = f"it counted as {counters[0]} applied, {counters[1]} skipped"
@@ -249,14 +249,14 @@ def print_table(
     heading: str,
     claim: str,
 ) -> int:
-    """Print a line per row, then each cause; return 1 if any row fails, or none passes.
+    """Print a line per row, then each cause. Returns 1 if a row fails or none passes, otherwise 0.
 
-    judge(row, what `run_row` returned on rank 0) returns (pass, FAIL or first; cause; figures).
+    judge(row, run_row's result on rank 0) returns ("pass", "FAIL" or "first", cause, figures).
     """
     say(f"ranks  strategy  precision  {heading}     took")
     rows_by_cause: dict[str, list[str]] = {}
     words: Counter[str] = Counter()
-    began = started = time.perf_counter()
+    table_start = row_start = time.perf_counter()
     for row, result in results_on_ranks(argv, rows, run_row):
         if isinstance(result, str):
             word, _, cause = result.partition(": ")
@@ -267,8 +267,8 @@ def print_table(
         now = time.perf_counter()
         size, strategy, precision = row
         place = f"{size:>5}  {strategy:<8}  {precision:<9}"
-        say(f"{place}  {figures:>{len(heading)}}  {now - started:>5.1f} s  {word}")
-        started = now
+        say(f"{place}  {figures:>{len(heading)}}  {now - row_start:>5.1f} s  {word}")
+        row_start = now
         if cause:
             rows_by_cause.setdefault(cause, []).append(f"{size} {strategy} {precision}")
     for cause, names in rows_by_cause.items():
@@ -276,7 +276,7 @@ def print_table(
     failed = words["FAIL"] > 0 or not words["pass"]
     refused = f", {words['refused']} refused, as in training" if words["refused"] else ""
     result = "failed" if failed else "passed"
-    took = time.perf_counter() - began
+    took = time.perf_counter() - table_start
     say(f"\n{result}: {words['pass']} of {len(rows)} {claim}{refused} ({took:.0f} s)")
     return int(failed)
 
@@ -288,14 +288,14 @@ def say(text: str) -> None:
 def results_on_ranks(
     argv: Sequence[str], rows: Sequence[Row], run_row: Callable[[World, Config, Row], Any]
 ) -> Iterator[tuple[Row, Any]]:
-    """Yields (row, what `run_row` returned on rank 0), with a new process for each rank; after an
-    error a text instead: "refused: ..." for what training rejects too, else "FAIL: ...".
+    """Run each row with a new process per rank. Yields (row, run_row's result on rank 0), or after
+    an error (row, text): "refused: ..." for settings that training also rejects, or "FAIL: ...".
     """
-    # spawn would log a line for each rank that it ends.
+    # spawn would log a line for each process that it ends.
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     for row in rows:
-        with socket.create_server(("127.0.0.1", 0)) as unused:
-            port = unused.getsockname()[1]
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
         with TemporaryDirectory() as folder:
             path = Path(folder, "result")
             result = ""
@@ -316,9 +316,9 @@ def run_rank(
     run_row: Callable[[World, Config, Row], Any],
     path: Path,
 ) -> None:
-    """One rank's process: writes what `run_row` returned on rank 0, or the first error of any rank.
+    """One rank's process. Writes run_row's result on rank 0, or the first error of any rank.
 
-    It prints nothing: the command has printed notes and warnings once, for all rows.
+    It prints nothing, because the command has printed notes and warnings once for all rows.
     """
     size = row[0]
     os.environ |= {"WORLD_SIZE": f"{size}", "LOCAL_WORLD_SIZE": f"{size}"}
@@ -335,11 +335,11 @@ def run_rank(
             result = run_row(world, config, row)
             if world.is_main:
                 write_first(path, result)
-        except Exception as error:  # before this rank leaves the group, and the others fail
+        except Exception as error:
             text = f"FAIL: rank {rank}: {in_one_line(error)}"
             if isinstance(error, ConfigError | DataError):
                 text = f"refused: {error}"
-            write_first(path, text)
+            write_first(path, text)  # before other ranks fail, because this rank leaves the group
             sys.exit(1)
 
 

@@ -1,8 +1,8 @@
-"""The dtype in which each module computes, in one forward and loss under the config's autocast.
+"""The dtype in which each module computes in a forward and loss under the config's autocast.
 
     print(dtype_report(config))
 
-Autocast casts the inputs of each operation, so operations are recorded with their cast inputs.
+Autocast casts the inputs of each operation, and operations are recorded with these cast inputs.
 Costly operations are those whose FLOPs torch counts: matrix products, convolutions, attention.
 """
 
@@ -36,11 +36,11 @@ MOVES = re.compile(
 
 WHY = """\
 Why: autocast is off there (autocast(enabled=False), custom_fwd(cast_inputs=torch.float32)), or it
-does not know the operation. Cast its inputs and weights yourself, or end that block before it."""
+does not know the operation. Cast its inputs and weights yourself, or turn autocast on for it."""
 
 
 def dtype_report(config: Config, world: World | None = None, task: Task | None = None) -> str:
-    """A table of the dtypes in the first micro-batch. Errors: as `build_run`.
+    """A table of the dtypes in the first micro-batch. Raises the errors of `build_run`.
 
     A row has the distinct dtypes of a module, in order of first use.
     """
@@ -48,7 +48,7 @@ def dtype_report(config: Config, world: World | None = None, task: Task | None =
         config,
         run=replace(config.run, dir="unused", resume="never"),
         data=replace(config.data, workers=0),  # only one batch is needed
-        # FSDP's policy needs ranks to shard over, so autocast is recorded instead.
+        # FSDP's mixed-precision policy needs several ranks, so autocast is recorded instead.
         precision=replace(config.precision, cast_by="auto"),
         parallel=ParallelConfig(),
         compile=replace(config.compile, blocks=False),
@@ -83,7 +83,7 @@ def dtypes_of(values: Sequence[Tensor]) -> list[str]:
 def table_of(model: nn.Module, events: Sequence[Event]) -> tuple[list[tuple[str, ...]], list[str]]:
     """Returns (rows of the table, a line for each costly operation).
 
-    A module that ran has a row if it has no children, has weights of its own or ran costly
+    A called module has a row if it has no children, has weights of its own or ran costly
     operations. Numbers in names become *, so that equal blocks have equal rows.
     """
     # {(module, column): distinct dtypes, in order}

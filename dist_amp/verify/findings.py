@@ -23,10 +23,10 @@ from dist_amp.task import attributes_of
 from dist_amp.verify.reference import Reference, Values, gradients_of, relative_error
 from dist_amp.world import as_scalar
 
-SAMPLES = 8  # enough to split; the comparison itself takes more
+SAMPLES = 8  # in a batch of these checks; the comparison itself takes more
 IGNORE_INDEX = -100  # the label that cross-entropy ignores
-ROUNDING = 1e-6  # relative, of gradients in float32: 3e-8 to 3e-6 in tests/families.py
-TRIES = 3  # batches; in one of them, the gradients must be the sums of the halves'
+ROUNDING = 1e-6  # assumed relative error of float32 gradients; 3e-8 to 3e-6 in tests/families.py
+TRIES = 3  # batches; in at least one, the gradients must be the sum of the halves' gradients
 BY_MICRO_BATCH = (
     "each micro-batch over all ranks is compared with the same samples in one process, and no step "
     "is partial"
@@ -34,12 +34,12 @@ BY_MICRO_BATCH = (
 
 
 class WrongTask(Exception):
-    """The task is wrong, or can't be compared."""
+    """The task has an error, or can't be compared."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """One forward and backward. calls: the modules', inner before outer, with copies of tensors."""
+    """One forward and backward. calls: of modules, inner before outer, with copies of tensors."""
 
     loss: Tensor
     unused: list[str]  # parameters without a gradient
@@ -48,9 +48,9 @@ class Trace:
 
 
 def inspect_task(reference: Reference) -> Iterator[str]:
-    """Check the task, and yield a note on each finding that does not fail. Errors: WrongTask.
+    """Check the task. Yields a note on each harmless finding, and raises WrongTask for an error.
 
-    Fills `reference.eval_classes`, whose modules are compared in evaluation mode.
+    Fills `reference.eval_classes`, the classes of modules to compare in evaluation mode.
     """
     yield from _note_left_out(reference)
     batch = reference.batch(reference.step_samples[0][:SAMPLES])
@@ -61,13 +61,13 @@ def inspect_task(reference: Reference) -> Iterator[str]:
             "loss or gradients of the first samples are not finite in float32, with the initial "
             "weights"
         )
-    error, where = first_change(first, trace(reference, batch))
+    error, label = first_change(first, trace(reference, batch))
     if error > reference.rounding_error:
         raise WrongTask(
-            f"{where} is not deterministic: two identical runs differ by {error:.1e}; make it "
+            f"{label} is not deterministic: two identical runs differ by {error:.1e}; make it "
             "deterministic (run.deterministic=true does that for kernels)"
         )
-    # Needs training mode: the checks after it may put modules into evaluation mode.
+    # Packing comes first, because it needs training mode: later checks may set evaluation mode.
     yield from _check_packing(reference, batch)
     yield from _check_random(reference, batch)
     yield from _check_state(reference, batch)
@@ -102,17 +102,17 @@ def _label(name: str, kind: str) -> str:
 
 
 def first_change(a: Trace, b: Trace, tolerance: float = 0.0) -> tuple[float, str]:
-    """Returns (relative error, label) of the first module whose output differs for equal inputs;
-    else of the loss. If `a` has more rows, only its first ones are compared.
+    """Returns (relative error, label) of the first module whose output differs for equal inputs, or
+    else of the loss. If tensors in `a` have more rows than in `b`, only the first are compared.
     """
     if pair := first_difference(a.calls, b.calls, _error, tolerance):
-        call, other = pair
-        return _error(call.values, other.values), _label(call.module, call.module_class)
+        call, counterpart = pair
+        return _error(call.values, counterpart.values), _label(call.module, call.module_class)
     return _error([a.loss], [b.loss]), TASK
 
 
 def _error(a: list[Tensor], b: list[Tensor]) -> float:
-    """The largest error, relative to the largest element; nan where shapes differ."""
+    """The largest error of all pairs, relative to the largest element; nan if shapes differ."""
     errors = [0.0]
     for x, y in zip(a, b, strict=False):
         if x.ndim and y.ndim:
@@ -138,7 +138,7 @@ def _note_left_out(reference: Reference) -> Iterator[str]:
 
 
 def _check_trained_elsewhere(reference: Reference, batch: Any) -> None:
-    """Errors: WrongTask if the loss depends on trainable parameters outside of the model."""
+    """Raises WrongTask if the loss depends on trainable parameters outside of the model."""
     model = reference.model()
     reference.loss_and_backward(model, batch)
     for name, leaves in attributes_of(reference.task.task, model).items():
@@ -151,23 +151,23 @@ def _check_random(reference: Reference, batch: Any) -> Iterator[str]:
     def find() -> str:
         tolerance = reference.rounding_error
         traces = trace(reference, batch), trace(reference, batch, seed=1)
-        error, where = first_change(*traces, tolerance)
-        return where if error > tolerance else ""
+        error, label = first_change(*traces, tolerance)
+        return label if error > tolerance else ""
 
     reason = "the result is drawn at random in training mode"
     fix = (
         "draw each sample's random numbers in the task's augment(sample, rng) and put them into "
         "the sample: then they are the same on every reading"
     )
-    yield from _in_evaluation_mode(reference, find, reason, fix)
+    yield from _use_evaluation_mode(reference, find, reason, fix)
 
 
 def _check_state(reference: Reference, batch: Any) -> Iterator[str]:
-    """Find what forward changes, such as a teacher's weights; not batch statistics."""
+    """Find state that forward changes, such as a teacher's weights, except batch statistics."""
     model = reference.model()
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.requires_grad:  # a teacher begins as an equal copy, and would not change
+            if parameter.requires_grad:  # or a teacher that starts as an equal copy does not change
                 parameter.mul_(1.01)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     reference.loss_and_backward(model, batch)
@@ -183,7 +183,7 @@ def _check_state(reference: Reference, batch: Any) -> Iterator[str]:
 
 
 def _check_sums(reference: Reference) -> Iterator[str]:
-    """Check that a batch's loss, gradients and weight are the sums of those of its halves."""
+    """Check that a batch's loss, gradients and weight are the sums of its halves'."""
     if getattr(reference.task, "couples_samples", False):
         reference.by_micro_batch = True
         yield f"the task has couples_samples=True: {BY_MICRO_BATCH}"
@@ -196,7 +196,7 @@ def _check_sums(reference: Reference) -> Iterator[str]:
             )
     reason = "the result depends on the whole batch (batch statistics), and changes if it is split"
     fix = "use a layer that treats each sample on its own, such as group norm"
-    yield from _in_evaluation_mode(reference, partial(_not_a_sum, reference), reason, fix)
+    yield from _use_evaluation_mode(reference, partial(_find_non_sum, reference), reason, fix)
     samples = reference.step_samples[0][:SAMPLES]
     weights = [reference.task.weight(batch) for batch in _halved(reference, samples)]
     weight, *parts = [as_scalar(x, reference.device) for x in weights]
@@ -213,8 +213,8 @@ def _halved(reference: Reference, samples: list[int]) -> list[Any]:
     return [reference.batch(part) for part in (samples, samples[:middle], samples[middle:])]
 
 
-def _not_a_sum(reference: Reference) -> str:
-    """The module whose result depends on the whole batch, or "". Errors: WrongTask for the loss."""
+def _find_non_sum(reference: Reference) -> str:
+    """The module whose result depends on the whole batch, or "". Raises WrongTask for the loss."""
     tolerance = 10 * reference.rounding_error
     errors = []
     for start in range(0, TRIES * SAMPLES, SAMPLES):
@@ -225,17 +225,17 @@ def _not_a_sum(reference: Reference) -> str:
         errors.append(relative_error(added, whole.gradients))
         if not torch.isclose(whole.loss, halves, rtol=tolerance, atol=0):
             break
-        # The effect of rounding alone: another order does not change a term of the whole batch.
+        # The effect of rounding alone: a term of the whole batch does not depend on its order.
         reordered = trace(reference, reference.batch(samples[::-1]))
         rounding = relative_error(reordered.gradients, whole.gradients)
         # Rounding can also flip a router or a ReLU, but rarely in all tries.
         if not errors[-1] > 10 * max(rounding, ROUNDING):
             return ""
-    # Outputs without a dimension are losses, which need not be sums.
+    # Scalar outputs are left out: they are losses inside the model, which need not be sums.
     calls = [replace(c, values=[value for value in c.values if value.ndim]) for c in whole.calls]
-    _, where = first_change(replace(whole, calls=calls), first, tolerance)
-    if where != TASK:
-        return where
+    _, label = first_change(replace(whole, calls=calls), first, tolerance)
+    if label != TASK:
+        return label
     text = (
         f"{TASK} of {SAMPLES} samples is {whole.loss:.6g}, and its halves add up to {halves:.6g}, "
         f"their gradients differ by {min(errors):.1e}: "
@@ -250,22 +250,22 @@ def _not_a_sum(reference: Reference) -> str:
     )
 
 
-def _in_evaluation_mode(
+def _use_evaluation_mode(
     reference: Reference, find: Callable[[], str], reason: str, fix: str
 ) -> Iterator[str]:
-    """Put module classes into evaluation mode until `find` returns no label. Errors: WrongTask."""
-    while where := find():
-        kind = where.rpartition(" ")[2].strip("()")
+    """Put the classes of modules that `find` returns into evaluation mode, until it returns ""."""
+    while label := find():
+        kind = label.rpartition(" ")[2].strip("()")
         if kind in reference.eval_classes:
             reason += ", in evaluation mode too"
-        if where == TASK or kind in reference.eval_classes:
-            raise WrongTask(f"{where}: {reason}, so it can't be compared; {fix}")
+        if label == TASK or kind in reference.eval_classes:
+            raise WrongTask(f"{label}: {reason}, so it can't be compared; {fix}")
         reference.eval_classes.add(kind)
-        yield f"{where}: {reason}; every {kind} is compared in evaluation mode"
+        yield f"{label}: {reason}; every {kind} is compared in evaluation mode"
 
 
 def _check_dtype_of_loss(reference: Reference, batch: Any) -> None:
-    """Errors: WrongTask if the loss changes once the model's output is cast to float32 first."""
+    """Raises WrongTask if the loss changes when the model's output is cast to float32 first."""
     dtype = replace(reference.config.precision, use_amp=True).name
     losses = []
     for hook in (lambda *_: None, _to_float32):
@@ -275,7 +275,7 @@ def _check_dtype_of_loss(reference: Reference, batch: Any) -> None:
         try:
             with reference.autocast(dtype), torch.no_grad():
                 losses.append(reference.task.loss_sum(model, batch).float())
-        except RuntimeError:  # not possible on the device: those rows are skipped, with a note
+        except RuntimeError:  # the device can't compute it: `verify` skips these rows with a note
             return
     error = _error(losses[1:], losses[:1])
     if error > reference.rounding_error:
@@ -295,7 +295,7 @@ def _check_packing(reference: Reference, batch: Any) -> Iterator[str]:
     """Check that attention does not cross the documents of a row, if the batch has position_ids.
 
     Only every second document gets labels. The gradient of their loss with respect to the other
-    documents' embeddings is exactly 0 if attention is masked. Errors: WrongTask.
+    documents' embeddings is exactly 0 if attention is masked; otherwise raises WrongTask.
     """
     if not isinstance(batch, Mapping) or not isinstance(batch.get("position_ids"), Tensor):
         return
@@ -309,15 +309,15 @@ def _check_packing(reference: Reference, batch: Any) -> Iterator[str]:
     if any(getattr(part, "shape", None) != positions.shape for part in (ids, labels)):
         yield unchecked
         return
-    second = (positions == 0).cumsum(1) % 2 == 0  # the tokens of every second document
-    if not (second[:, 1:] & (labels[:, 1:] != IGNORE_INDEX)).any():
+    is_labelled = (positions == 0).cumsum(1) % 2 == 0  # [rows, tokens]: every second document
+    if not (is_labelled[:, 1:] & (labels[:, 1:] != IGNORE_INDEX)).any():
         yield unchecked
         return
     model = reference.model()
     embedded: list[Tensor] = []  # the embeddings of input_ids
 
     def embed(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
-        tokens = next(tensors(args), torch.empty(0))
+        tokens = next(tensors(args), torch.empty(0))  # a forward may drop the last tokens
         if tokens.ndim != 2 or not torch.equal(tokens, ids[:, : tokens.shape[1]]):
             return None
         embedded.append(output.detach().requires_grad_())
@@ -327,22 +327,22 @@ def _check_packing(reference: Reference, batch: Any) -> Iterator[str]:
         if isinstance(module, nn.Embedding):
             module.register_forward_hook(embed)
     seed_all(0)
-    labelled = {**batch, "labels": torch.where(second, labels, IGNORE_INDEX)}
+    labelled = {**batch, "labels": torch.where(is_labelled, labels, IGNORE_INDEX)}
     loss = reference.task.loss_sum(model, labelled)
     if not embedded:
         yield unchecked
         return
-    outside = 0.0
+    leaked = 0.0  # the largest gradient at another document
     for gradient in torch.autograd.grad(loss, embedded, materialize_grads=True):
         by_token = gradient.abs().flatten(2).amax(2)
-        outside = max(outside, float(by_token[~second[:, : by_token.shape[1]]].max()))
-    if outside > 0.0:
+        leaked = max(leaked, float(by_token[~is_labelled[:, : by_token.shape[1]]].max()))
+    if leaked > 0.0:
         raise WrongTask(
             "packed documents leak: the gradient of a document's loss with respect to another's "
-            f"embeddings is up to {outside:.2g}, and must be 0; call the model with "
+            f"embeddings is up to {leaked:.2g}, and must be 0; call the model with "
             "use_cache=False and without an attention_mask of ones: otherwise it takes a row for "
             "one document; if the model mixes tokens whatever position_ids are, use "
             "data.pack=off"
         )
-    rows = int(second.any(1).sum())
+    rows = int(is_labelled.any(1).sum())
     yield f"no cross-document attention in packed rows: {rows} rows, gradient exactly 0"

@@ -1,7 +1,7 @@
 """The reference: gradients and updates of one process with the whole batch, in plain torch.
 
-It shares no code with step.py. Learning rates, clipping limits and AdamW's eps are scaled to the
-task's gradients, so that every step changes the parameters by about 1 %, and clipping takes effect.
+This file shares no code with step.py. Learning rates, clipping limits and AdamW's eps are scaled to
+the task's gradients: every step changes the parameters by about 1 %, and clipping takes effect.
 """
 
 import math
@@ -31,18 +31,18 @@ from dist_amp.settings import Config, OptimConfig
 from dist_amp.task import Task
 
 UNIT_ROUNDOFF = {name: torch.finfo(dtype).eps / 2 for name, dtype in DTYPES.items()}
-# Methods of a task that are not used, since the steps are those of torch's AdamW and SGD.
+# Methods of a task that are not called, because the steps are those of torch's AdamW and SGD.
 NOT_COMPARED = ("optimizer", "groups", "schedule")
 LARGEST_BOUND = 0.45  # on gradient errors: a factor of two always exceeds it
 STEPS = 5
 GLOBAL_BATCH = 48  # samples per step; 1, 2 and 4 ranks x 1, 3 and 4 micro-batches divide it
 
-Values = Mapping[str, Tensor]  # by name of the parameter or buffer
+Values = Mapping[str, Tensor]  # {name of the parameter or buffer: value}
 
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """Scaled to the task's gradients. lr: by optimizer name."""
+    """Hyperparameters scaled to the task's gradients. lr: {optimizer name: learning rate}."""
 
     lr: dict[str, float]
     eps: float
@@ -53,7 +53,7 @@ class Hyperparameters:
 
 @dataclass(frozen=True)
 class State:
-    """The optimizer's input: the trained parameters, and their unscaled, unclipped gradients."""
+    """The optimizer's input: trained parameters and their gradients, unscaled and not clipped."""
 
     parameters: Values
     gradients: Values
@@ -62,7 +62,7 @@ class State:
 class RepeatableTask:
     """The user's task with `length` samples that are the same on every reading, without dropout.
 
-    eval_classes: of the modules in evaluation mode; infinite_loss: makes this rank's loss inf.
+    eval_classes: the classes of modules in evaluation mode. infinite_loss: make losses here inf.
     """
 
     def __init__(self, task: Task, device: torch.device, length: int, eval_classes: set[str]):
@@ -70,13 +70,13 @@ class RepeatableTask:
         self._device = device
         self._samples: list[Any] = []
         self._needed = length
-        self.length = length
+        self.length = length  # of an epoch; check_cell lowers it
         self._eval_classes = eval_classes
         self.infinite_loss = False
         self.left_out = [f"{name}()" for name in NOT_COMPARED if hasattr(task, name)]
 
     def __getattr__(self, name: str) -> Any:
-        # augment is called once, when the samples are read: the reference must get the same ones.
+        # Hides methods that runs would call. `_read` has already called augment, once per sample.
         if name in NOT_COMPARED or name == "augment":
             raise AttributeError(name)
         return getattr(self.task, name)
@@ -86,7 +86,7 @@ class RepeatableTask:
         for module in model.modules():
             if isinstance(module, _DropoutNd):
                 module.p = 0.0
-            if isinstance(module, nn.RNNBase):  # in evaluation mode cuDNN has no backward
+            if isinstance(module, nn.RNNBase):  # cuDNN has no backward in evaluation mode
                 module.dropout = 0.0
             if type(module).__name__ in self._eval_classes:
                 stay_in_evaluation_mode(module)
@@ -94,17 +94,17 @@ class RepeatableTask:
 
     def build_dataset(self, split: str) -> Any:
         if not self._samples:
-            before = random_state(self._device)
-            seed_all(0)  # data and augmentations drawn at random are the same in every process
+            state = random_state(self._device)
+            seed_all(0)  # so that random data and augmentations are the same in every process
             self._samples = self._read(self.task.build_dataset("train"))
-            set_random_state(before, self._device)
+            set_random_state(state, self._device)
         return self
 
     def _read(self, dataset: Any) -> list[Any]:
-        have = 0 if dataset is None else len(dataset)
-        if have < self._needed:
+        count = 0 if dataset is None else len(dataset)
+        if count < self._needed:
             raise DataError(
-                f"the training dataset has {have} samples; the comparison takes {STEPS} steps of "
+                f"the training dataset has {count} samples; the comparison takes {STEPS} steps of "
                 f"{self._needed // STEPS} (not the config's) = {self._needed}; use more data, or "
                 "shorter rows"
             )
@@ -118,7 +118,7 @@ class RepeatableTask:
         return self.length
 
     def __getitem__(self, index: int) -> Any:
-        return deepcopy(self._samples[int(index)])  # a task's collate may change it
+        return deepcopy(self._samples[int(index)])  # a task's collate may change the sample
 
     def loss_sum(self, model: nn.Module, batch: Any) -> Tensor:
         loss = self.task.loss_sum(model, batch)
@@ -126,7 +126,7 @@ class RepeatableTask:
 
 
 class Reference:
-    """The reference for one task on one device, and the settings that all cells share."""
+    """The reference for one task on one device, with the settings that all cells share."""
 
     def __init__(
         self,
@@ -140,15 +140,15 @@ class Reference:
         self.config = config
         self.device = device
         self.global_batch = global_batch
-        self.by_micro_batch = False  # whether samples are coupled, or forward changes a state
-        self.eval_classes: set[str] = set()  # modules compared in evaluation mode
-        self._bounds: dict[str, float] = {}
+        self.by_micro_batch = False  # True if samples are coupled, or forward changes a state
+        self.eval_classes: set[str] = set()  # classes of modules compared in evaluation mode
+        self._bounds: dict[str, float] = {}  # {precision: bound}
         vars(self).update(measured)  # fills the cached properties
         length = STEPS * self.global_batch
         self.task = RepeatableTask(task or build_task(config), device, length, self.eval_classes)
 
     def measured(self, precisions: Iterable[str]) -> dict[str, Any]:
-        """The facts measured on the task for these precisions, which all ranks must share."""
+        """What was measured on the task for these precisions, for the ranks of all cells."""
         names = ["hyperparameters", "global_batch", "by_micro_batch", "eval_classes"]
         if "fp16" in precisions:
             names.append("init_scale")
@@ -190,7 +190,7 @@ class Reference:
 
     @cached_property
     def hyperparameters(self) -> Hyperparameters:
-        """Errors: DataError if the first gradient is zero or not finite."""
+        """Raises DataError if the first batch's gradient is zero or not finite."""
         gradients, _ = self.gradients([self.step_samples[0]])
         gradient = torch.cat([g.flatten() for g in gradients.values()])
         norm = gradient.norm().item()
@@ -201,7 +201,7 @@ class Reference:
             )
         rms = norm / math.sqrt(gradient.numel())
         weights = torch.cat([p.flatten() for p in self.initial.values()])
-        # All trained parameters may begin at zero.
+        # The norm of an update: 1 % of the weights' norm, or 0.01 per element if all are zero.
         step = 0.01 * (weights.norm().item() or math.sqrt(weights.numel()))
         lr = {"sgd": step / norm, "adamw": step / (gradient / (gradient.abs() + rms)).norm().item()}
         # At most 1 % of the weights per step: with lr x weight_decay above 2 they would diverge.
@@ -210,7 +210,7 @@ class Reference:
 
     @cached_property
     def init_scale(self) -> float:
-        """The first loss scale: 1/32 of the largest at which step 1 is finite. It doubles twice."""
+        """The first loss scale: 1/32 of the largest with a finite step 1, as it doubles twice."""
         scale = 2.0**16
         first = [self.step_samples[0]]
         while scale > 2.0**-10:
@@ -222,7 +222,7 @@ class Reference:
 
     @cached_property
     def rounding_error(self) -> float:
-        """n x u of float32: the roundings of one forward and backward, added up."""
+        """n x u of float32, see compare.py: the added rounding of one forward and backward."""
         return self.gradients([self.step_samples[0]])[1] * UNIT_ROUNDOFF["fp32"]
 
     def bound(self, precision: str) -> float:
@@ -240,15 +240,15 @@ class Reference:
     def bound_at(
         self, precision: str, parts: Sequence[Sequence[int]], values: Values | None = None
     ) -> tuple[float, float]:
-        """Returns (bound on the gradients' relative error: n x u + 4 e, see compare.py; e)."""
+        """Returns (n x u + 4 e, the bound on the gradients' relative error; e). See compare.py."""
         whole = parts
         if not self.by_micro_batch:
             whole = [[index for part in parts for index in part]]
         truth, _ = self.gradients(whole, values)
-        together, roundings = self.gradients(whole, values, precision)
+        unsplit, roundings = self.gradients(whole, values, precision)
         split, _ = self.gradients(parts, values, precision)
-        errors = [relative_error(together, truth), relative_error(split, truth)]
-        error = torch.tensor(errors).max().item()  # nan if either is
+        errors = [relative_error(unsplit, truth), relative_error(split, truth)]
+        error = torch.tensor(errors).max().item()  # nan if one of them is
         return min(roundings * UNIT_ROUNDOFF[precision] + 4 * error, LARGEST_BOUND), error
 
     def gradients(
@@ -258,7 +258,7 @@ class Reference:
         precision: str = "fp32",
         scale: float | None = None,
     ) -> tuple[Values, int]:
-        """Returns (gradients of the mean loss over all parts, count of rounded results in one)."""
+        """Returns (gradients of the mean loss over all parts, rounded operations in a part)."""
         model = self.model(precision)
         model.load_state_dict({**model.state_dict(), **(values or {})})
         if scale is None:
@@ -279,7 +279,7 @@ class Reference:
         scale: float | Tensor = 1.0,
         task: Any = None,
     ) -> Tensor:
-        """The loss of a batch in one process, after its backward. task: in place of self.task."""
+        """Returns a batch's loss in one process, after backward. task: replaces self.task."""
         with without_ranks():
             with self.autocast(precision):
                 loss = (task or self.task).loss_sum(model, batch)
@@ -290,10 +290,10 @@ class Reference:
         enabled = precision != "fp32"
         return torch.autocast(self.device.type, dtype=DTYPES[precision], enabled=enabled)
 
-    def updates(
+    def parameters_after(
         self, optimizer_name: str, states: Sequence[State], dtype: torch.dtype = torch.float64
     ) -> list[Values]:
-        """The parameters after one textbook step from each of the states."""
+        """The parameters after a textbook optimizer step from each state, with its moments kept."""
         scaled = self.hyperparameters
         config = self.optim_config(optimizer_name)
         trained = {
@@ -346,7 +346,7 @@ def stay_in_evaluation_mode(module: nn.Module) -> None:
 
 @contextmanager
 def without_ranks() -> Iterator[None]:
-    """Hide the process group: a loss that gathers from all ranks gets its own batch only."""
+    """Hide the process group: a loss that gathers from all ranks gets only its own batch."""
     group = dist.GroupMember.WORLD
     dist.GroupMember.WORLD = None
     try:
@@ -357,7 +357,7 @@ def without_ranks() -> Iterator[None]:
 
 @contextmanager
 def counted(predicate: Callable[[Any, Any], bool]) -> Iterator[list[bool]]:
-    """Collect predicate(function, output) of each operation of torch's dispatcher."""
+    """Collect predicate(function, output) for each operation that torch dispatches."""
     flags: list[bool] = []
     with Operations(lambda function, _, output: flags.append(predicate(function, output))):
         yield flags
@@ -371,7 +371,7 @@ def is_rounded(function: Any, out: Any) -> bool:
 
 
 def gradients_of(model: nn.Module) -> Values:
-    """The gradients of the trained parameters; zeros for those that the loss does not use."""
+    """The gradients of the trained parameters; zeros for parameters that the loss does not use."""
     return {name: gradient_of(p) for name, p in model.named_parameters() if p.requires_grad}
 
 

@@ -81,7 +81,7 @@ def after_three_steps(world, strategy, at_once):
     """
     run = make_run(world, Stack("muon"), *words("unused", strategy, "--use_amp", "false"))
     module = run.parallel.module
-    with patch.object(muon, "AT_ONCE", at_once or muon.AT_ONCE):
+    with patch.object(muon, "ELEMENTS_AT_ONCE", at_once or muon.ELEMENTS_AT_ONCE):
         for step in range(2):
             given_gradients(module, step)
             if step == 1:

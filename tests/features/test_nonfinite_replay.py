@@ -92,7 +92,7 @@ def infinite_loss(run):
     run.task.loss_sum = lambda model, batch: loss_sum(model, batch) * torch.inf
 
 
-NANS = "output bf16 [2, 8] has {} nan and 0 inf, finite part "
+NANS = "output bf16 [2, 8] has {} nan and 0 inf, finite range "
 
 
 @pytest.mark.parametrize(("ranks", "strategy"), LAYOUTS)
@@ -101,14 +101,14 @@ NANS = "output bf16 [2, 8] has {} nan and 0 inf, finite part "
     [
         (Overflow(bad=(1,)), [], None, "the batch itself", "batch['x'] fp32 [2, 8] has 0 nan and"),
         (Made("share"), [], None, "forward of 1 (Layer)", f"{NANS.format(8)}-"),
-        (Made("log"), [], None, "forward of 1 (Layer)", f"{NANS.format(16)}nothing; input bf16 "),
+        (Made("log"), [], None, "forward of 1 (Layer)", f"{NANS.format(16)}none; input bf16 "),
         (Made("minus inf"), FP32, infinite_loss, "the task's loss_sum", "loss fp32 [] has 0 nan a"),
         (
             Made("root"),
             FP32,
             None,
             "backward of 1 (Layer), in SqrtBackward0",
-            "gradient returned fp32 [2, 8] has 0 nan and 16 inf, finite part nothing; gradient rec",
+            "gradient returned fp32 [2, 8] has 0 nan and 16 inf, finite range none; gradient rec",
         ),
     ],
 )
@@ -125,7 +125,7 @@ def test_the_first_inf_or_nan_of_each_kind_is_named_with_its_rank_samples_and_va
     where = f"rank {rank}, micro-batch 0 (samples {samples[rank]}), {place}"
     assert warning.startswith(f"step 1 was skipped: on {where}: {values}")
     assert warning.endswith(f"{also}; see dist_amp replay {tmp_path} --step 1")
-    is_finite = [tensor.finite for tensor in fault.tensors]
+    is_finite = [tensor.is_finite for tensor in fault.tensors]
     assert is_finite == sorted(is_finite), "first what is not finite, then what it came from"
     line = json.loads((tmp_path / "nonfinite/reports.jsonl").read_text())
     assert (line["step"], line["rank"], line["phase"]) == (1, rank, fault.phase)
