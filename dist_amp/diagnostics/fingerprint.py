@@ -39,9 +39,11 @@ class Fingerprint(Observer):
         self._parts: list[tuple[nn.Parameter, int]] = []
         if run.world.rank < shards:  # the other ranks hold replicas of these shards
             for parameter in parameters:
-                # FSDP2 gives each rank ceil(rows / shards) rows, except that the last get fewer.
-                rows = -(-parameter.shape[0] // shards) if shards > 1 else 0
-                self._parts.append((parameter, run.world.rank * rows * parameter[:1].numel()))
+                first = 0
+                if shards > 1:  # FSDP2 gives each rank ceil(rows / shards) rows, the last ones fewer
+                    rows = -(-parameter.shape[0] // shards)
+                    first = run.world.rank * rows * parameter[:1].numel()
+                self._parts.append((parameter, first))
         self._hashes: list[Tensor] = []  # of this step, one tensor per kind
         self._hook = ExitStack()  # on the optimizer, during a step that is hashed
         self._copies: dict[int, Tensor] = {}  # {step: hashes}, being copied to the host

@@ -31,7 +31,7 @@ def checksum(tensor: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for part in tensor.detach().reshape(-1).split(CHUNK):
         part = part.float() if part.is_floating_point() else part
-        bits = part.view(INTEGERS[part.element_size()]).long()
+        bits = part.view(INTEGERS.get(part.element_size(), torch.int64)).long()  # complex128: 16
         bits = (bits + 1) * -7046029254386353131  # splitmix64's constants; products wrap around
         bits = (bits ^ (bits >> 30)) * -4658895280553007687
         total += (bits ^ (bits >> 27)).sum()

@@ -183,6 +183,6 @@ def gradient_fault(record: Comparison, step: int, truth: Values) -> str:
         1 / record.ranks: "they are divided by the number of ranks twice",
     }
     for value, mistake in mistakes.items():
-        if math.isclose(factor, value, rel_tol=tolerance):
+        if value != 1 and math.isclose(factor, value, rel_tol=tolerance):
             return f"{text}; {mistake}"
     return text

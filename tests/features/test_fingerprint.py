@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 from ranks import on_ranks
-from tiny import Overflow, Tiny, log_row, make_run, take_steps
+from tiny import Overflow, Tiny, log_row, make_run, take_steps, variant
+from torch import nn
 
 from dist_amp.diagnostics.fingerprint import Fingerprint
 from dist_amp.diagnostics.trace import hash_tensor
@@ -66,3 +67,13 @@ def test_hashes_are_those_of_earlier_versions_with_whose_runs_diff_compares():
 def test_a_skipped_step_has_its_parameters_hashes():
     written, _ = hashed_steps(World(), Overflow(bad=tuple(range(64))), 1)
     assert "parameters" in written["1"]
+
+
+def test_a_parameter_without_dimensions_has_a_hash():
+    def build_model():
+        model = Tiny().build_model()
+        model.scale = nn.Parameter(torch.tensor(1.0))
+        return model
+
+    written, _ = hashed_steps(World(), variant(build_model=build_model), 1)
+    assert set(written["1"]["parameters"]) == {"0.0", "1.0", "2", "scale"}

@@ -96,6 +96,7 @@ def test_a_checksum_depends_on_the_values_and_not_on_the_dtype_that_holds_them()
     tensor = torch.randn(3000).bfloat16()
     assert checksum(tensor) == checksum(tensor.float())
     assert checksum(tensor) != checksum(-tensor)
+    assert checksum(tensor.to(torch.complex128)) != checksum(-tensor.to(torch.complex128))
 
 
 @pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "fsdp")])

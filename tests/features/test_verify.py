@@ -6,6 +6,7 @@ import re
 import sys
 from contextlib import suppress
 from functools import partial
+from types import SimpleNamespace
 
 import families
 import pytest
@@ -25,7 +26,7 @@ from dist_amp.errors import ConfigError, DataError
 from dist_amp.verify import __main__ as verify_main
 from dist_amp.verify import cells
 from dist_amp.verify.cells import check_cell
-from dist_amp.verify.compare import Cell, Verdict
+from dist_amp.verify.compare import Cell, Verdict, gradient_fault
 from dist_amp.verify.dtypes import dtype_report
 from dist_amp.verify.findings import WrongTask, inspect_task
 from dist_amp.verify.reference import Reference
@@ -94,6 +95,14 @@ def test_each_row_has_its_result_and_its_cause_stands_below_the_table(verify):
     ):
         assert len(re.findall(cause, output)) == 1, output
     assert "Traceback" not in output + errors
+
+
+def test_a_factor_of_one_has_no_mistake():
+    reference = SimpleNamespace(bound=lambda precision: 0.01)
+    states = [SimpleNamespace(gradients={"w": torch.tensor([1.015, 1.015])})]
+    record = SimpleNamespace(cell=Cell("single", "fp32"), ranks=1, states=states, reference=reference)
+    text = gradient_fault(record, 0, {"w": torch.ones(2)})
+    assert text.endswith(": all of them are 1.015 times what they should be")
 
 
 REFUSED = "refused: use ddp"
