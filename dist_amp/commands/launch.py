@@ -158,11 +158,11 @@ def set_environment(options: Namespace, ranks: int) -> None:
 
 def start(options: Namespace, ranks: int, min_nodes: int, max_nodes: int) -> int:
     """Run the ranks until they end; return their exit status. Errors: torchrun's, as Failure."""
-    endpoint = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port or 29500}"
+    at = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port or 29500}"
     store = None
     if max_nodes > 1:
         verb = "joins" if min_nodes < max_nodes else "waits for"
-        print(f"{options.nnodes} machines: this one {verb} the others at {endpoint}", flush=True)
+        print(f"{options.nnodes} machines: this one {verb} the others at {at}", flush=True)
         # After a network failure the store may answer late, since TCP retries lost packets at
         # growing intervals. torchrun's default of 60 s has ended launchers whose network was back.
         options.rdzv_conf = f"read_timeout=150,{options.rdzv_conf}".rstrip(",")
@@ -175,11 +175,11 @@ def start(options: Namespace, ranks: int, min_nodes: int, max_nodes: int) -> int
         except (AssertionError, ValueError) as error:  # such as an unknown --rdzv-backend
             raise ConfigError(f"torchrun rejects its options: {first_line(error)}") from error
         except RendezvousTimeoutError as error:
-            late = f"too few of --nnodes={options.nnodes} machines joined the rendezvous at {endpoint}"
+            late = f"too few of --nnodes={options.nnodes} machines joined the rendezvous at {at}"
             raise Failure(f"{late} in time") from error
         except Exception as error:
             reason = in_one_line(error.__cause__ or error)
-            raise Failure(f"torchrun failed with its rendezvous at {endpoint}: {reason}") from error
+            raise Failure(f"torchrun failed with its rendezvous at {at}: {reason}") from error
     del store  # the ranks needed it until here
     if line:
         print(f"error: {line}", file=sys.stderr, flush=True)
