@@ -39,7 +39,7 @@ class ImageText(huggingface.FineTuning):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.processor = huggingface.opened(AutoProcessor, self.folder)
+        self.processor = huggingface.open_pretrained(AutoProcessor, self.folder)
         if not hasattr(self.processor, "image_token"):
             raise ConfigError(
                 f"task.args.model: {self.folder} has no processor with an image_token; use a "
