@@ -2,7 +2,7 @@
 
 It shows the curves of the main metrics, the settings that differ from the defaults, the ranks, and
 the sample. --out names another file.
-Exit status: 0, 64 bad arguments, 65 not a run's folder, 1 the file can't be written.
+Exit status: 0 done, 64 bad arguments, 65 not a run's folder, 1 the file can't be written.
 
 Docs: docs/metrics.md
 """
@@ -28,9 +28,9 @@ CURVES = {  # heading: (metric, divisor)
     "items per second of the slowest rank": ("slowest", 1),
     "peak memory of the fullest rank, MiB": ("fullest", 2**20),
 }
-WIDTH, HEIGHT = 640, 240  # of a curve, in SVG units
+WIDTH, HEIGHT = 640, 240  # of a curve's picture, in SVG units
 LEFT, BOTTOM = 100, 30  # for the labels of the axes
-POINTS = 1000  # of a curve at most
+POINTS = 1000  # per curve at most
 
 PAGE = """<!doctype html>
 <html lang="en">
@@ -110,7 +110,7 @@ def report(folder: Path) -> str:
 
 
 def html_table(rows: Iterable[Sequence[Any]]) -> str:
-    """The first row is the header."""
+    """A table whose first row is the header."""
     lines = []
     cell = "th"
     for row in rows:

@@ -130,8 +130,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class CausalLM:
-    """Predict the next token. Batch: input_ids, labels [B, context + 1] int64, counts; if packed also
-    position_ids and bounds: see `Packing.collate` and `document_bounds`.
+    """Predict the next token. Batch: input_ids, labels [B, context + 1] int64; counts; if packed
+    also position_ids and bounds: see `Packing.collate` and `document_bounds`.
     """
 
     data: DataConfig
