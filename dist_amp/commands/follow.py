@@ -122,19 +122,19 @@ class Follower:
                 )
 
     def follow(self, once: bool) -> None:
-        over = False
+        is_over = False
         try:
-            while not over:
+            while not is_over:
                 # Before the lines, because a run writes its last lines before its summary.
                 summary = read_summary(self.folder)
-                over = once
+                is_over = once
                 if summary is not None:  # old enough: no restart will follow
                     age = time.time() - (self.folder / "summary.json").stat().st_mtime
-                    over |= summary["stopped_by"] == "completed" or age >= RESTART_SECONDS
+                    is_over |= summary["stopped_by"] == "completed" or age >= RESTART_SECONDS
                 lines = [line for line in self.new_lines() if self.position.unsent(line)]
-                if lines or not over or hash_of(summary) != self.position.summary:
+                if lines or not is_over or hash_of(summary) != self.position.summary:
                     self.send(lines)  # opens the tracker at first; saves the earlier position
-                if not over:
+                if not is_over:
                     time.sleep(POLL_SECONDS)
         except KeyboardInterrupt:
             self.close()

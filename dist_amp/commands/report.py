@@ -127,14 +127,14 @@ def picture(heading: str, series: Series) -> str:
     if low == high:
         low -= 0.5
         high += 0.5
-    across = (WIDTH - LEFT) / max(1, steps[-1] - steps[0])
-    down = (HEIGHT - BOTTOM) / (high - low)
-    places = []
+    x_scale = (WIDTH - LEFT) / max(1, steps[-1] - steps[0])
+    y_scale = (HEIGHT - BOTTOM) / (high - low)
+    pixels = []
     for step, value in zip(steps, values, strict=True):
-        places.append((LEFT + (step - steps[0]) * across, (high - value) * down + 5))
-    every = 1 + len(places) // POINTS
-    x, y = places[-1]
-    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in [*places[:-1:every], places[-1]])
+        pixels.append((LEFT + (step - steps[0]) * x_scale, (high - value) * y_scale + 5))
+    every = 1 + len(pixels) // POINTS
+    x, y = pixels[-1]
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in [*pixels[:-1:every], pixels[-1]])
     right = f'text-anchor="end" x="{LEFT - 5}"'
     return f"""<figure>
 <figcaption>{escape(heading)}: {values[-1]:.4g} at the end</figcaption>

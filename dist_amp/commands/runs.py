@@ -110,12 +110,12 @@ def row_of(record: Record, differing: dict[str, Any]) -> dict[str, Any]:
     for row in record.rows:
         if "train/loss" in row:
             logged = row
-        if (loss := finite(row.get("eval/loss"))) < best:
+        if (loss := finite_or_nan(row.get("eval/loss"))) < best:
             best = loss
     step = max(logged.get("step", 0), summary.get("steps", 0))
     state = str(summary.get("stopped_by", "killed")).replace("completed", "done")
     cause = str(summary.get("cause", ""))
-    goodput = finite(summary.get("goodput"))
+    goodput = finite_or_nan(summary.get("goodput"))
     if record.is_running:
         state, cause = "running", ""
     elif step > summary.get("steps", step):  # the run was restarted after this summary
@@ -123,7 +123,7 @@ def row_of(record: Record, differing: dict[str, Any]) -> dict[str, Any]:
     elif not record.started and not summary:
         state = "not started"
     if state in ("running", "killed"):
-        goodput = finite(logged.get("perf/goodput_pct")) / 100
+        goodput = finite_or_nan(logged.get("perf/goodput_pct")) / 100
     return {
         "run": record.folder.name,
         "started": record.started,
@@ -133,14 +133,14 @@ def row_of(record: Record, differing: dict[str, Any]) -> dict[str, Any]:
         "ranks": summary.get("world_size", len(logged.get("ranks", ()))),
         "step": step,
         "steps": record.settings.get("train.steps", 0),
-        "loss": finite(logged.get("train/loss", summary.get("final_loss"))),
-        "best": finite(best),
+        "loss": finite_or_nan(logged.get("train/loss", summary.get("final_loss"))),
+        "best": finite_or_nan(best),
         "goodput": goodput,
         "settings": differing,
     }
 
 
-def finite(value: Any) -> float:
+def finite_or_nan(value: Any) -> float:
     """The value if it is a finite number, else nan: in these files nan and inf are text."""
     if isinstance(value, int | float) and math.isfinite(value):
         return value
