@@ -3,9 +3,9 @@
 It runs in one process, from the newest valid checkpoint before step N, or from the start. Each
 logged loss, norm and learning rate is compared with RUN/metrics.jsonl: bit for bit if the run had
 parallel.bit_exact or one process, on this kind of device, uncompiled; else within a tolerance.
-For step N it shows each micro-batch's samples and loss; each layer's largest output, share of zeros,
-number of inf and nan, and gradient norm; and the effect of the loss scaler and of clipping. RUN is
-not changed.
+For step N it shows each micro-batch's samples and loss; each layer's largest output, share of
+zeros, number of inf and nan, and gradient norm; and the effect of the loss scaler and of clipping.
+RUN is not changed.
 
 Exit status: 0 all as logged, 1 a value differs, 64 bad arguments, 65 no run, checkpoint or data.
 

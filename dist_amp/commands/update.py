@@ -71,9 +71,9 @@ def find_project() -> tuple[Path, dict[str, Any]]:
 def regenerate(
     root: Path, record: dict[str, Any], commit: str = "", added: str = "", removed: str = ""
 ) -> int:
-    """Generate the project again, with other features; merge it. Returns 1 on conflict.
+    """Generate the project again, with other features; merge it. Returns 1 on conflicts.
 
-    commit: that of the source to use; "": the newest. added, removed: features, separated by commas.
+    commit: of the source to use; "": the newest. added, removed: features, separated by commas.
     """
     name = record["name"]
     with tempfile.TemporaryDirectory() as temporary:
