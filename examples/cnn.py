@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 
 class CNN:
-    """Ten directions of a noisy wave. Batch: images [B, 3, 32, 32] float32, classes [B] int64."""
+    """Classify the direction of a noisy wave. Batch: images [B, 3, 32, 32] float32, classes [B]."""
 
     def __init__(self, samples: int = 6400):
         self.samples = samples

@@ -4,8 +4,8 @@ python -m dist_amp.train --task.target examples/image_text.py:ImageText --data.p
     --task.args.model llava-hf/llava-1.5-7b-hf --task.args.lora_rank 16 \
     --train.micro_batch_size 4 --optim.lr 2e-4
 
-A row has an image, or its path relative to the data's folder; and either messages, with a loss on
-the assistant's turns, or prompt and completion. A text without an image token gets it first.
+A row has an image, or its path in the data's folder; and messages, with a loss on the assistant's
+turns, or prompt and completion. Without an image token in the text, the image comes first.
 """
 
 from dataclasses import dataclass

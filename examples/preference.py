@@ -131,7 +131,7 @@ class DPO(huggingface.FineTuning):
         return len(batch["labels"]) / 2  # the number of pairs
 
     def metrics(self, model: nn.Module, batch: Batch) -> Batch:
-        """Sums, which the run divides by the pairs; accuracy: chosen has the greater reward."""
+        """Sums over the pairs: the loss; how often chosen has the greater reward; the margin."""
         chosen, rejected = self.rewards(model, batch)
         return {
             "loss": -F.logsigmoid(chosen - rejected).sum(),

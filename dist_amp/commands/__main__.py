@@ -67,7 +67,7 @@ def main() -> int:
         return 64
     end_on_ctrl_c()  # before torch's import, which takes seconds
     try:
-        if name in WITH_SETTINGS and "RANK" not in os.environ:  # else each rank would
+        if name in WITH_SETTINGS and "RANK" not in os.environ:  # once, not on each rank
             check_early(rest, has_options=name != "train")
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

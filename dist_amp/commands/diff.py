@@ -37,7 +37,7 @@ from dist_amp.precision import TOLERANCE
 from dist_amp.record import Record
 from dist_amp.supervise.command_line import Parser, command
 
-# Prefixes of variables that differ between any two runs. The list of hosts shows their layout.
+# Prefixes of variables that differ between any two runs. The list of hosts shows the layout.
 IGNORED_VARIABLES = (
     *("MASTER_", "TORCHELASTIC_", "PET_", "SLURM_", "DIST_AMP_", "RANK", "WORLD_SIZE", "LOCAL_"),
     *("GROUP_", "ROLE_", "GLOO_", "TORCH_NCCL_", "TORCH_ELASTIC_", "TORCH_DISABLE_SHARE_"),
@@ -203,7 +203,7 @@ def text_of(
         lines += [title, *columns(rows, left=4)] if pairs else []
     data = ["no checkpoint", "no checkpoint"]
     for number, run in enumerate((a, b)):
-        for path in run.checkpoints:  # the newest valid one comes last, and stays
+        for path in run.checkpoints:  # the last valid one, the newest, counts
             with suppress(CheckpointRejected):
                 manifest = read_manifest(path)
                 data[number] = f"{manifest.data_fingerprint}, {manifest.data_length:,} samples"

@@ -77,7 +77,7 @@ fail = partial(Check, "fail")
 def main(argv: Sequence[str]) -> int:
     parser = Parser("python -m dist_amp.doctor", __doc__)
     devices = ("auto", "cpu", "cuda")
-    parser.add_argument("--device", default="auto", choices=devices, help="what ranks run on")
+    parser.add_argument("--device", default="auto", choices=devices, help="device of the ranks")
     options = parser.parse_args(argv)
     is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"  # of this machine's ranks
     machine_checks = (packages, gpus, precision, hostname, shared_memory, folders)

@@ -13,7 +13,7 @@ moving average of the parameters is exported; --weights model exports the parame
 
 --format hf calls the task's export(model, folder), or without one the model's `save_pretrained`, to
 write config, weights and tokenizer for AutoModel...from_pretrained("DIR"). A model with adapters is
-written as adapters only; with --merge they are added to the base weights, which are written.
+written as adapters only; with --merge as a whole model, with the adapters added to its weights.
 
 Settings after RUN_OR_CHECKPOINT override the checkpoint's config, for example if the task has moved
 (--task.target new_file:MyTask). The config's task is imported from installed packages or the

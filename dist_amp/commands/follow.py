@@ -128,7 +128,7 @@ class Follower:
                 # Before the lines, because a run writes its last lines before its summary.
                 summary = read_summary(self.folder)
                 is_over = once
-                if summary is not None:  # old enough: no restart will follow
+                if summary is not None:  # if old enough, no restart will follow
                     age = time.time() - (self.folder / "summary.json").stat().st_mtime
                     is_over |= summary["stopped_by"] == "completed" or age >= RESTART_SECONDS
                 lines = [line for line in self.new_lines() if self.position.unsent(line)]

@@ -42,7 +42,7 @@ ROUNDING = 512  # allocations are multiples of it. Source: torch's CUDACachingAl
 # Elements in one of DDP's buckets. Source: DistributedDataParallel's bucket_cap_mb.
 BUCKET = 25 * 2**20 // 4
 
-# Operations that read a value to the host. Fake tensors give True, so that checks pass; as 1, too.
+# These read a value to the host. On fake tensors they give True (1): checks and divisions work.
 READ_BACK = (aten._local_scalar_dense, aten.allclose, aten.equal)
 
 # Operations in float32 under autocast on CUDA, but not on a CPU. Source: torch's autocast_mode.h.
@@ -68,7 +68,7 @@ FLOPS = {
 
 
 class Collective(NamedTuple):
-    """A collective of a group with `ranks` ranks. nbytes: its input's or output's, the larger."""
+    """A collective. ranks: the size of its group. nbytes: the larger of its input and output."""
 
     kind: str
     ranks: int
@@ -268,7 +268,7 @@ def kernel_buffer_bytes(function: Any, args: Any) -> int:
 def as_on_gpu() -> Iterator[None]:
     """Context: a CPU runs the operations of CUDA: autocast's list, dropout, attention.
 
-    By patches: a TorchFunctionMode is off in backward, where checkpointing reruns blocks.
+    Patched, since a TorchFunctionMode is off in backward, where checkpointing reruns blocks.
     """
     attention = F.scaled_dot_product_attention
 

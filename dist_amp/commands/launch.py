@@ -1,5 +1,4 @@
-"""python -m dist_amp.launch [TORCHRUN'S OPTIONS] [--section.key VALUE ...]: train on one machine or
-several.
+"""python -m dist_amp.launch [TORCHRUN'S OPTIONS] [SETTINGS]: train on one machine or several.
 
     python -m dist_amp.launch --config ddp_bf16 --run.dir runs/mine
         on all GPUs, or in two CPU processes
@@ -8,8 +7,9 @@ several.
 
 It runs torchrun -m dist_amp.train, but checks the settings before ranks start, prints an error in
 one line at the end, and returns the ranks' exit status: 0 done, 64 wrong setting, 65 data or
-checkpoint, 70 numerics, 75 stopped by a signal and saved (the same --run.dir continues), 1 others.
-If a rank fails, all restart from the last checkpoint, --max-restarts times (3; with MIN:MAX 100).
+checkpoint, 70 numerics, 75 stopped by a signal and saved (the same command continues if it sets
+run.dir), 1 anything else. If a rank fails or dies, all restart from the last checkpoint, up to
+--max-restarts times (3, or 100 with --nnodes MIN:MAX).
 
 `-m MODULE ARGUMENTS` at the end starts another module. torchrun --help lists torchrun's options,
 such as --numa-binding node; --log-dir DIR keeps torchrun's log as DIR/torchrun.log. Environment:

@@ -96,7 +96,7 @@ def parse_options(argv: Sequence[str], parts: Parts) -> Namespace:
     parser.add_argument("name", nargs="?", default="", help="the new folder's and package's name")
     some = {"default": "", "metavar": "FEATURE,..."}
     parser.add_argument("--with", dest="added", help="features to add, or all", **some)
-    parser.add_argument("--task", default="", metavar="FILE.py:Class", help="your task, to copy")
+    parser.add_argument("--task", default="", metavar="FILE.py:Class", help="the task to copy")
     parser.add_argument("--yes", action="store_true", help="ask nothing")
     parser.add_argument("--like", default="", metavar="PYPROJECT.toml", help="for dist_amp update")
     parser.add_argument("--without", help="features to leave out; for dist_amp adopt", **some)

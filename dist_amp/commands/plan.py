@@ -2,10 +2,10 @@
 
     python -m dist_amp.plan --config fsdp_bf16 --device h100-80gb --world_size 64
 
-It prints a table: each rank's memory, bytes sent and time per step, in a column per strategy; * is
-the one that this config runs. Nothing is trained. A step of your task runs on tensors that have the
-first micro-batch's shapes but no memory, and its allocations and collectives are counted. Ranks are
-GPUs, 8 to a machine, or with --run.device cpu processes on a CPU.
+It prints a table: each rank's memory, bytes sent and time per step, in a column per strategy; a *
+marks the strategy that this config runs. Nothing is trained. A step of your task runs on tensors
+that have the first micro-batch's shapes but no memory; its allocations and collectives are counted.
+Ranks are GPUs, 8 to a machine (assumed), or with --run.device cpu processes on a CPU.
 
 Not included: the memory of CUDA and NCCL, about 1 to 2 GiB of each GPU (assumed), most kernels'
 internal buffers, diagnostics, compiled blocks, bit-exact sums and float8. Times assume 60 % of the

@@ -2,8 +2,8 @@
 
 It calls task.sample(model) and prints the text that this returns, or writes the image to sample.png
 in the current folder. Settings after the path override the run's: --task.args.prompt "class ". The
-model computes in float32, even from a bf16 export. If the run had optim.ema, it has the moving
-average of the parameters; with --weights model, the parameters themselves.
+model computes in float32, even from a bf16 export. If the run had optim.ema, the model's
+weights are the moving average of the parameters; with --weights model, the parameters themselves.
 Exit status: 0 done, 64 bad setting or a task without sample(), 65 bad weights.
 
 Docs: docs/recipes.md

@@ -40,7 +40,7 @@ from dist_amp.task import Task, attributes_of
 from dist_amp.world import World, local
 
 PHASES = ("forward", "backward", "optimizer")
-# cuBLAS has one for forward's thread and one for backward's. Source: CUDABlas.cpp, for Hopper.
+# cuBLAS has a workspace per thread: forward's and backward's. Source: CUDABlas.cpp, for Hopper.
 WORKSPACES = 2 * 32 * 2**20
 USABLE = 0.95  # the share of a device's memory to plan for; fragmentation takes the rest. Assumed.
 
@@ -95,8 +95,8 @@ class Job:
 def simulate(job: Job) -> StrategyPlan:
     """Plan rank 0's second step and later ones. Each micro-batch has the shapes of `job.batch()`.
 
-    Errors: those of training for its settings; the task's; DataError for an operation that depends
-    on values, since tensors have none here.
+    Errors: those that training raises for its settings; those of the task; DataError for an
+    operation that depends on values, since these tensors have none.
     """
     register_fused_updates()
     batch = job.batch()
@@ -177,7 +177,7 @@ def make_fake(module: nn.Module) -> None:
 def imagined_run(job: Job, module: nn.Module) -> Run:
     """A run on the CPU whose parameters have the shapes of rank 0's shards."""
     config, is_ddp = job.config, job.strategy == "ddp"
-    quiet = replace(job.world, rank=1)  # because only rank 0 prints
+    quiet = replace(job.world, rank=1)  # rank 1 prints nothing
     cast = pick_cast(config.precision, job.strategy, module, quiet)
     check_parallel(config.parallel, job.strategy, cast, module, quiet)
     strategy: Strategy = "single" if is_ddp else job.strategy

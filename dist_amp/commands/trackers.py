@@ -20,7 +20,7 @@ Facts = Mapping[str, Any]
 
 
 class Tracker:
-    """One run in a tracker. `id`: the run's there, the same after `follow` is interrupted."""
+    """One run in a tracker. `id` identifies the run there, also after an interruption."""
 
     project_variable: str  # the environment variable that names the project
     where: str  # where the user finds the run

@@ -204,7 +204,7 @@ class CausalLM:
         return batch["counted"]  # type: ignore[no-any-return]
 
     def tokens(self, batch: Batch) -> int:
-        return self.shares.count(batch) - len(batch["labels"])  # a row's first is no target
+        return self.shares.count(batch) - len(batch["labels"])  # a row's first is not a target
 
     def train_metrics(self, run: Any, report: Any) -> Batch:
         return self.shares.read(run.world)

@@ -138,7 +138,7 @@ def check_documents_are_apart(run: Any, how: PackedAttention) -> None:
     model = run.parallel.module
     precisions = [run.precision.autocast]
     if not takes_documents(model.config, batch["input_ids"].shape[1]):
-        # Float32 decides: in lower precision an expert rounds a token by which others it gets.
+        # Decide in float32: in lower precision, an expert's rounding depends on its other tokens.
         precisions.append(nullcontext)
     for precision in precisions:
         with run.evaluating(), precision():

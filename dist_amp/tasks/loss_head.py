@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dist_amp.sources.token_shards import IGNORE_INDEX
 
-AUTO_BYTES = 2**29  # auto: of a chunk's float32 logits; smaller ones slow a GPU down (assumed)
+AUTO_BYTES = 2**29  # of a chunk's float32 logits; smaller matrices slow a GPU down (assumed)
 Chunk = int | Literal["auto", "off"]  # tokens in a chunk; off: all in one
 Reduction = Literal["sum", "none", "hits"]
 
@@ -146,7 +146,7 @@ def chunked(
     chunk: int,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Returns (losses [N] float32, gradient of their weighted sum to x, and to weight).
+    """Returns (losses [N] float32, gradients of their weighted sum for x and for weight).
 
     A gradient that is not needed is None. scale: the sum's weights [N]; None: all 1.
     """

@@ -223,7 +223,7 @@ def copy_into(value: Tensor, target: Tensor) -> None:
 
 
 def initialise_adapters(model: Any) -> None:
-    """Initialise LoRA adapters by peft's default. Errors: DataError if peft is to use another."""
+    """Initialise LoRA adapters by peft's default. Errors: DataError for another method."""
     for config in getattr(model, "peft_config", {}).values():
         if getattr(config, "init_lora_weights", True) is not True:
             raise DataError(
@@ -240,7 +240,7 @@ def initialise_adapters(model: Any) -> None:
 
 
 def initialise_head(base: Any, names: Sequence[str], targets: Targets) -> None:
-    """Initialise the parameters `names`: each whole, of which this rank's part is copied."""
+    """Initialise the parameters `names`: draw each one whole, and copy this rank's part."""
     if not names:
         return
     twin = empty_twin(base).float()
