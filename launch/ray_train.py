@@ -44,17 +44,14 @@ sys.path.insert(0, os.getcwd())  # as python -m does, so that my_file:MyTask is 
 try:
     config = load_config(words)  # reports a mistake before Ray starts anything
     settings = {name: value for name, value in os.environ.items() if name.startswith("DIST_AMP_")}
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"} & set(
-        os.environ
-    ):
+    allocator = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
+    if not allocator & os.environ.keys():
         settings["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # GPU memory fragments less
-    ray.init(
-        runtime_env={"env_vars": settings | {"RAY_TRAIN_ENABLE_PRINT_PATCH": "0"}}
-    )  # RAY_TRAIN_ENABLE_PRINT_PATCH=1, the default, prints each line twice
+    settings["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"  # else workers print each line twice
+    ray.init(runtime_env={"env_vars": settings})
     kind = "GPU" if config.run.device != "cpu" and "GPU" in ray.cluster_resources() else "CPU"
-    if (
-        not (available := int(ray.cluster_resources()[kind])) >= options.workers > 0
-    ):  # Ray would wait forever
+    available = int(ray.cluster_resources()[kind])
+    if not available >= options.workers > 0:  # Ray would wait forever
         sys.exit(
             f"error: --workers={options.workers} must be between 1 and {available}, the {kind}s of "
             "Ray's cluster"
