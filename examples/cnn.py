@@ -1,4 +1,4 @@
-"""A small convolutional network that classifies 32 x 32 pictures, with accuracy as a metric.
+"""A small convolutional network that classifies 32 x 32 images, with accuracy as a metric.
 
 python -m dist_amp.train --task.target examples/cnn.py:CNN --train.micro_batch_size 64 \
     --train.steps 100 --train.clip_by off --optim.lr 0.001 --optim.betas 0.9 0.999 \
@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 
 class CNN:
-    """Tell in which of ten directions a noisy wave runs. Batch: [B, 3, 32, 32], classes [B]."""
+    """Classify the direction of a noisy wave. Batch: images [B, 3, 32, 32] float32, classes [B]."""
 
     def __init__(self, samples: int = 6400):
         self.samples = samples
@@ -45,13 +45,13 @@ class CNN:
         return TensorDataset(wave + 2 * noise, classes)
 
     def loss_sum(self, model: nn.Module, batch: list[Tensor]) -> Tensor:
-        pictures, classes = batch
-        return F.cross_entropy(model(pictures).float(), classes, reduction="sum")
+        images, classes = batch
+        return F.cross_entropy(model(images).float(), classes, reduction="sum")
 
     def weight(self, batch: list[Tensor]) -> float:
         return len(batch[1])
 
     def metrics(self, model: nn.Module, batch: list[Tensor]) -> dict[str, Tensor]:
-        pictures, classes = batch
+        images, classes = batch
         # A sum, like the loss: the run divides both by the total weight.
-        return {"accuracy": (model(pictures).argmax(dim=1) == classes).sum()}
+        return {"accuracy": (model(images).argmax(dim=1) == classes).sum()}

@@ -4,8 +4,8 @@ python -m dist_amp.train --task.target examples/image_text.py:ImageText --data.p
     --task.args.model llava-hf/llava-1.5-7b-hf --task.args.lora_rank 16 \
     --train.micro_batch_size 4 --optim.lr 2e-4
 
-A row has an image, or its path from the data's folder; and either messages, with a loss on the
-assistant's turns, or prompt and completion. If the text has no place for the image, it comes first.
+A row has an image, or its path in the data's folder; and messages, with a loss on the assistant's
+turns, or prompt and completion. Without an image token in the text, the image comes first.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ NOT_INPUTS = ("labels", "tokens", "counted")
 
 @dataclass(eq=False)
 class ImageText(huggingface.FineTuning):
-    """Batch: the processor's tensors for images and texts, labels [B, T], and two counts."""
+    """Batch: the processor's tensors, labels [B, T], and the counts of tokens and of targets."""
 
     length: huggingface.Length = 2048
     pad_to_multiple_of: int = 128
@@ -39,7 +39,7 @@ class ImageText(huggingface.FineTuning):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.processor = huggingface.opened(AutoProcessor, self.folder)
+        self.processor = huggingface.open_pretrained(AutoProcessor, self.folder)
         if not hasattr(self.processor, "image_token"):
             raise ConfigError(
                 f"task.args.model: {self.folder} has no processor with an image_token; use a "
@@ -109,7 +109,7 @@ class ImageText(huggingface.FineTuning):
         return text, [(prompt, text)]
 
     def chat(self, row: Batch) -> tuple[str, list[tuple[str, str]]]:
-        """(text, [(text before the answer, text up to its end) for each of the assistant's])."""
+        """(text, [(text before an assistant's turn, text up to its end), ...])."""
         messages = []
         for message in row["messages"]:
             content = message["content"]
@@ -128,7 +128,7 @@ class ImageText(huggingface.FineTuning):
             if index and message["role"] == "assistant"
         ]
         text = render(messages)
-        # Some templates render an answer differently once more turns follow: it gets no labels.
+        # Some templates change an answer when more turns follow: such answers get no labels.
         return text, [(before, after) for before, after in answers if text.startswith(before)]
 
     def is_image(self, part: Batch) -> bool:
@@ -138,12 +138,12 @@ class ImageText(huggingface.FineTuning):
         return self.processed([(image, text)])["input_ids"][0].tolist()
 
     def processed(self, pairs: list[tuple[Any, str]], multiple: int = 1) -> Batch:
-        """The model's inputs for (image, text) pairs; a chat's beginning may have no image yet."""
+        """The model's inputs for (image, text) pairs. A text without an image token gets none."""
         images = [[image] for image, text in pairs if self.processor.image_token in text]
         texts = [text for _, text in pairs]
         options: Batch = {"padding": True, "pad_to_multiple_of": multiple, "return_tensors": "pt"}
         if (start := self.processor.tokenizer.bos_token) and texts[0].startswith(start):
-            options["add_special_tokens"] = False  # the chat template has written them
+            options["add_special_tokens"] = False  # the chat template has added them
         return dict(self.processor(images=images or None, text=texts, **options))
 
     def collate(self, samples: list[tuple[Any, str, list[int]]]) -> Batch:

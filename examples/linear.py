@@ -4,7 +4,7 @@ python -m dist_amp.train --task.target examples/linear.py:Linear --train.micro_b
     --train.steps 15 --train.clip_by off --optim.name sgd --optim.lr 0.1 --optim.momentum 0 \
     --optim.weight_decay 0 --optim.schedule constant
 
-This is plain SGD for 3 epochs. On a machine without a GPU, add `--use_amp false`.
+On one process this is plain SGD for 3 epochs. On a machine without a GPU, add `--use_amp false`.
 """
 
 import torch

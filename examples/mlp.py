@@ -4,8 +4,8 @@ python -m dist_amp.train --task.target examples/mlp.py:MLP --train.micro_batch_s
     --train.steps 150 --train.clip_by off --optim.name sgd --optim.lr 0.1 --optim.momentum 0 \
     --optim.weight_decay 0 --optim.schedule constant
 
-This is 3 epochs of 50 batches. On a machine without a GPU, add `--task.args.width 64` to make it
-quick, and `--use_amp false`.
+On one process this is 3 epochs of 50 batches. On a machine without a GPU, add `--use_amp false`,
+and `--task.args.width 64` to make it quick.
 """
 
 import torch

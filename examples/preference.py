@@ -4,8 +4,8 @@ python -m dist_amp.train --task.target examples/preference.py:DPO --data.path pa
     --task.args.model Qwen/Qwen2.5-0.5B-Instruct --train.micro_batch_size 4 --optim.lr 1e-6 \
     --optim.weight_decay 0
 
-A row has prompt, chosen and rejected: texts, or lists of messages. The reference is a frozen copy
-of the model or, with `--task.args.lora_rank 16`, the model without its adapters.
+Columns of the data: prompt, chosen and rejected: texts, or lists of messages. The reference model
+is a frozen copy of the model or, with `--task.args.lora_rank 16`, the model without adapters.
 """
 
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ COLUMNS = ("prompt", "chosen", "rejected")
 class DPO(huggingface.FineTuning):
     """Batch: input_ids, attention_mask, labels [2 B, T]: B chosen answers, then B rejected ones.
 
-    reference: another model to use as the reference, with the same tokenizer.
+    reference: the name or folder of another reference model, with the same tokenizer.
     """
 
     beta: float = 0.1
@@ -84,7 +84,7 @@ class DPO(huggingface.FineTuning):
         return Converted(rows, self.pair)
 
     def pair(self, row: Batch) -> list[Batch]:
-        """[chosen, rejected] as tokens. Errors: DataError if both are equal."""
+        """[chosen, rejected] as `encoded` rows. Errors: DataError if both have the same tokens."""
         pair = [self.encoded(row, name) for name in COLUMNS[1:]]
         if pair[0]["input_ids"].tolist() == pair[1]["input_ids"].tolist():
             raise DataError(
@@ -94,7 +94,7 @@ class DPO(huggingface.FineTuning):
         return pair
 
     def encoded(self, row: Batch, name: str) -> Batch:
-        """The prompt and the answer `name`, cut to `length`; only the answer has labels."""
+        """Tokens of the prompt and row[name], cut to `length`; the prompt's labels are ignored."""
         answer = row[name]
         if isinstance(row["prompt"], list) and not self.tokenizer.chat_template:
             raise DataError("the rows are chats, but the tokenizer has no template; use texts")
@@ -118,7 +118,7 @@ class DPO(huggingface.FineTuning):
         return batch["tokens"]
 
     def rewards(self, model: nn.Module, batch: Batch) -> Tensor:
-        """beta x (log-probability of the answer - the reference's): [2, B] float32."""
+        """beta x (the answer's log-probability - that of the reference): [2, B] float32."""
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "labels")}
         policy, reference = model(**inputs)
         return self.beta * (policy - reference).view(2, -1)
@@ -128,10 +128,10 @@ class DPO(huggingface.FineTuning):
         return -F.logsigmoid(chosen - rejected).sum()
 
     def weight(self, batch: Batch) -> float:
-        return len(batch["labels"]) / 2
+        return len(batch["labels"]) / 2  # the number of pairs
 
     def metrics(self, model: nn.Module, batch: Batch) -> Batch:
-        """Means over the pairs; accuracy: how often the chosen answer has the greater reward."""
+        """Sums over the pairs: the loss; how often chosen has the greater reward; the margin."""
         chosen, rejected = self.rewards(model, batch)
         return {
             "loss": -F.logsigmoid(chosen - rejected).sum(),
@@ -144,7 +144,7 @@ class DPO(huggingface.FineTuning):
 
 
 class WithReference(nn.Module):
-    """The policy and its reference; None: the reference is the policy without its adapters."""
+    """The policy and its reference model; None: the policy without adapters is the reference."""
 
     def __init__(self, policy: nn.Module, reference: nn.Module | None):
         super().__init__()
@@ -182,7 +182,7 @@ def log_probabilities(model: nn.Module, batch: Batch) -> Tensor:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Context in which adapters add 0, without dropout. (peft's disable_adapter freezes them.)"""
+    """Context without adapters and dropout. (peft's disable_adapter would freeze the adapters.)"""
     layers = [part for part in model.modules() if isinstance(part, LoraLayer)]
     training = model.training
     model.eval()

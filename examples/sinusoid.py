@@ -1,10 +1,10 @@
-"""A pixel-wise network that draws a quantized two-dimensional sinusoid from coordinates.
+"""A network that learns an image, a quantized 2-D sinusoid, from pixel coordinates.
 
 python -m dist_amp.train --task.target examples/sinusoid.py:Sinusoid --task.args.size 128 \
     --task.args.crop 16 --train.steps 1500 --train.micro_batch_size 16 --optim.lr 0.003 \
     --optim.weight_decay 0 --eval.every 500
 
-TensorBoard shows the target and the drawing side by side. A network that outputs only the mean has
+TensorBoard shows the target and the model's output side by side. A constant output, the mean, has
 a loss of 0.079. On a machine without a GPU, add `--use_amp false`.
 """
 
@@ -29,7 +29,7 @@ class PixelNorm(nn.Module):
 
 
 class Sinusoid:
-    """Fit crops of a picture. Batch: coordinates [B, 2, crop, crop], levels [B, 1, crop, crop]."""
+    """Fit crops of an image. Batch: coordinates [B, 2, crop, crop], values [B, 1, crop, crop]."""
 
     def __init__(
         self,
@@ -51,10 +51,10 @@ class Sinusoid:
         across, down = frequencies
         wave = torch.sin(math.pi * across * x) * torch.sin(math.pi * down * y)
         quantized = ((wave + 1) / 2 * (levels - 1)).round() / (levels - 1)
-        self.picture = {"coordinates": torch.stack((x, y)), "levels": quantized[None]}
+        self.image = {"coordinates": torch.stack((x, y)), "values": quantized[None]}
 
     def build_model(self) -> nn.Module:
-        """1 x 1 convolutions: nearly all of the FLOPs are matrix products of one width."""
+        """1 x 1 convolutions: an MLP on each pixel, whose FLOPs are nearly all matrix products."""
         layers = [
             nn.Sequential(nn.Conv2d(channels, self.width, 1), PixelNorm(self.width), nn.ReLU())
             for channels in [2] + self.hidden_layers * [self.width]
@@ -62,7 +62,7 @@ class Sinusoid:
         return nn.Sequential(*layers, nn.Conv2d(self.width, 1, 1))
 
     def build_dataset(self, split: str) -> list[Batch]:
-        """Random crops for training; for validation, the crops that tile the picture."""
+        """Random crops for training; for validation, the crops that tile the image."""
         if split == "train":
             rng = torch.Generator().manual_seed(0)
             corners = torch.randint(self.size - self.crop + 1, (self.crops, 2), generator=rng)
@@ -72,20 +72,20 @@ class Sinusoid:
         return [
             {
                 name: values[:, top : top + self.crop, left : left + self.crop]
-                for name, values in self.picture.items()
+                for name, values in self.image.items()
             }
             for top, left in corners.tolist()
         ]
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
-        return F.mse_loss(model(batch["coordinates"]).float(), batch["levels"], reduction="sum")
+        return F.mse_loss(model(batch["coordinates"]).float(), batch["values"], reduction="sum")
 
     def weight(self, batch: Batch) -> float:
-        return batch["levels"].numel()
+        return batch["values"].numel()
 
     def sample(self, model: nn.Module) -> Tensor:
-        """The target and the model's drawing, side by side: [1, H, 2 W] in 0..1."""
+        """The target and the model's output, side by side: [1, H, 2 W] in 0..1."""
         device = next(model.parameters()).device
-        strips = self.picture["coordinates"].split(64, dim=1)  # one at a time, to save memory
-        drawn = [model(strip[None].to(device))[0].float().cpu() for strip in strips]
-        return torch.cat((self.picture["levels"], torch.cat(drawn, dim=1).clamp(0, 1)), dim=2)
+        strips = self.image["coordinates"].split(64, dim=1)  # one at a time, to save memory
+        outputs = [model(strip[None].to(device))[0].float().cpu() for strip in strips]
+        return torch.cat((self.image["values"], torch.cat(outputs, dim=1).clamp(0, 1)), dim=2)

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Train on several machines: the same command on each, except for NODE_RANK. Arguments go to dist_amp.train:
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 bash launch/many_nodes.sh --config hsdp_bf16 --run.dir /shared/mine
-# All machines need the same code, packages and settings, and a shared disk for run.dir. If a rank dies or a machine
-# loses the network, all ranks restart from the last checkpoint; if a machine is not back after RDZV_TIMEOUT seconds,
+# All machines need the same code, packages and settings, and run.dir on a shared disk. If a rank dies or a machine
+# loses the network, all ranks restart from the last checkpoint. If a machine is not back after RDZV_TIMEOUT seconds,
 # the run ends.
 # Docs: docs/launching.md
 #
@@ -10,7 +10,7 @@
 #   NNODES              number of machines, or MIN:MAX if machines may join and leave
 #   NODE_RANK           number of this machine, from 0
 #   MASTER_ADDR         an address of machine 0 that all machines can reach
-#   MASTER_PORT         a free port there (29500)
+#   MASTER_PORT         a free port on machine 0 (29500)
 #   NPROC_PER_NODE      ranks per machine (its GPUs; required without GPUs)
 #   MAX_RESTARTS        maximum number of restarts (3)
 #   RDZV_TIMEOUT        seconds for the machines to connect, at the start and after each restart (300)
@@ -29,8 +29,8 @@ command -v ip >/dev/null || fail "ip is missing; install iproute2"
 [[ "$NNODES" =~ ^([1-9][0-9]*:)?[1-9][0-9]*$ ]] || fail "NNODES=$NNODES must be the number of machines, the same on all"
 [[ "$NODE_RANK" =~ ^[0-9]+$ && "$NODE_RANK" -lt "${NNODES#*:}" ]] ||
     fail "NODE_RANK=$NODE_RANK must be this machine's number, from 0 to NNODES-1=$((${NNODES#*:} - 1))"
-# The machines exchange addresses, not host names: other machines may not resolve a name, and Debian resolves its own to
-# 127.0.1.1. The route to machine 0 tells this machine's address and network interface.
+# Find this machine's address and network interface, those of its route to machine 0. Machines exchange addresses, as a
+# host name may not resolve on the others; on machine 0 it may resolve to 127.0.1.1 (Debian), hence `hostname -I`.
 head="$(getent ahosts "$MASTER_ADDR" | awk 'NR == 1 {print $1}')" || true
 [[ "$NODE_RANK $head" != "0 127."* || "$MASTER_ADDR" == 127.* ]] || head="$(hostname -I | awk '{print $1}')"
 here="$(ip -o route get "$head" | sed 's/.* src \([^ ]*\).*/\1/')" ||

@@ -2,9 +2,9 @@
 # Train on all GPUs of this machine, or in two CPU processes. Arguments go to dist_amp.train:
 #   source .venv/bin/activate
 #   bash launch/one_node.sh --config configs/ddp_fp16.toml --run.dir runs/mine
-# If a rank dies, all ranks restart from the last checkpoint. SIGTERM, SIGUSR1 and Ctrl-C save and stop, with status 75;
-# the same command continues. It runs `python3 -m dist_amp.launch`, which takes torchrun's options too; its --help says
-# more.
+# If a rank dies, all ranks restart from the last checkpoint. SIGTERM, SIGUSR1 and Ctrl-C save and stop, with exit
+# status 75; the same command with the same --run.dir continues. It runs `python3 -m dist_amp.launch`, which also
+# takes torchrun's options; its --help says more.
 # Docs: docs/launching.md
 #
 # Change, here or in the environment:

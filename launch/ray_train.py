@@ -3,9 +3,9 @@ VALUE ...]
 
 Each worker is a rank that runs dist_amp.train, on this machine or on a cluster made by `ray start`.
 All machines need this checkout and the working directory at the same path, and run.dir on a shared
-disk. To change: --workers (default 2; one GPU each, if there are any), --restarts (how often Ray
-may restart from the newest checkpoint after a failure; default 0), and, in ScalingConfig below, a
-worker's other resources, such as CPU cores.
+disk. Options: --workers (default 2; one GPU each, if there are any), --restarts (how often Ray may
+restart the run from its newest checkpoint after a failure; default 0). A worker's other resources,
+such as CPU cores, are set in ScalingConfig below.
 
 Docs: docs/launching.md
 """
@@ -28,11 +28,11 @@ except ImportError as error:
     sys.exit(f"error: {error}; pip install -c launch/constraints.txt -e '.[ray]' brings Ray Train")
 
 
-def rank(job: dict) -> None:  # runs in each worker; Ray has made the process group
+def rank(job: dict) -> None:  # runs in each worker, inside Ray's process group
     os.chdir(job["directory"])  # Ray changes the directory, and settings may have relative paths
     if status := main(job["words"]):
         raise RuntimeError(
-            f"dist_amp.train ended with status {status}; it says why above, and in the run's folder"
+            f"dist_amp.train ended with status {status}; see the error above or in the run's folder"
         )
 
 
@@ -44,17 +44,14 @@ sys.path.insert(0, os.getcwd())  # as python -m does, so that my_file:MyTask is 
 try:
     config = load_config(words)  # reports a mistake before Ray starts anything
     settings = {name: value for name, value in os.environ.items() if name.startswith("DIST_AMP_")}
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"} & set(
-        os.environ
-    ):
+    allocator = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
+    if not allocator & os.environ.keys():
         settings["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # GPU memory fragments less
-    ray.init(
-        runtime_env={"env_vars": settings | {"RAY_TRAIN_ENABLE_PRINT_PATCH": "0"}}
-    )  # without the 0, workers print each line twice
+    settings["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"  # else workers print each line twice
+    ray.init(runtime_env={"env_vars": settings})
     kind = "GPU" if config.run.device != "cpu" and "GPU" in ray.cluster_resources() else "CPU"
-    if (
-        not (available := int(ray.cluster_resources()[kind])) >= options.workers > 0
-    ):  # Ray would wait forever
+    available = int(ray.cluster_resources()[kind])
+    if not available >= options.workers > 0:  # Ray would wait forever
         sys.exit(
             f"error: --workers={options.workers} must be between 1 and {available}, the {kind}s of "
             "Ray's cluster"
@@ -65,11 +62,11 @@ try:
         "cpu:gloo,cuda:nccl" if kind == "GPU" else "gloo", timeout_s=int(config.run.timeout_seconds)
     )
     scaling = ScalingConfig(num_workers=options.workers, use_gpu=kind == "GPU")
-    where = RunConfig(
+    output = RunConfig(
         storage_path=f"{folder}/ray", failure_config=FailureConfig(max_failures=options.restarts)
     )
     TorchTrainer(
-        rank, train_loop_config=job, torch_config=backend, scaling_config=scaling, run_config=where
+        rank, train_loop_config=job, torch_config=backend, scaling_config=scaling, run_config=output
     ).fit()
 except (Failure, TrainingFailedError) as error:
     sys.exit(f"error: {error}")

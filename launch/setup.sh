@@ -1,6 +1,6 @@
 # Sourced by demo.sh and test.sh: sets $PYTHON to an interpreter that has dist_amp and its dependencies. It makes .venv,
-# and installs again when pyproject.toml or constraints.txt has changed: a stamp keeps their checksum.
-# DIST_AMP_PYTHON=PATH uses that interpreter as it is (GPU images have their own torch) and installs nothing.
+# and installs again if pyproject.toml or constraints.txt has changed since: .venv/installed keeps their checksum.
+# With DIST_AMP_PYTHON=PATH it uses that interpreter, such as a GPU image's with its own torch, and installs nothing.
 # shellcheck shell=bash
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -13,13 +13,13 @@ fail() {
 if [ -n "${DIST_AMP_PYTHON:-}" ]; then
     PYTHON="$DIST_AMP_PYTHON"
     "$PYTHON" -c 'import torch, tensorboard, pydantic, tomli_w' ||
-        fail "DIST_AMP_PYTHON=$DIST_AMP_PYTHON lacks what the lines above name; install it there, or unset the variable"
+        fail "DIST_AMP_PYTHON=$DIST_AMP_PYTHON lacks a module, shown above; install it there, or unset the variable"
     export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 else
     PYTHON="$root/.venv/bin/python"
     stamp="$root/.venv/installed"
-    wanted="$(cat "$root/pyproject.toml" "$root/launch/constraints.txt" | cksum)"
-    if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+    checksum="$(cat "$root/pyproject.toml" "$root/launch/constraints.txt" | cksum)"
+    if [ "$(cat "$stamp" 2>/dev/null)" != "$checksum" ]; then
         python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
             fail "python3 is missing or older than 3.11 ($(python3 --version 2>&1)); install a newer one"
         python3 -c 'import venv, ensurepip' 2>/dev/null ||
@@ -30,6 +30,6 @@ else
         "$PYTHON" -m pip install --quiet --disable-pip-version-check \
             -c "$root/launch/constraints.txt" -e "${root}[test]" ||
             fail "pip could not install the pinned packages; the lines above say why"
-        echo "$wanted" >"$stamp"
+        echo "$checksum" >"$stamp"
     fi
 fi

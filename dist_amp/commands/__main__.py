@@ -19,7 +19,7 @@ COMMANDS = {
     "update": "update a project to the newest version of dist_amp, by a git merge",
     "adopt": "add optional features to a project, or remove them, by a git merge",
     "train": "train a task in this process, or as a rank under torchrun",
-    "demo": "train a small GPT on Python's own source; takes the arguments of launch",
+    "demo": "a first run: train a small GPT on Python's own source; takes launch's arguments",
     "launch": "train on all GPUs of this machine, or on several machines; takes torchrun's options",
     "verify": "check, with your task, that every strategy and precision computes the same step",
     "schema": "print the JSON Schema of config files, for completion and checks in an editor",
@@ -44,14 +44,14 @@ def main() -> int:
     name, *rest = sys.argv[1:] or ["--help"]
     # The package also finds modules in commands/: see __path__ in dist_amp/__init__.py.
     commands = {
-        command: what for command, what in COMMANDS.items() if find_spec(f"dist_amp.{command}")
+        command: text for command, text in COMMANDS.items() if find_spec(f"dist_amp.{command}")
     }
     if name in ("-h", "--help"):
         width = max(map(len, commands))
         with quiet_on_closed_pipe():
             print("usage: dist_amp COMMAND [ARGUMENTS]   (or python -m dist_amp.COMMAND)\n")
-            print("\n".join(f"  {command:<{width}}  {what}" for command, what in commands.items()))
-            print("\ndist_amp COMMAND --help lists a command's arguments.")
+            print("\n".join(f"  {command:<{width}}  {text}" for command, text in commands.items()))
+            print("\ndist_amp COMMAND --help explains a command and its arguments.")
             print("dist_amp --version prints the versions of dist_amp, torch and Python.")
         return 0
     if name == "--version":
@@ -59,15 +59,15 @@ def main() -> int:
         return 0
     if name not in commands:
         hint = f"the commands are {', '.join(commands)}"
-        if near := nearest_name(name, commands):
-            hint = f"did you mean {near}?"
+        if similar := nearest_name(name, commands):
+            hint = f"did you mean {similar}?"
         if name in COMMANDS and name != "new":
             hint = missing(f"commands.{name}")
         print(f"error: there is no command {name}; {hint}", file=sys.stderr)
         return 64
     end_on_ctrl_c()  # before torch's import, which takes seconds
     try:
-        if name in WITH_SETTINGS and "RANK" not in os.environ:  # else every rank would report
+        if name in WITH_SETTINGS and "RANK" not in os.environ:  # once, not on each rank
             check_early(rest, has_options=name != "train")
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -78,7 +78,7 @@ def main() -> int:
 
 
 def check_early(words: Sequence[str], has_options: bool) -> None:
-    """Check settings without the task and torch. has_options: skip words that are no settings."""
+    """Check settings without importing torch. has_options: skip the command's own options."""
     if any(word.replace("-", "_") in ("_h", "__help", "__print_config") for word in words):
         return
     if has_options:

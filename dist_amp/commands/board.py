@@ -1,6 +1,7 @@
 """python -m dist_amp.board RUN|FOLDER [OPTIONS]: show a run, or a folder of runs, in TensorBoard.
 
-The main charts are pinned at the top. OPTIONS are TensorBoard's: see tensorboard --help.
+It prints the address to open in a browser, where the main charts are pinned at the top, and serves
+until Ctrl-C. OPTIONS are TensorBoard's, such as --bind_all: see tensorboard --help.
 
 Docs: docs/metrics.md
 """
@@ -17,8 +18,7 @@ from dist_amp.supervise.command_line import Parser, command, run_folder
 
 PORT = 6006  # TensorBoard's own default
 
-# Colour a single run by rank, but several runs by run: TensorBoard's seven colours can't tell 2 x 8
-# ranks apart.
+# A single run is coloured by rank, several runs by run: TensorBoard has only seven colours.
 COLOURS = r"regex:^(.+)/tensorboard/|(rank\d+)$"
 
 

@@ -5,7 +5,7 @@ source of Python's standard library.
         on all GPUs, or in two CPU processes: two to three minutes on two cores
     python -m dist_amp.demo --train.steps 50 --precision.dtype fp16
 
-Short for dist_amp launch --config demo.
+Short for dist_amp launch --config demo. The run's folder is runs/<UTC time>-<id>, or --run.dir.
 
 Docs: docs/recipes.md
 """

@@ -1,8 +1,8 @@
-"""python -m dist_amp.diff RUN_A RUN_B: what differs between two runs, and where they diverge.
+"""python -m dist_amp.diff RUN_A RUN_B: show how two runs differ, and where they diverge.
 
 It compares the settings, environment and data in the runs' folders, and finds the first step logged
 by both in which a metric differs. Runs with the same ranks and layout are compared bit by bit, and
-so are bit-exact runs (parallel.bit_exact); others within rounding, because they sum in another
+so are bit-exact runs (parallel.bit_exact); all others within rounding, because they sum in another
 order. If both set metrics.fingerprint, it also lists the modules whose parameters or gradients
 differ first. --deep replays both runs in this process from the last point at which they are known
 to be equal, and reports the first difference: in the parameters or samples of a step, then in the
@@ -37,7 +37,7 @@ from dist_amp.precision import TOLERANCE
 from dist_amp.record import Record
 from dist_amp.supervise.command_line import Parser, command
 
-# Not compared, because they differ between any two runs. The hosts' ranks show the layout.
+# Prefixes of variables that differ between any two runs. The list of hosts shows the layout.
 IGNORED_VARIABLES = (
     *("MASTER_", "TORCHELASTIC_", "PET_", "SLURM_", "DIST_AMP_", "RANK", "WORLD_SIZE", "LOCAL_"),
     *("GROUP_", "ROLE_", "GLOO_", "TORCH_NCCL_", "TORCH_ELASTIC_", "TORCH_DISABLE_SHARE_"),
@@ -50,11 +50,11 @@ IGNORED_ENVIRONMENT = (
 # Settings that decide how ranks share the work, and with it the order of sums.
 LAYOUT = ("parallel.", "train.micro_batch_size", "train.accumulation_steps", "train.global_batch")
 METRICS = ("train/", "eval/", "amp/")  # tags of the computation, not of its speed or memory
-# Between layouts, only these are compared: sums over all ranks within rounding, and counters.
-# Evaluations are not, because they may take other samples.
+# Runs of different layouts are compared only in ROUNDED (sums over ranks), within rounding, and in
+# COUNTED, exactly. Evaluations are not compared, because they may take other samples.
 ROUNDED = ("train/loss", "train/grad_norm")
 COUNTED = ("train/lr", "train/epoch", "train/samples_seen", "train/tokens_seen", "amp/")
-# These sum up a log interval, so they are compared only if both runs log equally often.
+# Sums over a log interval: compared only if both runs have the same metrics.log_every.
 INTERVAL_METRICS = ("train/loss", "train/clipped_share", "amp/skipped_in_interval")
 SHOWN = 8  # metrics or modules at most
 
@@ -136,13 +136,13 @@ def layout(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rounding(settings: Sequence[Mapping[str, Any]]) -> float:
-    """Largest relative difference of losses and norms between two layouts with these settings."""
+    """The relative difference that rounding may cause in losses and norms of two layouts."""
     used = [each["precision.dtype"] for each in settings if each["precision.use_amp"]]
     return max(TOLERANCE[dtype] for dtype in ("fp32", *used))
 
 
 def relative_difference(a: Any, b: Any) -> float:
-    """|a - b| over the larger; inf if they differ and one is no number (nan and inf are text)."""
+    """|a - b| over the larger; inf if they differ and one is not a number (nan, inf are text)."""
     numbers = isinstance(a, int | float) and isinstance(b, int | float)
     if not numbers or a == b:
         return 0.0 if a == b else math.inf
@@ -203,7 +203,7 @@ def text_of(
         lines += [title, *columns(rows, left=4)] if pairs else []
     data = ["no checkpoint", "no checkpoint"]
     for number, run in enumerate((a, b)):
-        for path in run.checkpoints:  # of the newest valid one, which comes last
+        for path in run.checkpoints:  # the last valid one, the newest, counts
             with suppress(CheckpointRejected):
                 manifest = read_manifest(path)
                 data[number] = f"{manifest.data_fingerprint}, {manifest.data_length:,} samples"
@@ -242,7 +242,7 @@ def text_of(
 def differences(
     a: Mapping[str, Any], b: Mapping[str, Any], leave_out: tuple[str, ...]
 ) -> dict[str, list[Any]]:
-    """{key: [value in A, value in B]} where they differ; None for a key that is missing there."""
+    """{key: [value in A, value in B]} where they differ; None: A or B does not have the key."""
     keys = [key for key in dict.fromkeys([*a, *b]) if not key.startswith(leave_out)]
     return {key: [a.get(key), b.get(key)] for key in keys if a.get(key) != b.get(key)}
 
@@ -260,7 +260,7 @@ class Replayed:
 
     def __init__(self, folder: Path, step: int):
         self.replay = run_at(folder, step)
-        self.replay.rows = {}  # don't compare it with what it logged
+        self.replay.rows = {}  # no comparison with the logged metrics
         self.run = self.replay.run
         self.random = random_state(self.run.world.device)
 

@@ -1,5 +1,5 @@
-"""python -m dist_amp.doctor: is this machine ready to train? A line per check: ok, warn or fail,
-and the fix.
+"""python -m dist_amp.doctor: check whether this machine is ready to train. It prints a line per
+check: ok, warn or fail, and the fix.
 
 Started alone, it checks versions, GPUs and driver, precision, host name, shared memory and folders.
 Started on several ranks, as training would be, it also checks whether the ranks find each other,
@@ -7,8 +7,8 @@ how fast they exchange data and multiply matrices, and which of them are slow:
 
     torchrun --standalone --local-addr 127.0.0.1 --nproc_per_node=8 -m dist_amp.doctor
 
-Rank 0 prints all checks of its machine, and what is wrong on the others. It takes a few seconds.
-Exit status: 0, or 1 if a check fails; warnings don't count.
+Rank 0 prints all checks of its machine, and the problems of the others. It takes a few seconds.
+Exit status: 0 ready, or 1 if a check fails; warnings don't count.
 
 Docs: docs/launching.md
 """
@@ -43,14 +43,14 @@ from dist_amp.world import World, start
 GIB = 2**30
 JOIN_SECONDS = 60.0  # how long a rank may take to start; assumed
 
-# Less than this gives a warning; assumed. Docker's default of 64 MiB of shared memory is too little
+# Less than these give a warning; assumed. Docker's default of 64 MiB of shared memory is too little
 # even for the first loader workers ("Bus error").
 LOW_SHARED_MEMORY = 1 * GIB
 LOW_DISK = 5 * GIB
 RESOLVE_SECONDS = 5.0
 
 # A rank or a link slower than the median by more than this factor is reported. Runs report slow
-# ranks at the same factor. The one of links is higher, as other traffic slows them too (assumed).
+# ranks at the same factor. Links have a higher one, as other traffic slows them too (assumed).
 SLOW_MATMUL, SLOW_LINK = 1.2, 2.0
 
 # The matrix product's size and the all-reduce's bytes. Each takes some milliseconds: measured on
@@ -77,9 +77,9 @@ fail = partial(Check, "fail")
 def main(argv: Sequence[str]) -> int:
     parser = Parser("python -m dist_amp.doctor", __doc__)
     devices = ("auto", "cpu", "cuda")
-    parser.add_argument("--device", default="auto", choices=devices, help="of the ranks")
+    parser.add_argument("--device", default="auto", choices=devices, help="device of the ranks")
     options = parser.parse_args(argv)
-    is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"  # on this machine
+    is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"  # of this machine's ranks
     machine_checks = (packages, gpus, precision, hostname, shared_memory, folders)
     checks = results_of(machine_checks) if is_first_here else []
     if os.environ.get("WORLD_SIZE", "1") == "1":

@@ -2,9 +2,9 @@
 
 torchrun's agent restarts all ranks if one fails, for whatever reason. Ten times a second it also
 reports metrics to a handler. If the handler raises, the agent stops the ranks and ends. `Watch` is
-that handler: it raises after a signal, and where a restart would fail again. A rank that ends by
-itself writes its exit status to torchrun's error file, and the first one also its error. torchrun's
-own log goes to a file in the same folder. Only public APIs of torch are used.
+that handler: it raises after a signal, and before a restart that would fail again. A rank that is
+not killed writes its exit status to its error file, and the first to fail also its error message.
+torchrun's own log goes to a file in the same folder. Only public APIs of torch are used.
 """
 
 import json
@@ -37,8 +37,8 @@ class Report(NamedTuple):
     """How a rank ended, from its error file. The defaults are for a file that can't be read."""
 
     status: int = 1  # exit status
-    text: str = ""  # its error, if it was the first to report one
-    at_start: bool = False  # it had taken no step
+    text: str = ""  # the error message, if this rank was the first to fail
+    at_start: bool = False  # the rank had taken no step
     transient: bool = False  # another rank is the cause
 
 
@@ -56,10 +56,10 @@ class RestartRefused(Exception):
 
 
 class Watch(metrics.MetricHandler):
-    """Ends torchrun's agent after a signal, and in place of a restart that would fail again.
+    """Ends torchrun's agent after a signal, and before a restart that would fail again.
 
-    folder: of torchrun's log and error files. elastic: nodes may join and leave. Before one leaves,
-    the ranks of all nodes save and stop, and the other nodes restart.
+    folder: for torchrun's log and error files. elastic: nodes may join and leave. Before a node
+    leaves, the ranks of all nodes save and stop, and the other nodes restart.
     """
 
     def __init__(self, folder: Path, restarts: int, elastic: bool = False):
@@ -106,7 +106,7 @@ class Watch(metrics.MetricHandler):
         os.environ[FAILED_AT] = f"{time.time()}"  # for the ranks that are started next
         report = first_cause(self.reports())
         has_stopped = report.status == SAVED_AND_STOPPED and not self._elastic
-        # After a restart, an error at the start may come from the earlier failure, as of a disk.
+        # In a restarted attempt, an error at the start may stem from the earlier failure.
         is_first = self._restarts_left == self._restarts
         fails_at_start = report.text and report.at_start and not report.transient and is_first
         if has_stopped or fails_at_start or report.status in FAILS_AGAIN:

@@ -1,23 +1,23 @@
 """python -m dist_amp.export RUN_OR_CHECKPOINT --out DIR: write a trained model as one safetensors
 file.
 
-It reads a checkpoint of any strategy and number of ranks, or a run's newest valid one. DIR gets
-model.safetensors, the run's config.toml and a model card, README.md. Load it in your code with:
+It reads a checkpoint, written under any strategy by any number of ranks, or a run's newest valid
+one. DIR gets model.safetensors, the run's config.toml and a model card, README.md. To load it:
 
     import safetensors.torch
     model = task.build_model()
     safetensors.torch.load_model(model, "DIR/model.safetensors")
 
-The loaded model is float32, as the task builds it, whatever --dtype was. With optim.ema the moving
-average of the parameters is exported; --weights model exports the parameters themselves.
+The loaded model is float32, as the task builds it, whatever --dtype was. If optim.ema was set, the
+moving average of the parameters is exported; --weights model exports the parameters themselves.
 
 --format hf calls the task's export(model, folder), or without one the model's `save_pretrained`, to
-write config, weights and tokenizer for AutoModel...from_pretrained("DIR"). For a model with
-adapters that is only the adapters; --merge adds them to the base weights for a whole model.
+write config, weights and tokenizer for AutoModel...from_pretrained("DIR"). A model with adapters is
+written as adapters only; with --merge as a whole model, with the adapters added to its weights.
 
 Settings after RUN_OR_CHECKPOINT override the checkpoint's config, for example if the task has moved
-(--task.target new_file:MyTask). The config's task is imported only if it is installed or in the
-current folder, never from beside the checkpoint. Exit status: 0 done, 64 bad setting, 65 bad
+(--task.target new_file:MyTask). The config's task is imported from installed packages or the
+current folder, never from the checkpoint's folder. Exit status: 0 done, 64 bad setting, 65 bad
 checkpoint, 1 DIR can't be written.
 
 Docs: docs/recipes.md
@@ -59,9 +59,9 @@ def main(argv: Sequence[str]) -> None:
     parser = model_parser("python -m dist_amp.export", __doc__, "RUN_OR_CHECKPOINT")
     add = parser.add_argument
     add("--out", type=Path, required=True, metavar="DIR", help="replaces an earlier export there")
-    add("--dtype", default="fp32", choices=DTYPES, help="of floating-point tensors; default fp32")
+    add("--dtype", default="fp32", choices=DTYPES, help="of floating-point weights; default fp32")
     formats = ("safetensors", "hf")
-    add("--format", default="safetensors", choices=formats, help="hf: for transformers")
+    add("--format", default="safetensors", choices=formats, help="hf: for from_pretrained")
     add("--merge", action="store_true", help="add adapters to base weights; needs --format hf")
     options, settings = parser.parse_known_args(argv)
     out = options.out
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> None:
     if options.merge:
         if not hasattr(model, "merge_and_unload"):
             raise ConfigError("--merge: this model has no peft adapters; leave --merge out")
-        model.float()  # frozen weights may be bf16, and the sum would be rounded to it
+        model.float()  # else the sum with frozen bf16 weights is rounded to bf16
         model = model.merge_and_unload()
     model.to(DTYPES[options.dtype])
     with replacing(out) as folder:
@@ -94,13 +94,13 @@ def main(argv: Sequence[str]) -> None:
     print(f"{out}: {weights} in {options.dtype}, from step {step} ({checkpoint})")
 
 
-# --- load a trained model; sample uses these functions, too
+# --- load a trained model: also for sample
 
 
 def model_parser(prog: str, description: str | None, metavar: str) -> Parser:
     """A parser for a path, which the help calls `metavar`, and for --weights."""
     parser = Parser(prog, description)
-    parser.add_argument("path", type=Path, metavar=metavar, help="comes before all settings")
+    parser.add_argument("path", type=Path, metavar=metavar, help="give it before any setting")
     parser.add_argument(
         "--weights",
         default="auto",
@@ -120,7 +120,7 @@ def find_checkpoint(path: Path, accepted: str = "a run's folder or RUN/checkpoin
 
 def build_model(task: Task, config: Config) -> nn.Module:
     """The task's model in evaluation mode, for a checkpoint's weights."""
-    seed_all(config.run.seed)  # as in the run, for what the checkpoint does not hold
+    seed_all(config.run.seed)  # for what the checkpoint does not hold, as in the run
     model = build_whole(task, torch.device("cpu"), resumes=True)
     model.eval()
     return model
@@ -160,7 +160,7 @@ def check_replaceable(out: Path) -> None:
 
 @contextmanager
 def replacing(out: Path) -> Iterator[Path]:
-    """A folder to write to, which replaces `out` after the with-block unless the block fails.
+    """Yield a folder to write to. It replaces `out` at the end of the block unless that fails.
 
     Errors: Failure if the disk can't be written.
     """

@@ -1,11 +1,11 @@
 """python -m dist_amp.follow RUN --to wandb|trackio|mlflow: send a run's metrics to a tracker.
 
-It reads the run's folder while the run trains, or afterwards; --once sends what exists and ends.
+It reads the run's folder, while the run trains or afterwards; --once sends what exists and ends.
 The run itself imports no tracker and never waits for one. RUN/follow_TRACKER.json records what was
-sent: if interrupted, the same command continues the same run in the tracker. It sends the config,
+sent, so that if interrupted, the same command continues it in the tracker. It sends the config,
 the metrics under the same tags as in TensorBoard, those of each rank as rank00000/TAG (up to 64
-ranks), and at the end the summary and the sample. Configure the server, login and offline mode as
-the tracker documents: WANDB_MODE, MLFLOW_TRACKING_URI ...
+ranks), and at the end the summary and the sample. Configure the tracker by its own environment
+variables: WANDB_MODE, MLFLOW_TRACKING_URI ... Those that name a project replace the default.
 
 Exit status: 0 all is sent, 64 bad arguments, no package or no login, 65 not a run's folder, 1
 anything else.
@@ -32,8 +32,8 @@ from dist_amp.files import InUse, only_process, parse_row, write_durably
 from dist_amp.supervise.command_line import Parser, command, run_folder
 
 POLL_SECONDS = 1.0
-APPEARS_SECONDS = 120.0  # to wait for a run that was started at the same time
-# A run that failed or was preempted is followed for so much longer: it may be restarted.
+APPEARS_SECONDS = 120.0  # to wait for a run that is just starting
+# Time for a run that failed or was preempted to be restarted; then following it ends.
 RESTART_SECONDS = 30.0
 
 
@@ -104,7 +104,7 @@ class Follower:
         self.folder = folder
         self.name = tracker
         self.inode = 0  # of metrics.jsonl, which a resumed run replaces
-        self.offset = 0  # bytes of it that were read
+        self.offset = 0  # how many of its bytes were read
         self.path = folder / f"follow_{tracker}.json"
         self.tracker: Tracker | None = None
         # An id that no other folder of the same name gets, on any machine.
@@ -122,19 +122,19 @@ class Follower:
                 )
 
     def follow(self, once: bool) -> None:
-        over = False
+        is_over = False
         try:
-            while not over:
-                # Read it before the lines: a run writes its last lines, then its summary.
+            while not is_over:
+                # Before the lines, because a run writes its last lines before its summary.
                 summary = read_summary(self.folder)
-                over = once
-                if summary is not None:  # after a while, no restart is to be expected
+                is_over = once
+                if summary is not None:  # if old enough, no restart will follow
                     age = time.time() - (self.folder / "summary.json").stat().st_mtime
-                    over |= summary["stopped_by"] == "completed" or age >= RESTART_SECONDS
+                    is_over |= summary["stopped_by"] == "completed" or age >= RESTART_SECONDS
                 lines = [line for line in self.new_lines() if self.position.unsent(line)]
-                if lines or not over or hash_of(summary) != self.position.summary:
-                    self.send(lines)  # also opens the tracker, and saves what was sent before
-                if not over:
+                if lines or not is_over or hash_of(summary) != self.position.summary:
+                    self.send(lines)  # opens the tracker at first; saves the earlier position
+                if not is_over:
                     time.sleep(POLL_SECONDS)
         except KeyboardInterrupt:
             self.close()
@@ -172,7 +172,7 @@ class Follower:
                 self.position.lines += 1
 
     def open(self) -> Tracker:
-        self.save()  # before the tracker has the run, so that its id is not lost
+        self.save()  # first, so that the id is not lost once the tracker has the run
         toml = (self.folder / "config.toml").read_text(encoding="utf-8")
         config = tomllib.loads(masked(toml))
         position = self.position
@@ -211,7 +211,7 @@ class Follower:
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """The run's summary; None until it ends, and again after a restart."""
+    """The run's summary; None while the run goes on, also after a restart."""
     path = folder / "summary.json"
     try:
         started = (folder / "config.toml").stat().st_mtime_ns  # written at each start

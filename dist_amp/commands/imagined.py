@@ -42,10 +42,10 @@ ROUNDING = 512  # allocations are multiples of it. Source: torch's CUDACachingAl
 # Elements in one of DDP's buckets. Source: DistributedDataParallel's bucket_cap_mb.
 BUCKET = 25 * 2**20 // 4
 
-# Operations that read a value to the host. Here it is 1 or true: checks pass, and divisions work.
+# These read a value to the host. On fake tensors they give True (1): checks and divisions work.
 READ_BACK = (aten._local_scalar_dense, aten.allclose, aten.equal)
 
-# What autocast computes in float32 on CUDA, but not on a CPU. Source: torch's autocast_mode.h.
+# Operations in float32 under autocast on CUDA, but not on a CPU. Source: torch's autocast_mode.h.
 OPERATIONS = ("cumsum", "exp", "log", "log_softmax", "pow", "prod", "rsqrt", "softmax", "sum")
 LAYERS = ("cross_entropy", "group_norm", "kl_div", "l1_loss", "layer_norm", "log_softmax")
 IN_FLOAT32: dict[Any, tuple[str, ...]] = {
@@ -68,7 +68,7 @@ FLOPS = {
 
 
 class Collective(NamedTuple):
-    """A collective. ranks: in its group. nbytes: of its input or output, whichever is larger."""
+    """A collective. ranks: the size of its group. nbytes: the larger of its input and output."""
 
     kind: str
     ranks: int
@@ -121,7 +121,7 @@ class ImaginedWorld(World):
 
 @contextmanager
 def without_values(ranks: int) -> Iterator[None]:
-    """In the block, tensors have only shapes, and collectives of `ranks` ranks return at once."""
+    """Context: tensors have only shapes, and collectives of `ranks` ranks return at once."""
     # FakeTensorMode logs a traceback before it raises.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     if ranks > 1:
@@ -135,8 +135,8 @@ def without_values(ranks: int) -> Iterator[None]:
 
 
 class FlatGradients:
-    """Gradients as DDP keeps and sends them: in buckets that have memory from the start, to which
-    the last micro-batch's backward copies each gradient. comm_dtype: None for the parameters' own.
+    """Gradients as DDP keeps and sends them: in buckets, allocated at the start, to which the last
+    micro-batch's backward copies each gradient. comm_dtype: None for the parameters' dtype.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], comm_dtype: torch.dtype | None) -> None:
@@ -170,7 +170,7 @@ class FlatGradients:
 class ImaginedDevice(TorchDispatchMode):
     """The device of one rank: what is allocated on it, how long it computes, what it sends.
 
-    device: None leaves the times out. allocated: bytes that are in use from the start to the end.
+    device: None: times are not computed. allocated: bytes in use from the start to the end.
     """
 
     def __init__(self, device: Device | None, allocated: int = 0) -> None:
@@ -182,13 +182,13 @@ class ImaginedDevice(TorchDispatchMode):
         self._sizes: dict[int, int] = {}  # bytes of each storage that is alive, by its address
 
     def forget(self) -> None:
-        """Begin to measure anew; what is allocated remains."""
+        """Restart the measurement; what is allocated stays counted."""
         self.peaks: Counter[str] = Counter()  # {phase of a step: bytes}
         self.counts: Any = Counter()  # {"computing": seconds, Collective: how often}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if DTensor in types:
-            return NotImplemented  # DTensor's own calls with local tensors come here again
+            return NotImplemented  # DTensor then calls the operation on local tensors
         kwargs = kwargs or {}
         is_fake = any(issubclass(kind, FakeTensor) for kind in types)
         if is_fake and function.overloadpacket in READ_BACK:
@@ -226,7 +226,7 @@ class ImaginedDevice(TorchDispatchMode):
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """In the block, the device follows a step's phases, and FSDP2's resizing of storages."""
+        """Context: the device sees a step's phases, and FSDP2's resizing of storages."""
         resize = torch.UntypedStorage.resize_
         enter = PhaseClock.enter
 
@@ -250,9 +250,9 @@ class ImaginedDevice(TorchDispatchMode):
 def kernel_buffer_bytes(function: Any, args: Any) -> int:
     """Bytes that a kernel allocates while it runs, for the kernels with the largest buffers.
 
-    Sums over rows, as for a bias's gradient: partial sums of blocks of 128 threads, as many as fill
-    a GPU of 132 multiprocessors x 16 blocks. Source: torch's Reduce.cuh. Attention's backward: the
-    queries' gradient in float32. Source: torch's flash_api.cpp.
+    A sum over rows, as for a bias's gradient, needs partial sums of blocks of 128 threads; as many
+    blocks as fill an H100, 132 multiprocessors x 16. Source: torch's Reduce.cuh. The backward of
+    attention needs the queries' gradient in float32. Source: torch's flash_api.cpp.
     """
     if function is aten.sum.dim_IntList and args[0].ndim == 2 and list(args[1]) == [0]:
         rows, columns = args[0].shape
@@ -266,9 +266,9 @@ def kernel_buffer_bytes(function: Any, args: Any) -> int:
 
 @contextmanager
 def as_on_gpu() -> Iterator[None]:
-    """In the block, a CPU's operations are those of CUDA: autocast's list, dropout, attention.
+    """Context: a CPU runs the operations of CUDA: autocast's list, dropout, attention.
 
-    They are patched: a TorchFunctionMode is off in backward, where checkpointing reruns blocks.
+    Patched, since a TorchFunctionMode is off in backward, where checkpointing reruns blocks.
     """
     attention = F.scaled_dot_product_attention
 

@@ -1,15 +1,15 @@
-"""python -m dist_amp.launch [TORCHRUN'S OPTIONS] [--section.key VALUE ...]: train on one machine or
-several.
+"""python -m dist_amp.launch [TORCHRUN'S OPTIONS] [SETTINGS]: train on one machine or several.
 
     python -m dist_amp.launch --config ddp_bf16 --run.dir runs/mine
         on all GPUs, or in two CPU processes
     python -m dist_amp.launch --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 ...
         on each of two machines; --nnodes 1:4: on one to four, which may join and leave
 
-It is torchrun -m dist_amp.train, but it checks the settings before it starts ranks, ends with one
-line for an error, and has the ranks' exit status: 0 done, 64 wrong setting, 65 data or checkpoint,
-70 numerics, 75 stopped by a signal and saved (the same command continues), 1 anything else. If a
-rank fails or dies, all restart from the last checkpoint, up to --max-restarts times (3).
+It runs torchrun -m dist_amp.train, but checks the settings before ranks start, prints an error in
+one line at the end, and returns the ranks' exit status: 0 done, 64 wrong setting, 65 data or
+checkpoint, 70 numerics, 75 stopped by a signal and saved (the same command continues if it sets
+run.dir), 1 anything else. If a rank fails or dies, all restart from the last checkpoint, up to
+--max-restarts times (3, or 100 with --nnodes MIN:MAX).
 
 `-m MODULE ARGUMENTS` at the end starts another module. torchrun --help lists torchrun's options,
 such as --numa-binding node; --log-dir DIR keeps torchrun's log as DIR/torchrun.log. Environment:
@@ -86,7 +86,7 @@ def run(argv: Sequence[str]) -> int:
         ) from None
     if max_nodes == 1:
         refuse_copies()
-    if options.max_restarts is None:  # if nodes may leave, each that does uses one up, too
+    if options.max_restarts is None:  # each node that leaves uses one up, too
         options.max_restarts = 100 if min_nodes < max_nodes else 3
     if config is not None:
         check_settings(config, range(min_nodes, max_nodes + 1), ranks)
@@ -106,8 +106,8 @@ def parse(argv: Sequence[str]) -> tuple[Namespace, str, list[str]]:
     for action in torchrun.get_args_parser()._actions:
         if action.option_strings and action.dest not in ("help", "module"):
             parser._add_action(action)
-    # The first two are decided later; `run_agent`, not torchrun, handles the signals that stop a
-    # run. torchrun also reads its options from the environment, as PET_NAME.
+    # `run` decides on the first two; `run_agent`, not torchrun, handles the signals that stop a
+    # run. An option that the environment sets, as PET_NAME, keeps its value.
     defaults = {"nproc_per_node": "", "max_restarts": None, "signals_to_handle": "SIGUSR2"}
     for name, value in defaults.items():
         if f"PET_{name.upper()}" not in os.environ:
@@ -161,8 +161,8 @@ def start(options: Namespace, ranks: int, min_nodes: int, max_nodes: int) -> int
     at = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port or 29500}"
     store = None
     if max_nodes > 1:
-        what = "joins" if min_nodes < max_nodes else "waits for"
-        print(f"{options.nnodes} machines: this one {what} the others at {at}", flush=True)
+        verb = "joins" if min_nodes < max_nodes else "waits for"
+        print(f"{options.nnodes} machines: this one {verb} the others at {at}", flush=True)
         # After a network failure the store may answer late, since TCP retries lost packets at
         # growing intervals. torchrun's default of 60 s has ended launchers whose network was back.
         options.rdzv_conf = f"read_timeout=150,{options.rdzv_conf}".rstrip(",")
@@ -175,12 +175,12 @@ def start(options: Namespace, ranks: int, min_nodes: int, max_nodes: int) -> int
         except (AssertionError, ValueError) as error:  # such as an unknown --rdzv-backend
             raise ConfigError(f"torchrun rejects its options: {first_line(error)}") from error
         except RendezvousTimeoutError as error:
-            late = f"too few of --nnodes={options.nnodes} machines joined the rendezvous at {at} in"
-            raise Failure(f"{late} time") from error
+            late = f"too few of --nnodes={options.nnodes} machines joined the rendezvous at {at}"
+            raise Failure(f"{late} in time") from error
         except Exception as error:
             reason = in_one_line(error.__cause__ or error)
             raise Failure(f"torchrun failed with its rendezvous at {at}: {reason}") from error
-    del store  # it had to live until here
+    del store  # the ranks needed it until here
     if line:
         print(f"error: {line}", file=sys.stderr, flush=True)
     return status
@@ -189,8 +189,8 @@ def start(options: Namespace, ranks: int, min_nodes: int, max_nodes: int) -> int
 def host_store(options: Namespace) -> dist.Store:  # type: ignore[name-defined]
     """The rendezvous store of a one-machine run, on the loopback interface.
 
-    torchrun loads pickles from it, so other machines must not reach it. The host's name, without
-    which torchrun hangs, is not needed.
+    torchrun unpickles what it reads there, so other machines must not reach the store. An address
+    also avoids the host's name: where that does not resolve, torchrun hangs.
     """
     port, listener = loopback_listener("127.0.0.1", 0)
     options.standalone = False

@@ -9,7 +9,7 @@ from pathlib import Path
 from dist_amp.checkpoint.format import read_manifest
 from dist_amp.settings import Config
 
-PEFT_TITLE = "Model Card for Model ID"  # of the card that peft writes, with nothing filled in
+PEFT_TITLE = "Model Card for Model ID"  # of the unfilled card that peft writes
 
 
 def write_card(folder: Path, name: str, config: Config, checkpoint: Path, weights: str) -> None:

@@ -1,8 +1,8 @@
 """python -m dist_amp.new NAME [--with FEATURE,...] [--task FILE.py:Class] [--yes]
 
-Create a project of your own in the folder NAME: your package NAME with a task to start from and,
-beside it, dist_amp with the features that you choose, tests, configs and scripts. Without --with it
-trains with DDP and FSDP2, resumes and reports. On a terminal without arguments the command asks.
+Create a project of your own, a git repository in the folder NAME: your package NAME with an example
+task, and beside it dist_amp with the features that you choose, tests, configs and scripts. Without
+--with it trains with DDP and FSDP2, resumes and reports. On a terminal, without NAME, it asks.
 
     dist_amp new my_project
     dist_amp new my_project --with ema,slurm --task my_file.py:MyTask
@@ -38,10 +38,10 @@ from dist_amp.files import shipped_folder
 from dist_amp.supervise.command_line import Parser, command
 
 DEFAULT = ("console", "demo", "explain", "launch", "watchdog")
-# {imported name: the distribution's name}, where they differ.
+# {module: the distribution that has it}, where the names differ.
 DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "pynvml": "nvidia-ml-py"}
 DISTRIBUTIONS |= {"mlflow": "mlflow-skinny"}
-ALWAYS = {"torch", "tensorboard", "numpy"}  # torch imports the other two
+ALWAYS = {"torch", "tensorboard", "numpy"}  # torch imports tensorboard and numpy
 
 
 @command("; nothing was made")
@@ -96,10 +96,10 @@ def parse_options(argv: Sequence[str], parts: Parts) -> Namespace:
     parser.add_argument("name", nargs="?", default="", help="the new folder's and package's name")
     some = {"default": "", "metavar": "FEATURE,..."}
     parser.add_argument("--with", dest="added", help="features to add, or all", **some)
-    parser.add_argument("--task", default="", metavar="FILE.py:Class", help="a task to copy")
+    parser.add_argument("--task", default="", metavar="FILE.py:Class", help="the task to copy")
     parser.add_argument("--yes", action="store_true", help="ask nothing")
     parser.add_argument("--like", default="", metavar="PYPROJECT.toml", help="for dist_amp update")
-    parser.add_argument("--without", help="features to leave out, for dist_amp adopt", **some)
+    parser.add_argument("--without", help="features to leave out; for dist_amp adopt", **some)
     options = parser.parse_args(argv)
     if not options.name and not options.yes and sys.stdin.isatty() and sys.stdout.isatty():
         options.name = input("name of your package: ").strip()
@@ -112,7 +112,7 @@ def parse_options(argv: Sequence[str], parts: Parts) -> Namespace:
 
 
 def check_name(target: Path, root: Path) -> None:
-    """Errors: ConfigError if the folder exists, or its name can't be a package's or is taken."""
+    """Errors: ConfigError if the folder exists, or its name is not a package name or is taken."""
     name = target.name
     places = [root / name, root / f"tests/{name}.py", root / f"tests/{name}"]
     if target.exists():
@@ -127,13 +127,13 @@ def check_name(target: Path, root: Path) -> None:
         reason = f"{name} is the name of a module, or of something in each project"
     else:
         return
-    other = re.sub(r"\W", "_", name).strip("_")
-    raise ConfigError(f"new {target}: {reason}; use another name, such as my_{other}")
+    legal_name = re.sub(r"\W", "_", name).strip("_")
+    raise ConfigError(f"new {target}: {reason}; use another name, such as my_{legal_name}")
 
 
 def choose(parts: Parts, present: Sequence[str], options: Namespace, code: str) -> list[str]:
-    """The project's features: those present, those to add, those that call methods of the task in
-    `code`, without those to leave out; and all that they need. Errors: ConfigError.
+    """The project's features: those present, those to add and those that use a method which the
+    task in `code` defines, without those to leave out; and all that they need. Errors: ConfigError.
     """
     added, left_out = (re.findall(r"[^\s,]+", text) for text in (options.added, options.without))
     for word in (*added, *left_out):
@@ -153,7 +153,7 @@ def choose(parts: Parts, present: Sequence[str], options: Namespace, code: str) 
 
 def source_of(root: Path) -> tuple[str, str]:
     """Returns (source, commit) of this clone. source: its remote, if that has the commit; else its
-    folder. commit: "" without git, or if files were changed since.
+    folder. commit: "" without git, or with uncommitted changes.
     """
     if not (root / ".git").exists() or git(root, "status", "--porcelain"):
         return str(root), ""
@@ -165,7 +165,7 @@ def source_of(root: Path) -> tuple[str, str]:
 def write_project(
     folder: Path, root: Path, parts: Parts, record: dict[str, Any], task: Path
 ) -> None:
-    """Write whole files of the clone, or of what pip installed, and the filled-in templates.
+    """Copy files of the clone, or of what pip installed, and write the filled-in templates.
 
     record: becomes [tool.dist_amp] of pyproject.toml. task: the file with the user's task.
     """
@@ -208,7 +208,7 @@ def write_project(
 
 
 def is_usable(config: str, parts: Parts, files: Iterable[str]) -> bool:
-    """Whether these files are all that a config needs, by its text and its settings."""
+    """Whether `files` has what a config needs: what it mentions, and features that it turns on."""
     needed = parts.named_in(config)
     sections = tomllib.loads(config)
     for key, core_values, feature in SETTINGS:
@@ -233,7 +233,7 @@ def requirements(
         for extra, lines in optional.items()
         if extra not in ("test", "bench") and used & set(map(distribution, lines))
     }
-    for_tests, *tools = optional["test"]  # dist_amp[hf,...], then pytest and the like
+    for_tests, *tools = optional["test"]  # first dist_amp[hf,...], then pytest and others
     more = [extras.get(extra, []) for extra in sorted(Requirement(for_tests).extras)]
     return dependencies, {**extras, "test": [*tools, *chain(*more)]}
 
@@ -250,7 +250,7 @@ def distribution(requirement: str) -> str:
 
 
 def needed_by(requirements: Iterable[str]) -> set[str]:
-    """The names of these and of all that they need, as far as it is installed here."""
+    """The names of these and of all their dependencies that are installed here."""
 
     def needs(line: str) -> Iterator[str]:
         user = Requirement(line)

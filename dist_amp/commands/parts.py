@@ -1,9 +1,9 @@
 """The parts of a project: core, and features, which are files that may be missing.
 
-A feature is a file, or a folder, whose docstring has a line "Docs: PAGE"; a script in launch/ has
-that line in its first comments. The feature's tests are named after it. A file needs what it
-imports, except under `if present(...)`; a script needs what it names; a test needs its helpers.
-Core is what the main job, its tests and every project's scripts need, without features.
+A feature is a file, or a folder, whose docstring has a line "Docs: PAGE"; in a script of launch/,
+this is a comment. Its test is named after it. A file needs what it imports, except under
+`if present(...)`; a script needs the files that its text mentions; a test needs its helpers.
+Core is what the main job, its tests and every project's scripts need, except features.
 """
 
 import ast
@@ -23,7 +23,7 @@ TESTS = ("tests", "tests.core", "tests.features")
 
 class Feature(NamedTuple):
     about: str  # the first sentence of its docstring
-    docs: str  # the page about it
+    docs: str  # its page in docs/
     files: list[str]
 
 
@@ -59,12 +59,12 @@ class Parts:
         self.core = closure(core, lambda file: self.needs(file) - self.unit.keys())
 
     def named_in(self, text: str) -> set[str]:
-        """The files of the modules, commands and scripts that a text names."""
+        """The files of the modules, commands and scripts that a text mentions."""
         words = re.findall(r"\w[\w.]*\w", text)
         return {self.named[word] for word in words if word in self.named}
 
     def needs(self, file: str) -> set[str]:
-        """The files that a file imports, in functions too, or that a script names."""
+        """The files that a file imports, also in functions, or that a script mentions."""
         path = self.files[file]
         if file.startswith("launch/"):
             return self.named_in(path.read_text(encoding="utf-8"))
@@ -73,7 +73,7 @@ class Parts:
         return self.named_in(" ".join(f"{folder}.{name}" for folder in folders for name in names))
 
     def files_with(self, names: Iterable[str]) -> set[str]:
-        """Core, and these features with all that they need."""
+        """The files of core, and of these features with all that they need."""
 
         def needs(file: str) -> list[str]:
             files = self.needs(file) if file not in self.core else ()

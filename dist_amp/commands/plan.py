@@ -1,17 +1,17 @@
-"""python -m dist_amp.plan [--world_size N] [--device NAME | --device_memory_GiB G]
-[--largest_micro_batch] [--over_ranks] [settings of dist_amp.train]
+"""python -m dist_amp.plan [OPTIONS] [SETTINGS]: predict memory and time per step, without a GPU.
 
-Predict, without a GPU, what a config needs on any number of ranks: memory per rank, bytes sent and
-time per step under each strategy, and the strategy that "auto" picks. Nothing is trained or
-written. A step of your task runs on tensors without memory that have the shapes of the first
-micro-batch; what it allocates and sends is counted. Plans are for GPUs, 8 to a machine, or with
---run.device cpu for processes on a CPU.
+    python -m dist_amp.plan --config fsdp_bf16 --device h100-80gb --world_size 64
+
+It prints a table: each rank's memory, bytes sent and time per step, in a column per strategy; a *
+marks the strategy that this config runs. Nothing is trained. A step of your task runs on tensors
+that have the first micro-batch's shapes but no memory; its allocations and collectives are counted.
+Ranks are GPUs, 8 to a machine (assumed), or with --run.device cpu processes on a CPU.
 
 Not included: the memory of CUDA and NCCL, about 1 to 2 GiB of each GPU (assumed), most kernels'
 internal buffers, diagnostics, compiled blocks, bit-exact sums and float8. Times assume 60 % of the
-device's peak arithmetic, 80 % of its peak bandwidths, and sending that overlaps computing.
+device's peak arithmetic, 80 % of its peak bandwidths, and communication that overlaps computation.
 
-Exit status: as for training: 64 for a wrong setting, 65 for the data or the task.
+Exit status: 0 done, 64 a wrong setting, 65 an error in the data or the task.
 
 Docs: docs/recipes.md
 """
@@ -41,7 +41,7 @@ from dist_amp.world import World
 
 RANKS_PER_MACHINE = 8  # assumed
 MANY_RANKS = (8, 64, 512, 4096)
-LARGEST = 2**16  # micro-batches beyond it are not tried
+LARGEST = 2**16  # the search for the largest micro-batch ends here
 
 
 @command()
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> None:
     )
     parser.add_argument("--device", choices=DEVICES, help="the GPU model: its memory and speed")
     parser.add_argument(
-        "--device_memory_GiB", type=float, default=0, help="of each rank; default: the device's"
+        "--device_memory_GiB", type=float, default=0, help="memory per rank; default: the device's"
     )
     parser.add_argument(
         "--largest_micro_batch",
@@ -97,8 +97,8 @@ def main(argv: Sequence[str]) -> None:
 def make_job(config: Config, world_size: int, memory: int, gpu: Device | None = None) -> Job:
     """The config on ranks that do not exist, under the strategy that training would choose.
 
-    memory: bytes of each rank's device; 0: that of `gpu`, or of this machine's device if it has
-    one of this kind. Errors: those that training raises before its first step.
+    memory: bytes per rank; 0: those of `gpu`, or of this machine's device if that is of the same
+    kind, CPU or GPU. Errors: those that training raises before its first step.
     """
     device = torch.device("cuda" if config.run.device != "cpu" or gpu else "cpu")
     per_machine = min(world_size, RANKS_PER_MACHINE)
@@ -115,7 +115,7 @@ def make_job(config: Config, world_size: int, memory: int, gpu: Device | None = 
     accumulation_steps(config.train, world_size)  # raises if the batch sizes don't fit
     task = build_task(config)
     dataset = build_split(task, "train", World())
-    # The parameters are on the meta device, if the model can be built so.
+    # On the meta device, if the model can be built there: then its parameters take no memory.
     module = build_on_ranks(task, World(rank=1), resumes=False)
     module.train()
     if converted := to_float32(module, frozen_too=not precision.use_amp):

@@ -1,7 +1,7 @@
 """python -m dist_amp.plot RUN ...: plot a metric of one or several runs in one chart.
 
-The metrics are those of metrics.jsonl, under their names in TensorBoard; values that are not finite
-are left out. The ending of --out decides the image's format, such as png, svg or pdf.
+It writes plot.png, or --out, whose extension sets the format: png, svg, pdf ... Metrics have their
+TensorBoard names, such as train/loss, the default. Values that are not finite are left out.
 Exit status: 0, 64 bad arguments or no matplotlib, 65 not a run's folder, or no run has the metric.
 
 Docs: docs/metrics.md

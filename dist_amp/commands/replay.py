@@ -2,12 +2,12 @@
 
 It runs in one process, from the newest valid checkpoint before step N, or from the start. Each
 logged loss, norm and learning rate is compared with RUN/metrics.jsonl: bit for bit if the run had
-parallel.bit_exact or one process, else within a tolerance. For step N it shows each micro-batch's
-samples and loss; each layer's largest output, share of zeros, number of non-finite values and
-gradient norm; and the effect of the loss scaler and of clipping. RUN is not changed.
+parallel.bit_exact or one process, on this kind of device, uncompiled; else within a tolerance.
+For step N it shows each micro-batch's samples and loss; each layer's largest output, share of
+zeros, number of inf and nan, and gradient norm; and the effect of the loss scaler and of clipping.
+RUN is not changed.
 
-Exit status: 0 nothing differs from what was logged, 1 something does, 64 bad arguments, 65 no run,
-checkpoint or data.
+Exit status: 0 all as logged, 1 a value differs, 64 bad arguments, 65 no run, checkpoint or data.
 
 Docs: docs/debugging.md
 """
@@ -58,7 +58,7 @@ class Replay:
     run: ScriptRun
     rows: Mapping[int, Mapping[str, Any]]  # {step: the metrics that were logged}
     tolerance: float  # relative; 0: the same bits
-    expected: str  # how closely it should agree with the log, and why, in words
+    expected: str  # in words: how closely the values should agree with the log, and why
     start: str  # a checkpoint's name, or "its start"
     callbacks: Callbacks
     edited: str  # a warning if the task's source file was edited since; or ""
@@ -109,7 +109,7 @@ class Replay:
 
 
 def run_at(folder: Path, step: int, argv: Sequence[str] = ()) -> Replay:
-    """The run in this process, at its newest valid checkpoint before a step, or at its start.
+    """Rebuild the run in this process, at its newest valid checkpoint before `step`, or its start.
 
     argv: settings that override the run's. Errors: ConfigError, DataError.
     """
@@ -134,7 +134,7 @@ def run_at(folder: Path, step: int, argv: Sequence[str] = ()) -> Replay:
             f"--step {step}: the settings changed since step {before}, the newest checkpoint "
             "before this step; choose an earlier step"
         )
-    # Ranks and device are those of the first readable checkpoint from this step on, else before it.
+    # Take ranks and device from the first readable checkpoint from this step on, else the last one.
     ranks, device = len(next(iter(rows.values()), {}).get("ranks", "1")), world.device.type
     later = [path for path in checkpoints if step_of(path) >= step]
     for path in (*later, *reversed(checkpoints)):
@@ -168,7 +168,7 @@ def run_at(folder: Path, step: int, argv: Sequence[str] = ()) -> Replay:
 
 
 def on_one_process(config: Config, ranks: int) -> Config:
-    """The config of the same steps in one process, without what a replay does not need."""
+    """The config that computes the same steps in one process, not compiled, without evaluation."""
     batch = config.train.global_batch_size
     if batch == "auto":
         batch = config.train.micro_batch_size * accumulation_steps(config.train, 1) * ranks
@@ -213,10 +213,10 @@ def statistics_of(values: Sequence[Tensor]) -> Statistics:
 
 
 def layers_table(module: nn.Module, events: Sequence[Event], norm: float) -> list[str]:
-    """A line for the model, and for each module with own parameters or without submodules.
+    """A line for the model, and for each module with parameters of its own or no submodules.
 
-    norm: of the model's gradients, unscaled and unclipped. The events have the gradients that the
-    optimizer got, and are rescaled to it; nan: not rescaled.
+    norm: of all gradients, unscaled and unclipped. The events have gradients as the optimizer got
+    them; they are rescaled to this norm, unless it is nan.
     """
     calls: dict[str, list[Statistics]] = defaultdict(list)
     squares: dict[str, float] = defaultdict(float)

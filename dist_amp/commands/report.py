@@ -2,7 +2,7 @@
 
 It shows the curves of the main metrics, the settings that differ from the defaults, the ranks, and
 the sample. --out names another file.
-Exit status: 0, 64 bad arguments, 65 not a run's folder, 1 the file can't be written.
+Exit status: 0 done, 64 bad arguments, 65 not a run's folder, 1 the file can't be written.
 
 Docs: docs/metrics.md
 """
@@ -28,9 +28,9 @@ CURVES = {  # heading: (metric, divisor)
     "items per second of the slowest rank": ("slowest", 1),
     "peak memory of the fullest rank, MiB": ("fullest", 2**20),
 }
-WIDTH, HEIGHT = 640, 240  # of a curve, in SVG units
+WIDTH, HEIGHT = 640, 240  # of a curve's picture, in SVG units
 LEFT, BOTTOM = 100, 30  # for the labels of the axes
-POINTS = 1000  # of a curve at most
+POINTS = 1000  # per curve at most
 
 PAGE = """<!doctype html>
 <html lang="en">
@@ -110,7 +110,7 @@ def report(folder: Path) -> str:
 
 
 def html_table(rows: Iterable[Sequence[Any]]) -> str:
-    """The first row is the header."""
+    """A table whose first row is the header."""
     lines = []
     cell = "th"
     for row in rows:
@@ -127,14 +127,14 @@ def picture(heading: str, series: Series) -> str:
     if low == high:
         low -= 0.5
         high += 0.5
-    across = (WIDTH - LEFT) / max(1, steps[-1] - steps[0])
-    down = (HEIGHT - BOTTOM) / (high - low)
-    places = []
+    x_scale = (WIDTH - LEFT) / max(1, steps[-1] - steps[0])
+    y_scale = (HEIGHT - BOTTOM) / (high - low)
+    pixels = []
     for step, value in zip(steps, values, strict=True):
-        places.append((LEFT + (step - steps[0]) * across, (high - value) * down + 5))
-    every = 1 + len(places) // POINTS
-    x, y = places[-1]
-    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in [*places[:-1:every], places[-1]])
+        pixels.append((LEFT + (step - steps[0]) * x_scale, (high - value) * y_scale + 5))
+    every = 1 + len(pixels) // POINTS
+    x, y = pixels[-1]
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in [*pixels[:-1:every], pixels[-1]])
     right = f'text-anchor="end" x="{LEFT - 5}"'
     return f"""<figure>
 <figcaption>{escape(heading)}: {values[-1]:.4g} at the end</figcaption>

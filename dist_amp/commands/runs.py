@@ -1,11 +1,11 @@
-"""python -m dist_amp.runs [DIR]: list the runs in a folder, in the order of their starts.
+"""python -m dist_amp.runs [DIR]: list the runs in a folder (runs/), the oldest first.
 
-State: running, if a process of this machine has locked the run's folder; done, preempted or failed
-with its cause, from the run's summary; killed, if no summary has its last steps. best is the lowest
-held-out loss. settings are those in which the runs differ, or for a single run those that differ
-from the defaults; a task's arguments are compared only between its own runs.
+state: running (a process of this machine has locked the run's folder); done, preempted or failed,
+with the cause (from the run's summary); killed (the last steps are in no summary). best: the lowest
+held-out loss. settings: those that differ between the runs; for a single run, those that differ
+from the defaults. Arguments of a task are compared only between runs of that task.
 
-Exit status: 0, 64 bad arguments, 65 no run in the folder.
+Exit status: 0 done, 64 bad arguments, 65 no run in the folder.
 
 Docs: docs/metrics.md
 """
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, with null for nan")
     options = parser.parse_args(argv)
     rows = rows_of(records_in(options.folder))
-    # Runs without a value have nan, which comes last: it is not equal to itself.
+    # Runs without a value have nan, which is not equal to itself; they come last.
     rows.sort(key=lambda row: (row[options.sort] != row[options.sort], row[options.sort]))
     if options.json:
         for row in rows:
@@ -64,7 +64,7 @@ def number(value: float, form: str) -> str:
 
 
 def records_in(folder: Path) -> list[Record]:
-    """The runs in a folder, or the run that it is. Errors: DataError if there are none."""
+    """The runs in a folder, or the folder's own run. Errors: DataError if there is none."""
     folders = [folder]
     if not (folder / "config.toml").exists():  # a run's folder may hold an export, which has one
         folders = sorted(path.parent for path in folder.glob("*/config.toml"))
@@ -84,8 +84,8 @@ def records_in(folder: Path) -> list[Record]:
 
 
 def rows_of(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """Each run's values of COLUMNS, and "cause", "steps" to train and "settings"; nan or 0 if one
-    is missing. loss: the last that was logged. best: the lowest held-out loss.
+    """Each run's values of COLUMNS, its "cause", "steps" to train and differing "settings". A
+    missing number is nan or 0. loss: the last that was logged. best: the lowest held-out loss.
     """
     defaults = flat(to_toml(load_config([], environ={})))
     all_runs = [record.settings for record in records] if len(records) > 1 else [defaults]
@@ -110,20 +110,20 @@ def row_of(record: Record, differing: dict[str, Any]) -> dict[str, Any]:
     for row in record.rows:
         if "train/loss" in row:
             logged = row
-        if (loss := finite(row.get("eval/loss"))) < best:
+        if (loss := finite_or_nan(row.get("eval/loss"))) < best:
             best = loss
     step = max(logged.get("step", 0), summary.get("steps", 0))
     state = str(summary.get("stopped_by", "killed")).replace("completed", "done")
     cause = str(summary.get("cause", ""))
-    goodput = finite(summary.get("goodput"))
+    goodput = finite_or_nan(summary.get("goodput"))
     if record.is_running:
         state, cause = "running", ""
-    elif step > summary.get("steps", step):  # there was a start after that summary
+    elif step > summary.get("steps", step):  # the run was restarted after this summary
         state, cause = "killed", ""
     elif not record.started and not summary:
         state = "not started"
     if state in ("running", "killed"):
-        goodput = finite(logged.get("perf/goodput_pct")) / 100
+        goodput = finite_or_nan(logged.get("perf/goodput_pct")) / 100
     return {
         "run": record.folder.name,
         "started": record.started,
@@ -133,15 +133,15 @@ def row_of(record: Record, differing: dict[str, Any]) -> dict[str, Any]:
         "ranks": summary.get("world_size", len(logged.get("ranks", ()))),
         "step": step,
         "steps": record.settings.get("train.steps", 0),
-        "loss": finite(logged.get("train/loss", summary.get("final_loss"))),
-        "best": finite(best),
+        "loss": finite_or_nan(logged.get("train/loss", summary.get("final_loss"))),
+        "best": finite_or_nan(best),
         "goodput": goodput,
         "settings": differing,
     }
 
 
-def finite(value: Any) -> float:
-    """The value, or nan if it is no finite number: nan and inf are text in these files."""
+def finite_or_nan(value: Any) -> float:
+    """The value if it is a finite number, else nan: in these files nan and inf are text."""
     if isinstance(value, int | float) and math.isfinite(value):
         return value
     return math.nan

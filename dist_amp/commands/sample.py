@@ -1,9 +1,9 @@
 """python -m dist_amp.sample RUN_OR_CHECKPOINT_OR_EXPORT: generate a sample from a trained model.
 
-It prints the text that task.sample(model) returns, or writes the image to sample.png in the current
-folder. Settings after the path override the run's config: --task.args.prompt "class ", --run.device
-cpu. The model computes in float32, as the task builds it, even from a bf16 export. With optim.ema
-it uses the moving average of the parameters; --weights model uses the parameters themselves.
+It calls task.sample(model) and prints the text that this returns, or writes the image to sample.png
+in the current folder. Settings after the path override the run's: --task.args.prompt "class ". The
+model computes in float32, even from a bf16 export. If the run had optim.ema, the model's
+weights are the moving average of the parameters; with --weights model, the parameters themselves.
 Exit status: 0 done, 64 bad setting or a task without sample(), 65 bad weights.
 
 Docs: docs/recipes.md
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> None:
         try:
             load_model(model, folder / MODEL)
         except (OSError, SafetensorError, RuntimeError) as error:
-            # The last line of a RuntimeError names a parameter and both shapes.
+            # The last line of load_model's RuntimeError has a parameter's name and both shapes.
             problem = str(error).splitlines()[-1].strip()
             text = f"{folder / MODEL} can't be loaded ({problem})"
             raise DataError(f"{text}; export it again, for this task's model") from error

@@ -1,8 +1,8 @@
 """python -m dist_amp.schema > schema.json: the JSON Schema of config files, for editors.
 
-taplo and VS Code's Even Better TOML complete and check a config whose first line is `#:schema
-schema.json`, and show each setting's meaning. --task.target my_file:MyTask adds the arguments of
-your task. Exit status: 0, 64 a task that can't be imported.
+In a config whose first line is `#:schema schema.json`, taplo and VS Code's Even Better TOML then
+complete, check and explain settings. --task.target my_file:MyTask adds the arguments of your task.
+Exit status: 0 done, 64 the task can't be imported.
 
 Docs: docs/configuration.md
 """

@@ -40,7 +40,7 @@ from dist_amp.task import Task, attributes_of
 from dist_amp.world import World, local
 
 PHASES = ("forward", "backward", "optimizer")
-# cuBLAS has one per thread: forward's and backward's. Source: torch's CUDABlas.cpp, for Hopper.
+# cuBLAS has a workspace per thread: forward's and backward's. Source: CUDABlas.cpp, for Hopper.
 WORKSPACES = 2 * 32 * 2**20
 USABLE = 0.95  # the share of a device's memory to plan for; fragmentation takes the rest. Assumed.
 
@@ -65,7 +65,7 @@ class StrategyPlan:
 class Job:
     """A config under one strategy.
 
-    module: copied before it is used. memory: bytes of a rank's device; 0: not known.
+    module: never changed; it is copied first. memory: bytes of a rank's device; 0: not known.
     """
 
     config: Config
@@ -93,10 +93,10 @@ class Job:
 
 
 def simulate(job: Job) -> StrategyPlan:
-    """Plan a step of rank 0 after the first one; all micro-batches have the shapes of `job.batch`.
+    """Plan rank 0's second step and later ones. Each micro-batch has the shapes of `job.batch()`.
 
-    Errors: what training raises for its settings; what the task raises; DataError for an operation
-    that depends on values, since there are none.
+    Errors: those that training raises for its settings; those of the task; DataError for an
+    operation that depends on values, since these tensors have none.
     """
     register_fused_updates()
     batch = job.batch()
@@ -107,18 +107,18 @@ def simulate(job: Job) -> StrategyPlan:
     sizes = [2, 3] if job.micro_batches > 2 else [job.micro_batches]
     steps = []
     with ExitStack() as modes:
-        modes.enter_context(warnings.catch_warnings(action="ignore"))  # those that training prints
+        modes.enter_context(warnings.catch_warnings(action="ignore"))  # training prints them
         module = copy.deepcopy(job.module)
         modes.enter_context(without_values(job.world.world_size))
         modes.enter_context(device)
         modes.enter_context(device.watched())
-        # Modules stay on the CPU, where the tensors without memory are.
+        # Modules stay on the CPU, the device of all fake tensors.
         modes.enter_context(patch.object(nn.Module, "to", lambda module, *_, **__: module))
         if on_gpu:
             modes.enter_context(as_on_gpu())
         try:
             make_fake(module)
-            # A task may keep parameters of its own, such as a teacher's.
+            # Parameters that the task itself keeps, such as a teacher's, take memory as well.
             kept = tree_iter(attributes_of(job.task, job.module))
             beside_model = [fake_like(leaf) for leaf in kept if isinstance(leaf, nn.Parameter)]
             batches = [tree_map_only(Tensor, fake_like, batch) for _ in range(sizes[-1])]
@@ -163,7 +163,7 @@ def fake_like(tensor: Tensor) -> Tensor:
 
 
 def make_fake(module: nn.Module) -> None:
-    """Replace parameters and buffers by fake ones, in FakeTensorMode; tied ones stay tied."""
+    """Under FakeTensorMode, replace parameters and buffers by fake ones; tied ones stay tied."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for part in module.modules():
         for name, parameter in list(part.named_parameters(recurse=False, remove_duplicate=False)):
@@ -177,7 +177,7 @@ def make_fake(module: nn.Module) -> None:
 def imagined_run(job: Job, module: nn.Module) -> Run:
     """A run on the CPU whose parameters have the shapes of rank 0's shards."""
     config, is_ddp = job.config, job.strategy == "ddp"
-    quiet = replace(job.world, rank=1)  # only rank 0 prints
+    quiet = replace(job.world, rank=1)  # rank 1 prints nothing
     cast = pick_cast(config.precision, job.strategy, module, quiet)
     check_parallel(config.parallel, job.strategy, cast, module, quiet)
     strategy: Strategy = "single" if is_ddp else job.strategy

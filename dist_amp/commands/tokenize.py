@@ -1,15 +1,14 @@
-"""python -m dist_amp.tokenize --out FOLDER --data.tokenizer NAME [--data.path ...] [other settings
-of [data]]
+"""python -m dist_amp.tokenize --out FOLDER --data.tokenizer NAME [SETTINGS]: pre-tokenize a dataset
+into memory-mapped files.
 
-Pre-tokenize a dataset: its training and validation splits become memory-mapped files in FOLDER, for
-data.path. Rows are chats (messages), prompts with completions, or texts (data.text_column). The
-files are the same for any number of workers. If interrupted, start the same command again: it
-continues after its last complete shard.
+It writes the training and validation splits to FOLDER, which training reads as data.path. Rows are
+chats (messages), prompts with completions, or texts (data.text_column). The files are the same for
+any number of workers. If interrupted, start it again: it continues after the last complete shard.
 
     python -m dist_amp.tokenize --data.path 'rows/*.jsonl' --data.tokenizer bytes --out tokens
     python -m dist_amp.train --data.path tokens ...
 
---check FOLDER compares the files with their recorded hashes, and changes nothing.
+--check FOLDER only verifies the files' recorded hashes.
 
 Exit status: 0 done, 64 bad setting, 65 bad data or files, 1 FOLDER can't be written.
 
@@ -36,9 +35,9 @@ def main(argv: Sequence[str]) -> None:
     cores = cpu_cores()
     parser = Parser("python -m dist_amp.tokenize", __doc__)
     add = parser.add_argument
-    add("--out", type=Path, metavar="FOLDER", help="where to write, or to continue")
+    add("--out", type=Path, metavar="FOLDER", help="the folder to write, or to continue")
     add("--check", type=Path, metavar="FOLDER", help="verify the hashes of this folder's files")
-    text = f"worker processes; 0: none; default: one per core ({cores})"
+    text = f"worker processes; 0: only this process; default: one per core ({cores})"
     add("--workers", type=int, default=cores, help=text)
     text = f"tokens per file; default {SHARD_TOKENS:,}"
     add("--shard_tokens", type=int, default=SHARD_TOKENS, help=text)
@@ -50,7 +49,7 @@ def main(argv: Sequence[str]) -> None:
     if options.check:
         for name in read_manifest(folder).splits:
             TokenShards(folder, name).check_hashes()
-        print(f"{folder}: all files are as they were written")
+        print(f"{folder}: all files match their hashes")
     else:
         write(folder, words, options.workers, options.shard_tokens)
     for name, split in read_manifest(folder).splits.items():

@@ -20,20 +20,20 @@ Facts = Mapping[str, Any]
 
 
 class Tracker:
-    """One run in a tracker. `id` identifies it there, and is the same when a follower continues."""
+    """One run in a tracker. `id` identifies the run there, also after an interruption."""
 
     project_variable: str  # the environment variable that names the project
-    where: str  # where the user can look at it
-    has_run = True  # whether the tracker already had the run, as far as can be known
-    writes_within_a_second = True  # else lines that were logged may be lost before close()
+    where: str  # where the user finds the run
+    has_run = True  # False: the tracker has no record of the run
+    writes_within_a_second = True  # False: a killed `follow` may lose lines
 
     def __init__(self, project: str, id: str, name: str, config: Facts): ...
 
     def log(self, number: int, step: int, seconds: float, values: Values) -> None:
-        """Add a step's values, logged at a Unix time; a line that is resent has the same number."""
+        """Add a step's values, logged at a Unix time. A line keeps its number if sent again."""
 
     def end(self, step: int, summary: Facts, values: Values, sample: str) -> None:
-        """Add the run's summary, whole and as numbers, and its model's sample, if any."""
+        """Add the run's summary, its numbers as `values`, and the model's sample, if any."""
 
     def close(self) -> None:
         """Return when all is written."""
@@ -58,7 +58,7 @@ class Wandb(Tracker):
             ) from error
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        self._first = self._run.step  # number of the first line that the server lacks
+        self._first = self._run.step  # the number of the first line that the server lacks
         self._exit_code = 0
         self.where = str(self._run.url)
         if self._run.offline:
@@ -66,7 +66,7 @@ class Wandb(Tracker):
             self.where = f"wandb offline; upload it with: wandb sync {folder}"
 
     def log(self, number: int, step: int, seconds: float, values: Values) -> None:
-        """wandb's step is `number`, since it refuses steps that decrease."""
+        """wandb's step is `number`, because a step may not decrease, as it does after a resume."""
         if number >= self._first:
             self._run.log({"step": step, **values}, step=number, commit=True)
 
@@ -113,7 +113,7 @@ class MLflow(Tracker):
 
     def __init__(self, project: str, id: str, name: str, config: Facts):
         mlflow = imported("mlflow")
-        for library in ("mlflow", "alembic"):  # they log each table of a database that they make
+        for library in ("mlflow", "alembic"):  # they log each database table that they create
             logging.getLogger(library).setLevel(logging.WARNING)
         self._entities = mlflow.entities
         self._client = mlflow.MlflowClient()

@@ -1,9 +1,9 @@
 """python -m dist_amp.update: update a project to the newest version of its source.
 
-The source is a clone's folder or address: `source` under [tool.dist_amp] in pyproject.toml. Its
-newest version makes the project again, with the same features. The result is committed on the
-branch `dist_amp`, which is merged into the current one. Your edits stay; where both changed the
-same lines, git reports a conflict.
+Run it in the project's folder. The source is the folder or address of a clone of dist_amp: `source`
+under [tool.dist_amp] in pyproject.toml. Its newest version generates the project again, with the
+same features, commits that on the branch `dist_amp`, and merges it into the current branch. Your
+edits stay; where you and the new version changed the same lines, git reports a conflict.
 """
 
 import os
@@ -20,13 +20,13 @@ from packaging.version import Version
 from dist_amp.errors import ConfigError
 from dist_amp.supervise.command_line import Parser, command
 
-BRANCH = "dist_amp"  # has the project as `dist_amp new` made it, without the user's edits
+BRANCH = "dist_amp"  # the project as `dist_amp new` generated it, without the user's edits
 
 
 @command("; git status shows what is left to do")
 def main(argv: Sequence[str]) -> int:
     Parser("python -m dist_amp.update", __doc__).parse_args(argv)
-    return make_again(*find_project())
+    return regenerate(*find_project())
 
 
 def git(folder: Path, *words: str, ok: Sequence[int] = (0,)) -> str:
@@ -68,12 +68,12 @@ def find_project() -> tuple[Path, dict[str, Any]]:
     return root, record
 
 
-def make_again(
+def regenerate(
     root: Path, record: dict[str, Any], commit: str = "", added: str = "", removed: str = ""
 ) -> int:
-    """Make the project again, with other features, and merge it. Returns 1 if there are conflicts.
+    """Generate the project again, with other features; merge it. Returns 1 on conflicts.
 
-    commit: of the source; "" for the newest. added, removed: features, separated by commas.
+    commit: of the source to use; "": the newest. added, removed: features, separated by commas.
     """
     name = record["name"]
     with tempfile.TemporaryDirectory() as temporary:
@@ -86,7 +86,7 @@ def make_again(
             except ConfigError as error:
                 hint = "name another `source` under [tool.dist_amp] in pyproject.toml"
                 raise ConfigError(f"{error}; {hint}") from None
-        # The task as it was made: a merge would take the user's edits of it for the source's.
+        # The task as first generated: a merge would take the user's edits of it for the source's.
         made = Path(temporary, "made")
         made.mkdir()
         git(root, f"--work-tree={made}", "restore", f"--source={BRANCH}", "--", f"{name}/task.py")

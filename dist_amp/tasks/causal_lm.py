@@ -1,6 +1,6 @@
 """A GPT, by default on the bytes of Python's standard library, which every machine has.
 
-Copy this file to train a language model on your text; set `[data]` to train this one on it.
+To train this model on your text, set `[data]`. To train a model of your own, copy this file.
 
 Docs: docs/data.md
 """
@@ -51,7 +51,7 @@ class Attention(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         q = rotate(q, cos, sin)
         k = rotate(k, cos, sin)
-        y, mask = attend((q, k, v), documents)
+        y, mask = attend((q, k, v), documents)  # y: None unless the packed kernel ran
         if y is None:
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         return self.out(y.transpose(1, 2).reshape(batch, length, width))
@@ -78,8 +78,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """tokens [B, T] int64 -> logits [B, T, vocabulary]; T is at most `context`.
 
-    loss: targets [B, T] int64 and a reduction; the result is then `LossHead`'s loss, not logits.
-    documents: for packed rows, whose documents do not attend to one another.
+    loss: if given, targets [B, T] int64 and a reduction: returns `LossHead`'s losses, not logits.
+    documents: those of packed rows; a token attends only to its own document.
     """
 
     cos: Tensor
@@ -130,8 +130,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class CausalLM:
-    """Predict the next token. Batch: see `Packing.collate`, with rows of context + 1 tokens; with
-    position_ids, also bounds (see `document_bounds`).
+    """Predict the next token. Batch: input_ids, labels [B, context + 1] int64; counts; if packed
+    also position_ids and bounds: see `Packing.collate` and `document_bounds`.
     """
 
     data: DataConfig
@@ -204,16 +204,16 @@ class CausalLM:
         return batch["counted"]  # type: ignore[no-any-return]
 
     def tokens(self, batch: Batch) -> int:
-        return self.shares.count(batch) - len(batch["labels"])  # a row's first token is only input
+        return self.shares.count(batch) - len(batch["labels"])  # a row's first is not a target
 
     def train_metrics(self, run: Any, report: Any) -> Batch:
         return self.shares.read(run.world)
 
     def flops_per_item(self, model: nn.Module) -> float:
-        """FLOPs of one sample: 2 per multiply-add, x 3 because backward has two gradients.
+        """FLOPs of one sample: 2 per multiply-add, x 3: backward takes twice the forward's.
 
-        Attention counts in full, T x T. A kernel that skips the masked half does less, so that its
-        MFU is overestimated. Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
+        Attention counts in full, T x T. For a kernel that skips the masked half, the MFU is thus
+        overestimated. Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
         """
         weights = self.layers * 12 * self.width**2  # qkv 3, out 1, up 4, down 4
         weights += self.vocabulary * self.width  # the head; the embedding is a lookup
@@ -242,17 +242,17 @@ class CausalLM:
         ids = self.tokenizer.encode(self.prompt)
         for _ in range(self.sample_bytes):
             window = ids[-self.context :]
-            # Padded: in bf16, oneDNN's kernels for each new length take 3 MiB (measured).
+            # Padded, because oneDNN keeps 3 MiB of kernels for each new length in bf16 (measured).
             tokens = torch.tensor([window + [0] * (self.context - len(window))], device=device)
             logits = model(tokens)[0, len(window) - 1, : self.tokenizer.vocabulary]
-            probabilities = torch.softmax(logits.float().cpu() / 0.7, dim=-1)
+            probabilities = torch.softmax(logits.float().cpu() / 0.7, dim=-1)  # temperature 0.7
             token = torch.multinomial(probabilities, 1, generator=generator)
             ids.append(int(token))
         return self.tokenizer.decode(ids)
 
 
 def python_source(config: DataConfig, split: str) -> Any:
-    """The standard library's source, about 11 MB."""
+    """Documents: the files of the standard library's source, about 11 MB."""
     import datasets
 
     root = Path(sysconfig.get_path("stdlib"))

@@ -1,7 +1,7 @@
 """Fine-tune a causal language model from the Hugging Face hub or a folder, in full or with LoRA.
 
 Columns of the data: messages; or prompt and completion; or data.text_column. With
-data.pack=best_fit, documents share rows, and the model is checked for cross-document attention.
+data.pack=best_fit, documents share rows; a model that attends across them is rejected.
 
 Docs: docs/huggingface.md
 """
@@ -35,8 +35,8 @@ Batch = dict[str, Any]
 
 @dataclass(eq=False)
 class HFCausalLM(huggingface.FineTuning):
-    """Predict the next token. Batch: see `Packing.collate`, with attention_mask if pack=off; with
-    position_ids, also bounds (see `document_bounds`).
+    """Predict the next token. Batch: input_ids, labels [B, T] int64, counts; attention_mask if
+    pack=off; position_ids and bounds if pack=best_fit: see `Packing.collate`, `document_bounds`.
     """
 
     length: huggingface.Length = 1024
@@ -52,17 +52,17 @@ class HFCausalLM(huggingface.FineTuning):
         self.packing = Packing.of(self.data, self.length, "off", self.pad_to_multiple_of)
         self.source_names = list(tables_of(self.data))
         self.shares = TokenShares(self.source_names)
-        # An iterator, because a plain flag that changes would cause a warning about unsaved state.
+        # An iterator: a flag that changes would cause the warning about state that is not saved.
         self.first_log_step = iter([True])
-        self.balance = 0.0  # coefficient of the load-balancing loss of a mixture of experts
+        self.balance = 0.0  # coefficient of a mixture of experts' load-balancing loss
 
     def build_model(self) -> nn.Module:
         model: Any = self.build(AutoModelForCausalLM, self.tokenizer)
-        most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        if most and self.packing.length > most:
+        max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        if max_positions and self.packing.length > max_positions:
             raise ConfigError(
-                f"task.args.length={self.packing.length} is more than the model's {most} positions "
-                f"(max_position_embeddings); use at most {most}"
+                f"task.args.length={self.packing.length} is more than the model's {max_positions} "
+                f"positions (max_position_embeddings); use at most {max_positions}"
             )
         huggingface.make_loss_head(model, self.loss_chunk)
         self.balance = getattr(model, "router_aux_loss_coef", 0.0)
@@ -109,7 +109,7 @@ class HFCausalLM(huggingface.FineTuning):
         return values | losses_by_source(losses, labels, source_ids, self.source_names)
 
     def train_metrics(self, run: Any, report: Any) -> Batch:
-        """Shares of padding and of trained tokens; the first call also checks for a leak."""
+        """Shares of padding and of target tokens; the first call also checks the documents."""
         if self.packing.pack == "best_fit" and next(self.first_log_step, False):
             check_documents_are_apart(run, self.packed_attention)
         return self.shares.read(run.world)
@@ -132,13 +132,13 @@ class HFCausalLM(huggingface.FineTuning):
 
 
 def check_documents_are_apart(run: Any, how: PackedAttention) -> None:
-    """Errors: ConfigError, on all ranks, for a model with attention across packed documents."""
+    """Errors: ConfigError, on all ranks, for a model that attends across packed documents."""
     batch = run.data.last_step[0][0]
     batch = getattr(batch, "batch", batch)  # a Padding wraps a batch
     model = run.parallel.module
     precisions = [run.precision.autocast]
     if not takes_documents(model.config, batch["input_ids"].shape[1]):
-        # Float32 decides: in lower precision, an expert's rounding depends on its other tokens.
+        # Decide in float32: in lower precision, an expert's rounding depends on its other tokens.
         precisions.append(nullcontext)
     for precision in precisions:
         with run.evaluating(), precision():
@@ -154,10 +154,10 @@ def check_documents_are_apart(run: Any, how: PackedAttention) -> None:
 
 
 def leaked_share(model: Any, input_ids: Tensor, how: PackedAttention = "auto") -> float:
-    """How much other tokens in a first document change the second's logits, relative to its own.
+    """Change of the second document's logits, relative to the first's, if the first changes.
 
-    Each half of a row of input_ids [B, T] is taken as a document. 0 if the logits show nothing, as
-    those of a head of zeros or of a run that has diverged.
+    Each half of a row of input_ids [B, T] is a document. 0 if the logits can't show it: they don't
+    change, as with a head of zeros, or are nan.
     """
     half = input_ids.shape[1] // 2
     positions = torch.arange(input_ids.shape[1], device=input_ids.device)

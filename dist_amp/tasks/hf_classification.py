@@ -1,4 +1,4 @@
-"""Fine-tune a classifier of texts or images from a Hugging Face model; a base model gets a head.
+"""Fine-tune a classifier of texts or images from a Hugging Face model, with a new head if needed.
 
 Docs: docs/huggingface.md
 """
@@ -29,8 +29,8 @@ Batch = dict[str, Tensor]
 
 @dataclass(eq=False)
 class HFClassification(huggingface.FineTuning):
-    """Columns of the data: data.text_column, with texts or images; label, with numbers, or texts
-    that are numbered in alphabetical order. Batch: the model's inputs, labels [B].
+    """Columns of the data: data.text_column, with texts or images; label, with numbers or names,
+    which are numbered in alphabetical order. Batch: the model's inputs, labels [B] int64.
     """
 
     classes: Annotated[int, Ge(2)]
@@ -43,7 +43,7 @@ class HFClassification(huggingface.FineTuning):
         if self.of == "text":
             self.processor = huggingface.open_tokenizer(self.folder)
         else:
-            self.processor = huggingface.opened(AutoImageProcessor, self.folder)
+            self.processor = huggingface.open_pretrained(AutoImageProcessor, self.folder)
 
     def build_model(self) -> nn.Module:
         tokenizer = self.processor if self.of == "text" else None
@@ -93,7 +93,7 @@ class HFClassification(huggingface.FineTuning):
         return {**inputs, "labels": torch.tensor(labels)}
 
     def number_of(self, label: Any) -> int:
-        """The number of a label's class. Errors: ValueError for a label of no class."""
+        """The class number of a label, a number or a name. Errors: ValueError for another label."""
         if isinstance(label, str) and label in self.names:
             return self.names.index(label)
         if isinstance(label, int | float) and label in range(self.classes):

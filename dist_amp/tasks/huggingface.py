@@ -33,7 +33,7 @@ from dist_amp.tasks.pretrained import load_pretrained
 
 Length = Annotated[int, Ge(2)]  # tokens in a sample, at most
 Rank = Annotated[int, Ge(0)]  # of LoRA's adapters
-# Types of models with causal attention, perhaps in a window, that pass keyword arguments on to it.
+# Model types whose forward passes keyword arguments on to causal attention, some with a window.
 PLAIN = ("gemma", "gpt2", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3")
 ATTENTION = "dist_amp"  # the name under which transformers knows `attention`
 BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # for flash attention
@@ -54,7 +54,7 @@ def model_folder(name: str) -> Path:
         ) from error
 
 
-def opened(kind: Any, folder: Path, **options: Any) -> Any:
+def open_pretrained(kind: Any, folder: Path, **options: Any) -> Any:
     """kind.from_pretrained(folder), for a config, tokenizer or processor. Errors: DataError."""
     try:
         return kind.from_pretrained(folder, **options)
@@ -66,7 +66,7 @@ def opened(kind: Any, folder: Path, **options: Any) -> Any:
 
 
 def open_tokenizer(folder: Path) -> Any:
-    tokenizer = opened(AutoTokenizer, folder)
+    tokenizer = open_pretrained(AutoTokenizer, folder)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -79,16 +79,16 @@ def build(
 
     Its weights are not loaded yet. as_saved: in the files' dtype, not in float32.
     """
-    config = opened(AutoConfig, folder, **options)
+    config = open_pretrained(AutoConfig, folder, **options)
     rows = getattr(config.get_text_config(), "vocab_size", None)
     if tokenizer is not None and rows is not None:
-        tokens = max(tokenizer.get_vocab().values()) + 1  # more than its length if ids have gaps
+        tokens = max(tokenizer.get_vocab().values()) + 1  # not len(): the ids may have gaps
         if tokens > rows:
             raise DataError(
                 f"the tokenizer in {folder} has {tokens} tokens and the model's embedding {rows} "
                 "rows; use the model's own tokenizer, or save both after resize_token_embeddings"
             )
-        # By it a classifier finds the last token of a text.
+        # A sequence classifier finds the last token of a text by it.
         config.get_text_config().pad_token_id = tokenizer.pad_token_id
     dtype = config.dtype if as_saved else torch.float32
     try:
@@ -117,7 +117,7 @@ def attention(
     documents: Documents | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' "sdpa", but causal for an empty mask, and within documents if any are given."""
+    """transformers' "sdpa", but causal for an empty mask, and within `documents` if given."""
     if documents is not None or (mask is not None and not mask.numel()):
         qkv = (query, key, value)
         y, mask = attend(qkv, documents, options["scaling"], options["dropout"])
@@ -137,20 +137,20 @@ def takes_documents(config: Any, length: int) -> bool:
 
 
 def inputs_of(model: Any, batch: Any, how: PackedAttention = "auto") -> dict[str, Any]:
-    """The arguments of a causal model's forward, for rows padded on the right, or packed."""
+    """Keyword arguments of a causal model's forward, for rows padded on the right, or packed."""
     names = ("input_ids", "attention_mask", "position_ids")
     inputs = {name: batch[name] for name in names if name in batch}
     config = getattr(model, "module", model).config  # DDP's module
     length = batch["input_ids"].shape[1]
     bounds = batch.get("bounds")
     if takes_documents(config, length):
-        # A mask of four dimensions is not searched for padding, nor position_ids for documents:
-        # transformers would synchronise with the host to do so.
+        # With a mask of four dimensions, transformers searches neither the mask for padding nor
+        # position_ids for documents, which would each synchronise with the host.
         inputs["attention_mask"] = batch["input_ids"].new_empty(0, 0, 0, 0)
         if bounds is not None:
             inputs["documents"] = Documents.of(batch["position_ids"], bounds, how)
     elif bounds is not None and "flash" in str(config._attn_implementation):
-        # By itself, transformers finds documents in position_ids only if B = 1.
+        # transformers itself finds documents in position_ids only if B = 1.
         inputs |= dict(zip(BOUNDS, (bounds, bounds, length, length), strict=True))
     inputs["use_cache"] = False
     return inputs
@@ -158,11 +158,11 @@ def inputs_of(model: Any, batch: Any, how: PackedAttention = "auto") -> dict[str
 
 @dataclass(eq=False)
 class FineTuning:
-    """Base class of these tasks: reads and writes the model's folder and its adapters.
+    """Base class of the Hugging Face tasks: reads and writes the model's folder and adapters.
 
     lora_rank: rank of the LoRA adapters on frozen weights (arXiv:2106.09685); 0: no adapters, all
     weights are trained. lora_targets: layers that get adapters, such as q_proj,v_proj; all-linear:
-    all but the head. new_head: the task adds a head; LoRA trains it in full, saved with adapters.
+    all but the head. new_head: the task adds a head, which LoRA trains in full and saves.
     """
 
     data: DataConfig
@@ -243,7 +243,7 @@ def make_loss_head(model: Any, chunk: Chunk) -> None:
         return
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     head = model.get_output_embeddings()
-    if type(head) is nn.Linear and head.bias is None and returns_the_heads_logits(base):
+    if type(head) is nn.Linear and head.bias is None and returns_head_logits(base):
         head.__class__ = LossHead
         head.chunk = chunk
     elif chunk != "auto":
@@ -254,12 +254,12 @@ def make_loss_head(model: Any, chunk: Chunk) -> None:
 
 
 @torch.no_grad()
-def returns_the_heads_logits(model: Any) -> bool:
-    """Whether the model returns its head's output as it is: some models cap or scale it."""
+def returns_head_logits(model: Any) -> bool:
+    """Whether the logits are the head's output, which some models cap or scale."""
     outputs: list[Any] = []
     head = model.get_output_embeddings()
     body = model.base_model
-    # Tried on one token, with a body that returns a constant.
+    # Try it on one token, with a body that returns a constant.
     hidden = Hidden(last_hidden_state=head.weight[None, :1])
     body.forward = lambda *args, **kwargs: hidden
     hook = head.register_forward_hook(lambda module, inputs, output: outputs.append(output))
@@ -286,7 +286,7 @@ def next_token_losses(
 ) -> tuple[Tensor, Any]:
     """Returns (LossHead's losses for labels [B, T], the model's output).
 
-    The last loss of each row is 0, as no token follows.
+    The last loss of each row is 0, because no token follows.
     """
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
     head = getattr(model, "module", model).get_output_embeddings()  # DDP's module

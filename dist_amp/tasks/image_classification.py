@@ -1,6 +1,6 @@
 """A small convolutional network classifies images, by default scikit-learn's digits (8 x 8 pixels).
 
-Copy this file to train a model of your own; set `[data]` to train this one on other images.
+To train this model on your images, set `[data]`. To train a model of your own, copy this file.
 
 Docs: docs/data.md
 """
@@ -21,7 +21,7 @@ from dist_amp.settings import Count, DataConfig
 from dist_amp.sources.labelled_images import LabelledImage, labelled_rows
 from dist_amp.sources.load import Converted, class_names
 
-Side = Annotated[int, Ge(4)]  # two poolings halve it twice
+Side = Annotated[int, Ge(4)]  # the two poolings halve it twice
 Batch = dict[str, Tensor]
 
 
@@ -70,7 +70,7 @@ class ImageClassification:
 
     @cached_property
     def class_count(self) -> int:
-        """The number of classes. Errors: DataError if neither settings nor data tell it."""
+        """The number of classes. Errors: DataError if neither settings nor data have it."""
         if self.classes != "auto":
             return self.classes
         if len(self.names) < 2:
@@ -95,15 +95,15 @@ class ImageClassification:
         return Converted(rows, image_of)
 
     def augment(self, sample: Batch, rng: torch.Generator) -> Batch:
-        """Rotate, shift and flip by random amounts within the limits; new pixels are black."""
-        shares = 2 * torch.rand(4, generator=rng) - 1  # of the limits, from -1 to 1
+        """Rotate, shift and flip at random, within the settings' limits; new pixels are black."""
+        shares = 2 * torch.rand(4, generator=rng) - 1  # of the limits, in -1..1
         angle, right, down, mirror = shares.tolist()
         height, width = self.size
         turn = angle * math.radians(self.rotation_degrees)
         cos = math.cos(turn)
         sin = math.sin(turn)
         flip = -1 if self.flip and mirror < 0 else 1
-        # Maps a pixel to where it comes from. Both x and y go from -1 to 1, however long the sides.
+        # Maps an output pixel to its source; x and y go from -1 to 1, however long the sides are.
         source = [
             [flip * cos, -sin * height / width, 2 * right * self.shift_pixels / width],
             [flip * sin * width / height, cos, 2 * down * self.shift_pixels / height],
@@ -116,7 +116,7 @@ class ImageClassification:
         return list(model.children())
 
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
-        """[B, classes] float32. Only the images get the layout: FSDP2 needs contiguous weights."""
+        """[B, classes] float32. FSDP2 needs contiguous weights: only images are channels_last."""
         layout = torch.channels_last if self.channels_last else torch.contiguous_format
         return model(batch["image"].contiguous(memory_format=layout)).float()
 

@@ -1,10 +1,10 @@
 """Cross-entropy over a large vocabulary, without all logits in memory at once.
 
 The logits of 65,536 tokens over a vocabulary of 50,304 take 12.3 GiB in float32, and so do their
-softmax and gradient. Here a chunk of tokens at a time gets logits, losses and gradients. If
-the losses are summed, forward computes the gradients, and backward only multiplies them by the
-sum's gradient, so that logits are computed once. If each token's loss is returned, backward
-computes the logits again, since each loss then has a gradient of its own.
+softmax and gradient. So the tokens are split into chunks, and one chunk at a time gets logits,
+losses and gradients. If the losses are summed, forward already computes the gradients, and backward
+multiplies them by the sum's gradient: logits are computed once. If each token's loss is returned,
+each has its own gradient, which only backward knows: it computes the logits again.
 """
 
 from collections.abc import Iterator
@@ -17,21 +17,21 @@ from torch import Tensor, nn
 
 from dist_amp.sources.token_shards import IGNORE_INDEX
 
-AUTO_BYTES = 2**29  # float32 logits of a chunk; smaller matrices slow a GPU down (assumed)
-Chunk = int | Literal["auto", "off"]  # tokens at a time; off: all
+AUTO_BYTES = 2**29  # of a chunk's float32 logits; smaller matrices slow a GPU down (assumed)
+Chunk = int | Literal["auto", "off"]  # tokens in a chunk; off: all in one
 Reduction = Literal["sum", "none", "hits"]
 
 
 class LossHead(nn.Linear):
     """A head without bias: x [..., width] -> logits [..., vocabulary], or losses if given targets.
 
-    sum: the summed cross-entropy of the targets [...], scalar float32; -100 is ignored. none: one
-    loss per target, [targets] float32, 0 for -100. hits: [2, targets], without a gradient: the
-    losses as of none, and 1 where the target has the largest logit.
+    Reductions of the cross-entropy, for N targets in all: sum: scalar float32; a target of -100 is
+    ignored. none: the losses [N] float32, 0 for -100. hits: [2, N] float32, without a gradient: the
+    losses, and 1.0 where the target has the largest logit.
     """
 
     chunk: Chunk = "auto"
-    computes_loss = True  # so that it is compiled, as blocks are
+    computes_loss = True  # so that it is compiled, like blocks
     _loss: tuple[Tensor, Reduction] | None = None  # set inside `losses_of`
 
     @contextmanager
@@ -89,7 +89,7 @@ def losses_of(logits: Tensor, targets: Tensor, reduction: Reduction) -> Tensor:
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """Cross-entropy by chunks, summed or of each token; see the top of this file."""
+    """Chunked cross-entropy, summed or per token; see the top of this file."""
 
     @staticmethod
     def forward(
@@ -102,7 +102,7 @@ class ChunkedLoss(torch.autograd.Function):
         dtype: torch.dtype,
         with_gradient: bool,
     ) -> Tensor:
-        """x [N, width], weight [vocabulary, width], targets [N]; dtype: of the matrix products."""
+        """x [N, width], weight [vocabulary, width], targets [N]; dtype: of matrix products."""
         ctx.is_sum = reduction == "sum"
         ctx.options = (chunk, dtype)
         ctx.needed = ctx.needs_input_grad[:2]
@@ -146,12 +146,12 @@ def chunked(
     chunk: int,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Returns (losses [N] float32, their sum's gradient with respect to x, and to weight).
+    """Returns (losses [N] float32, gradients of their weighted sum for x and for weight).
 
-    A gradient that is not needed is None. scale: [N], factors of the losses in that sum; None: 1.
+    A gradient that is not needed is None. scale: the sum's weights [N]; None: all 1.
     """
     needs_x, needs_weight = needed
-    # These gradients are not multiplied by the loss scale yet: float16 would lose small ones.
+    # The loss scale is applied only in backward: float16 would lose these small gradients.
     dtype_back = torch.float32 if dtype == torch.float16 else dtype
     losses = []
     grad_x_chunks = []

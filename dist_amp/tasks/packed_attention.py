@@ -11,10 +11,10 @@ DTYPES = (torch.float16, torch.bfloat16)  # that the kernel supports
 
 
 class Documents(NamedTuple):
-    positions: Tensor  # [B, T] int64: each token's position in its document
+    positions: Tensor  # [B, T] int64: of each token in its document
     bounds: Tensor  # see document_bounds
-    mask: Tensor | None  # see document_mask; None to use the kernel
-    required: bool  # the kernel is used even for inputs that it does not support, and raises
+    mask: Tensor | None  # see document_mask; None: use the kernel
+    required: bool  # use the kernel even for a dtype or width that it rejects with an error
 
     @classmethod
     def of(cls, positions: Tensor, bounds: Tensor, how: PackedAttention) -> "Documents":
@@ -38,10 +38,10 @@ def document_mask(positions: Tensor) -> Tensor:
 
 
 def document_bounds(positions: Tensor) -> Tensor:
-    """int32: where documents start in the flattened rows, then the end. To be called in collate."""
-    starts = (positions.flatten() == 0).nonzero().flatten()  # on a GPU, a synchronisation
-    # Empty documents at the end make the number a power of two, so that there are few shapes. Not
-    # more of them: for each document, backward takes memory for 128 tokens.
+    """Starts of documents in the flattened rows, then the end: int32. Call it in collate."""
+    starts = (positions.flatten() == 0).nonzero().flatten()  # synchronises a GPU
+    # Pad with empty documents to a power of two, so that few shapes occur. Not with more of them:
+    # backward allocates memory for 128 tokens per document.
     count = 1 << (len(starts) - 1).bit_length()
     bounds = starts.new_full((count + 1,), positions.numel(), dtype=torch.int32)
     bounds[: len(starts)] = starts
@@ -54,8 +54,8 @@ def attend(
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Attention of query, key and value [B, heads, T, width]. Returns (the kernel's result, None),
-    or (None, the mask to use with another kernel; None: causal).
+    """Attention of query, key and value [B, heads, T, width]. Returns (result, None) if torch's
+    kernel ran; else (None, mask) for another kernel, where a mask of None means causal.
     """
     if documents is None:
         return None, None
@@ -70,12 +70,12 @@ def attend(
     fits = dtype in DTYPES and width % 8 == 0 and width <= 256
     if dropout or not (fits or documents.required):  # the kernel has no dropout
         return None, document_mask(documents.positions)
-    from torch.nn.attention.varlen import varlen_attn  # it imports torch's compiler
+    from torch.nn.attention.varlen import varlen_attn  # slow: this imports torch's compiler
 
     query, key, value = (part.to(dtype).transpose(1, 2).flatten(0, 1) for part in qkv)
     bounds = (documents.bounds, documents.bounds)
     rows, length = documents.positions.shape
-    # This window, of all earlier tokens and the token itself, is how the kernel spells causal.
+    # Causal attention is a window of all earlier tokens and none after the token itself.
     options: Any = {"scale": scale, "window_size": (-1, 0), "enable_gqa": True}
     out: Any = varlen_attn(query, key, value, *bounds, length, length, **options)
     return out.unflatten(0, (rows, length)).transpose(1, 2), None

@@ -1,7 +1,7 @@
 """Load pretrained weights from safetensors files, as `save_pretrained` writes them, into shards.
 
 transformers' own loader maps the names (prefixes of base models, renamed and merged weights) and
-reads this rank's slices, which are then copied. Names, shapes and dtypes must match.
+reads this rank's slices; they are then copied into the model. Names and shapes must match.
 """
 
 import copy
@@ -28,7 +28,7 @@ from dist_amp.world import local
 log = logging.getLogger(__name__)
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# What peft inserts into the names of the modules that it wraps.
+# The parts of a name that peft inserts for the modules that it wraps.
 WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")
 Targets = Mapping[str, list[Tensor]]
 Slices = Mapping[str, Any]
@@ -39,14 +39,14 @@ def load_pretrained(model: nn.Module, folder: str | Path, fresh_head: bool = Fal
     """Set the model's parameters and persistent buffers to the values in the files.
 
     model: a transformers model, perhaps wrapped by peft, or plain modules; sharded or not, with
-    memory. LoRA adapters are initialised, as they are in no such file. fresh_head: a head (what is
-    outside the base model, and a pooler) that the files lack is initialised, and another head in
-    the files is ignored. What is initialised depends only on torch's seed. Errors: DataError.
+    memory. LoRA adapters are initialised: these files have none. fresh_head: initialise a head (all
+    outside the base model, and a pooler) that the files lack, and ignore a different head in them.
+    Initial values depend only on torch's seed. Errors: DataError.
     """
     folder = Path(folder)
     wrapped: Any = model
     base = wrapped.get_base_model() if hasattr(model, "get_base_model") else model
-    # {name in a file: the parameters and buffers that it fills}, without adapters
+    # {name in a file: the parameters and buffers that it fills}; adapters are left out
     targets: dict[str, list[Tensor]] = {}
     for name, value in base.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor) and ".lora_" not in name:
@@ -78,8 +78,8 @@ def load_pretrained(model: nn.Module, folder: str | Path, fresh_head: bool = Fal
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(torch.initial_seed())
-        draw_adapters(model)
-        draw_head(base, fresh, targets)
+        initialise_adapters(model)
+        initialise_head(base, fresh, targets)
     for first, *copies in targets.values():
         for trained_copy in copies:  # peft's copy of a wrapped module
             local(trained_copy).copy_(local(first))
@@ -100,7 +100,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_shapes(folder: Path, targets: Targets, slices: Slices) -> None:
-    """Errors: DataError for another shape, or for integers where the model has floating-point."""
+    """Errors: DataError if a shape differs, or the file has integers for floating-point weights."""
     for name in sorted(slices.keys() & targets.keys()):
         target = targets[name][0]
         shape = slices[name].get_shape()
@@ -115,10 +115,10 @@ def check_shapes(folder: Path, targets: Targets, slices: Slices) -> None:
 
 
 def as_published(model: nn.Module) -> None:
-    """Make transformers models inside `model` such that their `from_pretrained` can read them.
+    """Change transformers models inside `model` so that `from_pretrained` can read what is saved.
 
-    Scalars, which were made [1] because FSDP2 can't shard them, become scalars again. A model
-    built from a config gets the generation_config in that config's folder.
+    Parameters that were made [1], because FSDP2 can't shard scalars, become scalars again. A model
+    that was built from a config gets the generation_config of that config's folder.
     """
     from transformers import GenerationConfig, PreTrainedModel
 
@@ -144,7 +144,7 @@ def as_published(model: nn.Module) -> None:
 def empty_twin(base: Any) -> Any:
     """The same transformers model on the meta device, without adapters and sharding."""
     kind = type(base)
-    if isinstance(base, FSDPModule):  # undo FSDP2's change of the class, on which names depend
+    if isinstance(base, FSDPModule):  # the class before fully_shard, whose name the loader needs
         kind = kind.__mro__[2]
     with torch.device("meta"):
         return kind._from_config(copy.deepcopy(base.config))
@@ -168,7 +168,7 @@ def fill(base: Any, targets: Targets, slices: Slices) -> tuple[list[str], list[s
     config = LoadStateDictConfig(weight_mapping=mapping)
     present = {name: tensors[0].detach() for name, tensors in targets.items()}
     for name, parameter in twin.named_parameters():
-        if parameter.ndim == 0 and name in present:  # [1] in the model: FSDP2 can't shard scalars
+        if parameter.ndim == 0 and name in present:  # FSDP2 can't shard scalars: [1] in the model
             present[name] = torch.empty(())
     layers: dict[str, dict[str, Any]] = {}
     for key, part in slices.items():
@@ -201,7 +201,7 @@ def fill(base: Any, targets: Targets, slices: Slices) -> tuple[list[str], list[s
 def split_head(
     base: Any, names: Sequence[str], everything: Iterable[str]
 ) -> tuple[list[str], list[str]]:
-    """Returns (names in a head, other names). A head: a pooler, and all outside the base model."""
+    """Returns (names of a head, other names). A head: a pooler, and all outside the base model."""
     prefix = f"{base.base_model_prefix}."
     has_base = any(name.startswith(prefix) for name in everything)
     head = []
@@ -222,8 +222,8 @@ def copy_into(value: Tensor, target: Tensor) -> None:
     local(target).copy_(local(value))
 
 
-def draw_adapters(model: Any) -> None:
-    """Initialise LoRA's adapters, as peft does by default. Errors: DataError for another way."""
+def initialise_adapters(model: Any) -> None:
+    """Initialise LoRA adapters by peft's default. Errors: DataError for another method."""
     for config in getattr(model, "peft_config", {}).values():
         if getattr(config, "init_lora_weights", True) is not True:
             raise DataError(
@@ -239,8 +239,8 @@ def draw_adapters(model: Any) -> None:
             copy_into(torch.zeros(parameter.shape), parameter)
 
 
-def draw_head(base: Any, names: Sequence[str], targets: Targets) -> None:
-    """Initialise the parameters that the files lack: draw them whole, and copy this rank's part."""
+def initialise_head(base: Any, names: Sequence[str], targets: Targets) -> None:
+    """Initialise the parameters `names`: draw each one whole, and copy this rank's part."""
     if not names:
         return
     twin = empty_twin(base).float()

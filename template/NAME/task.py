@@ -1,4 +1,4 @@
-"""An example to replace by your own: a small language model of the standard library's source."""
+"""An example to replace: a small language model of Python's standard library."""
 
 import sysconfig
 from pathlib import Path
@@ -57,11 +57,11 @@ class Example:
         return GPT(*self.shape)
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """What FSDP2 gathers one at a time."""
+        """Modules that FSDP2 shards, and gathers one at a time."""
         return list(model.blocks)  # type: ignore[arg-type]
 
     def build_dataset(self, split: str) -> Tensor:
-        """Rows of context + 1 bytes; every twentieth is held out."""
+        """Rows of context + 1 bytes, [rows, context + 1] uint8; every twentieth is held out."""
         paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
         text = torch.frombuffer(bytearray(b"".join(map(Path.read_bytes, paths))), dtype=torch.uint8)
         rows = text[: len(text) // (self.context + 1) * (self.context + 1)]

@@ -239,7 +239,7 @@ def test_a_folder_of_other_tokens_is_never_written_over(change, fragment, tmp_pa
 def test_a_missing_truncated_damaged_or_newer_file_is_named(tmp_path, capsys):
     write(tmp_path, pairs())
     assert command.main(["--check", str(tmp_path)]) == 0
-    assert f"{tmp_path}: all files are as they were written" in capsys.readouterr().out
+    assert f"{tmp_path}: all files match their hashes" in capsys.readouterr().out
     files = sorted((tmp_path / "train").iterdir())
     assert len(files) > 6
     for path in (files[0], files[-1]):

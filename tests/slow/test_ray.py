@@ -91,7 +91,7 @@ def test_a_failure_of_the_ranks_is_rays_too(with_ray, start, tmp_path):
     status, said = finished(start(*SLOW, *words))
     assert status == 1, said
     assert "error: 3 steps in a row were not finite and were skipped" in said
-    assert "dist_amp.train ended with status 70; it says why above, and in the run's folder" in said
+    assert "dist_amp.train ended with status 70; see the error above or in the run's folder" in said
     assert json.loads((tmp_path / "run/summary.json").read_text())["exit_code"] == 70
 
 
