@@ -44,8 +44,8 @@ def main(argv: Sequence[str]) -> None:
     options, words = parser.parse_known_args(argv)
     configure_logging(0)
     folder = options.check or options.out
-    if folder is None:
-        raise ConfigError("--out is missing; name the folder to write, as in --out tokens")
+    if folder is None or (options.check and options.out):
+        raise ConfigError("give --out FOLDER to write tokens, or --check FOLDER to verify them")
     if options.check:
         for name in read_manifest(folder).splits:
             TokenShards(folder, name).check_hashes()

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.backends.cuda import flash_sdp_enabled, is_flash_attention_available
 
+from dist_amp.errors import ConfigError
+
 PackedAttention = Literal["auto", "varlen", "mask"]
 DTYPES = (torch.float16, torch.bfloat16)  # that the kernel supports
 
@@ -68,7 +70,12 @@ def attend(
         dtype = torch.get_autocast_dtype(device)
     width = query.shape[3]
     fits = dtype in DTYPES and width % 8 == 0 and width <= 256
-    if dropout or not (fits or documents.required):  # the kernel has no dropout
+    if dropout and documents.required:
+        raise ConfigError(
+            "task.args.packed_attention=varlen, but its kernel has no dropout; use auto, or set the "
+            "model's attention dropout to 0"
+        )
+    if dropout or not (fits or documents.required):
         return None, document_mask(documents.positions)
     from torch.nn.attention.varlen import varlen_attn  # slow: this imports torch's compiler
 

@@ -208,7 +208,8 @@ def test_an_interrupted_command_continues_with_the_rows_that_are_missing_and_pri
 @pytest.mark.bad_input("`tokenize` without `--out`, a tokenizer or rows, or with a mixture")
 def test_a_wrong_command_line_is_one_line(tmp_path, capsys):
     for words, said in (
-        ("", "--out is missing; name the folder to write, as in --out tokens"),
+        ("", "give --out FOLDER to write tokens, or --check FOLDER to verify them"),
+        ("--check a --out b", "give --out FOLDER to write tokens, or --check"),
         ("--out o --data.path off", "neither data.path nor data.name is set; name the rows to"),
         ("--out o --data.sources.wiki.path x", "data.sources has wiki; tokenize each source on"),
     ):

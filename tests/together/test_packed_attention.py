@@ -2,6 +2,8 @@
 transformers' models read nothing of the device. The kernel runs on GPUs; here by a CPU's.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,7 @@ import tiny_hf
 from test_packing_leak import OfTheGPT
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from dist_amp.errors import ConfigError
 from dist_amp.tasks import hf_causal_lm, huggingface, packed_attention
 from dist_amp.tasks.huggingface import PLAIN, inputs_of
 from dist_amp.tasks.packed_attention import Documents, attend, document_bounds, document_mask
@@ -111,7 +114,8 @@ def test_what_the_kernel_does_not_take_gets_a_mask_unless_it_is_required(
     out, mask = attend(parts, VARLEN._replace(required=False), dropout=dropout)
     assert out is None
     assert torch.equal(mask, document_mask(POSITIONS))
-    assert (attend(parts, VARLEN, dropout=dropout)[1] is None) == (dropout == 0)
+    with pytest.raises(ConfigError, match="no dropout") if dropout else nullcontext():
+        assert attend(parts, VARLEN, dropout=dropout)[1] is None
 
 
 SELECTIVE = "--parallel.activation_checkpointing selective"
