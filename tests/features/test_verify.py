@@ -100,7 +100,9 @@ def test_each_row_has_its_result_and_its_cause_stands_below_the_table(verify):
 def test_a_factor_of_one_has_no_mistake():
     reference = SimpleNamespace(bound=lambda precision: 0.01)
     states = [SimpleNamespace(gradients={"w": torch.tensor([1.015, 1.015])})]
-    record = SimpleNamespace(cell=Cell("single", "fp32"), ranks=1, states=states, reference=reference)
+    record = SimpleNamespace(
+        cell=Cell("single", "fp32"), ranks=1, states=states, reference=reference
+    )
     text = gradient_fault(record, 0, {"w": torch.ones(2)})
     assert text.endswith(": all of them are 1.015 times what they should be")
 
