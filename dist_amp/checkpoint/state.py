@@ -174,7 +174,7 @@ def state_of(run: Run, with_moments: bool = False) -> State:
         run.optimizer.state.clear()  # torch creates moments only if it is empty
     if has_moments or with_moments:
         optimizer = get_optimizer_state_dict(run.parallel.module, run.optimizer)["state"]
-    # Batch norm's, on this rank; in "model" a checkpoint has their average over the ranks.
+    # Of this rank's batches; in "model" a checkpoint has their average over the ranks.
     statistics = batch_statistics(run.parallel.module)
     rank_state = {
         "random": random_state(run.world.device),
