@@ -30,7 +30,7 @@ class Saver(Observer):
     def __init__(self, run: Run):
         self.pending: Any = None
         self._run = run
-        self._planner: Any = None
+        self._planner: Any = None  # made by the first save, for all, like the staging
         self._staging: Any = None
         self._unsaved = Unsaved(run)
         self._written: Path | None = None  # folder of the latest checkpoint written by this process
@@ -42,7 +42,7 @@ class Saver(Observer):
         run = self._run
         with run.world.clock.hold("checkpoint"):
             self.finish()
-            self._unsaved.compare()
+            self._unsaved.compare()  # warns of state that no checkpoint contains
             folder = checkpoint_folder(run.folder, run.step)
             # This step's checkpoint may exist: written here, or the one that the run resumed from.
             is_saved = folder == self._written or run.step == run.resumed_from_step
@@ -54,7 +54,7 @@ class Saver(Observer):
                 self.pending = Save(run, *take_snapshot(run), self._planner, staging)
                 if staging is None:
                     self.finish(must_succeed=wait)
-            best = getattr(run.task, "best_metric", "loss")
+            best = getattr(run.task, "best_metric", "loss")  # checked once there is an evaluation
             metrics = run.metrics.evaluation
             is_new = metrics and run.metrics.evaluated_step == run.step != run.resumed_from_step
             if is_new and metric_name(best) not in metrics:

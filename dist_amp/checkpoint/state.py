@@ -98,12 +98,12 @@ def read_state(run: Run, reader: Reader) -> State:
 
     manifest = reader.manifest
     metadata = reader.read_metadata()
-    saved = {name.partition(".")[0] for name in metadata.state_dict_metadata}
+    saved = {name.partition(".")[0] for name in metadata.state_dict_metadata}  # sections
     state = state_of(run, with_moments="optimizer" in saved)
     if manifest.precision != "fp16":  # only fp16 has a loss scale to restore
         del state["scaler"]
     if (manifest.world_size, manifest.device) != (run.world.world_size, run.world.device.type):
-        del state["ranks"]  # random states of other ranks or another device are of no use here
+        del state["ranks"]  # the states of other ranks, or of another device, do not fit
     for name in sections(run).keys() - saved:
         state.pop(name, None)
     if "ema" in saved and "ema" not in state:
@@ -125,7 +125,7 @@ def read_state(run: Run, reader: Reader) -> State:
             f"checkpoint {reader.folder} does not fit this optimizer: its groups and their "
             f"parameters are {manifest.optimizer}, here {group_sizes(run)}"
         )
-    # `saved` lacks "optimizer" if no step was applied before the save.
+    # There is no "optimizer" section if no step was applied before the save.
     for section in (state.keys() & saved) - {"model", "ranks"}:
         check_tensors(reader.folder, metadata, section, state[section])
     state |= expected_states(run, metadata.state_dict_metadata, manifest.world_size)
