@@ -1,9 +1,9 @@
 """Resumes a run from the newest valid checkpoint among those that `run.resume` allows.
 
-auto allows those in the run's folder, never none, and a path those at the path, until the run has
-saved one itself. The ranks share the work of verifying the newest one's hashes. If it is damaged, a
-warning says so, and the previous checkpoint is tried. The valid one's settings must fit the run's
-(compatibility.py); then its state is restored (state.py).
+With auto, these are the checkpoints in the run's folder; with a path, those at the path, until the
+run has saved one itself; with never, none. The ranks share the work of verifying the newest one's
+hashes. If it is damaged, a warning says so, and the previous one is tried. Then its settings must
+fit the run's (compatibility.py), and its state is restored (state.py).
 """
 
 import tomllib

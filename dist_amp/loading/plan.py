@@ -58,7 +58,7 @@ class Plan:
         end = self.length
         if self.drop_last:
             end = self.length - size + 1
-        at_once = max(1, LOOKED_UP * self.world_size // size)
+        at_once = max(1, LOOKED_UP * self.world_size // size)  # steps that are permuted together
         epoch, offset = divmod(position, self.length)
         while True:
             order = order_of(self.seed, epoch)
@@ -101,7 +101,7 @@ def shard_step(
     Where possible, none has a single sample, on which batch norm fails; some are padding instead.
     """
     length = len(window)
-    padding = Shard(tuple(window[: min(2, micro_batch_size)]), counts=False)
+    padding = Shard(tuple(window[: min(2, micro_batch_size)]), counts=False)  # the first samples
     count = math.ceil(length / (world_size * micro_batch_size))
     # The number of micro-batches, over all ranks, that hold samples; the others are padding.
     filled = max(min(count * world_size, length // 2), math.ceil(length / micro_batch_size))

@@ -17,13 +17,14 @@ from dist_amp.sources.files import find_files, stay_local_without_network
 from dist_amp.sources.mixture import tables_of
 
 log = logging.getLogger(__name__)
-# data.view=auto reads larger Parquet data by row group: converting takes as much disk space again.
-MAP_UP_TO_BYTES = 4 * 2**30
+MAP_UP_TO_BYTES = 4 * 2**30  # with view=auto, larger Parquet data is not converted: disk space
 HELD_OUT = 0.05  # share of the rows, with data.validation_split=auto, last or shuffled
 HOLD_OUT = re.compile(r"(auto|last|shuffled)(?::(0?\.\d*[1-9]\d*))?")  # method[:share]
 
 
 class Converted:
+    """A map-style dataset of rows, each of which is passed to `convert` when it is read."""
+
     def __init__(self, rows: Any, convert: Callable[[dict[str, Any]], Any]):
         self.rows = rows
         self.convert = convert
@@ -140,7 +141,6 @@ def pick_split(splits: Any, config: SourceConfig, split: str, *other_columns: st
 
 def held_out_part(rows: Any, split: str, share: float, method: str = "") -> Any:
     """The rows for `split`, after a share of them is held out for validation.
-
     method: "last" holds out the last rows; "auto" or "" random ones; "shuffled" too, but puts the
     training rows in random order, as earlier versions did. None for validation if there is a single
     row, or with auto a single row group. Errors: DataError if no row is left to train on.
