@@ -98,7 +98,7 @@ class Save:
         self.future = in_thread(self._write, "checkpoint writer")
 
     def _enter(self, stage: str) -> None:
-        """Note for `wait` that a stage or a tensor in it begins; "": this rank waits for others."""
+        """Note for `wait` that a stage or a tensor in it begins; "": it waits for other ranks."""
         self._progress = (time.monotonic(), stage)
 
     def wait(self) -> None:

@@ -44,7 +44,7 @@ MARKS = {
     **dict.fromkeys(("dataset_dict.json", "dataset_info.json", "state.json"), "saved"),
     "tokens.json": "tokens",
 }
-# A whole word of a file's name, as in wiki.train.txt or en_test-00.jsonl.
+# A split's name as a whole word of a file's name, as in wiki.train.txt or en_test-00.jsonl.
 SPLIT_NAME = re.compile(r"(?:^|(?<=[._-]))(train|test|valid|val|dev)(?:ing|ation)?(?=[._\-\d]|$)")
 LABEL_TABLES = {"labels.csv", "metadata.csv"}  # with the labels of images next to them
 # Files that come with a dataset but are not data; used only if there are no other files.
@@ -63,7 +63,7 @@ Sizes = dict[str, int | None]  # {path: bytes}; None if a server does not report
 
 @dataclass(frozen=True)
 class Files:
-    fs: Any
+    fs: Any  # an fsspec file system
     root: str  # the path in `fs` that `data.path` names
     format: str
     splits: dict[str, list[str]]  # sorted paths; empty for the formats saved and tokens

@@ -57,7 +57,7 @@ def image_file(rows: Any, index: int) -> str:
 
 
 def load_split(config: DataConfig, split: str, *other_columns: str) -> Any:
-    """`load_rows`, for a task that can't read mixtures. Errors: ConfigError if there is one."""
+    """`load_rows`, for a task that can't read mixtures: ConfigError if data.sources is set."""
     if tables := tables_of(config):
         raise ConfigError(
             f"data.sources.{next(iter(tables))}: this task reads one source; use data.path or "
@@ -68,7 +68,7 @@ def load_split(config: DataConfig, split: str, *other_columns: str) -> Any:
 
 def load_rows(config: DataConfig, split: str, *other_columns: str) -> Any:
     """The rows of data.name or data.path for `split`, "train" or "validation". They must have the
-    column data.text_column or another of those named. None for validation if the rows are too few.
+    column data.text_column or one of the others. None for validation if nothing can be held out.
     """
     if config.path != "off" and config.name != "auto":
         raise ConfigError(

@@ -1,8 +1,8 @@
 """Parquet files as a map-style dataset that is neither converted nor held in memory.
 
 Footers are read at the start; three numbers per row group stay in memory. A run's order of samples
-is `stream_order`, in which each rank reads from few row groups at a time. All ranks together read a
-row group once per epoch, except those of a partial last step, which several ranks may read again.
+is `stream_order`, in which each rank reads from few row groups at a time. Over all ranks, each row
+group is read once per epoch, except that several ranks may read those of a partial last step.
 """
 
 import copy
@@ -236,8 +236,8 @@ def stream_order(
 
     rows: int64 [R], the number of rows of each row group, none 0. The row groups are put in random
     order, and this sequence of rows is cut into `streams` of equal length, to a row. Position p
-    takes the next row of stream p mod `streams`. Within a stream, each window of `shuffle_groups`
-    row groups is shuffled by row.
+    takes the next row of the stream in slot p mod `streams`. Within a stream, each window of
+    `shuffle_groups` row groups is shuffled by row.
     A row group that is cut belongs to two neighbouring streams. A rank's streams are neighbours,
     and every second one runs backwards: both reach the cut group at the same time, so it is read
     once. All ranks make groups + ranks - 1 reads at most, if the world size is a product of the
@@ -263,11 +263,11 @@ def stream_order(
         offset = positions // streams
         start = stream_starts[stream]
         end = stream_ends[stream]
-        place = torch.where(stream % 2 == 0, start + offset, end - 1 - offset)
-        behind = torch.searchsorted(ends, place, right=True) - first_groups[stream]
+        place = torch.where(stream % 2 == 0, start + offset, end - 1 - offset)  # odd: backwards
+        behind = torch.searchsorted(ends, place, right=True) - first_groups[stream]  # in groups
         first = first_groups[stream] + behind // shuffle_groups * shuffle_groups
         last = (first + shuffle_groups - 1).clamp_(max=len(ends) - 1)
-        low = torch.maximum(starts[first], start)
+        low = torch.maximum(starts[first], start)  # the window, as far as it is in the stream
         high = torch.minimum(ends[last], end)
         window_keys = [low * GOLDEN + key for key in keys]
         place = low + permute(place - low, high - low, window_keys)

@@ -1,8 +1,8 @@
 """Files at an address (s3, gs, az or file, by fsspec), and which process may write there.
 
 The writer holds the claim, a small file at the address that it rewrites every few seconds. A new
-run takes the claim if the holder has released it or is not seen to rewrite it (clocks are not
-compared), and fails otherwise. A holder whose claim another process has replaced writes no more.
+run takes the claim if the holder has released it, or does not rewrite it while the run watches (so
+no clocks are compared); else the run fails. A holder that finds another's claim writes no more.
 """
 
 import json
@@ -67,7 +67,7 @@ class Store:
             self.fs.rm_file(self.path(name))
 
     def upload(self, local: Path, name: str, entry: dict[str, Any]) -> None:
-        """Upload a file. entry: its size and hash. Errors: OSError if the file has others."""
+        """Upload a file. entry: its size and hash. Errors: OSError if it does not match them."""
         if entry_of(local) != entry:
             raise OSError(f"{local} is not what its manifest says")
         self.fs.put_file(str(local), self.path(name))
@@ -106,7 +106,7 @@ class Claim:
         return record
 
     def renew(self) -> None:
-        """Show that this process is alive. Errors: OSError if another has taken the claim."""
+        """Show that this process is alive. Errors: OSError if another process took it."""
         current = self.read()
         if current and current["id"] != self.record["id"]:
             raise OSError(f"{current['holder']} has taken over")
