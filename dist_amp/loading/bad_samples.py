@@ -51,7 +51,7 @@ class SkippingFetch(Fetch):
             self._sound = self._sound_sample(shard)
         errors = {}
         for index in shard.indices:
-            pair = self._batch_of(shard, self._sound, index)  # a batch of the sound sample and it
+            pair = self._batch_of(shard, self._sound, index)  # collated with the sound sample
             if isinstance(pair, DataError):
                 errors[index] = str(pair)
         good = [index for index in shard.indices if index not in errors]
@@ -84,7 +84,7 @@ class BadSamples:
     training: Any  # the run's Batches, from `follow` on
 
     def __init__(self, world: World, folder: Path, most: float):
-        """folder: the run's. most: of bad samples per epoch; below 1, a share of the samples."""
+        """folder: the run's. most: the limit of bad samples per epoch; below 1, a share of all."""
         self.world = world
         self.folder = folder / FOLDER
         self.file = self.folder / f"rank{world.rank:05d}.jsonl"
@@ -169,7 +169,7 @@ class BadSamples:
             write_durably(path, kept)
 
     def tags(self, row: Any) -> dict[str, int]:
-        """Number of samples that all ranks have skipped. Errors: DataError if it is too high."""
+        """Samples skipped on all ranks; every rank must call it. Errors: DataError if too many."""
         data = self.training
         epoch = (data.position - 1) // data.plan.length
         total = sum(split == data.split for split, _, _ in self.seen)

@@ -12,7 +12,7 @@ from dist_amp.loading.plan import Shard
 
 
 class Fetch:
-    """Map-style dataset: Shard -> its samples read, augmented and collated, all in a loader worker.
+    """Map-style dataset: Shard -> batch, so that loader workers also augment and collate.
 
     A DataError is returned, and raised by the rank: raised in a worker, it would arrive as text.
     """

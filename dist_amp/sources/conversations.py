@@ -57,7 +57,7 @@ def layout(columns: Sequence[str], text_column: str) -> str:
 
 
 def columns_read(rows: Any, text_column: str) -> Any:
-    """The rows with only the columns that are needed, since images, for example, are slow."""
+    """The rows with only the needed columns, since images, for example, take time to decode."""
     form = layout(rows.column_names, text_column)
     needed = (form, *LAYOUTS.get(form, ()))
     return rows.select_columns([name for name in rows.column_names if name in needed])
@@ -236,7 +236,7 @@ def encode_chat(
 
 
 def check_tools(messages: list[Message], tools: Any, text: str, tokenizer: Any) -> None:
-    """Errors: DataError if the template leaves out tools or calls, or quotes arguments again."""
+    """Errors: DataError if the template leaves out tools or calls, or quotes arguments twice."""
     template = f"the chat template of {tokenizer.name_or_path}"
     calls = [call for message in messages for call in message.get("tool_calls", ())]
     for key, content in (("tools", tools), ("tool_calls", calls)):

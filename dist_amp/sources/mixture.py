@@ -152,8 +152,8 @@ def locate_in_block(places: Array, counts: Sequence[int]) -> tuple[Array, Array]
 def counts_of(weights: Mapping[str, float], sizes: Sequence[int]) -> list[int]:
     """The count of each source in a block, so that its share of an epoch is exact to one sample.
 
-    Blocks are short if that is so exact; otherwise the epoch is a single block, divided by largest
-    remainders. Fractions keep the length independent of how a weight such as 0.1 is rounded.
+    Blocks are short if shares are exact then; otherwise the epoch is a single block, divided by
+    largest remainders. Fractions make a weight such as 0.1 exact, and so the epoch's length.
     """
     exact = [Fraction(str(weight)) for weight in weights.values()]
     total = sum(exact)

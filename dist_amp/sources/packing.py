@@ -1,4 +1,4 @@
-"""Turn documents into rows by data.pack: packed (best_fit), concatenated (cut), one each (off).
+"""Turn token documents into rows: packed (best_fit), concatenated and cut (cut), one each (off).
 
 Rows are planned from the documents' lengths alone, so they are the same at every start and in every
 epoch; they are the samples that the run shuffles. A row consists of pieces: parts of documents.

@@ -218,7 +218,7 @@ def write_shard(
     documents: list[tuple[Array, Array]],
     end_row: int,
 ) -> Manifest:
-    """Write a split's next shard, of documents (ids [n], loss mask [n] bool); the new manifest."""
+    """Write documents (ids [n], loss mask [n] bool) as the split's next shard; the new manifest."""
     split = manifest.splits[name]
     number = len(split.shards)
     ids, masks = zip(*documents, strict=True)

@@ -71,9 +71,9 @@ def local_folder(address: str, ending: str = "") -> Path:
     if parent.stat().st_uid != os.getuid():
         raise ConfigError(f"{parent} belongs to another user; set {VARIABLE} to a folder of yours")
     folder.mkdir(exist_ok=True)
-    unnamed = folder / f"{ADDRESS}.{uuid4().hex}"
-    unnamed.write_text(address)
-    unnamed.replace(folder / ADDRESS)  # at once, since another rank or command may be reading it
+    draft = folder / f"{ADDRESS}.{uuid4().hex}"
+    draft.write_text(address)
+    draft.replace(folder / ADDRESS)  # at once, since another rank or command may be reading it
     return folder
 
 

@@ -106,7 +106,7 @@ class Claim:
         return record
 
     def renew(self) -> None:
-        """Show that this process is alive. Errors: OSError if another process took it."""
+        """Show that this process is alive. Errors: OSError if another process has the claim."""
         current = self.read()
         if current and current["id"] != self.record["id"]:
             raise OSError(f"{current['holder']} has taken over")
